@@ -87,6 +87,25 @@ def test_only_the_blocks_of_the_grant_can_be_pulled(served: tuple[End, Peer]) ->
     pull(near, token, [4, 5, 6, 9], [0, 1, 2, 3])
 
 
+def test_the_key_must_name_the_cache_of_the_grant_at_each_pull(served: tuple[End, Peer]) -> None:
+    near, far = lent(served)
+    far.register("own", 8, BLOCK, blocks=True, keys=[by_blocks(0, 1)], seed=4)
+    token = far.grant("own", [3])
+    handle, own = near.held["near"].handle, key(by_blocks(2, 1))
+    for _ in range(2):
+        near.manager.pull_blocks(own, handle, [3], [0], grant=token)
+    far.register("other", 8, BLOCK, blocks=True, keys=[by_blocks(0, 1)], seed=5)
+    for _ in range(2):
+        error = refused(INVALID, lambda: near.manager.pull_blocks(own, handle, [3], [1], grant=token))
+        assert "the grant is for cache" in str(error)
+    other = far.grant("other", [3])
+    near.manager.pull_blocks(own, handle, [3], [0], grant=other)
+    assert (near.read("near")[0][0] == far.read("other")[0][3]).all()
+    far.unregister("other")
+    error = refused("LLM_KV_CACHE_NOT_EXIST", lambda: near.manager.pull_blocks(own, handle, [3], [1], grant=token))
+    assert "blocks of model 1" in str(error)
+
+
 @pytest.mark.parametrize("how", ["revoked", "expired", "released", "done"])
 def test_after_the_end_every_pull_fails(served: tuple[End, Peer], how: str) -> None:
     near, far = lent(served)

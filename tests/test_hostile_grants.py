@@ -10,7 +10,7 @@ import pytest
 from hostile import messages as m
 from hostile.client import Wire, ask, payload
 from hostile.trial import PREY, PREY_BYTES, PREY_ROWS, SLACK, VICTIM, Trial, prey_of
-from peers import INVALID, OK, by_blocks, pattern
+from peers import INVALID, OK, by_blocks, equal, pattern
 from peers.values import Refused, code
 
 U32, U64 = 2**32 - 1, 2**64 - 1
@@ -18,11 +18,16 @@ U32, U64 = 2**32 - 1, 2**64 - 1
 INVALID_KIND, GRANT_ENDED_KIND = 0, 18
 
 
-def id_of(token: bytes, **changed: Any) -> bytes:
-    """The id in a token: slot, generation and secret."""
+def name_of(token: bytes, **changed: Any) -> bytes:
+    """The name of the grant of a token: slot, generation and secret."""
     number = int.from_bytes
     real = {"slot": number(token[20:24], "little"), "generation": number(token[24:32], "little"), "secret": token[32:]}
-    return m.grant(**{**real, **changed})
+    return m.name_grant(**{**real, **changed})
+
+
+def done_with(grant: bytes) -> bytes:
+    """The request that reports a reader that is done with a grant."""
+    return m.finish(m.pulled(grant, 0, 0, 0))
 
 
 def plan_of(row: int, rows: int = 1) -> bytes:
@@ -32,36 +37,37 @@ def plan_of(row: int, rows: int = 1) -> bytes:
 def test_forged_and_replayed_grants() -> None:
     with Trial(honest=["tcp"]) as trial:
         _, call = trial.fair_call()
-        cache, name = prey_of(call), m.name_blocks(1)
+        cache = prey_of(call)
         token = trial.victim.grant("prey", [0, 1], readers=2)
         old = trial.victim.grant("prey", [0])
         trial.victim.revoke(old)
         secret, chance = token[32:], random.Random(1)  # noqa: S311
         forged = [
-            id_of(token, secret=bytes(16)),
-            *(id_of(token, secret=chance.randbytes(16)) for _ in range(100)),
-            *(id_of(token, secret=secret[:at] + bytes([secret[at] ^ 1]) + secret[at + 1 :]) for at in range(16)),
-            *(id_of(token, slot=slot) for slot in (1, 65_535, 65_536, U32)),
-            *(id_of(token, generation=generation) for generation in (1, U64)),
+            name_of(token, secret=bytes(16)),
+            *(name_of(token, secret=chance.randbytes(16)) for _ in range(100)),
+            *(name_of(token, secret=secret[:at] + bytes([secret[at] ^ 1]) + secret[at + 1 :]) for at in range(16)),
+            *(name_of(token, slot=slot) for slot in (1, 65_535, 65_536, U32)),
+            *(name_of(token, generation=generation) for generation in (1, U64)),
         ]
         trial.begin()
         for one in forged:
             for request in (
-                m.open_grant(one),
-                m.finish(grant=one),
-                m.read(name, cache, plan_of(0), 0, PREY_BYTES, grant=one),
+                m.describe(one),
+                done_with(one),
+                m.read(one, cache, plan_of(0), 0, PREY_BYTES),
             ):
                 told = ask(call, request)
                 assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
         # A grant that has ended lends nothing, and its report changes nothing.
-        for request in (m.open_grant(id_of(old)), m.read(name, cache, plan_of(0), 0, PREY_BYTES, grant=id_of(old))):
+        for request in (m.describe(name_of(old)), m.read(name_of(old), cache, plan_of(0), 0, PREY_BYTES)):
             told = ask(call, request)
             assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
-        assert ask(call, m.finish(grant=id_of(old)))["is"] == "Done"
-        assert ask(call, m.open_grant(id_of(token))) == {"is": "Granted", "cache": cache, "rows": [(0, 2)]}
+        assert ask(call, done_with(name_of(old)))["is"] == "Done"
+        told = ask(call, m.describe(name_of(token)))
+        assert (told["cache"], told["granted"]) == (cache, [(0, 2)]), told
         # One peer may report as often as it likes, and counts once.
         for _ in range(10):
-            assert ask(call, m.finish(grant=id_of(token)))["is"] == "Done"
+            assert ask(call, done_with(name_of(token)))["is"] == "Done"
         assert trial.victim.grant_ended(token) is None
         trial.judge(links=1, streams=1, busy=1)
 
@@ -69,35 +75,55 @@ def test_forged_and_replayed_grants() -> None:
 def test_a_grant_covers_its_rows_and_nothing_else() -> None:
     with Trial(honest=["tcp"]) as trial:
         _, call = trial.fair_call()
-        cache, name = prey_of(call), m.name_blocks(1)
-        grant = id_of(trial.victim.grant("prey", [1, 2]))
-        other = id_of(trial.victim.grant("calm", [1, 2]))
+        cache = prey_of(call)
+        grant = name_of(trial.victim.grant("prey", [1, 2]))
+        other = name_of(trial.victim.grant("calm", [1, 2]))
+        generation = ask(call, m.describe(m.name_blocks(1)))["generation"]
         trial.begin()
-        for row, rows, one in ((0, 1, grant), (0, 2, grant), (2, 2, grant), (3, 1, grant), (1, 1, other)):
-            told = ask(call, m.read(name, cache, plan_of(row, rows), 0, rows * PREY_BYTES, grant=one))
+        for row, rows in ((0, 1), (0, 2), (2, 2), (3, 1)):
+            told = ask(call, m.read(grant, cache, plan_of(row, rows), 0, rows * PREY_BYTES))
             assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), told
-        assert ask(call, m.read(name, cache, plan_of(1, 2), 0, 2 * PREY_BYTES, grant=grant))["is"] == "Ready"
+        assert ask(call, m.read(other, cache, plan_of(1), 0, PREY_BYTES))["is"] == "Stale", "it names another cache"
+        assert ask(call, m.read(grant, cache, plan_of(1, 2), 0, 2 * PREY_BYTES))["is"] == "Ready"
         right = payload(pattern(5, 2, PREY_ROWS, PREY_BYTES)[0][1:3].tobytes())
         assert call.exactly(len(right)) == right
-        assert m.read_reply(call.hear()) == {"is": "Done", "bytes": 2 * PREY_BYTES}
+        assert m.read_reply(call.hear()) == {"is": "Checksums", "generation": generation, "sums": []}
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_nobody_writes_under_a_grant() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        _, call = trial.fair_call()
+        cache, grant = prey_of(call), name_of(trial.victim.grant("prey", [1, 2]))
+        source = m.in_process([m.run(4096, 0, 1)])
+        trial.begin()
+        for request in (
+            m.write(grant, cache, plan_of(1), 0, PREY_BYTES),
+            m.write(grant, cache, plan_of(1), 0, PREY_BYTES, shared=1),
+            m.fetch(grant, cache, plan_of(1), source, 1, PREY_BYTES * PREY_ROWS),
+        ):
+            assert ask(call, request)["is"] in {"Failed", "Unreachable"}, request[:1]
+        told = ask(call, m.write(grant, cache, plan_of(1), 0, PREY_BYTES))
+        assert (told["kind"], "a push takes no grant" in told["message"]) == (INVALID_KIND, True), told
+        assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))
         trial.judge(links=1, streams=1, busy=1)
 
 
 def test_broken_ids_end_the_stream_alone() -> None:
     with Trial(honest=["tcp"]) as trial:
         link, call = trial.fair_call()
-        grant = id_of(trial.victim.grant("prey", [1]))
+        grant = name_of(trial.victim.grant("prey", [1]))
         trial.begin()
         for broken in (
-            m.open_grant(grant)[:-5],
-            m.open_grant(b""),
-            m.finish(grant=grant)[:-4],
-            m.open_grant(b"\xff" * 40),
+            m.describe(grant)[:-5],
+            m.describe(grant[:1]),
+            done_with(grant)[:-4],
+            m.describe(grant[:1] + b"\xff" * 40),
         ):
             wire = link.call()
             wire.say(broken)
             assert wire.ended(SLACK), broken[:20]
-        assert ask(call, m.open_grant(grant))["is"] == "Granted"
+        assert ask(call, m.describe(grant))["is"] == "Described"
         trial.judge(links=1, streams=5, busy=1)
         assert not trial.tender.ended, "the link itself goes on"
 
@@ -110,14 +136,14 @@ def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limi
     """
     with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=700, llm__LinkSilence=10_000) as trial:
         _, call = trial.fair_call(window=4096)
-        cache, name = prey_of(call), m.name_blocks(1)
+        cache = prey_of(call)
         token = trial.victim.grant("prey", list(range(PREY_ROWS)))
         plan = m.plan_spans([m.span(0, 0, PREY)], 2)
         trial.begin()
-        assert ask(call, m.read(name, cache, plan, 0, 2 * PREY, grant=id_of(token)))["is"] == "Ready"
+        assert ask(call, m.read(name_of(token), cache, plan, 0, 2 * PREY))["is"] == "Ready"
         assert code(trial.victim.revoke, token, wait=wait) == outcome
         assert trial.victim.grant_ended(token) == "revoked"
-        told = ask(trial.fair_call(67)[1], m.open_grant(id_of(token)))
+        told = ask(trial.fair_call(67)[1], m.describe(name_of(token)))
         assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
         # The bytes come to an end, and then the owner says that they do not count.
         call.exactly(len(payload(bytes(2 * PREY))))
@@ -127,18 +153,17 @@ def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limi
 
 
 LIES: dict[str, bytes] = {
-    "rows out of order": m.granted(1, [(3, 4), (0, 1)]),
-    "rows that overlap": m.granted(1, [(0, 2), (1, 3)]),
-    "an empty range": m.granted(1, [(2, 2)]),
-    "a range backwards": m.granted(1, [(3, 1)]),
-    "no rows": m.granted(1, []),
-    "rows of another cache": m.granted(2, [(0, 4)]),
-    "other rows": m.granted(1, [(1, 4)]),
-    "fewer rows than announced": m.granted(1, [(0, 4)], U32),
-    "rows without end": m.granted(1, [(0, 4)], U64),
-    "a description": m.described(),
+    "rows out of order": m.described(granted=[(3, 4), (0, 1)]),
+    "rows that overlap": m.described(granted=[(0, 2), (1, 3)]),
+    "an empty range": m.described(granted=[(2, 2)]),
+    "a range backwards": m.described(granted=[(3, 1)]),
+    "no rows": m.described(),
+    "rows of another cache": m.described(cache=2, granted=[(0, 4)]),
+    "other rows": m.described(granted=[(1, 4)]),
+    "fewer rows than announced": m.described(granted=[(0, 4)], num_granted=U32),
+    "rows without end": m.described(granted=[(0, 4)], num_granted=U64),
     "done": m.done(4),
-    "half a reply": m.granted(1, [(0, 4)])[:2],
+    "half a reply": m.described(granted=[(0, 4)])[:2],
     "no reply": b"",
 }
 
@@ -146,11 +171,11 @@ LIES: dict[str, bytes] = {
 def test_owners_that_lie_about_a_grant_fail_the_call_and_nothing_else() -> None:
     """The victim pulls under a grant of a hostile owner, whose answers mean nothing or do not fit the pull."""
     with Trial(honest=["tcp"]) as trial:
-        answer = b""
+        answer, describes_grant = b"", m.describe(m.name_grant(0, 0, b""))[:2]
 
         def serve(wire: Wire) -> None:
             while request := wire.hear():
-                wire.say(answer if request[0] == 9 else m.described())
+                wire.say(answer if request.startswith(describes_grant) else m.described())
 
         listener, _ = trial.listen(serve)
         trial.begin()

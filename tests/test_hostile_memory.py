@@ -118,7 +118,7 @@ def test_addresses_take_bounded_memory() -> None:
 
 
 def test_answers_that_nobody_reads_take_bounded_memory() -> None:
-    """`OpenGrant` takes a few bytes, and its answer many. Six links ask on 48 streams that they do not read.
+    """To describe a grant takes a few bytes, and the answer many. Six links ask on 48 streams that they do not read.
 
     When the budget is exhausted, the engine refuses, and says so.
     """
@@ -126,16 +126,16 @@ def test_answers_that_nobody_reads_take_bounded_memory() -> None:
         trial.victim.allocate("wide", 2 * MOST, 8, 1, blocks=True, keys=[by_blocks(VICTIM, 7)])
         token = trial.victim.grant("wide", list(range(0, 2 * MOST, 2)))
         number = int.from_bytes
-        one = m.grant(number(token[20:24], "little"), number(token[24:32], "little"), token[32:])
+        one = m.name_grant(number(token[20:24], "little"), number(token[24:32], "little"), token[32:])
         _, call = trial.fair_call()
-        assert len(ask(call, m.open_grant(one))["rows"]) == MOST
+        assert len(ask(call, m.describe(one))["granted"]) == MOST
         wires = []
         for cluster in range(100, 106):
             link, call = trial.fair_call(cluster, window=4096)
             wires += [call, *(link.call() for _ in range(7))]
         trial.begin()
         for wire in wires:
-            wire.say(m.open_grant(one))
+            wire.say(m.describe(one))
         refused = [None] * len(wires)
 
         def hear(at: int) -> None:

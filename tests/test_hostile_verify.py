@@ -9,7 +9,7 @@ from hostile.client import Wire, ask, payload
 from hostile.trial import PREY, PREY_BYTES, PREY_ROWS, SLACK, VICTIM, Trial, prey_of
 from peers import OK, by_blocks
 from peers.values import Refused, code
-from test_hostile_grants import GRANT_ENDED_KIND, INVALID_KIND, id_of
+from test_hostile_grants import GRANT_ENDED_KIND, INVALID_KIND, name_of
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 FAILED = "LLM_VERIFY_FAILED"
@@ -95,8 +95,8 @@ def test_checksums_of_what_is_not_there_are_refused() -> None:
 def test_checksums_obey_grants() -> None:
     with Trial(honest=["tcp"]) as trial:
         _, call = trial.fair_call()
-        cache, name = prey_of(call), m.name_blocks(1)
-        grant = id_of(trial.victim.grant("prey", [1, 2]))
+        cache = prey_of(call)
+        grant = name_of(trial.victim.grant("prey", [1, 2]))
         old = trial.victim.grant("prey", [0])
         trial.victim.revoke(old)
         trial.begin()
@@ -106,12 +106,12 @@ def test_checksums_obey_grants() -> None:
             ([(1, 0)], [m.span(PREY_BYTES - 1, 0, 2, 2, PREY_BYTES, 2)]),
             ([(0, 0)], [m.span(PREY_BYTES - 1, 0, 1), m.span(PREY_BYTES, 1, 1)]),
         ):
-            reply = ask(call, m.checksums(name, cache, _pairs(pairs, spans), grant=grant))
+            reply = ask(call, m.checksums(grant, cache, _pairs(pairs, spans)))
             assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), reply
-        reply = ask(call, m.checksums(name, cache, _pairs([(2, 0), (1, 1)], [ROW]), grant=grant))
+        reply = ask(call, m.checksums(grant, cache, _pairs([(2, 0), (1, 1)], [ROW])))
         assert len(reply["sums"]) == 2
-        for ended in (id_of(old), id_of(old, secret=bytes(16))):
-            reply = ask(call, m.checksums(name, cache, _pairs([(0, 0)], [ROW]), grant=ended))
+        for ended in (name_of(old), name_of(old, secret=bytes(16))):
+            reply = ask(call, m.checksums(ended, cache, _pairs([(0, 0)], [ROW])))
             assert (reply["is"], reply["kind"]) == ("Failed", GRANT_ENDED_KIND), reply
         trial.judge(links=1, streams=1, busy=1)
 

@@ -94,19 +94,19 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let plan = || plans().swap_remove(0).1;
     let request = WireName::Request { model: 1, id: 2 };
     add(7, "describe", frame(&Request::Describe { name: request, limit_ms: 1000 }));
-    let grant = Some(GRANT);
-    let read = |grant| Request::Read {
-        name: NAME,
+    let grant = WireName::Grant(GRANT);
+    add(7, "describe-grant", frame(&Request::Describe { name: grant, limit_ms: 1000 }));
+    let read = |name, summed| Request::Read {
+        name,
         cache: 3,
         plan: plan(),
         from: 0,
         to: 4096,
-        grant,
         limit_ms: 1000,
-        summed: grant.is_some(),
+        summed,
     };
-    add(7, "read", frame(&read(None)));
-    add(7, "read-granted", frame(&read(grant)));
+    add(7, "read", frame(&read(NAME, false)));
+    add(7, "read-granted", frame(&read(grant, true)));
     let (name, cache, limit_ms) = (NAME, 3, 1000);
     add(
         7,
@@ -128,15 +128,15 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(7, "fetch", frame(&fetch));
     let message = Payload(b"message".to_vec());
     let pulled = Some(WirePulled { name, cache, first: 0, count: 2 });
-    add(7, "finish", frame(&Request::Finish { pulled, grant: None, message: None, limit_ms }));
-    let all = Request::Finish { pulled, grant, message: Some(message.clone()), limit_ms };
+    add(7, "finish", frame(&Request::Finish { pulled, message: None, limit_ms }));
+    let pulled = Some(WirePulled::of_grant(GRANT));
+    let all = Request::Finish { pulled, message: Some(message.clone()), limit_ms };
     add(7, "finish-all", frame(&all));
     let (_, of_pairs) =
         plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
     let checksums =
-        Request::Checksums { name, cache, plan: of_pairs, side: Side::Destination, grant, limit_ms };
+        Request::Checksums { name: grant, cache, plan: of_pairs, side: Side::Source, limit_ms };
     add(7, "checksums", frame(&checksums));
-    add(7, "open-grant", frame(&Request::OpenGrant { grant: GRANT, limit_ms }));
     add(
         7,
         "notify",
@@ -176,10 +176,13 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         },
         mixed: vec![],
         layout: None,
+        granted: vec![],
     };
     let sizes = |first, row_bytes, row_stride| WireSizes { first, row_bytes, row_stride };
     let mixed = WireCache { mixed: vec![sizes(0, 65536, 66048), sizes(3, 8192, 9000)], ..record.clone() };
+    let granted = WireCache { granted: vec![(0, 3), (5, 6)], ..record.clone() };
     add(8, "described", frame(&Reply::Described(record.clone())));
+    add(8, "described-granted", frame(&Reply::Described(granted)));
     add(8, "described-mixed", frame(&Reply::Described(mixed)));
     let layout = WireLayout {
         data_type: 1,
@@ -199,7 +202,6 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let arrived = vec![WireRows { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
     add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts: 0, arrived }));
     add(8, "checksums", frame(&Reply::Checksums { generation: 300, sums: vec![0, 1 << 40, u64::MAX] }));
-    add(8, "granted", frame(&Reply::Granted { cache: 3, rows: vec![(0, 3), (5, 6)] }));
     add(
         8,
         "located",

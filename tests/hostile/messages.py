@@ -165,6 +165,10 @@ def name_row(cache: int, row: int = 0) -> bytes:
     return uint(3) + sint(cache) + uint(row)
 
 
+def name_grant(slot: int, generation: int, secret: bytes) -> bytes:
+    return uint(4) + uint(slot) + uint(generation) + secret
+
+
 def span(src: int, dst: int, length: int, count: int = 1, src_step: int = 0, dst_step: int = 0) -> bytes:
     """`count` pieces of `length` bytes."""
     return uint(src) + uint(dst) + uint(length) + uint(count) + sint(src_step) + sint(dst_step)
@@ -225,11 +229,9 @@ def read(
     start: int,
     end: int,
     limit_ms: int = NEVER,
-    grant: bytes | None = None,
     summed: bool = False,
 ) -> bytes:
-    body = uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + some(grant) + uint(limit_ms)
-    return body + flag(summed)
+    return uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + uint(limit_ms) + flag(summed)
 
 
 def write(
@@ -247,8 +249,8 @@ def write(
 
 
 def write_part(write: int, start: int, end: int, limit_ms: int = NEVER) -> bytes:
-    """Request 11: further bytes of a shared write, on another stream."""
-    return uint(11) + uint(write) + uint(start) + uint(end) + uint(limit_ms)
+    """Request 10: further bytes of a shared write, on another stream."""
+    return uint(10) + uint(write) + uint(start) + uint(end) + uint(limit_ms)
 
 
 def fetch(
@@ -259,21 +261,14 @@ def fetch(
 
 
 def pulled(name: bytes, cache: int, first: int, count: int) -> bytes:
-    """The tensors of a cache that the caller has pulled."""
+    """The tensors of a cache that the caller has pulled, or the name of a grant that it is done with."""
     return name + sint(cache) + uint(first) + uint(count)
 
 
-def finish(
-    pulled: bytes | None = None, grant: bytes | None = None, message: bytes | None = None, limit_ms: int = NEVER
-) -> bytes:
+def finish(pulled: bytes | None = None, message: bytes | None = None, limit_ms: int = NEVER) -> bytes:
     """Request 4: the end of a pull or push."""
     text = None if message is None else blob(message)
-    return uint(4) + some(pulled) + some(grant) + some(text) + uint(limit_ms)
-
-
-def grant(slot: int, generation: int, secret: bytes) -> bytes:
-    """The id of a grant."""
-    return uint(slot) + uint(generation) + secret
+    return uint(4) + some(pulled) + some(text) + uint(limit_ms)
 
 
 def unlink(limit_ms: int = NEVER) -> bytes:
@@ -294,16 +289,9 @@ def notify(messages: list[bytes], limit_ms: int = NEVER) -> bytes:
     return uint(8) + uint(len(messages)) + b"".join(uint(len(one)) + one for one in messages) + uint(limit_ms)
 
 
-def open_grant(grant: bytes, limit_ms: int = NEVER) -> bytes:
-    """Request 9: ask what a grant lends."""
-    return uint(9) + grant + uint(limit_ms)
-
-
-def checksums(
-    name: bytes, cache: int, plan: bytes, written: bool = False, grant: bytes | None = None, limit_ms: int = NEVER
-) -> bytes:
-    """Request 10: ask for the checksums of the pairs of a plan, on the side that it reads or writes."""
-    return uint(10) + name + sint(cache) + plan + flag(written) + some(grant) + uint(limit_ms)
+def checksums(name: bytes, cache: int, plan: bytes, written: bool = False, limit_ms: int = NEVER) -> bytes:
+    """Request 9: ask for the checksums of the pairs of a plan, on the side that it reads or writes."""
+    return uint(9) + name + sint(cache) + plan + flag(written) + uint(limit_ms)
 
 
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:
@@ -328,7 +316,7 @@ def in_process(runs: list[bytes]) -> bytes:
 
 HIDDEN = uint(2)
 
-REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located", "Granted", "Checksums")
+REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located", "Checksums")
 STALE = uint(3)
 
 
@@ -349,41 +337,55 @@ def failed(kind: int, message: str, arrived: list[bytes]) -> bytes:
     return uint(5) + bytes([kind]) + text(message) + many([]) + many(arrived)
 
 
-def granted(cache: int, ranges: list[tuple[int, int]], count: int | None = None) -> bytes:
-    """Reply 7: a grant lends these ranges of rows of a cache. `count` is their number, if it is to be wrong."""
-    listed = b"".join(uint(first) + uint(end) for first, end in ranges)
-    return uint(7) + sint(cache) + uint(len(ranges) if count is None else count) + listed
-
-
 def sums(generation: int, values: list[int], count: int | None = None) -> bytes:
-    """Reply 8: these checksums. `count` is their number, if it is to be wrong."""
-    return uint(8) + uint(generation) + uint(len(values) if count is None else count) + b"".join(map(uint, values))
+    """Reply 7: these checksums. `count` is their number, if it is to be wrong."""
+    return uint(7) + uint(generation) + uint(len(values) if count is None else count) + b"".join(map(uint, values))
 
 
-def described(*, location: bytes = HIDDEN, mixed: Sequence[tuple[int, int, int]] = (), **given: int) -> bytes:
+def described(
+    *,
+    location: bytes = HIDDEN,
+    mixed: Sequence[tuple[int, int, int]] = (),
+    granted: Sequence[tuple[int, int]] = (),
+    **given: int,
+) -> bytes:
     """Reply 0: a cache of 2 tensors of 4 blocks of 256 bytes without gaps or layout, unless other numbers are given.
 
     `mixed` has a run of equal tensors in each entry: its first tensor, the bytes of a row, and the row stride.
+    `granted` has the ranges of rows that a grant lends, and `num_granted` is their number, if it is to be wrong.
     """
     cache = {"place": 0, "generation": 0, "tensors": 2, "rows": 4, "row_bytes": 256, "placement": 0, "allocated": 1}
     cache.update(given)
-    names = uint(0) + uint(cache["place"]) + uint(cache["generation"]) + sint(1)
+    names = uint(0) + uint(cache["place"]) + uint(cache["generation"]) + sint(cache.get("cache", 1))
     stride = cache.get("row_stride", cache["row_bytes"])
     sizes = uint(0) + uint(cache["tensors"]) + uint(cache["rows"]) + uint(cache["row_bytes"]) + uint(stride)
     runs = uint(len(mixed)) + b"".join(uint(first) + uint(row) + uint(stride) for first, row, stride in mixed)
-    return names + sizes + bytes([True, cache["placement"], cache["allocated"], True]) + location + runs + uint(0)
+    rows = uint(cache.get("num_granted", len(granted))) + b"".join(uint(first) + uint(end) for first, end in granted)
+    flags = bytes([True, cache["placement"], cache["allocated"], True])
+    return names + sizes + flags + location + runs + uint(0) + rows
 
 
 def read_reply(body: bytes) -> dict[str, Any]:
-    """Decode an answer of the owner. Of a description, only ids and sizes are decoded."""
+    """Decode an answer of the owner. Of a description, only ids, sizes and the rows that a grant lends are decoded."""
     reader = Reader(body)
     told: dict[str, Any] = {"is": REPLIES[reader.uint()]}
     if told["is"] == "Described":
-        reader.uint(), reader.uint()
+        _, told["generation"] = reader.uint(), reader.uint()
         told["cache"], told["row"] = reader.sint(), reader.uint()
         told["tensors"], told["rows"], told["row_bytes"] = reader.uint(), reader.uint(), reader.uint()
         told["row_stride"] = reader.uint()
-        return told  # flags and location follow
+        reader.raw(4)  # flags and the placement
+        where = reader.uint()
+        if where == 0:
+            reader.byte()  # the region
+        if where < 2:
+            reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
+        reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
+        if reader.flag():
+            return told  # a layout follows
+        told["granted"] = reader.many(lambda: (reader.uint(), reader.uint()))
+        reader.done()
+        return told
     if told["is"] in {"Ready", "Done"}:
         told["bytes"] = reader.uint()
     elif told["is"] == "Unreachable":
@@ -392,8 +394,6 @@ def read_reply(body: bytes) -> dict[str, Any]:
         told["kind"], told["message"] = reader.byte(), reader.text()
         told["facts"] = reader.many(lambda: (reader.text(), reader.text()))
         told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(lambda: (reader.uint(), reader.uint()))))
-    elif told["is"] == "Granted":
-        told["cache"], told["rows"] = reader.sint(), reader.many(lambda: (reader.uint(), reader.uint()))
     elif told["is"] == "Checksums":
         told["generation"], told["sums"] = reader.uint(), reader.many(reader.uint)
     elif told["is"] == "Located":

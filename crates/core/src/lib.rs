@@ -184,14 +184,14 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, KvGeometry, KvLayout, KvPlanes, MixedSizes, NO_ID, Name, Placement, RowSizes, SubRow,
-    TensorDesc, TokenOrder, Verify, tensor_bytes,
+    GrantToken, GrantUse, KvGeometry, KvLayout, KvPlanes, MixedSizes, NO_ID, Name, Placement, RowSizes,
+    SubRow, TensorDesc, TokenOrder, Verify, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use status::StatusCode;
-pub use transfer::{Carried, GrantUse, LayerTask, Outcome, Task};
+pub use transfer::{Carried, LayerTask, Outcome, Task};
 pub use validate::{
     CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
 };

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::cache::{Cache, Origin, Table};
+use crate::cache::{Cache, Origin, Resolved, Table};
 use crate::config::{Config, HugeChoice, PoolConfig};
 use crate::copy::CopyEngine;
 use crate::device::DeviceSet;
@@ -12,10 +12,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::events::EventQueue;
 use crate::fabric::{EngineFabric, Readable};
 use crate::fallible;
-use crate::grants::Grants;
+use crate::grants::{self, Grants};
 use crate::huge_pages::{Merged, SmallPageHint, commit_pools};
 use crate::memory::{self, Generations, MapBudget};
-use crate::model::{Placement, TensorSpan};
+use crate::model::{Name, Placement, TensorSpan};
 use crate::pool::Arena;
 use crate::stats::Stats;
 
@@ -170,6 +170,15 @@ impl Resources {
         let text = "; released caches are still used by arrays, views or running calls: delete the arrays and views to free \
                     their memory";
         error.with_text(text).with("released_bytes", bytes).with("released_caches", count)
+    }
+
+    /// Resolves a name that a peer sent to a cache and a row. Returns `Err(CacheNotFound)` if there is no such cache, key or
+    /// row, and `Err(GrantEnded)` if the grant that it names has ended.
+    pub fn resolve(&self, name: Name) -> Result<Resolved> {
+        let Name::Grant(id) = name else { return self.table.describe(name) };
+        let cache = self.grants.find(&id)?.cache();
+        // A released cache leaves the table before its grants end.
+        self.table.describe(Name::Row { cache, row: 0 }).map_err(|_| grants::ended())
     }
 
     /// Returns the generation numbers of all entries of the table.

@@ -12,5 +12,5 @@ mod turn;
 pub use cache::{Cache, Origin};
 pub use pins::{CallRows, Pin, WaitingCall, rows_of_a_pin, unpinned};
 pub use row_turns::RowUse;
-pub use table::{Table, TableState};
+pub use table::{Resolved, Table, TableState};
 pub use turn::OnOpened;

@@ -8,6 +8,8 @@
 mod pulled;
 mod remote;
 
+pub use self::remote::Resolved;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 

@@ -30,6 +30,7 @@ impl Checksums {
             Name::Key(CacheKey::Prefix { model, id }) => (1, model, id),
             Name::Key(CacheKey::Blocks { model }) => (2, model, 0),
             Name::Row { cache, row } => (3, cache.0.cast_unsigned(), u64::from(row)),
+            Name::Grant(grant) => (4, u64::from(grant.slot), grant.generation),
         };
         let mut bytes = [0; 48];
         let words: [u64; 6] = [kind, first, second, cache.0.cast_unsigned(), generation, request];

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::Verify;
+use crate::model::{GrantUse, Verify};
 use crate::session;
-use crate::transfer::{CallGrant, GrantUse};
 
 /// What a pull or push does beside moving bytes.
 #[derive(Clone, Debug, Default)]
@@ -20,11 +19,11 @@ pub struct CallExtras {
     pub raw_layout: bool,
 }
 
-type CheckedExtras = (Option<Arc<Vec<u8>>>, Option<Arc<CallGrant>>);
+type CheckedExtras = (Option<Arc<Vec<u8>>>, Option<GrantUse>);
 
 impl CallExtras {
     pub(super) fn checked(self) -> Result<CheckedExtras> {
-        Ok((checked_notification(self.notify)?, self.grant.map(CallGrant::new)))
+        Ok((checked_notification(self.notify)?, self.grant))
     }
 
     pub(super) fn checked_of_push(self) -> Result<Option<Arc<Vec<u8>>>> {

@@ -8,7 +8,6 @@ use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::grants::{Grant, RowRanges};
 use crate::model::{GrantEnd, GrantToken};
 use crate::protocol::MAX_RANGES;
-use crate::session::CallEnd;
 use crate::validate;
 
 impl DataDist {
@@ -57,9 +56,6 @@ impl DataDist {
         let deadline = self.deadline();
         let link = self.links.find_other(token.cluster, deadline)?;
         let _active = link.begin()?;
-        let id = link.grant_of(token)?;
-        link.finish(&CallEnd { grant: Some(id), ..CallEnd::default() }, deadline)?;
-        link.forget_grant(&id);
-        Ok(())
+        link.release_grant(token, deadline)
     }
 }

@@ -11,8 +11,9 @@ use crate::cache::{CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::Transfer;
 use crate::fallible;
+use crate::model::GrantUse;
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, GrantUse, Group, GroupPart, LaneKey};
+use crate::transfer::{CallPurpose, Execution, Group, GroupPart, LaneKey};
 use crate::validate::{Layers, PullRows, PushRows};
 
 /// Name of these lists in out-of-memory errors.

@@ -8,4 +8,4 @@ mod row_ranges;
 mod table;
 
 pub use row_ranges::RowRanges;
-pub use table::{Grant, GrantObserver, GrantedRead, Grants, covers};
+pub use table::{Grant, GrantObserver, GrantedRead, Grants, ended};

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
+use crate::model::CacheId;
 
 /// A set of rows: ascending ranges that neither overlap nor touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,6 +38,13 @@ impl RowRanges {
     /// Returns the ranges.
     pub fn ranges(&self) -> &[Range<u64>] {
         &self.0
+    }
+
+    /// Checks that a grant of these rows of `cache` lends `rows`.
+    pub fn check(&self, cache: CacheId, rows: &[u64]) -> Result<()> {
+        let Some(row) = self.first_missing(rows) else { return Ok(()) };
+        let text = format!("block {row} is not among the blocks of the grant");
+        Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", cache))
     }
 
     /// Returns the first of `rows` that is not in the set.

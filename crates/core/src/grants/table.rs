@@ -120,26 +120,6 @@ impl Grant {
     pub fn expires(&self) -> Instant {
         self.expires
     }
-
-    /// Checks that `rows` of `cache` are lent by this grant.
-    pub fn covers(&self, cache: CacheId, rows: &[u64]) -> Result<()> {
-        covers((self.cache, &self.rows), cache, rows)
-    }
-}
-
-/// Checks that a grant of some rows of a cache covers `rows` of `cache`.
-pub fn covers(lent: (CacheId, &RowRanges), cache: CacheId, rows: &[u64]) -> Result<()> {
-    if lent.0 != cache {
-        let text = format!("the grant is for cache {} of its owner, and the key names cache {cache}", lent.0);
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
-    }
-    match lent.1.first_missing(rows) {
-        None => Ok(()),
-        Some(row) => {
-            let text = format!("block {row} is not among the blocks of the grant");
-            Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", cache))
-        }
-    }
 }
 
 impl Grants {
@@ -385,7 +365,7 @@ impl Drop for GrantedRead {
 
 /// Returns the error for a token that names no grant, or none any more. The two are not distinguished, so that an error
 /// says nothing about other grants.
-fn ended() -> Error {
+pub fn ended() -> Error {
     Error::new(ErrorKind::GrantEnded, "the grant has ended, or its owner never gave it")
 }
 

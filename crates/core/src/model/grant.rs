@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 const MAGIC: [u8; 4] = *b"LDG\x01";
 
 /// Names a grant at its owner.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GrantId {
     /// Its place among the grants of the owner. Another grant takes the place after its end.
     pub slot: u32,
@@ -30,6 +30,15 @@ pub struct GrantToken {
     pub incarnation: u64,
     /// The grant.
     pub grant: GrantId,
+}
+
+/// A grant that a pull uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GrantUse {
+    /// The token of the grant.
+    pub token: GrantToken,
+    /// Whether this is the last pull under the grant, so that its owner may end it.
+    pub done: bool,
 }
 
 /// Why a grant has ended.

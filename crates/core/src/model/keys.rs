@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::CacheId;
+use super::{CacheId, GrantId};
 
 /// The number for "no request" and "no prefix" in the public API. As a request id it marks an unused batch
 /// slot.
@@ -58,6 +58,8 @@ pub enum Name {
         /// The batch slot; 0 for a blocks cache.
         row: u32,
     },
+    /// The rows that a grant lends. Peers read under this name, and nobody writes.
+    Grant(GrantId),
 }
 
 impl Name {
@@ -68,7 +70,7 @@ impl Name {
     pub(crate) fn without_slot(self) -> (Name, Option<u32>) {
         match self {
             Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
-            Name::Key(_) => (self, None),
+            Name::Key(_) | Name::Grant(_) => (self, None),
         }
     }
 }
@@ -78,6 +80,8 @@ impl fmt::Display for Name {
         match self {
             Name::Key(key) => key.fmt(f),
             Name::Row { cache, row } => write!(f, "slot {row} of cache {cache}"),
+            // The id of a grant is a secret.
+            Name::Grant(_) => f.write_str("the blocks of a grant"),
         }
     }
 }

@@ -17,7 +17,7 @@ pub use cache_desc::{
 };
 pub use cache_sizes::{EqualTensors, MixedSizes, TensorSpan};
 pub use deadline::Deadline;
-pub use grant::{GrantEnd, GrantId, GrantToken};
+pub use grant::{GrantEnd, GrantId, GrantToken, GrantUse};
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use kv_geometry::KvGeometry;

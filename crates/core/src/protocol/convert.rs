@@ -3,11 +3,11 @@
 //! Received values are checked as far as possible without the cache that they concern. `plan` and `validate`
 //! check the bounds; `messages` defines the bytes.
 
-use super::messages::{MAX_ARRIVED, Reply, Run, WireName, WireRows};
+use super::messages::{MAX_ARRIVED, Reply, Run, WireName, WirePulled, WireRows};
 use super::plan_codec::{Pairs, WirePieces, WirePlan, WireTemplate};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, CacheKey, Geometry, Name};
+use crate::model::{CacheId, CacheKey, Geometry, GrantId, Name};
 use crate::plan::{CopyPlan, Side, SpanList, Template};
 
 /// Largest number of tensors for which a failure reports the rows that arrived.
@@ -56,6 +56,7 @@ impl From<Name> for WireName {
             Name::Key(CacheKey::Prefix { model, id }) => WireName::Prefix { model, id },
             Name::Key(CacheKey::Blocks { model }) => WireName::Blocks { model },
             Name::Row { cache, row } => WireName::Row { cache: cache.0, row },
+            Name::Grant(grant) => WireName::Grant(grant),
         }
     }
 }
@@ -67,7 +68,15 @@ impl From<WireName> for Name {
             WireName::Prefix { model, id } => Name::Key(CacheKey::Prefix { model, id }),
             WireName::Blocks { model } => Name::Key(CacheKey::Blocks { model }),
             WireName::Row { cache, row } => Name::Row { cache: CacheId(cache), row },
+            WireName::Grant(grant) => Name::Grant(grant),
         }
+    }
+}
+
+impl WirePulled {
+    /// Returns the report that the caller is done with a grant.
+    pub fn of_grant(grant: GrantId) -> WirePulled {
+        WirePulled { name: WireName::Grant(grant), cache: 0, first: 0, count: 0 }
     }
 }
 
@@ -209,7 +218,6 @@ impl Reply {
             Reply::Unreachable { .. } => "unreachable",
             Reply::Failed { .. } => "failed",
             Reply::Located(_) => "located",
-            Reply::Granted { .. } => "granted",
             Reply::Checksums { .. } => "checksums",
         }
     }

@@ -29,6 +29,7 @@ impl WireCache {
             location: WireLocation::Hidden,
             layout: None,
             mixed: Vec::new(),
+            granted: Vec::new(),
         }
     }
 

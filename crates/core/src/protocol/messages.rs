@@ -204,16 +204,14 @@ pub enum ControlMessage {
 pub enum Request {
     /// Asks what a cache is and where its memory is.
     Describe { name: WireName, limit_ms: u64 },
-    /// Asks for bytes of a cache. With a grant, a [`Reply::Done`] or [`Reply::Failed`] follows the bytes. If their checksum
-    /// is asked for, [`Reply::Checksums`] with one checksum takes the place of [`Reply::Done`], also without a grant.
+    /// Asks for bytes of a cache. If the name is a grant or their checksum is asked for, [`Reply::Checksums`] or
+    /// [`Reply::Failed`] follows the bytes, with one checksum if it is asked for and none otherwise.
     Read {
         name: WireName,
         cache: i64,
         plan: WirePlan,
         from: u64,
         to: u64,
-        /// The grant under which the caller reads.
-        grant: Option<GrantId>,
         limit_ms: u64,
         /// Whether the checksum of the bytes is asked for.
         summed: bool,
@@ -244,10 +242,10 @@ pub enum Request {
         tensor_bytes: u64,
         limit_ms: u64,
     },
-    /// Reports the end of a pull or push: the owner notes that the caller is done with a grant, releases the key of a pull,
-    /// and delivers a notification, in this order. If one of them fails, the ones after it do not happen; if there is no
-    /// room for the notification, nothing happens.
-    Finish { pulled: Option<WirePulled>, grant: Option<GrantId>, message: Option<Payload>, limit_ms: u64 },
+    /// Reports the end of a pull or push: the owner releases the key of a pull, or notes that the caller is done with a grant,
+    /// and then delivers a notification. If the first fails, the notification is not delivered; if there is no room for the
+    /// notification, nothing happens.
+    Finish { pulled: Option<WirePulled>, message: Option<Payload>, limit_ms: u64 },
     /// Ends the link.
     Unlink { limit_ms: u64 },
     /// Asks for a reply, to find out whether the peer is alive.
@@ -260,10 +258,7 @@ pub enum Request {
     },
     /// Delivers notifications.
     Notify { messages: Payloads, limit_ms: u64 },
-    /// Asks what a grant lends.
-    OpenGrant { grant: GrantId, limit_ms: u64 },
-    /// Asks for the checksums of the blocks of a plan, as they are now: one for each pair of each template. With a grant, the
-    /// owner checks that it covers them.
+    /// Asks for the checksums of the blocks of a plan, as they are now: one for each pair of each template.
     Checksums {
         name: WireName,
         cache: i64,
@@ -271,8 +266,6 @@ pub enum Request {
         plan: WirePlan,
         /// Which side of the plan the cache is.
         side: Side,
-        /// The grant under which the caller has read them.
-        grant: Option<GrantId>,
         limit_ms: u64,
     },
     /// Sends further bytes of the plan of a shared write, on another stream. The caller sends it after the
@@ -283,17 +276,18 @@ pub enum Request {
 impl Request {
     /// Returns the maximum number of bytes of the body of a reply. A number takes up to 10 bytes, one of 32 bits up to 5.
     pub fn longest_reply(&self) -> usize {
+        const DESCRIPTION: usize = 25 * (MAX_RUNS + MixedSizes::MAX_RUNS);
         let list = match self {
-            Request::Describe { .. } => 25 * (MAX_RUNS + MixedSizes::MAX_RUNS),
+            Request::Describe { name: WireName::Grant(_), .. } => DESCRIPTION + 20 * MAX_RANGES,
+            Request::Describe { .. } => DESCRIPTION,
             Request::Locate { addrs, .. } => 25 * addrs.len(),
-            Request::OpenGrant { .. } => 20 * MAX_RANGES,
             _ => 0,
         };
         SHORT_REPLY + list
     }
 }
 
-/// The tensors of a cache that a caller has pulled under a name.
+/// The tensors of a cache that a caller has pulled under a name. Of a grant, only the name counts: the caller is done with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WirePulled {
     pub name: WireName,
@@ -334,13 +328,8 @@ pub enum Reply {
     },
     /// Reply to [`Request::Locate`]: one location for each address.
     Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
-    /// Reply to [`Request::OpenGrant`]: the cache, and the ranges of its rows that are lent.
-    Granted {
-        cache: i64,
-        #[serde(deserialize_with = "ranges")]
-        rows: Vec<(u64, u64)>,
-    },
-    /// Reply to [`Request::Checksums`]: one checksum for each pair, bound to this generation of the entry.
+    /// Reply to [`Request::Checksums`]: one checksum for each pair, bound to this generation of the entry. It also follows the
+    /// bytes of a [`Request::Read`].
     Checksums {
         generation: u64,
         #[serde(deserialize_with = "checksums")]
@@ -389,6 +378,9 @@ pub struct WireCache {
     pub mixed: Vec<WireSizes>,
     /// What the rows mean, if the owner described it.
     pub layout: Option<WireLayout>,
+    /// The ranges of rows that a grant lends, if it is described by that name; otherwise empty.
+    #[serde(deserialize_with = "ranges")]
+    pub granted: Vec<(u64, u64)>,
 }
 
 /// The rows of neighbouring tensors of a cache that are equal.
@@ -459,6 +451,8 @@ pub enum WireName {
     Blocks { model: u64 },
     /// One row of a cache.
     Row { cache: i64, row: u32 },
+    /// The rows that a grant lends.
+    Grant(GrantId),
 }
 
 thread_local! {

@@ -14,13 +14,13 @@ use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
 use crate::budget::BudgetShare;
-use crate::cache::{Cache, Origin, RowUse};
+use crate::cache::{Cache, Origin, Pin, RowUse};
 use crate::checksums::Checksums;
 use crate::copy::{DataPath, Progress, StreamPath, StreamSum, with_arrived_rows};
 use crate::error::{ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
-use crate::model::{CacheId, Deadline, GrantId, Name, RowSizes};
+use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes, TensorSpan};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{
@@ -89,6 +89,9 @@ impl Answers {
     }
 }
 
+/// The cache of a request that reads, with its pin and the read under a grant, if there is one.
+type BegunRead = (Arc<Cache>, Pin, Option<GrantedRead>);
+
 impl RequestContext<'_> {
     /// Serves `request`. `digest` is that of a request for checksums.
     fn serve(&self, request: Request, digest: Result<u64>) -> Result<(), Ended> {
@@ -97,23 +100,20 @@ impl RequestContext<'_> {
             Request::Describe { name, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.describe(name.into()))
             }
-            Request::Finish { pulled, grant, message, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || self.finish(pulled, grant, message))
+            Request::Finish { pulled, message, limit_ms } => {
+                self.answer_with(self.limit(limit_ms), || self.finish(pulled, message))
             }
             Request::Notify { messages, limit_ms } => self.answer_with(self.limit(limit_ms), || {
                 self.still_wanted()?;
                 self.link.receive_notifications(&self.resources.events, messages.0, || Ok(()))
             }),
-            Request::OpenGrant { grant, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || self.open_grant(&grant))
-            }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
                 let call = named(name.into(), cache, limit_ms);
                 self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
-            Request::Read { name, cache, plan, from, to, grant, limit_ms, summed } => {
-                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), (grant, summed, digest))
+            Request::Read { name, cache, plan, from, to, limit_ms, summed } => {
+                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), summed.then_some(digest))
             }
             Request::Write { name, cache, plan, from, to, ahead, shared, limit_ms } => {
                 let call = named(name.into(), cache, limit_ms);
@@ -122,9 +122,11 @@ impl RequestContext<'_> {
             Request::WritePart { write, from, to, limit_ms } => {
                 self.write_part(write, from..to, self.limit(limit_ms))
             }
-            Request::Checksums { name, cache, plan, side, grant, limit_ms } => {
-                let asked = || Ok((AskedBlocks::new(plan, side)?, digest?));
-                self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
+            Request::Checksums { name, cache, plan, side, limit_ms } => {
+                let call = named(name.into(), cache, limit_ms);
+                self.answer_with(call.deadline, || {
+                    self.checksums(&call, AskedBlocks::new(plan, side)?, digest?)
+                })
             }
             Request::Locate { addrs, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), move || self.locate(&addrs))
@@ -140,77 +142,56 @@ impl RequestContext<'_> {
         }
     }
 
-    /// Does what the end of a call of the peer asks for: notes that it is done with a grant, releases the key of a pull,
+    /// Does what the end of a call of the peer asks for: releases the key of a pull, or notes that the peer is done with a grant,
     /// and then queues a notification, for which there is room.
-    fn finish(
-        &self,
-        pulled: Option<WirePulled>,
-        grant: Option<GrantId>,
-        message: Option<Payload>,
-    ) -> Result<Reply> {
+    fn finish(&self, pulled: Option<WirePulled>, message: Option<Payload>) -> Result<Reply> {
         self.still_wanted()?;
         // Dropped at the end, because the queue of events is locked while the notification is queued.
         let mut ended = None;
         let mut first = || {
-            if let Some(grant) = &grant {
-                ended = self.resources.grants.report(grant, self.link.reader())?;
-            }
-            match pulled {
-                Some(WirePulled { name, cache, first, count }) => {
-                    self.resources.table.consume(name.into(), CacheId(cache), first, count)
+            let Some(WirePulled { name, cache, first, count }) = pulled else { return Ok(()) };
+            match name.into() {
+                Name::Grant(grant) => {
+                    let reader = (self.link.peer.cluster, self.link.peer.instance);
+                    ended = self.resources.grants.report(&grant, reader)?;
+                    Ok(())
                 }
-                None => Ok(()),
+                name => self.resources.table.consume(name, CacheId(cache), first, count),
             }
         };
         let Some(message) = message else { return first().map(|()| Reply::Done { bytes: 0 }) };
         self.link.receive_notifications(&self.resources.events, vec![message], first)
     }
 
-    /// Describes what a grant lends.
-    fn open_grant(&self, grant: &GrantId) -> Result<Reply> {
-        let grant = self.resources.grants.find(grant)?;
-        let ranges = grant.rows().ranges().iter().map(|range| (range.start, range.end));
-        Ok(Reply::Granted { cache: grant.cache().0, rows: fallible::collect(RowRanges::LIST, ranges)? })
-    }
-
-    /// Begins a read of `rows` under a grant. Checks that the grant lends them.
-    fn begin_granted(
-        &self,
-        id: &GrantId,
-        (cache, sizes): (&Cache, RowSizes),
-        rows: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
-    ) -> Result<GrantedRead> {
-        let read = self.resources.grants.read(id)?;
-        read.grant().covers(cache.id(), &rows(sizes)?)?;
-        Ok(read)
-    }
-
-    /// Hashes bytes of a cache as they are now. With a grant, checks that it lends them and has not ended.
-    fn checksums(
+    /// Pins the rows that a request reads in these tensors of its cache, after `check`. If the request names a grant, begins a read
+    /// under it, and checks that it lends these rows. Returns `None` if the name no longer resolves to that cache.
+    fn begin_read(
         &self,
         call: &NamedCache,
-        asked: impl FnOnce() -> Result<(AskedBlocks, u64)>,
-        grant: Option<GrantId>,
-    ) -> Result<(), Ended> {
-        self.answer_with(call.deadline, || self.sums_of(call, asked()?, grant))
-    }
-
-    fn sums_of(
-        &self,
-        call: &NamedCache,
-        (asked, request): (AskedBlocks, u64),
-        grant: Option<GrantId>,
-    ) -> Result<Reply> {
+        tensors: TensorSpan,
+        check: impl FnOnce(&Cache, Geometry) -> Result<()>,
+        touched: impl Fn(RowSizes) -> Result<Vec<u64>>,
+    ) -> Result<Option<BegunRead>> {
         let pinned = self.pinned(call, |cache| {
-            let geometry = cache.common_sizes(asked.tensors())?;
-            asked.check_bounds(geometry)?;
-            let reads = rows(cache, geometry, |sizes| asked.rows(sizes))?;
+            let geometry = cache.common_sizes(tensors)?;
+            check(cache, geometry)?;
+            let reads = rows(cache, geometry, &touched)?;
             self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
         })?;
-        let Some((cache, _pin)) = pinned else { return Ok(Reply::Stale) };
-        let sizes = cache.common_sizes(asked.tensors())?.row_sizes();
-        let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| asked.rows(sizes));
-        let granted = grant.map(lent).transpose()?;
+        let Some((cache, pin)) = pinned else { return Ok(None) };
+        let Name::Grant(id) = call.name else { return Ok(Some((cache, pin, None))) };
+        let read = self.resources.grants.read(&id)?;
+        let rows = touched(cache.common_sizes(tensors)?.row_sizes())?;
+        read.grant().rows().check(cache.id(), &rows)?;
+        Ok(Some((cache, pin, Some(read))))
+    }
+
+    /// Hashes bytes of a cache as they are now. Under a grant, checks that it lends them and has not ended. `request` is the digest
+    /// of the request.
+    fn checksums(&self, call: &NamedCache, asked: AskedBlocks, request: u64) -> Result<Reply> {
+        let check = |_: &Cache, geometry| asked.check_bounds(geometry);
+        let begun = self.begin_read(call, asked.tensors(), check, |sizes| asked.rows(sizes))?;
+        let Some((cache, _pin, granted)) = begun else { return Ok(Reply::Stale) };
         let reply = asked.reply(self.resources, (call.name, &cache), request, call.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
         // Hashing took time in which the caller could not be expected to read.
@@ -220,7 +201,7 @@ impl RequestContext<'_> {
 
     /// Describes a cache and the location of its memory.
     fn describe(&self, name: Name) -> Result<Reply> {
-        let found = self.resources.table.describe(name)?;
+        let found = self.resources.resolve(name)?;
         let cache = &found.cache;
         let version = EntryVersion { index: found.index, generation: found.generation };
         let mut record = WireCache::new(version, cache.id(), found.row, cache.layout_of_first());
@@ -228,6 +209,11 @@ impl RequestContext<'_> {
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         record.layout = cache.kv().map(|kv| WireLayout::from(&**kv));
+        if let Name::Grant(id) = name {
+            let grant = self.resources.grants.find(&id)?;
+            let ranges = grant.rows().ranges().iter().map(|range| (range.start, range.end));
+            record.granted = fallible::collect(RowRanges::LIST, ranges)?;
+        }
         if record.accessible && self.link.peer_memory().is_some() {
             let at = self.resources.memory_location(cache)?;
             if self.link.path_of_peer(&at).is_ok() {
@@ -249,30 +235,26 @@ impl RequestContext<'_> {
         self.resources.table.locate(addrs).map(Reply::Located)
     }
 
-    /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent. If their checksum is asked
-    /// for (`summed`), sends it too, bound to the digest of the request.
+    /// Sends bytes of a cache. Under a grant, also sends whether it lasted until they were sent. If their checksum is asked
+    /// for, sends it too, bound to the `digest` of the request.
     fn read(
         &self,
         call: &NamedCache,
         plan: WirePlan,
         (from, to): (u64, u64),
-        (grant, summed, digest): (Option<GrantId>, bool, Result<u64>),
+        digest: Option<Result<u64>>,
     ) -> Result<(), Ended> {
         let begun = self.charged(|| {
             let plan = bounded(plan, from, to)?;
-            let pinned = self.pinned(call, |cache| {
-                let geometry = cache.common_sizes(plan.tensors_at(Side::Source))?;
+            let check = |cache: &Cache, geometry| {
                 check_plan(&plan, Side::Source, geometry)?;
-                StreamPath::check(Side::Source, cache.tensors())?;
-                let reads = rows(cache, geometry, |sizes| plan.touched_rows(Side::Source, sizes))?;
-                self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
-            })?;
-            let Some((cache, pin)) = pinned else { return Ok(None) };
-            let sizes = cache.common_sizes(plan.tensors_at(Side::Source))?.row_sizes();
-            let lent =
-                |id| self.begin_granted(&id, (&cache, sizes), |sizes| plan.touched_rows(Side::Source, sizes));
-            let granted = grant.map(lent).transpose()?;
-            let sum = if summed { Some(self.stream_sum(call.name, &cache, digest?)?) } else { None };
+                StreamPath::check(Side::Source, cache.tensors()).map(drop)
+            };
+            let touched = |sizes| plan.touched_rows(Side::Source, sizes);
+            let begun = self.begin_read(call, plan.tensors_at(Side::Source), check, touched)?;
+            let Some((cache, pin, granted)) = begun else { return Ok(None) };
+            let confirmed = granted.is_some() || digest.is_some();
+            let sum = confirmed.then(|| self.stream_sum(call.name, &cache, digest)).transpose()?;
             Ok(Some((Arc::new(plan), cache, pin, granted, sum)))
         });
         let bytes = to.saturating_sub(from);
@@ -283,30 +265,30 @@ impl RequestContext<'_> {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
-        let adding = sum.as_mut().map(|(_, sum)| sum);
+        let adding = sum.as_mut().and_then(|(_, sum)| sum.as_mut());
         let mut path = StreamPath { stream: self.stream, range: from..to, sum: adding };
         let sent = path.serve(self.job(&plan, call.deadline), cache.tensors());
         sent.map_err(Ended::Broken)?;
         self.resources.stats.add_bytes(Op::Served, bytes);
-        if granted.is_none() && sum.is_none() {
-            return Ok(());
-        }
+        let Some((generation, sum)) = sum else { return Ok(()) };
         self.answer_with(call.deadline, || {
             granted.map_or(Ok(()), GrantedRead::finish)?;
-            let sums = |(generation, sum): (u64, StreamSum)| Reply::Checksums {
-                generation,
-                sums: vec![sum.value()],
-            };
-            Ok(sum.map_or(Reply::Done { bytes }, sums))
+            Ok(Reply::Checksums { generation, sums: sum.into_iter().map(StreamSum::value).collect() })
         })
     }
 
-    /// Begins a checksum that is bound to `cache`, which has this name, to the generation of its entry, and to the digest of
-    /// the request.
-    fn stream_sum(&self, name: Name, cache: &Cache, request: u64) -> Result<(u64, StreamSum)> {
-        let generation = self.resources.table.describe(name)?.generation;
-        let checksums = Checksums::bound_to(name, cache.id(), generation, request)?;
-        Ok((generation, StreamSum::new(&checksums)?))
+    /// Returns the generation of the entry of `cache`, which has this name. If there is a `digest` of the request, begins a
+    /// checksum that is bound to all of these.
+    fn stream_sum(
+        &self,
+        name: Name,
+        cache: &Cache,
+        digest: Option<Result<u64>>,
+    ) -> Result<(u64, Option<StreamSum>)> {
+        let generation = self.resources.resolve(name)?.generation;
+        let bound = |digest: Result<u64>| Checksums::bound_to(name, cache.id(), generation, digest?);
+        let sum = digest.map(|digest| bound(digest).and_then(|checksums| StreamSum::new(&checksums)));
+        Ok((generation, sum.transpose()?))
     }
 
     /// Reads bytes from the peer's memory into a cache.

@@ -66,7 +66,7 @@ impl AskedBlocks {
         request: u64,
         deadline: Deadline,
     ) -> Result<Reply> {
-        let found = resources.table.describe(name)?;
+        let found = resources.resolve(name)?;
         if found.cache.id() != cache.id() {
             return Ok(Reply::Stale);
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::call_streams::StreamLease;
+use super::grants::granted_rows;
 use super::known_cache::KnownCache;
 use super::link::Link;
 use super::message_io;
@@ -14,9 +15,9 @@ use crate::budget::BudgetShare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::TensorBytes;
-use crate::model::{AddressLocation, CacheId, Deadline, GrantId, Name};
+use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{MAX_ADDRS, Payload, Reply, Request, SHORT_REPLY, WireCache, WirePulled};
+use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, WireCache, WirePulled};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -26,40 +27,16 @@ const GRACE_MS: u64 = 150;
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
 
-/// What the end of a call means at the owner.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CallEnd {
-    /// Tensors that have arrived: the name under which they were pulled, the cache, the first one and their number.
-    pub(crate) pulled: Option<(Name, CacheId, u32, u32)>,
-    /// The grant with which the caller is done.
-    pub(crate) grant: Option<GrantId>,
-}
-
-impl CallEnd {
-    /// Returns the request that tells the owner, and delivers `message`.
-    pub(super) fn request(&self, message: Option<Payload>, deadline: Deadline) -> Request {
-        let pulled = |(name, cache, first, count): (Name, CacheId, _, _)| WirePulled {
-            name: name.into(),
-            cache: cache.0,
-            first,
-            count,
-        };
-        Request::Finish {
-            pulled: self.pulled.map(pulled),
-            grant: self.grant,
-            message,
-            limit_ms: limit_ms(deadline),
-        }
-    }
-}
-
 impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
-    /// is visible from here; otherwise asks the owner.
+    /// is visible from here; otherwise asks the owner. Returns `Err(GrantEnded)` if the end of a grant is visible.
     pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
         match self.record(&name) {
             Some(known) if self.current(&known) => Ok(known),
-            _ => self.describe(name, deadline),
+            known => {
+                known.map_or(Ok(()), |known| self.check_grant(&known))?;
+                self.describe(name, deadline)
+            }
         }
     }
 
@@ -70,7 +47,8 @@ impl Link {
         let (reply, share) = self.ask_for(&Request::Describe { name: name.into(), limit_ms }, deadline)?;
         let Reply::Described(record) = reply else { return Err(self.unexpected(&reply)) };
         let before = share.used();
-        let known = share.charged(|| self.read_record(&record, &share)).map_err(|error| self.named(error))?;
+        let known =
+            share.charged(|| self.read_record(name, &record, &share)).map_err(|error| self.named(error))?;
         share.shrink_to(share.used() - before);
         let known = Arc::new(known);
         self.remember(name, known.clone());
@@ -96,9 +74,10 @@ impl Link {
         }
     }
 
-    /// Tells the owner that a call has ended.
-    pub(crate) fn finish(self: &Arc<Self>, end: &CallEnd, deadline: Deadline) -> Result<()> {
-        self.done(&end.request(None, deadline), deadline).map(|_| ())
+    /// Tells the owner that a call has ended which has `pulled` a cache.
+    pub(crate) fn finish(self: &Arc<Self>, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
+        let request = Request::Finish { pulled, message: None, limit_ms: limit_ms(deadline) };
+        self.done(&request, deadline).map(|_| ())
     }
 
     /// Asks the peer for a reply, to check that it responds.
@@ -246,18 +225,23 @@ impl Link {
         self.named(Error::new(ErrorKind::System, text))
     }
 
-    fn read_record(&self, record: &WireCache, share: &Arc<BudgetShare>) -> Result<KnownCache> {
+    fn read_record(&self, name: Name, record: &WireCache, share: &Arc<BudgetShare>) -> Result<KnownCache> {
         let (layout, mixed) = (record.layout()?, record.mixed_sizes()?);
         let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
         let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
         let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
         let tensors = self.tensors(&record.location, record.num_tensors, bytes)?;
+        let granted = match name {
+            Name::Grant(grant) => Some((grant, granted_rows(&record.granted)?)),
+            Name::Key(_) | Name::Row { .. } => None,
+        };
         Ok(KnownCache {
             at: record.at,
             cache: CacheId(record.cache),
             remote: RemoteCache { layout, mixed, kv, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
+            granted,
             share: share.clone(),
         })
     }

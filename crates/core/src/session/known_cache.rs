@@ -7,7 +7,10 @@ use hashbrown::HashMap;
 use super::peer_memory::Readable;
 use crate::budget::BudgetShare;
 use crate::copy::PeerTensors;
-use crate::model::{CacheId, Name};
+use crate::error::Result;
+use crate::grants::RowRanges;
+use crate::model::{CacheId, GrantId, Name};
+use crate::plan::{CopyPlan, Side};
 use crate::protocol::EntryVersion;
 use crate::validate::RemoteCache;
 
@@ -86,8 +89,19 @@ pub(crate) struct KnownCache {
     pub(crate) consumable: bool,
     /// Its memory, or the reason why this process cannot read it in place.
     pub(crate) tensors: Readable<PeerTensors>,
+    /// The grant by which it was described, and the rows that the grant lends.
+    pub(crate) granted: Option<(GrantId, RowRanges)>,
     /// The memory that it takes.
     pub(super) share: Arc<BudgetShare>,
+}
+
+impl KnownCache {
+    /// Checks that `plan` reads only what the grant lends, if the cache was described by one.
+    pub(crate) fn check_granted(&self, plan: &CopyPlan) -> Result<()> {
+        let Some((_, rows)) = &self.granted else { return Ok(()) };
+        let sizes = self.remote.common_sizes(plan.tensors_at(Side::Source))?;
+        rows.check(self.cache, &plan.touched_rows(Side::Source, sizes.row_sizes())?)
+    }
 }
 
 #[cfg(test)]

@@ -14,7 +14,6 @@ use super::dial::Dialer;
 use super::known_cache::{KnownCache, KnownCaches};
 use super::limits::{ahead, body_time};
 use super::notification_window::Notifications;
-use super::opened_grants::OpenedGrants;
 use super::peer_memory::{PeerMemory, Readable};
 use super::pushes_in_flight::PushesInFlight;
 use super::shared_writes::SharedWrites;
@@ -96,7 +95,6 @@ pub struct Link {
     /// Number of answered pings.
     pongs: AtomicU64,
     records: Mutex<KnownCaches>,
-    pub(super) grants: Mutex<OpenedGrants>,
     /// The pushes to the engine of the peer, over any link.
     pub(crate) pushes: Arc<PushesInFlight>,
     /// Writes of the peer over several streams.
@@ -152,7 +150,6 @@ impl Link {
             last_sign_of_life: AtomicU64::new(0),
             pongs: AtomicU64::new(0),
             records: Mutex::default(),
-            grants: Mutex::default(),
             pushes,
             shared_writes: SharedWrites::new(silence),
             next_write: AtomicU64::new(0),

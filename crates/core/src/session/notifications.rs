@@ -3,14 +3,16 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::client::{CallEnd, REPORTED_BY, limit_ms};
+use super::client::{REPORTED_BY, limit_ms};
 use super::link::{ANSWER_TIME, Link};
 use super::notification_window::{Load, MOST_KEPT, NOTIFICATION_BYTES};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
 use crate::model::Deadline;
-use crate::protocol::{ControlMessage, MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
+use crate::protocol::{
+    ControlMessage, MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads, Reply, Request, WirePulled,
+};
 
 /// How long a sender waits before it repeats what the peer has refused.
 const RETRY: Duration = Duration::from_millis(20);
@@ -33,10 +35,11 @@ impl ReservedNotification {
         self.link.await_acknowledged(deadline)
     }
 
-    /// Tells the peer that the call has ended, and delivers the notification then.
-    pub(crate) fn deliver(self, end: &CallEnd, deadline: Deadline) -> Result<()> {
-        let message = Payload(fallible::copied("a notification", &self.message)?);
-        let delivered = self.link.done(&end.request(Some(message), deadline), deadline);
+    /// Tells the peer that the call has ended, which has `pulled` a cache, and delivers the notification then.
+    pub(crate) fn deliver(self, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
+        let message = Some(Payload(fallible::copied("a notification", &self.message)?));
+        let request = Request::Finish { pulled, message, limit_ms: limit_ms(deadline) };
+        let delivered = self.link.done(&request, deadline);
         if delivered.is_ok() {
             let mut sent = self.link.notifications.sent.lock();
             sent.confirmed = sent.confirmed.plus(Load::one(&self.message));

@@ -77,11 +77,11 @@ impl<'a> PeerSnapshot<'a> {
 }
 
 impl Link {
-    /// Whether the cache is unchanged since its owner described it, as far as this process can see. Without a
-    /// mapping of the owner's generations this is always true; then the owner compares.
+    /// Whether the cache is unchanged since its owner described it, and the grant by which it was described lasts, as far as
+    /// this process can see. Without a mapping of the owner's generations this is always true; then the owner compares.
     pub(super) fn current(&self, known: &KnownCache) -> bool {
         let EntryVersion { index, generation } = known.at;
         let generations = self.peer_memory().and_then(|memory| memory.generations());
-        generations.is_none_or(|generations| generations.still(index, generation))
+        generations.is_none_or(|generations| generations.still(index, generation)) && self.grant_lasts(known)
     }
 }

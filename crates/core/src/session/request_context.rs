@@ -9,7 +9,7 @@ use super::message_io::send_message;
 use crate::budget::BudgetShare;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
 use crate::copy::PathJob;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
@@ -115,9 +115,13 @@ impl RequestContext<'_> {
     }
 
     /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
-    /// with `InvalidArgument` if peers may not access it.
+    /// with `InvalidArgument` if peers may not access it, and with `GrantEnded` if its name is a grant that has ended.
     fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
-        let Some(cache) = self.resources.table.still_named(call.name, call.cache) else { return Ok(None) };
+        let found = match self.resources.resolve(call.name) {
+            Err(error) if error.kind() == ErrorKind::CacheNotFound => return Ok(None),
+            found => found?,
+        };
+        let Some(cache) = Some(found.cache).filter(|cache| cache.id() == call.cache) else { return Ok(None) };
         validate::check_accessible("the remote cache", cache.remote_accessible())?;
         Ok(Some(cache))
     }
@@ -132,6 +136,8 @@ impl RequestContext<'_> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
+        let written = pin.writes() && matches!(call.name, Name::Grant(_));
+        ensure(!written, || Error::invalid("a push takes no grant"))?;
         // A caller that has given up may repeat the write on another stream. If this side sees here that the stream has ended, it
         // refuses the request. Otherwise the repeated write waits for these rows, and so writes last
         // (`test_repeated_write_is_the_last_one`). Over TCP, this side may see the end late.

@@ -7,17 +7,19 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::async_call::Execution;
-use super::call_grant::CallGrant;
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::{KeptAlive, Progress};
-use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Deadline, Name, Verify};
+use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::model::{Deadline, GrantUse, Name, Verify};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, ReservedNotification};
 use crate::validate;
 
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
 const MOST_ROUNDS: usize = 8;
+
+/// How the description of a remote cache is found: as it is known here, or as the owner gives it now.
+pub(super) type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
 
 /// Result of an attempt that did not fail.
 pub(crate) enum Moved {
@@ -42,7 +44,7 @@ impl Moved {
 pub(crate) struct Call {
     pub(crate) resources: Arc<Resources>,
     pub(crate) link: Arc<Link>,
-    /// Name of the remote cache.
+    /// The name of the remote cache that the caller gave.
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
@@ -53,7 +55,7 @@ pub(crate) struct Call {
     /// The notification that the peer gets at the end of the call.
     pub(crate) notify: Option<Arc<Vec<u8>>>,
     /// The grant under which the call pulls.
-    pub(crate) grant: Option<Arc<CallGrant>>,
+    pub(crate) grant: Option<GrantUse>,
     /// How thoroughly it checks the bytes that it has moved.
     pub(crate) verify: Verify,
 }
@@ -105,18 +107,19 @@ impl Call {
     /// Finds the remote cache and attempts the transfer, again for as long as the remote cache turns out to
     /// have changed. Returns `Err(CacheNotFound)` after [`MOST_ROUNDS`] attempts.
     pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
-        let Call { link, name, deadline, .. } = self;
         check_accessible(&self.resources, &self.local)?;
-        let mut known = link.known(*name, *deadline)?;
+        let mut known = self.described(Link::known)?;
         for _ in 0..MOST_ROUNDS {
             let open = validate::check_accessible("the remote cache", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {
                 Ok(Moved::Bytes(bytes) | Moved::Equal(bytes)) => return Ok(bytes),
-                Ok(Moved::Stale) => deadline.waiting("finding a cache of the peer that keeps changing")?,
+                Ok(Moved::Stale) => {
+                    self.deadline.waiting("finding a cache of the peer that keeps changing")?;
+                }
                 // An argument that does not fit the known description may fit the cache that is there now.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {
-                    let now = link.describe(*name, *deadline)?;
+                    let now = self.described(Link::describe)?;
                     if now.at == known.at && now.cache == known.cache {
                         return Err(self.named(error));
                     }
@@ -125,10 +128,48 @@ impl Call {
                 }
                 Err(error) => return Err(self.named(error)),
             }
-            known = link.describe(*name, *deadline)?;
+            known = self.described(Link::describe)?;
         }
         let text = "the remote cache changed during every attempt";
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
+    }
+
+    /// Returns the name by which this side asks the owner for the remote cache: the grant, if there is one.
+    pub(super) fn remote_name(&self) -> Name {
+        self.grant.map_or(self.name, |grant| Name::Grant(grant.token.grant))
+    }
+
+    /// Checks that the peer gave the grant, and that it has not ended. Called once, before the first attempt.
+    pub(super) fn open_grant(&self) -> Result<()> {
+        let Some(grant) = &self.grant else { return Ok(()) };
+        self.link.check_token(&grant.token)?;
+        self.link.known(self.remote_name(), self.deadline).map(drop)
+    }
+
+    /// Finds the description of the remote cache. Under a grant, also checks that the caller's name is one of the same cache.
+    pub(super) fn described(&self, describe: Describe) -> Result<Arc<KnownCache>> {
+        let known = describe(&self.link, self.remote_name(), self.deadline)?;
+        if self.grant.is_some() {
+            self.check_same_cache(&known)?;
+        }
+        Ok(known)
+    }
+
+    fn check_same_cache(&self, granted: &KnownCache) -> Result<()> {
+        let mut named = self.link.known(self.name, self.deadline);
+        // A key that the cache has lost has changed the generation of its entry.
+        if named.as_ref().is_ok_and(|named| named.at != granted.at) {
+            named = self.link.describe(self.name, self.deadline);
+        }
+        // If the key is gone because the cache was released, the grant has ended.
+        let lasts = || self.link.describe(self.remote_name(), self.deadline);
+        let named = named.or_else(|error| lasts().and(Err(error)))?;
+        ensure(named.cache == granted.cache, || {
+            let (granted, named) = (granted.cache, named.cache);
+            let text =
+                format!("the grant is for cache {granted} of its owner, and the key names cache {named}");
+            self.named(Error::invalid(text))
+        })
     }
 
     /// Adds to an error which peer and which cache the call was for.

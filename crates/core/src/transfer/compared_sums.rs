@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::fallible;
 use crate::plan::Piece;
 use crate::protocol::{Reply, Request, digest};
-use crate::session::{KnownCache, send_message};
+use crate::session::{KnownCache, Link, send_message};
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
@@ -44,7 +44,7 @@ impl Call {
         own_sums: impl Fn(Checksums) -> Result<Vec<u64>>,
     ) -> Result<Option<Vec<bool>>> {
         let asked = digest(request)?;
-        let bound = |generation| Checksums::bound_to(self.name, known.cache, generation, asked);
+        let bound = |generation| Checksums::bound_to(self.remote_name(), known.cache, generation, asked);
         let mut lease = self.link.lease(self.deadline)?;
         let mut own = Ok(Vec::new());
         let send = || {
@@ -74,10 +74,11 @@ impl Call {
         }
     }
 
-    /// Returns whether the remote cache is still the one that was described, although its generation has changed, for
-    /// example because a key was released.
-    fn same_cache(&self, known: &KnownCache) -> Result<bool> {
-        let now = self.link.describe(self.name, self.deadline)?;
+    /// Asks the owner whether the remote cache is still the one that was described, although its generation may have changed,
+    /// for example because a key was released. Ids are never used again, so the same id means the same memory.
+    pub(super) fn same_cache(&self, known: &KnownCache) -> Result<bool> {
+        self.link.check_grant(known)?;
+        let now = self.described(Link::describe)?;
         Ok(now.cache == known.cache && now.remote == known.remote)
     }
 }

@@ -6,24 +6,20 @@
 use std::sync::Arc;
 
 use super::async_call::Execution;
-use super::call::Call;
-use super::call_grant::{CallGrant, GrantUse};
+use super::call::{Call, Describe};
 use super::pull::PullEnd;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{ClusterId, Deadline, Name, Verify};
+use crate::model::{ClusterId, Deadline, GrantUse, Name, Verify};
 use crate::plan::{KvPart, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::{KnownCache, Link, LinkOfCall};
+use crate::session::{Link, LinkOfCall};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, CheckedPush, OwnerShare, PullRows, PushRows};
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
-
-/// How the description of an owner's cache is found: as it is known here, or as the owner gives it now.
-type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
 
 /// Runs `check` with the descriptions that are known here, and if they are refused, with those that the owners give now: the
 /// known ones may be outdated, as in `Call::rounds`.
@@ -111,7 +107,7 @@ impl<Checked> Group<Checked> {
             execution: Some(execution.clone()),
             to_the_end: true,
             notify: self.notify.clone(),
-            grant: part.grant.map(CallGrant::new),
+            grant: part.grant,
             verify: self.verify,
         })
     }

@@ -3,13 +3,11 @@
 mod async_call;
 mod async_calls;
 mod call;
-mod call_grant;
 mod clock;
 mod compared;
 mod compared_sums;
 mod delivery;
 mod executor;
-mod granted;
 mod grants;
 mod group;
 mod layer_task;
@@ -34,8 +32,6 @@ mod verify;
 pub(crate) use async_call::{CallPurpose, Execution, Work};
 pub use async_calls::AsyncCalls;
 pub(crate) use call::Call;
-pub(crate) use call_grant::CallGrant;
-pub use call_grant::GrantUse;
 pub use delivery::{Carried, Carrier, Delivery, Outcome, TaskLimits};
 pub use executor::Executor;
 #[cfg(feature = "testing")]

@@ -8,30 +8,21 @@ use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{CacheKey, GrantId, Name};
+use crate::model::{CacheKey, Name};
 use crate::plan::{CopyPlan, Moves, Side};
-use crate::session::{
-    BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity,
-};
+use crate::protocol::WirePulled;
+use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, Conversion, PullRows};
-
-/// The key of a pull whose bytes are in place.
-pub(super) struct PulledKey {
-    known: Arc<KnownCache>,
-    first_tensor: u32,
-    num_tensors: u32,
-    /// What was copied, for the list of rows that are in place. `None` if rows were converted: then no rows are listed.
-    copied: Option<(Arc<CopyPlan>, Arc<Progress>)>,
-}
 
 /// What is left to do once the bytes of a pull are in place.
 #[derive(Default)]
 pub(super) struct PullEnd {
-    /// The key that is to be released.
-    key: Option<PulledKey>,
-    /// The grant that is to be reported as done.
-    grant: Option<GrantId>,
+    /// The key that is to be released, or the grant that is to be reported as done.
+    pulled: Option<WirePulled>,
+    /// What was copied from the tensors of the key, for the list of rows that are in place. `None` if rows were converted: then no
+    /// rows are listed.
+    copied: Option<(Arc<CopyPlan>, Arc<Progress>)>,
 }
 
 impl Call {
@@ -54,59 +45,55 @@ impl Call {
         checked: &CheckedPull<impl Borrow<PullRows>>,
     ) -> Result<(u64, PullEnd)> {
         self.open_grant().map_err(|error| self.named(error))?;
-        let mut key = None;
-        let pulled = self.rounds(|known| {
-            let (moved, pulled) = match checked.conversion(&known.remote)? {
+        let mut end = PullEnd::default();
+        let bytes = self.rounds(|known| {
+            let (moved, left) = match checked.conversion(&known.remote)? {
                 Some(conversion) => self.pull_converted(known, conversion, checked.rows().local_rows()?)?,
                 None => self.pull_moves(known, &mut checked.moves(&known.remote)?)?,
             };
-            key = pulled;
+            end = left;
             Ok(moved)
-        });
-        let bytes = pulled.map_err(|error| self.end_of_grant_or(error))?;
-        Ok((bytes, PullEnd { key, grant: self.grant_to_report() }))
+        })?;
+        if let Some(grant) = self.grant.filter(|grant| grant.done) {
+            end.pulled = Some(WirePulled::of_grant(grant.token.grant));
+        }
+        Ok((bytes, end))
     }
 
-    /// Has the owner release a key whose bytes are in place, notes there that this side is done with a grant, and delivers
-    /// the notification: one request.
+    /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the
+    /// notification: one request.
     pub(super) fn finish(&self, end: &PullEnd, notification: Option<ReservedNotification>) -> Result<()> {
-        let PullEnd { key, grant } = end;
-        if key.is_none() && grant.is_none() && notification.is_none() {
+        let PullEnd { pulled, copied } = end;
+        if pulled.is_none() && notification.is_none() {
             return Ok(());
         }
         if let Some(notification) = &notification {
             notification.await_turn(self.deadline)?;
         }
         self.commit()?;
-        let pulled = key.as_ref().map(|key| (self.name, key.known.cache, key.first_tensor, key.num_tensors));
-        let end = CallEnd { pulled, grant: *grant };
         let finished = match notification {
-            Some(notification) => notification.deliver(&end, self.deadline),
-            None => self.link.finish(&end, self.deadline),
+            Some(notification) => notification.deliver(*pulled, self.deadline),
+            None => self.link.finish(*pulled, self.deadline),
         };
-        self.note_grant(finished.as_ref().err());
-        let Some(key) = key else { return finished };
-        finished.map_err(|error| match &key.copied {
+        finished.map_err(|error| match copied {
             Some((plan, progress)) => self.with_arrived(error, plan, progress),
             None => error,
         })?;
-        if let Name::Key(CacheKey::Request { .. }) = self.name {
-            self.link.forget(&self.name);
+        // These names are used once.
+        let name = self.remote_name();
+        if pulled.is_some() && matches!(name, Name::Key(CacheKey::Request { .. }) | Name::Grant(_)) {
+            self.link.forget(&name);
         }
         Ok(())
     }
 
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
-    /// a stream. Returns the key that is to be released now, if there is one.
-    pub(super) fn pull_moves(
-        &self,
-        known: &Arc<KnownCache>,
-        moves: &mut Moves,
-    ) -> Result<(Moved, Option<PulledKey>)> {
+    /// a stream. Also returns what is left to do.
+    pub(super) fn pull_moves(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<(Moved, PullEnd)> {
         let plan = Arc::new(CopyPlan::moves(moves)?);
-        self.check_covered(known, &plan)?;
+        known.check_granted(&plan)?;
         if plan.is_empty() {
-            return Ok((Moved::Bytes(0), None));
+            return Ok((Moved::Bytes(0), PullEnd::default()));
         }
         let writes = std::mem::take(&mut moves.dst_rows);
         let pinned = self.pin(RowUse { writes, ..RowUse::default() })?;
@@ -115,11 +102,9 @@ impl Call {
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
         let outcome = outcome.map_err(|error| self.with_arrived(error, &plan, &progress))?;
         let outcome = self.verified(outcome, known, &plan, Side::Destination)?;
-        let (first_tensor, num_tensors) = (moves.src_tensor, moves.num_tensors);
-        let key =
-            PulledKey { known: known.clone(), first_tensor, num_tensors, copied: Some((plan, progress)) };
-        let consumed = matches!(outcome, Moved::Bytes(_)) && self.uses_up(known);
-        Ok((outcome, consumed.then_some(key)))
+        let used_up = self.used_up(known, (moves.src_tensor, moves.num_tensors));
+        let pulled = used_up.filter(|_| matches!(outcome, Moved::Bytes(_)));
+        Ok((outcome, PullEnd { pulled, copied: pulled.map(|_| (plan, progress)) }))
     }
 
     /// Pulls rows by several plans: into rows of another KV layout, or between caches whose tensors differ. The key is to be
@@ -129,30 +114,30 @@ impl Call {
         known: &Arc<KnownCache>,
         conversion: Conversion,
         local_rows: Vec<u64>,
-    ) -> Result<(Moved, Option<PulledKey>)> {
+    ) -> Result<(Moved, PullEnd)> {
         let pinned = self.pin(RowUse { writes: local_rows, ..RowUse::default() })?;
         self.resources.still_registered(&self.local)?;
         let mut progress = self.attempt(conversion.plans.iter().map(CopyPlan::bytes).sum());
         let mut bytes = 0;
         for plan in conversion.plans {
             let plan = Arc::new(plan);
-            self.check_covered(known, &plan)?;
+            known.check_granted(&plan)?;
             let moved = self.pull_bytes(known, &plan, &mut progress, &pinned)?;
             match self.verified(moved, known, &plan, Side::Destination)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
-                Moved::Stale => return Ok((Moved::Stale, None)),
+                Moved::Stale => return Ok((Moved::Stale, PullEnd::default())),
             }
         }
         let all = || (0, known.remote.layout.geometry.num_tensors());
-        let (first_tensor, num_tensors) = conversion.read_tensors.unwrap_or_else(all);
-        let key = PulledKey { known: known.clone(), first_tensor, num_tensors, copied: None };
+        let used_up = self.used_up(known, conversion.read_tensors.unwrap_or_else(all));
         let complete = conversion.whole_source || conversion.read_tensors.is_some();
-        Ok((Moved::Bytes(bytes), (complete && self.uses_up(known)).then_some(key)))
+        Ok((Moved::Bytes(bytes), PullEnd { pulled: used_up.filter(|_| complete), copied: None }))
     }
 
-    /// Returns whether a pull of all tensors releases the key of the remote slot.
-    fn uses_up(&self, known: &KnownCache) -> bool {
-        !self.resources.config.remote_accessible && known.consumable
+    /// Returns the key that a pull of `count` tensors releases, if it releases one.
+    fn used_up(&self, known: &KnownCache, (first, count): (u32, u32)) -> Option<WirePulled> {
+        let pulled = WirePulled { name: self.name.into(), cache: known.cache.0, first, count };
+        (!self.resources.config.remote_accessible && known.consumable).then_some(pulled)
     }
 
     /// Adds the rows that have arrived to the error of a pull.
@@ -180,7 +165,6 @@ impl Call {
         if let Some(rings) = self.rings_instead_of(snapshot.kind(), plan.bytes()) {
             return self.receive(Some(rings), known, plan, progress);
         }
-        self.still_granted()?;
         if let Some(moved) = self.read_in_place(known, plan, &mut snapshot, progress, pinned)? {
             return Ok(moved);
         }
@@ -205,19 +189,14 @@ impl Call {
             *progress = self.attempt(plan.bytes());
             return read.map(|_| None);
         }
-        let granted = self.granted_until_now(snapshot.kind());
         let validity = snapshot.validate();
         let read = match read {
             // The kernel may still write to the rows, so no other bytes may be written there.
             Err(error) if error.fact(STILL_READING).is_some() => {
-                if validity != Validity::Valid || granted.is_err() {
+                if validity != Validity::Valid {
                     *progress = self.attempt(plan.bytes());
                 }
                 return Err(error);
-            }
-            _ if granted.is_err() => {
-                *progress = self.attempt(plan.bytes());
-                return granted.map(|()| None);
             }
             // The kernel allowed the read when the link was made, but does not now, or UCX has failed. The owner can
             // always send.
@@ -266,13 +245,10 @@ impl Call {
     }
 
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache
-    /// during the whole read.
+    /// during the whole read, and was granted if there is a grant. `progress` ends empty otherwise.
     fn confirm(&self, known: &KnownCache, progress: &mut Arc<Progress>) -> Result<bool> {
         let unconfirmed = std::mem::replace(progress, self.attempt(0));
-        // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the
-        // same id means the same memory.
-        let now = self.link.describe(self.name, self.deadline)?;
-        let unchanged = now.cache == known.cache && now.remote == known.remote;
+        let unchanged = self.same_cache(known)?;
         if unchanged {
             *progress = unconfirmed;
         }

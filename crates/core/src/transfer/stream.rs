@@ -148,12 +148,11 @@ impl Streams {
         let bytes = range.end - range.start;
         let summed = self.is_summed();
         let request = Request::Read {
-            name: self.call.name.into(),
+            name: self.call.remote_name().into(),
             cache: self.known.cache.0,
             plan: WirePlan::try_from(&*self.plan)?,
             from: range.start,
             to: range.end,
-            grant: self.call.grant_id(),
             limit_ms: limit_ms(self.call.deadline),
             summed,
         };
@@ -168,16 +167,19 @@ impl Streams {
         let received = path.read(self.call.job(&self.plan), to, progress, Arc::new(()));
         received.map_err(|error| self.late_or(error))?;
         let mut equal = false;
-        if self.call.grant_id().is_some() || sum.is_some() {
+        if self.known.granted.is_some() || sum.is_some() {
             let sent =
                 self.call.link.reply(&lease, self.call.deadline).map_err(|error| self.late_or(error))?;
-            equal = match (&sent, sum) {
-                (Reply::Done { .. }, None) => false,
-                (Reply::Checksums { generation, sums }, Some(sum)) => {
-                    *generation == self.known.at.generation && sums[..] == [sum.value()]
-                }
-                _ => return self.stale(&mut lease, sent).map(|()| Moved::Stale),
+            let Reply::Checksums { generation, sums } = sent else {
+                return self.stale(&mut lease, sent).map(|()| Moved::Stale);
             };
+            let unchanged = generation == self.known.at.generation;
+            if self.known.granted.is_some() && !unchanged {
+                // The caller's name may be that of another cache by now.
+                lease.reusable = true;
+                return Ok(Moved::Stale);
+            }
+            equal = unchanged && sum.is_some_and(|sum| sums[..] == [sum.value()]);
         }
         lease.reusable = true;
         Ok(if equal { Moved::Equal(bytes) } else { Moved::Bytes(bytes) })
@@ -192,7 +194,7 @@ impl Streams {
 
     /// Begins the checksum of the bytes that answer `request`.
     fn sum(&self, request: &Request) -> Result<StreamSum> {
-        let (name, KnownCache { cache, at, .. }) = (self.call.name, &*self.known);
+        let (name, KnownCache { cache, at, .. }) = (self.call.remote_name(), &*self.known);
         StreamSum::new(&Checksums::bound_to(name, *cache, at.generation, digest(request)?)?)
     }
 

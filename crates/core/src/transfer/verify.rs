@@ -60,11 +60,10 @@ impl Call {
     /// Returns for each pair of `part` whether both sides have the same bytes; `None` if the remote cache has changed.
     fn compare_part(&self, known: &KnownCache, part: &CopyPlan, local: Side) -> Result<Option<Vec<bool>>> {
         let request = Request::Checksums {
-            name: self.name.into(),
+            name: self.remote_name().into(),
             cache: known.cache.0,
             plan: WirePlan::of_templates(part)?,
             side: local.other(),
-            grant: self.grant_id(),
             limit_ms: limit_ms(self.deadline),
         };
         let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));

@@ -109,7 +109,6 @@ fn read(plan: WirePlan) -> Request {
         plan,
         from: 0,
         to: 0,
-        grant: None,
         limit_ms: 0,
         summed: false,
     }
@@ -134,6 +133,7 @@ fn record(location: WireLocation) -> WireCache {
         location,
         layout: None,
         mixed: Vec::new(),
+        granted: Vec::new(),
     }
 }
 
@@ -143,68 +143,68 @@ fn handshake_bytes() {
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
         &hello(Purpose::Link { link: 9, comm, probe_local: false, ensure: false }, Some(2)),
-        "4c440f013b0000000009010163020100ffffffffffffffffff010103613a31000001ac02010102036162630707070707070707070707070707070791f86caccdde744f",
+        "4c4410013b0000000009010163020100ffffffffffffffffff010103613a31000001ac02010102036162630707070707070707070707070707070791f86caccdde744f",
     );
     golden(
         &hello(Purpose::Link { link: 9, comm: None, probe_local: true, ensure: true }, None),
-        "4c440f0126000000000900010101ac0201000361626307070707070707070707070707070707a1bd2c3d40a7c5a1",
+        "4c44100126000000000900010101ac0201000361626307070707070707070707070707070707a1bd2c3d40a7c5a1",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: true, rings: false }, None),
-        "4c440f01250000000109010001ac020100036162630707070707070707070707070707070702e07ad5e4431963",
+        "4c441001250000000109010001ac020100036162630707070707070707070707070707070702e07ad5e4431963",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: false, rings: true }, None),
-        "4c440f01250000000109000101ac020100036162630707070707070707070707070707070781f705a9b921343e",
+        "4c441001250000000109000101ac020100036162630707070707070707070707070707070781f705a9b921343e",
     );
-    golden(&RingOffer, "4c440f010800000099e9d85137db46ef");
-    golden(&RingAnswer::Used, "4c440f010900000000682705db4aa834e9");
-    golden(&RingAnswer::Refused { reason: "no".into() }, "4c440f010c00000001026e6f9514a6d342ee1590");
-    golden(&Challenge { nonce: [8; 16] }, "4c440f011800000008080808080808080808080808080808fefe117c61ef0c50");
+    golden(&RingOffer, "4c4410010800000099e9d85137db46ef");
+    golden(&RingAnswer::Used, "4c4410010900000000682705db4aa834e9");
+    golden(&RingAnswer::Refused { reason: "no".into() }, "4c4410010c00000001026e6f9514a6d342ee1590");
+    golden(&Challenge { nonce: [8; 16] }, "4c4410011800000008080808080808080808080808080808fefe117c61ef0c50");
     golden(
         &Proof { mac: [9; 32] },
-        "4c440f012800000009090909090909090909090909090909090909090909090909090909090909099931dd9a98964551",
+        "4c4410012800000009090909090909090909090909090909090909090909090909090909090909099931dd9a98964551",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()), secret: None },
-        "4c440f013000000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800213c7818afedefe0",
+        "4c4410013000000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800213c7818afedefe0",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: None, secret: Some([3; 32]) },
-        "4c440f014e00000001ac020101010101010101010101010101010101010101010101010101010101010101010001030303030303030303030303030303030303030303030303030303030303030349d99ce0e0951f11",
+        "4c4410014e00000001ac020101010101010101010101010101010101010101010101010101010101010101010001030303030303030303030303030303030303030303030303030303030303030349d99ce0e0951f11",
     );
     golden(
         &hello(Purpose::Meet, None),
-        "4c440f01220000000201ac020100036162630707070707070707070707070707070746cea1058af59ff4",
+        "4c441001220000000201ac020100036162630707070707070707070707070707070746cea1058af59ff4",
     );
     let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
     golden(
         &hello(Purpose::Knock { comm }, None),
-        "4c440f0129000000030163010100016101ac020100036162630707070707070707070707070707070738268c13af26b742",
+        "4c44100129000000030163010100016101ac020100036162630707070707070707070707070707070738268c13af26b742",
     );
     let probe = Some((0x7fff_0000, [2; 16]));
     golden(
         &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
-        "4c440f01260000000100018080808004018080fcff07020202020202020202020202020202021bca9c9a97d736e4",
+        "4c441001260000000100018080808004018080fcff07020202020202020202020202020202021bca9c9a97d736e4",
     );
     golden(
         &Attach { generations: false, regions: [Some(1), None], probe: None },
-        "4c440f010d0000000001010000007584748f6bdc5d",
+        "4c4410010d0000000001010000007584748f6bdc5d",
     );
     golden(
         &Attached { mapped: Ok(()), registered: Err("no".into()) },
-        "4c440f010d0000000001026e6f0b5a75b00ad9038a",
+        "4c4410010d0000000001026e6f0b5a75b00ad9038a",
     );
     let metadata = Metadata(Arc::new(b"meta".to_vec()));
     golden(
         &Confirm { metadata: metadata.clone(), fabric: None },
-        "4c440f010e000000046d657461006e67d92b1470f428",
+        "4c4410010e000000046d657461006e67d92b1470f428",
     );
     golden(
         &LinkAnswer::Entered(EnteredLink { metadata, fabric: None, addresses: vec![] }),
-        "4c440f011000000000046d657461000027838596321dd4d0",
+        "4c4410011000000000046d657461000027838596321dd4d0",
     );
-    golden(&LinkAnswer::Later { reason: "no".into() }, "4c440f010c00000001026e6f9514a6d342ee1590");
+    golden(&LinkAnswer::Later { reason: "no".into() }, "4c4410010c00000001026e6f9514a6d342ee1590");
 }
 
 #[test]
@@ -225,16 +225,16 @@ fn metadata_is_bounded() {
 
 #[test]
 fn control_stream_bytes() {
-    golden(&ControlMessage::Ping, "4c440f010900000000682705db4aa834e9");
-    golden(&ControlMessage::Pong, "4c440f01090000000130e7211b8127418a");
+    golden(&ControlMessage::Ping, "4c4410010900000000682705db4aa834e9");
+    golden(&ControlMessage::Pong, "4c441001090000000130e7211b8127418a");
     golden(
         &ControlMessage::Bye { reason: "end".into(), unlinked: true },
-        "4c440f010e0000000203656e640183993e3cd2bdc751",
+        "4c4410010e0000000203656e640183993e3cd2bdc751",
     );
-    golden(&ControlMessage::Dial, "4c440f010900000003b64b1fbcd0c8251f");
+    golden(&ControlMessage::Dial, "4c4410010900000003b64b1fbcd0c8251f");
     golden(
         &ControlMessage::Polled { arrived: (300, 5), polled: (1, 0) },
-        "4c440f010e00000004ac0205010069e2463648ad344e",
+        "4c4410010e00000004ac0205010069e2463648ad344e",
     );
 }
 
@@ -243,65 +243,51 @@ fn request_bytes() {
     let limit_ms = 1000;
     let named = WireName::Blocks { model: 1 };
     for (name, bytes) in [
-        (WireName::Request { model: 1, id: 2 }, "4c440f010e00000000000102e807eddb365e34ef42ff"),
-        (WireName::Prefix { model: 1, id: 2 }, "4c440f010e00000000010102e8071a3239bc869924f5"),
-        (WireName::Blocks { model: 1 }, "4c440f010d000000000201e80702cb8796a3ddbdfc"),
-        (WireName::Row { cache: -1, row: 2 }, "4c440f010e00000000030102e807b7e7fa28c22e690a"),
+        (WireName::Request { model: 1, id: 2 }, "4c4410010e00000000000102e807eddb365e34ef42ff"),
+        (WireName::Prefix { model: 1, id: 2 }, "4c4410010e00000000010102e8071a3239bc869924f5"),
+        (WireName::Blocks { model: 1 }, "4c4410010d000000000201e80702cb8796a3ddbdfc"),
+        (WireName::Row { cache: -1, row: 2 }, "4c4410010e00000000030102e807b7e7fa28c22e690a"),
+        (
+            WireName::Grant(GRANT),
+            "4c4410011f00000000042cd80407070707070707070707070707070707e807401a4b8a295790b4",
+        ),
     ] {
         golden(&Request::Describe { name, limit_ms }, bytes);
     }
     golden(
-        &Request::Read {
-            name: named,
-            cache: 3,
-            plan: plan(),
-            from: 0,
-            to: 7168,
-            grant: None,
-            limit_ms,
-            summed: false,
-        },
-        "4c440f01390000000102010602000104010003802000800403ff0f800800a84680040100008040808080808020800401000000803800e807001d3b2e822d2e862e",
+        &Request::Read { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms, summed: false },
+        "4c441001380000000102010602000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e80700992357f3b3dda09f",
     );
     golden(
         &Request::Read {
-            name: named,
+            name: WireName::Grant(GRANT),
             cache: 3,
             plan: plan(),
             from: 0,
             to: 7168,
-            grant: Some(GRANT),
             limit_ms,
             summed: true,
         },
-        "4c440f014c0000000102010602000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038012cd80407070707070707070707070707070707e80701e2cc2de1c33c877f",
+        "4c4410014a00000001042cd804070707070707070707070707070707070602000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e80701d0481a876ce27e35",
     );
-    golden(
-        &Request::OpenGrant { grant: GRANT, limit_ms },
-        "4c440f011e000000092cd80407070707070707070707070707070707e807ba8c469faa687826",
-    );
-    golden(
-        &Reply::Granted { cache: -2, rows: vec![(0, 300), (301, 302)] },
-        "4c440f011200000007030200ac02ad02ae02b5b25cab178938aa",
-    );
-    for (side, grant, bytes) in [
+    for (side, name, bytes) in [
         (
             Side::Source,
-            None,
-            "4c440f01430000000a020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000e807e38e91de6e16bf11",
+            named,
+            "4c4410014200000009020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000e807114a16dde87e1bb5",
         ),
         (
             Side::Destination,
-            Some(GRANT),
-            "4c440f01560000000a020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001012cd80407070707070707070707070707070707e807154156ee0b6e905b",
+            WireName::Grant(GRANT),
+            "4c4410015400000009042cd8040707070707070707070707070707070706020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001e807fbd3b93de516ee22",
         ),
     ] {
-        let (name, cache, plan) = (named, 3, layout_plan());
-        golden(&Request::Checksums { name, cache, plan, side, grant, limit_ms }, bytes);
+        let (cache, plan) = (3, layout_plan());
+        golden(&Request::Checksums { name, cache, plan, side, limit_ms }, bytes);
     }
     golden(
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
-        "4c440f011700000008ac020201ffffffffffffffffff01a5ede15b9774f5a8",
+        "4c4410011700000007ac020201ffffffffffffffffff01327a42645e4d8606",
     );
     let write = |ahead, shared| Request::Write {
         name: named,
@@ -317,24 +303,24 @@ fn request_bytes() {
         (
             false,
             None,
-            "4c440f01390000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807c6aefe92c29c3b34",
+            "4c441001390000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807c6aefe92c29c3b34",
         ),
         (
             true,
             None,
-            "4c440f01390000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380100e80761e12e39461e43dc",
+            "4c441001390000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380100e80761e12e39461e43dc",
         ),
         (
             false,
             Some(300),
-            "4c440f013b0000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807a2cc8d263517eb1b",
+            "4c4410013b0000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807a2cc8d263517eb1b",
         ),
     ] {
         golden(&write(ahead, shared), bytes);
     }
     golden(
         &Request::WritePart { write: 300, from: 7168, to: 7169, limit_ms },
-        "4c440f01110000000bac0280388138e8077a3eac75e14a2065",
+        "4c441001110000000aac0280388138e807c9619b0375a6c83d",
     );
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
@@ -347,31 +333,32 @@ fn request_bytes() {
             tensor_bytes: 8192,
             limit_ms,
         },
-        "4c440f013e0000000302010602000104010003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e8072f23a7e1bc45e76b",
+        "4c4410013e0000000302010602000104010003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e8072f23a7e1bc45e76b",
     );
     let name = WireName::Request { model: 0, id: 0 };
     let pulled = Some(WirePulled { name, cache: 3, first: 0, count: 80 });
     golden(
-        &Request::Finish { pulled, grant: None, message: None, limit_ms },
-        "4c440f011400000004010000000600500000e8075bfa60b668af16be",
+        &Request::Finish { pulled, message: None, limit_ms },
+        "4c44100113000000040100000006005000e8079e71eac73c31637c",
     );
+    let pulled = Some(WirePulled::of_grant(GRANT));
     golden(
-        &Request::Finish { pulled, grant: Some(GRANT), message: Some(Payload(b"no".to_vec())), limit_ms },
-        "4c440f012a0000000401000000060050012cd8040707070707070707070707070707070701026e6fe8077b3ceb3898cae265",
+        &Request::Finish { pulled, message: Some(Payload(b"no".to_vec())), limit_ms },
+        "4c441001270000000401042cd8040707070707070707070707070707070700000001026e6fe80775dfc19473c5bcb1",
     );
     golden(
         &Request::Notify { messages: Payloads(vec![Payload(b"no".to_vec()), Payload(vec![])]), limit_ms },
-        "4c440f01100000000802026e6f00e80716690139ce3902aa",
+        "4c441001100000000802026e6f00e80716690139ce3902aa",
     );
-    golden(&Request::Unlink { limit_ms }, "4c440f010b00000005e80799a0bd26084f7b0b");
-    golden(&Request::Ping { limit_ms: 0 }, "4c440f010a00000006009e3b5aa932e7ab99");
+    golden(&Request::Unlink { limit_ms }, "4c4410010b00000005e80799a0bd26084f7b0b");
+    golden(&Request::Ping { limit_ms: 0 }, "4c4410010a00000006009e3b5aa932e7ab99");
     golden(
         &Request::Locate { addrs: vec![4096, 300], limit_ms: 5 },
-        "4c440f010f00000007028020ac02050bf7bc002db5f390",
+        "4c4410010f00000007028020ac02050bf7bc002db5f390",
     );
     golden(
         &Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 2, offset: 300 }]),
-        "4c440f010e00000006010602ac02128526901f217672",
+        "4c4410010e00000006010602ac02128526901f217672",
     );
 }
 
@@ -380,20 +367,25 @@ fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(WireLocation::Region { region: 1, runs })),
-        "4c440f012c0000000005d80406025080018080048080040101010000010100ffffffffffffffffff015000004fac5cba3bdf4e37",
+        "4c4410012d0000000005d80406025080018080048080040101010000010100ffffffffffffffffff01500000007640a24045ccf867",
     );
     golden(
         &Reply::Described(record(WireLocation::Hidden)),
-        "4c440f011e0000000005d8040602508001808004808004010101000200003fc9a24f0a8d4197",
+        "4c4410011f0000000005d80406025080018080048080040101010002000000fabad1b48ef429c6",
     );
-    golden(&Reply::Ready { bytes: 300 }, "4c440f010b00000001ac02a57aa03f0e4fd958");
-    golden(&Reply::Done { bytes: 1 << 63 }, "4c440f01130000000280808080808080808001bca39e98960948cc");
-    golden(&Reply::Stale, "4c440f010900000003b64b1fbcd0c8251f");
-    golden(&Reply::Unreachable { reason: "no".into() }, "4c440f010c00000004026e6f2e15cdeed14fe459");
+    let granted = vec![(0, 300), (301, 302)];
+    golden(
+        &Reply::Described(WireCache { granted, ..record(WireLocation::Hidden) }),
+        "4c441001260000000005d8040602508001808004808004010101000200000200ac02ad02ae02efb9395db24113e0",
+    );
+    golden(&Reply::Ready { bytes: 300 }, "4c4410010b00000001ac02a57aa03f0e4fd958");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c441001130000000280808080808080808001bca39e98960948cc");
+    golden(&Reply::Stale, "4c4410010900000003b64b1fbcd0c8251f");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c4410010c00000004026e6f2e15cdeed14fe459");
     let arrived = WireRows { tensor: 7, rows: vec![(2, 300)] };
     golden(
         &Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived: vec![arrived] },
-        "4c440f01140000000501026e6f0001070102ac02e64b2f86f9307c92",
+        "4c441001140000000501026e6f0001070102ac02e64b2f86f9307c92",
     );
 }
 
@@ -448,7 +440,7 @@ fn a_refusal_fits_into_a_greeting() {
 
 #[test]
 fn invalid_headers_are_refused() {
-    let good = *b"LD\x0f\x01\x10\0\0\0";
+    let good = *b"LD\x10\x01\x10\0\0\0";
     assert_eq!(Header::parse(good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
     let with = |at: usize, byte: u8| {
         let mut bytes = good;
@@ -460,7 +452,7 @@ fn invalid_headers_are_refused() {
     let version = with(2, 1);
     assert_eq!(version.kind(), ErrorKind::LinkFailed);
     assert!(
-        version.to_string().contains("version 15") && version.to_string().contains("version 1"),
+        version.to_string().contains("version 16") && version.to_string().contains("version 1"),
         "{version}"
     );
     assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
@@ -491,6 +483,7 @@ fn names_round_trip() {
         Name::Key(CacheKey::Prefix { model, id }),
         Name::Key(CacheKey::Blocks { model }),
         Name::Row { cache: CacheId(i64::MAX), row: u32::MAX },
+        Name::Grant(GRANT),
     ];
     for name in names {
         assert_eq!(Name::from(WireName::from(name)), name);
@@ -537,15 +530,15 @@ fn block_bytes() {
     for (number, bytes) in [
         (
             255,
-            "4c440f012c00000001020106020001040101018004800405010102ff00018004802080040100000000000000ad75cb8d2046ff17",
+            "4c4410012b00000001020106020001040101018004800405010102ff000180048020800401000000000000e008ca826c4a2313",
         ),
         (
             256,
-            "4c440f013000000001020106020001040101018004800409020100020000010000018004802080040100000000000000ca825eaa02c50f11",
+            "4c4410012f000000010201060200010401010180048004090201000200000100000180048020800401000000000000b0d777ddc96822bd",
         ),
         (
             0x0102_0304,
-            "4c440f013800000001020106020001040101018004800411040100000002000000040302010000000001800480208004010000000000000091d1f63b21c9d59c",
+            "4c4410013700000001020106020001040101018004800411040100000002000000040302010000000001800480208004010000000000005f139a328791f215",
         ),
     ] {
         golden(&read(blocks(512, vec![(1, 2), (number, 0)])), bytes);
@@ -556,7 +549,7 @@ fn block_bytes() {
 fn template_bytes() {
     golden(
         &read(layout_plan()),
-        "4c440f014400000001020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000000741aa94725225468",
+        "4c4410014300000001020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e07010000000000001328261dac13e672",
     );
 }
 

@@ -39,13 +39,6 @@ impl Table {
         Ok(Resolved { cache, index, generation: state.generations.of(index), row })
     }
 
-    /// Returns the cache `id` if `name` still resolves to it.
-    pub fn still_named(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
-        let state = self.state.lock();
-        let (_, entry, _) = state.lookup(name).ok()?;
-        (entry.cache.id() == id).then(|| entry.cache.clone())
-    }
-
     /// Returns the location of each of `addrs` among the caches that peers may access. If several caches
     /// share the memory, selects the one with the most bytes after the address. Returns `Err(InvalidArgument)` if one of
     /// `addrs` lies in no such cache.
@@ -138,6 +131,8 @@ impl State {
         let (id, row) = match name {
             Name::Key(key) => return by_key(key).ok_or_else(|| no_key(key)),
             Name::Row { cache, row } => (cache, row),
+            // `Resources::resolve` looks up the cache of a grant.
+            Name::Grant(_) => return Err(no_cache(CacheId(0))),
         };
         let found = if id.0 > 0 {
             self.ids.get(&id).and_then(|&index| Some((index, self.entry(index)?)))

@@ -410,16 +410,7 @@ fn plans_over_tensors_that_differ_are_refused() {
         pieces: WirePieces::Spans(spans(len)),
     };
     let limit_ms = 20_000;
-    let read = |plan, bytes| Request::Read {
-        name,
-        cache,
-        plan,
-        from: 0,
-        to: bytes,
-        grant: None,
-        limit_ms,
-        summed: false,
-    };
+    let read = |plan, bytes| Request::Read { name, cache, plan, from: 0, to: bytes, limit_ms, summed: false };
     let write =
         |plan, to| Request::Write { name, cache, plan, from: 0, to, ahead: false, shared: None, limit_ms };
     let templates = |len: u64| {
@@ -431,7 +422,6 @@ fn plans_over_tensors_that_differ_are_refused() {
         cache,
         plan: WirePlan { pieces: templates(len), ..plan(first, num_tensors, len) },
         side: Side::Source,
-        grant: None,
         limit_ms,
     };
     let different = "different rows";
