@@ -20,13 +20,12 @@ mod decode;
 #[path = "hand.rs"]
 mod hand;
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use decode::{Decode, KEY, Kv, config};
 use hand::Shuffle;
 use llm_datadist_core::{
-    ClusterId, DataDist, Deadline, Destination, LayerRange, LayerwiseArgs, Name, Outcome, Target, Task,
+    CacheTask, ClusterId, DataDist, Deadline, Destination, LayerRange, LayerwiseArgs, Name, Outcome, Target,
 };
 
 pub const LAYERS: u32 = 40;
@@ -80,7 +79,7 @@ impl Bed {
         Bed { engine, source, decodes, src, dst }
     }
 
-    fn start(&self, first: u32, end: u32) -> Arc<Task> {
+    fn start(&self, first: u32, end: u32) -> CacheTask {
         let list = |blocks: &[i64]| blocks.iter().map(|&block| block as u64).collect();
         let args = LayerwiseArgs {
             src_blocks: list(&self.src),

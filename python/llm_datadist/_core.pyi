@@ -874,7 +874,7 @@ class LayerTask:
 
 @final
 class TransferTask:
-    """A layer-wise transfer. Dropping this handle does not end it."""
+    """A layer-wise transfer. Dropping this handle ends the configs that wait for a layer."""
 
     def layers(self) -> list[int]:
         """Return the layers that at least one config needs, in ascending order."""
@@ -909,8 +909,8 @@ class TransferTask:
     def progress(self) -> list[tuple[int, int, int]]:
         """Return for each config the layers in place, all of its layers, and the bytes in place."""
 
-    def descriptor(self) -> int:
-        """Return a new descriptor that is readable once the transfer is done. The caller closes it."""
+    def transfers(self) -> list[Transfer]:
+        """Return the transfer of each config, to wait for its end in a coroutine. The ends are no events."""
 
     @property
     def timeout_in_millis(self) -> int | None:

@@ -12,7 +12,7 @@ from llm_datadist import _core
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
 
-__all__ = ["await_transfer"]
+__all__ = ["await_transfer", "wait_for_end"]
 
 
 class _Loop:
@@ -83,14 +83,16 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-async def await_transfer(transfer: _core.Transfer) -> Optional[_core.Peer]:
-    """Wait until a transfer has ended, and return its result or raise its failure.
-
-    Cancelling the coroutine leaves the transfer running.
-    """
+async def wait_for_end(transfer: _core.Transfer) -> None:
+    """Wait until a transfer has ended. Cancelling the coroutine leaves the transfer running."""
     import asyncio  # noqa: PLC0415  (only coroutines need it)
 
     if not transfer.done():
         loop = asyncio.get_running_loop()
         await _of(loop).wait(loop, transfer)
+
+
+async def await_transfer(transfer: _core.Transfer) -> Optional[_core.Peer]:
+    """Wait as ``wait_for_end`` does, and return the result of the transfer or raise its failure."""
+    await wait_for_end(transfer)
     return transfer.result(0)

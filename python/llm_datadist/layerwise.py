@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from llm_datadist import _core, log
+from llm_datadist.awaiting import wait_for_end
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
 from llm_datadist.threads import name_this_thread
 from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex
@@ -321,36 +322,15 @@ class CacheTask:
         return self._native.errors()
 
     def __await__(self) -> Generator[Any, None, LLMStatusCode]:
-        while not self._native.done():
-            yield from _readable(self._native).__await__()
+        for transfer in self._native.transfers():
+            yield from wait_for_end(transfer).__await__()
         return self.synchronize(0)
 
 
-async def _readable(task: _core.TransferTask) -> None:
-    """Wait until the descriptor of a task is readable. On cancellation, remove the reader and close the descriptor."""
-    import asyncio  # noqa: PLC0415  (only coroutines need it)
-
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def wake() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    descriptor = task.descriptor()
-    try:
-        loop.add_reader(descriptor, wake)
-        try:
-            await ended
-        finally:
-            loop.remove_reader(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # Transfers that may be running, with their engines and threads. Transfers that have ended are removed when the next one
-# starts. The list keeps each task alive, so that a thread never drops the last reference to its task: the drop releases
-# the GIL, and a daemon thread that does so while the interpreter exits is killed there.
+# starts. The list keeps each task alive, because a native task that is dropped ends. A thread must not drop the last
+# reference to its task either: the drop releases the GIL, and a daemon thread that does so while the interpreter exits
+# is killed there.
 _under_way: list[tuple[_core.DataDist, _core.TransferTask, threading.Thread]] = []
 _lock = threading.RLock()  # re-entrant, for signal handlers
 

@@ -25,7 +25,7 @@
 //!   [`LayerRange`]s; groups of [`GroupMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
 //! - **Start calls without waiting:** the methods ending in `_async` return a [`Transfer`] with its [`TransferProgress`].
 //!   [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
-//! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
+//! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`CacheTask`] with its
 //!   [`Outcome`]s and what it has [`Carried`].
 //! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`FabricState`]).
 //!   The log is `tracing` events with targets `llm_datadist::*`.
@@ -191,7 +191,7 @@ pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use status::StatusCode;
-pub use transfer::{Carried, LayerTask, Outcome, Task};
+pub use transfer::{CacheTask, Carried, LayerTask, Outcome};
 pub use validate::{
     CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
 };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, GrantClock, TaskLimits};
-use crate::{Cache, Error, LayerTask, Result, Task};
+use crate::{Cache, CacheTask, Error, LayerTask, Result};
 
 /// Returns the memory of a cache.
 pub fn tensors(cache: &Cache) -> &Arc<crate::memory::Tensors> {
@@ -14,27 +14,26 @@ pub fn tensors(cache: &Cache) -> &Arc<crate::memory::Tensors> {
 
 /// Starts a layer-wise transfer out of a cache with this many layers, as the engine does.
 pub fn start_task(
-    lanes: ExecutorHandle,
+    calls: &AsyncCalls,
     layers: u32,
     to: Vec<Delivery>,
     patience: Option<Duration>,
-) -> Result<Arc<Task>> {
-    Task::start(lanes, layers, to, TaskLimits { layer: Duration::from_secs(3600), wait: patience })
+) -> Result<CacheTask> {
+    CacheTask::start(calls, layers, to, Duration::from_secs(3600), patience)
 }
 
 /// Starts a layer-wise transfer whose layers the caller reports, as the engine does.
 pub fn begin_layer_task(
     calls: &AsyncCalls,
-    lanes: &ExecutorHandle,
     layers: u32,
     to: Vec<Delivery>,
     limits: TaskLimits,
 ) -> Result<LayerTask> {
-    LayerTask::begin(calls, lanes, layers, to, limits)
+    LayerTask::begin(calls, layers, to, limits)
 }
 
 /// Reports that a layer of a transfer will not be ready.
-pub fn refuse_layer(task: &Task, layer: u32, error: &Error) {
+pub fn refuse_layer(task: &CacheTask, layer: u32, error: &Error) {
     task.refuse(layer, error);
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, Carrier, Delivery, Executor, LayerTask, Outcome, Task, TaskLimits,
+    AsyncCalls, CacheTask, Delivery, Executor, LayerSink, LayerTask, Outcome, TaskLimits,
 };
 use llm_datadist_core::testing::{begin_layer_task, refuse_layer, start_task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
@@ -24,36 +24,36 @@ struct Counts {
     over: Arc<AtomicUsize>,
 }
 
-impl Carrier for Counts {
+impl LayerSink for Counts {
     fn find(&self, _: Deadline) -> Result<u64> {
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "found after the end");
         Ok(2)
     }
 
-    fn push(&self, layers: LayerRange, _: Deadline) -> Result<u64> {
-        let bit = 1 << layers.first;
+    fn push(&self, ready: LayerRange, _: u64, _: Deadline) -> Result<(u32, u64)> {
+        let bit = 1 << ready.first;
         assert_eq!(self.layers.fetch_or(bit, Ordering::SeqCst) & bit, 0, "once");
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "a layer after the end");
-        if self.fails_at == Some(layers.first) {
+        if self.fails_at == Some(ready.first) {
             return Err(Error::new(ErrorKind::NotLinked, "injected"));
         }
-        Ok(1)
+        Ok((1, 1))
     }
 }
 
 /// Runs a task of two layers. This thread reports the layers as ready while `other` acts.
-fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<ErrorKind>]) {
+fn explore(fails_at: Option<u32>, other: fn(&CacheTask), ends: &'static [Option<ErrorKind>]) {
     let (ran, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let (counted, noted) = (ran.clone(), seen.clone());
     loom::model(move || {
         counted.fetch_add(1, Std::Relaxed);
         let lanes = Executor::default();
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-        let carrier = Counts { layers: layers.clone(), fails_at, over: over.clone() };
+        let sink = Counts { layers: layers.clone(), fails_at, over: over.clone() };
         let range = LayerRange { first: 0, end: 2 };
-        let deliveries =
-            vec![Delivery { cluster: ClusterId(2), layers: range, carrier: Ok(Arc::new(carrier)) }];
-        let task = start_task(lanes.handle().clone(), 2, deliveries, None).unwrap();
+        let to = vec![Delivery { cluster: ClusterId(2), layers: range, sink: Ok(Arc::new(sink)) }];
+        let calls = AsyncCalls::new(Arc::new(EventQueue::new(1)), lanes.handle(), Weak::new());
+        let task = Arc::new(start_task(&calls, 2, to, None).unwrap());
         let acts = {
             let task = task.clone();
             thread::spawn(move || other(&task))
@@ -101,7 +101,7 @@ fn it_is_cancelled_at_any_moment() {
 
 #[test]
 fn a_layer_is_refused_at_any_moment() {
-    let refuse = |task: &Arc<Task>| refuse_layer(task, 1, &Error::new(ErrorKind::Timeout, "injected"));
+    let refuse = |task: &CacheTask| refuse_layer(task, 1, &Error::new(ErrorKind::Timeout, "injected"));
     explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
 }
 
@@ -115,11 +115,11 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
         let events = Arc::new(EventQueue::new(1));
         let calls = Arc::new(AsyncCalls::new(events, lanes.handle(), Weak::new()));
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-        let carrier = Counts { layers: layers.clone(), fails_at: None, over: over.clone() };
+        let sink = Counts { layers: layers.clone(), fails_at: None, over: over.clone() };
         let range = LayerRange { first: 0, end: 1 };
-        let to = vec![Delivery { cluster: ClusterId(2), layers: range, carrier: Ok(Arc::new(carrier)) }];
-        let limits = TaskLimits { layer: Duration::from_secs(3600), wait: None };
-        let task = Arc::new(begin_layer_task(&calls, lanes.handle(), 1, to, limits).unwrap());
+        let to = vec![Delivery { cluster: ClusterId(2), layers: range, sink: Ok(Arc::new(sink)) }];
+        let limits = TaskLimits { layer: Duration::from_secs(3600), wait: None, events: true };
+        let task = Arc::new(begin_layer_task(&calls, 1, to, limits).unwrap());
         let transfer = task.transfers()[0].clone();
         let acts = {
             let (task, calls) = (task.clone(), calls.clone());

@@ -3,12 +3,10 @@
 //! Only Python calls the synchronizer. The methods that its thread calls (`wanted`, `ready`, `not_ready`, `broken`) never
 //! detach and never wait, so that a process can exit at any time.
 
-use std::os::fd::{IntoRawFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::{Deadline, Error, ErrorKind, Outcome, StatusCode, Task};
+use llm_datadist_core::{CacheTask, Deadline, Error, ErrorKind, Outcome, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -16,20 +14,19 @@ use crate::arguments::IntArg;
 use crate::engine::{self, ProcessOwned};
 use crate::error::{Codes, exception, raise};
 use crate::python_types::PythonTypes;
+use crate::transfer::TransferHandle;
 
-/// A handle of one transfer. Dropping it does not end the transfer.
+/// The handle of one transfer. Dropping it ends the destinations that still wait for a layer.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TransferTask {
-    task: ProcessOwned<Task>,
+    task: ProcessOwned<CacheTask>,
     codes: Codes,
-    /// Whether a thread asks for its layers.
-    walked: AtomicBool,
 }
 
 impl TransferTask {
     /// Creates a handle of `task`, whose failures get these codes.
-    pub(crate) fn new(task: Arc<Task>, codes: Codes) -> Self {
-        TransferTask { task: ProcessOwned::new(task), codes, walked: AtomicBool::new(false) }
+    pub(crate) fn new(task: CacheTask, codes: Codes) -> Self {
+        TransferTask { task: ProcessOwned::new(Arc::new(task)), codes }
     }
 
     fn code(&self, py: Python<'_>, outcome: &Outcome) -> PyResult<Option<&'static Py<PyAny>>> {
@@ -40,41 +37,29 @@ impl TransferTask {
         }
     }
 
-    fn reason(&self, py: Python<'_>, error: Option<&Arc<Error>>) -> PyResult<Option<Py<PyAny>>> {
+    fn reason(&self, py: Python<'_>, error: Option<&Error>) -> PyResult<Option<Py<PyAny>>> {
         let error = error.map(|error| exception(py, error, self.codes)).transpose()?;
         Ok(error.map(|error| error.into_value(py).into_any()))
     }
 
-    fn task(&self, py: Python<'_>) -> PyResult<&Arc<Task>> {
-        self.task.own().map_err(|error| raise(py, &error))
+    fn task(&self, py: Python<'_>) -> PyResult<&CacheTask> {
+        self.task.own().map(|task| &**task).map_err(|error| raise(py, &error))
     }
 
     /// Reports a layer. It neither detaches from the interpreter nor waits.
-    fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&Arc<Task>) -> T) -> PyResult<T> {
+    fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&CacheTask) -> T) -> PyResult<T> {
         let task = self.task(py)?;
         engine::attached(py, || Ok(call(task)))
-    }
-}
-
-/// Ends a transfer for which no thread ever asked for layers, because it would wait forever (`tests/test_cache_task.py`).
-impl Drop for TransferTask {
-    fn drop(&mut self) {
-        if !self.walked.load(Ordering::Relaxed)
-            && let Ok(task) = self.task.own()
-        {
-            task.cancel();
-        }
     }
 }
 
 #[pymethods]
 impl TransferTask {
     fn layers(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        self.with(py, |task| task.layers())
+        self.with(py, CacheTask::layers)
     }
 
     fn wanted(&self, py: Python<'_>, layer: u32) -> PyResult<bool> {
-        self.walked.store(true, Ordering::Relaxed);
         self.with(py, |task| task.wanted(layer))
     }
 
@@ -97,7 +82,7 @@ impl TransferTask {
     }
 
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        self.with(py, |task| task.done())
+        self.with(py, CacheTask::done)
     }
 
     fn wait(&self, timeout_in_millis: IntArg<'_, '_>) -> PyResult<bool> {
@@ -108,29 +93,29 @@ impl TransferTask {
     }
 
     fn results(&self, py: Python<'_>) -> PyResult<Vec<Option<&'static Py<PyAny>>>> {
-        let outcomes = self.with(py, |task| task.outcomes())?;
+        let outcomes = self.with(py, CacheTask::outcomes)?;
         outcomes.iter().map(|outcome| self.code(py, outcome)).collect()
     }
 
     fn errors(&self, py: Python<'_>) -> PyResult<Vec<Option<Py<PyAny>>>> {
-        let reasons = self.with(py, |task| task.reasons())?;
+        let reasons = self.with(py, CacheTask::reasons)?;
         reasons.iter().map(|reason| self.reason(py, reason.as_ref())).collect()
     }
 
     fn progress(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32, u64)>> {
-        let carried = self.with(py, |task| task.progress())?;
+        let carried = self.with(py, CacheTask::progress)?;
         Ok(carried.into_iter().map(|one| (one.layers, one.of_layers, one.bytes)).collect())
     }
 
-    fn descriptor(&self, py: Python<'_>) -> PyResult<RawFd> {
-        let descriptor = self.task(py)?.descriptor().map_err(|error| raise(py, &error))?;
-        Ok(descriptor.into_raw_fd())
+    fn transfers(&self, py: Python<'_>) -> PyResult<Vec<TransferHandle>> {
+        let handle = |transfer| TransferHandle::without_event(transfer, self.codes);
+        Ok(self.task(py)?.transfers().iter().map(handle).collect())
     }
 
     /// Returns the time limit that is passed to the synchronizer: its attribute at the start of the transfer.
     #[getter]
     fn timeout_in_millis(&self, py: Python<'_>) -> PyResult<Option<u128>> {
-        let patience = self.with(py, |task| task.patience())?;
+        let patience = self.with(py, CacheTask::patience)?;
         Ok(patience.map(|patience| patience.as_millis()))
     }
 

@@ -124,6 +124,11 @@ pub(crate) struct LoopQueue {
 }
 
 impl TransferHandle {
+    /// Returns a handle of a call whose end is no event.
+    pub(crate) fn without_event(transfer: &Arc<Transfer>, codes: Codes) -> Self {
+        TransferHandle { process: this_process(), transfer: transfer.clone(), codes, handles: Weak::new() }
+    }
+
     fn transfer(&self, py: Python<'_>) -> PyResult<&Arc<Transfer>> {
         // In a forked child, the locks of the copy may be held forever.
         if self.process == this_process() { Ok(&self.transfer) } else { Err(raise(py, &engine::forked())) }

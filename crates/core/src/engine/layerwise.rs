@@ -9,8 +9,8 @@ use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::transfer::{Carrier, Delivery, LayerPush, LayerTask, Task, TaskLimits};
-use crate::validate::{self, Destination, LayerRows, LayerwiseArgs};
+use crate::transfer::{CacheTask, Delivery, LayerPush, LayerSink, LayerTask, TaskLimits};
+use crate::validate::{self, Destination, LayerRange, LayerRows, LayerwiseArgs};
 
 /// One destination of a task whose layers the caller reports.
 #[derive(Clone, Debug)]
@@ -35,37 +35,30 @@ impl DataDist {
         args: &LayerwiseArgs,
         to: Vec<Destination>,
         patience: Option<Duration>,
-    ) -> Result<Arc<Task>> {
-        let source = match self.source(from) {
-            Ok(local) => {
-                let rows = layer_rows(&local, args)?;
-                to.iter().try_for_each(|to| validate::destination(local.layout_of_first(), args, to))?;
-                Ok((local, Arc::new(rows)))
+    ) -> Result<CacheTask> {
+        let limit = self.resources.config.sync_timeout;
+        let local = match self.source(from) {
+            Ok(local) => local,
+            Err(error) => {
+                // It is unknown which layers the source has, so none is asked for.
+                let fails = |to: Destination| {
+                    let layers = LayerRange { end: to.src_layers.first, ..to.src_layers };
+                    Delivery { cluster: to.cluster, layers, sink: Err(error.clone()) }
+                };
+                let deliveries = to.into_iter().map(fails).collect();
+                return CacheTask::start(&self.tasks, 0, deliveries, limit, patience);
             }
-            Err(error) => Err(error),
         };
-        let num_layers = match &source {
-            Ok((local, _)) => validate::whole_layers(local.sizes_of(0), args.tensors_per_layer)?,
-            Err(_) => 0,
+        let rows = Arc::new(layer_rows(&local, args)?);
+        to.iter().try_for_each(|to| validate::destination(local.layout_of_first(), args, to))?;
+        let num_layers = validate::whole_layers(local.sizes_of(0), args.tensors_per_layer)?;
+        let delivery = |to: Destination| {
+            let (cluster, layers) = (to.cluster, to.src_layers);
+            let push = |()| self.layer_push(&local, rows.clone(), args.tensors_per_layer, to, false);
+            Delivery { cluster, layers, sink: self.other(cluster).map(push) }
         };
-        let carrier = |to: Destination| -> Result<Arc<dyn Carrier>> {
-            let (local, rows) = source.as_ref().map_err(Error::clone)?;
-            self.other(to.cluster)?;
-            Ok(self.layer_push(local, rows.clone(), args.tensors_per_layer, to, false))
-        };
-        let with_layers = |to: Destination| {
-            let mut layers = to.src_layers;
-            if source.is_err() {
-                // Without the source, it is unknown whether these are its layers.
-                layers.end = layers.first;
-            }
-            Delivery { cluster: to.cluster, layers, carrier: carrier(to) }
-        };
-        let deliveries = to.into_iter().map(with_layers).collect();
-        let limits = self.layer_limits(patience);
-        let task = Task::start(self.lanes.handle().clone(), num_layers, deliveries, limits)?;
-        self.tasks.add(&task);
-        Ok(task)
+        let deliveries = to.into_iter().map(delivery).collect();
+        CacheTask::start(&self.tasks, num_layers, deliveries, limit, patience)
     }
 
     /// Starts to push layers of a cache to peers, each as soon as the caller [reports](LayerTask::ready) that it is
@@ -92,17 +85,13 @@ impl DataDist {
             validate::destination(local.layout_of_first(), &args, &to)?;
             self.other(to.cluster)?;
             let (cluster, layers) = (to.cluster, to.src_layers);
-            let carrier = self.layer_push(&local, Arc::new(rows), per_layer, to, true);
-            Ok(Delivery { cluster, layers, carrier: Ok(carrier) })
+            let sink = self.layer_push(&local, Arc::new(rows), per_layer, to, true);
+            Ok(Delivery { cluster, layers, sink: Ok(sink) })
         };
         let deliveries =
             fallible::try_collect("the destinations of a transfer", to.into_iter().map(delivery))?;
-        let limits = self.layer_limits(patience);
-        LayerTask::begin(&self.calls, self.lanes.handle(), num_layers, deliveries, limits)
-    }
-
-    fn layer_limits(&self, patience: Option<Duration>) -> TaskLimits {
-        TaskLimits { layer: self.resources.config.sync_timeout, wait: patience }
+        let limits = TaskLimits { layer: self.resources.config.sync_timeout, wait: patience, events: true };
+        LayerTask::begin(&self.calls, num_layers, deliveries, limits)
     }
 
     fn layer_push(
@@ -111,8 +100,8 @@ impl DataDist {
         rows: Arc<LayerRows>,
         per_layer: u32,
         to: Destination,
-        to_the_end: bool,
-    ) -> Arc<dyn Carrier> {
+        events: bool,
+    ) -> Arc<dyn LayerSink> {
         Arc::new(LayerPush {
             resources: self.resources.clone(),
             link: self.links.finder().for_later(to.cluster),
@@ -120,7 +109,7 @@ impl DataDist {
             rows,
             per_layer,
             to,
-            to_the_end,
+            events,
             found: OnceLock::new(),
         })
     }

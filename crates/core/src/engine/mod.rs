@@ -28,6 +28,7 @@ use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::copy::Staging;
 use crate::device::DeviceSet;
 use crate::error::Result;
+use crate::events::EventQueue;
 use crate::memory::{self, Adopted, Tensors};
 use crate::model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Geometry, MixedSizes, Placement, SubRow,
@@ -39,7 +40,7 @@ use crate::session::{Links, Transports};
 use crate::stats::{FabricState, Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::token_file;
-use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, LocalMoves, RunningTasks};
+use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, LocalMoves};
 use crate::validate::{self, CopyArgs, Pools};
 
 /// Calls with fewer blocks skip the check whether there is memory for their lists.
@@ -67,7 +68,8 @@ pub struct DataDist {
     links: Links,
     lanes: Executor,
     calls: AsyncCalls,
-    tasks: RunningTasks,
+    /// The transfers of every `CacheTask`. They have no events, and `drain` does not wait for them.
+    tasks: AsyncCalls,
     grant_clock: Arc<GrantClock>,
     resources: Arc<Resources>,
     role: Mutex<Role>,
@@ -96,12 +98,14 @@ impl DataDist {
         let links = Links::open(resources.clone(), transports)?;
         let lanes = Executor::new(resources.config.transfer_poll);
         let calls = AsyncCalls::new(resources.events.clone(), lanes.handle(), Arc::downgrade(&resources));
+        let unpolled = Arc::new(EventQueue::new(usize::MAX));
+        let tasks = AsyncCalls::new(unpolled, lanes.handle(), Arc::downgrade(&resources));
         Ok(DataDist {
             links,
             grant_clock: GrantClock::new(lanes.handle(), &resources.grants),
             lanes,
             calls,
-            tasks: RunningTasks::default(),
+            tasks,
             role: Mutex::new(resources.config.role),
             resources,
             interrupted: None,

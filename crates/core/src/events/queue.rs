@@ -81,10 +81,10 @@ impl EventQueue {
     }
 
     /// Creates the records of `count` transfers that start now, all or none, as [`start`](Self::start) does.
-    pub(crate) fn start_all(self: &Arc<Self>, count: usize) -> Result<Vec<Arc<Transfer>>> {
+    pub(crate) fn start_all(self: &Arc<Self>, count: usize, event: bool) -> Result<Vec<Arc<Transfer>>> {
         let mut transfers = fallible::with_capacity(EVENTS, count)?;
         self.take_places(count)?;
-        transfers.extend((0..count).map(|_| Transfer::new(self.clone(), true)));
+        transfers.extend((0..count).map(|_| Transfer::new(self.clone(), event)));
         Ok(transfers)
     }
 

@@ -34,6 +34,11 @@ impl AsyncCalls {
         &self.engine.running
     }
 
+    /// Returns what hands jobs to the lanes.
+    pub(super) fn lanes(&self) -> &ExecutorHandle {
+        &self.engine.lanes
+    }
+
     /// Starts a call that runs `work` on a lane once `rows` are free.
     pub(crate) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
         let transfer = self.queue.start(purpose.event)?;

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{ClusterId, Deadline};
 use crate::validate::LayerRange;
@@ -14,19 +14,14 @@ use crate::validate::LayerRange;
 const LAYERS: &str = "the layers of a transfer";
 
 /// Pushes layers to one destination.
-pub trait Carrier: Send + Sync {
+pub trait LayerSink: Send + Sync {
     /// Finds the destination, and returns the number of bytes of all its layers. Called once, before the first layer, and
     /// usually before that layer is ready.
     fn find(&self, deadline: Deadline) -> Result<u64>;
 
-    /// Returns how many of the `ready` layers one request can push, the first one and those after it: as many as have at most
-    /// `most_bytes` bytes together, but at least one.
-    fn layers_of_request(&self, _ready: LayerRange, _most_bytes: u64) -> u32 {
-        1
-    }
-
-    /// Pushes consecutive layers with one request, and returns the number of their bytes, which are in place then.
-    fn push(&self, layers: LayerRange, deadline: Deadline) -> Result<u64>;
+    /// Pushes with one request the first of the `ready` layers, and those after it that it can also push if they have at most
+    /// `most_bytes` bytes together. Returns the number of layers and of their bytes, which are in place then.
+    fn push(&self, ready: LayerRange, most_bytes: u64, deadline: Deadline) -> Result<(u32, u64)>;
 
     /// Adds to an error what is known of the peer.
     fn named(&self, error: Error) -> Error {
@@ -40,21 +35,8 @@ pub struct Delivery {
     pub cluster: ClusterId,
     /// Layers that it receives.
     pub layers: LayerRange,
-    /// Carrier that pushes them, or why the destination can never be reached.
-    pub carrier: Result<Arc<dyn Carrier>>,
-}
-
-/// Outcome of a destination.
-#[derive(Clone, Debug)]
-pub enum Outcome {
-    /// The transfer ended before any layer for it was ready.
-    Unreached,
-    /// Layers are still to be pushed, or in transit.
-    UnderWay,
-    /// Every layer is in place.
-    Done,
-    /// It ended early. Layers that were pushed before are in place.
-    Failed(Arc<Error>),
+    /// What pushes them, or why the destination can never be reached.
+    pub sink: Result<Arc<dyn LayerSink>>,
 }
 
 /// Progress of a destination.
@@ -140,22 +122,35 @@ impl ReportedLayers {
 pub struct TaskLimits {
     /// How long a layer may take to be in place.
     pub layer: Duration,
-    /// How long the task, or each destination, may wait for the next layer to be ready.
+    /// How long each destination may wait for the next layer to be ready.
     pub wait: Option<Duration>,
+    /// Whether the end of each destination is an event. The limit of a layer then counts from its report, and a push ends
+    /// early if its transfer is stopped. Otherwise the limit counts from the start of the push, which ends by itself
+    /// (contract §8.2).
+    pub events: bool,
+}
+
+/// Whether a lane works on a destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LaneState {
+    Idle,
+    /// It was handed to the lanes, and none has begun it.
+    Queued,
+    Busy,
 }
 
 /// One destination.
 pub(super) struct DeliveryState {
-    /// `None` once the destination has ended; the memory that the carrier held is released with it.
-    pub(super) carrier: Option<Arc<dyn Carrier>>,
+    /// `None` once the destination has ended; the memory that the sink held is released with it.
+    pub(super) sink: Option<Arc<dyn LayerSink>>,
     pub(super) cluster: ClusterId,
     pub(super) range: LayerRange,
     pub(super) found: bool,
-    /// Whether it is queued for the lanes and none has begun it.
-    pub(super) queued: bool,
-    /// Whether a lane works on it.
-    pub(super) busy: bool,
-    pub(super) outcome: Option<Result<(), Arc<Error>>>,
+    pub(super) lane: LaneState,
+    /// How it ends. Its transfer reports this once nothing of it moves.
+    pub(super) outcome: Option<Result<()>>,
+    /// Whether somebody reports the outcome, or has done so.
+    reported: bool,
     /// Position, in the order in which layers became ready, before which it needs no layer any more.
     at: usize,
     /// Number and bytes of the layers in place.
@@ -163,22 +158,27 @@ pub(super) struct DeliveryState {
 }
 
 impl DeliveryState {
-    pub(super) fn new(Delivery { cluster, layers, carrier }: Delivery) -> Self {
-        let (carrier, outcome) = match carrier {
-            Ok(carrier) => (Some(carrier), None),
-            Err(error) => (None, Some(Err(Arc::new(error)))),
+    pub(super) fn new(Delivery { cluster, layers, sink }: Delivery) -> Self {
+        let (sink, outcome) = match sink {
+            Ok(sink) => (Some(sink), None),
+            Err(error) => (None, Some(Err(error))),
         };
         DeliveryState {
-            queued: carrier.is_some(),
-            carrier,
+            lane: LaneState::Idle,
+            sink,
             cluster,
             range: layers,
             found: false,
-            busy: false,
             outcome,
+            reported: false,
             at: 0,
             pushed: (0, 0),
         }
+    }
+
+    /// Whether a lane works on it.
+    pub(super) fn is_busy(&self) -> bool {
+        self.lane == LaneState::Busy
     }
 
     fn needs(&self, layer: u32) -> bool {
@@ -240,7 +240,7 @@ impl DeliveryState {
             let layer = self.current(layers);
             let error = error().with("cluster", self.cluster);
             let error = if error.fact("layer").is_some() { error } else { error.with("layer", layer) };
-            self.outcome = Some(Err(Arc::new(error)));
+            self.outcome = Some(Err(error));
         }
     }
 
@@ -250,22 +250,15 @@ impl DeliveryState {
         next.or_else(|| self.missing(layers)).unwrap_or(self.range.first)
     }
 
-    /// Returns the number of bytes moved, or the failure, once it has ended.
-    pub(super) fn moved(&self) -> Result<u64> {
-        match &self.outcome {
-            Some(Ok(())) => Ok(self.pushed.1),
-            Some(Err(error)) => Err((**error).clone()),
-            None => Err(Error::new(ErrorKind::System, "a destination ended without a result")),
+    /// Returns the number of bytes moved, or the failure, once the destination has ended and nothing of it moves. Returns it
+    /// only once.
+    pub(super) fn take_end(&mut self) -> Option<Result<u64>> {
+        if self.is_busy() || self.reported {
+            return None;
         }
-    }
-
-    pub(super) fn outcome(&self) -> Outcome {
-        match &self.outcome {
-            Some(Ok(())) => Outcome::Done,
-            Some(Err(error)) => Outcome::Failed(error.clone()),
-            None if self.carrier.is_none() => Outcome::Unreached,
-            None => Outcome::UnderWay,
-        }
+        let end = self.outcome.clone()?;
+        self.reported = true;
+        Some(end.map(|()| self.pushed.1))
     }
 
     pub(super) fn progress(&self) -> Carried {
@@ -276,8 +269,8 @@ impl DeliveryState {
         self.range.end.saturating_sub(self.range.first)
     }
 
-    /// Returns when it is late, and the error for that: a ready layer that no lane has begun is not in place within its
-    /// limit, or no further layer became ready within the limit since `begin` and since the last one.
+    /// Returns when it is late, and what it does until then: a ready layer whose limit counts from its report waits for a lane,
+    /// or no further layer becomes ready within the limit since `begin` and since the last one.
     pub(super) fn due(
         &mut self,
         layers: &ReportedLayers,
@@ -288,7 +281,8 @@ impl DeliveryState {
             return None;
         }
         // A lane that works on it has the deadline of its layer.
-        let queued = self.next(layers).filter(|_| !self.busy).map(|ReadyLayer { layer, since }| {
+        let queued = self.next(layers).filter(|_| limits.events && !self.is_busy());
+        let queued = queued.map(|ReadyLayer { layer, since }| {
             let text = format!("layer {layer} was waiting for a thread");
             (Deadline::since(since, limits.layer), text)
         });
@@ -320,13 +314,14 @@ mod tests {
     use proptest::test_runner::TestRunner;
 
     use super::*;
+    use crate::error::ErrorKind;
 
     const LAYERS: u32 = 12;
 
     fn delivery(first: u32, end: u32) -> DeliveryState {
         let layers = LayerRange { first, end };
-        let carrier = Err(Error::new(ErrorKind::NotLinked, "none"));
-        let state = DeliveryState::new(Delivery { cluster: ClusterId(1), layers, carrier });
+        let sink = Err(Error::new(ErrorKind::NotLinked, "none"));
+        let state = DeliveryState::new(Delivery { cluster: ClusterId(1), layers, sink });
         DeliveryState { outcome: None, ..state }
     }
 

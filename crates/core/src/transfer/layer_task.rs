@@ -4,13 +4,12 @@ use std::sync::{Arc, Weak};
 
 use super::async_calls::AsyncCalls;
 use super::delivery::{Delivery, TaskLimits};
-use super::executor::ExecutorHandle;
 use super::place_table::Place;
 use super::running_calls::RunningCall;
-use super::task::{Outlet, Task};
+use super::task::Task;
+use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Stops, Transfer};
-use crate::fallible;
 
 /// Maximum length of the reason of a failed layer, in characters. The rest is cut.
 const MOST_REASON: usize = 500;
@@ -21,35 +20,38 @@ const MOST_REASON: usize = 500;
 /// [`ErrorKind::Cancelled`]. Destinations whose layers are all ready continue.
 #[derive(Debug)]
 pub struct LayerTask {
-    task: Arc<Task>,
+    pub(super) task: Arc<Task>,
     layers: u32,
-    transfers: Vec<Arc<Transfer>>,
 }
 
 impl LayerTask {
-    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. Each layer has the limit
-    /// from the moment at which it is reported. If there is a limit for waits, a destination fails if no layer that it needs
-    /// becomes ready for so long.
+    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers.
     pub(crate) fn begin(
         calls: &AsyncCalls,
-        lanes: &ExecutorHandle,
         layers: u32,
         deliveries: Vec<Delivery>,
         limits: TaskLimits,
     ) -> Result<LayerTask> {
-        let transfers = calls.queue().start_all(deliveries.len())?;
-        let begun = calls.running().reserve_all(transfers.len()).and_then(|places| {
-            let created = create(calls, lanes, layers, deliveries, limits, (&transfers, &places));
-            created.inspect_err(|_| places.iter().for_each(|place| calls.running().leave(*place)))
-        });
-        if begun.is_err() {
-            for transfer in &transfers {
-                transfer.abandon();
-            }
+        let state = TaskState::new(layers, deliveries)?;
+        let transfers = calls.queue().start_all(state.deliveries.len(), limits.events)?;
+        let abandon = |transfers: &[Arc<Transfer>]| transfers.iter().for_each(|transfer| transfer.abandon());
+        let places = calls.running().reserve_all(transfers.len()).inspect_err(|_| abandon(&transfers))?;
+        let task = Task::new(calls, limits, (transfers, places), state);
+        let entered = calls.running().enter_all(task.places.iter().enumerate().map(|(index, place)| {
+            let delivery = Arc::new(RunningDelivery { task: task.clone(), index });
+            let stops: Weak<RunningDelivery> = Arc::downgrade(&delivery);
+            task.transfers[index].stop_with(stops);
+            let entry: (Place, Arc<dyn RunningCall>) = (*place, delivery);
+            entry
+        }));
+        if let Err(error) = entered {
+            task.places.iter().for_each(|place| calls.running().leave(*place));
+            abandon(&task.transfers);
+            return Err(error);
         }
-        let task = begun?;
+        task.watch();
         task.begin();
-        Ok(LayerTask { task, layers, transfers })
+        Ok(LayerTask { task, layers })
     }
 
     /// Returns the number of layers of the source cache.
@@ -59,7 +61,7 @@ impl LayerTask {
 
     /// Returns the transfer of each destination, in the order of the destinations.
     pub fn transfers(&self) -> &[Arc<Transfer>] {
-        &self.transfers
+        &self.task.transfers
     }
 
     /// Reports that `layer` of the source cache is computed. Layers may be reported in any order, and from any thread. Never
@@ -100,36 +102,9 @@ impl Drop for LayerTask {
     }
 }
 
-/// Creates the task, and connects it with its transfers.
-fn create(
-    calls: &AsyncCalls,
-    lanes: &ExecutorHandle,
-    layers: u32,
-    deliveries: Vec<Delivery>,
-    limits: TaskLimits,
-    (transfers, places): (&[Arc<Transfer>], &[Place]),
-) -> Result<Arc<Task>> {
-    let running = calls.running();
-    let copied = fallible::collect("the transfers of a task", transfers.iter().cloned())?;
-    let kept = fallible::copied("the transfers of a task", places)?;
-    let outlet = Outlet::Transfers { transfers: copied, running: running.clone(), places: kept };
-    let task = Task::new(lanes.clone(), layers, deliveries, limits, outlet)?;
-    let of = |(index, transfer): (usize, &Arc<Transfer>)| -> (Place, Arc<dyn RunningCall>) {
-        let (transfer, task) = (transfer.clone(), task.clone());
-        let delivery = Arc::new(RunningDelivery { transfer, task, index });
-        let stops: Weak<RunningDelivery> = Arc::downgrade(&delivery);
-        delivery.transfer.stop_with(stops);
-        (places[index], delivery)
-    };
-    running.enter_all(transfers.iter().enumerate().map(of))?;
-    task.watch();
-    Ok(task)
-}
-
 /// A destination that has not ended. It keeps its task.
 #[derive(Debug)]
 struct RunningDelivery {
-    transfer: Arc<Transfer>,
     task: Arc<Task>,
     index: usize,
 }
@@ -142,6 +117,6 @@ impl Stops for RunningDelivery {
 
 impl RunningCall for RunningDelivery {
     fn close(&self) {
-        self.transfer.close();
+        self.task.transfers[self.index].close();
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::call::{Call, check_accessible};
-use super::delivery::Carrier;
+use super::delivery::LayerSink;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -32,8 +32,9 @@ pub(crate) struct LayerPush {
     pub(crate) rows: Arc<LayerRows>,
     pub(crate) per_layer: u32,
     pub(crate) to: Destination,
-    /// Whether a push ends only when the peer has ended its reads of this process's memory.
-    pub(crate) to_the_end: bool,
+    /// Whether the end of the destination is an event. A push then ends only when the peer has ended its reads of this
+    /// process's memory, and every failure names the peer.
+    pub(crate) events: bool,
     pub(crate) found: OnceLock<FoundDestination>,
 }
 
@@ -61,7 +62,7 @@ impl FoundDestination {
     }
 }
 
-impl Carrier for LayerPush {
+impl LayerSink for LayerPush {
     fn find(&self, deadline: Deadline) -> Result<u64> {
         let found = self.link.find(deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
@@ -72,22 +73,28 @@ impl Carrier for LayerPush {
         Ok(bytes)
     }
 
-    fn layers_of_request(&self, ready: LayerRange, most_bytes: u64) -> u32 {
-        let parts = self.found.get().and_then(|found| found.parts_of(ready, self.to.src_layers.first));
-        parts.map_or(1, |parts| joined(parts, most_bytes).map_or(1, |(layers, _)| layers))
-    }
-
-    fn push(&self, layers: LayerRange, deadline: Deadline) -> Result<u64> {
-        let (started, count) = (Instant::now(), layers.end - layers.first);
-        let pushed = self.push_layers(layers, deadline);
+    fn push(&self, ready: LayerRange, most_bytes: u64, deadline: Deadline) -> Result<(u32, u64)> {
+        let started = Instant::now();
+        let text = "a layer of a transfer whose destination was not found";
+        let unknown = || Error::new(ErrorKind::System, text).with("layer", ready.first);
+        let found = self.found.get().ok_or_else(unknown)?;
+        let parts = found.parts_of(ready, self.to.src_layers.first).ok_or_else(unknown)?;
+        let (count, pushed) = match joined(parts, most_bytes) {
+            Some((count, part)) => (count, self.push_part(found, &part, count, deadline)),
+            None => (1, parts[0].iter().map(|part| self.push_part(found, part, 1, deadline)).sum()),
+        };
+        let layers = LayerRange { end: ready.first + count, ..ready };
+        let pushed = pushed.map_err(|error| with_layers(found.link.named(error), layers));
         self.resources.stats.counted_each(Op::Layer, count, started.elapsed(), pushed.is_ok());
-        if let Ok(bytes) = pushed {
-            self.resources.stats.add_bytes(Op::Layer, bytes);
-        }
-        pushed
+        let bytes = pushed?;
+        self.resources.stats.add_bytes(Op::Layer, bytes);
+        Ok((count, bytes))
     }
 
     fn named(&self, error: Error) -> Error {
+        if !self.events {
+            return error;
+        }
         let found = self.found.get().map(|found| found.link.clone());
         match found.or_else(|| self.link.known()) {
             Some(link) => link.named(error),
@@ -97,25 +104,6 @@ impl Carrier for LayerPush {
 }
 
 impl LayerPush {
-    /// Pushes one layer, or several ones with one request.
-    fn push_layers(&self, layers: LayerRange, deadline: Deadline) -> Result<u64> {
-        let parts = self.found.get().and_then(|found| {
-            let parts = found.parts_of(layers, self.to.src_layers.first)?;
-            Some((found, parts))
-        });
-        let Some((found, parts)) = parts else {
-            let text = "a layer of a transfer whose destination was not found";
-            return Err(Error::new(ErrorKind::System, text).with("layer", layers.first));
-        };
-        match joined(parts, u64::MAX) {
-            Some((count, part)) if count as usize == parts.len() => {
-                self.push_part(found, &part, count, deadline)
-            }
-            _ => parts.iter().flatten().map(|part| self.push_part(found, part, 1, deadline)).sum(),
-        }
-        .map_err(|error| with_layers(found.link.named(error), layers))
-    }
-
     /// Pushes a part that covers `layers` layers.
     fn push_part(
         &self,
@@ -131,7 +119,7 @@ impl LayerPush {
             local: self.local.clone(),
             deadline,
             execution: None,
-            to_the_end: self.to_the_end,
+            to_the_end: self.events,
             notify: None,
             grant: None,
             verify: self.resources.config.verify,
@@ -158,93 +146,74 @@ impl LayerPush {
         let (name, row) = name.without_slot();
         let known = ask(&link, name, deadline)?;
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
-        let range = self.to.src_layers;
+        let (range, per_layer) = (self.to.src_layers, self.per_layer);
+        let count = range.end - range.first;
         validate::rows_alike(self.local.kv().map(|kv| &**kv), &remote)?;
-        validate::destination_layers(&remote, first_layer, range.end - range.first, self.per_layer)?;
-        if self.local.mixed().is_some() || remote.mixed.is_some() {
-            let (local_rows, layers) = self.layers_by_runs(known.cache, &remote, first_layer)?;
-            return Ok(FoundDestination { link, local_rows, layers });
-        }
-        let mut moves = validate::layer_moves(
-            self.local.layout()?,
-            &self.rows,
-            self.to.src_row,
-            &LayerDestination::Cache(remote),
-        )?;
-        let plan = CopyPlan::moves(&mut moves)?;
-        let part = |index: u32| {
-            let src = (range.first + index) * self.per_layer;
-            let dst = (first_layer + index) * self.per_layer;
-            let part = Part { cache: known.cache, plan: Arc::new(plan.in_tensors(src, dst, self.per_layer)) };
-            fallible::collect(LAYERS, std::iter::once(part))
+        validate::destination_layers(&remote, first_layer, count, per_layer)?;
+        let (src, dst, count) = (range.first * per_layer, first_layer * per_layer, count * per_layer);
+        let moves = |src, to: RemoteCache| {
+            validate::layer_moves(src, &self.rows, self.to.src_row, &LayerDestination::Cache(to))
         };
-        let layers = fallible::try_collect(LAYERS, (0..range.end - range.first).map(part))?;
-        Ok(FoundDestination { link, local_rows: moves.src_rows, layers })
+        let (plans, local_rows) = if self.local.mixed().is_some() || remote.mixed.is_some() {
+            let local = SideSizes::new(self.local.layout_of_first(), self.local.mixed());
+            let planned =
+                validate::layer_runs((src, dst, count), (local, (&remote).into()), |src, layout| {
+                    moves(src, RemoteCache { layout, mixed: None, ..remote.clone() })
+                })?;
+            (planned.plans, planned.src_rows)
+        } else {
+            let mut moves = moves(self.local.layout()?, remote)?;
+            (vec![CopyPlan::moves(&mut moves)?.in_tensors(src, dst, count)], moves.src_rows)
+        };
+        let layer = |layer| self.parts_of_layer(known.cache, &plans, layer);
+        let layers = fallible::try_collect(LAYERS, (range.first..range.end).map(layer))?;
+        Ok(FoundDestination { link, local_rows, layers })
     }
 
-    /// Returns the local rows that are read and the parts of each layer, if the tensors of a cache differ: one part for each
-    /// run of tensors that are equal on both sides.
-    fn layers_by_runs(
-        &self,
-        cache: CacheId,
-        remote: &RemoteCache,
-        first_layer: u32,
-    ) -> Result<(Vec<u64>, Vec<Vec<Part>>)> {
-        let (range, per_layer) = (self.to.src_layers, self.per_layer);
-        let tensors =
-            (range.first * per_layer, first_layer * per_layer, (range.end - range.first) * per_layer);
-        let local = SideSizes::new(self.local.layout_of_first(), self.local.mixed());
-        let planned = validate::layer_runs(tensors, (local, remote.into()), |src, dst| {
-            let to = RemoteCache { layout: dst, mixed: None, ..remote.clone() };
-            validate::layer_moves(src, &self.rows, self.to.src_row, &LayerDestination::Cache(to))
-        })?;
-        let layer = |index: u32| {
-            let first = (range.first + index) * per_layer;
-            let mut parts = Vec::new();
-            for plan in &planned.plans {
-                let start = plan.src_tensor().max(first);
-                let end = (plan.src_tensor() + plan.num_tensors()).min(first + per_layer);
-                if start < end {
-                    let dst = plan.dst_tensor() + (start - plan.src_tensor());
-                    let plan = Arc::new(plan.in_tensors(start, dst, end - start));
-                    fallible::push(LAYERS, &mut parts, Part { cache, plan })?;
-                }
+    /// Returns the parts of a layer: one for each plan that has tensors of it.
+    fn parts_of_layer(&self, cache: CacheId, plans: &[CopyPlan], layer: u32) -> Result<Vec<Part>> {
+        let (first, end) = (layer * self.per_layer, (layer + 1) * self.per_layer);
+        let mut parts = Vec::new();
+        for plan in plans {
+            let start = plan.src_tensor().max(first);
+            let end = (plan.src_tensor() + plan.num_tensors()).min(end);
+            if start < end {
+                let dst = plan.dst_tensor() + (start - plan.src_tensor());
+                let plan = Arc::new(plan.in_tensors(start, dst, end - start));
+                fallible::push(LAYERS, &mut parts, Part { cache, plan })?;
             }
-            Ok(parts)
-        };
-        let layers = fallible::try_collect(LAYERS, (0..range.end - range.first).map(layer))?;
-        Ok((planned.src_rows, layers))
+        }
+        Ok(parts)
     }
 
     fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<FoundDestination> {
         let (locations, _share) = link.locate(addrs, deadline)?;
-        let mut plans_of_tensors =
+        let mut tensors =
             TensorPlans { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
-        let (per_layer, first) = (self.per_layer.max(1) as usize, self.to.src_layers.first as usize);
         let mut layers = Vec::new();
-        for (index, locations) in locations.chunks(per_layer).enumerate() {
+        let mut src = self.to.src_layers.first * self.per_layer;
+        for locations in locations.chunks(self.per_layer.max(1) as usize) {
             let mut parts = Vec::new();
-            let mut src_tensor = (first + index) * per_layer;
-            let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-            for run in locations.chunk_by(neighbours) {
-                if plans_of_tensors.differ(&link, run[0].cache, deadline)? {
-                    for location in run {
-                        let plan = plans_of_tensors.plan(&link, *location, tensors(src_tensor), deadline)?;
-                        let plan = Arc::new(plan.in_tensors(tensors(src_tensor), location.tensor, 1));
-                        fallible::push(LAYERS, &mut parts, Part { cache: location.cache, plan })?;
-                        src_tensor += 1;
-                    }
-                    continue;
-                }
-                let plan = plans_of_tensors.plan(&link, run[0], tensors(src_tensor), deadline)?;
-                let plan = Arc::new(plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len())));
-                fallible::push(LAYERS, &mut parts, Part { cache: run[0].cache, plan })?;
-                src_tensor += run.len();
+            for location in locations {
+                let plan = tensors.plan(&link, *location, src, deadline)?;
+                add_tensor(&mut parts, location.cache, &plan.in_tensors(src, location.tensor, 1))?;
+                src += 1;
             }
             fallible::push(LAYERS, &mut layers, parts)?;
         }
-        Ok(FoundDestination { link, local_rows: plans_of_tensors.local_rows, layers })
+        Ok(FoundDestination { link, local_rows: tensors.local_rows, layers })
     }
+}
+
+/// Adds the plan of one more tensor of a layer: to its last part, if one plan can copy both.
+fn add_tensor(parts: &mut Vec<Part>, cache: CacheId, plan: &CopyPlan) -> Result<()> {
+    if let Some(last) = parts.last_mut().filter(|last| last.cache == cache)
+        && let Some(longer) = last.plan.followed_by(plan)
+    {
+        last.plan = Arc::new(longer);
+        return Ok(());
+    }
+    fallible::push(LAYERS, parts, Part { cache, plan: Arc::new(plan.clone()) })
 }
 
 /// Adds to an error which layers the request was for.
@@ -282,11 +251,6 @@ fn by_id(cache: CacheId) -> Name {
     Name::Row { cache, row: 0 }
 }
 
-/// Whether two tensors of a layer go to neighboring tensors of one cache, at the same offset.
-fn neighbours(a: &AddressLocation, b: &AddressLocation) -> bool {
-    (a.cache, a.offset, a.tensor.checked_add(1)) == (b.cache, b.offset, Some(b.tensor))
-}
-
 /// What the tensors of one destination have in common. Usually all lie at the same offset in one cache, and
 /// one plan serves them all.
 struct TensorPlans<'a> {
@@ -299,12 +263,6 @@ struct TensorPlans<'a> {
 }
 
 impl TensorPlans<'_> {
-    /// Returns whether the tensors of the local cache or of a remote one differ.
-    fn differ(&mut self, link: &Arc<Link>, cache: CacheId, deadline: Deadline) -> Result<bool> {
-        let known = self.known(link, cache, deadline)?;
-        Ok(self.push.local.mixed().is_some() || known.remote.mixed.is_some())
-    }
-
     /// Returns the plan for the local tensor `src_tensor`, which goes to `location`.
     fn plan(
         &mut self,

@@ -2,6 +2,7 @@
 
 mod async_call;
 mod async_calls;
+mod cache_task;
 mod call;
 mod clock;
 mod compared;
@@ -11,7 +12,6 @@ mod executor;
 mod grants;
 mod group;
 mod layer_task;
-mod layer_walk;
 mod layerwise;
 mod local_copy;
 mod local_verify;
@@ -23,7 +23,6 @@ mod pull;
 mod push;
 mod run_length;
 mod running_calls;
-mod running_tasks;
 mod stream;
 mod task;
 mod task_state;
@@ -31,8 +30,9 @@ mod verify;
 
 pub(crate) use async_call::{CallPurpose, Execution, Work};
 pub use async_calls::AsyncCalls;
+pub use cache_task::{CacheTask, Outcome};
 pub(crate) use call::Call;
-pub use delivery::{Carried, Carrier, Delivery, Outcome, TaskLimits};
+pub use delivery::{Carried, Delivery, LayerSink, TaskLimits};
 pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
@@ -43,7 +43,5 @@ pub use layer_task::LayerTask;
 pub(crate) use layerwise::LayerPush;
 pub(crate) use local_copy::{LocalCopy, LocalMoves};
 pub(crate) use notify::notify;
-pub use running_tasks::RunningTasks;
-pub use task::Task;
 #[cfg(feature = "testing")]
 pub use verify::MOVED;

@@ -203,54 +203,39 @@ impl Streams {
     pub(super) fn send(self, first: Option<StreamLease>) -> Result<(Moved, PathKind)> {
         let mut leases = self.leases(first)?;
         let path = path(&leases);
-        let (count, write) = (leases.len(), self.call.link.next_write());
-        if count > 1 {
-            let each = self.plan.bytes().div_ceil(count as u64);
-            let request = self.write(0..each, false, Some(write))?;
+        let shared = (leases.len() > 1).then(|| self.call.link.next_write());
+        if shared.is_some() {
+            let each = self.plan.bytes().div_ceil(leases.len() as u64);
+            let request = self.write(0..each, false, shared)?;
             leases[0].reusable = false;
             if !self.ready(&mut leases[0], &request, each)? {
                 return Ok((Moved::Stale, path));
             }
         }
-        let moved = self.in_parts(leases, move |streams, lease, range| {
-            if count == 1 { streams.send_alone(lease) } else { streams.send_part(write, lease, range) }
-        })?;
-        Ok((moved, path))
+        let part = move |streams: &Streams, lease, range| streams.send_part(shared, lease, range);
+        Ok((self.in_parts(leases, part)?, path))
     }
 
-    /// Sends a part of a shared write. The owner is ready for the first one.
-    fn send_part(&self, write: u64, mut lease: StreamLease, range: Range<u64>) -> Result<Moved> {
+    /// Sends the bytes of a range on one stream: a part of a shared write, for whose first part the owner is ready, or all
+    /// bytes. Few bytes follow the request without waiting for a reply, which takes one round trip instead of two
+    /// (`few_bytes_follow_their_request`).
+    fn send_part(&self, shared: Option<u64>, mut lease: StreamLease, range: Range<u64>) -> Result<Moved> {
         let (deadline, bytes) = (self.call.deadline, range.end - range.start);
+        let limit_ms = limit_ms(deadline);
         lease.reusable = false;
-        if range.start > 0 {
-            let (from, to) = (range.start, range.end);
-            let request = Request::WritePart { write, from, to, limit_ms: limit_ms(deadline) };
-            if !self.ready(&mut lease, &request, bytes)? {
-                return Ok(Moved::Stale);
-            }
-        }
-        let sent = self.send_range(&lease, range).and_then(|()| self.call.link.reply(&lease, deadline));
-        self.sent(lease, sent)
-    }
-
-    /// Sends the bytes on one stream. Few bytes follow the request without waiting for a reply, which takes one round trip
-    /// instead of two (`few_bytes_follow_their_request`).
-    fn send_alone(&self, mut lease: StreamLease) -> Result<Moved> {
-        let (bytes, deadline) = (self.plan.bytes(), self.call.deadline);
-        lease.reusable = false;
-        let ahead = self.ahead(bytes);
-        let request = self.write(0..bytes, ahead, None)?;
-        let answer = if ahead {
-            let send = || {
-                send_message_before(lease.stream(), &request, deadline)
-                    .and_then(|()| self.send_range(&lease, 0..bytes))
-            };
-            self.call.link.exchange_with(&lease, deadline, send)
-        } else {
-            if !self.ready(&mut lease, &request, bytes)? {
-                return Ok(Moved::Stale);
-            }
-            self.send_range(&lease, 0..bytes).and_then(|()| self.call.link.reply(&lease, deadline))
+        let ahead = shared.is_none() && self.ahead(bytes);
+        let request = match shared {
+            None => Some(self.write(range.clone(), ahead, None)?),
+            Some(_) if range.start == 0 => None,
+            Some(write) => Some(Request::WritePart { write, from: range.start, to: range.end, limit_ms }),
+        };
+        let answer = match &request {
+            Some(request) if ahead => self.call.link.exchange_with(&lease, deadline, || {
+                send_message_before(lease.stream(), request, deadline)
+                    .and_then(|()| self.send_range(&lease, range))
+            }),
+            Some(request) if !self.ready(&mut lease, request, bytes)? => return Ok(Moved::Stale),
+            _ => self.send_range(&lease, range).and_then(|()| self.call.link.reply(&lease, deadline)),
         };
         self.sent(lease, answer)
     }

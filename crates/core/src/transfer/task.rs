@@ -1,20 +1,18 @@
 //! A layer-wise transfer in progress: which layers are ready, how far each destination is, and its outcome.
 //!
 //! The code that computes layers reports which ones are ready, in any order, and lanes push ready layers to each
-//! destination. Neither waits for the other, and no destination waits for another. A destination has a result only once
-//! it has ended. A carrier that ends without a result leaves a failure (`destinations_are_independent`), so a missing
-//! result never counts as success.
+//! destination. Neither waits for the other, and no destination waits for another. Each destination has a [`Transfer`], which
+//! ends once nothing of the destination moves. A lane that ends without a result leaves a failure
+//! (`destinations_are_independent`), so a missing result never counts as success.
 //!
-//! The outcome of a destination goes into the list of the task (`layer_walk`: the layers come in order, from a thread
-//! that asks for them), or into a [`Transfer`] of its own (`layer_task`: the caller reports layers as it likes).
-//! `layerwise` pushes the layers.
+//! `layer_task` starts a task, and `layerwise` pushes the layers.
 
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use super::async_calls::AsyncCalls;
 use super::clock::Alarmed;
-use super::delivery::{Carrier, Delivery, DeliveryState, ReadyRun, ReportedLayers, TaskLimits};
+use super::delivery::{DeliveryState, LaneState, LayerSink, ReadyRun, ReportedLayers, TaskLimits};
 use super::executor::{ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::place_table::Place;
@@ -23,128 +21,83 @@ use super::running_calls::RunningCalls;
 use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
-use crate::fallible;
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex};
-use crate::validate::LayerRange;
+use crate::sync::Mutex;
 
 /// One transfer to any number of destinations.
 #[derive(Debug)]
-pub struct Task {
+pub(super) struct Task {
     lanes: ExecutorHandle,
-    pub(super) limits: TaskLimits,
+    limits: TaskLimits,
     begin: Instant,
-    pub(super) outlet: Outlet,
-    /// Number of destinations.
-    count: usize,
+    /// The transfer of each destination, in the order of the destinations.
+    pub(super) transfers: Vec<Arc<Transfer>>,
+    running: Arc<RunningCalls>,
+    /// The places of the transfers in `running`.
+    pub(super) places: Vec<Place>,
     pub(super) state: Mutex<TaskState>,
-    /// Notified when the transfer has ended.
-    pub(super) changed: Condvar,
-}
-
-/// Where the outcomes of the destinations go.
-#[derive(Debug)]
-pub(super) enum Outlet {
-    /// They stay in the task. The descriptor is readable once all destinations have ended.
-    List(OwnedFd),
-    /// Into a transfer of each destination.
-    Transfers {
-        /// In the order of the destinations.
-        transfers: Vec<Arc<Transfer>>,
-        running: Arc<RunningCalls>,
-        /// The places of these transfers in `running`.
-        places: Vec<Place>,
-    },
 }
 
 impl Task {
-    /// Creates a transfer of the layers of each delivery, out of a cache with this many layers. [`begin`](Self::begin)
-    /// starts it.
+    /// Creates a task whose transfers have these places among the calls that run. [`begin`](Self::begin) starts it.
     pub(super) fn new(
-        lanes: ExecutorHandle,
-        layers: u32,
-        deliveries: Vec<Delivery>,
+        calls: &AsyncCalls,
         limits: TaskLimits,
-        outlet: Outlet,
-    ) -> Result<Arc<Task>> {
-        let deliveries = deliveries.into_iter().map(DeliveryState::new);
-        let deliveries = fallible::collect("the destinations of a transfer", deliveries)?;
-        let (count, open) = (deliveries.len(), deliveries.iter().filter(|one| one.carrier.is_some()).count());
-        let state = TaskState {
-            layers: ReportedLayers::new(layers)?,
-            over: false,
-            awaited: None,
-            alarm: None,
-            deliveries,
-            open,
-            ended: open == 0,
-        };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
-        Ok(Arc::new(Task { lanes, limits, begin: Instant::now(), outlet, count, state, changed }))
+        (transfers, places): (Vec<Arc<Transfer>>, Vec<Place>),
+        state: TaskState,
+    ) -> Arc<Task> {
+        let (lanes, running) = (calls.lanes().clone(), calls.running().clone());
+        let (begin, state) = (Instant::now(), Mutex::new(state));
+        Arc::new(Task { lanes, limits, begin, transfers, running, places, state })
     }
 
     /// Has lanes find every destination.
     pub(super) fn begin(self: &Arc<Self>) {
-        for index in 0..self.count {
-            let state = self.state.lock();
-            let delivery = &state.deliveries[index];
-            let (queued, cluster) = (delivery.queued, delivery.cluster);
-            drop(state);
-            if queued {
-                self.send(index, LaneKey::Calls(cluster));
-            }
-        }
+        self.queue_all();
+        // Those that cannot be reached have ended already.
+        self.settle_all();
     }
 
     /// Reports that `layer` may be pushed, in any order. Returns at once. Returns `Err(InvalidArgument)` if the source
     /// cache has no such layer, or if it was reported before; nothing changes then.
-    pub fn ready(self: &Arc<Self>, layer: u32) -> Result<()> {
+    pub(super) fn ready(self: &Arc<Self>, layer: u32) -> Result<()> {
         let since = Instant::now();
         let mut state = self.state.lock();
         state.layers.report(layer)?;
-        if state.over {
-            return Ok(());
-        }
         state.layers.push_ready(layer, since);
         state.awaited = None;
         drop(state);
-        for index in 0..self.count {
-            self.queue(index, layer);
-        }
+        self.queue_all();
         Ok(())
     }
 
-    /// Hands a destination that needs `layer`, which is ready now, to the lanes, unless they have it already.
-    fn queue(self: &Arc<Self>, index: usize, layer: u32) {
+    fn queue_all(self: &Arc<Self>) {
+        (0..self.transfers.len()).for_each(|index| self.queue(index));
+    }
+
+    /// Hands a destination to the lanes if there is something to do for it, unless they have it already.
+    fn queue(self: &Arc<Self>, index: usize) {
         let mut state = self.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[index];
-        if delivery.busy || !delivery.awaits(layer) {
+        let next = delivery.next(layers);
+        let idle = delivery.outcome.is_some() || delivery.found && next.is_none();
+        if delivery.is_busy() || idle {
             return;
         }
-        // A lane may have pushed the layer meanwhile.
-        let Some(next) = delivery.next(layers) else { return };
-        let (queued, cluster) = (std::mem::replace(&mut delivery.queued, true), delivery.cluster);
-        if matches!(self.outlet, Outlet::Transfers { .. }) {
-            let due = Deadline::since(next.since, self.limits.layer).at();
-            if let Err(error) = self.arm(&mut state, due) {
-                // Without the alarm, nothing would notice that the layer is late.
-                let TaskState { layers, deliveries, .. } = &mut *state;
-                deliveries[index].fail(|| error, layers);
-                drop(state);
-                return self.settle(index);
-            }
+        let (lane, cluster) = (std::mem::replace(&mut delivery.lane, LaneState::Queued), delivery.cluster);
+        if let Some(next) = next.filter(|_| self.limits.events)
+            && let Err(error) = self.arm(&mut state, Deadline::since(next.since, self.limits.layer).at())
+        {
+            // Without the alarm, nothing would notice that the layer is late.
+            drop(state);
+            return self.stop(index, error);
         }
         drop(state);
-        if !queued {
-            self.send(index, LaneKey::Calls(cluster));
+        if lane == LaneState::Idle {
+            let job = LayerJob { task: self.clone(), index, why: None, over: false };
+            self.lanes.carry(LaneKey::Calls(cluster), Arc::new(job));
         }
-    }
-
-    /// Hands a destination, which is marked as queued, to the lanes.
-    fn send(self: &Arc<Self>, index: usize, lanes: LaneKey) {
-        let job = CarryJob { task: self.clone(), index, why: None, over: false };
-        self.lanes.carry(lanes, Arc::new(job));
     }
 
     /// Fails the destination at `index` unless it has ended. Layers in transit are still pushed.
@@ -158,61 +111,37 @@ impl Task {
 
     /// [Settles](Self::settle) every destination.
     pub(super) fn settle_all(&self) {
-        (0..self.count).for_each(|index| self.settle(index));
+        (0..self.transfers.len()).for_each(|index| self.settle(index));
     }
 
-    /// If nothing of a destination moves or will move, drops its carrier and reports its outcome.
+    /// If a destination has its outcome and nothing of it moves, drops its sink and ends its transfer.
     fn settle(&self, index: usize) {
         let mut state = self.state.lock();
-        let TaskState { layers, deliveries, over, .. } = &mut *state;
-        let delivery = &mut deliveries[index];
-        // After a refusal, a destination still gets the layers that are ready.
-        let ends = delivery.outcome.is_some() || *over && delivery.next(layers).is_none();
-        if delivery.busy || !ends {
-            return;
-        }
-        let Some(carrier) = delivery.carrier.take() else { return };
-        let moved = delivery.moved();
+        let delivery = &mut state.deliveries[index];
+        let Some(moved) = delivery.take_end() else { return };
+        let sink = delivery.sink.take();
         drop(state);
-        let moved = moved.map_err(|error| carrier.named(error));
-        // The carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped without the
-        // lock, and before anything reports that the destination has ended.
-        drop(carrier);
-        if let Outlet::Transfers { transfers, running, places } = &self.outlet {
-            transfers[index].finish(moved);
-            running.leave(places[index]);
-        }
-        self.close_one();
-    }
-
-    /// Notes that one more destination has ended, and so perhaps the transfer.
-    fn close_one(&self) {
+        let moved = moved.map_err(|error| match &sink {
+            Some(sink) => sink.named(error),
+            None => error,
+        });
+        // The sink may be the last owner of a cache, whose memory returns to a pool. So it is dropped without the lock, and
+        // before anything reports that the destination has ended.
+        drop(sink);
+        self.transfers[index].finish(moved);
+        self.running.leave(self.places[index]);
         let mut state = self.state.lock();
         state.open -= 1;
-        if state.open > 0 {
-            return;
-        }
-        state.ended = true;
-        self.signal_end();
-        self.changed.notify_all();
-        let alarm = state.alarm.take();
+        let alarm = if state.open == 0 { state.alarm.take() } else { None };
         drop(state);
         if let Some((_, alarm)) = alarm {
             self.lanes.clock().forget(alarm);
         }
     }
 
-    /// Makes the descriptor of the end readable.
-    pub(super) fn signal_end(&self) {
-        if let Outlet::List(descriptor) = &self.outlet {
-            // Fails only if the counter is full, and it is written once.
-            let _ = rustix::io::write(descriptor, &1u64.to_ne_bytes());
-        }
-    }
-
     /// Has [`watch`](Self::watch) called at `when`, or earlier.
-    pub(super) fn arm(self: &Arc<Self>, state: &mut TaskState, when: Instant) -> Result<()> {
-        if state.ended || state.alarm.is_some_and(|(at, _)| at <= when) {
+    fn arm(self: &Arc<Self>, state: &mut TaskState, when: Instant) -> Result<()> {
+        if state.open == 0 || state.alarm.is_some_and(|(at, _)| at <= when) {
             return Ok(());
         }
         let alarm = self.lanes.clock().at(when, Arc::new(Late(Arc::downgrade(self))))?;
@@ -225,30 +154,18 @@ impl Task {
     /// Fails what is late, and sets the alarm for the next moment at which something may be.
     pub(super) fn watch(self: &Arc<Self>) {
         let mut state = self.state.lock();
-        let (late, next) = match &self.outlet {
-            Outlet::List(_) => state.late_wait(),
-            Outlet::Transfers { .. } => state.late_deliveries(self.limits, self.begin),
-        };
+        let (late, next) = state.fail_late(self.limits, self.begin);
         let armed = next.map_or(Ok(()), |next| self.arm(&mut state, next));
         if let Err(error) = &armed {
             // Without the alarm, nothing would notice what is late.
             let waits = |delivery: &DeliveryState, layers: &ReportedLayers| {
-                !delivery.busy || delivery.missing(layers).is_some()
+                !delivery.is_busy() || delivery.missing(layers).is_some()
             };
             state.fail_each(|delivery, layers| waits(delivery, layers).then(|| error.clone()));
         }
         drop(state);
         if late || armed.is_err() {
             self.settle_all();
-        }
-    }
-}
-
-impl Drop for Task {
-    fn drop(&mut self) {
-        let alarm = self.state.lock().alarm.take();
-        if let Some((_, alarm)) = alarm {
-            self.lanes.clock().forget(alarm);
         }
     }
 }
@@ -266,7 +183,7 @@ impl Alarmed for Late {
 }
 
 /// The work of a lane for one destination: pushes what is ready.
-struct CarryJob {
+struct LayerJob {
     task: Arc<Task>,
     index: usize,
     /// Why the work was refused, if it was.
@@ -276,44 +193,43 @@ struct CarryJob {
 }
 
 /// Next step of such a job. The moment is the one from which its limit counts; for several layers, that of the first one.
-enum CarryStep {
-    Find(Arc<dyn Carrier>, Instant),
-    Layers(Arc<dyn Carrier>, ReadyRun),
-    Rest,
+enum LayerStep {
+    Find(Arc<dyn LayerSink>, Instant),
+    Push(Arc<dyn LayerSink>, ReadyRun),
 }
 
-impl Job for CarryJob {
+impl Job for LayerJob {
     fn run(self: Arc<Self>) {
         // The lane has the only reference, here and below.
         let Some(mut job) = Arc::into_inner(self) else { return };
-        let task = job.task.clone();
-        let transfer = match &task.outlet {
-            Outlet::List(_) => None,
-            Outlet::Transfers { transfers, .. } => Some(&transfers[job.index]),
-        };
-        let _lane = transfer.map(OnLane::of);
+        let transfer = job.task.transfers[job.index].clone();
+        let _lane = OnLane::of(&transfer);
         let mut run_length = RunLength::default();
-        loop {
-            match job.next() {
-                CarryStep::Find(carrier, since) => {
-                    let found = carrier.find(job.deadline(since));
-                    drop(carrier);
-                    job.note_found(found, transfer);
-                }
-                CarryStep::Layers(carrier, ReadyRun { layers: ready, since }) => {
-                    let most_bytes = run_length.most_bytes(job.deadline(since).left());
-                    let count =
-                        carrier.layers_of_request(ready, most_bytes).clamp(1, ready.end - ready.first);
-                    let layers = LayerRange { end: ready.first + count, ..ready };
-                    let begin = Instant::now();
-                    let pushed = carrier.push(layers, job.deadline(since));
-                    drop(carrier);
-                    if let Ok(bytes) = pushed {
-                        run_length.learn(bytes, begin.elapsed());
+        while let Some(step) = job.next() {
+            match step {
+                LayerStep::Find(sink, since) => {
+                    let found = sink.find(job.deadline(since));
+                    drop(sink);
+                    if let Ok(bytes) = found {
+                        transfer.expect(bytes);
                     }
-                    job.note_pushed(count, pushed, transfer);
+                    job.record(found, |delivery, _, _| {
+                        delivery.found = true;
+                        delivery.end_if_complete();
+                    });
                 }
-                CarryStep::Rest => break,
+                LayerStep::Push(sink, ReadyRun { layers, since }) => {
+                    let (deadline, begin) = (job.deadline(since), Instant::now());
+                    let pushed = sink.push(layers, run_length.most_bytes(deadline.left()), deadline);
+                    drop(sink);
+                    if let Ok((_, bytes)) = pushed {
+                        run_length.learn(bytes, begin.elapsed());
+                        transfer.part_done(bytes);
+                    }
+                    job.record(pushed, |delivery, (count, bytes), layers| {
+                        delivery.carried(count, bytes, layers);
+                    });
+                }
             }
         }
         job.over = true;
@@ -326,64 +242,44 @@ impl Job for CarryJob {
     }
 }
 
-impl CarryJob {
-    /// Returns the deadline of a step. In a list task, the limit counts from the step (contract §8.2).
+impl LayerJob {
+    /// Returns the deadline of a step.
     fn deadline(&self, since: Instant) -> Deadline {
-        let limit = self.task.limits.layer;
-        match self.task.outlet {
-            Outlet::List(_) => Deadline::after(limit),
-            Outlet::Transfers { .. } => OnLane::watched(Deadline::since(since, limit)),
-        }
+        let TaskLimits { layer, events, .. } = self.task.limits;
+        if events { OnLane::watched(Deadline::since(since, layer)) } else { Deadline::after(layer) }
     }
 
-    fn next(&self) -> CarryStep {
+    fn next(&self) -> Option<LayerStep> {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
-        (delivery.queued, delivery.busy) = (false, true);
+        delivery.lane = LaneState::Busy;
         let next = delivery.next_run(layers);
-        match (&delivery.outcome, &delivery.carrier, next) {
-            (None, Some(carrier), next) if !delivery.found => {
+        match (&delivery.outcome, &delivery.sink, next) {
+            (None, Some(sink), next) if !delivery.found => {
                 let since = next.map_or_else(Instant::now, |ready| ready.since);
-                return CarryStep::Find(carrier.clone(), since);
+                return Some(LayerStep::Find(sink.clone(), since));
             }
-            (None, Some(carrier), Some(ready)) => return CarryStep::Layers(carrier.clone(), ready),
-            _ => delivery.busy = false,
+            (None, Some(sink), Some(ready)) => return Some(LayerStep::Push(sink.clone(), ready)),
+            _ => delivery.lane = LaneState::Idle,
         }
         drop(state);
         self.task.settle(self.index);
-        CarryStep::Rest
+        None
     }
 
-    fn note_found(&self, found: Result<u64>, transfer: Option<&Arc<Transfer>>) {
-        if let (Ok(bytes), Some(transfer)) = (&found, transfer) {
-            transfer.expect(*bytes);
-        }
-        self.record(found, |delivery, _, _| {
-            delivery.found = true;
-            delivery.end_if_complete();
-        });
-    }
-
-    fn note_pushed(&self, count: u32, pushed: Result<u64>, transfer: Option<&Arc<Transfer>>) {
-        if let (Ok(bytes), Some(transfer)) = (&pushed, transfer) {
-            transfer.part_done(*bytes);
-        }
-        self.record(pushed, |delivery, bytes, layers| delivery.carried(count, bytes, layers));
-    }
-
-    fn record(&self, result: Result<u64>, success: impl FnOnce(&mut DeliveryState, u64, &ReportedLayers)) {
+    fn record<T>(&self, result: Result<T>, success: impl FnOnce(&mut DeliveryState, T, &ReportedLayers)) {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
         match result {
-            Ok(bytes) => success(delivery, bytes, layers),
+            Ok(moved) => success(delivery, moved, layers),
             Err(error) => delivery.fail(|| error, layers),
         }
     }
 }
 
-impl Drop for CarryJob {
+impl Drop for LayerJob {
     fn drop(&mut self) {
         if self.over {
             return;
@@ -393,7 +289,7 @@ impl Drop for CarryJob {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
-        (delivery.queued, delivery.busy) = (false, false);
+        delivery.lane = LaneState::Idle;
         delivery.fail(|| why, layers);
         drop(state);
         self.task.settle(self.index);

@@ -3,24 +3,26 @@
 use std::time::Instant;
 
 use super::clock::Alarm;
-use super::delivery::{DeliveryState, ReportedLayers, TaskLimits};
-use crate::error::Error;
+use super::delivery::{Delivery, DeliveryState, ReportedLayers, TaskLimits};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::model::Deadline;
+
+/// The kind of the outcome of a destination that a refusal ended before any layer of it was ready. Nothing else in a
+/// `CacheTask` has this kind, because no wait of its lanes can be interrupted.
+pub(super) const UNREACHED: ErrorKind = ErrorKind::Interrupted;
 
 /// What the lock of a task protects.
 #[derive(Debug)]
 pub(super) struct TaskState {
     pub(super) layers: ReportedLayers,
-    /// No further layer will be ready.
-    pub(super) over: bool,
-    /// The layer for which the thread of a list task waits.
+    /// The layer for which the thread of a `CacheTask` waits.
     pub(super) awaited: Option<Awaited>,
     /// Alarm that checks what is late, not after the first moment at which something is; at most one.
     pub(super) alarm: Option<(Instant, Alarm)>,
     pub(super) deliveries: Vec<DeliveryState>,
-    /// Number of destinations that have not ended, or whose carrier is being dropped.
+    /// Number of destinations that have not ended.
     pub(super) open: usize,
-    pub(super) ended: bool,
 }
 
 /// A layer that was asked for.
@@ -33,6 +35,14 @@ pub(super) struct Awaited {
 }
 
 impl TaskState {
+    /// Returns the state of a transfer of the layers of each delivery, out of a cache with this many layers.
+    pub(super) fn new(layers: u32, deliveries: Vec<Delivery>) -> Result<Self> {
+        let deliveries = deliveries.into_iter().map(DeliveryState::new);
+        let deliveries = fallible::collect("the destinations of a transfer", deliveries)?;
+        let (layers, open) = (ReportedLayers::new(layers)?, deliveries.len());
+        Ok(TaskState { layers, awaited: None, alarm: None, deliveries, open })
+    }
+
     /// Fails every destination for which `fails` returns an error, unless it has ended. The caller settles them.
     pub(super) fn fail_each(&mut self, fails: impl Fn(&DeliveryState, &ReportedLayers) -> Option<Error>) {
         for delivery in &mut self.deliveries {
@@ -42,33 +52,29 @@ impl TaskState {
         }
     }
 
-    /// Fails the destinations that need `layer` or an earlier layer, and that lack a layer. No layer will be ready any more.
+    /// Ends every destination that lacks a layer, because none will be ready any more. Those that need `layer` or an earlier
+    /// one fail with `error`; the others were never reached.
     pub(super) fn refuse(&mut self, layer: u32, error: &Error) {
-        if std::mem::replace(&mut self.over, true) {
-            return;
-        }
+        self.awaited = None;
         self.fail_each(|delivery, layers| {
-            let lacks = delivery.range.first <= layer && delivery.missing(layers).is_some();
-            lacks.then(|| error.clone().with("cluster", delivery.cluster).with("layer", layer))
+            delivery.missing(layers)?;
+            let unreached = || Error::new(UNREACHED, "the transfer ended before any layer was ready");
+            let error = if delivery.range.first <= layer { error.clone() } else { unreached() };
+            Some(error.with("cluster", delivery.cluster).with("layer", layer))
         });
     }
 
-    /// Refuses the layer of a list task whose wait took too long. Returns whether it did, and when to check again.
-    pub(super) fn late_wait(&mut self) -> (bool, Option<Instant>) {
-        let awaited = self.awaited.filter(|_| !self.over && !self.ended);
-        let Some((layer, patience)) = awaited.and_then(|at| Some((at.layer, at.patience?))) else {
-            return (false, None);
-        };
-        if !patience.passed() {
-            return (false, Some(patience.at()));
-        }
-        self.refuse(layer, &patience.error(&format!("waiting for layer {layer}")));
-        (true, None)
-    }
-
-    /// Fails the destinations that are late. Returns whether there were any, and when to check again.
-    pub(super) fn late_deliveries(&mut self, limits: TaskLimits, begin: Instant) -> (bool, Option<Instant>) {
+    /// Fails what is late. Returns whether there was anything, and when to check again.
+    pub(super) fn fail_late(&mut self, limits: TaskLimits, begin: Instant) -> (bool, Option<Instant>) {
         let (now, mut late, mut next) = (Instant::now(), false, None::<Instant>);
+        if let Some(Awaited { layer, patience: Some(patience), .. }) = self.awaited {
+            if patience.passed() {
+                self.refuse(layer, &patience.error(&format!("waiting for layer {layer}")));
+                late = true;
+            } else {
+                next = Some(patience.at());
+            }
+        }
         let TaskState { layers, deliveries, .. } = self;
         for delivery in deliveries {
             let Some((due, doing)) = delivery.due(layers, limits, begin) else { continue };

@@ -13,7 +13,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::begin_layer_task;
-use llm_datadist_core::testing::transfer::{AsyncCalls, Carrier, Delivery, Executor, LayerTask, TaskLimits};
+use llm_datadist_core::testing::transfer::{
+    AsyncCalls, Delivery, Executor, LayerSink, LayerTask, TaskLimits,
+};
 use llm_datadist_core::{
     ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, Result, Transfer,
 };
@@ -24,7 +26,7 @@ const LAYERS: u32 = 8;
 const LONG: Duration = Duration::from_secs(60);
 const BYTES: u64 = 10;
 
-/// A carrier that may stall at a gate, and the record of what it did.
+/// A sink that may stall at a gate, and the record of what it did.
 #[derive(Default)]
 struct Script {
     find_fails: bool,
@@ -74,7 +76,7 @@ impl Script {
 
 struct Scripted(Arc<Script>, u32);
 
-impl Carrier for Scripted {
+impl LayerSink for Scripted {
     fn find(&self, _: Deadline) -> Result<u64> {
         assert!(!self.0.found.swap(true, Ordering::SeqCst), "found twice");
         if self.0.shut_at_find {
@@ -84,15 +86,15 @@ impl Carrier for Scripted {
     }
 
     /// Also stops before the layer at which it fails.
-    fn layers_of_request(&self, ready: LayerRange, most_bytes: u64) -> u32 {
+    fn push(&self, ready: LayerRange, most_bytes: u64, deadline: Deadline) -> Result<(u32, u64)> {
         let fails_next = |&layer: &u32| self.0.fails_at != Some(layer + 1);
-        if self.0.shut_at_find {
-            return (most_bytes / BYTES) as u32;
-        }
-        1 + (ready.first..ready.end - 1).take(self.0.more as usize).take_while(fails_next).count() as u32
-    }
-
-    fn push(&self, layers: LayerRange, deadline: Deadline) -> Result<u64> {
+        let count = if self.0.shut_at_find {
+            (most_bytes / BYTES).clamp(1, u64::from(ready.end - ready.first)) as u32
+        } else {
+            let more = (ready.first..ready.end - 1).take(self.0.more as usize).take_while(fails_next);
+            1 + more.count() as u32
+        };
+        let layers = LayerRange { end: ready.first + count, ..ready };
         assert!(Script::is(&self.0.found) && !Script::is(&self.0.dropped));
         self.0.at_gate.store(true, Ordering::SeqCst);
         self.0.wait_for_gate();
@@ -102,7 +104,7 @@ impl Carrier for Scripted {
             return Err(broken());
         }
         self.0.pushed.lock().unwrap().extend(layers.first..layers.end);
-        Ok(u64::from(layers.end - layers.first) * BYTES)
+        Ok((count, u64::from(count) * BYTES))
     }
 
     fn named(&self, error: Error) -> Error {
@@ -139,17 +141,17 @@ impl Bed {
     fn with(layer: Duration, wait: Option<Duration>) -> Bed {
         let lanes = Executor::default();
         let calls = AsyncCalls::new(Arc::new(EventQueue::new(64)), lanes.handle(), Weak::new());
-        Bed { lanes, calls, limits: TaskLimits { layer, wait } }
+        Bed { lanes, calls, limits: TaskLimits { layer, wait, events: true } }
     }
 
     fn try_begin(&self, cluster: u64, to: &[To]) -> Result<LayerTask> {
         let delivery = |(first, end, script): &To| {
-            let carrier: Arc<dyn Carrier> = Arc::new(Scripted(script.clone(), end - first));
+            let sink: Arc<dyn LayerSink> = Arc::new(Scripted(script.clone(), end - first));
             let layers = LayerRange { first: *first, end: *end };
-            Delivery { cluster: ClusterId(cluster), layers, carrier: Ok(carrier) }
+            Delivery { cluster: ClusterId(cluster), layers, sink: Ok(sink) }
         };
         let to = to.iter().map(delivery).collect();
-        begin_layer_task(&self.calls, self.lanes.handle(), LAYERS, to, self.limits)
+        begin_layer_task(&self.calls, LAYERS, to, self.limits)
     }
 
     fn begin(&self, to: &[To]) -> LayerTask {

@@ -1,19 +1,21 @@
-//! A task and its lanes alone: the outcome of each destination, in every order in which layers, carriers and the
+//! A `CacheTask` and its lanes alone: the outcome of each destination, in every order in which layers, sinks and the
 //! callers that end the task may act. Bytes are covered by `links/layerwise.rs` and `links/layerwise_faults.rs`.
 #![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::Duration;
 use std::{array, thread};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use llm_datadist_core::testing::transfer::{Carried, Carrier, Delivery, Executor, Outcome, Task};
+use llm_datadist_core::testing::transfer::{
+    AsyncCalls, CacheTask, Carried, Delivery, Executor, ExecutorHandle, LayerSink, Outcome,
+};
 use llm_datadist_core::testing::{refuse_layer, start_task};
-use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
 
 use crate::fixtures::eventually;
 
@@ -21,13 +23,13 @@ const LONG: Duration = Duration::from_secs(20);
 /// Number of layers of the source cache.
 const LAYERS: u32 = 10;
 
-/// What a carrier does next.
+/// What a sink does next.
 type Does = fn() -> Result<()>;
 const PUSH: Does = || Ok(());
 const FAIL: Does = || Err(Error::new(ErrorKind::NotLinked, "scripted"));
 const PANIC: Does = || panic!("scripted");
 
-/// The script of a carrier, whose layers may stall at a gate, and the record of what it did.
+/// The script of a sink, whose layers may stall at a gate, and the record of what it did.
 struct Script {
     find: Does,
     layers: Mutex<VecDeque<Does>>,
@@ -36,7 +38,7 @@ struct Script {
     at_gate: AtomicBool,
     finds: AtomicU32,
     pushed: Mutex<Vec<u32>>,
-    /// Whether the task has dropped the carrier.
+    /// Whether the task has dropped the sink.
     dropped: AtomicBool,
 }
 
@@ -87,13 +89,13 @@ impl Script {
 
 struct Scripted(Arc<Script>);
 
-impl Carrier for Scripted {
+impl LayerSink for Scripted {
     fn find(&self, _: Deadline) -> Result<u64> {
         assert_eq!(self.0.finds.fetch_add(1, Ordering::SeqCst), 0, "found twice");
         (self.0.find)().map(|()| 0)
     }
 
-    fn push(&self, layers: LayerRange, _: Deadline) -> Result<u64> {
+    fn push(&self, ready: LayerRange, _: u64, _: Deadline) -> Result<(u32, u64)> {
         assert_eq!(self.0.finds(), 1, "a layer before the destination was found");
         self.0.at_gate.store(true, Ordering::SeqCst);
         let open = self.0.open.lock().unwrap();
@@ -102,8 +104,8 @@ impl Carrier for Scripted {
         drop(waited);
         let next = self.0.layers.lock().unwrap().pop_front();
         next.unwrap_or(PUSH)()?;
-        self.0.pushed.lock().unwrap().push(layers.first);
-        Ok(10)
+        self.0.pushed.lock().unwrap().push(ready.first);
+        Ok((1, 10))
     }
 }
 
@@ -118,22 +120,31 @@ impl Drop for Scripted {
 type To<'a> = (u32, u32, &'a Arc<Script>);
 
 fn delivery(cluster: u64, &(first, end, script): &To<'_>) -> Delivery {
-    let carrier: Arc<dyn Carrier> = Arc::new(Scripted(script.clone()));
-    Delivery { cluster: ClusterId(cluster), layers: LayerRange { first, end }, carrier: Ok(carrier) }
+    let sink: Arc<dyn LayerSink> = Arc::new(Scripted(script.clone()));
+    Delivery { cluster: ClusterId(cluster), layers: LayerRange { first, end }, sink: Ok(sink) }
 }
 
-fn start(lanes: &Executor, to: &[To<'_>], patience: Option<Duration>) -> Arc<Task> {
+/// Returns the calls of an engine with these lanes.
+fn calls(lanes: &ExecutorHandle) -> AsyncCalls {
+    AsyncCalls::new(Arc::new(EventQueue::new(usize::MAX)), lanes, Weak::new())
+}
+
+fn start(lanes: &Executor, to: &[To<'_>], patience: Option<Duration>) -> CacheTask {
+    start_in(&calls(lanes.handle()), to, patience)
+}
+
+fn start_in(calls: &AsyncCalls, to: &[To<'_>], patience: Option<Duration>) -> CacheTask {
     let deliveries = to.iter().map(|to| delivery(2, to)).collect();
-    start_task(lanes.handle().clone(), LAYERS, deliveries, patience).unwrap()
+    start_task(calls, LAYERS, deliveries, patience).unwrap()
 }
 
 /// Reports every layer up to `layer` that was not reported.
-fn ready_to(task: &Arc<Task>, layer: u32) {
+fn ready_to(task: &CacheTask, layer: u32) {
     (0..=layer).for_each(|layer| _ = task.ready(layer));
 }
 
 /// The outcome of each destination, in short.
-fn ends_of(task: &Task) -> Vec<String> {
+fn ends_of(task: &CacheTask) -> Vec<String> {
     let short = |outcome: &Outcome| match outcome {
         Outcome::Failed(error) => format!("{:?}", error.kind()),
         other => format!("{other:?}"),
@@ -141,19 +152,17 @@ fn ends_of(task: &Task) -> Vec<String> {
     task.outcomes().iter().map(short).collect()
 }
 
-/// Waits for the end, which the descriptor reports too, and compares the outcomes.
-fn ended_as(task: &Task, expected: &[&str]) {
+/// Waits for the end, and compares the outcomes.
+fn ended_as(task: &CacheTask, expected: &[&str]) {
     assert!(task.wait(Deadline::after(LONG)).unwrap(), "{:?}", task.outcomes());
-    let descriptor = task.descriptor().unwrap();
-    let mut polled = [rustix::event::PollFd::new(&descriptor, rustix::event::PollFlags::IN)];
-    let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-    assert_eq!(rustix::event::poll(&mut polled, Some(&zero)).unwrap(), 1);
     assert_eq!(ends_of(task), expected);
 }
 
-fn failure(task: &Task, at: usize) -> Arc<Error> {
-    let Outcome::Failed(error) = &task.outcomes()[at] else { panic!("{:?}", task.outcomes()) };
-    error.clone()
+fn failure(task: &CacheTask, at: usize) -> Error {
+    match task.outcomes().swap_remove(at) {
+        Outcome::Failed(error) => error,
+        other => panic!("{other:?}"),
+    }
 }
 
 fn refusal() -> Error {
@@ -161,13 +170,13 @@ fn refusal() -> Error {
 }
 
 /// A task with `count` layers to push to `cluster`, all of which stall, or wait for those that do.
-struct Stalled(Arc<Task>, Vec<Arc<Script>>);
+struct Stalled(CacheTask, Vec<Arc<Script>>);
 
 impl Stalled {
     fn new(lanes: &Executor, cluster: u64, count: usize) -> Stalled {
         let scripts: Vec<_> = (0..count).map(|_| Script::stalled()).collect();
         let deliveries = scripts.iter().map(|script| delivery(cluster, &(0, 1, script))).collect();
-        let task = start_task(lanes.handle().clone(), LAYERS, deliveries, None).unwrap();
+        let task = start_task(&calls(lanes.handle()), LAYERS, deliveries, None).unwrap();
         eventually("all to be found", || scripts.iter().all(|script| script.finds() == 1));
         task.ready(0).unwrap();
         Stalled(task, scripts)
@@ -198,7 +207,7 @@ fn every_cluster_gets_a_lane_and_at_most_32() {
 
     let scripts = [Script::stalled(), Script::good(), Script::good(), Script::good()];
     let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
-    let task = start_task(lanes.handle().clone(), LAYERS, deliveries, None).unwrap();
+    let task = start_task(&calls(lanes.handle()), LAYERS, deliveries, None).unwrap();
     ready_to(&task, 1);
     // The lane stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth cluster.
     scripts[0].arrived();
@@ -221,14 +230,15 @@ fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
         let stalled = Stalled::new(&lanes, 2, 32);
         stalled.arrived(32);
         let [a, b, c, d] = array::from_fn(|_| Script::good());
-        let task = start(&lanes, &[(0, 3, &a), (0, 2, &b), (1, 4, &c), (5, 6, &d)], None);
+        let calls = calls(lanes.handle());
+        let task = start_in(&calls, &[(0, 3, &a), (0, 2, &b), (1, 4, &c), (5, 6, &d)], None);
         ready_to(&task, 1);
         let all = [&a, &b, &c, &d];
         assert!(!all.iter().any(|script| script.dropped()));
         let (mut expected, mut pushed) = ([kind; 4], vec![]);
         match kind {
             "Cancelled" => assert!(task.cancel()),
-            "Closed" => assert!(task.close()),
+            "Closed" => calls.close(),
             _ => {
                 refuse_layer(&task, 2, &refusal());
                 // The second has both its layers, the fourth none.
@@ -389,16 +399,20 @@ fn a_task_is_done_only_when_nothing_moves() {
         let lanes = Executor::default();
         let fails = kind == "NotLinked";
         let script = Script::new(PUSH, if fails { &[FAIL] } else { &[] }, false);
-        let task = start(&lanes, &[(0, 3, &script)], None);
+        let calls = calls(lanes.handle());
+        let task = start_in(&calls, &[(0, 3, &script)], None);
         ready_to(&task, 1);
         script.arrived();
         match kind {
             "Cancelled" => assert!(task.cancel() && !task.cancel()),
-            "Closed" => assert!(task.close() && !task.close() && !task.cancel()),
+            "Closed" => {
+                calls.close();
+                assert!(!task.cancel());
+            }
             "System" => refuse_layer(&task, 2, &refusal()),
             _ => (),
         }
-        assert_eq!(ends_of(&task), [if fails { "UnderWay" } else { kind }]);
+        assert_eq!(ends_of(&task), ["UnderWay"]);
         assert!(!task.wait(Deadline::after(Duration::from_millis(20))).unwrap(), "{kind}");
         assert!(!script.dropped());
         ready_to(&task, 2);
@@ -474,7 +488,7 @@ fn tasks_that_wait_take_no_threads() {
     eventually("the end of the alarms", || lanes.handle().alarms() == 0);
 }
 
-/// A task without an owner drops its carriers. Layers that are ready are still pushed.
+/// A task without an owner drops its sinks. Only the layer in transit is still pushed, and what has all its layers.
 #[test]
 fn a_dropped_task_holds_nothing() {
     let lanes = Executor::default();
@@ -482,15 +496,19 @@ fn a_dropped_task_holds_nothing() {
     let task = start(&lanes, &[(0, 2, &idle)], Some(LONG * 10));
     assert!(task.wanted(0));
     drop(task);
-    eventually("the end of the carrier", || idle.dropped());
+    eventually("the end of the sink", || idle.dropped());
     eventually("the end of the alarm", || lanes.handle().alarms() == 0);
     let task = start(&lanes, &[(0, 3, &moving)], None);
     ready_to(&task, 1);
     moving.arrived();
-    drop(task);
+    let whole = Script::stalled();
+    let other = start(&lanes, &[(0, 2, &whole)], None);
+    ready_to(&other, 1);
+    drop((task, other));
     moving.open();
-    eventually("the end of the carrier", || moving.dropped());
-    assert_eq!(moving.pushed(), [0, 1]);
+    whole.open();
+    eventually("the end of the sinks", || moving.dropped() && whole.dropped());
+    assert_eq!((moving.pushed(), whole.pushed()), (vec![0], vec![0, 1]));
 }
 
 /// Without any lane the destinations fail; otherwise the existing lanes do the work.
@@ -526,14 +544,16 @@ fn a_lane_that_cannot_be_started() {
 fn an_executor_that_is_dropped_leaves_no_lane() {
     let lanes = Executor::default();
     let scripts: [_; 4] = array::from_fn(|_| Script::stalled());
-    let task = start(&lanes, &scripts.each_ref().map(|script| (0, 3, script)), Some(LONG));
+    let calls_of_engine = calls(lanes.handle());
+    let to = scripts.each_ref().map(|script| (0, 3, script));
+    let task = start_in(&calls_of_engine, &to, Some(LONG));
     ready_to(&task, 0);
     scripts.iter().for_each(|script| script.arrived());
     let handle = lanes.handle().clone();
     thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(Duration::from_millis(50));
-            assert!(task.close());
+            calls_of_engine.close();
             scripts.iter().for_each(|script| script.open());
         });
         drop(lanes);
@@ -542,35 +562,41 @@ fn an_executor_that_is_dropped_leaves_no_lane() {
     });
     ended_as(&task, &["Closed"; 4]);
     let late = Script::good();
-    let task = start_task(handle.clone(), LAYERS, vec![delivery(2, &(0, 1, &late))], Some(LONG)).unwrap();
+    let task = start_in(&calls(&handle), &[(0, 1, &late)], Some(LONG));
     ended_as(&task, &["Closed"]);
     assert!(late.dropped() && handle.threads() == 0);
 }
 
 /// The first cause sets the outcome, which stays; progress only grows; after the end nothing changes. Ready, refuse,
-/// cancel and close come from several threads, over carriers that push, fail and panic.
+/// cancel and close come from several threads, over sinks that push, fail and panic.
 #[test]
 fn every_order_of_everything() {
     let does = || prop_oneof![4 => Just(PUSH), 1 => Just(FAIL), 1 => Just(PANIC)];
     let scripts = prop::array::uniform3((0..6u32, 0..4u32, does(), prop::collection::vec(does(), 6)));
     let times = (prop::option::of(0..3000u64), 0..400u64);
-    let ends: [fn(&Task); 4] =
-        [|task| _ = task.cancel(), |task| _ = task.close(), |task| refuse_layer(task, 3, &refusal()), |_| ()];
+    let ends: [fn(&CacheTask, &AsyncCalls); 4] = [
+        |task, _| _ = task.cancel(),
+        |_, calls| calls.close(),
+        |task, _| refuse_layer(task, 3, &refusal()),
+        |_, _| (),
+    ];
     let lanes = Executor::default();
     TestRunner::default()
         .run(&(scripts, times, 0..ends.len()), |(scripts, (patience, pause), end)| {
             let scripts = scripts
                 .map(|(first, count, find, layers)| (first, first + count, Script::new(find, &layers, true)));
             let to = scripts.each_ref().map(|(first, end, script)| (*first, *end, script));
-            let task = start(&lanes, &to, patience.map(Duration::from_micros));
+            let calls = calls(lanes.handle());
+            let task = start_in(&calls, &to, patience.map(Duration::from_micros));
             while_watched(&task, || {
                 thread::sleep(Duration::from_micros(pause));
-                ends[end](&task);
+                ends[end](&task, &calls);
             });
             let last = (ends_of(&task), task.progress());
             ready_to(&task, 9);
             refuse_layer(&task, 0, &refusal());
-            assert!(!task.cancel() && !task.close());
+            calls.close();
+            assert!(!task.cancel());
             assert_eq!((ends_of(&task), task.progress()), last);
             for (((first, end, script), outcome), carried) in to.iter().zip(&last.0).zip(&last.1) {
                 let pushed: Vec<_> = (*first..first + carried.layers).collect();
@@ -584,7 +610,7 @@ fn every_order_of_everything() {
 }
 
 /// Reports layers as ready while `act` runs, until the task ends, and watches its outcomes and its progress.
-fn while_watched(task: &Arc<Task>, act: impl FnOnce() + Send) {
+fn while_watched(task: &CacheTask, act: impl FnOnce() + Send) {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {

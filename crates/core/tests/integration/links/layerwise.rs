@@ -2,7 +2,6 @@
 //!
 //! `tests/test_layerwise.py` covers every layout, `task.rs` tasks alone.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
@@ -12,8 +11,8 @@ use llm_datadist_core::testing::protocol::{
     EntryVersion, HEADER, MAX_ADDRS, Reply, Request, WireCache, decode, encode,
 };
 use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKind, ClusterId, DataDist, Deadline, Destination, Error, ErrorKind, Geometry,
-    LayerRange, LayerwiseArgs, Outcome, Placement, Target, Task,
+    CacheDesc, CacheId, CacheKind, CacheTask, ClusterId, DataDist, Deadline, Destination, Error, ErrorKind,
+    Geometry, LayerRange, LayerwiseArgs, Outcome, Placement, Target,
 };
 
 use super::fake_peer::{Fake, hear, say, soon};
@@ -46,38 +45,38 @@ pub(super) fn addressed(held: &Held) -> Target {
 }
 
 /// Starts a transfer that waits for its layers as long as the engine's limit for calls.
-pub(super) fn start(local: &DataDist, source: &Held, args: &LayerwiseArgs, to: &[Destination]) -> Arc<Task> {
+pub(super) fn start(local: &DataDist, source: &Held, args: &LayerwiseArgs, to: &[Destination]) -> CacheTask {
     local.transfer_async(&source.end(), args, to.to_vec(), None).unwrap()
 }
 
-pub(super) fn wait(task: &Arc<Task>) {
+pub(super) fn wait(task: &CacheTask) {
     assert!(task.wait(Deadline::after(LONG)).unwrap(), "{:?}", task.outcomes());
 }
 
 /// Marks every layer ready.
-pub(super) fn all_ready(task: &Arc<Task>) {
+pub(super) fn all_ready(task: &CacheTask) {
     task.layers().into_iter().for_each(|layer| _ = task.ready(layer));
 }
 
 /// Marks every layer ready and waits for the end.
-pub(super) fn finish(task: &Arc<Task>) {
+pub(super) fn finish(task: &CacheTask) {
     all_ready(task);
     wait(task);
 }
 
-pub(super) fn is_done(task: &Task, at: usize) -> bool {
+pub(super) fn is_done(task: &CacheTask, at: usize) -> bool {
     matches!(task.outcomes()[at], Outcome::Done)
 }
 
-pub(super) fn failure(task: &Task, at: usize) -> Arc<Error> {
-    match &task.outcomes()[at] {
-        Outcome::Failed(error) => error.clone(),
+pub(super) fn failure(task: &CacheTask, at: usize) -> Error {
+    match task.outcomes().swap_remove(at) {
+        Outcome::Failed(error) => error,
         other => panic!("{other:?}"),
     }
 }
 
 /// Checks why a destination in cluster 2 failed, and at which layer.
-pub(super) fn check_failed(task: &Task, at: usize, kind: ErrorKind, layer: u32) {
+pub(super) fn check_failed(task: &CacheTask, at: usize, kind: ErrorKind, layer: u32) {
     let error = failure(task, at);
     assert_eq!(error.kind(), kind, "{error}");
     let facts = (error.fact("cluster"), error.fact("layer"));

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind, Layers, Name,
-    Outcome, Placement, PullRows, Target, Task,
+    CacheId, CacheKind, CacheTask, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind, Layers,
+    Name, Outcome, Placement, PullRows, Target,
 };
 
 use super::broken_streams::{Fixture, faults};
@@ -131,7 +131,7 @@ impl Slow {
 }
 
 /// Marks a layer ready, and waits until it has arrived.
-fn send(task: &Arc<Task>, layer: u32) {
+fn send(task: &CacheTask, layer: u32) {
     task.ready(layer).unwrap();
     eventually("the layer", || task.progress()[0].layers == layer + 1);
 }

@@ -1,0 +1,179 @@
+//! A layer-wise transfer whose layers come in order, from a thread that asks for one after the other and stops at the first
+//! one that does not come (contract §8.2 to §8.4).
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::async_calls::AsyncCalls;
+use super::delivery::{Carried, Delivery, DeliveryState, ReportedLayers, TaskLimits};
+use super::layer_task::LayerTask;
+use super::task_state::{Awaited, TaskState, UNREACHED};
+use crate::error::{Error, ErrorKind, Result};
+use crate::events::Transfer;
+use crate::model::Deadline;
+
+/// A [`LayerTask`] whose layers come in order. If it is dropped, destinations that wait for a layer end.
+#[derive(Debug)]
+pub struct CacheTask {
+    task: LayerTask,
+    patience: Option<Duration>,
+}
+
+/// Outcome of a destination.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// The transfer ended before any layer for it was ready.
+    Unreached,
+    /// Something of it moves, or may move later.
+    UnderWay,
+    /// Every layer is in place.
+    Done,
+    /// It ended early. Layers that were pushed before are in place.
+    Failed(Error),
+}
+
+impl CacheTask {
+    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. `calls` are not the asynchronous
+    /// calls of the engine: their number is limited, and `drain` waits for them. A layer has `limit` from the start of its
+    /// push. The transfer waits at most `patience` for a layer.
+    pub(crate) fn start(
+        calls: &AsyncCalls,
+        layers: u32,
+        deliveries: Vec<Delivery>,
+        limit: Duration,
+        patience: Option<Duration>,
+    ) -> Result<CacheTask> {
+        let limits = TaskLimits { layer: limit, wait: None, events: false };
+        Ok(CacheTask { task: LayerTask::begin(calls, layers, deliveries, limits)?, patience })
+    }
+
+    /// Returns the layers that any destination needs, ascending.
+    pub fn layers(&self) -> Vec<u32> {
+        let state = self.task.task.state.lock();
+        let needed = state.deliveries.iter().flat_map(|delivery| delivery.range.first..delivery.range.end);
+        needed.collect::<BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// Returns whether a destination that has not ended needs `layer`. If so, and if `layer` is not ready,
+    /// the wait for it starts now.
+    pub fn wanted(&self, layer: u32) -> bool {
+        let mut state = self.task.task.state.lock();
+        let wanted = state.deliveries.iter().any(|delivery| delivery.awaits(layer));
+        let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
+        let awaited = Awaited { layer, since: Instant::now(), patience };
+        state.awaited = (wanted && !state.layers.is_reported(layer)).then_some(awaited);
+        drop(state);
+        if patience.is_some() {
+            self.task.task.watch();
+        }
+        wanted
+    }
+
+    /// Reports that `layer` may be pushed, as [`LayerTask::ready`] does.
+    pub fn ready(&self, layer: u32) -> Result<()> {
+        self.task.ready(layer)
+    }
+
+    /// Reports that `layer` and every layer that is not ready yet will never be ready. Destinations that need `layer` or an
+    /// earlier one of these fail with `error`. Destinations that begin after `layer` are never reached. Destinations whose
+    /// layers are all ready continue.
+    pub(crate) fn refuse(&self, layer: u32, error: &Error) {
+        self.task.task.state.lock().refuse(layer, error);
+        self.task.task.settle_all();
+    }
+
+    /// Refuses a layer because the code that computes it reports that it will not be ready
+    /// (contract §8.3).
+    pub fn not_ready(&self, layer: u32) {
+        let text = format!("layer {layer} is not ready: synchronize_layer returned a false value");
+        self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
+    }
+
+    /// Refuses a layer because the code that reports layers failed with `why` (contract §8.3,
+    /// ruling for exceptions).
+    pub fn broken(&self, layer: u32, why: &str) {
+        let text = format!("layer {layer} will not be ready: {why}");
+        self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
+    }
+
+    /// Returns the transfer of each destination, in the order of the destinations.
+    pub fn transfers(&self) -> &[Arc<Transfer>] {
+        self.task.transfers()
+    }
+
+    /// Cancels all transfers that have not ended. Layers in transit are still pushed. Returns `false` if all had ended or were
+    /// cancelled before.
+    pub fn cancel(&self) -> bool {
+        let cancels = |transfer: &&Arc<Transfer>| !transfer.cancelled() && transfer.cancel();
+        self.transfers().iter().filter(cancels).count() > 0
+    }
+
+    /// Whether the transfer has ended: nothing of it moves, or ever will.
+    pub fn done(&self) -> bool {
+        self.transfers().iter().all(|transfer| transfer.done())
+    }
+
+    /// Waits until the transfer is [`done`](Self::done). Returns `Ok(false)` once `deadline` has passed, and
+    /// `Err` only if interrupted.
+    pub fn wait(&self, deadline: Deadline) -> Result<bool> {
+        for transfer in self.transfers() {
+            if !transfer.wait(deadline)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Returns the outcome of each destination.
+    pub fn outcomes(&self) -> Vec<Outcome> {
+        let outcome = |transfer: &Arc<Transfer>| match transfer.peek() {
+            None => Outcome::UnderWay,
+            Some(Ok(_)) => Outcome::Done,
+            Some(Err(error)) if error.kind() == UNREACHED => Outcome::Unreached,
+            Some(Err(error)) => Outcome::Failed(error),
+        };
+        self.transfers().iter().map(outcome).collect()
+    }
+
+    /// Returns why each destination is not done: why it failed, or what it waits for. `None` for destinations
+    /// that are done, and for those that were never reached.
+    pub fn reasons(&self) -> Vec<Option<Error>> {
+        let outcomes = self.outcomes();
+        let mut state = self.task.task.state.lock();
+        let TaskState { layers, deliveries, awaited, .. } = &mut *state;
+        let reason = |(outcome, delivery): (Outcome, &mut DeliveryState)| match outcome {
+            Outcome::Unreached | Outcome::Done => None,
+            Outcome::UnderWay => Some(unfinished(delivery, layers, *awaited)),
+            Outcome::Failed(error) => Some(error),
+        };
+        outcomes.into_iter().zip(deliveries).map(reason).collect()
+    }
+
+    /// How long the transfer may wait for one layer, if there is a limit.
+    pub fn patience(&self) -> Option<Duration> {
+        self.patience
+    }
+
+    /// Returns the progress of each destination.
+    pub fn progress(&self) -> Vec<Carried> {
+        self.task.task.state.lock().deliveries.iter().map(DeliveryState::progress).collect()
+    }
+}
+
+/// Returns why a destination has no result yet.
+fn unfinished(delivery: &mut DeliveryState, layers: &ReportedLayers, awaited: Option<Awaited>) -> Error {
+    let (layer, done) = (delivery.current(layers), delivery.progress().layers);
+    let error = |text: &str| {
+        let error = Error::new(ErrorKind::Timeout, text).with("cluster", delivery.cluster);
+        error.with("layer", layer).with("layers_done", done)
+    };
+    if layers.is_reported(layer) {
+        return error("not done yet: the layer is being transferred");
+    }
+    match awaited {
+        Some(awaited) if delivery.awaits(awaited.layer) => error("not done yet: waiting for the layer")
+            .with("waited_ms", awaited.since.elapsed().as_millis()),
+        _ => error("not done yet: the layer was not requested"),
+    }
+}
