@@ -115,13 +115,13 @@ fn main() {
     let copied = |number: u32| {
         let (src_batch_index, dst_batch_index) = (number % 2, 2 + number % 2);
         let args = CopyArgs { dst_batch_index, src_batch_index, offset: 0, size: -1 };
-        engine.copy_kv_cache(&end, &end, args).unwrap();
+        engine.copy_kv_cache(&end, &end, args).run().unwrap();
     };
     let calls: [Case<'_>; 3] = [
         ("DeallocateCache of nothing", "Deallocate", &|_| engine.deallocate(CacheId(99)).unwrap()),
         ("CopyKvCache of 64 bytes", "CopyCache", &copied),
         ("CopyKvBlocks of one block", "CopyBlocks", &|_| {
-            engine.copy_kv_blocks(&end, &end, &[0], &[&[3]]).unwrap();
+            engine.copy_kv_blocks(&end, &end, &[0], &[&[3]]).run().unwrap();
         }),
     ];
     println!(

@@ -232,7 +232,7 @@ fn swaps(options: &Options, tensors: u32, block: u64, wanted: &impl Fn(&str) -> 
         let (from, to) = (shuffle.order(rows), shuffle.order(rows));
         let pairs: Vec<_> = from.into_iter().zip(to.iter().copied()).collect();
         let ends = (End::Managed(src.id()), End::Managed(dst.id()));
-        let ours = || bed.engine.swap_blocks(&ends.0, &ends.1, &pairs).unwrap();
+        let ours = || bed.engine.swap_blocks(&ends.0, &ends.1, &pairs).run().unwrap();
         compare(name, options, tensors, &flat(src, dst, &pairs), (dst, &to), ours);
     }
 }
@@ -249,7 +249,7 @@ fn blocks(options: &Options, tensors: u32, block: u64, wanted: &impl Fn(&str) ->
     let (from, to) = order.split_at(half as usize);
     let pairs: Vec<_> = from.iter().copied().zip(to.iter().copied()).collect();
     let end = End::Managed(bed.device.id());
-    let ours = || bed.engine.copy_blocks(&end, &pairs).unwrap();
+    let ours = || bed.engine.copy_blocks(&end, &pairs).run().unwrap();
     compare(
         "copy_blocks",
         options,
@@ -269,7 +269,7 @@ fn slots(options: &Options, tensors: u32, wanted: &impl Fn(&str) -> bool) {
     let bed = Bed::new(options, tensors, slot, CacheKind::Batch, SwapInPath::Auto);
     let ends = (End::Managed(bed.host.id()), End::Managed(bed.device.id()));
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 0, offset: 0, size: -1 };
-    let ours = || bed.engine.copy_cache(&ends.0, &ends.1, args).unwrap();
+    let ours = || bed.engine.copy_cache(&ends.0, &ends.1, args).run().unwrap();
     let whole = flat(&bed.device, &bed.host, &[(0, 0)]);
     // The loops split the slot into two halves, as a programmer would by hand.
     let halves = whole.moves.iter().flat_map(|&(s, d)| {

@@ -168,7 +168,7 @@ fn copies(options: &Options) {
             let (engine, [device, host]) = &beds[side];
             let (src, dst) = (End::Managed(device.id()), End::Managed(host.id()));
             words(host).fill(0);
-            let took = clocked(|| engine.swap_blocks(&src, &dst, &pairs).unwrap());
+            let took = clocked(|| engine.swap_blocks(&src, &dst, &pairs).run().unwrap());
             verify(host, 3, &pairs);
             [(options.mib << 20) as f64 / took / 1e9]
         });
@@ -197,7 +197,7 @@ fn pull(local: &DataDist, remote: &Cache, to: &Cache, pairs: &[(i64, i64)]) -> f
     let (src, dst): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
     let rows = PullRows::Blocks { remote: src, local: dst };
     words(to).fill(0);
-    let took = clocked(|| local.pull(name, &End::Managed(to.id()), &rows, Layers::ALL).unwrap());
+    let took = clocked(|| local.pull(name, &End::Managed(to.id()), rows, Layers::ALL).run().unwrap());
     verify(to, 5, pairs);
     to.geometry().tensor_bytes() as f64 / took / 1e9
 }

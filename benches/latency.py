@@ -61,6 +61,8 @@ def other(commit: str) -> Path:
     if (core / "mem").exists():  # commits before the modules were renamed
         for name, before in RENAMED.items():
             source = source.replace(name, before)
+    if not (core / "engine" / "operation.rs").exists():  # commits in which a method ran its call at once
+        source = source.replace(".run()", "").replace("rows, Layers::ALL", "&rows, Layers::ALL")
     if not any((core / name).exists() for name in ("memory/list_allocator.rs", "mem/kept.rs")):
         without = r"use [^\n]*::KeptLists;\n|/// As in the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n"
         source = re.sub(without, "", source)

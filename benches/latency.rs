@@ -324,7 +324,7 @@ impl Pair {
     fn pull(&self, remote: Vec<i64>, local: Vec<i64>) {
         let name = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: self.source.id(), row: 0 } };
         let rows = PullRows::Blocks { remote, local };
-        self.local.pull(name, &End::Managed(self.to.id()), &rows, Layers::ALL).unwrap();
+        self.local.pull(name, &End::Managed(self.to.id()), rows, Layers::ALL).run().unwrap();
     }
 }
 
@@ -345,9 +345,9 @@ fn local(kind: &str, block: u64, seconds: f64, bare: &Bare) -> Taken {
     measured(block, seconds, bare, |(src, dst)| {
         let pair = [(src as i64, dst as i64)];
         match kind {
-            "copy" => engine.copy_blocks(&device, &pair),
-            "swap_out" => engine.swap_blocks(&device, &host, &pair),
-            _ => engine.swap_blocks(&host, &device, &pair),
+            "copy" => engine.copy_blocks(&device, &pair).run(),
+            "swap_out" => engine.swap_blocks(&device, &host, &pair).run(),
+            _ => engine.swap_blocks(&host, &device, &pair).run(),
         }
         .unwrap();
     })
@@ -383,7 +383,7 @@ fn swap_lists(list: (u64, u64), seconds: f64, bare: &Bare) -> Taken {
         .map(|placement| End::Managed(allocate(&engine, placement, list.1).id()));
     lists(list, seconds, bare, |places| {
         let pairs: Vec<_> = places.iter().map(|&(src, dst)| (src as i64, dst as i64)).collect();
-        engine.swap_blocks(&device, &host, &pairs).unwrap();
+        engine.swap_blocks(&device, &host, &pairs).run().unwrap();
     })
 }
 

@@ -175,7 +175,7 @@ def test_a_thread_that_ends_early_fails_the_transfer(transfer: Transfer, monkeyp
 def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
     """It continues if all its layers are ready. Otherwise it ends, as after Ctrl-C before the thread starts."""
     near, to = transfer.near, transfer.to
-    start = near.dist.cache_manager._engine.transfer_cache_async
+    start = near.dist.cache_manager._native.transfer_cache_async
     native = start(near.held["n"].handle, Steps(), [to.to(range(4))], None, None, None)
     if asked:
         assert native.wanted(0)

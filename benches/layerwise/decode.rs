@@ -187,6 +187,6 @@ fn pull(engine: &DataDist, kv: &Kv, (src, dst): (&[i64], &[i64]), layers: Layers
     let from = RemoteName { cluster: ClusterId(1), name: Name::Key(KEY) };
     let rows = PullRows::Blocks { remote: src.to_vec(), local: dst.to_vec() };
     let started = Instant::now();
-    engine.pull(from, &kv.end, &rows, layers).unwrap();
+    engine.pull(from, &kv.end, rows, layers).run().unwrap();
     started.elapsed().as_nanos()
 }

@@ -48,22 +48,22 @@ impl Bed {
     fn copy(&self, from: &[i64], to: &[i64]) {
         let beyond = self.most as i64;
         let pairs: Vec<_> = from.iter().copied().zip(to.iter().map(|to| to + beyond)).collect();
-        self.engine.copy_blocks(&self.local.end, &pairs).unwrap();
+        self.engine.copy_blocks(&self.local.end, &pairs).run().unwrap();
     }
 
     fn swap(&self, from: &[i64], to: &[i64]) {
         let pairs: Vec<_> = from.iter().copied().zip(to.iter().copied()).collect();
-        self.engine.swap_blocks(&self.local.end, &self.host.end, &pairs).unwrap();
+        self.engine.swap_blocks(&self.local.end, &self.host.end, &pairs).run().unwrap();
     }
 
     fn pull(&self, from: &[i64], to: &[i64]) {
         let rows = PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
-        self.engine.pull(shared(), &self.local.end, &rows, Layers::ALL).unwrap();
+        self.engine.pull(shared(), &self.local.end, rows, Layers::ALL).run().unwrap();
     }
 
     fn push(&self, from: &[i64], to: &[i64]) {
         let rows = PushRows::Blocks { local: from.to_vec(), remote: to.to_vec() };
-        self.engine.push(&self.local.end, shared(), &rows, Layers::ALL).unwrap();
+        self.engine.push(&self.local.end, shared(), rows, Layers::ALL).run().unwrap();
     }
 }
 

@@ -53,11 +53,11 @@ fn speeds(bytes: u64, workers: usize, options: &Options) -> (Vec<f64>, Vec<f64>)
         let pairs: Vec<_> = from.iter().copied().zip(to.iter().copied()).collect();
         host.poison();
         let speed = |nanos: f64| (rows * bytes) as f64 / nanos;
-        swapped.push(speed(nanos(|| engine.swap_blocks(&local.end, &host.end, &pairs).unwrap())));
+        swapped.push(speed(nanos(|| engine.swap_blocks(&local.end, &host.end, &pairs).run().unwrap())));
         host.verify(&from, &to);
         local.poison();
         let rows = PullRows::Blocks { remote: from.clone(), local: to.clone() };
-        pulled.push(speed(nanos(|| engine.pull(shared(), &local.end, &rows, Layers::ALL).unwrap())));
+        pulled.push(speed(nanos(|| engine.pull(shared(), &local.end, rows, Layers::ALL).run().unwrap())));
         local.verify(&from, &to);
         local.fill();
     }

@@ -168,7 +168,9 @@ impl Decoder {
         loop {
             from = (0..TAKEN).map(|_| (shuffle.next() % ROWS) as i64).collect::<Vec<_>>();
             let rows = PullRows::Blocks { remote: from.clone(), local: to.clone() };
-            times.push(nanos(|| self.engine.pull(shared(), &self.local.end, &rows, Layers::ALL).unwrap()));
+            times.push(nanos(|| {
+                self.engine.pull(shared(), &self.local.end, rows, Layers::ALL).run().unwrap()
+            }));
             if Instant::now() >= until {
                 break;
             }

@@ -105,7 +105,7 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
 fn pull(engine: &DataDist, local: &Blocks, cluster: ClusterId) {
     let from = RemoteName { cluster, name: Name::Key(SHARED) };
     let rows = PullRows::Blocks { remote: vec![0], local: vec![0] };
-    engine.pull(from, &local.end, &rows, Layers::ALL).unwrap();
+    engine.pull(from, &local.end, rows, Layers::ALL).run().unwrap();
 }
 
 /// This process requests keys of an owner in another process.
@@ -118,7 +118,7 @@ pub fn asked(options: &Options, report: &mut Report) {
 
 fn pull_key(engine: &DataDist, local: &End, id: u64) {
     let from = RemoteName { cluster: OWNER, name: Name::Key(numbered(id)) };
-    engine.pull(from, local, &PullRows::slot(0, -1), Layers::ALL).unwrap();
+    engine.pull(from, local, PullRows::slot(0, -1), Layers::ALL).run().unwrap();
 }
 
 fn slot(engine: &DataDist) -> End {

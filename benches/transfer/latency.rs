@@ -43,12 +43,12 @@ fn one_sided(options: &Options, transport: &str) {
     for (pause, between) in PAUSES {
         show(options, &format!("{transport}, pull, remote-accessible{between}"), pause, |call| {
             let rows = PullRows::Blocks { remote: vec![row(call)], local: vec![row(call + 5)] };
-            engine.pull(remote, &local.end, &rows, Layers::ALL).unwrap();
+            engine.pull(remote, &local.end, rows, Layers::ALL).run().unwrap();
         });
         local.verify(1, &[row(0)], &[row(5)]);
         show(options, &format!("{transport}, push, remote-accessible{between}"), pause, |call| {
             let rows = PushRows::Blocks { local: vec![row(call)], remote: vec![row(call)] };
-            engine.push(&local.end, remote, &rows, Layers::ALL).unwrap();
+            engine.push(&local.end, remote, rows, Layers::ALL).run().unwrap();
         });
         prefill.ask("fill 1");
     }
@@ -65,15 +65,12 @@ fn released(options: &Options, transport: &str) {
         show(options, &format!("{transport}, pull, the key is released{between}"), pause, |call| {
             let name = Name::Key(CacheKey::Request { model: 1, id: first + call as u64 });
             let from = RemoteName { cluster: ClusterId(2), name };
-            engine.pull(from, &local, &PullRows::slot(0, -1), Layers::ALL).unwrap();
+            engine.pull(from, &local, PullRows::slot(0, -1), Layers::ALL).run().unwrap();
         });
         let name = Name::Key(CacheKey::Request { model: 1, id: first });
-        let gone = engine.pull(
-            RemoteName { cluster: ClusterId(2), name },
-            &local,
-            &PullRows::slot(0, -1),
-            Layers::ALL,
-        );
+        let gone = engine
+            .pull(RemoteName { cluster: ClusterId(2), name }, &local, PullRows::slot(0, -1), Layers::ALL)
+            .run();
         assert!(gone.is_err(), "the key was not released");
     }
 }

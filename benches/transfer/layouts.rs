@@ -5,11 +5,10 @@
 
 use std::fmt::Write as _;
 use std::ops::Range;
-use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, CallOptions, ClusterId, DataDist, DataType, Deadline, End, GroupMember,
-    KvLayout, KvPlanes, Layers, Name, Placement, PullRows, RemoteName, TokenOrder,
+    CacheDesc, CacheKey, CacheKind, CallExtras, ClusterId, DataDist, DataType, End, GroupMember, KvLayout,
+    KvPlanes, Layers, Name, Placement, PullRows, RemoteName, TokenOrder,
 };
 
 use crate::Options;
@@ -25,8 +24,6 @@ const SIZES: [u64; 2] = [64, 256];
 const HEAD_DIM: u32 = 128;
 /// Tensors of every cache, two for each layer.
 const TENSORS: u32 = 16;
-/// A time limit of a transfer that is never reached.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The heads of a rank, their order, and the tokens of a block.
 #[derive(Clone)]
@@ -210,21 +207,13 @@ impl Bed<'_> {
         let local = End::Managed(self.target.id);
         if let [model] = owners {
             let (remote, rows) = self.part(*model);
-            return self.engine.pull(remote, &local, &rows, Layers::ALL).unwrap();
+            return self.engine.pull(remote, &local, rows, Layers::ALL).run().unwrap();
         }
         let member = |&model: &u64| {
             let (remote, rows) = self.part(model);
             GroupMember { remote, local: local.clone(), rows, grant: None }
         };
-        let call = self
-            .engine
-            .pull_owners_async(
-                owners.iter().map(member).collect(),
-                CallOptions { quiet: true, ..CallOptions::default() },
-            )
-            .unwrap();
-        assert!(call.wait(Deadline::after(PATIENCE)).unwrap(), "the transfer did not end");
-        call.outcome().expect("it has ended").unwrap();
+        self.engine.pull_owners(owners.iter().map(member).collect(), CallExtras::default()).run().unwrap();
     }
 
     fn poison(&self) {

@@ -109,7 +109,7 @@ fn knowing() {
         let started = Instant::now();
         let from = RemoteName { cluster: ClusterId(2), name: Name::Key(key) };
         let rows = PullRows::slot(0, -1);
-        engine.pull(from, &End::Managed(cache.id()), &rows, Layers::ALL).unwrap();
+        engine.pull(from, &End::Managed(cache.id()), rows, Layers::ALL).run().unwrap();
         started.elapsed().as_nanos() as u64
     };
     let first: Vec<u64> = (0..1000).map(|id| pull(CacheKey::Request { model: 2, id: id * 97 })).collect();

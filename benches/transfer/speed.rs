@@ -143,12 +143,12 @@ impl Bed {
 
     fn pull(&self, target: &Blocks, from: &[i64], to: &[i64]) {
         let rows = PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
-        self.engine.pull(self.remote, &target.end, &rows, Layers::ALL).unwrap();
+        self.engine.pull(self.remote, &target.end, rows, Layers::ALL).run().unwrap();
     }
 
     fn push(&self, target: &Blocks, from: &[i64], to: &[i64]) {
         let rows = PushRows::Blocks { local: from.to_vec(), remote: to.to_vec() };
-        self.engine.push(&target.end, self.remote, &rows, Layers::ALL).unwrap();
+        self.engine.push(&target.end, self.remote, rows, Layers::ALL).run().unwrap();
     }
 
     fn drop_blocks(&self, blocks: &Blocks) {

@@ -73,12 +73,12 @@ impl Moves {
 
     fn pull(&self, side: &Side) {
         let rows = PullRows::Blocks { remote: self.from.clone(), local: self.to.clone() };
-        side.engine.pull(Self::REMOTE, &side.cache.end, &rows, Layers::ALL).unwrap();
+        side.engine.pull(Self::REMOTE, &side.cache.end, rows, Layers::ALL).run().unwrap();
     }
 
     fn push(&self, side: &Side) {
         let rows = PushRows::Blocks { local: self.from.clone(), remote: self.to.clone() };
-        side.engine.push(&side.cache.end, Self::REMOTE, &rows, Layers::ALL).unwrap();
+        side.engine.push(&side.cache.end, Self::REMOTE, rows, Layers::ALL).run().unwrap();
     }
 
     fn pulled<'a>(&'a self, name: &str, side: &'a Side) -> Way<'a> {

@@ -49,7 +49,7 @@ fn line(options: &Options, transport: &str, mib: u64) {
     let moved = PullRows::Blocks { remote: from.clone(), local: to.clone() };
     let pull = |verify| {
         let extras = CallExtras { verify: Some(verify), ..CallExtras::default() };
-        engine.pull_with(remote, &target.end, &moved, Layers::ALL, extras).unwrap();
+        engine.pull_with(remote, &target.end, moved.clone(), Layers::ALL, extras).run().unwrap();
     };
     let hash = || {
         for &row in &to {

@@ -5,9 +5,9 @@ Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an inte
 """
 
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, Generic, TypeVar, final
 
-from typing_extensions import CapsuleType, TypeAlias
+from typing_extensions import CapsuleType, Self, TypeAlias
 
 from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
@@ -21,10 +21,11 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Cache
 __all__ = [
     "DATA_TYPES",
     "STATUS_CODES",
-    "AsyncCalls",
     "CacheBuffer",
+    "CacheCalls",
     "Completed",
     "DataDist",
+    "Events",
     "Grant",
     "GrantEnded",
     "Grants",
@@ -70,6 +71,7 @@ __all__ = [
 ]
 
 _Value = TypeVar("_Value")
+_Outcome = TypeVar("_Outcome")
 _Class: TypeAlias = type[Any] | list[type[Any]] | tuple[type[Any], ...]
 _AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 _Tokens: TypeAlias = range | tuple[int, int]
@@ -175,76 +177,8 @@ class DataDist:
     def check_link(self, remote_cluster_id: int) -> None:
         """Raise unless the peer answers within ``sync_kv_timeout`` (contract §6.11)."""
 
-    def remap(self) -> None:
-        """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator (contract §7.17)."""
-
-    def pull_cache(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        cache: Cache,
-        batch_index: int,
-        size: int,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-    ) -> None:
-        """Read a batch slot of a peer into a local slot (contract §7.12)."""
-
-    def pull_blocks(
-        self,
-        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
-        dst_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
-        grant_done: bool,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        part: tuple[int, int, int | None] | None,
-    ) -> None:
-        """Read blocks of a peer into local blocks (contract §7.13)."""
-
-    def push_cache(
-        self,
-        dst_cache_key: CacheKeyByIdAndIndex,
-        src_cache: Cache,
-        src_batch_index: int,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        size: int,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-    ) -> None:
-        """Write a batch slot to a peer (contract §7.14)."""
-
-    def push_blocks(
-        self,
-        dst_cache_key: BlocksCacheKey,
-        src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        layout: str | None,
-        part: tuple[int, int, int | None] | None,
-    ) -> None:
-        """Write blocks to a peer (contract §7.15)."""
+    def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Unbind a key (contract §7.5)."""
 
     def transfer_cache_async(
         self,
@@ -269,8 +203,17 @@ class DataDist:
     def sync_kv_timeout(self) -> int:
         """Return the limit of one call in milliseconds."""
 
-    def huge_page_bytes(self) -> dict[str, int]:
-        """Return the bytes of the ``device`` and the ``host`` pool that are in huge pages. The call is slow."""
+@final
+class CacheCalls(Generic[_Outcome]):
+    """The caches of an engine in CacheManager mode (contract §7).
+
+    A call that moves bytes returns once they are in place, or starts and returns a ``Transfer``. A call that starts
+    also raises ``LLM_LINK_BUSY``. Its ``timeout_ms`` is in milliseconds (uint32, above 0), and ``None`` means
+    ``sync_kv_timeout``.
+    """
+
+    def __new__(cls, native: DataDist, starts: bool) -> Self:
+        """Make the object for the engine ``native``. With ``starts``, its calls start."""
 
     def allocate_cache(
         self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], contiguous: bool
@@ -287,9 +230,6 @@ class DataDist:
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Release a blocks cache (contract §7.4)."""
-
-    def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key (contract §7.5)."""
 
     def register_cache(
         self,
@@ -312,6 +252,78 @@ class DataDist:
     def unregister_cache(self, cache_id: int) -> None:
         """Remove a registered cache (contract §7.8)."""
 
+    def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int,
+        size: int,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Read a batch slot of a peer into a local slot (contract §7.12)."""
+
+    def pull_blocks(
+        self,
+        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
+        dst_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
+        grant_done: bool,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        part: tuple[int, int, int | None] | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Read blocks of a peer into local blocks (contract §7.13)."""
+
+    def push_cache(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        size: int,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Write a batch slot to a peer (contract §7.14)."""
+
+    def push_blocks(
+        self,
+        dst_cache_key: BlocksCacheKey,
+        src_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        layout: str | None,
+        part: tuple[int, int, int | None] | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Write blocks to a peer (contract §7.15)."""
+
     def copy_cache(
         self,
         dst: Cache,
@@ -321,12 +333,17 @@ class DataDist:
         offset: int,
         size: int,
         req_id: int | None,
-    ) -> None:
+        timeout_ms: int | None,
+    ) -> _Outcome:
         """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot (contract §7.9)."""
 
     def copy_blocks(
-        self, cache: Cache, copy_block_info: dict[int, list[int]] | Any, part: tuple[int, int, int | None] | None
-    ) -> None:
+        self,
+        cache: Cache,
+        copy_block_info: dict[int, list[int]] | Any,
+        part: tuple[int, int, int | None] | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
         """Copy blocks inside one cache (contract §7.10)."""
 
     def swap_blocks(
@@ -335,11 +352,90 @@ class DataDist:
         dst_cache: Cache,
         src_to_dst: dict[int, int] | Any,
         part: tuple[int, int, int | None] | None,
-    ) -> None:
+        timeout_ms: int | None,
+    ) -> _Outcome:
         """Copy blocks between host and device (contract §7.11)."""
+
+    def pull_owners(
+        self,
+        src_cache_keys: list[Any] | tuple[_AnyKey, ...],
+        dst_cache: Cache,
+        src_blocks: list[Any] | tuple[Any, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
+        grant_done: bool,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        part: tuple[int, int, int | None] | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Pull one sequence from several owners; ``src_blocks`` has one list of blocks for each."""
+
+    def push_owners(
+        self,
+        dst_cache_keys: list[BlocksCacheKey] | tuple[BlocksCacheKey, ...],
+        src_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[Any] | tuple[Any, ...] | Any,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        layout: str | None,
+        part: tuple[int, int, int | None] | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Push one sequence to several owners; ``dst_blocks`` has one list of blocks for each."""
+
+    def pull_group(
+        self,
+        parts: Any,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        grants_done: bool,
+        layout: str | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Pull several caches.
+
+        ``parts`` has ``(key, cache, src_blocks, dst_blocks[, grant])`` or ``GroupPart`` items.
+        """
+
+    def push_group(
+        self,
+        parts: Any,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        timeout_ms: int | None,
+    ) -> _Outcome:
+        """Push several caches.
+
+        ``parts`` has ``(key, cache, src_blocks, dst_blocks)`` or ``GroupPart`` items.
+        """
+
+    def begin_layers(
+        self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
+    ) -> LayerTask:
+        """Start a layer-wise transfer whose layers the caller reports; ``destinations`` has ``LayerDestination``s."""
 
     def tensor_views(self, cache: Cache) -> list[TensorView]:
         """Return a view of every tensor of a cache."""
+
+    def remap(self) -> None:
+        """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator (contract §7.17)."""
+
+    def huge_page_bytes(self) -> dict[str, int]:
+        """Return the bytes of the ``device`` and the ``host`` pool that are in huge pages. The call is slow."""
 
 @final
 class Transfer:
@@ -611,198 +707,11 @@ class LoopQueue:
         """Remove and return the numbers of the queued calls."""
 
 @final
-class AsyncCalls:
-    """The asynchronous calls of an engine, and its events. The original does not have them.
+class Events:
+    """The events of an engine in CacheManager mode. The original does not have them."""
 
-    The errors are those of ``DataDist``; every call that starts a transfer also raises ``LLM_LINK_BUSY``. Its
-    ``timeout_ms`` is in milliseconds (uint32, above 0), and ``None`` means ``sync_kv_timeout``.
-    """
-
-    def __new__(cls, native: DataDist) -> AsyncCalls:
+    def __new__(cls, native: DataDist) -> Events:
         """Make the object for the engine ``native``."""
-
-    def pull_cache(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        cache: Cache,
-        batch_index: int,
-        size: int,
-        timeout_ms: int | None,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-    ) -> Transfer:
-        """Start a pull of a slot (contract §7.12)."""
-
-    def pull_blocks(
-        self,
-        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
-        dst_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
-        timeout_ms: int | None,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
-        grant_done: bool,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        part: tuple[int, int, int | None] | None,
-    ) -> Transfer:
-        """Start a pull of blocks (contract §7.13)."""
-
-    def push_cache(
-        self,
-        dst_cache_key: CacheKeyByIdAndIndex,
-        src_cache: Cache,
-        src_batch_index: int,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        size: int,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        timeout_ms: int | None,
-    ) -> Transfer:
-        """Start a push of a slot (contract §7.14)."""
-
-    def push_blocks(
-        self,
-        dst_cache_key: BlocksCacheKey,
-        src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        layout: str | None,
-        timeout_ms: int | None,
-        part: tuple[int, int, int | None] | None,
-    ) -> Transfer:
-        """Start a push of blocks (contract §7.15)."""
-
-    def pull_owners(
-        self,
-        src_cache_keys: list[Any] | tuple[_AnyKey, ...],
-        dst_cache: Cache,
-        src_blocks: list[Any] | tuple[Any, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
-        timeout_ms: int | None,
-        quiet: bool,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
-        grant_done: bool,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        part: tuple[int, int, int | None] | None,
-    ) -> Transfer:
-        """Start a pull of one sequence from several owners; ``src_blocks`` has one list of blocks for each."""
-
-    def push_owners(
-        self,
-        dst_cache_keys: list[BlocksCacheKey] | tuple[BlocksCacheKey, ...],
-        src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[Any] | tuple[Any, ...] | Any,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        layout: str | None,
-        timeout_ms: int | None,
-        quiet: bool,
-        part: tuple[int, int, int | None] | None,
-    ) -> Transfer:
-        """Start a push of one sequence to several owners; ``dst_blocks`` has one list of blocks for each."""
-
-    def pull_group(
-        self,
-        parts: Any,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        grants_done: bool,
-        layout: str | None,
-        timeout_ms: int | None,
-        quiet: bool,
-    ) -> Transfer:
-        """Start a pull of several caches.
-
-        ``parts`` has ``(key, cache, src_blocks, dst_blocks[, grant])`` or ``GroupPart`` items.
-        """
-
-    def push_group(
-        self,
-        parts: Any,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        timeout_ms: int | None,
-        quiet: bool,
-    ) -> Transfer:
-        """Start a push of several caches.
-
-        ``parts`` has ``(key, cache, src_blocks, dst_blocks)`` or ``GroupPart`` items.
-        """
-
-    def begin_layers(
-        self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
-    ) -> LayerTask:
-        """Start a layer-wise transfer whose layers the caller reports; ``destinations`` has ``LayerDestination``s."""
-
-    def copy_cache(
-        self,
-        dst: Cache,
-        src: Cache,
-        dst_batch_index: int,
-        src_batch_index: int,
-        offset: int,
-        size: int,
-        req_id: int | None,
-        timeout_ms: int | None,
-    ) -> Transfer:
-        """Start a copy of a range of a slot (contract §7.9)."""
-
-    def copy_blocks(
-        self,
-        cache: Cache,
-        copy_block_info: Any,
-        timeout_ms: int | None,
-        part: tuple[int, int, int | None] | None,
-    ) -> Transfer:
-        """Start a copy of blocks: lists of blocks by block, or an array of shape ``(n, 2)`` (contract §7.10)."""
-
-    def swap_blocks(
-        self,
-        src_cache: Cache,
-        dst_cache: Cache,
-        src_to_dst: Any,
-        timeout_ms: int | None,
-        part: tuple[int, int, int | None] | None,
-    ) -> Transfer:
-        """Start a swap: blocks by block, or an array of shape ``(n, 2)`` (contract §7.11).
-
-        Every argument error is a ``ValueError`` as well.
-        """
 
     def ensure_link(
         self, address: str, metadata: bytes | bytearray | None, cluster_id: int | None, timeout_ms: int

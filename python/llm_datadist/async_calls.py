@@ -43,14 +43,18 @@ class AsyncCalls(GrantCalls):
     """
 
     def __init__(self, native: _core.DataDist) -> None:
-        super().__init__(native, native)
-        self._asynchronous: Optional[_core.AsyncCalls] = None
+        super().__init__(native, _core.CacheCalls(native, False))
+        self._starting: _core.CacheCalls[_core.Transfer] = _core.CacheCalls(native, True)
+        self._events = _core.Events(native)
 
-    def _calls_async(self) -> _core.AsyncCalls:
+    def _calls_async(self) -> _core.CacheCalls[_core.Transfer]:
+        """Return the receiver of the calls that are started, and not waited for."""
         self._check_open()
-        if self._asynchronous is None:
-            self._asynchronous = _core.AsyncCalls(self._native)
-        return self._asynchronous
+        return self._starting
+
+    def _open_events(self) -> _core.Events:
+        self._check_open()
+        return self._events
 
     @logged
     def pull_cache_async(
@@ -93,8 +97,8 @@ class AsyncCalls(GrantCalls):
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
-        rest = (*layers, notify, verify, layout)
-        return self._calls_async().pull_cache(cache_key, cache, batch_index, size, timeout_ms, *rest)
+        rest = (*layers, notify, verify, layout, timeout_ms)
+        return self._calls_async().pull_cache(cache_key, cache, batch_index, size, *rest)
 
     @logged
     def pull_blocks_async(
@@ -151,12 +155,13 @@ class AsyncCalls(GrantCalls):
             LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
-        calls, moved = self._calls_async(), (dst_cache, src_blocks, dst_blocks, timeout_ms)
+        calls, moved = self._calls_async(), (dst_cache, src_blocks, dst_blocks)
         layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
         grants: Any = (grant, grant_done)
-        rest: Any = (notify, verify, layout, *grants, src_tokens, dst_tokens, (src_offset, dst_offset, length))
+        part: Any = (src_offset, dst_offset, length)
+        rest: Any = (notify, verify, layout, *grants, src_tokens, dst_tokens, part, timeout_ms)
         if isinstance(src_cache_key, (list, tuple)):
-            return calls.pull_owners(src_cache_key, *moved, False, *layers, *rest)
+            return calls.pull_owners(src_cache_key, *moved, *layers, *rest)
         return calls.pull_blocks(src_cache_key, *moved, *layers, *rest)
 
     @logged
@@ -253,15 +258,13 @@ class AsyncCalls(GrantCalls):
             LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
-        layers = (src_layer_range, dst_layer_range)
-        moved = (src_blocks, dst_blocks, *layers, tensor_num_per_layer)
-        rest: Any = (notify, verify, src_tokens, dst_tokens, layout, timeout_ms)
+        calls, moved = self._calls_async(), (src_cache, src_blocks, dst_blocks)
+        layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
         part = (src_offset, dst_offset, length)
+        rest: Any = (notify, verify, src_tokens, dst_tokens, layout, part, timeout_ms)
         if isinstance(dst_cache_key, (list, tuple)):
-            to_owners: Any = (src_cache, *moved, *rest, False, part)
-            return self._calls_async().push_owners(dst_cache_key, *to_owners)
-        to_one: Any = (*moved, *rest, part)
-        return self._calls_async().push_blocks(dst_cache_key, src_cache, *to_one)
+            return calls.push_owners(dst_cache_key, *moved, *layers, *rest)
+        return calls.push_blocks(dst_cache_key, *moved, *layers, *rest)
 
     @logged
     def copy_cache_async(
@@ -330,7 +333,7 @@ class AsyncCalls(GrantCalls):
                 and ``LLM_LINK_BUSY``. Other failures, such as ``LLM_TIMEOUT``, are the outcome of the transfer.
         """
         part = (src_offset, dst_offset, length)
-        return self._calls_async().copy_blocks(cache, copy_block_info, timeout_ms, part)
+        return self._calls_async().copy_blocks(cache, copy_block_info, part, timeout_ms)
 
     @logged
     def swap_blocks_async(
@@ -366,4 +369,4 @@ class AsyncCalls(GrantCalls):
                 and ``LLM_LINK_BUSY``. Other failures, such as ``LLM_TIMEOUT``, are the outcome of the transfer.
         """
         part = (src_offset, dst_offset, length)
-        return self._calls_async().swap_blocks(src_cache, dst_cache, src_to_dst, timeout_ms, part)
+        return self._calls_async().swap_blocks(src_cache, dst_cache, src_to_dst, part, timeout_ms)

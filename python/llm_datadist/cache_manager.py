@@ -117,7 +117,8 @@ class CacheManager(PullPushCalls):
             TypeError: ``cache_key`` is not a ``CacheKey``.
             AttributeError: ``cache_key`` is ``None``.
         """
-        self._engine.remove_cache_key(cache_key)
+        self._check_open()
+        self._native.remove_cache_key(cache_key)
 
     @logged
     def allocate_blocks_cache(
@@ -274,7 +275,7 @@ class CacheManager(PullPushCalls):
                 slot; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
+        self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id, None)
 
     @logged
     def copy_blocks(
@@ -308,7 +309,7 @@ class CacheManager(PullPushCalls):
                 ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_blocks(cache, copy_block_info, (src_offset, dst_offset, length))
+        self._engine.copy_blocks(cache, copy_block_info, (src_offset, dst_offset, length), None)
 
     @logged
     def swap_blocks(
@@ -343,7 +344,7 @@ class CacheManager(PullPushCalls):
             LLMException: ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows
                 for longer than ``sync_kv_timeout``.
         """
-        self._engine.swap_blocks(src_cache, dst_cache, src_to_dst, (src_offset, dst_offset, length))
+        self._engine.swap_blocks(src_cache, dst_cache, src_to_dst, (src_offset, dst_offset, length), None)
 
     @logged
     def transfer_cache_async(
@@ -393,8 +394,9 @@ class CacheManager(PullPushCalls):
             LLMException: ``LLM_PARAM_INVALID``: a check of contract §8.1 failed, for example for a cache in ``HOST``
                 memory, blocks into a slot, or layers outside the cache; ``LLM_FAILED``: no thread could be started.
         """
+        self._check_open()
         return layerwise.start(
-            self._engine,
+            self._native,
             src_cache,
             layer_synchronizer,
             transfer_configs,

@@ -503,12 +503,12 @@ class LLMDataDist(EngineEvents):
         """
         return self._check_initialized().stats()
 
-    def _asynchronous(self, call: str) -> _core.AsyncCalls:
+    def _asynchronous(self, call: str) -> _core.Events:
         self._check_initialized()
         raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, CACHE_MANAGER)
         if self._cache_manager is None:
             raise RuntimeError(_NOT_OPEN)
-        return self._cache_manager._calls_async()  # noqa: SLF001  (the calls of the same engine)
+        return self._cache_manager._open_events()  # noqa: SLF001  (the events of the same engine)
 
     def _by_rank(self, call: str) -> _core.DataDist:
         native = self._check_initialized()

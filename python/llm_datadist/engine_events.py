@@ -183,7 +183,7 @@ class EngineEvents:
         """
         return self._asynchronous("drain").drain(timeout_ms)
 
-    def _asynchronous(self, call: str) -> _core.AsyncCalls:
+    def _asynchronous(self, call: str) -> _core.Events:
         raise NotImplementedError(call)
 
     def _by_rank(self, call: str) -> _core.DataDist:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["GrantCalls"]
 
 
-class GrantCalls(EngineCaches["_core.DataDist"]):
+class GrantCalls(EngineCaches["_core.CacheCalls[None]"]):
     """The base of ``CacheManager`` that lends blocks."""
 
     @logged

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llm_datadist import _core
     from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 
-__all__ = ["GroupCalls", "GroupPart", "finish"]
+__all__ = ["GroupCalls", "GroupPart"]
 
 Blocks = Union[list[int], tuple[int, ...]]
 PullKey = Union["BlocksCacheKey", "CacheKey", "CacheKeyByIdAndIndex"]
@@ -132,7 +132,7 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError, LLMException: as for ``pull_blocks_async``. Python 3.11 and later
                 note the part in the exception.
         """
-        return self._calls_async().pull_group(parts, notify, verify, grants_done, layout, timeout_ms, False)
+        return self._calls_async().pull_group(parts, notify, verify, grants_done, layout, timeout_ms)
 
     @logged
     def push_group_async(
@@ -166,7 +166,7 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError, LLMException: as for ``push_blocks_async``. Python 3.11 and later
                 note the part in the exception.
         """
-        return self._calls_async().push_group(parts, notify, verify, layout, timeout_ms, False)
+        return self._calls_async().push_group(parts, notify, verify, layout, timeout_ms)
 
     @logged
     def pull_group(
@@ -193,7 +193,7 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError: as for ``pull_group_async``.
             LLMException: as for ``pull_group_async``, or the outcome of the transfer.
         """
-        finish(self._calls_async().pull_group(parts, notify, verify, grants_done, layout, timeout_ms, True))
+        self._engine.pull_group(parts, notify, verify, grants_done, layout, timeout_ms)
 
     @logged
     def push_group(
@@ -218,15 +218,4 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError: as for ``push_group_async``.
             LLMException: as for ``push_group_async``, or the outcome of the transfer.
         """
-        finish(self._calls_async().push_group(parts, notify, verify, layout, timeout_ms, True))
-
-
-def finish(transfer: _core.Transfer) -> None:
-    """Wait for the outcome of a transfer, and raise its failure. An exception that interrupts the wait cancels it."""
-    try:
-        transfer.result()
-    except BaseException:
-        if not transfer.done():  # a signal handler has raised
-            transfer.cancel()
-            transfer.exception()
-        raise
+        self._engine.push_group(parts, notify, verify, layout, timeout_ms)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist.groups import finish
 from llm_datadist.layer_tasks import LayerCalls
 from llm_datadist.log import logged
 from llm_datadist.spelling import check_keywords
@@ -90,6 +89,7 @@ class PullPushCalls(LayerCalls):
             notify,
             verify,
             layout,
+            None,
         )
 
     @logged
@@ -165,9 +165,8 @@ class PullPushCalls(LayerCalls):
         part = (src_offset, dst_offset, length)
         if isinstance(src_cache_key, (list, tuple)):
             layers: Any = (src_layer_range, dst_layer_range, tensor_num_per_layer)
-            rest: Any = (notify, verify, layout, grant, grant_done, src_tokens, dst_tokens, part)
-            moved: Any = (dst_cache, src_blocks, dst_blocks, None, True)
-            finish(self._calls_async().pull_owners(src_cache_key, *moved, *layers, *rest))
+            rest: Any = (notify, verify, layout, grant, grant_done, src_tokens, dst_tokens, part, None)
+            self._engine.pull_owners(src_cache_key, dst_cache, src_blocks, dst_blocks, *layers, *rest)
             return
         # Unpacking tuples here would double the time of the Python part of a pull.
         self._engine.pull_blocks(
@@ -186,6 +185,7 @@ class PullPushCalls(LayerCalls):
             src_tokens,
             dst_tokens,
             part,
+            None,
         )
 
     @logged
@@ -249,6 +249,7 @@ class PullPushCalls(LayerCalls):
             notify,
             verify,
             layout,
+            None,
         )
 
     @logged
@@ -309,9 +310,8 @@ class PullPushCalls(LayerCalls):
         part = (src_offset, dst_offset, length)
         if isinstance(dst_cache_key, (list, tuple)):
             ranges: Any = (src_layer_range, dst_layer_range, tensor_num_per_layer)
-            rest: Any = (notify, verify, src_tokens, dst_tokens, layout)
-            moved: Any = (src_cache, src_blocks, dst_blocks, *ranges, *rest, None, True, part)
-            finish(self._calls_async().push_owners(dst_cache_key, *moved))
+            rest: Any = (notify, verify, src_tokens, dst_tokens, layout, part, None)
+            self._engine.push_owners(dst_cache_key, src_cache, src_blocks, dst_blocks, *ranges, *rest)
             return
         # Unpacking tuples here would double the time of the Python part of a push.
         self._engine.push_blocks(
@@ -328,4 +328,5 @@ class PullPushCalls(LayerCalls):
             dst_tokens,
             layout,
             part,
+            None,
         )

@@ -23,8 +23,8 @@
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
 //! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
 //!   [`LayerRange`]s; groups of [`GroupMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
-//! - **Start calls without waiting:** the methods ending in `_async` return a [`Transfer`] with its [`TransferProgress`].
-//!   [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
+//! - **Run or start them:** each of these calls is an [`Operation`]. [`Operation::run`] waits for it, and [`Operation::start`] returns
+//!   a [`Transfer`] with its [`TransferProgress`]. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`CacheTask`] with its
 //!   [`Outcome`]s and what it has [`Carried`].
 //! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`FabricState`]).
@@ -52,7 +52,7 @@
 //!     tensors: vec![],
 //! };
 //! let cache = engine.allocate(&desc, CacheKind::Blocks, &[])?;
-//! engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2)])?;
+//! engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2)]).run()?;
 //! engine.deallocate(cache.id())?;
 //! # drop(cache);
 //! assert_eq!(engine.stats().device_pool.unwrap().pool.used_bytes, 0);
@@ -94,11 +94,11 @@
 //! // Slot 3 of the peer into slot 0 of this engine: 128 bytes in each of two tensors.
 //! let slot = |row| RemoteName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
 //! let here = End::Managed(ours.id());
-//! decode.pull(slot(3), &here, &PullRows::slot(0, -1), Layers::ALL)?;
+//! decode.pull(slot(3), &here, PullRows::slot(0, -1), Layers::ALL).run()?;
 //! // Push the second tensor only, back into slot 7.
 //! let second = LayerRange { first: 1, end: 2 };
 //! let layers = Layers { src: Some(second), dst: Some(second), tensors_per_layer: 1 };
-//! decode.push(&here, slot(7), &PushRows::Slot { local: 0 }, layers)?;
+//! decode.push(&here, slot(7), PushRows::Slot { local: 0 }, layers).run()?;
 //! let link = &decode.stats().links[0];
 //! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
 //!
@@ -113,7 +113,7 @@
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
 //!
 //! // An error explains the cause in its text and as values.
-//! let error = decode.pull(slot(8), &here, &PullRows::slot(0, -1), Layers::ALL).unwrap_err();
+//! let error = decode.pull(slot(8), &here, PullRows::slot(0, -1), Layers::ALL).run().unwrap_err();
 //! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
 //! assert_eq!(StatusCode::from(error.kind()).name(), "LLM_KV_CACHE_NOT_EXIST");
 //! assert_eq!(error.fact("cluster"), Some("1"));
@@ -174,7 +174,7 @@ pub use config::{
     SwapInPath, Token, TransportChoice,
 };
 pub use engine::{
-    CacheIndex, CallExtras, CallOptions, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, RemoteName,
+    CacheIndex, CallExtras, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, Operation, RemoteName,
 };
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{

@@ -1,34 +1,28 @@
-//! The engine class that Python calls: one short method per operation.
+//! The engine class that Python calls: links, messages and counters. `caches` has the calls of its caches.
 //!
 //! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
 use std::sync::Arc;
 
+use llm_datadist_core::ClusterId;
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, End, Placement};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
+use pyo3::types::{PyDict, PyList, PyString};
 
-use crate::arguments::{AddressesArg, DescArg, FlagArg, IntArg, RoleArg, TextArg};
+use crate::arguments::{FlagArg, IntArg, RoleArg, TextArg};
 use crate::blocks::BlocksArg;
-use crate::cache::{ManagedCache, TensorView};
-use crate::call_extras::{self, GrantArg, VerifyArg};
 use crate::convert;
 use crate::engine::Engine;
-use crate::error::{self, raise};
+use crate::error::raise;
 use crate::events::PeerHandle;
-use crate::keys::{KeyArg, KeysArg};
+use crate::keys::KeyArg;
 use crate::layerwise_arguments::{self, CheckedArguments, ConfigsArg, RawArguments, SynchronizerArg};
 use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
-use crate::pull_push_arguments::{self, BlocksOptions, LayersArg};
-use crate::selection::Selection;
-use crate::sub_rows::SubRowArg;
 use crate::task::TransferTask;
-use crate::token_ranges::{RawArg, TokensArg};
 use crate::transfer::Handles;
-use crate::{copy_arguments, log, stats};
+use crate::{log, stats};
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -159,103 +153,9 @@ impl DataDist {
         checked
     }
 
-    fn remap(&self, py: Python<'_>) -> PyResult<()> {
-        self.engine.enter(py, llm_datadist_core::DataDist::remap)
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
-    fn pull_cache(
-        &self,
-        cache_key: KeyArg<'_, '_>,
-        cache: CacheArg<'_, '_>,
-        batch_index: IntArg<'_, '_>,
-        size: IntArg<'_, '_>,
-        src_layer_range: LayersArg<'_, '_>,
-        dst_layer_range: LayersArg<'_, '_>,
-        tensor_num_per_layer: IntArg<'_, '_>,
-        notify: NotifyArg<'_, '_>,
-        verify: VerifyArg<'_, '_>,
-        layout: RawArg<'_, '_>,
-    ) -> PyResult<()> {
-        let (ends, slot) = ((cache_key, cache), (batch_index, size));
-        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
-        let extras = (notify, verify, layout);
-        let pull = pull_push_arguments::pull_cache(&self.engine, ends, slot, layers, extras)?;
-        self.engine.pull(cache.py(), pull)
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
-    fn pull_blocks(
-        &self,
-        src_cache_key: KeyArg<'_, '_>,
-        dst_cache: CacheArg<'_, '_>,
-        src_blocks: BlocksArg<'_, '_>,
-        dst_blocks: BlocksArg<'_, '_>,
-        src_layer_range: LayersArg<'_, '_>,
-        dst_layer_range: LayersArg<'_, '_>,
-        tensor_num_per_layer: IntArg<'_, '_>,
-        notify: NotifyArg<'_, '_>,
-        verify: VerifyArg<'_, '_>,
-        layout: RawArg<'_, '_>,
-        grant: GrantArg<'_, '_>,
-        grant_done: FlagArg<'_, '_>,
-        src_tokens: TokensArg<'_, '_>,
-        dst_tokens: TokensArg<'_, '_>,
-        part: SubRowArg<'_, '_>,
-    ) -> PyResult<()> {
-        let options = BlocksOptions {
-            layers: (src_layer_range, dst_layer_range, tensor_num_per_layer),
-            extras: (notify, verify, layout),
-            grant: Some((grant, grant_done)),
-            selected: (src_tokens, dst_tokens, part),
-        };
-        let (ends, blocks) = ((src_cache_key, dst_cache), (src_blocks, dst_blocks));
-        let pull = pull_push_arguments::pull_blocks(&self.engine, ends, blocks, options)?;
-        self.engine.pull(dst_cache.py(), pull)
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
-    fn push_cache(
-        &self,
-        dst_cache_key: KeyArg<'_, '_>,
-        src_cache: CacheArg<'_, '_>,
-        src_batch_index: IntArg<'_, '_>,
-        src_layer_range: LayersArg<'_, '_>,
-        dst_layer_range: LayersArg<'_, '_>,
-        size: IntArg<'_, '_>,
-        tensor_num_per_layer: IntArg<'_, '_>,
-        notify: NotifyArg<'_, '_>,
-        verify: VerifyArg<'_, '_>,
-        layout: RawArg<'_, '_>,
-    ) -> PyResult<()> {
-        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
-        let slot = (src_batch_index, size);
-        let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, layers)?;
-        self.engine.push(src_cache.py(), &push, call_extras::without_grant((notify, verify, layout))?)
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
-    fn push_blocks(
-        &self,
-        dst_cache_key: KeyArg<'_, '_>,
-        src_cache: CacheArg<'_, '_>,
-        src_blocks: BlocksArg<'_, '_>,
-        dst_blocks: BlocksArg<'_, '_>,
-        src_layer_range: LayersArg<'_, '_>,
-        dst_layer_range: LayersArg<'_, '_>,
-        tensor_num_per_layer: IntArg<'_, '_>,
-        notify: NotifyArg<'_, '_>,
-        verify: VerifyArg<'_, '_>,
-        src_tokens: TokensArg<'_, '_>,
-        dst_tokens: TokensArg<'_, '_>,
-        layout: RawArg<'_, '_>,
-        part: SubRowArg<'_, '_>,
-    ) -> PyResult<()> {
-        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
-        let (ends, blocks) = ((dst_cache_key, src_cache), (src_blocks, dst_blocks));
-        let selected = Selection::of((src_tokens, dst_tokens, part))?;
-        let push = pull_push_arguments::push_blocks(&self.engine, ends, blocks, layers, selected)?;
-        self.engine.push(src_cache.py(), &push, call_extras::without_grant((notify, verify, layout))?)
+    fn remove_cache_key(&self, cache_key: KeyArg<'_, '_>) -> PyResult<()> {
+        let key = cache_key.cache_key()?;
+        self.engine.enter(cache_key.py(), |engine| key.map_or(Ok(()), |key| engine.remove_key(key)))
     }
 
     fn transfer_cache_async(
@@ -294,139 +194,6 @@ impl DataDist {
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
         let limit = self.engine.enter(py, |engine| Ok(engine.config().sync_timeout.as_millis()))?;
         Ok(limit.try_into().unwrap_or(u32::MAX))
-    }
-
-    fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let measure = |engine: &llm_datadist_core::DataDist| {
-            Ok(Placement::ALL.map(|placement| (placement.to_string(), engine.huge_bytes(placement))))
-        };
-        self.engine.enter(py, measure)?.into_py_dict(py)
-    }
-
-    fn allocate_cache(
-        &self,
-        cache_desc: DescArg<'_, '_>,
-        cache_keys: KeysArg<'_, '_>,
-        contiguous: FlagArg<'_, '_>,
-    ) -> PyResult<ManagedCache> {
-        cache_desc.typed()?;
-        let keys = cache_keys.keys()?;
-        self.engine.allocate(cache_desc, CacheKind::Batch, &keys, contiguous.required("contiguous")?)
-    }
-
-    fn allocate_blocks_cache(
-        &self,
-        cache_desc: DescArg<'_, '_>,
-        blocks_cache_key: KeyArg<'_, '_>,
-        contiguous: FlagArg<'_, '_>,
-    ) -> PyResult<ManagedCache> {
-        cache_desc.typed()?;
-        let key = blocks_cache_key.blocks_cache_key()?.map(Some);
-        let contiguous = contiguous.required("contiguous")?;
-        self.engine.allocate(cache_desc, CacheKind::Blocks, key.as_slice(), contiguous)
-    }
-
-    fn deallocate_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
-        cache.typed("cache")?;
-        let id = cache.batch("cache")?.id(&self.engine)?;
-        self.engine.deallocate(cache.py(), id)
-    }
-
-    fn deallocate_blocks_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
-        cache.typed("cache")?;
-        let id = cache.blocks("cache")?.id(&self.engine)?;
-        self.engine.deallocate(cache.py(), id)
-    }
-
-    fn remove_cache_key(&self, cache_key: KeyArg<'_, '_>) -> PyResult<()> {
-        let key = cache_key.cache_key()?;
-        self.engine.enter(cache_key.py(), |engine| key.map_or(Ok(()), |key| engine.remove_key(key)))
-    }
-
-    fn register_cache(
-        &self,
-        cache_desc: DescArg<'_, '_>,
-        addrs: AddressesArg<'_, '_>,
-        cache_keys: KeysArg<'_, '_>,
-        remote_accessible: FlagArg<'_, '_>,
-    ) -> PyResult<ManagedCache> {
-        cache_desc.typed()?;
-        let addrs = addrs.addresses("addrs")?;
-        let keys = cache_keys.keys()?;
-        let access = remote_accessible.optional("remote_accessible")?;
-        self.engine.register(cache_desc, CacheKind::Batch, &addrs, &keys, access)
-    }
-
-    fn register_blocks_cache(
-        &self,
-        cache_desc: DescArg<'_, '_>,
-        addrs: AddressesArg<'_, '_>,
-        blocks_cache_key: KeyArg<'_, '_>,
-        remote_accessible: FlagArg<'_, '_>,
-    ) -> PyResult<ManagedCache> {
-        cache_desc.typed()?;
-        let addrs = addrs.addresses("addrs")?;
-        let key = blocks_cache_key.blocks_cache_key()?;
-        let access = remote_accessible.optional("remote_accessible")?;
-        self.engine.register(cache_desc, CacheKind::Blocks, &addrs, key.map(Some).as_slice(), access)
-    }
-
-    fn unregister_cache(&self, cache_id: IntArg<'_, '_>) -> PyResult<()> {
-        let id = CacheId(cache_id.int("cache_id")?);
-        self.engine.enter(cache_id.py(), |engine| engine.unregister(id))
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
-    fn copy_cache(
-        &self,
-        dst: CacheArg<'_, '_>,
-        src: CacheArg<'_, '_>,
-        dst_batch_index: IntArg<'_, '_>,
-        src_batch_index: IntArg<'_, '_>,
-        offset: IntArg<'_, '_>,
-        size: IntArg<'_, '_>,
-        req_id: IntArg<'_, '_>,
-    ) -> PyResult<()> {
-        let numbers = (dst_batch_index, src_batch_index, offset, size);
-        let (ends, args) = copy_arguments::copy_cache_args(&self.engine, (dst, src), numbers, req_id)?;
-        let request: Option<u64> = req_id.optional("req_id")?;
-        self.engine.copy(src.py(), &ends, args, request)
-    }
-
-    fn copy_blocks(
-        &self,
-        cache: CacheArg<'_, '_>,
-        copy_block_info: BlocksArg<'_, '_>,
-        part: SubRowArg<'_, '_>,
-    ) -> PyResult<()> {
-        let (end, pairs) = copy_arguments::copy_blocks_args(&self.engine, cache, copy_block_info)?;
-        let part = part.part()?;
-        self.engine.enter(cache.py(), |engine| engine.copy_sub_rows(&end, &pairs, part))
-    }
-
-    /// Every argument error of a swap is a `ValueError` as well.
-    fn swap_blocks(
-        &self,
-        src_cache: CacheArg<'_, '_>,
-        dst_cache: CacheArg<'_, '_>,
-        src_to_dst: BlocksArg<'_, '_>,
-        part: SubRowArg<'_, '_>,
-    ) -> PyResult<()> {
-        let args = copy_arguments::swap_args(&self.engine, src_cache, dst_cache, src_to_dst);
-        let swapped = args.and_then(|(src, dst, pairs)| {
-            let part = part.part()?;
-            self.engine.enter(src_cache.py(), |engine| engine.swap_sub_rows(&src, &dst, &pairs, part))
-        });
-        swapped.map_err(|error| error::mismatch(src_cache.py(), error))
-    }
-
-    fn tensor_views(&self, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
-        cache.typed("cache")?;
-        let end = cache.end(&self.engine)?;
-        self.engine.enter(cache.py(), |engine| match &end {
-            End::Loose(loose) => TensorView::all(loose),
-            End::Managed(id) => TensorView::all(&engine.find(*id)?),
-        })
     }
 }
 

@@ -139,7 +139,7 @@ impl KvCaches {
         cache.on_device("cache")?;
         not_negative("copy_block_info", &pairs)?;
         let end = cache.end(engine)?;
-        engine.enter(py, |engine| engine.copy_blocks(&end, &pairs))
+        engine.run(py, |engine| engine.copy_blocks(&end, &pairs).run())
     }
 
     /// Every argument error of a swap is a `ValueError` as well.
@@ -155,7 +155,7 @@ impl KvCaches {
             dst.kv_typed("dst")?;
             let pairs = src_to_dst.pairs("src_to_dst")?;
             let (from, to) = (src.one_device(engine)?, dst.one_device(engine)?);
-            engine.enter(py, |engine| engine.swap_blocks(&from, &to, &pairs))
+            engine.run(py, |engine| engine.swap_blocks(&from, &to, &pairs).run())
         };
         swap().map_err(|error| error::mismatch(py, error))
     }

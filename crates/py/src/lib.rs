@@ -5,16 +5,17 @@
 
 #[macro_use]
 mod arguments;
-mod async_calls;
 mod blocks;
 mod cache;
 mod cache_buffer;
+mod caches;
 mod call_extras;
 mod checks;
 mod convert;
 mod copy_arguments;
 mod datadist;
 mod engine;
+mod engine_events;
 mod error;
 mod events;
 mod grants;
@@ -69,11 +70,12 @@ static LISTS: KeptLists = KeptLists::new();
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     raw::main_interpreter_only()?;
-    module.add_class::<async_calls::AsyncMethods>()?;
     module.add_class::<cache::LooseCache>()?;
     module.add_class::<cache::ManagedCache>()?;
     module.add_class::<cache::TensorView>()?;
+    module.add_class::<caches::CacheCalls>()?;
     module.add_class::<datadist::DataDist>()?;
+    module.add_class::<engine_events::EngineEvents>()?;
     module.add_class::<events::LinkDownEvent>()?;
     module.add_class::<events::LinkUpEvent>()?;
     module.add_class::<events::NotificationEvent>()?;

@@ -2,17 +2,30 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CallExtras, CopyArgs, DataDist, End, Error};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, Error, Result};
 use pyo3::prelude::*;
 
 use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
 use crate::engine::Engine;
 use crate::error::raise;
-use crate::pull_push_arguments::{Pull, Push};
+use crate::pull_push_arguments::Pull;
 use crate::{log, raw};
 
 impl Engine {
+    /// Makes `call`, which moves bytes. If that fails, passes the engine's log lines to Python, because they report broken links.
+    pub(crate) fn run(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&DataDist) -> Result<()> + Send,
+    ) -> PyResult<()> {
+        let ran = self.enter(py, call);
+        if ran.is_err() {
+            log::drain(py)?;
+        }
+        ran
+    }
+
     /// Copies a range of a slot between the ends, of which the destination is first. The error names the
     /// request.
     pub(crate) fn copy(
@@ -26,27 +39,13 @@ impl Engine {
             Some(id) => error.with("req_id", id),
             None => error,
         };
-        self.enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
+        self.run(py, |engine| engine.copy_cache(to, from, args).run().map_err(named))
     }
 
-    /// Pulls. If that fails, passes the engine's log lines to Python, because they report broken links.
+    /// Pulls, and waits for the bytes.
     pub(crate) fn pull(&self, py: Python<'_>, pull: Pull) -> PyResult<()> {
         let Pull { from, to, rows, layers, extras } = pull;
-        let pulled = self.enter(py, |engine| engine.pull_with(from, &to, &rows, layers, extras));
-        if pulled.is_err() {
-            log::drain(py)?;
-        }
-        pulled
-    }
-
-    /// Pushes. If that fails, passes the engine's log lines to Python, because they report broken links.
-    pub(crate) fn push(&self, py: Python<'_>, push: &Push, extras: CallExtras) -> PyResult<()> {
-        let Push { from, to, rows, layers } = push;
-        let pushed = self.enter(py, |engine| engine.push_with(from, *to, rows, *layers, extras));
-        if pushed.is_err() {
-            log::drain(py)?;
-        }
-        pushed
+        self.run(py, |engine| engine.pull_with(from, &to, rows, layers, extras).run())
     }
 
     /// Releases a cache that this engine made. `None` stands for a cache that it did not make.

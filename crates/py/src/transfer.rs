@@ -55,6 +55,18 @@ impl Handles {
         Ok(handle)
     }
 
+    /// Returns the handle of a call that has just started. If that fails, nobody could wait for the call, so it is cancelled.
+    pub(crate) fn started(
+        self: &Arc<Self>,
+        py: Python<'_>,
+        transfer: &Arc<Transfer>,
+        codes: Codes,
+    ) -> PyResult<Py<TransferHandle>> {
+        self.of(py, transfer, codes).inspect_err(|_| {
+            transfer.cancel();
+        })
+    }
+
     /// Forgets the handle of a call whose outcome was taken.
     fn remove(&self, number: u64) {
         // Dropped without the lock, because it may be the last reference.

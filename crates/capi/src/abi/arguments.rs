@@ -1,7 +1,9 @@
 //! The arguments that the synchronous and the asynchronous calls share, so that both have the same rules.
 
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{CacheId, CacheIndex, DataDist, End, Error, ErrorKind, ExtParam, Result};
+use llm_datadist_core::{
+    CacheId, CacheIndex, CopyArgs, DataDist, End, Error, ErrorKind, ExtParam, Operation, Result,
+};
 
 use super::raw::{self, CallExtension};
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
@@ -51,7 +53,7 @@ pub(super) fn layers_alone(ext: &CallExtension) -> Result<ExtParam> {
     Ok(ext.layers)
 }
 
-/// Returns the caches of `CopyKvCache`, after its other arguments were checked as far as they do not depend on the caches.
+/// Returns the operation `CopyKvCache`. Its other arguments are checked first as far as they do not depend on the caches.
 ///
 /// # Safety
 /// See [`raw::end`].
@@ -59,34 +61,26 @@ pub(super) unsafe fn copied(
     engine: &DataDist,
     src: *const LlmDatadistCache,
     dst: *const LlmDatadistCache,
-    size: i64,
-) -> Result<(End, End)> {
+    args: CopyArgs,
+) -> Result<Operation<'_>> {
     // SAFETY: the caller's promise.
     let stated = unsafe { raw::cache("src_cache", src) }?;
-    cpp::copied(stated.desc.placement, size)?;
+    cpp::copied(stated.desc.placement, args.size)?;
     // SAFETY: the caller's promise.
-    unsafe { ends(engine, src, dst) }
+    let (from, to) = unsafe { ends(engine, src, dst) }?;
+    Ok(engine.copy_kv_cache(&from, &to, args))
 }
 
-/// The arguments of `CopyKvBlocks`.
-pub(super) struct BlockCopy<'a> {
-    pub(super) from: End,
-    pub(super) to: End,
-    pub(super) sources: &'a [u64],
-    /// The blocks to write, with one list for each copy of the sources.
-    pub(super) lists: Vec<&'a [u64]>,
-}
-
-/// Returns the arguments of `CopyKvBlocks`.
+/// Returns the operation `CopyKvBlocks`.
 ///
 /// # Safety
 /// See [`raw::end`], and [`raw::list`] for every list.
-pub(super) unsafe fn copied_blocks<'a>(
+pub(super) unsafe fn copied_blocks(
     engine: &DataDist,
     (src, dst): (*const LlmDatadistCache, *const LlmDatadistCache),
     src_blocks: LlmDatadistBlocks,
     (first, count): (*const LlmDatadistBlocks, usize),
-) -> Result<BlockCopy<'a>> {
+) -> Result<Operation<'_>> {
     // SAFETY: the caller's promise.
     let sources = unsafe { raw::list("src_blocks", src_blocks.blocks, src_blocks.count) }?;
     // SAFETY: the caller's promise.
@@ -98,7 +92,7 @@ pub(super) unsafe fn copied_blocks<'a>(
         ErrorKind::CacheNotFound => cpp::block_lists(sources, &lists).and(Err(error)),
         _ => Err(error),
     })?;
-    Ok(BlockCopy { from, to, sources, lists })
+    Ok(engine.copy_kv_blocks(&from, &to, sources, &lists))
 }
 
 /// # Safety

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{CallExtras, CallOptions, CopyArgs, DataDist, Result, Transfer};
+use llm_datadist_core::{CopyArgs, DataDist, Result, Transfer};
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 use super::{arguments, entered, process, raw};
@@ -43,8 +43,7 @@ pub unsafe extern "C" fn llm_datadist_pull_cache_async(
     let start = |engine: &DataDist, limit| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
-        let options = options(limit, ext.notify);
-        engine.pull_kv_cache_async(src, dst, batch_index, size, ext.layers, options)
+        engine.pull_kv_cache(src, dst, batch_index, size, ext.layers, ext.notify)?.within(limit).start()
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -70,8 +69,7 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks_async(
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        let options = options(limit, ext.notify);
-        engine.pull_kv_blocks_async(src, dst, blocks, ext.layers, options)
+        engine.pull_kv_blocks(src, dst, blocks, ext.layers, ext.notify)?.within(limit).start()
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -95,8 +93,7 @@ pub unsafe extern "C" fn llm_datadist_push_cache_async(
     let start = |engine: &DataDist, limit| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
-        let options = options(limit, ext.notify);
-        engine.push_kv_cache_async(src, dst, src_batch_index, size, ext.layers, options)
+        engine.push_kv_cache(src, dst, src_batch_index, size, ext.layers, ext.notify)?.within(limit).start()
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -122,8 +119,7 @@ pub unsafe extern "C" fn llm_datadist_push_blocks_async(
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        let options = options(limit, ext.notify);
-        engine.push_kv_blocks_async(src, dst, blocks, ext.layers, options)
+        engine.push_kv_blocks(src, dst, blocks, ext.layers, ext.notify)?.within(limit).start()
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -147,10 +143,9 @@ pub unsafe extern "C" fn llm_datadist_copy_cache_async(
     transfer: *mut u64,
 ) -> u32 {
     let start = |engine: &DataDist, limit| {
-        // SAFETY: the caller's promise.
-        let (from, to) = unsafe { arguments::copied(engine, src, dst, size) }?;
         let args = CopyArgs { dst_batch_index, src_batch_index, offset, size };
-        engine.copy_kv_cache_async(&from, &to, args, limit)
+        // SAFETY: the caller's promise.
+        unsafe { arguments::copied(engine, src, dst, args) }?.within(limit).start()
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -174,15 +169,10 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks_async(
     let start = |engine: &DataDist, limit| {
         let (caches, lists) = ((src, dst), (dst_blocks_list, num_lists));
         // SAFETY: the caller's promise.
-        let copied = unsafe { arguments::copied_blocks(engine, caches, src_blocks, lists) }?;
-        engine.copy_kv_blocks_async(&copied.from, &copied.to, copied.sources, &copied.lists, limit)
+        unsafe { arguments::copied_blocks(engine, caches, src_blocks, lists) }?.within(limit).start()
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
-}
-
-fn options(limit: Option<Duration>, notify: Option<Vec<u8>>) -> CallOptions {
-    CallOptions { limit, extras: CallExtras { notify, ..CallExtras::default() }, quiet: false }
 }
 
 /// Starts a transfer, and writes its handle to `transfer`.

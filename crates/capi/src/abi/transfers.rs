@@ -21,7 +21,7 @@ pub unsafe extern "C" fn llm_datadist_pull_cache(
     entered(handle, |open| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
-        open.engine.pull_kv_cache(src, dst, batch_index, size, arguments::layers_alone(&ext)?)
+        open.engine.pull_kv_cache(src, dst, batch_index, size, arguments::layers_alone(&ext)?, None)?.run()
     })
 }
 
@@ -43,7 +43,7 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks(
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        open.engine.pull_kv_blocks(src, dst, blocks, arguments::layers_alone(&ext)?)
+        open.engine.pull_kv_blocks(src, dst, blocks, arguments::layers_alone(&ext)?, None)?.run()
     })
 }
 
@@ -63,7 +63,9 @@ pub unsafe extern "C" fn llm_datadist_push_cache(
     entered(handle, |open| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
-        open.engine.push_kv_cache(src, dst, src_batch_index, size, arguments::layers_alone(&ext)?)
+        open.engine
+            .push_kv_cache(src, dst, src_batch_index, size, arguments::layers_alone(&ext)?, None)?
+            .run()
     })
 }
 
@@ -85,7 +87,7 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        open.engine.push_kv_blocks(src, dst, blocks, arguments::layers_alone(&ext)?)
+        open.engine.push_kv_blocks(src, dst, blocks, arguments::layers_alone(&ext)?, None)?.run()
     })
 }
 
@@ -105,10 +107,9 @@ pub unsafe extern "C" fn llm_datadist_copy_cache(
     size: i64,
 ) -> u32 {
     entered(handle, |open| {
-        // SAFETY: the caller's promise.
-        let (from, to) = unsafe { arguments::copied(&open.engine, src, dst, size) }?;
         let args = CopyArgs { dst_batch_index, src_batch_index, offset, size };
-        open.engine.copy_kv_cache(&from, &to, args)
+        // SAFETY: the caller's promise.
+        unsafe { arguments::copied(&open.engine, src, dst, args) }?.run()
     })
 }
 
@@ -128,7 +129,6 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks(
     entered(handle, |open| {
         let (caches, lists) = ((src, dst), (dst_blocks_list, num_lists));
         // SAFETY: the caller's promise.
-        let copied = unsafe { arguments::copied_blocks(&open.engine, caches, src_blocks, lists) }?;
-        open.engine.copy_kv_blocks(&copied.from, &copied.to, copied.sources, &copied.lists)
+        unsafe { arguments::copied_blocks(&open.engine, caches, src_blocks, lists) }?.run()
     })
 }

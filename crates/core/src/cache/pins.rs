@@ -15,40 +15,13 @@ use super::cache::Cache;
 use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse, UsedRows};
 use super::turn::{CallTurn, OnOpened};
 use crate::error::{Error, Result};
-use crate::fallible;
+use crate::fallible::{self, OneOrMany};
 use crate::model::Deadline;
 use crate::sync::MutexGuard;
 
 /// The rows that one call uses, in one cache or several. The caches ascend by address.
 #[derive(Debug)]
-pub struct CallRows(RowsOfCaches);
-
-/// Most calls use one cache, and need no list of caches.
-#[derive(Debug)]
-enum RowsOfCaches {
-    One(CacheRows),
-    Several(Vec<CacheRows>),
-}
-
-impl RowsOfCaches {
-    fn all(&self) -> &[CacheRows] {
-        match self {
-            RowsOfCaches::One(rows) => std::slice::from_ref(rows),
-            RowsOfCaches::Several(rows) => rows,
-        }
-    }
-
-    fn all_mut(&mut self) -> &mut [CacheRows] {
-        match self {
-            RowsOfCaches::One(rows) => std::slice::from_mut(rows),
-            RowsOfCaches::Several(rows) => rows,
-        }
-    }
-
-    fn take(&mut self) -> RowsOfCaches {
-        std::mem::replace(self, RowsOfCaches::Several(Vec::new()))
-    }
-}
+pub struct CallRows(OneOrMany<CacheRows>);
 
 /// The rows that one call uses in one cache.
 #[derive(Debug)]
@@ -75,12 +48,19 @@ impl CacheRows {
     fn new(cache: Arc<Cache>, used: RowUse) -> Self {
         CacheRows { cache, used: used.into(), waiter: None }
     }
+
+    /// Locks the rows of the cache. `Err(OutOfMemory)` if their counters cannot be allocated.
+    fn lock(&self) -> Result<MutexGuard<'_, RowTurns>> {
+        let mut turns = self.cache.pins.lock();
+        turns.prepare(self.cache.rows())?;
+        Ok(turns)
+    }
 }
 
 impl CallRows {
     /// Returns the rows of a call that uses one cache.
     pub fn of(cache: Arc<Cache>, used: RowUse) -> Self {
-        CallRows(RowsOfCaches::One(CacheRows::new(cache, used)))
+        CallRows(OneOrMany::One(CacheRows::new(cache, used)))
     }
 
     /// Returns the rows of `src` that are read and those of `dst` that are written. Both may be the same cache.
@@ -91,7 +71,7 @@ impl CallRows {
         let ascending = Arc::as_ptr(&src) < Arc::as_ptr(&dst);
         let src = CacheRows::new(src, RowUse { reads, ..RowUse::default() });
         let dst = CacheRows::new(dst, RowUse { writes, ..RowUse::default() });
-        CallRows(RowsOfCaches::Several(if ascending { vec![src, dst] } else { vec![dst, src] }))
+        CallRows(OneOrMany::Many(if ascending { vec![src, dst] } else { vec![dst, src] }))
     }
 
     /// Returns the rows of a call that uses any number of caches. A cache may occur more than once.
@@ -110,7 +90,7 @@ impl CallRows {
             }
         }
         let rows = merged.into_iter().map(|(cache, used)| CacheRows::new(cache, used));
-        Ok(CallRows(RowsOfCaches::Several(fallible::collect(PINS, rows)?)))
+        Ok(CallRows(OneOrMany::Many(fallible::collect(PINS, rows)?)))
     }
 
     /// Takes the rows for a call of this engine, and waits for them in turn. Returns `Err` of kind `Timeout` once
@@ -129,7 +109,7 @@ impl CallRows {
         let mut locked = self.lock()?;
         let passes = passes() && self.all(&locked, RowTurns::may_pass);
         if self.all(&locked, |turns, used| turns.taken(used, passes).is_none()) {
-            self.0.all().iter().zip(&mut locked).for_each(|(rows, turns)| turns.take(&rows.used));
+            self.0.iter().zip(locked.iter_mut()).for_each(|(rows, turns)| turns.take(&rows.used));
             drop(locked);
             return Ok(Pin(self));
         }
@@ -140,7 +120,7 @@ impl CallRows {
     }
 
     fn all(&self, locked: &[MutexGuard<'_, RowTurns>], holds: impl Fn(&RowTurns, &UsedRows) -> bool) -> bool {
-        self.0.all().iter().zip(locked).all(|(rows, turns)| holds(turns, &rows.used))
+        self.0.iter().zip(locked).all(|(rows, turns)| holds(turns, &rows.used))
     }
 
     /// Puts a call into the queues of its rows. Each time that they have all become free, `opened` is called on the
@@ -160,11 +140,11 @@ impl CallRows {
         passes: bool,
         turn: &Arc<CallTurn>,
     ) -> (Vec<u32>, Result<()>) {
-        let mut waiters = match fallible::with_capacity(PINS, self.0.all().len()) {
+        let mut waiters = match fallible::with_capacity(PINS, self.0.len()) {
             Ok(waiters) => waiters,
             Err(error) => return (Vec::new(), Err(error)),
         };
-        for (CacheRows { cache, used, .. }, turns) in self.0.all().iter().zip(locked) {
+        for (CacheRows { cache, used, .. }, turns) in self.0.iter().zip(locked) {
             match turns.enter(used, passes, turn) {
                 Ok(waiter) => waiters.push(waiter),
                 Err(error) => return (waiters, Err(error.with("cache_id", cache.id()))),
@@ -179,20 +159,19 @@ impl CallRows {
         (waiters, entered): (Vec<u32>, Result<()>),
         turn: Arc<CallTurn>,
     ) -> Result<WaitingCall> {
-        self.0.all_mut().iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.waiter = Some(waiter));
+        self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.waiter = Some(waiter));
         let waiting = WaitingCall { rows: self, turn };
         entered.map(|()| waiting)
     }
 
-    /// Locks the rows of all caches. `Err(OutOfMemory)` if the counters of a cache cannot be allocated.
-    fn lock(&self) -> Result<Vec<MutexGuard<'_, RowTurns>>> {
-        let mut locked = fallible::with_capacity(PINS, self.0.all().len())?;
-        for CacheRows { cache, .. } in self.0.all() {
-            let mut turns = cache.pins.lock();
-            turns.prepare(cache.rows())?;
-            locked.push(turns);
-        }
-        Ok(locked)
+    /// Locks the rows of all caches.
+    fn lock(&self) -> Result<OneOrMany<MutexGuard<'_, RowTurns>>> {
+        Ok(match &self.0 {
+            OneOrMany::One(rows) => OneOrMany::One(rows.lock()?),
+            OneOrMany::Many(rows) => {
+                OneOrMany::Many(fallible::try_collect(PINS, rows.iter().map(CacheRows::lock))?)
+            }
+        })
     }
 }
 
@@ -208,13 +187,13 @@ impl WaitingCall {
             {
                 let mut locked = self.rows.lock()?;
                 if self.turn.is_open() {
-                    for (CacheRows { used, waiter, .. }, turns) in self.rows.0.all().iter().zip(&mut locked) {
+                    for (CacheRows { used, waiter, .. }, turns) in self.rows.0.iter().zip(locked.iter_mut()) {
                         if let Some(waiter) = *waiter {
                             turns.begin(waiter, used);
                         }
                     }
                     drop(locked);
-                    return Ok(Pin(CallRows(self.rows.0.take())));
+                    return Ok(Pin(CallRows(std::mem::take(&mut self.rows.0))));
                 }
             }
             let doing = "waiting for blocks that another call is copying";
@@ -228,7 +207,7 @@ impl WaitingCall {
 
     /// Adds a row for which the call waits to an error.
     pub fn named(&self, error: Error) -> Error {
-        let blocking = self.rows.0.all().iter().find_map(|CacheRows { cache, waiter, .. }| {
+        let blocking = self.rows.0.iter().find_map(|CacheRows { cache, waiter, .. }| {
             cache.pins.lock().blocking((*waiter)?).map(|row| (cache.id(), row))
         });
         match blocking {
@@ -241,7 +220,7 @@ impl WaitingCall {
 impl Drop for WaitingCall {
     fn drop(&mut self) {
         let mut opened = OpenedTurns::default();
-        for CacheRows { cache, waiter, .. } in self.rows.0.all() {
+        for CacheRows { cache, waiter, .. } in self.rows.0.iter() {
             let Some(waiter) = *waiter else { continue };
             opened.take(&mut cache.pins.lock(), |turns| turns.withdraw(waiter));
         }
@@ -269,12 +248,12 @@ impl Drop for OpenedTurns {
 impl Pin {
     /// Returns whether the call had to wait for the rows.
     pub fn waited(&self) -> bool {
-        self.0.0.all().iter().any(|rows| rows.waiter.is_some())
+        self.0.0.iter().any(|rows| rows.waiter.is_some())
     }
 
     /// Returns whether the call writes any of the rows.
     pub fn writes(&self) -> bool {
-        self.0.0.all().iter().any(|rows| !rows.used.writes().is_empty())
+        self.0.0.iter().any(|rows| !rows.used.writes().is_empty())
     }
 
     /// Gives back the rows and the caches. The calls that may begin now are notified when the result is dropped.
@@ -284,7 +263,7 @@ impl Pin {
 
     fn give_back(&mut self) -> OpenedTurns {
         let mut opened = OpenedTurns::default();
-        for CacheRows { cache, used, .. } in self.0.0.take().all() {
+        for CacheRows { cache, used, .. } in std::mem::take(&mut self.0.0).iter() {
             opened.take(&mut cache.pins.lock(), |turns| turns.release(used));
         }
         opened

@@ -158,7 +158,8 @@ impl CopyEngine {
             tuner: self.tuner.clone(),
             source: if route == Route::Ring { Source::Buffer } else { Source::Own },
             progress: progress.clone(),
-            held: Arc::new(()),
+            // The caller holds the pins.
+            held: progress.clone(),
         };
         let ended = match route {
             Route::Direct => copy.direct(&self.workers, limit),

@@ -1,22 +1,20 @@
 //! Calls of the C++ class that differ from the Python ones: blocks of caches that have no kind, layer ranges
 //! with both ends inclusive, and links that name a local address.
 //!
-//! `CopyKvCache` is in `mod`, because the original's documentation describes it.
+//! `CopyKvCache` and `CopyKvBlocks` are in `copies`.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::asynchronous::CallOptions;
+use super::call_extras::CallExtras;
 use super::links::{each, link_failed};
+use super::operation::Operation;
 use super::{DataDist, End, RemoteName};
 use crate::config::Role;
-use crate::copy::Staging;
 use crate::error::Result;
-use crate::events::Transfer;
 use crate::model::{CacheId, ClusterId, Name};
 use crate::session::PeerAddress;
 use crate::stats::Op;
-use crate::validate::{self, CopyArgs, ExtParam, PullRows, PushRows};
+use crate::validate::{self, ExtParam, PullRows, PushRows};
 
 /// One batch slot of a peer's cache: `CacheIndex` of the original's documentation (`PushKvCache.md`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +27,7 @@ pub struct CacheIndex {
     pub row: u32,
 }
 
+/// A method checks what only the class forbids, and its [`Operation`] the rest.
 impl DataDist {
     /// Pulls one batch slot of a peer's cache (contract, C++ §4, `PullKvCache`).
     pub fn pull_kv_cache(
@@ -38,13 +37,10 @@ impl DataDist {
         batch_index: u32,
         size: i64,
         ext: ExtParam,
-    ) -> Result<()> {
+        notify: Option<Vec<u8>>,
+    ) -> Result<Operation<'_>> {
         validate::copy_size(size)?;
-        validate::ext_alone(ext)?;
-        self.other(src.cluster)?;
-        let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
-        self.pull(src.name(), &End::Managed(dst), &PullRows::slot(batch_index, size), layers)
+        self.pull_kv(src, dst, PullRows::slot(batch_index, size), ext, notify)
     }
 
     /// Pulls blocks of a peer's cache, pair by pair (contract, C++ §4, `PullKvBlocks`).
@@ -54,16 +50,28 @@ impl DataDist {
         dst: CacheId,
         (src_blocks, dst_blocks): (&[u64], &[u64]),
         ext: ExtParam,
-    ) -> Result<()> {
+        notify: Option<Vec<u8>>,
+    ) -> Result<Operation<'_>> {
         validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
         let remote = validate::cpp::blocks("src_blocks", src_blocks)?;
         let rows = PullRows::Rows { remote, local: validate::cpp::blocks("dst_blocks", dst_blocks)? };
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
+        self.pull_kv(src, dst, rows, ext, notify)
+    }
+
+    fn pull_kv(
+        &self,
+        src: CacheIndex,
+        dst: CacheId,
+        rows: PullRows,
+        ext: ExtParam,
+        notify: Option<Vec<u8>>,
+    ) -> Result<Operation<'_>> {
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
         let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
-        self.pull(src.name(), &End::Managed(dst), &rows, layers)
+        Ok(self.pull_with(src.name(), &End::Managed(dst), rows, layers, notified(notify)))
     }
 
     /// Pushes blocks into a peer's cache, pair by pair (contract, C++ §4, `PushKvBlocks`).
@@ -73,7 +81,8 @@ impl DataDist {
         dst: CacheIndex,
         (src_blocks, dst_blocks): (&[u64], &[u64]),
         ext: ExtParam,
-    ) -> Result<()> {
+        notify: Option<Vec<u8>>,
+    ) -> Result<Operation<'_>> {
         validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
         let local = validate::cpp::blocks("src_blocks", src_blocks)?;
         let rows = PushRows::Rows { local, remote: validate::cpp::blocks("dst_blocks", dst_blocks)? };
@@ -82,7 +91,7 @@ impl DataDist {
         self.other(dst.cluster)?;
         let cache = self.resources.table.find(src)?;
         let layers = validate::push_kv_blocks(cache.layout()?, ext)?;
-        self.push(&End::Managed(src), dst.name(), &rows, layers)
+        Ok(self.push_with(&End::Managed(src), dst.name(), rows, layers, notified(notify)))
     }
 
     /// Does `PushKvCache` of the original's documentation: not in the decoder role, only whole slots, and
@@ -94,31 +103,14 @@ impl DataDist {
         src_batch_index: u32,
         size: i64,
         ext: ExtParam,
-    ) -> Result<()> {
+        notify: Option<Vec<u8>>,
+    ) -> Result<Operation<'_>> {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
         let local = self.resources.table.find(src)?;
         let layers = validate::push_kv_cache(local.layout()?, ext)?;
-        self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
-    }
-
-    /// Copies every block of `src_blocks` to its counterpart in each list of `dst_blocks_list` (contract, C++
-    /// §4, `CopyKvBlocks`).
-    pub fn copy_kv_blocks(
-        &self,
-        src: &End,
-        dst: &End,
-        src_blocks: &[u64],
-        dst_blocks_list: &[&[u64]],
-    ) -> Result<()> {
-        self.resources.stats.timed(Op::CopyBlocks, || {
-            let deadline = self.deadline();
-            super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
-            let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
-            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?;
-            self.run(Op::CopyBlocks, (src, dst), moves, Staging::DEFAULT, deadline)
-        })
+        let rows = PushRows::Slot { local: src_batch_index };
+        Ok(self.push_with(&End::Managed(src), dst.name(), rows, layers, notified(notify)))
     }
 
     /// Does the same as [`link_clusters`](Self::link_clusters), but every peer must name exactly one local
@@ -141,120 +133,13 @@ impl DataDist {
     }
 }
 
+fn notified(notify: Option<Vec<u8>>) -> CallExtras {
+    CallExtras { notify, ..CallExtras::default() }
+}
+
 impl CacheIndex {
     /// Returns the same slot as a [`RemoteName`].
     pub fn name(self) -> RemoteName {
         RemoteName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }
-    }
-}
-
-/// Asynchronous calls for the C++ class. Each has the rules of its synchronous twin, and what the arguments and the
-/// local caches decide is an error of the call. Otherwise they are like [`pull_async`](DataDist::pull_async).
-impl DataDist {
-    /// Starts a [`pull_kv_cache`](Self::pull_kv_cache), which ends within the limit of `options`.
-    pub fn pull_kv_cache_async(
-        &self,
-        src: CacheIndex,
-        dst: CacheId,
-        batch_index: u32,
-        size: i64,
-        ext: ExtParam,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        validate::copy_size(size)?;
-        validate::ext_alone(ext)?;
-        self.other(src.cluster)?;
-        let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
-        self.pull_async(src.name(), &End::Managed(dst), PullRows::slot(batch_index, size), layers, options)
-    }
-
-    /// Starts a [`pull_kv_blocks`](Self::pull_kv_blocks), which ends within the limit of `options`.
-    pub fn pull_kv_blocks_async(
-        &self,
-        src: CacheIndex,
-        dst: CacheId,
-        (src_blocks, dst_blocks): (&[u64], &[u64]),
-        ext: ExtParam,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
-        let remote = validate::cpp::blocks("src_blocks", src_blocks)?;
-        let rows = PullRows::Rows { remote, local: validate::cpp::blocks("dst_blocks", dst_blocks)? };
-        validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
-        validate::ext_alone(ext)?;
-        self.other(src.cluster)?;
-        let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
-        self.pull_async(src.name(), &End::Managed(dst), rows, layers, options)
-    }
-
-    /// Starts a [`push_kv_blocks`](Self::push_kv_blocks), which ends within the limit of `options`.
-    pub fn push_kv_blocks_async(
-        &self,
-        src: CacheId,
-        dst: CacheIndex,
-        (src_blocks, dst_blocks): (&[u64], &[u64]),
-        ext: ExtParam,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
-        let local = validate::cpp::blocks("src_blocks", src_blocks)?;
-        let rows = PushRows::Rows { local, remote: validate::cpp::blocks("dst_blocks", dst_blocks)? };
-        validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
-        validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
-        self.other(dst.cluster)?;
-        let cache = self.resources.table.find(src)?;
-        let layers = validate::push_kv_blocks(cache.layout()?, ext)?;
-        self.push_async(&End::Managed(src), dst.name(), rows, layers, options)
-    }
-
-    /// Starts a [`push_kv_cache`](Self::push_kv_cache), which ends within the limit of `options`.
-    pub fn push_kv_cache_async(
-        &self,
-        src: CacheId,
-        dst: CacheIndex,
-        src_batch_index: u32,
-        size: i64,
-        ext: ExtParam,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
-        self.other(dst.cluster)?;
-        let local = self.resources.table.find(src)?;
-        let layers = validate::push_kv_cache(local.layout()?, ext)?;
-        let rows = PushRows::Slot { local: src_batch_index };
-        self.push_async(&End::Managed(src), dst.name(), rows, layers, options)
-    }
-
-    /// Starts a [`copy_kv_cache`](Self::copy_kv_cache), which ends within `limit`, by default `sync_kv_timeout`.
-    pub fn copy_kv_cache_async(
-        &self,
-        src: &End,
-        dst: &End,
-        args: CopyArgs,
-        limit: Option<Duration>,
-    ) -> Result<Arc<Transfer>> {
-        let deadline = self.limited(limit);
-        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-        let moves = validate::copy_kv_cache(src.layout()?, dst.layout()?, args)?;
-        self.start_copy(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
-    }
-
-    /// Starts a [`copy_kv_blocks`](Self::copy_kv_blocks), which ends within `limit`, by default `sync_kv_timeout`.
-    pub fn copy_kv_blocks_async(
-        &self,
-        src: &End,
-        dst: &End,
-        src_blocks: &[u64],
-        dst_blocks_list: &[&[u64]],
-        limit: Option<Duration>,
-    ) -> Result<Arc<Transfer>> {
-        let deadline = self.limited(limit);
-        super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
-        let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
-        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-        let moves = validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?;
-        self.start_copy(Op::CopyBlocks, (src, dst), moves, Staging::DEFAULT, deadline)
     }
 }

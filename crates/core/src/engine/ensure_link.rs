@@ -3,7 +3,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::DataDist;
 use super::links::link_failed;
@@ -41,14 +41,14 @@ impl DataDist {
     /// and by which call. While nobody listens at the address, the call tries again until `limit` has passed. If both sides
     /// link to each other at once, one link is made, and both calls succeed.
     ///
-    /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`pull_async`](Self::pull_async) does.
+    /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`Operation::start`](super::Operation::start) does.
     pub fn ensure_link(
         &self,
         address: SocketAddr,
         limit: Duration,
         options: EnsureOptions,
     ) -> Result<Arc<Transfer>> {
-        let deadline = self.limited(Some(limit));
+        let deadline = self.limited(Instant::now(), Some(limit));
         validate::peer_port(address)?;
         if options.cluster == Some(self.resources.config.cluster) {
             let cluster = self.resources.config.cluster;
@@ -64,7 +64,7 @@ impl DataDist {
         let (op, lanes) = (Op::Link, LaneKey::Links(lanes_of(&address)));
         let dials = Some(Box::new((address, options.cluster)));
         let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials, event: true };
-        self.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
+        self.calls.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
     }
 
     /// Sets the metadata that the peers of later links get, whichever side makes them. Returns

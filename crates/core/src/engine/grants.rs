@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::copies::room_for_lists;
 use super::{DataDist, End};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::grants::{Grant, RowRanges};
@@ -16,7 +17,7 @@ impl DataDist {
     ///
     /// Returns `Err(InvalidArgument)` for arguments out of range, and `Err(Busy)` if too many grants have not ended.
     pub fn grant(&self, cache: &End, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Arc<Grant>> {
-        super::room_for_lists(blocks.len())?;
+        room_for_lists(blocks.len())?;
         let cache = self.source(cache)?;
         let rows = RowRanges::of(validate::grant(cache.layout_of_first(), blocks, ttl, readers)?)?;
         let (ranges, allowed) = (rows.ranges().len(), format!("at most {MAX_RANGES}"));

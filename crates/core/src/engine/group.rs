@@ -1,20 +1,19 @@
-//! Groups of pulls or pushes: one asynchronous call for several caches.
+//! Groups of pulls or pushes: one call for several caches.
 
 use std::sync::Arc;
 
 use hashbrown::HashSet;
 
-use super::asynchronous::CallOptions;
-use super::call_extras::{checked_notification, no_grant_in_push};
+use super::call_extras::{CallExtras, checked_notification, no_grant_in_push};
+use super::operation::{Operation, Prepared};
 use super::{DataDist, End, RemoteName};
-use crate::cache::{CallRows, RowUse};
+use crate::cache::{Cache, CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::events::Transfer;
 use crate::fallible;
-use crate::model::GrantUse;
+use crate::model::{Deadline, GrantUse};
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, Group, GroupPart, LaneKey};
-use crate::validate::{Layers, PullRows, PushRows};
+use crate::transfer::{Execution, Group, GroupPart, LaneKey, LaneWork, Work};
+use crate::validate::{CheckedPull, CheckedPush, Layers, PullRows, PushRows};
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
@@ -32,137 +31,117 @@ pub struct GroupMember<Rows> {
     pub grant: Option<GrantUse>,
 }
 
+/// The checked parts of a group, and the rows that they use.
+type Parts<Checked> = (Vec<GroupPart<Checked>>, Vec<(Arc<Cache>, RowUse)>);
+
 impl DataDist {
-    /// Starts one call that [pulls](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys
-    /// are released after that. Otherwise like [`pull_async`](Self::pull_async). An error names the part, counted from 0.
-    pub fn pull_group_async(
-        &self,
-        parts: Vec<GroupMember<PullRows>>,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        self.pull_members(parts, options.into(), false)
+    /// [Pulls](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys are released after that. An error
+    /// names the part, counted from 0.
+    pub fn pull_group(&self, parts: Vec<GroupMember<PullRows>>, extras: CallExtras) -> Operation<'_> {
+        self.pull_members(parts, false, extras)
     }
 
-    /// Starts one call that pulls the blocks of a sequence from several `owners`, each of which holds some layers and heads
-    /// of it, for example the ranks of a tensor-parallel group. All members name one local cache and the same rows of it,
-    /// and all caches have KV layouts. Each layer and head of the local cache is read from one owner; where several hold
-    /// it, engines with neighbouring ids read from different ones. Otherwise like
-    /// [`pull_group_async`](Self::pull_group_async).
+    /// Pulls the blocks of a sequence from several `owners`, each of which holds some layers and heads of it, for example the
+    /// ranks of a tensor-parallel group. All members name one local cache and the same rows of it, and all caches have KV layouts.
+    /// Each layer and head of the local cache is read from one owner; where several hold it, engines with neighbouring ids read
+    /// from different ones. Otherwise like [`pull_group`](Self::pull_group).
     ///
-    /// The transfer fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model,
-    /// or if nobody holds some head of the local cache.
-    pub fn pull_owners_async(
-        &self,
-        owners: Vec<GroupMember<PullRows>>,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        self.pull_members(owners, options.into(), true)
+    /// Fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model, or if nobody
+    /// holds some head of the local cache.
+    pub fn pull_owners(&self, owners: Vec<GroupMember<PullRows>>, extras: CallExtras) -> Operation<'_> {
+        self.pull_members(owners, true, extras)
+    }
+
+    /// [Pushes](Self::push) all `parts`; otherwise like [`pull_group`](Self::pull_group).
+    pub fn push_group(&self, parts: Vec<GroupMember<PushRows>>, extras: CallExtras) -> Operation<'_> {
+        self.push_members(parts, false, extras)
+    }
+
+    /// Pushes the blocks of a sequence to several `owners`, each of which gets the layers and heads that both caches hold,
+    /// possibly none. All members name the same rows of one local cache. Otherwise like [`push_group`](Self::push_group).
+    ///
+    /// Fails with `InvalidArgument` before any byte moves if the push does not fit the cache of an owner, if no owner holds a
+    /// layer and head of the local cache, or if the owners get different numbers of tokens.
+    pub fn push_owners(&self, owners: Vec<GroupMember<PushRows>>, extras: CallExtras) -> Operation<'_> {
+        self.push_members(owners, true, extras)
     }
 
     fn pull_members(
         &self,
         parts: Vec<GroupMember<PullRows>>,
-        options: CallOptions,
         owners: bool,
-    ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, extras, quiet } = options;
-        ensure(!owners || !extras.raw_layout, || {
-            Error::invalid("several owners of one cache need KV layouts: layout=\"raw\" must not be given")
-        })?;
-        let deadline = self.limited(limit);
-        let (mut checked, mut used) = lists(&parts)?;
-        for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {
-            let of_part = |error: Error| error.with("part", index);
-            let (local, pull) =
-                self.checked_pull(remote, &local, rows, Layers::ALL, extras.raw_layout).map_err(of_part)?;
-            let writes = pull.rows().local_rows()?;
-            used.push((local.clone(), RowUse { writes, ..RowUse::default() }));
-            let link = self.links.finder().for_later(remote.cluster);
-            checked.push(GroupPart {
-                cluster: remote.cluster,
-                link,
-                name: remote.name,
-                local,
-                checked: pull,
-                grant,
-            });
-        }
-        report_each_grant_once(&mut checked)?;
-        let one_cache = checked.iter().all(|part| Arc::ptr_eq(&part.local, &checked[0].local));
-        ensure(!owners || one_cache, || Error::invalid("several owners need one destination cache"))?;
-        let verify = self.verify(&extras);
-        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
-        let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Pull, lanes, deadline) };
-        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify, owners };
-        let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
-        self.start(purpose, CallRows::of_all(used)?, Box::new(work))
-    }
-
-    /// Starts one call that [pushes](Self::push) all `parts`; otherwise like
-    /// [`pull_group_async`](Self::pull_group_async).
-    pub fn push_group_async(
-        &self,
-        parts: Vec<GroupMember<PushRows>>,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        self.push_members(parts, options.into(), false)
-    }
-
-    /// Starts one call that pushes the blocks of a sequence to several `owners`, each of which gets the layers and heads that
-    /// both caches hold, possibly none. All members name the same rows of one local cache. Otherwise like
-    /// [`push_group_async`](Self::push_group_async).
-    ///
-    /// The transfer fails with `InvalidArgument` before any byte moves if the push does not fit the cache of an owner, if
-    /// no owner holds a layer and head of the local cache, or if the owners get different numbers of tokens.
-    pub fn push_owners_async(
-        &self,
-        owners: Vec<GroupMember<PushRows>>,
-        options: impl Into<CallOptions>,
-    ) -> Result<Arc<Transfer>> {
-        self.push_members(owners, options.into(), true)
+        extras: CallExtras,
+    ) -> Operation<'_> {
+        Operation::new(self, Op::Pull, || {
+            ensure(!owners || !extras.raw_layout, || {
+                Error::invalid(
+                    "several owners of one cache need KV layouts: layout=\"raw\" must not be given",
+                )
+            })?;
+            let (mut parts, used) = self.parts(parts, |remote, local, rows, _| {
+                let (local, layout) = self.local_end(remote.cluster, local, rows.num_blocks(), &extras)?;
+                let pull = CheckedPull::new(layout, rows, Layers::ALL)?;
+                let writes = pull.rows().local_rows()?;
+                Ok((local, pull, RowUse { writes, ..RowUse::default() }))
+            })?;
+            report_each_grant_once(&mut parts)?;
+            let one_cache = parts.iter().all(|part| Arc::ptr_eq(&part.local, &parts[0].local));
+            ensure(!owners || one_cache, || Error::invalid("several owners need one destination cache"))?;
+            self.group((parts, used), owners, extras, Group::<CheckedPull<PullRows>>::pull)
+        })
     }
 
     fn push_members(
         &self,
         parts: Vec<GroupMember<PushRows>>,
-        options: CallOptions,
         owners: bool,
-    ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, extras, quiet } = options;
-        let deadline = self.limited(limit);
-        let (mut checked, mut used) = lists(&parts)?;
-        for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {
-            let of_part = |error: Error| error.with("part", index);
-            no_grant_in_push(grant).map_err(of_part)?;
-            let (local, push) =
-                self.checked_push(&local, remote, rows, Layers::ALL, extras.raw_layout).map_err(of_part)?;
-            let reads = push.rows().local_rows()?;
-            used.push((local.clone(), RowUse { reads, ..RowUse::default() }));
-            let link = self.links.finder().for_later(remote.cluster);
-            checked.push(GroupPart {
-                cluster: remote.cluster,
-                link,
-                name: remote.name,
-                local,
-                checked: push,
-                grant,
-            });
-        }
-        let verify = self.verify(&extras);
-        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
-        let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Push, lanes, deadline) };
-        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify, owners };
-        let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
-        self.start(purpose, CallRows::of_all(used)?, Box::new(work))
+        extras: CallExtras,
+    ) -> Operation<'_> {
+        Operation::new(self, Op::Push, || {
+            let parts = self.parts(parts, |remote, local, rows, grant| {
+                no_grant_in_push(grant)?;
+                let (local, layout) = self.local_end(remote.cluster, local, rows.num_blocks(), &extras)?;
+                let push = CheckedPush::new(layout, rows, Layers::ALL)?;
+                let reads = push.rows().local_rows()?;
+                Ok((local, push, RowUse { reads, ..RowUse::default() }))
+            })?;
+            self.group(parts, owners, extras, Group::<CheckedPush<PushRows>>::push)
+        })
     }
-}
 
-type Lists<Checked> = (Vec<GroupPart<Checked>>, Vec<(Arc<crate::cache::Cache>, RowUse)>);
+    /// Checks each member of a group with `check`, which returns its local cache, what moves, and the rows that it uses.
+    fn parts<Rows, Checked>(
+        &self,
+        members: Vec<GroupMember<Rows>>,
+        check: impl Fn(RemoteName, &End, Rows, Option<GrantUse>) -> Result<(Arc<Cache>, Checked, RowUse)>,
+    ) -> Result<Parts<Checked>> {
+        ensure(!members.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
+        let mut parts = fallible::with_capacity(PARTS, members.len())?;
+        let mut used = fallible::with_capacity(PARTS, members.len())?;
+        for (index, GroupMember { remote, local, rows, grant }) in members.into_iter().enumerate() {
+            let of_part = |error: Error| error.with("part", index);
+            let (local, checked, rows) = check(remote, &local, rows, grant).map_err(of_part)?;
+            used.push((local.clone(), rows));
+            let RemoteName { cluster, name } = remote;
+            let link = self.links.finder().for_later(cluster);
+            parts.push(GroupPart { cluster, link, name, local, checked, grant });
+        }
+        Ok((parts, used))
+    }
 
-/// Returns the empty lists for a group, which must have a part.
-fn lists<Rows, Checked>(parts: &[GroupMember<Rows>]) -> Result<Lists<Checked>> {
-    ensure(!parts.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
-    Ok((fallible::with_capacity(PARTS, parts.len())?, fallible::with_capacity(PARTS, parts.len())?))
+    fn group<Checked: Send + 'static>(
+        &self,
+        (parts, used): Parts<Checked>,
+        owners: bool,
+        extras: CallExtras,
+        run: fn(&Group<Checked>, &Arc<Execution>, Deadline) -> Result<u64>,
+    ) -> Result<Prepared> {
+        let verify = self.verify(&extras);
+        let (lanes, notify) = (lanes_of(&parts), group_notification(&parts, extras.notify)?);
+        let group = Group { resources: self.resources.clone(), parts, notify, verify, owners };
+        let work: Work = Box::new(move |execution, deadline| run(&group, execution, deadline));
+        Ok(Prepared::Group(LaneWork { lanes, rows: CallRows::of_all(used)?, work }))
+    }
 }
 
 /// Leaves the report of a grant that several parts use to the last one of them.

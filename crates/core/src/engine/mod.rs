@@ -3,51 +3,45 @@
 //! Decisions are made elsewhere: `validate` decides what is legal, `plan` where bytes go, and `copy` how they
 //! move.
 
-mod asynchronous;
 mod call_extras;
+mod copies;
 mod cpp;
 mod ensure_link;
+mod events;
 mod grants;
 mod group;
 mod layerwise;
 mod links;
+mod operation;
 mod transfer;
 
-pub use asynchronous::CallOptions;
 pub use call_extras::CallExtras;
 pub use cpp::CacheIndex;
 pub use ensure_link::EnsureOptions;
 pub use group::GroupMember;
 pub use layerwise::LayerReceiver;
-pub use transfer::RemoteName;
+pub use operation::Operation;
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::cache::{Cache, unpinned};
 use crate::config::{Config, HugeChoice, Mode, Role};
-use crate::copy::Staging;
 use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::events::EventQueue;
-use crate::memory::{self, Adopted, Tensors};
+use crate::memory::{Adopted, Tensors};
 use crate::model::{
-    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Geometry, MixedSizes, Placement, SubRow,
+    CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, Deadline, Geometry, MixedSizes, Name, Placement,
 };
-use crate::plan::Moves;
 use crate::pool::Arena;
 use crate::resources::Resources;
 use crate::session::{Links, Transports};
 use crate::stats::{FabricState, Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::token_file;
-use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, LocalMoves};
-use crate::validate::{self, CopyArgs, Pools};
-
-/// Calls with fewer blocks skip the check whether there is memory for their lists.
-const MANY_BLOCKS: usize = 1 << 20;
-/// Bytes per block that the lists of a call take while it runs: the request, the plan and the rows to pin
-/// (`lists_of_a_call_take_what_is_asked_for`).
-const BYTES_OF_A_BLOCK: u64 = 128;
+use crate::transfer::{AsyncCalls, Executor, GrantClock};
+use crate::validate::{self, Pools};
 
 /// One end of a copy, as the caller names it.
 #[derive(Clone, Debug)]
@@ -57,6 +51,15 @@ pub enum End {
     /// A handle: a cache over the caller's memory that is not registered with an engine. For a copy, it may
     /// also be a cache that was already looked up.
     Loose(Arc<Cache>),
+}
+
+/// Name of a peer's cache or slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteName {
+    /// The cluster that owns it.
+    pub cluster: ClusterId,
+    /// Its name at the owner.
+    pub name: Name,
 }
 
 /// An open engine. Any number of threads may share it. Drop ends its links; its memory is released once the
@@ -250,96 +253,6 @@ impl DataDist {
         self.resources.table.find_key(key)
     }
 
-    /// Copies one range of one batch slot, the same range in every tensor (contract §7.9).
-    pub fn copy_cache(&self, dst: &End, src: &End, args: CopyArgs) -> Result<()> {
-        let checked = match self.mode() {
-            Mode::CacheManager => validate::copy_cache,
-            Mode::KvCacheManager => validate::copy_on_device,
-        };
-        self.copy_range(src, dst, args, checked)
-    }
-
-    /// Does `CopyKvCache` of the original's documentation (`CopyKvCache.md`): as
-    /// [`copy_cache`](Self::copy_cache), but only from device to device or host, and with the source as the
-    /// first argument.
-    pub fn copy_kv_cache(&self, src: &End, dst: &End, args: CopyArgs) -> Result<()> {
-        self.copy_range(src, dst, args, validate::copy_kv_cache)
-    }
-
-    /// Copies blocks within one cache, with the result of copying the pairs in the given order (contract
-    /// §7.10). Without pairs, it does nothing.
-    pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
-        self.copy_sub_rows(cache, pairs, SubRow::default())
-    }
-
-    /// Copies a part of every block; otherwise like [`copy_blocks`](Self::copy_blocks). The byte ranges of a block that are
-    /// read and written must be equal or disjoint.
-    pub fn copy_sub_rows(&self, cache: &End, pairs: &[(i64, i64)], part: SubRow) -> Result<()> {
-        self.resources.stats.timed(Op::CopyBlocks, || {
-            let deadline = self.deadline();
-            let (cache, moves) = self.checked_copy_blocks(cache, pairs, part)?;
-            self.run(Op::CopyBlocks, (cache.clone(), cache), moves, Staging::DEFAULT, deadline)
-        })
-    }
-
-    fn checked_copy_blocks(
-        &self,
-        cache: &End,
-        pairs: &[(i64, i64)],
-        part: SubRow,
-    ) -> Result<(Arc<Cache>, LocalMoves)> {
-        room_for_lists(pairs.len())?;
-        let cache = self.resolve(cache)?;
-        let check = match self.mode() {
-            Mode::CacheManager => validate::copy_blocks,
-            Mode::KvCacheManager => validate::copy_rows,
-        };
-        let moves = LocalMoves::checked(&cache, &cache, |cache, _| check(cache, pairs, part))?;
-        Ok((cache, moves))
-    }
-
-    /// Copies blocks between a host cache and a device cache; the placements give the direction (contract
-    /// §7.11). Without pairs, it does nothing.
-    pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Result<()> {
-        self.swap_sub_rows(src, dst, pairs, SubRow::default())
-    }
-
-    /// Swaps a part of every block; otherwise like [`swap_blocks`](Self::swap_blocks). With a part, the blocks of both caches
-    /// may have different sizes.
-    pub fn swap_sub_rows(&self, src: &End, dst: &End, pairs: &[(i64, i64)], part: SubRow) -> Result<()> {
-        let deadline = self.deadline();
-        let (src, dst) = (self.resolve(src), self.resolve(dst));
-        // A call that names an unknown cache is counted as well, by the end that is known.
-        let into_device = match (&src, &dst) {
-            (Ok(src), _) => src.placement() == Placement::Host,
-            (Err(_), Ok(dst)) => dst.placement() == Placement::Device,
-            (Err(_), Err(_)) => false,
-        };
-        let op = if into_device { Op::SwapIn } else { Op::SwapOut };
-        self.resources.stats.timed(op, || {
-            let (src, dst) = (src?, dst?);
-            let (moves, staging) = self.checked_swap((&src, &dst), pairs, part)?;
-            self.run(op, (src, dst), moves, staging, deadline)
-        })
-    }
-
-    fn checked_swap(
-        &self,
-        (src, dst): (&Cache, &Cache),
-        pairs: &[(i64, i64)],
-        part: SubRow,
-    ) -> Result<(LocalMoves, Staging)> {
-        room_for_lists(pairs.len())?;
-        let check = match self.mode() {
-            Mode::CacheManager => validate::swap_blocks,
-            Mode::KvCacheManager => validate::swap_rows,
-        };
-        let moves = LocalMoves::checked(src, dst, |src, dst| check(src, dst, pairs, part))?;
-        rows_alike(src, dst)?;
-        let buffer_bytes = src.longest_row();
-        Ok((moves, Staging { path: self.resources.config.swap_in, buffer_bytes }))
-    }
-
     /// Returns every counter, and the state of the pools, the table and the links.
     pub fn stats(&self) -> Snapshot {
         let (swap_in_direct, swap_in_ring) = self.resources.stats.swap_ins();
@@ -393,41 +306,6 @@ impl DataDist {
         }
     }
 
-    fn copy_range(
-        &self,
-        src: &End,
-        dst: &End,
-        args: CopyArgs,
-        checked: fn(CacheLayout, CacheLayout, CopyArgs) -> Result<Moves>,
-    ) -> Result<()> {
-        self.resources.stats.timed(Op::CopyCache, || {
-            let deadline = self.deadline();
-            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = LocalMoves::of_slots(&src, &dst, args, checked)?;
-            rows_alike(&src, &dst)?;
-            self.run(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
-        })
-    }
-
-    fn run(
-        &self,
-        op: Op,
-        (src, dst): (Arc<Cache>, Arc<Cache>),
-        moves: impl Into<LocalMoves>,
-        staging: Staging,
-        deadline: Deadline,
-    ) -> Result<()> {
-        let moves = moves.into();
-        LocalCopy { resources: self.resources.clone(), op, src, dst, staging }.run(moves, deadline).map(drop)
-    }
-
-    fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
-        match end {
-            End::Managed(id) => self.resources.table.find(*id),
-            End::Loose(cache) => Ok(cache.clone()),
-        }
-    }
-
     fn report(&self, arena: &Arena) -> PoolReport {
         let region = arena.region();
         let merged = self.resources.merged(arena.placement());
@@ -445,11 +323,25 @@ impl DataDist {
         self.resources.config.mode
     }
 
+    /// Returns the deadline of a call on the calling thread without a limit of its own.
     fn deadline(&self) -> Deadline {
-        let deadline = Deadline::after(self.resources.config.sync_timeout).watched(self.interrupted);
+        self.deadline_since(Instant::now(), None)
+    }
+
+    /// Returns the deadline of a call on the calling thread, whose limit counts from `begin`.
+    fn deadline_since(&self, begin: Instant, limit: Option<Duration>) -> Deadline {
+        let deadline = self.limited(begin, limit).watched(self.interrupted);
         #[cfg(feature = "testing")]
         let deadline = deadline.over_when(self.over);
         deadline
+    }
+
+    /// Returns the deadline of a call on a thread of the engine, whose limit counts from `begin`.
+    fn limited(&self, begin: Instant, limit: Option<Duration>) -> Deadline {
+        match limit {
+            Some(limit) => Deadline::since(begin, limit).named("timeout_ms"),
+            None => Deadline::since(begin, self.resources.config.sync_timeout),
+        }
     }
 }
 
@@ -461,18 +353,4 @@ impl Drop for DataDist {
         self.tasks.close();
         self.calls.close();
     }
-}
-
-/// Checks that a copy or swap between caches of this engine keeps the meaning of the rows.
-fn rows_alike(src: &Cache, dst: &Cache) -> Result<()> {
-    validate::local_rows_alike(src.kv().map(|kv| &**kv), dst.kv().map(|kv| &**kv))
-}
-
-/// Returns `Err(OutOfMemory)` if the lists of a call with this many blocks need more memory than this process
-/// may use now. Calls with few blocks skip the check, because it takes longer than copying them.
-fn room_for_lists(blocks: usize) -> Result<()> {
-    if blocks < MANY_BLOCKS {
-        return Ok(());
-    }
-    memory::refuse_beyond_room("the lists of this call", (blocks as u64).saturating_mul(BYTES_OF_A_BLOCK))
 }

@@ -3,33 +3,25 @@
 //! Both resolve their two ends, validate, plan, and let the receiving side read: from memory of the other
 //! side that it can access, otherwise through a socket. `transfer` has the steps of one attempt.
 
-use std::borrow::Borrow;
 use std::sync::Arc;
 
 use super::call_extras::CallExtras;
-use super::{DataDist, End};
+use super::copies::room_for_lists;
+use super::operation::{Operation, Prepared};
+use super::{DataDist, End, RemoteName};
 use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{ClusterId, Name, Verify};
+use crate::model::{ClusterId, Verify};
 use crate::session;
 use crate::stats::Op;
-use crate::transfer::{self, Call};
+use crate::transfer::{self, PeerMoves, PeerTransfer};
 use crate::validate::{CheckedPull, CheckedPush, Layers, LocalCache, PullRows, PushRows};
-
-/// Name of a peer's cache or slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RemoteName {
-    /// The cluster that owns it.
-    pub cluster: ClusterId,
-    /// Its name at the owner.
-    pub name: Name,
-}
 
 impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
     /// rows that arrived.
-    pub fn pull(&self, from: RemoteName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
+    pub fn pull(&self, from: RemoteName, to: &End, rows: PullRows, layers: Layers) -> Operation<'_> {
         self.pull_with(from, to, rows, layers, CallExtras::default())
     }
 
@@ -40,28 +32,25 @@ impl DataDist {
         &self,
         from: RemoteName,
         to: &End,
-        rows: &PullRows,
+        rows: PullRows,
         layers: Layers,
         extras: CallExtras,
-    ) -> Result<()> {
-        self.resources.stats.timed(Op::Pull, || {
-            let deadline = self.deadline();
-            let (local, checked) = self.checked_pull(from, to, rows, layers, extras.raw_layout)?;
+    ) -> Operation<'_> {
+        Operation::new(self, Op::Pull, || {
+            let (local, layout) = self.local_end(from.cluster, to, rows.num_blocks(), &extras)?;
+            let moves = PeerMoves::Pull(CheckedPull::new(layout, rows, layers)?);
             let verify = self.verify(&extras);
             let (notify, grant) = extras.checked()?;
-            let link = self.links.find_other(from.cluster, deadline)?;
-            let (resources, name) = (self.resources.clone(), from.name);
-            let (execution, to_the_end) = (None, false);
-            let call =
-                Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify };
-            call.pull_rows(&checked).map(drop)
+            let grant = grant.map(Box::new);
+            let RemoteName { cluster, name } = from;
+            Ok(Prepared::Transfer(PeerTransfer { cluster, name, local, moves, notify, grant, verify }))
         })
     }
 
     /// Pushes rows of a cache of this engine into a peer's cache (contract §7.14, §7.15). The bytes are in
-    /// place there when this returns. All layers are one submission under one deadline. An error reports how
+    /// place there when it has ended. All layers are one submission under one deadline. An error reports how
     /// far the push got.
-    pub fn push(&self, from: &End, to: RemoteName, rows: &PushRows, layers: Layers) -> Result<()> {
+    pub fn push(&self, from: &End, to: RemoteName, rows: PushRows, layers: Layers) -> Operation<'_> {
         self.push_with(from, to, rows, layers, CallExtras::default())
     }
 
@@ -70,21 +59,17 @@ impl DataDist {
         &self,
         from: &End,
         to: RemoteName,
-        rows: &PushRows,
+        rows: PushRows,
         layers: Layers,
         extras: CallExtras,
-    ) -> Result<()> {
-        self.resources.stats.timed(Op::Push, || {
-            let deadline = self.deadline();
-            let (local, checked) = self.checked_push(from, to, rows, layers, extras.raw_layout)?;
+    ) -> Operation<'_> {
+        Operation::new(self, Op::Push, || {
+            let (local, layout) = self.local_end(to.cluster, from, rows.num_blocks(), &extras)?;
+            let moves = PeerMoves::Push(CheckedPush::new(layout, rows, layers)?);
             let verify = self.verify(&extras);
-            let notify = extras.checked_of_push()?;
-            let link = self.links.find_other(to.cluster, deadline)?;
-            let (resources, name) = (self.resources.clone(), to.name.without_slot().0);
-            let (execution, to_the_end, grant) = (None, false, None);
-            let call =
-                Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify };
-            call.push_rows(to.name, &checked).map(drop)
+            let (notify, grant) = (extras.checked_of_push()?, None);
+            let RemoteName { cluster, name } = to;
+            Ok(Prepared::Transfer(PeerTransfer { cluster, name, local, moves, notify, grant, verify }))
         })
     }
 
@@ -104,36 +89,25 @@ impl DataDist {
         extras.verify.unwrap_or(self.resources.config.verify)
     }
 
-    /// Checks what a pull needs of this side, and returns the local cache.
-    pub(super) fn checked_pull<R: Borrow<PullRows>>(
+    /// Checks the two ends of a pull or push of `blocks` blocks. Returns the local cache, and what the checks of the rows need
+    /// of it.
+    pub(super) fn local_end(
         &self,
-        from: RemoteName,
-        to: &End,
-        rows: R,
-        layers: Layers,
-        raw: bool,
-    ) -> Result<(Arc<Cache>, CheckedPull<R>)> {
-        self.other(from.cluster)?;
-        let local = self.source(to)?;
-        super::room_for_lists(rows.borrow().num_blocks())?;
-        let checked = CheckedPull::new(with_layout(&local, raw), rows, layers)?;
-        Ok((local, checked))
-    }
-
-    /// Checks what a push needs of this side, and returns the local cache.
-    pub(super) fn checked_push<R: Borrow<PushRows>>(
-        &self,
-        from: &End,
-        to: RemoteName,
-        rows: R,
-        layers: Layers,
-        raw: bool,
-    ) -> Result<(Arc<Cache>, CheckedPush<R>)> {
-        self.other(to.cluster)?;
-        let local = self.source(from)?;
-        super::room_for_lists(rows.borrow().num_blocks())?;
-        let checked = CheckedPush::new(with_layout(&local, raw), rows, layers)?;
-        Ok((local, checked))
+        peer: ClusterId,
+        end: &End,
+        blocks: usize,
+        extras: &CallExtras,
+    ) -> Result<(Arc<Cache>, LocalCache)> {
+        self.other(peer)?;
+        let local = self.source(end)?;
+        room_for_lists(blocks)?;
+        let layout = LocalCache {
+            layout: local.layout_of_first(),
+            mixed: local.mixed().cloned(),
+            kv: local.kv().cloned(),
+            raw: extras.raw_layout,
+        };
+        Ok((local, layout))
     }
 
     /// Checks that `cluster` is not this engine. Without the cache manager another engine may have the same
@@ -155,15 +129,5 @@ impl DataDist {
                 Err(Error::new(ErrorKind::CacheNotFound, text))
             }
         }
-    }
-}
-
-/// Returns what a pull or push must know of a cache of this engine. With `raw`, its rows move as they are.
-fn with_layout(cache: &Cache, raw: bool) -> LocalCache {
-    LocalCache {
-        layout: cache.layout_of_first(),
-        mixed: cache.mixed().cloned(),
-        kv: cache.kv().cloned(),
-        raw,
     }
 }

@@ -6,6 +6,7 @@ use super::segment::Segment;
 use super::side::Side;
 use super::spans::{Piece, Span};
 use super::tensor_steps::TensorSteps;
+use crate::fallible::OneOrMany;
 use crate::model::TensorSpan;
 
 /// Pieces that may be copied in any order and at the same time: none writes what another reads or writes.
@@ -18,7 +19,7 @@ pub struct CopyPlan {
     src: TensorSteps,
     dst: TensorSteps,
     /// None of them is empty. Shared by the plans of all layers of one transfer.
-    segments: Arc<Vec<Segment>>,
+    segments: Arc<OneOrMany<Segment>>,
     /// Bytes of one tensor.
     tensor_bytes: u64,
 }
@@ -28,6 +29,11 @@ impl CopyPlan {
     /// exceed 64 bits.
     pub(super) fn new(num_tensors: u32, mut segments: Vec<Segment>) -> Self {
         segments.retain(|segment| segment.count() > 0);
+        Self::of(num_tensors, OneOrMany::Many(segments))
+    }
+
+    /// Does the same for segments of which none is empty.
+    pub(super) fn of(num_tensors: u32, segments: OneOrMany<Segment>) -> Self {
         let first = TensorSteps::consecutive(0);
         let tensor_bytes = segments.iter().map(Segment::tensor_bytes).sum();
         CopyPlan { num_tensors, src: first, dst: first, segments: Arc::new(segments), tensor_bytes }

@@ -11,7 +11,7 @@ use super::sorting;
 use super::spans::{PLAN, Piece};
 use super::template::Template;
 use crate::error::Result;
-use crate::fallible;
+use crate::fallible::{self, OneOrMany};
 
 impl CopyPlan {
     /// Plans moves between two caches, with the same result as moving piece after piece in the order given: bytes that a
@@ -20,9 +20,8 @@ impl CopyPlan {
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let segment = match std::mem::take(&mut moves.pieces) {
             Pieces::Repeated(mut template) => {
-                let mut pairs = taken_pairs(&mut template)?;
-                order::keep_last(&mut pairs)?;
-                repeated(template, pairs)?
+                order::keep_last(own_pairs(&mut template)?)?;
+                repeated(template)?
             }
             Pieces::Listed(mut pieces) => {
                 order::keep_last_bytes(&mut pieces)?;
@@ -34,39 +33,45 @@ impl CopyPlan {
 
     /// Plans moves within one cache or between two, with the same result as moving piece after piece in the order given. The
     /// plans must run one after the other. Within one cache there are several if a piece writes bytes that another piece reads or
-    /// writes. A piece that is copied onto itself is left out. Takes the pieces out of `moves`.
-    pub fn moves_in_order(moves: &mut Moves, caches: CacheCount) -> Result<Vec<CopyPlan>> {
+    /// writes. A piece that is copied onto itself is left out. No plan is empty. Takes the pieces out of `moves`.
+    pub fn moves_in_order(moves: &mut Moves, caches: CacheCount) -> Result<OneOrMany<CopyPlan>> {
         if caches == CacheCount::Two || !may_overlap(&moves.pieces) {
-            let plan = Self::moves(moves)?;
-            let some = usize::from(!plan.is_empty());
-            return fallible::collect(PLAN, std::iter::once(plan).take(some));
+            return Self::moves(moves).map(one);
         }
         match std::mem::take(&mut moves.pieces) {
             Pieces::Repeated(mut template) => {
-                let mut pairs = taken_pairs(&mut template)?;
+                let pairs = own_pairs(&mut template)?;
                 pairs.retain(|(src, dst)| src != dst);
-                let mut groups = order::groups(pairs)?;
-                let last = groups.pop();
-                let mut plans = fallible::with_capacity(PLAN, groups.len() + 1)?;
-                for pairs in groups {
-                    plans.push(plan(moves, repeated(template.at_pairs(Arc::default())?, pairs)?));
+                if !order::order_matters(pairs, CacheCount::One)? {
+                    return Ok(one(plan(moves, repeated(template)?)));
                 }
-                if let Some(pairs) = last {
-                    plans.push(plan(moves, repeated(template, pairs)?));
-                }
-                Ok(plans)
+                let groups = order::groups(std::mem::take(pairs))?.into_iter();
+                let planned = groups.map(|pairs| {
+                    let template = template.at_pairs(Arc::new(pairs))?;
+                    Ok(plan(moves, repeated(template)?))
+                });
+                fallible::try_collect(PLAN, planned).map(OneOrMany::Many)
             }
             Pieces::Listed(mut pieces) => {
                 pieces.retain(|piece| piece.src != piece.dst);
+                if !order::order_matters(&pieces, CacheCount::One)? {
+                    return Ok(one(plan(moves, listed(pieces)?)));
+                }
                 let groups = order::groups(pieces)?.into_iter();
-                fallible::try_collect(PLAN, groups.map(|pieces| Ok(plan(moves, listed(pieces)?))))
+                let planned = groups.map(|pieces| Ok(plan(moves, listed(pieces)?)));
+                fallible::try_collect(PLAN, planned).map(OneOrMany::Many)
             }
         }
     }
 }
 
+/// Returns the plan, unless it is empty.
+fn one(plan: CopyPlan) -> OneOrMany<CopyPlan> {
+    if plan.is_empty() { OneOrMany::default() } else { OneOrMany::One(plan) }
+}
+
 fn plan(moves: &Moves, segment: Option<Segment>) -> CopyPlan {
-    CopyPlan::new(moves.num_tensors, segment.into_iter().collect()).in_tensors(
+    CopyPlan::of(moves.num_tensors, segment.map_or_else(OneOrMany::default, OneOrMany::One)).in_tensors(
         moves.src_tensor,
         moves.dst_tensor,
         moves.num_tensors,
@@ -82,20 +87,23 @@ fn may_overlap(pieces: &Pieces) -> bool {
     }
 }
 
-fn taken_pairs(template: &mut Template) -> Result<Vec<(u32, u32)>> {
-    let pairs = std::mem::take(&mut template.pairs);
-    Arc::try_unwrap(pairs).or_else(|shared| fallible::copied(PLAN, &shared))
+/// Returns the pairs of `template`, which shares them with nobody then.
+fn own_pairs(template: &mut Template) -> Result<&mut Vec<(u32, u32)>> {
+    if Arc::get_mut(&mut template.pairs).is_none() {
+        template.pairs = Arc::new(fallible::copied(PLAN, &template.pairs)?);
+    }
+    // Copies nothing, because nobody else has them.
+    Ok(Arc::make_mut(&mut template.pairs))
 }
 
-/// Returns the segment that copies the one piece of `template` at each of `pairs`. Pairs that join their neighbours become
+/// Returns the segment that copies the one piece of `template` at each of its pairs. Pairs that join their neighbours become
 /// spans.
-pub(super) fn repeated(mut template: Template, mut pairs: Vec<(u32, u32)>) -> Result<Option<Segment>> {
-    sorting::pairs_by_source(&mut pairs)?;
-    let scattered = scattered(&pairs);
-    template.pairs = Arc::new(pairs);
-    if template.pairs.is_empty() {
+pub(super) fn repeated(mut template: Template) -> Result<Option<Segment>> {
+    let pairs = own_pairs(&mut template)?;
+    sorting::pairs_by_source(pairs)?;
+    if pairs.is_empty() {
         Ok(None)
-    } else if scattered {
+    } else if scattered(pairs) {
         Segment::of_template(template).map(Some)
     } else {
         joined(template.first_pieces()).and_then(Segment::of_spans).map(Some)

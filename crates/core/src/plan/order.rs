@@ -37,7 +37,7 @@ impl Pair for (u32, u32) {
 }
 
 /// Returns whether a pair writes a place that another pair writes or, if the caches are one, that any pair reads.
-fn order_matters<T: Pair>(pairs: &[T], caches: CacheCount) -> Result<bool> {
+pub(super) fn order_matters<T: Pair>(pairs: &[T], caches: CacheCount) -> Result<bool> {
     if pairs.len() < 2 {
         return Ok(false);
     }
@@ -135,8 +135,8 @@ impl PlaceSet {
     }
 }
 
-/// Splits pairs within one cache into groups, which must be copied one after the other. Each pair joins the first group that the
-/// earlier pairs at its places allow. No group is empty.
+/// Splits pairs within one cache, whose [order matters](order_matters), into groups, which must be copied one after the other.
+/// Each pair joins the first group that the earlier pairs at its places allow. No group is empty.
 pub(super) fn groups<T: Pair>(pairs: Vec<T>) -> Result<Vec<Vec<T>>> {
     /// The first group in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
@@ -145,12 +145,6 @@ pub(super) fn groups<T: Pair>(pairs: Vec<T>) -> Result<Vec<Vec<T>>> {
         write: usize,
     }
     let mut groups: Vec<Vec<T>> = Vec::new();
-    if !order_matters(&pairs, CacheCount::One)? {
-        if !pairs.is_empty() {
-            fallible::push(PLAN, &mut groups, pairs)?;
-        }
-        return Ok(groups);
-    }
     let mut blocks: HashMap<u64, Free> = fallible::map(PLAN, 2 * pairs.len())?;
     for pair in pairs {
         let (src, dst) = pair.places();

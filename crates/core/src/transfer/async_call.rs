@@ -47,6 +47,14 @@ pub(crate) struct CallPurpose {
     pub(crate) event: bool,
 }
 
+/// What a lane runs for a call, and the rows that it needs for this.
+pub(crate) struct LaneWork {
+    /// The lanes that run it.
+    pub(crate) lanes: LaneKey,
+    pub(crate) rows: CallRows,
+    pub(crate) work: Work,
+}
+
 /// What all asynchronous calls of an engine share.
 pub(super) struct CallsOfEngine {
     pub(super) lanes: ExecutorHandle,

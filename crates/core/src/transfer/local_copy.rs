@@ -7,11 +7,12 @@ use super::async_call::Execution;
 use crate::cache::{Cache, CallRows};
 use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
 use crate::error::Result;
+use crate::fallible::OneOrMany;
 use crate::model::{CacheLayout, Deadline, Verify};
 use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::resources::Resources;
 use crate::stats::Op;
-use crate::validate::{self, CopyArgs, PlannedRuns, SideSizes};
+use crate::validate::{self, PlannedRuns, SideSizes};
 
 /// Name of the planning in errors of the deadline.
 const PLANNING: &str = "planning the copy";
@@ -22,12 +23,6 @@ pub(crate) enum LocalMoves {
     Equal(Moves),
     /// Something of its own in each run of equal tensors, because the tensors of a cache differ.
     Runs(PlannedRuns),
-}
-
-impl From<Moves> for LocalMoves {
-    fn from(moves: Moves) -> Self {
-        LocalMoves::Equal(moves)
-    }
 }
 
 impl LocalMoves {
@@ -46,87 +41,72 @@ impl LocalMoves {
         let caches = if std::ptr::eq(src, dst) { CacheCount::One } else { CacheCount::Two };
         validate::local_runs(sides[0], sides[1], caches, check).map(LocalMoves::Runs)
     }
-
-    /// Returns what a copy between slots moves. `check` returns it for caches of equal tensors.
-    pub(crate) fn of_slots(
-        src: &Cache,
-        dst: &Cache,
-        args: CopyArgs,
-        check: fn(CacheLayout, CacheLayout, CopyArgs) -> Result<Moves>,
-    ) -> Result<LocalMoves> {
-        let mixed = src.mixed().is_some() || dst.mixed().is_some();
-        Self::checked(src, dst, |src, dst| {
-            let moves = check(src, dst, args)?;
-            if mixed { validate::whole_slots(src, dst, args).map(|()| moves) } else { Ok(moves) }
-        })
-    }
-
-    /// Takes the rows that are read, and those that are written.
-    pub(crate) fn take_rows(&mut self) -> (Vec<u64>, Vec<u64>) {
-        let (src, dst) = match self {
-            LocalMoves::Equal(moves) => (&mut moves.src_rows, &mut moves.dst_rows),
-            LocalMoves::Runs(planned) => (&mut planned.src_rows, &mut planned.dst_rows),
-        };
-        (std::mem::take(src), std::mem::take(dst))
-    }
 }
 
 /// A copy between caches of this engine.
 pub(crate) struct LocalCopy {
-    pub(crate) resources: Arc<Resources>,
     pub(crate) op: Op,
     pub(crate) src: Arc<Cache>,
     pub(crate) dst: Arc<Cache>,
+    pub(crate) moves: LocalMoves,
     pub(crate) staging: Staging,
 }
 
 impl LocalCopy {
-    /// Plans the moves, pins both ends, moves the bytes, and counts them.
-    pub(crate) fn run(&self, moves: impl Into<LocalMoves>, deadline: Deadline) -> Result<u64> {
-        let mut moves = moves.into();
-        let plans = self.plan(&mut moves)?;
-        if plans.is_empty() {
-            return Ok(0);
-        }
-        deadline.check(PLANNING)?;
-        let (reads, writes) = moves.take_rows();
-        let _pin = CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes)).pin(deadline)?;
-        self.copy_all(plans, &Arc::default(), deadline)
-    }
-
-    /// Does the same for an asynchronous call, which has its rows already.
-    pub(crate) fn execute(
-        &self,
-        mut moves: LocalMoves,
-        execution: &Execution,
+    /// Plans the moves, pins both ends, moves the bytes, and counts them. An asynchronous call, which has an `execution`, has
+    /// its rows already.
+    pub(crate) fn run(
+        mut self,
+        resources: &Resources,
+        execution: Option<&Execution>,
         deadline: Deadline,
     ) -> Result<u64> {
-        let plans = self.plan(&mut moves)?;
+        let plans = self.plan()?;
         if plans.is_empty() {
             return Ok(0);
         }
         deadline.check(PLANNING)?;
-        execution.pin(deadline)?;
-        let progress = execution.transfer().attempt(plans.iter().map(CopyPlan::bytes).sum());
-        self.copy_all(plans, &progress, deadline)
+        if let Some(execution) = execution {
+            execution.pin(deadline)?;
+            let bytes = plans.iter().map(CopyPlan::bytes).sum();
+            return self.copy_all(resources, plans, &execution.transfer().attempt(bytes), deadline);
+        }
+        let _pin = self.take_rows().pin(deadline)?;
+        self.copy_all(resources, plans, &Arc::default(), deadline)
+    }
+
+    /// Takes the rows that are read and written.
+    pub(crate) fn take_rows(&mut self) -> CallRows {
+        let (reads, writes) = match &mut self.moves {
+            LocalMoves::Equal(moves) => (&mut moves.src_rows, &mut moves.dst_rows),
+            LocalMoves::Runs(planned) => (&mut planned.src_rows, &mut planned.dst_rows),
+        };
+        let (reads, writes) = (std::mem::take(reads), std::mem::take(writes));
+        CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes))
     }
 
     /// Returns the plans, which run one after the other. None of them is empty.
-    fn plan(&self, moves: &mut LocalMoves) -> Result<Vec<CopyPlan>> {
-        match moves {
+    fn plan(&mut self) -> Result<OneOrMany<CopyPlan>> {
+        match &mut self.moves {
             LocalMoves::Equal(moves) => {
                 let one_cache = Arc::ptr_eq(&self.src, &self.dst);
                 let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
                 CopyPlan::moves_in_order(moves, caches)
             }
-            LocalMoves::Runs(planned) => Ok(std::mem::take(&mut planned.plans)),
+            LocalMoves::Runs(planned) => Ok(OneOrMany::Many(std::mem::take(&mut planned.plans))),
         }
     }
 
     /// Runs the plans one after the other. `deadline` is that of the first one: the rest of a copy that has begun has no
     /// limit.
-    fn copy_all(&self, plans: Vec<CopyPlan>, progress: &Arc<Progress>, deadline: Deadline) -> Result<u64> {
-        let LocalCopy { resources, src, dst, .. } = self;
+    fn copy_all(
+        &self,
+        resources: &Resources,
+        plans: OneOrMany<CopyPlan>,
+        progress: &Arc<Progress>,
+        deadline: Deadline,
+    ) -> Result<u64> {
+        let LocalCopy { src, dst, .. } = self;
         resources.still_registered(src)?;
         resources.still_registered(dst)?;
         let (from, to) = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
@@ -136,16 +116,18 @@ impl LocalCopy {
         let mut all = CopyOutcome { bytes: 0, route: Route::Direct };
         let mut limit = Limit::Start(deadline);
         for plan in plans {
-            let (plan, part) = (Arc::new(plan), if alone { progress.clone() } else { Arc::default() });
-            let outcome = resources.copy_engine.run(plan.clone(), from, to, self.staging, limit, &part)?;
-            if verifies {
-                self.compare(&plan, limit)?;
+            let plan = Arc::new(plan);
+            let compared = verifies.then(|| plan.clone());
+            let part = if alone { progress } else { &Arc::default() };
+            let outcome = resources.copy_engine.run(plan, from, to, self.staging, limit, part)?;
+            if let Some(plan) = compared {
+                self.compare(resources, &plan, limit)?;
             }
             if !alone {
                 progress.done(all.bytes, all.bytes + outcome.bytes);
+                limit = Limit::Start(Deadline::after(Duration::MAX));
             }
             all = CopyOutcome { bytes: all.bytes + outcome.bytes, ..outcome };
-            limit = Limit::Start(Deadline::after(Duration::MAX));
         }
         resources.stats.count_copy(self.op, &all);
         Ok(all.bytes)

@@ -13,14 +13,15 @@ use crate::error::Result;
 use crate::fallible;
 use crate::model::Name;
 use crate::plan::{CopyPlan, Side, Template};
+use crate::resources::Resources;
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
 
 impl LocalCopy {
     /// Compares what `plan` has copied: all of it, or a sample. Returns `Err(VerifyFailed)` if a block differs.
-    pub(super) fn compare(&self, plan: &CopyPlan, limit: Limit) -> Result<()> {
-        let (resources, src, dst) = (&self.resources, &self.src, &self.dst);
+    pub(super) fn compare(&self, resources: &Resources, plan: &CopyPlan, limit: Limit) -> Result<()> {
+        let (src, dst) = (&self.src, &self.dst);
         #[cfg(feature = "testing")]
         if let Some(moved) = super::MOVED.get() {
             moved(dst);

@@ -18,6 +18,7 @@ mod local_verify;
 mod notify;
 mod on_lane;
 mod path_counting;
+mod peer_transfer;
 mod place_table;
 mod pull;
 mod push;
@@ -28,10 +29,9 @@ mod task;
 mod task_state;
 mod verify;
 
-pub(crate) use async_call::{CallPurpose, Execution, Work};
+pub(crate) use async_call::{CallPurpose, Execution, LaneWork, Work};
 pub use async_calls::AsyncCalls;
 pub use cache_task::{CacheTask, Outcome};
-pub(crate) use call::Call;
 pub use delivery::{Carried, Delivery, LayerSink, TaskLimits};
 pub use executor::Executor;
 #[cfg(feature = "testing")]
@@ -43,5 +43,6 @@ pub use layer_task::LayerTask;
 pub(crate) use layerwise::LayerPush;
 pub(crate) use local_copy::{LocalCopy, LocalMoves};
 pub(crate) use notify::notify;
+pub(crate) use peer_transfer::{PeerMoves, PeerTransfer};
 #[cfg(feature = "testing")]
 pub use verify::MOVED;

@@ -8,7 +8,7 @@ use super::copy::CopyArgs;
 use super::layer_ranges::TensorRun;
 use super::layerwise::{LayerRows, LayerwiseArgs};
 use crate::error::{Error, Result, ensure};
-use crate::fallible;
+use crate::fallible::{self, OneOrMany};
 use crate::model::{CacheLayout, Geometry, MixedSizes};
 use crate::plan::{CacheCount, CopyPlan, Moves, REQUEST};
 
@@ -79,7 +79,7 @@ pub(super) fn planned(
     mut moves: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
 ) -> Result<PlannedRuns> {
     let mut planned = PlannedRuns { plans: Vec::new(), src_rows: Vec::new(), dst_rows: Vec::new() };
-    let mut known: Vec<((Geometry, Geometry), Vec<CopyPlan>)> = Vec::new();
+    let mut known: Vec<((Geometry, Geometry), OneOrMany<CopyPlan>)> = Vec::new();
     let mut done = 0;
     while done < tensors.count {
         let at = |first: u64| u32::try_from(first + u64::from(done)).unwrap_or(u32::MAX);
@@ -97,7 +97,7 @@ pub(super) fn planned(
             (planned.src_rows, planned.dst_rows) = (moves.src_rows, moves.dst_rows);
             fallible::push(REQUEST, &mut known, (sizes, plans))?;
         }
-        for plan in known.iter().filter(|(known, _)| *known == sizes).flat_map(|(_, plans)| plans) {
+        for plan in known.iter().filter(|(known, _)| *known == sizes).flat_map(|(_, plans)| plans.iter()) {
             fallible::push(REQUEST, &mut planned.plans, plan.in_tensors(from, to, count))?;
         }
         done += count;

@@ -348,9 +348,9 @@ fn a_call_that_gets_no_memory_moves_nothing() {
         let before = bytes();
         let call = || {
             if swaps {
-                engine.swap_blocks(&ends[0], &ends[1], &pairs)
+                engine.swap_blocks(&ends[0], &ends[1], &pairs).run()
             } else {
-                engine.copy_blocks(&ends[0], &pairs)
+                engine.copy_blocks(&ends[0], &pairs).run()
             }
         };
         let failed = each_fails(call, || {

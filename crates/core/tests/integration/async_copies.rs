@@ -38,7 +38,7 @@ impl Bench {
     }
 
     fn try_copy(&self, from: i64, to: i64, limit: Option<Duration>) -> Result<Arc<Transfer>, Error> {
-        self.engine.copy_blocks_async(&end(&self.device), &[(from, to)], limit)
+        self.engine.copy_blocks(&end(&self.device), &[(from, to)]).within(limit).start()
     }
 
     fn polled(&self) -> Vec<u64> {
@@ -65,13 +65,13 @@ fn calls_that_meet_take_turns() {
     let bench = Bench::new(100);
     let Bench { gate, engine, device, host } = &bench;
     gate.shut();
-    let mut transfers = vec![engine.swap_blocks_async(&end(host), &end(device), &[(9, 0)], None).unwrap()];
+    let mut transfers = vec![engine.swap_blocks(&end(host), &end(device), &[(9, 0)]).start().unwrap()];
     gate.wait_for(1);
     transfers.extend((0..6).map(|row| bench.copy(row, row + 1)));
     let free = bench.copy(10, 11);
     assert!(transfers.iter().all(|transfer| !transfer.done()));
     std::thread::scope(|scope| {
-        let last = scope.spawn(|| engine.swap_blocks(&end(device), &end(host), &[(6, 15)]));
+        let last = scope.spawn(|| engine.swap_blocks(&end(device), &end(host), &[(6, 15)]).run());
         gate.open();
         last.join().unwrap().unwrap();
     });
@@ -108,7 +108,7 @@ fn a_call_that_waits_is_cancelled_or_late_at_once() {
     assert_eq!(outcome(&behind).unwrap(), 2 * ROW as u64);
     assert_eq!(outcome(&first).unwrap_err().kind(), ErrorKind::Cancelled);
     assert_eq!((first.cancel(), behind.cancel()), (false, false));
-    bench.engine.copy_blocks(&end(&bench.device), &[(1, 2)]).expect("no row is held");
+    bench.engine.copy_blocks(&end(&bench.device), &[(1, 2)]).run().expect("no row is held");
     assert!(bench.engine.drain(LONG).unwrap());
 }
 
@@ -173,7 +173,7 @@ fn a_panic_is_a_failure() {
     bench.gate.open();
     let ended = [outcome(&panicking), outcome(&other)].map(|ended| ended.map_err(|error| error.kind()));
     assert_eq!(ended.iter().filter(|ended| **ended == Err(ErrorKind::System)).count(), 1, "{ended:?}");
-    bench.engine.copy_blocks(&end(&bench.device), &[(0, 1), (4, 5)]).expect("no row is held");
+    bench.engine.copy_blocks(&end(&bench.device), &[(0, 1), (4, 5)]).run().expect("no row is held");
 }
 
 #[test]

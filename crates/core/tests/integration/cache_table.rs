@@ -75,10 +75,10 @@ fn memory_released_during_a_copy_returns_when_the_copy_ends() {
         device.shut();
         std::thread::scope(|scope| {
             let copy = scope.spawn(|| match kind {
-                Blocks => engine.copy_blocks(&end, &[(0, 1)]),
+                Blocks => engine.copy_blocks(&end, &[(0, 1)]).run(),
                 Batch => {
                     let args = CopyArgs { dst_batch_index: 1, src_batch_index: 0, offset: 0, size: -1 };
-                    engine.copy_cache(&end, &end, args)
+                    engine.copy_cache(&end, &end, args).run()
                 }
             });
             device.wait_for(1);
@@ -93,7 +93,7 @@ fn memory_released_during_a_copy_returns_when_the_copy_ends() {
             copy.join().unwrap().unwrap();
         });
         assert_eq!(used(&engine), 0);
-        assert_eq!(engine.copy_blocks(&end, &[(0, 1)]).unwrap_err().kind(), ErrorKind::CacheNotFound);
+        assert_eq!(engine.copy_blocks(&end, &[(0, 1)]).run().unwrap_err().kind(), ErrorKind::CacheNotFound);
     }
 }
 
@@ -107,8 +107,8 @@ fn memory_is_free_when_the_call_returns() {
         let rows: Vec<_> = (0..64).map(|row| (row, 63 - row)).collect();
         for _ in 0..60 {
             let id = engine.allocate(&desc(Device, 2, 64, 40_000), Blocks, &[]).unwrap().id();
-            engine.swap_blocks(&End::Loose(own.cache.clone()), &End::Managed(id), &rows).unwrap();
-            engine.swap_blocks(&End::Managed(id), &End::Loose(own.cache.clone()), &rows).unwrap();
+            engine.swap_blocks(&End::Loose(own.cache.clone()), &End::Managed(id), &rows).run().unwrap();
+            engine.swap_blocks(&End::Managed(id), &End::Loose(own.cache.clone()), &rows).run().unwrap();
             engine.deallocate(id).unwrap();
             assert_eq!(used(&engine), 0);
         }

@@ -133,7 +133,7 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     let bytes = patterned(3, 3, 200_000);
     crate::fixtures::fill(&host, &bytes);
     let pairs: Vec<_> = (0..5).map(|row| (row, row)).collect();
-    engine.swap_blocks(&crate::fixtures::end(&host), &crate::fixtures::end(&far), &pairs).unwrap();
+    engine.swap_blocks(&crate::fixtures::end(&host), &crate::fixtures::end(&far), &pairs).run().unwrap();
     let copies =
         CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::with_device(device)).unwrap();
     let blocks = [(0, 40_000), (39_000, 100_001)];

@@ -91,9 +91,9 @@ fn outlasts_its_limit(
         let bytes = |seed| patterned(seed, 1, ROWS * ROW).remove(0);
         let copy_late = |src: &Arc<Cache>, dst: &Arc<Cache>, pairs: &[(i64, i64)]| {
             if src.id() == dst.id() {
-                engine.copy_blocks(&end(src), pairs)
+                engine.copy_blocks(&end(src), pairs).run()
             } else {
-                engine.swap_blocks(&end(src), &end(dst), pairs)
+                engine.swap_blocks(&end(src), &end(dst), pairs).run()
             }
         };
         let copy = |src, dst, pairs: &[(i64, i64)]| {

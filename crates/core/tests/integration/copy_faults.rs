@@ -47,7 +47,7 @@ fn a_failed_copy_says_how_far_it_got_and_holds_nothing() {
         for allowed in [0, 1, 60, pairs.len() as u64 * 4 - 1] {
             sim.fail_after(allowed);
             let earlier = sim.copies();
-            let error = engine.copy_blocks(&end(&cache), &pairs).unwrap_err();
+            let error = engine.copy_blocks(&end(&cache), &pairs).run().unwrap_err();
             let made = sim.copies() - earlier;
             assert_eq!(error.kind(), ErrorKind::System);
             assert!(error.to_string().contains("failed as requested"), "{error}");
@@ -57,7 +57,7 @@ fn a_failed_copy_says_how_far_it_got_and_holds_nothing() {
             assert!(made <= allowed, "no copy starts after the failure");
         }
         sim.fail_after(u64::MAX);
-        engine.copy_blocks(&end(&cache), &pairs).unwrap();
+        engine.copy_blocks(&end(&cache), &pairs).run().unwrap();
         assert_eq!(resources(&engine.stats()), before);
         let op = engine.stats().ops.into_iter().find(|(name, _)| *name == "copy_blocks").unwrap().1;
         assert_eq!((op.calls, op.failures, op.bytes), (5, 4, all));
@@ -75,17 +75,17 @@ fn a_device_that_panics_on_a_worker_fails_the_call() {
         [Host, Device].map(|placement| engine.allocate(&desc(placement, 1, 64, ROW), Blocks, &[]).unwrap());
     // In the ring, on the thread that drains it.
     *device.panics.lock().unwrap() = Some("llm-ring".into());
-    let error = engine.swap_blocks(&end(&host), &end(&remote), &same_rows(20)).unwrap_err();
+    let error = engine.swap_blocks(&end(&host), &end(&remote), &same_rows(20)).run().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System);
     assert!(error.to_string().contains("ended early"), "{error}");
     assert!(device.panics.lock().unwrap().is_none(), "nothing panicked");
-    engine.swap_blocks(&end(&host), &end(&remote), &same_rows(20)).unwrap();
+    engine.swap_blocks(&end(&host), &end(&remote), &same_rows(20)).run().unwrap();
 
     // In a direct copy. The calling thread waits at the gate until a worker has panicked.
     *device.panics.lock().unwrap() = Some("llm-copy".into());
     device.shut();
     thread::scope(|scope| {
-        let call = scope.spawn(|| engine.swap_blocks(&end(&remote), &end(&host), &same_rows(64)));
+        let call = scope.spawn(|| engine.swap_blocks(&end(&remote), &end(&host), &same_rows(64)).run());
         while device.panics.lock().unwrap().is_some() {
             thread::yield_now();
         }
@@ -94,7 +94,7 @@ fn a_device_that_panics_on_a_worker_fails_the_call() {
         assert_eq!(error.kind(), ErrorKind::System);
         assert!(error.to_string().contains("panicked"), "{error}");
     });
-    engine.swap_blocks(&end(&remote), &end(&host), &same_rows(64)).unwrap();
+    engine.swap_blocks(&end(&remote), &end(&host), &same_rows(64)).run().unwrap();
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn a_panic_on_the_calling_thread_leaves_no_worker_copying() {
     thread::scope(|scope| {
         let caller = thread::Builder::new().name("caller".into());
         let call = caller.spawn_scoped(scope, || {
-            let outcome = catch_unwind(AssertUnwindSafe(|| engine.copy_blocks(&end(&remote), &pairs)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| engine.copy_blocks(&end(&remote), &pairs).run()));
             (outcome.map_err(|_| ()), device.inside.load(Ordering::SeqCst))
         });
         device.wait_for(1);
@@ -119,7 +119,7 @@ fn a_panic_on_the_calling_thread_leaves_no_worker_copying() {
         assert!(!matches!(outcome, Ok(Ok(()))), "a panic is no success");
         assert_eq!(inside, 0, "workers still copied for a call that had ended");
     });
-    engine.copy_blocks(&end(&remote), &pairs).expect("no pin is left");
+    engine.copy_blocks(&end(&remote), &pairs).run().expect("no pin is left");
 }
 
 /// Blocks 0..8 hold one letter each. Sixteen threads copy letters over blocks 8..16, in fan-outs and chains.
@@ -135,11 +135,11 @@ fn sixteen_threads_on_the_same_blocks_never_tear_one() {
         let letters = host_cache();
         let tensor: Vec<u8> = (0..16u8).flat_map(|row| vec![row % 8; BLOCK]).collect();
         letters.write(&vec![tensor; 4]);
-        let fill = || engine.swap_blocks(&letters.end(), &end(&cache), &same_rows(16)).unwrap();
+        let fill = || engine.swap_blocks(&letters.end(), &end(&cache), &same_rows(16)).run().unwrap();
         fill();
         let check_blocks = || {
             let copy = host_cache();
-            engine.swap_blocks(&end(&cache), &copy.end(), &same_rows(16)).unwrap();
+            engine.swap_blocks(&end(&cache), &copy.end(), &same_rows(16)).run().unwrap();
             let tensors = copy.read();
             for row in 0..16 {
                 let letter = tensors[0][row * BLOCK];
@@ -158,7 +158,7 @@ fn sixteen_threads_on_the_same_blocks_never_tear_one() {
                         let (from, to) = ((number + round) % 8, 8 + (number * 3 + round) % 4);
                         let chain = (to + 4, 8 + (to + 1) % 4);
                         let pairs = [(from, to), (from, to + 4), chain, ((from + 1) % 8, to)];
-                        engine.copy_blocks(&end(cache), &pairs).unwrap();
+                        engine.copy_blocks(&end(cache), &pairs).run().unwrap();
                         match round % 10 {
                             4 => fill(),
                             9 => check_blocks(),

@@ -248,7 +248,7 @@ fn device(tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
 
 /// Pulls a whole slot into slot 0 of `into`.
 fn pull_slot(local: &DataDist, from: RemoteName, into: &Held) -> Result<()> {
-    local.pull(from, &into.end(), &PullRows::slot(0, -1), Layers::ALL)
+    local.pull(from, &into.end(), PullRows::slot(0, -1), Layers::ALL).run()
 }
 
 /// Pulls blocks, whole.
@@ -260,7 +260,7 @@ fn pull_blocks(
     blocks: &[i64],
 ) -> Result<()> {
     let rows = PullRows::Blocks { remote: remote.to_vec(), local: blocks.to_vec() };
-    local.pull(from, &into.end(), &rows, Layers::ALL)
+    local.pull(from, &into.end(), rows, Layers::ALL).run()
 }
 
 /// Pushes blocks, whole.
@@ -272,7 +272,7 @@ fn push_blocks(
     remote: &[i64],
 ) -> Result<()> {
     let rows = PushRows::Blocks { local: blocks.to_vec(), remote: remote.to_vec() };
-    local.push(&source.end(), to, &rows, Layers::ALL)
+    local.push(&source.end(), to, rows, Layers::ALL).run()
 }
 
 /// Checks that `local` can pull from `remote`.
@@ -288,7 +288,7 @@ fn check_pull(local: &DataDist, remote: &DataDist) {
 
 /// Pushes slot `slot` of `source`, whole.
 fn push_slot(local: &DataDist, source: &Held, slot: u32, to: RemoteName) -> Result<()> {
-    local.push(&source.end(), to, &PushRows::Slot { local: slot }, Layers::ALL)
+    local.push(&source.end(), to, PushRows::Slot { local: slot }, Layers::ALL).run()
 }
 
 /// A cache of an engine, of its pool or of the test's own memory.

@@ -176,9 +176,9 @@ fn copy_all(engine: &DataDist, src: &End, dst: &End, spec: Spec) {
     match spec.kind {
         Blocks => {
             let pairs: Pairs = rows.map(|row| (i64::from(row), i64::from(row))).collect();
-            engine.swap_blocks(src, dst, &pairs).unwrap();
+            engine.swap_blocks(src, dst, &pairs).run().unwrap();
         }
-        Batch => rows.for_each(|row| engine.copy_cache(dst, src, slots(row, row)).unwrap()),
+        Batch => rows.for_each(|row| engine.copy_cache(dst, src, slots(row, row)).run().unwrap()),
     }
 }
 
@@ -206,10 +206,10 @@ fn by_engine(setup: Setup, caches: &[Spec], steps: &[Step]) -> (Vec<Outcome>, Ve
     }
     let end = |cache: &usize| &placed[*cache].end;
     let outcomes = steps.iter().map(|step| match step {
-        Copy(src, dst, args) => engine.copy_cache(end(dst), end(src), *args),
-        CopyKv(src, dst, args) => engine.copy_kv_cache(end(src), end(dst), *args),
-        Step::Blocks(cache, pairs) => engine.copy_blocks(end(cache), pairs),
-        Swap(src, dst, pairs) => engine.swap_blocks(end(src), end(dst), pairs),
+        Copy(src, dst, args) => engine.copy_cache(end(dst), end(src), *args).run(),
+        CopyKv(src, dst, args) => engine.copy_kv_cache(end(src), end(dst), *args).run(),
+        Step::Blocks(cache, pairs) => engine.copy_blocks(end(cache), pairs).run(),
+        Swap(src, dst, pairs) => engine.swap_blocks(end(src), end(dst), pairs).run(),
     });
     let outcomes = outcomes.map(|result| result.map_err(|error| error.kind())).collect();
     let bytes = placed.iter().map(|cache| cache.read(&engine)).collect();
@@ -368,10 +368,10 @@ fn only_an_empty_swap_needs_neither_memory_nor_a_path() {
             .map(|placement| engine.allocate(&desc(placement, 1, 4, 4096), Blocks, &[]).unwrap())
             .map(|cache| End::Managed(cache.id()));
         for (src, dst, (kind, fact)) in [(&unmapped, &device, inward), (&device, &unmapped, refused)] {
-            let error = engine.swap_blocks(src, dst, &[(0, 0)]).unwrap_err();
+            let error = engine.swap_blocks(src, dst, &[(0, 0)]).run().unwrap_err();
             assert!(error.kind() == kind && error.to_string().contains(fact), "{error}");
-            engine.swap_blocks(src, dst, &[]).unwrap();
+            engine.swap_blocks(src, dst, &[]).run().unwrap();
         }
-        engine.swap_blocks(&device, &host, &[(0, 0)]).unwrap();
+        engine.swap_blocks(&device, &host, &[(0, 0)]).run().unwrap();
     }
 }

@@ -38,8 +38,8 @@ fn every_bit_that_changes_in_a_swap_is_found() {
             let (tensor, bit) = ((at % 3) as usize, (at * 7_654_321) % (160_000 * 8));
             for (src, dst) in [(&host, &far), (&far, &host)] {
                 after_the_move(dst, move |cache| flip(cache, tensor, bit));
-                failed(engine.swap_blocks(&end(src), &end(dst), &pairs), bit / 8 / 5000);
-                engine.swap_blocks(&end(src), &end(dst), &pairs).unwrap();
+                failed(engine.swap_blocks(&end(src), &end(dst), &pairs).run(), bit / 8 / 5000);
+                engine.swap_blocks(&end(src), &end(dst), &pairs).run().unwrap();
             }
         }
         assert_eq!(contents(&host), patterned(1, 3, 160_000), "an even number of swaps");
@@ -52,13 +52,13 @@ fn every_bit_that_changes_in_a_copy_is_found() {
     let own = cache(&engine, Placement::Device);
     fill(&own, &patterned(1, 3, 160_000));
     after_the_move(&own, |cache| flip(cache, 1, 9 * 5000 * 8 + 3));
-    failed(engine.copy_blocks(&end(&own), &[(1, 9), (2, 8)]), 9);
+    failed(engine.copy_blocks(&end(&own), &[(1, 9), (2, 8)]).run(), 9);
     let shape = desc(Placement::Device, 2, 3, 100_000);
     let [from, to] = [1, 2].map(|_| engine.allocate(&shape, CacheKind::Batch, &[]).unwrap());
     fill(&from, &patterned(1, 2, 300_000));
     after_the_move(&to, |cache| flip(cache, 1, (200_000 + 65_600) * 8));
     let args = CopyArgs { dst_batch_index: 2, src_batch_index: 1, offset: 0, size: -1 };
-    let error = engine.copy_cache(&end(&to), &end(&from), args).unwrap_err();
+    let error = engine.copy_cache(&end(&to), &end(&from), args).run().unwrap_err();
     assert_eq!((error.kind(), error.fact("slots")), (ErrorKind::VerifyFailed, Some("2[65536..100000]")));
 }
 
@@ -73,18 +73,18 @@ fn swaps_with_a_device_are_compared() {
         let (host, far) = (cache(&engine, Placement::Host), cache(&engine, Placement::Device));
         fill(&host, &patterned(1, 3, 160_000));
         let pairs: Vec<_> = (0..32).map(|row| (row, row)).collect();
-        engine.swap_blocks(&end(&host), &end(&far), &pairs).unwrap();
+        engine.swap_blocks(&end(&host), &end(&far), &pairs).run().unwrap();
         fill(&host, &patterned(2, 3, 160_000));
         after_the_move(&host, |cache| flip(cache, 2, 77 * 8));
-        failed(engine.swap_blocks(&end(&far), &end(&host), &pairs), 0);
-        engine.swap_blocks(&end(&far), &end(&host), &pairs).unwrap();
+        failed(engine.swap_blocks(&end(&far), &end(&host), &pairs).run(), 0);
+        engine.swap_blocks(&end(&far), &end(&host), &pairs).run().unwrap();
         assert_eq!(contents(&host), patterned(1, 3, 160_000));
         // The source differs instead: the copy in the device is compared with what is in host memory now.
         after_the_move(&far, {
             let host = host.clone();
             move |_| flip(&host, 0, 31 * 5000 * 8)
         });
-        failed(engine.swap_blocks(&end(&host), &end(&far), &pairs), 31);
+        failed(engine.swap_blocks(&end(&host), &end(&far), &pairs).run(), 31);
     }
 }
 
@@ -102,7 +102,7 @@ proptest! {
             let engine = engine(verify, SwapInPath::Auto);
             let own = engine.allocate(&desc(Placement::Device, 2, 12, 40), CacheKind::Blocks, &[]).unwrap();
             fill(&own, &patterned(1, 2, 480));
-            engine.copy_blocks(&end(&own), &pairs).unwrap();
+            engine.copy_blocks(&end(&own), &pairs).run().unwrap();
             let blocks = engine.stats().verified_blocks;
             assert_eq!(blocks > 0, verify != Verify::Off && pairs.iter().any(|(src, dst)| src != dst));
             fixtures::contents(&own)

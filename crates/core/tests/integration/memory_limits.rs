@@ -77,9 +77,9 @@ fn many_pairs() -> Result<()> {
     let engine = DataDist::open(config)?;
     let cache = engine.allocate(&desc(Placement::Host, 1, 1024, 16), CacheKind::Blocks, &[])?;
     let pairs: Vec<(i64, i64)> = (0..PAIRS).map(|at| (at % 512, 512 + at % 512)).collect();
-    let refused = engine.copy_blocks(&End::Managed(cache.id()), &pairs);
+    let refused = engine.copy_blocks(&End::Managed(cache.id()), &pairs).run();
     // Nothing has changed, and the engine works on.
-    engine.copy_blocks(&End::Managed(cache.id()), &pairs[..512])?;
+    engine.copy_blocks(&End::Managed(cache.id()), &pairs[..512]).run()?;
     refused
 }
 
@@ -91,8 +91,8 @@ fn many_destinations() -> Result<()> {
     let (from, to): (Vec<u64>, Vec<u64>) = (0..512).map(|block| (block, 512 + block)).unzip();
     let lists = vec![to.as_slice(); usize::try_from(PAIRS).unwrap() / from.len()];
     let end = End::Managed(cache.id());
-    let refused = engine.copy_kv_blocks(&end, &end, &from, &lists);
-    engine.copy_kv_blocks(&end, &end, &from, &lists[..1])?;
+    let refused = engine.copy_kv_blocks(&end, &end, &from, &lists).run();
+    engine.copy_kv_blocks(&end, &end, &from, &lists[..1]).run()?;
     refused
 }
 
@@ -122,7 +122,7 @@ fn lists_of_a_call_take_what_is_asked_for() {
     let cache = engine.allocate(&desc(Placement::Host, 1, 1024, 16), CacheKind::Blocks, &[]).unwrap();
     let count = 100_000;
     let pairs: Vec<(i64, i64)> = (0..count).map(|at| (at % 512, 512 + at % 512)).collect();
-    let copy = || engine.copy_blocks(&End::Managed(cache.id()), &pairs).unwrap();
+    let copy = || engine.copy_blocks(&End::Managed(cache.id()), &pairs).run().unwrap();
     copy();
     let ((), peak) = counting_allocator::peak(copy);
     let each = peak / pairs.len();

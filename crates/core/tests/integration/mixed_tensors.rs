@@ -255,11 +255,11 @@ fn swaps_and_copies_move_the_rows_of_each_tensor() {
             back.write(&expected);
             let all: Vec<(i64, i64)> = (0..rows).map(|row| (row, row)).collect();
             let mut model = filled(&desc(Placement::Device, there.clone()), 3);
-            engine.swap_blocks(&host.end(), &end(&device), &all).unwrap();
+            engine.swap_blocks(&host.end(), &end(&device), &all).run().unwrap();
             naive(&written, &here, &mut model, &there, &all, SubRow::default());
-            engine.swap_blocks(&host.end(), &end(&device), &pairs).unwrap();
+            engine.swap_blocks(&host.end(), &end(&device), &pairs).run().unwrap();
             naive(&written, &here, &mut model, &there, &pairs, SubRow::default());
-            engine.copy_blocks(&end(&device), &within).unwrap();
+            engine.copy_blocks(&end(&device), &within).run().unwrap();
             let before = model.clone();
             let mut after = model;
             for &pair in &within {
@@ -267,7 +267,7 @@ fn swaps_and_copies_move_the_rows_of_each_tensor() {
                 naive(&from, &there, &mut after, &there, &[pair], SubRow::default());
             }
             assert!(before != after);
-            engine.swap_blocks(&end(&device), &back.end(), &pairs).unwrap();
+            engine.swap_blocks(&end(&device), &back.end(), &pairs).run().unwrap();
             naive(&after, &there, &mut expected, &here, &pairs, SubRow::default());
             assert!(back.read() == expected, "{reach:?}, {path:?}, {seed}");
             assert!(back.outside_untouched() > 0);
@@ -292,10 +292,10 @@ fn slots_are_copied_whole() {
     src.write(&written);
     dst.write(&expected);
     let args = |offset, size| CopyArgs { dst_batch_index: 2, src_batch_index: 1, offset, size };
-    engine.copy_cache(&dst.end(), &src.end(), args(0, -1)).unwrap();
+    engine.copy_cache(&dst.end(), &src.end(), args(0, -1)).run().unwrap();
     naive(&written, &here, &mut expected, &there, &[(1, 2)], SubRow::default());
     assert!(dst.read() == expected);
-    refused(engine.copy_cache(&dst.end(), &src.end(), args(0, 1)), &["size=1", "whole slots"]);
+    refused(engine.copy_cache(&dst.end(), &src.end(), args(0, 1)).run(), &["size=1", "whole slots"]);
     let wide =
         Own::loose(&desc(Placement::Host, vec![tensor(3, 8, None), tensor(3, 9, None)]), CacheKind::Batch);
     let narrow =
@@ -304,7 +304,7 @@ fn slots_are_copied_whole() {
         (filled(&desc(Placement::Host, vec![tensor(3, 8, None), tensor(3, 9, None)]), 1), narrow.read());
     wide.write(&a);
     for (from, to) in [(&wide, &narrow), (&narrow, &wide)] {
-        refused(engine.copy_cache(&to.end(), &from.end(), args(0, -1)), &["tensor=1"]);
+        refused(engine.copy_cache(&to.end(), &from.end(), args(0, -1)).run(), &["tensor=1"]);
     }
     assert!(wide.read() == a && narrow.read() == b);
 }
@@ -317,12 +317,12 @@ fn parts_of_rows_fit_the_shortest_row() {
     let mut expected = filled(&desc(Placement::Host, tensors.clone()), 1);
     cache.write(&expected);
     let part = SubRow { src_offset: 0, dst_offset: 16, length: Some(16) };
-    engine.copy_sub_rows(&cache.end(), &[(0, 3), (5, 1)], part).unwrap();
+    engine.copy_sub_rows(&cache.end(), &[(0, 3), (5, 1)], part).run().unwrap();
     let from = expected.clone();
     naive(&from, &tensors, &mut expected, &tensors, &[(0, 3), (5, 1)], part);
     assert!(cache.read() == expected);
     let long = SubRow { length: Some(40), ..SubRow::default() };
-    refused(engine.copy_sub_rows(&cache.end(), &[(0, 3)], long), &["length=40", "1 to 32", "tensor=1"]);
+    refused(engine.copy_sub_rows(&cache.end(), &[(0, 3)], long).run(), &["length=40", "1 to 32", "tensor=1"]);
     assert!(cache.read() == expected);
 }
 
@@ -337,8 +337,8 @@ fn a_call_has_few_different_sizes() {
         )
     };
     let (most, more) = (cache(64), cache(65));
-    engine.copy_blocks(&most.end(), &[(0, 1)]).unwrap();
-    refused(engine.copy_blocks(&more.end(), &[(0, 1)]), &["more than 64 different sizes"]);
+    engine.copy_blocks(&most.end(), &[(0, 1)]).run().unwrap();
+    refused(engine.copy_blocks(&more.end(), &[(0, 1)]).run(), &["more than 64 different sizes"]);
 }
 
 /// A pool gives each tensor its own pages, takes all of them back, and is as before after a failure.

@@ -24,7 +24,7 @@ fn plan(pairs: &[(u64, u64)], block_bytes: u64) -> CopyPlan {
 
 /// The plans of a copy, in order.
 fn plans(pairs: &[(u64, u64)], block_bytes: u64, caches: CacheCount) -> Vec<CopyPlan> {
-    CopyPlan::moves_in_order(&mut block_moves(pairs, block_bytes, 3), caches).unwrap()
+    CopyPlan::moves_in_order(&mut block_moves(pairs, block_bytes, 3), caches).unwrap().into_iter().collect()
 }
 
 fn pieces(plan: &CopyPlan) -> Vec<Piece> {
@@ -328,7 +328,8 @@ fn merges_to_the_fewest_spans() {
 fn a_range_is_one_span_and_onto_itself_nothing() {
     let range = |src, dst, caches| {
         let pieces = Pieces::Listed(vec![Piece { src, dst, len: 7 }]);
-        CopyPlan::moves_in_order(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, caches).unwrap()
+        let mut moves = Moves { pieces, num_tensors: 5, ..Moves::default() };
+        CopyPlan::moves_in_order(&mut moves, caches).unwrap().into_iter().collect::<Vec<_>>()
     };
     let plans = range(3, 9, CacheCount::One);
     let [plan] = &plans[..] else { panic!("{plans:?}") };

@@ -302,20 +302,20 @@ fn copies_on_the_simulated_device_leave_gaps_alone() {
 
             let mut there = vec![vec![0; to.tensor_bytes() as usize]; 3];
             let mut here = empty.clone();
-            engine.swap_blocks(&host.end(), &end(&device), &all).unwrap();
+            engine.swap_blocks(&host.end(), &end(&device), &all).run().unwrap();
             naive((&written, from), (&mut there, to), &all, SubRow::default());
-            engine.swap_sub_rows(&host.end(), &end(&device), &pairs, part).unwrap();
+            engine.swap_sub_rows(&host.end(), &end(&device), &pairs, part).run().unwrap();
             naive((&written, from), (&mut there, to), &pairs, part);
             for part in [part, same] {
                 // The parts are apart or the same, so copying from a copy of the cache is the same only in order.
                 let part = if part == same { part } else { SubRow { length: Some(16), ..part } };
-                engine.copy_sub_rows(&end(&device), &within, part).unwrap();
+                engine.copy_sub_rows(&end(&device), &within, part).run().unwrap();
                 for pair in &within {
                     let before = there.clone();
                     naive((&before, to), (&mut there, to), &[*pair], part);
                 }
             }
-            engine.swap_blocks(&end(&device), &back.end(), &all).unwrap();
+            engine.swap_blocks(&end(&device), &back.end(), &all).run().unwrap();
             naive((&there, to), (&mut here, from), &all, SubRow::default());
             let got = (back.read(), host.read());
             assert!(got == (here, written), "{reach:?}, {path:?}, {host_stride}, {device_stride}");

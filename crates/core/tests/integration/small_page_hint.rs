@@ -104,7 +104,7 @@ fn hints() {
         let from = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: source.id(), row: 0 } };
         let rows = PullRows::Blocks { remote: vec![0, 1, 2, 3], local: vec![3, 2, 1, 0] };
         for _ in 0..2 {
-            local.pull(from, &End::Managed(to.id()), &rows, Layers::ALL).unwrap();
+            local.pull(from, &End::Managed(to.id()), rows.clone(), Layers::ALL).run().unwrap();
         }
         report(heard.lines().len() - before);
     }

@@ -47,17 +47,17 @@ fn every_call_is_counted_under_its_name() {
 
     let (local, slots, remote) =
         (End::Loose(own.cache.clone()), End::Managed(batch.id()), End::Managed(blocks.id()));
-    engine.copy_cache(&slots, &slots, args).unwrap(); // 3 × 10
-    engine.copy_kv_cache(&slots, &slots, args).unwrap(); // 3 × 10
-    engine.copy_cache(&slots, &slots, CopyArgs { size: 0, ..args }).unwrap_err();
-    engine.copy_cache(&slots, &End::Managed(CacheId(99)), args).unwrap_err();
-    engine.copy_blocks(&remote, &[(0, 1), (0, 2), (5, 5)]).unwrap(); // 2 × 200, the last moves nothing
-    engine.copy_blocks(&remote, &[]).unwrap();
-    engine.copy_blocks(&remote, &[(8, 0)]).unwrap_err();
-    engine.copy_blocks(&End::Managed(CacheId(99)), &[]).unwrap_err();
-    engine.swap_blocks(&local, &remote, &[(0, 1), (1, 1), (7, 0)]).unwrap(); // 2 × 200: the first write of block 1 is overwritten
-    engine.swap_blocks(&remote, &local, &[(3, 3)]).unwrap(); // 200
-    engine.swap_blocks(&remote, &local, &[(3, 8)]).unwrap_err();
+    engine.copy_cache(&slots, &slots, args).run().unwrap(); // 3 × 10
+    engine.copy_kv_cache(&slots, &slots, args).run().unwrap(); // 3 × 10
+    engine.copy_cache(&slots, &slots, CopyArgs { size: 0, ..args }).run().unwrap_err();
+    engine.copy_cache(&slots, &End::Managed(CacheId(99)), args).run().unwrap_err();
+    engine.copy_blocks(&remote, &[(0, 1), (0, 2), (5, 5)]).run().unwrap(); // 2 × 200, the last moves nothing
+    engine.copy_blocks(&remote, &[]).run().unwrap();
+    engine.copy_blocks(&remote, &[(8, 0)]).run().unwrap_err();
+    engine.copy_blocks(&End::Managed(CacheId(99)), &[]).run().unwrap_err();
+    engine.swap_blocks(&local, &remote, &[(0, 1), (1, 1), (7, 0)]).run().unwrap(); // 2 × 200: the first write of block 1 is overwritten
+    engine.swap_blocks(&remote, &local, &[(3, 3)]).run().unwrap(); // 200
+    engine.swap_blocks(&remote, &local, &[(3, 8)]).run().unwrap_err();
     engine.remove_key(key).unwrap();
     engine.remove_key(key).unwrap();
     engine.deallocate(batch.id()).unwrap();
@@ -113,8 +113,8 @@ fn swap_ins_are_counted_by_their_way() {
         let host = engine.allocate(&desc(Host, 1, 8, 50), Blocks, &[]).unwrap();
         let (local, remote) = (End::Managed(host.id()), End::Managed(device.id()));
         for _ in 0..3 {
-            engine.swap_blocks(&local, &remote, &[(0, 1), (3, 3)]).unwrap();
-            engine.swap_blocks(&remote, &local, &[(0, 1)]).unwrap();
+            engine.swap_blocks(&local, &remote, &[(0, 1), (3, 3)]).run().unwrap();
+            engine.swap_blocks(&remote, &local, &[(0, 1)]).run().unwrap();
         }
         let stats = engine.stats();
         assert_eq!((stats.swap_in_direct, stats.swap_in_ring), (direct, ring), "{reach:?} {swap_in:?}");
@@ -139,7 +139,7 @@ fn kernels_are_counted_and_forced() {
         let cache = engine.allocate(&desc(Device, 2, 64, 128 << 10), Blocks, &[]).unwrap();
         let pairs: Vec<_> = (0..32).map(|row| (row, 63 - row)).collect();
         for _ in 0..3 {
-            engine.copy_blocks(&End::Managed(cache.id()), &pairs).unwrap();
+            engine.copy_blocks(&End::Managed(cache.id()), &pairs).run().unwrap();
         }
         let (plain, streaming) = (engine.stats().plain_bytes, engine.stats().streaming_bytes);
         assert_eq!(plain + streaming, 3 * 2 * 32 * (128 << 10));

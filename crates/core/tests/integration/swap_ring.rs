@@ -33,15 +33,15 @@ fn the_failure_of_either_stage_fails_the_call() {
     // 48 blocks, each filled and drained: whichever stage makes the n-th copy fails.
     for copies in 0..95 {
         sim.fail_after(copies);
-        let error = engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).unwrap_err();
+        let error = engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).run().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System, "{error}");
         assert!(error.to_string().contains("failed as requested"), "after {copies}: {error}");
         assert!(copied_bytes(&error).0 < 2 * 24 * BLOCK as u64);
     }
     sim.fail_after(u64::MAX);
-    engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).unwrap();
+    engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).run().unwrap();
     let back = Own::loose(&desc(Host, 2, 24, BLOCK), Blocks);
-    engine.swap_blocks(&end(&device), &back.end(), &same_rows(24)).unwrap();
+    engine.swap_blocks(&end(&device), &back.end(), &same_rows(24)).run().unwrap();
     assert!(back.read() == host.read());
     let stats = engine.stats();
     assert_eq!((stats.swap_in_ring, stats.swap_in_direct, stats.ring_bytes), (1, 0, 4 * BLOCK as u64));
@@ -56,10 +56,10 @@ fn the_ring_is_kept_and_grows() {
     {
         let host = patterned_host(3, 6, block);
         let device = engine.allocate(&desc(Device, 3, 6, block), Blocks, &[]).unwrap();
-        engine.swap_blocks(&host.end(), &end(&device), &same_rows(6)).unwrap();
+        engine.swap_blocks(&host.end(), &end(&device), &same_rows(6)).run().unwrap();
         assert_eq!(engine.stats().ring_bytes, ring, "{block}");
         let back = Own::loose(&desc(Host, 3, 6, block), Blocks);
-        engine.swap_blocks(&end(&device), &back.end(), &same_rows(6)).unwrap();
+        engine.swap_blocks(&end(&device), &back.end(), &same_rows(6)).run().unwrap();
         assert!(back.read() == host.read());
         engine.deallocate(device.id()).unwrap();
     }
@@ -81,11 +81,11 @@ fn a_ring_that_cannot_be_allocated_fails_that_call_only() {
     let (device, engine, [host, remote]) = gated(Duration::from_secs(60));
     device.no_memory.store(true, Ordering::SeqCst);
     for _ in 0..2 {
-        let error = engine.swap_blocks(&host, &remote, &[(0, 0)]).unwrap_err();
+        let error = engine.swap_blocks(&host, &remote, &[(0, 0)]).run().unwrap_err();
         assert_eq!((error.kind(), copied_bytes(&error)), (ErrorKind::OutOfMemory, (0, 64 << 10)));
     }
     device.no_memory.store(false, Ordering::SeqCst);
-    engine.swap_blocks(&host, &remote, &[(0, 0)]).unwrap();
+    engine.swap_blocks(&host, &remote, &[(0, 0)]).run().unwrap();
 }
 
 #[test]
@@ -93,16 +93,16 @@ fn a_swap_in_that_waits_for_the_ring_ends_at_its_limit() {
     let (device, engine, [host, remote]) = gated(Duration::from_secs(2));
     device.shut();
     thread::scope(|scope| {
-        let first = scope.spawn(|| engine.swap_blocks(&host, &remote, &[(0, 0)]));
+        let first = scope.spawn(|| engine.swap_blocks(&host, &remote, &[(0, 0)]).run());
         device.wait_for(1);
         // It names other blocks, so that it waits for the ring alone.
-        let error = engine.swap_blocks(&host, &remote, &[(1, 1)]).unwrap_err();
+        let error = engine.swap_blocks(&host, &remote, &[(1, 1)]).run().unwrap_err();
         assert_eq!((error.kind(), copied_bytes(&error)), (ErrorKind::Timeout, (0, 64 << 10)));
         assert!(error.to_string().contains("swap-in ring"), "{error}");
         device.open();
         let _ = first.join().unwrap();
     });
-    engine.swap_blocks(&host, &remote, &[(1, 1)]).unwrap();
+    engine.swap_blocks(&host, &remote, &[(1, 1)]).run().unwrap();
 }
 
 /// A direct copy holds the only worker, so that the draining stage of the ring cannot start.
@@ -113,9 +113,9 @@ fn a_swap_in_behind_busy_workers_ends() {
     thread::scope(|scope| {
         let (engine, host, remote) = (&engine, &host, &remote);
         let pairs: Vec<_> = (0..32).map(|row| (row, 32 + row * 5 % 32)).collect();
-        let busy = scope.spawn(move || engine.copy_blocks(remote, &pairs));
+        let busy = scope.spawn(move || engine.copy_blocks(remote, &pairs).run());
         device.wait_for(2); // the calling thread and the only worker
-        let blocked = scope.spawn(move || engine.swap_blocks(host, remote, &[(0, 0)]));
+        let blocked = scope.spawn(move || engine.swap_blocks(host, remote, &[(0, 0)]).run());
         let started = Instant::now();
         while !blocked.is_finished() && started.elapsed() < Duration::from_secs(3) {
             thread::sleep(Duration::from_millis(10));
@@ -124,7 +124,7 @@ fn a_swap_in_behind_busy_workers_ends() {
         let _ = busy.join().unwrap();
         let _ = blocked.join().unwrap();
     });
-    engine.swap_blocks(&host, &remote, &[(0, 0)]).unwrap();
+    engine.swap_blocks(&host, &remote, &[(0, 0)]).run().unwrap();
 }
 
 /// A device whose copies sometimes pause for so long that the other stage of the ring falls asleep.
@@ -162,14 +162,14 @@ fn a_stage_that_sleeps_is_woken() {
     let pairs: Vec<(i64, i64)> = (0..ROWS).map(|row| (row, row * 13 % ROWS)).collect();
     let back: Vec<(i64, i64)> = pairs.iter().map(|&(from, to)| (to, from)).collect();
     for _ in 0..2 {
-        engine.swap_blocks(&host.end(), &end(&device), &pairs).unwrap();
+        engine.swap_blocks(&host.end(), &end(&device), &pairs).run().unwrap();
         // Short calls as well, whose stages end at once.
         for pairs in pairs.chunks(7).take(50) {
-            engine.swap_blocks(&host.end(), &end(&device), pairs).unwrap();
+            engine.swap_blocks(&host.end(), &end(&device), pairs).run().unwrap();
         }
     }
     assert_eq!(engine.stats().swap_in_ring, 2 * 51);
     let copy = Own::loose(&desc(Host, 2, ROWS as usize, 96), Blocks);
-    engine.swap_blocks(&end(&device), &copy.end(), &back).unwrap();
+    engine.swap_blocks(&end(&device), &copy.end(), &back).run().unwrap();
     assert!(copy.read() == host.read());
 }

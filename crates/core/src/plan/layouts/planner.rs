@@ -204,8 +204,7 @@ fn segment_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result
     {
         let of_len = Units { src: len, dst: len };
         if of_len.fit(runs) {
-            let blocks = Template::of_blocks(len, (src, dst), Arc::default())?;
-            return repeated(blocks, pairs(runs, of_len)?);
+            return repeated(Template::of_blocks(len, (src, dst), Arc::new(pairs(runs, of_len)?))?);
         }
     }
     let pairs = Arc::new(pairs(runs, units)?);

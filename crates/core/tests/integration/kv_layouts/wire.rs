@@ -225,7 +225,7 @@ fn pairs_on_a_device_have_the_checksums_of_their_bytes() {
     let on_device = engine.allocate(&shape(Placement::Device), CacheKind::Blocks, &[]).unwrap();
     fixtures::fill(&host, &fixtures::patterned(3, 3, 160_000));
     let rows: Vec<_> = (0..8).map(|row| (row, row)).collect();
-    engine.swap_blocks(&fixtures::end(&host), &fixtures::end(&on_device), &rows).unwrap();
+    engine.swap_blocks(&fixtures::end(&host), &fixtures::end(&on_device), &rows).run().unwrap();
     let short = Span { src: 5, dst: 0, len: 3, count: 900, src_step: 7, dst_step: 3 };
     let long = Span { src: 7000, dst: 2700, len: 12_000, count: 1, src_step: 0, dst_step: 0 };
     let pairs = vec![(6, 0), (1, 1), (3, 2)].into();

@@ -31,10 +31,8 @@ fn bytes_arrive_and_keys_are_released() {
         let into = local.held(&pair.local, (4, 3, 96), Batch, &[]);
         let (bytes, mut expected) = (source.fill(1), into.fill(2));
         let name = if one_sided { row(&source, 1) } else { Name::Key(request(2)) };
-        let pulled = pair
-            .local
-            .pull_async(of(2, name), &into.end(), PullRows::slot(0, -1), Layers::ALL, None)
-            .unwrap();
+        let pulled =
+            pair.local.pull(of(2, name), &into.end(), PullRows::slot(0, -1), Layers::ALL).start().unwrap();
         assert_eq!(outcome(&pulled).unwrap(), 4 * 96);
         (0..4).for_each(|tensor| expected[tensor][..96].copy_from_slice(&bytes[tensor][96..192]));
         assert!(into.read() == expected);
@@ -43,8 +41,7 @@ fn bytes_arrive_and_keys_are_released() {
         assert_eq!(pair.remote.find_key(request(2)).is_ok(), kept);
 
         let rows = PushRows::Slot { local: 0 };
-        let pushed =
-            pair.local.push_async(&into.end(), of(2, row(&source, 2)), rows, Layers::ALL, None).unwrap();
+        let pushed = pair.local.push(&into.end(), of(2, row(&source, 2)), rows, Layers::ALL).start().unwrap();
         assert_eq!(outcome(&pushed).unwrap(), 4 * 96);
         let mut sent = bytes.clone();
         (0..4).for_each(|tensor| sent[tensor][192..].copy_from_slice(&bytes[tensor][96..192]));
@@ -65,10 +62,7 @@ fn many_at_once_end_once_each() {
         into.fill(2);
         let start = |block: i64| {
             let rows = PullRows::Blocks { remote: vec![block], local: vec![block] };
-            pair.local
-                .pull_async(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL, None)
-                .unwrap()
-                .number()
+            pair.local.pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start().unwrap().number()
         };
         // Every block several times, so that calls meet.
         let mut started: Vec<u64> = (0..512).map(|index| start(index % 64)).collect();
@@ -96,7 +90,7 @@ fn refusals_come_at_once_and_failures_as_outcomes() {
         let into = Held::pool(&pair.local, &device(1, 4, 64), Blocks);
         let pull = |cluster, local: i64| {
             let rows = PullRows::Blocks { remote: vec![0], local: vec![local] };
-            pair.local.pull_async(of(cluster, Name::Key(KEY)), &into.end(), rows, Layers::ALL, None)
+            pair.local.pull(of(cluster, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start()
         };
         assert_eq!(pull(2, 4).unwrap_err().kind(), ErrorKind::InvalidArgument);
         assert_eq!(pull(1, 0).unwrap_err().kind(), ErrorKind::InvalidArgument, "itself");
@@ -120,11 +114,15 @@ fn a_running_pull_is_cancelled_or_late() {
         // The owner writes block 0 for as long as the gate is shut, so a pull through sockets waits there.
         gate.shut();
         std::thread::scope(|scope| {
-            let writing = scope.spawn(|| remote.swap_blocks(&other.end(), &source.end(), &[(1, 0)]));
+            let writing = scope.spawn(|| remote.swap_blocks(&other.end(), &source.end(), &[(1, 0)]).run());
             gate.wait_for(1);
             let pull = |limit| {
                 let rows = PullRows::Blocks { remote: vec![0], local: vec![3] };
-                local.pull_async(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL, limit).unwrap()
+                local
+                    .pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL)
+                    .within(limit)
+                    .start()
+                    .unwrap()
             };
             let late = pull(Some(Duration::from_millis(50)));
             if way == Way::Tcp {
@@ -142,7 +140,7 @@ fn a_running_pull_is_cancelled_or_late() {
             gate.open();
             writing.join().unwrap().unwrap();
         });
-        local.copy_blocks(&into.end(), &[(0, 3)]).expect("the rows are free");
+        local.copy_blocks(&into.end(), &[(0, 3)]).run().expect("the rows are free");
     }
 }
 
@@ -157,7 +155,7 @@ fn closing_ends_all() {
         source.fill(1);
         let start = |_| {
             let rows = PullRows::Blocks { remote: vec![1], local: vec![1] };
-            local.pull_async(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL, None).unwrap()
+            local.pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start().unwrap()
         };
         let transfers: Vec<_> = (0..200).map(start).collect();
         drop(local);
@@ -180,10 +178,10 @@ fn a_push_and_a_pull_that_meet_do_not_deadlock() {
         for _ in 0..50 {
             for (engine, cache, peer) in ends {
                 let rows = PullRows::Blocks { remote: vec![0], local: vec![1] };
-                let pull = engine.pull_async(of(peer, Name::Key(KEY)), &cache.end(), rows, Layers::ALL, None);
+                let pull = engine.pull(of(peer, Name::Key(KEY)), &cache.end(), rows, Layers::ALL).start();
                 let rows = PushRows::Blocks { local: vec![1], remote: vec![0] };
-                let push = engine.push_async(&cache.end(), of(peer, Name::Key(KEY)), rows, Layers::ALL, None);
-                let copy = engine.copy_blocks_async(&cache.end(), &[(0, 1)], None);
+                let push = engine.push(&cache.end(), of(peer, Name::Key(KEY)), rows, Layers::ALL).start();
+                let copy = engine.copy_blocks(&cache.end(), &[(0, 1)]).start();
                 transfers.extend([pull.unwrap(), push.unwrap(), copy.unwrap()]);
             }
         }

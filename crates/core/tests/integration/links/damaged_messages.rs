@@ -11,8 +11,8 @@ use llm_datadist_core::testing::net::{
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, Hello, Purpose, Request};
 use llm_datadist_core::{
-    CacheKind, CallExtras, CallOptions, DataDist, Deadline, Error, KvLayout, Layers, Name, PullRows,
-    PushRows, Result, TokenOrder, Verify,
+    CacheKind, CallExtras, DataDist, Deadline, Error, KvLayout, Layers, Name, PullRows, PushRows, Result,
+    TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;
@@ -145,9 +145,8 @@ impl Damaged {
     }
 }
 
-fn options(verify: Verify, limit: Option<Duration>) -> CallOptions {
-    let extras = CallExtras { verify: Some(verify), ..CallExtras::default() };
-    CallOptions { limit, extras, quiet: false }
+fn verified(verify: Verify) -> CallExtras {
+    CallExtras { verify: Some(verify), ..CallExtras::default() }
 }
 
 const ROW: usize = 64;
@@ -168,7 +167,9 @@ fn damaged_requests_move_no_wrong_bytes_of_a_slot() {
         let (source, before) = (far.fill(1), near.fill(2));
         let from = of(2, Name::Key(request(first + 1)));
         let transfer = local
-            .pull_async(from, &near.end(), PullRows::slot(1, -1), Layers::ALL, options(Verify::Full, limit))
+            .pull_with(from, &near.end(), PullRows::slot(1, -1), Layers::ALL, verified(Verify::Full))
+            .within(limit)
+            .start()
             .unwrap();
         let outcome = outcome(&transfer).map(drop);
         let after = near.read();
@@ -199,8 +200,8 @@ fn damaged_requests_move_no_wrong_bytes_of_blocks() {
             let mut expected = near.fill(2);
             let rows = PullRows::Blocks { remote: sources.clone(), local: blocks.clone() };
             let from = of(2, row(&far, 0));
-            let transfer =
-                local.pull_async(from, &near.end(), rows, Layers::ALL, options(verify, limit)).unwrap();
+            let pull = local.pull_with(from, &near.end(), rows, Layers::ALL, verified(verify));
+            let transfer = pull.within(limit).start().unwrap();
             outcome(&transfer)?;
             for (tensor, (&from, &to)) in
                 (0..2).flat_map(|tensor| sources.iter().zip(&blocks).map(move |pair| (tensor, pair)))
@@ -235,8 +236,8 @@ fn damaged_requests_write_no_bytes_elsewhere() {
         let push = |limit| {
             let rows = PushRows::Blocks { local: vec![5, 0, 1], remote: vec![7, 2, 3] };
             let into = of(2, row(&far, 0));
-            let transfer =
-                local.push_async(&near.end(), into, rows, Layers::ALL, options(verify, limit)).unwrap();
+            let push = local.push_with(&near.end(), into, rows, Layers::ALL, verified(verify));
+            let transfer = push.within(limit).start().unwrap();
             let outcome = outcome(&transfer).map(drop);
             assert!(far.read() == expected, "{verify:?}: bytes elsewhere, {outcome:?}");
             outcome
@@ -257,8 +258,8 @@ fn damaged_requests_convert_no_wrong_elements() {
         let before = near.clear();
         let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
         let from = of(2, row(&far.held, 0));
-        let options = options(Verify::Full, limit);
-        let transfer = local.pull_async(from, &near.held.end(), rows, Layers::ALL, options).unwrap();
+        let pull = local.pull_with(from, &near.held.end(), rows, Layers::ALL, verified(Verify::Full));
+        let transfer = pull.within(limit).start().unwrap();
         outcome(&transfer)?;
         near.check(before, (0, 0, 12), |_| true);
         Ok(())

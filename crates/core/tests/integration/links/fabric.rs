@@ -101,13 +101,15 @@ fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
     let rows = PullRows::Blocks { remote: all.iter().rev().copied().collect(), local: all };
     let pull = || {
         let extras = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
-        pair.local.pull_with(
-            of(2, row(&pair.remote_cache, 0)),
-            &pair.local_cache.end(),
-            &rows,
-            Layers::ALL,
-            extras,
-        )
+        pair.local
+            .pull_with(
+                of(2, row(&pair.remote_cache, 0)),
+                &pair.local_cache.end(),
+                rows.clone(),
+                Layers::ALL,
+                extras,
+            )
+            .run()
     };
     pull().unwrap();
     let revoke = || {

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CallExtras, CallOptions, DataDist, DataType, ErrorKind, GroupMember, KvLayout,
-    KvPlanes, Layers, Name, PullRows, PushRows, RemoteName, Result, TokenOrder, Verify,
+    CacheDesc, CacheKind, CallExtras, DataDist, DataType, ErrorKind, GroupMember, KvLayout, KvPlanes, Layers,
+    Name, PullRows, PushRows, RemoteName, Result, TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;
@@ -197,8 +197,7 @@ fn several_owners_fill_any_other_layout() {
                 .iter()
                 .map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens))))
                 .collect();
-            let options = CallOptions { extras: full(), limit: Some(LONG), quiet: false };
-            let call = pair.local.pull_owners_async(members, options).unwrap();
+            let call = pair.local.pull_owners(members, full()).within(LONG).start().unwrap();
             outcome(&call).unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             into.check(before, tokens, |_| true);
             owners.iter().for_each(|owner| owner.held.free(&pair.remote));
@@ -226,7 +225,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
             let before = near.clear();
             let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
             let from = of(2, row(&far.held, 0));
-            pair.local.pull_with(from, &near.held.end(), &rows, Layers::ALL, full()).unwrap();
+            pair.local.pull_with(from, &near.held.end(), rows.clone(), Layers::ALL, full()).run().unwrap();
             near.check(before, all, |_| true);
 
             near.fill();
@@ -239,7 +238,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
                 remote_tokens: Some(to..to + count),
             };
             let into = of(2, row(&far.held, 0));
-            pair.local.push_with(&near.held.end(), into, &rows, Layers::ALL, full()).unwrap();
+            pair.local.push_with(&near.held.end(), into, rows.clone(), Layers::ALL, full()).run().unwrap();
             let holds =
                 |(layer, _, _, head, _): &Element| part.layers.contains(layer) && part.heads.contains(head);
             far.check(before, (from, to, count), holds);
@@ -252,7 +251,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
 /// A pull of the blocks of `far` into those of `near`.
 fn pull(pair: &Pair, far: &Rank, near: &Rank, extras: CallExtras) -> Result<()> {
     let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
-    pair.local.pull_with(of(2, row(&far.held, 0)), &near.held.end(), &rows, Layers::ALL, extras)
+    pair.local.pull_with(of(2, row(&far.held, 0)), &near.held.end(), rows, Layers::ALL, extras).run()
 }
 
 pub(super) fn good() -> KvLayout {
@@ -330,7 +329,7 @@ fn rows_without_a_layout_move_only_as_they_are() {
         let (near, far) = (plain(&pair.local), plain(&pair.remote));
         let rows = sequence(&far, &near, Some((0, 0, 3)));
         let error =
-            pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), &rows, Layers::ALL).unwrap_err();
+            pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), rows, Layers::ALL).run().unwrap_err();
         assert!(error.to_string().contains("a range of tokens needs caches with KV layouts"), "{error}");
     }
 }
@@ -350,20 +349,27 @@ fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
         let members = |owners: &[Rank]| -> Vec<_> {
             owners.iter().map(|far| owner(far, &near, sequence(far, &near, None))).collect()
         };
-        let error =
-            outcome(&pair.local.pull_owners_async(members(&owners), Some(LONG)).unwrap()).unwrap_err();
+        let error = outcome(
+            &pair.local.pull_owners(members(&owners), CallExtras::default()).within(LONG).start().unwrap(),
+        )
+        .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.to_string().contains("no owner holds head 2 of layer 0"), "{error}");
         // The blocks of the last owner do not fit.
         let mut owners = [part(0..2), part(2..4)];
         owners[1].blocks[1] = 3;
-        let error =
-            outcome(&pair.local.pull_owners_async(members(&owners), Some(LONG)).unwrap()).unwrap_err();
+        let error = outcome(
+            &pair.local.pull_owners(members(&owners), CallExtras::default()).within(LONG).start().unwrap(),
+        )
+        .unwrap_err();
         assert!(error.to_string().contains("src_blocks[1]=3"), "{error}");
         assert_eq!(error.fact("part"), Some("1"), "{error}");
         assert!(near.held.read() == before, "{way:?}");
         owners[1].blocks[1] = 2;
-        outcome(&pair.local.pull_owners_async(members(&owners), Some(LONG)).unwrap()).unwrap();
+        outcome(
+            &pair.local.pull_owners(members(&owners), CallExtras::default()).within(LONG).start().unwrap(),
+        )
+        .unwrap();
         near.check(before, (0, 0, 8), |_| true);
     }
 }
@@ -384,7 +390,7 @@ fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
         for (near, keys_left) in [(&half, 1), (&whole, 0)] {
             let before = near.clear();
             let rows = PullRows::SlotToBlocks { local: near.blocks.clone() };
-            pair.local.pull_with(from, &near.held.end(), &rows, Layers::ALL, full()).unwrap();
+            pair.local.pull_with(from, &near.held.end(), rows, Layers::ALL, full()).run().unwrap();
             near.check(before, (0, 0, 12), |_| true);
             assert_eq!(pair.remote.stats().table.keys, keys_left, "{way:?}");
         }
@@ -404,7 +410,9 @@ fn a_part_of_a_slot_is_not_converted() {
     far.fill();
     let before = near.clear();
     let pull = |size| {
-        pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), &PullRows::slot(0, size), Layers::ALL)
+        pair.local
+            .pull(of(2, row(&far.held, 0)), &near.held.end(), PullRows::slot(0, size), Layers::ALL)
+            .run()
     };
     let error = pull(20).unwrap_err();
     assert!(error.to_string().contains("size must be -1 and both offsets 0 (size=20"), "{error}");

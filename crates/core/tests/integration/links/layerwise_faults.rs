@@ -118,7 +118,7 @@ impl Slow {
         let zeros = Held::pool(&self.remote, &device(into.cache.geometry().num_tensors(), 4, 64), Blocks);
         self.gate.shut();
         thread::scope(|scope| {
-            let swap = scope.spawn(|| self.remote.swap_blocks(&zeros.end(), &into.end(), &[(0, 1)]));
+            let swap = scope.spawn(|| self.remote.swap_blocks(&zeros.end(), &into.end(), &[(0, 1)]).run());
             self.gate.wait_for(1);
             let swap = Cell::new(Some(swap));
             judge(&|| {
@@ -302,11 +302,11 @@ fn unregistered_memory_is_not_touched_by_waiting_calls() {
         let [taken, own, into] =
             [&local, &local, &remote].map(|engine| Held::new(engine, true, &device(2, 2, 64), Batch, &[]));
         let call = || match name {
-            "copy out" => local.copy_cache(&own.end(), &taken.end(), OUT_OF),
-            "copy in" => local.copy_cache(&taken.end(), &own.end(), INTO),
+            "copy out" => local.copy_cache(&own.end(), &taken.end(), OUT_OF).run(),
+            "copy in" => local.copy_cache(&taken.end(), &own.end(), INTO).run(),
             "pull" => {
                 let rows = PullRows::slot(1, -1);
-                local.pull(of(2, row(&into, 0)), &taken.end(), &rows, Layers::ALL)
+                local.pull(of(2, row(&into, 0)), &taken.end(), rows, Layers::ALL).run()
             }
             "push" => push_slot(&local, &taken, 1, of(2, row(&into, 0))),
             _ => {
@@ -321,7 +321,7 @@ fn unregistered_memory_is_not_touched_by_waiting_calls() {
         let (theirs, ours) = (into.fill(2), own.fill(3));
         gate.shut();
         thread::scope(|scope| {
-            let pinning = scope.spawn(|| local.copy_cache(&taken.end(), &pool.end(), INTO));
+            let pinning = scope.spawn(|| local.copy_cache(&taken.end(), &pool.end(), INTO).run());
             gate.wait_for(1);
             let waiting = scope.spawn(call);
             thread::sleep(Duration::from_millis(30));

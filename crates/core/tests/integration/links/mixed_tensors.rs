@@ -137,10 +137,10 @@ fn blocks_of_tensors_that_differ_are_pulled_and_pushed() {
             naive((&bytes, src), (&mut expected, dst), &pairs, part, tensors);
             if pulled {
                 let rows = PullRows::SubRows { remote: reads, local: writes, part };
-                pair.local.pull_with(name, &here.held.end(), &rows, layers, extras)
+                pair.local.pull_with(name, &here.held.end(), rows, layers, extras).run()
             } else {
                 let rows = PushRows::SubRows { local: reads, remote: writes, part };
-                pair.local.push_with(&here.held.end(), name, &rows, layers, extras)
+                pair.local.push_with(&here.held.end(), name, rows, layers, extras).run()
             }
             .unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             assert!(dst.held.read() == expected, "{way:?}, round {round}, pulled {pulled}");
@@ -168,19 +168,23 @@ fn slots_of_tensors_that_differ_are_pulled_and_pushed() {
             naive((&bytes, &there), (&mut expected, &here), &moved, SubRow::default(), all);
             let from = of(2, row(&there.held, read));
             pair.local
-                .pull(from, &here.held.end(), &PullRows::slot(written, -1), Layers::ALL)
+                .pull(from, &here.held.end(), PullRows::slot(written, -1), Layers::ALL)
+                .run()
                 .unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             assert!(here.held.read() == expected, "{way:?}, round {round}");
 
             let back = [(written.into(), read.into())];
             let mut there_expected = there.held.fill(3);
             naive((&expected, &here), (&mut there_expected, &there), &back, SubRow::default(), all);
-            pair.local.push(&here.held.end(), from, &PushRows::Slot { local: written }, Layers::ALL).unwrap();
+            pair.local
+                .push(&here.held.end(), from, PushRows::Slot { local: written }, Layers::ALL)
+                .run()
+                .unwrap();
             assert!(there.held.read() == there_expected, "{way:?}, round {round}");
 
             for (size, offset) in [(1, 0), (-1, 1)] {
                 let rows = PullRows::Slot { local: 0, remote_offset: offset, local_offset: offset, size };
-                let error = pair.local.pull(from, &here.held.end(), &rows, Layers::ALL).unwrap_err();
+                let error = pair.local.pull(from, &here.held.end(), rows, Layers::ALL).run().unwrap_err();
                 refused(&error, &["move whole slots"]);
             }
             assert!(here.held.read() == expected);
@@ -209,10 +213,10 @@ fn slots_of_tensors_that_differ_are_cut_into_blocks() {
             }
         }
         let rows = PullRows::SlotToBlocks { local: vec![5, 0, 8] };
-        pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), &rows, Layers::ALL).unwrap();
+        pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), rows, Layers::ALL).run().unwrap();
         assert!(here.held.read() == expected, "{way:?}");
         let many = PullRows::SlotToBlocks { local: vec![0, 1, 2, 3, 4] };
-        let error = pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), &many, Layers::ALL);
+        let error = pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), many, Layers::ALL).run();
         refused(&error.unwrap_err(), &["len(dst_blocks)=5", "at most 4"]);
     }
 }
@@ -243,8 +247,8 @@ fn tensors_of_other_sizes_are_refused() {
                 PushRows::Blocks { local: vec![1], remote: vec![2] },
             );
             let calls = [
-                pair.local.pull(name, &here.held.end(), &pull, Layers::ALL),
-                pair.local.push(&here.held.end(), name, &push, Layers::ALL),
+                pair.local.pull(name, &here.held.end(), pull.clone(), Layers::ALL).run(),
+                pair.local.push(&here.held.end(), name, push.clone(), Layers::ALL).run(),
             ];
             let differs =
                 if (mine, theirs) == (0, 1) || (mine, theirs) == (1, 0) { "tensor=1" } else { "tensor=2" };
@@ -259,14 +263,14 @@ fn tensors_of_other_sizes_are_refused() {
             assert!((here.held.read(), there.held.read()) == before, "{way:?}");
             let range = Some(LayerRange { first: 0, end: 1 });
             let one = Layers { src: range, dst: range, tensors_per_layer: 1 };
-            pair.local.pull(name, &here.held.end(), &pull, one).unwrap();
-            pair.local.push(&here.held.end(), name, &push, one).unwrap();
+            pair.local.pull(name, &here.held.end(), pull.clone(), one).run().unwrap();
+            pair.local.push(&here.held.end(), name, push.clone(), one).run().unwrap();
             let parts = PullRows::SubRows {
                 remote: vec![1],
                 local: vec![2],
                 part: SubRow { length: Some(5), ..SubRow::default() },
             };
-            let error = pair.local.pull(name, &here.held.end(), &parts, Layers::ALL).unwrap_err();
+            let error = pair.local.pull(name, &here.held.end(), parts, Layers::ALL).run().unwrap_err();
             refused(&error, &["length=5", "1 to 4"]);
             here.held.free(&pair.local);
             there.held.free(&pair.remote);
@@ -369,7 +373,7 @@ fn keys_of_tensors_that_differ_are_released() {
         pair.remote.deallocate(cache.id()).unwrap();
     };
     keyed(1);
-    let pull = |id, layers| pair.local.pull(from(id), &into.held.end(), &PullRows::slot(0, -1), layers);
+    let pull = |id, layers| pair.local.pull(from(id), &into.held.end(), PullRows::slot(0, -1), layers).run();
     pull(1, Layers::ALL).unwrap();
     assert_eq!(pull(1, Layers::ALL).unwrap_err().kind(), ErrorKind::CacheNotFound);
     keyed(2);

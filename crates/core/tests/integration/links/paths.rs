@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use llm_datadist_core::{CacheKind, DataDist, Deadline, ErrorKind, Layers, LinkState, Placement, PullRows};
 
-use super::asynchronous::outcome;
 use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
 use crate::fixtures::{adopt, desc, pattern, pin_writes};
 use crate::registered_pages::{Pages, SEED};
@@ -146,10 +145,9 @@ fn only_short_pulls_wait_for_rows_that_the_owner_uses() {
         // The owner sends the last byte before it lets go of the row.
         let used = pin_writes(&remote.cache, vec![0], Deadline::after(super::LONG)).unwrap();
         if waits {
-            let limit = Some(Duration::from_millis(200));
-            let pulling =
-                pair.local.pull_async(from, &local.end(), PullRows::slot(0, -1), Layers::ALL, limit).unwrap();
-            assert_eq!(outcome(&pulling).unwrap_err().kind(), ErrorKind::Timeout);
+            let limit = Duration::from_millis(200);
+            let pull = pair.local.pull(from, &local.end(), PullRows::slot(0, -1), Layers::ALL);
+            assert_eq!(pull.within(limit).run().unwrap_err().kind(), ErrorKind::Timeout);
             drop(used);
             pull_slot(&pair.local, from, &local).unwrap();
         } else {

@@ -69,7 +69,7 @@ fn slots_arrive() {
                 Pull(size) => {
                     let name = if size == -1 { Name::Key(request(2)) } else { row(&source, 1) };
                     let rows = PullRows::slot(2, size);
-                    pair.local.pull(of(2, name), &into.end(), &rows, layers)
+                    pair.local.pull(of(2, name), &into.end(), rows.clone(), layers).run()
                 }
                 Push => {
                     let missing = push_slot(&pair.local, &source, 0, of(2, row(&into, 9))).unwrap_err();
@@ -79,7 +79,7 @@ fn slots_arrive() {
                         "{missing}"
                     );
                     let rows = PushRows::Slot { local: 1 };
-                    pair.local.push(&source.end(), of(2, row(&into, 2)), &rows, layers)
+                    pair.local.push(&source.end(), of(2, row(&into, 2)), rows.clone(), layers).run()
                 }
             };
             result.unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -113,7 +113,7 @@ fn blocks_are_pushed() {
             }
             let [local, remote] = [from, to].map(|blocks| blocks.map(|block| block as i64).to_vec());
             let rows = PushRows::Blocks { local, remote };
-            pair.local.push(&source.end(), of(2, Name::Key(KEY)), &rows, layers).unwrap();
+            pair.local.push(&source.end(), of(2, Name::Key(KEY)), rows, layers).run().unwrap();
             assert!(into.read() == expected);
             source.free(&pair.local);
             into.free(&pair.remote);

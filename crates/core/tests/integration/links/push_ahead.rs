@@ -89,7 +89,7 @@ impl Owner {
     fn is_free(&self) {
         let own = self.into.fill(3);
         let all: Vec<_> = (0..BLOCKS as i64 - 1).map(|row| (row, row + 1)).collect();
-        self.engine.copy_blocks(&self.into.end(), &all).unwrap();
+        self.engine.copy_blocks(&self.into.end(), &all).run().unwrap();
         assert!(self.into.read()[0].starts_with(&own[0][..BLOCK as usize]));
     }
 }

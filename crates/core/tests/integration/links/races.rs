@@ -62,7 +62,7 @@ fn last_layer_of_each_slot_releases_its_key() {
                     };
                     let rows = PullRows::slot(0, -1);
                     let layers = Layers { src, dst: None, tensors_per_layer: tensors };
-                    pair.local.pull(of(2, name), &local.end(), &rows, layers).unwrap();
+                    pair.local.pull(of(2, name), &local.end(), rows, layers).run().unwrap();
                     let source = &bytes[layer * tensors as usize..];
                     assert!(
                         local.read().iter().zip(source).all(|(got, all)| *got == all[slot * 512..][..512])
@@ -288,7 +288,7 @@ fn readers_see_one_version_of_a_row() {
                         let task = start(&pair.local, &source, &SLOTS, &aims);
                         task.ready(0).unwrap();
                         // The source changes while the layer is sent.
-                        pair.local.copy_cache(&source.end(), &fresh.end(), FROM_1).unwrap();
+                        pair.local.copy_cache(&source.end(), &fresh.end(), FROM_1).run().unwrap();
                         wait(&task);
                         assert!(is_done(&task, 0) && is_done(&task, 1), "{:?}", task.outcomes());
                     }
@@ -298,7 +298,7 @@ fn readers_see_one_version_of_a_row() {
             let mut reads = 0;
             while writers.load(Ordering::Relaxed) > 0 || reads < 3 {
                 pull_slot(&pair.local, of(2, written), &into).unwrap();
-                pair.remote.copy_cache(&probe.end(), &remote.end(), FROM_1).unwrap();
+                pair.remote.copy_cache(&probe.end(), &remote.end(), FROM_1).run().unwrap();
                 reads += 1;
                 for (what, tensors) in [("pulled", into.read()), ("copied", probe.read())] {
                     let version = tensors[0][0];
@@ -335,7 +335,7 @@ fn endless_readers_let_a_copy_in() {
         eventually("the readers", || turns.load(Ordering::SeqCst) >= 2 * READERS);
         // Reads that have begun finish first. More pulls pass the ten copies only if later readers overtake a copy.
         let before = turns.load(Ordering::SeqCst);
-        let copied = (0..10).try_for_each(|_| remote.copy_cache(&hot.end(), &hot.end(), FROM_1));
+        let copied = (0..10).try_for_each(|_| remote.copy_cache(&hot.end(), &hot.end(), FROM_1).run());
         let passed = turns.load(Ordering::SeqCst) - before;
         over.store(true, Ordering::SeqCst);
         assert!(copied.is_ok() && passed <= 50 * READERS, "{passed} pulls passed: {copied:?}");
@@ -361,7 +361,7 @@ fn push_pull_and_copy_do_not_deadlock() {
                 match index {
                     0 => push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))),
                     1 => pull_slot(&pair.remote, of(1, row(&local, 0)), &remote),
-                    _ => pair.local.copy_cache(&local.end(), &local.end(), FROM_1),
+                    _ => pair.local.copy_cache(&local.end(), &local.end(), FROM_1).run(),
                 }
                 .unwrap();
             }

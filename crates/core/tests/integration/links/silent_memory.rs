@@ -75,9 +75,9 @@ fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
         assert!(error.arrived().is_empty(), "{error}");
         assert!(local.read() == before);
         // Calls on that row wait. Calls on other rows do not wait, nor do pulls of memory that responds.
-        timed_out(pair.local.copy_blocks(&local.end(), &[(0, 1)]));
+        timed_out(pair.local.copy_blocks(&local.end(), &[(0, 1)]).run());
         timed_out(pull(&pair, &loud, &local, 1));
-        eventually("a copy", || pair.local.copy_blocks(&local.end(), &[(0, 3)]).is_ok());
+        eventually("a copy", || pair.local.copy_blocks(&local.end(), &[(0, 3)]).run().is_ok());
         eventually("a pull", || pull(&pair, &loud, &local, 2).is_ok());
         assert!(local.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
         // The memory returns neither to the caller nor to the pool.
@@ -119,11 +119,13 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
         let served = stats.ops.iter().find(|(name, _)| *name == "served").unwrap();
         served.1.failures > 0
     });
-    timed_out(pair.remote.copy_blocks(&remote.end(), &[(0, 1)]));
+    timed_out(pair.remote.copy_blocks(&remote.end(), &[(0, 1)]).run());
     eventually("a push", || push(&pair, &loud, &remote, 2).is_ok());
     assert!(remote.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
     drop(stalled);
-    eventually("the end of the kernel's call", || pair.remote.copy_blocks(&remote.end(), &[(0, 1)]).is_ok());
+    eventually("the end of the kernel's call", || {
+        pair.remote.copy_blocks(&remote.end(), &[(0, 1)]).run().is_ok()
+    });
 }
 
 #[test]

@@ -84,7 +84,7 @@ impl Controlled {
         // Backwards, so that UCX reads each block with a request of its own.
         let rows = PullRows::Blocks { remote: (0..BLOCKS).rev().collect(), local: (0..BLOCKS).collect() };
         let (from, to) = (of(2, Name::Key(KEY)), self.local_cache.end());
-        let transfer = self.local.pull_async(from, &to, rows, Layers::ALL, Some(limit)).unwrap();
+        let transfer = self.local.pull(from, &to, rows, Layers::ALL).within(limit).start().unwrap();
         eventually("the end of a pull", || transfer.outcome().is_some());
         transfer.outcome().unwrap().map(|_| ())
     }

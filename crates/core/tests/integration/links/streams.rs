@@ -253,7 +253,7 @@ impl Owner {
 
     /// Waits until the rows of the write are free.
     fn is_free(&self) {
-        self.engine.copy_blocks(&self.into.end(), &[(2, 0), (3, 1)]).unwrap();
+        self.engine.copy_blocks(&self.into.end(), &[(2, 0), (3, 1)]).run().unwrap();
     }
 }
 
@@ -291,7 +291,7 @@ fn parts_share_the_pin_of_their_write() {
     assert_eq!(hear::<Reply>(second).unwrap(), Reply::Done { bytes: 2 * BLOCK - 100 });
     // The first part is still missing, so a copy of these rows waits.
     thread::scope(|scope| {
-        let copied = scope.spawn(|| owner.engine.copy_blocks(&owner.into.end(), &[(0, 4), (1, 5)]));
+        let copied = scope.spawn(|| owner.engine.copy_blocks(&owner.into.end(), &[(0, 4), (1, 5)]).run());
         first.send(&sent[..100], soon()).unwrap();
         assert_eq!(hear::<Reply>(first).unwrap(), Reply::Done { bytes: 100 });
         copied.join().unwrap().unwrap();
@@ -371,7 +371,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
     assert_eq!(owner.begin(first, 4, (0, 100)), Reply::Ready { bytes: 100 });
     say(&third, &Request::Unlink { limit_ms: 10_000 });
     assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 0 });
-    owner.engine.copy_blocks(&owner.into.end(), &[(2, 0), (3, 1)]).unwrap();
+    owner.engine.copy_blocks(&owner.into.end(), &[(2, 0), (3, 1)]).run().unwrap();
 }
 
 /// Writes that are begun and left alone take a bounded number of places.

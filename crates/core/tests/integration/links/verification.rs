@@ -34,7 +34,7 @@ fn pull(
     rows: &PullRows,
     verify: Verify,
 ) -> Result<(), Error> {
-    local.pull_with(from, &into.end(), rows, Layers::ALL, extras(verify))
+    local.pull_with(from, &into.end(), rows.clone(), Layers::ALL, extras(verify)).run()
 }
 
 fn all() -> impl Iterator<Item = (Way, Memory)> {
@@ -97,7 +97,8 @@ fn every_flipped_bit_fails_a_full_push() {
         near.fill(2);
         let to = of(2, row(&far, 0));
         let rows = PushRows::Blocks { local: vec![5, 9], remote: vec![3, 60] };
-        let push = |verify| pair.local.push_with(&near.end(), to, &rows, Layers::ALL, extras(verify));
+        let push =
+            |verify| pair.local.push_with(&near.end(), to, rows.clone(), Layers::ALL, extras(verify)).run();
         for _ in 0..times(20) {
             let (tensor, bit) = (chance.below(TENSORS.into()) as usize, chance.below((ROW * 8) as u64));
             let block = 5 + 4 * chance.below(2);
@@ -123,12 +124,13 @@ fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
         let given = || CallExtras { notify: Some(b"here".to_vec()), ..extras(Verify::Full) };
         let (from, rows) = (of(2, Name::Key(request(1))), PullRows::slot(1, -1));
         after_the_move(&near.cache, |cache| flip(cache, 1, (200_000 + 70_000) * 8));
-        let error = pair.local.pull_with(from, &near.end(), &rows, Layers::ALL, given()).unwrap_err();
+        let error =
+            pair.local.pull_with(from, &near.end(), rows.clone(), Layers::ALL, given()).run().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
         assert_eq!(error.fact("slots"), Some("1[65536..131072]"));
         assert!(pair.remote.poll(9).unwrap().is_empty());
         assert_eq!(pair.remote.stats().table.keys, 1, "the key is still there");
-        pair.local.pull_with(from, &near.end(), &rows, Layers::ALL, given()).unwrap();
+        pair.local.pull_with(from, &near.end(), rows.clone(), Layers::ALL, given()).run().unwrap();
         assert_eq!(near.read()[1][200_000..400_000], bytes[1]);
         assert_eq!(pair.remote.stats().table.keys, 0);
         assert!(matches!(&pair.remote.poll(9).unwrap()[..], [Event::Notification(_)]));
@@ -257,7 +259,7 @@ fn a_grant_must_last_until_the_comparison() {
         let token = pair.remote.grant_token(&grant);
         let given = || CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
         let from = of(2, row(&far, 0));
-        let pull = || pair.local.pull_with(from, &near.end(), &blocks(&[2], &[5]), Layers::ALL, given());
+        let pull = || pair.local.pull_with(from, &near.end(), blocks(&[2], &[5]), Layers::ALL, given()).run();
         pull().unwrap();
         std::thread::scope(|scope| {
             let (moved, was_moved) = std::sync::mpsc::channel();
@@ -290,7 +292,7 @@ fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
     let from = of(2, row(&far, 0));
     let pull = |block| {
         let given = CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
-        pair.local.pull_with(from, &near.end(), &blocks(&[block], &[5]), Layers::ALL, given)
+        pair.local.pull_with(from, &near.end(), blocks(&[block], &[5]), Layers::ALL, given).run()
     };
     let by_rings = || {
         let link = pair.local.stats().links.remove(0);
@@ -327,8 +329,7 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
         grant: None,
     };
     let group = || {
-        let options = llm_datadist_core::CallOptions { extras: extras(Verify::Full), ..Default::default() };
-        let transfer = pair.local.pull_group_async(vec![part(0), part(1)], options).unwrap();
+        let transfer = pair.local.pull_group(vec![part(0), part(1)], extras(Verify::Full)).start().unwrap();
         transfer.wait(llm_datadist_core::Deadline::after(LONG)).unwrap();
         transfer.outcome().unwrap()
     };
@@ -346,7 +347,7 @@ fn the_option_of_the_engine_counts_unless_the_call_says_otherwise() {
     let [near, far] =
         [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(1, 4, 512), CacheKind::Blocks));
     let (from, rows) = (of(2, row(&far, 0)), blocks(&[1, 2], &[1, 2]));
-    pair.local.pull(from, &near.end(), &rows, Layers::ALL).unwrap();
+    pair.local.pull(from, &near.end(), rows.clone(), Layers::ALL).run().unwrap();
     assert_eq!(pair.local.stats().verified_blocks, 2);
     pull(&pair.local, from, &near, &rows, Verify::Off).unwrap();
     assert_eq!(pair.local.stats().verified_blocks, 2);

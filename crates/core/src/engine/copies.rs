@@ -1,0 +1,153 @@
+//! Copies and swaps between caches of this engine.
+
+use std::sync::Arc;
+
+use super::operation::{Operation, Prepared};
+use super::{DataDist, End};
+use crate::cache::Cache;
+use crate::config::Mode;
+use crate::copy::Staging;
+use crate::error::Result;
+use crate::memory;
+use crate::model::{CacheLayout, Placement, SubRow};
+use crate::plan::Moves;
+use crate::stats::Op;
+use crate::transfer::{LocalCopy, LocalMoves};
+use crate::validate::{self, CopyArgs};
+
+/// Calls with fewer blocks skip the check whether there is memory for their lists.
+const MANY_BLOCKS: usize = 1 << 20;
+/// Bytes per block that the lists of a call take while it runs: the request, the plan and the rows to pin
+/// (`lists_of_a_call_take_what_is_asked_for`).
+const BYTES_OF_A_BLOCK: u64 = 128;
+
+impl DataDist {
+    /// Copies one range of one batch slot, the same range in every tensor (contract §7.9).
+    pub fn copy_cache(&self, dst: &End, src: &End, args: CopyArgs) -> Operation<'_> {
+        let check = match self.mode() {
+            Mode::CacheManager => validate::copy_cache,
+            Mode::KvCacheManager => validate::copy_on_device,
+        };
+        self.copy_slot(src, dst, args, check)
+    }
+
+    /// Does `CopyKvCache` of the original's documentation (`CopyKvCache.md`): as
+    /// [`copy_cache`](Self::copy_cache), but only from device to device or host, and with the source as the
+    /// first argument.
+    pub fn copy_kv_cache(&self, src: &End, dst: &End, args: CopyArgs) -> Operation<'_> {
+        self.copy_slot(src, dst, args, validate::copy_kv_cache)
+    }
+
+    fn copy_slot(
+        &self,
+        src: &End,
+        dst: &End,
+        args: CopyArgs,
+        check: fn(CacheLayout, CacheLayout, CopyArgs) -> Result<Moves>,
+    ) -> Operation<'_> {
+        Operation::new(self, Op::CopyCache, || {
+            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+            let mixed = src.mixed().is_some() || dst.mixed().is_some();
+            let moves = LocalMoves::checked(&src, &dst, |src, dst| {
+                let moves = check(src, dst, args)?;
+                if mixed { validate::whole_slots(src, dst, args).map(|()| moves) } else { Ok(moves) }
+            })?;
+            rows_alike(&src, &dst)?;
+            let (op, staging) = (Op::CopyCache, Staging::DEFAULT);
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+        })
+    }
+
+    /// Copies blocks within one cache, with the result of copying the pairs in the given order (contract
+    /// §7.10). Without pairs, it does nothing.
+    pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Operation<'_> {
+        self.copy_sub_rows(cache, pairs, SubRow::default())
+    }
+
+    /// Copies a part of every block; otherwise like [`copy_blocks`](Self::copy_blocks). The byte ranges of a block that are
+    /// read and written must be equal or disjoint.
+    pub fn copy_sub_rows(&self, cache: &End, pairs: &[(i64, i64)], part: SubRow) -> Operation<'_> {
+        Operation::new(self, Op::CopyBlocks, || {
+            room_for_lists(pairs.len())?;
+            let src = self.resolve(cache)?;
+            let check = match self.mode() {
+                Mode::CacheManager => validate::copy_blocks,
+                Mode::KvCacheManager => validate::copy_rows,
+            };
+            let moves = LocalMoves::checked(&src, &src, |cache, _| check(cache, pairs, part))?;
+            let (op, dst, staging) = (Op::CopyBlocks, src.clone(), Staging::DEFAULT);
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+        })
+    }
+
+    /// Copies every block of `src_blocks` to its counterpart in each list of `dst_blocks_list` (contract, C++
+    /// §4, `CopyKvBlocks`).
+    pub fn copy_kv_blocks(
+        &self,
+        src: &End,
+        dst: &End,
+        src_blocks: &[u64],
+        dst_blocks_list: &[&[u64]],
+    ) -> Operation<'_> {
+        Operation::new(self, Op::CopyBlocks, || {
+            room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
+            let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
+            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+            let moves = LocalMoves::Equal(validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?);
+            let (op, staging) = (Op::CopyBlocks, Staging::DEFAULT);
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+        })
+    }
+
+    /// Copies blocks between a host cache and a device cache; the placements give the direction (contract
+    /// §7.11). Without pairs, it does nothing.
+    pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Operation<'_> {
+        self.swap_sub_rows(src, dst, pairs, SubRow::default())
+    }
+
+    /// Swaps a part of every block; otherwise like [`swap_blocks`](Self::swap_blocks). With a part, the blocks of both caches
+    /// may have different sizes.
+    pub fn swap_sub_rows(&self, src: &End, dst: &End, pairs: &[(i64, i64)], part: SubRow) -> Operation<'_> {
+        let (src, dst) = (self.resolve(src), self.resolve(dst));
+        // A call that names an unknown cache is counted as well, by the end that is known.
+        let into_device = match (&src, &dst) {
+            (Ok(src), _) => src.placement() == Placement::Host,
+            (Err(_), Ok(dst)) => dst.placement() == Placement::Device,
+            (Err(_), Err(_)) => false,
+        };
+        let op = if into_device { Op::SwapIn } else { Op::SwapOut };
+        Operation::new(self, op, || {
+            let (src, dst) = (src?, dst?);
+            room_for_lists(pairs.len())?;
+            let check = match self.mode() {
+                Mode::CacheManager => validate::swap_blocks,
+                Mode::KvCacheManager => validate::swap_rows,
+            };
+            let moves = LocalMoves::checked(&src, &dst, |src, dst| check(src, dst, pairs, part))?;
+            rows_alike(&src, &dst)?;
+            let staging = Staging { path: self.resources.config.swap_in, buffer_bytes: src.longest_row() };
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+        })
+    }
+
+    fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
+        match end {
+            End::Managed(id) => self.resources.table.find(*id),
+            End::Loose(cache) => Ok(cache.clone()),
+        }
+    }
+}
+
+/// Checks that a copy or swap between caches of this engine keeps the meaning of the rows.
+fn rows_alike(src: &Cache, dst: &Cache) -> Result<()> {
+    validate::local_rows_alike(src.kv().map(|kv| &**kv), dst.kv().map(|kv| &**kv))
+}
+
+/// Returns `Err(OutOfMemory)` if the lists of a call with this many blocks need more memory than this process
+/// may use now. Calls with few blocks skip the check, because it takes longer than copying them.
+pub(super) fn room_for_lists(blocks: usize) -> Result<()> {
+    if blocks < MANY_BLOCKS {
+        return Ok(());
+    }
+    memory::refuse_beyond_room("the lists of this call", (blocks as u64).saturating_mul(BYTES_OF_A_BLOCK))
+}

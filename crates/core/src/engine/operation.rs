@@ -1,0 +1,122 @@
+//! One call that moves bytes. A method of [`DataDist`] checks its arguments. Then it runs on the calling thread
+//! ([`Operation::run`]) or on the threads of the engine ([`Operation::start`]).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::DataDist;
+use crate::cache::CallRows;
+use crate::error::Result;
+use crate::events::Transfer;
+use crate::model::Deadline;
+use crate::stats::Op;
+use crate::transfer::{CallPurpose, Execution, LaneKey, LaneWork, LocalCopy, PeerTransfer, Work};
+
+/// One call that moves bytes, and has not begun. What its arguments and the caches of this engine decide is known already,
+/// and is the result of either end.
+#[must_use = "an operation does nothing until it runs or starts"]
+pub struct Operation<'a> {
+    engine: &'a DataDist,
+    op: Op,
+    started: Instant,
+    limit: Option<Duration>,
+    prepared: Result<Prepared>,
+}
+
+/// A call whose arguments and local caches were checked.
+pub(super) enum Prepared {
+    /// Within this engine.
+    Copy(LocalCopy),
+    /// With one peer.
+    Transfer(PeerTransfer),
+    /// Several transfers, which run on a thread of the engine.
+    Group(LaneWork),
+}
+
+impl<'a> Operation<'a> {
+    /// Checks a call with `prepare`.
+    pub(super) fn new(engine: &'a DataDist, op: Op, prepare: impl FnOnce() -> Result<Prepared>) -> Self {
+        let started = Instant::now();
+        Operation { engine, op, started, limit: None, prepared: prepare() }
+    }
+
+    /// Ends the call within `limit`; within `sync_kv_timeout` if there is none.
+    pub fn within(mut self, limit: impl Into<Option<Duration>>) -> Self {
+        self.limit = limit.into();
+        self
+    }
+
+    /// Moves the bytes, and returns once they are in place. A group runs on a thread of the engine meanwhile, and an
+    /// interruption cancels it.
+    pub fn run(self) -> Result<()> {
+        let Operation { engine, op, started, limit, prepared } = self;
+        let deadline = engine.deadline_since(started, limit);
+        let moved = match prepared {
+            Ok(Prepared::Copy(copy)) => copy.run(&engine.resources, None, deadline),
+            Ok(Prepared::Transfer(transfer)) => engine
+                .links
+                .find_other(transfer.cluster, deadline)
+                .and_then(|link| transfer.run(engine.resources.clone(), link, None, deadline)),
+            // It is counted when it ends.
+            Ok(group) => {
+                return outcome(&*group.start(engine, op, engine.limited(started, limit), false)?, engine);
+            }
+            Err(error) => Err(error),
+        };
+        engine.resources.stats.counted(op, started.elapsed(), moved.is_ok());
+        moved.map(drop)
+    }
+
+    /// Returns before the bytes move. Calls that meet in a row take turns in the order in which they were started.
+    ///
+    /// Returns `Err` for what the arguments and the local caches decide, and `Err(Busy)` if too many transfers run or
+    /// wait for their outcome to be taken. The [`Transfer`] has the outcome, and [`poll`](DataDist::poll) returns it.
+    pub fn start(self) -> Result<Arc<Transfer>> {
+        let deadline = self.engine.limited(self.started, self.limit);
+        self.prepared?.start(self.engine, self.op, deadline, true)
+    }
+}
+
+impl Prepared {
+    /// Starts the call, whose end is an event if `event` is set.
+    fn start(self, engine: &DataDist, op: Op, deadline: Deadline, event: bool) -> Result<Arc<Transfer>> {
+        let resources = engine.resources.clone();
+        let calls_peer = !matches!(self, Prepared::Copy(..));
+        let LaneWork { lanes, rows, work } = match self {
+            Prepared::Copy(mut copy) => {
+                let (lanes, rows) = (LaneKey::Calls(resources.config.cluster), copy.take_rows());
+                let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {
+                    copy.run(&resources, Some(execution.as_ref()), deadline)
+                });
+                LaneWork { lanes, rows, work }
+            }
+            Prepared::Transfer(transfer) => {
+                let rows = CallRows::of(transfer.local.clone(), transfer.moves.local_rows()?);
+                let lanes = LaneKey::Calls(transfer.cluster);
+                let link = engine.links.finder().for_later(transfer.cluster);
+                let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {
+                    let link = link.find(deadline)?;
+                    transfer.run(resources, link, Some(execution.clone()), deadline)
+                });
+                LaneWork { lanes, rows, work }
+            }
+            Prepared::Group(group) => group,
+        };
+        let outgoing = calls_peer.then(|| engine.resources.outgoing_calls.begin());
+        let purpose = CallPurpose { op, lanes, deadline, outgoing, dials: None, event };
+        engine.calls.start(purpose, rows, work)
+    }
+}
+
+/// Waits for a call that was started, and returns its outcome. An interruption cancels it.
+fn outcome(transfer: &Transfer, engine: &DataDist) -> Result<()> {
+    let wait = || transfer.wait(Deadline::after(Duration::MAX).watched(engine.interrupted));
+    let waited = wait();
+    if waited.is_err() {
+        transfer.cancel();
+        // Whatever interrupts this wait too, the first interruption is the error.
+        let _ = wait();
+    }
+    let outcome = transfer.outcome();
+    waited.and_then(|_| outcome.map_or(Ok(()), |outcome| outcome.map(drop)))
+}
