@@ -33,7 +33,7 @@ mod hand;
 use hand::{Shuffle, median};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, HugeChoice, Layers,
-    Name, PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,
+    Name, PeerAddress, Placement, PoolConfig, RemoteName, Role, Rows,
 };
 
 const BLOCKS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
@@ -195,7 +195,7 @@ fn link(local: &DataDist, remote: &DataDist, linked: bool) {
 fn pull(local: &DataDist, remote: &Cache, to: &Cache, pairs: &[(i64, i64)]) -> f64 {
     let name = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: remote.id(), row: 0 } };
     let (src, dst): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
-    let rows = PullRows::Blocks { remote: src, local: dst };
+    let rows = Rows::Blocks { remote: src, local: dst };
     words(to).fill(0);
     let took = clocked(|| local.pull(name, &End::Managed(to.id()), rows, Layers::ALL).run().unwrap());
     verify(to, 5, pairs);

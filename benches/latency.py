@@ -58,6 +58,8 @@ def other(commit: str) -> Path:
     core = tree / "crates/core/src"
     if not (tree / "crates" / "embed").exists():  # commits in which the core had the allocator
         source = source.replace("llm_datadist_embed::KeptLists", "llm_datadist_core::testing::memory::KeptLists")
+    if not (core / "validate" / "rows.rs").exists():  # commits with a type for each direction
+        source = re.sub(r"\bRows\b", "PullRows", source)
     if (core / "mem").exists():  # commits before the modules were renamed
         for name, before in RENAMED.items():
             source = source.replace(name, before)

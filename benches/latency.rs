@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Layers, Name,
-    PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,
+    PeerAddress, Placement, PoolConfig, RemoteName, Role, Rows,
 };
 use llm_datadist_embed::KeptLists;
 
@@ -323,7 +323,7 @@ impl Pair {
 
     fn pull(&self, remote: Vec<i64>, local: Vec<i64>) {
         let name = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: self.source.id(), row: 0 } };
-        let rows = PullRows::Blocks { remote, local };
+        let rows = Rows::Blocks { remote, local };
         self.local.pull(name, &End::Managed(self.to.id()), rows, Layers::ALL).run().unwrap();
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, LayerRange, Layers, Name,
-    PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,
+    PeerAddress, Placement, PoolConfig, RemoteName, Role, Rows,
 };
 
 use crate::LAYERS;
@@ -185,7 +185,7 @@ pub fn serve(cluster: u64) {
 /// Nanoseconds of one pull.
 fn pull(engine: &DataDist, kv: &Kv, (src, dst): (&[i64], &[i64]), layers: Layers) -> u128 {
     let from = RemoteName { cluster: ClusterId(1), name: Name::Key(KEY) };
-    let rows = PullRows::Blocks { remote: src.to_vec(), local: dst.to_vec() };
+    let rows = Rows::Blocks { remote: src.to_vec(), local: dst.to_vec() };
     let started = Instant::now();
     engine.pull(from, &kv.end, rows, layers).run().unwrap();
     started.elapsed().as_nanos()

@@ -2,7 +2,7 @@
 //!
 //! Not for: speed beside the limit of the machine (`copy`, `transfer`).
 
-use llm_datadist_core::{DataDist, Layers, Placement, PullRows, PushRows};
+use llm_datadist_core::{DataDist, Layers, Placement, Rows};
 
 use crate::Options;
 use crate::curve::{Curve, Report};
@@ -57,12 +57,12 @@ impl Bed {
     }
 
     fn pull(&self, from: &[i64], to: &[i64]) {
-        let rows = PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
+        let rows = Rows::Blocks { remote: from.to_vec(), local: to.to_vec() };
         self.engine.pull(shared(), &self.local.end, rows, Layers::ALL).run().unwrap();
     }
 
     fn push(&self, from: &[i64], to: &[i64]) {
-        let rows = PushRows::Blocks { local: from.to_vec(), remote: to.to_vec() };
+        let rows = Rows::Blocks { local: from.to_vec(), remote: to.to_vec() };
         self.engine.push(&self.local.end, shared(), rows, Layers::ALL).run().unwrap();
     }
 }

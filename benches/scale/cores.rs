@@ -2,7 +2,7 @@
 //!
 //! Not for: the best number of workers (`copy --workers`).
 
-use llm_datadist_core::{DataDist, Layers, Placement, PullRows};
+use llm_datadist_core::{DataDist, Layers, Placement, Rows};
 
 use crate::Options;
 use crate::curve::{Curve, Report};
@@ -56,7 +56,7 @@ fn speeds(bytes: u64, workers: usize, options: &Options) -> (Vec<f64>, Vec<f64>)
         swapped.push(speed(nanos(|| engine.swap_blocks(&local.end, &host.end, &pairs).run().unwrap())));
         host.verify(&from, &to);
         local.poison();
-        let rows = PullRows::Blocks { remote: from.clone(), local: to.clone() };
+        let rows = Rows::Blocks { remote: from.clone(), local: to.clone() };
         pulled.push(speed(nanos(|| engine.pull(shared(), &local.end, rows, Layers::ALL).run().unwrap())));
         local.verify(&from, &to);
         local.fill();

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::{Barrier, OnceLock};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{DataDist, ErrorKind, Layers, PeerAddress, Placement, PullRows};
+use llm_datadist_core::{DataDist, ErrorKind, Layers, PeerAddress, Placement, Rows};
 
 use crate::Options;
 use crate::curve::{Curve, Report};
@@ -167,9 +167,9 @@ impl Decoder {
         let mut from;
         loop {
             from = (0..TAKEN).map(|_| (shuffle.next() % ROWS) as i64).collect::<Vec<_>>();
-            let rows = PullRows::Blocks { remote: from.clone(), local: to.clone() };
+            let rows = Rows::Blocks { remote: from.clone(), local: to.clone() };
             times.push(nanos(|| {
-                self.engine.pull(shared(), &self.local.end, rows, Layers::ALL).run().unwrap()
+                self.engine.pull(shared(), &self.local.end, rows, Layers::ALL).run().unwrap();
             }));
             if Instant::now() >= until {
                 break;

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheKind, ClusterId, DataDist, End, Layers, Name, PeerAddress, Placement, PullRows, RemoteName,
+    CacheKind, ClusterId, DataDist, End, Layers, Name, PeerAddress, Placement, RemoteName, Rows,
 };
 
 use crate::Options;
@@ -104,7 +104,7 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
 
 fn pull(engine: &DataDist, local: &Blocks, cluster: ClusterId) {
     let from = RemoteName { cluster, name: Name::Key(SHARED) };
-    let rows = PullRows::Blocks { remote: vec![0], local: vec![0] };
+    let rows = Rows::Blocks { remote: vec![0], local: vec![0] };
     engine.pull(from, &local.end, rows, Layers::ALL).run().unwrap();
 }
 
@@ -118,7 +118,7 @@ pub fn asked(options: &Options, report: &mut Report) {
 
 fn pull_key(engine: &DataDist, local: &End, id: u64) {
     let from = RemoteName { cluster: OWNER, name: Name::Key(numbered(id)) };
-    engine.pull(from, local, PullRows::slot(0, -1), Layers::ALL).run().unwrap();
+    engine.pull(from, local, Rows::slot(0, -1), Layers::ALL).run().unwrap();
 }
 
 fn slot(engine: &DataDist) -> End {

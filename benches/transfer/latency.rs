@@ -4,9 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{
-    CacheKey, CacheKind, ClusterId, DataDist, End, Layers, Name, PullRows, PushRows, RemoteName,
-};
+use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, End, Layers, Name, RemoteName, Rows};
 
 use crate::Options;
 use crate::memory::{Blocks, KEY, config, desc};
@@ -42,12 +40,12 @@ fn one_sided(options: &Options, transport: &str) {
     let row = |call: usize| (call as i64 * 37) % ROWS as i64;
     for (pause, between) in PAUSES {
         show(options, &format!("{transport}, pull, remote-accessible{between}"), pause, |call| {
-            let rows = PullRows::Blocks { remote: vec![row(call)], local: vec![row(call + 5)] };
+            let rows = Rows::Blocks { remote: vec![row(call)], local: vec![row(call + 5)] };
             engine.pull(remote, &local.end, rows, Layers::ALL).run().unwrap();
         });
         local.verify(1, &[row(0)], &[row(5)]);
         show(options, &format!("{transport}, push, remote-accessible{between}"), pause, |call| {
-            let rows = PushRows::Blocks { local: vec![row(call)], remote: vec![row(call)] };
+            let rows = Rows::Blocks { local: vec![row(call)], remote: vec![row(call)] };
             engine.push(&local.end, remote, rows, Layers::ALL).run().unwrap();
         });
         prefill.ask("fill 1");
@@ -65,11 +63,11 @@ fn released(options: &Options, transport: &str) {
         show(options, &format!("{transport}, pull, the key is released{between}"), pause, |call| {
             let name = Name::Key(CacheKey::Request { model: 1, id: first + call as u64 });
             let from = RemoteName { cluster: ClusterId(2), name };
-            engine.pull(from, &local, PullRows::slot(0, -1), Layers::ALL).run().unwrap();
+            engine.pull(from, &local, Rows::slot(0, -1), Layers::ALL).run().unwrap();
         });
         let name = Name::Key(CacheKey::Request { model: 1, id: first });
         let gone = engine
-            .pull(RemoteName { cluster: ClusterId(2), name }, &local, PullRows::slot(0, -1), Layers::ALL)
+            .pull(RemoteName { cluster: ClusterId(2), name }, &local, Rows::slot(0, -1), Layers::ALL)
             .run();
         assert!(gone.is_err(), "the key was not released");
     }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, CallExtras, ClusterId, DataDist, DataType, End, GroupMember, KvLayout,
-    KvPlanes, Layers, Name, Placement, PullRows, RemoteName, TokenOrder,
+    KvPlanes, Layers, Name, Placement, RemoteName, Rows, TokenOrder,
 };
 
 use crate::Options;
@@ -193,8 +193,8 @@ struct Bed<'a> {
 const EQUAL: u64 = 0;
 
 impl Bed<'_> {
-    fn part(&self, model: u64) -> (RemoteName, PullRows) {
-        let rows = PullRows::Sequence {
+    fn part(&self, model: u64) -> (RemoteName, Rows) {
+        let rows = Rows::Sequence {
             remote: self.from.clone(),
             local: self.to.clone(),
             remote_tokens: None,

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, End, Layers, Name, PullRows, RemoteName};
+use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, End, Layers, Name, RemoteName, Rows};
 
 use crate::Options;
 use crate::memory::{config, desc};
@@ -108,7 +108,7 @@ fn knowing() {
     let pull = |key: CacheKey| {
         let started = Instant::now();
         let from = RemoteName { cluster: ClusterId(2), name: Name::Key(key) };
-        let rows = PullRows::slot(0, -1);
+        let rows = Rows::slot(0, -1);
         engine.pull(from, &End::Managed(cache.id()), rows, Layers::ALL).run().unwrap();
         started.elapsed().as_nanos() as u64
     };

@@ -7,9 +7,7 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::{
-    ClusterId, DataDist, End, Layers, Name, PeerAddress, PullRows, PushRows, RemoteName,
-};
+use llm_datadist_core::{ClusterId, DataDist, End, Layers, Name, PeerAddress, RemoteName, Rows};
 
 use crate::Options;
 use crate::hand::{Flat, LOOPS, Shuffle, loop_over, median, quiet, timed};
@@ -142,12 +140,12 @@ impl Bed {
     }
 
     fn pull(&self, target: &Blocks, from: &[i64], to: &[i64]) {
-        let rows = PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
+        let rows = Rows::Blocks { remote: from.to_vec(), local: to.to_vec() };
         self.engine.pull(self.remote, &target.end, rows, Layers::ALL).run().unwrap();
     }
 
     fn push(&self, target: &Blocks, from: &[i64], to: &[i64]) {
-        let rows = PushRows::Blocks { local: from.to_vec(), remote: to.to_vec() };
+        let rows = Rows::Blocks { local: from.to_vec(), remote: to.to_vec() };
         self.engine.push(&target.end, self.remote, rows, Layers::ALL).run().unwrap();
     }
 

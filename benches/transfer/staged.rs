@@ -8,7 +8,7 @@ use std::sync::mpsc::sync_channel;
 
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::session::Transports;
-use llm_datadist_core::{ClusterId, DataDist, Layers, Name, PeerAddress, PullRows, PushRows, RemoteName};
+use llm_datadist_core::{ClusterId, DataDist, Layers, Name, PeerAddress, RemoteName, Rows};
 use llm_datadist_testing::{SimDevice, host_address};
 
 use crate::Options;
@@ -72,12 +72,12 @@ impl Moves {
     const REMOTE: RemoteName = RemoteName { cluster: ClusterId(2), name: Name::Key(KEY) };
 
     fn pull(&self, side: &Side) {
-        let rows = PullRows::Blocks { remote: self.from.clone(), local: self.to.clone() };
+        let rows = Rows::Blocks { remote: self.from.clone(), local: self.to.clone() };
         side.engine.pull(Self::REMOTE, &side.cache.end, rows, Layers::ALL).run().unwrap();
     }
 
     fn push(&self, side: &Side) {
-        let rows = PushRows::Blocks { local: self.from.clone(), remote: self.to.clone() };
+        let rows = Rows::Blocks { local: self.from.clone(), remote: self.to.clone() };
         side.engine.push(&side.cache.end, Self::REMOTE, rows, Layers::ALL).run().unwrap();
     }
 

@@ -11,7 +11,7 @@ use std::time::Instant;
 use llm_datadist_core::testing::model::Geometry;
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Side};
 use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
-use llm_datadist_core::testing::validate::{CheckedPush, Layers, PushRows, RemoteCache};
+use llm_datadist_core::testing::validate::{CheckedTransfer, Layers, RemoteCache, Rows};
 use llm_datadist_core::{CacheKind, CacheLayout, DataDist, Placement};
 
 use crate::Options;
@@ -30,14 +30,14 @@ pub fn stages(options: &Options) {
     );
     for &rows in &options.lists {
         let mut shuffle = Shuffle(7);
-        let list = PushRows::Blocks { local: shuffle.order(rows), remote: shuffle.order(rows) };
+        let list = Rows::Blocks { local: shuffle.order(rows), remote: shuffle.order(rows) };
         let geometry = Geometry::new(&desc(rows, LEN)).unwrap();
         let layout = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
         let mut times = vec![Vec::new(); 8];
         let (mut bytes, mut faulted) = (0, Vec::new());
         for call in 0..options.calls.min(300) + 3 {
             let before = faults();
-            let (took, length) = push(layout, &list);
+            let (took, length) = push(layout, list.clone());
             bytes = length;
             if call >= 3 {
                 faulted.push((faults() - before) as f64);
@@ -54,14 +54,14 @@ pub fn stages(options: &Options) {
 }
 
 /// Seconds of each stage, and the bytes of the request.
-fn push(layout: CacheLayout, list: &PushRows) -> ([f64; 7], usize) {
+fn push(layout: CacheLayout, list: Rows) -> ([f64; 7], usize) {
     let (mut took, mut at, mut stage) = ([0.0; 7], Instant::now(), 0);
     let mut lap = || {
         took[stage] = at.elapsed().as_secs_f64();
         stage += 1;
         at = Instant::now();
     };
-    let mut moves = checked(layout, list);
+    let (checked, mut moves) = checked(layout, list);
     lap();
     let plan = planned(&mut moves);
     lap();
@@ -75,14 +75,16 @@ fn push(layout: CacheLayout, list: &PushRows) -> ([f64; 7], usize) {
     lap();
     black_box(rows(&there, layout.geometry));
     lap();
-    drop((moves, plan, there));
+    drop((checked, moves, plan, there));
     (took, frame.len())
 }
 
 #[inline(never)]
-fn checked(layout: CacheLayout, list: &PushRows) -> Moves {
+fn checked(layout: CacheLayout, list: Rows) -> (CheckedTransfer, Moves) {
     let remote = RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true };
-    CheckedPush::new(layout, list, Layers::ALL).unwrap().moves(&remote).unwrap()
+    let checked = CheckedTransfer::new(Side::Source, layout, list, Layers::ALL).unwrap();
+    let moves = checked.moves(&remote).unwrap();
+    (checked, moves)
 }
 
 #[inline(never)]

@@ -5,7 +5,7 @@
 
 use std::hint::black_box;
 
-use llm_datadist_core::{CallExtras, ClusterId, DataDist, Layers, Name, PullRows, RemoteName, Verify};
+use llm_datadist_core::{CallExtras, ClusterId, DataDist, Layers, Name, RemoteName, Rows, Verify};
 
 use crate::Options;
 use crate::hand::{Shuffle, median, timed};
@@ -46,7 +46,7 @@ fn line(options: &Options, transport: &str, mib: u64) {
     let mut shuffle = Shuffle(SEED);
     let (from, to) = (shuffle.order(rows), shuffle.order(rows));
     let remote = RemoteName { cluster: ClusterId(2), name: Name::Key(KEY) };
-    let moved = PullRows::Blocks { remote: from.clone(), local: to.clone() };
+    let moved = Rows::Blocks { remote: from.clone(), local: to.clone() };
     let pull = |verify| {
         let extras = CallExtras { verify: Some(verify), ..CallExtras::default() };
         engine.pull_with(remote, &target.end, moved.clone(), Layers::ALL, extras).run().unwrap();

@@ -21,7 +21,7 @@
 //!   a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
 //! - **Copy and swap:** [`End`], [`CopyArgs`].
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
-//! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
+//! - **Pull and push:** [`RemoteName`] with a [`Name`], [`Rows`], [`Layers`] of
 //!   [`LayerRange`]s; groups of [`GroupMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
 //! - **Run or start them:** each of these calls is an [`Operation`]. [`Operation::run`] waits for it, and [`Operation::start`] returns
 //!   a [`Transfer`] with its [`TransferProgress`]. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
@@ -94,11 +94,11 @@
 //! // Slot 3 of the peer into slot 0 of this engine: 128 bytes in each of two tensors.
 //! let slot = |row| RemoteName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
 //! let here = End::Managed(ours.id());
-//! decode.pull(slot(3), &here, PullRows::slot(0, -1), Layers::ALL).run()?;
+//! decode.pull(slot(3), &here, Rows::slot(0, -1), Layers::ALL).run()?;
 //! // Push the second tensor only, back into slot 7.
 //! let second = LayerRange { first: 1, end: 2 };
 //! let layers = Layers { src: Some(second), dst: Some(second), tensors_per_layer: 1 };
-//! decode.push(&here, slot(7), PushRows::Slot { local: 0 }, layers).run()?;
+//! decode.push(&here, slot(7), Rows::slot(0, -1), layers).run()?;
 //! let link = &decode.stats().links[0];
 //! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
 //!
@@ -113,7 +113,7 @@
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
 //!
 //! // An error explains the cause in its text and as values.
-//! let error = decode.pull(slot(8), &here, PullRows::slot(0, -1), Layers::ALL).run().unwrap_err();
+//! let error = decode.pull(slot(8), &here, Rows::slot(0, -1), Layers::ALL).run().unwrap_err();
 //! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
 //! assert_eq!(StatusCode::from(error.kind()).name(), "LLM_KV_CACHE_NOT_EXIST");
 //! assert_eq!(error.fact("cluster"), Some("1"));
@@ -192,6 +192,4 @@ pub use session::{CommStatus, PeerAddress};
 pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use transfer::{CacheTask, Carried, LayerTask, Outcome};
-pub use validate::{
-    CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
-};
+pub use validate::{CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, Rows, Target};

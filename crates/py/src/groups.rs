@@ -1,6 +1,6 @@
 //! The parts of a group of pulls or pushes: a `GroupPart`, or `(key, cache, source blocks, destination blocks)`, each.
 
-use llm_datadist_core::{GrantUse, GroupMember, PullRows, PushRows};
+use llm_datadist_core::{GrantUse, GroupMember};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
@@ -42,7 +42,7 @@ type Lists<'a, 'py> = (BlocksArg<'a, 'py>, BlocksArg<'a, 'py>);
 impl PartsArg<'_, '_> {
     /// Checks the parts of a pull. Each obeys the rules of `pull_blocks` (contract §7.13).
     /// `done` says that it is the last pull under their grants.
-    pub(crate) fn pulls(self, engine: &Engine, done: bool) -> PyResult<Vec<GroupMember<PullRows>>> {
+    pub(crate) fn pulls(self, engine: &Engine, done: bool) -> PyResult<Vec<GroupMember>> {
         let py = self.py();
         let (none, two) = (py.None(), 2_u32.into_pyobject(py)?.into_any());
         self.read(5, |part| {
@@ -64,7 +64,7 @@ impl PartsArg<'_, '_> {
     }
 
     /// Checks the parts of a push. Each obeys the rules of `push_blocks` (contract §7.15).
-    pub(crate) fn pushes(self, engine: &Engine) -> PyResult<Vec<GroupMember<PushRows>>> {
+    pub(crate) fn pushes(self, engine: &Engine) -> PyResult<Vec<GroupMember>> {
         let py = self.py();
         let (all, two) = (py.None(), 2_u32.into_pyobject(py)?.into_any());
         self.read(4, |part| {

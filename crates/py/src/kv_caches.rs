@@ -3,7 +3,7 @@
 //! The same engine carries them out. Roles are checked in the Python package; other differences are in `core::config::Mode`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheKind, CallExtras, End, Error, ErrorKind, Layers, PullRows};
+use llm_datadist_core::{CacheKind, CallExtras, End, Error, ErrorKind, Layers, Rows};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -197,7 +197,7 @@ fn pull_cache(
     key.check_ids()?;
     let layers = layers(given)?;
     let local = cache.slots("kv_cache")?;
-    let rows = PullRows::Slot { local: row, remote_offset, local_offset, size };
+    let rows = Rows::Slot { local: row, remote_offset, local_offset, size };
     Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers, extras: CallExtras::default() })
 }
 
@@ -223,7 +223,7 @@ fn pull_blocks(
     Ok(Pull {
         from,
         to: cache.end(engine)?,
-        rows: PullRows::Blocks { remote, local },
+        rows: Rows::Blocks { remote, local },
         layers,
         extras: CallExtras::default(),
     })

@@ -1,6 +1,6 @@
 //! Pulls from several owners, and pushes to several: a list of keys, and as many lists of blocks.
 
-use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantUse, GroupMember, PullRows, PushRows};
+use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantUse, GroupMember};
 use pyo3::prelude::*;
 
 use crate::blocks::BlocksArg;
@@ -23,7 +23,7 @@ arguments! {
 /// The checked arguments of a pull from several owners.
 pub(crate) struct OwnersPull {
     /// The part of each owner.
-    pub(crate) parts: Vec<GroupMember<PullRows>>,
+    pub(crate) parts: Vec<GroupMember>,
     /// What it does beside moving bytes, without grants.
     pub(crate) extras: CallExtras,
 }
@@ -66,7 +66,7 @@ pub(crate) fn push(
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlockListsArg<'_, '_>),
     layers: GivenLayers<'_, '_>,
     selected: &Selection,
-) -> PyResult<Vec<GroupMember<PushRows>>> {
+) -> PyResult<Vec<GroupMember>> {
     const KEYS: &str = "dst_cache_key";
     let py = cache.py();
     let keys = keys.keys(KEYS)?;

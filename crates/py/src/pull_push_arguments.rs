@@ -3,9 +3,7 @@
 //! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{
-    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName,
-};
+use llm_datadist_core::{CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, RemoteName, Rows};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyRangeMethods, PyString};
@@ -32,7 +30,7 @@ pub(crate) struct Pull {
     /// The destination.
     pub(crate) to: End,
     /// The rows of both.
-    pub(crate) rows: PullRows,
+    pub(crate) rows: Rows,
     /// The layers of both.
     pub(crate) layers: Layers,
     /// What it does beside moving bytes.
@@ -46,7 +44,7 @@ pub(crate) struct Push {
     /// The destination.
     pub(crate) to: RemoteName,
     /// The rows of both.
-    pub(crate) rows: PushRows,
+    pub(crate) rows: Rows,
     /// The layers of both.
     pub(crate) layers: Layers,
 }
@@ -87,7 +85,7 @@ pub(crate) fn pull_cache(
     let layers = pull_layers(given, per_layer)?;
     let extras = call_extras::without_grant(extras)?;
     let from = key.name()?;
-    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, extras })
+    Ok(Pull { from, to: local.end(engine)?, rows: Rows::slot(row, size), layers, extras })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §7.13).
@@ -112,7 +110,7 @@ pub(crate) fn pull_blocks(
         selected.refused_for_slot(dst_cache.py())?;
         no_blocks(remote, src_blocks)?;
         key.check_ids()?;
-        PullRows::SlotToBlocks { local }
+        Rows::SlotToBlocks { local }
     };
     let layers = pull_layers(options.layers, per_layer)?;
     let extras = match options.grant {
@@ -132,7 +130,7 @@ pub(crate) fn push_cache(
     one_sided(src_cache.py(), engine, "push_cache")?;
     let key = dst_cache_key.required("dst_cache_key", &[KeyClass::Row])?;
     src_cache.required("src_cache", Mode::CacheManager)?;
-    let rows = PushRows::Slot { local: src_batch_index.int("src_batch_index")? };
+    let rows = Rows::slot(src_batch_index.int("src_batch_index")?, -1);
     let local = src_cache.slots("src_cache")?;
     let layers = push_layers(layers)?;
     validate::push_size(size.int("size")?).map_err(|error| raise(src_cache.py(), &error))?;

@@ -1,6 +1,8 @@
 //! Which bytes of the blocks of a pull or push move: all, those of some tokens, or a part of every block.
 
-use llm_datadist_core::{Error, ErrorKind, PullRows, PushRows, SubRow};
+use std::ops::Range;
+
+use llm_datadist_core::{Error, ErrorKind, Rows, SubRow};
 use pyo3::prelude::*;
 
 use crate::error::raise;
@@ -33,28 +35,33 @@ impl Selection {
     }
 
     /// Returns the rows of a pull of blocks.
-    pub(crate) fn pull(self, remote: Vec<i64>, local: Vec<i64>) -> PullRows {
-        let part = self.part;
-        if part.is_whole() {
-            self.tokens.pull(remote, local)
-        } else {
-            PullRows::SubRows { remote, local, part }
-        }
+    pub(crate) fn pull(self, remote: Vec<i64>, local: Vec<i64>) -> Rows {
+        let TokenRanges { src, dst } = self.tokens;
+        rows(self.part, (remote, src), (local, dst))
     }
 
     /// Returns the rows of a push of blocks.
-    pub(crate) fn push(self, local: Vec<i64>, remote: Vec<i64>) -> PushRows {
-        let part = self.part;
-        if part.is_whole() {
-            self.tokens.push(local, remote)
-        } else {
-            PushRows::SubRows { local, remote, part }
-        }
+    pub(crate) fn push(self, local: Vec<i64>, remote: Vec<i64>) -> Rows {
+        let TokenRanges { src, dst } = self.tokens;
+        rows(self.part, (remote, dst), (local, src))
     }
 
     /// Refuses a selection in a pull of a slot.
     pub(crate) fn refused_for_slot(&self, py: Python<'_>) -> PyResult<()> {
         self.tokens.refused(py, "a slot")?;
         sub_rows::whole(py, self.part)
+    }
+}
+
+/// Blocks of one cache, and the tokens in them that move.
+type BlocksOfSide = (Vec<i64>, Option<Range<u64>>);
+
+fn rows(part: SubRow, (remote, remote_tokens): BlocksOfSide, (local, local_tokens): BlocksOfSide) -> Rows {
+    if !part.is_whole() {
+        Rows::SubRows { remote, local, part }
+    } else if remote_tokens.is_none() && local_tokens.is_none() {
+        Rows::Blocks { remote, local }
+    } else {
+        Rows::Sequence { remote, local, remote_tokens, local_tokens }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use llm_datadist_core::{Error, ErrorKind, PullRows, PushRows};
+use llm_datadist_core::{Error, ErrorKind};
 use pyo3::prelude::*;
 
 use crate::convert::{self, Any};
@@ -18,8 +18,8 @@ arguments! {
 /// The tokens of a pull or push. `None` stands for all.
 #[derive(Clone, Default)]
 pub(crate) struct TokenRanges {
-    src: Option<Range<u64>>,
-    dst: Option<Range<u64>>,
+    pub(crate) src: Option<Range<u64>>,
+    pub(crate) dst: Option<Range<u64>>,
 }
 
 impl TokenRanges {
@@ -31,26 +31,6 @@ impl TokenRanges {
     /// Whether no range is given.
     pub(crate) fn is_all(&self) -> bool {
         self.src.is_none() && self.dst.is_none()
-    }
-
-    /// Returns the rows of a pull of blocks.
-    pub(crate) fn pull(self, remote: Vec<i64>, local: Vec<i64>) -> PullRows {
-        match self {
-            TokenRanges { src: None, dst: None } => PullRows::Blocks { remote, local },
-            TokenRanges { src, dst } => {
-                PullRows::Sequence { remote, local, remote_tokens: src, local_tokens: dst }
-            }
-        }
-    }
-
-    /// Returns the rows of a push of blocks.
-    pub(crate) fn push(self, local: Vec<i64>, remote: Vec<i64>) -> PushRows {
-        match self {
-            TokenRanges { src: None, dst: None } => PushRows::Blocks { local, remote },
-            TokenRanges { src, dst } => {
-                PushRows::Sequence { local, remote, local_tokens: src, remote_tokens: dst }
-            }
-        }
     }
 
     /// Refuses ranges where they have no meaning. `what` says what moves there.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::model::{GrantUse, Verify};
+use crate::plan::Side;
 use crate::session;
 
 /// What a pull or push does beside moving bytes.
@@ -19,22 +20,11 @@ pub struct CallExtras {
     pub raw_layout: bool,
 }
 
-type CheckedExtras = (Option<Arc<Vec<u8>>>, Option<GrantUse>);
-
-impl CallExtras {
-    pub(super) fn checked(self) -> Result<CheckedExtras> {
-        Ok((checked_notification(self.notify)?, self.grant))
-    }
-
-    pub(super) fn checked_of_push(self) -> Result<Option<Arc<Vec<u8>>>> {
-        no_grant_in_push(self.grant)?;
-        checked_notification(self.notify)
-    }
-}
-
 /// Refuses a grant in a push: grants are for readers.
-pub(super) fn no_grant_in_push(grant: Option<GrantUse>) -> Result<()> {
-    ensure(grant.is_none(), || Error::new(ErrorKind::InvalidArgument, "a push takes no grant"))
+pub(super) fn no_grant_in_push(local_side: Side, grant: Option<GrantUse>) -> Result<()> {
+    ensure(grant.is_none() || local_side == Side::Destination, || {
+        Error::new(ErrorKind::InvalidArgument, "a push takes no grant")
+    })
 }
 
 /// Checks a notification that a call delivers.

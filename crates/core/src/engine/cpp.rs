@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::model::{CacheId, ClusterId, Name};
 use crate::session::PeerAddress;
 use crate::stats::Op;
-use crate::validate::{self, ExtParam, PullRows, PushRows};
+use crate::validate::{self, ExtParam, Rows};
 
 /// One batch slot of a peer's cache: `CacheIndex` of the original's documentation (`PushKvCache.md`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ impl DataDist {
         notify: Option<Vec<u8>>,
     ) -> Result<Operation<'_>> {
         validate::copy_size(size)?;
-        self.pull_kv(src, dst, PullRows::slot(batch_index, size), ext, notify)
+        self.pull_kv(src, dst, Rows::slot(batch_index, size), ext, notify)
     }
 
     /// Pulls blocks of a peer's cache, pair by pair (contract, C++ §4, `PullKvBlocks`).
@@ -54,7 +54,7 @@ impl DataDist {
     ) -> Result<Operation<'_>> {
         validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
         let remote = validate::cpp::blocks("src_blocks", src_blocks)?;
-        let rows = PullRows::Rows { remote, local: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        let rows = Rows::AnyKind { remote, local: validate::cpp::blocks("dst_blocks", dst_blocks)? };
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
         self.pull_kv(src, dst, rows, ext, notify)
     }
@@ -63,7 +63,7 @@ impl DataDist {
         &self,
         src: CacheIndex,
         dst: CacheId,
-        rows: PullRows,
+        rows: Rows,
         ext: ExtParam,
         notify: Option<Vec<u8>>,
     ) -> Result<Operation<'_>> {
@@ -85,7 +85,7 @@ impl DataDist {
     ) -> Result<Operation<'_>> {
         validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
         let local = validate::cpp::blocks("src_blocks", src_blocks)?;
-        let rows = PushRows::Rows { local, remote: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        let rows = Rows::AnyKind { local, remote: validate::cpp::blocks("dst_blocks", dst_blocks)? };
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
@@ -109,7 +109,7 @@ impl DataDist {
         self.other(dst.cluster)?;
         let local = self.resources.table.find(src)?;
         let layers = validate::push_kv_cache(local.layout()?, ext)?;
-        let rows = PushRows::Slot { local: src_batch_index };
+        let rows = Rows::slot(src_batch_index, -1);
         Ok(self.push_with(&End::Managed(src), dst.name(), rows, layers, notified(notify)))
     }
 

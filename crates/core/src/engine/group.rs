@@ -10,17 +10,18 @@ use super::{DataDist, End, RemoteName};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{Deadline, GrantUse};
+use crate::model::GrantUse;
+use crate::plan::Side;
 use crate::stats::Op;
-use crate::transfer::{Execution, Group, GroupPart, LaneKey, LaneWork, Work};
-use crate::validate::{CheckedPull, CheckedPush, Layers, PullRows, PushRows};
+use crate::transfer::{Group, GroupPart, LaneKey, LaneWork, Work, used_rows};
+use crate::validate::{Layers, Rows};
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
 
 /// One part of a group: the cache of a peer, a cache of this engine, and the rows that move.
 #[derive(Clone, Debug)]
-pub struct GroupMember<Rows> {
+pub struct GroupMember {
     /// The cache of the peer.
     pub remote: RemoteName,
     /// The cache of this engine.
@@ -32,13 +33,13 @@ pub struct GroupMember<Rows> {
 }
 
 /// The checked parts of a group, and the rows that they use.
-type Parts<Checked> = (Vec<GroupPart<Checked>>, Vec<(Arc<Cache>, RowUse)>);
+type Parts = (Vec<GroupPart>, Vec<(Arc<Cache>, RowUse)>);
 
 impl DataDist {
     /// [Pulls](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys are released after that. An error
     /// names the part, counted from 0.
-    pub fn pull_group(&self, parts: Vec<GroupMember<PullRows>>, extras: CallExtras) -> Operation<'_> {
-        self.pull_members(parts, false, extras)
+    pub fn pull_group(&self, parts: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+        self.group(Side::Destination, parts, false, extras)
     }
 
     /// Pulls the blocks of a sequence from several `owners`, each of which holds some layers and heads of it, for example the
@@ -48,13 +49,13 @@ impl DataDist {
     ///
     /// Fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model, or if nobody
     /// holds some head of the local cache.
-    pub fn pull_owners(&self, owners: Vec<GroupMember<PullRows>>, extras: CallExtras) -> Operation<'_> {
-        self.pull_members(owners, true, extras)
+    pub fn pull_owners(&self, owners: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+        self.group(Side::Destination, owners, true, extras)
     }
 
     /// [Pushes](Self::push) all `parts`; otherwise like [`pull_group`](Self::pull_group).
-    pub fn push_group(&self, parts: Vec<GroupMember<PushRows>>, extras: CallExtras) -> Operation<'_> {
-        self.push_members(parts, false, extras)
+    pub fn push_group(&self, parts: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+        self.group(Side::Source, parts, false, extras)
     }
 
     /// Pushes the blocks of a sequence to several `owners`, each of which gets the layers and heads that both caches hold,
@@ -62,90 +63,63 @@ impl DataDist {
     ///
     /// Fails with `InvalidArgument` before any byte moves if the push does not fit the cache of an owner, if no owner holds a
     /// layer and head of the local cache, or if the owners get different numbers of tokens.
-    pub fn push_owners(&self, owners: Vec<GroupMember<PushRows>>, extras: CallExtras) -> Operation<'_> {
-        self.push_members(owners, true, extras)
+    pub fn push_owners(&self, owners: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+        self.group(Side::Source, owners, true, extras)
     }
 
-    fn pull_members(
+    fn group(
         &self,
-        parts: Vec<GroupMember<PullRows>>,
+        local_side: Side,
+        members: Vec<GroupMember>,
         owners: bool,
         extras: CallExtras,
     ) -> Operation<'_> {
-        Operation::new(self, Op::Pull, || {
-            ensure(!owners || !extras.raw_layout, || {
+        let read_owners = owners && local_side == Side::Destination;
+        Operation::new(self, local_side.of((Op::Push, Op::Pull)), || {
+            ensure(!read_owners || !extras.raw_layout, || {
                 Error::invalid(
                     "several owners of one cache need KV layouts: layout=\"raw\" must not be given",
                 )
             })?;
-            let (mut parts, used) = self.parts(parts, |remote, local, rows, _| {
-                let (local, layout) = self.local_end(remote.cluster, local, rows.num_blocks(), &extras)?;
-                let pull = CheckedPull::new(layout, rows, Layers::ALL)?;
-                let writes = pull.rows().local_rows()?;
-                Ok((local, pull, RowUse { writes, ..RowUse::default() }))
-            })?;
+            let (mut parts, used) = self.parts(local_side, members, &extras)?;
             report_each_grant_once(&mut parts)?;
             let one_cache = parts.iter().all(|part| Arc::ptr_eq(&part.local, &parts[0].local));
-            ensure(!owners || one_cache, || Error::invalid("several owners need one destination cache"))?;
-            self.group((parts, used), owners, extras, Group::<CheckedPull<PullRows>>::pull)
-        })
-    }
-
-    fn push_members(
-        &self,
-        parts: Vec<GroupMember<PushRows>>,
-        owners: bool,
-        extras: CallExtras,
-    ) -> Operation<'_> {
-        Operation::new(self, Op::Push, || {
-            let parts = self.parts(parts, |remote, local, rows, grant| {
-                no_grant_in_push(grant)?;
-                let (local, layout) = self.local_end(remote.cluster, local, rows.num_blocks(), &extras)?;
-                let push = CheckedPush::new(layout, rows, Layers::ALL)?;
-                let reads = push.rows().local_rows()?;
-                Ok((local, push, RowUse { reads, ..RowUse::default() }))
+            ensure(!read_owners || one_cache, || {
+                Error::invalid("several owners need one destination cache")
             })?;
-            self.group(parts, owners, extras, Group::<CheckedPush<PushRows>>::push)
+            let verify = self.verify(&extras);
+            let (lanes, notify) = (lanes_of(&parts), group_notification(&parts, extras.notify)?);
+            let group = Group { resources: self.resources.clone(), parts, notify, verify, owners };
+            let work: Work = Box::new(move |execution, deadline| group.run(execution, deadline));
+            Ok(Prepared::Group(LaneWork { lanes, rows: CallRows::of_all(used)?, work }))
         })
     }
 
-    /// Checks each member of a group with `check`, which returns its local cache, what moves, and the rows that it uses.
-    fn parts<Rows, Checked>(
-        &self,
-        members: Vec<GroupMember<Rows>>,
-        check: impl Fn(RemoteName, &End, Rows, Option<GrantUse>) -> Result<(Arc<Cache>, Checked, RowUse)>,
-    ) -> Result<Parts<Checked>> {
+    /// Checks each member of a group.
+    fn parts(&self, local_side: Side, members: Vec<GroupMember>, extras: &CallExtras) -> Result<Parts> {
         ensure(!members.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
         let mut parts = fallible::with_capacity(PARTS, members.len())?;
         let mut used = fallible::with_capacity(PARTS, members.len())?;
         for (index, GroupMember { remote, local, rows, grant }) in members.into_iter().enumerate() {
-            let of_part = |error: Error| error.with("part", index);
-            let (local, checked, rows) = check(remote, &local, rows, grant).map_err(of_part)?;
-            used.push((local.clone(), rows));
             let RemoteName { cluster, name } = remote;
+            let check = || {
+                no_grant_in_push(local_side, grant)?;
+                let (local, checked) =
+                    self.checked(local_side, cluster, &local, (rows, Layers::ALL), extras)?;
+                let rows = used_rows(&checked)?;
+                Ok((local, checked, rows))
+            };
+            let (local, checked, rows) = check().map_err(|error: Error| error.with("part", index))?;
+            used.push((local.clone(), rows));
             let link = self.links.finder().for_later(cluster);
             parts.push(GroupPart { cluster, link, name, local, checked, grant });
         }
         Ok((parts, used))
     }
-
-    fn group<Checked: Send + 'static>(
-        &self,
-        (parts, used): Parts<Checked>,
-        owners: bool,
-        extras: CallExtras,
-        run: fn(&Group<Checked>, &Arc<Execution>, Deadline) -> Result<u64>,
-    ) -> Result<Prepared> {
-        let verify = self.verify(&extras);
-        let (lanes, notify) = (lanes_of(&parts), group_notification(&parts, extras.notify)?);
-        let group = Group { resources: self.resources.clone(), parts, notify, verify, owners };
-        let work: Work = Box::new(move |execution, deadline| run(&group, execution, deadline));
-        Ok(Prepared::Group(LaneWork { lanes, rows: CallRows::of_all(used)?, work }))
-    }
 }
 
 /// Leaves the report of a grant that several parts use to the last one of them.
-fn report_each_grant_once<Checked>(parts: &mut [GroupPart<Checked>]) -> Result<()> {
+fn report_each_grant_once(parts: &mut [GroupPart]) -> Result<()> {
     let mut later = HashSet::new();
     later.try_reserve(parts.len()).map_err(|_| fallible::out_of_memory(PARTS, parts.len()))?;
     for grant in parts.iter_mut().rev().filter_map(|part| part.grant.as_mut()) {
@@ -155,17 +129,14 @@ fn report_each_grant_once<Checked>(parts: &mut [GroupPart<Checked>]) -> Result<(
 }
 
 /// Returns the lanes that run a group.
-fn lanes_of<Checked>(parts: &[GroupPart<Checked>]) -> LaneKey {
+fn lanes_of(parts: &[GroupPart]) -> LaneKey {
     let first = parts[0].cluster;
     let one = parts.iter().all(|part| part.cluster == first);
     if one { LaneKey::Calls(first) } else { LaneKey::SeveralClusters }
 }
 
 /// Checks the notification of a group, which has one peer then.
-fn group_notification<Checked>(
-    parts: &[GroupPart<Checked>],
-    notify: Option<Vec<u8>>,
-) -> Result<Option<Arc<Vec<u8>>>> {
+fn group_notification(parts: &[GroupPart], notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
     let one_peer = lanes_of(parts) != LaneKey::SeveralClusters;
     let text = "notify needs parts or keys of one cluster";
     ensure(notify.is_none() || one_peer, || Error::new(ErrorKind::InvalidArgument, text))?;

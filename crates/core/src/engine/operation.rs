@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::events::Transfer;
 use crate::model::Deadline;
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, LaneKey, LaneWork, LocalCopy, PeerTransfer, Work};
+use crate::transfer::{CallPurpose, Execution, LaneKey, LaneWork, LocalCopy, PeerTransfer, Work, used_rows};
 
 /// One call that moves bytes, and has not begun. What its arguments and the caches of this engine decide is known already,
 /// and is the result of either end.
@@ -91,7 +91,7 @@ impl Prepared {
                 LaneWork { lanes, rows, work }
             }
             Prepared::Transfer(transfer) => {
-                let rows = CallRows::of(transfer.local.clone(), transfer.moves.local_rows()?);
+                let rows = CallRows::of(transfer.local.clone(), used_rows(&transfer.checked)?);
                 let lanes = LaneKey::Calls(transfer.cluster);
                 let link = engine.links.finder().for_later(transfer.cluster);
                 let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::call_extras::CallExtras;
+use super::call_extras::{CallExtras, checked_notification, no_grant_in_push};
 use super::copies::room_for_lists;
 use super::operation::{Operation, Prepared};
 use super::{DataDist, End, RemoteName};
@@ -13,15 +13,16 @@ use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Verify};
+use crate::plan::Side;
 use crate::session;
 use crate::stats::Op;
-use crate::transfer::{self, PeerMoves, PeerTransfer};
-use crate::validate::{CheckedPull, CheckedPush, Layers, LocalCache, PullRows, PushRows};
+use crate::transfer::{self, PeerTransfer};
+use crate::validate::{CheckedTransfer, Layers, LocalCache, Rows};
 
 impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
     /// rows that arrived.
-    pub fn pull(&self, from: RemoteName, to: &End, rows: PullRows, layers: Layers) -> Operation<'_> {
+    pub fn pull(&self, from: RemoteName, to: &End, rows: Rows, layers: Layers) -> Operation<'_> {
         self.pull_with(from, to, rows, layers, CallExtras::default())
     }
 
@@ -32,25 +33,17 @@ impl DataDist {
         &self,
         from: RemoteName,
         to: &End,
-        rows: PullRows,
+        rows: Rows,
         layers: Layers,
         extras: CallExtras,
     ) -> Operation<'_> {
-        Operation::new(self, Op::Pull, || {
-            let (local, layout) = self.local_end(from.cluster, to, rows.num_blocks(), &extras)?;
-            let moves = PeerMoves::Pull(CheckedPull::new(layout, rows, layers)?);
-            let verify = self.verify(&extras);
-            let (notify, grant) = extras.checked()?;
-            let grant = grant.map(Box::new);
-            let RemoteName { cluster, name } = from;
-            Ok(Prepared::Transfer(PeerTransfer { cluster, name, local, moves, notify, grant, verify }))
-        })
+        self.transfer(Side::Destination, from, to, (rows, layers), extras)
     }
 
     /// Pushes rows of a cache of this engine into a peer's cache (contract §7.14, §7.15). The bytes are in
     /// place there when it has ended. All layers are one submission under one deadline. An error reports how
     /// far the push got.
-    pub fn push(&self, from: &End, to: RemoteName, rows: PushRows, layers: Layers) -> Operation<'_> {
+    pub fn push(&self, from: &End, to: RemoteName, rows: Rows, layers: Layers) -> Operation<'_> {
         self.push_with(from, to, rows, layers, CallExtras::default())
     }
 
@@ -59,17 +52,29 @@ impl DataDist {
         &self,
         from: &End,
         to: RemoteName,
-        rows: PushRows,
+        rows: Rows,
         layers: Layers,
         extras: CallExtras,
     ) -> Operation<'_> {
-        Operation::new(self, Op::Push, || {
-            let (local, layout) = self.local_end(to.cluster, from, rows.num_blocks(), &extras)?;
-            let moves = PeerMoves::Push(CheckedPush::new(layout, rows, layers)?);
+        self.transfer(Side::Source, to, from, (rows, layers), extras)
+    }
+
+    /// Moves rows between a peer's cache and a cache of this engine, which is the side `local_side`.
+    fn transfer(
+        &self,
+        local_side: Side,
+        remote: RemoteName,
+        local: &End,
+        moves: (Rows, Layers),
+        extras: CallExtras,
+    ) -> Operation<'_> {
+        Operation::new(self, local_side.of((Op::Push, Op::Pull)), || {
+            let RemoteName { cluster, name } = remote;
+            let (local, checked) = self.checked(local_side, cluster, local, moves, &extras)?;
             let verify = self.verify(&extras);
-            let (notify, grant) = (extras.checked_of_push()?, None);
-            let RemoteName { cluster, name } = to;
-            Ok(Prepared::Transfer(PeerTransfer { cluster, name, local, moves, notify, grant, verify }))
+            no_grant_in_push(local_side, extras.grant)?;
+            let (notify, grant) = (checked_notification(extras.notify)?, extras.grant.map(Box::new));
+            Ok(Prepared::Transfer(PeerTransfer { cluster, name, local, checked, notify, grant, verify }))
         })
     }
 
@@ -89,25 +94,26 @@ impl DataDist {
         extras.verify.unwrap_or(self.resources.config.verify)
     }
 
-    /// Checks the two ends of a pull or push of `blocks` blocks. Returns the local cache, and what the checks of the rows need
-    /// of it.
-    pub(super) fn local_end(
+    /// Checks what a pull or push needs of this engine, whose cache is the side `local_side`, and returns this cache.
+    pub(super) fn checked(
         &self,
+        local_side: Side,
         peer: ClusterId,
-        end: &End,
-        blocks: usize,
+        local: &End,
+        (rows, layers): (Rows, Layers),
         extras: &CallExtras,
-    ) -> Result<(Arc<Cache>, LocalCache)> {
+    ) -> Result<(Arc<Cache>, CheckedTransfer)> {
         self.other(peer)?;
-        let local = self.source(end)?;
-        room_for_lists(blocks)?;
-        let layout = LocalCache {
+        let local = self.source(local)?;
+        room_for_lists(rows.num_blocks())?;
+        let cache = LocalCache {
             layout: local.layout_of_first(),
             mixed: local.mixed().cloned(),
             kv: local.kv().cloned(),
             raw: extras.raw_layout,
         };
-        Ok((local, layout))
+        let checked = CheckedTransfer::new(local_side, cache, rows, layers)?;
+        Ok((local, checked))
     }
 
     /// Checks that `cluster` is not this engine. Without the cache manager another engine may have the same

@@ -20,12 +20,10 @@ pub struct Moves {
     pub src_tensor: u32,
     pub dst_tensor: u32,
     pub num_tensors: u32,
-    /// Rows of the source cache that are read, if it is a local cache. Rows may repeat.
+    /// Rows of the source cache that are read, if it is local. Rows may repeat. Empty for pushes, whose callers have them.
     pub src_rows: Vec<u64>,
-    /// Rows of the destination cache that are written, if it is a local cache. Rows may repeat.
+    /// Rows of the destination cache that are written, if it is local. Rows may repeat. Empty for pulls, whose callers have them.
     pub dst_rows: Vec<u64>,
-    /// Whether every tensor of the source is read.
-    pub all_tensors: bool,
 }
 
 /// The pieces that move in one tensor, in the order given.

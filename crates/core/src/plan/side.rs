@@ -23,6 +23,14 @@ impl Side {
         }
     }
 
+    /// Returns what belongs to the source and what belongs to the destination, of what belongs to this side and to the other.
+    pub fn source_first<T>(self, this: T, other: T) -> (T, T) {
+        match self {
+            Side::Source => (this, other),
+            Side::Destination => (other, this),
+        }
+    }
+
     /// Returns the other side.
     #[must_use]
     pub fn other(self) -> Side {

@@ -124,8 +124,8 @@ impl LayerPush {
             grant: None,
             verify: self.resources.config.verify,
         };
-        let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), part.plan.clone());
-        call.counted_as(layers, || call.rounds(|known| call.push(known, &plan, rows()?)))
+        let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), std::slice::from_ref(&part.plan));
+        call.counted_as(layers, || call.rounds(|known| call.push(known, plan, rows()?)))
     }
 
     fn resolve(&self, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {

@@ -43,6 +43,6 @@ pub use layer_task::LayerTask;
 pub(crate) use layerwise::LayerPush;
 pub(crate) use local_copy::{LocalCopy, LocalMoves};
 pub(crate) use notify::notify;
-pub(crate) use peer_transfer::{PeerMoves, PeerTransfer};
+pub(crate) use peer_transfer::{PeerTransfer, used_rows};
 #[cfg(feature = "testing")]
 pub use verify::MOVED;

@@ -7,25 +7,11 @@ use super::call::Call;
 use crate::cache::{Cache, RowUse};
 use crate::error::Result;
 use crate::model::{ClusterId, Deadline, GrantUse, Name, Verify};
+use crate::plan::Side;
 use crate::resources::Resources;
 use crate::session::Link;
-use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows};
-
-/// What moves, and in which direction.
-pub(crate) enum PeerMoves {
-    Pull(CheckedPull<PullRows>),
-    Push(CheckedPush<PushRows>),
-}
-
-impl PeerMoves {
-    /// Returns the rows of the local cache that are used.
-    pub(crate) fn local_rows(&self) -> Result<RowUse> {
-        Ok(match self {
-            PeerMoves::Pull(checked) => RowUse { writes: checked.rows().local_rows()?, ..RowUse::default() },
-            PeerMoves::Push(checked) => RowUse { reads: checked.rows().local_rows()?, ..RowUse::default() },
-        })
-    }
-}
+use crate::stats::Op;
+use crate::validate::{CheckedTransfer, OwnerShare};
 
 /// A pull or push whose arguments were checked.
 pub(crate) struct PeerTransfer {
@@ -33,13 +19,22 @@ pub(crate) struct PeerTransfer {
     /// Name of the remote cache, with its slot.
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
-    pub(crate) moves: PeerMoves,
+    pub(crate) checked: CheckedTransfer,
     /// The notification that the peer gets at the end.
     pub(crate) notify: Option<Arc<Vec<u8>>>,
     /// The grant under which it pulls.
     pub(crate) grant: Option<Box<GrantUse>>,
     /// How thoroughly it checks the bytes that it has moved.
     pub(crate) verify: Verify,
+}
+
+/// Returns the rows of the local cache that a pull or push uses.
+pub(crate) fn used_rows(checked: &CheckedTransfer) -> Result<RowUse> {
+    let rows = checked.rows().local_rows()?;
+    Ok(match checked.local_side() {
+        Side::Source => RowUse { reads: rows, ..RowUse::default() },
+        Side::Destination => RowUse { writes: rows, ..RowUse::default() },
+    })
 }
 
 impl PeerTransfer {
@@ -51,25 +46,49 @@ impl PeerTransfer {
         execution: Option<Arc<Execution>>,
         deadline: Deadline,
     ) -> Result<u64> {
-        let PeerTransfer { name: slot, local, moves, notify, grant, verify, .. } = self;
+        let PeerTransfer { name: slot, local, checked, notify, grant, verify, .. } = self;
+        let name = match checked.local_side() {
+            Side::Source => slot.without_slot().0,
+            Side::Destination => slot,
+        };
         // The end of an asynchronous call says that nobody reads its rows any more.
         let to_the_end = execution.is_some();
         let grant = grant.map(|grant| *grant);
-        let call = |name| Call {
-            resources,
-            link,
-            name,
-            local,
-            deadline,
-            execution,
-            to_the_end,
-            notify,
-            grant,
-            verify,
+        let call =
+            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify };
+        call.transfer(slot, &checked)
+    }
+}
+
+impl Call {
+    /// Moves rows between the local cache and the remote one, which is `slot` with its slot. Then has the key released and
+    /// delivers the notification. Returns the number of bytes. A push without a tensor succeeds, as in the original, but it
+    /// delivers no notification, because the peer has got nothing.
+    fn transfer(&self, slot: Name, checked: &CheckedTransfer) -> Result<u64> {
+        let (local_side, all) = (checked.local_side(), OwnerShare::default());
+        let moved = || match local_side {
+            Side::Source => self.push_checked(slot, checked, &all),
+            Side::Destination => self.pull_checked(checked, &all),
         };
-        match moves {
-            PeerMoves::Pull(checked) => call(slot).pull_rows(&checked),
-            PeerMoves::Push(checked) => call(slot.without_slot().0).push_rows(slot, &checked),
-        }
+        let bytes = self.counted(|| {
+            if let Some(tensors_per_layer) = checked.layer_without_tensors() {
+                moved()?;
+                tracing::warn!(
+                    target: "llm_datadist::transfers",
+                    "a push to {slot} of cluster {} moved nothing and delivers no notification, because the source cache has \
+                     fewer tensors than one layer (cache_id={}, num_tensors={}, tensor_num_per_layer={tensors_per_layer}); \
+                     pass tensor_num_per_layer=1 to push all of its tensors",
+                    self.link.cluster(), self.local.id(), self.local.num_tensors()
+                );
+                return Ok(0);
+            }
+            let notification = self.reserve_notification()?;
+            let (bytes, end) = moved()?;
+            self.finish(&end, notification).map_err(|error| self.named(error))?;
+            self.release_slot(end.slot)?;
+            Ok(bytes)
+        })?;
+        self.resources.stats.add_bytes(local_side.of((Op::Push, Op::Pull)), bytes);
+        Ok(bytes)
     }
 }

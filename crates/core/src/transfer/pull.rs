@@ -1,6 +1,5 @@
 //! Pulls: this process reads the peer's memory, or asks the owner to send the bytes through streams. `copy::route` says which.
 
-use std::borrow::Borrow;
 use std::sync::Arc;
 
 use super::call::{Call, Moved};
@@ -9,48 +8,34 @@ use crate::cache::RowUse;
 use crate::copy::{Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name};
-use crate::plan::{CopyPlan, Moves, Side};
+use crate::plan::{CopyPlan, Side};
 use crate::protocol::WirePulled;
 use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity};
-use crate::stats::Op;
-use crate::validate::{CheckedPull, Conversion, PullRows};
+use crate::validate::{CheckedTransfer, OwnerShare, PlannedTransfer};
 
-/// What is left to do once the bytes of a pull are in place.
+/// What is left to do once the bytes of a pull or push are in place.
 #[derive(Default)]
-pub(super) struct PullEnd {
-    /// The key that is to be released, or the grant that is to be reported as done.
-    pulled: Option<WirePulled>,
-    /// What was copied from the tensors of the key, for the list of rows that are in place. `None` if rows were converted: then no
-    /// rows are listed.
-    copied: Option<(Arc<CopyPlan>, Arc<Progress>)>,
+pub(super) struct TransferEnd {
+    /// The key of a pull that is to be released, or the grant that is to be reported as done.
+    pub(super) pulled: Option<WirePulled>,
+    /// What was copied from the tensors of the key, for the list of rows that are in place. `None` if no rows are listed.
+    pub(super) copied: Option<(Arc<CopyPlan>, Arc<Progress>)>,
+    /// The local slot of a push whose key is to be released.
+    pub(super) slot: Option<u32>,
 }
 
 impl Call {
-    /// Pulls rows of the remote cache into the local one, then has the key released and delivers the notification. Returns
-    /// the number of bytes.
-    pub(crate) fn pull_rows(&self, checked: &CheckedPull<impl Borrow<PullRows>>) -> Result<u64> {
-        let bytes = self.counted(|| {
-            let notification = self.reserve_notification()?;
-            let (bytes, end) = self.pull_checked(checked)?;
-            self.finish(&end, notification).map_err(|error| self.named(error))?;
-            Ok(bytes)
-        })?;
-        self.resources.stats.add_bytes(Op::Pull, bytes);
-        Ok(bytes)
-    }
-
-    /// Pulls rows, and returns the number of bytes and what is left to do now.
+    /// Pulls rows of the remote cache into the local one. Returns the number of bytes and what is left to do now.
     pub(super) fn pull_checked(
         &self,
-        checked: &CheckedPull<impl Borrow<PullRows>>,
-    ) -> Result<(u64, PullEnd)> {
+        checked: &CheckedTransfer,
+        share: &OwnerShare,
+    ) -> Result<(u64, TransferEnd)> {
         self.open_grant().map_err(|error| self.named(error))?;
-        let mut end = PullEnd::default();
+        let mut end = TransferEnd::default();
         let bytes = self.rounds(|known| {
-            let (moved, left) = match checked.conversion(&known.remote)? {
-                Some(conversion) => self.pull_converted(known, conversion, checked.rows().local_rows()?)?,
-                None => self.pull_moves(known, &mut checked.moves(&known.remote)?)?,
-            };
+            let planned = checked.plan(&known.remote, share)?;
+            let (moved, left) = self.pull_planned(known, &planned, checked.rows().local_rows()?)?;
             end = left;
             Ok(moved)
         })?;
@@ -62,8 +47,8 @@ impl Call {
 
     /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the
     /// notification: one request.
-    pub(super) fn finish(&self, end: &PullEnd, notification: Option<ReservedNotification>) -> Result<()> {
-        let PullEnd { pulled, copied } = end;
+    pub(super) fn finish(&self, end: &TransferEnd, notification: Option<ReservedNotification>) -> Result<()> {
+        let TransferEnd { pulled, copied, .. } = end;
         if pulled.is_none() && notification.is_none() {
             return Ok(());
         }
@@ -87,51 +72,37 @@ impl Call {
         Ok(())
     }
 
-    /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
-    /// a stream. Also returns what is left to do.
-    pub(super) fn pull_moves(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<(Moved, PullEnd)> {
-        let plan = Arc::new(CopyPlan::moves(moves)?);
-        known.check_granted(&plan)?;
-        if plan.is_empty() {
-            return Ok((Moved::Bytes(0), PullEnd::default()));
-        }
-        let writes = std::mem::take(&mut moves.dst_rows);
-        let pinned = self.pin(RowUse { writes, ..RowUse::default() })?;
-        self.resources.still_registered(&self.local)?;
-        let mut progress = self.attempt(plan.bytes());
-        let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
-        let outcome = outcome.map_err(|error| self.with_arrived(error, &plan, &progress))?;
-        let outcome = self.verified(outcome, known, &plan, Side::Destination)?;
-        let used_up = self.used_up(known, (moves.src_tensor, moves.num_tensors));
-        let pulled = used_up.filter(|_| matches!(outcome, Moved::Bytes(_)));
-        Ok((outcome, PullEnd { pulled, copied: pulled.map(|_| (plan, progress)) }))
-    }
-
-    /// Pulls rows by several plans: into rows of another KV layout, or between caches whose tensors differ. The key is to be
-    /// released if all layers and heads of the remote cache are in place; without a conversion, as for one plan.
-    fn pull_converted(
+    /// Pulls the bytes of `planned` into `local_rows`: reads memory of the peer that this process can access, otherwise asks for
+    /// streams. Also returns what is left to do.
+    fn pull_planned(
         &self,
         known: &Arc<KnownCache>,
-        conversion: Conversion,
+        planned: &PlannedTransfer,
         local_rows: Vec<u64>,
-    ) -> Result<(Moved, PullEnd)> {
+    ) -> Result<(Moved, TransferEnd)> {
+        let PlannedTransfer { plans, read_tensors, tokens } = planned;
+        plans.iter().try_for_each(|plan| known.check_granted(plan))?;
+        if plans.iter().all(|plan| plan.is_empty()) {
+            return Ok((Moved::Bytes(0), TransferEnd::default()));
+        }
         let pinned = self.pin(RowUse { writes: local_rows, ..RowUse::default() })?;
         self.resources.still_registered(&self.local)?;
-        let mut progress = self.attempt(conversion.plans.iter().map(CopyPlan::bytes).sum());
+        let mut progress = self.attempt(plans.iter().map(|plan| plan.bytes()).sum());
+        // A row may have all bytes of one plan and none of another, so rows are listed only for a single plan.
+        let listed = plans.len() == 1 && tokens.is_none();
         let mut bytes = 0;
-        for plan in conversion.plans {
-            let plan = Arc::new(plan);
-            known.check_granted(&plan)?;
-            let moved = self.pull_bytes(known, &plan, &mut progress, &pinned)?;
-            match self.verified(moved, known, &plan, Side::Destination)? {
+        for plan in plans.iter() {
+            let moved = self
+                .pull_bytes(known, plan, &mut progress, &pinned)
+                .map_err(|error| if listed { self.with_arrived(error, plan, &progress) } else { error })?;
+            match self.verified(moved, known, plan, Side::Destination)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
-                Moved::Stale => return Ok((Moved::Stale, PullEnd::default())),
+                Moved::Stale => return Ok((Moved::Stale, TransferEnd::default())),
             }
         }
-        let all = || (0, known.remote.layout.geometry.num_tensors());
-        let used_up = self.used_up(known, conversion.read_tensors.unwrap_or_else(all));
-        let complete = conversion.whole_source || conversion.read_tensors.is_some();
-        Ok((Moved::Bytes(bytes), PullEnd { pulled: used_up.filter(|_| complete), copied: None }))
+        let pulled = read_tensors.and_then(|tensors| self.used_up(known, tensors));
+        let copied = pulled.filter(|_| listed).map(|_| (plans[0].clone(), progress));
+        Ok((Moved::Bytes(bytes), TransferEnd { pulled, copied, slot: None }))
     }
 
     /// Returns the key that a pull of `count` tensors releases, if it releases one.

@@ -1,11 +1,10 @@
 //! Pushes: the peer reads this process's memory if it can; otherwise this process sends the bytes.
 
-use std::borrow::Borrow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::call::{Call, Moved};
-use super::pull::PullEnd;
+use super::pull::TransferEnd;
 use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{KeptAlive, PathKind};
@@ -15,81 +14,28 @@ use crate::plan::{CopyPlan, Side, TensorSteps};
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
 use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
-use crate::stats::Op;
-use crate::validate::{CheckedPush, Conversion, PushRows};
+use crate::validate::{CheckedTransfer, OwnerShare};
 
 impl Call {
-    /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot, and then delivers
-    /// the notification. Returns the number of bytes. A push without a tensor succeeds, as in the original, but it delivers
-    /// no notification, because the peer has got nothing.
-    pub(crate) fn push_rows(&self, to: Name, checked: &CheckedPush<impl Borrow<PushRows>>) -> Result<u64> {
-        let bytes = self.counted(|| {
-            if let Some(tensors_per_layer) = checked.layer_without_tensors() {
-                self.push_checked(to, checked)?;
-                tracing::warn!(
-                    target: "llm_datadist::transfers",
-                    "a push to {to} of cluster {} moved nothing and delivers no notification, because the source cache has \
-                     fewer tensors than one layer (cache_id={}, num_tensors={}, tensor_num_per_layer={tensors_per_layer}); \
-                     pass tensor_num_per_layer=1 to push all of its tensors",
-                    self.link.cluster(), self.local.id(), self.local.num_tensors()
-                );
-                return Ok(0);
-            }
-            let notification = self.reserve_notification()?;
-            let (bytes, slot) = self.push_checked(to, checked)?;
-            self.finish(&PullEnd::default(), notification).map_err(|error| self.named(error))?;
-            self.release_slot(slot)?;
-            Ok(bytes)
-        })?;
-        self.resources.stats.add_bytes(Op::Push, bytes);
-        Ok(bytes)
-    }
-
-    /// Pushes rows, and returns the number of bytes and the local slot whose key is to be released now, if there is one.
+    /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot. Returns the number of
+    /// bytes and what is left to do now.
     pub(super) fn push_checked(
         &self,
         to: Name,
-        checked: &CheckedPush<impl Borrow<PushRows>>,
-    ) -> Result<(u64, Option<u32>)> {
+        checked: &CheckedTransfer,
+        share: &OwnerShare,
+    ) -> Result<(u64, TransferEnd)> {
         let (_, row) = to.without_slot();
         let mut slot = None;
         let bytes = self.rounds(|known| {
             let remote = known.remote.with_row(row);
-            let with_name = |error: Error| error.with("name", to);
-            if let Some(conversion) = checked.conversion(&remote).map_err(with_name)? {
-                let all = conversion.whole_source;
-                let outcome = self.push_converted(known, conversion, checked.rows().local_rows()?)?;
-                slot = checked.rows().slot().filter(|_| all && matches!(outcome, Moved::Bytes(1..)));
-                return Ok(outcome);
-            }
-            let mut moves = checked.moves(&remote).map_err(with_name)?;
-            let local_rows = std::mem::take(&mut moves.src_rows);
-            let plan = Arc::new(CopyPlan::moves(&mut moves)?);
-            let outcome = self.push(known, &plan, local_rows)?;
-            slot =
-                checked.rows().slot().filter(|_| moves.all_tensors && matches!(outcome, Moved::Bytes(1..)));
+            let planned = checked.plan(&remote, share).map_err(|error| error.with("name", to))?;
+            let outcome = self.push(known, &planned.plans, checked.rows().local_rows()?)?;
+            let all = planned.read_tensors.is_some_and(|(_, count)| count == self.local.num_tensors());
+            slot = checked.rows().local_slot().filter(|_| all && matches!(outcome, Moved::Bytes(1..)));
             Ok(outcome)
         })?;
-        Ok((bytes, slot))
-    }
-
-    /// Pushes rows by several plans: into rows of another KV layout, or between caches whose tensors differ.
-    fn push_converted(
-        &self,
-        known: &Arc<KnownCache>,
-        conversion: Conversion,
-        local_rows: Vec<u64>,
-    ) -> Result<Moved> {
-        let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
-        self.attempt(conversion.plans.iter().map(CopyPlan::bytes).sum());
-        let mut bytes = 0;
-        for plan in conversion.plans {
-            match self.push_plan(known, &Arc::new(plan), &pinned)? {
-                Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
-                Moved::Stale => return Ok(Moved::Stale),
-            }
-        }
-        Ok(Moved::Bytes(bytes))
+        Ok((bytes, TransferEnd { slot, ..TransferEnd::default() }))
     }
 
     /// Releases the key of a slot that was pushed, as a pull does (the original's `deprecated.md`; contract
@@ -102,21 +48,28 @@ impl Call {
         Ok(())
     }
 
-    /// Pushes the bytes of `plan`: the peer reads this process's memory if it can, otherwise the bytes are
+    /// Pushes the bytes of `plans`: the peer reads this process's memory if it can, otherwise the bytes are
     /// sent.
     pub(crate) fn push(
         &self,
         known: &Arc<KnownCache>,
-        plan: &Arc<CopyPlan>,
+        plans: &[Arc<CopyPlan>],
         local_rows: Vec<u64>,
     ) -> Result<Moved> {
-        if plan.is_empty() {
+        if plans.iter().all(|plan| plan.is_empty()) {
             return Ok(Moved::Bytes(0));
         }
         let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
         // The bytes count as moved when the peer confirms them.
-        self.attempt(plan.bytes());
-        self.push_plan(known, plan, &pinned)
+        self.attempt(plans.iter().map(|plan| plan.bytes()).sum());
+        let mut bytes = 0;
+        for plan in plans {
+            match self.push_plan(known, plan, &pinned)? {
+                Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
+                Moved::Stale => return Ok(Moved::Stale),
+            }
+        }
+        Ok(Moved::Bytes(bytes))
     }
 
     /// Pushes the bytes of `plan` while the rows that it reads are `pinned`.

@@ -7,7 +7,7 @@ use super::cache_rules::RemoteCache;
 use super::layer_ranges::Layers;
 use super::sub_rows::fits_row;
 use crate::error::{Error, Result, ensure};
-use crate::fallible;
+use crate::fallible::{self, OneOrMany};
 use crate::model::{CacheLayout, EqualTensors, KvGeometry, KvLayout, MixedSizes, SubRow};
 use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model, moved_tokens};
 
@@ -154,67 +154,58 @@ fn same_rows(a: &KvLayout, b: &KvLayout) -> bool {
 
 /// What moves between two caches with KV layouts: some tokens of a sequence on each side.
 pub(super) struct TokenMove<'a> {
-    pub(super) src: &'a KvGeometry,
-    pub(super) dst: &'a KvGeometry,
-    pub(super) src_blocks: &'a [u64],
-    pub(super) dst_blocks: &'a [u64],
-    pub(super) src_tokens: Option<Range<u64>>,
-    pub(super) dst_tokens: Option<Range<u64>>,
+    pub(super) src: KvSequence<'a>,
+    pub(super) dst: KvSequence<'a>,
 }
 
 impl TokenMove<'_> {
     /// Checks that both caches belong to one model. Returns whether moving rows as they are has the same result.
     /// `Err(InvalidArgument)` if it does not and the caller named layers, which otherwise follow from the layouts.
     pub(super) fn is_plain(&self, layers_given: bool) -> Result<bool> {
-        check_same_model(self.src, self.dst)?;
-        let (src, dst) = (self.src.layout(), self.dst.layout());
-        let whole_blocks = self.src_tokens.is_none() && self.dst_tokens.is_none();
-        let plain = whole_blocks && self.src_blocks.len() == self.dst_blocks.len() && same_rows(src, dst);
+        let (from, to) = (self.src.geometry, self.dst.geometry);
+        check_same_model(from, to)?;
+        let (src, dst) = (from.layout(), to.layout());
+        let whole_blocks = self.src.tokens.is_none() && self.dst.tokens.is_none();
+        let plain = whole_blocks && self.src.blocks.len() == self.dst.blocks.len() && same_rows(src, dst);
         ensure(plain || !layers_given, || {
             Error::invalid("layer ranges need equal KV layouts and no token ranges; otherwise the layers follow from the layouts")
-                .with("src", self.src)
-                .with("dst", self.dst)
+                .with("src", from)
+                .with("dst", to)
         })?;
         Ok(plain && (layers_given || src.layers == dst.layers))
     }
 
     /// Returns how many tokens move, whichever layers and heads they have.
     pub(super) fn tokens(&self) -> Result<u64> {
-        let (src, dst) = self.sequences();
-        moved_tokens(&src, &dst)
-    }
-
-    fn sequences(&self) -> (KvSequence<'_>, KvSequence<'_>) {
-        let src = KvSequence { geometry: self.src, blocks: self.src_blocks, tokens: self.src_tokens.clone() };
-        let dst = KvSequence { geometry: self.dst, blocks: self.dst_blocks, tokens: self.dst_tokens.clone() };
-        (src, dst)
+        moved_tokens(&self.src, &self.dst)
     }
 
     /// Plans the moves of `parts`, which have no layer and head in common.
-    pub(super) fn plan(&self, parts: &[KvPart]) -> Result<Conversion> {
-        let (src, dst) = self.sequences();
+    pub(super) fn plan(&self, parts: &[KvPart]) -> Result<PlannedTransfer> {
         let mut plans = Vec::new();
         for part in parts {
-            for plan in LayoutPlan::new(&src, &dst, part)?.plans {
-                fallible::push(REQUEST, &mut plans, plan)?;
+            for plan in LayoutPlan::new(&self.src, &self.dst, part)?.plans {
+                fallible::push(REQUEST, &mut plans, Arc::new(plan))?;
             }
         }
         let heads = |part: &KvPart| part.layers.len() as u64 * part.heads.len() as u64;
         let read = parts.iter().map(heads).sum::<u64>();
-        let whole_source = read == heads(&KvPart::of(self.src.layout()));
-        Ok(Conversion { plans, whole_source, read_tensors: None, tokens: Some(self.tokens()?) })
+        let layout = self.src.geometry.layout();
+        let layers = layout.layers.end - layout.layers.start;
+        let all = (0, layers * layout.tensors_per_layer());
+        let read_tensors = (read == heads(&KvPart::of(layout))).then_some(all);
+        Ok(PlannedTransfer { plans: OneOrMany::Many(plans), read_tensors, tokens: Some(self.tokens()?) })
     }
 }
 
-/// A move of several plans: between two KV layouts, or between caches whose tensors differ.
-pub struct Conversion {
+/// What a pull or push moves. It has several plans between two KV layouts, or between caches whose tensors differ.
+pub struct PlannedTransfer {
     /// What is copied. The plans write different bytes and may run in any order.
-    pub plans: Vec<CopyPlan>,
-    /// Whether all layers and heads of the source are read.
-    pub whole_source: bool,
-    /// The first tensor of the source that is read, and the number of them, if rows move as they are.
+    pub plans: OneOrMany<Arc<CopyPlan>>,
+    /// The first tensor of the source that is read, and the number of them. `None` if not all layers and heads of the source
+    /// are read.
     pub read_tensors: Option<(u32, u32)>,
-    /// How many tokens move. `None` if rows move as they are.
+    /// How many tokens move between two KV layouts. `None` if rows move as they are.
     pub tokens: Option<u64>,
 }
 

@@ -1,7 +1,7 @@
 //! Converts ranges of layers to tensors, for pull, push and the original's `PushKvCache`, each of which has
 //! its own rules.
 //!
-//! `pull` and `push` determine which rows of these tensors move.
+//! `checked_transfer` determines which rows of these tensors move.
 
 use super::cache_rules::{batch_cache, on_device};
 use crate::config::Role;
@@ -64,7 +64,7 @@ pub fn push_size(size: i64) -> Result<()> {
 }
 
 /// Checks the source and the layers of the original's `PushKvCache`, after [`push_kv_alone`]. The layers it
-/// returns are an argument of [`CheckedPush::new`](super::CheckedPush::new).
+/// returns are an argument of [`CheckedTransfer::new`](super::CheckedTransfer::new).
 pub fn push_kv_cache(local: CacheLayout, ext: ExtParam) -> Result<Layers> {
     on_device("src_cache", local.placement)?;
     batch_cache("src_cache", local.kind)?;
@@ -181,11 +181,11 @@ pub(super) struct TensorRun {
 }
 
 impl TensorRun {
-    pub(super) fn moves(self, pieces: Pieces, all_tensors: bool) -> Moves {
+    pub(super) fn moves(self, pieces: Pieces) -> Moves {
         // Both were found to be inside a cache, whose number of tensors fits in 32 bits.
         let first = |tensor: u64| u32::try_from(tensor).unwrap_or(u32::MAX);
         let (src_tensor, dst_tensor) = (first(self.src), first(self.dst));
-        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, all_tensors, ..Moves::default() }
+        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, ..Moves::default() }
     }
 }
 

@@ -7,6 +7,7 @@
 mod allocate;
 mod by_runs;
 mod cache_rules;
+mod checked_transfer;
 mod conversion;
 mod copy;
 pub mod cpp;
@@ -16,9 +17,8 @@ mod layer_destination;
 mod layer_ranges;
 mod layerwise;
 mod options;
-mod pull;
-mod push;
 pub mod rank_table;
+mod rows;
 mod sub_rows;
 mod values;
 
@@ -29,7 +29,8 @@ pub use by_runs::{
 pub use cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, equally_many, not_empty, on_device,
 };
-pub use conversion::{Conversion, LocalCache, kv_layout, local_rows_alike, rows_alike};
+pub use checked_transfer::{CheckedTransfer, OwnerShare};
+pub use conversion::{LocalCache, PlannedTransfer, kv_layout, local_rows_alike, rows_alike};
 pub use copy::{
     CopyArgs, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device, copy_rows, swap_blocks,
     swap_rows,
@@ -45,8 +46,7 @@ pub use layerwise::{
     whole_layers,
 };
 pub use options::config;
-pub use pull::{CheckedPull, PullRows};
-pub use push::{CheckedPush, OwnerShare, PushRows};
+pub use rows::Rows;
 pub(crate) use values::link_token;
 #[cfg(feature = "testing")]
 pub use values::page_shift;

@@ -1,9 +1,9 @@
-//! Checks which part of every row a call moves, and returns it as pieces of rows that may have gaps between them.
+//! Checks which part of a slot or of every row a call moves, and returns pieces of rows that may have gaps between them.
 
-use super::cache_rules::equal_blocks;
+use super::cache_rules::{equal_blocks, too_long};
 use crate::error::{Error, Result, ensure};
 use crate::model::{Geometry, SubRow};
-use crate::plan::{Piece, Pieces};
+use crate::plan::{Piece, Pieces, Side};
 
 /// Checks the end of `part` that lies in rows of the cache `of`: the argument called `name` is its `offset`.
 /// `Err(InvalidArgument)` unless at least one byte follows the offset, and `length` bytes do if a length is given.
@@ -30,18 +30,23 @@ pub(super) fn first_row(part: SubRow, src: Geometry, dst: Geometry) -> Result<Pi
     Ok(Piece { src: src_offset, dst: dst_offset, len: length.unwrap_or(rest) })
 }
 
-/// Returns the pieces of a transfer between the `local` and the `remote` cache: `part` of each row of `pairs`, from `src`
-/// to `dst`, which are the same two caches.
+/// Returns the pieces of a transfer between the `local` cache, which is the side `local_side`, and the `remote` one: `part` of
+/// the rows of each pair, of which the first is local.
 pub(super) fn between(
     part: SubRow,
+    local_side: Side,
     (local, remote): (Geometry, Geometry),
-    (src, dst): (Geometry, Geometry),
     pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
 ) -> Result<Pieces> {
     if part.is_whole() {
         equal_blocks(local, remote)?;
     }
-    Pieces::rows(first_row(part, src, dst)?, (src.row_stride(), dst.row_stride()), pairs)
+    let (src, dst) = local_side.source_first(local, remote);
+    let (first, strides) = (first_row(part, src, dst)?, (src.row_stride(), dst.row_stride()));
+    match local_side {
+        Side::Source => Pieces::rows(first, strides, pairs),
+        Side::Destination => Pieces::rows(first, strides, pairs.map(|(local, remote)| (remote, local))),
+    }
 }
 
 /// Checks that, within one cache, the byte ranges of a block that are read and written are equal or disjoint. Otherwise the
@@ -53,4 +58,35 @@ pub(super) fn apart_or_equal(first: Piece) -> Result<()> {
             format_args!("src_offset={src}, or at least length={len} bytes before or after it, in one cache");
         Error::argument("dst_offset", dst, allowed)
     })
+}
+
+/// Returns the bytes of a slot after the offset called `name`, at least one.
+pub(super) fn after(name: &str, offset: u64, of: Geometry) -> Result<u64> {
+    let slot = of.row_bytes();
+    if offset < slot {
+        return Ok(slot - offset);
+    }
+    Err(Error::argument(name, offset, format_args!("below the slot size, {slot} bytes")))
+}
+
+/// Returns the bytes for `size`, by default `room`, the rest of the local slot. They must fit into the `left`
+/// bytes from `offset` on of a slot of the cache called `name`.
+pub(super) fn slot_bytes(name: &str, size: i64, room: u64, (offset, left): (u64, u64)) -> Result<u64> {
+    let bytes = if size == -1 { room } else { size.unsigned_abs() };
+    if bytes <= left {
+        return Ok(bytes);
+    }
+    let part = if offset == 0 { "" } else { " after the offset" };
+    Err(too_long(size, bytes, left, &format!("a slot of {name}{part}")))
+}
+
+/// Returns the bytes of a slot that is pushed, which must fit into a remote one.
+pub(super) fn pushed_slot_bytes(own: Geometry, peer: Geometry) -> Result<u64> {
+    let (bytes, room) = (own.row_bytes(), peer.row_bytes());
+    ensure(bytes <= room, || {
+        Error::invalid(format!(
+            "a slot of src_cache has {bytes} bytes, more than the {room} bytes of a slot of the remote cache"
+        ))
+    })?;
+    Ok(bytes)
 }

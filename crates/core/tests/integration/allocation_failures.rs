@@ -16,11 +16,10 @@ use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
     WirePlan, WireRows,
 };
-use llm_datadist_core::testing::validate::{self, CheckedPull, CheckedPush, RemoteCache};
+use llm_datadist_core::testing::validate::{self, CheckedTransfer, RemoteCache};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKey, CacheKind, DataDist, DataType, Deadline, End, ErrorKind, Geometry,
-    KvGeometry, KvLayout, KvPlanes, Layers, Placement, PoolConfig, PullRows, PushRows, Result, SubRow,
-    TokenOrder,
+    KvGeometry, KvLayout, KvPlanes, Layers, Placement, PoolConfig, Result, Rows, SubRow, TokenOrder,
 };
 
 use crate::counting_allocator;
@@ -162,14 +161,20 @@ fn checking_arguments_fails_whole() {
     let remote = RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true };
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
-    let pull = PullRows::Blocks { remote: list.clone(), local: list.clone() };
-    only_fails("pull", 2, || CheckedPull::new(layout, &pull, Layers::ALL)?.moves(&remote));
-    let push = PushRows::Blocks { local: list.clone(), remote: list.clone() };
-    only_fails("push", 2, || CheckedPush::new(layout, &push, Layers::ALL)?.moves(&remote));
+    let checked = |local_side, rows| CheckedTransfer::new(local_side, layout, rows, Layers::ALL).unwrap();
+    let moves = |checked: &CheckedTransfer, remote: &RemoteCache| {
+        checked.moves(remote)?;
+        checked.rows().local_rows()
+    };
+    let blocks = || Rows::Blocks { remote: list.clone(), local: list.clone() };
+    let pull = checked(Side::Destination, blocks());
+    only_fails("pull", 2, || moves(&pull, &remote));
+    let push = checked(Side::Source, blocks());
+    only_fails("push", 2, || moves(&push, &remote));
     let one = Geometry::new(&desc(Placement::Device, 2, 1, 16 * MANY as usize)).unwrap();
     let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote.clone() };
-    let cut = PullRows::SlotToBlocks { local: list };
-    only_fails("slot to blocks", 2, || CheckedPull::new(layout, &cut, Layers::ALL)?.moves(&slot));
+    let cut = checked(Side::Destination, Rows::SlotToBlocks { local: list.clone() });
+    only_fails("slot to blocks", 3, || moves(&cut, &slot));
     only_fails("copy", 1, || validate::copy_blocks(layout, &pairs, SubRow::default()));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
     only_fails("keys", 2, || validate::bindings(&keys));

@@ -9,7 +9,7 @@ use llm_datadist_core::testing::plan::{Moves, Piece};
 use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
     CacheKind, ClusterId, Config, CopyArgs, DataDist, End, ErrorKind, Layers, Mode, Name, PeerAddress,
-    Placement, PoolConfig, PullRows, RemoteName, Role, Share, SubRow,
+    Placement, PoolConfig, RemoteName, Role, Rows, Share, SubRow,
 };
 
 use crate::arguments::{refused, spec};
@@ -157,6 +157,6 @@ fn an_engine_linked_with_itself_pulls_nothing() {
     engine.link_clusters(&[itself], LONG).remove(0).unwrap();
     let cache = engine.allocate(&desc(Device, 2, 2, 64), Batch, &[]).unwrap();
     let from = RemoteName { cluster: ClusterId(3), name: Name::Row { cache: cache.id(), row: 0 } };
-    let pulled = engine.pull(from, &End::Managed(cache.id()), PullRows::slot(1, -1), Layers::ALL).run();
+    let pulled = engine.pull(from, &End::Managed(cache.id()), Rows::slot(1, -1), Layers::ALL).run();
     refused(pulled, &["cluster_id=3 is this cluster"]);
 }

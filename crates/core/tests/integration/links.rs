@@ -41,7 +41,7 @@ use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, 
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
-    PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, Token, TransportChoice,
+    PeerAddress, Placement, PoolConfig, RemoteName, Result, Role, Rows, Token, TransportChoice,
 };
 
 use llm_datadist_testing::{Local, SimDevice};
@@ -248,7 +248,7 @@ fn device(tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
 
 /// Pulls a whole slot into slot 0 of `into`.
 fn pull_slot(local: &DataDist, from: RemoteName, into: &Held) -> Result<()> {
-    local.pull(from, &into.end(), PullRows::slot(0, -1), Layers::ALL).run()
+    local.pull(from, &into.end(), Rows::slot(0, -1), Layers::ALL).run()
 }
 
 /// Pulls blocks, whole.
@@ -259,7 +259,7 @@ fn pull_blocks(
     remote: &[i64],
     blocks: &[i64],
 ) -> Result<()> {
-    let rows = PullRows::Blocks { remote: remote.to_vec(), local: blocks.to_vec() };
+    let rows = Rows::Blocks { remote: remote.to_vec(), local: blocks.to_vec() };
     local.pull(from, &into.end(), rows, Layers::ALL).run()
 }
 
@@ -271,7 +271,7 @@ fn push_blocks(
     to: RemoteName,
     remote: &[i64],
 ) -> Result<()> {
-    let rows = PushRows::Blocks { local: blocks.to_vec(), remote: remote.to_vec() };
+    let rows = Rows::Blocks { local: blocks.to_vec(), remote: remote.to_vec() };
     local.push(&source.end(), to, rows, Layers::ALL).run()
 }
 
@@ -288,7 +288,7 @@ fn check_pull(local: &DataDist, remote: &DataDist) {
 
 /// Pushes slot `slot` of `source`, whole.
 fn push_slot(local: &DataDist, source: &Held, slot: u32, to: RemoteName) -> Result<()> {
-    local.push(&source.end(), to, PushRows::Slot { local: slot }, Layers::ALL).run()
+    local.push(&source.end(), to, Rows::slot(slot, -1), Layers::ALL).run()
 }
 
 /// A cache of an engine, of its pool or of the test's own memory.

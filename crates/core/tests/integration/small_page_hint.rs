@@ -7,7 +7,7 @@ use llm_datadist_core::testing::huge_pages::SmallPageHint;
 use llm_datadist_core::testing::memory::{OwnPages, Region};
 use llm_datadist_core::{
     CacheId, CacheKind, ClusterId, Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, Placement,
-    PoolConfig, PullRows, RemoteName, Role,
+    PoolConfig, RemoteName, Role, Rows,
 };
 use tracing::Level;
 
@@ -102,7 +102,7 @@ fn hints() {
         let peer = PeerAddress { cluster: ClusterId(2), remote: listening, local: vec![] };
         local.link_clusters(&[peer], LONG).remove(0).unwrap();
         let from = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: source.id(), row: 0 } };
-        let rows = PullRows::Blocks { remote: vec![0, 1, 2, 3], local: vec![3, 2, 1, 0] };
+        let rows = Rows::Blocks { remote: vec![0, 1, 2, 3], local: vec![3, 2, 1, 0] };
         for _ in 0..2 {
             local.pull(from, &End::Managed(to.id()), rows.clone(), Layers::ALL).run().unwrap();
         }

@@ -8,8 +8,8 @@ use std::fmt::Debug;
 
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece, Side};
 use llm_datadist_core::testing::validate::{
-    self, CheckedPull, CheckedPush, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache,
-    accessible, pull_kv_layers, push_kv_alone, push_kv_cache,
+    self, CheckedTransfer, ExtParam, LayerRange, Layers, RemoteCache, Rows, accessible, pull_kv_layers,
+    push_kv_alone, push_kv_cache,
 };
 use llm_datadist_core::{
     CacheDesc, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role, SubRow,
@@ -51,20 +51,20 @@ fn refused<T: Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) {
     }
 }
 
-fn pull(local: CacheLayout, remote: &RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
-    CheckedPull::new(local, rows, layers)?.moves(remote)
+fn pull(local: CacheLayout, remote: &RemoteCache, rows: &Rows, layers: Layers) -> Result<Moves> {
+    CheckedTransfer::new(Side::Destination, local, rows.clone(), layers)?.moves(remote)
 }
 
-fn push(local: CacheLayout, remote: &RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
-    CheckedPush::new(local, rows, layers)?.moves(remote)
+fn push(local: CacheLayout, remote: &RemoteCache, rows: &Rows, layers: Layers) -> Result<Moves> {
+    CheckedTransfer::new(Side::Source, local, rows.clone(), layers)?.moves(remote)
 }
 
 #[derive(Clone, Debug)]
 struct Case {
     local: CacheLayout,
     remote: RemoteCache,
-    pull: PullRows,
-    push: PushRows,
+    pull: Rows,
+    push: Rows,
     layers: Layers,
     cut: u64,
 }
@@ -145,22 +145,22 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let Case { local, remote, pull: rows, layers, .. } = case;
     let (here, there, row) = (Shape::of(*local), Shape::of(remote.layout), u64::from(remote.row));
     let (local_fits, remote_kind) = match rows {
-        PullRows::Slot { local, local_offset, size, .. } => {
+        Rows::Slot { local, local_offset, size, .. } => {
             (here.kind == Batch && here.has_part(*local, *local_offset, *size), Batch)
         }
-        PullRows::SubRows { remote, local, part } => {
+        Rows::SubRows { remote, local, part } => {
             let room = here.row.saturating_sub(part.dst_offset);
             let fits = room > 0 && part.length.is_none_or(|length| (1..=room).contains(&length));
             (here.kind == Blocks && remote.len() == local.len() && here.has_blocks(local) && fits, Blocks)
         }
-        PullRows::Blocks { remote, local } => {
+        Rows::Blocks { remote, local } => {
             (here.kind == Blocks && remote.len() == local.len() && here.has_blocks(local), Blocks)
         }
-        PullRows::Rows { remote, local } => {
+        Rows::AnyKind { remote, local } => {
             (remote.len() == local.len() && here.has_blocks(local), there.kind)
         }
-        PullRows::SlotToBlocks { local } => (here.kind == Blocks && here.has_blocks(local), Batch),
-        PullRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
+        Rows::SlotToBlocks { local } => (here.kind == Blocks && here.has_blocks(local), Batch),
+        Rows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
     let per_layer = layers.tensors_per_layer;
     need(local_fits && per_layer > 0, InvalidArgument)?;
@@ -175,28 +175,28 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     need(from.len() == to.len() && there.has_tensors(&from), InvalidArgument)?;
     need(remote.accessible && there.kind == remote_kind, InvalidArgument)?;
     let bytes = match rows {
-        PullRows::Slot { local, remote_offset, local_offset, size } => {
+        Rows::Slot { local, remote_offset, local_offset, size } => {
             let len = if *size == -1 { here.row - local_offset } else { *size as u64 };
             need(remote_offset.saturating_add(len) <= there.row, InvalidArgument)?;
             let dst = u64::from(*local) * here.stride + local_offset;
             (0..len).map(|byte| (row * there.stride + remote_offset + byte, dst + byte)).collect()
         }
-        PullRows::Blocks { remote, local } | PullRows::Rows { remote, local } => {
+        Rows::Blocks { remote, local } | Rows::AnyKind { remote, local } => {
             need(there.has_blocks(remote), InvalidArgument)?;
             parts_of_rows((&there, remote), (&here, local), SubRow::default()).ok_or(InvalidArgument)?
         }
-        PullRows::SubRows { remote, local, part } => {
+        Rows::SubRows { remote, local, part } => {
             need(there.has_blocks(remote), InvalidArgument)?;
             parts_of_rows((&there, remote), (&here, local), *part).ok_or(InvalidArgument)?
         }
-        PullRows::SlotToBlocks { local } => {
+        Rows::SlotToBlocks { local } => {
             let blocks = local.len() as u64;
             need((blocks - 1) * here.row < there.row, InvalidArgument)?;
             let into = |byte: u64| local[(byte / here.row) as usize] as u64 * here.stride + byte % here.row;
             let len = there.row.min(blocks * here.row);
             (0..len).map(|byte| (row * there.stride + byte, into(byte))).collect()
         }
-        PullRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
+        Rows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
     Ok(in_all(&from, &to, &bytes))
 }
@@ -214,27 +214,27 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     need(from.is_empty() || here.tensors.is_multiple_of(u64::from(per_layer)), InvalidArgument)?;
     need(from.len() == to.len() && here.has_tensors(&from) && there.has_tensors(&to), InvalidArgument)?;
     let kinds = match rows {
-        PushRows::Slot { .. } => (Batch, Batch),
-        PushRows::Blocks { .. } | PushRows::SubRows { .. } => (Blocks, Blocks),
-        PushRows::Rows { .. } => (here.kind, there.kind),
-        PushRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
+        Rows::Slot { .. } => (Batch, Batch),
+        Rows::Blocks { .. } | Rows::SubRows { .. } => (Blocks, Blocks),
+        Rows::AnyKind { .. } => (here.kind, there.kind),
+        Rows::SlotToBlocks { .. } | Rows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
     need((here.kind, there.kind) == kinds && remote.accessible, InvalidArgument)?;
     let bytes = match rows {
-        PushRows::Slot { local } => {
+        Rows::Slot { local, .. } => {
             let (slot, row) = (u64::from(*local), u64::from(remote.row));
             need(slot < here.rows && row < there.rows && here.row <= there.row, InvalidArgument)?;
             (0..here.row).map(|byte| (slot * here.stride + byte, row * there.stride + byte)).collect()
         }
-        PushRows::Blocks { local, remote }
-        | PushRows::Rows { local, remote }
-        | PushRows::SubRows { local, remote, .. } => {
-            let part = if let PushRows::SubRows { part, .. } = rows { *part } else { SubRow::default() };
+        Rows::Blocks { local, remote }
+        | Rows::AnyKind { local, remote }
+        | Rows::SubRows { local, remote, .. } => {
+            let part = if let Rows::SubRows { part, .. } = rows { *part } else { SubRow::default() };
             let lists = local.len() == remote.len() && here.has_blocks(local) && there.has_blocks(remote);
             need(lists, InvalidArgument)?;
             parts_of_rows((&here, local), (&there, remote), part).ok_or(InvalidArgument)?
         }
-        PushRows::Sequence { .. } => unreachable!("{rows:?}"),
+        Rows::SlotToBlocks { .. } | Rows::Sequence { .. } => unreachable!("{rows:?}"),
     };
     Ok(in_all(&from, &to, &bytes))
 }
@@ -350,25 +350,25 @@ fn cases() -> impl Strategy<Value = Case> {
             let (remote_bytes, accessible, cut) = other;
             let (local_offset, remote_offset, size) = part;
             let (local, remote) = lists;
-            let slot_push = PushRows::Slot { local: slot };
-            let blocks_push = PushRows::Blocks { local: local.clone(), remote: remote.clone() };
-            let rows_push = PushRows::Rows { local: local.clone(), remote: remote.clone() };
+            let slot_push = Rows::slot(slot, -1);
+            let blocks_push = Rows::Blocks { local: local.clone(), remote: remote.clone() };
+            let rows_push = Rows::AnyKind { local: local.clone(), remote: remote.clone() };
             let (pull, push) = match what {
-                0 => (PullRows::slot(slot, size), slot_push),
-                1 => (PullRows::Slot { local: slot, remote_offset, local_offset, size }, slot_push),
-                2 => (PullRows::SlotToBlocks { local }, slot_push),
-                3 => (PullRows::Rows { remote, local }, rows_push),
+                0 => (Rows::slot(slot, size), slot_push),
+                1 => (Rows::Slot { local: slot, remote_offset, local_offset, size }, slot_push),
+                2 => (Rows::SlotToBlocks { local }, slot_push),
+                3 => (Rows::AnyKind { remote, local }, rows_push),
                 6 => {
                     let length = u64::try_from(size).ok().filter(|&length| length != 5);
                     let part = SubRow { src_offset: remote_offset, dst_offset: local_offset, length };
                     let back = SubRow { src_offset: local_offset, dst_offset: remote_offset, length };
                     let (from, to) = (local.clone(), remote.clone());
                     (
-                        PullRows::SubRows { remote, local, part },
-                        PushRows::SubRows { local: from, remote: to, part: back },
+                        Rows::SubRows { remote, local, part },
+                        Rows::SubRows { local: from, remote: to, part: back },
                     )
                 }
-                _ => (PullRows::Blocks { remote, local }, blocks_push),
+                _ => (Rows::Blocks { remote, local }, blocks_push),
             };
             let there = with_gaps(kinds.1, remote_tensors, remote_rows, (remote_bytes, remote_gap));
             Case {
@@ -402,15 +402,14 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
                     let plan = CopyPlan::moves(&mut moves.clone()).unwrap();
                     let stride = case.local.geometry.row_sizes();
                     let (rows, planned) = if pulls {
-                        (&moves.dst_rows, plan.touched_rows(Side::Destination, stride))
+                        (&case.pull, plan.touched_rows(Side::Destination, stride))
                     } else {
-                        (&moves.src_rows, plan.touched_rows(Side::Source, stride))
+                        (&case.push, plan.touched_rows(Side::Source, stride))
                     };
                     // A push also takes rows whose bytes are overwritten by later ones.
-                    let (rows, planned) = (sorted(rows.clone()), planned.unwrap());
+                    let (rows, planned) = (sorted(rows.local_rows().unwrap()), planned.unwrap());
                     prop_assert!(planned.iter().all(|row| rows.contains(row)));
                     prop_assert!(!pulls || rows == planned);
-                    prop_assert_eq!(moves.all_tensors, moves.num_tensors == src.geometry.num_tensors());
                     done.set(done.get() + 1);
                 }
                 unlike => return Err(TestCaseError::fail(format!("{unlike:?}"))),
@@ -441,18 +440,17 @@ fn pushes_agree_with_the_model() {
 #[test]
 fn refused_pulls_name_the_argument_and_its_limit() {
     let (batch, blocks, all) = (spec(Batch, 4, 3, 8), spec(Blocks, 4, 4, 8), Layers::ALL);
-    let slot = PullRows::slot;
-    let part =
-        |remote_offset, local_offset, size| PullRows::Slot { local: 2, remote_offset, local_offset, size };
-    let pairs = |from: &[i64], to: &[i64]| PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
-    let cut = |local: &[i64]| PullRows::SlotToBlocks { local: local.to_vec() };
+    let slot = Rows::slot;
+    let part = |remote_offset, local_offset, size| Rows::Slot { local: 2, remote_offset, local_offset, size };
+    let pairs = |from: &[i64], to: &[i64]| Rows::Blocks { remote: from.to_vec(), local: to.to_vec() };
+    let cut = |local: &[i64]| Rows::SlotToBlocks { local: local.to_vec() };
     let given = |src, dst, per_layer| layers(Some(src), Some(dst), per_layer);
     let last = (u32::MAX - 1, u32::MAX);
     let absent = remote(batch, 99);
     let slots = |tensors, bytes| remote(spec(Batch, tensors, 2, bytes), 1);
     let hidden = RemoteCache { accessible: false, ..slots(4, 8) };
     let wide = |bytes| remote(spec(Blocks, 4, 9, bytes), 0);
-    let rules: &[(CacheLayout, RemoteCache, PullRows, Layers, &[&str])] = &[
+    let rules: &[(CacheLayout, RemoteCache, Rows, Layers, &[&str])] = &[
         (batch, absent.clone(), slot(9, i64::MIN), all, &["size=-9223372036854775808"]),
         (batch, absent.clone(), slot(3, 99), all, &["batch_index=3", "0 to 2"]),
         (batch, absent.clone(), slot(2, 9), given((0, 1), (0, 1), 3), &["size=9", "8 bytes"]),
@@ -507,7 +505,7 @@ fn refused_pulls_name_the_argument_and_its_limit() {
 
 #[test]
 fn refused_pushes_name_the_argument_and_its_limit() {
-    let (local, slot) = (spec(Batch, 10, 3, 8), PushRows::Slot { local: 2 });
+    let (local, slot) = (spec(Batch, 10, 3, 8), Rows::slot(2, -1));
     let (good, narrow) = (remote(local, 1), remote(spec(Batch, 10, 3, 7), 0));
     let hidden = RemoteCache { accessible: false, ..good.clone() };
     let (one, two) = (Some((0, 1)), Some((0, 2)));
@@ -523,7 +521,10 @@ fn refused_pushes_name_the_argument_and_its_limit() {
     for (remote, layers, facts) in rules {
         refused(InvalidArgument, push(local, remote, &slot, *layers), facts);
     }
-    let pairs = PushRows::Blocks { local: vec![0], remote: vec![] };
+    for rows in [Rows::slot(2, 8), Rows::SlotToBlocks { local: vec![0] }] {
+        refused(InvalidArgument, push(local, &good, &rows, Layers::ALL), &["a push moves whole slots"]);
+    }
+    let pairs = Rows::Blocks { local: vec![0], remote: vec![] };
     refused(InvalidArgument, push(spec(Blocks, 10, 3, 8), &good, &pairs, Layers::ALL), &["dst_blocks=[]"]);
     validate::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
@@ -560,8 +561,8 @@ fn ranges_of_an_ext_param_name_tensors() {
         let (pushed, pulled) =
             (pushed(local, given).unwrap(), pull_kv_layers(local.geometry, given).unwrap());
         for moves in [
-            push(local, &remote(local, 3), &PushRows::Slot { local: 3 }, pushed).unwrap(),
-            pull(local, &remote(local, 3), &PullRows::slot(3, -1), pulled).unwrap(),
+            push(local, &remote(local, 3), &Rows::slot(3, -1), pushed).unwrap(),
+            pull(local, &remote(local, 3), &Rows::slot(3, -1), pulled).unwrap(),
         ] {
             assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), expected, "{given:?}");
         }

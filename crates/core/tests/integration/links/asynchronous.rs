@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheKey, CacheKind, Deadline, ErrorKind, Event, Layers, Name, Placement, PullRows, PushRows, Transfer,
+    CacheKey, CacheKind, Deadline, ErrorKind, Event, Layers, Name, Placement, Rows, Transfer,
 };
 
 use super::{Held, LONG, Pair, Way, config, device, each, link, of, open, open_gated, pairs, request, row};
@@ -32,7 +32,7 @@ fn bytes_arrive_and_keys_are_released() {
         let (bytes, mut expected) = (source.fill(1), into.fill(2));
         let name = if one_sided { row(&source, 1) } else { Name::Key(request(2)) };
         let pulled =
-            pair.local.pull(of(2, name), &into.end(), PullRows::slot(0, -1), Layers::ALL).start().unwrap();
+            pair.local.pull(of(2, name), &into.end(), Rows::slot(0, -1), Layers::ALL).start().unwrap();
         assert_eq!(outcome(&pulled).unwrap(), 4 * 96);
         (0..4).for_each(|tensor| expected[tensor][..96].copy_from_slice(&bytes[tensor][96..192]));
         assert!(into.read() == expected);
@@ -40,7 +40,7 @@ fn bytes_arrive_and_keys_are_released() {
         let kept = one_sided || remote.registered;
         assert_eq!(pair.remote.find_key(request(2)).is_ok(), kept);
 
-        let rows = PushRows::Slot { local: 0 };
+        let rows = Rows::slot(0, -1);
         let pushed = pair.local.push(&into.end(), of(2, row(&source, 2)), rows, Layers::ALL).start().unwrap();
         assert_eq!(outcome(&pushed).unwrap(), 4 * 96);
         let mut sent = bytes.clone();
@@ -61,7 +61,7 @@ fn many_at_once_end_once_each() {
         let bytes = source.fill(1);
         into.fill(2);
         let start = |block: i64| {
-            let rows = PullRows::Blocks { remote: vec![block], local: vec![block] };
+            let rows = Rows::Blocks { remote: vec![block], local: vec![block] };
             pair.local.pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start().unwrap().number()
         };
         // Every block several times, so that calls meet.
@@ -89,7 +89,7 @@ fn refusals_come_at_once_and_failures_as_outcomes() {
     for pair in pairs() {
         let into = Held::pool(&pair.local, &device(1, 4, 64), Blocks);
         let pull = |cluster, local: i64| {
-            let rows = PullRows::Blocks { remote: vec![0], local: vec![local] };
+            let rows = Rows::Blocks { remote: vec![0], local: vec![local] };
             pair.local.pull(of(cluster, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start()
         };
         assert_eq!(pull(2, 4).unwrap_err().kind(), ErrorKind::InvalidArgument);
@@ -117,7 +117,7 @@ fn a_running_pull_is_cancelled_or_late() {
             let writing = scope.spawn(|| remote.swap_blocks(&other.end(), &source.end(), &[(1, 0)]).run());
             gate.wait_for(1);
             let pull = |limit| {
-                let rows = PullRows::Blocks { remote: vec![0], local: vec![3] };
+                let rows = Rows::Blocks { remote: vec![0], local: vec![3] };
                 local
                     .pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL)
                     .within(limit)
@@ -154,7 +154,7 @@ fn closing_ends_all() {
         let into = Held::pool(&local, &device(1, 4, 64), Blocks);
         source.fill(1);
         let start = |_| {
-            let rows = PullRows::Blocks { remote: vec![1], local: vec![1] };
+            let rows = Rows::Blocks { remote: vec![1], local: vec![1] };
             local.pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start().unwrap()
         };
         let transfers: Vec<_> = (0..200).map(start).collect();
@@ -177,9 +177,9 @@ fn a_push_and_a_pull_that_meet_do_not_deadlock() {
         let mut transfers = Vec::new();
         for _ in 0..50 {
             for (engine, cache, peer) in ends {
-                let rows = PullRows::Blocks { remote: vec![0], local: vec![1] };
+                let rows = Rows::Blocks { remote: vec![0], local: vec![1] };
                 let pull = engine.pull(of(peer, Name::Key(KEY)), &cache.end(), rows, Layers::ALL).start();
-                let rows = PushRows::Blocks { local: vec![1], remote: vec![0] };
+                let rows = Rows::Blocks { local: vec![1], remote: vec![0] };
                 let push = engine.push(&cache.end(), of(peer, Name::Key(KEY)), rows, Layers::ALL).start();
                 let copy = engine.copy_blocks(&cache.end(), &[(0, 1)]).start();
                 transfers.extend([pull.unwrap(), push.unwrap(), copy.unwrap()]);

@@ -11,8 +11,8 @@ use llm_datadist_core::testing::net::{
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, Hello, Purpose, Request};
 use llm_datadist_core::{
-    CacheKind, CallExtras, DataDist, Deadline, Error, KvLayout, Layers, Name, PullRows, PushRows, Result,
-    TokenOrder, Verify,
+    CacheKind, CallExtras, DataDist, Deadline, Error, KvLayout, Layers, Name, Result, Rows, TokenOrder,
+    Verify,
 };
 
 use super::asynchronous::outcome;
@@ -167,7 +167,7 @@ fn damaged_requests_move_no_wrong_bytes_of_a_slot() {
         let (source, before) = (far.fill(1), near.fill(2));
         let from = of(2, Name::Key(request(first + 1)));
         let transfer = local
-            .pull_with(from, &near.end(), PullRows::slot(1, -1), Layers::ALL, verified(Verify::Full))
+            .pull_with(from, &near.end(), Rows::slot(1, -1), Layers::ALL, verified(Verify::Full))
             .within(limit)
             .start()
             .unwrap();
@@ -198,7 +198,7 @@ fn damaged_requests_move_no_wrong_bytes_of_blocks() {
     for verify in [Verify::Full, Verify::Sample, Verify::Off] {
         let pull = |limit| {
             let mut expected = near.fill(2);
-            let rows = PullRows::Blocks { remote: sources.clone(), local: blocks.clone() };
+            let rows = Rows::Blocks { remote: sources.clone(), local: blocks.clone() };
             let from = of(2, row(&far, 0));
             let pull = local.pull_with(from, &near.end(), rows, Layers::ALL, verified(verify));
             let transfer = pull.within(limit).start().unwrap();
@@ -234,7 +234,7 @@ fn damaged_requests_write_no_bytes_elsewhere() {
     far.write(&expected);
     for verify in [Verify::Full, Verify::Sample, Verify::Off] {
         let push = |limit| {
-            let rows = PushRows::Blocks { local: vec![5, 0, 1], remote: vec![7, 2, 3] };
+            let rows = Rows::Blocks { local: vec![5, 0, 1], remote: vec![7, 2, 3] };
             let into = of(2, row(&far, 0));
             let push = local.push_with(&near.end(), into, rows, Layers::ALL, verified(verify));
             let transfer = push.within(limit).start().unwrap();
@@ -256,7 +256,7 @@ fn damaged_requests_convert_no_wrong_elements() {
     far.fill();
     let succeeded = damaged.each_bit(|limit| {
         let before = near.clear();
-        let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
+        let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
         let from = of(2, row(&far.held, 0));
         let pull = local.pull_with(from, &near.held.end(), rows, Layers::ALL, verified(Verify::Full));
         let transfer = pull.within(limit).start().unwrap();

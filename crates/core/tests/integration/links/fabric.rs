@@ -10,7 +10,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::protocol::{EnteredLink, FabricOffer, FabricPool, LinkAnswer};
 use llm_datadist_core::{
     Backend, CacheKind, CallExtras, Config, DataDist, Error, ErrorKind, FabricConfig, GrantUse, Layers,
-    PullRows, Result,
+    Result, Rows,
 };
 
 use super::fake_peer::Fake;
@@ -98,7 +98,7 @@ fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
     let remote = &pair.remote;
     let grant = remote.grant(&pair.remote_cache.end(), &all, LONG, 1).unwrap();
     let token = remote.grant_token(&grant);
-    let rows = PullRows::Blocks { remote: all.iter().rev().copied().collect(), local: all };
+    let rows = Rows::Blocks { remote: all.iter().rev().copied().collect(), local: all };
     let pull = || {
         let extras = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
         pair.local

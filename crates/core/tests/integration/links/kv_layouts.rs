@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use llm_datadist_core::{
     CacheDesc, CacheKind, CallExtras, DataDist, DataType, ErrorKind, GroupMember, KvLayout, KvPlanes, Layers,
-    Name, PullRows, PushRows, RemoteName, Result, TokenOrder, Verify,
+    Name, RemoteName, Result, Rows, TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;
@@ -145,8 +145,8 @@ fn random_rank(chance: &mut Chance, engine: &DataDist, layout: KvLayout, tokens:
     Rank::with_gaps(engine, layout, rows, blocks, gap)
 }
 
-fn sequence(remote: &Rank, local: &Rank, tokens: Option<(u64, u64, u64)>) -> PullRows {
-    PullRows::Sequence {
+fn sequence(remote: &Rank, local: &Rank, tokens: Option<(u64, u64, u64)>) -> Rows {
+    Rows::Sequence {
         remote: remote.blocks.clone(),
         local: local.blocks.clone(),
         remote_tokens: tokens.map(|(from, _, count)| from..from + count),
@@ -154,7 +154,7 @@ fn sequence(remote: &Rank, local: &Rank, tokens: Option<(u64, u64, u64)>) -> Pul
     }
 }
 
-fn owner(remote: &Rank, local: &Rank, rows: PullRows) -> GroupMember<PullRows> {
+fn owner(remote: &Rank, local: &Rank, rows: Rows) -> GroupMember {
     GroupMember { remote: of(2, row(&remote.held, 0)), local: local.held.end(), rows, grant: None }
 }
 
@@ -223,7 +223,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
             let all = (0, 0, near.capacity().min(far.capacity()));
             far.fill();
             let before = near.clear();
-            let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
+            let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
             let from = of(2, row(&far.held, 0));
             pair.local.pull_with(from, &near.held.end(), rows.clone(), Layers::ALL, full()).run().unwrap();
             near.check(before, all, |_| true);
@@ -231,7 +231,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
             near.fill();
             let before = far.clear();
             let (from, to, count) = random_tokens(&mut chance, near.capacity(), far.capacity());
-            let rows = PushRows::Sequence {
+            let rows = Rows::Sequence {
                 local: near.blocks.clone(),
                 remote: far.blocks.clone(),
                 local_tokens: Some(from..from + count),
@@ -250,7 +250,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
 
 /// A pull of the blocks of `far` into those of `near`.
 fn pull(pair: &Pair, far: &Rank, near: &Rank, extras: CallExtras) -> Result<()> {
-    let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
+    let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
     pair.local.pull_with(of(2, row(&far.held, 0)), &near.held.end(), rows, Layers::ALL, extras).run()
 }
 
@@ -389,7 +389,7 @@ fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
         let whole = Rank::new(&pair.local, good(), 5, vec![3, 1, 0]);
         for (near, keys_left) in [(&half, 1), (&whole, 0)] {
             let before = near.clear();
-            let rows = PullRows::SlotToBlocks { local: near.blocks.clone() };
+            let rows = Rows::SlotToBlocks { local: near.blocks.clone() };
             pair.local.pull_with(from, &near.held.end(), rows, Layers::ALL, full()).run().unwrap();
             near.check(before, (0, 0, 12), |_| true);
             assert_eq!(pair.remote.stats().table.keys, keys_left, "{way:?}");
@@ -410,9 +410,7 @@ fn a_part_of_a_slot_is_not_converted() {
     far.fill();
     let before = near.clear();
     let pull = |size| {
-        pair.local
-            .pull(of(2, row(&far.held, 0)), &near.held.end(), PullRows::slot(0, size), Layers::ALL)
-            .run()
+        pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), Rows::slot(0, size), Layers::ALL).run()
     };
     let error = pull(20).unwrap_err();
     assert!(error.to_string().contains("size must be -1 and both offsets 0 (size=20"), "{error}");

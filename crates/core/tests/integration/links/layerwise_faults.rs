@@ -11,7 +11,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
     CacheId, CacheKind, CacheTask, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind, Layers,
-    Name, Outcome, Placement, PullRows, Target,
+    Name, Outcome, Placement, Rows, Target,
 };
 
 use super::broken_streams::{Fixture, faults};
@@ -305,7 +305,7 @@ fn unregistered_memory_is_not_touched_by_waiting_calls() {
             "copy out" => local.copy_cache(&own.end(), &taken.end(), OUT_OF).run(),
             "copy in" => local.copy_cache(&taken.end(), &own.end(), INTO).run(),
             "pull" => {
-                let rows = PullRows::slot(1, -1);
+                let rows = Rows::slot(1, -1);
                 local.pull(of(2, row(&into, 0)), &taken.end(), rows, Layers::ALL).run()
             }
             "push" => push_slot(&local, &taken, 1, of(2, row(&into, 0))),

@@ -8,7 +8,7 @@ use llm_datadist_core::testing::protocol::{
 };
 use llm_datadist_core::{
     CacheDesc, CacheKind, CallExtras, DataType, Error, ErrorKind, LayerRange, Layers, LayerwiseArgs, Name,
-    Placement, PullRows, PushRows, SubRow, TensorDesc, Verify,
+    Placement, Rows, SubRow, TensorDesc, Verify,
 };
 
 use super::fake_peer::{Fake, hear, say};
@@ -17,13 +17,13 @@ use super::{Held, Pair, WAYS, of, row, times};
 use crate::fixtures::Chance;
 
 /// Element sizes and element counts of the rows of each tensor.
-type Rows = Vec<(DataType, u64)>;
+type TensorRows = Vec<(DataType, u64)>;
 
 fn bytes_of((data_type, elements): (DataType, u64)) -> usize {
     (data_type.bytes() * elements) as usize
 }
 
-fn random_rows(chance: &mut Chance) -> Rows {
+fn random_rows(chance: &mut Chance) -> TensorRows {
     let types = [DataType::Uint8, DataType::Float16, DataType::Int32];
     let mut rows = Vec::new();
     for _ in 0..2 + chance.below(4) {
@@ -44,7 +44,7 @@ impl MixedCache {
     fn new(
         engine: &llm_datadist_core::DataDist,
         chance: &mut Chance,
-        rows: &Rows,
+        rows: &TensorRows,
         (kind, count): (CacheKind, u64),
     ) -> MixedCache {
         let mut strides = Vec::new();
@@ -136,10 +136,10 @@ fn blocks_of_tensors_that_differ_are_pulled_and_pushed() {
             let (bytes, mut expected) = (src.held.fill(1), dst.held.fill(2));
             naive((&bytes, src), (&mut expected, dst), &pairs, part, tensors);
             if pulled {
-                let rows = PullRows::SubRows { remote: reads, local: writes, part };
+                let rows = Rows::SubRows { remote: reads, local: writes, part };
                 pair.local.pull_with(name, &here.held.end(), rows, layers, extras).run()
             } else {
-                let rows = PushRows::SubRows { local: reads, remote: writes, part };
+                let rows = Rows::SubRows { local: reads, remote: writes, part };
                 pair.local.push_with(&here.held.end(), name, rows, layers, extras).run()
             }
             .unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
@@ -168,7 +168,7 @@ fn slots_of_tensors_that_differ_are_pulled_and_pushed() {
             naive((&bytes, &there), (&mut expected, &here), &moved, SubRow::default(), all);
             let from = of(2, row(&there.held, read));
             pair.local
-                .pull(from, &here.held.end(), PullRows::slot(written, -1), Layers::ALL)
+                .pull(from, &here.held.end(), Rows::slot(written, -1), Layers::ALL)
                 .run()
                 .unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             assert!(here.held.read() == expected, "{way:?}, round {round}");
@@ -176,14 +176,11 @@ fn slots_of_tensors_that_differ_are_pulled_and_pushed() {
             let back = [(written.into(), read.into())];
             let mut there_expected = there.held.fill(3);
             naive((&expected, &here), (&mut there_expected, &there), &back, SubRow::default(), all);
-            pair.local
-                .push(&here.held.end(), from, PushRows::Slot { local: written }, Layers::ALL)
-                .run()
-                .unwrap();
+            pair.local.push(&here.held.end(), from, Rows::slot(written, -1), Layers::ALL).run().unwrap();
             assert!(there.held.read() == there_expected, "{way:?}, round {round}");
 
             for (size, offset) in [(1, 0), (-1, 1)] {
-                let rows = PullRows::Slot { local: 0, remote_offset: offset, local_offset: offset, size };
+                let rows = Rows::Slot { local: 0, remote_offset: offset, local_offset: offset, size };
                 let error = pair.local.pull(from, &here.held.end(), rows, Layers::ALL).run().unwrap_err();
                 refused(&error, &["move whole slots"]);
             }
@@ -201,7 +198,8 @@ fn slots_of_tensors_that_differ_are_cut_into_blocks() {
         let pair = Pair::new(way);
         let mut chance = Chance(7);
         let sizes = random_rows(&mut chance);
-        let slots: Rows = sizes.iter().map(|&(data_type, elements)| (data_type, 4 * elements)).collect();
+        let slots: TensorRows =
+            sizes.iter().map(|&(data_type, elements)| (data_type, 4 * elements)).collect();
         let here = MixedCache::new(&pair.local, &mut chance, &sizes, (CacheKind::Blocks, 9));
         let there = MixedCache::new(&pair.remote, &mut chance, &slots, (CacheKind::Batch, 3));
         let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
@@ -212,10 +210,10 @@ fn slots_of_tensors_that_differ_are_cut_into_blocks() {
                 expected[tensor][here.part(tensor, block, 0, len)].copy_from_slice(&part);
             }
         }
-        let rows = PullRows::SlotToBlocks { local: vec![5, 0, 8] };
+        let rows = Rows::SlotToBlocks { local: vec![5, 0, 8] };
         pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), rows, Layers::ALL).run().unwrap();
         assert!(here.held.read() == expected, "{way:?}");
-        let many = PullRows::SlotToBlocks { local: vec![0, 1, 2, 3, 4] };
+        let many = Rows::SlotToBlocks { local: vec![0, 1, 2, 3, 4] };
         let error = pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), many, Layers::ALL).run();
         refused(&error.unwrap_err(), &["len(dst_blocks)=5", "at most 4"]);
     }
@@ -231,7 +229,7 @@ fn refused(error: &Error, texts: &[&str]) {
 /// Tensors of other sizes, on either side, are refused before a byte moves, unless only tensors of equal sizes move.
 #[test]
 fn tensors_of_other_sizes_are_refused() {
-    let rows = |bytes: &[u64]| bytes.iter().map(|&bytes| (DataType::Uint8, bytes)).collect::<Rows>();
+    let rows = |bytes: &[u64]| bytes.iter().map(|&bytes| (DataType::Uint8, bytes)).collect::<TensorRows>();
     let shapes = [rows(&[8, 8, 4]), rows(&[8, 4, 4]), rows(&[8, 8, 8])];
     for way in WAYS {
         let pair = Pair::new(way);
@@ -243,8 +241,8 @@ fn tensors_of_other_sizes_are_refused() {
             let before = (here.held.fill(1), there.held.fill(2));
             let name = of(2, row(&there.held, 0));
             let (pull, push) = (
-                PullRows::Blocks { remote: vec![1], local: vec![2] },
-                PushRows::Blocks { local: vec![1], remote: vec![2] },
+                Rows::Blocks { remote: vec![1], local: vec![2] },
+                Rows::Blocks { local: vec![1], remote: vec![2] },
             );
             let calls = [
                 pair.local.pull(name, &here.held.end(), pull.clone(), Layers::ALL).run(),
@@ -265,7 +263,7 @@ fn tensors_of_other_sizes_are_refused() {
             let one = Layers { src: range, dst: range, tensors_per_layer: 1 };
             pair.local.pull(name, &here.held.end(), pull.clone(), one).run().unwrap();
             pair.local.push(&here.held.end(), name, push.clone(), one).run().unwrap();
-            let parts = PullRows::SubRows {
+            let parts = Rows::SubRows {
                 remote: vec![1],
                 local: vec![2],
                 part: SubRow { length: Some(5), ..SubRow::default() },
@@ -284,9 +282,9 @@ fn layers_of_tensors_that_differ_are_transferred() {
         let pair = Pair::new(way);
         let mut chance = Chance(9);
         for round in 0..times(20) {
-            let layer: Rows = random_rows(&mut chance);
+            let layer: TensorRows = random_rows(&mut chance);
             let (per_layer, layers) = (layer.len() as u32, 1 + chance.below(3) as u32);
-            let sizes: Rows = (0..layers).flat_map(|_| layer.clone()).collect();
+            let sizes: TensorRows = (0..layers).flat_map(|_| layer.clone()).collect();
             let kind = if chance.below(2) == 0 { CacheKind::Blocks } else { CacheKind::Batch };
             let count = 2 + chance.below(5);
             let [here, there] = [&pair.local, &pair.remote]
@@ -331,7 +329,8 @@ fn layers_of_tensors_that_differ_are_transferred() {
             here.held.free(&pair.local);
             there.held.free(&pair.remote);
         }
-        let rows = |bytes: &[u64]| bytes.iter().map(|&bytes| (DataType::Uint8, bytes)).collect::<Rows>();
+        let rows =
+            |bytes: &[u64]| bytes.iter().map(|&bytes| (DataType::Uint8, bytes)).collect::<TensorRows>();
         let here = MixedCache::new(&pair.local, &mut chance, &rows(&[8, 4]), (CacheKind::Batch, 1));
         let there = MixedCache::new(&pair.remote, &mut chance, &rows(&[8, 2]), (CacheKind::Batch, 1));
         let args = LayerwiseArgs { tensors_per_layer: 2, ..LayerwiseArgs::default() };
@@ -354,7 +353,7 @@ fn layers_of_tensors_that_differ_are_transferred() {
 #[test]
 fn keys_of_tensors_that_differ_are_released() {
     let pair = Pair::new(super::Way::Shm);
-    let rows: Rows = vec![(DataType::Uint8, 64), (DataType::Uint8, 64), (DataType::Uint8, 16)];
+    let rows: TensorRows = vec![(DataType::Uint8, 64), (DataType::Uint8, 64), (DataType::Uint8, 16)];
     let desc = |engine, chance: &mut Chance| MixedCache::new(engine, chance, &rows, (CacheKind::Batch, 1));
     let into = desc(&pair.local, &mut Chance(10));
     let tensors: Vec<TensorDesc> = rows
@@ -373,7 +372,7 @@ fn keys_of_tensors_that_differ_are_released() {
         pair.remote.deallocate(cache.id()).unwrap();
     };
     keyed(1);
-    let pull = |id, layers| pair.local.pull(from(id), &into.held.end(), PullRows::slot(0, -1), layers).run();
+    let pull = |id, layers| pair.local.pull(from(id), &into.held.end(), Rows::slot(0, -1), layers).run();
     pull(1, Layers::ALL).unwrap();
     assert_eq!(pull(1, Layers::ALL).unwrap_err().kind(), ErrorKind::CacheNotFound);
     keyed(2);

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use llm_datadist_core::{CacheKind, DataDist, Deadline, ErrorKind, Layers, LinkState, Placement, PullRows};
+use llm_datadist_core::{CacheKind, DataDist, Deadline, ErrorKind, Layers, LinkState, Placement, Rows};
 
 use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
 use crate::fixtures::{adopt, desc, pattern, pin_writes};
@@ -146,7 +146,7 @@ fn only_short_pulls_wait_for_rows_that_the_owner_uses() {
         let used = pin_writes(&remote.cache, vec![0], Deadline::after(super::LONG)).unwrap();
         if waits {
             let limit = Duration::from_millis(200);
-            let pull = pair.local.pull(from, &local.end(), PullRows::slot(0, -1), Layers::ALL);
+            let pull = pair.local.pull(from, &local.end(), Rows::slot(0, -1), Layers::ALL);
             assert_eq!(pull.within(limit).run().unwrap_err().kind(), ErrorKind::Timeout);
             drop(used);
             pull_slot(&pair.local, from, &local).unwrap();

@@ -3,9 +3,7 @@
 //! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between
 //! processes; `broken_streams` and `races` cover failures.
 
-use llm_datadist_core::{
-    CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, PullRows, PushRows,
-};
+use llm_datadist_core::{CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, Rows};
 
 use super::{Held, Pair, Way, device, each, of, pairs, pull_blocks, push_slot, request, row};
 use crate::fixtures::{Own, desc};
@@ -68,7 +66,7 @@ fn slots_arrive() {
             let result = match call {
                 Pull(size) => {
                     let name = if size == -1 { Name::Key(request(2)) } else { row(&source, 1) };
-                    let rows = PullRows::slot(2, size);
+                    let rows = Rows::slot(2, size);
                     pair.local.pull(of(2, name), &into.end(), rows.clone(), layers).run()
                 }
                 Push => {
@@ -78,7 +76,7 @@ fn slots_arrive() {
                         missing.fact("name").is_some_and(|name| name.starts_with("slot 9 of")),
                         "{missing}"
                     );
-                    let rows = PushRows::Slot { local: 1 };
+                    let rows = Rows::slot(1, -1);
                     pair.local.push(&source.end(), of(2, row(&into, 2)), rows.clone(), layers).run()
                 }
             };
@@ -112,7 +110,7 @@ fn blocks_are_pushed() {
                 }
             }
             let [local, remote] = [from, to].map(|blocks| blocks.map(|block| block as i64).to_vec());
-            let rows = PushRows::Blocks { local, remote };
+            let rows = Rows::Blocks { local, remote };
             pair.local.push(&source.end(), of(2, Name::Key(KEY)), rows, layers).run().unwrap();
             assert!(into.read() == expected);
             source.free(&pair.local);

@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Config, CopyArgs, Error, ErrorKind, LayerRange, Layers, Name, PullRows,
-    Target,
+    CacheId, CacheKind, ClusterId, Config, CopyArgs, Error, ErrorKind, LayerRange, Layers, Name, Rows, Target,
 };
 
 use super::layerwise::{SLOTS, finish, is_done, start, to, wait};
@@ -60,7 +59,7 @@ fn last_layer_of_each_slot_releases_its_key() {
                     } else {
                         row(&remote, slot as u32)
                     };
-                    let rows = PullRows::slot(0, -1);
+                    let rows = Rows::slot(0, -1);
                     let layers = Layers { src, dst: None, tensors_per_layer: tensors };
                     pair.local.pull(of(2, name), &local.end(), rows, layers).run().unwrap();
                     let source = &bytes[layer * tensors as usize..];

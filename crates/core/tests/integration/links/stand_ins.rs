@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use llm_datadist_core::{
-    Backend, CacheKey, CacheKind, Config, DataDist, FabricConfig, Layers, Name, PullRows, Result,
+    Backend, CacheKey, CacheKind, Config, DataDist, FabricConfig, Layers, Name, Result, Rows,
 };
 
 use super::{Held, Pair, Way, device, of};
@@ -82,7 +82,7 @@ impl Controlled {
 
     pub(super) fn pull(&self, limit: Duration) -> Result<()> {
         // Backwards, so that UCX reads each block with a request of its own.
-        let rows = PullRows::Blocks { remote: (0..BLOCKS).rev().collect(), local: (0..BLOCKS).collect() };
+        let rows = Rows::Blocks { remote: (0..BLOCKS).rev().collect(), local: (0..BLOCKS).collect() };
         let (from, to) = (of(2, Name::Key(KEY)), self.local_cache.end());
         let transfer = self.local.pull(from, &to, rows, Layers::ALL).within(limit).start().unwrap();
         eventually("the end of a pull", || transfer.outcome().is_some());

@@ -9,7 +9,7 @@ use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache, digest};
 use llm_datadist_core::{
     CacheId, CacheKind, CacheLayout, CallExtras, DataDist, Error, ErrorKind, Event, Geometry, GrantUse,
-    GroupMember, Layers, Name, Outcome, Placement, PullRows, PushRows, RemoteName, Result, Target, Verify,
+    GroupMember, Layers, Name, Outcome, Placement, RemoteName, Result, Rows, Target, Verify,
 };
 
 use crate::fixtures::Chance;
@@ -23,17 +23,11 @@ fn extras(verify: Verify) -> CallExtras {
     CallExtras { verify: Some(verify), ..CallExtras::default() }
 }
 
-fn blocks(remote: &[i64], local: &[i64]) -> PullRows {
-    PullRows::Blocks { remote: remote.to_vec(), local: local.to_vec() }
+fn blocks(remote: &[i64], local: &[i64]) -> Rows {
+    Rows::Blocks { remote: remote.to_vec(), local: local.to_vec() }
 }
 
-fn pull(
-    local: &DataDist,
-    from: RemoteName,
-    into: &Held,
-    rows: &PullRows,
-    verify: Verify,
-) -> Result<(), Error> {
+fn pull(local: &DataDist, from: RemoteName, into: &Held, rows: &Rows, verify: Verify) -> Result<(), Error> {
     local.pull_with(from, &into.end(), rows.clone(), Layers::ALL, extras(verify)).run()
 }
 
@@ -96,7 +90,7 @@ fn every_flipped_bit_fails_a_full_push() {
             .map(|engine| memory.held(engine, (TENSORS, ROWS, ROW), CacheKind::Blocks, &[]));
         near.fill(2);
         let to = of(2, row(&far, 0));
-        let rows = PushRows::Blocks { local: vec![5, 9], remote: vec![3, 60] };
+        let rows = Rows::Blocks { local: vec![5, 9], remote: vec![3, 60] };
         let push =
             |verify| pair.local.push_with(&near.end(), to, rows.clone(), Layers::ALL, extras(verify)).run();
         for _ in 0..times(20) {
@@ -122,7 +116,7 @@ fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
         let near = Held::pool(&pair.local, &device(2, 3, 200_000), CacheKind::Batch);
         let bytes = far.fill(1);
         let given = || CallExtras { notify: Some(b"here".to_vec()), ..extras(Verify::Full) };
-        let (from, rows) = (of(2, Name::Key(request(1))), PullRows::slot(1, -1));
+        let (from, rows) = (of(2, Name::Key(request(1))), Rows::slot(1, -1));
         after_the_move(&near.cache, |cache| flip(cache, 1, (200_000 + 70_000) * 8));
         let error =
             pair.local.pull_with(from, &near.end(), rows.clone(), Layers::ALL, given()).run().unwrap_err();
@@ -179,7 +173,7 @@ fn blocks_that_are_written_twice_count_once() {
         // A slot that is cut into the same block twice: its end overwrites a part of its beginning.
         let slot = Held::new(&pair.remote, false, &device(2, 1, 300), CacheKind::Batch, &[Some(request(5))]);
         slot.fill(8);
-        let rows = PullRows::SlotToBlocks { local: vec![3, 3] };
+        let rows = Rows::SlotToBlocks { local: vec![3, 3] };
         pull(&pair.local, of(2, Name::Key(request(5))), &near, &rows, Verify::Full).unwrap();
         assert_eq!(pair.local.stats().verified_blocks, 4);
     }
@@ -207,8 +201,7 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
                 moved.send(()).unwrap();
                 gone.recv().unwrap();
             });
-            pull(&pair.local, of(2, Name::Key(request(1))), &near, &PullRows::slot(0, -1), Verify::Full)
-                .unwrap();
+            pull(&pair.local, of(2, Name::Key(request(1))), &near, &Rows::slot(0, -1), Verify::Full).unwrap();
         });
         assert_eq!(near.read()[1], bytes[1][..4096]);
         let far = Held::new(&pair.remote, false, &device(2, 1, 4096), CacheKind::Batch, &[Some(request(3))]);
@@ -228,7 +221,7 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
                 gone.recv().unwrap();
             });
             let from = of(2, Name::Key(request(3)));
-            let error = pull(&pair.local, from, &near, &PullRows::slot(0, -1), Verify::Full).unwrap_err();
+            let error = pull(&pair.local, from, &near, &Rows::slot(0, -1), Verify::Full).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
         });
     }
@@ -325,7 +318,7 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
     let part = |at: usize| GroupMember {
         remote: of(2, Name::Key(request(at as u64 + 1))),
         local: near[at].end(),
-        rows: PullRows::SlotToBlocks { local: vec![0, 1] },
+        rows: Rows::SlotToBlocks { local: vec![0, 1] },
         grant: None,
     };
     let group = || {

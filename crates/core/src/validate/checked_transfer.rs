@@ -1,0 +1,351 @@
+//! Checks pulls and pushes, and returns the bytes that move between the local cache and the remote one (contract §7.12 to §7.15).
+
+use std::sync::Arc;
+
+use super::by_runs::{SideSizes, equal_rows, part_of_mixed, planned};
+use super::cache_rules::{
+    RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
+    not_empty, numbers, remote_row, row,
+};
+use super::conversion::{
+    LocalCache, PlannedTransfer, TokenMove, equally_many_tokens, parts_alike, some_tokens,
+};
+use super::layer_ranges::{
+    Layers, TensorRun, layers_given, pull_layers, push_layers, tensors_per_layer, within,
+};
+use super::rows::Rows;
+use super::sub_rows::{after, between, pushed_slot_bytes, slot_bytes};
+use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::fallible::{self, OneOrMany};
+use crate::model::{CacheLayout, Geometry, KvGeometry, SubRow};
+use crate::plan::{CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, REQUEST, Side};
+
+/// The names of the two lists of blocks, of the source and of the destination.
+const BLOCKS: (&str, &str) = ("src_blocks", "dst_blocks");
+
+/// A pull or push that fits the local cache. It is not checked against the remote cache yet.
+pub struct CheckedTransfer {
+    rows: Rows,
+    local: LocalCache,
+    local_side: Side,
+    tensors: TensorRun,
+    /// The layers that the caller named.
+    layers: Layers,
+}
+
+/// What moves between the local cache and one of several owners. By default, all that the rows name.
+#[derive(Default)]
+pub struct OwnerShare {
+    /// The layers and heads that are pulled from the owner.
+    pub parts: Option<Vec<KvPart>>,
+    /// How many tokens must move between KV layouts, because as many move between the other owners and the local cache.
+    pub tokens: Option<u64>,
+}
+
+impl CheckedTransfer {
+    /// Checks what needs only the local cache, before a request is sent to the peer.
+    pub fn new(local_side: Side, local: impl Into<LocalCache>, rows: Rows, layers: Layers) -> Result<Self> {
+        let (local, given) = (local.into(), &rows);
+        let CacheLayout { geometry, kind, .. } = local.layout;
+        if local_side == Side::Source {
+            given.check_push()?;
+        }
+        match given {
+            Rows::Slot { size, .. } => {
+                batch_cache(local_side.of(("src_cache", "cache")), kind)?;
+                copy_size(*size)?;
+            }
+            Rows::AnyKind { .. } => {}
+            _ => blocks_cache(local_side.of(("src_cache", "dst_cache")), kind)?,
+        }
+        if let Rows::Sequence { local_tokens, remote_tokens, .. } = given {
+            let (src, dst) = local_side.source_first(local_tokens, remote_tokens);
+            local.needs_layout()?;
+            some_tokens("src_tokens", src.as_ref())?;
+            some_tokens("dst_tokens", dst.as_ref())?;
+        }
+        let (src, dst) = local_side.source_first(given.local_blocks(), given.remote_blocks());
+        dst.map_or(Ok(()), |blocks| not_empty(BLOCKS.1, blocks))?;
+        let src_not_empty = || src.map_or(Ok(()), |blocks| not_empty(BLOCKS.0, blocks));
+        // The documented order of errors: a pull checks its rows before its layers, and a push its layers before its rows.
+        let tensors = match local_side {
+            Side::Destination => {
+                tensors_per_layer(layers.tensors_per_layer)?;
+                src_not_empty()?;
+                check_local_rows(local_side, &local, given)?;
+                pull_layers(geometry, layers)?
+            }
+            Side::Source => {
+                src_not_empty()?;
+                let tensors = push_layers(geometry, local.layers(layers))?;
+                check_local_rows(local_side, &local, given)?;
+                tensors
+            }
+        };
+        let SubRow { src_offset, dst_offset, .. } = given.part();
+        let offset = local_side.of((("src_offset", src_offset), ("dst_offset", dst_offset)));
+        let first = local_side.of((tensors.src, tensors.dst));
+        local.fits_rows(given.part(), offset, (first, tensors.count))?;
+        Ok(CheckedTransfer { rows, local, local_side, tensors, layers })
+    }
+
+    /// Returns the rows that the caller named.
+    pub fn rows(&self) -> &Rows {
+        &self.rows
+    }
+
+    /// Returns the side of the transfer that the local cache is: the destination of a pull, or the source of a push.
+    pub fn local_side(&self) -> Side {
+        self.local_side
+    }
+
+    /// Returns the number of tensors of a layer if the local cache has fewer tensors. Then a push moves nothing, which is no
+    /// error (contract §7.14).
+    pub fn layer_without_tensors(&self) -> Option<u32> {
+        (self.tensors.count == 0).then_some(self.layers.tensors_per_layer)
+    }
+
+    /// Checks the transfer against the owner's description of the remote cache, and plans what moves of `share`. Between
+    /// different KV layouts, a push moves the layers and heads that both caches hold, and a pull all of the local cache.
+    ///
+    /// `Err(CacheNotFound)` if the remote cache does not have the slot of a pull. `Err(InvalidArgument)` also if the KV layouts
+    /// do not fit, or if only one cache has one.
+    pub fn plan(&self, remote: &RemoteCache, share: &OwnerShare) -> Result<PlannedTransfer> {
+        if let Some(planned) = self.conversion(remote, share)? {
+            return Ok(planned);
+        }
+        let mut moves = self.moves(remote)?;
+        let plans = OneOrMany::One(Arc::new(CopyPlan::moves(&mut moves)?));
+        Ok(PlannedTransfer { plans, read_tensors: Some((moves.src_tensor, moves.num_tensors)), tokens: None })
+    }
+
+    /// Checks the transfer against a remote cache whose tensors are equal, as the local ones are, and returns what moves if rows
+    /// move as they are.
+    pub fn moves(&self, remote: &RemoteCache) -> Result<Moves> {
+        let sizes = (self.local.layout.geometry, remote.equal_tensors()?.geometry);
+        let pieces = self.checked_pieces(remote, sizes)?;
+        Ok(self.tensors.moves(if self.tensors.count == 0 { Pieces::default() } else { pieces }))
+    }
+
+    /// Checks all of a push to one of several owners that can be checked before it begins. Returns how many tokens move, or
+    /// would, if both caches have KV layouts, and why nothing is written there, if nothing is: the caches have no layer or
+    /// no head in common. `share` is what the owners before it allow.
+    pub fn check_share(
+        &self,
+        remote: &RemoteCache,
+        share: &OwnerShare,
+    ) -> Result<(Option<u64>, Option<Error>)> {
+        let layouts = if self.local.is_mixed_with(remote) { None } else { self.local.layouts(remote)? };
+        let mut tokens = None;
+        if let Some((src, dst)) = layouts {
+            self.check_remote(remote)?;
+            tokens = Some(self.with_tokens((src, dst), remote, |tokens| {
+                tokens.is_plain(self.layers_given())?;
+                let count = tokens.tokens()?;
+                equally_many_tokens(count, share.tokens).map(|()| count)
+            })?);
+            let whole_rows = !matches!(self.rows(), Rows::SubRows { .. });
+            if let Some(nothing) = KvPart::common(src.layout(), dst.layout()).err().filter(|_| whole_rows) {
+                return Ok((tokens, Some(nothing)));
+            }
+        }
+        if self.conversion(remote, share)?.is_none() {
+            self.moves(remote)?;
+        }
+        Ok((tokens, None))
+    }
+
+    /// Plans what moves if rows do not move by one plan as they are: if the rows of the two caches have different KV layouts,
+    /// the caller named tokens, or the tensors of a cache differ. Otherwise returns `None`.
+    fn conversion(&self, remote: &RemoteCache, share: &OwnerShare) -> Result<Option<PlannedTransfer>> {
+        if self.local.is_mixed_with(remote) {
+            return self.by_runs(remote).map(Some);
+        }
+        let Some((local, there)) = self.local.layouts(remote)? else { return Ok(None) };
+        self.check_remote(remote)?;
+        if let Rows::SubRows { .. } = self.rows() {
+            let text = "several owners need whole blocks, or ranges of tokens";
+            ensure(share.parts.is_none(), || Error::invalid(text))?;
+            return parts_alike(local, remote, self.layers_given()).map(|()| None);
+        }
+        self.with_tokens((local, there), remote, |tokens| {
+            let as_many = || match share.tokens {
+                Some(_) => equally_many_tokens(tokens.tokens()?, share.tokens),
+                None => Ok(()),
+            };
+            if tokens.is_plain(self.layers_given())? && share.parts.is_none() {
+                return as_many().map(|()| None);
+            }
+            self.rows().no_part_of_slot()?;
+            let planned = match (&share.parts, self.local_side) {
+                (Some(parts), _) => tokens.plan(parts),
+                (None, Side::Source) => tokens.plan(&[KvPart::common(local.layout(), there.layout())?]),
+                (None, Side::Destination) => tokens.plan(&[KvPart::of(local.layout())]),
+            }?;
+            as_many().map(|()| Some(planned))
+        })
+    }
+
+    /// Calls `work` with the tokens that move between the layouts of the local and the remote cache.
+    fn with_tokens<T>(
+        &self,
+        (local, there): (&KvGeometry, &KvGeometry),
+        remote: &RemoteCache,
+        work: impl FnOnce(&TokenMove<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let (rows, side) = (self.rows(), self.local_side);
+        let remote_rows = match rows.remote_blocks() {
+            Some(blocks) => {
+                in_range(side.other().of(BLOCKS), blocks, remote.layout.geometry)?;
+                numbers(blocks)?
+            }
+            None => vec![u64::from(remote.row)],
+        };
+        let local_rows = rows.local_rows()?;
+        let (local_tokens, remote_tokens) = match rows {
+            Rows::Sequence { local_tokens, remote_tokens, .. } => {
+                (local_tokens.clone(), remote_tokens.clone())
+            }
+            _ => (None, None),
+        };
+        let (src, dst) = side.source_first(
+            KvSequence { geometry: local, blocks: &local_rows, tokens: local_tokens },
+            KvSequence { geometry: there, blocks: &remote_rows, tokens: remote_tokens },
+        );
+        work(&TokenMove { src, dst })
+    }
+
+    /// Plans the moves between caches of which one or both have tensors that differ.
+    fn by_runs(&self, remote: &RemoteCache) -> Result<PlannedTransfer> {
+        // Neither a sequence of tokens nor a part of a group has a meaning without KV layouts.
+        self.local.layouts(remote)?;
+        let (tensors, rows, side) = (self.tensors, self.rows(), self.local_side);
+        if side == Side::Source {
+            // These errors of a push name no tensor, and concern a push without tensors, too.
+            self.check_tensors(remote, remote.layout.geometry)?;
+        }
+        let sizes: (SideSizes<'_>, SideSizes<'_>) = side.source_first((&self.local).into(), remote.into());
+        let planned = planned(tensors, sizes, CacheCount::Two, |src, dst| {
+            let sizes = (src.geometry, dst.geometry);
+            if let Rows::Slot { size, .. } = rows {
+                ensure(rows.is_whole_slot(), || part_of_mixed(*size))?;
+            }
+            if !matches!(rows, Rows::SubRows { .. } | Rows::SlotToBlocks { .. }) {
+                equal_rows(sizes.0, sizes.1)?;
+            }
+            let pieces = self.checked_pieces(remote, (side.of(sizes), side.other().of(sizes)))?;
+            Ok(tensors.moves(pieces))
+        })?;
+        let first = u32::try_from(tensors.src).unwrap_or(u32::MAX);
+        let plans = OneOrMany::Many(fallible::collect(REQUEST, planned.plans.into_iter().map(Arc::new))?);
+        Ok(PlannedTransfer { plans, read_tensors: Some((first, tensors.count)), tokens: None })
+    }
+
+    /// Checks the transfer against a remote cache whose tensors have the sizes `peer`, and returns the pieces that move in each
+    /// tensor. Local tensors have the sizes `own`.
+    fn checked_pieces(&self, remote: &RemoteCache, (own, peer): (Geometry, Geometry)) -> Result<Pieces> {
+        self.check_tensors(remote, peer)?;
+        self.check_remote(remote)?;
+        self.pieces(remote, (own, peer))
+    }
+
+    /// Checks that the remote cache has the tensors that move, and what comes before this in the documented order of errors.
+    fn check_tensors(&self, remote: &RemoteCache, peer: Geometry) -> Result<()> {
+        let TensorRun { src, dst, count } = self.tensors;
+        match self.local_side {
+            Side::Destination => {
+                remote_row(remote, ErrorKind::CacheNotFound)?;
+                let all = layers_given(self.layers.src).is_none();
+                ensure(!all || peer.num_tensors() == count, || {
+                    Error::invalid(format!(
+                        "the remote cache has {} tensors, and the local range has {count}",
+                        peer.num_tensors()
+                    ))
+                })?;
+            }
+            Side::Source => check_accessible("the remote cache", remote.accessible)?,
+        }
+        let (name, first) = self.local_side.other().of((("src_layer_range", src), ("dst_layer_range", dst)));
+        within(name, first, count, "the remote cache", peer)
+    }
+
+    /// Checks kind, slot and access of the remote cache, in the documented order of errors.
+    fn check_remote(&self, remote: &RemoteCache) -> Result<()> {
+        let accessible = || check_accessible("the remote cache", remote.accessible);
+        let kind = || match self.rows() {
+            Rows::Slot { .. } | Rows::SlotToBlocks { .. } => {
+                batch_cache("the remote cache", remote.layout.kind)
+            }
+            Rows::AnyKind { .. } => Ok(()),
+            _ => blocks_cache("the remote cache", remote.layout.kind),
+        };
+        match self.local_side {
+            Side::Destination => {
+                remote_row(remote, ErrorKind::CacheNotFound)?;
+                kind()?;
+                accessible()
+            }
+            Side::Source => {
+                accessible()?;
+                kind()?;
+                let slot = matches!(self.rows(), Rows::Slot { .. });
+                if slot { remote_row(remote, ErrorKind::InvalidArgument) } else { Ok(()) }
+            }
+        }
+    }
+
+    /// Returns the pieces that move in each tensor.
+    fn pieces(&self, remote: &RemoteCache, (own, peer): (Geometry, Geometry)) -> Result<Pieces> {
+        let (side, slot) = (self.local_side, peer.row_start(remote.row.into()));
+        match self.rows() {
+            Rows::Slot { local, remote_offset, local_offset, size } => {
+                let len = match side {
+                    Side::Destination => {
+                        let room = after("dst_cache_offset", *local_offset, own)?;
+                        let left = after("src_cache_offset", *remote_offset, peer)?;
+                        slot_bytes("the remote cache", *size, room, (*remote_offset, left))?
+                    }
+                    Side::Source => pushed_slot_bytes(own, peer)?,
+                };
+                let here = own.row_start((*local).into()) + local_offset;
+                let (src, dst) = side.source_first(here, slot + remote_offset);
+                Ok(Pieces::Listed(vec![Piece { src, dst, len }]))
+            }
+            Rows::SlotToBlocks { local } => {
+                cut(slot, peer.row_bytes(), &numbers(local)?, own.row_sizes()).map(Pieces::Listed)
+            }
+            Rows::Blocks { local, remote }
+            | Rows::AnyKind { local, remote }
+            | Rows::SubRows { local, remote, .. }
+            | Rows::Sequence { local, remote, .. } => {
+                in_range(side.other().of(BLOCKS), remote, peer)?;
+                let number = |index: &i64| index.cast_unsigned();
+                let pairs = local.iter().map(number).zip(remote.iter().map(number));
+                between(self.rows().part(), side, (own, peer), pairs)
+            }
+        }
+    }
+
+    /// Whether the caller named layers.
+    fn layers_given(&self) -> bool {
+        layers_given(self.layers.src).or(layers_given(self.layers.dst)).is_some()
+    }
+}
+
+/// Checks the rows of the local cache, and that there are as many remote ones.
+fn check_local_rows(local_side: Side, local: &LocalCache, rows: &Rows) -> Result<()> {
+    let geometry = local.layout.geometry;
+    if let Rows::Slot { local: slot, local_offset, size, .. } = rows {
+        row(local_side.of(("src_batch_index", "batch_index")), *slot, geometry)?;
+        ensure(local.mixed.is_none() || rows.is_whole_slot(), || part_of_mixed(*size))?;
+        let room = after("dst_cache_offset", *local_offset, geometry)?;
+        slot_bytes("cache", *size, room, (*local_offset, room))?;
+    }
+    let (src, dst) = local_side.source_first(rows.local_blocks(), rows.remote_blocks());
+    if let (Some(src), Some(dst)) = (src, dst)
+        && (!local.has_sequences() || matches!(rows, Rows::SubRows { .. }))
+    {
+        equally_many((BLOCKS.0, src.len()), (BLOCKS.1, dst.len()))?;
+    }
+    rows.local_blocks().map_or(Ok(()), |blocks| in_range(local_side.of(BLOCKS), blocks, geometry))
+}
