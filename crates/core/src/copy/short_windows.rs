@@ -1,7 +1,7 @@
 //! Moves short windows between a stream and memory through a buffer, which stays in the CPU caches.
 //!
 //! The operating system copies a list of short windows more slowly than the copy kernels do, so the additional copy
-//! saves time (docs/performance.md).
+//! saves time (benches/results/log.md).
 
 use std::ops::Range;
 use std::time::Instant;

@@ -12,8 +12,8 @@ use crate::model::Deadline;
 use crate::stats::Op;
 use crate::transfer::{CallPurpose, Execution, LaneKey, LaneWork, LocalCopy, PeerTransfer, Work, used_rows};
 
-/// One call that moves bytes, and has not begun. What its arguments and the caches of this engine decide is known already,
-/// and is the result of either end.
+/// One call that moves bytes and has not begun. Its arguments and the local caches are checked. If a check failed,
+/// [`run`](Self::run) and [`start`](Self::start) return its error.
 #[must_use = "an operation does nothing until it runs or starts"]
 pub struct Operation<'a> {
     engine: &'a DataDist,
@@ -47,7 +47,7 @@ impl<'a> Operation<'a> {
     }
 
     /// Moves the bytes, and returns once they are in place. A group runs on a thread of the engine meanwhile, and an
-    /// interruption cancels it.
+    /// interruption cancels it. Returns `Err(Busy)` for a group if too many transfers run or wait for their outcome to be taken.
     pub fn run(self) -> Result<()> {
         let Operation { engine, op, started, limit, prepared } = self;
         let deadline = engine.deadline_since(started, limit);

@@ -26,7 +26,7 @@ pub fn leads(into: u64, left: u64) -> bool {
 const MOST_WINDOWS: usize = 1024;
 
 /// Bytes that a receiver waits for at once over a network. One wake-up for each segment that arrives would
-/// cost more than copying it (docs/performance.md).
+/// cost more than copying it (benches/results/log.md).
 const WAKE_BYTES: u32 = 256 << 10;
 
 /// Bytes that are received and discarded at once.

@@ -1,7 +1,7 @@
 //! Checked requests: what a copy, swap, pull or push moves in each tensor, before it is planned.
 //!
 //! Block lists are long, and each step of a call stores them again. A pair of 32-bit block numbers takes 8
-//! bytes; a [`Piece`] takes 24 (docs/performance.md).
+//! bytes; a [`Piece`] takes 24 (benches/results/log.md).
 
 use std::sync::Arc;
 

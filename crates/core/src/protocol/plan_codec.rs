@@ -1,7 +1,7 @@
 //! The encoding of a copy plan in messages.
 //!
 //! Scattered blocks are pairs of numbers that all have the width of the largest. A width for each number
-//! would cost more time than its bytes save (docs/performance.md). `plan` checks whether a plan is valid.
+//! would cost more time than its bytes save (benches/results/log.md). `plan` checks whether a plan is valid.
 
 use std::sync::Arc;
 

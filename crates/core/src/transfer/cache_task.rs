@@ -34,8 +34,8 @@ pub enum Outcome {
 }
 
 impl CacheTask {
-    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. `calls` are not the asynchronous
-    /// calls of the engine: their number is limited, and `drain` waits for them. A layer has `limit` from the start of its
+    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. `calls` must not be the asynchronous
+    /// calls of the engine, because `max_transfers` limits those and `drain` waits for them. A layer has `limit` from the start of its
     /// push. The transfer waits at most `patience` for a layer.
     pub(crate) fn start(
         calls: &AsyncCalls,

@@ -58,7 +58,8 @@ impl TaskState {
         self.awaited = None;
         self.fail_each(|delivery, layers| {
             delivery.missing(layers)?;
-            let unreached = || Error::new(UNREACHED, "the transfer ended before any layer was ready");
+            let unreached =
+                || Error::new(UNREACHED, "the transfer ended before any layer of this destination was ready");
             let error = if delivery.range.first <= layer { error.clone() } else { unreached() };
             Some(error.with("cluster", delivery.cluster).with("layer", layer))
         });

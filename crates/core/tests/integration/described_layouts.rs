@@ -62,6 +62,7 @@ fn layout_bytes() {
     let (record, _) = record(&layout(TokenOrder::Hnd, KvPlanes::KThenV));
     let mut expected = vec![1, 1, 16, 2, 6, 8, 0x80, 1, 1, 1, 3, 7, 18];
     expected.extend(b"a model, version 2");
+    expected.push(0); // no grant
     let frame = encode(&record).unwrap();
     assert!(frame[..frame.len() - CHECKSUM].ends_with(&expected));
 }

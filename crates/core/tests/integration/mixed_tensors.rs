@@ -148,7 +148,7 @@ fn sizes_survive_the_message() {
     let record = record();
     let frame = encode(&record).unwrap();
     let message = &frame[..frame.len() - CHECKSUM];
-    assert!(message.ends_with(&[3, 0, 8, 8, 2, 16, 20, 3, 8, 8, 0]), "{frame:?}");
+    assert!(message.ends_with(&[3, 0, 8, 8, 2, 16, 20, 3, 8, 8, 0, 0]), "{frame:?}");
     let read: WireCache = decode(&frame[HEADER..]).unwrap();
     assert_eq!(read, record);
     let sizes = read.mixed_sizes().unwrap().unwrap();

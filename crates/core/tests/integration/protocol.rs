@@ -402,7 +402,7 @@ fn error_kinds_keep_their_numbers() {
 fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = protocol::refusal(&error);
-    assert_eq!(hex(&frame), "4c440fff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    assert_eq!(hex(&frame), "4c4410ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
     assert_eq!(frame[3], REFUSAL);
     // The version that wrote it does not matter.
     for version in [0, 1, 2, 3, 4, 5, 6, 7, 8, 255] {

@@ -35,7 +35,7 @@ impl Axis {
 /// writes at byte `dst`.
 ///
 /// The order is that of the fastest copy: the source is read in the order of its bytes, unless that needs many short
-/// spans (docs/performance.md).
+/// spans (benches/results/log.md).
 pub(super) fn spans(len: u64, axes: &[Axis], (src, dst): (u64, u64)) -> Result<Vec<Span>> {
     let (len, mut axes) = joined(len, axes);
     axes.sort_unstable_by_key(|axis| (axis.count < MIN_INNERMOST, axis.src_step, axis.count));
