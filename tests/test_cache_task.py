@@ -14,7 +14,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Optional
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -315,6 +315,12 @@ def test_await_leaves_the_loop_the_transfer_and_the_descriptors_alone(transfer: 
     before, threads = transfer.near.resources()["descriptors"], threading.active_count()
 
     async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with patch.object(loop, "add_reader", wraps=loop.add_reader) as added, pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(wait(task), 0.05)
+        readers = [call.args[0] for call in added.call_args_list]
+        assert readers
+        assert not any(loop.remove_reader(reader) for reader in readers), "a reader is left"
         some = [asyncio.ensure_future(wait(task)) for _ in range(3)]
         await asyncio.sleep(0.05)
         assert not any(one.done() for one in some)

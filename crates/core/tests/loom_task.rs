@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, CacheTask, Delivery, Executor, LayerSink, LayerTask, Outcome, TaskLimits,
+    AsyncCalls, CacheTask, Delivery, Executor, LayerSink, LayerTask, Outcome, TaskKind, TaskLimits,
 };
 use llm_datadist_core::testing::{begin_layer_task, refuse_layer, start_task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
@@ -25,7 +25,7 @@ struct Counts {
 }
 
 impl LayerSink for Counts {
-    fn find(&self, _: Deadline) -> Result<u64> {
+    fn find(&self, _: TaskKind, _: Deadline) -> Result<u64> {
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "found after the end");
         Ok(2)
     }
@@ -118,7 +118,7 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
         let sink = Counts { layers: layers.clone(), fails_at: None, over: over.clone() };
         let range = LayerRange { first: 0, end: 1 };
         let to = vec![Delivery { cluster: ClusterId(2), layers: range, sink: Ok(Arc::new(sink)) }];
-        let limits = TaskLimits { layer: Duration::from_secs(3600), wait: None, events: true };
+        let limits = TaskLimits { kind: TaskKind::LayerTask, layer: Duration::from_secs(3600), wait: None };
         let task = Arc::new(begin_layer_task(&calls, 1, to, limits).unwrap());
         let transfer = task.transfers()[0].clone();
         let acts = {

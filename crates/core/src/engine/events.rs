@@ -25,9 +25,10 @@ impl DataDist {
         self.calls.drain(Deadline::after(limit).named("timeout_ms").watched(self.interrupted))
     }
 
-    /// Ends all asynchronous calls with an error of kind `Closed` and refuses new ones, because the engine is about to
-    /// be dropped. Other threads may still be in calls of the engine.
+    /// Ends all asynchronous calls and layer-wise transfers with an error of kind `Closed` and refuses new ones, because the
+    /// engine is about to be dropped. Other threads may still be in calls of the engine.
     pub fn end_transfers(&self) {
+        self.tasks.close();
         self.calls.close();
     }
 }

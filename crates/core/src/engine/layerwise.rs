@@ -9,7 +9,7 @@ use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::transfer::{CacheTask, Delivery, LayerPush, LayerSink, LayerTask, TaskLimits};
+use crate::transfer::{CacheTask, Delivery, LayerPush, LayerSink, LayerTask, TaskKind, TaskLimits};
 use crate::validate::{self, Destination, LayerRange, LayerRows, LayerwiseArgs};
 
 /// One destination of a task whose layers the caller reports.
@@ -24,8 +24,8 @@ pub struct LayerReceiver {
 impl DataDist {
     /// Starts to push layers of a cache to peers, each as soon as it is ready (contract §8).
     ///
-    /// Returns `Err` only if the arguments alone make the call invalid; everything else is an outcome of the
-    /// task. A destination fails if it waits for a layer longer than `patience`.
+    /// Returns `Err` only if the arguments alone make the call invalid, if there is no memory, or once the engine closes;
+    /// everything else is an outcome of the task. A destination fails if it waits for a layer longer than `patience`.
     ///
     /// The task holds the cache, so a deallocation takes effect only once the task has ended. Each layer has
     /// the limit `sync_kv_timeout` for itself, from the moment at which its push begins.
@@ -54,7 +54,7 @@ impl DataDist {
         let num_layers = validate::whole_layers(local.sizes_of(0), args.tensors_per_layer)?;
         let delivery = |to: Destination| {
             let (cluster, layers) = (to.cluster, to.src_layers);
-            let push = |()| self.layer_push(&local, rows.clone(), args.tensors_per_layer, to, false);
+            let push = |()| self.layer_push(&local, rows.clone(), args.tensors_per_layer, to);
             Delivery { cluster, layers, sink: self.other(cluster).map(push) }
         };
         let deliveries = to.into_iter().map(delivery).collect();
@@ -85,12 +85,13 @@ impl DataDist {
             validate::destination(local.layout_of_first(), &args, &to)?;
             self.other(to.cluster)?;
             let (cluster, layers) = (to.cluster, to.src_layers);
-            let sink = self.layer_push(&local, Arc::new(rows), per_layer, to, true);
+            let sink = self.layer_push(&local, Arc::new(rows), per_layer, to);
             Ok(Delivery { cluster, layers, sink: Ok(sink) })
         };
         let deliveries =
             fallible::try_collect("the destinations of a transfer", to.into_iter().map(delivery))?;
-        let limits = TaskLimits { layer: self.resources.config.sync_timeout, wait: patience, events: true };
+        let layer = self.resources.config.sync_timeout;
+        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: patience };
         LayerTask::begin(&self.calls, num_layers, deliveries, limits)
     }
 
@@ -100,7 +101,6 @@ impl DataDist {
         rows: Arc<LayerRows>,
         per_layer: u32,
         to: Destination,
-        events: bool,
     ) -> Arc<dyn LayerSink> {
         Arc::new(LayerPush {
             resources: self.resources.clone(),
@@ -109,7 +109,6 @@ impl DataDist {
             rows,
             per_layer,
             to,
-            events,
             found: OnceLock::new(),
         })
     }

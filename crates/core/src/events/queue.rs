@@ -74,21 +74,21 @@ impl EventQueue {
 
     /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no place for it,
     /// `Err(OutOfMemory)` if its list cannot grow, and `Err(Closed)` once it is closed.
-    /// Without `event`, the end is no event.
+    /// Without `event`, the end is no event, and takes no room in the list.
     pub(crate) fn start(self: &Arc<Self>, event: bool) -> Result<Arc<Transfer>> {
-        self.take_places(1)?;
+        self.take_places(1, event)?;
         Ok(Transfer::new(self.clone(), event))
     }
 
     /// Creates the records of `count` transfers that start now, all or none, as [`start`](Self::start) does.
     pub(crate) fn start_all(self: &Arc<Self>, count: usize, event: bool) -> Result<Vec<Arc<Transfer>>> {
         let mut transfers = fallible::with_capacity(EVENTS, count)?;
-        self.take_places(count)?;
+        self.take_places(count, event)?;
         transfers.extend((0..count).map(|_| Transfer::new(self.clone(), event)));
         Ok(transfers)
     }
 
-    fn take_places(&self, count: usize) -> Result<()> {
+    fn take_places(&self, count: usize, event: bool) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
@@ -100,7 +100,7 @@ impl EventQueue {
             return Err(error.with("limit", self.limit));
         }
         state.open += count;
-        let room = state.make_room(0);
+        let room = if event { state.make_room(0) } else { Ok(()) };
         if room.is_err() {
             state.open -= count;
         }
@@ -444,5 +444,16 @@ mod tests {
         assert!(peak > 900 && most <= peak + peak / 4 + 3, "{most} places for {peak} transfers");
         // The events refer to the queue.
         queue.close();
+    }
+
+    #[test]
+    fn transfers_without_events_take_no_room() {
+        let queue = Arc::new(EventQueue::new(usize::MAX));
+        let transfers = queue.start_all(1000, false).unwrap();
+        assert_eq!((queue.open_transfers(), queue.places()), (1000, 0));
+        for transfer in transfers {
+            transfer.finish(Ok(0));
+        }
+        assert_eq!((queue.open_transfers(), queue.places()), (0, 0));
     }
 }

@@ -80,9 +80,9 @@ struct State {
     loops: Option<Box<Loops>>,
 }
 
-/// The event loops that await a transfer.
+/// The event loops that await a transfer. A loop that was closed has dropped its queue, with the descriptor.
 #[derive(Default)]
-struct Loops(Vec<Arc<AwaitQueue>>);
+struct Loops(Vec<Weak<AwaitQueue>>);
 
 /// Counts the transfers of this process.
 static STARTED: AtomicU64 = AtomicU64::new(1);
@@ -229,7 +229,8 @@ impl Transfer {
         self.changed.notify_all();
         drop(state);
         drop(stop);
-        for queue in loops.into_iter().flat_map(|loops| loops.0) {
+        let loops = loops.into_iter().flat_map(|loops| loops.0);
+        for queue in loops.filter_map(|queue| queue.upgrade()) {
             queue.push(self.number);
         }
     }
@@ -301,8 +302,10 @@ impl Transfer {
             return Ok(false);
         }
         let loops = &mut state.loops.get_or_insert_default().0;
-        if !loops.iter().any(|known| Arc::ptr_eq(known, queue)) {
-            crate::fallible::push("the event loops that await a transfer", loops, queue.clone())?;
+        loops.retain(|known| known.strong_count() > 0);
+        let queue = Arc::downgrade(queue);
+        if !loops.iter().any(|known| known.ptr_eq(&queue)) {
+            crate::fallible::push("the event loops that await a transfer", loops, queue)?;
         }
         Ok(true)
     }

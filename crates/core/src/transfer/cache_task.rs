@@ -6,31 +6,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::async_calls::AsyncCalls;
-use super::delivery::{Carried, Delivery, DeliveryState, ReportedLayers, TaskLimits};
+use super::delivery::{Carried, Delivery, DeliveryState, Outcome, ReportedLayers, TaskKind, TaskLimits};
 use super::layer_task::LayerTask;
-use super::task_state::{Awaited, TaskState, UNREACHED};
+use super::task_state::{Awaited, TaskState};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
 use crate::model::Deadline;
+use crate::sync::MutexGuard;
 
 /// A [`LayerTask`] whose layers come in order. If it is dropped, destinations that wait for a layer end.
 #[derive(Debug)]
 pub struct CacheTask {
     task: LayerTask,
     patience: Option<Duration>,
-}
-
-/// Outcome of a destination.
-#[derive(Clone, Debug)]
-pub enum Outcome {
-    /// The transfer ended before any layer for it was ready.
-    Unreached,
-    /// Something of it moves, or may move later.
-    UnderWay,
-    /// Every layer is in place.
-    Done,
-    /// It ended early. Layers that were pushed before are in place.
-    Failed(Error),
 }
 
 impl CacheTask {
@@ -44,13 +32,13 @@ impl CacheTask {
         limit: Duration,
         patience: Option<Duration>,
     ) -> Result<CacheTask> {
-        let limits = TaskLimits { layer: limit, wait: None, events: false };
+        let limits = TaskLimits { kind: TaskKind::CacheTask, layer: limit, wait: None };
         Ok(CacheTask { task: LayerTask::begin(calls, layers, deliveries, limits)?, patience })
     }
 
     /// Returns the layers that any destination needs, ascending.
     pub fn layers(&self) -> Vec<u32> {
-        let state = self.task.task.state.lock();
+        let state = self.state();
         let needed = state.deliveries.iter().flat_map(|delivery| delivery.range.first..delivery.range.end);
         needed.collect::<BTreeSet<_>>().into_iter().collect()
     }
@@ -58,13 +46,14 @@ impl CacheTask {
     /// Returns whether a destination that has not ended needs `layer`. If so, and if `layer` is not ready,
     /// the wait for it starts now.
     pub fn wanted(&self, layer: u32) -> bool {
-        let mut state = self.task.task.state.lock();
+        let mut state = self.state();
         let wanted = state.deliveries.iter().any(|delivery| delivery.awaits(layer));
         let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
         let awaited = Awaited { layer, since: Instant::now(), patience };
         state.awaited = (wanted && !state.layers.is_reported(layer)).then_some(awaited);
+        let watched = state.awaited.is_some() && patience.is_some();
         drop(state);
-        if patience.is_some() {
+        if watched {
             self.task.task.watch();
         }
         wanted
@@ -79,7 +68,7 @@ impl CacheTask {
     /// earlier one of these fail with `error`. Destinations that begin after `layer` are never reached. Destinations whose
     /// layers are all ready continue.
     pub(crate) fn refuse(&self, layer: u32, error: &Error) {
-        self.task.task.state.lock().refuse(layer, error);
+        self.state().refuse(layer, error);
         self.task.task.settle_all();
     }
 
@@ -102,11 +91,15 @@ impl CacheTask {
         self.task.transfers()
     }
 
-    /// Cancels all transfers that have not ended. Layers in transit are still pushed. Returns `false` if all had ended or were
-    /// cancelled before.
+    /// Cancels all destinations without an outcome. Layers in transit are still pushed. Returns `false` if every destination
+    /// had an outcome.
     pub fn cancel(&self) -> bool {
-        let cancels = |transfer: &&Arc<Transfer>| !transfer.cancelled() && transfer.cancel();
-        self.transfers().iter().filter(cancels).count() > 0
+        let mut state = self.state();
+        let any = state.deliveries.iter().any(DeliveryState::is_under_way);
+        state.fail_each(|_, _| Some(Error::new(ErrorKind::Cancelled, "the transfer was cancelled")));
+        drop(state);
+        self.task.task.settle_all();
+        any
     }
 
     /// Whether the transfer has ended: nothing of it moves, or ever will.
@@ -125,29 +118,23 @@ impl CacheTask {
         Ok(true)
     }
 
-    /// Returns the outcome of each destination.
+    /// Returns the outcome of each destination. An outcome never changes, but a layer of the destination may be in transit
+    /// until the transfer is [`done`](Self::done).
     pub fn outcomes(&self) -> Vec<Outcome> {
-        let outcome = |transfer: &Arc<Transfer>| match transfer.peek() {
-            None => Outcome::UnderWay,
-            Some(Ok(_)) => Outcome::Done,
-            Some(Err(error)) if error.kind() == UNREACHED => Outcome::Unreached,
-            Some(Err(error)) => Outcome::Failed(error),
-        };
-        self.transfers().iter().map(outcome).collect()
+        self.state().deliveries.iter().map(|delivery| delivery.outcome.clone()).collect()
     }
 
     /// Returns why each destination is not done: why it failed, or what it waits for. `None` for destinations
     /// that are done, and for those that were never reached.
     pub fn reasons(&self) -> Vec<Option<Error>> {
-        let outcomes = self.outcomes();
-        let mut state = self.task.task.state.lock();
+        let mut state = self.state();
         let TaskState { layers, deliveries, awaited, .. } = &mut *state;
-        let reason = |(outcome, delivery): (Outcome, &mut DeliveryState)| match outcome {
+        let reason = |delivery: &mut DeliveryState| match &delivery.outcome {
             Outcome::Unreached | Outcome::Done => None,
             Outcome::UnderWay => Some(unfinished(delivery, layers, *awaited)),
-            Outcome::Failed(error) => Some(error),
+            Outcome::Failed(error) => Some(error.clone()),
         };
-        outcomes.into_iter().zip(deliveries).map(reason).collect()
+        deliveries.iter_mut().map(reason).collect()
     }
 
     /// How long the transfer may wait for one layer, if there is a limit.
@@ -157,7 +144,11 @@ impl CacheTask {
 
     /// Returns the progress of each destination.
     pub fn progress(&self) -> Vec<Carried> {
-        self.task.task.state.lock().deliveries.iter().map(DeliveryState::progress).collect()
+        self.state().deliveries.iter().map(DeliveryState::progress).collect()
+    }
+
+    fn state(&self) -> MutexGuard<'_, TaskState> {
+        self.task.task.state.lock()
     }
 }
 

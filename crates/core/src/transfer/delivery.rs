@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{ClusterId, Deadline};
 use crate::validate::LayerRange;
@@ -16,14 +16,14 @@ const LAYERS: &str = "the layers of a transfer";
 /// Pushes layers to one destination.
 pub trait LayerSink: Send + Sync {
     /// Finds the destination, and returns the number of bytes of all its layers. Called once, before the first layer, and
-    /// usually before that layer is ready.
-    fn find(&self, deadline: Deadline) -> Result<u64>;
+    /// usually before that layer is ready. `kind` is that of the task.
+    fn find(&self, kind: TaskKind, deadline: Deadline) -> Result<u64>;
 
     /// Pushes with one request the first of the `ready` layers, and those after it that it can also push if they have at most
     /// `most_bytes` bytes together. Returns the number of layers and of their bytes, which are in place then.
     fn push(&self, ready: LayerRange, most_bytes: u64, deadline: Deadline) -> Result<(u32, u64)>;
 
-    /// Adds to an error what is known of the peer.
+    /// Adds to the error of a `LayerTask` what is known of the peer.
     fn named(&self, error: Error) -> Error {
         error
     }
@@ -37,6 +37,19 @@ pub struct Delivery {
     pub layers: LayerRange,
     /// What pushes them, or why the destination can never be reached.
     pub sink: Result<Arc<dyn LayerSink>>,
+}
+
+/// Outcome of a destination.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// The transfer ended before any layer for it was ready.
+    Unreached,
+    /// Layers are still to be pushed, or in transit.
+    UnderWay,
+    /// Every layer is in place.
+    Done,
+    /// It ended early. Layers that were pushed before are in place.
+    Failed(Error),
 }
 
 /// Progress of a destination.
@@ -117,17 +130,32 @@ impl ReportedLayers {
     }
 }
 
-/// Time limits of a task.
+/// Which handle a task has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TaskKind {
+    /// A `CacheTask`. The limit of a layer counts from the start of its push, which ends by itself (contract §8.2).
+    CacheTask,
+    /// A `LayerTask`: the end of each destination is an event. The limit of a layer counts from its report. A push ends early
+    /// if its transfer is stopped, and only when the peer has ended its reads of this process's memory.
+    LayerTask,
+}
+
+impl TaskKind {
+    /// Whether the end of each destination is an event. Then every failure names the peer.
+    pub(super) fn has_events(self) -> bool {
+        self == TaskKind::LayerTask
+    }
+}
+
+/// Kind and time limits of a task.
 #[derive(Clone, Copy, Debug)]
 pub struct TaskLimits {
+    /// Which handle it has.
+    pub kind: TaskKind,
     /// How long a layer may take to be in place.
     pub layer: Duration,
     /// How long each destination may wait for the next layer to be ready.
     pub wait: Option<Duration>,
-    /// Whether the end of each destination is an event. The limit of a layer then counts from its report, and a push ends
-    /// early if its transfer is stopped. Otherwise the limit counts from the start of the push, which ends by itself
-    /// (contract §8.2).
-    pub events: bool,
 }
 
 /// Whether a lane works on a destination.
@@ -148,7 +176,7 @@ pub(super) struct DeliveryState {
     pub(super) found: bool,
     pub(super) lane: LaneState,
     /// How it ends. Its transfer reports this once nothing of it moves.
-    pub(super) outcome: Option<Result<()>>,
+    pub(super) outcome: Outcome,
     /// Whether somebody reports the outcome, or has done so.
     reported: bool,
     /// Position, in the order in which layers became ready, before which it needs no layer any more.
@@ -160,8 +188,8 @@ pub(super) struct DeliveryState {
 impl DeliveryState {
     pub(super) fn new(Delivery { cluster, layers, sink }: Delivery) -> Self {
         let (sink, outcome) = match sink {
-            Ok(sink) => (Some(sink), None),
-            Err(error) => (None, Some(Err(error))),
+            Ok(sink) => (Some(sink), Outcome::UnderWay),
+            Err(error) => (None, Outcome::Failed(error)),
         };
         DeliveryState {
             lane: LaneState::Idle,
@@ -181,13 +209,18 @@ impl DeliveryState {
         self.lane == LaneState::Busy
     }
 
+    /// Whether it has no outcome yet.
+    pub(super) fn is_under_way(&self) -> bool {
+        matches!(self.outcome, Outcome::UnderWay)
+    }
+
     fn needs(&self, layer: u32) -> bool {
         (self.range.first..self.range.end).contains(&layer)
     }
 
     /// Whether it has not ended and needs `layer`.
     pub(super) fn awaits(&self, layer: u32) -> bool {
-        self.outcome.is_none() && self.needs(layer)
+        self.is_under_way() && self.needs(layer)
     }
 
     /// Returns the next layer to push: of those that are ready, the one that has been so for longest.
@@ -229,18 +262,18 @@ impl DeliveryState {
 
     /// Ends the destination with success if every layer is in place.
     pub(super) fn end_if_complete(&mut self) {
-        if self.pushed.0 >= self.num_layers() {
-            self.outcome.get_or_insert(Ok(()));
+        if self.is_under_way() && self.pushed.0 >= self.num_layers() {
+            self.outcome = Outcome::Done;
         }
     }
 
     /// Ends the destination with a failure, unless it has ended.
     pub(super) fn fail(&mut self, error: impl FnOnce() -> Error, layers: &ReportedLayers) {
-        if self.outcome.is_none() {
+        if self.is_under_way() {
             let layer = self.current(layers);
             let error = error().with("cluster", self.cluster);
             let error = if error.fact("layer").is_some() { error } else { error.with("layer", layer) };
-            self.outcome = Some(Err(error));
+            self.outcome = Outcome::Failed(error);
         }
     }
 
@@ -256,9 +289,15 @@ impl DeliveryState {
         if self.is_busy() || self.reported {
             return None;
         }
-        let end = self.outcome.clone()?;
+        let text = "the transfer ended before any layer of this destination was ready";
+        let end = match &self.outcome {
+            Outcome::UnderWay => return None,
+            Outcome::Unreached => Err(Error::new(ErrorKind::Cancelled, text).with("cluster", self.cluster)),
+            Outcome::Done => Ok(self.pushed.1),
+            Outcome::Failed(error) => Err(error.clone()),
+        };
         self.reported = true;
-        Some(end.map(|()| self.pushed.1))
+        Some(end)
     }
 
     pub(super) fn progress(&self) -> Carried {
@@ -277,11 +316,11 @@ impl DeliveryState {
         limits: TaskLimits,
         begin: Instant,
     ) -> Option<(Deadline, String)> {
-        if self.outcome.is_some() {
+        if !self.is_under_way() {
             return None;
         }
         // A lane that works on it has the deadline of its layer.
-        let queued = self.next(layers).filter(|_| limits.events && !self.is_busy());
+        let queued = self.next(layers).filter(|_| limits.kind.has_events() && !self.is_busy());
         let queued = queued.map(|ReadyLayer { layer, since }| {
             let text = format!("layer {layer} was waiting for a thread");
             (Deadline::since(since, limits.layer), text)
@@ -314,7 +353,6 @@ mod tests {
     use proptest::test_runner::TestRunner;
 
     use super::*;
-    use crate::error::ErrorKind;
 
     const LAYERS: u32 = 12;
 
@@ -322,7 +360,7 @@ mod tests {
         let layers = LayerRange { first, end };
         let sink = Err(Error::new(ErrorKind::NotLinked, "none"));
         let state = DeliveryState::new(Delivery { cluster: ClusterId(1), layers, sink });
-        DeliveryState { outcome: None, ..state }
+        DeliveryState { outcome: Outcome::UnderWay, ..state }
     }
 
     /// Layers become ready in any order. Each request pushes some of the layers of its run.
@@ -364,7 +402,7 @@ mod tests {
                         (progress.layers as usize, progress.bytes),
                         (pushed.len(), pushed.len() as u64)
                     );
-                    assert_eq!(state.outcome.is_some(), pushed.len() == needed.len());
+                    assert_eq!(!state.is_under_way(), pushed.len() == needed.len());
                 }
                 assert!(needed.starts_with(&pushed));
                 Ok(())

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use super::async_calls::AsyncCalls;
-use super::delivery::{Delivery, TaskLimits};
+use super::delivery::{Delivery, TaskKind, TaskLimits};
 use super::place_table::Place;
 use super::running_calls::RunningCall;
 use super::task::Task;
@@ -33,7 +33,7 @@ impl LayerTask {
         limits: TaskLimits,
     ) -> Result<LayerTask> {
         let state = TaskState::new(layers, deliveries)?;
-        let transfers = calls.queue().start_all(state.deliveries.len(), limits.events)?;
+        let transfers = calls.queue().start_all(state.deliveries.len(), limits.kind.has_events())?;
         let abandon = |transfers: &[Arc<Transfer>]| transfers.iter().for_each(|transfer| transfer.abandon());
         let places = calls.running().reserve_all(transfers.len()).inspect_err(|_| abandon(&transfers))?;
         let task = Task::new(calls, limits, (transfers, places), state);
@@ -117,6 +117,10 @@ impl Stops for RunningDelivery {
 
 impl RunningCall for RunningDelivery {
     fn close(&self) {
-        self.task.transfers[self.index].close();
+        match self.task.limits.kind {
+            TaskKind::CacheTask => self.stop(Error::closed()),
+            // Also ends a push in transit.
+            TaskKind::LayerTask => self.task.transfers[self.index].close(),
+        }
     }
 }

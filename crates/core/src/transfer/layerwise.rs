@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::call::{Call, check_accessible};
-use super::delivery::LayerSink;
+use super::delivery::{LayerSink, TaskKind};
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -32,14 +32,12 @@ pub(crate) struct LayerPush {
     pub(crate) rows: Arc<LayerRows>,
     pub(crate) per_layer: u32,
     pub(crate) to: Destination,
-    /// Whether the end of the destination is an event. A push then ends only when the peer has ended its reads of this
-    /// process's memory, and every failure names the peer.
-    pub(crate) events: bool,
     pub(crate) found: OnceLock<FoundDestination>,
 }
 
 /// A destination whose link and caches were found.
 pub(crate) struct FoundDestination {
+    kind: TaskKind,
     link: Arc<Link>,
     /// Rows of the local cache that are read.
     local_rows: Vec<u64>,
@@ -63,10 +61,10 @@ impl FoundDestination {
 }
 
 impl LayerSink for LayerPush {
-    fn find(&self, deadline: Deadline) -> Result<u64> {
+    fn find(&self, kind: TaskKind, deadline: Deadline) -> Result<u64> {
         let found = self.link.find(deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
-        let found = self.resolve(link.clone(), deadline).map_err(|error| link.named(error))?;
+        let found = self.resolve(kind, link.clone(), deadline).map_err(|error| link.named(error))?;
         let bytes = found.layers.iter().flatten().map(|part| part.plan.bytes()).sum();
         // `find` is called once, so the destination is not set yet.
         let _ = self.found.set(found);
@@ -92,9 +90,6 @@ impl LayerSink for LayerPush {
     }
 
     fn named(&self, error: Error) -> Error {
-        if !self.events {
-            return error;
-        }
         let found = self.found.get().map(|found| found.link.clone());
         match found.or_else(|| self.link.known()) {
             Some(link) => link.named(error),
@@ -119,7 +114,7 @@ impl LayerPush {
             local: self.local.clone(),
             deadline,
             execution: None,
-            to_the_end: self.events,
+            to_the_end: found.kind.has_events(),
             notify: None,
             grant: None,
             verify: self.resources.config.verify,
@@ -128,23 +123,25 @@ impl LayerPush {
         call.counted_as(layers, || call.rounds(|known| call.push(known, plan, rows()?)))
     }
 
-    fn resolve(&self, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
+    fn resolve(&self, kind: TaskKind, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
         check_accessible(&self.resources, &self.local)?;
-        match &self.to.target {
-            Target::Cache { name, first_layer } => self.to_cache(link, *name, *first_layer, deadline),
-            Target::Addresses(addrs) => self.to_addresses(link, addrs, deadline),
-        }
+        let (local_rows, layers) = match &self.to.target {
+            Target::Cache { name, first_layer } => self.to_cache(&link, *name, *first_layer, deadline),
+            Target::Addresses(addrs) => self.to_addresses(&link, addrs, deadline),
+        }?;
+        Ok(FoundDestination { kind, link, local_rows, layers })
     }
 
+    /// Returns the rows of the local cache that are read, and the parts of each layer.
     fn to_cache(
         &self,
-        link: Arc<Link>,
+        link: &Arc<Link>,
         name: Name,
         first_layer: u32,
         deadline: Deadline,
-    ) -> Result<FoundDestination> {
+    ) -> Result<(Vec<u64>, Vec<Vec<Part>>)> {
         let (name, row) = name.without_slot();
-        let known = ask(&link, name, deadline)?;
+        let known = ask(link, name, deadline)?;
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
         let (range, per_layer) = (self.to.src_layers, self.per_layer);
         let count = range.end - range.first;
@@ -167,7 +164,7 @@ impl LayerPush {
         };
         let layer = |layer| self.parts_of_layer(known.cache, &plans, layer);
         let layers = fallible::try_collect(LAYERS, (range.first..range.end).map(layer))?;
-        Ok(FoundDestination { link, local_rows, layers })
+        Ok((local_rows, layers))
     }
 
     /// Returns the parts of a layer: one for each plan that has tensors of it.
@@ -186,7 +183,13 @@ impl LayerPush {
         Ok(parts)
     }
 
-    fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<FoundDestination> {
+    /// As [`to_cache`](Self::to_cache).
+    fn to_addresses(
+        &self,
+        link: &Arc<Link>,
+        addrs: &[u64],
+        deadline: Deadline,
+    ) -> Result<(Vec<u64>, Vec<Vec<Part>>)> {
         let (locations, _share) = link.locate(addrs, deadline)?;
         let mut tensors =
             TensorPlans { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
@@ -195,13 +198,13 @@ impl LayerPush {
         for locations in locations.chunks(self.per_layer.max(1) as usize) {
             let mut parts = Vec::new();
             for location in locations {
-                let plan = tensors.plan(&link, *location, src, deadline)?;
+                let plan = tensors.plan(link, *location, src, deadline)?;
                 add_tensor(&mut parts, location.cache, &plan.in_tensors(src, location.tensor, 1))?;
                 src += 1;
             }
             fallible::push(LAYERS, &mut layers, parts)?;
         }
-        Ok(FoundDestination { link, local_rows: tensors.local_rows, layers })
+        Ok((tensors.local_rows, layers))
     }
 }
 

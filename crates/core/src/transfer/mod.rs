@@ -31,8 +31,8 @@ mod verify;
 
 pub(crate) use async_call::{CallPurpose, Execution, LaneWork, Work};
 pub use async_calls::AsyncCalls;
-pub use cache_task::{CacheTask, Outcome};
-pub use delivery::{Carried, Delivery, LayerSink, TaskLimits};
+pub use cache_task::CacheTask;
+pub use delivery::{Carried, Delivery, LayerSink, Outcome, TaskKind, TaskLimits};
 pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;

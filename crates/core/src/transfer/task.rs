@@ -12,7 +12,9 @@ use std::time::Instant;
 
 use super::async_calls::AsyncCalls;
 use super::clock::Alarmed;
-use super::delivery::{DeliveryState, LaneState, LayerSink, ReadyRun, ReportedLayers, TaskLimits};
+use super::delivery::{
+    DeliveryState, LaneState, LayerSink, Outcome, ReadyRun, ReportedLayers, TaskKind, TaskLimits,
+};
 use super::executor::{ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::place_table::Place;
@@ -28,7 +30,7 @@ use crate::sync::Mutex;
 #[derive(Debug)]
 pub(super) struct Task {
     lanes: ExecutorHandle,
-    limits: TaskLimits,
+    pub(super) limits: TaskLimits,
     begin: Instant,
     /// The transfer of each destination, in the order of the destinations.
     pub(super) transfers: Vec<Arc<Transfer>>,
@@ -81,12 +83,12 @@ impl Task {
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[index];
         let next = delivery.next(layers);
-        let idle = delivery.outcome.is_some() || delivery.found && next.is_none();
+        let idle = !delivery.is_under_way() || delivery.found && next.is_none();
         if delivery.is_busy() || idle {
             return;
         }
         let (lane, cluster) = (std::mem::replace(&mut delivery.lane, LaneState::Queued), delivery.cluster);
-        if let Some(next) = next.filter(|_| self.limits.events)
+        if let Some(next) = next.filter(|_| self.limits.kind.has_events())
             && let Err(error) = self.arm(&mut state, Deadline::since(next.since, self.limits.layer).at())
         {
             // Without the alarm, nothing would notice that the layer is late.
@@ -122,8 +124,8 @@ impl Task {
         let sink = delivery.sink.take();
         drop(state);
         let moved = moved.map_err(|error| match &sink {
-            Some(sink) => sink.named(error),
-            None => error,
+            Some(sink) if self.limits.kind.has_events() => sink.named(error),
+            _ => error,
         });
         // The sink may be the last owner of a cache, whose memory returns to a pool. So it is dropped without the lock, and
         // before anything reports that the destination has ended.
@@ -208,7 +210,7 @@ impl Job for LayerJob {
         while let Some(step) = job.next() {
             match step {
                 LayerStep::Find(sink, since) => {
-                    let found = sink.find(job.deadline(since));
+                    let found = sink.find(job.task.limits.kind, job.deadline(since));
                     drop(sink);
                     if let Ok(bytes) = found {
                         transfer.expect(bytes);
@@ -245,8 +247,11 @@ impl Job for LayerJob {
 impl LayerJob {
     /// Returns the deadline of a step.
     fn deadline(&self, since: Instant) -> Deadline {
-        let TaskLimits { layer, events, .. } = self.task.limits;
-        if events { OnLane::watched(Deadline::since(since, layer)) } else { Deadline::after(layer) }
+        let TaskLimits { layer, kind, .. } = self.task.limits;
+        match kind {
+            TaskKind::CacheTask => Deadline::after(layer),
+            TaskKind::LayerTask => OnLane::watched(Deadline::since(since, layer)),
+        }
     }
 
     fn next(&self) -> Option<LayerStep> {
@@ -256,11 +261,13 @@ impl LayerJob {
         delivery.lane = LaneState::Busy;
         let next = delivery.next_run(layers);
         match (&delivery.outcome, &delivery.sink, next) {
-            (None, Some(sink), next) if !delivery.found => {
+            (Outcome::UnderWay, Some(sink), next) if !delivery.found => {
                 let since = next.map_or_else(Instant::now, |ready| ready.since);
                 return Some(LayerStep::Find(sink.clone(), since));
             }
-            (None, Some(sink), Some(ready)) => return Some(LayerStep::Push(sink.clone(), ready)),
+            (Outcome::UnderWay, Some(sink), Some(ready)) => {
+                return Some(LayerStep::Push(sink.clone(), ready));
+            }
             _ => delivery.lane = LaneState::Idle,
         }
         drop(state);

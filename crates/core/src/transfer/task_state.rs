@@ -3,14 +3,10 @@
 use std::time::Instant;
 
 use super::clock::Alarm;
-use super::delivery::{Delivery, DeliveryState, ReportedLayers, TaskLimits};
-use crate::error::{Error, ErrorKind, Result};
+use super::delivery::{Delivery, DeliveryState, Outcome, ReportedLayers, TaskLimits};
+use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
-
-/// The kind of the outcome of a destination that a refusal ended before any layer of it was ready. Nothing else in a
-/// `CacheTask` has this kind, because no wait of its lanes can be interrupted.
-pub(super) const UNREACHED: ErrorKind = ErrorKind::Interrupted;
 
 /// What the lock of a task protects.
 #[derive(Debug)]
@@ -56,13 +52,17 @@ impl TaskState {
     /// one fail with `error`; the others were never reached.
     pub(super) fn refuse(&mut self, layer: u32, error: &Error) {
         self.awaited = None;
-        self.fail_each(|delivery, layers| {
-            delivery.missing(layers)?;
-            let unreached =
-                || Error::new(UNREACHED, "the transfer ended before any layer of this destination was ready");
-            let error = if delivery.range.first <= layer { error.clone() } else { unreached() };
-            Some(error.with("cluster", delivery.cluster).with("layer", layer))
-        });
+        let TaskState { layers, deliveries, .. } = self;
+        let lacks =
+            |delivery: &&mut DeliveryState| delivery.is_under_way() && delivery.missing(layers).is_some();
+        for delivery in deliveries.iter_mut().filter(lacks) {
+            if delivery.range.first <= layer {
+                let error = error.clone().with("cluster", delivery.cluster).with("layer", layer);
+                delivery.fail(|| error, layers);
+            } else {
+                delivery.outcome = Outcome::Unreached;
+            }
+        }
     }
 
     /// Fails what is late. Returns whether there was anything, and when to check again.

@@ -14,7 +14,7 @@ use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::begin_layer_task;
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, Delivery, Executor, LayerSink, LayerTask, TaskLimits,
+    AsyncCalls, Delivery, Executor, LayerSink, LayerTask, TaskKind, TaskLimits,
 };
 use llm_datadist_core::{
     ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, Result, Transfer,
@@ -77,7 +77,7 @@ impl Script {
 struct Scripted(Arc<Script>, u32);
 
 impl LayerSink for Scripted {
-    fn find(&self, _: Deadline) -> Result<u64> {
+    fn find(&self, _: TaskKind, _: Deadline) -> Result<u64> {
         assert!(!self.0.found.swap(true, Ordering::SeqCst), "found twice");
         if self.0.shut_at_find {
             self.0.wait_for_gate();
@@ -141,7 +141,7 @@ impl Bed {
     fn with(layer: Duration, wait: Option<Duration>) -> Bed {
         let lanes = Executor::default();
         let calls = AsyncCalls::new(Arc::new(EventQueue::new(64)), lanes.handle(), Weak::new());
-        Bed { lanes, calls, limits: TaskLimits { layer, wait, events: true } }
+        Bed { lanes, calls, limits: TaskLimits { kind: TaskKind::LayerTask, layer, wait } }
     }
 
     fn try_begin(&self, cluster: u64, to: &[To]) -> Result<LayerTask> {

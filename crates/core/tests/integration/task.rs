@@ -12,10 +12,10 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, CacheTask, Carried, Delivery, Executor, ExecutorHandle, LayerSink, Outcome,
+    AsyncCalls, CacheTask, Carried, Delivery, Executor, ExecutorHandle, LayerSink, Outcome, TaskKind,
 };
 use llm_datadist_core::testing::{refuse_layer, start_task};
-use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
+use llm_datadist_core::{AwaitQueue, ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
 
 use crate::fixtures::eventually;
 
@@ -90,7 +90,7 @@ impl Script {
 struct Scripted(Arc<Script>);
 
 impl LayerSink for Scripted {
-    fn find(&self, _: Deadline) -> Result<u64> {
+    fn find(&self, _: TaskKind, _: Deadline) -> Result<u64> {
         assert_eq!(self.0.finds.fetch_add(1, Ordering::SeqCst), 0, "found twice");
         (self.0.find)().map(|()| 0)
     }
@@ -412,7 +412,9 @@ fn a_task_is_done_only_when_nothing_moves() {
             "System" => refuse_layer(&task, 2, &refusal()),
             _ => (),
         }
-        assert_eq!(ends_of(&task), ["UnderWay"]);
+        let (end, reason) = if fails { ("UnderWay", "Timeout") } else { (kind, kind) };
+        assert_eq!(ends_of(&task), [end]);
+        assert_eq!(format!("{:?}", task.reasons()[0].as_ref().unwrap().kind()), reason);
         assert!(!task.wait(Deadline::after(Duration::from_millis(20))).unwrap(), "{kind}");
         assert!(!script.dropped());
         ready_to(&task, 2);
@@ -421,6 +423,63 @@ fn a_task_is_done_only_when_nothing_moves() {
         assert!(script.dropped(), "{kind}");
         assert_eq!((script.pushed().len(), task.progress()[0].layers), if fails { (0, 0) } else { (1, 1) });
     }
+}
+
+/// A layer is in transit when its destination is refused. Nothing that ends the task later replaces that outcome.
+#[test]
+fn an_outcome_is_not_replaced_while_a_layer_is_in_transit() {
+    let lanes = Executor::default();
+    let (refused, whole) = (Script::stalled(), Script::stalled());
+    let calls = calls(lanes.handle());
+    let task = start_in(&calls, &[(0, 3, &refused)], None);
+    let other = start_in(&calls, &[(0, 3, &whole)], None);
+    for (task, script) in [(&task, &refused), (&other, &whole)] {
+        ready_to(task, 1);
+        script.arrived();
+    }
+    refuse_layer(&task, 2, &refusal());
+    assert!(!task.cancel());
+    // Closing the engine does not replace a cancellation either.
+    assert!(other.cancel());
+    calls.close();
+    refused.open();
+    whole.open();
+    for (task, kind) in [(&task, ErrorKind::System), (&other, ErrorKind::Cancelled)] {
+        ended_as(task, &[&format!("{kind:?}")]);
+        assert_eq!(task.transfers()[0].peek().unwrap().unwrap_err().kind(), kind);
+    }
+}
+
+/// A destination that was never reached has a transfer that failed, and no reason.
+#[test]
+fn the_transfer_of_an_unreached_destination_fails() {
+    let lanes = Executor::default();
+    let task = start(&lanes, &[(0, 1, &Script::good()), (1, 2, &Script::good())], None);
+    refuse_layer(&task, 0, &refusal());
+    ended_as(&task, &["System", "Unreached"]);
+    assert!(task.transfers()[1].peek().unwrap().is_err() && task.reasons()[1].is_none());
+    assert!(!task.cancel());
+}
+
+/// An event loop that was closed while it awaited a task has dropped its queue. The task does not keep it.
+#[test]
+fn a_task_keeps_no_queue_of_an_event_loop() {
+    let lanes = Executor::default();
+    let task = start(&lanes, &[(0, 1, &Script::good())], None);
+    let transfer = &task.transfers()[0];
+    let [closed, open] = array::from_fn(|_| Arc::new(AwaitQueue::new().unwrap()));
+    assert!([&closed, &open, &open].iter().all(|queue| transfer.wake(queue).unwrap()));
+    assert!(Arc::into_inner(closed).is_some(), "its descriptor stays open");
+    assert!(transfer.wake(&open).unwrap());
+    ready_to(&task, 0);
+    ended_as(&task, &["Done"]);
+    let mut woken = Vec::new();
+    eventually("the wake", || {
+        woken.extend(open.take());
+        !woken.is_empty()
+    });
+    assert_eq!(woken, [transfer.number()]);
+    assert!(!transfer.wake(&open).unwrap());
 }
 
 #[test]

@@ -229,6 +229,22 @@ fn closing_the_engine_ends_its_transfers() {
     }
 }
 
+/// The engine may live on after that, because other threads are in calls of it.
+#[test]
+fn end_transfers_ends_a_task_that_waits_for_a_layer() {
+    let pair = Pair::new(Way::Local);
+    let [source, into] =
+        [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(4, 1, 500), Batch));
+    let aims = [to(2, named(&into), 2)];
+    let task = start(&pair.local, &source, &SLOTS, &aims);
+    send(&task, 0);
+    pair.local.end_transfers();
+    wait(&task);
+    assert_eq!(failure(&task, 0).kind(), ErrorKind::Closed);
+    let late = pair.local.transfer_async(&source.end(), &SLOTS, aims.to_vec(), None);
+    assert_eq!(late.unwrap_err().kind(), ErrorKind::Closed);
+}
+
 #[test]
 fn missing_source_fails_every_destination() {
     let pair = Pair::new(Way::Local);
