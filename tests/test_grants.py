@@ -95,15 +95,45 @@ def test_the_key_must_name_the_cache_of_the_grant_at_each_pull(served: tuple[End
     for _ in range(2):
         near.manager.pull_blocks(own, handle, [3], [0], grant=token)
     far.register("other", 8, BLOCK, blocks=True, keys=[by_blocks(0, 1)], seed=5)
+    before = near.read("near")
     for _ in range(2):
         error = refused(INVALID, lambda: near.manager.pull_blocks(own, handle, [3], [1], grant=token))
         assert "the grant is for cache" in str(error)
+        for ours, theirs in zip(near.read("near"), before):
+            assert (ours == theirs).all(), "nothing has moved"
     other = far.grant("other", [3])
     near.manager.pull_blocks(own, handle, [3], [0], grant=other)
     assert (near.read("near")[0][0] == far.read("other")[0][3]).all()
     far.unregister("other")
     error = refused("LLM_KV_CACHE_NOT_EXIST", lambda: near.manager.pull_blocks(own, handle, [3], [1], grant=token))
     assert "blocks of model 1" in str(error)
+
+
+def test_a_released_cache_has_ended_its_grants_whatever_its_key_names_now(served: tuple[End, Peer]) -> None:
+    near, far = lent(served)
+    far.register("own", 8, BLOCK, blocks=True, keys=[by_blocks(0, 1)], seed=4)
+    token = far.grant("own", [3])
+    handle, own = near.held["near"].handle, key(by_blocks(2, 1))
+    near.manager.pull_blocks(own, handle, [3], [0], grant=token)
+    far.register("other", 8, BLOCK, blocks=True, keys=[by_blocks(0, 1)], seed=5)
+    far.unregister("own")
+    near.manager.pull_blocks(own, handle, [3], [0])  # this end learns what the key names now
+    refused(ENDED, lambda: near.manager.pull_blocks(own, handle, [3], [0], grant=token))
+
+
+def test_a_pull_under_a_large_grant_asks_once_what_it_lends(served: tuple[End, Peer], transport: str) -> None:
+    """The description of 4,200 ranges is not kept, so each pull asks for it."""
+    near, far = lent(served)
+    near.allocate("few", 4, 64, 1, blocks=True)
+    far.allocate("many", 8400, 64, 1, blocks=True, keys=[by_blocks(0, 1)], seed=6)
+    token = far.grant("many", list(range(0, 8400, 2)))
+    handle, many = near.held["few"].handle, key(by_blocks(2, 1))
+    near.manager.pull_blocks(many, handle, [8398], [0], grant=token)
+    before = near.links()[0]["requests"]["calls"]
+    near.manager.pull_blocks(many, handle, [8398], [1], grant=token)
+    # Over TCP the owner is also asked for the bytes.
+    assert near.links()[0]["requests"]["calls"] - before == (2 if transport == "tcp" else 1)
+    assert (near.read("few")[0][1] == far.read("many")[0][8398]).all()
 
 
 @pytest.mark.parametrize("how", ["revoked", "expired", "released", "done"])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 
 from hostile import messages as m
-from hostile.client import Wire, ask, payload
+from hostile.client import GENERATIONS, Offer, Wire, ask, memory, payload
 from hostile.trial import PREY, PREY_BYTES, PREY_ROWS, SLACK, VICTIM, Trial, prey_of
 from peers import INVALID, OK, by_blocks, equal, pattern
 from peers.values import Refused, code
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 # The number of the kind in an answer that reports a failure.
-INVALID_KIND, GRANT_ENDED_KIND = 0, 18
+INVALID_KIND, OUT_OF_MEMORY_KIND, GRANT_ENDED_KIND = 0, 2, 18
 
 
 def name_of(token: bytes, **changed: Any) -> bytes:
@@ -84,6 +85,12 @@ def test_a_grant_covers_its_rows_and_nothing_else() -> None:
             told = ask(call, m.read(grant, cache, plan_of(row, rows), 0, rows * PREY_BYTES))
             assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), told
         assert ask(call, m.read(other, cache, plan_of(1), 0, PREY_BYTES))["is"] == "Stale", "it names another cache"
+        changed = m.read(grant, cache, plan_of(1), 0, PREY_BYTES, generation=generation + 1)
+        assert ask(call, changed)["is"] == "Stale", "no byte follows if the caller knows another generation"
+        same = m.read(grant, cache, plan_of(1), 0, PREY_BYTES, generation=generation)
+        assert ask(call, same)["is"] == "Ready"
+        call.exactly(len(payload(bytes(PREY_BYTES))))
+        assert m.read_reply(call.hear())["is"] == "Checksums"
         assert ask(call, m.read(grant, cache, plan_of(1, 2), 0, 2 * PREY_BYTES))["is"] == "Ready"
         right = payload(pattern(5, 2, PREY_ROWS, PREY_BYTES)[0][1:3].tobytes())
         assert call.exactly(len(right)) == right
@@ -107,6 +114,44 @@ def test_nobody_writes_under_a_grant() -> None:
         assert (told["kind"], "a push takes no grant" in told["message"]) == (INVALID_KIND, True), told
         assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))
         trial.judge(links=1, streams=1, busy=1)
+
+
+def test_nobody_on_this_host_writes_under_a_grant() -> None:
+    """The victim can read the memory of the hostile peer, so that a push of that peer gets as far as the rows."""
+    with Trial(honest=["tcp"]) as trial:
+        offer = Offer([memory(GENERATIONS), memory(PREY)], regions=(PREY, None))
+        trial.held.callback(offer.close)
+        link = trial.link(local=True, offer=offer)
+        trial.tender.add(link)
+        call = link.call()
+        cache, grant = prey_of(call), name_of(trial.victim.grant("prey", [1, 2]))
+        source, plan = m.in_region([m.run(0, 0, 1)]), m.plan_spans([m.span(0, PREY_BYTES, PREY_BYTES)], 1)
+        trial.begin()
+        told = ask(call, m.fetch(grant, cache, plan, source, 1, PREY))
+        assert told["is"] == "Failed", told
+        assert (told["kind"], "a push takes no grant" in told["message"]) == (INVALID_KIND, True), told
+        assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))
+        # The same request without a grant writes, which proves that the other one reached the rows.
+        assert ask(call, m.fetch(m.name_blocks(1), cache, plan, source, 1, PREY))["is"] == "Done"
+        assert not trial.victim.read("prey")[0][1].any()
+        trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS + PREY)
+
+
+def test_a_write_under_a_grant_does_not_wait_for_rows() -> None:
+    with Trial(honest=["tcp"], llm__LinkSilence=10_000) as trial:
+        _, call = trial.fair_call(window=4096)
+        cache, grant = prey_of(call), name_of(trial.victim.grant("prey", [1, 2]))
+        _, other = trial.fair_call(67)
+        trial.begin()
+        # The caller takes no bytes, so the rows stay pinned.
+        plan = m.plan_spans([m.span(0, 0, PREY)], 2)
+        assert ask(call, m.read(m.name_blocks(1), cache, plan, 0, 2 * PREY))["is"] == "Ready"
+        started = time.monotonic()
+        told = ask(other, m.write(grant, cache, plan_of(1), 0, PREY_BYTES))
+        assert time.monotonic() - started < 5, "less than the silence that ends the read"
+        assert (told["kind"], "a push takes no grant" in told["message"]) == (INVALID_KIND, True), told
+        call.exactly(len(payload(bytes(2 * PREY))))
+        trial.judge(links=2, streams=2, busy=2)
 
 
 def test_broken_ids_end_the_stream_alone() -> None:
@@ -188,3 +233,42 @@ def test_owners_that_lie_about_a_grant_fail_the_call_and_nothing_else() -> None:
             assert caught.value.code in {INVALID, "LLM_FAILED", "LLM_NOT_YET_LINK"}, (what, caught.value)
         trial.judge(links=1, streams=2, busy=1)
         assert code(trial.join(41, "tcp").pull_blocks, by_blocks(VICTIM), "n", [0], [0]) == OK
+
+
+def test_a_reader_asks_no_more_than_it_needs() -> None:
+    """An owner refuses requests. The victim forgets a grant that has ended, and repeats no request without a reason."""
+    with Trial(honest=["tcp"]) as trial:
+        heard: list[str] = []
+        refuses_key = False
+
+        def serve(wire: Wire) -> None:
+            while request := wire.hear():
+                what = "grant" if request.startswith(describes_grant) else {0: "key", 1: "read"}[request[0]]
+                heard.append(what)
+                if what == "read":
+                    wire.say(m.failed(GRANT_ENDED_KIND, "the grant has ended", []))
+                elif what == "key" and refuses_key:
+                    wire.say(m.failed(OUT_OF_MEMORY_KIND, "no memory", []))
+                else:
+                    wire.say(m.described(granted=[(0, 4)] if what == "grant" else []))
+
+        describes_grant = m.describe(m.name_grant(0, 0, b""))[:2]
+        listener, _ = trial.listen(serve)
+        trial.begin()
+
+        def pull(slot: int, model: int) -> str:
+            token = b"LDG\x01" + (77).to_bytes(8, "little") + listener.peer.instance.to_bytes(8, "little")
+            token += slot.to_bytes(4, "little") + bytes(24)
+            with pytest.raises(Refused) as caught:
+                trial.victim.pull_blocks(by_blocks(77, model), "n", [0], [0], grant=token)
+            return str(caught.value.code)
+
+        assert pull(1, 0) == "LLM_GRANT_ENDED"
+        assert heard == ["grant", "key", "read"]
+        assert pull(1, 0) == "LLM_GRANT_ENDED"
+        assert heard[3:] == ["grant", "read"], "the grant was forgotten, and the key was not"
+        heard.clear()
+        refuses_key = True
+        assert pull(2, 1) not in {OK, "LLM_GRANT_ENDED"}
+        assert heard == ["grant", "key"], "only a key that is gone makes the victim ask for the grant again"
+        trial.judge(links=1, streams=2, busy=1)

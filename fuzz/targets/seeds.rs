@@ -96,17 +96,18 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(7, "describe", frame(&Request::Describe { name: request, limit_ms: 1000 }));
     let grant = WireName::Grant(GRANT);
     add(7, "describe-grant", frame(&Request::Describe { name: grant, limit_ms: 1000 }));
-    let read = |name, summed| Request::Read {
+    let read = |name, generation, summed| Request::Read {
         name,
         cache: 3,
+        generation,
         plan: plan(),
         from: 0,
         to: 4096,
         limit_ms: 1000,
         summed,
     };
-    add(7, "read", frame(&read(NAME, false)));
-    add(7, "read-granted", frame(&read(grant, true)));
+    add(7, "read", frame(&read(NAME, None, false)));
+    add(7, "read-granted", frame(&read(grant, Some(300), true)));
     let (name, cache, limit_ms) = (NAME, 3, 1000);
     add(
         7,

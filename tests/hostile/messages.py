@@ -230,8 +230,11 @@ def read(
     end: int,
     limit_ms: int = NEVER,
     summed: bool = False,
+    generation: int | None = None,
 ) -> bytes:
-    return uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + uint(limit_ms) + flag(summed)
+    """Request 1: ask for bytes. `generation` is the one that the entry must have, for a name that is a grant."""
+    entry = name + sint(cache) + some(None if generation is None else uint(generation))
+    return uint(1) + entry + plan + uint(start) + uint(end) + uint(limit_ms) + flag(summed)
 
 
 def write(

@@ -14,7 +14,8 @@
 //! Rings are free if a call stream that has some is idle, this side's memory is host memory, and all of its cache is mapped. A
 //! transfer that has begun keeps its path. There are two exceptions, after which the owner sends the bytes: this engine pushes to
 //! the cache that it pulls from (`session::peer_snapshot`), and the kernel or UCX refuses a read that was possible when the link
-//! was made. The kind of memory at the reader decides how many copies a path needs ([`DataPath::hops`](super::DataPath::hops)).
+//! was made. A third one is a pull that the owner refuses to send through rings, because a part of its cache is not mapped: it is
+//! read by process id. The kind of memory at the reader decides how many copies a path needs ([`DataPath::hops`](super::DataPath::hops)).
 //!
 //! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read
 //! host memory in place, because that is one copy instead of two. Otherwise it goes through the ring. `docs/performance.md` has the
@@ -68,7 +69,7 @@ pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::
 /// (`benches/results/figures.md`, `pull_registered`). An owner that sleeps has to be woken: then 16 KiB took 38 µs (17).
 const RINGS_UP_TO: u64 = 2 << 20;
 
-/// Returns whether a transfer of `bytes` bytes takes rings, if they are free, instead of the path `in_place` of [`choose_path`].
+/// Returns whether a transfer of `bytes` bytes in all its plans takes rings, if they are free, instead of the path `in_place` of [`choose_path`].
 pub fn takes_rings(in_place: PathKind, bytes: u64) -> bool {
     in_place == PathKind::Process && bytes <= RINGS_UP_TO
 }

@@ -105,7 +105,7 @@ impl DataDist {
             let check = || {
                 no_grant_in_push(local_side, grant)?;
                 let (local, checked) =
-                    self.checked(local_side, cluster, &local, (rows, Layers::ALL), extras)?;
+                    self.checked(local_side, remote, &local, (rows, Layers::ALL), extras)?;
                 let rows = used_rows(&checked)?;
                 Ok((local, checked, rows))
             };

@@ -17,7 +17,7 @@ use crate::plan::Side;
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{self, PeerTransfer};
-use crate::validate::{CheckedTransfer, Layers, LocalCache, Rows};
+use crate::validate::{self, CheckedTransfer, Layers, LocalCache, Rows};
 
 impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
@@ -70,7 +70,7 @@ impl DataDist {
     ) -> Operation<'_> {
         Operation::new(self, local_side.of((Op::Push, Op::Pull)), || {
             let RemoteName { cluster, name } = remote;
-            let (local, checked) = self.checked(local_side, cluster, local, moves, &extras)?;
+            let (local, checked) = self.checked(local_side, remote, local, moves, &extras)?;
             let verify = self.verify(&extras);
             no_grant_in_push(local_side, extras.grant)?;
             let (notify, grant) = (checked_notification(extras.notify)?, extras.grant.map(Box::new));
@@ -98,12 +98,13 @@ impl DataDist {
     pub(super) fn checked(
         &self,
         local_side: Side,
-        peer: ClusterId,
+        remote: RemoteName,
         local: &End,
         (rows, layers): (Rows, Layers),
         extras: &CallExtras,
     ) -> Result<(Arc<Cache>, CheckedTransfer)> {
-        self.other(peer)?;
+        self.other(remote.cluster)?;
+        validate::caller_name(remote.name)?;
         let local = self.source(local)?;
         room_for_lists(rows.num_blocks())?;
         let cache = LocalCache {

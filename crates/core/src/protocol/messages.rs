@@ -198,8 +198,9 @@ pub enum ControlMessage {
 
 /// Request of a caller on a call stream.
 ///
-/// `limit_ms` is the time in milliseconds until the caller's deadline, `name` the cache as the caller names it, and
-/// `cache` its id when it was described. `from..to` is the range of bytes of the plan that the request moves.
+/// `limit_ms` is the time in milliseconds until the caller's deadline, `name` the cache as the caller names it, or the grant under
+/// which the caller reads it, and `cache` its id when it was described. No request writes under a grant. `from..to` is the range of
+/// bytes of the plan that the request moves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Asks what a cache is and where its memory is.
@@ -209,6 +210,9 @@ pub enum Request {
     Read {
         name: WireName,
         cache: i64,
+        /// The generation of the entry when it was described, if the name is a grant; otherwise `None`. If it has changed, the
+        /// reply is [`Reply::Stale`], because the key that the caller has beside the grant may name another cache by now.
+        generation: Option<u64>,
         plan: WirePlan,
         from: u64,
         to: u64,

@@ -54,7 +54,7 @@ impl RequestContext<'_> {
             check_plan(plan, Side::Destination, geometry)?;
             StreamPath::check(Side::Destination, cache.tensors())?;
             let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
-            self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
+            self.pin(cache, RowUse { writes, ..RowUse::default() }, call)
         })
     }
 

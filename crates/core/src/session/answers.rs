@@ -5,6 +5,7 @@
 //! this cluster.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -112,8 +113,9 @@ impl RequestContext<'_> {
                 let call = named(name.into(), cache, limit_ms);
                 self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
-            Request::Read { name, cache, plan, from, to, limit_ms, summed } => {
-                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), summed.then_some(digest))
+            Request::Read { name, cache, generation, plan, from, to, limit_ms, summed } => {
+                let call = named(name.into(), cache, limit_ms);
+                self.read(&call, generation, (plan, from..to), summed.then_some(digest))
             }
             Request::Write { name, cache, plan, from, to, ahead, shared, limit_ms } => {
                 let call = named(name.into(), cache, limit_ms);
@@ -176,7 +178,7 @@ impl RequestContext<'_> {
             let geometry = cache.common_sizes(tensors)?;
             check(cache, geometry)?;
             let reads = rows(cache, geometry, &touched)?;
-            self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
+            self.pin(cache, RowUse { reads, ..RowUse::default() }, call)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(None) };
         let Name::Grant(id) = call.name else { return Ok(Some((cache, pin, None))) };
@@ -235,13 +237,13 @@ impl RequestContext<'_> {
         self.resources.table.locate(addrs).map(Reply::Located)
     }
 
-    /// Sends bytes of a cache. Under a grant, also sends whether it lasted until they were sent. If their checksum is asked
-    /// for, sends it too, bound to the `digest` of the request.
+    /// Sends bytes of a cache, unless the generation of its entry is another one than `expected`. Under a grant, also sends
+    /// whether it lasted until they were sent. If their checksum is asked for, sends it too, bound to the `digest` of the request.
     fn read(
         &self,
         call: &NamedCache,
-        plan: WirePlan,
-        (from, to): (u64, u64),
+        expected: Option<u64>,
+        (plan, Range { start: from, end: to }): (WirePlan, Range<u64>),
         digest: Option<Result<u64>>,
     ) -> Result<(), Ended> {
         let begun = self.charged(|| {
@@ -255,6 +257,11 @@ impl RequestContext<'_> {
             let Some((cache, pin, granted)) = begun else { return Ok(None) };
             let confirmed = granted.is_some() || digest.is_some();
             let sum = confirmed.then(|| self.stream_sum(call.name, &cache, digest)).transpose()?;
+            let changed =
+                |(generation, _): &(u64, _)| expected.is_some_and(|expected| expected != *generation);
+            if sum.as_ref().is_some_and(changed) {
+                return Ok(None);
+            }
             Ok(Some((Arc::new(plan), cache, pin, granted, sum)))
         });
         let bytes = to.saturating_sub(from);
@@ -308,7 +315,7 @@ impl RequestContext<'_> {
             let geometry = cache.common_sizes(plan.tensors_at(Side::Destination))?;
             check_plan(&plan, Side::Destination, geometry)?;
             let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
-            self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
+            self.pin(cache, RowUse { writes, ..RowUse::default() }, call)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         // Limited by `llm.LinkSilence`, so that a peer whose memory does not respond cannot occupy a thread

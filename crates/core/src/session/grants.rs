@@ -31,9 +31,9 @@ impl Link {
     /// Tells the owner of a grant that this side is done with it.
     pub(crate) fn release_grant(self: &Arc<Self>, token: &GrantToken, deadline: Deadline) -> Result<()> {
         self.check_token(token)?;
-        self.finish(Some(WirePulled::of_grant(token.grant)), deadline)?;
+        // Whether or not it succeeds, this side probably does not pull under the grant any more.
         self.forget(&Name::Grant(token.grant));
-        Ok(())
+        self.finish(Some(WirePulled::of_grant(token.grant)), deadline)
     }
 
     /// Checks that the grant under which a cache was described has not ended, as far as this process sees.

@@ -488,7 +488,7 @@ impl Link {
 
     /// Stores the description of a remote cache if there is room.
     pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
-        self.records.lock().remember(name, known);
+        self.records.lock().remember(name, known, |known| self.grant_lasts(known));
     }
 
     /// Removes the description of a remote cache.

@@ -136,8 +136,6 @@ impl RequestContext<'_> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
-        let written = pin.writes() && matches!(call.name, Name::Grant(_));
-        ensure(!written, || Error::invalid("a push takes no grant"))?;
         // A caller that has given up may repeat the write on another stream. If this side sees here that the stream has ended, it
         // refuses the request. Otherwise the repeated write waits for these rows, and so writes last
         // (`test_repeated_write_is_the_last_one`). Over TCP, this side may see the end late.
@@ -148,11 +146,14 @@ impl RequestContext<'_> {
         Ok(self.opened(call)?.map(|cache| (cache, pin)))
     }
 
-    /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait.
-    pub(super) fn pin(&self, cache: &Arc<Cache>, rows: RowUse, deadline: Deadline) -> Result<Pin> {
+    /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait. Returns
+    /// `Err(InvalidArgument)` for a write under a grant.
+    pub(super) fn pin(&self, cache: &Arc<Cache>, rows: RowUse, call: &NamedCache) -> Result<Pin> {
+        let written = !rows.writes.is_empty() && matches!(call.name, Name::Grant(_));
+        ensure(!written, || Error::invalid("a push takes no grant"))?;
         // This may wait as long as `llm.LinkPinLimit`. Meanwhile the request keeps only what it has allocated.
         self.share.trim();
-        CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || self.resources.outgoing_calls.any())
+        CallRows::of(cache.clone(), rows).pin_for_peer(call.deadline, || self.resources.outgoing_calls.any())
     }
 
     /// Sends `Ready` with the function `ready` and returns `begun`, or sends the reason for a refusal and

@@ -18,9 +18,6 @@ use crate::validate;
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
 const MOST_ROUNDS: usize = 8;
 
-/// How the description of a remote cache is found: as it is known here, or as the owner gives it now.
-pub(super) type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
-
 /// Result of an attempt that did not fail.
 pub(crate) enum Moved {
     /// All bytes are in place; this is their number.
@@ -107,8 +104,12 @@ impl Call {
     /// Finds the remote cache and attempts the transfer, again for as long as the remote cache turns out to
     /// have changed. Returns `Err(CacheNotFound)` after [`MOST_ROUNDS`] attempts.
     pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
+        let granted = self.open_grant().map_err(|error| self.named(error))?;
         check_accessible(&self.resources, &self.local)?;
-        let mut known = self.described(Link::known)?;
+        let mut known = match granted {
+            Some(granted) => self.same_as_named(granted)?,
+            None => self.link.known(self.name, self.deadline)?,
+        };
         for _ in 0..MOST_ROUNDS {
             let open = validate::check_accessible("the remote cache", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
@@ -119,7 +120,7 @@ impl Call {
                 }
                 // An argument that does not fit the known description may fit the cache that is there now.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {
-                    let now = self.described(Link::describe)?;
+                    let now = self.described()?;
                     if now.at == known.at && now.cache == known.cache {
                         return Err(self.named(error));
                     }
@@ -128,7 +129,7 @@ impl Call {
                 }
                 Err(error) => return Err(self.named(error)),
             }
-            known = self.described(Link::describe)?;
+            known = self.described()?;
         }
         let text = "the remote cache changed during every attempt";
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
@@ -139,37 +140,43 @@ impl Call {
         self.grant.map_or(self.name, |grant| Name::Grant(grant.token.grant))
     }
 
-    /// Checks that the peer gave the grant, and that it has not ended. Called once, before the first attempt.
-    pub(super) fn open_grant(&self) -> Result<()> {
-        let Some(grant) = &self.grant else { return Ok(()) };
+    /// Checks that the peer gave the grant, and that it has not ended. Returns what it lends, or `None` if there is no grant.
+    fn open_grant(&self) -> Result<Option<Arc<KnownCache>>> {
+        let Some(grant) = &self.grant else { return Ok(None) };
         self.link.check_token(&grant.token)?;
-        self.link.known(self.remote_name(), self.deadline).map(drop)
+        self.link.known(self.remote_name(), self.deadline).map(Some)
     }
 
-    /// Finds the description of the remote cache. Under a grant, also checks that the caller's name is one of the same cache.
-    pub(super) fn described(&self, describe: Describe) -> Result<Arc<KnownCache>> {
-        let known = describe(&self.link, self.remote_name(), self.deadline)?;
-        if self.grant.is_some() {
-            self.check_same_cache(&known)?;
-        }
-        Ok(known)
+    /// Asks the owner for the description of the remote cache. Under a grant, also checks that the caller's name is one of the same
+    /// cache.
+    pub(super) fn described(&self) -> Result<Arc<KnownCache>> {
+        let known = self.link.describe(self.remote_name(), self.deadline)?;
+        if self.grant.is_some() { self.same_as_named(known) } else { Ok(known) }
     }
 
-    fn check_same_cache(&self, granted: &KnownCache) -> Result<()> {
+    /// Returns `granted` if the caller's name is one of its cache.
+    fn same_as_named(&self, granted: Arc<KnownCache>) -> Result<Arc<KnownCache>> {
         let mut named = self.link.known(self.name, self.deadline);
         // A key that the cache has lost has changed the generation of its entry.
         if named.as_ref().is_ok_and(|named| named.at != granted.at) {
             named = self.link.describe(self.name, self.deadline);
         }
-        // If the key is gone because the cache was released, the grant has ended.
-        let lasts = || self.link.describe(self.remote_name(), self.deadline);
-        let named = named.or_else(|error| lasts().and(Err(error)))?;
-        ensure(named.cache == granted.cache, || {
+        // If the key is gone or names another cache because the cache was released, the grant has ended.
+        let differs = match &named {
+            Ok(named) => named.cache != granted.cache,
+            Err(error) => error.kind() == ErrorKind::CacheNotFound,
+        };
+        if differs {
+            self.link.describe(self.remote_name(), self.deadline)?;
+        }
+        let named = named?;
+        ensure(!differs, || {
             let (granted, named) = (granted.cache, named.cache);
             let text =
                 format!("the grant is for cache {granted} of its owner, and the key names cache {named}");
             self.named(Error::invalid(text))
-        })
+        })?;
+        Ok(granted)
     }
 
     /// Adds to an error which peer and which cache the call was for.

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::fallible;
 use crate::plan::Piece;
 use crate::protocol::{Reply, Request, digest};
-use crate::session::{KnownCache, Link, send_message};
+use crate::session::{KnownCache, send_message};
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
@@ -78,7 +78,7 @@ impl Call {
     /// for example because a key was released. Ids are never used again, so the same id means the same memory.
     pub(super) fn same_cache(&self, known: &KnownCache) -> Result<bool> {
         self.link.check_grant(known)?;
-        let now = self.described(Link::describe)?;
+        let now = self.described()?;
         Ok(now.cache == known.cache && now.remote == known.remote)
     }
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::async_call::Execution;
-use super::call::{Call, Describe};
+use super::call::Call;
 use super::pull::TransferEnd;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
@@ -14,12 +14,15 @@ use crate::fallible;
 use crate::model::{ClusterId, Deadline, GrantUse, Name, Verify};
 use crate::plan::{KvPart, Side, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::{Link, LinkOfCall};
+use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
 use crate::validate::{CheckedTransfer, OwnerShare};
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
+
+/// How the description of a remote cache is found: as it is known here, or as the owner gives it now.
+type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
 
 /// Runs `check` with the descriptions that are known here, and if they are refused, with those that the owners give now: the
 /// known ones may be outdated, as in `Call::rounds`.

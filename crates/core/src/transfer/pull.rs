@@ -31,14 +31,17 @@ impl Call {
         checked: &CheckedTransfer,
         share: &OwnerShare,
     ) -> Result<(u64, TransferEnd)> {
-        self.open_grant().map_err(|error| self.named(error))?;
         let mut end = TransferEnd::default();
-        let bytes = self.rounds(|known| {
+        let pulled = self.rounds(|known| {
             let planned = checked.plan(&known.remote, share)?;
             let (moved, left) = self.pull_planned(known, &planned, checked.rows().local_rows()?)?;
             end = left;
             Ok(moved)
-        })?;
+        });
+        if pulled.as_ref().is_err_and(|error| error.kind() == ErrorKind::GrantEnded) {
+            self.link.forget(&self.remote_name());
+        }
+        let bytes = pulled?;
         if let Some(grant) = self.grant.filter(|grant| grant.done) {
             end.pulled = Some(WirePulled::of_grant(grant.token.grant));
         }
@@ -60,16 +63,15 @@ impl Call {
             Some(notification) => notification.deliver(*pulled, self.deadline),
             None => self.link.finish(*pulled, self.deadline),
         };
-        finished.map_err(|error| match copied {
-            Some((plan, progress)) => self.with_arrived(error, plan, progress),
-            None => error,
-        })?;
         // These names are used once.
         let name = self.remote_name();
         if pulled.is_some() && matches!(name, Name::Key(CacheKey::Request { .. }) | Name::Grant(_)) {
             self.link.forget(&name);
         }
-        Ok(())
+        finished.map_err(|error| match copied {
+            Some((plan, progress)) => self.with_arrived(error, plan, progress),
+            None => error,
+        })
     }
 
     /// Pulls the bytes of `planned` into `local_rows`: reads memory of the peer that this process can access, otherwise asks for
@@ -87,13 +89,14 @@ impl Call {
         }
         let pinned = self.pin(RowUse { writes: local_rows, ..RowUse::default() })?;
         self.resources.still_registered(&self.local)?;
-        let mut progress = self.attempt(plans.iter().map(|plan| plan.bytes()).sum());
+        let total = plans.iter().map(|plan| plan.bytes()).sum();
+        let mut progress = self.attempt(total);
         // A row may have all bytes of one plan and none of another, so rows are listed only for a single plan.
         let listed = plans.len() == 1 && tokens.is_none();
         let mut bytes = 0;
         for plan in plans.iter() {
             let moved = self
-                .pull_bytes(known, plan, &mut progress, &pinned)
+                .pull_bytes(known, plan, total, &mut progress, &pinned)
                 .map_err(|error| if listed { self.with_arrived(error, plan, &progress) } else { error })?;
             match self.verified(moved, known, plan, Side::Destination)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
@@ -117,12 +120,13 @@ impl Call {
         with_arrived_rows(error, progress, plan, sizes.row_sizes())
     }
 
-    /// Moves the bytes of a pull by the available path. `progress` ends empty if it is unknown whether the
-    /// bytes that were read belonged to the cache.
+    /// Moves the bytes of one plan of a pull of `total` bytes by the available path. `progress` ends empty if it is unknown whether
+    /// the bytes that were read belonged to the cache.
     fn pull_bytes(
         &self,
         known: &Arc<KnownCache>,
         plan: &Arc<CopyPlan>,
+        total: u64,
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Moved> {
@@ -133,8 +137,13 @@ impl Call {
                 return self.receive(None, known, plan, progress);
             }
         };
-        if let Some(rings) = self.rings_instead_of(snapshot.kind(), plan.bytes()) {
-            return self.receive(Some(rings), known, plan, progress);
+        if let Some(rings) = self.rings_instead_of(snapshot.kind(), total) {
+            match self.receive(Some(rings), known, plan, progress) {
+                // Rings cannot carry this: for example, other rows of the owner's cache are not mapped. Nothing has moved, and
+                // without an idle stream with rings the read in place would have been the first attempt.
+                Err(error) if error.kind() == ErrorKind::InvalidArgument => {}
+                received => return received,
+            }
         }
         if let Some(moved) = self.read_in_place(known, plan, &mut snapshot, progress, pinned)? {
             return Ok(moved);

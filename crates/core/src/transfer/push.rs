@@ -61,10 +61,11 @@ impl Call {
         }
         let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
         // The bytes count as moved when the peer confirms them.
-        self.attempt(plans.iter().map(|plan| plan.bytes()).sum());
+        let total = plans.iter().map(|plan| plan.bytes()).sum();
+        self.attempt(total);
         let mut bytes = 0;
         for plan in plans {
-            match self.push_plan(known, plan, &pinned)? {
+            match self.push_plan(known, plan, total, &pinned)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok(Moved::Stale),
             }
@@ -72,12 +73,18 @@ impl Call {
         Ok(Moved::Bytes(bytes))
     }
 
-    /// Pushes the bytes of `plan` while the rows that it reads are `pinned`.
-    fn push_plan(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>, _pinned: &KeptAlive) -> Result<Moved> {
+    /// Pushes the bytes of `plan`, one of a push of `total` bytes, while the rows that it reads are `pinned`.
+    fn push_plan(
+        &self,
+        known: &Arc<KnownCache>,
+        plan: &Arc<CopyPlan>,
+        total: u64,
+        _pinned: &KeptAlive,
+    ) -> Result<Moved> {
         let writing = self.link.pushes.begin(known.cache);
         self.resources.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
-        let taken = self.push_bytes(known, plan);
+        let taken = self.push_bytes(known, plan, total);
         if taken.as_ref().is_err_and(|error| error.fact(REPORTED_BY).is_none()) {
             writing.unanswered(limit);
         } else {
@@ -103,14 +110,14 @@ impl Call {
         Ok((Arc::new(plan), tensors.count, memory_location.only(tensors)?))
     }
 
-    /// Moves the bytes of a push by the available path.
-    fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
+    /// Moves the bytes of one plan of a push of `total` bytes by the available path.
+    fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>, total: u64) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
         match self.link.path_of_peer(&memory_location) {
             Ok(path) => {
                 // Pushes of other sizes are read by the peer, whatever moves this one.
                 self.resources.described_to_peer(&self.local, &memory_location);
-                if let Some(rings) = self.rings_instead_of(path, plan.bytes()) {
+                if let Some(rings) = self.rings_instead_of(path, total) {
                     return self.send_bytes(known, plan, Some(rings));
                 }
                 if let Some(moved) = self.have_read(known, plan, memory_location, path)? {

@@ -150,6 +150,8 @@ impl Streams {
         let request = Request::Read {
             name: self.call.remote_name().into(),
             cache: self.known.cache.0,
+            // The caller's name may be that of another cache by now.
+            generation: self.known.granted.is_some().then_some(self.known.at.generation),
             plan: WirePlan::try_from(&*self.plan)?,
             from: range.start,
             to: range.end,
@@ -174,11 +176,6 @@ impl Streams {
                 return self.stale(&mut lease, sent).map(|()| Moved::Stale);
             };
             let unchanged = generation == self.known.at.generation;
-            if self.known.granted.is_some() && !unchanged {
-                // The caller's name may be that of another cache by now.
-                lease.reusable = true;
-                return Ok(Moved::Stale);
-            }
             equal = unchanged && sum.is_some_and(|sum| sums[..] == [sum.value()]);
         }
         lease.reusable = true;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{
-    CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Placement, RowSizes, TensorSpan,
+    CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RowSizes, TensorSpan,
 };
 use crate::plan::{Piece, REQUEST, total_bytes};
 
@@ -149,6 +149,13 @@ pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block: RowSizes) -
 /// Checks that peers may use the cache called `name` (contract §12.4).
 pub fn check_accessible(name: &str, accessible: bool) -> Result<()> {
     ensure(accessible, || Error::invalid(format!("{name} was registered with remote_accessible False")))
+}
+
+/// Checks the name that a caller gives the remote cache. A grant is not such a name: a pull takes it beside the name.
+pub fn caller_name(name: Name) -> Result<()> {
+    ensure(!matches!(name, Name::Grant(_)), || {
+        Error::invalid("a grant does not name a remote cache: pass it as the grant of a pull")
+    })
 }
 
 /// Checks that the remote cache has the slot that its key names. Otherwise returns an error of this `kind`.

@@ -4,7 +4,7 @@
 //! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
-use super::cache_rules::on_device;
+use super::cache_rules::{caller_name, on_device};
 use super::layer_ranges::{self, LayerRange};
 use crate::error::{Error, Result};
 use crate::fallible;
@@ -154,6 +154,9 @@ fn one_block(to: &Destination) -> Result<()> {
 
 /// Rows 13 and 13a: checks what one destination reads, and that it has one address for each tensor.
 pub fn destination(local: CacheLayout, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
+    if let Target::Cache { name, .. } = to.target {
+        caller_name(name).map_err(|error| error.with("cluster", to.cluster))?;
+    }
     let (row, range) = (to.src_row, to.src_layers);
     let blocks = !args.src_blocks.is_empty();
     if (blocks || local.kind == CacheKind::Blocks) && row != 0 {

@@ -27,7 +27,8 @@ pub use by_runs::{
     PlannedRuns, SideSizes, blocks_of_tensor, layer_runs, local_runs, no_block_bytes, whole_slots,
 };
 pub use cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, equally_many, not_empty, on_device,
+    RemoteCache, batch_cache, blocks_cache, caller_name, check_accessible, copy_size, equally_many,
+    not_empty, on_device,
 };
 pub use checked_transfer::{CheckedTransfer, OwnerShare};
 pub use conversion::{LocalCache, PlannedTransfer, kv_layout, local_rows_alike, rows_alike};

@@ -106,6 +106,7 @@ fn read(plan: WirePlan) -> Request {
     Request::Read {
         name: WireName::Blocks { model: 1 },
         cache: 3,
+        generation: None,
         plan,
         from: 0,
         to: 0,
@@ -255,20 +256,30 @@ fn request_bytes() {
         golden(&Request::Describe { name, limit_ms }, bytes);
     }
     golden(
-        &Request::Read { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms, summed: false },
-        "4c441001380000000102010602000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e80700992357f3b3dda09f",
+        &Request::Read {
+            name: named,
+            cache: 3,
+            generation: None,
+            plan: plan(),
+            from: 0,
+            to: 7168,
+            limit_ms,
+            summed: false,
+        },
+        "4c44100139000000010201060002000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e807003a48b3612151609b",
     );
     golden(
         &Request::Read {
             name: WireName::Grant(GRANT),
             cache: 3,
+            generation: Some(300),
             plan: plan(),
             from: 0,
             to: 7168,
             limit_ms,
             summed: true,
         },
-        "4c4410014a00000001042cd804070707070707070707070707070707070602000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e80701d0481a876ce27e35",
+        "4c4410014d00000001042cd804070707070707070707070707070707070601ac0202000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e80701030125c3b2658917",
     );
     for (side, name, bytes) in [
         (

@@ -131,8 +131,11 @@ impl State {
         let (id, row) = match name {
             Name::Key(key) => return by_key(key).ok_or_else(|| no_key(key)),
             Name::Row { cache, row } => (cache, row),
-            // `Resources::resolve` looks up the cache of a grant.
-            Name::Grant(_) => return Err(no_cache(CacheId(0))),
+            Name::Grant(_) => {
+                let text =
+                    "the table of caches has no grants: `Resources::resolve` looks up the cache of a grant";
+                return Err(Error::new(ErrorKind::System, text));
+            }
         };
         let found = if id.0 > 0 {
             self.ids.get(&id).and_then(|&index| Some((index, self.entry(index)?)))

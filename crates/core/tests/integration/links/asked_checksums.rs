@@ -210,7 +210,7 @@ fn an_owner_sums_the_bytes_that_it_sends() {
         [(0, 192, true), (0, 192, false), (40, 150, true), (100, 100, true), (0, 192, true)]
     {
         let plan = plan(vec![template((ROW, ROW), &[(2, 0), (5, 1)], &spans)]);
-        let read = Request::Read { name, cache: cache.0, plan, from, to, limit_ms, summed };
+        let read = Request::Read { name, cache: cache.0, generation: None, plan, from, to, limit_ms, summed };
         say(&owner.call, &read);
         let ready: Reply = hear(&owner.call).unwrap();
         assert_eq!(ready, Reply::Ready { bytes: to - from });
@@ -241,7 +241,16 @@ fn an_owner_sums_the_bytes_that_it_sends() {
     let plan = plan(vec![template((ROW, ROW), &[(2, 0)], &spans)]);
     say(
         &owner.call,
-        &Request::Read { name: nothing, cache: cache.0, plan, from: 0, to: 8, limit_ms, summed: true },
+        &Request::Read {
+            name: nothing,
+            cache: cache.0,
+            generation: None,
+            plan,
+            from: 0,
+            to: 8,
+            limit_ms,
+            summed: true,
+        },
     );
     assert_eq!(hear::<Reply>(&owner.call).unwrap(), Reply::Stale);
 }

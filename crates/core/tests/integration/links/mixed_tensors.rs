@@ -413,7 +413,16 @@ fn plans_over_tensors_that_differ_are_refused() {
         pieces: WirePieces::Spans(spans(len)),
     };
     let limit_ms = 20_000;
-    let read = |plan, bytes| Request::Read { name, cache, plan, from: 0, to: bytes, limit_ms, summed: false };
+    let read = |plan, bytes| Request::Read {
+        name,
+        cache,
+        generation: None,
+        plan,
+        from: 0,
+        to: bytes,
+        limit_ms,
+        summed: false,
+    };
     let write =
         |plan, to| Request::Write { name, cache, plan, from: 0, to, ahead: false, shared: None, limit_ms };
     let templates = |len: u64| {

@@ -3,7 +3,10 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use llm_datadist_core::{CacheKind, DataDist, Deadline, ErrorKind, Layers, LinkState, Placement, Rows};
+use llm_datadist_core::{
+    CacheDesc, CacheKind, DataDist, DataType, Deadline, ErrorKind, Layers, LinkState, Placement, Rows,
+    TensorDesc,
+};
 
 use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
 use crate::fixtures::{adopt, desc, pattern, pin_writes};
@@ -130,6 +133,36 @@ fn rings_carry_short_transfers_of_registered_memory() {
     }
 }
 
+/// The size of a call decides, and not that of each of its plans: there is one for each run of equal tensors.
+#[test]
+fn rings_carry_no_part_of_a_long_transfer() {
+    let pair = Pair::new(Way::Shm);
+    for (row_bytes, path) in [(600 << 10, "rings"), (1200 << 10, "process")] {
+        let tensors = [row_bytes, row_bytes + 64].map(|bytes: i64| TensorDesc {
+            count: 1,
+            shape: vec![1, bytes],
+            data_type: DataType::Uint8,
+            row_stride: None,
+        });
+        let shape = CacheDesc::of_tensors(tensors.to_vec(), Placement::Device).unwrap();
+        let [local, remote] =
+            [&pair.local, &pair.remote].map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
+        let expected = HashMap::from([(path, 2 * row_bytes.unsigned_abs() + 64)]);
+        // The first call opens a stream with rings.
+        pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
+        let source = remote.fill(1);
+        let pulled = moved(&pair, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+        assert_eq!(pulled, expected, "pull");
+        assert!(local.read() == source);
+        let source = local.fill(2);
+        let pushed = moved(&pair, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+        assert_eq!(pushed, expected, "push");
+        assert!(remote.read() == source);
+        local.free(&pair.local);
+        remote.free(&pair.remote);
+    }
+}
+
 /// A short pull waits until its deadline for rows that a call of the owner uses, because the owner pins what it sends. A longer
 /// pull is a read by process id, and does not wait.
 #[test]
@@ -158,8 +191,8 @@ fn only_short_pulls_wait_for_rows_that_the_owner_uses() {
     }
 }
 
-/// The kernel can read mapped rows of a cache whose other rows are not mapped, and the owner cannot. So the owner refuses a short
-/// pull, and has the peer read a push by process id.
+/// The kernel can read mapped rows of a cache whose other rows are not mapped, and the owner cannot. So the owner refuses to send a
+/// short pull through rings, and has the peer read a push by process id. The pull is then read by process id too.
 #[test]
 fn rows_beside_unmapped_ones_are_only_read_by_process_id() {
     const BYTES: usize = 1 << 20;
@@ -177,11 +210,14 @@ fn rows_beside_unmapped_ones_are_only_read_by_process_id() {
     let from = of(2, row(&remote, 0));
     let expected = (0..BYTES).map(|at| pattern(SEED, 0, 2 * BYTES + at)).collect::<Vec<_>>();
     for _ in 0..2 {
-        pull_blocks(&pair.local, from, &local, &[0, 2, 3], &[0, 1, 2]).unwrap();
-        assert!(local.read()[0][BYTES..2 * BYTES] == expected);
-        let refused = pull_blocks(&pair.local, from, &local, &[2], &[1]).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
-        assert!(refused.to_string().contains("not mapped readable"), "{refused}");
+        for (src, dst) in [(&[0, 2, 3][..], &[0, 1, 2][..]), (&[2], &[1])] {
+            local.fill(1);
+            let bytes = (src.len() * BYTES) as u64;
+            let pulled = moved(&pair, &|| pull_blocks(&pair.local, from, &local, src, dst).unwrap());
+            assert_eq!(pulled, HashMap::from([("process", bytes)]));
+            assert!(local.read()[0][BYTES..2 * BYTES] == expected);
+        }
+        pull_blocks(&pair.local, from, &local, &[4], &[1]).unwrap_err();
     }
     let source = registered(&pair.local, &pages[1]);
     let target = Held::pool(&pair.remote, &shape, CacheKind::Blocks);

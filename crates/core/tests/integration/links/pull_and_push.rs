@@ -3,9 +3,11 @@
 //! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between
 //! processes; `broken_streams` and `races` cover failures.
 
-use llm_datadist_core::{CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, Rows};
+use llm_datadist_core::testing::model::GrantId;
+use llm_datadist_core::{CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, Rows, Target};
 
-use super::{Held, Pair, Way, device, each, of, pairs, pull_blocks, push_slot, request, row};
+use super::layerwise::{blocks, to};
+use super::{Held, Pair, Way, device, each, of, pairs, pull_blocks, push_blocks, push_slot, request, row};
 use crate::fixtures::{Own, desc};
 
 use CacheKind::{Batch, Blocks};
@@ -177,5 +179,23 @@ fn remembered_description_does_not_decide_what_is_legal() {
             let refused = pull(0).err().map(|error| error.kind());
             assert_eq!(refused, (!open).then_some(ErrorKind::InvalidArgument));
         }
+    }
+}
+
+/// A pull takes a grant beside the name of the remote cache. In the place of that name it is refused, by every call.
+#[test]
+fn a_grant_is_no_name_of_a_remote_cache() {
+    let pair = Pair::new(Way::Shm);
+    let local = Held::pool(&pair.local, &device(2, 1, 64), Blocks);
+    let name = Name::Grant(GrantId { slot: 0, generation: 0, secret: [0; 16] });
+    let layers = vec![to(2, Target::Cache { name, first_layer: 0 }, 1)];
+    for refused in [
+        pull_blocks(&pair.local, of(2, name), &local, &[0], &[0]),
+        push_blocks(&pair.local, &local, &[0], of(2, name), &[0]),
+        pair.local.transfer_async(&local.end(), &blocks(&[0], &[0]), layers, None).map(drop),
+    ] {
+        let error = refused.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.to_string().contains("pass it as the grant of a pull"), "{error}");
     }
 }
