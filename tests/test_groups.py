@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from layers import FINALIZED
 from llm_datadist import LLMException
 from llm_datadist.events import Completed
-from peers import GONE, INVALID, LIMIT, End, Peer, by_blocks, by_request, equal
+from peers import GONE, INVALID, LIMIT, OK, End, Ends, Peer, by_blocks, by_request, equal, outcome, together
 from peers.values import cache_key as key
 
 LIMIT_MS = int(LIMIT * 1000)
@@ -132,3 +134,23 @@ def test_a_peer_that_dies(served: tuple[End, Peer]) -> None:
     assert near.dist.drain(LIMIT_MS)
     assert len(near.dist.poll()) == len(started)
     near.manager.copy_blocks(near.held["full"].handle, {0: list(range(1, 8))})
+
+
+def test_finalize_ends_a_group_that_waits(ends: Ends) -> None:
+    """The waiting thread does not keep the engine, so its links end, and with them a push that a stopped peer reads."""
+    silent = {"llm__LinkHeartbeat": 20_000, "llm__LinkSilence": LIMIT_MS}
+    near, far = both(ends.pair(accessible=True, llm__SyncKvCacheWaitTime=str(LIMIT_MS), **silent))
+    pushed = parts(near, *THREE)
+    assert outcome(lambda: near.manager.push_group(pushed))[0] == OK
+
+    def end(number: int) -> Any:
+        if number == 0:
+            return outcome(lambda: near.manager.push_group(pushed))
+        time.sleep(0.5)  # the push waits for the peer by then
+        return near.finalize()
+
+    with far.stopped():
+        began = time.monotonic()
+        waited, _ = together(2, end)
+        assert time.monotonic() - began < LIMIT / 3
+    assert waited[0] == FINALIZED

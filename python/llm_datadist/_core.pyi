@@ -191,6 +191,20 @@ class DataDist:
     ) -> TransferTask:
         """Start a layer-wise transfer. The caller reports which layers are ready (contract §8)."""
 
+    def begin_layers(
+        self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
+    ) -> LayerTask:
+        """Start a layer-wise transfer whose layers the caller reports; ``destinations`` has ``LayerDestination``s."""
+
+    def tensor_views(self, cache: Cache) -> list[TensorView]:
+        """Return a view of every tensor of a cache."""
+
+    def remap(self) -> None:
+        """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator (contract §7.17)."""
+
+    def huge_page_bytes(self) -> dict[str, int]:
+        """Return the bytes of the ``device`` and the ``host`` pool that are in huge pages. The call is slow."""
+
     def notify(self, cluster_id: int, payload: bytes | bytearray) -> None:
         """Send a message to a linked cluster."""
 
@@ -422,20 +436,6 @@ class CacheCalls(Generic[_Outcome]):
 
         ``parts`` has ``(key, cache, src_blocks, dst_blocks)`` or ``GroupPart`` items.
         """
-
-    def begin_layers(
-        self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
-    ) -> LayerTask:
-        """Start a layer-wise transfer whose layers the caller reports; ``destinations`` has ``LayerDestination``s."""
-
-    def tensor_views(self, cache: Cache) -> list[TensorView]:
-        """Return a view of every tensor of a cache."""
-
-    def remap(self) -> None:
-        """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator (contract §7.17)."""
-
-    def huge_page_bytes(self) -> dict[str, int]:
-        """Return the bytes of the ``device`` and the ``host`` pool that are in huge pages. The call is slow."""
 
 @final
 class Transfer:

@@ -418,13 +418,13 @@ class CacheManager(PullPushCalls):
             LLMException: ``LLM_PARAM_INVALID`` for every wrong argument, also for a wrong type; ``LLM_NOT_YET_LINK``:
                 there is no link, and no communicator is ``PREPARING``.
         """
-        remap = self._engine.remap
+        self._check_open()
         infos = [mem_infos] if isinstance(mem_infos, MemInfo) else mem_infos
         raise_if_false(isinstance(infos, list), "mem_infos={} is not a MemInfo or a list", shown(infos))
         for info in infos:
             _check_mem_info(info)
         raise_if_false(infos, "mem_infos=[] is empty; give at least one MemInfo")
-        remap()
+        self._native.remap()
 
     @logged
     def tensor_views(self, cache: Cache) -> list[_core.TensorView]:
@@ -447,7 +447,8 @@ class CacheManager(PullPushCalls):
                 caller is not mapped readable and writable; ``LLM_FEATURE_NOT_ENABLED``: the CPU cannot address the
                 memory.
         """
-        return self._engine.tensor_views(cache)
+        self._check_open()
+        return self._native.tensor_views(cache)
 
     def huge_page_bytes(self) -> dict[str, int]:
         """Return the bytes of each pool, ``"device"`` and ``"host"``, that are in huge pages now (contract §7).
@@ -457,7 +458,8 @@ class CacheManager(PullPushCalls):
         Raises:
             LLMException: ``LLM_ENGINE_FINALIZED``.
         """
-        return self._engine.huge_page_bytes()
+        self._check_open()
+        return self._native.huge_page_bytes()
 
     def set_is_call_linked(self) -> None:
         """Note that ``LLMDataDist.link`` was called (contract §7.18). It has no other effect."""

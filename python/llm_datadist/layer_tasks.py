@@ -100,4 +100,5 @@ class LayerCalls(GroupCalls):
                 or a check of contract §8.1 failed; ``LLM_KV_CACHE_NOT_EXIST``: the source cache was released;
                 ``LLM_LINK_BUSY``: the transfers would exceed ``max_transfers``.
         """
-        return self._engine.begin_layers(cache, destinations, layer_timeout_ms, tensor_num_per_layer)
+        self._check_open()
+        return self._native.begin_layers(cache, destinations, layer_timeout_ms, tensor_num_per_layer)

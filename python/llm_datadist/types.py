@@ -569,7 +569,7 @@ class Cache(CacheHandle):
             text = f"{self} belongs to no engine, so it has no buffer"
             raise LLMException(text, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
         # Without the log lines of the public method.
-        return _core.CacheBuffer(self._cache_manager._engine.tensor_views(self)[0])  # noqa: SLF001
+        return _core.CacheBuffer(self._cache_manager._native.tensor_views(self)[0])  # noqa: SLF001
 
     @property
     def tensor_addrs(self) -> Sequence[int]:

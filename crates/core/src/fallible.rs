@@ -4,14 +4,16 @@
 //!
 //! On a thread that works for a peer, each list is charged to the budget for peers before it is allocated.
 
+mod one_or_many;
+
 use std::hash::Hash;
-use std::ops::{Deref, DerefMut};
 
 use hashbrown::HashMap;
 
 use crate::budget::charge;
 pub(crate) use crate::budget::temporary;
 use crate::error::{Error, ErrorKind, Result};
+pub use one_or_many::OneOrMany;
 
 /// Returns the error for a failed allocation of `bytes` bytes for `what`.
 pub fn out_of_memory(what: &str, bytes: usize) -> Error {
@@ -95,56 +97,4 @@ pub fn map<K: Eq + Hash, V>(what: &str, count: usize) -> Result<HashMap<K, V>> {
     charge(count.saturating_mul(size_of::<(K, V)>()))?;
     map.try_reserve(count).map_err(|_| out_of_memory(what, count.saturating_mul(size_of::<(K, V)>())))?;
     Ok(map)
-}
-
-/// One item, or a list of any number of items. Most calls have one, which takes no memory of its own.
-#[derive(Clone, Debug, Eq)]
-pub enum OneOrMany<T> {
-    One(T),
-    Many(Vec<T>),
-}
-
-impl<T> Deref for OneOrMany<T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        match self {
-            OneOrMany::One(item) => std::slice::from_ref(item),
-            OneOrMany::Many(items) => items,
-        }
-    }
-}
-
-impl<T> DerefMut for OneOrMany<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        match self {
-            OneOrMany::One(item) => std::slice::from_mut(item),
-            OneOrMany::Many(items) => items,
-        }
-    }
-}
-
-impl<T> Default for OneOrMany<T> {
-    fn default() -> Self {
-        OneOrMany::Many(Vec::new())
-    }
-}
-
-impl<T: PartialEq> PartialEq for OneOrMany<T> {
-    fn eq(&self, other: &Self) -> bool {
-        **self == **other
-    }
-}
-
-impl<T> IntoIterator for OneOrMany<T> {
-    type Item = T;
-    type IntoIter = std::iter::Chain<std::option::IntoIter<T>, std::vec::IntoIter<T>>;
-
-    fn into_iter(self) -> Self::IntoIter {
-        let (one, many) = match self {
-            OneOrMany::One(item) => (Some(item), Vec::new()),
-            OneOrMany::Many(items) => (None, items),
-        };
-        one.into_iter().chain(many)
-    }
 }

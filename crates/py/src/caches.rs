@@ -5,26 +5,21 @@
 
 use std::time::Duration;
 
-use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{
-    CacheId, CacheKind, CallExtras, DataDist as CoreDataDist, End, Operation, Placement,
-};
+use llm_datadist_core::{CacheId, CacheKind, CallExtras, DataDist as CoreDataDist, Operation};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::arguments::{AddressesArg, DescArg, FlagArg, IntArg};
 use crate::blocks::BlocksArg;
-use crate::cache::{ManagedCache, TensorView};
+use crate::cache::ManagedCache;
 use crate::call_extras::{self, GrantArg, VerifyArg};
 use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
-use crate::error::{self, raise};
+use crate::error;
 use crate::groups::PartsArg;
 use crate::keys::{KeyArg, KeysArg};
-use crate::layer_task::LayerTaskHandle;
-use crate::layer_task_arguments::{self, DestinationsArg};
 use crate::local_cache::CacheArg;
+use crate::log;
 use crate::notify::NotifyArg;
 use crate::owners::{self, BlockListsArg, OwnersArg};
 use crate::pull_push_arguments::{self, BlocksOptions, LayersArg, Pull, Push};
@@ -32,9 +27,6 @@ use crate::selection::Selection;
 use crate::sub_rows::SubRowArg;
 use crate::token_ranges::{RawArg, TokensArg};
 use crate::transfer::TransferHandle;
-
-/// Calls with more blocks detach from the interpreter while they start.
-const MANY_BLOCKS: usize = 4096;
 
 /// The caches of an engine as a `CacheManager` names them.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -190,8 +182,7 @@ impl CacheCalls {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (ends, slot) = ((dst_cache_key, src_cache), (src_batch_index, size));
         let push = pull_push_arguments::push_cache(self.engine(), ends, slot, layers)?;
-        let limit = limit(timeout_ms)?;
-        self.push(src_cache.py(), push, call_extras::without_grant((notify, verify, layout))?, limit)
+        self.push(src_cache.py(), push, call_extras::limited(timeout_ms, (notify, verify, layout))?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -216,8 +207,7 @@ impl CacheCalls {
         let (ends, blocks) = ((dst_cache_key, src_cache), (src_blocks, dst_blocks));
         let selected = Selection::of((src_tokens, dst_tokens, part))?;
         let push = pull_push_arguments::push_blocks(self.engine(), ends, blocks, layers, selected)?;
-        let limit = limit(timeout_ms)?;
-        self.push(src_cache.py(), push, call_extras::without_grant((notify, verify, layout))?, limit)
+        self.push(src_cache.py(), push, call_extras::limited(timeout_ms, (notify, verify, layout))?)
     }
 
     /// Pulls one sequence from several owners.
@@ -249,7 +239,7 @@ impl CacheCalls {
         };
         let (ends, blocks) = ((src_cache_keys, dst_cache), (src_blocks, dst_blocks));
         let pull = owners::pull(self.engine(), ends, blocks, (grant, grant_done), options)?;
-        let limit = limit(timeout_ms)?;
+        let limit = call_extras::limit(timeout_ms)?;
         self.end(dst_cache.py(), usize::MAX, limit, |engine| engine.pull_owners(pull.parts, pull.extras))
     }
 
@@ -276,8 +266,7 @@ impl CacheCalls {
         let (ends, blocks) = ((dst_cache_keys, src_cache), (src_blocks, dst_blocks));
         let selected = Selection::of((src_tokens, dst_tokens, part))?;
         let pushes = owners::push(self.engine(), ends, blocks, layers, &selected)?;
-        let limit = limit(timeout_ms)?;
-        let extras = call_extras::without_grant((notify, verify, layout))?;
+        let (limit, extras) = call_extras::limited(timeout_ms, (notify, verify, layout))?;
         self.end(src_cache.py(), usize::MAX, limit, |engine| engine.push_owners(pushes, extras))
     }
 
@@ -291,8 +280,7 @@ impl CacheCalls {
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Option<Py<TransferHandle>>> {
         let pulls = parts.pulls(self.engine(), grants_done.required("grants_done")?)?;
-        let limit = limit(timeout_ms)?;
-        let extras = call_extras::without_grant((notify, verify, layout))?;
+        let (limit, extras) = call_extras::limited(timeout_ms, (notify, verify, layout))?;
         self.end(parts.py(), usize::MAX, limit, |engine| engine.pull_group(pulls, extras))
     }
 
@@ -305,8 +293,7 @@ impl CacheCalls {
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Option<Py<TransferHandle>>> {
         let pushes = parts.pushes(self.engine())?;
-        let limit = limit(timeout_ms)?;
-        let extras = call_extras::without_grant((notify, verify, layout))?;
+        let (limit, extras) = call_extras::limited(timeout_ms, (notify, verify, layout))?;
         self.end(parts.py(), usize::MAX, limit, |engine| engine.push_group(pushes, extras))
     }
 
@@ -323,13 +310,9 @@ impl CacheCalls {
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Option<Py<TransferHandle>>> {
         let numbers = (dst_batch_index, src_batch_index, offset, size);
-        let (ends, args) = copy_arguments::copy_cache_args(self.engine(), (dst, src), numbers, req_id)?;
-        if !self.starts {
-            self.engine().copy(src.py(), &ends, args, req_id.optional("req_id")?)?;
-            return Ok(None);
-        }
-        let (limit, (to, from)) = (limit(timeout_ms)?, ends);
-        self.end(src.py(), 1, limit, |engine| engine.copy_cache(&to, &from, args))
+        let ((to, from), args) = copy_arguments::copy_cache_args(self.engine(), (dst, src), numbers, req_id)?;
+        let (request, limit) = (req_id.optional::<u64>("req_id")?, call_extras::limit(timeout_ms)?);
+        self.end(src.py(), 1, limit, |engine| engine.copy_cache(&to, &from, args).with("req_id", request))
     }
 
     fn copy_blocks(
@@ -340,7 +323,7 @@ impl CacheCalls {
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Option<Py<TransferHandle>>> {
         let (end, pairs) = copy_arguments::copy_blocks_args(self.engine(), cache, copy_block_info)?;
-        let (limit, part) = (limit(timeout_ms)?, part.part()?);
+        let (limit, part) = (call_extras::limit(timeout_ms)?, part.part()?);
         self.end(cache.py(), pairs.len(), limit, |engine| engine.copy_sub_rows(&end, &pairs, part))
     }
 
@@ -355,48 +338,12 @@ impl CacheCalls {
     ) -> PyResult<Option<Py<TransferHandle>>> {
         let args = copy_arguments::swap_args(self.engine(), src_cache, dst_cache, src_to_dst);
         let swapped = args.and_then(|(src, dst, pairs)| {
-            let (limit, part) = (limit(timeout_ms)?, part.part()?);
+            let (limit, part) = (call_extras::limit(timeout_ms)?, part.part()?);
             self.end(src_cache.py(), pairs.len(), limit, |engine| {
                 engine.swap_sub_rows(&src, &dst, &pairs, part)
             })
         });
         swapped.map_err(|error| error::mismatch(src_cache.py(), error))
-    }
-
-    fn begin_layers(
-        &self,
-        cache: CacheArg<'_, '_>,
-        destinations: DestinationsArg<'_, '_>,
-        layer_timeout_ms: IntArg<'_, '_>,
-        tensor_num_per_layer: IntArg<'_, '_>,
-    ) -> PyResult<LayerTaskHandle> {
-        let (py, engine) = (cache.py(), self.engine());
-        let numbers = (layer_timeout_ms, tensor_num_per_layer);
-        let call = layer_task_arguments::begin(engine, cache, destinations, numbers)?;
-        let many = call.num_blocks() + call.to.len() > MANY_BLOCKS;
-        let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.patience);
-        let task = if many { engine.enter(py, begin) } else { engine.attached(py, begin) };
-        LayerTaskHandle::new(py, task?, self.native.get().transfers(), engine.codes())
-    }
-
-    fn tensor_views(&self, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
-        cache.typed("cache")?;
-        let end = cache.end(self.engine())?;
-        self.engine().enter(cache.py(), |engine| match &end {
-            End::Loose(loose) => TensorView::all(loose),
-            End::Managed(id) => TensorView::all(&engine.find(*id)?),
-        })
-    }
-
-    fn remap(&self, py: Python<'_>) -> PyResult<()> {
-        self.engine().enter(py, CoreDataDist::remap)
-    }
-
-    fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let measure = |engine: &CoreDataDist| {
-            Ok(Placement::ALL.map(|placement| (placement.to_string(), engine.huge_bytes(placement))))
-        };
-        self.engine().enter(py, measure)?.into_py_dict(py)
     }
 }
 
@@ -411,21 +358,27 @@ impl CacheCalls {
         pull: Pull,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Option<Py<TransferHandle>>> {
-        let (limit, blocks) = (limit(timeout_ms)?, pull.rows.num_blocks());
+        let (limit, blocks) = (call_extras::limit(timeout_ms)?, pull.rows.num_blocks());
         let Pull { from, to, rows, layers, extras } = pull;
-        self.end(py, blocks, limit, move |engine| engine.pull_with(from, &to, rows, layers, extras))
+        let ended = self.end(py, blocks, limit, |engine| engine.pull_with(from, &to, rows, layers, extras));
+        self.reported(py, ended)
     }
 
     fn push(
         &self,
         py: Python<'_>,
         push: Push,
-        extras: CallExtras,
-        limit: Option<Duration>,
+        (limit, extras): (Option<Duration>, CallExtras),
     ) -> PyResult<Option<Py<TransferHandle>>> {
         let Push { from, to, rows, layers } = push;
         let blocks = rows.num_blocks();
-        self.end(py, blocks, limit, move |engine| engine.push_with(&from, to, rows, layers, extras))
+        let ended = self.end(py, blocks, limit, |engine| engine.push_with(&from, to, rows, layers, extras));
+        self.reported(py, ended)
+    }
+
+    /// Passes the engine's log lines to Python if a pull or push has failed that was waited for.
+    fn reported<T>(&self, py: Python<'_>, ended: PyResult<T>) -> PyResult<T> {
+        if self.starts { ended } else { log::after_transfer(py, ended) }
     }
 
     /// Runs the operation, which moves `blocks` blocks, or starts it and returns its handle.
@@ -438,16 +391,9 @@ impl CacheCalls {
     ) -> PyResult<Option<Py<TransferHandle>>> {
         let engine = self.engine();
         if !self.starts {
-            return engine.run(py, |engine| operation(engine).within(limit).run()).map(|()| None);
+            return engine.run(py, |engine| operation(engine).within(limit)).map(|()| None);
         }
-        let start = |engine: &CoreDataDist| operation(engine).within(limit).start();
-        let started = if blocks > MANY_BLOCKS { engine.enter(py, start) } else { engine.attached(py, start) };
-        self.native.get().transfers().started(py, &started?, engine.codes()).map(Some)
+        let started = engine.start(py, blocks, |engine| operation(engine).within(limit).start())?;
+        self.native.get().transfers().started(py, &started, engine.codes()).map(Some)
     }
-}
-
-/// Reads the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.
-fn limit(timeout_ms: IntArg<'_, '_>) -> PyResult<Option<Duration>> {
-    let limit = timeout_ms.optional::<u32>("timeout_ms")?.map(validate::timeout_ms).transpose();
-    limit.map_err(|error| raise(timeout_ms.py(), &error))
 }

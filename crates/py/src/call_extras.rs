@@ -1,12 +1,14 @@
 //! What a pull or push does beside moving bytes: the notification for the owner, the grant under which it pulls, and how
-//! it checks the bytes.
+//! it checks the bytes. Also the time limit of a call.
+
+use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantToken, GrantUse, Verify};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::arguments::FlagArg;
+use crate::arguments::{FlagArg, IntArg};
 use crate::convert::{self, Any, only_support};
 use crate::error::raise;
 use crate::notify::NotifyArg;
@@ -77,4 +79,18 @@ pub(crate) fn done_without_grant(py: Python<'_>) -> PyErr {
 pub(crate) fn token(name: &str, given: &Any<'_>) -> PyResult<GrantToken> {
     let bytes = given.cast::<PyBytes>().map_err(|_| only_support(name, "['bytes']", given))?;
     GrantToken::from_bytes(bytes.as_bytes()).map_err(|error| raise(given.py(), &error))
+}
+
+/// Reads the time limit and the extras of a call without a grant of its own.
+pub(crate) fn limited(
+    timeout_ms: IntArg<'_, '_>,
+    given: GivenExtras<'_, '_>,
+) -> PyResult<(Option<Duration>, CallExtras)> {
+    Ok((limit(timeout_ms)?, without_grant(given)?))
+}
+
+/// Reads the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.
+pub(crate) fn limit(timeout_ms: IntArg<'_, '_>) -> PyResult<Option<Duration>> {
+    let limit = timeout_ms.optional::<u32>("timeout_ms")?.map(validate::timeout_ms).transpose();
+    limit.map_err(|error| raise(timeout_ms.py(), &error))
 }

@@ -1,21 +1,24 @@
-//! The engine class that Python calls: links, messages and counters. `caches` has the calls of its caches.
+//! The engine class that Python calls: links, layers, messages and counters. `caches` has the calls of its caches.
 //!
 //! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
 use std::sync::Arc;
 
-use llm_datadist_core::ClusterId;
 use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{ClusterId, DataDist as CoreDataDist, End, Placement};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString};
+use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
 use crate::arguments::{FlagArg, IntArg, RoleArg, TextArg};
 use crate::blocks::BlocksArg;
+use crate::cache::TensorView;
 use crate::convert;
 use crate::engine::Engine;
 use crate::error::raise;
 use crate::events::PeerHandle;
 use crate::keys::KeyArg;
+use crate::layer_task::LayerTaskHandle;
+use crate::layer_task_arguments::{self, DestinationsArg};
 use crate::layerwise_arguments::{self, CheckedArguments, ConfigsArg, RawArguments, SynchronizerArg};
 use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
@@ -171,8 +174,44 @@ impl DataDist {
         let given = RawArguments { src_cache, layer_synchronizer, transfer_configs, blocks };
         let CheckedArguments { from, args, to, patience } =
             layerwise_arguments::transfer(&self.engine, &given)?;
-        let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
+        let start = |engine: &CoreDataDist| engine.transfer_async(&from, &args, to, patience);
         self.engine.enter(src_cache.py(), start).map(|task| TransferTask::new(task, self.engine.codes()))
+    }
+
+    fn begin_layers(
+        &self,
+        cache: CacheArg<'_, '_>,
+        destinations: DestinationsArg<'_, '_>,
+        layer_timeout_ms: IntArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+    ) -> PyResult<LayerTaskHandle> {
+        let py = cache.py();
+        let numbers = (layer_timeout_ms, tensor_num_per_layer);
+        let call = layer_task_arguments::begin(&self.engine, cache, destinations, numbers)?;
+        let blocks = call.num_blocks() + call.to.len();
+        let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.patience);
+        let task = self.engine.start(py, blocks, begin)?;
+        LayerTaskHandle::new(py, task, &self.transfers, self.engine.codes())
+    }
+
+    fn tensor_views(&self, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
+        cache.typed("cache")?;
+        let end = cache.end(&self.engine)?;
+        self.engine.enter(cache.py(), |engine| match &end {
+            End::Loose(loose) => TensorView::all(loose),
+            End::Managed(id) => TensorView::all(&engine.find(*id)?),
+        })
+    }
+
+    fn remap(&self, py: Python<'_>) -> PyResult<()> {
+        self.engine.enter(py, CoreDataDist::remap)
+    }
+
+    fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let measure = |engine: &CoreDataDist| {
+            Ok(Placement::ALL.map(|placement| (placement.to_string(), engine.huge_bytes(placement))))
+        };
+        self.engine.enter(py, measure)?.into_py_dict(py)
     }
 
     fn notify(&self, cluster_id: IntArg<'_, '_>, payload: NotifyArg<'_, '_>) -> PyResult<()> {

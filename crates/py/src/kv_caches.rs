@@ -128,8 +128,8 @@ impl KvCaches {
         let (from, to) = (src.batch("src")?, dst.batch("dst")?);
         from.slots_first()?;
         to.slots_first()?;
-        let ends = (to.end(engine)?, from.end(engine)?);
-        engine.copy(py, &ends, args, request)
+        let (to, from) = (to.end(engine)?, from.end(engine)?);
+        engine.run(py, |engine| engine.copy_cache(&to, &from, args).with("req_id", request))
     }
 
     fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {
@@ -139,7 +139,7 @@ impl KvCaches {
         cache.on_device("cache")?;
         not_negative("copy_block_info", &pairs)?;
         let end = cache.end(engine)?;
-        engine.run(py, |engine| engine.copy_blocks(&end, &pairs).run())
+        engine.run(py, |engine| engine.copy_blocks(&end, &pairs))
     }
 
     /// Every argument error of a swap is a `ValueError` as well.
@@ -155,7 +155,7 @@ impl KvCaches {
             dst.kv_typed("dst")?;
             let pairs = src_to_dst.pairs("src_to_dst")?;
             let (from, to) = (src.one_device(engine)?, dst.one_device(engine)?);
-            engine.run(py, |engine| engine.swap_blocks(&from, &to, &pairs).run())
+            engine.run(py, |engine| engine.swap_blocks(&from, &to, &pairs))
         };
         swap().map_err(|error| error::mismatch(py, error))
     }

@@ -118,6 +118,14 @@ pub(crate) fn drain(py: Python<'_>) -> PyResult<()> {
     PythonTypes::get(py)?.drain_log.call0(py).map(drop)
 }
 
+/// Returns the outcome of a pull or push. If it has failed, drains the queue first, because the lines report broken links.
+pub(crate) fn after_transfer<T>(py: Python<'_>, outcome: PyResult<T>) -> PyResult<T> {
+    if outcome.is_err() {
+        drain(py)?;
+    }
+    outcome
+}
+
 /// Returns a descriptor that becomes readable when lines are queued, which the caller closes.
 #[pyfunction]
 pub(crate) fn open_log() -> PyResult<i32> {

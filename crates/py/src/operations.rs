@@ -1,51 +1,47 @@
 //! The operations that the calls of both managers perform once their arguments are checked.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, Error, Result};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, DataDist, Deadline, Operation, Result};
 use pyo3::prelude::*;
 
 use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
-use crate::engine::Engine;
+use crate::engine::{self, Engine};
 use crate::error::raise;
 use crate::pull_push_arguments::Pull;
 use crate::{log, raw};
 
+/// Calls with more blocks detach from the interpreter while they start.
+const MANY_BLOCKS: usize = 4096;
+
 impl Engine {
-    /// Makes `call`, which moves bytes. If that fails, passes the engine's log lines to Python, because they report broken links.
+    /// Runs an operation. Another thread can close the engine while this one waits for a group: that ends the group.
     pub(crate) fn run(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&DataDist) -> Result<()> + Send,
+        operation: impl FnOnce(&DataDist) -> Operation<'_> + Send,
     ) -> PyResult<()> {
-        let ran = self.enter(py, call);
-        if ran.is_err() {
-            log::drain(py)?;
-        }
-        ran
+        let Some(group) = self.enter(py, |engine| operation(engine).run_or_begin())? else { return Ok(()) };
+        engine::waiting(py, Deadline::after(Duration::MAX), |deadline| group.join(deadline))
     }
 
-    /// Copies a range of a slot between the ends, of which the destination is first. The error names the
-    /// request.
-    pub(crate) fn copy(
+    /// Starts a call on `blocks` blocks. It detaches from the interpreter only if they are many.
+    pub(crate) fn start<T: Send>(
         &self,
         py: Python<'_>,
-        (to, from): &(End, End),
-        args: CopyArgs,
-        request: Option<u64>,
-    ) -> PyResult<()> {
-        let named = |error: Error| match request {
-            Some(id) => error.with("req_id", id),
-            None => error,
-        };
-        self.run(py, |engine| engine.copy_cache(to, from, args).run().map_err(named))
+        blocks: usize,
+        call: impl FnOnce(&DataDist) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        if blocks > MANY_BLOCKS { self.enter(py, call) } else { self.attached(py, call) }
     }
 
     /// Pulls, and waits for the bytes.
     pub(crate) fn pull(&self, py: Python<'_>, pull: Pull) -> PyResult<()> {
         let Pull { from, to, rows, layers, extras } = pull;
-        self.run(py, |engine| engine.pull_with(from, &to, rows, layers, extras).run())
+        let pulled = self.run(py, |engine| engine.pull_with(from, &to, rows, layers, extras));
+        log::after_transfer(py, pulled)
     }
 
     /// Releases a cache that this engine made. `None` stands for a cache that it did not make.

@@ -13,7 +13,7 @@ use crate::fallible;
 use crate::model::GrantUse;
 use crate::plan::Side;
 use crate::stats::Op;
-use crate::transfer::{Group, GroupPart, LaneKey, LaneWork, Work, used_rows};
+use crate::transfer::{Group, GroupPart, LaneKey, LaneWork, PeerTransfer, Work, used_rows};
 use crate::validate::{Layers, Rows};
 
 /// Name of these lists in out-of-memory errors.
@@ -75,7 +75,7 @@ impl DataDist {
         extras: CallExtras,
     ) -> Operation<'_> {
         let read_owners = owners && local_side == Side::Destination;
-        Operation::new(self, local_side.of((Op::Push, Op::Pull)), || {
+        let prepare = || {
             ensure(!read_owners || !extras.raw_layout, || {
                 Error::invalid(
                     "several owners of one cache need KV layouts: layout=\"raw\" must not be given",
@@ -83,16 +83,18 @@ impl DataDist {
             })?;
             let (mut parts, used) = self.parts(local_side, members, &extras)?;
             report_each_grant_once(&mut parts)?;
-            let one_cache = parts.iter().all(|part| Arc::ptr_eq(&part.local, &parts[0].local));
+            let first = &parts[0].transfer.local;
+            let one_cache = parts.iter().all(|part| Arc::ptr_eq(&part.transfer.local, first));
             ensure(!read_owners || one_cache, || {
                 Error::invalid("several owners need one destination cache")
             })?;
-            let verify = self.verify(&extras);
-            let (lanes, notify) = (lanes_of(&parts), group_notification(&parts, extras.notify)?);
-            let group = Group { resources: self.resources.clone(), parts, notify, verify, owners };
+            let lanes = lanes_of(&parts);
+            parts[0].transfer.notify = group_notification(lanes, extras.notify)?;
+            let group = Group { resources: self.resources.clone(), parts, owners };
             let work: Work = Box::new(move |execution, deadline| group.run(execution, deadline));
-            Ok(Prepared::Group(LaneWork { lanes, rows: CallRows::of_all(used)?, work }))
-        })
+            Ok(LaneWork { lanes, rows: CallRows::of_all(used)?, work })
+        };
+        Operation::new(self, local_side.of((Op::Push, Op::Pull)), || Ok(Prepared::Group(prepare())))
     }
 
     /// Checks each member of a group.
@@ -100,6 +102,7 @@ impl DataDist {
         ensure(!members.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
         let mut parts = fallible::with_capacity(PARTS, members.len())?;
         let mut used = fallible::with_capacity(PARTS, members.len())?;
+        let verify = self.verify(extras);
         for (index, GroupMember { remote, local, rows, grant }) in members.into_iter().enumerate() {
             let RemoteName { cluster, name } = remote;
             let check = || {
@@ -111,8 +114,9 @@ impl DataDist {
             };
             let (local, checked, rows) = check().map_err(|error: Error| error.with("part", index))?;
             used.push((local.clone(), rows));
-            let link = self.links.finder().for_later(cluster);
-            parts.push(GroupPart { cluster, link, name, local, checked, grant });
+            let (link, grant) = (self.links.finder().for_later(cluster), grant.map(Box::new));
+            let transfer = PeerTransfer { cluster, name, local, checked, notify: None, grant, verify };
+            parts.push(GroupPart { link, transfer });
         }
         Ok((parts, used))
     }
@@ -122,7 +126,7 @@ impl DataDist {
 fn report_each_grant_once(parts: &mut [GroupPart]) -> Result<()> {
     let mut later = HashSet::new();
     later.try_reserve(parts.len()).map_err(|_| fallible::out_of_memory(PARTS, parts.len()))?;
-    for grant in parts.iter_mut().rev().filter_map(|part| part.grant.as_mut()) {
+    for grant in parts.iter_mut().rev().filter_map(|part| part.transfer.grant.as_mut()) {
         grant.done &= later.insert(grant.token);
     }
     Ok(())
@@ -130,14 +134,14 @@ fn report_each_grant_once(parts: &mut [GroupPart]) -> Result<()> {
 
 /// Returns the lanes that run a group.
 fn lanes_of(parts: &[GroupPart]) -> LaneKey {
-    let first = parts[0].cluster;
-    let one = parts.iter().all(|part| part.cluster == first);
+    let first = parts[0].transfer.cluster;
+    let one = parts.iter().all(|part| part.transfer.cluster == first);
     if one { LaneKey::Calls(first) } else { LaneKey::SeveralClusters }
 }
 
 /// Checks the notification of a group, which has one peer then.
-fn group_notification(parts: &[GroupPart], notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
-    let one_peer = lanes_of(parts) != LaneKey::SeveralClusters;
+fn group_notification(lanes: LaneKey, notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
+    let one_peer = lanes != LaneKey::SeveralClusters;
     let text = "notify needs parts or keys of one cluster";
     ensure(notify.is_none() || one_peer, || Error::new(ErrorKind::InvalidArgument, text))?;
     checked_notification(notify)

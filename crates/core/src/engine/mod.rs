@@ -350,6 +350,7 @@ impl Drop for DataDist {
         // Before anything is released, so that a peer that still maps this memory no longer trusts it.
         self.resources.table.retire();
         self.resources.grants.close();
-        self.end_transfers();
+        self.tasks.close();
+        self.calls.close();
     }
 }

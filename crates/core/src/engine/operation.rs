@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::DataDist;
 use crate::cache::CallRows;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::events::Transfer;
 use crate::model::Deadline;
 use crate::stats::Op;
@@ -20,6 +20,8 @@ pub struct Operation<'a> {
     op: Op,
     started: Instant,
     limit: Option<Duration>,
+    /// A fact of every error with which the call does not run or start.
+    fact: Option<(&'static str, u64)>,
     prepared: Result<Prepared>,
 }
 
@@ -29,15 +31,15 @@ pub(super) enum Prepared {
     Copy(LocalCopy),
     /// With one peer.
     Transfer(PeerTransfer),
-    /// Several transfers, which run on a thread of the engine.
-    Group(LaneWork),
+    /// Several transfers, which run on a thread of the engine, or why they were refused.
+    Group(Result<LaneWork>),
 }
 
 impl<'a> Operation<'a> {
     /// Checks a call with `prepare`.
     pub(super) fn new(engine: &'a DataDist, op: Op, prepare: impl FnOnce() -> Result<Prepared>) -> Self {
         let started = Instant::now();
-        Operation { engine, op, started, limit: None, prepared: prepare() }
+        Operation { engine, op, started, limit: None, fact: None, prepared: prepare() }
     }
 
     /// Ends the call within `limit`; within `sync_kv_timeout` if there is none.
@@ -46,10 +48,26 @@ impl<'a> Operation<'a> {
         self
     }
 
+    /// Adds a fact to the error that [`run`](Self::run) or [`start`](Self::start) returns, if there is a value.
+    pub fn with(mut self, name: &'static str, value: impl Into<Option<u64>>) -> Self {
+        self.fact = value.into().map(|value| (name, value));
+        self
+    }
+
     /// Moves the bytes, and returns once they are in place. A group runs on a thread of the engine meanwhile, and an
     /// interruption cancels it. Returns `Err(Busy)` for a group if too many transfers run or wait for their outcome to be taken.
     pub fn run(self) -> Result<()> {
-        let Operation { engine, op, started, limit, prepared } = self;
+        let (fact, interrupted) = (self.fact, self.engine.interrupted);
+        let group = self.run_or_begin()?;
+        let forever = Deadline::after(Duration::MAX).watched(interrupted);
+        group.map_or(Ok(()), |group| group.join(forever)).map_err(|error| with_fact(error, fact))
+    }
+
+    /// Does what [`run`](Self::run) does, but does not wait for a group: returns its [`Transfer`], whose end is no event.
+    /// The caller [joins](Transfer::join) it without a reference to the engine. So another thread can close the engine meanwhile,
+    /// which ends the group.
+    pub fn run_or_begin(self) -> Result<Option<Arc<Transfer>>> {
+        let Operation { engine, op, started, limit, fact, prepared } = self;
         let deadline = engine.deadline_since(started, limit);
         let moved = match prepared {
             Ok(Prepared::Copy(copy)) => copy.run(&engine.resources, None, deadline),
@@ -57,14 +75,15 @@ impl<'a> Operation<'a> {
                 .links
                 .find_other(transfer.cluster, deadline)
                 .and_then(|link| transfer.run(engine.resources.clone(), link, None, deadline)),
-            // It is counted when it ends.
+            // A group is counted when it ends. One that is refused or does not start is not counted.
             Ok(group) => {
-                return outcome(&*group.start(engine, op, engine.limited(started, limit), false)?, engine);
+                let begun = group.start(engine, op, engine.limited(started, limit), false);
+                return begun.map(Some).map_err(|error| with_fact(error, fact));
             }
             Err(error) => Err(error),
         };
         engine.resources.stats.counted(op, started.elapsed(), moved.is_ok());
-        moved.map(drop)
+        moved.map(|_| None).map_err(|error| with_fact(error, fact))
     }
 
     /// Returns before the bytes move. Calls that meet in a row take turns in the order in which they were started.
@@ -72,8 +91,10 @@ impl<'a> Operation<'a> {
     /// Returns `Err` for what the arguments and the local caches decide, and `Err(Busy)` if too many transfers run or
     /// wait for their outcome to be taken. The [`Transfer`] has the outcome, and [`poll`](DataDist::poll) returns it.
     pub fn start(self) -> Result<Arc<Transfer>> {
-        let deadline = self.engine.limited(self.started, self.limit);
-        self.prepared?.start(self.engine, self.op, deadline, true)
+        let Operation { engine, op, started, limit, fact, prepared } = self;
+        let deadline = engine.limited(started, limit);
+        let transfer = prepared.and_then(|prepared| prepared.start(engine, op, deadline, true));
+        transfer.map_err(|error| with_fact(error, fact))
     }
 }
 
@@ -100,7 +121,7 @@ impl Prepared {
                 });
                 LaneWork { lanes, rows, work }
             }
-            Prepared::Group(group) => group,
+            Prepared::Group(group) => group?,
         };
         let outgoing = calls_peer.then(|| engine.resources.outgoing_calls.begin());
         let purpose = CallPurpose { op, lanes, deadline, outgoing, dials: None, event };
@@ -108,15 +129,6 @@ impl Prepared {
     }
 }
 
-/// Waits for a call that was started, and returns its outcome. An interruption cancels it.
-fn outcome(transfer: &Transfer, engine: &DataDist) -> Result<()> {
-    let wait = || transfer.wait(Deadline::after(Duration::MAX).watched(engine.interrupted));
-    let waited = wait();
-    if waited.is_err() {
-        transfer.cancel();
-        // Whatever interrupts this wait too, the first interruption is the error.
-        let _ = wait();
-    }
-    let outcome = transfer.outcome();
-    waited.and_then(|_| outcome.map_or(Ok(()), |outcome| outcome.map(drop)))
+fn with_fact(error: Error, fact: Option<(&'static str, u64)>) -> Error {
+    fact.into_iter().fold(error, |error, (name, value)| error.with(name, value))
 }

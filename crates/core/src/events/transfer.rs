@@ -255,6 +255,21 @@ impl Transfer {
         Ok(true)
     }
 
+    /// Waits until the transfer has ended, and takes its outcome. An interruption of this wait cancels the transfer, and is
+    /// the error once the transfer has ended. Returns `Err(Timeout)` if the transfer still runs when `deadline` passes.
+    pub fn join(&self, deadline: Deadline) -> Result<()> {
+        let waited = self.wait(deadline);
+        if waited.is_err() {
+            self.cancel();
+            // Another interruption ends this wait as well, and the transfer may still run then. The Python binding raises the
+            // exception of the last interruption.
+            let _ = self.wait(deadline);
+        }
+        let outcome = self.outcome();
+        waited?;
+        outcome.unwrap_or_else(|| Err(deadline.error("waiting for a transfer"))).map(drop)
+    }
+
     /// Returns the number of bytes moved, or the failure; `None` while the transfer runs. The outcome leaves the event
     /// queue, and stays here.
     pub fn outcome(&self) -> Option<Result<u64>> {

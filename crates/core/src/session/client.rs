@@ -55,6 +55,11 @@ impl Link {
         Ok(known)
     }
 
+    /// Stores the description of a remote cache if there is room.
+    pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
+        self.records.lock().remember(name, known, |known| self.grant_lasts(known));
+    }
+
     /// Asks in which caches of the peer `addrs` lie, and returns one answer for each, with the memory that they take. Returns
     /// `Err` with `InvalidArgument` if there are more than `MAX_ADDRS`.
     pub(crate) fn locate(

@@ -94,7 +94,7 @@ pub struct Link {
     last_sign_of_life: AtomicU64,
     /// Number of answered pings.
     pongs: AtomicU64,
-    records: Mutex<KnownCaches>,
+    pub(super) records: Mutex<KnownCaches>,
     /// The pushes to the engine of the peer, over any link.
     pub(crate) pushes: Arc<PushesInFlight>,
     /// Writes of the peer over several streams.
@@ -484,11 +484,6 @@ impl Link {
     /// Returns the stored description of a remote cache.
     pub(crate) fn record(&self, name: &Name) -> Option<Arc<KnownCache>> {
         self.records.lock().get(name).cloned()
-    }
-
-    /// Stores the description of a remote cache if there is room.
-    pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
-        self.records.lock().remember(name, known, |known| self.grant_lasts(known));
     }
 
     /// Removes the description of a remote cache.

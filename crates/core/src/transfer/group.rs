@@ -7,16 +7,16 @@ use std::sync::Arc;
 
 use super::async_call::Execution;
 use super::call::Call;
+use super::peer_transfer::PeerTransfer;
 use super::pull::TransferEnd;
-use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{ClusterId, Deadline, GrantUse, Name, Verify};
+use crate::model::{Deadline, Name};
 use crate::plan::{KvPart, Side, assign_owners, check_same_model};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
-use crate::validate::{CheckedTransfer, OwnerShare};
+use crate::validate::OwnerShare;
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
@@ -33,26 +33,17 @@ fn checked_by_description<T>(check: impl Fn(Describe) -> Result<T>) -> Result<T>
     }
 }
 
-/// One part of a group: the cache of a peer, the local cache, and what moves between them.
+/// One part of a group, and where its link is found.
 pub(crate) struct GroupPart {
-    pub(crate) cluster: ClusterId,
     pub(crate) link: LinkOfCall,
-    /// Name of the remote cache, with its slot.
-    pub(crate) name: Name,
-    pub(crate) local: Arc<Cache>,
-    pub(crate) checked: CheckedTransfer,
-    /// The grant under which the part is pulled.
-    pub(crate) grant: Option<GrantUse>,
+    /// The first part has the notification of the group.
+    pub(crate) transfer: PeerTransfer,
 }
 
 /// The parts of one group.
 pub(crate) struct Group {
     pub(crate) resources: Arc<Resources>,
     pub(crate) parts: Vec<GroupPart>,
-    /// The notification for the peer of the first part.
-    pub(crate) notify: Option<Arc<Vec<u8>>>,
-    /// How thoroughly it checks the bytes that it has moved.
-    pub(crate) verify: Verify,
     /// Whether the parts are several owners of one local cache, which are checked before the first byte moves. Each layer and
     /// head is read from one of them, and written to all that hold it.
     pub(crate) owners: bool,
@@ -72,7 +63,7 @@ impl Group {
             let mut end = TransferEnd::default();
             let counted = call.counted(|| {
                 let Some(share) = shares.get(index).unwrap_or(&all) else { return Ok(0) };
-                let (bytes, left) = transfer(&call, &part.checked, share)?;
+                let (bytes, left) = part.transfer.moved(&call, share)?;
                 end = left;
                 Ok(bytes)
             });
@@ -104,22 +95,12 @@ impl Group {
     }
 
     fn local_side(&self) -> Side {
-        self.parts[0].checked.local_side()
+        self.parts[0].transfer.checked.local_side()
     }
 
     fn call(&self, part: &GroupPart, execution: &Arc<Execution>, deadline: Deadline) -> Result<Call> {
-        Ok(Call {
-            resources: self.resources.clone(),
-            link: part.link.find(deadline)?,
-            name: part.name,
-            local: part.local.clone(),
-            deadline,
-            execution: Some(execution.clone()),
-            to_the_end: true,
-            notify: self.notify.clone(),
-            grant: part.grant,
-            verify: self.verify,
-        })
+        let link = part.link.find(deadline)?;
+        Ok(part.transfer.call(self.resources.clone(), link, Some(execution.clone()), deadline))
     }
 
     /// Finds out the layout of every owner's cache with `describe`, and returns what to read from each owner.
@@ -132,12 +113,12 @@ impl Group {
         let missing = |which: &str| {
             Error::invalid(format!("several owners of one cache need KV layouts: the {which} cache has none"))
         };
-        let local = self.parts[0].local.kv().ok_or_else(|| missing("local"))?;
+        let local = self.parts[0].transfer.local.kv().ok_or_else(|| missing("local"))?;
         let mut owners = fallible::with_capacity(PARTS, self.parts.len())?;
         for (index, part) in self.parts.iter().enumerate() {
             let described = || {
                 let call = self.call(part, execution, deadline)?;
-                let known = describe(&call.link, part.name, deadline)?;
+                let known = describe(&call.link, part.transfer.name, deadline)?;
                 let layout = known.remote.kv.clone().ok_or_else(|| missing("remote"))?;
                 check_same_model(&layout, local).map_err(|error| call.named(error))?;
                 Ok((known, layout))
@@ -154,7 +135,7 @@ impl Group {
         let mut tokens = None;
         for (index, (parts, (known, _))) in assigned.into_iter().zip(&owners).enumerate() {
             let share = OwnerShare { parts: Some(parts), tokens };
-            let planned = self.parts[index].checked.plan(&known.remote, &share);
+            let planned = self.parts[index].transfer.checked.plan(&known.remote, &share);
             tokens = tokens.or(planned.map_err(|error| of_part(index, error))?.tokens);
             shares.push(Some(share));
         }
@@ -176,11 +157,11 @@ impl Group {
         for (index, part) in self.parts.iter().enumerate() {
             let share = || {
                 let call = self.call(part, execution, deadline)?;
-                let named = |error: Error| call.named(error.with("name", part.name));
-                let (name, row) = part.name.without_slot();
+                let named = |error: Error| call.named(error.with("name", part.transfer.name));
+                let (name, row) = part.transfer.name.without_slot();
                 let remote = describe(&call.link, name, deadline)?.remote.with_row(row);
                 let share = OwnerShare { parts: None, tokens: expected };
-                let (tokens, nothing) = part.checked.check_share(&remote, &share).map_err(named)?;
+                let (tokens, nothing) = part.transfer.checked.check_share(&remote, &share).map_err(named)?;
                 Ok((tokens, nothing.map(named)))
             };
             let (tokens, reason) = share().map_err(|error| of_part(index, error))?;
@@ -190,18 +171,6 @@ impl Group {
         }
         let all = shares.iter().all(Option::is_none);
         nothing.filter(|_| all).map_or(Ok(shares), Err)
-    }
-}
-
-/// Moves the bytes of a transfer with the cache or slot that `call` names. Returns their number and what is left to do.
-fn transfer(call: &Call, checked: &CheckedTransfer, share: &OwnerShare) -> Result<(u64, TransferEnd)> {
-    match checked.local_side() {
-        Side::Destination => call.pull_checked(checked, share),
-        // A push asks its peer for the cache, whatever the slot.
-        Side::Source => {
-            let of_cache = Call { name: call.name.without_slot().0, ..call.clone() };
-            of_cache.push_checked(call.name, checked, share)
-        }
     }
 }
 

@@ -4,6 +4,7 @@
 //! A layer is an ordinary push of the same plan in other tensors. It is planned once and resolved once. After
 //! that the remote cache is named by its id, so a transfer never spreads over two caches.
 
+use std::slice;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -119,8 +120,8 @@ impl LayerPush {
             grant: None,
             verify: self.resources.config.verify,
         };
-        let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), std::slice::from_ref(&part.plan));
-        call.counted_as(layers, || call.rounds(|known| call.push(known, plan, rows()?)))
+        let (rows, plans) = (|| fallible::copied(LAYERS, &found.local_rows), slice::from_ref(&*part.plan));
+        call.counted_as(layers, || call.rounds(|known| call.push(known, plans, rows()?)))
     }
 
     fn resolve(&self, kind: TaskKind, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {

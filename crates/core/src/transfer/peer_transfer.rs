@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::async_call::Execution;
 use super::call::Call;
+use super::pull::TransferEnd;
 use crate::cache::{Cache, RowUse};
 use crate::error::Result;
 use crate::model::{ClusterId, Deadline, GrantUse, Name, Verify};
@@ -46,39 +47,61 @@ impl PeerTransfer {
         execution: Option<Arc<Execution>>,
         deadline: Deadline,
     ) -> Result<u64> {
-        let PeerTransfer { name: slot, local, checked, notify, grant, verify, .. } = self;
-        let name = match checked.local_side() {
-            Side::Source => slot.without_slot().0,
-            Side::Destination => slot,
+        self.call(resources, link, execution, deadline).transfer(&self)
+    }
+
+    /// Returns the call that moves the bytes, with arguments as in [`run`](Self::run).
+    pub(super) fn call(
+        &self,
+        resources: Arc<Resources>,
+        link: Arc<Link>,
+        execution: Option<Arc<Execution>>,
+        deadline: Deadline,
+    ) -> Call {
+        // A push asks its peer for the cache, whatever the slot.
+        let name = match self.checked.local_side() {
+            Side::Source => self.name.without_slot().0,
+            Side::Destination => self.name,
         };
-        // The end of an asynchronous call says that nobody reads its rows any more.
-        let to_the_end = execution.is_some();
-        let grant = grant.map(|grant| *grant);
-        let call =
-            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify };
-        call.transfer(slot, &checked)
+        Call {
+            resources,
+            link,
+            name,
+            local: self.local.clone(),
+            deadline,
+            // The end of an asynchronous call says that nobody reads its rows any more.
+            to_the_end: execution.is_some(),
+            execution,
+            notify: self.notify.clone(),
+            grant: self.grant.as_deref().copied(),
+            verify: self.verify,
+        }
+    }
+
+    /// Moves the bytes of `share` with `call`. Returns their number and what is left to do.
+    pub(super) fn moved(&self, call: &Call, share: &OwnerShare) -> Result<(u64, TransferEnd)> {
+        match self.checked.local_side() {
+            Side::Source => call.push_checked(self.name, &self.checked, share),
+            Side::Destination => call.pull_checked(&self.checked, share),
+        }
     }
 }
 
 impl Call {
-    /// Moves rows between the local cache and the remote one, which is `slot` with its slot. Then has the key released and
-    /// delivers the notification. Returns the number of bytes. A push without a tensor succeeds, as in the original, but it
-    /// delivers no notification, because the peer has got nothing.
-    fn transfer(&self, slot: Name, checked: &CheckedTransfer) -> Result<u64> {
-        let (local_side, all) = (checked.local_side(), OwnerShare::default());
-        let moved = || match local_side {
-            Side::Source => self.push_checked(slot, checked, &all),
-            Side::Destination => self.pull_checked(checked, &all),
-        };
+    /// Moves rows between the local cache and the remote one. Then has the key released and delivers the notification. Returns
+    /// the number of bytes. A push without a tensor succeeds, as in the original, but it delivers no notification, because the
+    /// peer has got nothing.
+    fn transfer(&self, of: &PeerTransfer) -> Result<u64> {
+        let moved = || of.moved(self, &OwnerShare::default());
         let bytes = self.counted(|| {
-            if let Some(tensors_per_layer) = checked.layer_without_tensors() {
+            if let Some(tensors_per_layer) = of.checked.layer_without_tensors() {
                 moved()?;
                 tracing::warn!(
                     target: "llm_datadist::transfers",
-                    "a push to {slot} of cluster {} moved nothing and delivers no notification, because the source cache has \
+                    "a push to {} of cluster {} moved nothing and delivers no notification, because the source cache has \
                      fewer tensors than one layer (cache_id={}, num_tensors={}, tensor_num_per_layer={tensors_per_layer}); \
                      pass tensor_num_per_layer=1 to push all of its tensors",
-                    self.link.cluster(), self.local.id(), self.local.num_tensors()
+                    of.name, self.link.cluster(), self.local.id(), self.local.num_tensors()
                 );
                 return Ok(0);
             }
@@ -88,7 +111,7 @@ impl Call {
             self.release_slot(end.slot)?;
             Ok(bytes)
         })?;
-        self.resources.stats.add_bytes(local_side.of((Op::Push, Op::Pull)), bytes);
+        self.resources.stats.add_bytes(of.checked.local_side().of((Op::Push, Op::Pull)), bytes);
         Ok(bytes)
     }
 }

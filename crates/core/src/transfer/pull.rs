@@ -19,7 +19,7 @@ pub(super) struct TransferEnd {
     /// The key of a pull that is to be released, or the grant that is to be reported as done.
     pub(super) pulled: Option<WirePulled>,
     /// What was copied from the tensors of the key, for the list of rows that are in place. `None` if no rows are listed.
-    pub(super) copied: Option<(Arc<CopyPlan>, Arc<Progress>)>,
+    pub(super) copied: Option<(CopyPlan, Arc<Progress>)>,
     /// The local slot of a push whose key is to be released.
     pub(super) slot: Option<u32>,
 }
@@ -84,17 +84,18 @@ impl Call {
     ) -> Result<(Moved, TransferEnd)> {
         let PlannedTransfer { plans, read_tensors, tokens } = planned;
         plans.iter().try_for_each(|plan| known.check_granted(plan))?;
-        if plans.iter().all(|plan| plan.is_empty()) {
+        if plans.iter().all(CopyPlan::is_empty) {
             return Ok((Moved::Bytes(0), TransferEnd::default()));
         }
         let pinned = self.pin(RowUse { writes: local_rows, ..RowUse::default() })?;
         self.resources.still_registered(&self.local)?;
-        let total = plans.iter().map(|plan| plan.bytes()).sum();
+        let total = plans.iter().map(CopyPlan::bytes).sum();
         let mut progress = self.attempt(total);
         // A row may have all bytes of one plan and none of another, so rows are listed only for a single plan.
         let listed = plans.len() == 1 && tokens.is_none();
         let mut bytes = 0;
         for plan in plans.iter() {
+            let plan = &Arc::new(plan.clone());
             let moved = self
                 .pull_bytes(known, plan, total, &mut progress, &pinned)
                 .map_err(|error| if listed { self.with_arrived(error, plan, &progress) } else { error })?;

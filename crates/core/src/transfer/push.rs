@@ -53,19 +53,19 @@ impl Call {
     pub(crate) fn push(
         &self,
         known: &Arc<KnownCache>,
-        plans: &[Arc<CopyPlan>],
+        plans: &[CopyPlan],
         local_rows: Vec<u64>,
     ) -> Result<Moved> {
-        if plans.iter().all(|plan| plan.is_empty()) {
+        if plans.iter().all(CopyPlan::is_empty) {
             return Ok(Moved::Bytes(0));
         }
         let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
         // The bytes count as moved when the peer confirms them.
-        let total = plans.iter().map(|plan| plan.bytes()).sum();
+        let total = plans.iter().map(CopyPlan::bytes).sum();
         self.attempt(total);
         let mut bytes = 0;
         for plan in plans {
-            match self.push_plan(known, plan, total, &pinned)? {
+            match self.push_plan(known, &Arc::new(plan.clone()), total, &pinned)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok(Moved::Stale),
             }

@@ -1,7 +1,5 @@
 //! Checks pulls and pushes, and returns the bytes that move between the local cache and the remote one (contract §7.12 to §7.15).
 
-use std::sync::Arc;
-
 use super::by_runs::{SideSizes, equal_rows, part_of_mixed, planned};
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
@@ -16,9 +14,9 @@ use super::layer_ranges::{
 use super::rows::Rows;
 use super::sub_rows::{after, between, pushed_slot_bytes, slot_bytes};
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::fallible::{self, OneOrMany};
+use crate::fallible::OneOrMany;
 use crate::model::{CacheLayout, Geometry, KvGeometry, SubRow};
-use crate::plan::{CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, REQUEST, Side};
+use crate::plan::{CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side};
 
 /// The names of the two lists of blocks, of the source and of the destination.
 const BLOCKS: (&str, &str) = ("src_blocks", "dst_blocks");
@@ -115,7 +113,7 @@ impl CheckedTransfer {
             return Ok(planned);
         }
         let mut moves = self.moves(remote)?;
-        let plans = OneOrMany::One(Arc::new(CopyPlan::moves(&mut moves)?));
+        let plans = OneOrMany::One(CopyPlan::moves(&mut moves)?);
         Ok(PlannedTransfer { plans, read_tensors: Some((moves.src_tensor, moves.num_tensors)), tokens: None })
     }
 
@@ -237,7 +235,7 @@ impl CheckedTransfer {
             Ok(tensors.moves(pieces))
         })?;
         let first = u32::try_from(tensors.src).unwrap_or(u32::MAX);
-        let plans = OneOrMany::Many(fallible::collect(REQUEST, planned.plans.into_iter().map(Arc::new))?);
+        let plans = OneOrMany::Many(planned.plans);
         Ok(PlannedTransfer { plans, read_tensors: Some((first, tensors.count)), tokens: None })
     }
 

@@ -185,7 +185,7 @@ impl TokenMove<'_> {
         let mut plans = Vec::new();
         for part in parts {
             for plan in LayoutPlan::new(&self.src, &self.dst, part)?.plans {
-                fallible::push(REQUEST, &mut plans, Arc::new(plan))?;
+                fallible::push(REQUEST, &mut plans, plan)?;
             }
         }
         let heads = |part: &KvPart| part.layers.len() as u64 * part.heads.len() as u64;
@@ -201,7 +201,7 @@ impl TokenMove<'_> {
 /// What a pull or push moves. It has several plans between two KV layouts, or between caches whose tensors differ.
 pub struct PlannedTransfer {
     /// What is copied. The plans write different bytes and may run in any order.
-    pub plans: OneOrMany<Arc<CopyPlan>>,
+    pub plans: OneOrMany<CopyPlan>,
     /// The first tensor of the source that is read, and the number of them. `None` if not all layers and heads of the source
     /// are read.
     pub read_tensors: Option<(u32, u32)>,

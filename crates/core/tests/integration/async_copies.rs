@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{Cache, CacheKind, DataDist, Deadline, Error, ErrorKind, Event, Placement, Transfer};
+use llm_datadist_core::{
+    Cache, CacheKind, CopyArgs, DataDist, Deadline, Error, ErrorKind, Event, Placement, Transfer,
+};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fixtures::{Gated, config, contents, desc, end, engine_on, fill, patterned};
@@ -84,6 +86,19 @@ fn calls_that_meet_take_turns() {
     assert!(engine.drain(LONG).unwrap());
     let polled = bench.polled();
     assert_eq!(polled.iter().filter(|number| started.contains(number)).copied().collect::<Vec<_>>(), started);
+}
+
+/// The fact that a caller adds is in the error of a call that does not run or start.
+#[test]
+fn an_error_has_the_fact_of_its_caller() {
+    let Bench { engine, device, .. } = &Bench::new(100);
+    let blocks = end(device);
+    let args = CopyArgs { dst_batch_index: 0, src_batch_index: 99, offset: 0, size: -1 };
+    let copy = |request: Option<u64>| engine.copy_cache(&blocks, &blocks, args).with("req_id", request);
+    for error in [copy(Some(7)).run().unwrap_err(), copy(Some(7)).start().unwrap_err()] {
+        assert_eq!((error.kind(), error.fact("req_id")), (ErrorKind::InvalidArgument, Some("7")), "{error}");
+    }
+    assert_eq!(copy(None).run().unwrap_err().fact("req_id"), None);
 }
 
 #[test]

@@ -6,7 +6,8 @@ use std::time::Duration;
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::stats::{BUCKETS, Counters};
 use llm_datadist_core::{
-    CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, KernelChoice, OpState, Placement, SwapInPath,
+    CacheId, CacheKey, CacheKind, CallExtras, ClusterId, CopyArgs, DataDist, End, ErrorKind, GroupMember,
+    KernelChoice, Layers, Name, OpState, Placement, RemoteName, Rows, SwapInPath,
 };
 use llm_datadist_testing::SimDevice;
 
@@ -95,6 +96,28 @@ fn every_call_is_counted_under_its_name() {
     let huge = engine.huge_bytes(Device);
     assert_eq!(huge % (2 << 20), 0);
     assert!(pool.committed_bytes >= huge && pool.committed_bytes > 0);
+}
+
+/// A group that is refused or does not start is not counted, whoever waits for it. Other calls are counted.
+#[test]
+fn groups_that_do_not_begin_are_not_counted() {
+    let mut config = config(1 << 20);
+    config.max_transfers = 0;
+    let engine = DataDist::open(config).unwrap();
+    let blocks = engine.allocate(&desc(Device, 2, 8, 100), Blocks, &[]).unwrap();
+    let remote = RemoteName { cluster: ClusterId(77), name: Name::Key(CacheKey::Blocks { model: 1 }) };
+    let rows = |block| Rows::Blocks { local: vec![block], remote: vec![0] };
+    let local = End::Managed(blocks.id());
+    let kind_of_group = |block| {
+        let part = GroupMember { remote, local: local.clone(), rows: rows(block), grant: None };
+        engine.pull_group(vec![part], CallExtras::default()).run().unwrap_err().kind()
+    };
+    let counted = || ops(&engine).into_iter().find(|(name, ..)| *name == "pull").unwrap();
+    assert_eq!(kind_of_group(8), ErrorKind::InvalidArgument);
+    assert_eq!(kind_of_group(0), ErrorKind::Busy);
+    assert_eq!(counted(), ("pull", 0, 0, 0));
+    engine.pull(remote, &local, rows(8), Layers::ALL).run().unwrap_err();
+    assert_eq!(counted(), ("pull", 1, 1, 0));
 }
 
 #[test]

@@ -3,9 +3,11 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use llm_datadist_core::{CacheKey, CacheKind, ClusterId, ErrorKind, Name, Placement, Result};
+use llm_datadist_core::{
+    CacheKey, CacheKind, CallExtras, ClusterId, ErrorKind, GroupMember, Name, Placement, Result, Rows,
+};
 
 use super::fake_peer::Fake;
 use super::layerwise_faults::Slow;
@@ -125,6 +127,33 @@ fn interrupted_call_ends() {
         }
         engine.unlink_clusters(&[silent.address()], LONG, true).remove(0).unwrap();
     }
+}
+
+static INTERRUPT: AtomicBool = AtomicBool::new(false);
+
+/// An interruption of the wait for a group cancels the group. The call returns once the group has ended.
+#[test]
+fn interrupted_group_is_cancelled() {
+    let silent = Fake::new(2, 1);
+    // The wait for the end of the cancelled group is not interrupted.
+    let engine =
+        open(config(1, Way::Tcp), Way::Tcp).interrupted_by(|| INTERRUPT.swap(false, Ordering::SeqCst));
+    let _control = silent.linked_by(&engine, || silent.linked()).1;
+    let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Blocks);
+    let rows = Rows::Blocks { local: vec![0], remote: vec![0] };
+    let part = GroupMember { remote: of(2, Name::Key(KEY)), local: into.end(), rows, grant: None };
+    let began = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(300));
+            INTERRUPT.store(true, Ordering::SeqCst);
+        });
+        let error = engine.pull_group(vec![part], CallExtras::default()).run().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+    });
+    let pulls = engine.stats().ops.into_iter().find(|(name, _)| *name == "pull").unwrap().1;
+    assert_eq!((pulls.calls, pulls.failures), (1, 1), "the group has ended");
+    assert!(began.elapsed() < LONG / 2, "the group was not cancelled");
 }
 
 /// The peer may still execute a push that it did not answer. Until it no longer can, no read is made in
