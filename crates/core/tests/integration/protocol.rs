@@ -541,7 +541,7 @@ fn block_bytes() {
     for (number, bytes) in [
         (
             255,
-            "4c4410012b00000001020106020001040101018004800405010102ff000180048020800401000000000000e008ca826c4a2313",
+            "4c4410012c0000000102010600020001040101018004800405010102ff0001800480208004010000000000004992e0ccdaca1dec",
         ),
         (
             256,
@@ -560,7 +560,7 @@ fn block_bytes() {
 fn template_bytes() {
     golden(
         &read(layout_plan()),
-        "4c4410014300000001020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e07010000000000001328261dac13e672",
+        "4c441001440000000102010600020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e07010000000000006bc0985a0ce59d6d",
     );
 }
 
@@ -714,9 +714,9 @@ fn plans_that_a_peer_would_refuse_are_not_sent() {
 
 #[test]
 fn pairs_without_a_width_or_cut_short_are_refused() {
-    // The packed pairs follow the kind, name, cache, tensors, form, count of templates, and the two units.
+    // The packed pairs follow the kind, name, cache, generation, tensors, form, count of templates, and the two units.
     let frame = protocol::encode(&read(blocks(512, vec![]))).unwrap();
-    let at = HEADER + 15;
+    let at = HEADER + 16;
     assert_eq!(frame[at..][..2], [1, 1], "one byte: the width of no number");
     let decoded = |packed: &[u8]| {
         let rest = &message_bytes(&frame)[at + 2 - HEADER..];
