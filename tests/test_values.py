@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import socket
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
@@ -295,7 +296,9 @@ def test_a_cache_made_by_hand_names_what_its_attributes_say(manager: Any) -> Non
     # The kind of a handle is that of its constructor. A cache of another manager does not exist here.
     with pytest.raises(LLMException, match="continuous"):
         manager.copy_blocks(Cache(blocks.cache_id, desc, [], manager, False, False), {0: [3]})
-    stranger = Cache(blocks.cache_id, desc, [], type(manager)(None, {}), False, True)
+    other = type(manager)(manager._native, {})
+    other._native = SimpleNamespace(number=manager._native.number + 1)
+    stranger = Cache(blocks.cache_id, desc, [], other, False, True)
     with pytest.raises(LLMException, match="another engine"):
         manager.copy_blocks(stranger, {0: [3]})
     with pytest.raises(LLMException, match="continuous"):
