@@ -221,13 +221,13 @@ class DataDist:
 class CacheCalls(Generic[_Outcome]):
     """The caches of an engine in CacheManager mode (contract §7).
 
-    A call that moves bytes returns once they are in place, or starts and returns a ``Transfer``. A call that starts
-    also raises ``LLM_LINK_BUSY``. Its ``timeout_ms`` is in milliseconds (uint32, above 0), and ``None`` means
-    ``sync_kv_timeout``.
+    A call that moves bytes returns once they are in place, or starts and returns a ``Transfer``. Calls that start,
+    groups, and the calls of several owners raise ``LLM_LINK_BUSY`` if ``max_transfers`` calls run or have an outcome
+    that was not taken. ``timeout_ms`` is in milliseconds (uint32, above 0), and ``None`` means ``sync_kv_timeout``.
     """
 
     def __new__(cls, native: DataDist, starts: bool) -> Self:
-        """Make the object for the engine ``native``. With ``starts``, its calls start."""
+        """Make the object for the engine ``native``. With ``starts``, its calls that move bytes start."""
 
     def allocate_cache(
         self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], contiguous: bool
@@ -684,7 +684,7 @@ class Grants:
 
 @final
 class LoopQueue:
-    """What wakes one event loop for all asynchronous calls that it awaits."""
+    """A queue that wakes an event loop when asynchronous calls that it awaits have ended."""
 
     def __new__(cls) -> LoopQueue:
         """Make an empty queue.
@@ -819,7 +819,7 @@ class TransferTask:
         """Return for each config the layers in place, all of its layers, and the bytes in place."""
 
     def transfers(self) -> list[Transfer]:
-        """Return the transfer of each config, to wait for its end in a coroutine. The ends are no events."""
+        """Return the transfer of each config, to wait for its end in a coroutine. ``poll`` reports no event for it."""
 
     @property
     def timeout_in_millis(self) -> int | None:

@@ -48,7 +48,7 @@ class AsyncCalls(GrantCalls):
         self._events = _core.Events(native)
 
     def _calls_async(self) -> _core.CacheCalls[_core.Transfer]:
-        """Return the receiver of the calls that are started, and not waited for."""
+        """Return the native object whose calls start and return a ``Transfer``."""
         self._check_open()
         return self._starting
 

@@ -328,9 +328,9 @@ class CacheTask:
 
 
 # Transfers that may be running, with their engines and threads. Transfers that have ended are removed when the next one
-# starts. The list keeps each task alive, because a native task that is dropped ends. A thread must not drop the last
-# reference to its task either: the drop releases the GIL, and a daemon thread that does so while the interpreter exits
-# is killed there.
+# starts. The list keeps each task alive, because dropping a native task ends its transfer. A thread must not drop the
+# last reference to its task either: the drop releases the GIL, and a daemon thread that does so while the interpreter
+# exits is killed there.
 _under_way: list[tuple[_core.DataDist, _core.TransferTask, threading.Thread]] = []
 _lock = threading.RLock()  # re-entrant, for signal handlers
 

@@ -158,7 +158,8 @@ class PullPushCalls(LayerCalls):
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
                 different lengths, an index outside a cache, different block sizes, a part that exceeds a block, more
                 blocks than the slot fills, or a grant of other blocks; ``LLM_GRANT_ENDED``: the grant ended before all
-                bytes were read.
+                bytes were read; ``LLM_LINK_BUSY`` also for several keys, if ``max_transfers`` asynchronous calls run or
+                have an outcome that was not taken.
         """
         if kwargs:
             check_keywords(PullPushCalls.pull_blocks, kwargs)
@@ -305,7 +306,8 @@ class PullPushCalls(LayerCalls):
             ValueError: an integer is outside its width.
             AttributeError: ``dst_cache_key`` or ``src_cache`` is ``None``.
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
-                different lengths, an index outside a cache, different block sizes, or a part that exceeds a block.
+                different lengths, an index outside a cache, different block sizes, or a part that exceeds a block;
+                ``LLM_LINK_BUSY`` also for several keys, as for ``pull_blocks``.
         """
         part = (src_offset, dst_offset, length)
         if isinstance(dst_cache_key, (list, tuple)):
