@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::copy::{CopyEngine, PathJob, PeerTensors, Progress};
+use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, PeerTensors, Progress};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{Adopted, PeerProcess, Probe, Tensors, allow_readers, own_probe};
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces};
@@ -89,7 +89,7 @@ fn main() {
                     let deadline = Deadline::after(Duration::from_secs(60));
                     let (job, to) =
                         (PathJob { engine: &engine, plan: &plan, deadline }, (&dst, Placement::Host));
-                    src.path().read(job, to, &Arc::new(Progress::default()), Arc::new(())).unwrap();
+                    (&src).read(job, to, &Arc::new(Progress::default()), Arc::new(())).unwrap();
                     started.elapsed()
                 })
                 .skip(calls / 10)

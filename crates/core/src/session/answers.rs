@@ -323,7 +323,7 @@ impl RequestContext<'_> {
         let progress = Arc::new(Progress::within(self.resources.config.links.silence));
         let to = (cache.tensors(), cache.placement());
         // The pin outlives this call if the kernel may still write to the rows afterwards.
-        let read = tensors.path().read(self.job(&plan, call.deadline), to, &progress, Arc::new(pin));
+        let read = (&tensors).read(self.job(&plan, call.deadline), to, &progress, Arc::new(pin));
         match read {
             Ok(outcome) => {
                 self.resources.stats.add_bytes(Op::Served, outcome.bytes);

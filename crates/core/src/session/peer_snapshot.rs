@@ -15,7 +15,7 @@
 
 use super::known_cache::KnownCache;
 use super::link::Link;
-use crate::copy::{DataPath, PathKind};
+use crate::copy::{DataPath, PathKind, PeerTensors};
 use crate::protocol::EntryVersion;
 
 /// Why a pull does not read a cache in place while this process pushes to it.
@@ -25,7 +25,7 @@ pub(crate) const BEING_PUSHED: &str = "this process pushes to the same cache";
 pub(crate) struct PeerSnapshot<'a> {
     link: &'a Link,
     known: &'a KnownCache,
-    path: Box<dyn DataPath + 'a>,
+    memory: &'a PeerTensors,
     /// The pushes of this process that had begun before.
     pushes: u64,
 }
@@ -46,19 +46,19 @@ impl<'a> PeerSnapshot<'a> {
         link: &'a Link,
         known: &'a KnownCache,
     ) -> std::result::Result<PeerSnapshot<'a>, &'a str> {
-        let path = known.tensors.as_ref().map_err(|reason| &**reason)?.path();
+        let memory = known.tensors.as_ref().map_err(|reason| &**reason)?;
         let pushes = link.pushes.none_now(known.cache).ok_or(BEING_PUSHED)?;
-        Ok(PeerSnapshot { link, known, path, pushes })
+        Ok(PeerSnapshot { link, known, memory, pushes })
     }
 
-    /// Returns the path on which the memory is read.
-    pub(crate) fn path(&mut self) -> &mut dyn DataPath {
-        &mut *self.path
+    /// Returns the memory to read.
+    pub(crate) fn memory(&self) -> &'a PeerTensors {
+        self.memory
     }
 
-    /// Returns which path that is.
+    /// Returns the path on which it is read.
     pub(crate) fn kind(&self) -> PathKind {
-        self.path.kind()
+        self.memory.kind()
     }
 
     /// Decides about everything that was read since [`begin`](Self::begin).

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
+use crate::copy::{DataPath, Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CopyPlan, Side};
@@ -131,7 +131,7 @@ impl Call {
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Moved> {
-        let mut snapshot = match PeerSnapshot::begin(&self.link, known) {
+        let snapshot = match PeerSnapshot::begin(&self.link, known) {
             Ok(snapshot) => snapshot,
             Err(reason) => {
                 self.owner_sends(reason);
@@ -146,7 +146,7 @@ impl Call {
                 received => return received,
             }
         }
-        if let Some(moved) = self.read_in_place(known, plan, &mut snapshot, progress, pinned)? {
+        if let Some(moved) = self.read_in_place(known, plan, &snapshot, progress, pinned)? {
             return Ok(moved);
         }
         *progress = self.attempt(plan.bytes());
@@ -158,12 +158,12 @@ impl Call {
         &self,
         known: &KnownCache,
         plan: &Arc<CopyPlan>,
-        snapshot: &mut PeerSnapshot<'_>,
+        snapshot: &PeerSnapshot<'_>,
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Option<Moved>> {
         let to = (self.local.tensors(), self.local.placement());
-        let read = snapshot.path().read(self.job(plan), to, progress, pinned.clone());
+        let read = snapshot.memory().read(self.job(plan), to, progress, pinned.clone());
         let failed = |error: &Error| error.kind() != ErrorKind::NotEnabled;
         if !snapshot.kind().sees_generations() && read.as_ref().is_err_and(failed) {
             // Whose bytes have arrived is unknown, and the owner is not asked about a read that has failed.

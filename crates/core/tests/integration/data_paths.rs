@@ -159,11 +159,10 @@ fn paths_move_equal_bytes() {
         let devices = [HostReach::Direct, HostReach::Staged].map(Destination::device);
         [Destination::host()].into_iter().chain(devices)
     };
-    for remote in peer.sources().iter().chain([&library.source]) {
+    for mut remote in peer.sources().iter().chain([&library.source]) {
         for to in destinations() {
-            let mut path = remote.path();
-            let what = format!("{:?} to {:?}, {:?}", path.kind(), to.tensors.reach(), to.device);
-            to.read(&mut *path, &plan, &what);
+            let what = format!("{:?} to {:?}, {:?}", remote.kind(), to.tensors.reach(), to.device);
+            to.read(&mut remote, &plan, &what);
         }
     }
     let streams = [local_streams, ringed_streams];
@@ -200,10 +199,9 @@ fn paths_report_reachable_memory_and_hops() {
                 (&process, PathKind::Process, true, two),
                 (&library.source, PathKind::Fabric, false, two),
             ] {
-                let path = remote.path();
-                assert_eq!((path.kind(), path.kind().sees_generations()), (kind, sees));
-                assert_eq!(hops(&*path, Side::Destination), into(one, to_device)(memory), "{what}");
-                assert_eq!(hops(&*path, Side::Source), None, "{what}");
+                assert_eq!((remote.kind(), remote.kind().sees_generations()), (kind, sees));
+                assert_eq!(hops(&remote, Side::Destination), into(one, to_device)(memory), "{what}");
+                assert_eq!(hops(&remote, Side::Source), None, "{what}");
             }
             for (stream, kind) in [(&stream, PathKind::Sockets), (&ringed, PathKind::Rings)] {
                 let path = StreamPath { stream, range: 0..0, sum: None };
@@ -225,9 +223,10 @@ fn paths_refuse_unreachable_memory() {
     let job = PathJob { engine: &engine, plan: &plan, deadline: soon() };
     for remote in [peer.mapped(), peer.read()] {
         let to = (&remote, Placement::Host);
-        let own_path = peer.source(&remote);
+        let own = peer.source(&remote);
         let mut socket = StreamPath { stream: &stream, range: 0..plan.bytes(), sum: None };
-        for path in [&mut *own_path.path(), &mut *library.source.path(), &mut socket] {
+        let paths: [&mut dyn DataPath; 3] = [&mut &own, &mut &library.source, &mut socket];
+        for path in paths {
             let error = path.read(job, to, &progress, Arc::new(())).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::System, "{:?}: {error}", path.kind());
         }
@@ -255,7 +254,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
 
     let (library, held) = (Library::new(), Arc::new(()));
     stand_ins::set(&library.config, "STALL", 0);
-    let (buffer, _tensors, error) = given_up(&mut *library.source.path(), &held);
+    let (buffer, _tensors, error) = given_up(&mut &library.source, &held);
     stand_ins::set(&library.config, "STALL", i64::MAX);
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     thread::sleep(Duration::from_millis(100));
@@ -278,7 +277,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     // A call that was not read yet when its time was over leaves nothing behind.
     let (buffer, tensors) = loop {
         let path = PeerTensors::Process(remote.clone(), process.clone());
-        let (buffer, tensors, error) = given_up(&mut *path.path(), &held);
+        let (buffer, tensors, error) = given_up(&mut &path, &held);
         if error.fact(STILL_READING).is_some() {
             break (buffer, tensors);
         }

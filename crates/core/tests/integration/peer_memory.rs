@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{
-    CopyEngine, CopyOutcome, PathJob, PathOutcome, PeerTensors, Progress, Staging,
+    CopyEngine, CopyOutcome, DataPath, PathJob, PathOutcome, PeerTensors, Progress, Staging,
 };
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
@@ -208,13 +208,13 @@ fn run(
 fn read(
     engine: &CopyEngine,
     pairs: &[(u64, u64)],
-    src: &PeerTensors,
+    mut src: &PeerTensors,
     dst: (&Arc<Tensors>, Placement),
     progress: &Arc<Progress>,
 ) -> llm_datadist_core::Result<PathOutcome> {
     let plan = Arc::new(plan(pairs));
     let job = PathJob { engine, plan: &plan, deadline: soon() };
-    src.path().read(job, dst, progress, Arc::new(()))
+    src.read(job, dst, progress, Arc::new(()))
 }
 
 fn plan(pairs: &[(u64, u64)]) -> CopyPlan {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{CopyEngine, PathJob, PeerTensors, STILL_READING, Staging};
+use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, PeerTensors, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
 use llm_datadist_core::testing::plan::CopyPlan;
@@ -79,7 +79,8 @@ impl Read {
             Source::Peer(from) => {
                 let plan = Arc::new(self.plan.clone());
                 let job = PathJob { engine, plan: &plan, deadline };
-                from.path().read(job, to, &Arc::default(), self.pins.clone())?.bytes
+                let mut path = from;
+                path.read(job, to, &Arc::default(), self.pins.clone())?.bytes
             }
             Source::Own(from) => {
                 let from = (from, Placement::Host);
