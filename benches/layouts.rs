@@ -178,7 +178,7 @@ impl Side {
         let tensor_bytes = geometry.rows() * geometry.row_stride();
         let bytes = tensor_bytes * u64::from(tensors);
         let region = Arc::new(Region::shared("bench", bytes).unwrap());
-        let memory = Tensors::contiguous(region, 0, tensors, tensor_bytes, Box::new(())).unwrap();
+        let memory = Tensors::contiguous(region, 0, tensors, tensor_bytes, ()).unwrap();
         let order = Shuffle(seed).order(geometry.rows());
         let side = Side {
             blocks: order.into_iter().map(|block| block as u64).collect(),

@@ -95,7 +95,7 @@ fn one_round(rows: u64) -> [f64; 5] {
     let bind = each(KEYS, || {
         for cache in 0..KEYS / rows {
             let keys: Vec<_> = (0..rows).map(|row| (row, key(cache * rows + row))).collect();
-            let tensors = Tensors::carved(region.clone(), [0, 4096], rows, Box::new(())).unwrap();
+            let tensors = Tensors::carved(region.clone(), [0, 4096], rows, ()).unwrap();
             caches.push(table.allocate(&desc, layout, tensors, &keys).unwrap().id());
         }
     });

@@ -177,7 +177,7 @@ fn locating(options: &Options, report: &mut Report) {
     for size in options.sizes(4, 100_000) {
         while (addrs.len() as u64) < size {
             let at = addrs.len() as u64 * 4096;
-            let tensors = Tensors::carved(region.clone(), [at, at + 2048], 16 * 64, Box::new(())).unwrap();
+            let tensors = Tensors::carved(region.clone(), [at, at + 2048], 16 * 64, ()).unwrap();
             addrs.push(table.allocate(&shape, layout, tensors, &[]).unwrap().addrs()[0]);
         }
         let again = (LEAST / size).clamp(3, 256);

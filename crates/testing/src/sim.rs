@@ -109,7 +109,7 @@ impl SimDevice {
 impl Device for SimDevice {
     fn allocate(&self, name: &str, len: u64) -> Result<Region> {
         let real = Arc::new(Region::shared(name, len)?);
-        let bytes = Arc::new(Tensors::carved(real, [0], len, Box::new(()))?);
+        let bytes = Arc::new(Tensors::carved(real, [0], len, ())?);
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let base = NEXT.fetch_add(len.next_multiple_of(4096) + 4096, Ordering::Relaxed);
         REGIONS.lock().unwrap_or_else(PoisonError::into_inner).push((base, Arc::downgrade(&bytes)));

@@ -81,7 +81,7 @@ impl RingOwner {
                 let bytes = block_bytes.saturating_mul(BUFFERS as u64);
                 let region = Arc::new(device.allocate("llm_datadist swap-in ring", bytes)?);
                 let offsets = (0..BUFFERS as u64).map(|buffer| buffer * block_bytes);
-                let made = Arc::new(Tensors::carved(region, offsets, block_bytes, Box::new(()))?);
+                let made = Arc::new(Tensors::carved(region, offsets, block_bytes, ())?);
                 state.bytes = bytes;
                 state.kept.insert(made).clone()
             }

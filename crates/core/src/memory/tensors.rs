@@ -61,25 +61,19 @@ pub struct Tensors {
     /// Whether each tensor starts where the one before it ends, because the owner was asked for that. Tensors
     /// that happen to lie so do not count.
     contiguous: bool,
-    memory: Memory,
-    /// Releases the memory when dropped: a lease of a pool, or a mapping. `None` for adopted memory.
-    _owner: Option<Box<dyn Any + Send + Sync>>,
+    reach: Reach,
+    /// What only memory of the caller has.
+    adopted: Option<AdoptedRows>,
+    /// What the addresses belong to, dropped with them. `None` for memory of the caller.
+    _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-enum Memory {
-    Carved(Arc<Region>),
-    /// The caller's memory. The first copy that reads, and the first that writes, store the first address
-    /// that is not mapped with that access; `None` if all are.
-    Adopted {
-        unmapped: [OnceLock<Option<u64>>; 2],
-        geometry: Geometry,
-    },
-    /// Memory of another process, mapped here read-only.
-    Mapped,
-    /// Memory of another process, not mapped here.
-    Process(#[expect(dead_code, reason = "held, not read")] Arc<PeerProcess>),
-    /// Memory of another process, perhaps on another host, that UCX reads.
-    Fabric(#[expect(dead_code, reason = "held, not read")] Arc<FabricRegion>),
+/// The rows of memory of the caller, and whether they are mapped.
+struct AdoptedRows {
+    /// The first copy that reads, and the first that writes, store the first address that is not mapped with that access; `None`
+    /// if all are.
+    unmapped: [OnceLock<Option<u64>>; 2],
+    geometry: Geometry,
 }
 
 impl Tensors {
@@ -89,12 +83,11 @@ impl Tensors {
         region: Arc<Region>,
         offsets: impl IntoIterator<Item = u64>,
         tensor_bytes: impl Into<TensorBytes>,
-        owner: Box<dyn Any + Send + Sync>,
+        owner: impl Any + Send + Sync,
     ) -> Result<Tensors> {
-        let tensor_bytes = tensor_bytes.into();
-        let addrs = inside(region.base(), region.len(), offsets, &tensor_bytes)?;
-        let (memory, (tensor_bytes, mixed)) = (Memory::Carved(region), tensor_bytes.split());
-        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: Some(owner) })
+        let reach = if region.host_addressable() { Reach::Host } else { Reach::Device };
+        let range = (region.base(), region.len());
+        Tensors::inside(range, offsets, tensor_bytes.into(), reach, Arc::new((owner, region)))
     }
 
     /// Creates `count` tensors as [`carved`](Self::carved) does, one after the other from `offset` on, without
@@ -104,7 +97,7 @@ impl Tensors {
         offset: u64,
         count: u32,
         tensor_bytes: u64,
-        owner: Box<dyn Any + Send + Sync>,
+        owner: impl Any + Send + Sync,
     ) -> Result<Tensors> {
         // An offset beyond 64 bits becomes the last one, which is outside every region.
         let at = |tensor: u64| offset.saturating_add(tensor.saturating_mul(tensor_bytes));
@@ -119,11 +112,8 @@ impl Tensors {
         offsets: impl IntoIterator<Item = u64>,
         tensor_bytes: impl Into<TensorBytes>,
     ) -> Result<Tensors> {
-        let tensor_bytes = tensor_bytes.into();
-        let addrs = inside(region.base(), region.len(), offsets, &tensor_bytes)?;
-        let (memory, owner) = (Memory::Mapped, Some(Box::new(region) as _));
-        let (tensor_bytes, mixed) = tensor_bytes.split();
-        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: owner })
+        let range = (region.base(), region.len());
+        Tensors::inside(range, offsets, tensor_bytes.into(), Reach::HostRead, region)
     }
 
     /// Creates read-only tensors of `tensor_bytes` bytes at the addresses `addrs` of another process, which
@@ -140,10 +130,7 @@ impl Tensors {
             let text = format!("{} bytes at {addr:#x} exceed the address space", tensor_bytes.of(tensor));
             return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
         }
-        let addrs = Arc::new(addrs);
-        let memory = Memory::Process(process);
-        let (tensor_bytes, mixed) = tensor_bytes.split();
-        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: None })
+        Ok(Tensors::new(Arc::new(addrs), tensor_bytes, Reach::Process, Some(process)))
     }
 
     /// Creates read-only tensors of `tensor_bytes` bytes at `offsets` of a peer's memory that UCX reads. Returns `Err` if a
@@ -153,26 +140,54 @@ impl Tensors {
         offsets: impl IntoIterator<Item = u64>,
         tensor_bytes: impl Into<TensorBytes>,
     ) -> Result<Tensors> {
-        let tensor_bytes = tensor_bytes.into();
-        let addrs = inside(region.base(), region.len(), offsets, &tensor_bytes)?;
-        let (memory, (tensor_bytes, mixed)) = (Memory::Fabric(region), tensor_bytes.split());
-        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: None })
+        let range = (region.base(), region.len());
+        Tensors::inside(range, offsets, tensor_bytes.into(), Reach::Fabric, region)
     }
 
     /// Creates tensors over the caller's own memory.
     #[expect(clippy::needless_pass_by_value, reason = "takes over the caller's promise")]
     pub fn adopted(adopted: Adopted) -> Tensors {
         let geometry = adopted.layout().geometry;
-        let mixed = adopted.mixed().cloned();
-        let smallest = mixed.as_ref().map(|mixed| mixed.smallest_tensor());
-        Tensors {
-            tensor_bytes: smallest.unwrap_or_else(|| geometry.tensor_bytes()),
-            mixed,
-            addrs: adopted.shared_addrs(),
-            contiguous: false,
-            memory: Memory::Adopted { unmapped: Default::default(), geometry },
-            _owner: None,
+        let equal = || TensorBytes::Equal(geometry.tensor_bytes());
+        let bytes = adopted.mixed().cloned().map_or_else(equal, TensorBytes::Mixed);
+        let rows = AdoptedRows { unmapped: Default::default(), geometry };
+        Tensors { adopted: Some(rows), ..Tensors::new(adopted.shared_addrs(), bytes, Reach::Host, None) }
+    }
+
+    /// Creates tensors at `offsets` of the memory of `owner`, which has `len` bytes from `base` on. Returns `Err` if a tensor
+    /// exceeds that range, or if there is no memory for the list.
+    fn inside(
+        (base, len): (u64, u64),
+        offsets: impl IntoIterator<Item = u64>,
+        tensor_bytes: TensorBytes,
+        reach: Reach,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Tensors> {
+        let at = |tensor: u32, offset: u64| {
+            let tensor_bytes = tensor_bytes.of(tensor);
+            let end = offset.checked_add(tensor_bytes);
+            if end.is_none_or(|end| end > len) {
+                let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
+                return Err(Error::new(ErrorKind::System, text).with("region_bytes", len));
+            }
+            Ok(base + offset)
+        };
+        let (mut addrs, offsets) = (Vec::new(), offsets.into_iter());
+        fallible::grow(super::window::ADDRESSES, &mut addrs, offsets.size_hint().0)?;
+        for (tensor, offset) in (0..).zip(offsets) {
+            fallible::push(super::window::ADDRESSES, &mut addrs, at(tensor, offset)?)?;
         }
+        Ok(Tensors::new(Arc::new(addrs), tensor_bytes, reach, Some(owner)))
+    }
+
+    fn new(
+        addrs: Arc<Vec<u64>>,
+        tensor_bytes: TensorBytes,
+        reach: Reach,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Tensors {
+        let (tensor_bytes, mixed) = tensor_bytes.split();
+        Tensors { addrs, tensor_bytes, mixed, contiguous: false, reach, adopted: None, _owner: owner }
     }
 
     /// Returns the address of every tensor.
@@ -207,19 +222,13 @@ impl Tensors {
 
     /// Returns how this process can access the tensors.
     pub fn reach(&self) -> Reach {
-        match &self.memory {
-            Memory::Carved(region) if !region.host_addressable() => Reach::Device,
-            Memory::Carved(_) | Memory::Adopted { .. } => Reach::Host,
-            Memory::Mapped => Reach::HostRead,
-            Memory::Process(_) => Reach::Process,
-            Memory::Fabric(_) => Reach::Fabric,
-        }
+        self.reach
     }
 
     /// Returns whether they are equal tensors in memory of the caller in this process, without gaps between rows.
     pub(super) fn adopted_whole(&self) -> bool {
         self.mixed.is_none()
-            && matches!(&self.memory, Memory::Adopted { geometry, .. } if !geometry.row_sizes().has_gaps())
+            && self.adopted.as_ref().is_some_and(|adopted| !adopted.geometry.row_sizes().has_gaps())
     }
 
     /// Returns whether the CPU can dereference the addresses, at least to read.
@@ -234,7 +243,7 @@ impl Tensors {
     /// once for reads and once for writes, at the first copy of that kind. Unmapping the memory later breaks
     /// the promise of [`Adopted`]. Gaps between rows need not be mapped.
     pub fn check_mapped(&self, access: Access) -> Result<()> {
-        let Memory::Adopted { unmapped, geometry } = &self.memory else { return Ok(()) };
+        let Some(AdoptedRows { unmapped, geometry }) = &self.adopted else { return Ok(()) };
         let unmapped = unmapped[access as usize].get_or_init(|| {
             let write = access == Access::Write;
             if let Some(mixed) = &self.mixed {
@@ -339,31 +348,6 @@ fn mixed_rows<'a>(addrs: &'a [u64], sizes: &'a MixedSizes) -> impl Iterator<Item
         };
         (0..count).map(move |row| (addr + geometry.row_start(row), bytes))
     })
-}
-
-/// Returns the addresses of tensors at `offsets` of `base..base + len`, or `Err` if a tensor exceeds that
-/// range.
-fn inside(
-    base: u64,
-    len: u64,
-    offsets: impl IntoIterator<Item = u64>,
-    tensor_bytes: &TensorBytes,
-) -> Result<Arc<Vec<u64>>> {
-    let at = |tensor: u32, offset: u64| {
-        let tensor_bytes = tensor_bytes.of(tensor);
-        let end = offset.checked_add(tensor_bytes);
-        if end.is_none_or(|end| end > len) {
-            let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
-            return Err(Error::new(ErrorKind::System, text).with("region_bytes", len));
-        }
-        Ok(base + offset)
-    };
-    let (mut addrs, offsets) = (Vec::new(), offsets.into_iter());
-    fallible::grow(super::window::ADDRESSES, &mut addrs, offsets.size_hint().0)?;
-    for (tensor, offset) in (0..).zip(offsets) {
-        fallible::push(super::window::ADDRESSES, &mut addrs, at(tensor, offset)?)?;
-    }
-    Ok(Arc::new(addrs))
 }
 
 impl fmt::Debug for Tensors {

@@ -50,7 +50,7 @@ impl Arena {
         // From here on a failure returns the extents to the pool, because it drops the lease.
         let count = geometry.num_tensors() as usize;
         let tensors = fallible::collect_growing("the addresses of tensors", count, tensors)?;
-        Tensors::carved(self.region.clone(), tensors, bytes, Box::new(lease))
+        Tensors::carved(self.region.clone(), tensors, bytes, lease)
     }
 
     /// Allocates memory for tensors that differ; otherwise like [`allocate`](Self::allocate).
@@ -74,7 +74,7 @@ impl Arena {
             fallible::push(TENSORS, &mut leases, lease)?;
         }
         let bytes = TensorBytes::Mixed(sizes.clone());
-        Tensors::carved(self.region.clone(), offsets, bytes, Box::new(leases))
+        Tensors::carved(self.region.clone(), offsets, bytes, leases)
     }
 
     /// Allocates memory for the tensors of `geometry` in one extent of the pool, one after the other and without
@@ -92,7 +92,7 @@ impl Arena {
         };
         let offset = lease.extents.first().map_or(u64::MAX, |extent| extent.offset);
         let (count, bytes) = (geometry.num_tensors(), geometry.tensor_bytes());
-        Tensors::contiguous(self.region.clone(), offset, count, bytes, Box::new(lease))
+        Tensors::contiguous(self.region.clone(), offset, count, bytes, lease)
     }
 
     /// Returns the placement of its memory.

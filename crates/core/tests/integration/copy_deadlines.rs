@@ -160,7 +160,7 @@ fn a_limit_on_the_whole_copy_ends_it_half_way() {
         let len = (ROWS * ROW) as u64;
         let [src, dst] = [Host, Device].map(|placement| {
             let region = Arc::new(devices.at(placement).allocate("test", len).unwrap());
-            Arc::new(Tensors::carved(region, [0], len, Box::new(())).unwrap())
+            Arc::new(Tensors::carved(region, [0], len, ()).unwrap())
         });
         let pairs: Vec<_> = scattered().into_iter().map(|(from, to)| (from as u64, to as u64)).collect();
         let plan = block_plan(&pairs, ROW as u64, 1);

@@ -66,7 +66,7 @@ impl Destination {
         let devices = DeviceSet::with_device(Arc::new(SimDevice::new(device)));
         let region = devices.at(Placement::Device).allocate("test", (TENSORS * TENSOR) as u64).unwrap();
         let offsets = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64);
-        let tensors = Tensors::carved(Arc::new(region), offsets, TENSOR as u64, Box::new(())).unwrap();
+        let tensors = Tensors::carved(Arc::new(region), offsets, TENSOR as u64, ()).unwrap();
         let engine = CopyEngine::new(&Config { copy_workers: Some(2), ..config(1 << 20) }, devices).unwrap();
         let destination = Destination {
             engine,
@@ -128,8 +128,7 @@ impl Library {
     fn new() -> Library {
         let region = Arc::new(Region::shared("library", (TENSORS * TENSOR) as u64).unwrap());
         let offsets: Vec<_> = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64).collect();
-        let own =
-            Tensors::carved(region.clone(), offsets.iter().copied(), TENSOR as u64, Box::new(())).unwrap();
+        let own = Tensors::carved(region.clone(), offsets.iter().copied(), TENSOR as u64, ()).unwrap();
         let (_buffer, filled) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
         let all: Vec<_> = (0..ROWS as u64).map(|row| (row, row)).collect();
         let (from, to) = ((&filled, Placement::Host), (&Arc::new(own), Placement::Host));

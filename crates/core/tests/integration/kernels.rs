@@ -299,7 +299,7 @@ fn a_batch_with_one_refused_pair_copies_nothing() {
 fn refuses_unequal_lengths_and_addresses_of_a_device() {
     let arena = Arena::new(100, 3);
     let opaque = Arc::new(Region::opaque(0xDEAD_0000_0000_0000, 100));
-    let device = Tensors::carved(opaque, [0], 100, Box::new(())).unwrap();
+    let device = Tensors::carved(opaque, [0], 100, ()).unwrap();
     let (host, remote) = (arena.window(0, 10), device.window(0, 0, 10).unwrap());
     assert!(host.host_addressable() && !remote.host_addressable());
     for (src, dst) in [(host, arena.window(0, 11)), (host, remote), (remote, host), (remote, remote)] {
@@ -365,10 +365,10 @@ fn windows_are_inside_their_tensor() {
 fn tensors_outside_their_region_are_refused() {
     let region = Arc::new(Region::shared("test", 1 << 20).unwrap());
     for (offset, bytes) in [((1 << 20) - 9, 10), (0, (1 << 20) + 1), (u64::MAX, 2), (1, u64::MAX)] {
-        let error = Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap_err();
+        let error = Tensors::carved(region.clone(), [offset], bytes, ()).unwrap_err();
         assert_eq!((error.kind(), error.fact("region_bytes")), (ErrorKind::System, Some("1048576")));
     }
-    assert!(Tensors::carved(region, [(1 << 20) - 10], 10, Box::new(())).is_ok());
+    assert!(Tensors::carved(region, [(1 << 20) - 10], 10, ()).is_ok());
 }
 
 /// While regions are made and dropped, other threads map and unmap memory, as every allocator does. A region must not
@@ -395,7 +395,7 @@ fn regions_take_only_free_addresses() {
                 let (own, back) = (Arena::new(BYTES, seed), Arena::new(BYTES, 1));
                 for _ in 0..150 {
                     let region = Arc::new(Region::shared("test", BYTES as u64).unwrap());
-                    let tensors = Tensors::carved(region, [0], BYTES as u64, Box::new(())).unwrap();
+                    let tensors = Tensors::carved(region, [0], BYTES as u64, ()).unwrap();
                     let window = || tensors.window(0, 0, BYTES as u64).unwrap();
                     copy(own.window(0, BYTES), window(), Kernel::PLAIN).unwrap();
                     copy(window(), back.window(0, BYTES), Kernel::PLAIN).unwrap();

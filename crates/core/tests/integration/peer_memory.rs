@@ -54,7 +54,7 @@ fn peer() {
     allow_readers();
     let region = Arc::new(Region::shared("peer", offset(TENSORS) as u64).unwrap());
     let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
-    let tensors = Tensors::carved(region.clone(), offsets, TENSOR as u64, Box::new(())).unwrap();
+    let tensors = Tensors::carved(region.clone(), offsets, TENSOR as u64, ()).unwrap();
     for tensor in 0..TENSORS {
         let bytes = Buffer::new(TENSOR, |at| pattern(9, tensor, at));
         let from = Tensors::adopted(bytes.adopt(0, TENSOR));

@@ -15,7 +15,7 @@ use crate::child_process::{self, report};
 use crate::fixtures::{Buffer, adopt, desc, skipped};
 
 fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
-    Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()
+    Tensors::carved(region.clone(), [offset], bytes, ()).unwrap()
 }
 
 #[test]

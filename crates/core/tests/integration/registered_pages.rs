@@ -111,5 +111,5 @@ fn only_whole_units_are_merged() {
     }
     // The memory of pools is not registered.
     let region = std::sync::Arc::new(Region::shared("test", 2 * unit).unwrap());
-    assert_eq!(Tensors::carved(region, [0], 2 * unit, Box::new(())).unwrap().whole_units(), [0; 0]);
+    assert_eq!(Tensors::carved(region, [0], 2 * unit, ()).unwrap().whole_units(), [0; 0]);
 }

@@ -65,7 +65,7 @@ impl Real {
         let layout =
             CacheLayout { geometry: Geometry::new(&desc).unwrap(), kind: *kind, placement: Placement::Host };
         let offsets = (0..u64::from(*tensors)).map(|tensor| tensor * 64);
-        let memory = Tensors::carved(self.region.clone(), offsets, rows * 4, Box::new(())).unwrap();
+        let memory = Tensors::carved(self.region.clone(), offsets, rows * 4, ()).unwrap();
         self.table.allocate(&desc, layout, memory, &keys)
     }
 }

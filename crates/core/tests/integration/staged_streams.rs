@@ -67,7 +67,7 @@ impl Side {
         }
         let region = Arc::new(gate.allocate("test", (TENSORS * TENSOR) as u64).unwrap());
         let offsets = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64);
-        let tensors = Arc::new(Tensors::carved(region, offsets, TENSOR as u64, Box::new(())).unwrap());
+        let tensors = Arc::new(Tensors::carved(region, offsets, TENSOR as u64, ()).unwrap());
         assert_eq!(tensors.reach(), Reach::Device);
         copy_all(&gate, &host, &tensors);
         Side { gate, engine, tensors, _kept: None }
