@@ -1,6 +1,6 @@
 //! The events of an engine, and the calls for them that only `CacheManager` mode has.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,7 +64,7 @@ impl EngineEvents {
     }
 
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
-        self.engine().attached(py, |engine| Ok(engine.events().descriptor()?.as_raw_fd()))
+        self.engine().attached(py, |engine| Ok(engine.events().descriptor()?.as_fd().as_raw_fd()))
     }
 
     /// Waits until no asynchronous call runs. Returns whether that is so.

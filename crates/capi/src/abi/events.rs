@@ -2,7 +2,7 @@
 //! links were made or ended.
 
 use std::ffi::{CStr, c_char, c_int};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::null;
 
 use llm_datadist_core::{Event, PeerInfo, Transfer};
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn llm_datadist_event_descriptor(handle: u64, descriptor: 
     entered(handle, |open| {
         // SAFETY: the caller's promise.
         let place = unsafe { raw::Out::new("descriptor", descriptor, 1) }?;
-        place.put(&[open.engine.events().descriptor()?.as_raw_fd()]);
+        place.put(&[open.engine.events().descriptor()?.as_fd().as_raw_fd()]);
         Ok(())
     })
 }

@@ -1,9 +1,11 @@
 //! Wakes an event loop when transfers that it awaits have ended.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
-use super::readable::{new_eventfd, signal, silence};
+use rustix::event::EventfdFlags;
+
 use crate::error::Result;
+use crate::memory::EventFd;
 use crate::sync::Mutex;
 
 /// The numbers of transfers that have ended and that one event loop awaits, with a descriptor that is readable while
@@ -11,13 +13,14 @@ use crate::sync::Mutex;
 #[derive(Debug)]
 pub struct AwaitQueue {
     ended: Mutex<Vec<u64>>,
-    readable: OwnedFd,
+    readable: EventFd,
 }
 
 impl AwaitQueue {
     /// Creates an empty queue. Returns `Err(System)` if there is no file descriptor left.
     pub fn new() -> Result<Self> {
-        Ok(AwaitQueue { ended: Mutex::default(), readable: new_eventfd()? })
+        let readable = EventFd::new("an event descriptor", EventfdFlags::empty())?;
+        Ok(AwaitQueue { ended: Mutex::default(), readable })
     }
 
     /// Returns a descriptor that is readable while a transfer is queued. The caller must not read from it.
@@ -28,7 +31,7 @@ impl AwaitQueue {
     /// Takes the numbers of the transfers that have ended.
     pub fn take(&self) -> Vec<u64> {
         let mut ended = self.ended.lock();
-        silence(&self.readable);
+        self.readable.clear();
         std::mem::take(&mut ended)
     }
 
@@ -36,7 +39,7 @@ impl AwaitQueue {
         let mut ended = self.ended.lock();
         ended.push(number);
         if ended.len() == 1 {
-            signal(&self.readable);
+            self.readable.signal();
         }
     }
 }

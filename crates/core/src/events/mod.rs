@@ -6,7 +6,6 @@
 mod await_queue;
 mod notification;
 mod queue;
-mod readable;
 mod transfer;
 
 pub use await_queue::AwaitQueue;

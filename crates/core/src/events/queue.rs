@@ -1,15 +1,16 @@
 //! The events of one engine, until the program polls for them.
 
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use rustix::event::EventfdFlags;
+
 use super::notification::{LinkEnd, Notification, NotificationSource, PeerInfo};
-use super::readable::{new_eventfd, signal, silence};
 use super::transfer::{Reports, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{Grant, GrantObserver};
+use crate::memory::EventFd;
 use crate::model::{ClusterId, GrantEnd};
 use crate::sync::Mutex;
 
@@ -60,7 +61,7 @@ struct State {
     /// Number of ends of grants in `events`.
     grant_ends: usize,
     /// Readable while `untaken` is above 0. `None` until somebody asks for it.
-    readable: Option<Arc<OwnedFd>>,
+    readable: Option<Arc<EventFd>>,
     /// Whether the program polls, so that news about links and grants are kept.
     polled: bool,
     closed: bool,
@@ -206,7 +207,7 @@ impl EventQueue {
 
     /// Returns the descriptor that is readable while [`poll`](Self::poll) has something to return. The caller must not
     /// read from it. It is always the same one, until the queue is closed.
-    pub fn descriptor(&self) -> Result<Arc<OwnedFd>> {
+    pub fn descriptor(&self) -> Result<Arc<EventFd>> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
@@ -215,9 +216,9 @@ impl EventQueue {
         if let Some(readable) = &state.readable {
             return Ok(readable.clone());
         }
-        let readable = Arc::new(new_eventfd()?);
+        let readable = Arc::new(EventFd::new("an event descriptor", EventfdFlags::empty())?);
         if state.untaken > 0 {
-            signal(&readable);
+            readable.signal();
         }
         state.readable = Some(readable.clone());
         Ok(readable)
@@ -353,12 +354,12 @@ impl State {
     }
 
     fn signal(&self) {
-        self.readable.iter().for_each(|readable| signal(readable));
+        self.readable.iter().for_each(|readable| readable.signal());
     }
 
     fn silence_if_empty(&self) {
         if self.untaken == 0 {
-            self.readable.iter().for_each(|readable| silence(readable));
+            self.readable.iter().for_each(|readable| readable.clear());
         }
     }
 }

@@ -4,13 +4,13 @@
 //! 2. So no descriptor of the engine keeps such a number: every descriptor that is created or received passes through
 //! [`above_standard_streams`] (`test_engines_keep_the_numbers_of_the_standard_streams_free`).
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Resource, getrlimit};
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 
 /// The lowest number that is not that of a standard stream.
 const FIRST: i32 = 3;
@@ -20,9 +20,41 @@ pub fn above_standard_streams(descriptor: OwnedFd) -> rustix::io::Result<OwnedFd
     if descriptor.as_raw_fd() < FIRST { fcntl_dupfd_cloexec(&descriptor, FIRST) } else { Ok(descriptor) }
 }
 
-/// Creates an event descriptor that is not readable yet. It does not block, and a new program does not inherit it.
-pub fn new_eventfd(flags: EventfdFlags) -> rustix::io::Result<OwnedFd> {
-    above_standard_streams(eventfd(0, flags | EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+/// A descriptor that is readable while something is queued. Threads and event loops wait for it.
+#[derive(Debug)]
+pub struct EventFd(OwnedFd);
+
+impl EventFd {
+    /// Creates a descriptor that is not readable yet. It does not block, and a new program does not inherit it. Returns
+    /// `Err(System)` that says `what` could not be created if there is no descriptor left.
+    pub fn new(what: &str, flags: EventfdFlags) -> Result<EventFd> {
+        let made = eventfd(0, flags | EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        made.and_then(above_standard_streams).map(EventFd).map_err(|errno| uncreated(what, errno))
+    }
+
+    /// Makes it readable.
+    pub fn signal(&self) {
+        // Fails only if the counter is full, and then the descriptor is readable.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    /// Takes back one signal of a semaphore, or all signals of another descriptor.
+    pub fn clear(&self) {
+        // Fails only if it is unreadable already.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+}
+
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Returns the error of kind [`ErrorKind::System`] for a descriptor that could not be created.
+pub fn uncreated(what: &str, errno: Errno) -> Error {
+    let failed = || Error::new(ErrorKind::System, format!("cannot create {what}")).errno(errno);
+    shortage(what, errno).unwrap_or_else(failed)
 }
 
 /// Returns the error of kind [`ErrorKind::System`] for `what` if the system has no descriptor or memory for it: the limit that

@@ -47,7 +47,7 @@ mod window_bytes;
 
 pub use adopted::Adopted;
 pub use bounce_buffer::BounceBuffer;
-pub use descriptors::{above_standard_streams, new_eventfd, shortage};
+pub use descriptors::{EventFd, above_standard_streams, shortage, uncreated};
 pub use fabric_region::{FabricRegion, SharedRegion, load_ucx};
 pub use fork::{Kept, abandon};
 pub use generations::{Generations, PeerGenerations};

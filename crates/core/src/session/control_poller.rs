@@ -4,19 +4,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use hashbrown::HashMap;
+use rustix::event::EventfdFlags;
 
-use super::poller::{Bell, Poller, Watching};
+use super::poller::{Poller, Watching};
 use crate::error::Result;
+use crate::memory::EventFd;
 use crate::net::Listener;
 use crate::sync::Mutex;
 
-/// Poller number of the bell. Other descriptors have higher numbers.
+/// Poller number of the event descriptor. Other descriptors have higher numbers.
 pub(super) const BELL: u64 = 0;
 
 pub(super) struct ControlPoller {
     pub(super) poller: Poller,
-    /// Rung when links have changed, a handshake step is done, or the engine closes.
-    bell: Arc<Bell>,
+    /// Signalled when links have changed, a handshake step is done, or the engine closes.
+    bell: Arc<EventFd>,
     numbers: AtomicU64,
     pub(super) listeners: Mutex<HashMap<u64, Arc<dyn Listener>>>,
     /// Whether the thread has been started.
@@ -25,13 +27,14 @@ pub(super) struct ControlPoller {
 
 impl ControlPoller {
     pub(super) fn new() -> Result<ControlPoller> {
-        let (poller, bell) = (Poller::new()?, Arc::new(Bell::new()?));
+        let poller = Poller::new()?;
+        let bell = Arc::new(EventFd::new("an eventfd", EventfdFlags::empty())?);
         poller.add("the descriptor that wakes a thread", &*bell, BELL, Watching::Always)?;
         let (numbers, listeners) = (AtomicU64::new(BELL), Mutex::default());
         Ok(ControlPoller { poller, bell, numbers, listeners, started: Mutex::default() })
     }
 
-    pub(super) fn bell(&self) -> &Arc<Bell> {
+    pub(super) fn bell(&self) -> &Arc<EventFd> {
         &self.bell
     }
 

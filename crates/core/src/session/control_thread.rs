@@ -15,10 +15,11 @@ use super::limits::Connections;
 use super::link::{HUNG_UP, Link};
 use super::member_search;
 use super::pending::PendingStreams;
-use super::poller::{Bell, Watching};
+use super::poller::Watching;
 use super::shared::Shared;
 use super::threads::guarded;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::EventFd;
 use crate::net::{Accepted, Address, Arrival, Inbox};
 use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
 
@@ -110,7 +111,7 @@ struct Watched {
 }
 
 impl Watch {
-    fn new(limits: Connections, bell: Arc<Bell>) -> Watch {
+    fn new(limits: Connections, bell: Arc<EventFd>) -> Watch {
         Watch {
             pending: PendingStreams::new(limits.pending, bell),
             links: HashMap::new(),
@@ -124,8 +125,8 @@ impl Watch {
     fn handle(&mut self, control: &ControlPoller, shared: &Arc<Shared>, number: u64) -> bool {
         match number {
             BELL => {
-                // Silenced before the links are read, so that later changes ring again.
-                control.bell().silence();
+                // Cleared before the links are read, so that later changes signal again.
+                control.bell().clear();
                 let Some(links) = shared.registry.all() else { return false };
                 self.change(control, shared, links);
                 self.pending.take_back(shared, &control.poller);
@@ -143,7 +144,7 @@ impl Watch {
         if number == BELL {
             std::thread::sleep(REST);
             self.numbers = self.links.iter().map(|(&number, watched)| (watched.link.key(), number)).collect();
-            return control.bell().ring();
+            return control.bell().signal();
         }
         if !self.links.contains_key(&number) && !self.pending.has(number) {
             return self.rest(control, REST);

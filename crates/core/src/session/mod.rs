@@ -255,7 +255,7 @@ impl Drop for Links {
         self.shared.listeners.close();
         self.shared.registry.close();
         self.shared.server.close();
-        self.shared.control.bell().ring();
+        self.shared.control.bell().signal();
         self.shared.threads.wait(CLOSE_WAIT);
     }
 }

@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use super::accept::{LongStep, Next, PendingStream};
 use super::handshake::HANDSHAKE_TIME;
-use super::poller::{Bell, Poller, Watching};
+use super::poller::{Poller, Watching};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
 use super::threads::guarded;
 use crate::error::{Error, ErrorKind};
+use crate::memory::EventFd;
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
 use crate::protocol;
@@ -47,19 +48,19 @@ struct PendingEntry {
 /// The results of the steps that server threads have performed, by the number of the connection.
 struct Returned {
     /// Wakes the control thread.
-    bell: Arc<Bell>,
+    bell: Arc<EventFd>,
     steps: Mutex<Vec<(u64, Result<Next, Refusal>)>>,
 }
 
 impl Returned {
     fn push(&self, number: u64, next: Result<Next, Refusal>) {
         self.steps.lock().push((number, next));
-        self.bell.ring();
+        self.bell.signal();
     }
 }
 
 impl PendingStreams {
-    pub(super) fn new(most: usize, bell: Arc<Bell>) -> PendingStreams {
+    pub(super) fn new(most: usize, bell: Arc<EventFd>) -> PendingStreams {
         let returned = Arc::new(Returned { bell, steps: Mutex::default() });
         PendingStreams { most, returned, all: BTreeMap::new() }
     }

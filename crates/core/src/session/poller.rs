@@ -7,12 +7,12 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
+use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{above_standard_streams, new_eventfd, shortage};
+use crate::memory::{above_standard_streams, uncreated};
 
 /// How often a descriptor is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,55 +90,17 @@ impl Poller {
 /// Maximum number of descriptors reported by one wait.
 const MOST: usize = 64;
 
-/// Wakes a thread that waits in a [`Poller`].
-#[derive(Debug)]
-pub(super) struct Bell(OwnedFd);
-
-impl Bell {
-    /// Creates a bell that wakes one thread for each ring.
-    pub(super) fn counting() -> Result<Bell> {
-        Bell::make(EventfdFlags::SEMAPHORE)
-    }
-
-    /// Creates a bell that stays readable until it is silenced.
-    pub(super) fn new() -> Result<Bell> {
-        Bell::make(EventfdFlags::empty())
-    }
-
-    fn make(flags: EventfdFlags) -> Result<Bell> {
-        new_eventfd(flags).map(Bell).map_err(|errno| uncreated("an eventfd", errno))
-    }
-
-    pub(super) fn ring(&self) {
-        // The write fails if the counter is full; then the bell is ringing already.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
-    }
-
-    /// Takes back one ring of a counting bell, or all rings of another bell.
-    pub(super) fn silence(&self) {
-        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
-    }
-}
-
-impl AsFd for Bell {
-    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        self.0.as_fd()
-    }
-}
-
-fn uncreated(what: &str, errno: Errno) -> Error {
-    shortage(what, errno).unwrap_or_else(|| system(&format!("cannot create {what}"), errno))
-}
-
 fn system(text: &str, errno: Errno) -> Error {
     Error::new(ErrorKind::System, text).errno(errno)
 }
 
 #[cfg(test)]
 mod tests {
+    use rustix::event::EventfdFlags;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     use super::*;
+    use crate::memory::EventFd;
 
     fn pair() -> (OwnedFd, OwnedFd) {
         socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap()
@@ -153,9 +115,10 @@ mod tests {
 
     #[test]
     fn only_what_is_readable_is_reported() {
-        let (poller, bell) = (Poller::new().unwrap(), Bell::new().unwrap());
+        let (poller, event) =
+            (Poller::new().unwrap(), EventFd::new("a test", EventfdFlags::empty()).unwrap());
         let ((one, _quiet), (other, peer)) = (pair(), pair());
-        poller.add("a test", &bell, 0, Watching::Always).unwrap();
+        poller.add("a test", &event, 0, Watching::Always).unwrap();
         poller.add("a test", &one, 1, Watching::Always).unwrap();
         poller.add("a test", &other, 2, Watching::Once).unwrap();
         assert!(ready(&poller).is_empty());
@@ -163,22 +126,23 @@ mod tests {
         assert_eq!(ready(&poller), [2]);
         assert!(ready(&poller).is_empty(), "once is once, though nothing was taken");
         poller.again(&other, 2, Watching::Once).unwrap();
-        bell.ring();
-        bell.ring();
+        event.signal();
+        event.signal();
         assert_eq!(ready(&poller), [0, 2]);
-        bell.silence();
+        event.clear();
         assert!(ready(&poller).is_empty());
     }
 
     #[test]
-    fn counting_bell_is_silenced_once_for_each_ring() {
-        let (poller, bell) = (Poller::new().unwrap(), Bell::counting().unwrap());
-        poller.add("a test", &bell, 7, Watching::Always).unwrap();
-        bell.ring();
-        bell.ring();
-        bell.silence();
+    fn a_semaphore_is_cleared_once_for_each_signal() {
+        let (poller, event) =
+            (Poller::new().unwrap(), EventFd::new("a test", EventfdFlags::SEMAPHORE).unwrap());
+        poller.add("a test", &event, 7, Watching::Always).unwrap();
+        event.signal();
+        event.signal();
+        event.clear();
         assert_eq!(ready(&poller), [7]);
-        bell.silence();
+        event.clear();
         assert!(ready(&poller).is_empty());
     }
 

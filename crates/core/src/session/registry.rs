@@ -12,10 +12,10 @@ use super::communicator::{CommStatus, Communicator};
 use super::dials::{self, Decision, Dials};
 use super::limits::Connections;
 use super::link::{EngineId, Kind, Link, broken};
-use super::poller::Bell;
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{EventQueue, PeerInfo};
+use crate::memory::EventFd;
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, ControlMessage};
 use crate::stats::LinkState;
@@ -37,7 +37,7 @@ pub(super) struct Registry {
     limits: Connections,
     events: Arc<EventQueue>,
     /// Wakes the control thread, which watches the links that are registered.
-    control: Arc<Bell>,
+    control: Arc<EventFd>,
     entries: Mutex<Entries>,
     /// Notified when a link is added or removed, or is no longer being made.
     changed: Condvar,
@@ -114,7 +114,7 @@ impl Registry {
         own: EngineId,
         limits: Connections,
         events: Arc<EventQueue>,
-        control: Arc<Bell>,
+        control: Arc<EventFd>,
     ) -> Registry {
         Registry { own, limits, events, control, entries: Mutex::default(), changed: Condvar::new() }
     }
@@ -244,7 +244,7 @@ impl Registry {
         self.events.link_up(link.peer_info());
         drop(entries);
         self.changed.notify_all();
-        self.control.ring();
+        self.control.signal();
         Ok(stale)
     }
 
@@ -295,7 +295,7 @@ impl Registry {
         link.break_off(why);
         self.remove(link, why);
         self.forget_broken(link.peer.cluster);
-        self.control.ring();
+        self.control.signal();
     }
 
     /// Discards the record of a broken link to `cluster`: it was unlinked on purpose, which needs no

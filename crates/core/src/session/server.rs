@@ -13,18 +13,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
+use rustix::event::EventfdFlags;
 
 use super::answers::Answers;
 use super::call_slots::{CallSlot, Slots};
 use super::handshake::HANDSHAKE_TIME;
 use super::limits::Connections;
 use super::link::Link;
-use super::poller::{Bell, Poller, Watching};
+use super::poller::{Poller, Watching};
 use super::refusals::{Reason, Refusal, Refusals};
 use super::registry::Registry;
 use super::threads::{Threads, guarded};
 use crate::budget::Budget;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::EventFd;
 use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
 use crate::protocol::ControlMessage;
@@ -34,7 +36,7 @@ use crate::sync::Mutex;
 const STEPS: usize = 8;
 /// How long a thread that is not needed is kept after its last work.
 const KEPT: Duration = Duration::from_secs(10);
-/// Poller numbers of the bells. Streams have higher numbers.
+/// Poller numbers of the event descriptors. Streams have higher numbers.
 const WORK: u64 = 0;
 const CLOSED: u64 = 1;
 const FIRST: u64 = 2;
@@ -42,10 +44,10 @@ const FIRST: u64 = 2;
 /// The threads that answer peers, and their work.
 pub(super) struct Server {
     poller: Poller,
-    /// Rung once for each piece of work.
-    work: Bell,
-    /// Rung when the engine closes, and never silenced.
-    closed: Bell,
+    /// Signalled once for each piece of work.
+    work: EventFd,
+    /// Signalled when the engine closes, and never cleared.
+    closed: EventFd,
     state: Mutex<State>,
     answers: Answers,
     registry: Arc<Registry>,
@@ -134,7 +136,8 @@ impl Server {
         threads: Arc<Threads>,
         limits: Connections,
     ) -> Result<Server> {
-        let (poller, work, closed) = (Poller::new()?, Bell::counting()?, Bell::new()?);
+        let (poller, event) = (Poller::new()?, |flags| EventFd::new("an eventfd", flags));
+        let (work, closed) = (event(EventfdFlags::SEMAPHORE)?, event(EventfdFlags::empty())?);
         poller.add("the descriptor that wakes a thread", &work, WORK, Watching::Always)?;
         poller.add("the descriptor that ends the threads", &closed, CLOSED, Watching::Always)?;
         let (state, budget) = (Mutex::default(), Budget::new(limits.incoming));
@@ -185,7 +188,7 @@ impl Server {
         let Some(turn) = state.slots.enter(link.key(), turn, false) else { return };
         state.ready.push_back(turn);
         drop(state);
-        self.work.ring();
+        self.work.signal();
         if let Err(error) = self.keep_one() {
             tracing::error!(target: "llm_datadist::links", "cannot start a thread that opens a call stream: {error}");
         }
@@ -194,14 +197,14 @@ impl Server {
     /// Has a thread perform a handshake step. Returns `Err` with `System` if no thread can be started for it.
     pub(super) fn work(self: &Arc<Self>, step: HandshakeStep) -> Result<()> {
         self.state.lock().work.push_back(step);
-        self.work.ring();
+        self.work.signal();
         self.keep_one()
     }
 
     /// Has a thread drop a link that has ended: unmapping the memory of a peer may take long.
     pub(super) fn release(self: &Arc<Self>, link: Arc<Link>) {
         self.state.lock().ended.push(link);
-        self.work.ring();
+        self.work.signal();
         // If no thread can be started, the link is dropped with the next piece of work.
         let _ = self.keep_one();
     }
@@ -212,7 +215,7 @@ impl Server {
         state.is_closed = true;
         let taken = state.take();
         drop(state);
-        self.closed.ring();
+        self.closed.signal();
         for call in taken.calls.into_values() {
             self.poller.remove(&*call.stream);
             call.stream.close();
@@ -304,7 +307,7 @@ impl Server {
 
     /// Performs pieces of work until none is left, or enough threads do so. Returns `false` if there was none.
     fn take_work(self: &Arc<Self>) -> bool {
-        self.work.silence();
+        self.work.clear();
         let mut worked = false;
         loop {
             let mut state = self.state.lock();
