@@ -6,15 +6,15 @@
 //! (`generations_of_a_peer_are_seen_as_they_rise`). The table in `cache` decides when a number rises.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 
 use rustix::fs::MemfdFlags;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::ProtFlags;
 
 use super::memfd::seal;
 use super::peer_mapping::refuse_shrinking;
+use super::shared_mapping::SharedMapping;
 use super::{MapBudget, Reservation, memfd};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
@@ -49,7 +49,7 @@ impl Generations {
     pub fn new() -> Result<Generations> {
         let made = || {
             let descriptor = memfd::create("llm_datadist generations", Self::BYTES, MemfdFlags::empty())?;
-            let numbers = Numbers::map(&descriptor, ProtFlags::READ | ProtFlags::WRITE)?;
+            let numbers = Numbers(SharedMapping::map(&descriptor, ProtFlags::READ | ProtFlags::WRITE)?);
             let sealed = seal(&descriptor);
             Ok(Generations { numbers, descriptor, sealed })
         };
@@ -59,24 +59,24 @@ impl Generations {
     /// Returns the generation of the entry `index`. Entries without a number have the largest value, which no
     /// reader accepts.
     pub fn of(&self, index: u32) -> u64 {
-        self.numbers.number(cache_index(index))
+        self.numbers.number(cache_offset(index))
     }
 
     /// Raises the generation of the entry `index`. From then on no reader accepts what it learned about the
     /// entry before. Other threads and processes see the new number before anything that this thread writes
     /// afterwards.
     pub fn bump(&self, index: u32) {
-        self.numbers.raise(cache_index(index));
+        self.numbers.raise(cache_offset(index));
     }
 
     /// Returns the generation of the grant in place `slot`.
     pub fn of_grant(&self, slot: u32) -> u64 {
-        self.numbers.number(grant_index(slot))
+        self.numbers.number(grant_offset(slot))
     }
 
     /// Raises the generation of the grant in place `slot`, with the guarantees of [`bump`](Self::bump).
     pub fn bump_grant(&self, slot: u32) {
-        self.numbers.raise(grant_index(slot));
+        self.numbers.raise(grant_offset(slot));
     }
 
     /// Returns the descriptor, for peers to map read-only; `None` if the kernel cannot prevent peers from
@@ -102,14 +102,14 @@ impl PeerGenerations {
     pub fn map(fd: OwnedFd, budget: &Arc<MapBudget>, deadline: Deadline) -> Result<PeerGenerations> {
         refuse_shrinking(&fd, Generations::BYTES)?;
         let reserved = budget.reserve(Generations::BYTES, deadline)?;
-        let numbers = Numbers::map(&fd, ProtFlags::READ).map_err(|error| {
+        let numbers = SharedMapping::map(&fd, ProtFlags::READ).map_err(|error| {
             Error::new(ErrorKind::System, "the peer's generations could not be mapped")
                 .with("bytes", BYTES)
                 .because(std::io::Error::from(error))
         })?;
         // From here on the mapping keeps the memory alive.
         drop(fd);
-        Ok(PeerGenerations { numbers, reserved })
+        Ok(PeerGenerations { numbers: Numbers(numbers), reserved })
     }
 
     /// Announces that this mapping will be removed soon, because its link has ended.
@@ -120,71 +120,45 @@ impl PeerGenerations {
     /// Returns whether the entry `index` still has `generation`. After a read, `true` means that the memory
     /// had not been reused when it was read.
     pub fn still(&self, index: u32, generation: u64) -> bool {
-        self.numbers.still(cache_index(index), generation)
+        self.numbers.still(cache_offset(index), generation)
     }
 
     /// Returns whether the grant in place `slot` still has `generation`, with the guarantees of
     /// [`still`](Self::still).
     pub fn grant_still(&self, slot: u32, generation: u64) -> bool {
-        self.numbers.still(grant_index(slot), generation)
+        self.numbers.still(grant_offset(slot), generation)
     }
 }
 
-/// Returns the place of the generation of an entry of the cache table.
-fn cache_index(index: u32) -> Option<u32> {
-    (index < ENTRIES - GRANTS).then_some(index)
+/// Returns the offset of the generation of an entry of the cache table.
+fn cache_offset(index: u32) -> Option<usize> {
+    (index < ENTRIES - GRANTS).then_some(index as usize * size_of::<u64>())
 }
 
-/// Returns the place of the generation of a grant.
-fn grant_index(slot: u32) -> Option<u32> {
-    (slot < GRANTS).then(|| ENTRIES - GRANTS + slot)
+/// Returns the offset of the generation of a grant.
+fn grant_offset(slot: u32) -> Option<usize> {
+    (slot < GRANTS).then(|| (ENTRIES - GRANTS + slot) as usize * size_of::<u64>())
 }
 
-/// A mapping of generation numbers; unmapped on drop.
+/// Generation numbers, by their offset. `None` is the offset of what has no number.
 #[derive(Debug)]
-struct Numbers(usize);
+struct Numbers(SharedMapping<BYTES>);
 
 impl Numbers {
-    fn map(descriptor: &OwnedFd, rights: ProtFlags) -> rustix::io::Result<Numbers> {
-        // SAFETY: no address is requested, so the kernel chooses an unused range.
-        let at = unsafe { mmap(null_mut(), BYTES, rights, MapFlags::SHARED, descriptor, 0) }?;
-        Ok(Numbers(at as usize))
+    fn number(&self, offset: Option<usize>) -> u64 {
+        offset.map_or(NEVER, |offset| self.0.load(offset))
     }
 
-    fn at(&self, index: Option<u32>) -> Option<&AtomicU64> {
-        let index = index?;
-        let offset = index as usize * size_of::<u64>();
-        // SAFETY: the number lies inside the mapping, which lives as long as `self`. Its file cannot shrink
-        // (a peer's file is checked by `refuse_shrinking`) or belongs to this process. The number is aligned,
-        // and every process accesses it only as an atomic.
-        (index < ENTRIES).then(|| unsafe { &*((self.0 + offset) as *const AtomicU64) })
-    }
-
-    fn number(&self, index: Option<u32>) -> u64 {
-        let Some(number) = self.at(index) else { return NEVER };
-        // Only a relaxed load is permitted on read-only memory; the fence makes it an acquire load.
-        let number = number.load(Ordering::Relaxed);
-        fence(Ordering::Acquire);
-        number
-    }
-
-    fn raise(&self, index: Option<u32>) {
-        if let Some(number) = self.at(index) {
-            number.fetch_add(1, Ordering::SeqCst);
+    fn raise(&self, offset: Option<usize>) {
+        if let Some(offset) = offset {
+            self.0.word(offset).fetch_add(1, Ordering::SeqCst);
             fence(Ordering::SeqCst);
         }
     }
 
-    fn still(&self, index: Option<u32>, generation: u64) -> bool {
+    fn still(&self, offset: Option<usize>, generation: u64) -> bool {
         // Keeps the reads of the data before the read of the number.
         fence(Ordering::Acquire);
-        generation != NEVER && self.number(index) == generation
-    }
-}
-
-impl Drop for Numbers {
-    fn drop(&mut self) {
-        // SAFETY: the range was mapped for this value alone, and every reference into it borrowed the value.
-        let _ = unsafe { munmap(self.0 as *mut std::ffi::c_void, BYTES) };
+        generation != NEVER && self.number(offset) == generation
     }
 }

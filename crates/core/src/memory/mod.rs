@@ -38,6 +38,7 @@ mod peer_process;
 mod process_id;
 mod random;
 mod region;
+mod shared_mapping;
 mod shared_rings;
 mod smaps;
 pub mod socket_io;

@@ -7,20 +7,19 @@
 //! whenever it uses them, and copies messages out before it looks at them. Payload is copied between rings and windows and is
 //! never interpreted.
 
-use std::ffi::c_void;
 use std::hint::spin_loop;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use rustix::fs::{MemfdFlags, fstatfs};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::ProtFlags;
 
 use super::memfd::{self, seal};
 use super::peer_mapping::refuse_shrinking;
+use super::shared_mapping::SharedMapping;
 use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -34,6 +33,51 @@ struct RingPlace {
     size: usize,
 }
 
+impl RingPlace {
+    /// Returns the offset of a word in the file.
+    fn word(self, word: Word) -> usize {
+        self.words + word as usize
+    }
+
+    /// Returns the offset of byte `at` of the ring in its file, and how many of the `len` bytes from there on precede the end of
+    /// the ring.
+    #[expect(clippy::cast_possible_truncation, reason = "the remainder is less than the bytes of a ring")]
+    fn split(self, at: u64, len: usize) -> (usize, usize) {
+        let into = (at % self.size as u64) as usize;
+        (self.start + into, len.min(self.size - into))
+    }
+
+    /// Copies `len` bytes, at most those of the ring, to position `at` of the ring in the file of this process.
+    ///
+    /// # Safety
+    ///
+    /// `from` must be valid for reads of `len` bytes, and `file` must be writable.
+    unsafe fn put(self, file: &File, at: u64, from: *const u8, len: usize) {
+        let (start, first) = self.split(at, len);
+        // SAFETY: the part lies inside the ring (`split`), and the source is valid, as the caller promises. Nobody else
+        // writes the ring: the file is sealed, and one thread writes at a time.
+        unsafe { from.copy_to_nonoverlapping(file.byte(start), first) };
+        // SAFETY: as above; this is the part after the end of the ring, from its start on.
+        unsafe { from.wrapping_add(first).copy_to_nonoverlapping(file.byte(self.start), len - first) };
+    }
+
+    /// Copies `len` bytes, at most those of the ring, from position `at` of the ring in the file of the peer. A peer that breaks
+    /// the protocol may write them meanwhile; the copy may then have any bytes.
+    ///
+    /// # Safety
+    ///
+    /// `to` must be valid for writes of `len` bytes.
+    unsafe fn get(self, file: &File, at: u64, to: *mut u8, len: usize) {
+        let (start, first) = self.split(at, len);
+        // SAFETY: the part lies inside the ring (`split`), which is mapped and cannot shrink (`refuse_shrinking`), and the
+        // destination is valid, as the caller promises. The source may change meanwhile; it is read by its address, and no
+        // reference to it exists.
+        unsafe { file.byte(start).copy_to_nonoverlapping(to, first) };
+        // SAFETY: as above; this is the part after the end of the ring, from its start on.
+        unsafe { file.byte(self.start).copy_to_nonoverlapping(to.wrapping_add(first), len - first) };
+    }
+}
+
 /// Almost all requests and replies are shorter.
 const MESSAGES: RingPlace = RingPlace { words: 0, start: PAGE, size: 64 << 10 };
 /// About as long as the private cache of a core. In a shorter ring, the two processes wait for each other more often
@@ -41,6 +85,8 @@ const MESSAGES: RingPlace = RingPlace { words: 0, start: PAGE, size: 64 << 10 };
 const PAYLOAD: RingPlace = RingPlace { words: PAGE / 2, start: PAGE + MESSAGES.size, size: 1 << 20 };
 /// Bytes of the file of each process.
 const BYTES: usize = PAYLOAD.start + PAYLOAD.size;
+/// The mapping of the file of one process.
+type File = SharedMapping<BYTES>;
 /// Bytes of the words of a file, and the alignment of payload in its ring.
 const PAGE: usize = 4096;
 /// Bytes that this side reads or writes before it tells the peer, unless the ring is empty or the call ends earlier.
@@ -169,7 +215,7 @@ impl RingPair {
         let len = bytes.len().min(room);
         // SAFETY: `len` bytes of the borrowed slice, which is no memory of a ring. The own file is mapped writable
         // (`OwnRings::create`), and `room` returns at most the bytes of the ring.
-        unsafe { self.own.put(self.place, written, bytes.as_ptr(), len) };
+        unsafe { self.place.put(&self.own, written, bytes.as_ptr(), len) };
         self.publish(Word::Written, written + len as u64);
         Ok(len)
     }
@@ -180,7 +226,7 @@ impl RingPair {
         let (read, unread) = self.unread()?;
         let len = bytes.len().min(unread);
         // SAFETY: `len` bytes of the slice, which is borrowed exclusively. `unread` returns at most the bytes of the ring.
-        unsafe { self.peer.get(self.place, read, bytes.as_mut_ptr(), len) };
+        unsafe { self.place.get(&self.peer, read, bytes.as_mut_ptr(), len) };
         self.note_read(read + len as u64, len == unread);
         Ok(len)
     }
@@ -200,7 +246,7 @@ impl RingPair {
             // SAFETY: a part of a window of live tensors (promise 3) that the CPU can read (checked above), and no memory of a
             // ring. The own file is mapped writable (`OwnRings::create`). All parts together have at most as many bytes as
             // `room` returned.
-            unsafe { self.own.put(self.place, written + done as u64, addr as *const u8, len) };
+            unsafe { self.place.put(&self.own, written + done as u64, addr as *const u8, len) };
             (done, unpublished) = (done + len, unpublished + len);
             if unpublished >= CHUNK {
                 self.publish(Word::Written, written + done as u64);
@@ -225,7 +271,7 @@ impl RingPair {
         for (addr, len) in parts(windows, skip, unread.min(STEP)) {
             // SAFETY: a part of a window of live tensors (promise 3) that the CPU can write (checked above). All parts together
             // have at most as many bytes as `unread` returned.
-            unsafe { self.peer.get(self.place, read + done as u64, addr as *mut u8, len) };
+            unsafe { self.place.get(&self.peer, read + done as u64, addr as *mut u8, len) };
             done += len;
             self.note_read(read + done as u64, done == unread);
         }
@@ -263,7 +309,7 @@ impl RingPair {
     /// Announces that this side is about to sleep. Returns `false` if it must not, because `awaited` is there. Until
     /// [`awake`](Self::awake), [`wakes`](Self::wakes) returns `true` at the other side.
     pub fn fall_asleep(&self, awaited: RingWait) -> bool {
-        self.own.word(self.place, awaited.word()).store(1, Ordering::Relaxed);
+        self.own.word(self.place.word(awaited.word())).store(1, Ordering::Relaxed);
         // Either this side sees what the other one has published, or the other one sees the announcement.
         fence(Ordering::SeqCst);
         if self.ready(awaited) {
@@ -276,14 +322,14 @@ impl RingPair {
     /// Withdraws both announcements.
     pub fn awake(&self) {
         for awaited in [RingWait::Bytes, RingWait::Room] {
-            self.own.word(self.place, awaited.word()).store(0, Ordering::Relaxed);
+            self.own.word(self.place.word(awaited.word())).store(0, Ordering::Relaxed);
         }
     }
 
     /// Returns whether the other side sleeps until `awaited` is there. Call it after a write or a read.
     pub fn wakes(&self, awaited: RingWait) -> bool {
         fence(Ordering::SeqCst);
-        self.peer.word(self.place, awaited.word()).load(Ordering::Relaxed) != 0
+        self.peer.word(self.place.word(awaited.word())).load(Ordering::Relaxed) != 0
     }
 
     /// Tells the other side that this one has closed the stream.
@@ -293,7 +339,7 @@ impl RingPair {
 
     /// Returns whether the other side has closed the stream. Returns `false` if its process was killed.
     pub fn peer_closed(&self) -> bool {
-        self.peer.number(self.place, Word::Closed) != 0
+        self.peer.load(self.place.word(Word::Closed)) != 0
     }
 
     /// Returns the position of the next byte to write, and the room. The room may be underestimated, but is at least `wanted`
@@ -306,7 +352,7 @@ impl RingPair {
         };
         let mut found = room(self.seen_read.load(Ordering::Relaxed));
         if found.is_none_or(|room| room < wanted) {
-            let read = self.peer.number(self.place, Word::Read);
+            let read = self.peer.load(self.place.word(Word::Read));
             self.seen_read.store(read, Ordering::Relaxed);
             found = room(read);
         }
@@ -327,95 +373,23 @@ impl RingPair {
 
     /// Loads a word of this process.
     fn number(&self, word: Word) -> u64 {
-        self.own.number(self.place, word)
+        self.own.load(self.place.word(word))
     }
 
+    /// Stores a word of this process. A peer that loads it sees every earlier write (release).
     fn publish(&self, word: Word, number: u64) {
-        self.own.publish(self.place, word, number);
+        self.own.word(self.place.word(word)).store(number, Ordering::Release);
     }
 
     /// Returns how much was read, and how many bytes can be read now. `Err(AGAIN)` if there are none.
     fn unread(&self) -> rustix::io::Result<(u64, usize)> {
         let read = self.read.load(Ordering::Relaxed);
-        match usize::try_from(self.peer.number(self.place, Word::Written).wrapping_sub(read)) {
+        match usize::try_from(self.peer.load(self.place.word(Word::Written)).wrapping_sub(read)) {
             Ok(0) => Err(Errno::AGAIN),
             Ok(unread) if unread <= self.place.size => Ok((read, unread)),
             _ => Err(Errno::PROTO),
         }
     }
-}
-
-/// A mapping of the file of one process; unmapped on drop.
-#[derive(Debug)]
-struct File(usize);
-
-impl File {
-    fn map(descriptor: &OwnedFd, rights: ProtFlags) -> rustix::io::Result<File> {
-        // SAFETY: no address is requested, so the kernel chooses an unused range.
-        let at = unsafe { mmap(null_mut(), BYTES, rights, MapFlags::SHARED, descriptor, 0) }?;
-        Ok(File(at as usize))
-    }
-
-    fn word(&self, place: RingPlace, word: Word) -> &AtomicU64 {
-        // SAFETY: the word lies inside the mapping, which lives as long as `self`. Its file cannot shrink
-        // (`refuse_shrinking` checks that of a peer). The word is aligned, and is accessed only as an atomic.
-        unsafe { &*((self.0 + place.words + word as usize) as *const AtomicU64) }
-    }
-
-    fn number(&self, place: RingPlace, word: Word) -> u64 {
-        // Only a relaxed load is permitted on read-only memory; the fence makes it an acquire load.
-        let number = self.word(place, word).load(Ordering::Relaxed);
-        fence(Ordering::Acquire);
-        number
-    }
-
-    /// Stores a word of this process. A peer that loads it sees every earlier write (release).
-    fn publish(&self, place: RingPlace, word: Word, number: u64) {
-        self.word(place, word).store(number, Ordering::Release);
-    }
-
-    /// Copies `len` bytes, at most those of the ring, to position `at` of a ring of this process.
-    ///
-    /// # Safety
-    ///
-    /// `from` must be valid for reads of `len` bytes, and this mapping must be writable.
-    unsafe fn put(&self, place: RingPlace, at: u64, from: *const u8, len: usize) {
-        let (start, first) = split(place, at, len);
-        // SAFETY: the part lies inside the ring (`split`), and the source is valid, as the caller promises. Nobody else
-        // writes the ring: the file is sealed, and one thread writes at a time.
-        unsafe { from.copy_to_nonoverlapping(self.byte(start), first) };
-        // SAFETY: as above; this is the part after the end of the ring, from its start on.
-        unsafe { from.wrapping_add(first).copy_to_nonoverlapping(self.byte(place.start), len - first) };
-    }
-
-    /// Copies `len` bytes, at most those of the ring, from position `at` of a ring of the peer. A peer that breaks the protocol
-    /// may write them meanwhile; the copy may then have any bytes.
-    ///
-    /// # Safety
-    ///
-    /// `to` must be valid for writes of `len` bytes.
-    unsafe fn get(&self, place: RingPlace, at: u64, to: *mut u8, len: usize) {
-        let (start, first) = split(place, at, len);
-        // SAFETY: the part lies inside the ring (`split`), which is mapped and cannot shrink (`refuse_shrinking`), and the
-        // destination is valid, as the caller promises. The source may change meanwhile; it is read by its address, and no
-        // reference to it exists.
-        unsafe { self.byte(start).copy_to_nonoverlapping(to, first) };
-        // SAFETY: as above; this is the part after the end of the ring, from its start on.
-        unsafe { self.byte(place.start).copy_to_nonoverlapping(to.wrapping_add(first), len - first) };
-    }
-
-    /// Returns the address of a byte of the file.
-    fn byte(&self, offset: usize) -> *mut u8 {
-        (self.0 + offset) as *mut u8
-    }
-}
-
-/// Returns the offset of byte `at` of a ring in its file, and how many of the `len` bytes from there on precede the end of the
-/// ring.
-#[expect(clippy::cast_possible_truncation, reason = "the remainder is less than the bytes of a ring")]
-fn split(place: RingPlace, at: u64, len: usize) -> (usize, usize) {
-    let into = (at % place.size as u64) as usize;
-    (place.start + into, len.min(place.size - into))
 }
 
 /// Returns the bytes from position `at` to the next page of a ring.
@@ -446,13 +420,6 @@ fn parts(windows: &[Window<'_>], mut skip: u64, mut most: usize) -> impl Iterato
 /// Returns `bytes`, or an error of kind `InvalidInput` if it is 0, because callers take 0 for the end of the stream.
 fn some_bytes(bytes: usize, otherwise: &'static str) -> io::Result<usize> {
     if bytes > 0 { Ok(bytes) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, otherwise)) }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        // SAFETY: the range was mapped for this value alone, and every reference into it borrowed the value.
-        let _ = unsafe { munmap(self.0 as *mut c_void, BYTES) };
-    }
 }
 
 #[cfg(test)]
