@@ -15,8 +15,6 @@
 //!
 //! Bookkeeping takes 32 bytes for each range, however many pages the pool has.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use crate::error::{Error, ErrorKind, Result};
 
 /// Each power of two of page counts is divided into `1 << SPLIT_BITS` classes.
@@ -29,39 +27,24 @@ const CLASSES: usize = GROUPS * SPLIT as usize;
 /// The node that represents both ends of the address order and of every class list. It counts as used and has
 /// no pages, so the hot paths need no check for a missing neighbour or an empty list.
 const NIL: u32 = 0;
-/// The ticket of a free run, and of a node that is in no list at all.
-const FREE: u32 = 0;
-/// The ticket of `NIL`. It counts as used, and is never issued, because issued tickets are odd.
-const END: u32 = 2;
 
-/// 2^32 divided by the golden ratio: multiples of it are spread far apart.
-const SALT_STEP: u32 = 0x9E37_79B9;
-/// First ticket number of the next pool. Pools issue different tickets for the same range, so an extent that
-/// is given to the wrong pool is refused (`only_the_owner_of_a_live_extent_frees_it`). It has no other effect.
-static NEXT_SALT: AtomicU32 = AtomicU32::new(0);
-
-/// A range allocated by a [`Pool`], and the only way to free it. Copies refer to the same range.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A range allocated by a [`Pool`], and the only way to free it.
+#[derive(Debug, PartialEq, Eq)]
 #[must_use = "a dropped extent is never freed"]
 pub struct Extent {
     /// Offset of the first byte from the start of the pool, a multiple of the page size.
     pub offset: u64,
     /// Length in bytes, a multiple of the page size.
     pub bytes: u64,
-    /// Ticket of the allocation in the upper half, index of the node in the lower half. This is one field on
-    /// purpose: two stores that a copy reads back as one load cost a third of the time of an allocate and
-    /// free (`pair_same` in the benchmark).
-    id: u64,
+    /// Index of the node. As wide as the other fields on purpose: a move that reads a narrower store back as one load costs a third
+    /// of the time of an allocate and free (`pair_same` in the benchmark).
+    node: u64,
 }
 
 impl Extent {
-    fn ticket(self) -> u32 {
-        (self.id >> 32) as u32
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
-    fn node(self) -> u32 {
-        self.id as u32
+    #[expect(clippy::cast_possible_truncation, reason = "an index of a node has 32 bits")]
+    fn node(&self) -> u32 {
+        self.node as u32
     }
 }
 
@@ -99,7 +82,7 @@ pub struct PoolState {
 // (`churn_mixed`).
 #[repr(align(32))]
 struct Node {
-    ticket: u32,
+    used: bool,
     page: u32,
     pages: u32,
     prev: u32,
@@ -117,8 +100,7 @@ struct Node {
 /// let layers = pool.allocate_tensors(100_000, 4)?; // four tensors of two pages each, in one run
 /// assert_eq!(layers.len(), 1);
 /// assert_eq!(layers[0].bytes, 4 * 131_072);
-/// assert!(pool.free(layers[0]));
-/// assert!(!pool.free(layers[0]), "a second free is refused");
+/// layers.into_iter().for_each(|extent| pool.free(extent));
 /// assert_eq!(pool.state().largest_free_run_bytes, 1 << 20);
 /// # Ok(())
 /// # }
@@ -135,8 +117,6 @@ pub struct Pool {
     /// The most recently listed run of each class.
     heads: [u32; CLASSES],
     page_shift: u32,
-    /// First ticket number of this pool.
-    salt: u32,
     pages: u32,
     used_pages: u32,
     peak_used_pages: u32,
@@ -162,8 +142,8 @@ impl Pool {
                 return Err(Error::out_of_range("capacity", capacity, range));
             }
         };
-        let end = Node { ticket: END, page: 0, pages: 0, prev: 1, next: 1, class_prev: NIL, class_next: NIL };
-        let run = Node { ticket: FREE, pages, prev: NIL, next: NIL, ..end };
+        let end = Node { used: true, page: 0, pages: 0, prev: 1, next: 1, class_prev: NIL, class_next: NIL };
+        let run = Node { used: false, pages, prev: NIL, next: NIL, ..end };
         let mut pool = Pool {
             nodes: vec![end, run],
             spare: NIL,
@@ -171,7 +151,6 @@ impl Pool {
             splits: [0; GROUPS],
             heads: [NIL; CLASSES],
             page_shift,
-            salt: NEXT_SALT.fetch_add(SALT_STEP, Ordering::Relaxed),
             pages,
             used_pages: 0,
             peak_used_pages: 0,
@@ -215,21 +194,12 @@ impl Pool {
         Ok(extents)
     }
 
-    /// Frees `extent`. Returns `false`, and changes nothing, if this pool has not allocated it in this form:
-    /// it was freed before, belongs to another pool, or its public fields were changed
-    /// (`only_the_owner_of_a_live_extent_frees_it`). Within 2^31 allocations of one pool the refusal is certain.
+    /// Frees `extent`, which this pool has allocated.
     #[inline]
-    pub fn free(&mut self, extent: Extent) -> bool {
-        let index = extent.node();
-        let Some(node) = self.nodes.get(index as usize) else { return false };
-        let live = node.ticket == extent.ticket()
-            && self.bytes(node.page) == extent.offset
-            && self.bytes(node.pages) == extent.bytes;
-        if live {
-            self.frees += 1;
-            self.give_back(index);
-        }
-        live
+    #[expect(clippy::needless_pass_by_value, reason = "nobody can free the range again")]
+    pub fn free(&mut self, extent: Extent) {
+        self.frees += 1;
+        self.give_back(extent.node());
     }
 
     pub fn page_bytes(&self) -> u64 {
@@ -335,34 +305,29 @@ impl Pool {
     fn carve(&mut self, run: u32, pages: u32) -> Extent {
         self.allocations += 1;
         self.used_pages += pages;
-        let ticket = self.ticket();
         let Node { page, pages: had, next, .. } = *self.node(run);
         let rest = had - pages;
         let node = if rest == 0 {
             self.unlist(run);
-            self.node_mut(run).ticket = ticket;
+            self.node_mut(run).used = true;
             run
         } else {
             self.resize(run, rest);
-            let used =
-                Node { ticket, page: page + rest, pages, prev: run, next, class_prev: NIL, class_next: NIL };
+            let used = Node {
+                used: true,
+                page: page + rest,
+                pages,
+                prev: run,
+                next,
+                class_prev: NIL,
+                class_next: NIL,
+            };
             let node = self.store(used);
             self.node_mut(run).next = node;
             self.node_mut(next).prev = node;
             node
         };
-        Extent {
-            offset: self.bytes(page + rest),
-            bytes: self.bytes(pages),
-            id: (u64::from(ticket) << 32) | u64::from(node),
-        }
-    }
-
-    /// Returns an odd number, so never `FREE` or `END`. It repeats after 2^31 allocations: a stale extent
-    /// passes for a live one only if the same node then holds the same range under the same ticket.
-    #[expect(clippy::cast_possible_truncation, reason = "wraps on purpose")]
-    fn ticket(&self) -> u32 {
-        ((self.allocations as u32).wrapping_add(self.salt) << 1) | 1
+        Extent { offset: self.bytes(page + rest), bytes: self.bytes(pages), node: node.into() }
     }
 
     /// Frees a used range, and merges it with its free neighbours. At most one of their nodes remains.
@@ -372,21 +337,21 @@ impl Pool {
         self.used_pages -= pages;
         let before = *self.node(prev);
         let after = *self.node(next);
-        match (before.ticket == FREE, after.ticket == FREE) {
-            (false, false) => {
-                self.node_mut(node).ticket = FREE;
+        match (before.used, after.used) {
+            (true, true) => {
+                self.node_mut(node).used = false;
                 self.list(node);
             }
-            (true, false) => {
+            (false, true) => {
                 self.discard(node);
                 self.resize(prev, before.pages + pages);
             }
-            (false, true) => {
+            (true, false) => {
                 self.discard(node);
                 self.node_mut(next).page = page;
                 self.resize(next, pages + after.pages);
             }
-            (true, true) => {
+            (false, false) => {
                 self.unlist(next);
                 self.discard(node);
                 self.discard(next);
@@ -428,7 +393,6 @@ impl Pool {
         self.node_mut(next).prev = prev;
         let spare = self.spare;
         let node = self.node_mut(index);
-        node.ticket = FREE;
         node.next = spare;
         self.spare = index;
         self.spares += 1;
