@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, OnDrop};
 
 /// Bytes for which all links compete.
 const COMMON: u64 = 288 << 20;
@@ -215,15 +215,12 @@ impl BudgetShare {
     /// Runs `work`. What it allocates on this thread with `fallible` is charged to this share, and fails with `OutOfMemory` if
     /// the budget does not allow it.
     pub fn charged<T>(self: &Arc<Self>, work: impl FnOnce() -> T) -> T {
-        struct Restore(Option<Arc<BudgetShare>>);
-        impl Drop for Restore {
-            fn drop(&mut self) {
-                let before = self.0.take();
-                let _ = CHARGED.try_with(|share| share.replace(before));
-            }
-        }
         let before = CHARGED.try_with(|share| share.replace(Some(self.clone())));
-        let _restore = Restore(before.ok().flatten());
+        let mut before = before.ok().flatten();
+        let _restore = OnDrop(move || {
+            let before = before.take();
+            let _ = CHARGED.try_with(|share| share.replace(before));
+        });
         work()
     }
 

@@ -1,4 +1,4 @@
-//! The locks of the engine, the sleeping threads of a pool, and polling before a sleep. The locks differ from those of the standard library in one
+//! The locks of the engine, the sleeping threads of a pool, polling before a sleep, and a guard for the end of a scope. The locks differ from those of the standard library in one
 //! point: a panic does not poison them.
 //!
 //! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
@@ -158,6 +158,15 @@ impl Sleeper {
     /// Wakes the thread, which the caller has taken from the [`Sleepers`].
     pub(crate) fn wake(&self) {
         self.0.notify_one();
+    }
+}
+
+/// Runs a function when it is dropped, also during a panic.
+pub(crate) struct OnDrop<F: FnMut()>(pub(crate) F);
+
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
     }
 }
 

@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
+use crate::sync::{AtomicUsize, Condvar, Mutex, OnDrop, Ordering};
 
 /// What is notified when nothing blocks a waiting call any more.
 pub trait OnOpened: Send + Sync {
@@ -90,20 +90,12 @@ fn announce_one_by_one(turn: Arc<CallTurn>) {
     if nested {
         return;
     }
-    let _end = EndOfAnnouncing;
+    // Also after a panic, so that later turns of this thread are announced.
+    let _end = OnDrop(|| ANNOUNCING.set(None));
     while let Some(turn) = ANNOUNCING.with_borrow_mut(|later| later.as_mut().and_then(VecDeque::pop_front)) {
         if let Some(opened) = &turn.opened {
             opened.clone().opened();
         }
-    }
-}
-
-/// Also after a panic, so that later turns of this thread are announced.
-struct EndOfAnnouncing;
-
-impl Drop for EndOfAnnouncing {
-    fn drop(&mut self) {
-        ANNOUNCING.set(None);
     }
 }
 

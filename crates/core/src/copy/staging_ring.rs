@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
 use crate::model::Deadline;
 use crate::plan::Piece;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, OnDrop};
 
 /// Number of buffers in the ring.
 const BUFFERS: usize = 4;
@@ -54,10 +54,10 @@ impl RingOwner {
         if copying.plan.is_empty() {
             return Ok(());
         }
-        let loan = self.borrow(device, block_bytes, limit.deadline())?;
+        let (_returning, buffers, thread) = self.borrow(device, block_bytes, limit.deadline())?;
         limit.begin()?;
-        let mut draining = Draining::start(copying, &loan, block_bytes);
-        let fed = fill(copying, &loan.buffers, block_bytes, &draining, limit);
+        let mut draining = Draining::start(copying, (&buffers, &thread), block_bytes);
+        let fed = fill(copying, &buffers, block_bytes, &draining, limit);
         let drained = draining.finish();
         // The error of the draining stage explains more than the fact that it ended.
         let outcome = drained.and(fed);
@@ -66,7 +66,13 @@ impl RingOwner {
         if outcome.is_ok() && missing > 0 { Err(ended_early()) } else { outcome }
     }
 
-    fn borrow(&self, device: &dyn Device, block_bytes: u64, deadline: Deadline) -> Result<Loan<'_>> {
+    /// Waits for the ring, and returns its buffers and its thread, with the guard that returns them when it is dropped.
+    fn borrow(
+        &self,
+        device: &dyn Device,
+        block_bytes: u64,
+        deadline: Deadline,
+    ) -> Result<(impl Drop, Arc<Tensors>, Arc<Workers>)> {
         let mut state = self.state.lock();
         while state.lent {
             let left = deadline.left();
@@ -91,21 +97,11 @@ impl RingOwner {
             None => state.drainer.insert(Arc::new(Workers::new("llm-ring", Some(1))?)).clone(),
         };
         state.lent = true;
-        Ok(Loan { owner: self, buffers, drainer })
-    }
-}
-
-/// The ring, lent to one swap-in; returned on drop.
-struct Loan<'a> {
-    owner: &'a RingOwner,
-    buffers: Arc<Tensors>,
-    drainer: Arc<Workers>,
-}
-
-impl Drop for Loan<'_> {
-    fn drop(&mut self) {
-        self.owner.state.lock().lent = false;
-        self.owner.returned.notify_one();
+        let returning = OnDrop(|| {
+            self.state.lock().lent = false;
+            self.returned.notify_one();
+        });
+        Ok((returning, buffers, drainer))
     }
 }
 
@@ -130,15 +126,15 @@ struct Stage {
 }
 
 impl Draining {
-    fn start(copying: &Copying, loan: &Loan<'_>, block_bytes: u64) -> Self {
+    fn start(copying: &Copying, (buffers, drainer): (&Arc<Tensors>, &Workers), block_bytes: u64) -> Self {
         let (to_stage, full) = sync_channel(BUFFERS);
         // Room for every buffer and one error, so the draining stage never blocks when it sends.
         let (to_fill, free) = sync_channel(BUFFERS + 1);
         for buffer in 0..BUFFERS {
             let _ = to_fill.send(Ok(buffer));
         }
-        let stage = Stage { copying: copying.clone(), buffers: loan.buffers.clone(), full, free: to_fill };
-        loan.drainer.spawn(move || {
+        let stage = Stage { copying: copying.clone(), buffers: buffers.clone(), full, free: to_fill };
+        drainer.spawn(move || {
             if let Err(error) = stage.drain(block_bytes) {
                 let _ = stage.free.send(Err(error));
             }

@@ -13,7 +13,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use super::Limit;
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, OnDrop, Ordering};
 
 /// Longest wait for a thread to start. A thread that is later is no error.
 const START: Duration = Duration::from_secs(1);
@@ -95,7 +95,7 @@ impl Workers {
         }
         // Also closes the job if the work panics on this thread, so that code that catches the panic finds no
         // worker inside.
-        let closing = CloseOnDrop(&job);
+        let closing = OnDrop(|| job.close());
         job.help();
         drop(closing);
         job.outcome()
@@ -164,14 +164,6 @@ impl<W> CopyJob<W> {
     /// Returns the first failure, if there is one.
     fn outcome(&self) -> Result<()> {
         self.state.lock().failure.take().map_or(Ok(()), Err)
-    }
-}
-
-struct CloseOnDrop<'a, W>(&'a CopyJob<W>);
-
-impl<W> Drop for CloseOnDrop<'_, W> {
-    fn drop(&mut self) {
-        self.0.close();
     }
 }
 

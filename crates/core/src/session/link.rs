@@ -26,7 +26,7 @@ use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
 use crate::protocol::{self, ControlMessage};
 use crate::stats::{Counters, LinkState, PathCounters};
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, OnDrop};
 
 /// Most streams on which one peer may send requests. A peer uses at most [`MOST_CALLS`]; the rest allows for
 /// streams that it has closed and this side has not noticed yet (`the_streams_of_one_peer_are_bounded`).
@@ -214,10 +214,16 @@ impl Link {
 
     /// Begins a pull or push. An unlink waits until the returned guard is dropped. Returns `Err` with
     /// `NotLinked` if the link has broken or is being unlinked.
-    pub(crate) fn begin(&self) -> Result<Active<'_>> {
+    pub(crate) fn begin(&self) -> Result<impl Drop> {
         // Incremented before the check, so that `drain` either sees the count or is seen here.
         self.active.fetch_add(1, Ordering::SeqCst);
-        let active = Active(self);
+        let active = OnDrop(|| {
+            let last = self.active.fetch_sub(1, Ordering::SeqCst) == 1;
+            if last && self.unlinking.load(Ordering::SeqCst) {
+                drop(self.streams.lock());
+                self.changed.notify_all();
+            }
+        });
         self.check()?;
         if self.unlinks() {
             let text = format!("the link to cluster {} is being unlinked", self.peer.cluster);
@@ -494,19 +500,6 @@ impl Link {
     /// Returns `error` with the cluster id and the address of the peer.
     pub(crate) fn named(&self, error: Error) -> Error {
         error.with("cluster", self.peer.cluster).with("peer", &self.peer.address)
-    }
-}
-
-/// A pull or push in progress.
-pub(crate) struct Active<'a>(&'a Link);
-
-impl Drop for Active<'_> {
-    fn drop(&mut self) {
-        let last = self.0.active.fetch_sub(1, Ordering::SeqCst) == 1;
-        if last && self.0.unlinking.load(Ordering::SeqCst) {
-            drop(self.0.streams.lock());
-            self.0.changed.notify_all();
-        }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::memory::EventFd;
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, ControlMessage};
 use crate::stats::LinkState;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, OnDrop};
 
 /// The error fact that marks a conflict with a working link of the same cluster. Retrying over another
 /// transport cannot help then.
@@ -59,37 +59,12 @@ struct Entries {
     quiet: bool,
 }
 
-/// The right to link one cluster. Other callers wait until it is dropped.
-pub(super) struct TurnToLink<'a> {
-    registry: &'a Registry,
-    cluster: ClusterId,
-}
-
-impl Drop for TurnToLink<'_> {
-    fn drop(&mut self) {
-        self.registry.entries.lock().linking.remove(&self.cluster);
-        self.registry.changed.notify_all();
-    }
-}
-
 /// What an attempt to make a link on demand begins with.
-pub(super) enum DialStart<'a> {
+pub(super) enum DialStart<Guard> {
     /// There is a link to the engine.
     Linked(Arc<Link>),
     /// The attempt is recorded until the guard is dropped.
-    Dials(DialGuard<'a>),
-}
-
-/// The record that this side dials an engine.
-pub(super) struct DialGuard<'a> {
-    registry: &'a Registry,
-    to: EngineId,
-}
-
-impl Drop for DialGuard<'_> {
-    fn drop(&mut self) {
-        self.registry.entries.lock().dials.end(self.to);
-    }
+    Dials(Guard),
 }
 
 /// Whose link a call waits for.
@@ -98,15 +73,6 @@ pub(super) enum Sought {
     Engine(EngineId),
     Cluster(ClusterId),
     Nobody,
-}
-
-/// Refuses new links while it exists.
-pub(super) struct Quiet<'a>(&'a Registry);
-
-impl Drop for Quiet<'_> {
-    fn drop(&mut self) {
-        self.0.entries.lock().quiet = false;
-    }
 }
 
 impl Registry {
@@ -137,7 +103,7 @@ impl Registry {
 
     /// Refuses new links until the returned guard is dropped. Returns `Err` with `LinksExist` if a link
     /// exists or is being made.
-    pub(super) fn quiet(&self) -> Result<Quiet<'_>> {
+    pub(super) fn quiet(&self) -> Result<impl Drop> {
         let mut entries = self.entries.lock();
         entries.open()?;
         if entries.any() {
@@ -145,24 +111,27 @@ impl Registry {
             return Err(Error::new(ErrorKind::LinksExist, text));
         }
         entries.quiet = true;
-        Ok(Quiet(self))
+        Ok(OnDrop(|| self.entries.lock().quiet = false))
     }
 
-    /// Waits until no other caller links `cluster`, and returns the right to do so. Returns `Err` if the
-    /// deadline passes or the engine closes.
-    pub(super) fn turn_to_link(&self, cluster: ClusterId, deadline: Deadline) -> Result<TurnToLink<'_>> {
+    /// Waits until no other caller links `cluster`, and returns the right to do so, for which other callers wait until it is
+    /// dropped. Returns `Err` if the deadline passes or the engine closes.
+    pub(super) fn turn_to_link(&self, cluster: ClusterId, deadline: Deadline) -> Result<impl Drop> {
         let mut entries = self.entries.lock();
         loop {
             entries.open()?;
             if entries.linking.insert(cluster) {
-                return Ok(TurnToLink { registry: self, cluster });
+                return Ok(OnDrop(move || {
+                    self.entries.lock().linking.remove(&cluster);
+                    self.changed.notify_all();
+                }));
             }
             entries = self.wait(entries, deadline, "waiting for another call that links the same cluster")?;
         }
     }
 
     /// Returns the link to the engine `to` if one works; otherwise records that this side dials it (`dials`).
-    pub(super) fn begin_dial(&self, to: EngineId, silence_limit: Duration) -> Result<DialStart<'_>> {
+    pub(super) fn begin_dial(&self, to: EngineId, silence_limit: Duration) -> Result<DialStart<impl Drop>> {
         let mut entries = self.entries.lock();
         entries.open_for(Kind::Ensured)?;
         if let Some(link) = entries.working(Sought::Engine(to), silence_limit) {
@@ -173,7 +142,7 @@ impl Registry {
             return Err(taken((to, Kind::Ensured), rival));
         }
         entries.dials.begin(to);
-        Ok(DialStart::Dials(DialGuard { registry: self, to }))
+        Ok(DialStart::Dials(OnDrop(move || self.entries.lock().dials.end(to))))
     }
 
     /// Waits until a link works that is `sought`. Returns `None` once `deadline` has passed, and `Err` if the caller was

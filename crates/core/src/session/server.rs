@@ -30,7 +30,7 @@ use crate::memory::EventFd;
 use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
 use crate::protocol::ControlMessage;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, OnDrop};
 
 /// Maximum number of handshake steps in progress at a time.
 const STEPS: usize = 8;
@@ -237,9 +237,9 @@ impl Server {
     }
 
     /// Counts this thread as busy until the result is dropped, and has another one wait.
-    fn work_begins(self: &Arc<Self>) -> AtWork<'_> {
+    fn work_begins(self: &Arc<Self>) -> impl Drop {
         self.state.lock().busy += 1;
-        let at_work = AtWork(self);
+        let at_work = OnDrop(|| self.state.lock().busy -= 1);
         if let Err(error) = self.keep_one() {
             // Logged as a refusal, which limits it to one line per second.
             self.refusals.log("further peers", &error.into());
@@ -249,7 +249,8 @@ impl Server {
 
     /// The body of a thread: waits for requests and work as long as the thread is needed.
     fn run(self: &Arc<Self>) {
-        let mut counted = CountedThread { server: self, leaves: true };
+        // After a panic. Otherwise, the thread leaves the count below, under the lock under which it decides to.
+        let counted = OnDrop(|| self.state.lock().threads -= 1);
         // When this thread ends; `None` for a thread that must stay.
         let (mut ready, mut until) = (Vec::with_capacity(1), Some(Instant::now() + KEPT));
         loop {
@@ -264,7 +265,7 @@ impl Server {
                 || (ready.is_empty() && expired && state.threads > state.busy + 1)
             {
                 state.threads -= 1;
-                counted.leaves = false;
+                std::mem::forget(counted);
                 let closed = state.is_closed;
                 drop(state);
                 return waited.err().filter(|_| !closed).map_or((), |error| self.fail(&error));
@@ -422,7 +423,7 @@ impl Server {
     }
 
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {
-        let opening = Opening(link);
+        let opening = OnDrop(|| link.opened());
         let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return };
         let deadline = Deadline::after(HANDSHAKE_TIME).named("the handshake limit");
         let at = dialer.addresses.choose(|ip| link.serves_at(ip));
@@ -440,38 +441,6 @@ impl Server {
             let cluster = link.peer.cluster;
             tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
         }
-    }
-}
-
-/// A thread in the count of all threads, until this is dropped. `leaves` is false once the thread has left the count.
-struct CountedThread<'a> {
-    server: &'a Server,
-    leaves: bool,
-}
-
-impl Drop for CountedThread<'_> {
-    fn drop(&mut self) {
-        if self.leaves {
-            self.server.state.lock().threads -= 1;
-        }
-    }
-}
-
-/// A thread that is at work, until this is dropped.
-struct AtWork<'a>(&'a Server);
-
-impl Drop for AtWork<'_> {
-    fn drop(&mut self) {
-        self.0.state.lock().busy -= 1;
-    }
-}
-
-/// A stream that is being opened at the request of the peer of a link, until this is dropped.
-struct Opening<'a>(&'a Link);
-
-impl Drop for Opening<'_> {
-    fn drop(&mut self) {
-        self.0.opened();
     }
 }
 

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use super::clock::{Alarm, Alarmed};
 use super::executor::{ExecutorHandle, Job, LaneKey};
-use super::on_lane::OnLane;
+use super::on_lane::{watched, work_for};
 use super::place_table::Place;
 use super::running_calls::{RunningCall, RunningCalls};
 use crate::cache::{CallRows, OnOpened, Pin, WaitingCall};
@@ -297,8 +297,8 @@ impl Execution {
 
     /// Has this thread work for the call until the result is dropped. The waits of the deadline then end early once the
     /// transfer is stopped.
-    pub(crate) fn on_this_thread(&self, deadline: Deadline) -> (OnLane, Deadline) {
-        (OnLane::of(&self.call.transfer), OnLane::watched(deadline))
+    pub(crate) fn on_this_thread(&self, deadline: Deadline) -> (impl Drop + use<>, Deadline) {
+        (work_for(&self.call.transfer), watched(deadline))
     }
 }
 

@@ -16,7 +16,7 @@ use super::delivery::{
     DeliveryState, LaneState, LayerSink, Outcome, ReadyRun, ReportedLayers, TaskKind, TaskLimits,
 };
 use super::executor::{ExecutorHandle, Job, LaneKey};
-use super::on_lane::OnLane;
+use super::on_lane::{watched, work_for};
 use super::place_table::Place;
 use super::run_length::RunLength;
 use super::running_calls::RunningCalls;
@@ -205,7 +205,7 @@ impl Job for LayerJob {
         // The lane has the only reference, here and below.
         let Some(mut job) = Arc::into_inner(self) else { return };
         let transfer = job.task.transfers[job.index].clone();
-        let _lane = OnLane::of(&transfer);
+        let _lane = work_for(&transfer);
         let mut run_length = RunLength::default();
         while let Some(step) = job.next() {
             match step {
@@ -250,7 +250,7 @@ impl LayerJob {
         let TaskLimits { layer, kind, .. } = self.task.limits;
         match kind {
             TaskKind::CacheTask => Deadline::after(layer),
-            TaskKind::LayerTask => OnLane::watched(Deadline::since(since, layer)),
+            TaskKind::LayerTask => watched(Deadline::since(since, layer)),
         }
     }
 
