@@ -73,7 +73,7 @@ def test_exact_times_give_the_rate_of_the_busiest_stage(stages, servers, rates):
         ("session/stream_set.rs", "MOST_CALLS: usize = 64;", "at most 64"),
         ("session/call_streams.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
         ("net/mod.rs", "BACKLOG: u16 = 1024;", "1,024 connections wait"),
-        ("session/member_search.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
+        ("session/membership.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
         ("memory/generations.rs", "ENTRIES: u32 = 1 << 24;", "128 MiB of address space"),
     ],
 )

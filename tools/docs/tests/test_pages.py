@@ -52,7 +52,7 @@ NUMBERS = [
         "MOST_OF_ONE",
         "| calls of `ensure_link` that dial at a time | {} in each group ",
     ),
-    ("docs/links.md", "engine/ensure_link.rs", "GROUPS", "| groups of addresses for `ensure_link` | {} |"),
+    ("docs/links.md", "engine/links.rs", "GROUPS", "| groups of addresses for `ensure_link` | {} |"),
     ("CHANGELOG.md", "protocol/frame.rs", "VERSION", "The wire is version {}."),
 ]
 

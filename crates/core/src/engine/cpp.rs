@@ -5,9 +5,9 @@
 
 use std::time::Duration;
 
-use super::call_extras::CallExtras;
 use super::links::{each, link_failed};
 use super::operation::Operation;
+use super::transfer::CallExtras;
 use super::{DataDist, End, RemoteName};
 use crate::config::Role;
 use crate::error::Result;

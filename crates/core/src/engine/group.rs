@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use hashbrown::HashSet;
 
-use super::call_extras::{CallExtras, checked_notification, no_grant_in_push};
 use super::operation::{Operation, Prepared};
+use super::transfer::{CallExtras, checked_notification, no_grant_in_push};
 use super::{DataDist, End, RemoteName};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};

@@ -3,11 +3,8 @@
 //! Decisions are made elsewhere: `validate` decides what is legal, `plan` where bytes go, and `copy` how they
 //! move.
 
-mod call_extras;
 mod copies;
 mod cpp;
-mod ensure_link;
-mod events;
 mod grants;
 mod group;
 mod layerwise;
@@ -15,12 +12,12 @@ mod links;
 mod operation;
 mod transfer;
 
-pub use call_extras::CallExtras;
 pub use cpp::CacheIndex;
-pub use ensure_link::EnsureOptions;
 pub use group::GroupMember;
 pub use layerwise::LayerReceiver;
+pub use links::EnsureOptions;
 pub use operation::Operation;
+pub use transfer::CallExtras;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -29,7 +26,7 @@ use crate::cache::{Cache, unpinned};
 use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::device::DeviceSet;
 use crate::error::Result;
-use crate::events::EventQueue;
+use crate::events::{Event, EventQueue};
 use crate::memory::{Adopted, Tensors};
 use crate::model::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, Deadline, Geometry, MixedSizes, Name, Placement,
@@ -251,6 +248,29 @@ impl DataDist {
     #[cfg(feature = "testing")]
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         self.resources.table.find_key(key)
+    }
+
+    /// Returns at most `most` outcomes of transfers that nobody has taken yet, in the order in which they ended, and
+    /// removes them from the queue. Never waits.
+    pub fn poll(&self, most: usize) -> Result<Vec<Event>> {
+        self.calls.queue().poll(most)
+    }
+
+    /// Returns the queue of events.
+    pub fn events(&self) -> &Arc<EventQueue> {
+        self.calls.queue()
+    }
+
+    /// Waits until no asynchronous call runs. Returns `false` once `limit` has passed, and `Err` only if interrupted.
+    pub fn drain(&self, limit: Duration) -> Result<bool> {
+        self.calls.drain(Deadline::after(limit).named("timeout_ms").watched(self.interrupted))
+    }
+
+    /// Ends all asynchronous calls and layer-wise transfers with an error of kind `Closed` and refuses new ones, because the
+    /// engine is about to be dropped. Other threads may still be in calls of the engine.
+    pub fn end_transfers(&self) {
+        self.tasks.close();
+        self.calls.close();
     }
 
     /// Returns every counter, and the state of the pools, the table and the links.

@@ -5,19 +5,31 @@
 
 use std::sync::Arc;
 
-use super::call_extras::{CallExtras, checked_notification, no_grant_in_push};
 use super::copies::room_for_lists;
 use super::operation::{Operation, Prepared};
 use super::{DataDist, End, RemoteName};
 use crate::cache::Cache;
 use crate::config::Mode;
-use crate::error::{Error, ErrorKind, Result};
-use crate::model::{ClusterId, Verify};
+use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::model::{ClusterId, GrantUse, Verify};
 use crate::plan::Side;
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{self, PeerTransfer};
 use crate::validate::{self, CheckedTransfer, Layers, LocalCache, Rows};
+
+/// What a pull or push does beside moving bytes.
+#[derive(Clone, Debug, Default)]
+pub struct CallExtras {
+    /// The notification that the peer gets at its end.
+    pub notify: Option<Vec<u8>>,
+    /// The grant under which it pulls. Groups have one for each part instead.
+    pub grant: Option<GrantUse>,
+    /// How thoroughly it checks the bytes that it has moved; as the engine is configured if `None`.
+    pub verify: Option<Verify>,
+    /// Whether rows move as they are, whatever KV layouts the two caches have.
+    pub raw_layout: bool,
+}
 
 impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
@@ -137,4 +149,19 @@ impl DataDist {
             }
         }
     }
+}
+
+/// Refuses a grant in a push: grants are for readers.
+pub(super) fn no_grant_in_push(local_side: Side, grant: Option<GrantUse>) -> Result<()> {
+    ensure(grant.is_none() || local_side == Side::Destination, || {
+        Error::new(ErrorKind::InvalidArgument, "a push takes no grant")
+    })
+}
+
+/// Checks a notification that a call delivers.
+pub(super) fn checked_notification(notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
+    if let Some(message) = &notify {
+        session::check_notification(message)?;
+    }
+    Ok(notify.map(Arc::new))
 }

@@ -1,4 +1,4 @@
-//! Puts the first call streams of a link within one host on rings in shared memory.
+//! Opens call streams of a link as the dialing side, and puts the first ones within one host on rings in shared memory.
 //!
 //! After the welcome of such a stream, the dialing side offers its rings, and the accepting side answers with its own. If
 //! either side cannot use rings, the stream keeps its socket, which then carries frames and payload.
@@ -6,24 +6,26 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use super::dial::Dialer;
 use super::link::Link;
 use super::message_io;
+use super::peer_addresses::FurtherAddress;
 use super::stream_set::StreamSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{OwnRings, SharedRings};
 use crate::model::Deadline;
 use crate::net::{Address, ReceivedDescriptors, Stream};
-use crate::protocol::{self, HANDSHAKE_LIMIT, RingAnswer, RingOffer};
+use crate::protocol::{self, HANDSHAKE_LIMIT, Purpose, RingAnswer, RingOffer};
 
 /// Maximum number of call streams with rings of a link in each direction. Each costs memory, and only many simultaneous calls
 /// need more streams.
-pub(super) const RINGED: usize = 4;
+const RINGED: usize = 4;
 
 /// How long calls keep to streams without rings after an attempt to get rings has failed.
 const RETRY_TIME: Duration = Duration::from_secs(30);
 
 /// The rings of the dialing side, before the peer has them.
-pub(super) struct OfferedRings {
+struct OfferedRings {
     rings: OwnRings,
     descriptor: OwnedFd,
 }
@@ -31,7 +33,7 @@ pub(super) struct OfferedRings {
 impl OfferedRings {
     /// Creates rings for a stream to `address`, whose link has `ringed` streams with rings in the same direction. Returns
     /// `None` over TCP, or if the link has enough rings.
-    pub(super) fn create(address: &Address, ringed: usize) -> Result<Option<OfferedRings>> {
+    fn create(address: &Address, ringed: usize) -> Result<Option<OfferedRings>> {
         if matches!(address, Address::Tcp(_)) || ringed >= RINGED {
             return Ok(None);
         }
@@ -41,7 +43,7 @@ impl OfferedRings {
 
     /// Offers the rings on `stream`, whose welcome has arrived. Afterwards the stream uses rings, unless the peer refuses
     /// them. Returns the peer's reason if it refuses, or `Err` if the stream is unusable.
-    pub(super) fn exchange(self, stream: &Stream, deadline: Deadline) -> Result<Option<Error>> {
+    fn exchange(self, stream: &Stream, deadline: Deadline) -> Result<Option<Error>> {
         stream.send_with(&protocol::encode(&RingOffer)?, &[self.descriptor.as_fd()], deadline)?;
         let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
@@ -87,8 +89,94 @@ pub(super) fn take(
 }
 
 impl Link {
+    /// Opens another stream of this link with `dialer`, at a further address or at the main one. With `reverse` the peer will
+    /// send requests on it. Returns `Err` with `NotLinked` if another process answers at the address of the peer.
+    pub(super) fn open_call_stream(
+        &self,
+        dialer: &Dialer,
+        at: Option<&FurtherAddress>,
+        reverse: bool,
+        deadline: Deadline,
+    ) -> Result<Stream> {
+        let Some(at) = at else { return self.dial_call_stream(dialer, reverse, deadline) };
+        let (dialer, limit, hurried) = dialer.to(at, deadline);
+        self.dial_call_stream(&dialer, reverse, limit).inspect_err(|error| {
+            let blamed = match error.kind() {
+                ErrorKind::Interrupted => false,
+                ErrorKind::Timeout => !hurried,
+                _ => !error.is_shortage(),
+            };
+            if blamed && self.alive() {
+                at.note_failure(self.peer.cluster, error);
+            }
+        })
+    }
+
+    /// Opens a stream, with rings if possible.
+    fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
+        let ring = OfferedRings::create(&dialer.address, self.ringed(reverse)).transpose();
+        let Some(ring) = ring else { return self.dial_with(dialer, (reverse, false), deadline) };
+        let failed = match ring {
+            Err(error) => error,
+            // The ring is closed if the stream cannot be opened, so another one may have its descriptor.
+            Ok(ring) => match self.dial_with(dialer, (reverse, true), deadline) {
+                Err(error) if error.is_shortage() => error,
+                Err(error) => {
+                    if error.kind() != ErrorKind::Interrupted {
+                        self.note_rings(Some(&error));
+                    }
+                    return Err(error);
+                }
+                Ok(stream) => match ring.exchange(&stream, deadline) {
+                    Ok(refused) => {
+                        // A refusal of more streams than may have rings is no failure.
+                        if stream.has_rings() || self.ringed(reverse) < RINGED {
+                            self.note_rings(refused.as_ref());
+                        }
+                        return Ok(stream);
+                    }
+                    // One side could not receive or map the ring of the other one, for example because it has no free
+                    // descriptor. So this stream is lost.
+                    Err(error) => error,
+                },
+            },
+        };
+        if !self.alive() || failed.kind() == ErrorKind::Interrupted {
+            return Err(failed);
+        }
+        self.note_rings(Some(&failed));
+        if failed.kind() == ErrorKind::Timeout {
+            return Err(failed);
+        }
+        self.dial_with(dialer, (reverse, false), deadline)
+    }
+
+    fn dial_with(
+        &self,
+        dialer: &Dialer,
+        (reverse, rings): (bool, bool),
+        deadline: Deadline,
+    ) -> Result<Stream> {
+        let dial = || {
+            let purpose = Purpose::Call { link: self.id, reverse, rings };
+            dialer.handshake(Some(self.peer.cluster), purpose, deadline)
+        };
+        // A listener that is full of unauthenticated connections drops the oldest one, which may be this one.
+        // So retry once.
+        let opened = match dial() {
+            Err(error) if error.kind() == ErrorKind::NotLinked && self.alive() => dial(),
+            opened => opened,
+        };
+        let (stream, welcome) = opened?;
+        if welcome.from.instance == self.peer.instance {
+            return Ok(stream);
+        }
+        let text = "another process answers at the address of the peer: it was restarted; link again";
+        Err(Error::new(ErrorKind::NotLinked, text))
+    }
+
     /// Records that a stream got its rings, or why it did not.
-    pub(super) fn note_rings(&self, refused: Option<&Error>) {
+    fn note_rings(&self, refused: Option<&Error>) {
         if let Some(error) = refused {
             let cluster = self.peer.cluster;
             tracing::debug!(target: "llm_datadist::links", "a call stream of cluster {cluster} uses its socket: {error}");

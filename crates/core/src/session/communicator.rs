@@ -2,7 +2,7 @@
 //!
 //! Of two members, the one with the higher rank dials, and the other listens. Both try until they are linked
 //! or `link_total_time` has passed. A member that was linked before and returns is admitted again; if it is
-//! the listening one, this side also searches for it again. The search is in `member_search`.
+//! the listening one, this side also searches for it again. The search is in `membership`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -13,7 +13,7 @@ use hashbrown::HashMap;
 use super::control_poller::{BELL, ControlPoller};
 use super::limits::Connections;
 use super::link::{HUNG_UP, Link};
-use super::member_search;
+use super::membership;
 use super::pending::PendingStreams;
 use super::poller::Watching;
 use super::shared::Shared;
@@ -152,7 +152,7 @@ impl Watch {
         if let Some(Watched { link, .. }) = self.links.remove(&number) {
             self.numbers.remove(&link.key());
             control.poller.remove(&*link.control);
-            member_search::link_died(
+            membership::link_died(
                 shared,
                 &link,
                 "this engine panicked while it handled a message of the peer",
@@ -177,7 +177,7 @@ impl Watch {
                     self.links.insert(number, Watched { link, inbox: Inbox::default() });
                 }
                 Err(error) => {
-                    member_search::link_died(shared, &link, &error.to_string());
+                    membership::link_died(shared, &link, &error.to_string());
                     shared.server.release(link);
                 }
             }
@@ -199,8 +199,8 @@ impl Watch {
             // A peer that unlinked (`true`) is not searched for again. An engine that was finalized may be
             // started again.
             Ok(Some((goodbye, true))) => drop(shared.registry.lost(&link, &goodbye)),
-            Ok(Some((goodbye, false))) => member_search::link_died(shared, &link, &goodbye),
-            Err(error) => member_search::link_died(shared, &link, &error.to_string()),
+            Ok(Some((goodbye, false))) => membership::link_died(shared, &link, &goodbye),
+            Err(error) => membership::link_died(shared, &link, &error.to_string()),
         }
         if !link.alive() {
             self.links.remove(&number);
@@ -295,10 +295,10 @@ fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
             "no message from the peer for {} ms (llm.LinkSilence): its process is stopped, or the network is interrupted",
             silent.as_millis()
         );
-        member_search::link_died(shared, link, &text);
+        membership::link_died(shared, link, &text);
     } else if silent >= config.heartbeat / 2
         && let Err(error) = link.send_control(&ControlMessage::Ping)
     {
-        member_search::link_died(shared, link, &error.to_string());
+        membership::link_died(shared, link, &error.to_string());
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! link_clusters, ensure ─ establish ─ handshake ┐
 //! listener ─────────── accept ───── handshake ─┼─ link ── control stream ── control_thread (also accepts)
-//! link (rank table) ── member_search ──────────┘      └── call streams ──── server (threads call `answers`)
+//! link (rank table) ─── membership ────────────┘      └── call streams ──── server (threads call `answers`)
 //! ```
 //!
 //! One lock (`registry`) guards the set of links. It is held for look-ups only and never while waiting for a
@@ -30,14 +30,11 @@ mod known_cache;
 mod limits;
 mod link;
 mod listeners;
-mod member_search;
 mod membership;
 mod message_io;
 mod notification_window;
 mod notifications;
-mod open_stream;
 mod peer_addresses;
-mod peer_fabric;
 mod peer_memory;
 mod peer_snapshot;
 mod pending;

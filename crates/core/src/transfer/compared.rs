@@ -1,7 +1,8 @@
-//! The blocks of a cache of this engine that are compared with their source, and the error that names those that differ.
+//! The blocks of a cache of this engine that are compared with their source, the result, and the error that names those that differ.
 
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::memory::random;
 use crate::model::{CacheKind, Verify};
 use crate::plan::{BlockSizes, CopyPlan, Piece, Side};
@@ -10,6 +11,29 @@ use crate::plan::{BlockSizes, CopyPlan, Piece, Side};
 const SLOT_PIECE: u64 = 64 << 10;
 /// Most blocks that an error lists.
 const SHOWN: usize = 8;
+
+/// Name of these lists in out-of-memory errors.
+pub(super) const BLOCKS: &str = "the blocks that are compared";
+
+/// Result of a comparison.
+#[derive(Default)]
+pub(super) struct Compared {
+    /// Number of blocks that were compared.
+    pub(super) checked: usize,
+    /// The blocks that differ.
+    pub(super) different: Vec<Piece>,
+}
+
+impl Compared {
+    /// Adds blocks, and whether both sides have the same bytes of each.
+    pub(super) fn add(&mut self, blocks: impl Iterator<Item = Piece>, equal: &[bool]) -> Result<()> {
+        self.checked += equal.len();
+        for (block, _) in blocks.zip(equal).filter(|&(_, equal)| !equal) {
+            fallible::push(BLOCKS, &mut self.different, block)?;
+        }
+        Ok(())
+    }
+}
 
 /// Returns how pieces are cut into blocks of `cache`, which is the end `local` of the plan. All tensors of a plan have equal
 /// rows.

@@ -1,15 +1,17 @@
-//! One copy or swap within this engine.
+//! One copy or swap within this engine, and the comparison of its destination with its source.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::async_call::Execution;
+use super::compared::{BLOCKS, Compared, block_sizes, differ, sample};
 use crate::cache::{Cache, CallRows};
+use crate::checksums::Checksums;
 use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
 use crate::error::Result;
-use crate::fallible::OneOrMany;
-use crate::model::{CacheLayout, Deadline, Verify};
-use crate::plan::{CacheCount, CopyPlan, Moves};
+use crate::fallible::{self, OneOrMany};
+use crate::model::{CacheLayout, Deadline, Name, Verify};
+use crate::plan::{CacheCount, CopyPlan, Moves, Side, Template};
 use crate::resources::Resources;
 use crate::stats::Op;
 use crate::validate::{self, PlannedRuns, SideSizes};
@@ -131,5 +133,34 @@ impl LocalCopy {
         }
         resources.stats.count_copy(self.op, &all);
         Ok(all.bytes)
+    }
+
+    /// Compares what `plan` has copied: all of it, or a sample. Returns `Err(VerifyFailed)` if a block differs.
+    ///
+    /// A later plan may write what an earlier one has read, and a plan never writes what it reads. So the blocks of a plan are
+    /// compared before the next one begins, under the pins of the call.
+    fn compare(&self, resources: &Resources, plan: &CopyPlan, limit: Limit) -> Result<()> {
+        let (src, dst) = (&self.src, &self.dst);
+        #[cfg(feature = "testing")]
+        if let Some(moved) = super::MOVED.get() {
+            moved(dst);
+        }
+        let sizes = block_sizes(dst, plan, Side::Destination);
+        let blocks = plan.compared(sizes, sample(resources.config.verify)?)?;
+        let checksums = Checksums::bound_to(Name::Row { cache: dst.id(), row: 0 }, dst.id(), 0, 0)?;
+        let sums = |cache: &Cache, side| {
+            let memory = (cache.tensors(), cache.placement());
+            resources.copy_engine.block_sums(memory, (&blocks, side), checksums.clone(), limit)
+        };
+        let (read, written) = (sums(src, Side::Source)?, sums(dst, Side::Destination)?);
+        let equal =
+            fallible::collect(BLOCKS, read.iter().zip(&written).map(|(read, written)| read == written))?;
+        let mut compared = Compared::default();
+        compared.add(blocks.templates().flat_map(Template::pair_blocks), &equal)?;
+        resources.stats.count_verified(compared.checked, compared.different.len());
+        if compared.different.is_empty() {
+            return Ok(());
+        }
+        Err(differ(dst, plan, Side::Destination, compared.checked, &compared.different))
     }
 }

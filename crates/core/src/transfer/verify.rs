@@ -5,13 +5,17 @@
 //! owner pins its rows while it hashes them. Between the move and that moment the owner's program must not write them.
 
 use super::call::{Call, Moved};
-use super::compared::{block_sizes, differ, sample};
-use super::compared_sums::{COMPARING, Compared};
+use super::compared::{BLOCKS, Compared, block_sizes, differ, sample};
+use crate::checksums::Checksums;
 use crate::error::Result;
+use crate::fallible;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, PartLimits, Side, Template};
-use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Request, WirePlan};
-use crate::session::{KnownCache, limit_ms};
+use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, Request, WirePlan, digest};
+use crate::session::{KnownCache, limit_ms, send_message};
+
+/// Name of the comparison in errors of its deadline.
+const COMPARING: &str = "comparing blocks with their source";
 
 impl Call {
     /// Compares the blocks of `plan`, which were moved, if this call verifies. Returns `Moved::Stale` if the remote cache
@@ -70,6 +74,54 @@ impl Call {
         self.compare(known, &request, part.num_pairs(), |checksums| {
             engine.block_sums(memory, (part, local), checksums, self.deadline)
         })
+    }
+
+    /// Asks the owner for `count` checksums while this side calculates its own with `own_sums`. Returns for each of them
+    /// whether they are equal; `None` if the remote cache has changed.
+    fn compare(
+        &self,
+        known: &KnownCache,
+        request: &Request,
+        count: usize,
+        own_sums: impl Fn(Checksums) -> Result<Vec<u64>>,
+    ) -> Result<Option<Vec<bool>>> {
+        let asked = digest(request)?;
+        let bound = |generation| Checksums::bound_to(self.remote_name(), known.cache, generation, asked);
+        let mut lease = self.link.lease(self.deadline)?;
+        let mut own = Ok(Vec::new());
+        let send = || {
+            send_message(lease.stream(), request, self.deadline)?;
+            // Both sides hash at the same time.
+            own = bound(known.at.generation).and_then(&own_sums);
+            Ok(())
+        };
+        let answer = self.link.exchange_with(&lease, self.deadline, send);
+        let reply = answer.map_err(|error| self.link.break_reason_or(error))?;
+        lease.reusable = true;
+        drop(lease);
+        let own = own?;
+        match self.link.refusal(reply)? {
+            Reply::Stale => Ok(None),
+            Reply::Checksums { generation, sums } if sums.len() == count => {
+                let own = if generation == known.at.generation {
+                    own
+                } else if self.same_cache(known)? {
+                    own_sums(bound(generation)?)?
+                } else {
+                    return Ok(None);
+                };
+                fallible::collect(BLOCKS, own.iter().zip(&sums).map(|(own, theirs)| own == theirs)).map(Some)
+            }
+            reply => Err(self.link.unexpected(&reply)),
+        }
+    }
+
+    /// Asks the owner whether the remote cache is still the one that was described, although its generation may have changed,
+    /// for example because a key was released. Ids are never used again, so the same id means the same memory.
+    pub(super) fn same_cache(&self, known: &KnownCache) -> Result<bool> {
+        self.link.check_grant(known)?;
+        let now = self.described()?;
+        Ok(now.cache == known.cache && now.remote == known.remote)
     }
 }
 
