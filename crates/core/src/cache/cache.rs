@@ -129,7 +129,7 @@ impl Cache {
 
     /// Returns the sizes of a tensor.
     pub fn sizes_of(&self, tensor: u32) -> Geometry {
-        self.mixed().map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry())
+        self.mixed().map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry)
     }
 
     /// Returns the sizes that some tensors have in common. `Err(InvalidArgument)` if their rows differ.
@@ -150,7 +150,7 @@ impl Cache {
     /// Returns the bytes of the longest row.
     pub fn longest_row(&self) -> u64 {
         let Some(mixed) = self.mixed() else { return self.layout.geometry.row_bytes() };
-        mixed.runs().iter().map(|run| run.geometry().row_bytes()).max().unwrap_or(0)
+        mixed.runs().iter().map(|run| run.geometry.row_bytes()).max().unwrap_or(0)
     }
 
     /// Returns the bytes of all tensors, gaps between rows included.
@@ -170,12 +170,12 @@ impl Cache {
 
     /// Returns the dimensions of a tensor, outermost first.
     pub fn shape_of(&self, tensor: u32) -> &[i64] {
-        self.mixed().map_or_else(|| self.shape(), |mixed| mixed.run(tensor).shape())
+        self.mixed().map_or_else(|| self.shape(), |mixed| &mixed.run(tensor).shape)
     }
 
     /// Returns the element type of a tensor.
     pub fn data_type_of(&self, tensor: u32) -> DataType {
-        self.mixed().map_or(self.data_type, |mixed| mixed.run(tensor).data_type())
+        self.mixed().map_or(self.data_type, |mixed| mixed.run(tensor).data_type)
     }
 
     /// Returns the dimensions of tensor 0, outermost first.

@@ -26,7 +26,7 @@ pub use paths::PathOutcome;
 pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
 pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
-pub use route::{OwnerMemory, ReadAccess, Route, Staging, choose_path, takes_rings};
+pub use route::{ReadAccess, Route, Staging, takes_rings};
 pub use run::KeptAlive;
 pub use stream_sum::StreamSum;
 #[cfg(feature = "testing")]

@@ -1,6 +1,6 @@
 //! Chooses how bytes get from one kind of memory to another one.
 //!
-//! Between two engines, the first rule of this table that fits decides the path. [`choose_path`] applies those for the location of
+//! Between two engines, the first rule of this table that fits decides the path. [`ReadAccess`] has those for the location of
 //! the owner's memory, and [`takes_rings`] the one for the size of a transfer. The rules are the same for pulls and pushes.
 //!
 //! | memory of the owner | path | why |
@@ -30,36 +30,15 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
 use crate::model::Placement;
 
-/// Where memory of a cache lies, as its owner tells the peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OwnerMemory {
-    /// In a pool of the engine.
-    Pool,
-    /// Elsewhere in its process.
-    Process,
-    /// At a location that the owner does not send, such as in a device.
-    Hidden,
-}
-
-/// What one side of a link can read of the other one's memory, or the reasons why it cannot.
+/// The paths on which one side of a link reads the other one's memory in place, or the reasons why the owner has to send it.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadAccess<'a> {
     /// The path for pools.
     pub pools: std::result::Result<PathKind, &'a str>,
     /// The path for other memory of the process.
     pub process: std::result::Result<PathKind, &'a str>,
-    /// Why it cannot read memory whose location the owner does not send.
+    /// Why it cannot read memory whose location the owner does not send, such as memory of a device.
     pub hidden: &'a str,
-}
-
-/// Returns the path on which a reader with `access` reads `memory` of its peer in place, or the reason why the owner has to
-/// send it.
-pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::Result<PathKind, &str> {
-    match memory {
-        OwnerMemory::Pool => access.pools,
-        OwnerMemory::Process => access.process,
-        OwnerMemory::Hidden => Err(access.hidden),
-    }
 }
 
 /// Maximum number of bytes that take rings although the reader may read the memory by process id.
@@ -69,7 +48,7 @@ pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::
 /// (`benches/results/figures.md`, `pull_registered`). An owner that sleeps has to be woken: then 16 KiB took 38 µs (17).
 const RINGS_UP_TO: u64 = 2 << 20;
 
-/// Returns whether a transfer of `bytes` bytes in all its plans takes rings, if they are free, instead of the path `in_place` of [`choose_path`].
+/// Returns whether a transfer of `bytes` bytes in all its plans takes rings, if they are free, instead of the path `in_place` of [`ReadAccess`].
 pub fn takes_rings(in_place: PathKind, bytes: u64) -> bool {
     in_place == PathKind::Process && bytes <= RINGS_UP_TO
 }

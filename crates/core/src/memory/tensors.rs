@@ -29,7 +29,7 @@ impl TensorBytes {
     fn of(&self, tensor: u32) -> u64 {
         match self {
             TensorBytes::Equal(bytes) => *bytes,
-            TensorBytes::Mixed(sizes) => sizes.run(tensor).geometry().tensor_bytes(),
+            TensorBytes::Mixed(sizes) => sizes.run(tensor).geometry.tensor_bytes(),
         }
     }
 
@@ -308,7 +308,7 @@ impl Tensors {
     #[cold]
     fn address_in_mixed(&self, tensor: usize, offset: u64, len: u64) -> Result<u64> {
         let bytes = self.mixed.as_ref().map_or(0, |mixed| {
-            u32::try_from(tensor).map_or(0, |tensor| mixed.run(tensor).geometry().tensor_bytes())
+            u32::try_from(tensor).map_or(0, |tensor| mixed.run(tensor).geometry.tensor_bytes())
         });
         let inside = offset.checked_add(len).is_some_and(|end| end <= bytes);
         match self.addrs.get(tensor) {
@@ -340,7 +340,7 @@ impl Tensors {
 /// Returns address and length of all rows of tensors that differ, or of a whole tensor if there are no gaps between its rows.
 fn mixed_rows<'a>(addrs: &'a [u64], sizes: &'a MixedSizes) -> impl Iterator<Item = (u64, u64)> + 'a {
     (0..).zip(addrs).flat_map(|(tensor, &addr)| {
-        let geometry = sizes.run(tensor).geometry();
+        let geometry = sizes.run(tensor).geometry;
         let (count, bytes) = if geometry.row_sizes().has_gaps() {
             (geometry.rows(), geometry.row_bytes())
         } else {

@@ -63,32 +63,14 @@ impl TensorSpan {
 /// Neighbouring tensors of a cache that are equal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EqualTensors {
-    first: u32,
-    geometry: Geometry,
-    shape: Vec<i64>,
-    data_type: DataType,
-}
-
-impl EqualTensors {
-    /// Returns the number of the first of them.
-    pub fn first(&self) -> u32 {
-        self.first
-    }
-
-    /// Returns their sizes, with the number of tensors of the whole cache.
-    pub fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-
-    /// Returns the dimensions of one of them, outermost first.
-    pub fn shape(&self) -> &[i64] {
-        &self.shape
-    }
-
-    /// Returns their element type.
-    pub fn data_type(&self) -> DataType {
-        self.data_type
-    }
+    /// Number of the first of them.
+    pub first: u32,
+    /// Their sizes, with the number of tensors of the whole cache.
+    pub geometry: Geometry,
+    /// The dimensions of one of them, outermost first.
+    pub shape: Vec<i64>,
+    /// Their element type.
+    pub data_type: DataType,
 }
 
 /// The checked sizes of a cache whose tensors differ. There is at least one run, and the first one begins with tensor 0.

@@ -78,10 +78,12 @@ impl Stream {
             match step {
                 Ok(StepResult::Bytes(bytes)) => sent += bytes,
                 Ok(StepResult::NotYet | StepResult::Ended) => {
-                    return Err(self.over("the peer does not read its socket").with("peer", self.peer()));
+                    return Err(self
+                        .over("the peer does not read its socket")
+                        .with("peer", &self.about.peer));
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.broken(error).with("peer", self.peer())),
+                Err(error) => return Err(self.broken(error).with("peer", &self.about.peer)),
             }
         }
         Ok(())

@@ -48,7 +48,7 @@ impl Inbox {
         let header = Header::parse(self.header, limit).map_err(|error| {
             // The end of the body is unknown, so nothing more is received. But a refusal may still be sent.
             stream.unreadable();
-            error.with("peer", stream.peer())
+            error.with("peer", &stream.about.peer)
         })?;
         // A handshake or control message: 16 KiB at most, which `limit` ensures.
         self.body.resize(header.length, 0);

@@ -83,7 +83,7 @@ impl Stream {
             return Ok(());
         }
         // A peer that counts differently has sent bytes of a cache here.
-        Err(self.over("the padding from the peer is not zero").with("peer", self.peer()))
+        Err(self.over("the padding from the peer is not zero").with("peer", &self.about.peer))
     }
 
     /// Receives `bytes` bytes and discards them.

@@ -37,7 +37,7 @@ pub struct Stream {
     pub(super) socket: OwnedFd,
     /// What carries frames and payload, unless the socket does.
     rings: OnceLock<Box<StreamRings>>,
-    pub(super) about: About,
+    pub about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
     /// `None` outside tests.
@@ -49,13 +49,16 @@ pub struct Stream {
 /// What a transport knows about a connection that it made.
 #[derive(Clone, Debug)]
 pub struct About {
-    /// Name of the transport, for logs and `stats()`.
+    /// Name of the transport, for logs and `stats()`: `tcp`, or `shm` for a local socket, beside which memory is shared.
     pub transport: &'static str,
+    /// Describes the peer, for messages.
     pub peer: String,
     /// The IP address of the end that listened, if there is one.
     pub listened_at: Option<IpAddr>,
+    /// Whether the peer is on this host, as far as the addresses show.
     pub same_host: bool,
     pub carries_descriptors: bool,
+    /// The process and the user of the peer, if the kernel reports them.
     pub credentials: Option<Credentials>,
 }
 
@@ -70,41 +73,6 @@ impl Stream {
             faults: None,
             pace: Mutex::default(),
         }
-    }
-
-    /// Describes the peer, for messages.
-    pub fn peer(&self) -> &str {
-        &self.about.peer
-    }
-
-    /// Returns the IP address of the end that listened, if there is one.
-    pub fn listened_at(&self) -> Option<IpAddr> {
-        self.about.listened_at
-    }
-
-    /// Returns the name of the transport: `tcp`, or `shm` for a local socket, beside which memory is shared.
-    pub fn transport(&self) -> &'static str {
-        self.about.transport
-    }
-
-    /// Whether the peer is on this host, as far as the addresses show.
-    pub fn same_host(&self) -> bool {
-        self.about.same_host
-    }
-
-    /// Whether this stream can carry descriptors.
-    pub fn carries_descriptors(&self) -> bool {
-        self.about.carries_descriptors
-    }
-
-    /// Returns the process id of the peer, if the kernel reports it.
-    pub fn peer_pid(&self) -> Option<i32> {
-        self.about.credentials.and_then(|peer| peer.pid)
-    }
-
-    /// Returns the process and the user of the peer, if the kernel reports them.
-    pub fn credentials(&self) -> Option<Credentials> {
-        self.about.credentials
     }
 
     /// Sets whether the peer may send descriptors now. Kernels without this setting always allow it.
@@ -230,7 +198,7 @@ impl Stream {
         match self.state.load(Ordering::Acquire) {
             OPEN => Ok(true),
             CLOSED => Ok(false),
-            _ => Err(self.over("the connection is broken already").with("peer", self.peer())),
+            _ => Err(self.over("the connection is broken already").with("peer", &self.about.peer)),
         }
     }
 
@@ -242,7 +210,7 @@ impl Stream {
         loop {
             match step(self) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.broken(error).with("peer", self.peer())),
+                Err(error) => return Err(self.broken(error).with("peer", &self.about.peer)),
                 Ok(moved) => return Ok(moved),
             }
         }

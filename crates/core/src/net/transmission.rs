@@ -108,7 +108,7 @@ impl<'a> Transmission<'a> {
         if done > 0 {
             self.stream.break_after_half();
         }
-        Err(failed.with("peer", self.stream.peer()).with("bytes_before", done))
+        Err(failed.with("peer", &self.stream.about.peer).with("bytes_before", done))
     }
 
     /// Checks the deadline at intervals between two steps that moved bytes. A peer that always has bytes, or

@@ -59,12 +59,12 @@ impl Arena {
         const TENSORS: &str = "the addresses of tensors";
         let (mut leases, mut offsets) = (Vec::new(), Vec::new());
         for (run, count) in sizes.counted() {
-            let bytes = run.geometry().tensor_bytes();
+            let bytes = run.geometry.tensor_bytes();
             let (extents, rounded) = {
                 let mut pool = self.pool.lock();
                 (pool.allocate_tensors(bytes, count), pool.rounded(bytes).unwrap_or(bytes))
             };
-            let named = |error: Error| error.with("pool", self.placement).with("tensor", run.first());
+            let named = |error: Error| error.with("pool", self.placement).with("tensor", run.first);
             let lease = ExtentLease { arena: self.clone(), extents: extents.map_err(named)? };
             // From here on a failure returns all extents to the pool, because it drops the leases.
             fallible::grow(TENSORS, &mut offsets, count as usize)?;

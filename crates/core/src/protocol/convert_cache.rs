@@ -91,7 +91,7 @@ impl WireSizes {
     /// Returns the runs of tensors that differ. `Err(OutOfMemory)` if the list cannot be allocated.
     pub fn list(sizes: &MixedSizes) -> Result<Vec<WireSizes>> {
         let run = |run: &EqualTensors| {
-            let (first, sizes) = (run.first(), run.geometry());
+            let (first, sizes) = (run.first, run.geometry);
             WireSizes { first, row_bytes: sizes.row_bytes(), row_stride: sizes.row_stride() }
         };
         fallible::collect("the sizes of tensors", sizes.runs().iter().map(run))

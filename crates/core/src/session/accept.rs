@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::call_rings;
 use super::handshake::{self, ChallengedPeer};
 use super::link::{Kind, Link, Peer};
-use super::peer_memory::{PeerMemory, Readable, TakenMemory};
+use super::peer_memory::{PeerMemory, Readable};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
 use crate::config::TransportChoice;
@@ -45,7 +45,7 @@ enum Step {
     /// The offer of memory by a peer that makes a link.
     Attach(Making),
     /// The peer's report of which memory of this process it can read.
-    Attached(Making, TakenMemory),
+    Attached(Making, PeerMemory),
     /// The metadata of a peer that makes a link, which may now be entered.
     Confirm(Making, Option<PeerMemory>),
     /// The ring of a peer that opens a call stream.
@@ -142,11 +142,10 @@ impl PendingStream {
                 let answer = || call_rings::take(&link, &stream, descriptors, ringed);
                 call.enter(shared, &stream, answer).map(|()| Next::Done)
             }
-            Step::Attached(pending, offered) => {
+            Step::Attached(pending, memory) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 shared.note_readers();
-                let memory = PeerMemory::complete(offered, seen);
-                let step = Step::Confirm(pending, Some(memory));
+                let step = Step::Confirm(pending, Some(memory.seen_as(seen)));
                 Ok(Next::Proven(PendingStream { stream, local, until, step }))
             }
             Step::Confirm(mut pending, memory) => {
@@ -166,10 +165,10 @@ impl LongStep {
         let LongStep { pending, stream, until, what } = self;
         match what {
             What::Take(attach, descriptors) => {
-                let (offered, attached) =
-                    PeerMemory::take(&shared.resources, &attach, descriptors, &stream, until);
-                stream.send_now(&protocol::encode(&attached)?, &[])?;
-                let step = Step::Attached(pending, offered);
+                let descriptors = descriptors.memory_files();
+                let memory = PeerMemory::take(&shared.resources, &attach, descriptors, &stream, until);
+                stream.send_now(&protocol::encode(&memory.report())?, &[])?;
+                let step = Step::Attached(pending, memory);
                 Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
             }
             What::Enter(memory, fabric) => {
@@ -227,7 +226,7 @@ fn admit(
         Purpose::Meet => {
             // With `llm.LinkAcceptRemote` a peer of another user may be admitted; the secret is only for
             // peers of this user.
-            let own = stream.credentials().is_some_and(crate::memory::same_user);
+            let own = stream.about.credentials.is_some_and(crate::memory::same_user);
             stream.send_now(&welcome(None, own)?, &[])?;
             stream.close();
             Ok(Next::Done)
@@ -257,10 +256,10 @@ fn admit(
             // The peer sends its offer right after it has received the welcome.
             stream.expect_descriptors(true);
             stream.send_now(&welcome(None, false)?, &[])?;
-            let (address, metadata) = (stream.peer().to_owned(), Arc::default());
+            let (address, metadata) = (stream.about.peer.clone(), Arc::default());
             let peer = Peer { cluster, instance: challenged.hello.from.instance, address, metadata };
             let pending = Making { id: *link, kind, peer };
-            if !stream.carries_descriptors() {
+            if !stream.about.carries_descriptors {
                 let step = Step::Confirm(pending, None);
                 return Ok(Next::Proven(PendingStream { stream, local, until, step }));
             }
@@ -282,7 +281,7 @@ fn admit_call(
     let link = shared.registry.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(gone)?;
     let call = NewCallStream { link, reverse };
     let welcome = challenged.welcome(&shared.me, None, false)?;
-    if !rings || !stream.carries_descriptors() {
+    if !rings || !stream.about.carries_descriptors {
         return call.enter(shared, &stream, || stream.send_now(&welcome, &[])).map(|()| Next::Done);
     }
     // The peer sends its ring right after it has received the welcome.

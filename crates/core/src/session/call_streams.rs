@@ -136,7 +136,7 @@ impl Link {
 
     /// Whether the idle `stream` leads to an address that calls are using, and the peer has one without streams.
     fn has_unused_address(&self, streams: &StreamSet, stream: &Stream) -> bool {
-        let dialer = self.dialer.as_ref().filter(|_| streams.busy_at(stream.listened_at()) > 0);
+        let dialer = self.dialer.as_ref().filter(|_| streams.busy_at(stream.about.listened_at) > 0);
         dialer.is_some_and(|dialer| dialer.addresses.unused(|ip| streams.count_at(ip)).is_some())
     }
 

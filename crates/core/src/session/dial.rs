@@ -74,8 +74,9 @@ impl Dialer {
         deadline: Deadline,
     ) -> Result<(Stream, Welcome)> {
         let stream = self.transport.dial(&self.address, deadline)?;
-        let local = stream.carries_descriptors();
-        let known = self.key.proves() || self.accept_remote || stream.credentials().is_some_and(same_user);
+        let local = stream.about.carries_descriptors;
+        let known =
+            self.key.proves() || self.accept_remote || stream.about.credentials.is_some_and(same_user);
         if local && !known {
             let error = handshake::other_user("the process at the local socket", &stream).permanent();
             let links = matches!(purpose, Purpose::Link { .. });

@@ -157,20 +157,20 @@ impl Shared {
         }
         // Memory is exchanged with descriptors, so only over a stream that carries them.
         let mut memory = None;
-        if stream.carries_descriptors() {
+        if stream.about.carries_descriptors {
             memory = Some(PeerMemory::exchange(&self.resources, &stream, deadline)?);
             self.note_readers();
         }
         if memory.is_none() && self.resources.config.links.transport == TransportChoice::Shm {
             let text = "llm.LinkTransport=shm, but the peer is reachable only over TCP";
-            let error = Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer());
+            let error = Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer);
             handshake::decline(&stream, None, &error);
             return Err(error);
         }
         let EnteredLink { metadata, fabric, addresses } =
             confirm(&stream, request, self.fabric_offer(&stream), deadline)?;
         let fabric = self.take_fabric(&stream, fabric.as_ref())?;
-        dialer.addresses = Arc::new(PeerAddresses::new(stream.listened_at(), addresses));
+        dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster, instance, address, metadata: metadata.0 };
         let pushes = self.pushes.to((cluster, instance));
@@ -265,7 +265,7 @@ fn confirm(
 impl Link {
     /// Returns the log line that describes the link.
     fn report(&self) -> String {
-        let transport = self.control.transport();
+        let transport = self.control.about.transport;
         let way = match self.peer_memory() {
             Some(memory) => {
                 let pools = match memory.unmapped() {

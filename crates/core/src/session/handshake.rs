@@ -120,7 +120,7 @@ pub(super) fn dial(
     let welcome: Welcome = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
     let expected = acceptor(key, hello, &challenge, &welcome)?;
     if expected.verify_slice(&welcome.mac).is_err() {
-        return Err(other_token("the peer at this address", stream.peer()));
+        return Err(other_token("the peer at this address", &stream.about.peer));
     }
     if let Some(asked) = asked.filter(|asked| asked.0 != welcome.from.cluster) {
         return Err(wrong_cluster(asked, ClusterId(welcome.from.cluster)));
@@ -210,11 +210,11 @@ impl ChallengedPeer {
 
     fn unproved(&self, stream: &Stream, me: &Identity) -> Refusal {
         if self.accepted_keys.iter().any(|accepted| matches!(accepted.key, Key::Token(_))) {
-            return Refusal::new(Reason::Token, other_token("the peer that dialled", stream.peer()));
+            return Refusal::new(Reason::Token, other_token("the peer that dialled", &stream.about.peer));
         }
         // A peer without a token would have proved the empty key, so this peer has a token.
         if self.accepted_keys.iter().any(|accepted| matches!(accepted.key, Key::Empty)) {
-            return Refusal::new(Reason::Token, unexpected_token(stream.peer()));
+            return Refusal::new(Reason::Token, unexpected_token(&stream.about.peer));
         }
         self.unproven(stream, me)
     }
@@ -250,17 +250,17 @@ pub(super) fn accepted_keys(
     if let Some(token) = &config.token {
         return Ok(vec![accepted(Key::Token(token.clone()))]);
     }
-    let local = stream.carries_descriptors();
+    let local = stream.about.carries_descriptors;
     if config.accept_remote {
         return Ok(vec![accepted(me.secret.clone()), accepted(Key::Empty)]);
     }
     if local {
-        return match stream.credentials() {
+        return match stream.about.credentials {
             Some(peer) if same_user(peer) => Ok(vec![accepted(Key::Empty)]),
             _ => Err(Refusal::new(Reason::User, other_user("the peer that dialled", stream))),
         };
     }
-    if !stream.same_host() {
+    if !stream.about.same_host {
         return Err(Refusal::new(Reason::Unproven, unproven(stream, [&me.host, &hello.host])));
     }
     let mut accepted_keys = vec![accepted(me.secret.clone())];
@@ -313,7 +313,7 @@ fn unexpected_token(address: &str) -> Error {
 pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
     let own = rustix::process::geteuid().as_raw();
     // The numbers are equal, and still prove nothing (`same_user`).
-    let same = stream.credentials().is_some_and(|peer| peer.uid == own);
+    let same = stream.about.credentials.is_some_and(|peer| peer.uid == own);
     let cause = if same {
         ": both run under the overflow user id, which several users may share, and /proc/self/uid_map does not map every \
          user; use another user, or mount /proc if it is missing"
@@ -322,9 +322,9 @@ pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
     };
     let text =
         format!("{who} is not known to run as this process's user, and no token is set{cause}; {REMEDY}");
-    let uid = stream.credentials().map_or_else(|| "unknown".into(), |peer| peer.uid.to_string());
+    let uid = stream.about.credentials.map_or_else(|| "unknown".into(), |peer| peer.uid.to_string());
     Error::new(ErrorKind::LinkFailed, text)
-        .with("peer", stream.peer())
+        .with("peer", &stream.about.peer)
         .with("peer_uid", uid)
         .with("own_uid", own)
 }
@@ -344,7 +344,7 @@ pub(super) fn unproven(stream: &Stream, hosts: [&str; 2]) -> Error {
     let text = format!(
         "no token is set, and the other side has not proved that it runs on this host as the same user{cause}{or} {REMEDY}"
     );
-    Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer())
+    Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer)
 }
 
 fn wrong_cluster(asked: ClusterId, found: ClusterId) -> Error {

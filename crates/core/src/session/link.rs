@@ -174,7 +174,7 @@ impl Link {
             cluster: self.peer.cluster,
             incarnation: self.peer.instance,
             address: self.peer.address.clone(),
-            transport: self.control.transport(),
+            transport: self.control.about.transport,
             metadata: self.peer.metadata.clone(),
         }
     }
@@ -262,7 +262,7 @@ impl Link {
         LinkState {
             cluster: self.peer.cluster,
             address: self.peer.address.clone(),
-            transport: self.control.transport(),
+            transport: self.control.about.transport,
             pools: self.peer_memory.as_ref().map_or("stream", PeerMemory::pools),
             registered: seen(
                 self.peer_memory.as_ref().is_some_and(|peer_memory| peer_memory.refusal().is_none()),

@@ -69,5 +69,5 @@ pub(crate) fn receive_message_with<T: DeserializeOwned>(
 }
 
 fn ended(stream: &Stream) -> Error {
-    Error::new(ErrorKind::NotLinked, "the peer closed the connection").with("peer", stream.peer())
+    Error::new(ErrorKind::NotLinked, "the peer closed the connection").with("peer", &stream.about.peer)
 }

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 pub(crate) use crate::fabric::Readable;
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, TensorBytes, Tensors};
 use crate::model::{Deadline, Placement};
-use crate::net::{ReceivedDescriptors, Stream};
+use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, WireLocation};
 use crate::resources::{MemoryLocation, Resources};
 
@@ -31,24 +31,17 @@ const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces
 pub(super) const NOTHING_SHARED: &str =
     "the link uses TCP, or the peer is on another host: no memory is shared";
 
-/// The offered memory of a peer that this process can read. The owner sends the rest; the link is made anyway.
-#[derive(Debug)]
-pub(crate) struct TakenMemory {
-    /// `None` if they could not be mapped. Then no memory of the peer is read in place.
-    generations: Option<PeerGenerations>,
-    /// The mapped pools, indexed by placement.
-    pools: [Option<Arc<PeerMapping>>; 2],
-    /// Why the peer's pools are not read in place although it offered them.
-    unmapped: Option<String>,
-    /// `Err` with the reason if memory outside the pools cannot be read.
-    process: Result<Arc<PeerProcess>, String>,
-}
-
-/// The memory of a peer that this process can read, and what the peer can read of this process.
+/// The offered memory of a peer that this process can read, and what the peer can read of this process. The owner sends the rest;
+/// the link is made anyway.
 #[derive(Debug)]
 pub(crate) struct PeerMemory {
-    taken: TakenMemory,
-    /// The peer's report of what it can read of this process.
+    /// `None` if they could not be mapped. Then no memory of the peer is read in place.
+    generations: Option<PeerGenerations>,
+    /// The mapped pools, indexed by placement, or why the pools that the peer offered are not mapped.
+    pools: Result<[Option<Arc<PeerMapping>>; 2], String>,
+    /// `Err` with the reason if memory outside the pools cannot be read.
+    process: Result<Arc<PeerProcess>, String>,
+    /// The peer's report of what it can read of this process: nothing until the report arrives.
     seen: Attached,
 }
 
@@ -60,10 +53,10 @@ impl PeerMemory {
         let (offered, descriptors): (Attach, _) =
             message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
-        let (taken, attached) = PeerMemory::take(resources, &offered, descriptors, stream, deadline);
-        message_io::send_message(stream, &attached, deadline)?;
+        let memory = PeerMemory::take(resources, &offered, descriptors.memory_files(), stream, deadline);
+        message_io::send_message(stream, &memory.report(), deadline)?;
         let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
-        Ok(PeerMemory::complete(taken, seen))
+        Ok(memory.seen_as(seen))
     }
 
     /// Sends the offer of `resources` with the function `send`.
@@ -88,54 +81,46 @@ impl PeerMemory {
         send(&protocol::encode(&offer)?, &descriptors)
     }
 
-    /// Takes the offer of the peer of `stream`. Returns the memory taken, and the report for the peer.
-    pub(crate) fn take(
-        resources: &Resources,
-        offered: &Attach,
-        descriptors: ReceivedDescriptors,
-        stream: &Stream,
-        deadline: Deadline,
-    ) -> (TakenMemory, Attached) {
-        let taken = TakenMemory::of(resources, offered, descriptors.memory_files(), stream, deadline);
-        let attached = Attached {
-            mapped: taken.unmapped.clone().map_or(Ok(()), Err),
-            registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
-        };
-        (taken, attached)
+    /// Returns the report for the peer: what this process can read of its memory.
+    pub(super) fn report(&self) -> Attached {
+        Attached {
+            mapped: self.pools.as_ref().map(|_| ()).map_err(Clone::clone),
+            registered: self.process.as_ref().map(|_| ()).map_err(Clone::clone),
+        }
     }
 
-    /// Combines the memory taken with the peer's report.
-    pub(crate) fn complete(taken: TakenMemory, seen: Attached) -> PeerMemory {
-        PeerMemory { taken, seen }
+    /// Adds the peer's report.
+    pub(super) fn seen_as(self, seen: Attached) -> PeerMemory {
+        PeerMemory { seen, ..self }
     }
 
     /// Records that the link has ended, so that new links wait until this memory is unmapped.
     pub(super) fn release_soon(&self) {
-        self.taken.generations.iter().for_each(PeerGenerations::release_soon);
-        self.taken.pools.iter().flatten().for_each(|pool| pool.release_soon());
+        self.generations.iter().for_each(PeerGenerations::release_soon);
+        self.pools.iter().flatten().flatten().for_each(|pool| pool.release_soon());
     }
 
     /// Returns the generations of the peer's table, or `None` if they could not be mapped.
     pub(crate) fn generations(&self) -> Option<&PeerGenerations> {
-        self.taken.generations.as_ref()
+        self.generations.as_ref()
     }
 
     /// Returns why the peer's pools are not read in place although it offered them.
     pub(crate) fn unmapped(&self) -> Option<&str> {
-        self.taken.unmapped.as_deref()
+        self.pools.as_ref().err().map(String::as_str)
     }
 
     /// Whether a pool of the peer can be read in place.
     pub(crate) fn pooled(&self) -> bool {
-        self.taken.pools.iter().any(Option::is_some)
+        self.pools.iter().flatten().any(Option::is_some)
     }
 
     /// Returns how the peer's pools are read, for `stats()`: `mapped`, `stream` or `none`.
     pub(crate) fn pools(&self) -> &'static str {
-        match (&self.taken.unmapped, self.pooled()) {
-            (Some(_), _) => "stream",
-            (None, true) => "mapped",
-            (None, false) => "none",
+        match &self.pools {
+            Err(_) => "stream",
+            Ok([None, None]) => "none",
+            Ok(_) => "mapped",
         }
     }
 
@@ -146,7 +131,7 @@ impl PeerMemory {
 
     /// Returns why the peer's registered memory cannot be read by process id, if it cannot.
     pub(crate) fn refusal(&self) -> Option<&str> {
-        self.taken.process.as_ref().err().map(String::as_str)
+        self.process.as_ref().err().map(String::as_str)
     }
 
     /// Returns what this side can read of the peer's memory.
@@ -178,7 +163,11 @@ impl PeerMemory {
     ) -> Result<Option<PeerTensors>> {
         Ok(match location {
             WireLocation::Region { region, runs } => {
-                let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else { return Ok(None) };
+                let Some(Some(pool)) =
+                    self.pools.as_ref().ok().and_then(|pools| pools.get(usize::from(*region)))
+                else {
+                    return Ok(None);
+                };
                 Some(PeerTensors::Mapped(Arc::new(Tensors::mapped(
                     pool.clone(),
                     Run::unpack(runs, count)?,
@@ -186,56 +175,50 @@ impl PeerMemory {
                 )?)))
             }
             WireLocation::Process { runs } => {
-                let Ok(process) = &self.taken.process else { return Ok(None) };
+                let Ok(process) = &self.process else { return Ok(None) };
                 let tensors = Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?;
                 Some(PeerTensors::Process(Arc::new(tensors), process.clone()))
             }
             WireLocation::Hidden => None,
         })
     }
-}
 
-/// Whether the kernel keeps processes from reading each other's memory unless they permit it (Yama).
-pub(super) fn guarded() -> bool {
-    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
-    scope.is_ok_and(|scope| scope.trim() != "0")
-}
-
-impl TakenMemory {
-    fn of(
+    /// Takes the offer of the peer of `stream`.
+    pub(super) fn take(
         resources: &Resources,
         offered: &Attach,
         descriptors: Vec<OwnedFd>,
         stream: &Stream,
         deadline: Deadline,
-    ) -> TakenMemory {
-        let who = || stream.peer_pid().map_or_else(|| "unknown".into(), |pid| pid.to_string());
+    ) -> PeerMemory {
+        let pid = stream.about.credentials.and_then(|peer| peer.pid);
+        let who = || pid.map_or_else(|| "unknown".into(), |pid| pid.to_string());
         let mut descriptors =
             if descriptors.len() > MOST_DESCRIPTORS { vec![] } else { descriptors }.into_iter();
         let limit = Deadline::after(UNMAP_LIMIT.min(deadline.left()));
-        let generations = Self::generations(resources, offered, &mut descriptors, limit);
-        let mapped = generations.as_ref().map_err(ToString::to_string).and_then(|_| {
-            Self::pools(resources, offered, &mut descriptors, limit).map_err(|error| error.to_string())
+        let generations = Self::map_generations(resources, offered, &mut descriptors, limit);
+        let pools = generations.as_ref().map_err(ToString::to_string).and_then(|_| {
+            Self::map_pools(resources, offered, &mut descriptors, limit).map_err(|error| error.to_string())
         });
         // Without generations, the reader cannot verify that the bytes still belonged to the cache.
         let process = match &generations {
-            Ok(_) => Self::process(resources, offered, stream, deadline),
+            Ok(_) => Self::open_process(resources, offered, stream, deadline),
             Err(error) => Err(error.to_string()),
         };
-        if let Err(why) = &mapped {
+        if let Err(why) = &pools {
             tracing::warn!(
                 target: "llm_datadist::links",
                 "the memory of the peer at {} (process {}) is not mapped, its pools are read through sockets: {why}",
-                stream.peer(),
+                stream.about.peer,
                 who(),
             );
         }
-        let unmapped = mapped.as_ref().err().cloned();
-        let pools = mapped.unwrap_or_default();
-        TakenMemory { generations: generations.ok(), pools, unmapped, process }
+        let unseen = || Err("the peer has not reported it".into());
+        let seen = Attached { mapped: unseen(), registered: unseen() };
+        PeerMemory { generations: generations.ok(), pools, process, seen }
     }
 
-    fn generations(
+    fn map_generations(
         resources: &Resources,
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
@@ -248,7 +231,7 @@ impl TakenMemory {
             .map_err(bounded)
     }
 
-    fn pools(
+    fn map_pools(
         resources: &Resources,
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
@@ -271,22 +254,29 @@ impl TakenMemory {
         Ok([map(offered.regions[0]).map_err(bounded)?, map(offered.regions[1]).map_err(bounded)?])
     }
 
-    fn process(
+    fn open_process(
         resources: &Resources,
         offered: &Attach,
         stream: &Stream,
         deadline: Deadline,
     ) -> Result<Arc<PeerProcess>, String> {
-        let (pid, (address, secret)) = match (stream.peer_pid(), offered.probe) {
-            (Some(pid), Some(probe)) => (pid, probe),
-            (None, _) => return Err("the peer's process id is not visible here".into()),
-            (_, None) => return Err("the peer does not offer it".into()),
-        };
+        let (pid, (address, secret)) =
+            match (stream.about.credentials.and_then(|peer| peer.pid), offered.probe) {
+                (Some(pid), Some(probe)) => (pid, probe),
+                (None, _) => return Err("the peer's process id is not visible here".into()),
+                (_, None) => return Err("the peer does not offer it".into()),
+            };
         let limit =
             Deadline::after(PROBE_LIMIT.min(deadline.left())).named("the time limit of opening a process");
         let opened = resources.copy_engine.open_process(pid, Probe { address, secret }, limit);
         opened.map_err(|error| error.to_string())
     }
+}
+
+/// Whether the kernel keeps processes from reading each other's memory unless they permit it (Yama).
+pub(super) fn guarded() -> bool {
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
+    scope.is_ok_and(|scope| scope.trim() != "0")
 }
 
 fn missing() -> Error {

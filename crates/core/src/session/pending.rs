@@ -264,7 +264,7 @@ impl PendingEntry {
 
 /// Sends the reason of a refusal to the peer, logs it and closes the connection.
 fn refuse(shared: &Shared, stream: &Stream, refusal: &Refusal) {
-    shared.refusals.log(stream.peer(), refusal);
+    shared.refusals.log(&stream.about.peer, refusal);
     // Fails if the peer is gone or has not read earlier messages.
     let _ = stream.send_now(&protocol::refusal(&refusal.error), &[]);
     stream.close();

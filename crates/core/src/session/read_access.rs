@@ -3,7 +3,7 @@
 use super::link::Link;
 use super::peer_memory::{NOTHING_SHARED, Readable};
 use super::shared::Shared;
-use crate::copy::{OwnerMemory, PathKind, PeerTensors, ReadAccess, choose_path};
+use crate::copy::{PathKind, PeerTensors, ReadAccess};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fabric::{EngineFabric, PeerFabric};
 use crate::memory::TensorBytes;
@@ -18,7 +18,7 @@ impl Shared {
     /// Returns what the peer on `stream` may read by UCX. `None` if the stream carries descriptors, because the peer
     /// then maps the memory.
     pub(super) fn fabric_offer(&self, stream: &Stream) -> Option<FabricOffer> {
-        let fabric = self.resources.fabric.as_ref().ok().filter(|_| !stream.carries_descriptors());
+        let fabric = self.resources.fabric.as_ref().ok().filter(|_| !stream.about.carries_descriptors);
         fabric.map(EngineFabric::offer)
     }
 
@@ -29,7 +29,7 @@ impl Shared {
         stream: &Stream,
         offer: Option<&FabricOffer>,
     ) -> Result<Readable<PeerFabric>> {
-        if stream.carries_descriptors() {
+        if stream.about.carries_descriptors {
             return Ok(Err(NOTHING_SHARED.into()));
         }
         let taken = match (&self.resources.fabric, offer) {
@@ -43,7 +43,7 @@ impl Shared {
             Err(reason) => match &self.resources.fabric {
                 Ok(fabric) if fabric.is_required() => {
                     let text = format!("llm.TransferBackend=ucx, but {reason}");
-                    Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()))
+                    Err(Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer))
                 }
                 _ => Ok(Err(reason)),
             },
@@ -81,12 +81,13 @@ impl Link {
         count: u32,
         bytes: impl Into<TensorBytes>,
     ) -> Result<Readable<PeerTensors>> {
-        let memory = match location {
-            WireLocation::Region { .. } => OwnerMemory::Pool,
-            WireLocation::Process { .. } => OwnerMemory::Process,
-            WireLocation::Hidden => OwnerMemory::Hidden,
+        let reads = self.reads();
+        let path = match location {
+            WireLocation::Region { .. } => reads.pools,
+            WireLocation::Process { .. } => reads.process,
+            WireLocation::Hidden => Err(reads.hidden),
         };
-        if let Err(reason) = choose_path(memory, self.reads()) {
+        if let Err(reason) = path {
             return Ok(Err(reason.to_owned().into()));
         }
         let tensors = match (self.peer_memory(), self.fabric(), location) {
@@ -101,11 +102,11 @@ impl Link {
 
     /// Returns the path on which the peer reads the memory at `location` of this process, or the reason why it cannot.
     pub(crate) fn path_of_peer(&self, location: &MemoryLocation) -> std::result::Result<PathKind, &str> {
-        let memory = match location {
-            MemoryLocation::Pool(..) => OwnerMemory::Pool,
-            MemoryLocation::Process(_) => OwnerMemory::Process,
-            MemoryLocation::Hidden => OwnerMemory::Hidden,
-        };
-        choose_path(memory, self.read_by_peer())
+        let read = self.read_by_peer();
+        match location {
+            MemoryLocation::Pool(..) => read.pools,
+            MemoryLocation::Process(_) => read.process,
+            MemoryLocation::Hidden => Err(read.hidden),
+        }
     }
 }

@@ -67,7 +67,7 @@ impl StreamSet {
 
     /// Returns the number of streams over one address of the listening end, with those that are being opened.
     pub(super) fn count_at(&self, ip: IpAddr) -> usize {
-        let idle = self.idle.iter().filter(|(stream, _)| stream.listened_at() == Some(ip)).count();
+        let idle = self.idle.iter().filter(|(stream, _)| stream.about.listened_at == Some(ip)).count();
         self.busy_at(Some(ip)) + idle
     }
 
@@ -75,7 +75,7 @@ impl StreamSet {
     /// fewest calls.
     pub(super) fn next_idle(&self) -> Option<(usize, Arc<Stream>)> {
         let last = self.idle.len().checked_sub(1)?;
-        let calls = |at: &usize| self.busy_at(self.idle[*at].0.listened_at());
+        let calls = |at: &usize| self.busy_at(self.idle[*at].0.about.listened_at);
         let at = if self.several_addresses { (0..=last).rev().min_by_key(calls)? } else { last };
         Some((at, self.idle[at].0.clone()))
     }
@@ -99,19 +99,19 @@ impl StreamSet {
         if !self.several_addresses {
             return Vec::new();
         }
-        let left = self.idle.extract_if(.., |(idle, _)| idle.listened_at() == stream.listened_at());
+        let left = self.idle.extract_if(.., |(idle, _)| idle.about.listened_at == stream.about.listened_at);
         left.map(|(idle, _)| idle).collect()
     }
 
     /// Notes that there is another stream.
     pub(super) fn note_address(&mut self, stream: &Stream) {
         let mut others = self.idle.iter().map(|(stream, _)| stream).chain(&self.busy);
-        self.several_addresses |= others.any(|other| other.listened_at() != stream.listened_at());
+        self.several_addresses |= others.any(|other| other.about.listened_at != stream.about.listened_at);
     }
 
     /// Returns the number of calls over one address, with the streams that are being opened for calls.
     pub(super) fn busy_at(&self, ip: Option<IpAddr>) -> usize {
-        let busy = self.busy.iter().map(|stream| stream.listened_at());
+        let busy = self.busy.iter().map(|stream| stream.about.listened_at);
         busy.chain(self.opening.iter().copied()).filter(|at| *at == ip).count()
     }
 
@@ -124,7 +124,7 @@ impl StreamSet {
 
 /// Returns how many of `streams` lead to one address of the listening end.
 pub(super) fn count_at(streams: &[Arc<Stream>], ip: IpAddr) -> usize {
-    streams.iter().filter(|stream| stream.listened_at() == Some(ip)).count()
+    streams.iter().filter(|stream| stream.about.listened_at == Some(ip)).count()
 }
 
 /// Returns the error for a peer that opens more call streams than the limit allows.
@@ -158,7 +158,7 @@ mod tests {
         let mut taken = Vec::new();
         while let Some((at, stream)) = set.next_idle() {
             set.idle.remove(at);
-            let Some(IpAddr::V4(ip)) = stream.listened_at() else { unreachable!("an IPv4 address") };
+            let Some(IpAddr::V4(ip)) = stream.about.listened_at else { unreachable!("an IPv4 address") };
             taken.push(ip.octets()[3]);
             set.busy.push(stream);
         }

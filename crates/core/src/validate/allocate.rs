@@ -98,7 +98,7 @@ pub fn addresses(
     }
     let (geometry, mixed) = MixedSizes::checked(desc)?;
     for (tensor, &addr) in (0..).zip(addrs) {
-        let geometry = mixed.as_ref().map_or(geometry, |mixed| mixed.run(tensor).geometry());
+        let geometry = mixed.as_ref().map_or(geometry, |mixed| mixed.run(tensor).geometry);
         if addr == 0 {
             return Err(Error::argument(&format!("addrs[{tensor}]"), 0, "above 0"));
         }

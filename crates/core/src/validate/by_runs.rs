@@ -32,7 +32,7 @@ impl<'a> SideSizes<'a> {
 
     /// Returns the sizes of a tensor.
     fn of(self, tensor: u32) -> Geometry {
-        self.mixed.map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry())
+        self.mixed.map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry)
     }
 
     /// Returns the number of the tensor after the last one that equals `tensor` and follows it.

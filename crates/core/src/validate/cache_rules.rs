@@ -42,7 +42,7 @@ impl RemoteCache {
 
     /// Returns the sizes of a tensor.
     pub fn sizes_of(&self, tensor: u32) -> Geometry {
-        self.mixed.as_ref().map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry())
+        self.mixed.as_ref().map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry)
     }
 
     /// Returns the sizes that some tensors have in common. `Err(InvalidArgument)` if their rows differ.

@@ -75,12 +75,12 @@ impl LocalCache {
         let Some(mixed) = &self.mixed else { return fits_row(part, offset, self.layout.geometry) };
         let moved = first..first + u64::from(count);
         let mut touched = mixed.counted().filter(|(run, tensors)| {
-            let start = u64::from(run.first());
+            let start = u64::from(run.first);
             start < moved.end && moved.start < start + u64::from(*tensors)
         });
         let fits = |(run, _): (&EqualTensors, u32)| {
-            let named = |error: Error| error.with("tensor", run.first());
-            fits_row(part, offset, run.geometry()).map_err(named)
+            let named = |error: Error| error.with("tensor", run.first);
+            fits_row(part, offset, run.geometry).map_err(named)
         };
         touched.try_for_each(fits)
     }

@@ -178,7 +178,7 @@ impl Drop for Own {
 pub fn tensor_bytes(desc: &CacheDesc) -> Vec<usize> {
     match MixedSizes::of(desc).unwrap() {
         Some(sizes) => {
-            (0..desc.num_tensors).map(|tensor| sizes.run(tensor).geometry().tensor_bytes() as usize).collect()
+            (0..desc.num_tensors).map(|tensor| sizes.run(tensor).geometry.tensor_bytes() as usize).collect()
         }
         None => vec![Geometry::new(desc).unwrap().tensor_bytes() as usize; desc.num_tensors as usize],
     }

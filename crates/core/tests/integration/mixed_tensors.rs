@@ -64,7 +64,7 @@ fn sizes_are_those_of_each_tensor() {
             };
             let mut total = 0;
             for (number, one) in (0..).zip(&tensors) {
-                let geometry = sizes.run(number).geometry();
+                let geometry = sizes.run(number).geometry;
                 let got =
                     (geometry.rows(), geometry.row_bytes(), geometry.row_stride(), geometry.tensor_bytes());
                 prop_assert_eq!(got, expected(one));
@@ -77,7 +77,7 @@ fn sizes_are_those_of_each_tensor() {
                 tensors.iter().map(|one| expected(one).3).min().unwrap()
             );
             prop_assert_eq!(sizes.counted().map(|(_, count)| count).sum::<u32>() as usize, tensors.len());
-            prop_assert!(sizes.runs().windows(2).all(|pair| pair[0].geometry() != pair[1].geometry()));
+            prop_assert!(sizes.runs().windows(2).all(|pair| pair[0].geometry != pair[1].geometry));
             let touched: Vec<_> =
                 (0..count).filter_map(|k| tensors.get((first + k * step) as usize)).collect();
             let common = sizes.common(TensorSpan { first, step, count });
@@ -152,7 +152,7 @@ fn sizes_survive_the_message() {
     let read: WireCache = decode(&frame[HEADER..]).unwrap();
     assert_eq!(read, record);
     let sizes = read.mixed_sizes().unwrap().unwrap();
-    let strides = (0..4).map(|tensor| sizes.run(tensor).geometry().row_stride()).collect::<Vec<_>>();
+    let strides = (0..4).map(|tensor| sizes.run(tensor).geometry.row_stride()).collect::<Vec<_>>();
     assert_eq!((strides, sizes.bytes()), (vec![8, 8, 20, 8], 3 * 32 + 76));
     assert_eq!(WireCache { mixed: vec![], ..read }.mixed_sizes().unwrap(), None);
 }

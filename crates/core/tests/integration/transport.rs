@@ -195,7 +195,7 @@ fn length_over_the_limit_ends_the_stream() {
             assert_eq!(error.kind(), ErrorKind::NotLinked);
             assert_eq!(error.fact("bytes"), Some(claimed.to_string().as_str()));
             assert_eq!(error.fact("limit"), Some(limit.to_string().as_str()));
-            assert_eq!(error.fact("peer"), Some(remote.peer()));
+            assert_eq!(error.fact("peer"), Some(&*remote.about.peer));
             assert!(remote.is_closed());
             assert_eq!(kind_of(receive(&remote)), ErrorKind::NotLinked);
         });
@@ -234,7 +234,7 @@ fn half_a_frame_ends_the_stream() {
             raw(&local).write_all(&frame(&[3; 100])[..cut]).unwrap();
             local.close();
             let error = receive(&remote).unwrap_err();
-            assert!(error.to_string().contains(remote.peer()), "{error}");
+            assert!(error.to_string().contains(&remote.about.peer), "{error}");
             assert!(error.to_string().starts_with("the peer closed the connection"), "{error}");
             stopped::<()>(Err(error), ErrorKind::NotLinked, cut);
             assert!(remote.is_closed());
@@ -254,7 +254,7 @@ fn silence_times_out_and_keeps_the_stream() {
         let error = remote.receive(MESSAGE_LIMIT, Duration::from_micros(60), short()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout);
         assert!(error.to_string().starts_with("the_limit passed while waiting"), "{error}");
-        assert_eq!(error.fact("peer"), Some(remote.peer()));
+        assert_eq!(error.fact("peer"), Some(&*remote.about.peer));
         // Nothing of a frame had arrived, so the stream remains usable.
         assert!(!remote.is_closed());
         local.send(&frame(b"at last"), soon()).unwrap();
@@ -430,18 +430,22 @@ fn addresses_of_other_transports_are_refused() {
 fn peer_is_described() {
     each_way(|case, listener, local, remote| {
         for (stream, name) in [(&local, "local"), (&remote, "remote")] {
-            assert!(stream.same_host(), "{name}");
+            assert!(stream.about.same_host, "{name}");
             let over_tcp = case.transport.name() == "tcp";
-            assert_eq!(stream.carries_descriptors(), !over_tcp);
+            assert_eq!(stream.about.carries_descriptors, !over_tcp);
             let pid = std::process::id() as i32;
-            assert_eq!(stream.peer_pid(), (!over_tcp).then_some(pid), "{name}");
+            assert_eq!(
+                stream.about.credentials.and_then(|peer| peer.pid),
+                (!over_tcp).then_some(pid),
+                "{name}"
+            );
             if !over_tcp {
-                assert!(stream.peer().contains(&listener.address().to_string()), "{}", stream.peer());
+                assert!(stream.about.peer.contains(&listener.address().to_string()), "{}", stream.about.peer);
             }
         }
         if let Address::Tcp(at) = listener.address() {
-            assert_eq!(local.peer(), at.to_string());
-            assert!(remote.peer().starts_with(&at.ip().to_string()) || at.is_ipv6());
+            assert_eq!(local.about.peer, at.to_string());
+            assert!(remote.about.peer.starts_with(&at.ip().to_string()) || at.is_ipv6());
         }
     });
 }

@@ -128,7 +128,7 @@ impl Fake {
     pub fn answers_link(&self, answer: &LinkAnswer) -> Stream {
         let (stream, purpose) = self.greet();
         assert!(matches!(purpose, Purpose::Link { .. }));
-        if stream.carries_descriptors() {
+        if stream.about.carries_descriptors {
             mirror(&stream);
         }
         let _: Confirm = hear(&stream).unwrap();
@@ -197,7 +197,7 @@ impl Fake {
     pub fn calling(&self, engine: &DataDist, over: &dyn Transport, id: u64) -> (Stream, Stream) {
         let dial = |purpose| self.welcomed((engine, over), b"", purpose, "elsewhere".into()).unwrap().0;
         let control = dial(Purpose::Link { link: id, comm: None, probe_local: false, ensure: false });
-        if control.carries_descriptors() {
+        if control.about.carries_descriptors {
             mirror(&control);
         }
         confirm(&control).unwrap();

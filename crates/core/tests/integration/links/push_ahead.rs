@@ -40,7 +40,7 @@ fn each(judge: impl Fn(&Owner)) {
         let shape = device(TENSORS, BLOCKS as usize, BLOCK as usize);
         let into = Held::pool(&engine, &shape, CacheKind::Blocks);
         let (control, call) = Fake::new(1, 1).calling(&engine, over, 7);
-        assert_eq!(call.carries_descriptors(), way == Way::Local);
+        assert_eq!(call.about.carries_descriptors, way == Way::Local);
         judge(&Owner { engine, into, _control: control, call });
     }
 }

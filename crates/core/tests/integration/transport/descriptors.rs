@@ -26,7 +26,7 @@ fn descriptors_travel_over_local_sockets_only() {
         if case.transport.name() == "tcp" {
             let error = local.send_with(&with, &fds, soon()).unwrap_err();
             assert_eq!((error.kind(), error.fact("limit")), (ErrorKind::System, Some("0")));
-            assert!(error.to_string().contains(local.peer()), "{error}");
+            assert!(error.to_string().contains(&local.about.peer), "{error}");
             assert!(!local.is_closed());
             local.send_with(&with, &[], soon()).unwrap();
             expect(b"with three", 0);

@@ -188,7 +188,7 @@ fn padding_is_removed() {
         let error = remote.receive_lead(soon()).unwrap_err();
         assert_eq!(
             (error.kind(), error.fact("peer")),
-            (ErrorKind::NotLinked, Some(remote.peer())),
+            (ErrorKind::NotLinked, Some(&*remote.about.peer)),
             "{error}"
         );
         assert!(error.to_string().contains("is not zero") && remote.is_closed(), "{error}");
