@@ -7,9 +7,9 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
 use llm_datadist_core::testing::plan::{Side, Span, SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion, Hello,
-    LinkAnswer, Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, RingAnswer,
-    RingOffer, Run, Welcome, WireCache, WireLayout, WireLocation, WireName, WirePieces, WirePlan, WirePulled, WireRows,
+    self, Attach, Attached, BoundedBytes, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
+    EntryVersion, Hello, LinkAnswer, Pairs, Party, Proof, Purpose, Reply, Request, RingAnswer, RingOffer,
+    Run, Welcome, WireCache, WireLayout, WireLocation, WireName, WirePieces, WirePlan, WirePulled, WireRows,
     WireSizes, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
@@ -72,7 +72,7 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let probe = Some((0x7f00_0000_1000, [3; 16]));
     add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
     add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
-    let metadata = Metadata(Arc::new(b"metadata".to_vec()));
+    let metadata = BoundedBytes(b"metadata".to_vec());
     add(11, "ring-offer", frame(&RingOffer));
     add(12, "ring-used", frame(&RingAnswer::Used));
     add(12, "ring-refused", frame(&RingAnswer::Refused { reason: "no".into() }));
@@ -127,7 +127,7 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let fetch =
         Request::Fetch { name, cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096, limit_ms };
     add(7, "fetch", frame(&fetch));
-    let message = Payload(b"message".to_vec());
+    let message = BoundedBytes(b"message".to_vec());
     let pulled = Some(WirePulled { name, cache, first: 0, count: 2 });
     add(7, "finish", frame(&Request::Finish { pulled, message: None, limit_ms }));
     let pulled = Some(WirePulled::of_grant(GRANT));
@@ -135,14 +135,9 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(7, "finish-all", frame(&all));
     let (_, of_pairs) =
         plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
-    let checksums =
-        Request::Checksums { name: grant, cache, plan: of_pairs, side: Side::Source, limit_ms };
+    let checksums = Request::Checksums { name: grant, cache, plan: of_pairs, side: Side::Source, limit_ms };
     add(7, "checksums", frame(&checksums));
-    add(
-        7,
-        "notify",
-        frame(&Request::Notify { messages: Payloads(vec![message.clone(), message]), limit_ms }),
-    );
+    add(7, "notify", frame(&Request::Notify { messages: vec![message.clone(), message], limit_ms }));
     let of_a_part = Request::Write {
         name,
         cache,

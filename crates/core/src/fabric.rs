@@ -12,7 +12,7 @@ use llm_datadist_ucx::{Counts, Error as UcxError, Fabric, Options};
 use crate::config::{Backend, FabricConfig};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{FabricRegion, Region, SharedRegion, TensorBytes, Tensors, load_ucx};
-use crate::protocol::{FabricOffer, FabricPool, MAX_OFFER_BYTES, Run};
+use crate::protocol::{BoundedBytes, FabricOffer, FabricPool, MAX_OFFER_BYTES, Run};
 
 /// The name under which the system finds the library.
 const LIBRARY: &str = "libucp.so.0";
@@ -116,11 +116,11 @@ impl EngineFabric {
     pub fn offer(&self) -> FabricOffer {
         let pool = |region: &SharedRegion| {
             let (base, len, key) = region.offer();
-            FabricPool { base, len, key: (**key).clone().into() }
+            FabricPool { base, len, key: BoundedBytes((**key).clone()) }
         };
         FabricOffer {
             version: self.fabric.version().to_string(),
-            address: self.address.clone().into(),
+            address: BoundedBytes(self.address.clone()),
             pools: self.pools.each_ref().map(|region| region.as_ref().map(pool)),
         }
     }

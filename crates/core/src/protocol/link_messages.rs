@@ -3,33 +3,61 @@
 //!
 //! Each side sends them only after the other side has proved its identity.
 
-use std::fmt;
 use std::net::SocketAddr;
-use std::sync::Arc;
 
-use serde::de::Visitor;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
+use super::bounded::{BoundedBytes, at_most, text};
 use super::convert::printable;
-use super::fabric_offer::{FabricOffer, OFFER_LIMIT};
 use super::frame::CHECKSUM;
-use super::messages::{MAX_ADDRESSES, listening_addresses, text};
+use super::messages::MAX_ADDRESSES;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fallible;
 
 /// Maximum number of bytes of the metadata of one side.
 pub const MAX_METADATA: usize = 16 << 10;
 /// Longest body, in bytes, of a frame with one of these messages.
 pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES + CHECKSUM;
 
-/// What the program of one side tells the program of the other about itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Metadata(pub Arc<Vec<u8>>);
+/// Maximum number of bytes of an address or a key of UCX. They have a few hundred bytes.
+pub const MAX_OFFER_BYTES: usize = 4 << 10;
+/// Longest encoding of an offer in bytes.
+const OFFER_LIMIT: usize = 3 * (MAX_OFFER_BYTES + 64) + 256;
+
+/// What one side offers to be read by UCX.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FabricOffer {
+    /// The version of UCX. Other versions may not understand each other.
+    #[serde(deserialize_with = "text")]
+    pub version: String,
+    /// The address of the worker.
+    pub address: BoundedBytes<MAX_OFFER_BYTES>,
+    /// The host pool, and the device pool.
+    pub pools: [Option<FabricPool>; 2],
+}
+
+/// One pool of an offer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FabricPool {
+    /// The address of its first byte in the process of the owner.
+    pub base: u64,
+    /// Number of bytes.
+    pub len: u64,
+    /// The key with which it is read.
+    pub key: BoundedBytes<MAX_OFFER_BYTES>,
+}
+
+impl FabricOffer {
+    /// Returns the version, fit for a message.
+    pub fn shown_version(&self) -> String {
+        printable(&self.version)
+    }
+}
 
 /// From the dialing side, after it has checked the proof of the peer and taken its memory: the peer may enter the link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirm {
-    pub metadata: Metadata,
+    /// What the program tells the program of the other side about itself.
+    pub metadata: BoundedBytes<MAX_METADATA>,
     pub fabric: Option<FabricOffer>,
 }
 
@@ -49,10 +77,10 @@ pub enum LinkAnswer {
 /// What the accepting side tells the dialing side about itself.
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnteredLink {
-    pub metadata: Metadata,
+    pub metadata: BoundedBytes<MAX_METADATA>,
     pub fabric: Option<FabricOffer>,
     /// Where it listens for the streams of this link.
-    #[serde(deserialize_with = "listening_addresses")]
+    #[serde(deserialize_with = "at_most::<MAX_ADDRESSES, _, _>")]
     pub addresses: Vec<SocketAddr>,
 }
 
@@ -67,36 +95,5 @@ impl LinkAnswer {
                 Err(Error::new(ErrorKind::AlreadyLinked, text))
             }
         }
-    }
-}
-
-impl Serialize for Metadata {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_bytes(&self.0)
-    }
-}
-
-impl<'de> Deserialize<'de> for Metadata {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct MetadataBytes;
-
-        impl Visitor<'_> for MetadataBytes {
-            type Value = Metadata;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "at most {MAX_METADATA} bytes")
-            }
-
-            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Metadata, E> {
-                if bytes.len() > MAX_METADATA {
-                    return Err(E::invalid_length(bytes.len(), &self));
-                }
-                let copy = fallible::copied("the metadata of a peer", bytes);
-                let copy = copy.map_err(super::allocation::no_memory)?;
-                Ok(Metadata(Arc::new(copy)))
-            }
-        }
-
-        from.deserialize_bytes(MetadataBytes)
     }
 }

@@ -5,16 +5,12 @@
 //! of a field requires a new [`VERSION`](super::VERSION).
 
 use std::cell::Cell;
-use std::fmt;
-use std::marker::PhantomData;
-use std::net::SocketAddr;
 use std::ops::Range;
 
-use serde::de::{SeqAccess, Visitor};
+use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::allocation::append;
-use super::notification::{Payload, Payloads};
+use super::bounded::{BoundedBytes, at_most, outcome, text};
 use super::plan_codec::WirePlan;
 use crate::model::{AddressLocation, GrantId, MixedSizes};
 use crate::plan::Side;
@@ -42,8 +38,13 @@ pub const MAX_HASHED: u64 = 1 << 28;
 pub const MAX_ADDRESSES: usize = 16;
 /// Maximum number of bytes of a reply without a long list: an error with the rows that have arrived, or checksums.
 pub const SHORT_REPLY: usize = 2 << 20;
-/// Maximum number of bytes that are kept of each text from a peer.
-const MAX_TEXT: usize = 16 << 10;
+/// Maximum number of bytes of one notification.
+pub const MAX_NOTIFICATION: usize = 64 << 10;
+/// Maximum number of notifications in one request.
+pub const MAX_BATCH: usize = 1024;
+
+/// The bytes of one notification.
+pub type Payload = BoundedBytes<MAX_NOTIFICATION>;
 
 /// First frame of a handshake, from the dialing side: its identity and the purpose of the stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -256,12 +257,16 @@ pub enum Request {
     Ping { limit_ms: u64 },
     /// Asks in which caches addresses lie.
     Locate {
-        #[serde(deserialize_with = "addresses")]
+        #[serde(deserialize_with = "at_most::<MAX_ADDRS, _, _>")]
         addrs: Vec<u64>,
         limit_ms: u64,
     },
-    /// Delivers notifications.
-    Notify { messages: Payloads, limit_ms: u64 },
+    /// Delivers notifications, in the order in which they were sent.
+    Notify {
+        #[serde(deserialize_with = "batch")]
+        messages: Vec<Payload>,
+        limit_ms: u64,
+    },
     /// Asks for the checksums of the blocks of a plan, as they are now: one for each pair of each template.
     Checksums {
         name: WireName,
@@ -331,12 +336,12 @@ pub enum Reply {
         arrived: Vec<WireRows>,
     },
     /// Reply to [`Request::Locate`]: one location for each address.
-    Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
+    Located(#[serde(deserialize_with = "at_most::<MAX_ADDRS, _, _>")] Vec<AddressLocation>),
     /// Reply to [`Request::Checksums`]: one checksum for each pair, bound to this generation of the entry. It also follows the
     /// bytes of a [`Request::Read`].
     Checksums {
         generation: u64,
-        #[serde(deserialize_with = "checksums")]
+        #[serde(deserialize_with = "at_most::<MAX_CHECKSUMS, _, _>")]
         sums: Vec<u64>,
     },
 }
@@ -378,12 +383,12 @@ pub struct WireCache {
     pub location: WireLocation,
     /// The runs of equal neighbours if the tensors differ: `row_bytes` and `row_stride` are those of tensor 0 then. Empty if
     /// all tensors are equal.
-    #[serde(deserialize_with = "sizes")]
+    #[serde(deserialize_with = "at_most::<{ MixedSizes::MAX_RUNS }, _, _>")]
     pub mixed: Vec<WireSizes>,
     /// What the rows mean, if the owner described it.
     pub layout: Option<WireLayout>,
     /// The ranges of rows that a grant lends, if it is described by that name; otherwise empty.
-    #[serde(deserialize_with = "ranges")]
+    #[serde(deserialize_with = "at_most::<MAX_RANGES, _, _>")]
     pub granted: Vec<(u64, u64)>,
 }
 
@@ -423,12 +428,12 @@ pub enum WireLocation {
     Region {
         /// 0 for the host region, 1 for the device region.
         region: u8,
-        #[serde(deserialize_with = "runs")]
+        #[serde(deserialize_with = "at_most::<MAX_RUNS, _, _>")]
         runs: Vec<Run>,
     },
     /// In the memory of the owner's process.
     Process {
-        #[serde(deserialize_with = "runs")]
+        #[serde(deserialize_with = "at_most::<MAX_RUNS, _, _>")]
         runs: Vec<Run>,
     },
     /// Not readable by a peer.
@@ -459,33 +464,14 @@ pub enum WireName {
     Grant(GrantId),
 }
 
+fn batch<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Payload>, D::Error> {
+    let batch = at_most::<MAX_BATCH, _, D>(from)?;
+    if batch.is_empty() { Err(D::Error::invalid_length(0, &"a notification")) } else { Ok(batch) }
+}
+
 thread_local! {
     /// Number of tensors and ranges of rows that may still follow in the message being read.
     static ARRIVED_LEFT: Cell<usize> = const { Cell::new(0) };
-}
-
-fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
-    from.deserialize_seq(AtMost::<T, MAX_ADDRS>(PhantomData))
-}
-
-pub(super) fn listening_addresses<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<SocketAddr>, D::Error> {
-    from.deserialize_seq(AtMost::<SocketAddr, MAX_ADDRESSES>(PhantomData))
-}
-
-fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
-    from.deserialize_seq(AtMost::<Run, MAX_RUNS>(PhantomData))
-}
-
-fn sizes<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireSizes>, D::Error> {
-    from.deserialize_seq(AtMost::<WireSizes, { MixedSizes::MAX_RUNS }>(PhantomData))
-}
-
-fn ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(u64, u64)>, D::Error> {
-    from.deserialize_seq(AtMost::<(u64, u64), MAX_RANGES>(PhantomData))
-}
-
-fn checksums<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u64>, D::Error> {
-    from.deserialize_seq(AtMost::<u64, MAX_CHECKSUMS>(PhantomData))
 }
 
 fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireRows>, D::Error> {
@@ -496,7 +482,7 @@ fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireRows>, D::Error
 /// Reads part of what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all. The number is
 /// bounded because each may take only 2 bytes in the message.
 fn counted<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
-    let list = from.deserialize_seq(AtMost::<Counted<T>, MAX_ARRIVED>(PhantomData))?;
+    let list = at_most::<MAX_ARRIVED, Counted<T>, D>(from)?;
     Ok(list.into_iter().map(|item| item.0).collect())
 }
 
@@ -508,48 +494,5 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Counted<T> {
         let left = ARRIVED_LEFT.get().checked_sub(1);
         ARRIVED_LEFT.set(left.ok_or_else(|| serde::de::Error::custom("too many ranges of rows"))?);
         T::deserialize(from).map(Counted)
-    }
-}
-
-pub(super) fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
-    Text::deserialize(from).map(|text| text.0)
-}
-
-fn outcome<'de, D: Deserializer<'de>>(from: D) -> Result<Result<(), String>, D::Error> {
-    let outcome = Result::<(), Text>::deserialize(from)?;
-    Ok(outcome.map_err(|text| text.0))
-}
-
-/// The first [`MAX_TEXT`] bytes of a text, cut at a character boundary.
-struct Text(String);
-
-impl<'de> Deserialize<'de> for Text {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let text = <&str>::deserialize(from)?;
-        let most = text.len().min(MAX_TEXT);
-        let end = (0..=most).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
-        Ok(Text(text[..end].to_owned()))
-    }
-}
-
-/// Reads a list with at most `MOST` items.
-struct AtMost<T, const MOST: usize>(PhantomData<T>);
-
-impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for AtMost<T, MOST> {
-    type Value = Vec<T>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a list of at most {MOST}")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<T>, A::Error> {
-        let mut list = Vec::new();
-        while let Some(next) = seq.next_element()? {
-            if list.len() == MOST {
-                return Err(serde::de::Error::invalid_length(list.len() + 1, &self));
-            }
-            append(&mut list, next)?;
-        }
-        Ok(list)
     }
 }

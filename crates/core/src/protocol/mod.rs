@@ -5,25 +5,25 @@
 //! `transfer` act on the messages.
 
 mod allocation;
+mod bounded;
 mod convert;
 mod convert_cache;
-mod fabric_offer;
 mod frame;
 mod link_messages;
 mod messages;
-mod notification;
 mod plan_codec;
 
-pub use fabric_offer::{FabricOffer, FabricPool, MAX_OFFER_BYTES};
+pub use bounded::BoundedBytes;
 pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, digest, encode, is_refusal, open, refusal};
-pub use link_messages::{Confirm, EnteredLink, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metadata};
+pub use link_messages::{
+    Confirm, EnteredLink, FabricOffer, FabricPool, LinkAnswer, MAX_METADATA, MAX_OFFER_BYTES, METADATA_LIMIT,
+};
 pub use messages::{
     Attach, Attached, Challenge, Comm, ControlMessage, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS,
-    MAX_CHECKSUMS, MAX_HASHED, MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Proof, Purpose, Reply, Request,
-    RingAnswer, RingOffer, Run, SHORT_REPLY, Welcome, WireCache, WireLayout, WireLocation, WirePulled,
-    WireSizes,
+    MAX_BATCH, MAX_CHECKSUMS, MAX_HASHED, MAX_NOTIFICATION, MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Payload,
+    Proof, Purpose, Reply, Request, RingAnswer, RingOffer, Run, SHORT_REPLY, Welcome, WireCache, WireLayout,
+    WireLocation, WirePulled, WireSizes,
 };
-pub use notification::{MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads};
 pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]
 pub use {

@@ -17,11 +17,12 @@ use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fabric::PeerFabric;
+use crate::fallible;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedDescriptors, ReceivedFrame, Stream};
 use crate::protocol::{
-    self, Attach, Attached, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, Hello, LinkAnswer, METADATA_LIMIT,
-    Metadata, Purpose, RingOffer,
+    self, Attach, Attached, BoundedBytes, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, Hello, LinkAnswer,
+    METADATA_LIMIT, Purpose, RingOffer,
 };
 
 /// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
@@ -150,7 +151,7 @@ impl PendingStream {
             }
             Step::Confirm(mut pending, memory) => {
                 let confirm: Confirm = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                pending.peer.metadata = confirm.metadata.0;
+                pending.peer.metadata = Arc::new(confirm.metadata.0);
                 let fabric = shared.take_fabric(&stream, confirm.fabric.as_ref())?;
                 let what = What::Enter(memory, fabric);
                 Ok(Next::Long(LongStep { pending, stream, until, what }))
@@ -323,6 +324,7 @@ fn enter(
         let text = "the connection was dropped before its link was complete";
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
+    let metadata = BoundedBytes(fallible::copied("metadata", &shared.metadata())?);
     let pushes = shared.pushes.to((cluster, peer.instance));
     let bounds = (shared.server.budget(), shared.resources.config.links.silence, pushes);
     let link = Link::new(id, kind, peer, memory, stream.clone(), None, bounds);
@@ -340,7 +342,6 @@ fn enter(
     if let Kind::Communicator(id) = kind {
         shared.registry.joined(id, cluster);
     }
-    let metadata = Metadata(shared.metadata());
     let fabric = shared.fabric_offer(stream);
     let addresses = shared.listeners.announced();
     let answer = LinkAnswer::Entered(EnteredLink { metadata, fabric, addresses });

@@ -106,7 +106,7 @@ impl RequestContext<'_> {
             }
             Request::Notify { messages, limit_ms } => self.answer_with(self.limit(limit_ms), || {
                 self.still_wanted()?;
-                self.link.receive_notifications(&self.resources.events, messages.0, || Ok(()))
+                self.link.receive_notifications(&self.resources.events, messages, || Ok(()))
             }),
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);

@@ -17,11 +17,13 @@ use super::registry::{DialStart, RIVAL_LINK, replaced_because};
 use super::shared::Shared;
 use crate::config::{Mode, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
 use crate::protocol::{
-    Comm, Confirm, EnteredLink, FabricOffer, LinkAnswer, METADATA_LIMIT, Metadata, Party, Purpose, Welcome,
+    BoundedBytes, Comm, Confirm, EnteredLink, FabricOffer, LinkAnswer, METADATA_LIMIT, Party, Purpose,
+    Welcome,
 };
 
 /// What is asked of the dialing side.
@@ -172,7 +174,7 @@ impl Shared {
         let fabric = self.take_fabric(&stream, fabric.as_ref())?;
         dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
-        let peer = Peer { cluster, instance, address, metadata: metadata.0 };
+        let peer = Peer { cluster, instance, address, metadata: Arc::new(metadata.0) };
         let pushes = self.pushes.to((cluster, instance));
         let bounds = (self.server.budget(), self.resources.config.links.silence, pushes);
         let link = Link::new(id, kind, peer, (memory, fabric), Arc::new(stream), Some(dialer), bounds);
@@ -253,7 +255,7 @@ fn confirm(
     fabric: Option<FabricOffer>,
     deadline: Deadline,
 ) -> Result<EnteredLink> {
-    let metadata = Metadata(request.metadata.clone());
+    let metadata = BoundedBytes(fallible::copied("metadata", &request.metadata)?);
     message_io::send_message(stream, &Confirm { metadata, fabric }, deadline)?;
     let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
     if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {

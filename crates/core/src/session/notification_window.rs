@@ -191,10 +191,15 @@ impl Notifications {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::BoundedBytes;
 
     fn waiting(lengths: impl IntoIterator<Item = usize>) -> Notifications {
         let notifications = Notifications::default();
-        notifications.sent.lock().waiting.extend(lengths.into_iter().map(|length| Payload(vec![0; length])));
+        notifications
+            .sent
+            .lock()
+            .waiting
+            .extend(lengths.into_iter().map(|length| BoundedBytes(vec![0; length])));
         notifications
     }
 

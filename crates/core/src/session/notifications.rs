@@ -11,7 +11,7 @@ use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
 use crate::model::Deadline;
 use crate::protocol::{
-    ControlMessage, MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads, Reply, Request, WirePulled,
+    BoundedBytes, ControlMessage, MAX_BATCH, MAX_NOTIFICATION, Payload, Reply, Request, WirePulled,
 };
 
 /// How long a sender waits before it repeats what the peer has refused.
@@ -37,7 +37,7 @@ impl ReservedNotification {
 
     /// Tells the peer that the call has ended, which has `pulled` a cache, and delivers the notification then.
     pub(crate) fn deliver(self, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
-        let message = Some(Payload(fallible::copied("a notification", &self.message)?));
+        let message = Some(BoundedBytes(fallible::copied("a notification", &self.message)?));
         let request = Request::Finish { pulled, message, limit_ms: limit_ms(deadline) };
         let delivered = self.link.done(&request, deadline);
         if delivered.is_ok() {
@@ -75,7 +75,7 @@ impl Link {
         room.map_err(|_| fallible::out_of_memory("the notifications of a link", size_of::<Payload>()))?;
         sent.reserve(&message).map_err(|error| self.named(error))?;
         sent.accepted += 1;
-        sent.waiting.push_back(Payload(message));
+        sent.waiting.push_back(BoundedBytes(message));
         Ok(!std::mem::replace(&mut sent.sending, true))
     }
 
@@ -97,9 +97,9 @@ impl Link {
             };
             self.notifications.sent.lock().shortage = None;
             let (count, load) = (batch.len() as u64, Load::of(&batch));
-            let request = Request::Notify { messages: Payloads(batch), limit_ms: limit_ms(deadline) };
+            let request = Request::Notify { messages: batch, limit_ms: limit_ms(deadline) };
             let delivered = lease.and_then(|lease| self.ask_over(lease, &request, deadline));
-            let Request::Notify { messages: Payloads(batch), .. } = request else { return };
+            let Request::Notify { messages: batch, .. } = request else { return };
             match delivered {
                 Ok(_) => {
                     most = MAX_BATCH;
@@ -195,7 +195,7 @@ impl Link {
         let weak: Weak<Self> = Arc::downgrade(self);
         let source: Weak<dyn NotificationSource> = weak;
         let cluster = self.cluster();
-        let new = messages.into_iter().map(|Payload(message)| {
+        let new = messages.into_iter().map(|BoundedBytes(message)| {
             let share = self.budget.notification(message.len() as u64 + NOTIFICATION_BYTES)?;
             Ok(Notification::new(cluster, message, source.clone(), share))
         });

@@ -9,11 +9,11 @@ use llm_datadist_core::testing::plan::{
     CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Segment, Side, Span, SpanList, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, CHECKSUM, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion,
-    HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT,
-    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, Reply,
-    Request, RingAnswer, RingOffer, Run, Welcome, WireCache, WireLocation, WireName, WirePieces, WirePlan,
-    WirePulled, WireRows, WireSpan, WireTemplate,
+    self, Attach, Attached, BoundedBytes, CHECKSUM, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
+    EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT,
+    METADATA_LIMIT, Pairs, Party, Proof, Purpose, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, Reply, Request,
+    RingAnswer, RingOffer, Run, Welcome, WireCache, WireLocation, WireName, WirePieces, WirePlan, WirePulled,
+    WireRows, WireSpan, WireTemplate,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -196,7 +196,7 @@ fn handshake_bytes() {
         &Attached { mapped: Ok(()), registered: Err("no".into()) },
         "4c4410010d0000000001026e6f0b5a75b00ad9038a",
     );
-    let metadata = Metadata(Arc::new(b"meta".to_vec()));
+    let metadata = BoundedBytes(b"meta".to_vec());
     golden(
         &Confirm { metadata: metadata.clone(), fabric: None },
         "4c4410010e000000046d657461006e67d92b1470f428",
@@ -210,7 +210,7 @@ fn handshake_bytes() {
 
 #[test]
 fn metadata_is_bounded() {
-    let confirm = |bytes| Confirm { metadata: Metadata(Arc::new(vec![7; bytes])), fabric: None };
+    let confirm = |bytes| Confirm { metadata: BoundedBytes(vec![7; bytes]), fabric: None };
     let body = |bytes| protocol::encode(&confirm(bytes)).unwrap().split_off(HEADER);
     assert_eq!(protocol::decode::<Confirm>(&body(MAX_METADATA)).unwrap(), confirm(MAX_METADATA));
     assert!(body(MAX_METADATA).len() <= METADATA_LIMIT);
@@ -354,11 +354,11 @@ fn request_bytes() {
     );
     let pulled = Some(WirePulled::of_grant(GRANT));
     golden(
-        &Request::Finish { pulled, message: Some(Payload(b"no".to_vec())), limit_ms },
+        &Request::Finish { pulled, message: Some(BoundedBytes(b"no".to_vec())), limit_ms },
         "4c441001270000000401042cd8040707070707070707070707070707070700000001026e6fe80775dfc19473c5bcb1",
     );
     golden(
-        &Request::Notify { messages: Payloads(vec![Payload(b"no".to_vec()), Payload(vec![])]), limit_ms },
+        &Request::Notify { messages: vec![BoundedBytes(b"no".to_vec()), BoundedBytes(vec![])], limit_ms },
         "4c441001100000000802026e6f00e80716690139ce3902aa",
     );
     golden(&Request::Unlink { limit_ms }, "4c4410010b00000005e80799a0bd26084f7b0b");

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::protocol::{EnteredLink, FabricOffer, FabricPool, LinkAnswer};
+use llm_datadist_core::testing::protocol::{BoundedBytes, EnteredLink, FabricOffer, FabricPool, LinkAnswer};
 use llm_datadist_core::{
     Backend, CacheKind, CallExtras, Config, DataDist, Error, ErrorKind, FabricConfig, GrantUse, Layers,
     Result, Rows,
@@ -319,9 +319,9 @@ fn auto_uses_sockets_if_versions_of_ucx_differ() {
 
 #[test]
 fn an_offer_that_cannot_be_used_fails_the_link_if_ucx_is_named() {
-    let pool = |base, len| [Some(FabricPool { base, len, key: vec![1].into() }), None];
+    let pool = |base, len| [Some(FabricPool { base, len, key: BoundedBytes(vec![1]) }), None];
     let offer =
-        |version: &str, pools| FabricOffer { version: version.into(), address: vec![1].into(), pools };
+        |version: &str, pools| FabricOffer { version: version.into(), address: BoundedBytes(vec![1]), pools };
     let cases = [
         (offer("9.9.9", [None, None]), "the peer uses UCX 9.9.9, and this side 1.13.0"),
         // An error contains no control characters of a peer.

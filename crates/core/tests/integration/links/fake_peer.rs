@@ -9,8 +9,8 @@ use std::time::Duration;
 use hmac::{Hmac, KeyInit, Mac};
 use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello, LinkAnswer,
-    MESSAGE_LIMIT, Metadata, Party, Proof, Purpose, RingAnswer, RingOffer, Welcome,
+    self, Attach, Attached, BoundedBytes, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello,
+    LinkAnswer, MESSAGE_LIMIT, Party, Proof, Purpose, RingAnswer, RingOffer, Welcome,
 };
 use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
 use serde::Serialize;
@@ -61,8 +61,8 @@ fn mirror(stream: &Stream) {
 
 /// Confirms a link without metadata, and waits until the engine has entered it.
 pub fn confirm(stream: &Stream) -> Result<Vec<u8>> {
-    say(stream, &Confirm { metadata: Metadata::default(), fabric: None });
-    Ok(hear::<LinkAnswer>(stream)?.entered()?.metadata.0.to_vec())
+    say(stream, &Confirm { metadata: BoundedBytes::default(), fabric: None });
+    Ok(hear::<LinkAnswer>(stream)?.entered()?.metadata.0)
 }
 
 /// A process that claims to be `cluster`.
