@@ -216,11 +216,11 @@ LIES: dict[str, bytes] = {
 def test_owners_that_lie_about_a_grant_fail_the_call_and_nothing_else() -> None:
     """The victim pulls under a grant of a hostile owner, whose answers mean nothing or do not fit the pull."""
     with Trial(honest=["tcp"]) as trial:
-        answer, describes_grant = b"", m.describe(m.name_grant(0, 0, b""))[:2]
+        answer, describes_grant = b"", m.without_limit(m.describe(m.name_grant(0, 0, b"")))[:2]
 
         def serve(wire: Wire) -> None:
             while request := wire.hear():
-                wire.say(answer if request.startswith(describes_grant) else m.described())
+                wire.say(answer if m.without_limit(request).startswith(describes_grant) else m.described())
 
         listener, _ = trial.listen(serve)
         trial.begin()
@@ -243,7 +243,8 @@ def test_a_reader_asks_no_more_than_it_needs() -> None:
 
         def serve(wire: Wire) -> None:
             while request := wire.hear():
-                what = "grant" if request.startswith(describes_grant) else {0: "key", 1: "read"}[request[0]]
+                asked = m.without_limit(request)
+                what = "grant" if asked.startswith(describes_grant) else {0: "key", 1: "read"}[asked[0]]
                 heard.append(what)
                 if what == "read":
                     wire.say(m.failed(GRANT_ENDED_KIND, "the grant has ended", []))
@@ -252,7 +253,7 @@ def test_a_reader_asks_no_more_than_it_needs() -> None:
                 else:
                     wire.say(m.described(granted=[(0, 4)] if what == "grant" else []))
 
-        describes_grant = m.describe(m.name_grant(0, 0, b""))[:2]
+        describes_grant = m.without_limit(m.describe(m.name_grant(0, 0, b"")))[:2]
         listener, _ = trial.listen(serve)
         trial.begin()
 

@@ -168,7 +168,7 @@ NONSENSE: dict[str, bytes] = {
     "stale, again and again": m.STALE,
     "unreachable": m.unreachable("x" * 100_000),
     "failed with a kind that is none": m.failed(255, "x" * 100_000, []),
-    "failed with rows that are none": m.failed(3, "no", [m.uint(U32) + m.many([m.uint(U64) + m.uint(0)])]),
+    "failed with rows that are none": m.failed(3, "no", [m.uint(U32) + m.uint(U64) + m.uint(0)]),
     "a cache of endless rows": m.described(rows=U64, row_bytes=U64),
     "a cache of no rows": m.described(rows=0, row_bytes=0, tensors=0),
     "a cache of endless tensors": m.described(tensors=U32, location=m.in_region([m.run(0, 1, U32)])),

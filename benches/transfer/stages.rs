@@ -8,11 +8,11 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use llm_datadist_core::testing::model::Geometry;
+use llm_datadist_core::testing::model::{Geometry, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Side};
-use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
+use llm_datadist_core::testing::protocol::{self, HEADER, NamedCache, Request, Run, WireLocation, WirePlan};
 use llm_datadist_core::testing::validate::{CheckedTransfer, Layers, RemoteCache, Rows};
-use llm_datadist_core::{CacheKind, CacheLayout, DataDist, Placement};
+use llm_datadist_core::{CacheId, CacheKey, CacheKind, CacheLayout, DataDist, Placement};
 
 use crate::Options;
 use crate::hand::{Shuffle, median};
@@ -96,13 +96,11 @@ fn planned(moves: &mut Moves) -> CopyPlan {
 fn written(plan: &CopyPlan) -> Vec<u8> {
     let source = WireLocation::Region { region: 1, runs: vec![Run { start: 0, step: 0, count: 1 }] };
     let request = Request::Fetch {
-        name: WireName::Blocks { model: 7 },
-        cache: 3,
+        cache: NamedCache { name: Name::Key(CacheKey::Blocks { model: 7 }), id: CacheId(3) },
         plan: WirePlan::try_from(plan).unwrap(),
         source,
         num_tensors: 1,
         tensor_bytes: plan.bytes(),
-        limit_ms: 1000,
     };
     protocol::encode(&request).unwrap()
 }

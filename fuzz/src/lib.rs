@@ -8,7 +8,7 @@ use std::fmt::Debug;
 
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Confirm, ControlMessage, Hello, LinkAnswer, Proof, Reply, Request,
-    RingAnswer, RingOffer, Welcome, WirePlan,
+    RingAnswer, RingOffer, Timed, Welcome, WirePlan,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -108,7 +108,7 @@ pub fn any_message(which: u8, body: &[u8]) {
         4 => drop(decoded::<Attach>(body)),
         5 => drop(decoded::<Attached>(body)),
         6 => drop(decoded::<ControlMessage>(body)),
-        7 => request(body),
+        7 => drop(decoded::<Timed<Request>>(body)),
         8 => reply(body),
         9 => drop(decoded::<Confirm>(body)),
         10 => drop(decoded::<LinkAnswer>(body)),
@@ -116,22 +116,6 @@ pub fn any_message(which: u8, body: &[u8]) {
         12 => drop(decoded::<RingAnswer>(body)),
         _ => drop(decoded::<WirePlan>(body)),
     }
-}
-
-fn request(body: &[u8]) {
-    use llm_datadist_core::testing::model::Name;
-    use llm_datadist_core::testing::protocol::{WireName, WirePulled};
-    let name = match decoded::<Request>(body) {
-        Some(
-            Request::Describe { name, .. }
-            | Request::Read { name, .. }
-            | Request::Write { name, .. }
-            | Request::Fetch { name, .. }
-            | Request::Finish { pulled: Some(WirePulled { name, .. }), .. },
-        ) => name,
-        _ => return,
-    };
-    assert_eq!(WireName::from(Name::from(name)), name);
 }
 
 fn reply(body: &[u8]) {
@@ -164,8 +148,8 @@ fn reply(body: &[u8]) {
                 Err(error) => refused_as(&error, &[ErrorKind::NotLinked]),
             }
         }
-        Some(Reply::Failed { kind, message, arrived, .. }) => {
-            let error = Reply::error(kind, &message, arrived);
+        Some(Reply::Failed { kind, message, arrived }) => {
+            let error = Reply::error(kind, &message, &arrived);
             let text = error.to_string();
             // A peer's text is cut to a readable length, and cannot break a log line.
             assert!(text.len() < 20 << 10, "{} bytes of a peer's text are kept", text.len());

@@ -4,19 +4,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
+use llm_datadist_core::testing::model::{AddressLocation, CacheId, CacheKey, GrantId, Name};
 use llm_datadist_core::testing::plan::{Side, Span, SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
-    EntryVersion, Hello, LinkAnswer, Pairs, Party, Proof, Purpose, Reply, Request, RingAnswer, RingOffer,
-    Run, Welcome, WireCache, WireLayout, WireLocation, WireName, WirePieces, WirePlan, WirePulled, WireRows,
+    EntryVersion, Hello, LinkAnswer, NamedCache, Pairs, Party, Proof, Purpose, Reply, Request, RingAnswer,
+    RingOffer, Run, Timed, Welcome, WireCache, WireLayout, WireLocation, WirePieces, WirePlan, WirePulled,
     WireSizes, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
 
 const GRANT: GrantId = GrantId { slot: 1, generation: 2, secret: [3; 16] };
-const NAME: WireName = WireName::Row { cache: 3, row: 2 };
+const NAME: Name = Name::Row { cache: CacheId(3), row: 2 };
 
 fn main() {
     let mut messages: Vec<(u8, &str, Vec<u8>)> = Vec::new();
@@ -92,66 +92,33 @@ fn control(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 
 fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let plan = || plans().swap_remove(0).1;
-    let request = WireName::Request { model: 1, id: 2 };
-    add(7, "describe", frame(&Request::Describe { name: request, limit_ms: 1000 }));
-    let grant = WireName::Grant(GRANT);
-    add(7, "describe-grant", frame(&Request::Describe { name: grant, limit_ms: 1000 }));
-    let read = |name, generation, summed| Request::Read {
-        name,
-        cache: 3,
-        generation,
-        plan: plan(),
-        from: 0,
-        to: 4096,
-        limit_ms: 1000,
-        summed,
-    };
-    add(7, "read", frame(&read(NAME, None, false)));
-    add(7, "read-granted", frame(&read(grant, Some(300), true)));
-    let (name, cache, limit_ms) = (NAME, 3, 1000);
-    add(
-        7,
-        "write",
-        frame(&Request::Write {
-            name,
-            cache,
-            plan: plan(),
-            from: 0,
-            to: 8,
-            ahead: true,
-            shared: None,
-            limit_ms,
-        }),
-    );
+    let mut ask = |name, request| add(7, name, frame(&Timed { limit_ms: 1000, request }));
+    let request = Name::Key(CacheKey::Request { model: 1, id: 2 });
+    ask("describe", Request::Describe { name: request });
+    ask("describe-grant", Request::Describe { name: Name::Grant(GRANT) });
+    let cache = NamedCache { name: NAME, id: CacheId(3) };
+    let grant = NamedCache { name: Name::Grant(GRANT), ..cache };
+    let read =
+        |cache, generation, summed| Request::Read { cache, generation, plan: plan(), range: 0..4096, summed };
+    ask("read", read(cache, None, false));
+    ask("read-granted", read(grant, Some(300), true));
+    ask("write", Request::Write { cache, plan: plan(), range: 0..8, ahead: true, shared: None });
     let source = WireLocation::Region { region: 1, runs: vec![Run { start: 0, step: 4096, count: 2 }] };
-    let fetch =
-        Request::Fetch { name, cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096, limit_ms };
-    add(7, "fetch", frame(&fetch));
+    ask("fetch", Request::Fetch { cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096 });
     let message = BoundedBytes(b"message".to_vec());
-    let pulled = Some(WirePulled { name, cache, first: 0, count: 2 });
-    add(7, "finish", frame(&Request::Finish { pulled, message: None, limit_ms }));
+    let pulled = Some(WirePulled { cache, first: 0, count: 2 });
+    ask("finish", Request::Finish { pulled, message: None });
     let pulled = Some(WirePulled::of_grant(GRANT));
-    let all = Request::Finish { pulled, message: Some(message.clone()), limit_ms };
-    add(7, "finish-all", frame(&all));
+    ask("finish-all", Request::Finish { pulled, message: Some(message.clone()) });
     let (_, of_pairs) =
         plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
-    let checksums = Request::Checksums { name: grant, cache, plan: of_pairs, side: Side::Source, limit_ms };
-    add(7, "checksums", frame(&checksums));
-    add(7, "notify", frame(&Request::Notify { messages: vec![message.clone(), message], limit_ms }));
-    let of_a_part = Request::Write {
-        name,
-        cache,
-        plan: plan(),
-        from: 0,
-        to: 8,
-        ahead: false,
-        shared: Some(300),
-        limit_ms,
-    };
-    add(7, "write-shared", frame(&of_a_part));
-    add(7, "write-part", frame(&Request::WritePart { write: 300, from: 8, to: 16, limit_ms }));
-    add(7, "unlink", frame(&Request::Unlink { limit_ms }));
-    add(7, "locate", frame(&Request::Locate { addrs: vec![0, 4096, u64::MAX], limit_ms }));
+    ask("checksums", Request::Checksums { cache: grant, plan: of_pairs, side: Side::Source });
+    ask("notify", Request::Notify { messages: vec![message.clone(), message] });
+    let of_a_part = Request::Write { cache, plan: plan(), range: 0..8, ahead: false, shared: Some(300) };
+    ask("write-shared", of_a_part);
+    ask("write-part", Request::WritePart { write: 300, range: 8..16 });
+    ask("unlink", Request::Unlink);
+    ask("locate", Request::Locate { addrs: vec![0, 4096, u64::MAX] });
 }
 
 fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
@@ -195,8 +162,8 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(8, "done", frame(&Reply::Done { bytes: 1 << 40 }));
     add(8, "ready", frame(&Reply::Ready { bytes: 4096 }));
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));
-    let arrived = vec![WireRows { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
-    add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts: 0, arrived }));
+    let arrived = vec![(1, 0, 3), (1, 5, 6)];
+    add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), arrived }));
     add(8, "checksums", frame(&Reply::Checksums { generation: 300, sums: vec![0, 1 << 40, u64::MAX] }));
     add(
         8,

@@ -44,7 +44,8 @@ process of the same user obtains with a `Meet` greeting over the local socket. T
 
 Control streams carry `Ping` (answered with `Pong`), `Pong`, `Dial`, `Polled`, by which the receiver of notifications
 reports how many have arrived and were polled, and `Bye`, which ends the link. On call streams the
-caller sends one `Request`, the owner answers with one `Reply`. Cache bytes follow some of them, outside of any frame:
+caller sends one `Request` behind the milliseconds that it waits, the owner answers with one `Reply`. Cache bytes follow
+some of them, outside of any frame:
 after the `Ready` that answers a `Read`; from the caller after the `Ready` that answers a `Write`, and then `Done`
 comes; with `ahead` set, at most 48 KiB right behind the `Write`. With `shared` set, further bytes of the plan follow in
 `WritePart`s on other streams, which are answered as a `Write` is. Cache bytes travel in the order of the plan:

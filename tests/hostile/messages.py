@@ -154,19 +154,19 @@ def bye(reason: str = "the test ends it", unlinked: bool = False) -> bytes:
 
 
 def name_request(model: int, number: int) -> bytes:
-    return uint(0) + uint(model) + uint(number)
+    return uint(0) + uint(0) + uint(model) + uint(number)
 
 
 def name_blocks(model: int = 0) -> bytes:
-    return uint(2) + uint(model)
+    return uint(0) + uint(2) + uint(model)
 
 
 def name_row(cache: int, row: int = 0) -> bytes:
-    return uint(3) + sint(cache) + uint(row)
+    return uint(1) + sint(cache) + uint(row)
 
 
 def name_grant(slot: int, generation: int, secret: bytes) -> bytes:
-    return uint(4) + uint(slot) + uint(generation) + secret
+    return uint(2) + uint(slot) + uint(generation) + secret
 
 
 def span(src: int, dst: int, length: int, count: int = 1, src_step: int = 0, dst_step: int = 0) -> bytes:
@@ -219,7 +219,12 @@ def pack(pairs: list[tuple[int, int]]) -> bytes:
 
 
 def describe(name: bytes, limit_ms: int = NEVER) -> bytes:
-    return uint(0) + name + uint(limit_ms)
+    return uint(limit_ms) + uint(0) + name
+
+
+def without_limit(request: bytes) -> bytes:
+    """A request without the time that its caller waits."""
+    return request[next(at for at, byte in enumerate(request) if byte < 128) + 1 :]
 
 
 def read(
@@ -234,7 +239,7 @@ def read(
 ) -> bytes:
     """Request 1: ask for bytes. `generation` is the one that the entry must have, for a name that is a grant."""
     entry = name + sint(cache) + some(None if generation is None else uint(generation))
-    return uint(1) + entry + plan + uint(start) + uint(end) + uint(limit_ms) + flag(summed)
+    return uint(limit_ms) + uint(1) + entry + plan + uint(start) + uint(end) + flag(summed)
 
 
 def write(
@@ -247,20 +252,20 @@ def write(
     limit_ms: int = NEVER,
     shared: int | None = None,
 ) -> bytes:
-    body = uint(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead)
-    return body + some(None if shared is None else uint(shared)) + uint(limit_ms)
+    body = uint(limit_ms) + uint(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead)
+    return body + some(None if shared is None else uint(shared))
 
 
 def write_part(write: int, start: int, end: int, limit_ms: int = NEVER) -> bytes:
     """Request 10: further bytes of a shared write, on another stream."""
-    return uint(10) + uint(write) + uint(start) + uint(end) + uint(limit_ms)
+    return uint(limit_ms) + uint(10) + uint(write) + uint(start) + uint(end)
 
 
 def fetch(
     name: bytes, cache: int, plan: bytes, source: bytes, tensors: int, tensor_bytes: int, limit_ms: int = NEVER
 ) -> bytes:
     """Request 3: the owner reads these bytes from the memory of the caller."""
-    return uint(3) + name + sint(cache) + plan + source + uint(tensors) + uint(tensor_bytes) + uint(limit_ms)
+    return uint(limit_ms) + uint(3) + name + sint(cache) + plan + source + uint(tensors) + uint(tensor_bytes)
 
 
 def pulled(name: bytes, cache: int, first: int, count: int) -> bytes:
@@ -271,30 +276,30 @@ def pulled(name: bytes, cache: int, first: int, count: int) -> bytes:
 def finish(pulled: bytes | None = None, message: bytes | None = None, limit_ms: int = NEVER) -> bytes:
     """Request 4: the end of a pull or push."""
     text = None if message is None else blob(message)
-    return uint(4) + some(pulled) + some(text) + uint(limit_ms)
+    return uint(limit_ms) + uint(4) + some(pulled) + some(text)
 
 
 def unlink(limit_ms: int = NEVER) -> bytes:
-    return uint(5) + uint(limit_ms)
+    return uint(limit_ms) + uint(5)
 
 
 def ping(limit_ms: int = NEVER) -> bytes:
-    return uint(6) + uint(limit_ms)
+    return uint(limit_ms) + uint(6)
 
 
 def locate(encoded_addresses: bytes, count: int, limit_ms: int = NEVER) -> bytes:
     """Request 7: ask which caches contain these addresses."""
-    return uint(7) + uint(count) + encoded_addresses + uint(limit_ms)
+    return uint(limit_ms) + uint(7) + uint(count) + encoded_addresses
 
 
 def notify(messages: list[bytes], limit_ms: int = NEVER) -> bytes:
     """Request 8: deliver notifications."""
-    return uint(8) + uint(len(messages)) + b"".join(uint(len(one)) + one for one in messages) + uint(limit_ms)
+    return uint(limit_ms) + uint(8) + uint(len(messages)) + b"".join(uint(len(one)) + one for one in messages)
 
 
 def checksums(name: bytes, cache: int, plan: bytes, written: bool = False, limit_ms: int = NEVER) -> bytes:
     """Request 9: ask for the checksums of the pairs of a plan, on the side that it reads or writes."""
-    return uint(9) + name + sint(cache) + plan + flag(written) + uint(limit_ms)
+    return uint(limit_ms) + uint(9) + name + sint(cache) + plan + flag(written)
 
 
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:
@@ -337,7 +342,7 @@ def unreachable(reason: str) -> bytes:
 
 
 def failed(kind: int, message: str, arrived: list[bytes]) -> bytes:
-    return uint(5) + bytes([kind]) + text(message) + many([]) + many(arrived)
+    return uint(5) + bytes([kind]) + text(message) + many(arrived)
 
 
 def sums(generation: int, values: list[int], count: int | None = None) -> bytes:
@@ -395,8 +400,7 @@ def read_reply(body: bytes) -> dict[str, Any]:
         told["reason"] = reader.text()
     elif told["is"] == "Failed":
         told["kind"], told["message"] = reader.byte(), reader.text()
-        told["facts"] = reader.many(lambda: (reader.text(), reader.text()))
-        told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(lambda: (reader.uint(), reader.uint()))))
+        told["arrived"] = reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
     elif told["is"] == "Checksums":
         told["generation"], told["sums"] = reader.uint(), reader.many(reader.uint)
     elif told["is"] == "Located":

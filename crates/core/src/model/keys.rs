@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use super::{CacheId, GrantId};
 
 /// The number for "no request" and "no prefix" in the public API. As a request id it marks an unused batch
@@ -12,7 +14,7 @@ pub const NO_ID: u64 = u64::MAX;
 ///
 /// Requests, prefixes and blocks caches are three separate name spaces, each per model. The cluster id of a
 /// public key names the owner of the cache, and is no part of the identity (contract §12.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "the numbers of the public key")]
 pub enum CacheKey {
     /// A batch slot, named by the request that it holds.
@@ -46,8 +48,8 @@ impl fmt::Display for CacheKey {
 }
 
 /// The name of a cache in a request, in either direction: from a peer to this cluster, or from this cluster
-/// to a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// to a peer. Part of messages to peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Name {
     /// A key.
     Key(CacheKey),

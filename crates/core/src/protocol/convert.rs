@@ -3,15 +3,13 @@
 //! Received values are checked as far as possible without the cache that they concern. `plan` and `validate`
 //! check the bounds; `messages` defines the bytes.
 
-use super::messages::{MAX_ARRIVED, Reply, Run, WireName, WirePulled, WireRows};
+use super::messages::{MAX_ARRIVED, NamedCache, Reply, Run, WirePulled};
 use super::plan_codec::{Pairs, WirePieces, WirePlan, WireTemplate};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, CacheKey, Geometry, GrantId, Name};
+use crate::model::{CacheId, Geometry, GrantId, Name};
 use crate::plan::{CopyPlan, Side, SpanList, Template};
 
-/// Largest number of tensors for which a failure reports the rows that arrived.
-const MOST_ARRIVED: usize = 1 << 12;
 /// Name of the lists of tensor positions in out-of-memory errors.
 const TENSORS: &str = "the places of the tensors of a cache";
 /// Name of the lists of a plan in out-of-memory errors.
@@ -49,34 +47,11 @@ pub(super) fn printable(text: &str) -> String {
     shown.collect()
 }
 
-impl From<Name> for WireName {
-    fn from(name: Name) -> Self {
-        match name {
-            Name::Key(CacheKey::Request { model, id }) => WireName::Request { model, id },
-            Name::Key(CacheKey::Prefix { model, id }) => WireName::Prefix { model, id },
-            Name::Key(CacheKey::Blocks { model }) => WireName::Blocks { model },
-            Name::Row { cache, row } => WireName::Row { cache: cache.0, row },
-            Name::Grant(grant) => WireName::Grant(grant),
-        }
-    }
-}
-
-impl From<WireName> for Name {
-    fn from(name: WireName) -> Self {
-        match name {
-            WireName::Request { model, id } => Name::Key(CacheKey::Request { model, id }),
-            WireName::Prefix { model, id } => Name::Key(CacheKey::Prefix { model, id }),
-            WireName::Blocks { model } => Name::Key(CacheKey::Blocks { model }),
-            WireName::Row { cache, row } => Name::Row { cache: CacheId(cache), row },
-            WireName::Grant(grant) => Name::Grant(grant),
-        }
-    }
-}
-
 impl WirePulled {
     /// Returns the report that the caller is done with a grant.
     pub fn of_grant(grant: GrantId) -> WirePulled {
-        WirePulled { name: WireName::Grant(grant), cache: 0, first: 0, count: 0 }
+        let cache = NamedCache { name: Name::Grant(grant), id: CacheId(0) };
+        WirePulled { cache, first: 0, count: 0 }
     }
 }
 
@@ -183,29 +158,26 @@ impl Reply {
     /// Returns the reply to a request that failed with `error`. The message contains the facts and causes of
     /// the error.
     pub fn failed(error: &Error) -> Reply {
-        // Rows beyond the limits are left out. That is safe, because a row that is not listed does not count
-        // as arrived.
-        let mut left = MAX_ARRIVED - MOST_ARRIVED;
-        let mut rows = |ArrivedRows { tensor, rows }: &ArrivedRows| {
-            let rows = &rows[..rows.len().min(left)];
-            left -= rows.len();
-            WireRows { tensor: *tensor, rows: rows.iter().map(|rows| (rows.start, rows.end)).collect() }
-        };
+        let rows = error
+            .arrived()
+            .iter()
+            .flat_map(|ArrivedRows { tensor, rows }| rows.iter().map(|rows| (*tensor, rows.start, rows.end)));
         Reply::Failed {
             kind: kind_number(error.kind()),
             message: error.to_string(),
-            facts: 0,
-            arrived: error.arrived().iter().take(MOST_ARRIVED).map(&mut rows).collect(),
+            // Rows beyond the limit are left out. That is safe, because a row that is not listed does not count as arrived.
+            arrived: rows.take(MAX_ARRIVED).collect(),
         }
     }
 
     /// Returns the error for a failure that the peer reported.
-    pub fn error(kind: u8, message: &str, arrived: Vec<WireRows>) -> Error {
-        let rows = |WireRows { tensor, rows }| ArrivedRows {
-            tensor,
-            rows: rows.into_iter().map(|(from, to)| from..to).collect(),
+    pub fn error(kind: u8, message: &str, arrived: &[(u32, u64, u64)]) -> Error {
+        let of_one_tensor = arrived.chunk_by(|(tensor, ..), (next, ..)| tensor == next);
+        let rows = |ranges: &[(u32, u64, u64)]| ArrivedRows {
+            tensor: ranges[0].0,
+            rows: ranges.iter().map(|&(_, from, to)| from..to).collect(),
         };
-        let arrived = arrived.into_iter().map(rows).collect();
+        let arrived = of_one_tensor.map(rows).collect();
         Error::new(local_kind(kind_of(kind)), printable(message)).with_arrived(arrived)
     }
 

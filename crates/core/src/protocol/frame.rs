@@ -101,7 +101,7 @@ pub fn encode<T: Serialize + ?Sized>(message: &T) -> Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Returns the digest of a message: the checksum that its frame has. A message that was decoded has the digest of the one that
+/// Returns the digest of a message: the checksum of its bytes. A message that was decoded has the digest of the one that
 /// was encoded, so two sides that have understood a request in the same way have the same digest.
 pub fn digest<T: Serialize + ?Sized>(message: &T) -> Result<u64> {
     postcard::serialize_with_flavor(message, Digest(XxHash64::with_seed(0))).map_err(no_room)

@@ -1,18 +1,17 @@
 //! The messages of the protocol. Their fields are declared in the order of their bytes.
 //!
 //! They are separate from the engine's types, which can change without a change of the protocol. `convert`
-//! converts between the two, and checks the values with `validate`. A change of the position, type or width
-//! of a field requires a new [`VERSION`](super::VERSION).
+//! converts between the two, and checks the values with `validate`. Names, ids and sides have the same type in both. A
+//! change of the position, type or width of a field requires a new [`VERSION`](super::VERSION).
 
-use std::cell::Cell;
 use std::ops::Range;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::bounded::{BoundedBytes, at_most, outcome, text};
+use super::bounded::{BoundedBytes, MAX_TEXT, at_most, outcome, text};
 use super::plan_codec::WirePlan;
-use crate::model::{AddressLocation, GrantId, MixedSizes};
+use crate::model::{AddressLocation, CacheId, MixedSizes, Name};
 use crate::plan::Side;
 
 /// Maximum number of cache bytes that follow a [`Request::Write`] without a [`Reply::Ready`].
@@ -38,6 +37,7 @@ pub const MAX_HASHED: u64 = 1 << 28;
 pub const MAX_ADDRESSES: usize = 16;
 /// Maximum number of bytes of a reply without a long list: an error with the rows that have arrived, or checksums.
 pub const SHORT_REPLY: usize = 2 << 20;
+const _: () = assert!((5 + 10 + 10) * MAX_ARRIVED + MAX_TEXT + 64 <= SHORT_REPLY);
 /// Maximum number of bytes of one notification.
 pub const MAX_NOTIFICATION: usize = 64 << 10;
 /// Maximum number of notifications in one request.
@@ -197,89 +197,91 @@ pub enum ControlMessage {
     },
 }
 
-/// Request of a caller on a call stream.
-///
-/// `limit_ms` is the time in milliseconds until the caller's deadline, `name` the cache as the caller names it, or the grant under
-/// which the caller reads it, and `cache` its id when it was described. No request writes under a grant. `from..to` is the range of
-/// bytes of the plan that the request moves.
+/// A request of a caller on a call stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timed<T> {
+    /// The time in milliseconds until the caller's deadline.
+    pub limit_ms: u64,
+    /// A [`Request`], or a reference to one.
+    pub request: T,
+}
+
+/// A cache that a request uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamedCache {
+    /// The name by which the caller finds the cache, or the grant under which the caller reads it.
+    pub name: Name,
+    /// Its id when it was described.
+    pub id: CacheId,
+}
+
+/// What a caller asks for. No request writes under a grant. `range` is the range of bytes of the plan that the request moves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Asks what a cache is and where its memory is.
-    Describe { name: WireName, limit_ms: u64 },
+    Describe { name: Name },
     /// Asks for bytes of a cache. If the name is a grant or their checksum is asked for, [`Reply::Checksums`] or
     /// [`Reply::Failed`] follows the bytes, with one checksum if it is asked for and none otherwise.
     Read {
-        name: WireName,
-        cache: i64,
+        cache: NamedCache,
         /// The generation of the entry when it was described, if the name is a grant; otherwise `None`. If it has changed, the
         /// reply is [`Reply::Stale`], because the key that the caller has beside the grant may name another cache by now.
         generation: Option<u64>,
         plan: WirePlan,
-        from: u64,
-        to: u64,
-        limit_ms: u64,
+        range: Range<u64>,
         /// Whether the checksum of the bytes is asked for.
         summed: bool,
     },
     /// Sends bytes to be written into a cache.
     Write {
-        name: WireName,
-        cache: i64,
+        cache: NamedCache,
         plan: WirePlan,
-        from: u64,
-        to: u64,
+        range: Range<u64>,
         /// Whether the bytes follow at once; they are at most [`MOST_AHEAD`](super::MOST_AHEAD). Otherwise,
         /// the caller waits for a [`Reply::Ready`].
         ahead: bool,
         /// A number that no other write of the link in progress has, if further bytes of the plan follow in
         /// [`WritePart`](Request::WritePart)s.
         shared: Option<u64>,
-        limit_ms: u64,
     },
     /// Asks the peer to read bytes from the caller's memory into a cache.
     Fetch {
-        name: WireName,
-        cache: i64,
+        cache: NamedCache,
         /// Plan whose source is the caller's memory and whose destination is the cache.
         plan: WirePlan,
         source: WireLocation,
         num_tensors: u32,
         tensor_bytes: u64,
-        limit_ms: u64,
     },
     /// Reports the end of a pull or push: the owner releases the key of a pull, or notes that the caller is done with a grant,
     /// and then delivers a notification. If the first fails, the notification is not delivered; if there is no room for the
     /// notification, nothing happens.
-    Finish { pulled: Option<WirePulled>, message: Option<Payload>, limit_ms: u64 },
+    Finish { pulled: Option<WirePulled>, message: Option<Payload> },
     /// Ends the link.
-    Unlink { limit_ms: u64 },
+    Unlink,
     /// Asks for a reply, to find out whether the peer is alive.
-    Ping { limit_ms: u64 },
+    Ping,
     /// Asks in which caches addresses lie.
     Locate {
         #[serde(deserialize_with = "at_most::<MAX_ADDRS, _, _>")]
         addrs: Vec<u64>,
-        limit_ms: u64,
     },
     /// Delivers notifications, in the order in which they were sent.
     Notify {
         #[serde(deserialize_with = "batch")]
         messages: Vec<Payload>,
-        limit_ms: u64,
     },
     /// Asks for the checksums of the blocks of a plan, as they are now: one for each pair of each template.
     Checksums {
-        name: WireName,
-        cache: i64,
+        cache: NamedCache,
         /// A plan of the pairs that are asked for.
         plan: WirePlan,
         /// Which side of the plan the cache is.
         side: Side,
-        limit_ms: u64,
     },
     /// Sends further bytes of the plan of a shared write, on another stream. The caller sends it after the
     /// [`Reply::Ready`] to the [`Write`](Request::Write).
-    WritePart { write: u64, from: u64, to: u64, limit_ms: u64 },
+    WritePart { write: u64, range: Range<u64> },
 }
 
 impl Request {
@@ -287,9 +289,9 @@ impl Request {
     pub fn longest_reply(&self) -> usize {
         const DESCRIPTION: usize = 25 * (MAX_RUNS + MixedSizes::MAX_RUNS);
         let list = match self {
-            Request::Describe { name: WireName::Grant(_), .. } => DESCRIPTION + 20 * MAX_RANGES,
+            Request::Describe { name: Name::Grant(_) } => DESCRIPTION + 20 * MAX_RANGES,
             Request::Describe { .. } => DESCRIPTION,
-            Request::Locate { addrs, .. } => 25 * addrs.len(),
+            Request::Locate { addrs } => 25 * addrs.len(),
             _ => 0,
         };
         SHORT_REPLY + list
@@ -299,8 +301,7 @@ impl Request {
 /// The tensors of a cache that a caller has pulled under a name. Of a grant, only the name counts: the caller is done with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WirePulled {
-    pub name: WireName,
-    pub cache: i64,
+    pub cache: NamedCache,
     pub first: u32,
     pub count: u32,
 }
@@ -329,11 +330,10 @@ pub enum Reply {
         kind: u8,
         #[serde(deserialize_with = "text")]
         message: String,
-        /// Always 0, because the message contains the facts. The field is part of this version's encoding.
-        facts: u8,
-        /// Rows of the destination that are complete despite the failure.
-        #[serde(deserialize_with = "arrived")]
-        arrived: Vec<WireRows>,
+        /// Rows of the destination that are complete despite the failure: the tensor, the first row of a range, and the row after
+        /// its last. The ranges of a tensor follow one another.
+        #[serde(deserialize_with = "at_most::<MAX_ARRIVED, _, _>")]
+        arrived: Vec<(u32, u64, u64)>,
     },
     /// Reply to [`Request::Locate`]: one location for each address.
     Located(#[serde(deserialize_with = "at_most::<MAX_ADDRS, _, _>")] Vec<AddressLocation>),
@@ -344,15 +344,6 @@ pub enum Reply {
         #[serde(deserialize_with = "at_most::<MAX_CHECKSUMS, _, _>")]
         sums: Vec<u64>,
     },
-}
-
-/// Complete rows of one tensor of the destination.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WireRows {
-    pub tensor: u32,
-    /// Ranges of rows: the first row, and the row after the last.
-    #[serde(deserialize_with = "counted")]
-    pub rows: Vec<(u64, u64)>,
 }
 
 /// The index of an entry of the owner's cache table, with its generation.
@@ -449,50 +440,7 @@ pub struct Run {
     pub count: u32,
 }
 
-/// Name by which a peer refers to a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum WireName {
-    /// The slot of a request.
-    Request { model: u64, id: u64 },
-    /// The slot of a prefix.
-    Prefix { model: u64, id: u64 },
-    /// The blocks cache of a model.
-    Blocks { model: u64 },
-    /// One row of a cache.
-    Row { cache: i64, row: u32 },
-    /// The rows that a grant lends.
-    Grant(GrantId),
-}
-
 fn batch<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Payload>, D::Error> {
     let batch = at_most::<MAX_BATCH, _, D>(from)?;
     if batch.is_empty() { Err(D::Error::invalid_length(0, &"a notification")) } else { Ok(batch) }
-}
-
-thread_local! {
-    /// Number of tensors and ranges of rows that may still follow in the message being read.
-    static ARRIVED_LEFT: Cell<usize> = const { Cell::new(0) };
-}
-
-fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireRows>, D::Error> {
-    ARRIVED_LEFT.set(MAX_ARRIVED);
-    counted(from)
-}
-
-/// Reads part of what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all. The number is
-/// bounded because each may take only 2 bytes in the message.
-fn counted<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
-    let list = at_most::<MAX_ARRIVED, Counted<T>, D>(from)?;
-    Ok(list.into_iter().map(|item| item.0).collect())
-}
-
-/// An item that counts against `ARRIVED_LEFT`.
-struct Counted<T>(T);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Counted<T> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let left = ARRIVED_LEFT.get().checked_sub(1);
-        ARRIVED_LEFT.set(left.ok_or_else(|| serde::de::Error::custom("too many ranges of rows"))?);
-        T::deserialize(from).map(Counted)
-    }
 }

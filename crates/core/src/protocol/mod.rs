@@ -20,9 +20,9 @@ pub use link_messages::{
 };
 pub use messages::{
     Attach, Attached, Challenge, Comm, ControlMessage, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS,
-    MAX_BATCH, MAX_CHECKSUMS, MAX_HASHED, MAX_NOTIFICATION, MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Payload,
-    Proof, Purpose, Reply, Request, RingAnswer, RingOffer, Run, SHORT_REPLY, Welcome, WireCache, WireLayout,
-    WireLocation, WirePulled, WireSizes,
+    MAX_BATCH, MAX_CHECKSUMS, MAX_HASHED, MAX_NOTIFICATION, MAX_RANGES, MAX_RUNS, MOST_AHEAD, NamedCache,
+    Party, Payload, Proof, Purpose, Reply, Request, RingAnswer, RingOffer, Run, SHORT_REPLY, Timed, Welcome,
+    WireCache, WireLayout, WireLocation, WirePulled, WireSizes,
 };
 pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]
@@ -31,6 +31,6 @@ pub use {
     frame::{
         CHECKSUM, MESSAGE, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, VERSION, decode, decode_message, refused,
     },
-    messages::{WireName, WireRows},
+    messages::MAX_ARRIVED,
     plan_codec::{Pairs, WirePieces, WireSpan, WireTemplate},
 };

@@ -4,14 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::message_io::send_message;
-use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
+use super::request_context::{Ended, RequestContext, bounded, check_plan, rows};
 use super::shared_writes::{SharedWrite, WritePart};
 use crate::cache::{Cache, Pin, RowUse};
-use crate::copy::{DataPath, StreamPath};
+use crate::copy::{DataPath, PathJob, StreamPath};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::Deadline;
 use crate::plan::{CopyPlan, Side};
-use crate::protocol::{MOST_AHEAD, Reply, WirePlan};
+use crate::protocol::{MOST_AHEAD, NamedCache, Reply, WirePlan};
 use crate::stats::Op;
 
 impl RequestContext<'_> {
@@ -24,27 +23,23 @@ impl RequestContext<'_> {
         ahead: bool,
         shared: Option<u64>,
     ) -> Result<(), Ended> {
-        let Range { start: from, end: to } = range;
         if let Some(id) = shared {
-            return self.begin_shared_write(call, plan, (from, to), id);
+            return self.begin_shared_write(call, plan, range, id);
         }
-        let bytes = to.saturating_sub(from);
+        let bytes = range.end.saturating_sub(range.start);
         let begun = self.charged(|| {
-            let plan = bounded(plan, from, to)?;
+            let plan = bounded(plan, &range)?;
             let pinned = self.pin_for_write(call, &plan)?;
             Ok(pinned.map(|(cache, pin)| (Arc::new(plan), cache, pin)))
         });
-        let begun = if ahead {
-            self.begin_ahead(begun, bytes, call.deadline)
-        } else {
-            self.begin(begun, bytes, call.deadline, send_message)
-        };
+        let begun =
+            if ahead { self.begin_ahead(begun, bytes) } else { self.begin(begun, bytes, send_message) };
         let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
         self.stream.restart_pace();
-        self.receive(&plan, from..to, &cache, call.deadline)?;
+        self.receive(self.job(&plan), range, &cache)?;
         drop(pin);
         self.resources.stats.add_bytes(Op::Served, bytes);
-        self.reply(&Reply::Done { bytes }, call.deadline)
+        self.reply(&Reply::Done { bytes })
     }
 
     /// Pins the rows that a plan of the peer writes.
@@ -63,77 +58,60 @@ impl RequestContext<'_> {
         &self,
         call: &NamedCache,
         plan: WirePlan,
-        (from, to): (u64, u64),
+        range: Range<u64>,
         id: u64,
     ) -> Result<(), Ended> {
         let begun = self.charged(|| {
-            let plan = bounded(plan, from, to)?;
+            let plan = bounded(plan, &range)?;
             let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
             let write = SharedWrite {
                 id,
                 plan: Arc::new(plan),
                 cache,
-                deadline: call.deadline,
+                deadline: self.deadline,
                 _pin: pin,
                 _share: self.share.clone(),
             };
-            self.link.shared_writes.begin(write, from..to).map(Some)
+            self.link.shared_writes.begin(write, range.clone()).map(Some)
         });
-        self.receive_part(begun, from..to, call.deadline)
+        self.receive_part(begun, range)
     }
 
     /// Receives a further part of a write over several streams.
-    pub(super) fn write_part(&self, id: u64, range: Range<u64>, deadline: Deadline) -> Result<(), Ended> {
+    pub(super) fn write_part(&self, id: u64, range: Range<u64>) -> Result<(), Ended> {
         let part = self.still_wanted().and_then(|()| self.link.shared_writes.part(id, range.clone()));
-        self.receive_part(part.map(Some), range, deadline)
+        self.receive_part(part.map(Some), range)
     }
 
-    fn receive_part(
-        &self,
-        begun: Result<Option<WritePart<'_>>>,
-        range: Range<u64>,
-        deadline: Deadline,
-    ) -> Result<(), Ended> {
+    fn receive_part(&self, begun: Result<Option<WritePart<'_>>>, range: Range<u64>) -> Result<(), Ended> {
         let bytes = range.end.saturating_sub(range.start);
-        let Some(part) = self.begin(begun, bytes, deadline, send_message)? else {
-            return Err(Ended::Refused);
-        };
+        let Some(part) = self.begin(begun, bytes, send_message)? else { return Err(Ended::Refused) };
         self.stream.restart_pace();
         let write = part.write();
-        let deadline = if write.deadline.at() < deadline.at() { write.deadline } else { deadline };
-        self.receive(&write.plan, range, &write.cache, deadline)?;
+        let mut job = self.job(&write.plan);
+        job.deadline = if write.deadline.at() < job.deadline.at() { write.deadline } else { job.deadline };
+        self.receive(job, range, &write.cache)?;
         part.arrived();
         self.resources.stats.add_bytes(Op::Served, bytes);
-        self.reply(&Reply::Done { bytes }, deadline)
+        self.reply(&Reply::Done { bytes })
     }
 
-    /// Receives the bytes `range` of a plan into rows of `cache`, which are pinned.
-    fn receive(
-        &self,
-        plan: &Arc<CopyPlan>,
-        range: Range<u64>,
-        cache: &Cache,
-        deadline: Deadline,
-    ) -> Result<(), Ended> {
+    /// Receives the bytes `range` of the plan of `job` into rows of `cache`, which are pinned.
+    fn receive(&self, job: PathJob<'_>, range: Range<u64>, cache: &Cache) -> Result<(), Ended> {
         let mut path = StreamPath { stream: self.stream, range, sum: None };
         let to = (cache.tensors(), cache.placement());
-        let read = path.read(self.job(plan, deadline), to, &Arc::default(), Arc::new(()));
+        let read = path.read(job, to, &Arc::default(), Arc::new(()));
         read.map(drop).map_err(Ended::Broken)
     }
 
     /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these
     /// bytes, sends the reason and returns `None`.
-    fn begin_ahead<T>(
-        &self,
-        begun: Result<Option<T>>,
-        bytes: u64,
-        deadline: Deadline,
-    ) -> Result<Option<T>, Ended> {
+    fn begin_ahead<T>(&self, begun: Result<Option<T>>, bytes: u64) -> Result<Option<T>, Ended> {
         if bytes > MOST_AHEAD {
             // Peers of this version send no such request, so the stream is closed without reading the bytes.
             let text = "too many bytes follow a request without a reply";
             let error = Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD);
-            self.reply(&Reply::failed(&error), deadline)?;
+            self.reply(&Reply::failed(&error))?;
             return Err(Ended::Broken(error));
         }
         let reply = match begun {
@@ -141,8 +119,8 @@ impl RequestContext<'_> {
             Ok(None) => Reply::Stale,
             Err(error) => Reply::failed(&error),
         };
-        self.stream.discard_payload(bytes, deadline).map_err(Ended::Broken)?;
-        self.reply(&reply, deadline)?;
+        self.stream.discard_payload(bytes, self.deadline).map_err(Ended::Broken)?;
+        self.reply(&reply)?;
         Ok(None)
     }
 }

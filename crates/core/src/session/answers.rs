@@ -13,7 +13,7 @@ use super::asked_blocks::AskedBlocks;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
-use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
+use super::request_context::{Ended, RequestContext, bounded, check_plan, deadline_of, rows};
 use crate::budget::BudgetShare;
 use crate::cache::{Cache, Origin, Pin, RowUse};
 use crate::checksums::Checksums;
@@ -21,12 +21,12 @@ use crate::copy::{DataPath, Progress, StreamPath, StreamSum, with_arrived_rows};
 use crate::error::{ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
-use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes, TensorSpan};
+use crate::model::{Deadline, Geometry, Name, RowSizes, TensorSpan};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{
-    self, EntryVersion, MESSAGE_LIMIT, Payload, Reply, Request, WireCache, WireLayout, WireLocation,
-    WirePlan, WirePulled, WireSizes,
+    self, EntryVersion, MESSAGE_LIMIT, NamedCache, Payload, Reply, Request, Timed, WireCache, WireLayout,
+    WireLocation, WirePlan, WirePulled, WireSizes,
 };
 use crate::resources::{MemoryLocation, Resources};
 use crate::stats::Op;
@@ -63,20 +63,23 @@ impl Answers {
         let begun = Deadline::after(silence).named("the time limit of a request");
         let frame =
             stream.receive_admitted(MESSAGE_LIMIT, Duration::ZERO, begun, |bytes| link.admit(bytes, silence));
-        let (request, share) = match frame.and_then(|frame| frame.map(read_frame).transpose()) {
-            Ok(Some(received)) => received,
-            Ok(None) => return Ok(false),
-            // The body was read completely, so the stream remains usable: report the error, and the next
-            // request may fit.
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
-                send_message(stream, &Reply::failed(&error), Deadline::after(silence))?;
-                return Ok(!stream.is_closed());
-            }
-            Err(error) => return Err(error),
-        };
+        let (Timed { limit_ms, request }, share) =
+            match frame.and_then(|frame| frame.map(read_frame).transpose()) {
+                Ok(Some(received)) => received,
+                Ok(None) => return Ok(false),
+                // The body was read completely, so the stream remains usable: report the error, and the next
+                // request may fit.
+                Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+                    send_message(stream, &Reply::failed(&error), Deadline::after(silence))?;
+                    return Ok(!stream.is_closed());
+                }
+                Err(error) => return Err(error),
+            };
         stream.restart_pace();
         let started = Instant::now();
-        let call = RequestContext { resources: &self.resources, link, stream, share, unlinked, replied };
+        let (resources, deadline) =
+            (&*self.resources, deadline_of(limit_ms, self.resources.config.links.pin_limit));
+        let call = RequestContext { resources, link, stream, share, deadline, unlinked, replied };
         // The plan of a request is written as bytes for its digest, which may take as much memory as its frame.
         let digest = call.share.charged(|| fallible::temporary(|| digest_of_summed(&request)));
         let served = call.serve(request, digest);
@@ -96,50 +99,32 @@ type BegunRead = (Arc<Cache>, Pin, Option<GrantedRead>);
 impl RequestContext<'_> {
     /// Serves `request`. `digest` is that of a request for checksums.
     fn serve(&self, request: Request, digest: Result<u64>) -> Result<(), Ended> {
-        let named = |name, cache, limit_ms| self.named(name, CacheId(cache), limit_ms);
         match request {
-            Request::Describe { name, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || self.describe(name.into()))
-            }
-            Request::Finish { pulled, message, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || self.finish(pulled, message))
-            }
-            Request::Notify { messages, limit_ms } => self.answer_with(self.limit(limit_ms), || {
+            Request::Describe { name } => self.answer_with(|| self.describe(name)),
+            Request::Finish { pulled, message } => self.answer_with(|| self.finish(pulled, message)),
+            Request::Notify { messages } => self.answer_with(|| {
                 self.still_wanted()?;
                 self.link.receive_notifications(&self.resources.events, messages, || Ok(()))
             }),
-            Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
+            Request::Fetch { cache, plan, source, num_tensors, tensor_bytes } => {
                 let source = (&source, num_tensors, tensor_bytes);
-                let call = named(name.into(), cache, limit_ms);
-                self.answer_with(call.deadline, || self.fetch(&call, plan, source))
+                self.answer_with(|| self.fetch(&cache, plan, source))
             }
-            Request::Read { name, cache, generation, plan, from, to, limit_ms, summed } => {
-                let call = named(name.into(), cache, limit_ms);
-                self.read(&call, generation, (plan, from..to), summed.then_some(digest))
+            Request::Read { cache, generation, plan, range, summed } => {
+                self.read(&cache, generation, (plan, range), summed.then_some(digest))
             }
-            Request::Write { name, cache, plan, from, to, ahead, shared, limit_ms } => {
-                let call = named(name.into(), cache, limit_ms);
-                self.write(&call, (plan, from..to), ahead, shared)
+            Request::Write { cache, plan, range, ahead, shared } => {
+                self.write(&cache, (plan, range), ahead, shared)
             }
-            Request::WritePart { write, from, to, limit_ms } => {
-                self.write_part(write, from..to, self.limit(limit_ms))
+            Request::WritePart { write, range } => self.write_part(write, range),
+            Request::Checksums { cache, plan, side } => {
+                self.answer_with(|| self.checksums(&cache, AskedBlocks::new(plan, side)?, digest?))
             }
-            Request::Checksums { name, cache, plan, side, limit_ms } => {
-                let call = named(name.into(), cache, limit_ms);
-                self.answer_with(call.deadline, || {
-                    self.checksums(&call, AskedBlocks::new(plan, side)?, digest?)
-                })
-            }
-            Request::Locate { addrs, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), move || self.locate(&addrs))
-            }
-            Request::Ping { limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }))
-            }
-            Request::Unlink { limit_ms } => {
+            Request::Locate { addrs } => self.answer_with(move || self.locate(&addrs)),
+            Request::Ping => self.answer_with(|| Ok(Reply::Done { bytes: 0 })),
+            Request::Unlink => {
                 (self.unlinked)();
-                let answered = self.answer_with(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
-                answered.and(Err(Ended::Unlinked))
+                self.answer_with(|| Ok(Reply::Done { bytes: 0 })).and(Err(Ended::Unlinked))
             }
         }
     }
@@ -151,14 +136,14 @@ impl RequestContext<'_> {
         // Dropped at the end, because the queue of events is locked while the notification is queued.
         let mut ended = None;
         let mut first = || {
-            let Some(WirePulled { name, cache, first, count }) = pulled else { return Ok(()) };
-            match name.into() {
+            let Some(WirePulled { cache, first, count }) = pulled else { return Ok(()) };
+            match cache.name {
                 Name::Grant(grant) => {
                     let reader = (self.link.peer.cluster, self.link.peer.instance);
                     ended = self.resources.grants.report(&grant, reader)?;
                     Ok(())
                 }
-                name => self.resources.table.consume(name, CacheId(cache), first, count),
+                name => self.resources.table.consume(name, cache.id, first, count),
             }
         };
         let Some(message) = message else { return first().map(|()| Reply::Done { bytes: 0 }) };
@@ -194,7 +179,7 @@ impl RequestContext<'_> {
         let check = |_: &Cache, geometry| asked.check_bounds(geometry);
         let begun = self.begin_read(call, asked.tensors(), check, |sizes| asked.rows(sizes))?;
         let Some((cache, _pin, granted)) = begun else { return Ok(Reply::Stale) };
-        let reply = asked.reply(self.resources, (call.name, &cache), request, call.deadline)?;
+        let reply = asked.reply(self.resources, (call.name, &cache), request, self.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
         // Hashing took time in which the caller could not be expected to read.
         self.stream.restart_pace();
@@ -243,11 +228,11 @@ impl RequestContext<'_> {
         &self,
         call: &NamedCache,
         expected: Option<u64>,
-        (plan, Range { start: from, end: to }): (WirePlan, Range<u64>),
+        (plan, range): (WirePlan, Range<u64>),
         digest: Option<Result<u64>>,
     ) -> Result<(), Ended> {
         let begun = self.charged(|| {
-            let plan = bounded(plan, from, to)?;
+            let plan = bounded(plan, &range)?;
             let check = |cache: &Cache, geometry| {
                 check_plan(&plan, Side::Source, geometry)?;
                 StreamPath::check(Side::Source, cache.tensors()).map(drop)
@@ -264,21 +249,20 @@ impl RequestContext<'_> {
             }
             Ok(Some((Arc::new(plan), cache, pin, granted, sum)))
         });
-        let bytes = to.saturating_sub(from);
+        let bytes = range.end.saturating_sub(range.start);
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
         let ready = if bytes > 0 { send_message_before } else { send_message };
-        let Some((plan, cache, _pin, granted, mut sum)) = self.begin(begun, bytes, call.deadline, ready)?
-        else {
+        let Some((plan, cache, _pin, granted, mut sum)) = self.begin(begun, bytes, ready)? else {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
         let adding = sum.as_mut().and_then(|(_, sum)| sum.as_mut());
-        let mut path = StreamPath { stream: self.stream, range: from..to, sum: adding };
-        let sent = path.serve(self.job(&plan, call.deadline), cache.tensors());
+        let mut path = StreamPath { stream: self.stream, range, sum: adding };
+        let sent = path.serve(self.job(&plan), cache.tensors());
         sent.map_err(Ended::Broken)?;
         self.resources.stats.add_bytes(Op::Served, bytes);
         let Some((generation, sum)) = sum else { return Ok(()) };
-        self.answer_with(call.deadline, || {
+        self.answer_with(|| {
             granted.map_or(Ok(()), GrantedRead::finish)?;
             Ok(Reply::Checksums { generation, sums: sum.into_iter().map(StreamSum::value).collect() })
         })
@@ -323,7 +307,7 @@ impl RequestContext<'_> {
         let progress = Arc::new(Progress::within(self.resources.config.links.silence));
         let to = (cache.tensors(), cache.placement());
         // The pin outlives this call if the kernel may still write to the rows afterwards.
-        let read = (&tensors).read(self.job(&plan, call.deadline), to, &progress, Arc::new(pin));
+        let read = (&tensors).read(self.job(&plan), to, &progress, Arc::new(pin));
         match read {
             Ok(outcome) => {
                 self.resources.stats.add_bytes(Op::Served, outcome.bytes);
@@ -342,7 +326,9 @@ impl RequestContext<'_> {
 }
 
 /// Decodes a request, and frees its frame.
-fn read_frame((kind, body, share): (u8, Vec<u8>, Arc<BudgetShare>)) -> Result<(Request, Arc<BudgetShare>)> {
+fn read_frame(
+    (kind, body, share): (u8, Vec<u8>, Arc<BudgetShare>),
+) -> Result<(Timed<Request>, Arc<BudgetShare>)> {
     let request = share.charged(|| protocol::open(kind, &body))?;
     share.freed(body.len() as u64);
     Ok((request, share))

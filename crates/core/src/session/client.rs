@@ -17,7 +17,7 @@ use crate::fallible;
 use crate::memory::TensorBytes;
 use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, WireCache, WirePulled};
+use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WirePulled};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -43,8 +43,7 @@ impl Link {
     /// Asks the owner for the description of the cache with the name `name`, and stores it.
     pub(crate) fn describe(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
         self.forget(&name);
-        let limit_ms = limit_ms(deadline);
-        let (reply, share) = self.ask_for(&Request::Describe { name: name.into(), limit_ms }, deadline)?;
+        let (reply, share) = self.ask_for(&Request::Describe { name }, deadline)?;
         let Reply::Described(record) = reply else { return Err(self.unexpected(&reply)) };
         let before = share.used();
         let known =
@@ -72,8 +71,7 @@ impl Link {
             return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed));
         }
         let addrs_asked = fallible::copied("the lists of a request", addrs)?;
-        let request = Request::Locate { addrs: addrs_asked, limit_ms: limit_ms(deadline) };
-        match self.ask_for(&request, deadline)? {
+        match self.ask_for(&Request::Locate { addrs: addrs_asked }, deadline)? {
             (Reply::Located(locations), share) if locations.len() == addrs.len() => Ok((locations, share)),
             (reply, _) => Err(self.unexpected(&reply)),
         }
@@ -81,18 +79,17 @@ impl Link {
 
     /// Tells the owner that a call has ended which has `pulled` a cache.
     pub(crate) fn finish(self: &Arc<Self>, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
-        let request = Request::Finish { pulled, message: None, limit_ms: limit_ms(deadline) };
-        self.done(&request, deadline).map(|_| ())
+        self.done(&Request::Finish { pulled, message: None }, deadline).map(|_| ())
     }
 
     /// Asks the peer for a reply, to check that it responds.
     pub(crate) fn ping(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
-        self.done(&Request::Ping { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
+        self.done(&Request::Ping, deadline).map(|_| ())
     }
 
     /// Asks the peer to drop the link.
     pub(crate) fn unlink(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
-        self.done(&Request::Unlink { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
+        self.done(&Request::Unlink, deadline).map(|_| ())
     }
 
     /// Sends one request that has no other result than its byte count, and returns that count.
@@ -126,7 +123,7 @@ impl Link {
         request: &Request,
         deadline: Deadline,
     ) -> Result<(Reply, Arc<BudgetShare>)> {
-        let send = || message_io::send_message(lease.stream(), request, deadline);
+        let send = || message_io::send_message(lease.stream(), &timed(request, deadline), deadline);
         let reply = self.exchange_for(&lease, request.longest_reply(), deadline, send);
         lease.reusable = reply.is_ok();
         drop(lease);
@@ -167,7 +164,7 @@ impl Link {
         request: &Request,
         deadline: Deadline,
     ) -> Result<Reply> {
-        let send = || message_io::send_message(lease.stream(), request, deadline);
+        let send = || message_io::send_message(lease.stream(), &timed(request, deadline), deadline);
         self.exchange_with(lease, deadline, send).map_err(|error| self.break_reason_or(error))
     }
 
@@ -218,8 +215,8 @@ impl Link {
     /// Turns a reply that reports a failure into `Err`.
     pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
         match reply {
-            Reply::Failed { kind, message, arrived, .. } => {
-                Err(self.named(Reply::error(kind, &message, arrived)).with(REPORTED_BY, "the peer"))
+            Reply::Failed { kind, message, arrived } => {
+                Err(self.named(Reply::error(kind, &message, &arrived)).with(REPORTED_BY, "the peer"))
             }
             reply => Ok(reply),
         }
@@ -250,6 +247,11 @@ impl Link {
             share: share.clone(),
         })
     }
+}
+
+/// Returns `request` with the time that its caller waits, as it is sent now.
+pub(crate) fn timed(request: &Request, deadline: Deadline) -> Timed<&Request> {
+    Timed { limit_ms: limit_ms(deadline), request }
 }
 
 /// Returns the remaining time in milliseconds, plus [`GRACE_MS`]. The peer receives a duration because the

@@ -55,7 +55,7 @@ pub use dial::Transports;
 pub use link::Link;
 
 pub(crate) use call_streams::StreamLease;
-pub(crate) use client::{REPORTED_BY, limit_ms};
+pub(crate) use client::{REPORTED_BY, limit_ms, timed};
 pub(crate) use ensure::{LinkOnDemand, check_metadata};
 pub(crate) use known_cache::KnownCache;
 pub(crate) use message_io::{send_message, send_message_before};

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::client::{REPORTED_BY, limit_ms};
+use super::client::REPORTED_BY;
 use super::link::{ANSWER_TIME, Link};
 use super::notification_window::{Load, MOST_KEPT, NOTIFICATION_BYTES};
 use crate::error::{Error, ErrorKind, Result, ensure};
@@ -38,8 +38,7 @@ impl ReservedNotification {
     /// Tells the peer that the call has ended, which has `pulled` a cache, and delivers the notification then.
     pub(crate) fn deliver(self, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
         let message = Some(BoundedBytes(fallible::copied("a notification", &self.message)?));
-        let request = Request::Finish { pulled, message, limit_ms: limit_ms(deadline) };
-        let delivered = self.link.done(&request, deadline);
+        let delivered = self.link.done(&Request::Finish { pulled, message }, deadline);
         if delivered.is_ok() {
             let mut sent = self.link.notifications.sent.lock();
             sent.confirmed = sent.confirmed.plus(Load::one(&self.message));
@@ -97,9 +96,9 @@ impl Link {
             };
             self.notifications.sent.lock().shortage = None;
             let (count, load) = (batch.len() as u64, Load::of(&batch));
-            let request = Request::Notify { messages: batch, limit_ms: limit_ms(deadline) };
+            let request = Request::Notify { messages: batch };
             let delivered = lease.and_then(|lease| self.ask_over(lease, &request, deadline));
-            let Request::Notify { messages: batch, .. } = request else { return };
+            let Request::Notify { messages: batch } = request else { return };
             match delivered {
                 Ok(_) => {
                     most = MAX_BATCH;

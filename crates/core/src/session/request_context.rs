@@ -1,6 +1,7 @@
 //! One request of a peer that is being answered: what all requests need, whatever they ask for.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,10 @@ use crate::budget::BudgetShare;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
 use crate::copy::PathJob;
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes};
+use crate::model::{Deadline, Geometry, Name, RowSizes};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
-use crate::protocol::{self, Reply, WirePlan};
+use crate::protocol::{self, NamedCache, Reply, WirePlan};
 use crate::resources::Resources;
 use crate::validate;
 
@@ -34,6 +35,8 @@ pub(super) struct RequestContext<'a> {
     pub(super) stream: &'a Stream,
     /// The memory that the request takes.
     pub(super) share: Arc<BudgetShare>,
+    /// When the caller gives up, by the clock of this side.
+    pub(super) deadline: Deadline,
     pub(super) unlinked: &'a dyn Fn(),
     /// When this thread last began to send a reply with [`reply`](Self::reply), if it did. The request is not older.
     pub(super) replied: &'a Cell<Option<Instant>>,
@@ -43,31 +46,13 @@ pub(super) struct RequestContext<'a> {
 const RECENT: Duration = Duration::from_micros(200);
 
 impl RequestContext<'_> {
-    /// Returns the cache that a request names, with the deadline of the request.
-    pub(super) fn named(&self, name: Name, cache: CacheId, limit_ms: u64) -> NamedCache {
-        NamedCache { name, cache, deadline: self.limit(limit_ms) }
-    }
-
-    /// Returns the deadline of the caller by this side's clock. It is at most `llm.LinkPinLimit` from now, so
-    /// that no caller keeps rows pinned for longer.
-    pub(super) fn limit(&self, limit_ms: u64) -> Deadline {
-        let most = self.resources.config.links.pin_limit;
-        let asked = Duration::from_millis(limit_ms);
-        let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
-        Deadline::after(asked.min(most)).named(name)
-    }
-
     /// Returns what a path needs to move the bytes of `plan` for this request.
-    pub(super) fn job<'a>(&'a self, plan: &'a Arc<CopyPlan>, deadline: Deadline) -> PathJob<'a> {
-        PathJob { engine: &self.resources.copy_engine, plan, deadline }
+    pub(super) fn job<'a>(&'a self, plan: &'a Arc<CopyPlan>) -> PathJob<'a> {
+        PathJob { engine: &self.resources.copy_engine, plan, deadline: self.deadline }
     }
 
     /// Runs `call`, and sends its reply or its error. What `call` contains is freed before the reply is sent.
-    pub(super) fn answer_with(
-        &self,
-        deadline: Deadline,
-        call: impl FnOnce() -> Result<Reply>,
-    ) -> Result<(), Ended> {
+    pub(super) fn answer_with(&self, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
         // The peer may read its reply slowly, so only the frame stays in memory.
         let (before, frame) =
             (self.share.used(), self.share.charged(|| call().and_then(|reply| protocol::encode(&reply))));
@@ -75,20 +60,20 @@ impl RequestContext<'_> {
             Ok(frame) => {
                 self.share.shrink_to(before + frame.capacity() as u64);
                 self.replied.set(Some(Instant::now()));
-                self.stream.send(&frame, deadline).map_err(Ended::Broken)
+                self.stream.send(&frame, self.deadline).map_err(Ended::Broken)
             }
             Err(error) => {
                 self.share.shrink_to(before);
-                self.reply(&Reply::failed(&error), deadline)?;
+                self.reply(&Reply::failed(&error))?;
                 Err(Ended::Refused)
             }
         }
     }
 
     /// Sends a short reply.
-    pub(super) fn reply(&self, reply: &Reply, deadline: Deadline) -> Result<(), Ended> {
+    pub(super) fn reply(&self, reply: &Reply) -> Result<(), Ended> {
         self.replied.set(Some(Instant::now()));
-        send_message(self.stream, reply, deadline).map_err(Ended::Broken)
+        send_message(self.stream, reply, self.deadline).map_err(Ended::Broken)
     }
 
     /// Runs `work`, and charges what it allocates to the request. What it does not need afterwards returns to the budget.
@@ -121,7 +106,7 @@ impl RequestContext<'_> {
             Err(error) if error.kind() == ErrorKind::CacheNotFound => return Ok(None),
             found => found?,
         };
-        let Some(cache) = Some(found.cache).filter(|cache| cache.id() == call.cache) else { return Ok(None) };
+        let Some(cache) = Some(found.cache).filter(|cache| cache.id() == call.id) else { return Ok(None) };
         validate::check_accessible("the remote cache", cache.remote_accessible())?;
         Ok(Some(cache))
     }
@@ -153,7 +138,7 @@ impl RequestContext<'_> {
         ensure(!written, || Error::invalid("a push takes no grant"))?;
         // This may wait as long as `llm.LinkPinLimit`. Meanwhile the request keeps only what it has allocated.
         self.share.trim();
-        CallRows::of(cache.clone(), rows).pin_for_peer(call.deadline, || self.resources.outgoing_calls.any())
+        CallRows::of(cache.clone(), rows).pin_for_peer(self.deadline, || self.resources.outgoing_calls.any())
     }
 
     /// Sends `Ready` with the function `ready` and returns `begun`, or sends the reason for a refusal and
@@ -162,28 +147,27 @@ impl RequestContext<'_> {
         &self,
         begun: Result<Option<T>>,
         bytes: u64,
-        deadline: Deadline,
         ready: impl FnOnce(&Stream, &Reply, Deadline) -> Result<()>,
     ) -> Result<Option<T>, Ended> {
         let reply = match begun {
             Ok(Some(begun)) => {
-                let sent = ready(self.stream, &Reply::Ready { bytes }, deadline);
+                let sent = ready(self.stream, &Reply::Ready { bytes }, self.deadline);
                 return sent.map(|()| Some(begun)).map_err(Ended::Broken);
             }
             Ok(None) => Reply::Stale,
             Err(error) => Reply::failed(&error),
         };
-        self.reply(&reply, deadline)?;
+        self.reply(&reply)?;
         Ok(None)
     }
 }
 
-/// The cache of a request, and its deadline.
-pub(super) struct NamedCache {
-    pub(super) name: Name,
-    /// The cache to which the name resolved when it was described.
-    cache: CacheId,
-    pub(super) deadline: Deadline,
+/// Returns the deadline of a caller by this side's clock. It is at most `most`, which is `llm.LinkPinLimit`, from now, so that
+/// no caller keeps rows pinned for longer.
+pub(super) fn deadline_of(limit_ms: u64, most: Duration) -> Deadline {
+    let asked = Duration::from_millis(limit_ms);
+    let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
+    Deadline::after(asked.min(most)).named(name)
 }
 
 /// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
@@ -202,9 +186,10 @@ pub(super) fn rows(
     Ok(rows)
 }
 
-/// Checks a plan from a peer, and that the bytes `from..to` lie within it.
-pub(super) fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
+/// Checks a plan from a peer, and that the bytes `range` lie within it.
+pub(super) fn bounded(plan: WirePlan, range: &Range<u64>) -> Result<CopyPlan> {
     let plan = CopyPlan::try_from(plan)?;
+    let Range { start: from, end: to } = *range;
     if from <= to && to <= plan.bytes() {
         return Ok(plan);
     }

@@ -9,7 +9,7 @@ use crate::copy::{DataPath, Hops, KeptAlive, Progress, STILL_READING, with_arriv
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CopyPlan, Side};
-use crate::protocol::WirePulled;
+use crate::protocol::{NamedCache, WirePulled};
 use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity};
 use crate::validate::{CheckedTransfer, OwnerShare, PlannedTransfer};
 
@@ -111,7 +111,7 @@ impl Call {
 
     /// Returns the key that a pull of `count` tensors releases, if it releases one.
     fn used_up(&self, known: &KnownCache, (first, count): (u32, u32)) -> Option<WirePulled> {
-        let pulled = WirePulled { name: self.name.into(), cache: known.cache.0, first, count };
+        let pulled = WirePulled { cache: NamedCache { name: self.name, id: known.cache }, first, count };
         (!self.resources.config.remote_accessible && known.consumable).then_some(pulled)
     }
 

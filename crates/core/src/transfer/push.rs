@@ -11,7 +11,7 @@ use crate::copy::{KeptAlive, PathKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Name;
 use crate::plan::{CopyPlan, Side, TensorSteps};
-use crate::protocol::{Reply, Request, WirePlan};
+use crate::protocol::{NamedCache, Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
 use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
 use crate::validate::{CheckedTransfer, OwnerShare};
@@ -140,13 +140,11 @@ impl Call {
         let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
         let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
         let request = Request::Fetch {
-            name: self.name.into(),
-            cache: known.cache.0,
+            cache: NamedCache { name: self.name, id: known.cache },
             plan: WirePlan::try_from(&*plan)?,
             source: location(memory_location)?,
             num_tensors,
             tensor_bytes,
-            limit_ms: limit_ms(self.deadline),
         };
         let reply = if self.to_the_end {
             self.link.ask_to_the_end(&request, self.deadline)

@@ -15,8 +15,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
 use crate::plan::CopyPlan;
-use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan, digest};
-use crate::session::{KnownCache, StreamLease, limit_ms, send_message_before};
+use crate::protocol::{MOST_AHEAD, NamedCache, Reply, Request, WirePlan, digest};
+use crate::session::{KnownCache, StreamLease, send_message_before, timed};
 use crate::sync::Mutex;
 
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
@@ -148,14 +148,11 @@ impl Streams {
         let bytes = range.end - range.start;
         let summed = self.is_summed();
         let request = Request::Read {
-            name: self.call.remote_name().into(),
-            cache: self.known.cache.0,
+            cache: NamedCache { name: self.call.remote_name(), id: self.known.cache },
             // The caller's name may be that of another cache by now.
             generation: self.known.granted.is_some().then_some(self.known.at.generation),
             plan: WirePlan::try_from(&*self.plan)?,
-            from: range.start,
-            to: range.end,
-            limit_ms: limit_ms(self.call.deadline),
+            range: range.clone(),
             summed,
         };
         let mut sum = if summed { Some(self.sum(&request)?) } else { None };
@@ -218,17 +215,16 @@ impl Streams {
     /// (`few_bytes_follow_their_request`).
     fn send_part(&self, shared: Option<u64>, mut lease: StreamLease, range: Range<u64>) -> Result<Moved> {
         let (deadline, bytes) = (self.call.deadline, range.end - range.start);
-        let limit_ms = limit_ms(deadline);
         lease.reusable = false;
         let ahead = shared.is_none() && self.ahead(bytes);
         let request = match shared {
             None => Some(self.write(range.clone(), ahead, None)?),
             Some(_) if range.start == 0 => None,
-            Some(write) => Some(Request::WritePart { write, from: range.start, to: range.end, limit_ms }),
+            Some(write) => Some(Request::WritePart { write, range: range.clone() }),
         };
         let answer = match &request {
             Some(request) if ahead => self.call.link.exchange_with(&lease, deadline, || {
-                send_message_before(lease.stream(), request, deadline)
+                send_message_before(lease.stream(), &timed(request, deadline), deadline)
                     .and_then(|()| self.send_range(&lease, range))
             }),
             Some(request) if !self.ready(&mut lease, request, bytes)? => return Ok(Moved::Stale),
@@ -239,14 +235,11 @@ impl Streams {
 
     fn write(&self, range: Range<u64>, ahead: bool, shared: Option<u64>) -> Result<Request> {
         Ok(Request::Write {
-            name: self.call.name.into(),
-            cache: self.known.cache.0,
+            cache: NamedCache { name: self.call.name, id: self.known.cache },
             plan: WirePlan::try_from(&*self.plan)?,
-            from: range.start,
-            to: range.end,
+            range,
             ahead,
             shared,
-            limit_ms: limit_ms(self.call.deadline),
         })
     }
 

@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::fallible;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, PartLimits, Side, Template};
-use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, Request, WirePlan, digest};
-use crate::session::{KnownCache, limit_ms, send_message};
+use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, NamedCache, Reply, Request, WirePlan, digest};
+use crate::session::{KnownCache, send_message, timed};
 
 /// Name of the comparison in errors of its deadline.
 const COMPARING: &str = "comparing blocks with their source";
@@ -64,11 +64,9 @@ impl Call {
     /// Returns for each pair of `part` whether both sides have the same bytes; `None` if the remote cache has changed.
     fn compare_part(&self, known: &KnownCache, part: &CopyPlan, local: Side) -> Result<Option<Vec<bool>>> {
         let request = Request::Checksums {
-            name: self.remote_name().into(),
-            cache: known.cache.0,
+            cache: NamedCache { name: self.remote_name(), id: known.cache },
             plan: WirePlan::of_templates(part)?,
             side: local.other(),
-            limit_ms: limit_ms(self.deadline),
         };
         let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));
         self.compare(known, &request, part.num_pairs(), |checksums| {
@@ -90,7 +88,7 @@ impl Call {
         let mut lease = self.link.lease(self.deadline)?;
         let mut own = Ok(Vec::new());
         let send = || {
-            send_message(lease.stream(), request, self.deadline)?;
+            send_message(lease.stream(), &timed(request, self.deadline), self.deadline)?;
             // Both sides hash at the same time.
             own = bound(known.at.generation).and_then(&own_sums);
             Ok(())

@@ -13,13 +13,13 @@ use llm_datadist_core::testing::plan::{
     Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{
-    self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
-    WirePlan, WireRows,
+    self, EntryVersion, HEADER, MESSAGE_LIMIT, NamedCache, Reply, Request, Run, WireCache, WireLocation,
+    WirePlan,
 };
 use llm_datadist_core::testing::validate::{self, CheckedTransfer, RemoteCache};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKey, CacheKind, DataDist, DataType, Deadline, End, ErrorKind, Geometry,
-    KvGeometry, KvLayout, KvPlanes, Layers, Placement, PoolConfig, Result, Rows, SubRow, TokenOrder,
+    KvGeometry, KvLayout, KvPlanes, Layers, Name, Placement, PoolConfig, Result, Rows, SubRow, TokenOrder,
 };
 
 use crate::counting_allocator;
@@ -184,8 +184,8 @@ fn checking_arguments_fails_whole() {
 
 fn fetch(plan: WirePlan) -> Request {
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 4096, count: 2 }] };
-    let name = WireName::Blocks { model: 1 };
-    Request::Fetch { name, cache: 3, plan, source, num_tensors: 2, tensor_bytes: 1 << 40, limit_ms: 9 }
+    let cache = NamedCache { name: Name::Key(CacheKey::Blocks { model: 1 }), id: CacheId(3) };
+    Request::Fetch { cache, plan, source, num_tensors: 2, tensor_bytes: 1 << 40 }
 }
 
 /// Decodes a request as the owner of the cache does. Lack of memory is an error of decoding, or one in the decoded request.
@@ -255,11 +255,10 @@ fn other_lists_of_messages_fail_whole() {
     reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
     let spot = AddressLocation { cache: CacheId(1), tensor: 2, offset: 1 << 40 };
     reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
-    let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
-    let arrived = vec![WireRows { tensor: 3, rows }];
-    let failed = Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived };
+    let arrived = (0..MANY).map(|k| (3, 2 * k, 2 * k + 1)).collect();
+    let failed = Reply::Failed { kind: 1, message: "no".into(), arrived };
     reads(&protocol::encode(&failed).unwrap(), "arrived");
-    let locate = protocol::encode(&Request::Locate { addrs: numbers, limit_ms: 1 }).unwrap();
+    let locate = protocol::encode(&Request::Locate { addrs: numbers }).unwrap();
     only_fails("addresses", 1, || protocol::decode::<Request>(&locate[HEADER..]));
 }
 
@@ -371,8 +370,8 @@ fn a_call_that_gets_no_memory_moves_nothing() {
 fn a_frame_that_gets_no_memory_is_read_away() {
     let soon = || Deadline::after(Duration::from_secs(20));
     let (local, remote) = local_streams("short");
-    let large = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
-    let small = protocol::encode(&Request::Ping { limit_ms: 2 }).unwrap();
+    let large = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 200_000] }).unwrap();
+    let small = protocol::encode(&Request::Ping).unwrap();
     let hear = || remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon());
     let mut failures = 0;
     for nth in 0.. {
@@ -396,7 +395,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     }
     assert!(failures > 3, "{failures}");
     // After a short frame, bytes of a cache may follow that no call expects, so the stream ends.
-    let short = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 4000], limit_ms: 1 }).unwrap();
+    let short = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 4000] }).unwrap();
     local.send(&short, soon()).unwrap();
     let (heard, failed) = counting_allocator::failing(LEAST, 0, hear);
     assert_eq!((heard.unwrap_err().kind(), failed), (ErrorKind::OutOfMemory, true));

@@ -2,6 +2,7 @@
 //!
 //! Sockets are tested in `transport`.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
@@ -10,12 +11,12 @@ use llm_datadist_core::testing::plan::{
 };
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, CHECKSUM, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
-    EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT,
-    METADATA_LIMIT, Pairs, Party, Proof, Purpose, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, Reply, Request,
-    RingAnswer, RingOffer, Run, Welcome, WireCache, WireLocation, WireName, WirePieces, WirePlan, WirePulled,
-    WireRows, WireSpan, WireTemplate,
+    EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_ARRIVED, MAX_METADATA, MESSAGE,
+    MESSAGE_LIMIT, METADATA_LIMIT, NamedCache, Pairs, Party, Proof, Purpose, REFUSAL,
+    REFUSAL_OF_ANOTHER_VERSION, Reply, Request, RingAnswer, RingOffer, Run, Timed, Welcome, WireCache,
+    WireLocation, WirePieces, WirePlan, WirePulled, WireSpan, WireTemplate,
 };
-use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
+use llm_datadist_core::{ArrivedRows, CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -103,16 +104,8 @@ fn layout_plan() -> WirePlan {
 }
 
 fn read(plan: WirePlan) -> Request {
-    Request::Read {
-        name: WireName::Blocks { model: 1 },
-        cache: 3,
-        generation: None,
-        plan,
-        from: 0,
-        to: 0,
-        limit_ms: 0,
-        summed: false,
-    }
+    let cache = NamedCache { name: Name::Key(CacheKey::Blocks { model: 1 }), id: CacheId(3) };
+    Request::Read { cache, generation: None, plan, range: 0..0, summed: false }
 }
 
 /// The id of a grant.
@@ -241,131 +234,103 @@ fn control_stream_bytes() {
 
 #[test]
 fn request_bytes() {
-    let limit_ms = 1000;
-    let named = WireName::Blocks { model: 1 };
+    let timed = |request| Timed { limit_ms: 1000, request };
+    let named = NamedCache { name: Name::Key(CacheKey::Blocks { model: 1 }), id: CacheId(3) };
+    let granted = NamedCache { name: Name::Grant(GRANT), ..named };
     for (name, bytes) in [
-        (WireName::Request { model: 1, id: 2 }, "4c4410010e00000000000102e807eddb365e34ef42ff"),
-        (WireName::Prefix { model: 1, id: 2 }, "4c4410010e00000000010102e8071a3239bc869924f5"),
-        (WireName::Blocks { model: 1 }, "4c4410010d000000000201e80702cb8796a3ddbdfc"),
-        (WireName::Row { cache: -1, row: 2 }, "4c4410010e00000000030102e807b7e7fa28c22e690a"),
+        (Name::Key(CacheKey::Request { model: 1, id: 2 }), "4c4410010f000000e8070000000102a6b6ab15eb975c43"),
+        (Name::Key(CacheKey::Prefix { model: 1, id: 2 }), "4c4410010f000000e8070000010102b7905a9706f5495f"),
+        (Name::Key(CacheKey::Blocks { model: 1 }), "4c4410010e000000e8070000020176fe8d0084213779"),
+        (Name::Row { cache: CacheId(-1), row: 2 }, "4c4410010e000000e80700010102ca8d112d3c2c1cb2"),
         (
-            WireName::Grant(GRANT),
-            "4c4410011f00000000042cd80407070707070707070707070707070707e807401a4b8a295790b4",
+            Name::Grant(GRANT),
+            "4c4410011f000000e80700022cd80407070707070707070707070707070707b74442aee1d81139",
         ),
     ] {
-        golden(&Request::Describe { name, limit_ms }, bytes);
+        golden(&timed(Request::Describe { name }), bytes);
     }
     golden(
-        &Request::Read {
-            name: named,
-            cache: 3,
-            generation: None,
-            plan: plan(),
-            from: 0,
-            to: 7168,
-            limit_ms,
-            summed: false,
-        },
-        "4c44100139000000010201060002000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e807003a48b3612151609b",
+        &timed(Request::Read { cache: named, generation: None, plan: plan(), range: 0..7168, summed: false }),
+        "4c4410013a000000e80701000201060002000104010003802000800403ff0f800800a84680040100008040808080808020800401000000803800da6919ee1df2a4f3",
     );
     golden(
-        &Request::Read {
-            name: WireName::Grant(GRANT),
-            cache: 3,
+        &timed(Request::Read {
+            cache: granted,
             generation: Some(300),
             plan: plan(),
-            from: 0,
-            to: 7168,
-            limit_ms,
+            range: 0..7168,
             summed: true,
-        },
-        "4c4410014d00000001042cd804070707070707070707070707070707070601ac0202000104010003802000800403ff0f800800a846800401000080408080808080208004010000008038e80701030125c3b2658917",
+        }),
+        "4c4410014d000000e80701022cd804070707070707070707070707070707070601ac0202000104010003802000800403ff0f800800a84680040100008040808080808020800401000000803801cee185e864f7e57f",
     );
-    for (side, name, bytes) in [
+    for (side, cache, bytes) in [
         (
             Side::Source,
             named,
-            "4c4410014200000009020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000e807114a16dde87e1bb5",
+            "4c44100143000000e8070900020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000010663513fd410e3",
         ),
         (
             Side::Destination,
-            WireName::Grant(GRANT),
-            "4c4410015400000009042cd8040707070707070707070707070707070706020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001e807fbd3b93de516ee22",
+            granted,
+            "4c44100154000000e80709022cd8040707070707070707070707070707070706020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001cd5834f8d8e62378",
         ),
     ] {
-        let (cache, plan) = (3, layout_plan());
-        golden(&Request::Checksums { name, cache, plan, side, limit_ms }, bytes);
+        golden(&timed(Request::Checksums { cache, plan: layout_plan(), side }), bytes);
     }
     golden(
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
         "4c4410011700000007ac020201ffffffffffffffffff01327a42645e4d8606",
     );
-    let write = |ahead, shared| Request::Write {
-        name: named,
-        cache: 3,
-        plan: plan(),
-        from: 0,
-        to: 7168,
-        ahead,
-        shared,
-        limit_ms,
-    };
+    let write =
+        |ahead, shared| timed(Request::Write { cache: named, plan: plan(), range: 0..7168, ahead, shared });
     for (ahead, shared, bytes) in [
         (
             false,
             None,
-            "4c441001390000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807c6aefe92c29c3b34",
+            "4c4410013a000000e807020002010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380000ccca5662b5f1446c",
         ),
         (
             true,
             None,
-            "4c441001390000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380100e80761e12e39461e43dc",
+            "4c4410013a000000e807020002010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380100dc80ed311cae2da4",
         ),
         (
             false,
             Some(300),
-            "4c4410013b0000000202010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807a2cc8d263517eb1b",
+            "4c4410013c000000e807020002010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02f62777ead36b4430",
         ),
     ] {
         golden(&write(ahead, shared), bytes);
     }
     golden(
-        &Request::WritePart { write: 300, from: 7168, to: 7169, limit_ms },
-        "4c441001110000000aac0280388138e807c9619b0375a6c83d",
+        &timed(Request::WritePart { write: 300, range: 7168..7169 }),
+        "4c44100111000000e8070aac0280388138599e8095ddeaace5",
     );
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
-        &Request::Fetch {
-            name: named,
-            cache: 3,
-            plan: plan(),
-            source,
-            num_tensors: 2,
-            tensor_bytes: 8192,
-            limit_ms,
-        },
-        "4c4410013e0000000302010602000104010003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e8072f23a7e1bc45e76b",
+        &timed(Request::Fetch { cache: named, plan: plan(), source, num_tensors: 2, tensor_bytes: 8192 }),
+        "4c4410013f000000e807030002010602000104010003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e499b511d8750047",
     );
-    let name = WireName::Request { model: 0, id: 0 };
-    let pulled = Some(WirePulled { name, cache: 3, first: 0, count: 80 });
+    let cache = NamedCache { name: Name::Key(CacheKey::Request { model: 0, id: 0 }), ..named };
+    let pulled = Some(WirePulled { cache, first: 0, count: 80 });
     golden(
-        &Request::Finish { pulled, message: None, limit_ms },
-        "4c44100113000000040100000006005000e8079e71eac73c31637c",
+        &timed(Request::Finish { pulled, message: None }),
+        "4c44100114000000e80704010000000006005000b9e89b0ad7114fc2",
     );
     let pulled = Some(WirePulled::of_grant(GRANT));
     golden(
-        &Request::Finish { pulled, message: Some(BoundedBytes(b"no".to_vec())), limit_ms },
-        "4c441001270000000401042cd8040707070707070707070707070707070700000001026e6fe80775dfc19473c5bcb1",
+        &timed(Request::Finish { pulled, message: Some(BoundedBytes(b"no".to_vec())) }),
+        "4c44100127000000e8070401022cd8040707070707070707070707070707070700000001026e6f0e8573adf9cad866",
     );
     golden(
-        &Request::Notify { messages: vec![BoundedBytes(b"no".to_vec()), BoundedBytes(vec![])], limit_ms },
-        "4c441001100000000802026e6f00e80716690139ce3902aa",
+        &timed(Request::Notify { messages: vec![BoundedBytes(b"no".to_vec()), BoundedBytes(vec![])] }),
+        "4c44100110000000e8070802026e6f000cb9392b9f771b42",
     );
-    golden(&Request::Unlink { limit_ms }, "4c4410010b00000005e80799a0bd26084f7b0b");
-    golden(&Request::Ping { limit_ms: 0 }, "4c4410010a00000006009e3b5aa932e7ab99");
+    golden(&timed(Request::Unlink), "4c4410010b000000e80705230c5d3a3e9a940a");
+    golden(&Timed { limit_ms: 0, request: Request::Ping }, "4c4410010a0000000006dc1d6a3f9c696ef3");
     golden(
-        &Request::Locate { addrs: vec![4096, 300], limit_ms: 5 },
-        "4c4410010f00000007028020ac02050bf7bc002db5f390",
+        &Timed { limit_ms: 5, request: Request::Locate { addrs: vec![4096, 300] } },
+        "4c4410010f0000000507028020ac025ec1d1d6ed3e2311",
     );
     golden(
         &Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 2, offset: 300 }]),
@@ -393,10 +358,9 @@ fn reply_bytes() {
     golden(&Reply::Done { bytes: 1 << 63 }, "4c441001130000000280808080808080808001bca39e98960948cc");
     golden(&Reply::Stale, "4c4410010900000003b64b1fbcd0c8251f");
     golden(&Reply::Unreachable { reason: "no".into() }, "4c4410010c00000004026e6f2e15cdeed14fe459");
-    let arrived = WireRows { tensor: 7, rows: vec![(2, 300)] };
     golden(
-        &Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived: vec![arrived] },
-        "4c441001140000000501026e6f0001070102ac02e64b2f86f9307c92",
+        &Reply::Failed { kind: 1, message: "no".into(), arrived: vec![(7, 2, 300)] },
+        "4c441001120000000501026e6f010702ac02e1d798771e5783e1",
     );
 }
 
@@ -484,21 +448,6 @@ fn the_longest_message_is_written_and_a_longer_one_refused() {
     let error = bye(longest + 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert_eq!(error.fact("limit"), Some(MESSAGE_LIMIT.to_string().as_str()));
-}
-
-#[test]
-fn names_round_trip() {
-    let (model, id) = (u64::MAX, 1 << 60);
-    let names = [
-        Name::Key(CacheKey::Request { model, id }),
-        Name::Key(CacheKey::Prefix { model, id }),
-        Name::Key(CacheKey::Blocks { model }),
-        Name::Row { cache: CacheId(i64::MAX), row: u32::MAX },
-        Name::Grant(GRANT),
-    ];
-    for name in names {
-        assert_eq!(Name::from(WireName::from(name)), name);
-    }
 }
 
 #[test]
@@ -815,10 +764,26 @@ fn runs_of_many_tensors_are_short() {
 #[test]
 fn failures_keep_kind_and_message() {
     let error = Error::new(ErrorKind::OutOfMemory, "no room").with("asked_bytes", 5);
-    let Reply::Failed { kind, message, arrived, .. } = Reply::failed(&error) else { panic!() };
-    let back = Reply::error(kind, &message, arrived);
+    let Reply::Failed { kind, message, arrived } = Reply::failed(&error) else { panic!() };
+    let back = Reply::error(kind, &message, &arrived);
     assert_eq!((back.kind(), back.to_string()), (error.kind(), error.to_string()));
-    assert_eq!(Reply::error(99, "odd", Vec::new()).kind(), ErrorKind::System);
+    assert_eq!(Reply::error(99, "odd", &[]).kind(), ErrorKind::System);
+}
+
+/// A message lists the ranges of all tensors in one list of at most [`MAX_ARRIVED`].
+#[test]
+fn failures_keep_the_rows_of_each_tensor() {
+    let error = Reply::error(1, "no", &[(4, 0, 3), (4, 5, 6), (7, 2, 300), (7, 301, 302)]);
+    let rows = |tensor, rows: &[Range<u64>]| ArrivedRows { tensor, rows: rows.to_vec() };
+    assert_eq!(error.arrived(), [rows(4, &[0..3, 5..6]), rows(7, &[2..300, 301..302])]);
+    let Reply::Failed { arrived, .. } = Reply::failed(&error) else { panic!() };
+    assert_eq!(arrived, [(4, 0, 3), (4, 5, 6), (7, 2, 300), (7, 301, 302)]);
+    let many = Reply::error(1, "no", &vec![(4, 0, 1); MAX_ARRIVED + 1]);
+    let Reply::Failed { arrived, .. } = Reply::failed(&many) else { panic!() };
+    assert_eq!(arrived.len(), MAX_ARRIVED);
+    let long = Reply::Failed { kind: 1, message: "no".into(), arrived: vec![(4, 0, 1); MAX_ARRIVED + 1] };
+    let frame = protocol::encode(&long).unwrap();
+    assert_eq!(protocol::decode::<Reply>(&frame[HEADER..]).unwrap_err().kind(), ErrorKind::NotLinked);
 }
 
 /// A peer's plan, from its frame to the rows that are pinned, takes at most three times the memory of its
@@ -951,6 +916,5 @@ fn counts_without_elements_reserve_bounded_memory() {
     one(&read(blocks(512, vec![(0, 1); 20])));
     one(&read(layout_plan()));
     one(&Reply::Described(record(WireLocation::Process { runs })));
-    let arrived = vec![WireRows { tensor: 7, rows: vec![(2, 300)] }];
-    one(&Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived });
+    one(&Reply::Failed { kind: 1, message: "no".into(), arrived: vec![(7, 2, 300)] });
 }

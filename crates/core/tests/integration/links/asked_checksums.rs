@@ -9,11 +9,11 @@ use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
 use llm_datadist_core::testing::plan::{Side, SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    MAX_CHECKSUMS, Pairs, Reply, Request, WireName, WirePieces, WirePlan, WireSpan, WireTemplate, digest,
+    MAX_CHECKSUMS, NamedCache, Pairs, Reply, Request, WirePieces, WirePlan, WireSpan, WireTemplate, digest,
 };
-use llm_datadist_core::{CacheId, CacheKind, ErrorKind};
+use llm_datadist_core::{CacheId, CacheKind, ErrorKind, Name};
 
-use super::fake_peer::{Fake, hear, say};
+use super::fake_peer::{Fake, ask, hear};
 use super::{Held, Way, config, device, open, row};
 
 const TENSORS: u32 = 4;
@@ -36,7 +36,7 @@ impl Owner {
     }
 
     fn ask(&self, cache: CacheId, plan: WirePlan, side: Side) -> Reply {
-        say(&self.call, &request(cache, plan, side));
+        ask(&self.call, &request(cache, plan, side));
         hear(&self.call).unwrap()
     }
 
@@ -63,8 +63,8 @@ impl Owner {
 }
 
 fn request(cache: CacheId, plan: WirePlan, side: Side) -> Request {
-    let name = WireName::Row { cache: cache.0, row: 0 };
-    Request::Checksums { name, cache: cache.0, plan, side, limit_ms: 20_000 }
+    let name = Name::Row { cache, row: 0 };
+    Request::Checksums { cache: NamedCache { name, id: cache }, plan, side }
 }
 
 fn single(src: u64, dst: u64, len: u64) -> WireSpan {
@@ -204,14 +204,15 @@ fn an_owner_sums_the_bytes_that_it_sends() {
     let owner = Owner::new();
     let bytes = owner.into.fill(3);
     let cache = owner.into.cache.id();
-    let (name, limit_ms) = (WireName::Row { cache: cache.0, row: 0 }, 20_000);
+    let name = Name::Row { cache, row: 0 };
     let spans = [WireSpan { src: 64, dst: 0, len: 16, count: 3, src_step: 100, dst_step: 16 }];
     for (from, to, summed) in
         [(0, 192, true), (0, 192, false), (40, 150, true), (100, 100, true), (0, 192, true)]
     {
         let plan = plan(vec![template((ROW, ROW), &[(2, 0), (5, 1)], &spans)]);
-        let read = Request::Read { name, cache: cache.0, generation: None, plan, from, to, limit_ms, summed };
-        say(&owner.call, &read);
+        let named = NamedCache { name, id: cache };
+        let read = Request::Read { cache: named, generation: None, plan, range: from..to, summed };
+        ask(&owner.call, &read);
         let ready: Reply = hear(&owner.call).unwrap();
         assert_eq!(ready, Reply::Ready { bytes: to - from });
         let mut right = Vec::new();
@@ -229,7 +230,7 @@ fn an_owner_sums_the_bytes_that_it_sends() {
         assert_eq!(got, right);
         if summed {
             let asked = digest(&read).unwrap();
-            let mut block = Checksums::bound_to(name.into(), cache, 0, asked).unwrap().block();
+            let mut block = Checksums::bound_to(name, cache, 0, asked).unwrap().block();
             block.add(right);
             assert_eq!(
                 hear::<Reply>(&owner.call).unwrap(),
@@ -237,21 +238,9 @@ fn an_owner_sums_the_bytes_that_it_sends() {
             );
         }
     }
-    let nothing = WireName::Row { cache: cache.0, row: 99 };
+    let nothing = NamedCache { name: Name::Row { cache, row: 99 }, id: cache };
     let plan = plan(vec![template((ROW, ROW), &[(2, 0)], &spans)]);
-    say(
-        &owner.call,
-        &Request::Read {
-            name: nothing,
-            cache: cache.0,
-            generation: None,
-            plan,
-            from: 0,
-            to: 8,
-            limit_ms,
-            summed: true,
-        },
-    );
+    ask(&owner.call, &Request::Read { cache: nothing, generation: None, plan, range: 0..8, summed: true });
     assert_eq!(hear::<Reply>(&owner.call).unwrap(), Reply::Stale);
 }
 

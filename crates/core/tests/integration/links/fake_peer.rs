@@ -10,7 +10,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello,
-    LinkAnswer, MESSAGE_LIMIT, Party, Proof, Purpose, RingAnswer, RingOffer, Welcome,
+    LinkAnswer, MESSAGE_LIMIT, Party, Proof, Purpose, Request, RingAnswer, RingOffer, Timed, Welcome,
 };
 use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
 use serde::Serialize;
@@ -26,6 +26,16 @@ pub fn soon() -> Deadline {
 pub fn say<T: Serialize>(stream: &Stream, message: &T) {
     // The other side may be gone; some tests rely on that.
     let _ = stream.send(&protocol::encode(message).unwrap(), soon());
+}
+
+/// Sends a request whose caller waits 20 seconds.
+pub fn ask(stream: &Stream, request: &Request) {
+    say(stream, &Timed { limit_ms: 20_000, request });
+}
+
+/// Receives a request.
+pub fn hear_request(stream: &Stream) -> Result<Request> {
+    hear(stream).map(|Timed { request, .. }: Timed<Request>| request)
 }
 
 pub fn hear<T: DeserializeOwned>(stream: &Stream) -> Result<T> {

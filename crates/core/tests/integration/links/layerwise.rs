@@ -15,7 +15,7 @@ use llm_datadist_core::{
     Geometry, LayerRange, LayerwiseArgs, Outcome, Placement, Target,
 };
 
-use super::fake_peer::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, LONG, Way, config, device, open, pairs, row};
 use crate::counting_allocator::peak;
 use crate::fixtures::{Buffer, adopt};
@@ -146,9 +146,9 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
     ];
     for (spots, kind) in cases {
         let serve = |stream: Stream| {
-            while let Ok(request) = hear::<Request>(&stream) {
-                if let Request::Write { ahead: true, from, to, .. } = request {
-                    stream.discard_payload(to - from, soon()).unwrap();
+            while let Ok(request) = hear_request(&stream) {
+                if let Request::Write { ahead: true, range, .. } = &request {
+                    stream.discard_payload(range.end - range.start, soon()).unwrap();
                 }
                 let reply = match request {
                     Request::Locate { .. } => Reply::Located(spots.clone()),
@@ -177,7 +177,7 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
 fn too_many_addresses_take_bounded_memory() {
     for count in [MAX_ADDRS, MAX_ADDRS + 1, 4 * MAX_ADDRS] {
         let spot = AddressLocation { cache: CacheId(1), tensor: 1, offset: 1 };
-        let request = encode(&Request::Locate { addrs: vec![1; count], limit_ms: 0 }).unwrap();
+        let request = encode(&Request::Locate { addrs: vec![1; count] }).unwrap();
         let reply = encode(&Reply::Located(vec![spot; count])).unwrap();
         let located = peak(|| decode::<Request>(&request[HEADER..]).is_ok());
         let answered = peak(|| decode::<Reply>(&reply[HEADER..]).is_ok());
@@ -211,7 +211,7 @@ fn addresses_are_found_among_many_caches() {
         let stream = fake.call(&engine, 7).unwrap();
         let locate = |places: &[(u64, u64)]| {
             let addrs = places.iter().map(|(cache, offset)| base(*cache) + offset).collect();
-            say(&stream, &Request::Locate { addrs, limit_ms: 10_000 });
+            ask(&stream, &Request::Locate { addrs });
             hear::<Reply>(&stream).unwrap()
         };
         let (open, closed): (Vec<_>, Vec<_>) = (0..4000)

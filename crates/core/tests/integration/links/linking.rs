@@ -9,11 +9,11 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Address, Unix};
-use llm_datadist_core::testing::protocol::{ControlMessage, Purpose, Reply, Request, WireName, encode};
-use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, PeerAddress, Result, Role, Token};
+use llm_datadist_core::testing::protocol::{ControlMessage, Purpose, Reply, Request, encode};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, ErrorKind, Name, PeerAddress, Result, Role, Token};
 use rustix::net::{Shutdown, shutdown};
 
-use super::fake_peer::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::identity::answers;
 use super::{
     Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, pull_slot,
@@ -111,7 +111,7 @@ fn unlinking_from_a_failing_peer_ends_the_link_here() {
             let peer = scope.spawn(|| {
                 let (call, purpose) = fake.greet();
                 assert!(matches!(purpose, Purpose::Call { reverse: false, .. }));
-                assert!(matches!(hear(&call).unwrap(), Request::Unlink { .. }));
+                assert!(matches!(hear_request(&call).unwrap(), Request::Unlink));
                 if closes {
                     call.close();
                 }
@@ -164,9 +164,9 @@ fn calls_need_a_link_of_their_own() {
     assert_eq!(fake.call(&engine, 6).unwrap_err().kind(), ErrorKind::NotLinked);
     assert_eq!(other.call(&engine, 5).unwrap_err().kind(), ErrorKind::NotLinked);
     let call = fake.call(&engine, 5).unwrap();
-    say(&call, &Request::Ping { limit_ms: 100 });
+    ask(&call, &Request::Ping);
     assert!(matches!(hear(&call).unwrap(), Reply::Done { .. }));
-    say(&call, &Request::Describe { name: WireName::Row { cache: 4, row: 0 }, limit_ms: 100 });
+    ask(&call, &Request::Describe { name: Name::Row { cache: CacheId(4), row: 0 } });
     assert!(matches!(hear(&call).unwrap(), Reply::Failed { .. }));
     assert_eq!(engine.stats().links.len(), 1);
 }
@@ -288,8 +288,8 @@ fn a_goodbye_that_is_read_late_counts() {
         scope.spawn(|| {
             let (call, purpose) = fake.greet();
             assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
-            let request: Request = hear(&call).unwrap();
-            assert!(matches!(request, Request::Unlink { .. }), "{request:?}");
+            let request = hear_request(&call).unwrap();
+            assert!(matches!(request, Request::Unlink), "{request:?}");
             // The engine notices that it can no longer send only when it tries to.
             shutdown(&control, Shutdown::Read).unwrap();
             drop(call);

@@ -4,14 +4,14 @@
 use llm_datadist_core::testing::net::Tcp;
 use llm_datadist_core::testing::plan::{Side, SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    Pairs, Reply, Request, WireName, WirePieces, WirePlan, WireSpan, WireTemplate,
+    NamedCache, Pairs, Reply, Request, WirePieces, WirePlan, WireSpan, WireTemplate,
 };
 use llm_datadist_core::{
     CacheDesc, CacheKind, CallExtras, DataType, Error, ErrorKind, LayerRange, Layers, LayerwiseArgs, Name,
     Placement, Rows, SubRow, TensorDesc, Verify,
 };
 
-use super::fake_peer::{Fake, hear, say};
+use super::fake_peer::{Fake, ask, hear};
 use super::layerwise::{addressed, failure, finish, is_done, named, start, to};
 use super::{Held, Pair, WAYS, of, row, times};
 use crate::fixtures::Chance;
@@ -401,8 +401,8 @@ fn plans_over_tensors_that_differ_are_refused() {
     let held = Held::pool(&engine, &desc, CacheKind::Blocks);
     let bytes = held.fill(1);
     let (_control, call) = Fake::new(1, 1).calling(&engine, &Tcp, 7);
-    let cache = held.cache.id().0;
-    let name = WireName::Row { cache, row: 0 };
+    let id = held.cache.id();
+    let cache = NamedCache { name: Name::Row { cache: id, row: 0 }, id };
     let spans = |len: u64| {
         SpanList::pack([WireSpan { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }]).unwrap()
     };
@@ -412,29 +412,16 @@ fn plans_over_tensors_that_differ_are_refused() {
         dst: TensorSteps::consecutive(first),
         pieces: WirePieces::Spans(spans(len)),
     };
-    let limit_ms = 20_000;
-    let read = |plan, bytes| Request::Read {
-        name,
-        cache,
-        generation: None,
-        plan,
-        from: 0,
-        to: bytes,
-        limit_ms,
-        summed: false,
-    };
-    let write =
-        |plan, to| Request::Write { name, cache, plan, from: 0, to, ahead: false, shared: None, limit_ms };
+    let read = |plan, bytes| Request::Read { cache, generation: None, plan, range: 0..bytes, summed: false };
+    let write = |plan, bytes| Request::Write { cache, plan, range: 0..bytes, ahead: false, shared: None };
     let templates = |len: u64| {
         let pairs = Pairs(vec![(0, 0)].into());
         WirePieces::Templates(vec![WireTemplate { src_unit: 0, dst_unit: 0, pairs, spans: spans(len) }])
     };
     let checksums = |first, num_tensors, len| Request::Checksums {
-        name,
         cache,
         plan: WirePlan { pieces: templates(len), ..plan(first, num_tensors, len) },
         side: Side::Source,
-        limit_ms,
     };
     let different = "different rows";
     for (request, text) in [
@@ -448,15 +435,15 @@ fn plans_over_tensors_that_differ_are_refused() {
         (read(plan(9, 1, 8), 8), "1 tensors from tensor 9"),
         (checksums(9, 1, 8), "1 tensors from tensor 9"),
     ] {
-        say(&call, &request);
+        ask(&call, &request);
         match hear(&call).unwrap() {
             Reply::Failed { message, .. } => assert!(message.contains(text), "{request:?}: {message}"),
             reply => panic!("{request:?}: {reply:?}"),
         }
     }
     assert!(held.read() == bytes);
-    say(&call, &checksums(0, 2, 512));
+    ask(&call, &checksums(0, 2, 512));
     assert!(matches!(hear(&call).unwrap(), Reply::Checksums { .. }));
-    say(&call, &checksums(2, 1, 128));
+    ask(&call, &checksums(2, 1, 128));
     assert!(matches!(hear(&call).unwrap(), Reply::Checksums { .. }));
 }

@@ -8,13 +8,14 @@ use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::{SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, EntryVersion, MOST_AHEAD, Reply, Request, WireCache, WireName, WirePieces, WirePlan, WireSpan,
+    self, EntryVersion, MOST_AHEAD, NamedCache, Reply, Request, Timed, WireCache, WirePieces, WirePlan,
+    WireSpan,
 };
 use llm_datadist_core::{
     CacheId, CacheKind, CacheLayout, DataDist, Error, ErrorKind, Geometry, Name, Placement,
 };
 
-use super::fake_peer::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, Ports, Way, config, device, of, open, push_blocks};
 use crate::fixtures::{Buffer, Own, pattern};
 
@@ -60,18 +61,9 @@ fn bytes(count: u64) -> Vec<u8> {
 impl Owner {
     /// Sends a request to write bytes `from..to` of `plan`, followed by the bytes `behind`, in one call.
     fn send(&self, cache: CacheId, plan: WirePlan, (from, to): (u64, u64), behind: &[u8]) {
-        let name = WireName::Row { cache: cache.0, row: 0 };
-        let request = Request::Write {
-            name,
-            cache: cache.0,
-            plan,
-            from,
-            to,
-            ahead: true,
-            shared: None,
-            limit_ms: 10_000,
-        };
-        let frame = protocol::encode(&request).unwrap();
+        let cache = NamedCache { name: Name::Row { cache, row: 0 }, id: cache };
+        let request = Request::Write { cache, plan, range: from..to, ahead: true, shared: None };
+        let frame = protocol::encode(&Timed { limit_ms: 10_000, request }).unwrap();
         self.call.send(&[frame, behind.to_vec()].concat(), soon()).unwrap();
     }
 
@@ -81,7 +73,7 @@ impl Owner {
 
     /// Checks that the next request on the stream is read from its beginning.
     fn answers(&self) {
-        say(&self.call, &Request::Ping { limit_ms: 10_000 });
+        ask(&self.call, &Request::Ping);
         assert_eq!(hear::<Reply>(&self.call).unwrap(), Reply::Done { bytes: 0 });
     }
 
@@ -121,7 +113,7 @@ fn bytes_up_to_the_limit_are_written() {
         let Ok(Reply::Failed { kind, message, .. }) = hear(&owner.call) else { panic!("no refusal") };
         assert_eq!(protocol::kind_of(kind), ErrorKind::NotLinked);
         assert!(message.contains(&format!("bytes={}", MOST_AHEAD + 1)), "{message}");
-        say(&owner.call, &Request::Ping { limit_ms: 10_000 });
+        ask(&owner.call, &Request::Ping);
         assert!(hear::<Reply>(&owner.call).is_err(), "the stream goes on");
         assert!(owner.into.read() == expected);
         owner.is_free();
@@ -158,7 +150,7 @@ fn bytes_behind_a_refused_request_are_skipped() {
             ("a range that ends before it begins", open, good(), (9, 1), Some(Wrong)),
         ];
         // What follows looks like requests.
-        let unlink = protocol::encode(&Request::Unlink { limit_ms: 1 }).unwrap();
+        let unlink = protocol::encode(&Timed { limit_ms: 1, request: Request::Unlink }).unwrap();
         let behind = |(from, to): (u64, u64)| -> Vec<u8> {
             unlink.iter().copied().cycle().take(to.saturating_sub(from) as usize).collect()
         };
@@ -222,15 +214,18 @@ fn few_bytes_follow_their_request() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let (call, _) = fake.greet();
-                let Request::Describe { .. } = hear(&call).unwrap() else { panic!("not asked what it is") };
+                let Request::Describe { .. } = hear_request(&call).unwrap() else {
+                    panic!("not asked what it is")
+                };
                 let mut record =
                     WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(5), 0, layout);
                 record.accessible = true;
                 say(&call, &Reply::Described(record));
                 // The owner refuses the first request and takes the second, on the same stream.
                 for refuses in [true, false] {
-                    let request: Request = hear(&call).unwrap();
-                    let Request::Write { ahead: sent, to, .. } = request else { panic!("{request:?}") };
+                    let request = hear_request(&call).unwrap();
+                    let Request::Write { ahead: sent, range, .. } = request else { panic!("{request:?}") };
+                    let to = range.end;
                     assert_eq!((sent, to), (ahead, total), "{count} blocks of {len}");
                     if ahead {
                         take(&call);

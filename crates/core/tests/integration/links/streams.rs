@@ -11,12 +11,12 @@ use std::time::Duration;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::{SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, ControlMessage, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePieces, WirePlan,
-    WireSpan,
+    self, ControlMessage, EnteredLink, LinkAnswer, NamedCache, Purpose, Reply, Request, Timed, WirePieces,
+    WirePlan, WireSpan,
 };
-use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind};
+use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind, Name};
 
-use super::fake_peer::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, Pair, Way, config, device, of, open, pull_slot, push_slot, row};
 use crate::fixtures::pattern;
 
@@ -184,7 +184,7 @@ fn addresses_that_lead_nowhere_are_left_out() {
             for _ in 0..2 {
                 let (call, purpose) = peer.greet();
                 assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
-                let request: Request = hear(&call).unwrap();
+                let request = hear_request(&call).unwrap();
                 assert!(matches!(request, Request::Describe { .. }), "{request:?}");
                 // So the next call needs another stream.
                 call.close();
@@ -242,12 +242,10 @@ impl Owner {
         (from, to): (u64, u64),
         limit_ms: u64,
     ) -> Reply {
-        let cache = self.into.cache.id().0;
-        let name = WireName::Row { cache, row: 0 };
-        say(
-            stream,
-            &Request::Write { name, cache, plan, from, to, ahead: false, shared: Some(id), limit_ms },
-        );
+        let cache = self.into.cache.id();
+        let cache = NamedCache { name: Name::Row { cache, row: 0 }, id: cache };
+        let request = Request::Write { cache, plan, range: from..to, ahead: false, shared: Some(id) };
+        say(stream, &Timed { limit_ms, request });
         hear(stream).unwrap()
     }
 
@@ -270,7 +268,7 @@ fn plan(blocks: u64) -> WirePlan {
 }
 
 fn part(stream: &Stream, write: u64, (from, to): (u64, u64)) -> Reply {
-    say(stream, &Request::WritePart { write, from, to, limit_ms: 10_000 });
+    ask(stream, &Request::WritePart { write, range: from..to });
     hear(stream).unwrap()
 }
 
@@ -369,7 +367,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
     });
 
     assert_eq!(owner.begin(first, 4, (0, 100)), Reply::Ready { bytes: 100 });
-    say(&third, &Request::Unlink { limit_ms: 10_000 });
+    ask(&third, &Request::Unlink);
     assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 0 });
     owner.engine.copy_blocks(&owner.into.end(), &[(2, 0), (3, 1)]).run().unwrap();
 }

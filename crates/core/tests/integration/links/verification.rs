@@ -2,6 +2,7 @@
 //! released then, and a cache that changes meanwhile is handled as during the move.
 
 use std::io::Write;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use llm_datadist_core::{
 use crate::fixtures::Chance;
 use crate::moved::{after_the_move, flip};
 
-use super::fake_peer::{Fake, hear, say};
+use super::fake_peer::{Fake, hear_request, say};
 use super::layerwise::{SLOTS, is_done, start, to, wait};
 use super::{Held, LONG, Memory, Pair, WAYS, Way, config, device, of, open, request, row, times};
 
@@ -413,14 +414,16 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let (call, _) = fake.greet();
-            let Request::Describe { .. } = hear(&call).unwrap() else { panic!("not asked what it is") };
+            let Request::Describe { .. } = hear_request(&call).unwrap() else {
+                panic!("not asked what it is")
+            };
             let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, FAR, 0, layout);
             record.accessible = true;
             say(&call, &Reply::Described(record));
             for (generation, sums, compares) in &cases {
-                let request: Request = hear(&call).unwrap();
+                let request = hear_request(&call).unwrap();
                 let asked = digest(&request).unwrap();
-                let Request::Read { from: 0, to: 4000, summed: true, .. } = request else {
+                let Request::Read { range: Range { start: 0, end: 4000 }, summed: true, .. } = request else {
                     panic!("{request:?}")
                 };
                 say(&call, &Reply::Ready { bytes: 4000 });
@@ -429,7 +432,7 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
                 let sums = sums(right(asked), right(asked ^ 1));
                 say(&call, &Reply::Checksums { generation: *generation, sums });
                 if *compares {
-                    let request: Request = hear(&call).unwrap();
+                    let request = hear_request(&call).unwrap();
                     let Request::Checksums { .. } = request else { panic!("{request:?}") };
                     say(&call, &Reply::Checksums { generation: 0, sums: vec![1, 2] });
                 }
