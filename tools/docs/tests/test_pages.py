@@ -32,7 +32,7 @@ def constant(file: str, name: str) -> int:
 
 
 NUMBERS = [
-    ("docs/links.md", "session/stream_set.rs", "MOST_CALLS", "| calls over one link at a time | {}; "),
+    ("docs/links.md", "session/call_pool.rs", "MOST_CALLS", "| calls over one link at a time | {}; "),
     ("docs/links.md", "session/registry.rs", "MOST_LINKS", "| links of one engine | {} |"),
     ("docs/links.md", "session/registry.rs", "MOST_COMMS", "| communicators (rank tables) of one engine | {}, "),
     (

@@ -15,7 +15,7 @@ use crate::config::Role;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{PeerInfo, Transfer};
 use crate::model::{ClusterId, Deadline};
-use crate::protocol::Comm;
+use crate::protocol::{Comm, Request};
 use crate::session::{CommStatus, PeerAddress, check_metadata};
 use crate::stats::Op;
 use crate::transfer::{CallPurpose, Execution, LaneKey};
@@ -138,7 +138,7 @@ impl DataDist {
     /// Checks the link to `cluster`: the peer must answer within `sync_kv_timeout` (contract §6.11).
     pub fn check_link(&self, cluster: ClusterId) -> Result<()> {
         let deadline = self.deadline();
-        self.links.find(cluster, deadline)?.ping(deadline)
+        self.links.find(cluster, deadline)?.done(&Request::Ping, deadline).map(drop)
     }
 
     /// Does nothing, because peers read memory in place. Returns `Err(NotLinked)` without a link (contract

@@ -8,15 +8,15 @@
 
 use std::sync::Arc;
 
-use super::call_rings;
+use super::call_streams;
 use super::handshake::{self, ChallengedPeer};
 use super::link::{Kind, Link, Peer};
-use super::peer_memory::{PeerMemory, Readable};
+use super::peer_memory::PeerMemory;
 use super::refusals::{Reason, Refusal};
+use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fabric::PeerFabric;
 use crate::fallible;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedDescriptors, ReceivedFrame, Stream};
@@ -94,7 +94,7 @@ enum What {
     /// Map the memory that the peer offers.
     Take(Attach, ReceivedDescriptors),
     /// Enter the link.
-    Enter(Option<PeerMemory>, Readable<PeerFabric>),
+    Enter(ReadableMemory),
 }
 
 impl PendingStream {
@@ -140,7 +140,7 @@ impl PendingStream {
                 stream.expect_descriptors(false);
                 let RingOffer = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 let (link, ringed) = (call.link.clone(), call.link.ringed(!call.reverse));
-                let answer = || call_rings::take(&link, &stream, descriptors, ringed);
+                let answer = || call_streams::take_rings(&link, &stream, descriptors, ringed);
                 call.enter(shared, &stream, answer).map(|()| Next::Done)
             }
             Step::Attached(pending, memory) => {
@@ -152,9 +152,8 @@ impl PendingStream {
             Step::Confirm(mut pending, memory) => {
                 let confirm: Confirm = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 pending.peer.metadata = Arc::new(confirm.metadata.0);
-                let fabric = shared.take_fabric(&stream, confirm.fabric.as_ref())?;
-                let what = What::Enter(memory, fabric);
-                Ok(Next::Long(LongStep { pending, stream, until, what }))
+                let memory = shared.readable_memory(&stream, memory, confirm.fabric.as_ref())?;
+                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(memory) }))
             }
         }
     }
@@ -172,9 +171,7 @@ impl LongStep {
                 let step = Step::Attached(pending, memory);
                 Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
             }
-            What::Enter(memory, fabric) => {
-                enter(shared, &stream, pending, (memory, fabric)).map(|()| Next::Done)
-            }
+            What::Enter(memory) => enter(shared, &stream, pending, memory).map(|()| Next::Done),
         }
     }
 
@@ -302,11 +299,11 @@ impl NewCallStream {
         let NewCallStream { link, reverse } = self;
         if reverse {
             answer()?;
-            link.lend(stream);
+            link.calls.add(stream);
             return Ok(());
         }
         shared.server.admit(&link, stream)?;
-        answer().inspect_err(|_| link.stop_serving(stream))?;
+        answer().inspect_err(|_| link.served.remove(stream))?;
         Ok(shared.server.watch(&link, stream)?)
     }
 }
@@ -316,7 +313,7 @@ fn enter(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
     pending: Making,
-    memory: (Option<PeerMemory>, Readable<PeerFabric>),
+    memory: ReadableMemory,
 ) -> Result<(), Refusal> {
     let Making { id, kind, peer } = pending;
     let cluster = peer.cluster;
@@ -325,12 +322,12 @@ fn enter(
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
     let metadata = BoundedBytes(fallible::copied("metadata", &shared.metadata())?);
-    let pushes = shared.pushes.to((cluster, peer.instance));
-    let bounds = (shared.server.budget(), shared.resources.config.links.silence, pushes);
-    let link = Link::new(id, kind, peer, memory, stream.clone(), None, bounds);
+    let remote = RemoteView::new(memory, shared.pushes.to((cluster, peer.instance)));
+    let bounds = (shared.server.budget(), shared.resources.config.links.silence);
+    let link = Link::new(id, kind, peer, remote, stream.clone(), None, bounds);
     // Held until the answer is sent: another thread may find the link, and must not send before the answer.
     // The peer uses the link only after it (`test_either_side_comes_seconds_later`).
-    let first = link.sending.lock();
+    let first = link.control.lock();
     match shared.enroll(&link) {
         Err(error) if kind == Kind::Ensured && error.kind() == ErrorKind::AlreadyLinked => {
             let sent = link.send_control_with(&first, &LinkAnswer::Later { reason: error.to_string() });

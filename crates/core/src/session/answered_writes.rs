@@ -72,14 +72,14 @@ impl RequestContext<'_> {
                 _pin: pin,
                 _share: self.share.clone(),
             };
-            self.link.shared_writes.begin(write, range.clone()).map(Some)
+            self.link.served.writes.begin(write, range.clone()).map(Some)
         });
         self.receive_part(begun, range)
     }
 
     /// Receives a further part of a write over several streams.
     pub(super) fn write_part(&self, id: u64, range: Range<u64>) -> Result<(), Ended> {
-        let part = self.still_wanted().and_then(|()| self.link.shared_writes.part(id, range.clone()));
+        let part = self.still_wanted().and_then(|()| self.link.served.writes.part(id, range.clone()));
         self.receive_part(part.map(Some), range)
     }
 

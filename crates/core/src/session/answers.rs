@@ -201,13 +201,13 @@ impl RequestContext<'_> {
             let ranges = grant.rows().ranges().iter().map(|range| (range.start, range.end));
             record.granted = fallible::collect(RowRanges::LIST, ranges)?;
         }
-        if record.accessible && self.link.peer_memory().is_some() {
+        if record.accessible && self.link.remote.local().is_some() {
             let at = self.resources.memory_location(cache)?;
-            if self.link.path_of_peer(&at).is_ok() {
+            if self.link.remote.path_of_peer(&at).is_ok() {
                 self.resources.described_to_peer(cache, &at);
             }
             record.location = location(at)?;
-        } else if record.accessible && self.link.fabric().is_ok() {
+        } else if record.accessible && self.link.remote.uses_fabric() {
             let at = self.resources.memory_location(cache)?;
             if matches!(at, MemoryLocation::Pool(..)) {
                 record.location = location(at)?;
@@ -290,7 +290,7 @@ impl RequestContext<'_> {
         (source, num_tensors, tensor_bytes): (&WireLocation, u32, u64),
     ) -> Result<Reply> {
         let plan = Arc::new(CopyPlan::try_from(plan)?);
-        let tensors = match self.link.tensors(source, num_tensors, tensor_bytes)? {
+        let tensors = match self.link.remote.tensors(source, num_tensors, tensor_bytes)? {
             Ok(tensors) => tensors,
             Err(reason) => return Ok(Reply::Unreachable { reason: reason.into_owned() }),
         };

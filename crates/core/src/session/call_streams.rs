@@ -1,28 +1,25 @@
-//! The streams on which this side calls a peer: one for each call in progress, and a few idle ones for later
-//! calls.
+//! The stream that one call over a link has to itself: leasing it, and opening it as the dialing side.
 //!
-//! A call has its stream to itself and returns it afterwards. If a call ends early, its stream is closed, so
-//! that no reply can be mistaken for the reply to another call.
+//! A call returns its stream afterwards. If a call ends early, its stream is closed, so that no reply can be mistaken for the
+//! reply to another call.
+//!
+//! The first streams within one host are put on rings in shared memory. After the welcome of such a stream, the dialing side offers
+//! its rings, and the accepting side answers with its own. If either side cannot use rings, the stream keeps its socket, which then
+//! carries frames and payload.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
+use super::call_pool::{RINGED, StreamGrant};
 use super::dial::Dialer;
 use super::link::Link;
+use super::message_io;
 use super::peer_addresses::FurtherAddress;
-use super::stream_set::{MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{OwnRings, SharedRings};
 use crate::model::Deadline;
-use crate::net::Stream;
-use crate::protocol::ControlMessage;
-use crate::sync::MutexGuard;
-
-/// Maximum number of idle streams kept for later calls.
-const KEPT_STREAMS: usize = 32;
-/// Idle streams that are kept without a time limit.
-const IDLE_STREAMS: usize = 2;
-/// How long further idle streams are kept.
-const IDLE_TIME: Duration = Duration::from_secs(30);
+use crate::net::{Address, ReceivedDescriptors, Stream};
+use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT, Purpose, RingAnswer, RingOffer};
 
 /// A stream that one call has to itself.
 #[derive(Debug)]
@@ -37,131 +34,41 @@ impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
     pub(crate) fn lease(self: &Arc<Self>, deadline: Deadline) -> Result<StreamLease> {
-        let (dialer, at) = match self.take_turn(deadline, true)? {
-            StreamGrant::Dial(dialer, at) => (dialer, at),
-            idle @ StreamGrant::Idle(_) => return self.begin_turn(idle, deadline),
-        };
-        let lease = self.dial((dialer, at), deadline);
+        let turn = self.take_turn(deadline, true)?;
+        let at_main = matches!(turn, StreamGrant::Dial(_, None));
+        let lease = self.begin_turn(turn, deadline);
         let failed = lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted);
-        if !failed || (at.is_none() && self.streams.lock().idle.is_empty()) {
+        if !failed || (at_main && !self.calls.has_idle()) {
             return lease;
         }
         // The streams that there are, or the main address, may still work.
-        let turn = self.take_turn(deadline, false)?;
-        self.begin_turn(turn, deadline)
+        self.begin_turn(self.take_turn(deadline, false)?, deadline)
     }
 
     /// Returns an idle stream with rings for one call, if there is one. Does not wait.
     pub(crate) fn lease_idle_rings(self: &Arc<Self>) -> Option<StreamLease> {
-        let mut streams = self.streams.lock();
-        // Those with rings are at the end.
-        let (stream, _) = streams.idle.pop_if(|(stream, _)| stream.has_rings())?;
-        streams.busy.push(stream.clone());
-        Some(StreamLease { link: self.clone(), stream, reusable: true })
+        self.calls.take_rings().map(|stream| self.leased(stream, true))
+    }
+
+    fn leased(self: &Arc<Self>, stream: Arc<Stream>, reusable: bool) -> StreamLease {
+        StreamLease { link: self.clone(), stream, reusable }
+    }
+
+    fn take_turn(&self, deadline: Deadline, spread: bool) -> Result<StreamGrant<'_>> {
+        let ask = || self.send_control(&ControlMessage::Dial);
+        let turn = self.calls.take(|| self.alive(), ask, deadline, spread);
+        // If there is none, the link has broken.
+        let turn = turn.map_err(|error| self.named(error))?;
+        turn.map_or_else(|| self.check().and(Err(Error::closed())), Ok)
     }
 
     fn begin_turn(self: &Arc<Self>, turn: StreamGrant<'_>, deadline: Deadline) -> Result<StreamLease> {
-        match turn {
-            StreamGrant::Idle(stream) => Ok(StreamLease { link: self.clone(), stream, reusable: false }),
-            StreamGrant::Dial(dialer, at) => self.dial((dialer, at), deadline),
-        }
-    }
-
-    /// Waits for a stream, or for the right to open one. Further addresses of the peer count only if `spread` is set.
-    fn take_turn(&self, deadline: Deadline, spread: bool) -> Result<StreamGrant<'_>> {
-        let mut streams = self.streams.lock();
-        streams.waiting += 1;
-        let (mut streams, turn) = self.queue(streams, deadline, spread);
-        streams.waiting -= 1;
-        drop(streams);
-        turn
-    }
-
-    fn queue<'a>(
-        &'a self,
-        mut streams: Locked<'a>,
-        deadline: Deadline,
-        spread: bool,
-    ) -> (Locked<'a>, Result<StreamGrant<'a>>) {
-        let mut request = None;
-        loop {
-            if let Err(error) = self.check() {
-                return (streams, Err(error));
-            }
-            let late = streams.forget_late_requests().unwrap_or(Duration::MAX);
-            let room = streams.in_use() < MOST_CALLS;
-            let idle = streams.next_idle();
-            if let Some((at, stream)) = idle
-                && !(room && spread && self.has_unused_address(&streams, &stream))
-                && !(room && !stream.has_rings() && self.may_ring(&streams))
-            {
-                streams.idle.remove(at);
-                streams.busy.push(stream.clone());
-                return (streams, Ok(StreamGrant::Idle(stream)));
-            }
-            if room {
-                if let Some(dialer) = &self.dialer {
-                    let at = dialer.addresses.choose(|ip| streams.count_at(ip)).filter(|_| spread);
-                    streams.opening.push(dialer.addresses.ip_of(at));
-                    return (streams, Ok(StreamGrant::Dial(dialer, at)));
-                }
-                if let Some(made) = streams.ask() {
-                    request = Some(made);
-                    drop(streams);
-                    // Never waits: if the peer does not read its control stream, the link breaks.
-                    let sent = self.send_control(&ControlMessage::Dial);
-                    streams = self.streams.lock();
-                    if let Err(error) = sent {
-                        streams.take_back(made);
-                        return (streams, Err(self.named(error)));
-                    }
-                    continue;
-                }
-            }
-            drop(self.changed.wait_timeout(streams, deadline.nap().min(late)));
-            let passed = deadline.waiting("waiting for a stream to the peer");
-            streams = self.streams.lock();
-            // A stream that arrived at the last moment is still used. An interruption is returned in any
-            // case, because it is reported only once.
-            if let Err(error) = passed
-                && (streams.idle.is_empty() || error.kind() == ErrorKind::Interrupted)
-            {
-                if let Some(made) = request {
-                    streams.take_back(made);
-                }
-                return (streams, Err(self.named(error)));
-            }
-        }
-    }
-
-    /// Whether the idle `stream` leads to an address that calls are using, and the peer has one without streams.
-    fn has_unused_address(&self, streams: &StreamSet, stream: &Stream) -> bool {
-        let dialer = self.dialer.as_ref().filter(|_| streams.busy_at(stream.about.listened_at) > 0);
-        dialer.is_some_and(|dialer| dialer.addresses.unused(|ip| streams.count_at(ip)).is_some())
-    }
-
-    /// Returns the number of addresses over which this side opens streams.
-    pub(crate) fn addresses(&self) -> usize {
-        self.dialer.as_ref().map_or(1, |dialer| dialer.addresses.count())
-    }
-
-    fn dial(
-        self: &Arc<Self>,
-        (dialer, at): (&Dialer, Option<&FurtherAddress>),
-        deadline: Deadline,
-    ) -> Result<StreamLease> {
+        let (dialer, at) = match turn {
+            StreamGrant::Idle(stream) => return Ok(self.leased(stream, false)),
+            StreamGrant::Dial(dialer, at) => (dialer, at),
+        };
         let opened = self.open_call_stream(dialer, at, false, deadline).map(Arc::new);
-        let mut streams = self.streams.lock();
-        let ip = dialer.addresses.ip_of(at);
-        if let Some(opening) = streams.opening.iter().position(|opening| *opening == ip) {
-            streams.opening.swap_remove(opening);
-        }
-        if let Ok(stream) = &opened {
-            streams.note_address(stream);
-            streams.busy.push(stream.clone());
-        }
-        drop(streams);
-        let opened = opened.inspect_err(|_| self.changed.notify_all());
+        self.calls.opened(dialer.addresses.ip_of(at), opened.as_ref().ok());
         // A dial that fails means that the peer is gone (`a_peer_that_no_longer_listens_cannot_be_called`), unless this
         // side has no resources to dial (`test_calls_without_free_descriptors_fail_and_the_link_stands`).
         let gone = |error: Error| match error.kind() {
@@ -171,39 +78,105 @@ impl Link {
             _ => error,
         };
         let stream = opened.map_err(|error| self.break_reason_or(gone(error)))?;
-        let lease = StreamLease { link: self.clone(), stream, reusable: false };
+        let lease = self.leased(stream, false);
         self.check()?;
         Ok(lease)
     }
 
-    /// Adds a stream that the peer has opened for calls of this side.
-    pub(super) fn lend(&self, stream: &Arc<Stream>) {
-        let mut streams = self.streams.lock();
-        // Streams beyond the requested number are closed; peers of this version open none.
-        let welcome =
-            streams.fulfil_request() && self.alive() && streams.idle.len() + streams.busy.len() < MOST_CALLS;
-        if welcome {
-            streams.note_address(stream);
-            streams.put_idle(stream.clone());
-        }
-        drop(streams);
-        if !welcome {
-            stream.close();
-        }
-        self.changed.notify_all();
+    /// Opens another stream of this link with `dialer`, at a further address or at the main one. With `reverse` the peer will
+    /// send requests on it. Returns `Err` with `NotLinked` if another process answers at the address of the peer.
+    pub(super) fn open_call_stream(
+        &self,
+        dialer: &Dialer,
+        at: Option<&FurtherAddress>,
+        reverse: bool,
+        deadline: Deadline,
+    ) -> Result<Stream> {
+        let Some(at) = at else { return self.dial_call_stream(dialer, reverse, deadline) };
+        let (dialer, limit, hurried) = dialer.to(at, deadline);
+        self.dial_call_stream(&dialer, reverse, limit).inspect_err(|error| {
+            let blamed = match error.kind() {
+                ErrorKind::Interrupted => false,
+                ErrorKind::Timeout => !hurried,
+                _ => !error.is_shortage(),
+            };
+            if blamed && self.alive() {
+                at.note_failure(self.peer.cluster, error);
+            }
+        })
     }
 
-    /// Closes the streams that have been idle for long, except the few most recently used.
-    pub(super) fn trim(&self) {
-        let mut streams = self.streams.lock();
-        let spare = streams.idle.len().saturating_sub(IDLE_STREAMS);
-        // Streams without rings come first, those idle longest at the front. Calls take the last stream.
-        let old = streams.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
-        let old: Vec<_> = streams.idle.drain(..old).collect();
-        drop(streams);
-        for (stream, _) in old {
-            stream.close();
+    /// Opens a stream, with rings if possible.
+    fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
+        if matches!(dialer.address, Address::Tcp(_)) || self.ringed(reverse) >= RINGED {
+            return self.dial_with(dialer, (reverse, false), deadline);
         }
+        let failed = match OwnRings::create() {
+            Err(error) => error,
+            // The ring is closed if the stream cannot be opened, so another one may have its descriptor.
+            Ok(rings) => match self.dial_with(dialer, (reverse, true), deadline) {
+                Err(error) if error.is_shortage() => error,
+                Err(error) => {
+                    if error.kind() != ErrorKind::Interrupted {
+                        self.note_rings(Some(&error));
+                    }
+                    return Err(error);
+                }
+                Ok(stream) => match offer_rings(rings, &stream, deadline) {
+                    Ok(refused) => {
+                        // A refusal of more streams than may have rings is no failure.
+                        if stream.has_rings() || self.ringed(reverse) < RINGED {
+                            self.note_rings(refused.as_ref());
+                        }
+                        return Ok(stream);
+                    }
+                    // One side could not receive or map the ring of the other one, for example because it has no free
+                    // descriptor. So this stream is lost.
+                    Err(error) => error,
+                },
+            },
+        };
+        if !self.alive() || failed.kind() == ErrorKind::Interrupted {
+            return Err(failed);
+        }
+        self.note_rings(Some(&failed));
+        if failed.kind() == ErrorKind::Timeout {
+            return Err(failed);
+        }
+        self.dial_with(dialer, (reverse, false), deadline)
+    }
+
+    fn dial_with(
+        &self,
+        dialer: &Dialer,
+        (reverse, rings): (bool, bool),
+        deadline: Deadline,
+    ) -> Result<Stream> {
+        let dial = || {
+            let purpose = Purpose::Call { link: self.id, reverse, rings };
+            dialer.handshake(Some(self.peer.cluster), purpose, deadline)
+        };
+        // A listener that is full of unauthenticated connections drops the oldest one, which may be this one.
+        // So retry once.
+        let opened = match dial() {
+            Err(error) if error.kind() == ErrorKind::NotLinked && self.alive() => dial(),
+            opened => opened,
+        };
+        let (stream, welcome) = opened?;
+        if welcome.from.instance == self.peer.instance {
+            return Ok(stream);
+        }
+        let text = "another process answers at the address of the peer: it was restarted; link again";
+        Err(Error::new(ErrorKind::NotLinked, text))
+    }
+
+    /// Records that a stream got its rings, or why it did not.
+    fn note_rings(&self, refused: Option<&Error>) {
+        if let Some(error) = refused {
+            let cluster = self.peer.cluster;
+            tracing::debug!(target: "llm_datadist::links", "a call stream of cluster {cluster} uses its socket: {error}");
+        }
+        self.calls.note_rings(refused);
     }
 }
 
@@ -216,30 +189,62 @@ impl StreamLease {
 
 impl Drop for StreamLease {
     fn drop(&mut self) {
-        let mut streams = self.link.streams.lock();
-        streams.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
-        let kept = self.reusable && self.link.alive() && streams.idle.len() < KEPT_STREAMS;
-        if kept {
-            streams.put_idle(self.stream.clone());
-        }
-        let dubious = if self.reusable { Vec::new() } else { streams.leave_address(&self.stream) };
-        drop(streams);
-        if !kept {
-            self.stream.close();
-        }
-        for stream in dubious {
-            stream.close();
-        }
-        // Wake all threads: one that waits may be a call, or an unlink that waits for something else.
-        self.link.changed.notify_all();
+        self.link.calls.give_back(&self.stream, self.reusable);
     }
 }
 
-type Locked<'a> = MutexGuard<'a, StreamSet>;
+/// Offers the rings of the dialing side on `stream`, whose welcome has arrived. Afterwards the stream uses rings, unless the peer
+/// refuses them. Returns the peer's reason if it refuses, or `Err` if the stream is unusable.
+fn offer_rings(
+    (rings, descriptor): (OwnRings, OwnedFd),
+    stream: &Stream,
+    deadline: Deadline,
+) -> Result<Option<Error>> {
+    stream.send_with(&protocol::encode(&RingOffer)?, &[descriptor.as_fd()], deadline)?;
+    let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
+    stream.expect_descriptors(false);
+    match answer {
+        RingAnswer::Used => stream.use_rings(joined(rings, descriptors)?),
+        RingAnswer::Refused { reason } => return Ok(Some(Error::new(ErrorKind::System, reason))),
+    }
+    Ok(None)
+}
 
-/// What a waiting call receives: an idle stream, or the right to open one.
-enum StreamGrant<'a> {
-    Idle(Arc<Stream>),
-    /// At a further address of the peer, or at the main one.
-    Dial(&'a Dialer, Option<&'a FurtherAddress>),
+/// Answers the offer of a dialing side, whose rings are among `descriptors`. Afterwards the stream uses rings, unless this
+/// side has refused them. `link` has `ringed` streams with rings in the same direction.
+pub(super) fn take_rings(
+    link: &Link,
+    stream: &Stream,
+    descriptors: ReceivedDescriptors,
+    ringed: usize,
+) -> Result<()> {
+    let refuse = |reason: String| -> Result<()> {
+        stream.send_now(&protocol::encode(&RingAnswer::Refused { reason })?, &[])
+    };
+    if ringed >= RINGED {
+        let text = "the link already has the maximum number of call streams with rings in this direction";
+        return refuse(format!("{text}: {RINGED}"));
+    }
+    let made = || -> Result<_> {
+        let (rings, descriptor) = OwnRings::create()?;
+        Ok((joined(rings, descriptors)?, descriptor))
+    };
+    match made() {
+        Ok((rings, descriptor)) => {
+            stream.send_now(&protocol::encode(&RingAnswer::Used)?, &[descriptor.as_fd()])?;
+            stream.use_rings(rings);
+            link.note_rings(None);
+        }
+        Err(error) => {
+            refuse(error.to_string())?;
+            link.note_rings(Some(&error));
+        }
+    }
+    Ok(())
+}
+
+fn joined(rings: OwnRings, descriptors: ReceivedDescriptors) -> Result<SharedRings> {
+    let files = descriptors.memory_files();
+    let missing = || Error::new(ErrorKind::System, "the peer offered rings without their descriptor");
+    rings.join(files.first().ok_or_else(missing)?)
 }

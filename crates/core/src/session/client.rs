@@ -1,21 +1,21 @@
 //! Requests to a peer, and the descriptions of remote caches obtained this way.
 //!
 //! The owner describes a cache once, at its first use. The description is valid as long as the owner's
-//! generation of the cache is unchanged.
+//! generation of the cache is unchanged. A grant is a name of its cache; its description has the rows that it lends.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::call_streams::StreamLease;
-use super::grants::granted_rows;
 use super::known_cache::KnownCache;
 use super::link::Link;
 use super::message_io;
 use crate::budget::BudgetShare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
+use crate::grants::RowRanges;
 use crate::memory::TensorBytes;
-use crate::model::{AddressLocation, CacheId, Deadline, Name};
+use crate::model::{AddressLocation, CacheId, Deadline, GrantToken, Name};
 use crate::net::POLL_TIME;
 use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WirePulled};
 use crate::validate::RemoteCache;
@@ -31,8 +31,8 @@ impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner. Returns `Err(GrantEnded)` if the end of a grant is visible.
     pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
-        match self.record(&name) {
-            Some(known) if self.current(&known) => Ok(known),
+        match self.remote.record(&name) {
+            Some(known) if self.remote.current(&known) => Ok(known),
             known => {
                 known.map_or(Ok(()), |known| self.check_grant(&known))?;
                 self.describe(name, deadline)
@@ -42,7 +42,7 @@ impl Link {
 
     /// Asks the owner for the description of the cache with the name `name`, and stores it.
     pub(crate) fn describe(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
-        self.forget(&name);
+        self.remote.forget(&name);
         let (reply, share) = self.ask_for(&Request::Describe { name }, deadline)?;
         let Reply::Described(record) = reply else { return Err(self.unexpected(&reply)) };
         let before = share.used();
@@ -50,13 +50,8 @@ impl Link {
             share.charged(|| self.read_record(name, &record, &share)).map_err(|error| self.named(error))?;
         share.shrink_to(share.used() - before);
         let known = Arc::new(known);
-        self.remember(name, known.clone());
+        self.remote.remember(name, known.clone());
         Ok(known)
-    }
-
-    /// Stores the description of a remote cache if there is room.
-    pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
-        self.records.lock().remember(name, known, |known| self.grant_lasts(known));
     }
 
     /// Asks in which caches of the peer `addrs` lie, and returns one answer for each, with the memory that they take. Returns
@@ -80,16 +75,6 @@ impl Link {
     /// Tells the owner that a call has ended which has `pulled` a cache.
     pub(crate) fn finish(self: &Arc<Self>, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
         self.done(&Request::Finish { pulled, message: None }, deadline).map(|_| ())
-    }
-
-    /// Asks the peer for a reply, to check that it responds.
-    pub(crate) fn ping(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
-        self.done(&Request::Ping, deadline).map(|_| ())
-    }
-
-    /// Asks the peer to drop the link.
-    pub(crate) fn unlink(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
-        self.done(&Request::Unlink, deadline).map(|_| ())
     }
 
     /// Sends one request that has no other result than its byte count, and returns that count.
@@ -189,10 +174,11 @@ impl Link {
     ) -> Result<(Reply, Arc<BudgetShare>)> {
         let started = Instant::now();
         let reply = send().and_then(|()| self.receive_reply(lease, limit, deadline));
-        self.requests.count(started.elapsed(), reply.is_ok());
-        if let Ok((Reply::Ready { bytes } | Reply::Done { bytes }, _)) = reply {
-            self.requests.add_bytes(bytes);
-        }
+        let bytes = match &reply {
+            Ok((Reply::Ready { bytes } | Reply::Done { bytes }, _)) => *bytes,
+            _ => 0,
+        };
+        self.stats.count_request(started.elapsed(), reply.is_ok().then_some(bytes));
         reply
     }
 
@@ -232,7 +218,7 @@ impl Link {
         let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
         let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
         let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
-        let tensors = self.tensors(&record.location, record.num_tensors, bytes)?;
+        let tensors = self.remote.tensors(&record.location, record.num_tensors, bytes)?;
         let granted = match name {
             Name::Grant(grant) => Some((grant, granted_rows(&record.granted)?)),
             Name::Key(_) | Name::Row { .. } => None,
@@ -247,6 +233,45 @@ impl Link {
             share: share.clone(),
         })
     }
+
+    /// Checks that this peer gave the grant of a token. Returns `Err(InvalidArgument)` if another cluster gave it, and
+    /// `Err(GrantEnded)` if the peer was restarted since.
+    pub(crate) fn check_token(&self, token: &GrantToken) -> Result<()> {
+        if token.cluster != self.peer.cluster {
+            let text =
+                format!("the grant is from cluster {}, and the key names another cluster", token.cluster);
+            return Err(self.named(Error::new(ErrorKind::InvalidArgument, text)));
+        }
+        if token.incarnation != self.peer.instance {
+            let text = "the owner of the grant was restarted, which ended all its grants";
+            return Err(self.named(Error::new(ErrorKind::GrantEnded, text)));
+        }
+        Ok(())
+    }
+
+    /// Tells the owner of a grant that this side is done with it.
+    pub(crate) fn release_grant(self: &Arc<Self>, token: &GrantToken, deadline: Deadline) -> Result<()> {
+        self.check_token(token)?;
+        // Whether or not it succeeds, this side probably does not pull under the grant any more.
+        self.remote.forget(&Name::Grant(token.grant));
+        self.finish(Some(WirePulled::of_grant(token.grant)), deadline)
+    }
+
+    /// Checks that the grant under which a cache was described has not ended, as far as this process sees.
+    pub(crate) fn check_grant(&self, known: &KnownCache) -> Result<()> {
+        let Some((grant, _)) = known.granted.as_ref().filter(|_| !self.remote.grant_lasts(known)) else {
+            return Ok(());
+        };
+        self.remote.forget(&Name::Grant(*grant));
+        Err(self.named(Error::new(ErrorKind::GrantEnded, "the grant has ended")))
+    }
+}
+
+/// Returns the rows that a grant lends, as its owner described them.
+fn granted_rows(ranges: &[(u64, u64)]) -> Result<RowRanges> {
+    let ranges = fallible::collect(RowRanges::LIST, ranges.iter().map(|&(first, end)| first..end))?;
+    let text = "the peer sent the rows of a grant in a form that this version does not know";
+    RowRanges::from_ranges(ranges).ok_or_else(|| Error::new(ErrorKind::System, text))
 }
 
 /// Returns `request` with the time that its caller waits, as it is sent now.

@@ -151,7 +151,7 @@ impl Watch {
         }
         if let Some(Watched { link, .. }) = self.links.remove(&number) {
             self.numbers.remove(&link.key());
-            control.poller.remove(&*link.control);
+            control.poller.remove(link.control.stream());
             membership::link_died(
                 shared,
                 &link,
@@ -171,7 +171,7 @@ impl Watch {
                 continue;
             }
             let number = control.number();
-            match control.poller.add("its control stream", &*link.control, number, Watching::Always) {
+            match control.poller.add("its control stream", link.control.stream(), number, Watching::Always) {
                 Ok(()) => {
                     self.numbers.insert(link.key(), number);
                     self.links.insert(number, Watched { link, inbox: Inbox::default() });
@@ -184,7 +184,7 @@ impl Watch {
         }
         for number in before.into_values() {
             if let Some(gone) = self.links.remove(&number) {
-                control.poller.remove(&*gone.link.control);
+                control.poller.remove(gone.link.control.stream());
                 shared.server.release(gone.link);
             }
         }
@@ -205,7 +205,7 @@ impl Watch {
         if !link.alive() {
             self.links.remove(&number);
             self.numbers.remove(&link.key());
-            control.poller.remove(&*link.control);
+            control.poller.remove(link.control.stream());
             shared.server.release(link);
         }
     }
@@ -259,19 +259,19 @@ impl Watched {
         let link = &self.link;
         let gone = || Error::new(ErrorKind::NotLinked, HUNG_UP);
         // Only one message at a time, so that a peer that sends many does not delay the others.
-        let arrived = self.inbox.take(&link.control, HANDSHAKE_LIMIT, false);
+        let arrived = self.inbox.take(link.control.stream(), HANDSHAKE_LIMIT, false);
         let arrived = arrived.map_err(|error| if error.is_hang_up() { gone() } else { error })?;
         let (kind, body) = match arrived {
             Arrival::Frame((kind, body, _)) => (kind, body),
             Arrival::Partial => return Ok(None),
             Arrival::Ended => return Err(gone()),
         };
-        link.record_sign_of_life();
+        link.control.note_sign_of_life();
         match protocol::open(kind, &body)? {
             ControlMessage::Ping => link.send_control(&ControlMessage::Pong)?,
-            ControlMessage::Pong => link.answered(),
+            ControlMessage::Pong => link.control.note_pong(),
             ControlMessage::Dial => {
-                if link.dialer.is_some() && link.may_open() {
+                if link.calls.dialer().is_some() && link.served.may_open() {
                     shared.server.dial(link);
                 }
             }
@@ -286,11 +286,11 @@ impl Watched {
 /// and closes streams that were idle for long.
 fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
     let config = &shared.resources.config.links;
-    link.trim();
-    link.shared_writes.trim();
-    let silent = link.silent();
+    link.calls.trim();
+    link.served.writes.trim();
+    let silent = link.control.silent();
     // A message may have arrived that is not read yet.
-    if silent >= config.silence && !link.control.readable_within(Duration::ZERO) {
+    if silent >= config.silence && !link.control.stream().readable_within(Duration::ZERO) {
         let text = format!(
             "no message from the peer for {} ms (llm.LinkSilence): its process is stopped, or the network is interrupted",
             silent.as_millis()

@@ -14,9 +14,11 @@ use super::message_io;
 use super::peer_addresses::PeerAddresses;
 use super::peer_memory::{self, PeerMemory};
 use super::registry::{DialStart, RIVAL_LINK, replaced_because};
+use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::{Mode, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fabric::EngineFabric;
 use crate::fallible;
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
@@ -25,6 +27,9 @@ use crate::protocol::{
     BoundedBytes, Comm, Confirm, EnteredLink, FabricOffer, LinkAnswer, METADATA_LIMIT, Party, Purpose,
     Welcome,
 };
+
+/// Why nothing is read in place over a link without [`PeerMemory`].
+const NOTHING_SHARED: &str = "the link uses TCP, or the peer is on another host: no memory is shared";
 
 /// What is asked of the dialing side.
 pub(super) struct LinkRequest<'a> {
@@ -171,18 +176,51 @@ impl Shared {
         }
         let EnteredLink { metadata, fabric, addresses } =
             confirm(&stream, request, self.fabric_offer(&stream), deadline)?;
-        let fabric = self.take_fabric(&stream, fabric.as_ref())?;
+        let memory = self.readable_memory(&stream, memory, fabric.as_ref())?;
         dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster, instance, address, metadata: Arc::new(metadata.0) };
-        let pushes = self.pushes.to((cluster, instance));
-        let bounds = (self.server.budget(), self.resources.config.links.silence, pushes);
-        let link = Link::new(id, kind, peer, (memory, fabric), Arc::new(stream), Some(dialer), bounds);
+        let remote = RemoteView::new(memory, self.pushes.to((cluster, instance)));
+        let bounds = (self.server.budget(), self.resources.config.links.silence);
+        let link = Link::new(id, kind, peer, remote, Arc::new(stream), Some(dialer), bounds);
         (request.commit)()?;
         self.enroll(&link)?;
         // Not earlier: the accepting side of this engine must see the dial or the link.
         drop(dials);
         Ok(link)
+    }
+
+    /// Returns what the peer on `stream` may read by UCX. `None` if the stream carries descriptors, because the peer
+    /// then maps the memory.
+    pub(super) fn fabric_offer(&self, stream: &Stream) -> Option<FabricOffer> {
+        let fabric = self.resources.fabric.as_ref().ok().filter(|_| !stream.about.carries_descriptors);
+        fabric.map(EngineFabric::offer)
+    }
+
+    /// Returns what this side can read of the peer on `stream`: the `memory` that was exchanged, or what the peer offers by UCX.
+    /// Returns `Err(LinkFailed)` with the reason if UCX is not used although the configuration names it.
+    pub(super) fn readable_memory(
+        &self,
+        stream: &Stream,
+        memory: Option<PeerMemory>,
+        offer: Option<&FabricOffer>,
+    ) -> Result<ReadableMemory> {
+        if let Some(memory) = memory {
+            return Ok(ReadableMemory::Local(memory));
+        }
+        let reason = match (&self.resources.fabric, offer) {
+            (Err(reason), _) => format!("{NOTHING_SHARED}, and this side does not use UCX: {reason}"),
+            (Ok(_), None) => "the peer does not use UCX".into(),
+            (Ok(fabric), Some(offer)) => match fabric.take(offer) {
+                Ok(fabric) => return Ok(ReadableMemory::Fabric(fabric)),
+                Err(error) => error.to_string(),
+            },
+        };
+        if self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required) {
+            let text = format!("llm.TransferBackend=ucx, but {reason}");
+            return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer));
+        }
+        Ok(ReadableMemory::None(reason))
     }
 
     /// Logs, once, that other processes may now read this one.
@@ -204,8 +242,8 @@ impl Shared {
         for (stale, alive) in self.registry.enroll(link, self.silence_limit())? {
             let again = stale.peer.instance == *instance;
             let why = replaced_because(link, &stale);
-            if alive && !again && !stale.control.abandoned() {
-                let (before, silent) = (&stale.peer.address, stale.silent().as_millis());
+            if alive && !again && !stale.control.stream().abandoned() {
+                let (before, silent) = (&stale.peer.address, stale.control.silent().as_millis());
                 tracing::warn!(
                     target: "llm_datadist::links",
                     "another process took the place of cluster {cluster}: {} instead of {before}, which was silent for \
@@ -217,7 +255,8 @@ impl Shared {
             }
             stale.break_off(why);
         }
-        tracing::info!(target: "llm_datadist::links", "{}", link.report());
+        let (address, transport) = (&link.peer.address, link.control.stream().about.transport);
+        tracing::info!(target: "llm_datadist::links", "linked with cluster {cluster} at {address} over {transport}: {}", link.remote.report());
         Ok(())
     }
 
@@ -262,28 +301,4 @@ fn confirm(
         return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
     }
     answer.entered()
-}
-
-impl Link {
-    /// Returns the log line that describes the link.
-    fn report(&self) -> String {
-        let transport = self.control.about.transport;
-        let way = match self.peer_memory() {
-            Some(memory) => {
-                let pools = match memory.unmapped() {
-                    Some(why) => &format!("pools by sockets ({why}), "),
-                    None if memory.pooled() => "pools mapped, ",
-                    None => "",
-                };
-                let why = memory.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
-                format!("{transport}: {pools}registered memory by {why}")
-            }
-            None => match self.fabric() {
-                Ok(_) => format!("{transport}: pools by UCX, registered memory by sockets"),
-                Err(_) => format!("{transport}: sockets"),
-            },
-        };
-        let Peer { cluster, address, .. } = &self.peer;
-        format!("linked with cluster {cluster} at {address} over {way}")
-    }
 }

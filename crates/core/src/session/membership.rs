@@ -65,7 +65,7 @@ pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     for member in &comm.members {
         for link in shared.registry.links_to(member.cluster) {
             if link.kind == Kind::Communicator(id) {
-                link.begin_unlink();
+                link.calls.begin_unlink();
                 shared.registry.drop_link(&link, UNLINKED_HERE);
             }
         }

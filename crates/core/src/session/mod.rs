@@ -13,18 +13,18 @@ mod accept;
 mod answered_writes;
 mod answers;
 mod asked_blocks;
-mod call_rings;
+mod call_pool;
 mod call_slots;
 mod call_streams;
 mod client;
 mod communicator;
+mod control_channel;
 mod control_poller;
 mod control_thread;
 mod dial;
 mod dials;
 mod ensure;
 mod establish;
-mod grants;
 mod handshake;
 mod known_cache;
 mod limits;
@@ -40,14 +40,14 @@ mod peer_snapshot;
 mod pending;
 mod poller;
 mod pushes_in_flight;
-mod read_access;
 mod refusals;
 mod registry;
+mod remote_view;
 mod request_context;
+mod served;
 mod server;
 mod shared;
 mod shared_writes;
-mod stream_set;
 mod threads;
 
 pub use communicator::CommStatus;
@@ -74,7 +74,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::events::PeerInfo;
 use crate::model::{ClusterId, Deadline};
 use crate::net::Address;
-use crate::protocol::Comm;
+use crate::protocol::{Comm, Request};
 use crate::resources::Resources;
 use crate::stats::LinkState;
 use crate::validate::{self, rank_table::RankMember};
@@ -167,9 +167,10 @@ impl Links {
             if let Kind::Communicator(_) = link.kind {
                 continue;
             }
-            link.begin_unlink();
+            link.calls.begin_unlink();
             if !force {
-                let done = link.drain(deadline).and_then(|()| link.unlink(deadline));
+                let drained = link.calls.drain(|| link.alive(), deadline).map_err(|error| link.named(error));
+                let done = drained.and_then(|()| link.done(&Request::Unlink, deadline).map(drop));
                 result = result.and(done.or_else(|error| unlinked(&link, error, deadline)));
             }
             self.shared.registry.drop_link(&link, link::UNLINKED_HERE);

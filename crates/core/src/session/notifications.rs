@@ -32,7 +32,16 @@ pub(crate) struct ReservedNotification {
 impl ReservedNotification {
     /// Waits until the peer has confirmed all notifications that were accepted before.
     pub(crate) fn await_turn(&self, deadline: Deadline) -> Result<()> {
-        self.link.await_acknowledged(deadline)
+        let link = &self.link;
+        let mut sent = link.notifications.sent.lock();
+        let last = sent.accepted;
+        while sent.awaits(last) {
+            link.check()?;
+            drop(link.notifications.confirmed.wait_timeout(sent, deadline.nap()));
+            deadline.waiting("waiting for earlier notifications").map_err(|error| link.named(error))?;
+            sent = link.notifications.sent.lock();
+        }
+        Ok(())
     }
 
     /// Tells the peer that the call has ended, which has `pulled` a cache, and delivers the notification then.
@@ -159,19 +168,6 @@ impl Link {
         false
     }
 
-    /// Waits until the peer has confirmed all notifications that were accepted so far.
-    fn await_acknowledged(&self, deadline: Deadline) -> Result<()> {
-        let mut sent = self.notifications.sent.lock();
-        let last = sent.accepted;
-        while sent.awaits(last) {
-            self.check()?;
-            drop(self.notifications.confirmed.wait_timeout(sent, deadline.nap()));
-            deadline.waiting("waiting for earlier notifications").map_err(|error| self.named(error))?;
-            sent = self.notifications.sent.lock();
-        }
-        Ok(())
-    }
-
     /// Queues notifications of the peer, all or none, after `first` has succeeded.
     pub(super) fn receive_notifications(
         self: &Arc<Self>,
@@ -193,7 +189,7 @@ impl Link {
         }
         let weak: Weak<Self> = Arc::downgrade(self);
         let source: Weak<dyn NotificationSource> = weak;
-        let cluster = self.cluster();
+        let cluster = self.peer.cluster;
         let new = messages.into_iter().map(|BoundedBytes(message)| {
             let share = self.budget.notification(message.len() as u64 + NOTIFICATION_BYTES)?;
             Ok(Notification::new(cluster, message, source.clone(), share))

@@ -27,9 +27,6 @@ const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
 /// Why one side cannot read memory whose location the owner does not send.
 const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces to list";
-/// Why nothing is read in place over a link without [`PeerMemory`].
-pub(super) const NOTHING_SHARED: &str =
-    "the link uses TCP, or the peer is on another host: no memory is shared";
 
 /// The offered memory of a peer that this process can read, and what the peer can read of this process. The owner sends the rest;
 /// the link is made anyway.
@@ -101,22 +98,17 @@ impl PeerMemory {
     }
 
     /// Returns the generations of the peer's table, or `None` if they could not be mapped.
-    pub(crate) fn generations(&self) -> Option<&PeerGenerations> {
+    pub(super) fn generations(&self) -> Option<&PeerGenerations> {
         self.generations.as_ref()
     }
 
     /// Returns why the peer's pools are not read in place although it offered them.
-    pub(crate) fn unmapped(&self) -> Option<&str> {
+    pub(super) fn unmapped(&self) -> Option<&str> {
         self.pools.as_ref().err().map(String::as_str)
     }
 
-    /// Whether a pool of the peer can be read in place.
-    pub(crate) fn pooled(&self) -> bool {
-        self.pools.iter().flatten().any(Option::is_some)
-    }
-
-    /// Returns how the peer's pools are read, for `stats()`: `mapped`, `stream` or `none`.
-    pub(crate) fn pools(&self) -> &'static str {
+    /// Returns how the peer's pools are read: `mapped`, `stream` or `none`.
+    pub(super) fn pools(&self) -> &'static str {
         match &self.pools {
             Err(_) => "stream",
             Ok([None, None]) => "none",
@@ -124,13 +116,8 @@ impl PeerMemory {
         }
     }
 
-    /// Returns why memory of the peer is not read in place, for `stats()`.
-    pub(crate) fn refused(&self) -> Option<&str> {
-        self.unmapped().or(self.refusal())
-    }
-
     /// Returns why the peer's registered memory cannot be read by process id, if it cannot.
-    pub(crate) fn refusal(&self) -> Option<&str> {
+    pub(super) fn refusal(&self) -> Option<&str> {
         self.process.as_ref().err().map(String::as_str)
     }
 

@@ -14,16 +14,15 @@
 //! a cache without freeing it, peers that pull it may get a mix of old and new bytes (docs/links.md).
 
 use super::known_cache::KnownCache;
-use super::link::Link;
+use super::remote_view::RemoteView;
 use crate::copy::{DataPath, PathKind, PeerTensors};
-use crate::protocol::EntryVersion;
 
 /// Why a pull does not read a cache in place while this process pushes to it.
 pub(crate) const BEING_PUSHED: &str = "this process pushes to the same cache";
 
 /// A read in progress of the memory of one remote cache.
 pub(crate) struct PeerSnapshot<'a> {
-    link: &'a Link,
+    remote: &'a RemoteView,
     known: &'a KnownCache,
     memory: &'a PeerTensors,
     /// The pushes of this process that had begun before.
@@ -43,12 +42,12 @@ pub(crate) enum Validity {
 impl<'a> PeerSnapshot<'a> {
     /// Begins a read. Returns the reason if this process cannot read the memory, or is pushing to the cache.
     pub(crate) fn begin(
-        link: &'a Link,
+        remote: &'a RemoteView,
         known: &'a KnownCache,
     ) -> std::result::Result<PeerSnapshot<'a>, &'a str> {
         let memory = known.tensors.as_ref().map_err(|reason| &**reason)?;
-        let pushes = link.pushes.none_now(known.cache).ok_or(BEING_PUSHED)?;
-        Ok(PeerSnapshot { link, known, memory, pushes })
+        let pushes = remote.pushes().none_now(known.cache).ok_or(BEING_PUSHED)?;
+        Ok(PeerSnapshot { remote, known, memory, pushes })
     }
 
     /// Returns the memory to read.
@@ -63,25 +62,15 @@ impl<'a> PeerSnapshot<'a> {
 
     /// Decides about everything that was read since [`begin`](Self::begin).
     pub(crate) fn validate(&self) -> Validity {
-        if !self.link.pushes.none_since(self.known.cache, self.pushes) {
+        if !self.remote.pushes().none_since(self.known.cache, self.pushes) {
             Validity::Pushed
         } else if !self.kind().sees_generations() {
             // Generations are not visible here, so the owner must be asked.
             Validity::Changed
-        } else if self.link.current(self.known) {
+        } else if self.remote.current(self.known) {
             Validity::Valid
         } else {
             Validity::Changed
         }
-    }
-}
-
-impl Link {
-    /// Whether the cache is unchanged since its owner described it, and the grant by which it was described lasts, as far as
-    /// this process can see. Without a mapping of the owner's generations this is always true; then the owner compares.
-    pub(super) fn current(&self, known: &KnownCache) -> bool {
-        let EntryVersion { index, generation } = known.at;
-        let generations = self.peer_memory().and_then(|memory| memory.generations());
-        generations.is_none_or(|generations| generations.still(index, generation)) && self.grant_lasts(known)
     }
 }

@@ -249,7 +249,7 @@ impl Registry {
         link.break_off(why);
         let removed = self.remove(link, why);
         // A link that this side is unlinking ends as expected, whichever side closes it first.
-        if removed && !link.unlinks() {
+        if removed && !link.calls.unlinks() {
             // The first recorded reason is the one that counts.
             let why = link.break_reason().map_or(why, |(_, why)| why);
             tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer.cluster);
@@ -511,7 +511,7 @@ fn usable(all: &[Arc<Link>], silence_limit: Duration) -> Option<&Arc<Link>> {
     if let [only] = all {
         return only.alive().then_some(only);
     }
-    let responsive = |link: &&Arc<Link>| link.alive() && link.silent() < silence_limit;
+    let responsive = |link: &&Arc<Link>| link.alive() && link.control.silent() < silence_limit;
     let Some(oldest) = all.iter().find(responsive) else { return all.iter().rev().find(|link| link.alive()) };
     // Among several communicators with one process, the latest is used (contract §6.5).
     let same_process = |link: &&Arc<Link>| responsive(link) && link.peer.instance == oldest.peer.instance;
@@ -552,7 +552,7 @@ fn taken(((cluster, instance), kind): (EngineId, Kind), rival: &Link) -> Error {
     // A link on demand may succeed later: the rival may be a process that has just ended.
     let kind = if kind == Kind::Ensured { ErrorKind::AlreadyLinked } else { ErrorKind::LinkFailed };
     let error = Error::new(kind, text).with(RIVAL_LINK, &rival.peer.address);
-    error.with("heard_ms_ago", rival.silent().as_millis())
+    error.with("heard_ms_ago", rival.control.silent().as_millis())
 }
 
 fn unknown_comm(id: u64) -> Error {

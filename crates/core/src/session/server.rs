@@ -153,14 +153,16 @@ impl Server {
     /// [`watch`](Self::watch) must follow.
     pub(super) fn admit(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<(), Refusal> {
         let full = |error| Refusal::new(Reason::Full, error);
-        if self.state.lock().calls.len() >= self.limits.calls && link.serves() >= Connections::OF_EACH {
+        if self.state.lock().calls.len() >= self.limits.calls
+            && link.served.count(|_| true) >= Connections::OF_EACH
+        {
             let error = Error::new(
                 ErrorKind::NotLinked,
                 "there are too many call streams; a higher limit of open files (ulimit -n) makes room for more",
             );
             return Err(full(error.with("limit", self.limits.calls)));
         }
-        link.serve_on(stream).map_err(full)
+        link.served.add(stream, || link.alive()).map_err(|error| full(link.named(error)))
     }
 
     /// Answers the requests on `stream`, which `link` knows, until the stream ends.
@@ -177,7 +179,7 @@ impl Server {
         watched.and_then(|()| self.keep_one()).inspect_err(|_| {
             self.state.lock().calls.remove(&number);
             self.poller.remove(&**stream);
-            link.stop_serving(stream);
+            link.served.remove(stream);
         })
     }
 
@@ -344,7 +346,7 @@ impl Server {
     fn answer(self: &Arc<Self>, number: u64) -> bool {
         let mut state = self.state.lock();
         let Some(call) = state.calls.get(&number).cloned() else { return false };
-        let (link, extra) = (call.link.key(), call.link.shared_writes.any());
+        let (link, extra) = (call.link.key(), call.link.served.writes.any());
         if let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call), extra) {
             drop(state);
             self.take_turns(turn, slot);
@@ -398,7 +400,7 @@ impl Server {
         self.poller.remove(&**stream);
         self.state.lock().calls.remove(&number);
         stream.close();
-        link.stop_serving(stream);
+        link.served.remove(stream);
     }
 
     /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it. `replied` is when this
@@ -423,10 +425,11 @@ impl Server {
     }
 
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {
-        let opening = OnDrop(|| link.opened());
-        let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return };
+        let opening = OnDrop(|| link.served.opened());
+        let Some(dialer) = link.calls.dialer().filter(|_| link.alive()) else { return };
         let deadline = Deadline::after(HANDSHAKE_TIME).named("the handshake limit");
-        let at = dialer.addresses.choose(|ip| link.serves_at(ip));
+        let at =
+            dialer.addresses.choose(|ip| link.served.count(|stream| stream.about.listened_at == Some(ip)));
         let mut opened = link.open_call_stream(dialer, at, true, deadline);
         if at.is_some() && opened.is_err() {
             opened = link.open_call_stream(dialer, None, true, deadline);

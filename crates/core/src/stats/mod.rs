@@ -4,12 +4,12 @@
 //! counted here; it is read from its owner when a [`Snapshot`] is made.
 
 mod counters;
-mod paths;
+mod link;
 
 #[cfg(feature = "testing")]
 pub use counters::BUCKETS;
 pub use counters::{Counters, OpState};
-pub use paths::{PathCounters, PathState};
+pub use link::{LinkStats, PathState};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -97,10 +97,7 @@ impl Call {
         let started = Instant::now();
         let _outgoing = self.resources.outgoing_calls.begin();
         let result = self.link.begin().and_then(|_active| call());
-        self.link.transfers.count_each(count, started.elapsed(), result.is_ok());
-        if let Ok(bytes) = result {
-            self.link.transfers.add_bytes(bytes);
-        }
+        self.link.stats.count_transfers(count, started.elapsed(), result.as_ref().ok().copied());
         result
     }
 
@@ -196,20 +193,20 @@ impl Call {
     /// Whether a failure of UCX fails the call: the configuration requires it, and this link uses it.
     pub(super) fn only_fabric(&self) -> bool {
         let required = self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required);
-        required && self.link.fabric().is_ok()
+        required && self.link.remote.uses_fabric()
     }
 
     /// Records why the owner sends the bytes of this transfer. Logs the reason when it differs from the previous one.
     pub(super) fn owner_sends(&self, reason: &str) {
-        if self.link.paths.owner_sends(reason) {
-            let cluster = self.link.cluster();
+        if self.link.stats.owner_sends(reason) {
+            let cluster = self.link.peer.cluster;
             tracing::info!(target: "llm_datadist::links", "the owner sends the bytes of transfers with cluster {cluster}: {reason}");
         }
     }
 
     /// Counts a plan whose bytes took `path`. `staged` is whether they passed host buffers at this end.
     pub(super) fn count(&self, path: PathKind, bytes: u64, staged: bool) {
-        self.link.paths.count(path, bytes, staged);
+        self.link.stats.count_path(path, bytes, staged);
     }
 
     /// Counts a plan whose bytes went through streams on `path`.

@@ -245,7 +245,7 @@ fn joined(layers: &[Vec<Part>], most_bytes: u64) -> Option<(u32, Part)> {
 fn ask(link: &Arc<Link>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
     let known = link.describe(name, deadline)?;
     if known.remote.row == 0 {
-        link.remember(by_id(known.cache), known.clone());
+        link.remote.remember(by_id(known.cache), known.clone());
     }
     Ok(known)
 }

@@ -18,7 +18,7 @@ pub(crate) fn notify(
     if link.accept_notification(message)? {
         let refused = Arc::default();
         let job = NotifyJob { link: link.clone(), limit, refused: Arc::clone(&refused) };
-        lanes.carry(LaneKey::Notifications(link.cluster()), Arc::new(job));
+        lanes.carry(LaneKey::Notifications(link.peer.cluster), Arc::new(job));
         // A refusal comes before `carry` returns, unless the engine closes.
         if let Some(error) = OnceLock::<Error>::get(&refused) {
             return Err(error.clone());

@@ -39,7 +39,7 @@ impl Call {
             Ok(moved)
         });
         if pulled.as_ref().is_err_and(|error| error.kind() == ErrorKind::GrantEnded) {
-            self.link.forget(&self.remote_name());
+            self.link.remote.forget(&self.remote_name());
         }
         let bytes = pulled?;
         if let Some(grant) = self.grant.filter(|grant| grant.done) {
@@ -66,7 +66,7 @@ impl Call {
         // These names are used once.
         let name = self.remote_name();
         if pulled.is_some() && matches!(name, Name::Key(CacheKey::Request { .. }) | Name::Grant(_)) {
-            self.link.forget(&name);
+            self.link.remote.forget(&name);
         }
         finished.map_err(|error| match copied {
             Some((plan, progress)) => self.with_arrived(error, plan, progress),
@@ -131,7 +131,7 @@ impl Call {
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Moved> {
-        let snapshot = match PeerSnapshot::begin(&self.link, known) {
+        let snapshot = match PeerSnapshot::begin(&self.link.remote, known) {
             Ok(snapshot) => snapshot,
             Err(reason) => {
                 self.owner_sends(reason);

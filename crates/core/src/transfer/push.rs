@@ -81,7 +81,7 @@ impl Call {
         total: u64,
         _pinned: &KeptAlive,
     ) -> Result<Moved> {
-        let writing = self.link.pushes.begin(known.cache);
+        let writing = self.link.remote.pushes().begin(known.cache);
         self.resources.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan, total);
@@ -113,7 +113,7 @@ impl Call {
     /// Moves the bytes of one plan of a push of `total` bytes by the available path.
     fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>, total: u64) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
-        match self.link.path_of_peer(&memory_location) {
+        match self.link.remote.path_of_peer(&memory_location) {
             Ok(path) => {
                 // Pushes of other sizes are read by the peer, whatever moves this one.
                 self.resources.described_to_peer(&self.local, &memory_location);

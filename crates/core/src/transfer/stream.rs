@@ -89,7 +89,7 @@ impl Streams {
         if self.plan.num_entries() > MAX_ENTRIES_OF_PARTS {
             return 1;
         }
-        let most = self.call.resources.config.links.most_streams(self.call.link.addresses());
+        let most = self.call.resources.config.links.most_streams(self.call.link.calls.addresses());
         usize::try_from(self.plan.bytes() / PART).unwrap_or(usize::MAX).clamp(1, most)
     }
 
@@ -197,7 +197,7 @@ impl Streams {
     pub(super) fn send(self, first: Option<StreamLease>) -> Result<(Moved, PathKind)> {
         let mut leases = self.leases(first)?;
         let path = path(&leases);
-        let shared = (leases.len() > 1).then(|| self.call.link.next_write());
+        let shared = (leases.len() > 1).then(|| self.call.link.calls.next_write());
         if shared.is_some() {
             let each = self.plan.bytes().div_ceil(leases.len() as u64);
             let request = self.write(0..each, false, shared)?;
