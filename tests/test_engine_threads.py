@@ -1,10 +1,11 @@
-"""Threads of an engine in another process: their number and names, and that they sleep while the engine is idle.
+"""Threads of an engine in another process: their number, names and CPUs, and that they sleep while the engine is idle.
 
 Not for: calls from many threads of a program (`test_threads.py`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from hostile import budgets
 from hostile import messages as m
 from hostile.client import Listener, Peer, Tender, ask
 from hostile.trial import TOKEN, VICTIM, cpu_ticks, switches, thread_names
+from memory import run_fresh
 from peers import OK, Ends, by_blocks, eventually, options
 from peers import Peer as Process
 
@@ -104,6 +106,52 @@ def test_threads_have_the_names_of_roles_and_rest_while_an_engine_is_idle() -> N
         assert cpu_ticks(pid) - ticks <= seconds, "ticks of 10 ms"
         # Each side of a link pings once a second, which takes a few context switches. Polling every 100 ms takes more.
         assert switches(pid) - woken <= seconds * 2 * 12
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the threads of this process may use only one CPU")
+@pytest.mark.parametrize("opened", ["on one CPU", "on all CPUs"])
+def test_threads_use_the_cpus_of_the_thread_that_opened_the_engine(opened: str) -> None:
+    """The caller may use more CPUs, or fewer, when its calls start the threads."""
+    run_fresh(
+        """
+        import os, time
+        from contextlib import suppress
+        from pathlib import Path
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
+
+        every = os.sched_getaffinity(0)
+        one = {max(every)}
+        assert every != one
+        expected, later = (one, every) if os.environ["OPENED"] == "on one CPU" else (every, one)
+        os.sched_setaffinity(0, expected)
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        pool = '{"memory_size": 33554432}'
+        dist.init({"llm.EnableCacheManager": "1", "llm.CopyWorkers": "4", "llm.MemPoolConfig": pool})
+        os.sched_setaffinity(0, later)
+        manager = dist.cache_manager
+        cache = manager.allocate_blocks_cache(CacheDesc(1, [64, 256 << 10], DataType.DT_INT8))
+        blocks = {row: [32 + row] for row in range(32)}
+        manager.copy_blocks(cache, blocks)
+        manager.copy_blocks_async(cache, blocks).result()
+
+        def used():
+            found = []
+            for task in Path("/proc/self/task").iterdir():
+                with suppress(OSError):  # it has ended meanwhile
+                    name = (task / "comm").read_text().strip()
+                    found.append((name, sorted(os.sched_getaffinity(int(task.name)))))
+            return sorted(entry for entry in found if entry[0] in ("llm-copy", "llm-lane"))
+
+        # A thread takes its name, and then its CPUs, some time after the call that starts it.
+        until = time.monotonic() + 60
+        while used() != [(name, sorted(expected)) for name in ("llm-copy",) * 3 + ("llm-lane",)]:
+            assert time.monotonic() < until, (expected, later, used())
+            time.sleep(0.01)
+        assert os.sched_getaffinity(0) == later
+        dist.finalize()
+        """,
+        OPENED=opened,
+    )
 
 
 def test_the_list_of_roles_is_complete() -> None:

@@ -7,7 +7,7 @@
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
 //!  parts        cache   grants   pool   device   memory   net   protocol   token_file
 //!  decisions    validate   plan              pure: no memory access, no I/O, no clock
-//!  vocabulary   config   model   status   error   fallible   sync
+//!  vocabulary   config   model   status   error   fallible   sync   threads
 //! ```
 //!
 //! A module uses only modules of its own row or of rows below. `docs/architecture.md` has the exact table, which
@@ -164,6 +164,7 @@ mod status;
 mod sync;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod threads;
 mod token_file;
 mod transfer;
 mod validate;

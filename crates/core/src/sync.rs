@@ -1,25 +1,25 @@
-//! The locks of the engine, the sleeping threads of a pool, polling before a sleep, and a guard for the end of a scope. The locks differ from those of the standard library in one
-//! point: a panic does not poison them.
+//! The locks of the engine, polling before a sleep, and a guard for the end of a scope. The locks differ from those of the
+//! standard library in one point: a panic does not poison them.
 //!
 //! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
 //! is consistent.
 //!
 //! With `--cfg loom` they are loom's, for the models in `tests/loom_pins.rs`, `tests/loom_task.rs` and
-//! `copy/workers/loom_tests.rs`. Locks in statics are taken from `std` directly, because loom has none.
+//! `copy/unit_job/loom_tests.rs`. Locks in statics are taken from `std` directly, because loom has none.
 
 #[cfg(loom)]
 use loom::sync as imp;
 #[cfg(not(loom))]
 use std::sync as imp;
 
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 #[cfg(loom)]
-pub(crate) use loom::thread::Builder;
+pub(crate) use loom::thread::{Builder, ThreadId, current};
 #[cfg(not(loom))]
-pub(crate) use std::thread::Builder;
+pub(crate) use std::thread::{Builder, ThreadId, current};
 
 pub(crate) use imp::MutexGuard;
 pub(crate) use imp::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -86,78 +86,6 @@ impl Condvar {
 
     fn is_awaited(&self) -> bool {
         self.waiting.load(Ordering::SeqCst) > 0
-    }
-}
-
-/// The sleeping threads of a pool, in the order in which they fell asleep. The pool keeps it under its lock.
-///
-/// Each thread sleeps until it is woken or until its own time is over, whatever the other threads do. The thread that fell
-/// asleep last is woken first, so that threads that are not needed stay asleep until their time is over.
-#[derive(Debug, Default)]
-pub(crate) struct Sleepers(Vec<Arc<Sleeper>>);
-
-/// What wakes one thread of a pool. The thread creates it once.
-#[derive(Debug, Default)]
-pub(crate) struct Sleeper(Condvar);
-
-impl Sleepers {
-    /// Takes the thread that fell asleep last. The caller wakes it, with or without the lock.
-    pub(crate) fn pop(&mut self) -> Option<Arc<Sleeper>> {
-        self.0.pop()
-    }
-
-    /// Wakes all threads, and takes them.
-    pub(crate) fn wake_all(self) {
-        self.0.iter().for_each(|sleeper| sleeper.wake());
-    }
-
-    /// Interrupts the sleep of all threads without taking them, as a spurious wake-up does.
-    #[cfg(all(test, not(loom)))]
-    pub(crate) fn interrupt(&self) {
-        self.0.iter().for_each(|sleeper| sleeper.wake());
-    }
-
-    #[cfg(all(test, not(loom)))]
-    pub(crate) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn remove(&mut self, sleeper: &Arc<Sleeper>) -> bool {
-        let place = self.0.iter().position(|other| Arc::ptr_eq(other, sleeper));
-        place.map(|place| self.0.remove(place)).is_some()
-    }
-
-    fn contains(&self, sleeper: &Arc<Sleeper>) -> bool {
-        self.0.iter().any(|other| Arc::ptr_eq(other, sleeper))
-    }
-}
-
-impl Sleeper {
-    /// Sleeps until another thread has taken this one from the pool's `sleepers` and woken it, or until `until`. Returns the
-    /// lock, and whether the thread was taken.
-    pub(crate) fn sleep<'a, T>(
-        self: &Arc<Self>,
-        mut guard: MutexGuard<'a, T>,
-        sleepers: fn(&mut T) -> &mut Sleepers,
-        until: Instant,
-    ) -> (MutexGuard<'a, T>, bool) {
-        sleepers(&mut guard).0.push(self.clone());
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let taken = !sleepers(&mut guard).remove(self);
-                return (guard, taken);
-            }
-            guard = self.0.wait_timeout(guard, left).0;
-            if !sleepers(&mut guard).contains(self) {
-                return (guard, true);
-            }
-        }
-    }
-
-    /// Wakes the thread, which the caller has taken from the [`Sleepers`].
-    pub(crate) fn wake(&self) {
-        self.0.notify_one();
     }
 }
 

@@ -3,14 +3,15 @@
 //! Copies, swaps, pulls, pushes and layers are plans. `plan` decides which bytes move, `cache` pins the rows,
 //! and `validate` checks the request. This module only moves the bytes.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::host_buffers::HostBuffers;
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
 use super::route::{PlacedTensors, Route, Staging};
 use super::tuner::{Source, Tuner};
-use super::workers::{Work, Workers};
+use super::unit_job::Work;
+use super::workers::Workers;
 use super::{reader_threads, staging_ring};
 use crate::config::Config;
 use crate::device::DeviceSet;
@@ -38,40 +39,32 @@ pub struct CopyEngine {
     tuner: Arc<Tuner>,
     ring: staging_ring::RingOwner,
     host_buffers: Arc<HostBuffers>,
-    /// Threads that wait for streams, which copy workers must not do. Started by the first transfer that
-    /// needs them.
-    streamers: OnceLock<Workers>,
-    streams: usize,
+    /// Threads that wait for streams, which copy workers must not do.
+    streamers: Workers,
 }
 
 impl CopyEngine {
     /// Creates an engine over `devices` with the workers and kernels that `config` selects.
     ///
-    /// Returns `Err(NotEnabled)` if this CPU does not have the kernel that `config` forces, and `Err(System)`
-    /// if a thread cannot be started.
+    /// Returns `Err(NotEnabled)` if this CPU does not have the kernel that `config` forces.
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
         let tuner = Tuner::new(config.kernel)?;
-        let workers = Workers::new("llm-copy", config.copy_workers)?;
+        let workers = Workers::new("llm-copy", config.copy_workers.unwrap_or(Config::DEFAULT_WORKERS));
+        let streams = config.links.most_streams(1 + config.links.addresses.len());
         Ok(CopyEngine {
             devices,
             readers: reader_threads::Readers::new(workers.count()),
             workers,
             tuner: Arc::new(tuner),
-            ring: staging_ring::RingOwner::default(),
+            ring: staging_ring::RingOwner::new(),
             host_buffers: Arc::default(),
-            streamers: OnceLock::new(),
-            streams: config.links.most_streams(1 + config.links.addresses.len()),
+            streamers: Workers::new("llm-stream", streams),
         })
     }
 
-    /// Returns the workers that run the parts of a transfer through several streams. The first call starts
-    /// them.
-    pub fn streamers(&self) -> Result<&Workers> {
-        if let Some(workers) = self.streamers.get() {
-            return Ok(workers);
-        }
-        let made = Workers::new("llm-stream", Some(self.streams))?;
-        Ok(self.streamers.get_or_init(|| made))
+    /// Returns the workers that run the parts of a transfer through several streams.
+    pub fn streamers(&self) -> &Workers {
+        &self.streamers
     }
 
     /// Number of threads that copy, including the calling thread.

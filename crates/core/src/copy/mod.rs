@@ -1,13 +1,11 @@
 //! The copy engine: the only module that moves the bytes of caches. Copies, swaps, pulls, pushes and layers
 //! are plans that it runs.
 
-mod alongside;
 mod block_sums;
 mod engine;
 mod host_buffers;
 mod limit;
 mod paths;
-mod peer_read;
 mod progress;
 mod reader_threads;
 mod route;
@@ -16,6 +14,7 @@ mod short_windows;
 mod staging_ring;
 mod stream_sum;
 mod tuner;
+mod unit_job;
 mod window_batch;
 mod workers;
 
@@ -24,7 +23,6 @@ pub use limit::Limit;
 #[cfg(feature = "testing")]
 pub use paths::PathOutcome;
 pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
-pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{ReadAccess, Route, Staging, takes_rings};
 pub use run::KeptAlive;
@@ -33,5 +31,6 @@ pub use stream_sum::StreamSum;
 pub use tuner::Source;
 #[cfg(feature = "testing")]
 pub use tuner::Tuner;
+pub use unit_job::STILL_READING;
 #[cfg(feature = "testing")]
-pub use workers::Work;
+pub use unit_job::Work;

@@ -4,86 +4,52 @@
 //! userfaultfd, or on a network file system that hangs). Its thread is lost until that process ends. So
 //! neither a caller's thread nor a copy worker makes this call. A call that leaves at its deadline abandons
 //! its job. The job keeps the destination memory and its pins until the kernel has finished. One process can
-//! cost only a limited number of threads. Threads start on demand, and a thread ends when it has had no work for one second,
-//! whatever the others do (`work_of_one_reader_keeps_no_other_reader`).
+//! cost only a limited number of threads.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{Builder, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use hashbrown::HashMap;
-
-use super::peer_read::{PeerRead, ReadJob};
-use super::workers::Work;
+use super::unit_job::{UnitJob, Work};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex, PATIENCE, Sleeper, Sleepers, poll};
+use crate::sync::PATIENCE;
+use crate::threads::{CLOSE_WAIT, JobQueue, PollLimits, ThreadPool};
 
 /// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
 const THREADS_OF_ONE: (usize, usize) = (8, 32);
 /// Limit on the reader threads of one engine, as a multiple of the limit for one process.
 const FACTOR_OF_ALL: usize = 8;
-/// How long a reader thread is kept after its last ticket.
-const IDLE: Duration = Duration::from_secs(1);
-/// Stack size in bytes: enough for one unit, whose lists are on the heap.
-const READER_STACK: usize = 256 << 10;
 
 /// The reader threads of one engine.
-pub(super) struct Readers(Arc<Shared>);
-
-struct Shared {
+#[derive(Debug)]
+pub(super) struct Readers {
+    pool: ThreadPool<Tickets>,
     of_a_process: usize,
-    /// How long a thread is kept after its last ticket.
-    idle: Duration,
-    state: Mutex<State>,
-    /// Number of tickets in the queue, which a reader polls before it sleeps.
-    queued: AtomicUsize,
-    /// Notified when a ticket is finished.
-    freed: Condvar,
 }
 
+/// The tickets of all reads in progress.
 #[derive(Default)]
-struct State {
+struct Tickets {
     queue: VecDeque<Ticket>,
-    /// Tickets in work, by the number of the reader.
+    /// Tickets in work, each with its number.
     running: Vec<(u64, Ticket)>,
-    threads: HashMap<u64, JoinHandle<()>>,
-    last_reader: u64,
-    /// Readers that poll for a ticket, readers that sleep, and readers that were started or woken but have
-    /// not arrived yet.
-    polling: usize,
-    sleeping: Sleepers,
-    starting: usize,
-    /// Callers that wait for a free thread, and whether the engine has ended.
-    waiting: usize,
-    closed: bool,
+    last: u64,
 }
 
 /// One thread's share of a job.
 #[derive(Clone)]
 struct Ticket {
     pid: i32,
-    job: Arc<dyn ReadJob>,
+    job: Arc<UnitJob>,
 }
 
 impl Readers {
     /// Creates the set without any thread. `workers` is the number of copy workers of the engine.
     pub(super) fn new(workers: usize) -> Self {
-        Readers::keeping(workers, IDLE)
-    }
-
-    /// Creates a set whose threads end when they have had no ticket for `idle`.
-    fn keeping(workers: usize, idle: Duration) -> Self {
         let (least, most) = THREADS_OF_ONE;
-        Readers(Arc::new(Shared {
-            of_a_process: workers.clamp(least, most),
-            idle,
-            state: Mutex::default(),
-            queued: AtomicUsize::new(0),
-            freed: Condvar::new(),
-        }))
+        let pool = ThreadPool::new("llm-read", PollLimits { threads: usize::MAX, time: PATIENCE });
+        Readers { pool, of_a_process: workers.clamp(least, most) }
     }
 
     /// Runs units `0..units` of `work`, which read process `pid`, on at most `most` threads, until the
@@ -100,15 +66,32 @@ impl Readers {
         most: usize,
         (deadline, silence): (Deadline, Option<Duration>),
     ) -> Result<()> {
-        let job = Arc::new(PeerRead::new(work, units));
-        self.0.submit(&Ticket { pid, job: job.clone() }, units.min(most), deadline)?;
+        let job = Arc::new(UnitJob::new(work, units));
+        self.submit(&Ticket { pid, job: job.clone() }, units.min(most), deadline)?;
         job.wait(pid, deadline, silence)
     }
-}
 
-impl std::fmt::Debug for Readers {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Readers").field("threads", &self.0.state.lock().threads.len()).finish_non_exhaustive()
+    /// Queues 1 to `count` tickets as soon as the process may have them. Returns `Err` at the deadline, or if no thread can
+    /// become free or be started. Then no thread will run the job.
+    fn submit(&self, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
+        let mut state = self.pool.lock();
+        let allowance = loop {
+            let allowance = state.queue.allowance(ticket.pid, self.of_a_process);
+            if allowance.threads > 0 {
+                break allowance;
+            }
+            if let Some(error) = allowance.blocked {
+                return Err(error);
+            }
+            drop(self.pool.wait_job(state, deadline.nap()));
+            deadline.waiting("waiting for a thread that reads the memory of the peer")?;
+            state = self.pool.lock();
+        };
+        let count = count.min(allowance.threads);
+        state.queue.queue.extend(std::iter::repeat_n(ticket, count).cloned());
+        self.pool
+            .dispatch(state, count, usize::MAX)
+            .map_err(|(error, _)| Error::no_thread("the thread that reads the memory of the peer", error))
     }
 }
 
@@ -116,26 +99,15 @@ impl Drop for Readers {
     /// Ends the threads, except those that are blocked in the kernel. The memory that they write to stays mapped
     /// as long as they exist.
     fn drop(&mut self) {
-        let mut state = self.0.state.lock();
-        state.closed = true;
-        while let Some(reader) = state.sleeping.pop() {
-            state.starting += 1;
-            reader.wake();
-        }
+        drop(self.pool.close());
+        let mut state = self.pool.lock();
         // Every job has ended or was abandoned, and a job that was not abandoned ends by itself.
-        while state.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
-            state = self.0.freed.wait(state);
+        while state.queue.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
+            state = self.pool.wait_job(state, CLOSE_WAIT);
         }
-        let mut lost: Vec<i32> = state.running.iter().map(|(_, ticket)| ticket.pid).collect();
-        let running: Vec<u64> = state.running.iter().map(|&(id, _)| id).collect();
-        let threads: Vec<_> = state.threads.drain().filter(|(id, _)| !running.contains(id)).collect();
+        let mut lost: Vec<i32> = state.queue.running.iter().map(|(_, ticket)| ticket.pid).collect();
         drop(state);
-        for (_, thread) in threads {
-            // A reader that drops the last handle of its engine cannot join itself. It is about to end.
-            if thread.thread().id() != std::thread::current().id() {
-                let _ = thread.join();
-            }
-        }
+        self.pool.threads().wait(lost.len());
         if !lost.is_empty() {
             lost.sort_unstable();
             tracing::error!(
@@ -147,107 +119,29 @@ impl Drop for Readers {
     }
 }
 
-impl Shared {
-    /// Queues 1 to `count` tickets as soon as the process may have them, and wakes or starts threads for
-    /// them. Returns `Err` if the engine has ended, at the deadline, or if no thread can become free.
-    fn submit(self: &Arc<Self>, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
-        let mut state = self.state.lock();
-        let allowance = loop {
-            if state.closed {
-                return Err(Error::closed());
-            }
-            let allowance = state.allowance(ticket.pid, self.of_a_process);
-            if allowance.threads > 0 {
-                break allowance;
-            }
-            if let Some(error) = allowance.blocked {
-                return Err(error);
-            }
-            state.waiting += 1;
-            state = self.freed.wait_timeout(state, deadline.nap()).0;
-            state.waiting -= 1;
-            drop(state);
-            deadline.waiting("waiting for a thread that reads the memory of the peer")?;
-            state = self.state.lock();
-        };
-        for _ in 0..count.min(allowance.threads) {
-            state.queue.push_back(ticket.clone());
-        }
-        let mut woken = Vec::new();
-        while state.queue.len() > state.polling + state.starting {
-            state.starting += 1;
-            if let Some(reader) = state.sleeping.pop() {
-                woken.push(reader);
-            } else if let Err(error) = self.start(&mut state) {
-                state.starting -= 1;
-                // Existing threads take the tickets. Without any thread, the tickets would wait forever.
-                if state.threads.is_empty() {
-                    state.queue.retain(|queued| !Arc::ptr_eq(&queued.job, &ticket.job));
-                    return Err(error);
-                }
-                break;
-            }
-        }
-        let queued = state.queue.len();
-        drop(state);
-        self.queued.store(queued, Ordering::Release);
-        for reader in woken {
-            reader.wake();
-        }
-        Ok(())
+impl JobQueue for Tickets {
+    type Job = Arc<UnitJob>;
+    type Key = u64;
+
+    fn ready(&self) -> usize {
+        self.queue.len()
     }
 
-    fn start(self: &Arc<Self>, state: &mut State) -> Result<()> {
-        state.last_reader += 1;
-        let (id, shared) = (state.last_reader, self.clone());
-        let named = Builder::new().name("llm-read".into()).stack_size(READER_STACK);
-        let thread = named
-            .spawn(move || shared.serve(id))
-            .map_err(|error| Error::no_thread("the thread that reads the memory of the peer", error))?;
-        state.threads.insert(id, thread);
-        Ok(())
+    fn next(&mut self, ended: Option<u64>) -> Option<(u64, Arc<UnitJob>)> {
+        self.running.retain(|&(number, _)| Some(number) != ended);
+        let ticket = self.queue.pop_front()?;
+        let job = ticket.job.clone();
+        self.last += 1;
+        self.running.push((self.last, ticket));
+        Some((self.last, job))
     }
 
-    /// Body of reader `id`, until it is idle or the engine ends.
-    fn serve(&self, id: u64) {
-        let mut state = self.state.lock();
-        state.starting -= 1;
-        let (sleeper, mut until) = (Arc::<Sleeper>::default(), Instant::now() + self.idle);
-        loop {
-            if let Some(ticket) = state.queue.pop_front() {
-                self.queued.store(state.queue.len(), Ordering::Release);
-                state.running.push((id, ticket.clone()));
-                drop(state);
-                ticket.job.help();
-                until = Instant::now() + self.idle;
-                state = self.state.lock();
-                state.running.retain(|&(running, _)| running != id);
-                if state.waiting > 0 || state.closed {
-                    self.freed.notify_all();
-                }
-                continue;
-            }
-            if state.closed {
-                return;
-            }
-            state.polling += 1;
-            drop(state);
-            poll(PATIENCE, || self.queued.load(Ordering::Acquire) > 0);
-            state = self.state.lock();
-            state.polling -= 1;
-            if !state.queue.is_empty() || state.closed {
-                continue;
-            }
-            let (rested, called) = sleeper.sleep(state, |state| &mut state.sleeping, until);
-            state = rested;
-            if called {
-                state.starting -= 1;
-            } else if state.queue.is_empty() && !state.closed {
-                // Nobody waits for this thread, so it drops its own handle.
-                state.threads.remove(&id);
-                return;
-            }
-        }
+    fn take_all(&mut self) -> Vec<Arc<UnitJob>> {
+        self.queue.drain(..).map(|ticket| ticket.job).collect()
+    }
+
+    fn run(job: Arc<UnitJob>) {
+        job.help();
     }
 }
 
@@ -258,7 +152,7 @@ struct Allowance {
     blocked: Option<Error>,
 }
 
-impl State {
+impl Tickets {
     fn allowance(&self, pid: i32, of_a_process: usize) -> Allowance {
         let in_all = of_a_process * FACTOR_OF_ALL;
         let (mut own, mut own_lost, mut lost) = (0, 0, 0);
@@ -351,26 +245,8 @@ mod tests {
         let error = readers.run(1, Arc::new(panics), 8, 4, limit(60_000)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System, "{error}");
         readers.run(1, Arc::new(|_| Ok(())), 100, 4, limit(60_000)).unwrap();
-        // Joins the threads.
+        let threads = readers.pool.threads().clone();
         drop(readers);
-    }
-
-    /// Work that one reader can do, more often than a reader is kept.
-    #[test]
-    fn work_of_one_reader_keeps_no_other_reader() {
-        let readers = Readers::keeping(8, Duration::from_millis(200));
-        let barrier = Arc::new(std::sync::Barrier::new(8));
-        let meets = Arc::new(move |_| {
-            barrier.wait();
-            Ok(())
-        });
-        readers.run(1, meets, 8, 8, limit(3_600_000)).unwrap();
-        let until = Instant::now() + Duration::from_secs(60);
-        let count = || readers.0.state.lock().threads.len();
-        while count() > 1 {
-            assert!(Instant::now() < until, "{} readers are left", count());
-            readers.run(1, Arc::new(|_| Ok(())), 1, 1, limit(3_600_000)).unwrap();
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        assert_eq!(threads.count(), 0);
     }
 }

@@ -8,7 +8,8 @@ use std::time::Instant;
 
 use super::reader_threads::Readers;
 use super::tuner::{Source, Tuner};
-use super::workers::{Work, Workers};
+use super::unit_job::Work;
+use super::workers::Workers;
 use super::{Limit, Progress};
 use crate::device::{Copier, Copy};
 use crate::error::Result;

@@ -2,7 +2,7 @@
 //!
 //! It follows the original's documentation (`deprecated.md`, `swap_blocks`): the calling thread fills buffers
 //! from host memory, while a thread of the ring drains them into place. The first swap-in that needs the
-//! buffers and the thread creates them; later ones reuse them. Swap-ins that share the ring take turns.
+//! buffers creates them; later ones reuse them. Swap-ins that share the ring take turns.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -22,10 +22,12 @@ use crate::sync::{Condvar, Mutex, OnDrop};
 const BUFFERS: usize = 4;
 
 /// Keeps the ring between swap-ins and lends it to one swap-in at a time.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct RingOwner {
     state: Mutex<State>,
     returned: Condvar,
+    /// The thread that drains. It belongs to the ring, so no other copy can delay a swap-in.
+    drainer: Workers,
 }
 
 #[derive(Debug, Default)]
@@ -33,11 +35,13 @@ struct State {
     lent: bool,
     kept: Option<Arc<Tensors>>,
     bytes: u64,
-    /// The thread that drains. It belongs to the ring, so no other copy can delay a swap-in.
-    drainer: Option<Arc<Workers>>,
 }
 
 impl RingOwner {
+    pub(super) fn new() -> RingOwner {
+        RingOwner { state: Mutex::default(), returned: Condvar::new(), drainer: Workers::new("llm-ring", 1) }
+    }
+
     /// Bytes of device memory that the ring holds.
     pub(super) fn bytes(&self) -> u64 {
         self.state.lock().bytes
@@ -54,9 +58,9 @@ impl RingOwner {
         if copying.plan.is_empty() {
             return Ok(());
         }
-        let (_returning, buffers, thread) = self.borrow(device, block_bytes, limit.deadline())?;
+        let (_returning, buffers) = self.borrow(device, block_bytes, limit.deadline())?;
         limit.begin()?;
-        let mut draining = Draining::start(copying, (&buffers, &thread), block_bytes);
+        let mut draining = Draining::start(copying, (&buffers, &self.drainer), block_bytes)?;
         let fed = fill(copying, &buffers, block_bytes, &draining, limit);
         let drained = draining.finish();
         // The error of the draining stage explains more than the fact that it ended.
@@ -66,13 +70,13 @@ impl RingOwner {
         if outcome.is_ok() && missing > 0 { Err(ended_early()) } else { outcome }
     }
 
-    /// Waits for the ring, and returns its buffers and its thread, with the guard that returns them when it is dropped.
+    /// Waits for the ring, and returns its buffers with the guard that returns them when it is dropped.
     fn borrow(
         &self,
         device: &dyn Device,
         block_bytes: u64,
         deadline: Deadline,
-    ) -> Result<(impl Drop, Arc<Tensors>, Arc<Workers>)> {
+    ) -> Result<(impl Drop, Arc<Tensors>)> {
         let mut state = self.state.lock();
         while state.lent {
             let left = deadline.left();
@@ -92,16 +96,12 @@ impl RingOwner {
                 state.kept.insert(made).clone()
             }
         };
-        let drainer = match &state.drainer {
-            Some(drainer) => drainer.clone(),
-            None => state.drainer.insert(Arc::new(Workers::new("llm-ring", Some(1))?)).clone(),
-        };
         state.lent = true;
         let returning = OnDrop(|| {
             self.state.lock().lent = false;
             self.returned.notify_one();
         });
-        Ok((returning, buffers, drainer))
+        Ok((returning, buffers))
     }
 }
 
@@ -126,7 +126,11 @@ struct Stage {
 }
 
 impl Draining {
-    fn start(copying: &Copying, (buffers, drainer): (&Arc<Tensors>, &Workers), block_bytes: u64) -> Self {
+    fn start(
+        copying: &Copying,
+        (buffers, drainer): (&Arc<Tensors>, &Workers),
+        block_bytes: u64,
+    ) -> Result<Self> {
         let (to_stage, full) = sync_channel(BUFFERS);
         // Room for every buffer and one error, so the draining stage never blocks when it sends.
         let (to_fill, free) = sync_channel(BUFFERS + 1);
@@ -134,12 +138,13 @@ impl Draining {
             let _ = to_fill.send(Ok(buffer));
         }
         let stage = Stage { copying: copying.clone(), buffers: buffers.clone(), full, free: to_fill };
-        drainer.spawn(move || {
+        let begun = drainer.spawn(move || {
             if let Err(error) = stage.drain(block_bytes) {
                 let _ = stage.free.send(Err(error));
             }
         });
-        Draining { full: Some(to_stage), free }
+        begun.map_err(|error| Error::no_thread("the thread of the swap-in ring", error))?;
+        Ok(Draining { full: Some(to_stage), free })
     }
 
     /// Returns the next free buffer. A limit on the whole copy is checked even if buffers return at once.

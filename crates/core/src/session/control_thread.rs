@@ -17,11 +17,11 @@ use super::membership;
 use super::pending::PendingStreams;
 use super::poller::Watching;
 use super::shared::Shared;
-use super::threads::guarded;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::EventFd;
 use crate::net::{Accepted, Address, Arrival, Inbox};
 use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
+use crate::threads::guarded;
 
 /// How long the thread pauses after epoll failed or a connection could not be accepted.
 const REST: Duration = Duration::from_millis(100);
@@ -32,7 +32,8 @@ const AT_ONCE: usize = 64;
 pub(super) fn start(shared: &Arc<Shared>) -> Result<()> {
     shared.control.start(|control| {
         let (weak, watch) = (Arc::downgrade(shared), Watch::new(shared.limits, control.bell().clone()));
-        shared.threads.spawn("llm-control", move || run(&control, &weak, watch))
+        let begun = shared.threads.spawn("llm-control", move || run(&control, &weak, watch));
+        begun.map_err(|error| Error::no_thread("the thread llm-control", error))
     })
 }
 

@@ -187,7 +187,10 @@ fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
     });
     // Callers that asked meanwhile assumed that a search was running. None is, so the next caller tries again
     // and gets the error.
-    started.inspect_err(|_| comm.progress.lock().searching = false)
+    started.map_err(|error| {
+        comm.progress.lock().searching = false;
+        Error::no_thread("the thread llm-search", error)
+    })
 }
 
 impl Communicator {

@@ -48,7 +48,6 @@ mod served;
 mod server;
 mod shared;
 mod shared_writes;
-mod threads;
 
 pub use communicator::CommStatus;
 pub use dial::Transports;
@@ -63,7 +62,6 @@ pub(crate) use notifications::{ReservedNotification, check_notification};
 pub(crate) use peer_memory::location;
 pub(crate) use peer_snapshot::{BEING_PUSHED, PeerSnapshot, Validity};
 pub(crate) use shared::own;
-pub(crate) use threads::STACK as THREAD_STACK;
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -81,9 +79,6 @@ use crate::validate::{self, rank_table::RankMember};
 use establish::LinkRequest;
 use link::Kind;
 use shared::Shared;
-
-/// How long closing waits for threads that still answer a peer or push a layer.
-pub(crate) const CLOSE_WAIT: Duration = Duration::from_secs(10);
 
 /// The address of one cluster in a `link_clusters` or `unlink_clusters` call.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -254,7 +249,7 @@ impl Drop for Links {
         self.shared.registry.close();
         self.shared.server.close();
         self.shared.control.bell().signal();
-        self.shared.threads.wait(CLOSE_WAIT);
+        self.shared.threads.wait(0);
     }
 }
 

@@ -13,13 +13,13 @@ use super::handshake::HANDSHAKE_TIME;
 use super::poller::{Poller, Watching};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
-use super::threads::guarded;
 use crate::error::{Error, ErrorKind};
 use crate::memory::EventFd;
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
 use crate::protocol;
 use crate::sync::Mutex;
+use crate::threads::guarded;
 
 /// How long a connection may take for its handshake before it may be dropped to make room for another.
 const LEAST_TIME: Duration = Duration::from_millis(100);

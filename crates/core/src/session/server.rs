@@ -23,7 +23,6 @@ use super::link::Link;
 use super::poller::{Poller, Watching};
 use super::refusals::{Reason, Refusal, Refusals};
 use super::registry::Registry;
-use super::threads::{Threads, guarded};
 use crate::budget::Budget;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::EventFd;
@@ -31,6 +30,7 @@ use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
 use crate::protocol::ControlMessage;
 use crate::sync::{Mutex, OnDrop};
+use crate::threads::{Threads, guarded};
 
 /// Maximum number of handshake steps in progress at a time.
 const STEPS: usize = 8;
@@ -234,8 +234,15 @@ impl Server {
         state.threads += 1;
         drop(state);
         let server = self.clone();
-        let begun = self.threads.spawn("llm-serve", move || server.run());
-        begun.inspect_err(|_| self.state.lock().threads -= 1)
+        let begun =
+            self.threads.spawn("llm-serve", move || match guarded("waiting for requests", || server.run()) {
+                Some(ended) => ended.unwrap_or_else(|error| server.fail(&error)),
+                None => server.state.lock().threads -= 1,
+            });
+        begun.map_err(|error| {
+            self.state.lock().threads -= 1;
+            Error::no_thread("the thread llm-serve", error)
+        })
     }
 
     /// Counts this thread as busy until the result is dropped, and has another one wait.
@@ -249,10 +256,9 @@ impl Server {
         at_work
     }
 
-    /// The body of a thread: waits for requests and work as long as the thread is needed.
-    fn run(self: &Arc<Self>) {
-        // After a panic. Otherwise, the thread leaves the count below, under the lock under which it decides to.
-        let counted = OnDrop(|| self.state.lock().threads -= 1);
+    /// The body of a thread: waits for requests and work as long as the thread is needed, and then takes it
+    /// off the count. Returns `Err` if no thread can wait.
+    fn run(self: &Arc<Self>) -> Result<()> {
         // When this thread ends; `None` for a thread that must stay.
         let (mut ready, mut until) = (Vec::with_capacity(1), Some(Instant::now() + KEPT));
         loop {
@@ -267,10 +273,7 @@ impl Server {
                 || (ready.is_empty() && expired && state.threads > state.busy + 1)
             {
                 state.threads -= 1;
-                std::mem::forget(counted);
-                let closed = state.is_closed;
-                drop(state);
-                return waited.err().filter(|_| !closed).map_or((), |error| self.fail(&error));
+                return if state.is_closed { Ok(()) } else { waited };
             }
             let Some(&number) = ready.first() else {
                 until = until.filter(|_| !expired);

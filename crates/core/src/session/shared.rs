@@ -15,12 +15,12 @@ use super::pushes_in_flight::PushesByEngine;
 use super::refusals::Refusals;
 use super::registry::Registry;
 use super::server::Server;
-use super::threads::Threads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::Party;
 use crate::resources::Resources;
 use crate::sync::Mutex;
+use crate::threads::Threads;
 
 /// Shortest and longest time after which another link may replace the link of a silent peer.
 const REPLACED_AFTER: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
@@ -49,7 +49,7 @@ impl Shared {
     pub(super) fn new(resources: Arc<Resources>, transports: Transports) -> Result<Shared> {
         let config = &resources.config;
         let limits = Connections::of_this_process();
-        let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
+        let (threads, refusals) = (Threads::new(), Arc::<Refusals>::default());
         let me = Identity::new(config.cluster, config.remote_accessible)?;
         let control = Arc::new(ControlPoller::new()?);
         let own = (config.cluster, me.party.instance);

@@ -8,15 +8,14 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::place_table::{Place, PlaceTable};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::session::THREAD_STACK;
-use crate::sync::{Builder, Condvar, Mutex};
+use crate::sync::{Condvar, Mutex};
+use crate::threads::{Threads, guarded};
 
 /// How long the thread is kept without an alarm.
 const KEEP: Duration = Duration::from_secs(30);
@@ -45,11 +44,7 @@ struct Shared {
     state: Mutex<State>,
     /// Notified when there is an earlier alarm and when the clock closes.
     changed: Condvar,
-    /// Notified when the thread ends.
-    ended: Condvar,
-    /// Test only: behave as if no thread could be started.
-    #[cfg(feature = "testing")]
-    no_threads: std::sync::atomic::AtomicBool,
+    threads: Arc<Threads>,
 }
 
 #[derive(Default)]
@@ -97,20 +92,13 @@ impl State {
     }
 }
 
-impl Default for Clock {
-    fn default() -> Self {
-        Clock(Arc::new(Shared {
-            base: Instant::now(),
-            state: Mutex::default(),
-            changed: Condvar::default(),
-            ended: Condvar::default(),
-            #[cfg(feature = "testing")]
-            no_threads: std::sync::atomic::AtomicBool::default(),
-        }))
-    }
-}
-
 impl Clock {
+    /// Creates a clock that starts its thread among `threads`.
+    pub(super) fn new(threads: Arc<Threads>) -> Clock {
+        let (state, changed) = (Mutex::default(), Condvar::default());
+        Clock(Arc::new(Shared { base: Instant::now(), state, changed, threads }))
+    }
+
     /// Calls `alarmed` at `when`. It is dropped if the alarm is [forgotten](Self::forget) before, or if the clock closes.
     /// Returns `Err` if the clock has closed or no thread can be started.
     pub(crate) fn at(&self, when: Instant, alarmed: Arc<dyn Alarmed>) -> Result<Alarm> {
@@ -120,7 +108,9 @@ impl Clock {
             return Err(Error::closed());
         }
         if !state.running {
-            self.start().map_err(|error| no_thread(&error))?;
+            let shared = self.0.clone();
+            let begun = self.0.threads.spawn("llm-clock", move || shared.run());
+            begun.map_err(|error| no_thread(&error))?;
             state.running = true;
         }
         let place = state.add(when)?;
@@ -153,44 +143,10 @@ impl Clock {
         drop(dropped);
     }
 
-    /// Waits until the thread has ended, at most until `until`. The clock must be closed.
-    pub(super) fn join(&self, until: Instant) {
-        let mut state = self.0.state.lock();
-        while state.running {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            state = self.0.ended.wait_timeout(state, left).0;
-        }
-    }
-
-    /// Sets whether the clock behaves as if no thread could be started.
-    #[cfg(feature = "testing")]
-    pub(super) fn refuse_threads(&self, refuse: bool) {
-        self.0.no_threads.store(refuse, std::sync::atomic::Ordering::SeqCst);
-    }
-
-    /// Whether the thread runs.
-    #[cfg(feature = "testing")]
-    pub(super) fn running(&self) -> bool {
-        self.0.state.lock().running
-    }
-
     /// Number of alarms that are set.
     #[cfg(feature = "testing")]
     pub(super) fn alarms(&self) -> usize {
         self.0.state.lock().alarms.len()
-    }
-
-    fn start(&self) -> io::Result<()> {
-        #[cfg(feature = "testing")]
-        if self.0.no_threads.load(std::sync::atomic::Ordering::SeqCst) {
-            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
-        }
-        let shared = self.0.clone();
-        let thread = Builder::new().name("llm-clock".into()).stack_size(THREAD_STACK);
-        thread.spawn(move || shared.run()).map(|_| ())
     }
 }
 
@@ -208,7 +164,7 @@ impl Shared {
                 let due = state.order.pop().and_then(|Reverse((_, place))| state.remove(place));
                 drop(state);
                 if let Some(alarmed) = due {
-                    let _ = catch_unwind(AssertUnwindSafe(|| alarmed.due()));
+                    guarded("calling an alarm", || alarmed.due());
                 }
                 state = self.state.lock();
                 continue;
@@ -224,8 +180,6 @@ impl Shared {
             }
         }
         state.running = false;
-        drop(state);
-        self.ended.notify_all();
     }
 }
 
@@ -263,7 +217,7 @@ mod tests {
     /// that were forgotten do not come, and leave no memory behind.
     #[test]
     fn alarms_come_in_order_unless_they_are_forgotten() {
-        let (clock, base, (sender, numbers)) = (Clock::default(), Instant::now(), channel());
+        let (clock, base, (sender, numbers)) = (Clock::new(Threads::new()), Instant::now(), channel());
         let later = |millis| base + Duration::from_millis(millis);
         let (free, busy) = channel();
         clock.at(base, Arc::new(Busy(Mutex::new(busy)))).unwrap();
@@ -286,7 +240,8 @@ mod tests {
         assert_eq!(all, expected.into_iter().map(|(_, number)| number).collect::<Vec<_>>());
         clock.close();
         assert!(clock.at(base, Arc::new(Sends(sender, 0))).is_err());
-        clock.join(Instant::now() + Duration::from_secs(20));
+        clock.0.threads.wait(0);
+        assert_eq!(clock.0.threads.count(), 0);
         assert!(numbers.recv().is_err(), "an alarm came twice");
     }
 }

@@ -130,7 +130,7 @@ impl Streams {
             Ok(())
         };
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
-        resources.copy_engine.streamers()?.run(Arc::new(work), units, deadline)?;
+        resources.copy_engine.streamers().run(Arc::new(work), units, deadline)?;
         Ok(match (stale.load(Ordering::Acquire), compare.load(Ordering::Acquire)) {
             (true, _) => Moved::Stale,
             (false, true) => Moved::Bytes(bytes),

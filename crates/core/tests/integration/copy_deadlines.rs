@@ -1,9 +1,9 @@
 //! Deadlines of copies: a copy that has begun is finished, a transfer ends half way, and neither starts late.
 
-use std::collections::BTreeSet;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{CopyEngine, Staging};
@@ -28,7 +28,7 @@ const ROW: usize = 64 << 10;
 struct Late {
     sim: SimDevice,
     passed: &'static AtomicBool,
-    threads: Mutex<BTreeSet<String>>,
+    threads: Mutex<HashSet<(String, ThreadId)>>,
 }
 
 impl Late {
@@ -50,7 +50,7 @@ impl device::Device for Late {
 
 impl Copier for Late {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<(), Error> {
-        self.threads.lock().unwrap().insert(this_thread());
+        self.threads.lock().unwrap().insert((this_thread(), thread::current().id()));
         self.sim.copy(batch, kernel)?;
         self.passed.store(true, Ordering::SeqCst);
         Ok(())
@@ -121,11 +121,14 @@ fn outlasts_its_limit(
         assert!(contents(&back)[0] == of_device);
 
         let ring = from == Host && (swap_in == SwapInPath::Ring || reach == Staged);
-        assert_eq!(threads.contains("llm-ring-0"), ring, "{threads:?}");
-        let workers: BTreeSet<String> = (0..workers - 1).map(|index| format!("llm-copy-{index}")).collect();
-        for name in &threads {
-            assert!(*name == this_thread() || name == "llm-ring-0" || workers.contains(name), "{threads:?}");
-        }
+        let named = |role: &str| threads.iter().filter(|(name, _)| name == role).count();
+        assert_eq!(named("llm-ring"), usize::from(ring), "{threads:?}");
+        assert!(named("llm-copy") < workers, "{threads:?}");
+        assert_eq!(
+            named("llm-ring") + named("llm-copy") + named(&this_thread()),
+            threads.len(),
+            "{threads:?}"
+        );
 
         device.passed.store(true, Ordering::SeqCst);
         let copies = device.sim.copies();

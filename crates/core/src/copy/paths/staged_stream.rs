@@ -5,18 +5,18 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::data_path::PathJob;
-use crate::copy::alongside::Alongside;
 use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffer};
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::stream_sum::StreamSum;
-use crate::copy::workers::Workers;
+use crate::copy::workers::SharedJob;
 use crate::device::{Copy, Device};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::kernels::Kernel;
 use crate::memory::{Tensors, Window};
 use crate::model::{Deadline, Placement};
 use crate::net::{LEAD_INTERVAL, Stream, leads};
 use crate::plan::{CopyPlan, Side};
+use crate::sync::Mutex;
 
 const _: () = assert!(LEAD_INTERVAL.is_multiple_of(BUFFER_BYTES), "a buffer never crosses a lead");
 
@@ -32,8 +32,22 @@ struct DeviceEnd {
     device: Arc<dyn Device>,
 }
 
-/// The hop between a device and a buffer, in progress. It returns the buffer.
-type Hop = Alongside<(HostBuffer, Result<()>)>;
+/// The hop between a device and a buffer, in progress.
+struct Hop {
+    // First, because fields are dropped in order, and the drop of a job waits until no thread is inside.
+    job: SharedJob,
+    /// `None` while the hop runs.
+    buffer: Arc<Mutex<Option<HostBuffer>>>,
+}
+
+impl Hop {
+    /// Waits until the hop has ended, or runs it if no worker has begun it. Returns the buffer.
+    fn finish(self) -> Result<HostBuffer> {
+        self.job.finish()?;
+        let buffer = self.buffer.lock().take();
+        buffer.ok_or_else(|| Error::new(ErrorKind::System, "the buffer of a hop is gone"))
+    }
+}
 
 /// A range of a plan that moves between a stream and memory of a device.
 pub(super) struct StagedRange<'a> {
@@ -51,14 +65,12 @@ impl StagedRange<'_> {
         let mut cuts = cuts(range).peekable();
         let mut spare = Some(engine.host_buffers().lend()?);
         // The stream has nothing to send yet, so this thread runs the first hop itself.
-        let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, None));
+        let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, 0));
         let mut filling = first.transpose()?;
-        let workers = Some(engine.copy_workers());
         let mut send = || -> Result<()> {
             while let (Some(cut), Some(hop)) = (cuts.next(), filling.take()) {
-                let (buffer, filled) = hop.finish()?;
-                filled?;
-                let next = cuts.peek().map(|next| self.hop(&end, next.clone(), &mut spare, workers));
+                let buffer = hop.finish()?;
+                let next = cuts.peek().map(|next| self.hop(&end, next.clone(), &mut spare, 1));
                 filling = next.transpose()?;
                 begin(range, &cut, deadline, || stream.send_lead(deadline))?;
                 let window = buffer.window(0, cut.end - cut.start)?;
@@ -92,8 +104,8 @@ impl StagedRange<'_> {
                 spare = emptied(emptying.take(), progress)?;
                 received?;
                 // After the last cut the stream has nothing left to receive, so this thread runs the last hop itself.
-                let workers = (cut.end < range.end).then(|| engine.copy_workers());
-                let hop = self.hop(&end, cut.clone(), &mut Some(buffer), workers)?;
+                let helpers = usize::from(cut.end < range.end);
+                let hop = self.hop(&end, cut.clone(), &mut Some(buffer), helpers)?;
                 emptying = Some((cut, hop));
             }
             emptied(emptying.take(), progress).map(drop)
@@ -106,20 +118,25 @@ impl StagedRange<'_> {
         DeviceEnd { plan: self.job.plan.clone(), end, tensors: tensors.clone(), device }
     }
 
-    /// Starts the hop of the bytes `cut`, through the buffer in `spare` or another one.
+    /// Starts the hop of the bytes `cut`, through the buffer in `spare` or another one, on at most `helpers` workers.
     fn hop(
         &self,
         end: &DeviceEnd,
         cut: Range<u64>,
         spare: &mut Option<HostBuffer>,
-        workers: Option<&Workers>,
+        helpers: usize,
     ) -> Result<Hop> {
-        let buffer = spare.take().map_or_else(|| self.job.engine.host_buffers().lend(), Ok)?;
-        let end = end.clone();
-        Ok(Alongside::start(workers, move || {
-            let hopped = end.hop(cut, &buffer);
-            (buffer, hopped)
-        }))
+        let engine = self.job.engine;
+        let buffer = spare.take().map_or_else(|| engine.host_buffers().lend(), Ok)?;
+        let buffer = Arc::new(Mutex::new(Some(buffer)));
+        let (end, kept) = (end.clone(), buffer.clone());
+        let work = move |_| {
+            let Some(buffer) = kept.lock().take() else { return Ok(()) };
+            let hopped = end.hop(&cut, &buffer);
+            *kept.lock() = Some(buffer);
+            hopped
+        };
+        Ok(Hop { job: engine.copy_workers().start(Arc::new(work), 1, helpers), buffer })
     }
 }
 
@@ -149,15 +166,14 @@ fn begin(
 /// Waits until a buffer is emptied, notes its bytes as in place, and returns the buffer.
 fn emptied(emptying: Option<(Range<u64>, Hop)>, progress: &Progress) -> Result<Option<HostBuffer>> {
     let Some((cut, hop)) = emptying else { return Ok(None) };
-    let (buffer, hopped) = hop.finish()?;
-    hopped?;
+    let buffer = hop.finish()?;
     progress.done(cut.start, cut.end);
     Ok(Some(buffer))
 }
 
 impl DeviceEnd {
     /// Has the device copy the bytes `cut` of the plan between its memory and the start of the buffer.
-    fn hop(&self, cut: Range<u64>, buffer: &HostBuffer) -> Result<()> {
+    fn hop(&self, cut: &Range<u64>, buffer: &HostBuffer) -> Result<()> {
         let (mut copies, mut at) = (Vec::new(), 0);
         for (tensor, span) in self.plan.spans(cut.start, cut.end) {
             let (number, (start, step)) = (self.plan.tensors(self.end).tensor(tensor), span.start(self.end));

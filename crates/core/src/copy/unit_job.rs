@@ -1,15 +1,18 @@
-//! One read of another process's memory in progress: its units, the threads inside, and whether its caller
-//! has left it.
+//! One job in progress: its units, the threads inside, and whether its caller has left it.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex, PATIENCE, poll};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, PATIENCE, poll};
+use crate::threads::guarded;
+
+/// Work that is cut into units, which may run in any order and at the same time. It is called with the index of
+/// each unit.
+pub trait Work: Fn(usize) -> Result<()> + Send + Sync + 'static {}
+
+impl<F: Fn(usize) -> Result<()> + Send + Sync + 'static> Work for F {}
 
 /// Name of the fact in an error after which the kernel may still write to the destination rows. Its value is
 /// the id of the process that is read.
@@ -20,16 +23,8 @@ pub const STILL_READING: &str = "still_reading_pid";
 const GRACE: Duration = Duration::from_millis(100);
 const DOING: &str = "reading the memory of the peer's process";
 
-/// A job with any kind of work.
-pub(super) trait ReadJob: Send + Sync {
-    /// Runs units until none is left.
-    fn help(&self);
-    /// Whether the caller has left before the job ended.
-    fn abandoned(&self) -> bool;
-}
-
-/// One read in progress.
-pub(super) struct PeerRead<W> {
+/// One job in progress. Threads take its units one by one, until none is left or one has failed.
+pub(super) struct UnitJob {
     units: usize,
     next: AtomicUsize,
     /// Number of units that are done.
@@ -38,35 +33,60 @@ pub(super) struct PeerRead<W> {
     /// No thread is inside, and no unit is left to start.
     over: AtomicBool,
     abandoned: AtomicBool,
-    state: Mutex<State<W>>,
+    state: Mutex<State>,
     left: Condvar,
 }
 
-struct State<W> {
+struct State {
     /// `None` once the caller has left, so that a late thread finds no work and keeps nothing alive.
-    work: Option<Arc<W>>,
-    threads: usize,
-    /// Whether the caller sleeps. Otherwise the system call that wakes it is omitted.
-    asleep: bool,
+    work: Option<Arc<dyn Work>>,
+    /// Number of threads inside.
+    inside: usize,
     failure: Option<Error>,
 }
 
-impl<W: Work> PeerRead<W> {
-    pub(super) fn new(work: Arc<W>, units: usize) -> Self {
-        PeerRead {
+impl UnitJob {
+    pub(super) fn new(work: Arc<dyn Work>, units: usize) -> Self {
+        UnitJob {
             units,
             next: AtomicUsize::new(0),
             ended: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             over: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
-            state: Mutex::new(State { work: Some(work), threads: 0, asleep: false, failure: None }),
+            state: Mutex::new(State { work: Some(work), inside: 0, failure: None }),
             left: Condvar::new(),
         }
     }
 
-    /// Runs units until none is left.
-    fn take(&self, work: &W) -> Result<()> {
+    /// Runs units until none is left, unless the caller has left. A panic is a failure of the job.
+    pub(super) fn help(&self) {
+        let work = {
+            let mut state = self.state.lock();
+            let Some(work) = state.work.clone() else { return };
+            state.inside += 1;
+            work
+        };
+        let done = guarded("copying", || self.take(&*work));
+        let done = done.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "a copy worker panicked")));
+        if done.is_err() {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+        // Before leaving: once no thread is inside, none of them holds the work.
+        drop(work);
+        let mut state = self.state.lock();
+        state.inside -= 1;
+        if let Err(error) = done {
+            state.failure.get_or_insert(error);
+        }
+        let stopped = self.stop.load(Ordering::Relaxed);
+        if state.inside == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
+            self.over.store(true, Ordering::Release);
+            self.left.notify_all();
+        }
+    }
+
+    fn take(&self, work: &dyn Work) -> Result<()> {
         while !self.stop.load(Ordering::Relaxed) {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= self.units {
@@ -78,13 +98,26 @@ impl<W: Work> PeerRead<W> {
         Ok(())
     }
 
+    /// Lets no further thread in, waits for those inside, and returns the first failure.
+    pub(super) fn close(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        let work = state.work.take();
+        self.stop.store(true, Ordering::Relaxed);
+        while state.inside > 0 {
+            state = self.left.wait(state);
+        }
+        let failure = state.failure.take();
+        drop(state);
+        drop(work);
+        failure.map_or(Ok(()), Err)
+    }
+
     /// Waits until no thread is inside and no unit is left, until the deadline, or until no unit has ended
     /// for `silence`. In the last two cases, threads that are still inside after [`GRACE`] keep the work, and
     /// the error carries [`STILL_READING`].
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
         poll(PATIENCE, || self.over());
         let mut state = self.state.lock();
-        state.asleep = true;
         let mut ended = Ok(());
         let mut last = (self.ended.load(Ordering::Relaxed), Instant::now());
         while !self.over() && ended.is_ok() {
@@ -101,7 +134,7 @@ impl<W: Work> PeerRead<W> {
         let work = state.work.take();
         self.stop.store(true, Ordering::Relaxed);
         let grace = Instant::now() + GRACE;
-        while state.threads > 0 {
+        while state.inside > 0 {
             let left = grace.saturating_duration_since(Instant::now());
             // Once the job is over, a late thread finds no unit and leaves by itself.
             if left.is_zero() && !self.over() {
@@ -111,7 +144,7 @@ impl<W: Work> PeerRead<W> {
             let nap = left.max(Duration::from_millis(1));
             state = self.left.wait_timeout(state, nap).0;
         }
-        let (failure, inside) = (state.failure.take(), state.threads);
+        let (failure, inside) = (state.failure.take(), state.inside);
         drop(state);
         drop(work);
         match (inside, failure) {
@@ -136,37 +169,9 @@ impl<W: Work> PeerRead<W> {
     fn over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
-}
 
-impl<W: Work> ReadJob for PeerRead<W> {
-    fn help(&self) {
-        let work = {
-            let mut state = self.state.lock();
-            let Some(work) = state.work.clone() else { return };
-            state.threads += 1;
-            work
-        };
-        let done = catch_unwind(AssertUnwindSafe(|| self.take(&work)));
-        let done =
-            done.unwrap_or_else(|_| Err(Error::new(ErrorKind::System, "a thread that reads panicked")));
-        // Before leaving: once no thread is inside, none of them holds the work.
-        drop(work);
-        let mut state = self.state.lock();
-        state.threads -= 1;
-        if let Err(error) = done {
-            self.stop.store(true, Ordering::Relaxed);
-            state.failure.get_or_insert(error);
-        }
-        let stopped = self.stop.load(Ordering::Relaxed);
-        if state.threads == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
-            self.over.store(true, Ordering::Release);
-            if state.asleep {
-                self.left.notify_all();
-            }
-        }
-    }
-
-    fn abandoned(&self) -> bool {
+    /// Whether the caller has left before the job ended.
+    pub(super) fn abandoned(&self) -> bool {
         self.abandoned.load(Ordering::Acquire)
     }
 }
@@ -178,3 +183,6 @@ fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
                 they stay in use until the read or that process ends";
     Error::new(why.kind(), text).with(STILL_READING, pid).because(why)
 }
+
+#[cfg(all(test, loom))]
+mod loom_tests;

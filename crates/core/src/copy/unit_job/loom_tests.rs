@@ -1,32 +1,36 @@
-//! Checks the job of `copy::workers` with loom: every order in which workers start, take units, fail and leave.
+//! Checks the job of copy workers with loom: every order in which workers start, take units, fail and leave.
 //!
 //! Part of the library's own tests, because the job is private. To run it: `RUSTFLAGS="--cfg loom"
 //! LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::`.
 
 use std::sync::Arc as Shared;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
-use std::time::Duration;
 
 use loom::sync::atomic::AtomicUsize as Counter;
 use loom::thread;
 
 use super::*;
-use crate::model::Deadline;
 
 /// Counts its units and fails at one of them. No unit may run after the caller has seen the end.
 struct Units {
     done: [Counter; 3],
     fails_at: Option<usize>,
     over: Counter,
+    /// Number of units that ran after the end. A job catches panics, so this is checked afterwards.
+    late: AtomicU64,
 }
 
 impl Units {
     fn unit(&self, index: usize) -> Result<()> {
-        assert_eq!(self.over.load(Ordering::SeqCst), 0, "a unit runs after the end");
+        self.check();
         self.done[index].fetch_add(1, Ordering::SeqCst);
         thread::yield_now();
-        assert_eq!(self.over.load(Ordering::SeqCst), 0, "the caller was notified of the end too early");
+        self.check();
         if self.fails_at == Some(index) { Err(Error::new(ErrorKind::System, "injected")) } else { Ok(()) }
+    }
+
+    fn check(&self) {
+        self.late.fetch_add(self.over.load(Ordering::SeqCst) as u64, Std::SeqCst);
     }
 }
 
@@ -39,17 +43,11 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
             done: std::array::from_fn(|_| Counter::new(0)),
             fails_at,
             over: Counter::new(0),
+            late: AtomicU64::new(0),
         });
         let inside = checks.clone();
         let work = Arc::new(move |index| inside.unit(index));
-        let job = Arc::new(CopyJob {
-            units,
-            limit: Deadline::after(Duration::from_secs(3600)).into(),
-            next: AtomicUsize::new(0),
-            stop: AtomicBool::new(false),
-            state: Mutex::new(State { work: Some(work.clone()), inside: 0, failure: None }),
-            left: Condvar::new(),
-        });
+        let job = Arc::new(UnitJob::new(work.clone(), units));
         let threads: Vec<_> = (0..helpers)
             .map(|_| {
                 let job = job.clone();
@@ -57,8 +55,7 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
             })
             .collect();
         job.help();
-        job.close();
-        let outcome = job.outcome();
+        let outcome = job.close();
         assert_eq!(Arc::strong_count(&work), 1, "somebody still holds what was copied");
         checks.over.store(1, Ordering::SeqCst);
         let done: Vec<usize> =
@@ -71,6 +68,7 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
             }
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(checks.late.load(Std::SeqCst), 0, "a unit ran after the end");
     });
     let ran = ran.load(Std::Relaxed);
     eprintln!("{helpers} helpers, {units} units: {ran} orders");

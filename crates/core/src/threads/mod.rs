@@ -1,0 +1,7 @@
+//! The threads of an engine: those that are started by name, and pools that start and end threads on demand.
+
+mod pool;
+mod running;
+
+pub(crate) use pool::{JobQueue, PollLimits, Tasks, ThreadPool};
+pub(crate) use running::{CLOSE_WAIT, Threads, guarded};

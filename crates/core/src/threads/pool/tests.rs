@@ -1,0 +1,207 @@
+//! Pools: which threads take a job, and when they are started, woken, poll and end.
+
+use std::sync::Barrier;
+use std::sync::mpsc::channel;
+use std::thread::{self, ThreadId};
+
+use super::*;
+
+const HOUR: Duration = Duration::from_secs(3600);
+const NO_POLL: PollLimits = PollLimits { threads: 1, time: Duration::ZERO };
+const ONE_POLLS: PollLimits = PollLimits { threads: 1, time: HOUR };
+const ALL_POLL: PollLimits = PollLimits { threads: usize::MAX, time: HOUR };
+
+fn pool(polls: PollLimits, keep: Duration) -> ThreadPool<Tasks> {
+    ThreadPool::keeping("test", polls, keep)
+}
+
+/// Ends the pool of a test.
+struct Closes<'a>(&'a ThreadPool<Tasks>);
+
+impl Drop for Closes<'_> {
+    fn drop(&mut self) {
+        assert!(self.0.close().is_empty() || thread::panicking());
+        self.0.threads().wait(0);
+    }
+}
+
+/// Adds `count` jobs at once, each of which waits until all run, and returns their threads.
+fn meet_at_once(pool: &ThreadPool<Tasks>, count: usize, at_once: usize) -> Vec<ThreadId> {
+    let (sender, ran) = channel();
+    let barrier = Arc::new(Barrier::new(count));
+    for _ in 0..count / at_once {
+        let mut state = pool.lock();
+        for _ in 0..at_once {
+            let (barrier, sender) = (barrier.clone(), sender.clone());
+            state.queue.push_back(Box::new(move || {
+                barrier.wait();
+                sender.send(thread::current().id()).unwrap();
+            }));
+        }
+        pool.dispatch(state, at_once, usize::MAX).map_err(|(error, _)| error).unwrap();
+    }
+    (0..count).map(|_| ran.recv_timeout(HOUR).unwrap()).collect()
+}
+
+/// The same, one job after the other.
+fn meet(pool: &ThreadPool<Tasks>, count: usize) -> Vec<ThreadId> {
+    meet_at_once(pool, count, 1)
+}
+
+/// Waits until the lock shows what a test waits for.
+fn eventually(pool: &ThreadPool<Tasks>, what: impl Fn(&State<Tasks>) -> bool) {
+    while !what(&pool.lock()) {
+        thread::yield_now();
+    }
+}
+
+/// Waits until `count` threads are idle and one of them polls.
+fn await_poll(pool: &ThreadPool<Tasks>, count: usize) {
+    eventually(pool, |state| state.polling == 1 && state.asleep.len() == count - 1);
+}
+
+#[test]
+fn the_polling_thread_takes_the_next_job_and_no_thread_is_woken() {
+    let pool = pool(ONE_POLLS, HOUR);
+    let _closes = Closes(&pool);
+    let [first] = meet(&pool, 1)[..] else { panic!() };
+    for _ in 0..100 {
+        await_poll(&pool, 1);
+        assert_eq!(meet(&pool, 1), [first]);
+        assert_eq!(pool.lock().coming, 0);
+    }
+    assert_eq!(pool.lock().threads, 1);
+}
+
+/// The polling thread takes one of the jobs, and each thread that takes one wakes the next.
+#[test]
+fn jobs_that_the_polling_thread_does_not_take_wake_sleeping_threads() {
+    let pool = pool(ONE_POLLS, HOUR);
+    let _closes = Closes(&pool);
+    meet(&pool, 4);
+    for _ in 0..100 {
+        await_poll(&pool, 4);
+        meet(&pool, 4);
+    }
+    assert_eq!(pool.lock().threads, 4);
+}
+
+/// Jobs that are added together wake a thread each, but only as many as do not poll.
+#[test]
+fn jobs_that_are_added_together_are_taken_by_polling_and_woken_threads() {
+    for polls in [NO_POLL, ONE_POLLS, ALL_POLL] {
+        let pool = pool(polls, HOUR);
+        let _closes = Closes(&pool);
+        for _ in 0..100 {
+            meet_at_once(&pool, 4, 4);
+            eventually(&pool, |state| state.polling + state.asleep.len() == 4);
+            assert_eq!(pool.lock().coming, 0);
+        }
+        assert_eq!(pool.lock().threads, 4);
+    }
+}
+
+#[test]
+fn a_polling_thread_ends_with_its_pool() {
+    let pool = pool(ONE_POLLS, HOUR);
+    meet(&pool, 2);
+    await_poll(&pool, 2);
+    drop(Closes(&pool));
+    assert_eq!(pool.threads().count(), 0);
+}
+
+#[test]
+fn without_a_time_no_thread_polls() {
+    let pool = pool(NO_POLL, HOUR);
+    let _closes = Closes(&pool);
+    for _ in 0..100 {
+        meet(&pool, 2);
+        assert_eq!(pool.lock().polling, 0);
+    }
+}
+
+#[test]
+fn the_thread_that_fell_asleep_last_takes_the_next_job() {
+    let pool = pool(NO_POLL, HOUR);
+    let _closes = Closes(&pool);
+    meet(&pool, 8);
+    eventually(&pool, |state| state.asleep.len() == 8);
+    let [last] = meet(&pool, 1)[..] else { panic!() };
+    for _ in 0..100 {
+        eventually(&pool, |state| state.asleep.len() == 8);
+        assert_eq!(meet(&pool, 1), [last]);
+    }
+}
+
+/// Calls `step` until one thread is left. Fails after a minute, many times longer than the threads are kept.
+fn until_one_thread_is_left(pool: &ThreadPool<Tasks>, mut step: impl FnMut()) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    let threads = || pool.lock().threads;
+    while threads() > 1 {
+        assert!(Instant::now() < limit, "{} threads are left", threads());
+        step();
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Jobs that one thread can do, more often than a thread is kept.
+#[test]
+fn work_of_one_thread_keeps_no_other_thread() {
+    for polls in [NO_POLL, PollLimits { time: Duration::from_micros(50), ..ALL_POLL }] {
+        let pool = pool(polls, Duration::from_millis(200));
+        let _closes = Closes(&pool);
+        meet(&pool, 16);
+        until_one_thread_is_left(&pool, || drop(meet(&pool, 1)));
+    }
+}
+
+/// A thread whose sleep is interrupted without a job sleeps on, and its time goes on.
+#[test]
+fn wake_ups_without_a_job_keep_no_thread() {
+    let pool = pool(NO_POLL, Duration::from_millis(200));
+    let _closes = Closes(&pool);
+    meet(&pool, 16);
+    until_one_thread_is_left(&pool, || wake(&pool.lock().asleep));
+}
+
+/// A job that waits for the thread of another one runs there; a job that panics does not end its thread.
+#[test]
+fn no_more_threads_than_the_caller_allows_and_none_is_lost_to_a_panic() {
+    let pool = pool(NO_POLL, HOUR);
+    let _closes = Closes(&pool);
+    let (sender, ran) = channel();
+    for number in 0..200 {
+        let sender = sender.clone();
+        let mut state = pool.lock();
+        state.queue.push_back(Box::new(move || {
+            sender.send((number, thread::current().id())).unwrap();
+            assert!(number % 3 > 0, "injected");
+        }));
+        pool.dispatch(state, 1, 2).map_err(|(error, _)| error).unwrap();
+    }
+    let mut all: Vec<_> = (0..200).map(|_| ran.recv_timeout(HOUR).unwrap()).collect();
+    all.sort_unstable_by_key(|&(number, _)| number);
+    assert!(all.iter().map(|&(number, _)| number).eq(0..200));
+    let threads: hashbrown::HashSet<_> = all.iter().map(|&(_, thread)| thread).collect();
+    assert!(threads.len() <= 2 && pool.lock().threads <= 2);
+}
+
+/// Without any thread the caller has its jobs back; otherwise the existing threads run them.
+#[test]
+fn jobs_without_a_thread_are_returned() {
+    let pool = pool(NO_POLL, HOUR);
+    let _closes = Closes(&pool);
+    let add = || {
+        let mut state = pool.lock();
+        state.queue.extend((0..3).map(|_| Box::new(|| ()) as Box<dyn FnOnce() + Send>));
+        pool.dispatch(state, 3, usize::MAX).map_err(|(error, jobs)| (error.raw_os_error(), jobs.len()))
+    };
+    pool.threads().refuse(true);
+    assert_eq!(add(), Err((Some(libc::EAGAIN), 3)));
+    assert_eq!((pool.lock().queue.len(), pool.threads().count()), (0, 0));
+    pool.threads().refuse(false);
+    meet(&pool, 1);
+    pool.threads().refuse(true);
+    assert_eq!(add(), Ok(()));
+    eventually(&pool, |state| state.queue.is_empty());
+}

@@ -1,0 +1,144 @@
+//! Starts threads by name, counts them, and waits for them to end.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hashbrown::HashSet;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::sync::{Builder, Condvar, Mutex, ThreadId, current};
+
+/// Stack size in bytes. Requests, plans and lists are on the heap.
+const STACK: usize = 512 << 10;
+/// How long the end of an engine waits for threads that still work.
+pub(crate) const CLOSE_WAIT: Duration = Duration::from_secs(10);
+
+/// The running threads. All of them use the CPUs of the thread that created this.
+#[derive(Debug)]
+pub(crate) struct Threads {
+    running: Mutex<RunningThreads>,
+    ended: Condvar,
+    /// `None` if the kernel does not report them.
+    cpus: Option<CpuSet>,
+    /// Test only: behave as if no thread could be started.
+    #[cfg(feature = "testing")]
+    refused: std::sync::atomic::AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct RunningThreads {
+    count: usize,
+    /// The ids of the threads that have begun to run.
+    ids: HashSet<ThreadId>,
+}
+
+impl Threads {
+    /// Counts no thread yet.
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Threads {
+            running: Mutex::default(),
+            ended: Condvar::new(),
+            cpus: sched_getaffinity(None).ok(),
+            #[cfg(feature = "testing")]
+            refused: std::sync::atomic::AtomicBool::new(false),
+        })
+    }
+
+    /// Runs `work` on a new thread.
+    pub(crate) fn spawn(
+        self: &Arc<Self>,
+        name: &str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
+        #[cfg(feature = "testing")]
+        if self.refused.load(std::sync::atomic::Ordering::SeqCst) {
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
+        self.running.lock().count += 1;
+        let mut leaving = Leaving(self.clone(), None);
+        let started = Builder::new().name(name.into()).stack_size(STACK).spawn(move || {
+            leaving.begin();
+            leaving.0.use_cpus();
+            work();
+        });
+        started.map(|_| ())
+    }
+
+    /// Moves the calling thread to the CPUs of all these threads. It has inherited those of whichever thread started it
+    /// (`test_threads_use_the_cpus_of_the_thread_that_opened_the_engine`).
+    fn use_cpus(&self) {
+        // Only if they differ: CPUs that were set do not change when the container gets more.
+        if let Some(cpus) = self.cpus
+            && sched_getaffinity(None).is_ok_and(|inherited| inherited != cpus)
+        {
+            // If the container has lost these CPUs, the thread stays where it is.
+            let _ = sched_setaffinity(None, &cpus);
+        }
+    }
+
+    /// Waits until all threads but `lost` have ended, at most [`CLOSE_WAIT`]. A thread that closes its own engine does not
+    /// wait for itself.
+    pub(crate) fn wait(&self, lost: usize) {
+        let until = Instant::now() + CLOSE_WAIT;
+        let mut running = self.running.lock();
+        let own = usize::from(running.ids.contains(&current().id()));
+        while running.count > lost.max(own) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            running = self.ended.wait_timeout(running, left).0;
+        }
+    }
+
+    /// Number of threads.
+    #[cfg(feature = "testing")]
+    pub(crate) fn count(&self) -> usize {
+        self.running.lock().count
+    }
+
+    /// Sets whether this behaves as if no thread could be started.
+    #[cfg(feature = "testing")]
+    pub(crate) fn refuse(&self, refuse: bool) {
+        self.refused.store(refuse, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+/// Runs `work`. If it panics, logs the panic and returns `None`, so that the thread continues with other work.
+pub(crate) fn guarded<T>(doing: &str, work: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(work))
+        .map_err(|payload| {
+            let text = payload.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| payload.downcast_ref::<String>().map(|text| &**text)).unwrap_or("no text");
+            tracing::error!(
+                target: "llm_datadist::links",
+                "panic while {doing}: {text}; the engine abandoned this work and continues. Please report this error"
+            );
+            // Dropping the payload may panic, too.
+            std::mem::forget(payload);
+        })
+        .ok()
+}
+
+/// Removes a thread from the count when dropped, even if the thread was never started.
+struct Leaving(Arc<Threads>, Option<ThreadId>);
+
+impl Leaving {
+    fn begin(&mut self) {
+        let id = current().id();
+        self.0.running.lock().ids.insert(id);
+        self.1 = Some(id);
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        let mut running = self.0.running.lock();
+        running.count -= 1;
+        self.1.map(|id| running.ids.remove(&id));
+        drop(running);
+        self.0.ended.notify_all();
+    }
+}
