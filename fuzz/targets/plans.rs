@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::model::RowSizes;
-use llm_datadist_core::testing::plan::{CopyPlan, Segment, Side, Span, TensorSteps};
-use llm_datadist_core::testing::protocol::{self, WirePieces, WirePlan, WireTemplate};
+use llm_datadist_core::testing::plan::{CopyPlan, Segment, Side, Span, Template, TensorSteps};
+use llm_datadist_core::testing::protocol::{self, WirePlan};
 use llm_datadist_fuzz::{decoded, peak, refused_as};
 
 /// Bytes before the plan: tensors (2), bytes of a tensor (3) for each end, and bytes of a row (2).
@@ -24,29 +24,21 @@ struct Piece {
 
 /// Pieces of a plan in one tensor, or `None` where there are too many.
 fn pieces(plan: &WirePlan) -> Option<Vec<Piece>> {
-    match &plan.pieces {
-        WirePieces::Spans(spans) => {
-            let count = spans.iter().fold(0u64, |sum, span| sum.saturating_add(span.count));
-            (count <= MOST_PIECES).then(|| spans.iter().flat_map(|span| pieces_of(span, (0, 0))).collect())
-        }
-        WirePieces::Templates(templates) => {
-            let count = |template: &WireTemplate| {
-                let one = template.spans.iter().fold(0u64, |sum, span| sum.saturating_add(span.count));
-                one.saturating_mul(template.pairs.0.len() as u64)
-            };
-            let all = templates.iter().map(count).fold(0, u64::saturating_add);
-            (all <= MOST_PIECES).then(|| templates.iter().flat_map(places).collect())
-        }
-        WirePieces::Unusable(_) => None,
-    }
+    let templates = plan.templates.0.as_ref().ok()?;
+    let count = |template: &Template| {
+        let one = template.spans.iter().fold(0u64, |sum, span| sum.saturating_add(span.count));
+        one.saturating_mul(template.pairs.len() as u64)
+    };
+    let all = templates.iter().map(count).fold(0, u64::saturating_add);
+    (all <= MOST_PIECES).then(|| templates.iter().flat_map(places).collect())
 }
 
 /// The pieces of one template.
-fn places(template: &WireTemplate) -> Vec<Piece> {
+fn places(template: &Template) -> Vec<Piece> {
     let at = |unit: u64, number: u32| i128::from(number) * i128::from(unit);
-    let pairs = template.pairs.0.iter();
+    let pairs = template.pairs.iter();
     let from = pairs.map(|&(src, dst)| (at(template.src_unit, src), at(template.dst_unit, dst)));
-    from.flat_map(|from| template.spans.iter().flat_map(move |span| pieces_of(span, from))).collect()
+    from.flat_map(|from| template.spans.iter().flat_map(move |span| pieces_of(*span, from))).collect()
 }
 
 /// The pieces of a span that is read and written `from` bytes later.
@@ -133,7 +125,6 @@ fuzz_target!(|input: &[u8]| {
     let frame = protocol::encode(&again).expect("a plan that was received can be sent");
     let read: WirePlan = protocol::decode(&frame[protocol::HEADER..]).expect("and read");
     let read = CopyPlan::try_from(read).expect("and accepted");
-    // Spans that are not repeated are sent as a list.
     same_bytes(&read, &pieces);
     assert_eq!(
         (read.tensors(Side::Source), read.tensors(Side::Destination)),

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, CacheKey, GrantId, Name};
-use llm_datadist_core::testing::plan::{Side, Span, SpanList, TensorSteps};
+use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
-    EntryVersion, Hello, LinkAnswer, NamedCache, Pairs, Party, Proof, Purpose, Reply, Request, RingAnswer,
-    RingOffer, Run, Timed, Welcome, WireCache, WireLayout, WireLocation, WirePieces, WirePlan, WirePulled,
-    WireSizes, WireTemplate,
+    EntryVersion, Hello, LinkAnswer, NamedCache, Party, Proof, Purpose, Reply, Request, RingAnswer,
+    RingOffer, Run, Timed, Welcome, WireCache, WireLayout, WireLocation, WirePlan, WirePulled, WireSizes,
+    WireTemplates,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -173,28 +173,25 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 }
 
 fn plans() -> Vec<(&'static str, WirePlan)> {
-    let plan = |pieces| WirePlan {
+    let plan = |templates| WirePlan {
         num_tensors: 2,
         src: TensorSteps::consecutive(0),
         dst: TensorSteps::consecutive(4),
-        pieces,
+        templates: WireTemplates(Ok(templates)),
     };
     let span = Span { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
     let one = |src, dst| Span { src, dst, len: 512, count: 1, src_step: 0, dst_step: 0 };
-    let pairs = |pairs: &[(u32, u32)]| Pairs(Arc::new(pairs.to_vec()));
+    let pairs = |pairs: &[(u32, u32)]| Arc::new(pairs.to_vec());
     let template = |units: (u64, u64), pairs, spans: &[Span]| {
         let (src_unit, dst_unit) = units;
-        WireTemplate { src_unit, dst_unit, pairs, spans: packed(spans) }
+        Template { src_unit, dst_unit, pairs, spans: spans.to_vec() }
     };
-    let templates = |templates| WirePlan {
-        src: TensorSteps { first: 0, step: 2 },
-        ..plan(WirePieces::Templates(templates))
-    };
-    let spans = |spans| plan(WirePieces::Spans(packed(spans)));
+    let templates = |templates| WirePlan { src: TensorSteps { first: 0, step: 2 }, ..plan(templates) };
+    let spans = |spans: &[Span]| plan(vec![template((0, 0), pairs(&[(0, 0)]), spans)]);
     let heads = Span { src: 0, dst: 64, len: 64, count: 4, src_step: 128, dst_step: 256 };
     let blocks = |pairs| {
         let one = Span { src: 512, dst: 1024, ..one(0, 0) };
-        plan(WirePieces::Templates(vec![template((512, 512), pairs, &[one])]))
+        plan(vec![template((512, 512), pairs, &[one])])
     };
     vec![
         ("spans", spans(&[span, one(0, 9000), one(8192, 20_000)])),
@@ -219,10 +216,6 @@ fn plans() -> Vec<(&'static str, WirePlan)> {
         ("past-the-end", spans(&[one(u64::MAX - 10, 16_384)])),
         ("fan-out", spans(&[Span { src_step: 0, ..span }])),
     ]
-}
-
-fn packed(spans: &[Span]) -> SpanList {
-    SpanList::pack(spans.iter().copied()).expect("memory")
 }
 
 fn texts() {

@@ -180,8 +180,8 @@ def plan_start(tensors: int, first: tuple[int, int], steps: tuple[int, int] = (1
 
 
 def plan_spans(spans: list[bytes], tensors: int = 1, src: int = 0, dst: int = 0) -> bytes:
-    """A plan of spans."""
-    return plan_start(tensors, (src, dst)) + uint(0) + many(spans)
+    """A plan of spans that are not repeated."""
+    return plan_templates([template((0, 0), [(0, 0)], spans)], tensors, (src, dst))
 
 
 def plan_blocks(
@@ -210,8 +210,8 @@ def plan_templates(
     first: tuple[int, int] = (0, 0),
     steps: tuple[int, int] = (1, 1),
 ) -> bytes:
-    """A plan of templates. `steps` are the distances of the tensors that are read and written."""
-    return plan_start(tensors, first, steps) + uint(1) + many(templates)
+    """A plan. `steps` are the distances of the tensors that are read and written."""
+    return plan_start(tensors, first, steps) + many(templates)
 
 
 def pack(pairs: list[tuple[int, int]]) -> bytes:

@@ -19,7 +19,7 @@ use crate::validate::{self, CopyArgs};
 const MANY_BLOCKS: usize = 1 << 20;
 /// Bytes per block that the lists of a call take while it runs: the request, the plan and the rows to pin
 /// (`lists_of_a_call_take_what_is_asked_for`).
-const BYTES_OF_A_BLOCK: u64 = 128;
+const BYTES_OF_A_BLOCK: u64 = 112;
 
 impl DataDist {
     /// Copies one range of one batch slot, the same range in every tensor (contract §7.9).

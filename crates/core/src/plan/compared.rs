@@ -47,12 +47,13 @@ impl CopyPlan {
         let (mut blocks, mut pieces) = (Vec::new(), Vec::new());
         let between_layouts = self.is_between_layouts();
         for segment in self.segments() {
-            match segment.template() {
-                Some(template) if is_block(template, sizes) => {
-                    fallible::push(PLAN, &mut blocks, template.at_pairs(template.pairs.clone())?)?;
-                }
-                _ if between_layouts => spans_in_rows(segment, sizes, &mut blocks, &mut pieces)?,
-                _ => add_pieces(segment.spans(), sizes, &mut pieces)?,
+            let template = segment.template();
+            if is_block(template, sizes) {
+                fallible::push(PLAN, &mut blocks, template.at_pairs(template.pairs.clone())?)?;
+            } else if between_layouts {
+                spans_in_rows(segment, sizes, &mut blocks, &mut pieces)?;
+            } else {
+                add_pieces(segment.spans(), sizes, &mut pieces)?;
             }
         }
         pieces.sort_unstable_by_key(|piece| (piece.len, piece.src, piece.dst));
@@ -205,7 +206,7 @@ fn parts(segments: &[Segment], limits: PartLimits) -> impl Iterator<Item = Resul
     let (mut at, mut pair) = (0, 0);
     std::iter::from_fn(move || {
         let (mut part, mut left) = (Vec::new(), Room::new(limits));
-        while let Some(template) = segments.get(at).and_then(Segment::template) {
+        while let Some(template) = segments.get(at).map(Segment::template) {
             let rest = template.pairs.len() - pair;
             let count = left.take(template, rest, part.is_empty());
             if count == 0 {
@@ -229,7 +230,7 @@ fn with_pairs(template: &Template, pairs: Range<usize>) -> Result<Template> {
     let all = pairs.len() == template.pairs.len();
     let some = template.pairs.get(pairs).unwrap_or_default();
     let pairs = if all { template.pairs.clone() } else { Arc::new(fallible::copied(PLAN, some)?) };
-    Ok(Template { pairs, spans: fallible::copied(PLAN, &template.spans)?, ..*template })
+    template.at_pairs(pairs)
 }
 
 /// What a part may still take.

@@ -19,7 +19,7 @@ const LEAST: u64 = 16 << 20;
 /// in its message. The plan is refused if its check would need more than one and a half times that and more than 16 MiB.
 pub(super) fn check_segments(segments: &[Segment], plan_bytes: usize) -> Result<()> {
     if are_apart(segments, plan_bytes) {
-        return segments.iter().try_for_each(|segment| check_alone(segment, plan_bytes));
+        return segments.iter().try_for_each(|segment| check_alone(segment.template(), plan_bytes));
     }
     let written = || segments.iter().flat_map(Segment::spans).map(|span| WrittenSpan::of(&span));
     check_written(&written, || extent_of(segments), plan_bytes)
@@ -31,7 +31,7 @@ pub(super) fn check_size(segments: &[Segment]) -> Result<()> {
     if !are_apart(segments, 0) {
         return extent_of(segments).map_or(Ok(()), |extent| extent.check_size(0));
     }
-    let each = segments.iter().filter_map(Segment::template).map(written_once);
+    let each = segments.iter().map(Segment::template).map(written_once);
     each.filter_map(WrittenExtent::of).try_for_each(|extent| extent.check_size(0))
 }
 
@@ -39,7 +39,7 @@ pub(super) fn check_size(segments: &[Segment]) -> Result<()> {
 /// and of a template the pieces of one place and the numbers of the places. This takes a step for each place, and for each span
 /// that is not repeated.
 fn are_apart(segments: &[Segment], plan_bytes: usize) -> bool {
-    if segments.iter().filter_map(Segment::template).any(interleaves) {
+    if segments.iter().map(Segment::template).any(interleaves) {
         return false;
     }
     let written = || segments.iter().flat_map(hulls);
@@ -48,7 +48,7 @@ fn are_apart(segments: &[Segment], plan_bytes: usize) -> bool {
 
 /// Returns what each place of a segment writes, with the bytes between its pieces; or each span, if the spans are not repeated.
 fn hulls(segment: &Segment) -> impl Iterator<Item = WrittenSpan> {
-    let repeated = segment.template().filter(|template| template.pairs.len() > 1);
+    let repeated = Some(segment.template()).filter(|template| template.pairs.len() > 1);
     let places = repeated.into_iter().flat_map(|template| {
         let hull = template.hulls().map_or(0..0, |(_, written)| written);
         let place = move |&(_, number): &(u32, u32)| WrittenSpan {
@@ -63,11 +63,7 @@ fn hulls(segment: &Segment) -> impl Iterator<Item = WrittenSpan> {
     places.chain(spans.into_iter().flatten())
 }
 
-fn check_alone(segment: &Segment, plan_bytes: usize) -> Result<()> {
-    let Some(template) = segment.template() else {
-        let written = || segment.spans().map(|span| WrittenSpan::of(&span));
-        return check_written(&written, || WrittenExtent::of(written()), plan_bytes);
-    };
+fn check_alone(template: &Template, plan_bytes: usize) -> Result<()> {
     fallible::temporary(|| check_places(template))?;
     let written = || written_once(template);
     check_written(&written, || WrittenExtent::of(written()), plan_bytes)
@@ -86,10 +82,7 @@ fn written_once(template: &Template) -> impl Iterator<Item = WrittenSpan> {
 
 /// Returns what all segments write. This visits each span and each pair of a template once, and not their combinations.
 fn extent_of(segments: &[Segment]) -> Option<WrittenExtent> {
-    let each = segments.iter().filter_map(|segment| match segment.template() {
-        Some(template) => extent_of_template(template),
-        None => WrittenExtent::of(segment.spans().map(|span| WrittenSpan::of(&span))),
-    });
+    let each = segments.iter().map(Segment::template).filter_map(extent_of_template);
     each.reduce(|all, next| all.joined(&next))
 }
 

@@ -27,13 +27,12 @@ pub struct CopyPlan {
 impl CopyPlan {
     /// Returns the plan of `segments` in the first `num_tensors` tensors of both sides. Their bytes in one tensor must not
     /// exceed 64 bits.
-    pub(super) fn new(num_tensors: u32, mut segments: Vec<Segment>) -> Self {
-        segments.retain(|segment| segment.count() > 0);
-        Self::of(num_tensors, OneOrMany::Many(segments))
-    }
-
-    /// Does the same for segments of which none is empty.
-    pub(super) fn of(num_tensors: u32, segments: OneOrMany<Segment>) -> Self {
+    pub(super) fn new(num_tensors: u32, mut segments: OneOrMany<Segment>) -> Self {
+        match &mut segments {
+            OneOrMany::Many(segments) => segments.retain(|segment| segment.count() > 0),
+            OneOrMany::One(segment) if segment.count() == 0 => segments = OneOrMany::default(),
+            OneOrMany::One(_) => {}
+        }
         let first = TensorSteps::consecutive(0);
         let tensor_bytes = segments.iter().map(Segment::tensor_bytes).sum();
         CopyPlan { num_tensors, src: first, dst: first, segments: Arc::new(segments), tensor_bytes }
@@ -117,11 +116,7 @@ impl CopyPlan {
 
     /// Returns the number of spans and pairs of the plan. Its message takes a few bytes for each.
     pub fn num_entries(&self) -> usize {
-        let entries = |segment: &Segment| match segment.template() {
-            Some(template) => template.pairs.len() + template.spans.len(),
-            None => segment.num_spans(),
-        };
-        self.segments.iter().map(entries).sum()
+        self.templates().map(|template| template.pairs.len() + template.spans.len()).sum()
     }
 
     /// Returns the pieces of bytes `from..to` of the whole plan, each with the index of its tensor in

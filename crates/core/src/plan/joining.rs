@@ -9,9 +9,48 @@ const SHORT_LIST: usize = 64;
 /// A longer list stays blocks if fewer than one block in this many does so.
 const JOINED: usize = 8;
 
-/// Returns the spans of pieces that are sorted by source.
-pub(super) fn joined(pieces: impl ExactSizeIterator<Item = Piece>) -> Result<Vec<Span>> {
-    strided(contiguous(pieces)?)
+/// Returns the spans of pieces that are sorted by source: neighbours whose source and destination are both contiguous are one
+/// run, and three or more equal runs at a constant distance are one strided span. `None` if there are more than `most` spans.
+pub(super) fn joined(pieces: impl Iterator<Item = Piece>, most: usize) -> Result<Option<Vec<Span>>> {
+    let (mut spans, mut run): (Vec<Span>, Option<Span>) = (Vec::new(), None);
+    for Piece { src, dst, len } in pieces {
+        match &mut run {
+            Some(run) if run.src + run.len == src && run.dst + run.len == dst => run.len += len,
+            _ => run.replace(Span::single(src, dst, len)).map_or(Ok(()), |run| add_run(&mut spans, run))?,
+        }
+        if spans.len() > most {
+            return Ok(None);
+        }
+    }
+    run.map_or(Ok(()), |run| add_run(&mut spans, run))?;
+    Ok(Some(spans).filter(|spans| spans.len() <= most))
+}
+
+/// Adds a run. If it continues the last span, or if the last two runs are at the same distance, they become one span.
+fn add_run(spans: &mut Vec<Span>, run: Span) -> Result<()> {
+    let step = |a: &Span, b: &Span| {
+        let same = a.len == b.len;
+        same.then(|| (b.src.wrapping_sub(a.src).cast_signed(), b.dst.wrapping_sub(a.dst).cast_signed()))
+    };
+    match &mut spans[..] {
+        [.., last]
+            if last.count > 1 && last.len == run.len && last.piece(last.count) == (run.src, run.dst) =>
+        {
+            last.count += 1;
+            return Ok(());
+        }
+        [.., first, second] if first.count == 1 && second.count == 1 => {
+            if let Some((src_step, dst_step)) = step(first, second)
+                && step(second, &run) == Some((src_step, dst_step))
+            {
+                *first = Span { count: 3, src_step, dst_step, ..*first };
+                spans.pop();
+                return Ok(());
+            }
+        }
+        _ => {}
+    }
+    fallible::push(PLAN, spans, run)
 }
 
 /// Returns whether joining neighbours would leave nearly as many spans as there are blocks.
@@ -29,51 +68,4 @@ pub(super) fn scattered(pairs: &[(u32, u32)]) -> bool {
         joined + u32::from(one == (1, 1) || one == two)
     });
     (counted as usize) < pairs.len() / JOINED
-}
-
-/// Joins neighbours whose source and destination are both contiguous.
-fn contiguous(pieces: impl ExactSizeIterator<Item = Piece>) -> Result<Vec<Span>> {
-    let mut runs: Vec<Span> = fallible::with_capacity(PLAN, pieces.len())?;
-    for Piece { src, dst, len } in pieces {
-        match runs.last_mut() {
-            Some(run) if run.src + run.len == src && run.dst + run.len == dst => run.len += len,
-            _ => runs.push(Span::single(src, dst, len)),
-        }
-    }
-    Ok(runs)
-}
-
-/// Joins three or more equal runs at a constant distance into one strided span.
-fn strided(runs: Vec<Span>) -> Result<Vec<Span>> {
-    let step = |a: &Span, b: &Span| {
-        let same = a.len == b.len;
-        same.then(|| (b.src.wrapping_sub(a.src).cast_signed(), b.dst.wrapping_sub(a.dst).cast_signed()))
-    };
-    let even = |three: &[Span]| {
-        let first = step(&three[0], &three[1]);
-        first.is_some() && first == step(&three[1], &three[2])
-    };
-    // Shuffled blocks have no strides and stay as they are.
-    if !runs.windows(3).any(even) {
-        return Ok(runs);
-    }
-    let mut spans = fallible::with_capacity(PLAN, runs.len())?;
-    let mut at = 0;
-    while at < runs.len() {
-        let mut last = at;
-        if let Some(steps) = runs.get(at + 1).and_then(|next| step(&runs[at], next)) {
-            while last + 1 < runs.len() && step(&runs[last], &runs[last + 1]) == Some(steps) {
-                last += 1;
-            }
-            if last >= at + 2 {
-                let count = (last - at + 1) as u64;
-                spans.push(Span { count, src_step: steps.0, dst_step: steps.1, ..runs[at] });
-                at = last + 1;
-                continue;
-            }
-        }
-        spans.push(runs[at]);
-        at += 1;
-    }
-    Ok(spans)
 }

@@ -8,9 +8,10 @@ use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
 use super::segment::Segment;
 use super::sorting;
-use super::spans::{PLAN, Piece};
+use super::spans::{PLAN, Piece, Span};
 use super::template::Template;
-use crate::error::Result;
+use super::template_list::MOST_TEMPLATE_SPANS;
+use crate::error::{Error, ErrorKind, Result};
 use crate::fallible::{self, OneOrMany};
 
 impl CopyPlan {
@@ -18,73 +19,48 @@ impl CopyPlan {
     /// later piece writes again are left out. Takes the pieces out of `moves`.
     pub fn moves(moves: &mut Moves) -> Result<CopyPlan> {
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
-        let segment = match std::mem::take(&mut moves.pieces) {
-            Pieces::Repeated(mut template) => {
-                order::keep_last(own_pairs(&mut template)?)?;
-                repeated(template)?
-            }
-            Pieces::Listed(mut pieces) => {
-                order::keep_last_bytes(&mut pieces)?;
-                listed(pieces)?
-            }
-        };
-        Ok(plan(moves, segment))
+        let Pieces { template, short } = std::mem::take(&mut moves.pieces);
+        let Some(mut template) = template else { return Ok(plan(moves, OneOrMany::default())) };
+        order::keep_last(own_pairs(&mut template)?)?;
+        let Some(short) = short else { return Ok(plan(moves, OneOrMany::One(repeated(template)?))) };
+        let last = Segment::of_spans(written_last(short, &mut template)?)?;
+        Ok(plan(moves, OneOrMany::Many(vec![repeated(template)?, last])))
     }
 
     /// Plans moves within one cache or between two, with the same result as moving piece after piece in the order given. The
     /// plans must run one after the other. Within one cache there are several if a piece writes bytes that another piece reads or
     /// writes. A piece that is copied onto itself is left out. No plan is empty. Takes the pieces out of `moves`.
     pub fn moves_in_order(moves: &mut Moves, caches: CacheCount) -> Result<OneOrMany<CopyPlan>> {
+        let one = |plan: CopyPlan| if plan.is_empty() { OneOrMany::default() } else { OneOrMany::One(plan) };
         if caches == CacheCount::Two || !may_overlap(&moves.pieces) {
             return Self::moves(moves).map(one);
         }
-        match std::mem::take(&mut moves.pieces) {
-            Pieces::Repeated(mut template) => {
-                let pairs = own_pairs(&mut template)?;
-                pairs.retain(|(src, dst)| src != dst);
-                if !order::order_matters(pairs, CacheCount::One)? {
-                    return Ok(one(plan(moves, repeated(template)?)));
-                }
-                let groups = order::groups(std::mem::take(pairs))?.into_iter();
-                let planned = groups.map(|pairs| {
-                    let template = template.at_pairs(Arc::new(pairs))?;
-                    Ok(plan(moves, repeated(template)?))
-                });
-                fallible::try_collect(PLAN, planned).map(OneOrMany::Many)
-            }
-            Pieces::Listed(mut pieces) => {
-                pieces.retain(|piece| piece.src != piece.dst);
-                if !order::order_matters(&pieces, CacheCount::One)? {
-                    return Ok(one(plan(moves, listed(pieces)?)));
-                }
-                let groups = order::groups(pieces)?.into_iter();
-                let planned = groups.map(|pieces| Ok(plan(moves, listed(pieces)?)));
-                fallible::try_collect(PLAN, planned).map(OneOrMany::Many)
-            }
+        let Pieces { template: Some(mut template), short: None } = std::mem::take(&mut moves.pieces) else {
+            return Err(Error::new(ErrorKind::System, "blocks within one cache are moved whole"));
+        };
+        let pairs = own_pairs(&mut template)?;
+        pairs.retain(|(src, dst)| src != dst);
+        if !order::order_matters(pairs, CacheCount::One)? {
+            return Ok(one(plan(moves, OneOrMany::One(repeated(template)?))));
         }
+        let groups = order::groups(std::mem::take(pairs))?.into_iter();
+        let planned = groups.map(|pairs| {
+            let template = template.at_pairs(Arc::new(pairs))?;
+            Ok(plan(moves, OneOrMany::One(repeated(template)?)))
+        });
+        fallible::try_collect(PLAN, planned).map(OneOrMany::Many)
     }
 }
 
-/// Returns the plan, unless it is empty.
-fn one(plan: CopyPlan) -> OneOrMany<CopyPlan> {
-    if plan.is_empty() { OneOrMany::default() } else { OneOrMany::One(plan) }
-}
-
-fn plan(moves: &Moves, segment: Option<Segment>) -> CopyPlan {
-    CopyPlan::of(moves.num_tensors, segment.map_or_else(OneOrMany::default, OneOrMany::One)).in_tensors(
-        moves.src_tensor,
-        moves.dst_tensor,
-        moves.num_tensors,
-    )
+fn plan(moves: &Moves, segments: OneOrMany<Segment>) -> CopyPlan {
+    let plan = CopyPlan::new(moves.num_tensors, segments);
+    plan.in_tensors(moves.src_tensor, moves.dst_tensor, moves.num_tensors)
 }
 
 /// Returns whether a byte that one piece reads may be written by another one, if both are in the same cache. Parts of rows
 /// are either equal on both sides or do not overlap (`validate::sub_rows`).
 fn may_overlap(pieces: &Pieces) -> bool {
-    match pieces {
-        Pieces::Repeated(template) => template.spans.iter().all(|span| span.src == span.dst),
-        Pieces::Listed(_) => true,
-    }
+    pieces.template.iter().flat_map(|template| &template.spans).any(|span| span.src == span.dst)
 }
 
 /// Returns the pairs of `template`, which shares them with nobody then.
@@ -97,22 +73,24 @@ fn own_pairs(template: &mut Template) -> Result<&mut Vec<(u32, u32)>> {
 }
 
 /// Returns the segment that copies the one piece of `template` at each of its pairs. Pairs that join their neighbours become
-/// spans.
-pub(super) fn repeated(mut template: Template) -> Result<Option<Segment>> {
+/// spans, if these are no more than a message may have.
+pub(super) fn repeated(mut template: Template) -> Result<Segment> {
     let pairs = own_pairs(&mut template)?;
     sorting::pairs_by_source(pairs)?;
-    if pairs.is_empty() {
-        Ok(None)
-    } else if scattered(pairs) {
-        Segment::of_template(template).map(Some)
-    } else {
-        joined(template.first_pieces()).and_then(Segment::of_spans).map(Some)
-    }
+    let spans = if scattered(pairs) { None } else { joined(template.first_pieces(), MOST_TEMPLATE_SPANS)? };
+    spans.map_or_else(|| Segment::of_template(template), Segment::of_spans)
 }
 
-/// Returns the segment that copies `pieces`, with neighbours joined.
-fn listed(mut pieces: Vec<Piece>) -> Result<Option<Segment>> {
-    sorting::by_source(&mut pieces)?;
-    let spans = joined(pieces.into_iter())?;
-    if spans.is_empty() { Ok(None) } else { Segment::of_spans(spans).map(Some) }
+/// Returns the spans that copy the `short` last piece, and what it leaves of the piece of `template` that writes the same row.
+/// That pair is removed.
+fn written_last(short: Piece, template: &mut Template) -> Result<Vec<Span>> {
+    let mut spans = fallible::with_capacity(PLAN, 2)?;
+    spans.push(Span::single(short.src, short.dst, short.len));
+    let covered = template.first_pieces().position(|piece| piece.dst == short.dst);
+    if let Some(at) = covered {
+        let pair = own_pairs(template)?.swap_remove(at);
+        let Piece { src, dst, len } = template.first_piece_at(pair);
+        spans.push(Span::single(src + short.len, dst + short.len, len - short.len));
+    }
+    Ok(spans)
 }

@@ -1,13 +1,13 @@
 //! Checked requests: what a copy, swap, pull or push moves in each tensor, before it is planned.
 //!
-//! Block lists are long, and each step of a call stores them again. A pair of 32-bit block numbers takes 8
-//! bytes; a [`Piece`] takes 24 (benches/results/log.md).
+//! Block lists are long, and each step of a call stores them again. So the plan and the message of a call share one list
+//! of pairs of 32-bit block numbers, which takes 8 bytes for each block (benches/results/log.md).
 
 use std::sync::Arc;
 
 use super::spans::{Piece, Span};
 use super::template::Template;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
 use crate::fallible;
 
 /// Name of the lists of a request in out-of-memory errors.
@@ -26,19 +26,13 @@ pub struct Moves {
     pub dst_rows: Vec<u64>,
 }
 
-/// The pieces that move in one tensor, in the order given.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Pieces {
-    /// Pieces of any size and position.
-    Listed(Vec<Piece>),
-    /// Equal blocks, or the same part of many rows: a template of one span of one piece.
-    Repeated(Template),
-}
-
-impl Default for Pieces {
-    fn default() -> Self {
-        Pieces::Listed(Vec::new())
-    }
+/// The pieces that move in one tensor, in the order given: the same part of many rows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pieces {
+    /// One span of one piece at each pair. `None` if nothing moves.
+    pub(super) template: Option<Template>,
+    /// The last piece, if it is shorter than the others. It starts where a row of the destination starts.
+    pub(super) short: Option<Piece>,
 }
 
 impl Pieces {
@@ -51,7 +45,7 @@ impl Pieces {
 
     /// Returns the same part of many rows: `first` says which part of row 0 of the source goes to which part of row 0 of
     /// the destination, and `strides` how far apart the rows of both are. Each row must lie inside its tensor.
-    /// `Err(InvalidArgument)` if the parts have 2^63 bytes or more in all.
+    /// `Err(InvalidArgument)` if the parts have 2^63 bytes or more in all, or if a row has a number of 2^32 or above.
     pub fn rows(
         first: Piece,
         strides: (u64, u64),
@@ -60,39 +54,33 @@ impl Pieces {
         let Piece { src, dst, len } = first;
         total_bytes(pairs.len() as u64, len)?;
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
-        if u32::try_from(any).is_ok() {
-            #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-            let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
-            let spans = fallible::collect(REQUEST, std::iter::once(Span::single(src, dst, len)))?;
-            let (src_unit, dst_unit, pairs) = (strides.0, strides.1, Arc::new(pairs));
-            return Ok(Pieces::Repeated(Template { src_unit, dst_unit, pairs, spans }));
-        }
-        let one =
-            |(from, to): (u64, u64)| Piece { src: src + from * strides.0, dst: dst + to * strides.1, len };
-        fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
+        ensure(u32::try_from(any).is_ok(), || {
+            Error::invalid("a call moves rows with numbers below 2^32 only")
+        })?;
+        #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
+        let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
+        let spans = fallible::collect(REQUEST, std::iter::once(Span::single(src, dst, len)))?;
+        let (src_unit, dst_unit, pairs) = (strides.0, strides.1, Arc::new(pairs));
+        Ok(Pieces { template: Some(Template { src_unit, dst_unit, pairs, spans }), short: None })
     }
 
-    pub fn count(&self) -> usize {
-        match self {
-            Pieces::Listed(pieces) => pieces.len(),
-            Pieces::Repeated(template) => template.num_spans(),
-        }
-    }
-
-    pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
-        (0..self.count()).map(|at| match self {
-            Pieces::Listed(pieces) => pieces[at],
-            Pieces::Repeated(template) => template.first_piece_at(template.pairs[at]),
-        })
+    /// Returns the same pieces with a `last` one, which is shorter. It must start where one of the rows of the destination starts.
+    #[must_use]
+    pub fn with_last(self, last: Option<Piece>) -> Pieces {
+        Pieces { short: last, ..self }
     }
 
     /// Returns the same pieces, written `by` bytes later. All of them must lie inside the tensor there.
     pub(crate) fn shifted(mut self, by: u64) -> Pieces {
-        match &mut self {
-            Pieces::Listed(pieces) => pieces.iter_mut().for_each(|piece| piece.dst += by),
-            Pieces::Repeated(template) => template.spans.iter_mut().for_each(|span| span.dst += by),
-        }
+        let spans = self.template.iter_mut().flat_map(|template| &mut template.spans);
+        spans.for_each(|span| span.dst += by);
+        self.short.iter_mut().for_each(|piece| piece.dst += by);
         self
+    }
+
+    #[cfg(feature = "testing")]
+    pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
+        self.template.iter().flat_map(Template::first_pieces).chain(self.short)
     }
 }
 

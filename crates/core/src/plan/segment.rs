@@ -1,6 +1,5 @@
-//! Segments: the parts of a plan. Each stores its pieces in one form.
+//! Segments: the parts of a plan, each a template.
 
-use super::packed_spans::{Packed, SpanList};
 use super::spans::{PLAN, Piece, Span};
 use super::template::Template;
 use crate::error::Result;
@@ -9,21 +8,12 @@ use crate::fallible;
 /// Pieces that may be copied in any order and at the same time: none writes what another reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    form: Form,
+    template: Template,
+    /// For each span, the bytes at one pair of places up to its end. Ascending, so a byte position finds its span.
+    /// Empty for a template of one span.
+    ends: Vec<u64>,
     /// Bytes of all pieces in one tensor.
     bytes: u64,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Form {
-    Template {
-        template: Template,
-        /// For each span, the bytes at one pair of places up to its end. Ascending, so a byte position finds its span.
-        /// Empty for a template of one span.
-        ends: Vec<u64>,
-    },
-    /// Spans of a long plan from a peer.
-    Packed(Packed),
 }
 
 impl Segment {
@@ -41,7 +31,7 @@ impl Segment {
             ends = fallible::collect(PLAN, spans.iter().map(end))?;
         }
         let bytes = one * template.pairs.len() as u64;
-        Ok(Segment { form: Form::Template { template, ends }, bytes })
+        Ok(Segment { template, ends, bytes })
     }
 
     /// Returns the segment of spans that are not repeated.
@@ -49,38 +39,25 @@ impl Segment {
         Self::of_template(Template::of_spans(spans)?)
     }
 
-    pub(super) fn of_packed(spans: SpanList) -> Result<Self> {
-        let (packed, bytes) = Packed::new(spans)?;
-        Ok(Segment { form: Form::Packed(packed), bytes })
-    }
-
-    /// Returns the spans, those of a template at each of its pairs of places.
+    /// Returns the spans of the template at each of its pairs of places: those of the first pair, then those of the next.
     pub fn spans(&self) -> impl Iterator<Item = Span> + Clone + '_ {
-        let packed = if let Form::Packed(packed) = &self.form { Some(packed) } else { None };
-        let placed = self.template().into_iter().flat_map(Template::placed_spans);
-        packed.into_iter().flat_map(Packed::iter).chain(placed)
+        let Template { pairs, spans, .. } = &self.template;
+        pairs.iter().flat_map(move |&pair| spans.iter().map(move |span| self.template.placed(pair, span)))
     }
 
+    /// Returns the number of spans at all places.
     pub fn num_spans(&self) -> usize {
-        match &self.form {
-            Form::Packed(packed) => packed.len(),
-            Form::Template { template, .. } => template.num_spans(),
-        }
+        self.template.pairs.len().saturating_mul(self.template.spans.len())
     }
 
-    /// Returns the template; `None` for packed spans.
-    pub fn template(&self) -> Option<&Template> {
-        if let Form::Template { template, .. } = &self.form { Some(template) } else { None }
+    pub fn template(&self) -> &Template {
+        &self.template
     }
 
     /// Returns the number of pieces in one tensor.
     pub fn count(&self) -> u64 {
-        match &self.form {
-            Form::Packed(packed) => packed.pieces,
-            Form::Template { template: Template { pairs, spans, .. }, .. } => {
-                pairs.len() as u64 * spans.iter().map(|span| span.count).sum::<u64>()
-            }
-        }
+        let Template { pairs, spans, .. } = &self.template;
+        pairs.len() as u64 * spans.iter().map(|span| span.count).sum::<u64>()
     }
 
     /// Returns the number of bytes copied in one tensor.
@@ -90,7 +67,7 @@ impl Segment {
 
     /// Returns the pieces of bytes `from..to` of one tensor as spans. The first and the last piece may be cut.
     pub(super) fn spans_between(&self, from: u64, to: u64) -> impl Iterator<Item = Span> + '_ {
-        SpansBetween::new(&self.form, from, to)
+        SpansBetween::new(self, from, to)
     }
 
     /// Returns the pieces in one tensor.
@@ -101,43 +78,34 @@ impl Segment {
 
 /// The pieces of a range of bytes of one tensor, as spans.
 struct SpansBetween<'a> {
-    form: &'a Form,
+    segment: &'a Segment,
     /// Bytes still to return.
     left: u64,
     /// The pieces of the current span that were not returned yet.
     span: Span,
     /// Bytes of the next piece before the first byte to return.
     skip: u64,
-    /// The span after the current one: its index in the template or, for packed spans, the byte at which it starts.
+    /// Index of the span after the current one in the template.
     next: usize,
     /// Index of the pair of places of that span.
     pair: usize,
 }
 
 impl<'a> SpansBetween<'a> {
-    fn new(form: &'a Form, from: u64, to: u64) -> Self {
+    fn new(segment: &'a Segment, from: u64, to: u64) -> Self {
         let none = Span { count: 0, ..Span::single(0, 0, 1) };
         let left = to.saturating_sub(from);
-        let mut spans = SpansBetween { form, left, span: none, skip: 0, next: 0, pair: 0 };
-        if left == 0 {
+        let mut spans = SpansBetween { segment, left, span: none, skip: 0, next: 0, pair: 0 };
+        if left == 0 || from == 0 {
             return spans;
         }
-        let inside = match form {
-            _ if from == 0 => 0,
-            Form::Template { template, ends } => {
-                let one = ends.last().copied().or_else(|| template.spans.first().map(Span::bytes));
-                let one = one.unwrap_or(0).max(1);
-                spans.pair = usize::try_from(from / one).unwrap_or(usize::MAX);
-                let at = from % one;
-                spans.next = ends.partition_point(|&end| end <= at);
-                at - spans.next.checked_sub(1).map_or(0, |before| ends[before])
-            }
-            Form::Packed(packed) => {
-                let (at, before) = packed.seek(from);
-                spans.next = at;
-                from - before
-            }
-        };
+        let Segment { template, ends, .. } = segment;
+        let one = ends.last().copied().or_else(|| template.spans.first().map(Span::bytes));
+        let one = one.unwrap_or(0).max(1);
+        spans.pair = usize::try_from(from / one).unwrap_or(usize::MAX);
+        let at = from % one;
+        spans.next = ends.partition_point(|&end| end <= at);
+        let inside = at - spans.next.checked_sub(1).map_or(0, |before| ends[before]);
         if inside > 0 && spans.advance() {
             spans.skip = inside % spans.span.len;
             spans.span = spans.span.after(inside / spans.span.len);
@@ -149,13 +117,13 @@ impl<'a> SpansBetween<'a> {
     #[inline]
     fn advance(&mut self) -> bool {
         // The usual case, equal blocks, is inlined.
-        let span = match self.form {
-            Form::Template { template, ends } if ends.is_empty() => {
-                let pair = template.pairs.get(self.pair);
-                self.pair += 1;
-                pair.zip(template.spans.first()).map(|(&pair, span)| template.placed(pair, span))
-            }
-            _ => self.next_span(),
+        let Segment { template, ends, .. } = self.segment;
+        let span = if ends.is_empty() {
+            let pair = template.pairs.get(self.pair);
+            self.pair += 1;
+            pair.zip(template.spans.first()).map(|(&pair, span)| template.placed(pair, span))
+        } else {
+            self.next_span()
         };
         match span {
             Some(span) => self.span = span,
@@ -164,24 +132,16 @@ impl<'a> SpansBetween<'a> {
         true
     }
 
-    /// Returns the next span of a template of several spans, or of packed spans.
+    /// Returns the next span of a template of several spans.
     #[inline(never)]
     fn next_span(&mut self) -> Option<Span> {
-        match self.form {
-            Form::Template { template, .. } => {
-                let span = template.placed(*template.pairs.get(self.pair)?, template.spans.get(self.next)?);
-                self.next += 1;
-                if self.next == template.spans.len() {
-                    (self.pair, self.next) = (self.pair + 1, 0);
-                }
-                Some(span)
-            }
-            Form::Packed(packed) => {
-                let (span, next) = packed.at(self.next)?;
-                self.next = next;
-                Some(span)
-            }
+        let template = &self.segment.template;
+        let span = template.placed(*template.pairs.get(self.pair)?, template.spans.get(self.next)?);
+        self.next += 1;
+        if self.next == template.spans.len() {
+            (self.pair, self.next) = (self.pair + 1, 0);
         }
+        Some(span)
     }
 }
 

@@ -1,65 +1,54 @@
-//! Sorts pieces by the place that they read, so that neighbours can be joined and memory is read in order.
+//! Sorts pairs by the block that they read, so that neighbours can be joined and memory is read in order.
 
-use super::order::Pair;
 use super::spans::PLAN;
 use crate::error::Result;
 use crate::fallible;
 
-/// Sorts pairs by the place they read, and pairs that read the same place by the place they write.
-pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
-    sort_by_number(pairs, |pair| pair.places().0)?;
-    for fan in pairs.chunk_by_mut(|a, b| a.places().0 == b.places().0) {
-        fan.sort_unstable_by_key(|pair| pair.places().1);
-    }
-    Ok(())
-}
-
-/// Sorts by a number, stably.
+/// Sorts pairs by the block that they read, and pairs that read the same block by the block that they write.
 ///
 /// Lists of blocks are long and their numbers differ in few bits. So long lists are sorted by radix, in a
 /// fraction of the time of a comparison sort (`tests/integration/plan.rs` compares the results).
-fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Result<()> {
+fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     const MIN_RADIX: usize = 512;
-    if items.is_sorted_by_key(&number) {
+    if pairs.len() < MIN_RADIX {
+        pairs.sort_unstable();
         return Ok(());
     }
-    if items.len() < MIN_RADIX {
-        items.sort_by_key(number);
-        return Ok(());
-    }
-    let (all, any) =
-        items.iter().fold((u64::MAX, 0), |(all, any), item| (all & number(item), any | number(item)));
+    let (all, any) = pairs.iter().fold((u32::MAX, 0), |(all, any), &(src, _)| (all & src, any | src));
     let differing = all ^ any;
-    let (low, high) = (differing.trailing_zeros(), u64::BITS - differing.leading_zeros());
-    // As few digits as possible, but no more values of a digit than there are items (at least 8 bits, at most
+    let (low, high) = (differing.trailing_zeros(), u32::BITS - differing.leading_zeros());
+    // As few digits as possible, but no more values of a digit than there are pairs (at least 8 bits, at most
     // 16).
-    let most = items.len().ilog2().clamp(8, 16);
-    let digits = (high - low).div_ceil(most);
-    let width = (high - low).div_ceil(digits.max(1));
-    let mut dealt = fallible::copied(PLAN, items)?;
+    let most = pairs.len().ilog2().clamp(8, 16);
+    let digits = high.saturating_sub(low).div_ceil(most);
+    let width = high.saturating_sub(low).div_ceil(digits.max(1));
+    let mut dealt = fallible::copied(PLAN, pairs)?;
     let mut next = fallible::filled(PLAN, 0usize, 1 << width)?;
     for turn in 0..digits {
         let shift = low + turn * width;
-        let digit = |item: &T| usize::try_from((number(item) >> shift) & ((1 << width) - 1)).unwrap_or(0);
+        let digit = |&(src, _): &(u32, u32)| (src >> shift) as usize & ((1 << width) - 1);
         next.fill(0);
-        for item in items.iter() {
-            next[digit(item)] += 1;
+        for pair in pairs.iter() {
+            next[digit(pair)] += 1;
         }
         let mut start = 0;
         for place in &mut next {
             start += std::mem::replace(place, start);
         }
-        for item in items.iter() {
-            let place = &mut next[digit(item)];
-            dealt[*place] = *item;
+        for pair in pairs.iter() {
+            let place = &mut next[digit(pair)];
+            dealt[*place] = *pair;
             *place += 1;
         }
-        std::mem::swap(items, &mut dealt);
+        std::mem::swap(pairs, &mut dealt);
+    }
+    for fan in pairs.chunk_by_mut(|a, b| a.0 == b.0) {
+        fan.sort_unstable_by_key(|pair| pair.1);
     }
     Ok(())
 }
 
-/// Sorts pairs of block numbers as [`by_source`] does. If no block is read twice, two passes over a table suffice.
+/// Sorts pairs as [`by_source`] does. If no block is read twice, two passes over a table suffice.
 pub(super) fn pairs_by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     /// Largest number of source blocks per pair for which the table below is used.
     const SPARSE: usize = 4;

@@ -7,11 +7,11 @@ use super::template::Template;
 use crate::error::{Error, Result, ensure};
 
 /// Maximum number of pieces of a peer's plan in one tensor. A few bytes can name any number of pieces, and the check for
-/// repeated destinations and the list of rows may visit each of them. No block list that fits in a message needs more.
-pub(super) const MOST_PIECES: u64 = 1 << 24;
-/// The same for a plan of templates, which may have a piece for each head of each token: at 256 bytes, 16 GiB of one
-/// tensor. Its check takes a fraction of a second.
-pub(super) const MOST_TEMPLATE_PIECES: u64 = 1 << 26;
+/// repeated destinations and the list of rows may visit each of them. A plan may have a piece for each head of each token:
+/// at 256 bytes, 16 GiB of one tensor. Its check takes a fraction of a second.
+const MOST_PIECES: u64 = 1 << 26;
+/// Maximum number of pieces of the spans of one template, at one pair of places.
+const MOST_SPAN_PIECES: u64 = 1 << 24;
 
 /// Running totals of the spans of a peer's plan.
 #[derive(Debug, Default)]
@@ -33,7 +33,7 @@ impl Tally {
             Some((self.pieces.checked_add(span.count)?, all))
         });
         (self.pieces, self.bytes) = sums.ok_or_else(|| refused(&format!("{span:?}")))?;
-        check_pieces(self.pieces, MOST_PIECES)
+        check_pieces(self.pieces, MOST_SPAN_PIECES)
     }
 
     /// Adds the spans of a template at each of its places. `Err(InvalidArgument)` as [`add`](Self::add).
@@ -48,12 +48,12 @@ impl Tally {
         let (spans, units) = (template.spans.len(), (template.src_unit, template.dst_unit));
         let text = || refused(&format!("{spans} spans at {pairs} pairs of places, {units:?} bytes apart"));
         (self.pieces, self.bytes) = sums.ok_or_else(text)?;
-        check_pieces(self.pieces, MOST_TEMPLATE_PIECES)
+        check_pieces(self.pieces, MOST_PIECES)
     }
 }
 
 /// Returns `Err(InvalidArgument)` if a plan has more than `most` pieces in one tensor.
-pub(super) fn check_pieces(pieces: u64, most: u64) -> Result<()> {
+fn check_pieces(pieces: u64, most: u64) -> Result<()> {
     ensure(pieces <= most, || refused(&format!("more than {most} pieces in one tensor")))
 }
 

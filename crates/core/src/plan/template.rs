@@ -36,16 +36,6 @@ impl Template {
         }
     }
 
-    /// Returns the template of equal blocks: pair `(s, d)` copies `len` bytes from `src + len·s` to `dst + len·d`.
-    pub(super) fn of_blocks(
-        len: u64,
-        (src, dst): (u64, u64),
-        pairs: Arc<Vec<(u32, u32)>>,
-    ) -> Result<Template> {
-        let spans = fallible::collect(PLAN, std::iter::once(Span::single(src, dst, len)))?;
-        Ok(Template { src_unit: len, dst_unit: len, pairs, spans })
-    }
-
     /// Returns the template of spans that are not repeated. It has one pair, (0, 0).
     pub(super) fn of_spans(spans: Vec<Span>) -> Result<Template> {
         let pairs = Arc::new(fallible::collect(PLAN, std::iter::once((0, 0)))?);
@@ -53,7 +43,7 @@ impl Template {
     }
 
     /// Returns the same spans at other pairs of places.
-    pub(super) fn at_pairs(&self, pairs: Arc<Vec<(u32, u32)>>) -> Result<Template> {
+    pub(crate) fn at_pairs(&self, pairs: Arc<Vec<(u32, u32)>>) -> Result<Template> {
         Ok(Template { pairs, spans: fallible::copied(PLAN, &self.spans)?, ..*self })
     }
 
@@ -70,11 +60,6 @@ impl Template {
         })
     }
 
-    /// Returns all spans at all places: those of the first pair, then those of the next.
-    pub(super) fn placed_spans(&self) -> impl Iterator<Item = Span> + Clone + '_ {
-        self.pairs.iter().flat_map(move |&pair| self.spans.iter().map(move |span| self.placed(pair, span)))
-    }
-
     /// Returns the first piece of the template at a pair of places. A template of a request has only this one.
     pub(super) fn first_piece_at(&self, pair: (u32, u32)) -> Piece {
         let first = self.spans.first().copied().unwrap_or(Span::single(0, 0, 0));
@@ -85,11 +70,6 @@ impl Template {
     /// Returns the first piece at every pair of places.
     pub(super) fn first_pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
         self.pairs.iter().map(|&pair| self.first_piece_at(pair))
-    }
-
-    /// Returns the number of spans at all places.
-    pub(super) fn num_spans(&self) -> usize {
-        self.pairs.len().saturating_mul(self.spans.len())
     }
 
     /// Returns the bytes that one pair of places copies in one tensor; `None` if they exceed 64 bits.

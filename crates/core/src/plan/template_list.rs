@@ -4,11 +4,11 @@ use super::conflicts::check_size;
 use super::copy_plan::CopyPlan;
 use super::segment::Segment;
 use super::side::Side;
-use super::span_limits::{MOST_PIECES, Tally, check_pieces};
+use super::span_limits::Tally;
 use super::spans::PLAN;
 use super::template::Template;
-use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::fallible;
+use crate::error::{Error, Result, ensure};
+use crate::fallible::{self, OneOrMany};
 
 /// Maximum number of templates in a message. A plan has one for each distinct length of a run of tokens.
 pub const MOST_TEMPLATES: usize = 256;
@@ -16,17 +16,9 @@ pub const MOST_TEMPLATES: usize = 256;
 pub const MOST_TEMPLATE_SPANS: usize = 1 << 16;
 
 impl CopyPlan {
-    /// Returns the only segment, if its spans are not repeated. A message carries it as a list of spans, which the limits of
-    /// templates do not bound ([`check_span_pieces`](Self::check_span_pieces) has its limit).
-    pub fn only_spans(&self) -> Option<&Segment> {
-        let [segment] = self.segments() else { return None };
-        let repeated = segment.template().is_some_and(|template| template.pairs.len() > 1);
-        if repeated { None } else { Some(segment) }
-    }
-
-    /// Returns the templates: all segments, except the packed spans of a long plan from a peer.
-    pub fn templates(&self) -> impl Iterator<Item = &Template> {
-        self.segments().iter().filter_map(Segment::template)
+    /// Returns the template of each segment.
+    pub fn templates(&self) -> impl ExactSizeIterator<Item = &Template> {
+        self.segments().iter().map(Segment::template)
     }
 
     /// Returns the number of pairs of all templates.
@@ -34,30 +26,18 @@ impl CopyPlan {
         self.templates().map(|template| template.pairs.len()).sum()
     }
 
-    /// Returns `Err(System)` unless every segment is a template.
-    pub fn check_templates(&self) -> Result<()> {
-        let all = self.segments().iter().all(|segment| segment.template().is_some());
-        ensure(all, || Error::new(ErrorKind::System, "a list of spans where templates are needed"))
-    }
-
     /// Returns `Err(InvalidArgument)` if a peer would refuse the templates.
     pub fn check_sendable(&self) -> Result<()> {
-        self.check_templates()?;
         check_counts(self.segments().len(), self.templates().map(|template| template.spans.len()).sum())?;
         let mut tally = Tally::default();
         self.templates().try_for_each(|template| tally.add_template(template))?;
         check_size(self.segments())
     }
 
-    /// Returns `Err(InvalidArgument)` if the plan has more pieces than a peer accepts in a list of spans.
-    pub fn check_span_pieces(&self) -> Result<()> {
-        check_pieces(self.num_pieces(), MOST_PIECES)
-    }
-
     /// Returns a plan of some pairs of this one, `templates`, in the same tensors.
     pub(super) fn with_templates(&self, templates: Vec<Template>) -> Result<CopyPlan> {
         let segments = fallible::try_collect(PLAN, templates.into_iter().map(Segment::of_template))?;
-        let plan = CopyPlan::new(self.num_tensors(), segments);
+        let plan = CopyPlan::new(self.num_tensors(), OneOrMany::Many(segments));
         Ok(plan.in_tensor_steps(
             self.tensors(Side::Source),
             self.tensors(Side::Destination),

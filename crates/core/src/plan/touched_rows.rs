@@ -43,7 +43,7 @@ fn rows(segments: &[Segment], side: Side, row_stride: u64) -> Result<Vec<u64>> {
         for span in segment.spans() {
             let (_, step) = span.start(side);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
-            // there are at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` in a plan of templates.
+            // there are at most `MOST_PIECES`.
             if step.unsigned_abs() <= row_stride {
                 if let Some(range) = span.hull(side) {
                     add(range.start, range.end - range.start)?;
@@ -70,7 +70,7 @@ struct Places<'a> {
 
 /// Returns the bytes from the first to the last byte of a template, at each of its places.
 fn places(segment: &Segment, side: Side) -> Option<Places<'_>> {
-    let template = segment.template()?;
+    let template = segment.template();
     let (hull, unit) = (side.of(template.hulls()?), side.of((template.src_unit, template.dst_unit)));
     Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
 }

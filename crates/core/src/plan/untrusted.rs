@@ -5,7 +5,6 @@
 
 use super::conflicts::check_segments;
 use super::copy_plan::CopyPlan;
-use super::packed_spans::SpanList;
 use super::segment::Segment;
 use super::side::Side;
 use super::span_limits::{Tally, refused};
@@ -13,40 +12,14 @@ use super::spans::{PLAN, Span};
 use super::template::Template;
 use super::tensor_steps::TensorSteps;
 use crate::error::{Error, Result, ensure};
-use crate::fallible;
+use crate::fallible::{self, OneOrMany};
 use crate::model::RowSizes;
 
-/// A plan with up to this many spans is unpacked.
-const MAX_UNPACKED: usize = 4096;
-
 impl CopyPlan {
-    /// Builds the plan of a peer from spans, for the first `num_tensors` tensors of `src` and `dst`.
+    /// Builds the plan of a peer, for the first `num_tensors` tensors of `src` and `dst`.
     ///
     /// Returns `Err(InvalidArgument)` for a plan that no cache could satisfy, for example if two pieces write the same
     /// byte. [`check_bounds`](Self::check_bounds) checks whether it fits a cache.
-    pub fn from_spans(
-        num_tensors: u32,
-        src: TensorSteps,
-        dst: TensorSteps,
-        spans: SpanList,
-    ) -> Result<CopyPlan> {
-        check_tensors(num_tensors, src, dst)?;
-        let (mut tally, packed_bytes) = (Tally::default(), spans.packed_bytes());
-        spans.iter().try_for_each(|span| tally.add(&span))?;
-        check_total(tally.bytes(), num_tensors)?;
-        let (segment, taken) = if spans.len() <= MAX_UNPACKED {
-            let spans = fallible::collect_growing(PLAN, spans.len(), spans.iter())?;
-            let taken = size_of_val(&spans[..]);
-            (Segment::of_spans(spans)?, taken)
-        } else {
-            (Segment::of_packed(spans)?, packed_bytes)
-        };
-        Self::checked((num_tensors, src, dst), vec![segment], taken)
-    }
-
-    /// Builds the plan of a peer from templates, for the first `num_tensors` tensors of `src` and `dst`.
-    ///
-    /// Returns `Err` as [`from_spans`](Self::from_spans) does.
     pub fn from_templates(
         num_tensors: u32,
         src: TensorSteps,
@@ -60,16 +33,8 @@ impl CopyPlan {
         // A pair takes 8 bytes here and at least 2 in its message, so a quarter is counted.
         let taken = templates.iter().map(|template| size_of_val(&template.pairs[..]) / 4).sum();
         let segments = fallible::try_collect(PLAN, templates.into_iter().map(Segment::of_template))?;
-        Self::checked((num_tensors, src, dst), segments, taken)
-    }
-
-    fn checked(
-        (num_tensors, src, dst): (u32, TensorSteps, TensorSteps),
-        segments: Vec<Segment>,
-        taken: usize,
-    ) -> Result<CopyPlan> {
         check_segments(&segments, taken)?;
-        Ok(CopyPlan::new(num_tensors, segments).in_tensor_steps(src, dst, num_tensors))
+        Ok(CopyPlan::new(num_tensors, OneOrMany::Many(segments)).in_tensor_steps(src, dst, num_tensors))
     }
 
     /// Checks that every piece of one side lies inside the tensors of a cache: their number, and the bytes of each. Returns
@@ -85,7 +50,7 @@ impl CopyPlan {
         if side == Side::Destination && self.tensor_bytes() > tensor_bytes {
             return Err(outside(side, tensor_bytes).with("plan_bytes", self.tensor_bytes()));
         }
-        self.segments().iter().try_for_each(|segment| check_inside(segment, side, tensor_bytes))
+        self.templates().try_for_each(|template| check_inside(template, side, tensor_bytes))
     }
 
     /// Checks that every piece of one side lies inside one row if there are gaps between the rows of the cache. The plan must
@@ -98,17 +63,10 @@ impl CopyPlan {
     }
 }
 
-/// Checks that every piece of `segment` lies inside a tensor.
-fn check_inside(segment: &Segment, side: Side, tensor_bytes: u64) -> Result<()> {
-    if let Some(template) = segment.template() {
-        let inside = template.end_offsets().is_some_and(|ends| side.of(ends) <= tensor_bytes);
-        return ensure(inside, || outside(side, tensor_bytes).with("places", template.pairs.len()));
-    }
-    let beyond = |span: &Span| span.hull(side).is_none_or(|range| range.end > tensor_bytes);
-    match segment.spans().find(beyond) {
-        Some(span) => Err(outside(side, tensor_bytes).with("span", format_args!("{span:?}"))),
-        None => Ok(()),
-    }
+/// Checks that every piece of `template` lies inside a tensor.
+fn check_inside(template: &Template, side: Side, tensor_bytes: u64) -> Result<()> {
+    let inside = template.end_offsets().is_some_and(|ends| side.of(ends) <= tensor_bytes);
+    ensure(inside, || outside(side, tensor_bytes).with("places", template.pairs.len()))
 }
 
 fn outside(side: Side, tensor_bytes: u64) -> Error {
@@ -119,13 +77,13 @@ fn outside(side: Side, tensor_bytes: u64) -> Error {
 
 /// Checks that every piece of `segment` lies inside one row.
 fn check_gaps(segment: &Segment, side: Side, rows: RowSizes) -> Result<()> {
-    let template = segment.template().filter(|template| {
-        // Then every place is as far into a row as place 0.
-        side.of((template.src_unit, template.dst_unit)).is_multiple_of(rows.stride())
-    });
-    let outside = match template {
-        Some(template) => template.spans.iter().copied().find(|span| touches_gap(span, side, rows)),
-        None => segment.spans().find(|span| touches_gap(span, side, rows)),
+    let template = segment.template();
+    let touches = |span: &Span| touches_gap(span, side, rows);
+    let outside = if side.of((template.src_unit, template.dst_unit)).is_multiple_of(rows.stride()) {
+        // Every place is as far into a row as place 0.
+        template.spans.iter().copied().find(touches)
+    } else {
+        segment.spans().find(touches)
     };
     let Some(span) = outside else { return Ok(()) };
     Err(Error::invalid("the plan touches bytes between two rows of its tensors")
@@ -136,7 +94,7 @@ fn check_gaps(segment: &Segment, side: Side, rows: RowSizes) -> Result<()> {
 }
 
 /// Returns whether a piece of `span` is not inside one row. A span whose pieces are not a multiple of the row stride
-/// apart is visited piece by piece; a plan has at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` if it has templates.
+/// apart is visited piece by piece; a plan has at most `MOST_PIECES`.
 fn touches_gap(span: &Span, side: Side, rows: RowSizes) -> bool {
     let (_, step) = span.start(side);
     let count = if step.unsigned_abs().is_multiple_of(rows.stride()) { 1 } else { span.count };

@@ -4,16 +4,12 @@
 //! check the bounds; `messages` defines the bytes.
 
 use super::messages::{MAX_ARRIVED, NamedCache, Reply, Run, WirePulled};
-use super::plan_codec::{Pairs, WirePieces, WirePlan, WireTemplate};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Geometry, GrantId, Name};
-use crate::plan::{CopyPlan, Side, SpanList, Template};
 
 /// Name of the lists of tensor positions in out-of-memory errors.
 const TENSORS: &str = "the places of the tensors of a cache";
-/// Name of the lists of a plan in out-of-memory errors.
-const PLAN: &str = "a plan";
 /// Maximum number of characters of a peer's text that are kept.
 const LONGEST: usize = 4 << 10;
 
@@ -52,69 +48,6 @@ impl WirePulled {
     pub fn of_grant(grant: GrantId) -> WirePulled {
         let cache = NamedCache { name: Name::Grant(grant), id: CacheId(0) };
         WirePulled { cache, first: 0, count: 0 }
-    }
-}
-
-impl TryFrom<&CopyPlan> for WirePlan {
-    type Error = Error;
-
-    fn try_from(plan: &CopyPlan) -> Result<WirePlan> {
-        let Some(segment) = plan.only_spans() else { return WirePlan::of_templates(plan) };
-        plan.check_span_pieces()?;
-        Ok(WirePlan::of(plan, WirePieces::Spans(SpanList::pack(segment.spans())?)))
-    }
-}
-
-impl WirePlan {
-    /// Encodes a plan as templates, even if its spans are not repeated.
-    pub fn of_templates(plan: &CopyPlan) -> Result<WirePlan> {
-        plan.check_sendable()?;
-        let mut templates = fallible::with_capacity("a request", plan.segments().len())?;
-        for template in plan.templates() {
-            templates.push(WireTemplate::try_from(template)?);
-        }
-        Ok(WirePlan::of(plan, WirePieces::Templates(templates)))
-    }
-
-    fn of(plan: &CopyPlan, pieces: WirePieces) -> WirePlan {
-        let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
-        WirePlan { num_tensors: plan.num_tensors(), src, dst, pieces }
-    }
-}
-
-impl TryFrom<WirePlan> for CopyPlan {
-    type Error = Error;
-
-    fn try_from(plan: WirePlan) -> Result<CopyPlan> {
-        let WirePlan { num_tensors, src, dst, pieces } = plan;
-        match pieces {
-            WirePieces::Spans(spans) => CopyPlan::from_spans(num_tensors, src, dst, spans),
-            WirePieces::Templates(templates) => {
-                let templates = fallible::try_collect(PLAN, templates.into_iter().map(Template::try_from))?;
-                CopyPlan::from_templates(num_tensors, src, dst, templates)
-            }
-            WirePieces::Unusable(error) => Err(error),
-        }
-    }
-}
-
-impl TryFrom<&Template> for WireTemplate {
-    type Error = Error;
-
-    fn try_from(template: &Template) -> Result<WireTemplate> {
-        let Template { src_unit, dst_unit, pairs, spans } = template;
-        let (pairs, spans) = (Pairs(pairs.clone()), SpanList::pack(spans.iter().copied())?);
-        Ok(WireTemplate { src_unit: *src_unit, dst_unit: *dst_unit, pairs, spans })
-    }
-}
-
-impl TryFrom<WireTemplate> for Template {
-    type Error = Error;
-
-    fn try_from(template: WireTemplate) -> Result<Template> {
-        let WireTemplate { src_unit, dst_unit, pairs, spans } = template;
-        let spans = fallible::collect_growing(PLAN, spans.len(), spans.iter())?;
-        Ok(Template { src_unit, dst_unit, pairs: pairs.0, spans })
     }
 }
 

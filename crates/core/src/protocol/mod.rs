@@ -32,5 +32,5 @@ pub use {
         CHECKSUM, MESSAGE, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, VERSION, decode, decode_message, refused,
     },
     messages::MAX_ARRIVED,
-    plan_codec::{Pairs, WirePieces, WireSpan, WireTemplate},
+    plan_codec::WireTemplates,
 };

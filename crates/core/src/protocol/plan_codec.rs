@@ -3,15 +3,19 @@
 //! Scattered blocks are pairs of numbers that all have the width of the largest. A width for each number
 //! would cost more time than its bytes save (benches/results/log.md). `plan` checks whether a plan is valid.
 
+use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
+use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Error, Result};
 use crate::fallible;
-#[cfg(feature = "testing")]
-pub use crate::plan::Span as WireSpan;
-use crate::plan::{ReceivedSpans, SpanList, TensorSteps, check_counts, read_list};
+use crate::plan::{CopyPlan, Side, Span, Template, TensorSteps, check_counts};
+
+/// Name of the lists of a plan in out-of-memory errors.
+const PLAN: &str = "a plan";
 
 /// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,96 +23,142 @@ pub struct WirePlan {
     pub num_tensors: u32,
     pub src: TensorSteps,
     pub dst: TensorSteps,
-    pub pieces: WirePieces,
+    pub templates: WireTemplates,
 }
 
-impl WirePlan {
-    /// Returns whether the plan is a list of templates.
-    pub fn has_templates(&self) -> bool {
-        matches!(self.pieces, WirePieces::Templates(_))
+/// The templates of a plan: at most as many, with as many spans in all, as [`check_counts`] allows. An error if they were read to
+/// their end, but are invalid or could not be allocated. The rest of the message can be read, so the peer still gets a reply.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WireTemplates(pub Result<Vec<Template>>);
+
+impl TryFrom<&CopyPlan> for WirePlan {
+    type Error = Error;
+
+    fn try_from(plan: &CopyPlan) -> Result<WirePlan> {
+        plan.check_sendable()?;
+        let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
+        // The pairs are shared, and the spans copied.
+        let templates = plan.templates().map(|template| template.at_pairs(template.pairs.clone()));
+        let templates = WireTemplates(Ok(fallible::try_collect(PLAN, templates)?));
+        Ok(WirePlan { num_tensors: plan.num_tensors(), src, dst, templates })
     }
 }
 
-/// What a plan copies in each tensor.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "ReceivedPieces")]
-pub enum WirePieces {
-    /// A packed list, so that the size of the message bounds the memory of the spans
-    /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
-    Spans(SpanList),
-    /// At most as many, with as many spans in all, as [`check_counts`] allows.
-    Templates(Vec<WireTemplate>),
-    /// A plan that was read to its end, but is invalid or could not be allocated. The rest of its message can
-    /// be read, so the peer still gets a reply. Never sent.
-    #[serde(skip)]
-    Unusable(Error),
-}
+impl TryFrom<WirePlan> for CopyPlan {
+    type Error = Error;
 
-/// Spans that are repeated at pairs of places.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct WireTemplate {
-    /// Bytes from one source place to the next.
-    pub src_unit: u64,
-    /// Bytes from one destination place to the next.
-    pub dst_unit: u64,
-    /// Numbers of the source and destination places.
-    pub pairs: Pairs,
-    /// The spans at place 0 of source and destination.
-    pub spans: SpanList,
-}
-
-/// [`WirePieces`] as they are read. Each list is checked and bounded before memory is allocated for it.
-#[derive(Deserialize)]
-enum ReceivedPieces {
-    Spans(ReceivedSpans),
-    Templates(ReceivedTemplates),
-}
-
-impl From<ReceivedPieces> for WirePieces {
-    fn from(received: ReceivedPieces) -> Self {
-        let pieces = match received {
-            ReceivedPieces::Spans(spans) => spans.0.map(WirePieces::Spans),
-            ReceivedPieces::Templates(templates) => templates.0.map(WirePieces::Templates),
-        };
-        pieces.unwrap_or_else(WirePieces::Unusable)
+    fn try_from(WirePlan { num_tensors, src, dst, templates }: WirePlan) -> Result<CopyPlan> {
+        CopyPlan::from_templates(num_tensors, src, dst, templates.0?)
     }
 }
 
-/// [`WireTemplate`] as it is read.
-#[derive(Deserialize)]
-struct ReceivedTemplate {
-    src_unit: u64,
-    dst_unit: u64,
-    pairs: ReceivedPairs,
-    spans: ReceivedSpans,
+impl Serialize for WireTemplates {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        /// A [`Template`] in the order of its fields in the message.
+        #[derive(Serialize)]
+        struct SentTemplate<'a>(u64, u64, Pairs<'a>, &'a [Span]);
+        let templates = self.0.as_deref().map_err(serde::ser::Error::custom)?;
+        to.collect_seq(templates.iter().map(|Template { src_unit, dst_unit, pairs, spans }| {
+            SentTemplate(*src_unit, *dst_unit, Pairs(pairs), spans)
+        }))
+    }
 }
 
-/// Templates as they are read; an error if they, or their spans, are more than a message may have.
-struct ReceivedTemplates(Result<Vec<WireTemplate>>);
-
-impl<'de> Deserialize<'de> for ReceivedTemplates {
+impl<'de> Deserialize<'de> for WireTemplates {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let mut num_spans = 0;
-        read_list(from, Vec::new(), |templates, template: ReceivedTemplate| {
-            let ReceivedTemplate { src_unit, dst_unit, pairs, spans } = template;
-            let (pairs, spans) = (Pairs(Arc::new(pairs.0?)), spans.0?);
+        let templates = read_list(from, |templates, template: (u64, u64, ReceivedPairs, ReceivedSpans)| {
+            let (src_unit, dst_unit, pairs, spans) = template;
+            let (pairs, spans) = (Arc::new(pairs.0?), spans.0?);
             num_spans += spans.len();
             check_counts(templates.len() + 1, num_spans)?;
-            fallible::push("a plan", templates, WireTemplate { src_unit, dst_unit, pairs, spans })
-        })
-        .map(ReceivedTemplates)
+            fallible::push(PLAN, templates, Template { src_unit, dst_unit, pairs, spans })
+        });
+        templates.map(WireTemplates)
     }
 }
 
-/// Pairs of block numbers, shared with their plan. In the message they are a byte string: the width in bytes
-/// (1, 2 or 4), then the source and the destination number of each pair, in little endian.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pairs(pub Arc<Vec<(u32, u32)>>);
+/// Spans as they are read; an error if they are more than a message may have.
+struct ReceivedSpans(Result<Vec<Span>>);
 
-impl Serialize for Pairs {
+impl<'de> Deserialize<'de> for ReceivedSpans {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let spans = read_list(from, |spans: &mut Vec<Span>, span| {
+            check_counts(1, spans.len() + 1)?;
+            if spans.len() == spans.capacity() {
+                // Most lists have one span. Others grow by a quarter instead of doubling, because reserved memory counts as used.
+                let more = if spans.is_empty() { 1 } else { (spans.len() / 4).max(64) };
+                fallible::grow_exact(PLAN, spans, more)?;
+            }
+            spans.push(span);
+            Ok(())
+        });
+        spans.map(ReceivedSpans)
+    }
+}
+
+/// Reads a list, item by item. All items are read, so that the fields after them are found; the result is the first error of `add`.
+fn read_list<'de, D: Deserializer<'de>, L, T: Deserialize<'de>>(
+    from: D,
+    add: impl FnMut(&mut Vec<L>, T) -> Result<()>,
+) -> Result<Result<Vec<L>>, D::Error> {
+    from.deserialize_seq(Items { list: Vec::new(), add, item: PhantomData })
+}
+
+struct Items<L, F, T> {
+    list: Vec<L>,
+    add: F,
+    item: PhantomData<T>,
+}
+
+impl<'de, L, F: FnMut(&mut Vec<L>, T) -> Result<()>, T: Deserialize<'de>> Visitor<'de> for Items<L, F, T> {
+    type Value = Result<Vec<L>>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut outcome = Ok(());
+        while let Some(item) = seq.next_element()? {
+            outcome = outcome.and_then(|()| (self.add)(&mut self.list, item));
+        }
+        Ok(outcome.map(|()| self.list))
+    }
+}
+
+/// Pairs of block numbers. In the message they are a byte string: the width in bytes
+/// (1, 2 or 4), then the source and the destination number of each pair, in little endian.
+struct Pairs<'a>(&'a [(u32, u32)]);
+
+impl Serialize for Pairs<'_> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         // `no_room` takes this error for a failed allocation, and nothing else can fail in `packed`.
         to.serialize_bytes(&self.packed().map_err(serde::ser::Error::custom)?)
+    }
+}
+
+impl Pairs<'_> {
+    #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
+    fn packed(&self) -> Result<Vec<u8>> {
+        let any = self.0.iter().fold(0, |any, &(src, dst)| any | src | dst);
+        if u8::try_from(any).is_ok() {
+            self.wide::<1>(|number| [number as u8])
+        } else if u16::try_from(any).is_ok() {
+            self.wide::<2>(|number| (number as u16).to_le_bytes())
+        } else {
+            self.wide::<4>(u32::to_le_bytes)
+        }
+    }
+
+    fn wide<const WIDTH: usize>(&self, bytes: impl Fn(u32) -> [u8; WIDTH]) -> Result<Vec<u8>> {
+        let mut packed = fallible::filled("a request", 0, 1 + 2 * WIDTH * self.0.len())?;
+        packed[0] = u8::try_from(WIDTH).unwrap_or(0);
+        for (room, &(src, dst)) in packed[1..].chunks_exact_mut(2 * WIDTH).zip(self.0) {
+            room[..WIDTH].copy_from_slice(&bytes(src));
+            room[WIDTH..].copy_from_slice(&bytes(dst));
+        }
+        Ok(packed)
     }
 }
 
@@ -126,30 +176,6 @@ impl<'de> Deserialize<'de> for ReceivedPairs {
         };
         let whole = "a width of 1, 2 or 4 and whole pairs of numbers of that width";
         pairs.map(ReceivedPairs).ok_or_else(|| serde::de::Error::invalid_length(bytes.len(), &whole))
-    }
-}
-
-impl Pairs {
-    #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-    fn packed(&self) -> Result<Vec<u8>> {
-        let any = self.0.iter().fold(0, |any, &(src, dst)| any | src | dst);
-        if u8::try_from(any).is_ok() {
-            self.wide::<1>(|number| [number as u8])
-        } else if u16::try_from(any).is_ok() {
-            self.wide::<2>(|number| (number as u16).to_le_bytes())
-        } else {
-            self.wide::<4>(u32::to_le_bytes)
-        }
-    }
-
-    fn wide<const WIDTH: usize>(&self, bytes: impl Fn(u32) -> [u8; WIDTH]) -> Result<Vec<u8>> {
-        let mut packed = fallible::filled("a request", 0, 1 + 2 * WIDTH * self.0.len())?;
-        packed[0] = u8::try_from(WIDTH).unwrap_or(0);
-        for (room, &(src, dst)) in packed[1..].chunks_exact_mut(2 * WIDTH).zip(&*self.0) {
-            room[..WIDTH].copy_from_slice(&bytes(src));
-            room[WIDTH..].copy_from_slice(&bytes(dst));
-        }
-        Ok(packed)
     }
 }
 
@@ -172,5 +198,5 @@ fn unpacked<const WIDTH: usize>(
         return Some(Err(error.with("blocks", pairs.len()).with("width", WIDTH)));
     }
     let pairs = pairs.iter().map(|&[src, dst]| (number(src), number(dst)));
-    Some(fallible::collect("a plan", pairs))
+    Some(fallible::collect(PLAN, pairs))
 }

@@ -9,7 +9,7 @@ use crate::plan::{CopyPlan, Side};
 use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, WirePlan};
 use crate::resources::Resources;
 
-/// The pairs of a plan of templates, of which a cache here is one side.
+/// The pairs of a plan, of which a cache here is one side.
 pub(super) struct AskedBlocks {
     plan: CopyPlan,
     side: Side,
@@ -18,10 +18,8 @@ pub(super) struct AskedBlocks {
 
 impl AskedBlocks {
     /// Returns the blocks, after the checks for any plan of a peer. The cache here is on `side` of the plan. Returns
-    /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs, or if it is not a plan of templates: a
-    /// list of spans would take several times as much memory here as in the message.
+    /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs.
     pub(super) fn new(plan: WirePlan, side: Side) -> Result<AskedBlocks> {
-        ensure(plan.has_templates(), || Error::invalid("a request for checksums needs a plan of templates"))?;
         let plan = CopyPlan::try_from(plan)?;
         let num_pairs = plan.num_pairs();
         ensure(num_pairs <= MAX_CHECKSUMS, || {

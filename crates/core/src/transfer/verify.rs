@@ -65,7 +65,7 @@ impl Call {
     fn compare_part(&self, known: &KnownCache, part: &CopyPlan, local: Side) -> Result<Option<Vec<bool>>> {
         let request = Request::Checksums {
             cache: NamedCache { name: self.remote_name(), id: known.cache },
-            plan: WirePlan::of_templates(part)?,
+            plan: WirePlan::try_from(part)?,
             side: local.other(),
         };
         let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));

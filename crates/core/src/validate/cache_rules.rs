@@ -9,7 +9,7 @@ use crate::fallible;
 use crate::model::{
     CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RowSizes, TensorSpan,
 };
-use crate::plan::{Piece, REQUEST, total_bytes};
+use crate::plan::{Piece, Pieces, REQUEST, total_bytes};
 
 /// The cache of a peer, as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -128,22 +128,28 @@ pub(super) fn numbers(blocks: &[i64]) -> Result<Vec<u64>> {
     fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
 }
 
-/// Cuts the slot of `slot_bytes` bytes at byte `slot` into `blocks` from its start, which have the sizes `block`. The last
-/// piece may be shorter.
-pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block: RowSizes) -> Result<Vec<Piece>> {
-    let (block_bytes, stride) = (block.bytes(), block.stride());
+/// Checks that a slot of `slot_bytes` bytes has as many `blocks` of `block_bytes` bytes, of which the last may be cut.
+pub(super) fn check_cut(slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<()> {
     let most = slot_bytes.div_ceil(block_bytes);
-    if blocks.len() as u64 > most {
+    ensure(blocks.len() as u64 <= most, || {
         let allowed =
             format!("at most {most}, because a slot has {slot_bytes} bytes and a block has {block_bytes}");
-        return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
-    }
-    total_bytes(blocks.len() as u64, block_bytes)?;
-    let piece = |(at, &block): (usize, &u64)| {
-        let start = at as u64 * block_bytes;
-        Piece { src: slot + start, dst: block * stride, len: block_bytes.min(slot_bytes - start) }
-    };
-    fallible::collect(REQUEST, blocks.iter().enumerate().map(piece))
+        Error::argument("len(dst_blocks)", blocks.len(), allowed)
+    })?;
+    total_bytes(blocks.len() as u64, block_bytes)
+}
+
+/// Cuts the slot of `slot_bytes` bytes at byte `slot` into `blocks` from its start, which have the sizes `block`. The last
+/// piece may be shorter. The number of blocks was checked ([`check_cut`]).
+pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block: RowSizes) -> Result<Pieces> {
+    let (len, stride) = (block.bytes(), block.stride());
+    let whole = usize::try_from(slot_bytes / len).unwrap_or(usize::MAX).min(blocks.len());
+    let (whole, last) = blocks.split_at(whole);
+    let pairs = whole.iter().enumerate().map(|(at, &block)| (at as u64, block));
+    let pieces = Pieces::rows(Piece { src: slot, dst: 0, len }, (len, stride), pairs)?;
+    let short = slot_bytes % len;
+    let cut = |&block: &u64| Piece { src: slot + (slot_bytes - short), dst: block * stride, len: short };
+    Ok(pieces.with_last(last.first().map(cut)))
 }
 
 /// Checks that peers may use the cache called `name` (contract §12.4).

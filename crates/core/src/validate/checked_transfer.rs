@@ -2,8 +2,8 @@
 
 use super::by_runs::{SideSizes, equal_rows, part_of_mixed, planned};
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
-    not_empty, numbers, remote_row, row,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, check_cut, copy_size, cut, equally_many,
+    in_range, not_empty, numbers, remote_row, row,
 };
 use super::conversion::{
     LocalCache, PlannedTransfer, TokenMove, equally_many_tokens, parts_alike, some_tokens,
@@ -294,7 +294,7 @@ impl CheckedTransfer {
 
     /// Returns the pieces that move in each tensor.
     fn pieces(&self, remote: &RemoteCache, (own, peer): (Geometry, Geometry)) -> Result<Pieces> {
-        let (side, slot) = (self.local_side, peer.row_start(remote.row.into()));
+        let side = self.local_side;
         match self.rows() {
             Rows::Slot { local, remote_offset, local_offset, size } => {
                 let len = match side {
@@ -305,12 +305,15 @@ impl CheckedTransfer {
                     }
                     Side::Source => pushed_slot_bytes(own, peer)?,
                 };
-                let here = own.row_start((*local).into()) + local_offset;
-                let (src, dst) = side.source_first(here, slot + remote_offset);
-                Ok(Pieces::Listed(vec![Piece { src, dst, len }]))
+                let (src, dst) = side.source_first(*local_offset, *remote_offset);
+                let strides = side.source_first(own.row_stride(), peer.row_stride());
+                let rows = side.source_first(u64::from(*local), u64::from(remote.row));
+                Pieces::rows(Piece { src, dst, len }, strides, std::iter::once(rows))
             }
             Rows::SlotToBlocks { local } => {
-                cut(slot, peer.row_bytes(), &numbers(local)?, own.row_sizes()).map(Pieces::Listed)
+                let (slot, blocks) = (peer.row_start(remote.row.into()), numbers(local)?);
+                check_cut(peer.row_bytes(), &blocks, own.row_bytes())?;
+                cut(slot, peer.row_bytes(), &blocks, own.row_sizes())
             }
             Rows::Blocks { local, remote }
             | Rows::AnyKind { local, remote }

@@ -46,9 +46,10 @@ pub fn copy_cache(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Result<
         let slots = format!("slots of {} and {} bytes", from.row_bytes(), to.row_bytes());
         return Err(too_long(size, bytes, room - offset, &format!("{slots} from offset {offset} on")));
     }
-    let (src, dst) = (from.row_start(src_row) + offset, to.row_start(dst_row) + offset);
+    let first = Piece { src: offset, dst: offset, len: bytes };
+    let strides = (from.row_stride(), to.row_stride());
     Ok(Moves {
-        pieces: Pieces::Listed(vec![Piece { src, dst, len: bytes }]),
+        pieces: Pieces::rows(first, strides, std::iter::once((src_row, dst_row)))?,
         num_tensors: from.num_tensors(),
         src_rows: vec![src_row],
         dst_rows: vec![dst_row],

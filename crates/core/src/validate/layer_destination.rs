@@ -4,13 +4,13 @@
 //! `layerwise` has the checks that need only local data.
 
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, check_accessible, cut, equal_blocks, remote_row, row,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, check_cut, cut, equal_blocks, remote_row, row,
 };
 use super::layerwise::LayerRows;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheKind, CacheLayout, Geometry, RowSizes};
-use crate::plan::{Moves, Piece, Pieces, REQUEST};
+use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// Memory of a peer into which a tensor of the local cache is written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,7 +59,6 @@ pub fn layer_moves(
             }
         }
     }
-    let (pieces, src_rows) = pieces(here, rows, src_row, dst_stride(to))?;
     let (first, room) = match (to, rows) {
         (LayerDestination::Memory { offset, tensor_bytes, .. }, _) => {
             (*offset, tensor_bytes.saturating_sub(*offset))
@@ -70,12 +69,11 @@ pub fn layer_moves(
         }
         (LayerDestination::Cache(remote), _) => (0, remote.layout.geometry.tensor_bytes()),
     };
-    let beyond = |piece: &Piece| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
-    if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
-        return Err(too_small(rows, at, piece, room));
-    }
+    let (pieces, src_rows) = pieces(here, rows, src_row, (dst_stride(to), room))?;
+    let block_bytes =
+        if let LayerRows::SlotToBlocks { block_bytes, .. } = rows { *block_bytes } else { u64::MAX };
+    let longest = here.row_bytes().min(block_bytes);
     if let LayerDestination::Memory { offset, rows, .. } = to {
-        let longest = pieces.iter().map(|piece| piece.len).max().unwrap_or(0);
         ensure(rows.hold(*offset, longest), || beyond_row(*rows, *offset, longest))?;
     }
     let pieces = pieces.shifted(first);
@@ -113,32 +111,34 @@ fn beyond_row(rows: RowSizes, offset: u64, bytes: u64) -> Error {
 }
 
 /// Returns the pieces, with destinations counted from the start of the remote memory, and the local rows they
-/// read. Blocks are written `dst_stride` bytes apart.
+/// read. Blocks are written `dst_stride` bytes apart, into the `room` bytes that the peer has.
 fn pieces(
     here: Geometry,
     rows: &LayerRows,
     src_row: u32,
-    dst_stride: Option<u64>,
+    (dst_stride, room): (Option<u64>, u64),
 ) -> Result<(Pieces, Vec<u64>)> {
-    let slot = u64::from(src_row);
+    let (slot, len) = (u64::from(src_row), here.row_bytes());
     match rows {
         LayerRows::Slot => {
             row("src_batch_index", slot, here)?;
-            let len = here.row_bytes();
-            Ok((Pieces::Listed(vec![Piece { src: here.row_start(slot), dst: 0, len }]), vec![slot]))
+            ensure(len <= room, || too_small(rows, 0, len, room))?;
+            let first = Piece { src: 0, dst: 0, len };
+            let pieces = Pieces::rows(first, (here.row_stride(), 0), std::iter::once((slot, 0)))?;
+            Ok((pieces, vec![slot]))
         }
         LayerRows::Blocks { src, dst } => {
             numbered("src_block_indices", src, here.rows())?;
-            let len = here.row_bytes();
             let stride = dst_stride.unwrap_or(len);
             numbered("dst_block_indices", dst, u64::MAX / stride.max(1))?;
+            total_bytes(dst.len() as u64, len)?;
+            fit(rows, dst, (stride, room), |_| len)?;
             let pairs = src.iter().copied().zip(dst.iter().copied());
             let pieces = Pieces::rows(Piece { src: 0, dst: 0, len }, (here.row_stride(), stride), pairs)?;
             Ok((pieces, fallible::copied(REQUEST, src)?))
         }
         LayerRows::SlotToBlocks { dst, block_bytes } => {
             row("src_batch_index", slot, here)?;
-            let len = here.row_bytes();
             let whole = here.rows() * len;
             if *block_bytes == 0 || *block_bytes >= whole {
                 let range = format_args!("1 to {}, less than a tensor of src_cache", whole - 1);
@@ -146,9 +146,21 @@ fn pieces(
             }
             let blocks = RowSizes::new(*block_bytes, dst_stride.unwrap_or(*block_bytes));
             numbered("dst_block_indices", dst, u64::MAX / blocks.stride())?;
-            Ok((Pieces::Listed(cut(here.row_start(slot), len, dst, blocks)?), vec![slot]))
+            check_cut(len, dst, *block_bytes)?;
+            fit(rows, dst, (blocks.stride(), room), |at| (*block_bytes).min(len - at as u64 * block_bytes))?;
+            Ok((cut(here.row_start(slot), len, dst, blocks)?, vec![slot]))
         }
     }
+}
+
+/// Checks that blocks `stride` bytes apart lie in the `room` bytes that the peer has. `len` returns the bytes of the block at an
+/// index of the list.
+fn fit(rows: &LayerRows, dst: &[u64], (stride, room): (u64, u64), len: impl Fn(usize) -> u64) -> Result<()> {
+    let beyond = |(at, block): (usize, &u64)| {
+        (block * stride).checked_add(len(at)).is_none_or(|end| end > room).then_some(at)
+    };
+    let outside = dst.iter().enumerate().find_map(beyond);
+    outside.map_or(Ok(()), |at| Err(too_small(rows, at, len(at), room)))
 }
 
 fn numbered(name: &str, blocks: &[u64], count: u64) -> Result<()> {
@@ -169,19 +181,19 @@ fn whole_blocks(block_bytes: u64, remote: Geometry) -> Result<()> {
     Err(Error::argument("dst_block_memory_size", block_bytes, allowed))
 }
 
-/// Returns the error for piece `at`, which does not fit into the `room` bytes that the peer has.
-fn too_small(rows: &LayerRows, at: usize, piece: Piece, room: u64) -> Error {
+/// Returns the error for piece `at` of `len` bytes, which does not fit into the `room` bytes that the peer has.
+fn too_small(rows: &LayerRows, at: usize, len: u64, room: u64) -> Error {
     let error = match rows {
         LayerRows::Slot => {
             let text = "the memory of the peer is too small for a slot";
             Error::invalid(text)
         }
         LayerRows::Blocks { dst, .. } | LayerRows::SlotToBlocks { dst, .. } => {
-            let block = piece.len.max(1);
+            let block = len.max(1);
             let allowed = format!("a block of {block} bytes within the {room} bytes that the peer has there");
             let value = dst.get(at).copied().unwrap_or_default();
             Error::argument(&format!("dst_block_indices[{at}]"), value, allowed)
         }
     };
-    error.with("bytes", piece.len).with("room_bytes", room)
+    error.with("bytes", len).with("room_bytes", room)
 }

@@ -76,13 +76,13 @@ proptest! {
         slot in 1..3 * ROW,
         most in 1..20u64,
     ) {
-        let count = to.len() as u64;
-        let piece = |(at, row): (u64, &u64)| {
-            let len = if at + 1 == count { last } else { ROW };
-            Piece { src: first + at * ROW, dst: row * ROW, len }
-        };
-        let pieces: Vec<_> = (0..).zip(&to).map(piece).collect();
-        let mut moves = Moves { pieces: Pieces::Listed(pieces.clone()), num_tensors: 1, ..Moves::default() };
+        let whole = if last == ROW { to.len() } else { to.len() - 1 };
+        let pairs = (0..whole).map(|at| (at as u64, to[at]));
+        let pieces = Pieces::rows(Piece { src: first, dst: 0, len: ROW }, (ROW, ROW), pairs).unwrap();
+        let cut = |row: &u64| Piece { src: first + whole as u64 * ROW, dst: row * ROW, len: last };
+        let pieces = pieces.with_last(to.get(whole).map(cut));
+        let mut moves = Moves { pieces: pieces.clone(), num_tensors: 1, ..Moves::default() };
+        let pieces: Vec<_> = pieces.iter().collect();
         let plan = CopyPlan::moves(&mut moves).unwrap();
         // The rows of a slot need not have the size of the blocks.
         let (local, row) = if source { (Side::Source, slot) } else { (Side::Destination, ROW) };

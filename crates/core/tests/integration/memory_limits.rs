@@ -126,7 +126,7 @@ fn lists_of_a_call_take_what_is_asked_for() {
     copy();
     let ((), peak) = counting_allocator::peak(copy);
     let each = peak / pairs.len();
-    assert!((8..=128).contains(&each), "{each} bytes for each block");
+    assert!((8..=112).contains(&each), "{each} bytes for each block");
 }
 
 /// Runs `ask` with a folder that stands for the root of a machine with these files.

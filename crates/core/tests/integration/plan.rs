@@ -13,7 +13,7 @@ use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
-use crate::fixtures::{Chance, block_moves, plan_of_peer, proptest_cases};
+use crate::fixtures::{Chance, block_moves, block_plan, plan_of_peer, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
@@ -121,15 +121,12 @@ fn long_lists_are_planned_as_short_ones_are() {
     let (len, count) = (4096u64, 3000u64);
     // A permutation, with sources that differ in high bits too.
     let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
-    let pieces: Vec<Piece> =
-        (0..count).map(|k| Piece { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
-    let request =
-        |pieces: Vec<Piece>| Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
-    let plan = CopyPlan::moves(&mut request(pieces.clone())).unwrap();
+    let pairs: Pairs = (0..count).map(|k| (place(k), k * 991 % count)).collect();
+    let plan = block_plan(&pairs, len, 1);
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
-        pieces.iter().map(|piece| (piece.src, piece.dst, piece.len)).collect();
+        pairs.iter().map(|&(src, dst)| (src * len, dst * len, len)).collect();
     expected.sort_unstable();
     let bytes = |list: &[(u64, u64, u64)]| -> Vec<(u64, u64)> {
         list.iter()
@@ -138,9 +135,9 @@ fn long_lists_are_planned_as_short_ones_are() {
     };
     assert_eq!(bytes(&moved), bytes(&expected));
     // One destination occurs twice, so its first piece is left out.
-    let mut twice = pieces;
-    twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&mut request(twice.clone())).unwrap();
+    let mut twice = pairs;
+    twice[2999].1 = twice[0].1;
+    let plan = block_plan(&twice, len, 1);
     assert_eq!(plan.bytes(), 2999 * len);
     let source = |of: u64| {
         let mut pieces = plan.pieces(0, plan.bytes()).map(|(_, piece)| piece);
@@ -148,7 +145,7 @@ fn long_lists_are_planned_as_short_ones_are() {
             .find(|piece| (piece.dst..piece.dst + piece.len).contains(&of))
             .map(|piece| piece.src + (of - piece.dst))
     };
-    assert_eq!(source(twice[0].dst), Some(twice[2999].src));
+    assert_eq!(source(twice[0].1 * len), Some(twice[2999].0 * len));
 }
 
 #[test]
@@ -327,7 +324,8 @@ fn merges_to_the_fewest_spans() {
 #[test]
 fn a_range_is_one_span_and_onto_itself_nothing() {
     let range = |src, dst, caches| {
-        let pieces = Pieces::Listed(vec![Piece { src, dst, len: 7 }]);
+        let first = Piece { src: 0, dst: 0, len: 7 };
+        let pieces = Pieces::rows(first, (1, 1), [(src, dst)].into_iter()).unwrap();
         let mut moves = Moves { pieces, num_tensors: 5, ..Moves::default() };
         CopyPlan::moves_in_order(&mut moves, caches).unwrap().into_iter().collect::<Vec<_>>()
     };
@@ -717,7 +715,9 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                     len,
                 })
                 .collect();
-            let pieces = Pieces::Repeated(blocks_of(len, first, pairs));
+            let place = Piece { src: first.0, dst: first.1, len };
+            let numbers = pairs.iter().map(|&(src, dst)| (src.into(), dst.into()));
+            let pieces = Pieces::rows(place, (len, len), numbers).unwrap();
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
             let plan =
                 CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() }).unwrap();
@@ -809,9 +809,9 @@ fn joining_blocks_become_spans() {
         .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
         .collect();
     assert!(!form(&runs) && plan(&runs, 16).num_pieces() <= 100, "runs of four");
-    // Block numbers that do not fit 32 bits always become spans.
-    let remote: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
-    assert!(!form(&remote));
+    // A message has a limited number of spans. A list that would have more stays pairs.
+    let many: Pairs = (0..3 * 70_000).map(|k| (k / 3 * 4 + k % 3, ((k / 3) ^ 1) * 4 + k % 3)).collect();
+    assert!(form(&many) && !form(&many[..3 * 60_000]), "runs of three");
 }
 
 /// Distant rows are sorted, close ones are marked in a bitmap. Each row is listed once either way.
@@ -834,9 +834,9 @@ fn rows_of_blocks_are_ascending_each_once() {
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }
 
-/// A long plan of a peer stays packed. It moves the same bytes as its spans, and is refused like them.
+/// A long list of spans of a peer is refused if two of its pieces write the same byte.
 #[test]
-fn packed_plans_are_what_their_spans_are() {
+fn long_lists_of_spans_are_checked() {
     let mut chance = Chance(1);
     let mut below = |most| chance.below(most);
     let (mut taken, mut refused) = (0, 0);
@@ -865,43 +865,40 @@ fn packed_plans_are_what_their_spans_are() {
             let (from, to) = (below(3000) as usize, below(2000) as usize + 3000);
             spans[from].dst = spans[to].dst + spans[to].len - 1;
         }
-        let packed = plan_of_peer(3, 1, 2, spans.clone());
-        let (src, dst) = (TensorSteps::consecutive(1), TensorSteps::consecutive(2));
-        let one = Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans: spans.clone() };
-        let unpacked = CopyPlan::from_templates(3, src, dst, vec![one]);
+        let plan = plan_of_peer(3, 1, 2, spans.clone());
         let mut pieces: Vec<(u64, u64)> = spans
             .iter()
             .flat_map(|span| (0..span.count).map(|k| (span.dst + k * span.dst_step as u64, span.len)))
             .collect();
         pieces.sort_unstable();
         let sound = pieces.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0);
-        assert_eq!((packed.is_ok(), unpacked.is_ok()), (sound, sound), "{scale} {odd} {again}");
-        let (Ok(packed), Ok(unpacked)) = (packed, unpacked) else {
+        assert_eq!(plan.is_ok(), sound, "{scale} {odd} {again}");
+        let Ok(plan) = plan else {
             refused += 1;
             continue;
         };
         taken += 1;
-        assert_eq!(packed.bytes(), unpacked.bytes());
-        let bytes = packed.bytes();
-        let cuts = [0, 1, bytes / 3, bytes / 2 + 1, bytes - 1, bytes];
-        for two in cuts.windows(2) {
-            assert!(packed.pieces(two[0], two[1]).eq(unpacked.pieces(two[0], two[1])), "{two:?}");
-        }
-        let ([left], [right]) = (packed.segments(), unpacked.segments()) else { panic!("{packed:?}") };
-        assert!(left.template().is_none() && right.template().is_some() && left.spans().eq(right.spans()));
-        assert_eq!((left.num_spans(), left.count()), (right.num_spans(), right.count()));
+        let one: Vec<u64> = spans.iter().flat_map(|span| vec![span.len; span.count as usize]).collect();
+        assert_eq!(plan.bytes(), 3 * one.iter().sum::<u64>());
+        // A part of the bytes begins inside any span.
         for _ in 0..5 {
-            let at = below(left.tensor_bytes());
-            assert!(packed.tensor_pieces(at, at + 100).eq(unpacked.tensor_pieces(at, at + 100)));
+            let at = below(plan.tensor_bytes());
+            let skipped: u64 = plan.tensor_pieces(0, at).map(|piece| piece.len).sum();
+            let rest: Vec<_> = plan.tensor_pieces(at, plan.tensor_bytes()).collect();
+            assert_eq!(
+                (skipped, rest.iter().map(|piece| piece.len).sum::<u64>()),
+                (at, plan.tensor_bytes() - at)
+            );
+            let last = spans[spans.len() - 1].dst + (spans[spans.len() - 1].count - 1) * (scale / 2);
+            assert!(rest.last().is_some_and(|piece| piece.dst >= last));
         }
-        assert_eq!(
-            packed.touched_rows(Side::Destination, 100).unwrap(),
-            unpacked.touched_rows(Side::Destination, 100).unwrap()
-        );
+        let rows: BTreeSet<u64> =
+            pieces.iter().flat_map(|(dst, len)| dst / 100..=(dst + len - 1) / 100).collect();
+        assert_eq!(plan.touched_rows(Side::Destination, 100).unwrap(), Vec::from_iter(rows));
         let reach = spans.iter().map(|span| span.dst + scale / 2 + scale / 8).max().unwrap();
-        packed.check_bounds(Side::Destination, (5, reach + scale)).unwrap();
-        packed.check_bounds(Side::Destination, (5, reach / 2)).unwrap_err();
-        packed.check_bounds(Side::Destination, (4, reach + scale)).unwrap_err();
+        plan.check_bounds(Side::Destination, (5, reach + scale)).unwrap();
+        plan.check_bounds(Side::Destination, (5, reach / 2)).unwrap_err();
+        plan.check_bounds(Side::Destination, (4, reach + scale)).unwrap_err();
     }
     assert!(taken >= 4 && refused >= 2, "{taken} taken, {refused} refused");
     let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };

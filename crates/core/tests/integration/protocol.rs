@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
 use llm_datadist_core::testing::plan::{
-    CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Segment, Side, Span, SpanList, Template, TensorSteps,
+    CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Segment, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, CHECKSUM, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
     EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_ARRIVED, MAX_METADATA, MESSAGE,
-    MESSAGE_LIMIT, METADATA_LIMIT, NamedCache, Pairs, Party, Proof, Purpose, REFUSAL,
-    REFUSAL_OF_ANOTHER_VERSION, Reply, Request, RingAnswer, RingOffer, Run, Timed, Welcome, WireCache,
-    WireLocation, WirePieces, WirePlan, WirePulled, WireSpan, WireTemplate,
+    MESSAGE_LIMIT, METADATA_LIMIT, NamedCache, Party, Proof, Purpose, REFUSAL, REFUSAL_OF_ANOTHER_VERSION,
+    Reply, Request, RingAnswer, RingOffer, Run, Timed, Welcome, WireCache, WireLocation, WirePlan,
+    WirePulled, WireTemplates,
 };
 use llm_datadist_core::{ArrivedRows, CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -59,44 +59,44 @@ const PARTY: Party = Party { cluster: 1, instance: 300, remote_accessible: true 
 const AT: EntryVersion = EntryVersion { index: 5, generation: 600 };
 
 fn plan() -> WirePlan {
-    let span = WireSpan { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
+    let span = Span { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
     WirePlan {
         num_tensors: 2,
         src: TensorSteps::consecutive(0),
         dst: TensorSteps::consecutive(4),
-        pieces: spans(&[span, single(0, 9000, 512), single(8192, 1 << 40, 512)]),
+        templates: spans(&[span, single(0, 9000, 512), single(8192, 1 << 40, 512)]),
     }
 }
 
-fn spans(spans: &[WireSpan]) -> WirePieces {
-    WirePieces::Spans(SpanList::pack(spans.iter().copied()).unwrap())
+/// Spans that are not repeated.
+fn spans(spans: &[Span]) -> WireTemplates {
+    WireTemplates(Ok(vec![template((0, 0), vec![(0, 0)], spans)]))
 }
 
 /// A plan of blocks of `len` bytes.
 fn blocks(len: u64, pairs: Vec<(u32, u32)>) -> WirePlan {
     let blocks = template((len, len), pairs, &[single(512, 4096, len)]);
-    WirePlan { pieces: WirePieces::Templates(vec![blocks]), ..plan() }
+    WirePlan { templates: WireTemplates(Ok(vec![blocks])), ..plan() }
 }
 
 /// One piece of `len` bytes.
-fn single(src: u64, dst: u64, len: u64) -> WireSpan {
-    WireSpan { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
+fn single(src: u64, dst: u64, len: u64) -> Span {
+    Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
 }
 
-fn template(units: (u64, u64), pairs: Vec<(u32, u32)>, spans: &[WireSpan]) -> WireTemplate {
-    let spans = SpanList::pack(spans.iter().copied()).unwrap();
-    WireTemplate { src_unit: units.0, dst_unit: units.1, pairs: Pairs(Arc::new(pairs)), spans }
+fn template(units: (u64, u64), pairs: Vec<(u32, u32)>, spans: &[Span]) -> Template {
+    Template { src_unit: units.0, dst_unit: units.1, pairs: Arc::new(pairs), spans: spans.to_vec() }
 }
 
 /// A plan that reads every second tensor.
-fn templates(templates: Vec<WireTemplate>) -> WirePlan {
+fn templates(templates: Vec<Template>) -> WirePlan {
     let (src, dst) = (TensorSteps { first: 1, step: 2 }, TensorSteps { first: 4, step: 1 });
-    WirePlan { num_tensors: 2, src, dst, pieces: WirePieces::Templates(templates) }
+    WirePlan { num_tensors: 2, src, dst, templates: WireTemplates(Ok(templates)) }
 }
 
 /// Heads of two tokens, and a rest.
 fn layout_plan() -> WirePlan {
-    let heads = WireSpan { count: 3, src_step: -16, dst_step: 300, ..single(64, 8, 16) };
+    let heads = Span { count: 3, src_step: -16, dst_step: 300, ..single(64, 8, 16) };
     templates(vec![
         template((128, 16), vec![(1, 0), (300, 2)], &[heads, single(96, 1 << 20, 16)]),
         template((0, 0), vec![(0, 0)], &[single(5000, 6000, 7)]),
@@ -251,7 +251,7 @@ fn request_bytes() {
     }
     golden(
         &timed(Request::Read { cache: named, generation: None, plan: plan(), range: 0..7168, summed: false }),
-        "4c4410013a000000e80701000201060002000104010003802000800403ff0f800800a84680040100008040808080808020800401000000803800da6919ee1df2a4f3",
+        "4c44100140000000e80701000201060002000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803800012667a88f4f263e",
     );
     golden(
         &timed(Request::Read {
@@ -261,18 +261,18 @@ fn request_bytes() {
             range: 0..7168,
             summed: true,
         }),
-        "4c4410014d000000e80701022cd804070707070707070707070707070707070601ac0202000104010003802000800403ff0f800800a84680040100008040808080808020800401000000803801cee185e864f7e57f",
+        "4c44100153000000e80701022cd804070707070707070707070707070707070601ac0202000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803801dd51137cf7f5f091",
     );
     for (side, cache, bytes) in [
         (
             Side::Source,
             named,
-            "4c44100143000000e8070900020106020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000010663513fd410e3",
+            "4c44100142000000e80709000201060201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000cca4f61f0f44c0c2",
         ),
         (
             Side::Destination,
             granted,
-            "4c44100154000000e80709022cd8040707070707070707070707070707070706020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001cd5834f8d8e62378",
+            "4c44100153000000e80709022cd80407070707070707070707070707070707060201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001df216f2e2412dea2",
         ),
     ] {
         golden(&timed(Request::Checksums { cache, plan: layout_plan(), side }), bytes);
@@ -287,17 +287,17 @@ fn request_bytes() {
         (
             false,
             None,
-            "4c4410013a000000e807020002010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380000ccca5662b5f1446c",
+            "4c44100140000000e807020002010602000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803800004fe788172fbbc55d",
         ),
         (
             true,
             None,
-            "4c4410013a000000e807020002010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380100dc80ed311cae2da4",
+            "4c44100140000000e807020002010602000104010100000301000003802000800403ff0f800800a8468004010000804080808080802080040100000080380100a9e9d98c57f3be2b",
         ),
         (
             false,
             Some(300),
-            "4c4410013c000000e807020002010602000104010003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02f62777ead36b4430",
+            "4c44100142000000e807020002010602000104010100000301000003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02fc26656067ea51e9",
         ),
     ] {
         golden(&write(ahead, shared), bytes);
@@ -309,7 +309,7 @@ fn request_bytes() {
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
         &timed(Request::Fetch { cache: named, plan: plan(), source, num_tensors: 2, tensor_bytes: 8192 }),
-        "4c4410013f000000e807030002010602000104010003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e499b511d8750047",
+        "4c44100145000000e807030002010602000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040a923951991ea7f74",
     );
     let cache = NamedCache { name: Name::Key(CacheKey::Request { model: 0, id: 0 }), ..named };
     let pulled = Some(WirePulled { cache, first: 0, count: 80 });
@@ -465,7 +465,7 @@ fn plans_of_spans_round_trip() {
 /// The message itself decodes, so that its sender learns what is wrong with the plan.
 #[test]
 fn plan_that_writes_a_byte_twice_is_an_invalid_argument() {
-    let twice = WirePlan { pieces: spans(&[single(0, 0, 512); 2]), ..plan() };
+    let twice = WirePlan { templates: spans(&[single(0, 0, 512); 2]), ..plan() };
     for (name, request, refused) in [
         ("two spans", read(twice), true),
         ("blocks", read(blocks(512, vec![(0, 1), (1, 0), (7, 2)])), false),
@@ -490,15 +490,15 @@ fn block_bytes() {
     for (number, bytes) in [
         (
             255,
-            "4c4410012c0000000102010600020001040101018004800405010102ff0001800480208004010000000000004992e0ccdaca1dec",
+            "4c4410012b00000001020106000200010401018004800405010102ff000180048020800401000000000000cef59fdfd0c9faee",
         ),
         (
             256,
-            "4c4410013000000001020106000200010401010180048004090201000200000100000180048020800401000000000000e574ff9b51674161",
+            "4c4410012e0000000102010602000104010180048004090201000200000100000180048020800401000000000000ba667d37d346771d",
         ),
         (
             0x0102_0304,
-            "4c44100138000000010201060002000104010101800480041104010000000200000004030201000000000180048020800401000000000000a95865bb89ece0d0",
+            "4c441001360000000102010602000104010180048004110401000000020000000403020100000000018004802080040100000000000031dd9681a39d7590",
         ),
     ] {
         golden(&read(blocks(512, vec![(1, 2), (number, 0)])), bytes);
@@ -509,7 +509,7 @@ fn block_bytes() {
 fn template_bytes() {
     golden(
         &read(layout_plan()),
-        "4c441001440000000102010600020102040101028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e07010000000000006bc0985a0ce59d6d",
+        "4c4410014300000001020106000201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000000000d7159fbffdd7427f",
     );
 }
 
@@ -533,7 +533,7 @@ fn plans_of_templates_round_trip() {
 fn templates_that_lie_are_invalid_arguments() {
     let one = || template((64, 64), vec![(0, 0), (1, 1)], &[single(0, 0, 16)]);
     let meets = || template((64, 1 << 20), vec![(0, 0), (1, 1)], &[single(0, 79, 7)]);
-    let with = |change: fn(&mut WireTemplate)| {
+    let with = |change: fn(&mut Template)| {
         let mut changed = one();
         change(&mut changed);
         templates(vec![changed])
@@ -548,10 +548,9 @@ fn templates_that_lie_are_invalid_arguments() {
         let at = |k| template((64, 64), vec![(0, 0), (1, 1)], &[single(0, 128 * k, 16)]);
         templates((0..count).map(at).collect())
     };
-    let pack = |spans: Vec<WireSpan>| SpanList::pack(spans).unwrap();
-    let distinct = |count: usize| pack((0..count as u64).map(|k| single(k, 2 * k, 1)).collect());
+    let distinct = |count: usize| (0..count as u64).map(|k| single(k, 2 * k, 1)).collect();
     let many_spans = |count: usize| {
-        templates(vec![WireTemplate { spans: distinct(count), pairs: Pairs(vec![(0, 0)].into()), ..one() }])
+        templates(vec![Template { spans: distinct(count), pairs: vec![(0, 0)].into(), ..one() }])
     };
     let cases: Vec<(&str, WirePlan, Option<&str>)> = vec![
         ("sound", templates(vec![one()]), None),
@@ -566,51 +565,43 @@ fn templates_that_lie_are_invalid_arguments() {
         ("a step of 0 in the destination", steps(1, 0, 2), Some("step 0")),
         ("steps beyond 32 bits", steps(u32::MAX, 1, 2), Some("step 4294967295")),
         ("no tensors", steps(1, 1, 0), Some("0 tensors")),
-        ("no pairs", with(|it| it.pairs = Pairs(vec![].into())), Some("at 0 pairs")),
-        ("no spans", with(|it| it.spans = SpanList::default()), Some("0 spans")),
-        ("one place twice", with(|it| it.pairs = Pairs(vec![(0, 1), (1, 1)].into())), Some("twice")),
+        ("no pairs", with(|it| it.pairs = vec![].into()), Some("at 0 pairs")),
+        ("no spans", with(|it| it.spans = vec![]), Some("0 spans")),
+        ("one place twice", with(|it| it.pairs = vec![(0, 1), (1, 1)].into()), Some("twice")),
         ("all places are one", with(|it| it.dst_unit = 0), Some("twice")),
         ("places that overlap", with(|it| it.dst_unit = 15), Some("twice")),
-        (
-            "places that interleave",
-            with(|it| it.spans = SpanList::pack([single(0, 0, 16), single(16, 128, 16)]).unwrap()),
-            None,
-        ),
+        ("places that interleave", with(|it| it.spans = vec![single(0, 0, 16), single(16, 128, 16)]), None),
         (
             "places that interleave and meet",
-            with(|it| it.spans = SpanList::pack([single(0, 0, 16), single(16, 64, 16)]).unwrap()),
+            with(|it| it.spans = vec![single(0, 0, 16), single(16, 64, 16)]),
             Some("twice"),
         ),
-        (
-            "a span without bytes",
-            with(|it| it.spans = SpanList::pack([single(0, 0, 0)]).unwrap()),
-            Some("len: 0"),
-        ),
+        ("a span without bytes", with(|it| it.spans = vec![single(0, 0, 0)]), Some("len: 0")),
         ("a read beyond 64 bits", with(|it| it.src_unit = u64::MAX), Some("18446744073709551615")),
         ("a write beyond 64 bits", with(|it| it.dst_unit = u64::MAX - 3), Some("18446744073709551612")),
         (
             "bytes beyond 63 bits",
             with(|it| {
                 it.dst_unit = 1 << 62;
-                it.spans = SpanList::pack([single(0, 0, 1 << 62)]).unwrap();
+                it.spans = vec![single(0, 0, 1 << 62)];
             }),
             Some("2^63 or more"),
         ),
         (
             "too many pieces at a place",
             with(|it| {
-                let span = WireSpan { count: (1 << 24) + 1, dst_step: 1, ..single(0, 0, 1) };
-                it.spans = SpanList::pack([span]).unwrap();
+                let span = Span { count: (1 << 24) + 1, dst_step: 1, ..single(0, 0, 1) };
+                it.spans = vec![span];
             }),
             Some("16777216 pieces"),
         ),
         (
             "too many pieces at all places",
             with(|it| {
-                let span = WireSpan { count: 1 << 24, dst_step: 1, ..single(0, 0, 1) };
+                let span = Span { count: 1 << 24, dst_step: 1, ..single(0, 0, 1) };
                 it.dst_unit = 1 << 24;
-                it.pairs = Pairs(Arc::new((0..5).map(|at| (at, at)).collect()));
-                it.spans = SpanList::pack([span]).unwrap();
+                it.pairs = Arc::new((0..5).map(|at| (at, at)).collect());
+                it.spans = vec![span];
             }),
             Some("67108864 pieces"),
         ),
@@ -651,7 +642,7 @@ fn plans_that_a_peer_would_refuse_are_not_sent() {
     assert!(long(MOST_TEMPLATE_SPANS as u64).is_ok());
     let long = long(MOST_TEMPLATE_SPANS as u64 + 1).unwrap_err();
     assert!(long.to_string().contains("more than 65536 spans of templates"), "{long}");
-    // A list of spans has fewer pieces than templates may have.
+    // The spans of a template have fewer pieces than all its places may have.
     let listed = |count| plan_of_peer(1, 0, 0, vec![pieces(count)]).unwrap();
     let several = listed(1 << 24);
     assert!(WirePlan::try_from(&several).is_ok());
@@ -663,9 +654,9 @@ fn plans_that_a_peer_would_refuse_are_not_sent() {
 
 #[test]
 fn pairs_without_a_width_or_cut_short_are_refused() {
-    // The packed pairs follow the kind, name, cache, generation, tensors, form, count of templates, and the two units.
+    // The packed pairs follow the kind, name, cache, generation, tensors, count of templates, and the two units.
     let frame = protocol::encode(&read(blocks(512, vec![]))).unwrap();
-    let at = HEADER + 16;
+    let at = HEADER + 15;
     assert_eq!(frame[at..][..2], [1, 1], "one byte: the width of no number");
     let decoded = |packed: &[u8]| {
         let rest = &message_bytes(&frame)[at + 2 - HEADER..];
@@ -791,21 +782,23 @@ fn failures_keep_the_rows_of_each_tensor() {
 #[test]
 fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
     const ROW: u64 = 1 << 24;
-    let span = |src, dst| WireSpan { src, dst, len: 1, count: 1, src_step: 0, dst_step: 0 };
-    let listed = |all: Vec<WireSpan>| WirePlan { pieces: spans(&all), ..plan() };
+    let span = |src, dst| Span { src, dst, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let listed = |all: Vec<Span>| WirePlan { templates: spans(&all), ..plan() };
     let shuffled = |count: u64, k: u64| k * 1_000_003 % count;
     let many = 1 << 19;
     let cases: Vec<(&str, WirePlan, bool)> = vec![
-        ("no bytes", listed(vec![WireSpan { len: 0, ..span(0, 0) }; 3 << 18]), false),
-        ("a destination each", listed((0..many).map(|k| span(5 * k, 3 * shuffled(many, k))).collect()), true),
+        ("no bytes", listed(vec![Span { len: 0, ..span(0, 0) }; 3 << 18]), false),
+        (
+            "a destination each",
+            listed((0..many).map(|k| span(5 * k, 3 * shuffled(many, k))).collect()),
+            false,
+        ),
         (
             "steps that cross",
             listed(
-                (0..many)
-                    .map(|k| WireSpan { count: 2, dst_step: 2, ..span(9 * k, k / 2 * 8 + k % 2) })
-                    .collect(),
+                (0..many).map(|k| Span { count: 2, dst_step: 2, ..span(9 * k, k / 2 * 8 + k % 2) }).collect(),
             ),
-            true,
+            false,
         ),
         (
             "the shortest, and one far away",

@@ -12,7 +12,7 @@ use super::axes::{self, Axis};
 use super::part::{KvPart, check_same_model};
 use super::tokens::{KvSequence, TokenRun, token_runs};
 use crate::error::Result;
-use crate::fallible;
+use crate::fallible::{self, OneOrMany};
 use crate::model::{KvGeometry, KvPlanes};
 
 /// Up to this many equal runs of tokens become plain spans, because a template would save nothing.
@@ -44,7 +44,7 @@ impl LayoutPlan {
         let pair = LayoutPair { src: src.geometry, dst: dst.geometry, part };
         let plan = |planes: Planes| {
             let segments = pair.segments(&runs, &planes)?;
-            Ok(CopyPlan::new(planes.num_tensors, segments).in_tensor_steps(
+            Ok(CopyPlan::new(planes.num_tensors, OneOrMany::Many(segments)).in_tensor_steps(
                 planes.src.tensors,
                 planes.dst.tensors,
                 planes.num_tensors,
@@ -154,8 +154,8 @@ impl LayoutPair<'_> {
                         |span: &Span| Span { src: span.src + run.src, dst: span.dst + run.dst, ..*span };
                     rest.extend(spans.iter().map(placed));
                 }
-            } else if let Some(segment) = segment_of_group(group, spans, units)? {
-                fallible::push(PLAN, &mut segments, segment)?;
+            } else {
+                fallible::push(PLAN, &mut segments, segment_of_group(group, spans, units)?)?;
             }
         }
         if !rest.is_empty() {
@@ -197,19 +197,17 @@ impl Units {
 }
 
 /// Returns the segment of runs of equal length. If each run is one piece and all places are multiples of its length,
-/// neighbours can be joined. `None` if nothing is copied.
-fn segment_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<Option<Segment>> {
-    if let [Span { src, dst, len, count: 1, .. }] = spans[..]
-        && units.multiple_of(len)
-    {
-        let of_len = Units { src: len, dst: len };
-        if of_len.fit(runs) {
-            return repeated(Template::of_blocks(len, (src, dst), Arc::new(pairs(runs, of_len)?))?);
-        }
-    }
+/// neighbours can be joined.
+fn segment_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<Segment> {
+    let of_len = match spans[..] {
+        [Span { len, count: 1, .. }] if units.multiple_of(len) => Some(Units { src: len, dst: len }),
+        _ => None,
+    };
+    let joinable = of_len.filter(|units| units.fit(runs));
+    let units = joinable.unwrap_or(units);
     let pairs = Arc::new(pairs(runs, units)?);
     let template = Template { src_unit: units.src, dst_unit: units.dst, pairs, spans };
-    Segment::of_template(template).map(Some)
+    if joinable.is_some() { repeated(template) } else { Segment::of_template(template) }
 }
 
 /// Returns the numbers of the places of `runs`, which must fit 32 bits.

@@ -7,9 +7,9 @@ use std::os::fd::AsFd;
 
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
-use llm_datadist_core::testing::plan::{Side, SpanList, TensorSteps};
+use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    MAX_CHECKSUMS, NamedCache, Pairs, Reply, Request, WirePieces, WirePlan, WireSpan, WireTemplate, digest,
+    MAX_CHECKSUMS, NamedCache, Reply, Request, WirePlan, WireTemplates, digest,
 };
 use llm_datadist_core::{CacheId, CacheKind, ErrorKind, Name};
 
@@ -67,23 +67,19 @@ fn request(cache: CacheId, plan: WirePlan, side: Side) -> Request {
     Request::Checksums { cache: NamedCache { name, id: cache }, plan, side }
 }
 
-fn single(src: u64, dst: u64, len: u64) -> WireSpan {
-    WireSpan { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
+fn single(src: u64, dst: u64, len: u64) -> Span {
+    Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
 }
 
-fn template(units: (u64, u64), pairs: &[(u32, u32)], spans: &[WireSpan]) -> WireTemplate {
-    WireTemplate {
-        src_unit: units.0,
-        dst_unit: units.1,
-        pairs: Pairs(pairs.to_vec().into()),
-        spans: SpanList::pack(spans.iter().copied()).unwrap(),
-    }
+fn template(units: (u64, u64), pairs: &[(u32, u32)], spans: &[Span]) -> Template {
+    let (pairs, spans) = (pairs.to_vec().into(), spans.to_vec());
+    Template { src_unit: units.0, dst_unit: units.1, pairs, spans }
 }
 
 /// A plan that reads tensors 1 and 3, and writes tensors 2 and 3.
-fn plan(templates: Vec<WireTemplate>) -> WirePlan {
+fn plan(templates: Vec<Template>) -> WirePlan {
     let (src, dst) = (TensorSteps { first: 1, step: 2 }, TensorSteps { first: 2, step: 1 });
-    WirePlan { num_tensors: 2, src, dst, pieces: WirePieces::Templates(templates) }
+    WirePlan { num_tensors: 2, src, dst, templates: WireTemplates(Ok(templates)) }
 }
 
 /// Ranges of bytes at one end, each of a first byte and a length.
@@ -94,7 +90,7 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
     let owner = Owner::new();
     let mut bytes = owner.into.fill(3);
     let spans =
-        [WireSpan { src: 64, dst: 512, len: 16, count: 3, src_step: 100, dst_step: -32 }, single(0, 700, 40)];
+        [Span { src: 64, dst: 512, len: 16, count: 3, src_step: 100, dst_step: -32 }, single(0, 700, 40)];
     let asked = || {
         plan(vec![
             template((ROW, 2048), &[(2, 3), (5, 0)], &spans),
@@ -150,12 +146,8 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
 #[test]
 fn an_owner_refuses_pairs_that_it_must_not_hash() {
     let owner = Owner::new();
-    // Lists of spans would take several times as much memory as their message.
-    let pieces = WirePieces::Spans(SpanList::pack([single(0, 0, 8), single(8, 8, 8)]).unwrap());
-    let refused = owner.refusal(WirePlan { pieces, ..plan(vec![]) }, Side::Source);
-    assert!(refused.contains("needs a plan of templates"), "{refused}");
     let tensor = ROWS * ROW;
-    let one = |span: WireSpan| plan(vec![template((ROW, ROW), &[(0, 0)], &[span])]);
+    let one = |span: Span| plan(vec![template((ROW, ROW), &[(0, 0)], &[span])]);
     let whole = one(single(0, 0, tensor));
     assert_eq!(owner.sums(whole.clone(), Side::Source).0.len(), 1);
     assert_eq!(owner.sums(whole.clone(), Side::Destination).0.len(), 1);
@@ -183,7 +175,7 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     };
     let refused = owner.refusal(same(40_000), Side::Source);
     assert!(refused.contains("too many bytes") && refused.contains("limit=134217728"), "{refused}");
-    let long = WireSpan { count: 40_000, dst_step: ROW.cast_signed(), ..single(0, 0, ROW) };
+    let long = Span { count: 40_000, dst_step: ROW.cast_signed(), ..single(0, 0, ROW) };
     let refused = owner.refusal(one(long), Side::Source);
     assert!(refused.contains("too many bytes"), "{refused}");
     let many = |count: usize| {
@@ -205,7 +197,7 @@ fn an_owner_sums_the_bytes_that_it_sends() {
     let bytes = owner.into.fill(3);
     let cache = owner.into.cache.id();
     let name = Name::Row { cache, row: 0 };
-    let spans = [WireSpan { src: 64, dst: 0, len: 16, count: 3, src_step: 100, dst_step: 16 }];
+    let spans = [Span { src: 64, dst: 0, len: 16, count: 3, src_step: 100, dst_step: 16 }];
     for (from, to, summed) in
         [(0, 192, true), (0, 192, false), (40, 150, true), (100, 100, true), (0, 192, true)]
     {

@@ -2,10 +2,8 @@
 //! row has it, and no other byte changes.
 
 use llm_datadist_core::testing::net::Tcp;
-use llm_datadist_core::testing::plan::{Side, SpanList, TensorSteps};
-use llm_datadist_core::testing::protocol::{
-    NamedCache, Pairs, Reply, Request, WirePieces, WirePlan, WireSpan, WireTemplate,
-};
+use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
+use llm_datadist_core::testing::protocol::{NamedCache, Reply, Request, WirePlan, WireTemplates};
 use llm_datadist_core::{
     CacheDesc, CacheKind, CallExtras, DataType, Error, ErrorKind, LayerRange, Layers, LayerwiseArgs, Name,
     Placement, Rows, SubRow, TensorDesc, Verify,
@@ -403,24 +401,21 @@ fn plans_over_tensors_that_differ_are_refused() {
     let (_control, call) = Fake::new(1, 1).calling(&engine, &Tcp, 7);
     let id = held.cache.id();
     let cache = NamedCache { name: Name::Row { cache: id, row: 0 }, id };
-    let spans = |len: u64| {
-        SpanList::pack([WireSpan { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }]).unwrap()
+    let templates = |len: u64| {
+        let spans = vec![Span { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }];
+        WireTemplates(Ok(vec![Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans }]))
     };
     let plan = |first, num_tensors, len| WirePlan {
         num_tensors,
         src: TensorSteps::consecutive(first),
         dst: TensorSteps::consecutive(first),
-        pieces: WirePieces::Spans(spans(len)),
+        templates: templates(len),
     };
     let read = |plan, bytes| Request::Read { cache, generation: None, plan, range: 0..bytes, summed: false };
     let write = |plan, bytes| Request::Write { cache, plan, range: 0..bytes, ahead: false, shared: None };
-    let templates = |len: u64| {
-        let pairs = Pairs(vec![(0, 0)].into());
-        WirePieces::Templates(vec![WireTemplate { src_unit: 0, dst_unit: 0, pairs, spans: spans(len) }])
-    };
     let checksums = |first, num_tensors, len| Request::Checksums {
         cache,
-        plan: WirePlan { pieces: templates(len), ..plan(first, num_tensors, len) },
+        plan: plan(first, num_tensors, len),
         side: Side::Source,
     };
     let different = "different rows";

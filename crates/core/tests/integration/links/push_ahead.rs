@@ -6,10 +6,9 @@ use std::thread;
 
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
-use llm_datadist_core::testing::plan::{SpanList, TensorSteps};
+use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, EntryVersion, MOST_AHEAD, NamedCache, Reply, Request, Timed, WireCache, WirePieces, WirePlan,
-    WireSpan,
+    self, EntryVersion, MOST_AHEAD, NamedCache, Reply, Request, Timed, WireCache, WirePlan, WireTemplates,
 };
 use llm_datadist_core::{
     CacheId, CacheKind, CacheLayout, DataDist, Error, ErrorKind, Geometry, Name, Placement,
@@ -48,10 +47,10 @@ fn each(judge: impl Fn(&Owner)) {
 
 /// `len` bytes from the start of the source to `dst`, in each tensor.
 fn plan(dst: u64, len: u64) -> WirePlan {
-    let span = WireSpan { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 };
+    let spans = vec![Span { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 }];
     let first = TensorSteps::consecutive(0);
-    let pieces = WirePieces::Spans(SpanList::pack([span]).unwrap());
-    WirePlan { num_tensors: TENSORS, src: first, dst: first, pieces }
+    let template = Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans };
+    WirePlan { num_tensors: TENSORS, src: first, dst: first, templates: WireTemplates(Ok(vec![template])) }
 }
 
 fn bytes(count: u64) -> Vec<u8> {

@@ -9,10 +9,10 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
-use llm_datadist_core::testing::plan::{SpanList, TensorSteps};
+use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, ControlMessage, EnteredLink, LinkAnswer, NamedCache, Purpose, Reply, Request, Timed, WirePieces,
-    WirePlan, WireSpan,
+    self, ControlMessage, EnteredLink, LinkAnswer, NamedCache, Purpose, Reply, Request, Timed, WirePlan,
+    WireTemplates,
 };
 use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind, Name};
 
@@ -257,14 +257,14 @@ impl Owner {
 
 /// A plan that writes `blocks` blocks from the first on.
 fn plan(blocks: u64) -> WirePlan {
-    let spans = [WireSpan { src: 0, dst: 0, len: BLOCK * blocks, count: 1, src_step: 0, dst_step: 0 }];
     let first = TensorSteps::consecutive(0);
-    WirePlan {
-        num_tensors: 1,
-        src: first,
-        dst: first,
-        pieces: WirePieces::Spans(SpanList::pack(spans).unwrap()),
-    }
+    WirePlan { num_tensors: 1, src: first, dst: first, templates: one_span(0, BLOCK * blocks) }
+}
+
+/// `len` bytes that are written from byte `dst` on.
+fn one_span(dst: u64, len: u64) -> WireTemplates {
+    let spans = vec![Span { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 }];
+    WireTemplates(Ok(vec![Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans }]))
 }
 
 fn part(stream: &Stream, write: u64, (from, to): (u64, u64)) -> Reply {
@@ -377,10 +377,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
 fn the_writes_of_a_peer_are_bounded() {
     let owner = Owner::new();
     let [stream, _] = &owner.calls;
-    let to_block = |block: u64| {
-        let span = WireSpan { src: 0, dst: block * BLOCK, len: 2, count: 1, src_step: 0, dst_step: 0 };
-        WirePlan { pieces: WirePieces::Spans(SpanList::pack([span]).unwrap()), ..plan(1) }
-    };
+    let to_block = |block: u64| WirePlan { templates: one_span(block * BLOCK, 2), ..plan(1) };
     let one_byte = || {
         stream.send(&[1], soon()).unwrap();
         assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 1 });
