@@ -72,7 +72,7 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let probe = Some((0x7f00_0000_1000, [3; 16]));
     add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
     add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
-    let metadata = BoundedBytes(b"metadata".to_vec());
+    let metadata = BoundedBytes(Arc::new(b"metadata".to_vec()));
     add(11, "ring-offer", frame(&RingOffer));
     add(12, "ring-used", frame(&RingAnswer::Used));
     add(12, "ring-refused", frame(&RingAnswer::Refused { reason: "no".into() }));
@@ -124,7 +124,7 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let record = WireCache {
         at: EntryVersion { index: 5, generation: 600 },
-        cache: 3,
+        cache: CacheId(3),
         row: 2,
         num_tensors: 4,
         rows: 128,

@@ -20,26 +20,26 @@ pub fn above_standard_streams(descriptor: OwnedFd) -> rustix::io::Result<OwnedFd
     if descriptor.as_raw_fd() < FIRST { fcntl_dupfd_cloexec(&descriptor, FIRST) } else { Ok(descriptor) }
 }
 
-/// A descriptor that is readable while something is queued. Threads and event loops wait for it.
+/// A descriptor that is readable while something is queued. Threads and event loops wait for it. Only this crate changes it.
 #[derive(Debug)]
 pub struct EventFd(OwnedFd);
 
 impl EventFd {
     /// Creates a descriptor that is not readable yet. It does not block, and a new program does not inherit it. Returns
     /// `Err(System)` that says `what` could not be created if there is no descriptor left.
-    pub fn new(what: &str, flags: EventfdFlags) -> Result<EventFd> {
+    pub(crate) fn new(what: &str, flags: EventfdFlags) -> Result<EventFd> {
         let made = eventfd(0, flags | EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         made.and_then(above_standard_streams).map(EventFd).map_err(|errno| uncreated(what, errno))
     }
 
     /// Makes it readable.
-    pub fn signal(&self) {
+    pub(crate) fn signal(&self) {
         // Fails only if the counter is full, and then the descriptor is readable.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
     /// Takes back one signal of a semaphore, or all signals of another descriptor.
-    pub fn clear(&self) {
+    pub(crate) fn clear(&self) {
         // Fails only if it is unreadable already.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }

@@ -142,7 +142,7 @@ fn grant_offset(slot: u32) -> Option<usize> {
 
 /// Generation numbers, by their offset. `None` is the offset of what has no number.
 #[derive(Debug)]
-struct Numbers(SharedMapping<BYTES>);
+struct Numbers(SharedMapping<BYTES, BYTES>);
 
 impl Numbers {
     fn number(&self, offset: Option<usize>) -> u64 {

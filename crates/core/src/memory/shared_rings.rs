@@ -86,7 +86,7 @@ const PAYLOAD: RingPlace = RingPlace { words: PAGE / 2, start: PAGE + MESSAGES.s
 /// Bytes of the file of each process.
 const BYTES: usize = PAYLOAD.start + PAYLOAD.size;
 /// The mapping of the file of one process.
-type File = SharedMapping<BYTES>;
+type File = SharedMapping<BYTES, PAGE>;
 /// Bytes of the words of a file, and the alignment of payload in its ring.
 const PAGE: usize = 4096;
 /// Bytes that this side reads or writes before it tells the peer, unless the ring is empty or the call ends earlier.

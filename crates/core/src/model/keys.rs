@@ -13,7 +13,8 @@ pub const NO_ID: u64 = u64::MAX;
 /// A key as the cache table stores it.
 ///
 /// Requests, prefixes and blocks caches are three separate name spaces, each per model. The cluster id of a
-/// public key names the owner of the cache, and is no part of the identity (contract §12.2).
+/// public key names the owner of the cache, and is no part of the identity (contract §12.2). Messages to peers have keys, so the
+/// order of the variants and fields is part of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "the numbers of the public key")]
 pub enum CacheKey {

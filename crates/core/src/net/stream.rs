@@ -57,6 +57,7 @@ pub struct About {
     pub listened_at: Option<IpAddr>,
     /// Whether the peer is on this host, as far as the addresses show.
     pub same_host: bool,
+    /// Whether this stream can carry descriptors.
     pub carries_descriptors: bool,
     /// The process and the user of the peer, if the kernel reports them.
     pub credentials: Option<Credentials>,

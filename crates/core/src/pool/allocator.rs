@@ -198,8 +198,18 @@ impl Pool {
     #[inline]
     #[expect(clippy::needless_pass_by_value, reason = "nobody can free the range again")]
     pub fn free(&mut self, extent: Extent) {
+        debug_assert!(self.holds(&extent), "an extent of another pool");
         self.frees += 1;
         self.give_back(extent.node());
+    }
+
+    /// Whether this pool has allocated `extent`.
+    fn holds(&self, extent: &Extent) -> bool {
+        let node = self.nodes.get(extent.node() as usize);
+        node.is_some_and(|node| {
+            let (offset, bytes) = (self.bytes(node.page), self.bytes(node.pages));
+            node.used && (offset, bytes) == (extent.offset, extent.bytes)
+        })
     }
 
     pub fn page_bytes(&self) -> u64 {

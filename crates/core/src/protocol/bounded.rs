@@ -13,37 +13,37 @@ use crate::fallible;
 /// Maximum number of bytes that are kept of each text from a peer.
 pub(super) const MAX_TEXT: usize = 16 << 10;
 
-/// At most `MAX` bytes. `Debug` shows only their number, because a key lets its owner read.
+/// At most `MAX` bytes, in a list or a shared list. `Debug` shows only their number, because a key lets its owner read.
 #[derive(Clone, Default, PartialEq, Eq)]
-pub struct BoundedBytes<const MAX: usize>(pub Vec<u8>);
+pub struct BoundedBytes<const MAX: usize, L = Vec<u8>>(pub L);
 
-impl<const MAX: usize> Deref for BoundedBytes<MAX> {
+impl<const MAX: usize, L: Deref<Target: AsRef<[u8]>>> Deref for BoundedBytes<MAX, L> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.0
+        (*self.0).as_ref()
     }
 }
 
-impl<const MAX: usize> fmt::Debug for BoundedBytes<MAX> {
+impl<const MAX: usize, L: Deref<Target: AsRef<[u8]>>> fmt::Debug for BoundedBytes<MAX, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "({} bytes)", self.0.len())
+        write!(f, "({} bytes)", self.len())
     }
 }
 
-impl<const MAX: usize> Serialize for BoundedBytes<MAX> {
+impl<const MAX: usize, L: Deref<Target: AsRef<[u8]>>> Serialize for BoundedBytes<MAX, L> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_bytes(&self.0)
+        to.serialize_bytes(self)
     }
 }
 
-impl<'de, const MAX: usize> Deserialize<'de> for BoundedBytes<MAX> {
+impl<'de, const MAX: usize, L: From<Vec<u8>>> Deserialize<'de> for BoundedBytes<MAX, L> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let bytes = <&[u8]>::deserialize(from)?;
         if bytes.len() > MAX {
             return Err(D::Error::invalid_length(bytes.len(), &"fewer bytes"));
         }
-        fallible::copied(MESSAGE, bytes).map(BoundedBytes).map_err(no_memory)
+        fallible::copied(MESSAGE, bytes).map(|list| BoundedBytes(list.into())).map_err(no_memory)
     }
 }
 

@@ -10,6 +10,8 @@ use crate::model::{CacheId, Geometry, GrantId, Name};
 
 /// Name of the lists of tensor positions in out-of-memory errors.
 const TENSORS: &str = "the places of the tensors of a cache";
+/// Name of the lists of rows that have arrived in out-of-memory errors.
+const ARRIVED: &str = "the rows that have arrived";
 /// Maximum number of characters of a peer's text that are kept.
 const LONGEST: usize = 4 << 10;
 
@@ -98,20 +100,24 @@ impl Reply {
         Reply::Failed {
             kind: kind_number(error.kind()),
             message: error.to_string(),
-            // Rows beyond the limit are left out. That is safe, because a row that is not listed does not count as arrived.
-            arrived: rows.take(MAX_ARRIVED).collect(),
+            // Rows beyond the limit, or without memory all rows, are left out. That is safe, because a row that is not listed does
+            // not count as arrived.
+            arrived: fallible::collect_growing(ARRIVED, 0, rows.take(MAX_ARRIVED)).unwrap_or_default(),
         }
     }
 
-    /// Returns the error for a failure that the peer reported.
+    /// Returns the error for a failure that the peer reported. Without memory for the list, no row counts as arrived.
     pub fn error(kind: u8, message: &str, arrived: &[(u32, u64, u64)]) -> Error {
-        let of_one_tensor = arrived.chunk_by(|(tensor, ..), (next, ..)| tensor == next);
-        let rows = |ranges: &[(u32, u64, u64)]| ArrivedRows {
-            tensor: ranges[0].0,
-            rows: ranges.iter().map(|&(_, from, to)| from..to).collect(),
+        let rows = |ranges: &[(u32, u64, u64)]| {
+            fallible::collect(ARRIVED, ranges.iter().map(|&(_, from, to)| from..to))
+                .map(|rows| ArrivedRows { tensor: ranges[0].0, rows })
         };
-        let arrived = of_one_tensor.map(rows).collect();
-        Error::new(local_kind(kind_of(kind)), printable(message)).with_arrived(arrived)
+        let mut tensors = Vec::new();
+        let listed = arrived
+            .chunk_by(|(tensor, ..), (next, ..)| tensor == next)
+            .try_for_each(|ranges| fallible::push(ARRIVED, &mut tensors, rows(ranges)?));
+        let tensors = listed.map_or_else(|_| Vec::new(), |()| tensors);
+        Error::new(local_kind(kind_of(kind)), printable(message)).with_arrived(tensors)
     }
 
     pub fn name(&self) -> &'static str {

@@ -16,7 +16,7 @@ impl WireCache {
     pub fn new(at: EntryVersion, cache: CacheId, row: u32, layout: CacheLayout) -> WireCache {
         WireCache {
             at,
-            cache: cache.0,
+            cache,
             row,
             num_tensors: layout.geometry.num_tensors(),
             rows: layout.geometry.rows(),

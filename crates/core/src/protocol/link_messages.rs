@@ -4,6 +4,7 @@
 //! Each side sends them only after the other side has proved its identity.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +18,9 @@ use crate::error::{Error, ErrorKind, Result};
 pub const MAX_METADATA: usize = 16 << 10;
 /// Longest body, in bytes, of a frame with one of these messages.
 pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES + CHECKSUM;
+
+/// What the program of one side tells the program of the other about itself. It is shared, because it is sent over every link.
+pub type Metadata = BoundedBytes<MAX_METADATA, Arc<Vec<u8>>>;
 
 /// Maximum number of bytes of an address or a key of UCX. They have a few hundred bytes.
 pub const MAX_OFFER_BYTES: usize = 4 << 10;
@@ -56,8 +60,7 @@ impl FabricOffer {
 /// From the dialing side, after it has checked the proof of the peer and taken its memory: the peer may enter the link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirm {
-    /// What the program tells the program of the other side about itself.
-    pub metadata: BoundedBytes<MAX_METADATA>,
+    pub metadata: Metadata,
     pub fabric: Option<FabricOffer>,
 }
 
@@ -77,7 +80,7 @@ pub enum LinkAnswer {
 /// What the accepting side tells the dialing side about itself.
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnteredLink {
-    pub metadata: BoundedBytes<MAX_METADATA>,
+    pub metadata: Metadata,
     pub fabric: Option<FabricOffer>,
     /// Where it listens for the streams of this link.
     #[serde(deserialize_with = "at_most::<MAX_ADDRESSES, _, _>")]

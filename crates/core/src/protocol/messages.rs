@@ -357,7 +357,7 @@ pub struct EntryVersion {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WireCache {
     pub at: EntryVersion,
-    pub cache: i64,
+    pub cache: CacheId,
     pub row: u32,
     pub num_tensors: u32,
     /// Number of rows, that is batch slots or blocks, in one tensor.

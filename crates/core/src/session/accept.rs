@@ -11,13 +11,12 @@ use std::sync::Arc;
 use super::call_streams;
 use super::handshake::{self, ChallengedPeer};
 use super::link::{Kind, Link, Peer};
-use super::peer_memory::PeerMemory;
+use super::peer_memory::{PeerMemory, TakenMemory};
 use super::refusals::{Reason, Refusal};
 use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fallible;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedDescriptors, ReceivedFrame, Stream};
 use crate::protocol::{
@@ -46,7 +45,7 @@ enum Step {
     /// The offer of memory by a peer that makes a link.
     Attach(Making),
     /// The peer's report of which memory of this process it can read.
-    Attached(Making, PeerMemory),
+    Attached(Making, TakenMemory),
     /// The metadata of a peer that makes a link, which may now be entered.
     Confirm(Making, Option<PeerMemory>),
     /// The ring of a peer that opens a call stream.
@@ -151,7 +150,7 @@ impl PendingStream {
             }
             Step::Confirm(mut pending, memory) => {
                 let confirm: Confirm = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                pending.peer.metadata = Arc::new(confirm.metadata.0);
+                pending.peer.metadata = confirm.metadata.0;
                 let memory = shared.readable_memory(&stream, memory, confirm.fabric.as_ref())?;
                 Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(memory) }))
             }
@@ -166,7 +165,7 @@ impl LongStep {
         match what {
             What::Take(attach, descriptors) => {
                 let descriptors = descriptors.memory_files();
-                let memory = PeerMemory::take(&shared.resources, &attach, descriptors, &stream, until);
+                let memory = TakenMemory::take(&shared.resources, &attach, descriptors, &stream, until);
                 stream.send_now(&protocol::encode(&memory.report())?, &[])?;
                 let step = Step::Attached(pending, memory);
                 Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
@@ -321,7 +320,6 @@ fn enter(
         let text = "the connection was dropped before its link was complete";
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
-    let metadata = BoundedBytes(fallible::copied("metadata", &shared.metadata())?);
     let remote = RemoteView::new(memory, shared.pushes.to((cluster, peer.instance)));
     let bounds = (shared.server.budget(), shared.resources.config.links.silence);
     let link = Link::new(id, kind, peer, remote, stream.clone(), None, bounds);
@@ -339,7 +337,7 @@ fn enter(
     if let Kind::Communicator(id) = kind {
         shared.registry.joined(id, cluster);
     }
-    let fabric = shared.fabric_offer(stream);
+    let (metadata, fabric) = (BoundedBytes(shared.metadata()), shared.fabric_offer(stream));
     let addresses = shared.listeners.announced();
     let answer = LinkAnswer::Entered(EnteredLink { metadata, fabric, addresses });
     let sent = link.send_control_with(&first, &answer);

@@ -88,12 +88,12 @@ impl RequestContext<'_> {
         let Some(part) = self.begin(begun, bytes, send_message)? else { return Err(Ended::Refused) };
         self.stream.restart_pace();
         let write = part.write();
-        let mut job = self.job(&write.plan);
-        job.deadline = if write.deadline.at() < job.deadline.at() { write.deadline } else { job.deadline };
-        self.receive(job, range, &write.cache)?;
+        let deadline = if write.deadline.at() < self.deadline.at() { write.deadline } else { self.deadline };
+        let request = RequestContext { share: self.share.clone(), deadline, ..*self };
+        request.receive(request.job(&write.plan), range, &write.cache)?;
         part.arrived();
         self.resources.stats.add_bytes(Op::Served, bytes);
-        self.reply(&Reply::Done { bytes })
+        request.reply(&Reply::Done { bytes })
     }
 
     /// Receives the bytes `range` of the plan of `job` into rows of `cache`, which are pinned.

@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::RowRanges;
 use crate::memory::TensorBytes;
-use crate::model::{AddressLocation, CacheId, Deadline, GrantToken, Name};
+use crate::model::{AddressLocation, Deadline, GrantToken, Name};
 use crate::net::POLL_TIME;
 use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WirePulled};
 use crate::validate::RemoteCache;
@@ -225,7 +225,7 @@ impl Link {
         };
         Ok(KnownCache {
             at: record.at,
-            cache: CacheId(record.cache),
+            cache: record.cache,
             remote: RemoteCache { layout, mixed, kv, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,

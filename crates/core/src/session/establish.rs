@@ -19,7 +19,6 @@ use super::shared::Shared;
 use crate::config::{Mode, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fabric::EngineFabric;
-use crate::fallible;
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
@@ -179,7 +178,7 @@ impl Shared {
         let memory = self.readable_memory(&stream, memory, fabric.as_ref())?;
         dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
-        let peer = Peer { cluster, instance, address, metadata: Arc::new(metadata.0) };
+        let peer = Peer { cluster, instance, address, metadata: metadata.0 };
         let remote = RemoteView::new(memory, self.pushes.to((cluster, instance)));
         let bounds = (self.server.budget(), self.resources.config.links.silence);
         let link = Link::new(id, kind, peer, remote, Arc::new(stream), Some(dialer), bounds);
@@ -294,7 +293,7 @@ fn confirm(
     fabric: Option<FabricOffer>,
     deadline: Deadline,
 ) -> Result<EnteredLink> {
-    let metadata = BoundedBytes(fallible::copied("metadata", &request.metadata)?);
+    let metadata = BoundedBytes(request.metadata.clone());
     message_io::send_message(stream, &Confirm { metadata, fabric }, deadline)?;
     let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
     if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {

@@ -32,14 +32,20 @@ const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces
 /// the link is made anyway.
 #[derive(Debug)]
 pub(crate) struct PeerMemory {
+    taken: TakenMemory,
+    /// The peer's report of what it can read of this process.
+    seen: Attached,
+}
+
+/// The offered memory of a peer that this process can read, before the peer has reported what it can read of this process.
+#[derive(Debug)]
+pub(super) struct TakenMemory {
     /// `None` if they could not be mapped. Then no memory of the peer is read in place.
     generations: Option<PeerGenerations>,
     /// The mapped pools, indexed by placement, or why the pools that the peer offered are not mapped.
     pools: Result<[Option<Arc<PeerMapping>>; 2], String>,
     /// `Err` with the reason if memory outside the pools cannot be read.
     process: Result<Arc<PeerProcess>, String>,
-    /// The peer's report of what it can read of this process: nothing until the report arrives.
-    seen: Attached,
 }
 
 impl PeerMemory {
@@ -50,7 +56,7 @@ impl PeerMemory {
         let (offered, descriptors): (Attach, _) =
             message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
-        let memory = PeerMemory::take(resources, &offered, descriptors.memory_files(), stream, deadline);
+        let memory = TakenMemory::take(resources, &offered, descriptors.memory_files(), stream, deadline);
         message_io::send_message(stream, &memory.report(), deadline)?;
         let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
         Ok(memory.seen_as(seen))
@@ -78,38 +84,25 @@ impl PeerMemory {
         send(&protocol::encode(&offer)?, &descriptors)
     }
 
-    /// Returns the report for the peer: what this process can read of its memory.
-    pub(super) fn report(&self) -> Attached {
-        Attached {
-            mapped: self.pools.as_ref().map(|_| ()).map_err(Clone::clone),
-            registered: self.process.as_ref().map(|_| ()).map_err(Clone::clone),
-        }
-    }
-
-    /// Adds the peer's report.
-    pub(super) fn seen_as(self, seen: Attached) -> PeerMemory {
-        PeerMemory { seen, ..self }
-    }
-
     /// Records that the link has ended, so that new links wait until this memory is unmapped.
     pub(super) fn release_soon(&self) {
-        self.generations.iter().for_each(PeerGenerations::release_soon);
-        self.pools.iter().flatten().flatten().for_each(|pool| pool.release_soon());
+        self.taken.generations.iter().for_each(PeerGenerations::release_soon);
+        self.taken.pools.iter().flatten().flatten().for_each(|pool| pool.release_soon());
     }
 
     /// Returns the generations of the peer's table, or `None` if they could not be mapped.
     pub(super) fn generations(&self) -> Option<&PeerGenerations> {
-        self.generations.as_ref()
+        self.taken.generations.as_ref()
     }
 
     /// Returns why the peer's pools are not read in place although it offered them.
     pub(super) fn unmapped(&self) -> Option<&str> {
-        self.pools.as_ref().err().map(String::as_str)
+        self.taken.pools.as_ref().err().map(String::as_str)
     }
 
     /// Returns how the peer's pools are read: `mapped`, `stream` or `none`.
     pub(super) fn pools(&self) -> &'static str {
-        match &self.pools {
+        match &self.taken.pools {
             Err(_) => "stream",
             Ok([None, None]) => "none",
             Ok(_) => "mapped",
@@ -118,7 +111,7 @@ impl PeerMemory {
 
     /// Returns why the peer's registered memory cannot be read by process id, if it cannot.
     pub(super) fn refusal(&self) -> Option<&str> {
-        self.process.as_ref().err().map(String::as_str)
+        self.taken.process.as_ref().err().map(String::as_str)
     }
 
     /// Returns what this side can read of the peer's memory.
@@ -151,7 +144,7 @@ impl PeerMemory {
         Ok(match location {
             WireLocation::Region { region, runs } => {
                 let Some(Some(pool)) =
-                    self.pools.as_ref().ok().and_then(|pools| pools.get(usize::from(*region)))
+                    self.taken.pools.as_ref().ok().and_then(|pools| pools.get(usize::from(*region)))
                 else {
                     return Ok(None);
                 };
@@ -162,12 +155,27 @@ impl PeerMemory {
                 )?)))
             }
             WireLocation::Process { runs } => {
-                let Ok(process) = &self.process else { return Ok(None) };
+                let Ok(process) = &self.taken.process else { return Ok(None) };
                 let tensors = Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?;
                 Some(PeerTensors::Process(Arc::new(tensors), process.clone()))
             }
             WireLocation::Hidden => None,
         })
+    }
+}
+
+impl TakenMemory {
+    /// Returns the report for the peer: what this process can read of its memory.
+    pub(super) fn report(&self) -> Attached {
+        Attached {
+            mapped: self.pools.as_ref().map(|_| ()).map_err(Clone::clone),
+            registered: self.process.as_ref().map(|_| ()).map_err(Clone::clone),
+        }
+    }
+
+    /// Adds the peer's report.
+    pub(super) fn seen_as(self, seen: Attached) -> PeerMemory {
+        PeerMemory { taken: self, seen }
     }
 
     /// Takes the offer of the peer of `stream`.
@@ -177,7 +185,7 @@ impl PeerMemory {
         descriptors: Vec<OwnedFd>,
         stream: &Stream,
         deadline: Deadline,
-    ) -> PeerMemory {
+    ) -> TakenMemory {
         let pid = stream.about.credentials.and_then(|peer| peer.pid);
         let who = || pid.map_or_else(|| "unknown".into(), |pid| pid.to_string());
         let mut descriptors =
@@ -200,9 +208,7 @@ impl PeerMemory {
                 who(),
             );
         }
-        let unseen = || Err("the peer has not reported it".into());
-        let seen = Attached { mapped: unseen(), registered: unseen() };
-        PeerMemory { generations: generations.ok(), pools, process, seen }
+        TakenMemory { generations: generations.ok(), pools, process }
     }
 
     fn map_generations(

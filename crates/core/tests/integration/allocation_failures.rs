@@ -260,6 +260,36 @@ fn other_lists_of_messages_fail_whole() {
     only_fails("addresses", 1, || protocol::decode::<Request>(&locate[HEADER..]));
 }
 
+/// Without memory for the list of rows, a failure keeps its kind and its text, and no row counts as arrived.
+#[test]
+fn failures_without_memory_lose_only_their_rows() {
+    // The tensors alternate, so each range has a list of its own.
+    let arrived: Vec<_> = (0..MANY).map(|k| (k as u32 % 2, 2 * k, 2 * k + 1)).collect();
+    let whole = Reply::error(1, "no", &arrived);
+    assert_eq!(whole.arrived().len(), MANY as usize);
+    let each = |work: &dyn Fn() -> usize| {
+        for nth in 0.. {
+            let (rows, failed) = counting_allocator::failing(LEAST, nth, work);
+            assert_eq!(rows, if failed { 0 } else { MANY as usize });
+            if !failed {
+                return nth;
+            }
+        }
+        unreachable!()
+    };
+    let received = each(&|| {
+        let error = Reply::error(1, "no", &arrived);
+        assert_eq!((error.kind(), error.to_string()), (whole.kind(), whole.to_string()));
+        error.arrived().len()
+    });
+    let sent = each(&|| {
+        let Reply::Failed { kind, message, arrived } = Reply::failed(&whole) else { panic!() };
+        assert_eq!((kind, &*message), (1, "no"));
+        arrived.len()
+    });
+    assert!(received > 1 && sent > 1, "{received} and {sent} allocations");
+}
+
 /// After a failure to allocate or register with many keys and tensors, the pool, the table and every key are unchanged.
 #[test]
 fn caches_are_entered_whole_or_not_at_all() {

@@ -42,6 +42,17 @@ fn capacity_and_page_shift_are_checked() {
     }
 }
 
+/// Only builds with assertions notice it.
+#[test]
+#[cfg(debug_assertions)]
+#[should_panic(expected = "an extent of another pool")]
+fn extents_are_freed_into_their_own_pool() {
+    let (mut own, mut other) = (pool_of(8), pool_of(8));
+    let extent = own.allocate(2 * PAGE).unwrap();
+    let _same_node = other.allocate(PAGE).unwrap();
+    other.free(extent);
+}
+
 #[test]
 fn sizes_are_rounded_up_to_pages() {
     let mut pool = pool_of(8);

@@ -114,7 +114,7 @@ const GRANT: GrantId = GrantId { slot: 44, generation: 600, secret: [7; 16] };
 fn record(location: WireLocation) -> WireCache {
     WireCache {
         at: AT,
-        cache: 3,
+        cache: CacheId(3),
         row: 2,
         num_tensors: 80,
         rows: 128,
@@ -189,7 +189,7 @@ fn handshake_bytes() {
         &Attached { mapped: Ok(()), registered: Err("no".into()) },
         "4c4410010d0000000001026e6f0b5a75b00ad9038a",
     );
-    let metadata = BoundedBytes(b"meta".to_vec());
+    let metadata = BoundedBytes(Arc::new(b"meta".to_vec()));
     golden(
         &Confirm { metadata: metadata.clone(), fabric: None },
         "4c4410010e000000046d657461006e67d92b1470f428",
@@ -203,7 +203,7 @@ fn handshake_bytes() {
 
 #[test]
 fn metadata_is_bounded() {
-    let confirm = |bytes| Confirm { metadata: BoundedBytes(vec![7; bytes]), fabric: None };
+    let confirm = |bytes| Confirm { metadata: BoundedBytes(Arc::new(vec![7; bytes])), fabric: None };
     let body = |bytes| protocol::encode(&confirm(bytes)).unwrap().split_off(HEADER);
     assert_eq!(protocol::decode::<Confirm>(&body(MAX_METADATA)).unwrap(), confirm(MAX_METADATA));
     assert!(body(MAX_METADATA).len() <= METADATA_LIMIT);
@@ -490,15 +490,15 @@ fn block_bytes() {
     for (number, bytes) in [
         (
             255,
-            "4c4410012b00000001020106000200010401018004800405010102ff000180048020800401000000000000cef59fdfd0c9faee",
+            "4c4410012b0000000100020106000200010401018004800405010102ff000180048020800401000000000007a7aa0cf37eb998",
         ),
         (
             256,
-            "4c4410012e0000000102010602000104010180048004090201000200000100000180048020800401000000000000ba667d37d346771d",
+            "4c4410012f000000010002010600020001040101800480040902010002000001000001800480208004010000000000ff168fc52aa69787",
         ),
         (
             0x0102_0304,
-            "4c441001360000000102010602000104010180048004110401000000020000000403020100000000018004802080040100000000000031dd9681a39d7590",
+            "4c441001370000000100020106000200010401018004800411040100000002000000040302010000000001800480208004010000000000dc204de550ba771e",
         ),
     ] {
         golden(&read(blocks(512, vec![(1, 2), (number, 0)])), bytes);
@@ -509,7 +509,7 @@ fn block_bytes() {
 fn template_bytes() {
     golden(
         &read(layout_plan()),
-        "4c4410014300000001020106000201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000000000d7159fbffdd7427f",
+        "4c441001430000000100020106000201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000f5b6dd0b444e007",
     );
 }
 
@@ -654,9 +654,9 @@ fn plans_that_a_peer_would_refuse_are_not_sent() {
 
 #[test]
 fn pairs_without_a_width_or_cut_short_are_refused() {
-    // The packed pairs follow the kind, name, cache, generation, tensors, count of templates, and the two units.
+    // The packed pairs follow the kind, name, id, generation, tensors, count of templates, and the two units.
     let frame = protocol::encode(&read(blocks(512, vec![]))).unwrap();
-    let at = HEADER + 15;
+    let at = HEADER + 16;
     assert_eq!(frame[at..][..2], [1, 1], "one byte: the width of no number");
     let decoded = |packed: &[u8]| {
         let rest = &message_bytes(&frame)[at + 2 - HEADER..];

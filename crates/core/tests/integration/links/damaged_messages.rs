@@ -9,7 +9,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::net::{
     Address, Interference, Listener, Stream, Tcp, Transport, Way as Direction,
 };
-use llm_datadist_core::testing::protocol::{self, HEADER, Hello, Purpose, Request};
+use llm_datadist_core::testing::protocol::{self, HEADER, Hello, Purpose, Request, Timed};
 use llm_datadist_core::{
     CacheKind, CallExtras, DataDist, Deadline, Error, KvLayout, Layers, Name, Result, Rows, TokenOrder,
     Verify,
@@ -81,7 +81,7 @@ impl Interference for CallStream {
                 self.frames.store(NO_CALLS, Ordering::SeqCst);
             }
         } else if (2..NO_CALLS).contains(&frame) {
-            protocol::decode::<Request>(&bytes[HEADER..]).unwrap();
+            protocol::decode::<Timed<Request>>(&bytes[HEADER..]).unwrap();
             let mut requests = self.requests.lock().unwrap();
             let number = requests.sent.len();
             requests.sent.push(bytes.len());

@@ -514,17 +514,18 @@ fn a_link_is_entered_after_its_confirmation() {
     let waiting = fake.dial(&engine, ENSURE).unwrap();
     assert!(engine.peers().is_empty());
     let long = Fake::new(3, 7).dial(&engine, ENSURE).unwrap();
-    say(&long, &Confirm { metadata: BoundedBytes(vec![1; MAX_METADATA + 1]), fabric: None });
+    say(&long, &Confirm { metadata: BoundedBytes(Arc::new(vec![1; MAX_METADATA + 1])), fabric: None });
     assert_eq!(hear::<LinkAnswer>(&long).unwrap_err().kind(), ErrorKind::NotLinked);
     // The metadata of a peer that has not proved its identity is not read.
     let early = std::net::TcpStream::connect(engine.listening().unwrap()).unwrap();
-    let frame = encode(&Confirm { metadata: BoundedBytes(vec![1; MAX_METADATA]), fabric: None }).unwrap();
+    let frame =
+        encode(&Confirm { metadata: BoundedBytes(Arc::new(vec![1; MAX_METADATA])), fabric: None }).unwrap();
     assert_eq!(frame[3], MESSAGE);
     std::io::Write::write_all(&mut &early, &frame).unwrap();
     let mut answer = Vec::new();
     let _ = std::io::Read::read_to_end(&mut &early, &mut answer);
     assert!(engine.peers().is_empty());
-    say(&waiting, &Confirm { metadata: BoundedBytes(vec![1; MAX_METADATA]), fabric: None });
+    say(&waiting, &Confirm { metadata: BoundedBytes(Arc::new(vec![1; MAX_METADATA])), fabric: None });
     assert!(matches!(hear(&waiting).unwrap(), LinkAnswer::Entered(_)));
     assert_eq!(*engine.peers()[0].metadata, vec![1; MAX_METADATA]);
     // A second confirmation is no control message, and ends the link.

@@ -72,7 +72,7 @@ fn mirror(stream: &Stream) {
 /// Confirms a link without metadata, and waits until the engine has entered it.
 pub fn confirm(stream: &Stream) -> Result<Vec<u8>> {
     say(stream, &Confirm { metadata: BoundedBytes::default(), fabric: None });
-    Ok(hear::<LinkAnswer>(stream)?.entered()?.metadata.0)
+    Ok(hear::<LinkAnswer>(stream)?.entered()?.metadata.to_vec())
 }
 
 /// A process that claims to be `cluster`.
