@@ -4,16 +4,14 @@
 //!
 //! On a thread that works for a peer, each list is charged to the budget for peers before it is allocated.
 
-mod one_or_many;
-
 use std::hash::Hash;
 
 use hashbrown::HashMap;
+use smallvec::SmallVec;
 
 use crate::budget::charge;
 pub(crate) use crate::budget::temporary;
 use crate::error::{Error, ErrorKind, Result};
-pub use one_or_many::OneOrMany;
 
 /// Returns the error for a failed allocation of `bytes` bytes for `what`.
 pub fn out_of_memory(what: &str, bytes: usize) -> Error {
@@ -37,6 +35,21 @@ pub fn filled<T: Clone>(what: &str, value: T, count: usize) -> Result<Vec<T>> {
 /// Collects items whose number is known.
 pub fn collect<T>(what: &str, items: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     let mut list = with_capacity(what, items.len())?;
+    list.extend(items);
+    Ok(list)
+}
+
+/// Returns an empty list with room for `count` items, of which `N` take no memory of their own.
+pub fn inline_with_capacity<const N: usize, T>(what: &str, count: usize) -> Result<SmallVec<[T; N]>> {
+    if count <= N { Ok(SmallVec::new()) } else { with_capacity(what, count).map(SmallVec::from_vec) }
+}
+
+/// Collects items whose number is known, of which `N` take no memory of their own.
+pub fn collect_inline<const N: usize, T>(
+    what: &str,
+    items: impl ExactSizeIterator<Item = T>,
+) -> Result<SmallVec<[T; N]>> {
+    let mut list = inline_with_capacity(what, items.len())?;
     list.extend(items);
     Ok(list)
 }

@@ -11,17 +11,19 @@
 
 use std::sync::Arc;
 
+use smallvec::{SmallVec, smallvec};
+
 use super::cache::Cache;
 use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse, UsedRows};
 use super::turn::{CallTurn, OnOpened};
 use crate::error::{Error, Result};
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 use crate::model::Deadline;
 use crate::sync::MutexGuard;
 
 /// The rows that one call uses, in one cache or several. The caches ascend by address.
 #[derive(Debug)]
-pub struct CallRows(OneOrMany<CacheRows>);
+pub struct CallRows(SmallVec<[CacheRows; 1]>);
 
 /// The rows that one call uses in one cache.
 #[derive(Debug)]
@@ -60,7 +62,7 @@ impl CacheRows {
 impl CallRows {
     /// Returns the rows of a call that uses one cache.
     pub fn of(cache: Arc<Cache>, used: RowUse) -> Self {
-        CallRows(OneOrMany::One(CacheRows::new(cache, used)))
+        CallRows(smallvec![CacheRows::new(cache, used)])
     }
 
     /// Returns the rows of `src` that are read and those of `dst` that are written. Both may be the same cache.
@@ -71,7 +73,7 @@ impl CallRows {
         let ascending = Arc::as_ptr(&src) < Arc::as_ptr(&dst);
         let src = CacheRows::new(src, RowUse { reads, ..RowUse::default() });
         let dst = CacheRows::new(dst, RowUse { writes, ..RowUse::default() });
-        CallRows(OneOrMany::Many(if ascending { vec![src, dst] } else { vec![dst, src] }))
+        CallRows(if ascending { smallvec![src, dst] } else { smallvec![dst, src] })
     }
 
     /// Returns the rows of a call that uses any number of caches. A cache may occur more than once.
@@ -90,7 +92,7 @@ impl CallRows {
             }
         }
         let rows = merged.into_iter().map(|(cache, used)| CacheRows::new(cache, used));
-        Ok(CallRows(OneOrMany::Many(fallible::collect(PINS, rows)?)))
+        Ok(CallRows(fallible::collect_inline(PINS, rows)?))
     }
 
     /// Takes the rows for a call of this engine, and waits for them in turn. Returns `Err` of kind `Timeout` once
@@ -165,13 +167,12 @@ impl CallRows {
     }
 
     /// Locks the rows of all caches.
-    fn lock(&self) -> Result<OneOrMany<MutexGuard<'_, RowTurns>>> {
-        Ok(match &self.0 {
-            OneOrMany::One(rows) => OneOrMany::One(rows.lock()?),
-            OneOrMany::Many(rows) => {
-                OneOrMany::Many(fallible::try_collect(PINS, rows.iter().map(CacheRows::lock))?)
-            }
-        })
+    fn lock(&self) -> Result<SmallVec<[MutexGuard<'_, RowTurns>; 2]>> {
+        let mut locked = fallible::inline_with_capacity(PINS, self.0.len())?;
+        for rows in &self.0 {
+            locked.push(rows.lock()?);
+        }
+        Ok(locked)
     }
 }
 
@@ -220,7 +221,7 @@ impl WaitingCall {
 impl Drop for WaitingCall {
     fn drop(&mut self) {
         let mut opened = OpenedTurns::default();
-        for CacheRows { cache, waiter, .. } in self.rows.0.iter() {
+        for CacheRows { cache, waiter, .. } in &self.rows.0 {
             let Some(waiter) = *waiter else { continue };
             opened.take(&mut cache.pins.lock(), |turns| turns.withdraw(waiter));
         }
@@ -263,7 +264,7 @@ impl Pin {
 
     fn give_back(&mut self) -> OpenedTurns {
         let mut opened = OpenedTurns::default();
-        for CacheRows { cache, used, .. } in std::mem::take(&mut self.0.0).iter() {
+        for CacheRows { cache, used, .. } in &std::mem::take(&mut self.0.0) {
             opened.take(&mut cache.pins.lock(), |turns| turns.release(used));
         }
         opened

@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use super::reader_threads::Readers;
 use super::tuner::{Source, Tuner};
 use super::unit_job::Work;
@@ -109,6 +111,8 @@ struct CopyUnits {
     total: u64,
     /// Bytes of a unit.
     unit: u64,
+    /// Number of pieces in all tensors.
+    pieces: u64,
     /// Average size of a piece in bytes, for the choice of the kernel.
     piece: u64,
 }
@@ -118,9 +122,10 @@ impl CopyUnits {
         let total = copying.plan.bytes();
         let (least, most) = copying.copier.unit();
         let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(least, most.max(least));
-        let piece = copying.plan.tensor_bytes().checked_div(copying.plan.num_pieces()).unwrap_or(0);
+        let pieces = copying.plan.num_pieces().saturating_mul(copying.plan.num_tensors().into());
+        let piece = total.checked_div(pieces).unwrap_or(0);
         // Whole pages, so that a cut piece stays aligned for the kernels.
-        CopyUnits { total, unit: unit.next_multiple_of(4096), piece, copying }
+        CopyUnits { total, unit: unit.next_multiple_of(4096), pieces, piece, copying }
     }
 
     fn count(&self) -> usize {
@@ -145,11 +150,14 @@ impl CopyUnits {
         // The first touch fills a mapping of another process page by page, which says nothing about kernels.
         // Copies that are too small to learn from skip the check for page faults, because it takes longer
         // than copying a block.
-        let asks = learns && *source == Source::Peer && Tuner::learns(self.total);
-        let started = Instant::now();
+        let times = learns && Tuner::learns(self.total);
+        let asks = times && *source == Source::Peer;
+        let started = times.then(Instant::now);
         // Two more, because the first and the last piece may be cut.
-        let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
-        let mut batch = Vec::with_capacity(most.min(about));
+        let about = ((to - from) / self.piece.max(1)).saturating_add(2).min(self.pieces);
+        let about = usize::try_from(about).unwrap_or(usize::MAX);
+        // One copy needs no list of its own.
+        let mut batch: SmallVec<[Copy<'_>; 1]> = SmallVec::with_capacity(most.min(about));
         let (src, dst) = (&self.copying.src, &self.copying.dst);
         plan.spans(from, to).try_for_each(|(tensor, span)| {
             let Span { len, count, .. } = span;
@@ -165,11 +173,12 @@ impl CopyUnits {
             Ok(())
         })?;
         copier.copy(&batch, kernel)?;
-        let took = started.elapsed();
-        if learns && !(asks && faulted()) {
-            tuner.learn(*source, self.total, self.piece, kernel, to - from, took);
-        } else if learns {
-            tuner.count(kernel, to - from);
+        match started {
+            Some(started) if !(asks && faulted()) => {
+                tuner.learn(*source, self.total, self.piece, kernel, to - from, started.elapsed());
+            }
+            _ if learns => tuner.count(kernel, to - from),
+            _ => {}
         }
         progress.done(from, to);
         Ok(())

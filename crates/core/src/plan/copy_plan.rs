@@ -2,12 +2,16 @@
 
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::segment::Segment;
 use super::side::Side;
 use super::spans::{Piece, Span};
 use super::tensor_steps::TensorSteps;
-use crate::fallible::OneOrMany;
 use crate::model::TensorSpan;
+
+/// The plans of one call. Most calls have one, which takes no memory of its own.
+pub type Plans = SmallVec<[CopyPlan; 1]>;
 
 /// Pieces that may be copied in any order and at the same time: none writes what another reads or writes.
 ///
@@ -19,7 +23,7 @@ pub struct CopyPlan {
     src: TensorSteps,
     dst: TensorSteps,
     /// None of them is empty. Shared by the plans of all layers of one transfer.
-    segments: Arc<OneOrMany<Segment>>,
+    segments: Arc<SmallVec<[Segment; 1]>>,
     /// Bytes of one tensor.
     tensor_bytes: u64,
 }
@@ -27,12 +31,9 @@ pub struct CopyPlan {
 impl CopyPlan {
     /// Returns the plan of `segments` in the first `num_tensors` tensors of both sides. Their bytes in one tensor must not
     /// exceed 64 bits.
-    pub(super) fn new(num_tensors: u32, mut segments: OneOrMany<Segment>) -> Self {
-        match &mut segments {
-            OneOrMany::Many(segments) => segments.retain(|segment| segment.count() > 0),
-            OneOrMany::One(segment) if segment.count() == 0 => segments = OneOrMany::default(),
-            OneOrMany::One(_) => {}
-        }
+    pub(super) fn new(num_tensors: u32, segments: impl Into<SmallVec<[Segment; 1]>>) -> Self {
+        let mut segments = segments.into();
+        segments.retain(|segment| segment.count() > 0);
         let first = TensorSteps::consecutive(0);
         let tensor_bytes = segments.iter().map(Segment::tensor_bytes).sum();
         CopyPlan { num_tensors, src: first, dst: first, segments: Arc::new(segments), tensor_bytes }

@@ -27,7 +27,7 @@ mod touched_rows;
 mod untrusted;
 
 pub use compared::{BlockSizes, PartLimits};
-pub use copy_plan::CopyPlan;
+pub use copy_plan::{CopyPlan, Plans};
 pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model, moved_tokens};
 pub use order::CacheCount;
 pub(crate) use range_list::RangeList;

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::copy_plan::CopyPlan;
+use smallvec::{SmallVec, smallvec};
+
+use super::copy_plan::{CopyPlan, Plans};
 use super::joining::{joined, scattered};
 use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
@@ -12,7 +14,7 @@ use super::spans::{PLAN, Piece, Span};
 use super::template::Template;
 use super::template_list::MOST_TEMPLATE_SPANS;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 
 impl CopyPlan {
     /// Plans moves between two caches, with the same result as moving piece after piece in the order given: bytes that a
@@ -20,18 +22,20 @@ impl CopyPlan {
     pub fn moves(moves: &mut Moves) -> Result<CopyPlan> {
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let Pieces { template, short } = std::mem::take(&mut moves.pieces);
-        let Some(mut template) = template else { return Ok(plan(moves, OneOrMany::default())) };
-        order::keep_last(own_pairs(&mut template)?)?;
-        let Some(short) = short else { return Ok(plan(moves, OneOrMany::One(repeated(template)?))) };
+        let Some(mut template) = template else { return Ok(plan(moves, smallvec![])) };
+        if template.pairs.len() > 1 {
+            order::keep_last(own_pairs(&mut template)?)?;
+        }
+        let Some(short) = short else { return Ok(plan(moves, smallvec![repeated(template)?])) };
         let last = Segment::of_spans(written_last(short, &mut template)?)?;
-        Ok(plan(moves, OneOrMany::Many(vec![repeated(template)?, last])))
+        Ok(plan(moves, smallvec![repeated(template)?, last]))
     }
 
     /// Plans moves within one cache or between two, with the same result as moving piece after piece in the order given. The
     /// plans must run one after the other. Within one cache there are several if a piece writes bytes that another piece reads or
     /// writes. A piece that is copied onto itself is left out. No plan is empty. Takes the pieces out of `moves`.
-    pub fn moves_in_order(moves: &mut Moves, caches: CacheCount) -> Result<OneOrMany<CopyPlan>> {
-        let one = |plan: CopyPlan| if plan.is_empty() { OneOrMany::default() } else { OneOrMany::One(plan) };
+    pub fn moves_in_order(moves: &mut Moves, caches: CacheCount) -> Result<Plans> {
+        let one = |plan: CopyPlan| if plan.is_empty() { smallvec![] } else { smallvec![plan] };
         if caches == CacheCount::Two || !may_overlap(&moves.pieces) {
             return Self::moves(moves).map(one);
         }
@@ -41,18 +45,18 @@ impl CopyPlan {
         let pairs = own_pairs(&mut template)?;
         pairs.retain(|(src, dst)| src != dst);
         if !order::order_matters(pairs, CacheCount::One)? {
-            return Ok(one(plan(moves, OneOrMany::One(repeated(template)?))));
+            return Ok(one(plan(moves, smallvec![repeated(template)?])));
         }
         let groups = order::groups(std::mem::take(pairs))?.into_iter();
         let planned = groups.map(|pairs| {
             let template = template.at_pairs(Arc::new(pairs))?;
-            Ok(plan(moves, OneOrMany::One(repeated(template)?)))
+            Ok(plan(moves, smallvec![repeated(template)?]))
         });
-        fallible::try_collect(PLAN, planned).map(OneOrMany::Many)
+        fallible::try_collect(PLAN, planned).map(Plans::from_vec)
     }
 }
 
-fn plan(moves: &Moves, segments: OneOrMany<Segment>) -> CopyPlan {
+fn plan(moves: &Moves, segments: SmallVec<[Segment; 1]>) -> CopyPlan {
     let plan = CopyPlan::new(moves.num_tensors, segments);
     plan.in_tensors(moves.src_tensor, moves.dst_tensor, moves.num_tensors)
 }
@@ -75,6 +79,9 @@ fn own_pairs(template: &mut Template) -> Result<&mut Vec<(u32, u32)>> {
 /// Returns the segment that copies the one piece of `template` at each of its pairs. Pairs that join their neighbours become
 /// spans, if these are no more than a message may have.
 pub(super) fn repeated(mut template: Template) -> Result<Segment> {
+    if template.pairs.len() <= 1 {
+        return Segment::of_template(template);
+    }
     let pairs = own_pairs(&mut template)?;
     sorting::pairs_by_source(pairs)?;
     let spans = if scattered(pairs) { None } else { joined(template.first_pieces(), MOST_TEMPLATE_SPANS)? };

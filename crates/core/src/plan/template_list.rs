@@ -8,7 +8,7 @@ use super::span_limits::Tally;
 use super::spans::PLAN;
 use super::template::Template;
 use crate::error::{Error, Result, ensure};
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 
 /// Maximum number of templates in a message. A plan has one for each distinct length of a run of tokens.
 pub const MOST_TEMPLATES: usize = 256;
@@ -37,7 +37,7 @@ impl CopyPlan {
     /// Returns a plan of some pairs of this one, `templates`, in the same tensors.
     pub(super) fn with_templates(&self, templates: Vec<Template>) -> Result<CopyPlan> {
         let segments = fallible::try_collect(PLAN, templates.into_iter().map(Segment::of_template))?;
-        let plan = CopyPlan::new(self.num_tensors(), OneOrMany::Many(segments));
+        let plan = CopyPlan::new(self.num_tensors(), segments);
         Ok(plan.in_tensor_steps(
             self.tensors(Side::Source),
             self.tensors(Side::Destination),

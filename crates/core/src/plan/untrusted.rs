@@ -12,7 +12,7 @@ use super::spans::{PLAN, Span};
 use super::template::Template;
 use super::tensor_steps::TensorSteps;
 use crate::error::{Error, Result, ensure};
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 use crate::model::RowSizes;
 
 impl CopyPlan {
@@ -34,7 +34,7 @@ impl CopyPlan {
         let taken = templates.iter().map(|template| size_of_val(&template.pairs[..]) / 4).sum();
         let segments = fallible::try_collect(PLAN, templates.into_iter().map(Segment::of_template))?;
         check_segments(&segments, taken)?;
-        Ok(CopyPlan::new(num_tensors, OneOrMany::Many(segments)).in_tensor_steps(src, dst, num_tensors))
+        Ok(CopyPlan::new(num_tensors, segments).in_tensor_steps(src, dst, num_tensors))
     }
 
     /// Checks that every piece of one side lies inside the tensors of a cache: their number, and the bytes of each. Returns

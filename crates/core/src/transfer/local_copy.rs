@@ -9,9 +9,9 @@ use crate::cache::{Cache, CallRows};
 use crate::checksums::Checksums;
 use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
 use crate::error::Result;
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 use crate::model::{CacheLayout, Deadline, Name, Verify};
-use crate::plan::{CacheCount, CopyPlan, Moves, Side, Template};
+use crate::plan::{CacheCount, CopyPlan, Moves, Plans, Side, Template};
 use crate::resources::Resources;
 use crate::stats::Op;
 use crate::validate::{self, PlannedRuns, SideSizes};
@@ -88,14 +88,14 @@ impl LocalCopy {
     }
 
     /// Returns the plans, which run one after the other. None of them is empty.
-    fn plan(&mut self) -> Result<OneOrMany<CopyPlan>> {
+    fn plan(&mut self) -> Result<Plans> {
         match &mut self.moves {
             LocalMoves::Equal(moves) => {
                 let one_cache = Arc::ptr_eq(&self.src, &self.dst);
                 let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
                 CopyPlan::moves_in_order(moves, caches)
             }
-            LocalMoves::Runs(planned) => Ok(OneOrMany::Many(std::mem::take(&mut planned.plans))),
+            LocalMoves::Runs(planned) => Ok(std::mem::take(&mut planned.plans).into()),
         }
     }
 
@@ -104,7 +104,7 @@ impl LocalCopy {
     fn copy_all(
         &self,
         resources: &Resources,
-        plans: OneOrMany<CopyPlan>,
+        plans: Plans,
         progress: &Arc<Progress>,
         deadline: Deadline,
     ) -> Result<u64> {

@@ -94,7 +94,7 @@ impl Call {
         // A row may have all bytes of one plan and none of another, so rows are listed only for a single plan.
         let listed = plans.len() == 1 && tokens.is_none();
         let mut bytes = 0;
-        for plan in plans.iter() {
+        for plan in plans {
             let plan = &Arc::new(plan.clone());
             let moved = self
                 .pull_bytes(known, plan, total, &mut progress, &pinned)

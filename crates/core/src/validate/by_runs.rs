@@ -8,9 +8,9 @@ use super::copy::CopyArgs;
 use super::layer_ranges::TensorRun;
 use super::layerwise::{LayerRows, LayerwiseArgs};
 use crate::error::{Error, Result, ensure};
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 use crate::model::{CacheLayout, Geometry, MixedSizes};
-use crate::plan::{CacheCount, CopyPlan, Moves, REQUEST};
+use crate::plan::{CacheCount, CopyPlan, Moves, Plans, REQUEST};
 
 /// Maximum number of pairs of different sizes, of a tensor here and one there, in a call. Each has a plan of its own, with
 /// a list of all blocks, and the descriptions of peers decide how many there are.
@@ -79,7 +79,7 @@ pub(super) fn planned(
     mut moves: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
 ) -> Result<PlannedRuns> {
     let mut planned = PlannedRuns { plans: Vec::new(), src_rows: Vec::new(), dst_rows: Vec::new() };
-    let mut known: Vec<((Geometry, Geometry), OneOrMany<CopyPlan>)> = Vec::new();
+    let mut known: Vec<((Geometry, Geometry), Plans)> = Vec::new();
     let mut done = 0;
     while done < tensors.count {
         let at = |first: u64| u32::try_from(first + u64::from(done)).unwrap_or(u32::MAX);

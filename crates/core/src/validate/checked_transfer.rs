@@ -1,5 +1,7 @@
 //! Checks pulls and pushes, and returns the bytes that move between the local cache and the remote one (contract §7.12 to §7.15).
 
+use smallvec::smallvec;
+
 use super::by_runs::{SideSizes, equal_rows, part_of_mixed, planned};
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, check_cut, copy_size, cut, equally_many,
@@ -14,7 +16,6 @@ use super::layer_ranges::{
 use super::rows::Rows;
 use super::sub_rows::{after, between, pushed_slot_bytes, slot_bytes};
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::fallible::OneOrMany;
 use crate::model::{CacheLayout, Geometry, KvGeometry, SubRow};
 use crate::plan::{CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side};
 
@@ -113,7 +114,7 @@ impl CheckedTransfer {
             return Ok(planned);
         }
         let mut moves = self.moves(remote)?;
-        let plans = OneOrMany::One(CopyPlan::moves(&mut moves)?);
+        let plans = smallvec![CopyPlan::moves(&mut moves)?];
         Ok(PlannedTransfer { plans, read_tensors: Some((moves.src_tensor, moves.num_tensors)), tokens: None })
     }
 
@@ -235,7 +236,7 @@ impl CheckedTransfer {
             Ok(tensors.moves(pieces))
         })?;
         let first = u32::try_from(tensors.src).unwrap_or(u32::MAX);
-        let plans = OneOrMany::Many(planned.plans);
+        let plans = planned.plans.into();
         Ok(PlannedTransfer { plans, read_tensors: Some((first, tensors.count)), tokens: None })
     }
 

@@ -7,9 +7,9 @@ use super::cache_rules::RemoteCache;
 use super::layer_ranges::Layers;
 use super::sub_rows::fits_row;
 use crate::error::{Error, Result, ensure};
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 use crate::model::{CacheLayout, EqualTensors, KvGeometry, KvLayout, MixedSizes, SubRow};
-use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model, moved_tokens};
+use crate::plan::{KvPart, KvSequence, LayoutPlan, Plans, REQUEST, check_same_model, moved_tokens};
 
 /// The cache of this engine that a pull writes or a push reads.
 #[derive(Clone, Debug)]
@@ -194,14 +194,14 @@ impl TokenMove<'_> {
         let layers = layout.layers.end - layout.layers.start;
         let all = (0, layers * layout.tensors_per_layer());
         let read_tensors = (read == heads(&KvPart::of(layout))).then_some(all);
-        Ok(PlannedTransfer { plans: OneOrMany::Many(plans), read_tensors, tokens: Some(self.tokens()?) })
+        Ok(PlannedTransfer { plans: plans.into(), read_tensors, tokens: Some(self.tokens()?) })
     }
 }
 
 /// What a pull or push moves. It has several plans between two KV layouts, or between caches whose tensors differ.
 pub struct PlannedTransfer {
     /// What is copied. The plans write different bytes and may run in any order.
-    pub plans: OneOrMany<CopyPlan>,
+    pub plans: Plans,
     /// The first tensor of the source that is read, and the number of them. `None` if not all layers and heads of the source
     /// are read.
     pub read_tensors: Option<(u32, u32)>,

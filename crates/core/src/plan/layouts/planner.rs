@@ -12,7 +12,7 @@ use super::axes::{self, Axis};
 use super::part::{KvPart, check_same_model};
 use super::tokens::{KvSequence, TokenRun, token_runs};
 use crate::error::Result;
-use crate::fallible::{self, OneOrMany};
+use crate::fallible;
 use crate::model::{KvGeometry, KvPlanes};
 
 /// Up to this many equal runs of tokens become plain spans, because a template would save nothing.
@@ -44,7 +44,7 @@ impl LayoutPlan {
         let pair = LayoutPair { src: src.geometry, dst: dst.geometry, part };
         let plan = |planes: Planes| {
             let segments = pair.segments(&runs, &planes)?;
-            Ok(CopyPlan::new(planes.num_tensors, OneOrMany::Many(segments)).in_tensor_steps(
+            Ok(CopyPlan::new(planes.num_tensors, segments).in_tensor_steps(
                 planes.src.tensors,
                 planes.dst.tensors,
                 planes.num_tensors,
