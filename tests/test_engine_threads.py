@@ -109,9 +109,9 @@ def test_threads_have_the_names_of_roles_and_rest_while_an_engine_is_idle() -> N
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the threads of this process may use only one CPU")
-@pytest.mark.parametrize("opened", ["on one CPU", "on all CPUs"])
-def test_threads_use_the_cpus_of_the_thread_that_opened_the_engine(opened: str) -> None:
-    """The caller may use more CPUs, or fewer, when its calls start the threads."""
+@pytest.mark.parametrize("opened", ["on all CPUs", "on one CPU", "on another CPU"])
+def test_a_bound_caller_does_not_bind_the_threads_that_it_starts(opened: str) -> None:
+    """Threads use the CPUs of the engine if their caller has only some of these, and those of the caller otherwise."""
     run_fresh(
         """
         import os, time
@@ -120,10 +120,14 @@ def test_threads_use_the_cpus_of_the_thread_that_opened_the_engine(opened: str) 
         from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
 
         every = os.sched_getaffinity(0)
-        one = {max(every)}
-        assert every != one
-        expected, later = (one, every) if os.environ["OPENED"] == "on one CPU" else (every, one)
-        os.sched_setaffinity(0, expected)
+        one, another = {max(every)}, {min(every)}
+        assert one != another
+        opened, later, expected = {
+            "on all CPUs": (every, one, every),
+            "on one CPU": (one, every, every),
+            "on another CPU": (another, one, one),
+        }[os.environ["OPENED"]]
+        os.sched_setaffinity(0, opened)
         dist = LLMDataDist(LLMRole.PROMPT, 1)
         pool = '{"memory_size": 33554432}'
         dist.init({"llm.EnableCacheManager": "1", "llm.CopyWorkers": "4", "llm.MemPoolConfig": pool})
@@ -145,7 +149,7 @@ def test_threads_use_the_cpus_of_the_thread_that_opened_the_engine(opened: str) 
         # A thread takes its name, and then its CPUs, some time after the call that starts it.
         until = time.monotonic() + 60
         while used() != [(name, sorted(expected)) for name in ("llm-copy",) * 3 + ("llm-lane",)]:
-            assert time.monotonic() < until, (expected, later, used())
+            assert time.monotonic() < until, (opened, later, expected, used())
             time.sleep(0.01)
         assert os.sched_getaffinity(0) == later
         dist.finalize()

@@ -167,7 +167,8 @@ class LlmConfig:
         int,
         "50 µs",
         "How long a thread that has run an asynchronous call polls for the next one before it sleeps, in microseconds "
-        "(0 to 10000). Starting a call or reporting a layer is faster while a thread polls.",
+        "(0 to 10000). Starting a call or reporting a layer is faster while a thread polls. No thread polls if the "
+        "thread that calls ``init`` may use only one CPU.",
     )
     swap_in_path = OwnOption(
         "llm.SwapInPath",

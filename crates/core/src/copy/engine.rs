@@ -49,7 +49,9 @@ impl CopyEngine {
     /// Returns `Err(NotEnabled)` if this CPU does not have the kernel that `config` forces.
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
         let tuner = Tuner::new(config.kernel)?;
-        let workers = Workers::new("llm-copy", config.copy_workers.unwrap_or(Config::DEFAULT_WORKERS));
+        let warned = Arc::default();
+        let count = config.copy_workers.unwrap_or(Config::DEFAULT_WORKERS);
+        let workers = Workers::new("llm-copy", count, Arc::clone(&warned));
         let streams = config.links.most_streams(1 + config.links.addresses.len());
         Ok(CopyEngine {
             devices,
@@ -58,13 +60,21 @@ impl CopyEngine {
             tuner: Arc::new(tuner),
             ring: staging_ring::RingOwner::new(),
             host_buffers: Arc::default(),
-            streamers: Workers::new("llm-stream", streams),
+            streamers: Workers::new("llm-stream", streams, warned),
         })
     }
 
     /// Returns the workers that run the parts of a transfer through several streams.
     pub fn streamers(&self) -> &Workers {
         &self.streamers
+    }
+
+    /// Sets whether copies, streams and the ring behave as if no thread could be started.
+    #[cfg(feature = "testing")]
+    pub fn refuse_threads(&self, refuse: bool) {
+        self.workers.refuse_threads(refuse);
+        self.streamers.refuse_threads(refuse);
+        self.ring.refuse_threads(refuse);
     }
 
     /// Number of threads that copy, including the calling thread.

@@ -48,7 +48,9 @@ impl Readers {
     /// Creates the set without any thread. `workers` is the number of copy workers of the engine.
     pub(super) fn new(workers: usize) -> Self {
         let (least, most) = THREADS_OF_ONE;
-        let pool = ThreadPool::new("llm-read", PollLimits { threads: usize::MAX, time: PATIENCE });
+        let polls = PollLimits { threads: usize::MAX, time: PATIENCE };
+        // The allowance of a process bounds the threads.
+        let pool = ThreadPool::new("llm-read", usize::MAX, polls);
         Readers { pool, of_a_process: workers.clamp(least, most) }
     }
 
@@ -89,8 +91,10 @@ impl Readers {
         };
         let count = count.min(allowance.threads);
         state.queue.queue.extend(std::iter::repeat_n(ticket, count).cloned());
+        // Simultaneous reads of one unit each wake a thread each.
+        let ready = state.queue.ready();
         self.pool
-            .dispatch(state, count, usize::MAX)
+            .dispatch(state, ready, false)
             .map_err(|(error, _)| Error::no_thread("the thread that reads the memory of the peer", error))
     }
 }

@@ -39,7 +39,14 @@ struct State {
 
 impl RingOwner {
     pub(super) fn new() -> RingOwner {
-        RingOwner { state: Mutex::default(), returned: Condvar::new(), drainer: Workers::new("llm-ring", 1) }
+        let drainer = Workers::new("llm-ring", 1, Arc::default());
+        RingOwner { state: Mutex::default(), returned: Condvar::new(), drainer }
+    }
+
+    /// Sets whether the ring behaves as if its thread could not be started.
+    #[cfg(feature = "testing")]
+    pub(super) fn refuse_threads(&self, refuse: bool) {
+        self.drainer.refuse_threads(refuse);
     }
 
     /// Bytes of device memory that the ring holds.

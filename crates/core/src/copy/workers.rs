@@ -6,25 +6,30 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Limit;
 use super::unit_job::{UnitJob, Work};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sync::PATIENCE;
-use crate::threads::{PollLimits, Tasks, ThreadPool};
+use crate::threads::{Closures, PollLimits, ThreadPool};
 
-/// Threads that share jobs with their callers. Drop waits for the threads to end.
+/// Threads that share jobs with their callers. Drop waits for the threads to end, for at most ten seconds.
 #[derive(Debug)]
 pub struct Workers {
-    pool: ThreadPool<Tasks>,
+    pool: ThreadPool<Closures>,
     count: usize,
+    /// Whether the engine has warned that a caller copies alone. The copy workers and the streams of an engine share it.
+    warned: Arc<AtomicBool>,
 }
 
 impl Workers {
     /// Creates `count` workers, of which one is the calling thread. The others are named `role`.
-    pub(super) fn new(role: &'static str, count: usize) -> Self {
+    pub(super) fn new(role: &'static str, count: usize, warned: Arc<AtomicBool>) -> Self {
         let polls = PollLimits { threads: usize::MAX, time: PATIENCE };
-        Workers { pool: ThreadPool::new(role, polls), count }
+        // At least one thread, for spawned tasks: the ring drains on a set of workers of its own.
+        let most = count.saturating_sub(1).max(1);
+        Workers { pool: ThreadPool::new(role, most, polls), count, warned }
     }
 
     /// Maximum number of threads that work on one job, including the calling thread.
@@ -39,23 +44,36 @@ impl Workers {
         self.add([task].into())
     }
 
-    fn add(&self, mut tasks: Tasks) -> io::Result<()> {
+    fn add(&self, mut tasks: Closures) -> io::Result<()> {
         let (mut state, added) = (self.pool.lock(), tasks.len());
         state.queue.append(&mut tasks);
-        // At least one thread, for spawned tasks: the ring drains on a set of workers of its own.
-        let most = self.count.saturating_sub(1).max(1);
-        self.pool.dispatch(state, added, most).map_err(|(error, _)| error)
+        self.pool.dispatch(state, added, false).map_err(|(error, _)| error)
     }
 
-    /// Has at most `helpers` worker threads run units `0..units` of `work`, and returns at once.
+    /// Sets whether the workers behave as if no thread could be started.
+    #[cfg(feature = "testing")]
+    pub(super) fn refuse_threads(&self, refuse: bool) {
+        self.pool.threads().refuse(refuse);
+    }
+
+    /// Has at most `helpers` worker threads run units `0..units` of `work`, and returns at once. Without a thread, the caller
+    /// does all of the work (`without_threads_for_copies_the_caller_moves_all_bytes`).
     pub(super) fn start(&self, work: Arc<dyn Work>, units: usize, helpers: usize) -> SharedJob {
         let job = Arc::new(UnitJob::new(work, units));
         let help = |_| {
             let job = job.clone();
             Box::new(move || job.help()) as Box<dyn FnOnce() + Send>
         };
-        // Without a thread, the caller does all of the work.
-        let _ = self.add((0..helpers).map(help).collect());
+        if helpers > 0
+            && let Err(error) = self.add((0..helpers).map(help).collect())
+            && !self.warned.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(
+                target: "llm_datadist::transfers",
+                "a calling thread copies alone: {}. This warning is given once",
+                Error::no_thread("a thread that copies", error)
+            );
+        }
         SharedJob(job)
     }
 

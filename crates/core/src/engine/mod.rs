@@ -130,6 +130,12 @@ impl DataDist {
         self
     }
 
+    /// Sets whether the copy engine behaves as if no thread could be started.
+    #[cfg(feature = "testing")]
+    pub fn refuse_copy_threads(&self, refuse: bool) {
+        self.resources.copy_engine.refuse_threads(refuse);
+    }
+
     /// Returns the configuration with which the engine was opened.
     pub fn config(&self) -> &Config {
         &self.resources.config

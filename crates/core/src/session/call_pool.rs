@@ -187,7 +187,7 @@ impl CallPool {
     pub(super) fn add(&self, stream: &Arc<Stream>) {
         let mut streams = self.streams.lock();
         // Streams beyond the requested number are closed; peers of this version open none.
-        let welcome = streams.fulfil_request()
+        let welcome = streams.asked.pop_front().is_some()
             && !streams.ended
             && streams.idle.len() + streams.busy.len() < MOST_CALLS;
         if welcome {
@@ -345,11 +345,6 @@ impl StreamSet {
         self.asked.front().map(|(_, since)| DIAL_LIMIT.saturating_sub(since.elapsed()))
     }
 
-    /// Removes the oldest request, because a stream has arrived. Returns `false` if there is none.
-    fn fulfil_request(&mut self) -> bool {
-        self.asked.pop_front().is_some()
-    }
-
     /// Returns the number of streams over one address of the listening end, with those that are being opened.
     fn count_at(&self, ip: IpAddr) -> usize {
         let idle = self.idle.iter().filter(|(stream, _)| stream.about.listened_at == Some(ip)).count();
@@ -447,18 +442,19 @@ mod tests {
 
     #[test]
     fn a_request_is_met_once_or_taken_back_by_the_call_that_made_it() {
+        let arrived = |set: &mut StreamSet| set.asked.pop_front().is_some();
         let mut set = StreamSet { waiting: 1, ..StreamSet::default() };
         let request = set.ask().unwrap();
         assert_eq!((set.ask(), set.in_use()), (None, 1));
         set.waiting = 2;
         let other = set.ask().unwrap();
-        assert!(set.fulfil_request() && set.fulfil_request() && !set.fulfil_request());
+        assert!(arrived(&mut set) && arrived(&mut set) && !arrived(&mut set));
         set.take_back(other);
         let again = set.ask().unwrap();
         set.take_back(request);
         assert_eq!(set.in_use(), 1, "only its own request");
         set.take_back(again);
-        assert!(!set.fulfil_request());
+        assert!(!arrived(&mut set));
         assert_eq!(set.forget_late_requests(), None);
         set.asked.push_back((100, Instant::now().checked_sub(DIAL_LIMIT).unwrap()));
         set.ask().unwrap();

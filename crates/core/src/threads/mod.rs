@@ -3,5 +3,5 @@
 mod pool;
 mod running;
 
-pub(crate) use pool::{JobQueue, PollLimits, Tasks, ThreadPool};
+pub(crate) use pool::{Closures, JobQueue, PollLimits, ThreadPool};
 pub(crate) use running::{CLOSE_WAIT, Threads, guarded};

@@ -3,6 +3,9 @@
 //! A thread ends when it has had no job for 30 s, whatever the other threads do. The thread that fell asleep last takes the
 //! next job, so that threads which are not needed end (`work_of_one_thread_keeps_no_other_thread`).
 //!
+//! A caller starts at most one thread. Each thread that takes a job starts or wakes the next one if jobs are left, so that the
+//! caller goes on at once (`a_caller_starts_one_thread_which_starts_the_next`).
+//!
 //! Idle threads poll for a short time before they sleep. A caller who adds a job meanwhile wakes no thread
 //! (`the_polling_thread_takes_the_next_job_and_no_thread_is_woken`). Waking one takes longer than the rest of a short call.
 
@@ -15,7 +18,7 @@ use super::running::{Threads, guarded};
 use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering, poll};
 
 /// How long a thread is kept after its last job.
-const KEEP: Duration = Duration::from_secs(30);
+const IDLE_EXIT: Duration = Duration::from_secs(30);
 
 /// The jobs of a pool, which the pool keeps under its lock. The queue decides which job is next.
 pub(crate) trait JobQueue: Default + Send + 'static {
@@ -37,9 +40,9 @@ pub(crate) trait JobQueue: Default + Send + 'static {
 }
 
 /// Jobs of a pool that are closures, in the order in which they were added.
-pub(crate) type Tasks = VecDeque<Box<dyn FnOnce() + Send>>;
+pub(crate) type Closures = VecDeque<Box<dyn FnOnce() + Send>>;
 
-impl JobQueue for Tasks {
+impl JobQueue for Closures {
     type Job = Box<dyn FnOnce() + Send>;
     type Key = ();
 
@@ -75,12 +78,14 @@ pub(crate) struct ThreadPool<Q: JobQueue>(Arc<Shared<Q>>);
 struct Shared<Q> {
     /// Name of each thread.
     name: &'static str,
+    /// Maximum number of threads, unless a caller exceeds it.
+    most: usize,
     polls: PollLimits,
     /// How long a thread is kept after its last job.
     keep: Duration,
     state: Mutex<State<Q>>,
     /// What polling threads look at: whether there is a job, or the pool closes. Changes under the lock.
-    called: AtomicBool,
+    has_jobs: AtomicBool,
     /// Notified when a job has ended.
     job_ended: Condvar,
     threads: Arc<Threads>,
@@ -94,8 +99,10 @@ pub(crate) struct State<Q> {
     threads: usize,
     /// Number of threads that poll. They take jobs without being woken.
     polling: usize,
-    /// Number of threads that were started or woken and do not run yet.
-    coming: usize,
+    /// Number of threads that were started and do not run yet.
+    starting: usize,
+    /// Number of threads that were woken and do not run yet.
+    waking: usize,
     /// The threads that sleep, in the order in which they fell asleep.
     asleep: Vec<Arc<Condvar>>,
     closed: bool,
@@ -109,23 +116,24 @@ impl<Q> State<Q> {
 }
 
 impl<Q: JobQueue> ThreadPool<Q> {
-    /// Creates a pool without any thread.
-    pub(crate) fn new(name: &'static str, mut polls: PollLimits) -> Self {
+    /// Creates a pool without any thread, which starts at most `most`.
+    pub(crate) fn new(name: &'static str, most: usize, mut polls: PollLimits) -> Self {
         // On a single core, a thread that polls only delays those for which it waits.
         if rustix::thread::sched_getaffinity(None).is_ok_and(|cores| cores.count() == 1) {
             polls.time = Duration::ZERO;
         }
-        ThreadPool::keeping(name, polls, KEEP)
+        ThreadPool::keeping(name, most, polls, IDLE_EXIT)
     }
 
     /// Creates a pool whose threads end when they have had no job for `keep`.
-    fn keeping(name: &'static str, polls: PollLimits, keep: Duration) -> Self {
+    fn keeping(name: &'static str, most: usize, polls: PollLimits, keep: Duration) -> Self {
         ThreadPool(Arc::new(Shared {
             name,
+            most,
             polls,
             keep,
             state: Mutex::default(),
-            called: AtomicBool::new(false),
+            has_jobs: AtomicBool::new(false),
             job_ended: Condvar::new(),
             threads: Threads::new(),
         }))
@@ -141,32 +149,25 @@ impl<Q: JobQueue> ThreadPool<Q> {
         &self.0.threads
     }
 
-    /// Has threads run the `added` jobs that the caller has just added under this lock. Starts threads while there are fewer
-    /// than `most`. At most `added` threads are woken here, and each of them wakes the next one if there are more jobs.
+    /// Has threads run the jobs that the caller has just added under this lock. Starts at most one thread, if there are fewer
+    /// than there may be or the caller `exceeds` that number. Wakes at most `most` threads. Each of these threads starts or
+    /// wakes the next one if there are more jobs.
     ///
     /// If no thread can be started, the existing ones run the jobs. If there are none either, returns the error and all jobs.
     pub(crate) fn dispatch(
         &self,
         mut state: MutexGuard<'_, State<Q>>,
-        added: usize,
         most: usize,
+        exceeds: bool,
     ) -> Result<(), (io::Error, Vec<Q::Job>)> {
-        for _ in 0..added {
-            let idle = state.polling + state.coming + state.asleep.len();
-            if idle >= state.queue.ready() || state.threads >= most {
-                break;
-            }
-            let shared = self.0.clone();
-            // Under the lock, so that a thread that is counted does exist.
-            match self.0.threads.spawn(self.0.name, move || shared.work()) {
-                Ok(()) => (state.threads, state.coming) = (state.threads + 1, state.coming + 1),
-                Err(error) if state.threads == 0 => return Err((error, state.queue.take_all())),
-                Err(_) => break,
-            }
+        if let Err(error) = self.0.start(&mut state, exceeds)
+            && state.threads == 0
+        {
+            return Err((error, state.queue.take_all()));
         }
-        let called = self.0.call(&mut state, added);
+        let woken = self.0.wake(&mut state, most);
         drop(state);
-        wake(&called);
+        notify(&woken);
         Ok(())
     }
 
@@ -183,28 +184,30 @@ impl<Q: JobQueue> ThreadPool<Q> {
     pub(crate) fn close(&self) -> Vec<Q::Job> {
         let mut state = self.0.state.lock();
         state.closed = true;
-        self.0.called.store(true, Ordering::Relaxed);
+        self.0.has_jobs.store(true, Ordering::Relaxed);
         let (jobs, asleep) = (state.queue.take_all(), std::mem::take(&mut state.asleep));
-        state.coming += asleep.len();
+        state.waking += asleep.len();
         drop(state);
-        wake(&asleep);
+        notify(&asleep);
         jobs
     }
 }
 
 impl<Q: JobQueue> Shared<Q> {
     /// Body of a thread: runs jobs until there has been none for a while.
-    fn work(&self) {
+    fn work(self: &Arc<Self>) {
         let (sleeper, mut ended, mut until) = (Arc::default(), None, Instant::now() + self.keep);
         let mut state = self.state.lock();
-        state.coming -= 1;
+        state.starting -= 1;
         loop {
             let next = state.queue.next(ended.take());
             self.job_ended.notify_all();
             if let Some((key, job)) = next {
-                let called = self.call(&mut state, 1);
+                // If no thread can be started, the existing ones run the other jobs.
+                let _ = self.start(&mut state, false);
+                let woken = self.wake(&mut state, 1);
                 drop(state);
-                wake(&called);
+                notify(&woken);
                 guarded("running a job", || Q::run(job));
                 until = Instant::now() + self.keep;
                 state = self.state.lock();
@@ -212,9 +215,9 @@ impl<Q: JobQueue> Shared<Q> {
             } else if state.closed {
                 break;
             } else {
-                let (rested, called) = self.rest(state, &sleeper, until);
+                let (rested, woken) = self.rest(state, &sleeper, until);
                 state = rested;
-                if !called && state.queue.ready() == 0 {
+                if !woken && state.queue.ready() == 0 {
                     break;
                 }
             }
@@ -223,8 +226,8 @@ impl<Q: JobQueue> Shared<Q> {
         state.threads -= 1;
     }
 
-    /// Waits until this thread is called or the pool closes, and returns `false` if neither happened before `until`. Polls at
-    /// first, unless enough other threads do.
+    /// Waits until there are jobs for this thread or the pool closes, and returns `false` if neither happened before `until`.
+    /// Polls at first, unless enough other threads do.
     fn rest<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<Q>>,
@@ -233,9 +236,9 @@ impl<Q: JobQueue> Shared<Q> {
     ) -> (MutexGuard<'a, State<Q>>, bool) {
         if !self.polls.time.is_zero() && state.polling < self.polls.threads {
             state.polling += 1;
-            self.called.store(false, Ordering::Relaxed);
+            self.has_jobs.store(false, Ordering::Relaxed);
             drop(state);
-            poll(self.polls.time, || self.called.load(Ordering::Relaxed));
+            poll(self.polls.time, || self.has_jobs.load(Ordering::Relaxed));
             state = self.state.lock();
             state.polling -= 1;
             if state.queue.ready() > 0 || state.closed {
@@ -245,7 +248,7 @@ impl<Q: JobQueue> Shared<Q> {
         state.asleep.push(sleeper.clone());
         loop {
             let Some(at) = state.asleep.iter().position(|other| Arc::ptr_eq(other, sleeper)) else {
-                state.coming -= 1;
+                state.waking -= 1;
                 return (state, true);
             };
             let left = until.saturating_duration_since(Instant::now());
@@ -257,25 +260,40 @@ impl<Q: JobQueue> Shared<Q> {
         }
     }
 
-    /// Tells idle threads that there are jobs. Returns those that the caller must wake after it has released the lock. At most
-    /// `most` threads are on their way to the jobs then.
-    fn call(&self, state: &mut State<Q>, most: usize) -> Vec<Arc<Condvar>> {
+    /// Starts a thread if there are more jobs than idle threads, and fewer threads than there may be, or the caller `exceeds`
+    /// that number.
+    fn start(self: &Arc<Self>, state: &mut State<Q>, exceeds: bool) -> io::Result<()> {
+        let idle = state.polling + state.starting + state.waking + state.asleep.len();
+        if idle >= state.queue.ready() || (state.threads >= self.most && !exceeds) {
+            return Ok(());
+        }
+        let shared = self.clone();
+        // Under the lock, so that a thread that is counted does exist.
+        self.threads.spawn(self.name, move || shared.work())?;
+        (state.threads, state.starting) = (state.threads + 1, state.starting + 1);
+        Ok(())
+    }
+
+    /// Tells idle threads that there are jobs. Returns those that the caller must notify after it has released the lock. At most
+    /// `most` threads that are awake are on their way to the jobs then. A thread that starts takes longer than one that wakes,
+    /// so it does not count (`a_thread_that_starts_leaves_no_other_asleep`).
+    fn wake(&self, state: &mut State<Q>, most: usize) -> Vec<Arc<Condvar>> {
         let (ready, mut woken) = (state.queue.ready(), Vec::new());
         if ready > 0 {
-            self.called.store(true, Ordering::Relaxed);
+            self.has_jobs.store(true, Ordering::Relaxed);
         }
-        while state.polling + state.coming < ready.min(most)
+        while state.polling + state.waking < ready.min(most)
             && let Some(thread) = state.asleep.pop()
         {
-            state.coming += 1;
+            state.waking += 1;
             woken.push(thread);
         }
         woken
     }
 }
 
-/// Wakes threads that were called.
-fn wake(threads: &[Arc<Condvar>]) {
+/// Notifies threads that were woken.
+fn notify(threads: &[Arc<Condvar>]) {
     for thread in threads {
         thread.notify_one();
     }
@@ -292,5 +310,7 @@ impl<Q: JobQueue> std::fmt::Debug for ThreadPool<Q> {
     }
 }
 
+#[cfg(all(test, loom))]
+mod loom_tests;
 #[cfg(all(test, not(loom)))]
 mod tests;

@@ -15,12 +15,12 @@ const STACK: usize = 512 << 10;
 /// How long the end of an engine waits for threads that still work.
 pub(crate) const CLOSE_WAIT: Duration = Duration::from_secs(10);
 
-/// The running threads. All of them use the CPUs of the thread that created this.
+/// The running threads. They use at least the CPUs of the thread that created this, or those of the thread that starts them.
 #[derive(Debug)]
 pub(crate) struct Threads {
     running: Mutex<RunningThreads>,
     ended: Condvar,
-    /// `None` if the kernel does not report them.
+    /// The CPUs of the thread that created this. `None` if the kernel does not report them.
     cpus: Option<CpuSet>,
     /// Test only: behave as if no thread could be started.
     #[cfg(feature = "testing")]
@@ -66,13 +66,13 @@ impl Threads {
         started.map(|_| ())
     }
 
-    /// Moves the calling thread to the CPUs of all these threads. It has inherited those of whichever thread started it
-    /// (`test_threads_use_the_cpus_of_the_thread_that_opened_the_engine`).
+    /// Moves the calling thread to the CPUs of the thread that created this, if it has inherited only some of them from a
+    /// bound thread that started it (`test_a_bound_caller_does_not_bind_the_threads_that_it_starts`).
     fn use_cpus(&self) {
-        // Only if they differ: CPUs that were set do not change when the container gets more.
-        if let Some(cpus) = self.cpus
-            && sched_getaffinity(None).is_ok_and(|inherited| inherited != cpus)
-        {
+        let (Some(cpus), Ok(inherited)) = (self.cpus, sched_getaffinity(None)) else { return };
+        let within = || (0..CpuSet::MAX_CPU).all(|cpu| cpus.is_set(cpu) || !inherited.is_set(cpu));
+        // Not if they are equal: CPUs that were set do not change when the container gets more.
+        if inherited != cpus && within() {
             // If the container has lost these CPUs, the thread stays where it is.
             let _ = sched_setaffinity(None, &cpus);
         }

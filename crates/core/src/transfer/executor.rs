@@ -178,7 +178,7 @@ impl JobQueue for LaneQueue {
 impl Executor {
     /// Creates an executor without any lane. An idle lane polls for `poll` before it sleeps.
     pub fn new(poll: Duration) -> Self {
-        let lanes = ThreadPool::new("llm-lane", PollLimits { threads: 1, time: poll });
+        let lanes = ThreadPool::new("llm-lane", MOST, PollLimits { threads: 1, time: poll });
         let clock = Clock::new(lanes.threads().clone());
         Executor { handle: ExecutorHandle(Arc::new(Shared { lanes, clock })) }
     }
@@ -218,14 +218,13 @@ impl ExecutorHandle {
         at.taken += 1;
         // A cluster without a lane gets one, however many others stall
         // (`every_cluster_gets_a_lane_and_at_most_32`).
-        let most = if at.taken == 1 {
+        let first = at.taken == 1;
+        if first {
             queue.jobs.push_front((cluster, job));
-            usize::MAX
         } else {
             queue.jobs.push_back((cluster, job));
-            MOST
-        };
-        if let Err((error, jobs)) = self.0.lanes.dispatch(state, 1, most) {
+        }
+        if let Err((error, jobs)) = self.0.lanes.dispatch(state, 1, first) {
             for job in jobs {
                 job.refused(no_thread(&error));
             }

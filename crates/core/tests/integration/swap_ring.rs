@@ -89,6 +89,21 @@ fn a_ring_that_cannot_be_allocated_fails_that_call_only() {
 }
 
 #[test]
+fn a_ring_whose_thread_cannot_be_started_fails_that_call_only() {
+    let (_, engine, [host, remote]) = gated(Duration::from_secs(60));
+    engine.refuse_copy_threads(true);
+    for _ in 0..2 {
+        let error = engine.swap_blocks(&host, &remote, &[(0, 0)]).run().unwrap_err();
+        assert_eq!((error.kind(), copied_bytes(&error)), (ErrorKind::System, (0, 64 << 10)));
+        assert_eq!(error.fact("errno"), Some("11"));
+        let text = "the thread of the swap-in ring could not be started; end threads or raise their limit";
+        assert!(error.to_string().starts_with(text), "{error}");
+    }
+    engine.refuse_copy_threads(false);
+    engine.swap_blocks(&host, &remote, &[(0, 0)]).run().unwrap();
+}
+
+#[test]
 fn a_swap_in_that_waits_for_the_ring_ends_at_its_limit() {
     let (device, engine, [host, remote]) = gated(Duration::from_secs(2));
     device.shut();

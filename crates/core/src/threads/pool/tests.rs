@@ -11,12 +11,12 @@ const NO_POLL: PollLimits = PollLimits { threads: 1, time: Duration::ZERO };
 const ONE_POLLS: PollLimits = PollLimits { threads: 1, time: HOUR };
 const ALL_POLL: PollLimits = PollLimits { threads: usize::MAX, time: HOUR };
 
-fn pool(polls: PollLimits, keep: Duration) -> ThreadPool<Tasks> {
-    ThreadPool::keeping("test", polls, keep)
+fn pool(polls: PollLimits, keep: Duration) -> ThreadPool<Closures> {
+    ThreadPool::keeping("test", usize::MAX, polls, keep)
 }
 
 /// Ends the pool of a test.
-struct Closes<'a>(&'a ThreadPool<Tasks>);
+struct Closes<'a>(&'a ThreadPool<Closures>);
 
 impl Drop for Closes<'_> {
     fn drop(&mut self) {
@@ -26,7 +26,7 @@ impl Drop for Closes<'_> {
 }
 
 /// Adds `count` jobs at once, each of which waits until all run, and returns their threads.
-fn meet_at_once(pool: &ThreadPool<Tasks>, count: usize, at_once: usize) -> Vec<ThreadId> {
+fn meet_at_once(pool: &ThreadPool<Closures>, count: usize, at_once: usize) -> Vec<ThreadId> {
     let (sender, ran) = channel();
     let barrier = Arc::new(Barrier::new(count));
     for _ in 0..count / at_once {
@@ -38,25 +38,25 @@ fn meet_at_once(pool: &ThreadPool<Tasks>, count: usize, at_once: usize) -> Vec<T
                 sender.send(thread::current().id()).unwrap();
             }));
         }
-        pool.dispatch(state, at_once, usize::MAX).map_err(|(error, _)| error).unwrap();
+        pool.dispatch(state, at_once, false).map_err(|(error, _)| error).unwrap();
     }
     (0..count).map(|_| ran.recv_timeout(HOUR).unwrap()).collect()
 }
 
 /// The same, one job after the other.
-fn meet(pool: &ThreadPool<Tasks>, count: usize) -> Vec<ThreadId> {
+fn meet(pool: &ThreadPool<Closures>, count: usize) -> Vec<ThreadId> {
     meet_at_once(pool, count, 1)
 }
 
 /// Waits until the lock shows what a test waits for.
-fn eventually(pool: &ThreadPool<Tasks>, what: impl Fn(&State<Tasks>) -> bool) {
+fn eventually(pool: &ThreadPool<Closures>, what: impl Fn(&State<Closures>) -> bool) {
     while !what(&pool.lock()) {
         thread::yield_now();
     }
 }
 
 /// Waits until `count` threads are idle and one of them polls.
-fn await_poll(pool: &ThreadPool<Tasks>, count: usize) {
+fn await_poll(pool: &ThreadPool<Closures>, count: usize) {
     eventually(pool, |state| state.polling == 1 && state.asleep.len() == count - 1);
 }
 
@@ -68,7 +68,7 @@ fn the_polling_thread_takes_the_next_job_and_no_thread_is_woken() {
     for _ in 0..100 {
         await_poll(&pool, 1);
         assert_eq!(meet(&pool, 1), [first]);
-        assert_eq!(pool.lock().coming, 0);
+        assert_eq!(pool.lock().waking, 0);
     }
     assert_eq!(pool.lock().threads, 1);
 }
@@ -95,7 +95,7 @@ fn jobs_that_are_added_together_are_taken_by_polling_and_woken_threads() {
         for _ in 0..100 {
             meet_at_once(&pool, 4, 4);
             eventually(&pool, |state| state.polling + state.asleep.len() == 4);
-            assert_eq!(pool.lock().coming, 0);
+            assert_eq!(pool.lock().waking, 0);
         }
         assert_eq!(pool.lock().threads, 4);
     }
@@ -134,7 +134,7 @@ fn the_thread_that_fell_asleep_last_takes_the_next_job() {
 }
 
 /// Calls `step` until one thread is left. Fails after a minute, many times longer than the threads are kept.
-fn until_one_thread_is_left(pool: &ThreadPool<Tasks>, mut step: impl FnMut()) {
+fn until_one_thread_is_left(pool: &ThreadPool<Closures>, mut step: impl FnMut()) {
     let limit = Instant::now() + Duration::from_secs(60);
     let threads = || pool.lock().threads;
     while threads() > 1 {
@@ -161,13 +161,13 @@ fn wake_ups_without_a_job_keep_no_thread() {
     let pool = pool(NO_POLL, Duration::from_millis(200));
     let _closes = Closes(&pool);
     meet(&pool, 16);
-    until_one_thread_is_left(&pool, || wake(&pool.lock().asleep));
+    until_one_thread_is_left(&pool, || notify(&pool.lock().asleep));
 }
 
 /// A job that waits for the thread of another one runs there; a job that panics does not end its thread.
 #[test]
-fn no_more_threads_than_the_caller_allows_and_none_is_lost_to_a_panic() {
-    let pool = pool(NO_POLL, HOUR);
+fn no_more_threads_than_allowed_and_none_is_lost_to_a_panic() {
+    let pool = ThreadPool::keeping("test", 2, NO_POLL, HOUR);
     let _closes = Closes(&pool);
     let (sender, ran) = channel();
     for number in 0..200 {
@@ -177,13 +177,79 @@ fn no_more_threads_than_the_caller_allows_and_none_is_lost_to_a_panic() {
             sender.send((number, thread::current().id())).unwrap();
             assert!(number % 3 > 0, "injected");
         }));
-        pool.dispatch(state, 1, 2).map_err(|(error, _)| error).unwrap();
+        pool.dispatch(state, 1, false).map_err(|(error, _)| error).unwrap();
     }
     let mut all: Vec<_> = (0..200).map(|_| ran.recv_timeout(HOUR).unwrap()).collect();
     all.sort_unstable_by_key(|&(number, _)| number);
     assert!(all.iter().map(|&(number, _)| number).eq(0..200));
     let threads: hashbrown::HashSet<_> = all.iter().map(|&(_, thread)| thread).collect();
     assert!(threads.len() <= 2 && pool.lock().threads <= 2);
+}
+
+/// The first thread starts the second when it takes its job, and so on.
+#[test]
+fn a_caller_starts_one_thread_which_starts_the_next() {
+    let pool = pool(NO_POLL, HOUR);
+    let _closes = Closes(&pool);
+    let (barrier, (ended, end)) = (Arc::new(Barrier::new(4)), channel());
+    let mut state = pool.lock();
+    for _ in 0..4 {
+        let (barrier, ended) = (barrier.clone(), ended.clone());
+        state.queue.push_back(Box::new(move || {
+            barrier.wait();
+            ended.send(()).unwrap();
+        }));
+    }
+    // The thread needs the lock to start another one.
+    pool.0.start(&mut state, false).unwrap();
+    assert_eq!((state.threads, pool.threads().count()), (1, 1));
+    drop(state);
+    (0..4).for_each(|_| end.recv_timeout(HOUR).unwrap());
+    assert_eq!(pool.lock().threads, 4);
+}
+
+/// A job that is added while another thread starts wakes a thread that sleeps.
+#[test]
+fn a_thread_that_starts_leaves_no_other_asleep() {
+    let pool = pool(NO_POLL, HOUR);
+    let _closes = Closes(&pool);
+    let [sleeping] = meet(&pool, 1)[..] else { panic!() };
+    eventually(&pool, |state| state.asleep.len() == 1);
+    let (sender, ran) = channel();
+    let mut state = pool.lock();
+    // Stands for a thread that takes long to start.
+    state.starting += 1;
+    state.queue.push_back(Box::new(move || sender.send(thread::current().id()).unwrap()));
+    pool.dispatch(state, 1, false).map_err(|(error, _)| error).unwrap();
+    assert_eq!(ran.recv_timeout(HOUR), Ok(sleeping));
+    pool.lock().starting -= 1;
+}
+
+/// Jobs that were left without a thread get one when another job is added or taken.
+#[test]
+fn threads_that_could_not_be_started_are_started_later() {
+    let pool = pool(NO_POLL, HOUR);
+    let _closes = Closes(&pool);
+    let (gates, barrier) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(4)));
+    let add = |job: Box<dyn FnOnce() + Send>| {
+        let mut state = pool.lock();
+        state.queue.push_back(job);
+        pool.dispatch(state, 1, false).map_err(|(error, _)| error).unwrap();
+    };
+    let gate = gates.clone();
+    add(Box::new(move || _ = gate.wait()));
+    eventually(&pool, |state| state.starting == 0 && state.queue.is_empty());
+    pool.threads().refuse(true);
+    for _ in 0..3 {
+        let barrier = barrier.clone();
+        add(Box::new(move || _ = barrier.wait()));
+    }
+    eventually(&pool, |state| (state.threads, state.queue.len()) == (1, 3));
+    pool.threads().refuse(false);
+    // The thread takes one job and starts a thread for the next.
+    gates.wait();
+    barrier.wait();
+    assert_eq!(pool.lock().threads, 3);
 }
 
 /// Without any thread the caller has its jobs back; otherwise the existing threads run them.
@@ -194,7 +260,7 @@ fn jobs_without_a_thread_are_returned() {
     let add = || {
         let mut state = pool.lock();
         state.queue.extend((0..3).map(|_| Box::new(|| ()) as Box<dyn FnOnce() + Send>));
-        pool.dispatch(state, 3, usize::MAX).map_err(|(error, jobs)| (error.raw_os_error(), jobs.len()))
+        pool.dispatch(state, 3, false).map_err(|(error, jobs)| (error.raw_os_error(), jobs.len()))
     };
     pool.threads().refuse(true);
     assert_eq!(add(), Err((Some(libc::EAGAIN), 3)));

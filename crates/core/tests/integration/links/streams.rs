@@ -15,10 +15,11 @@ use llm_datadist_core::testing::protocol::{
     WireTemplates,
 };
 use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind, Name};
+use tracing::Level;
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, Pair, Way, config, device, of, open, pull_slot, push_slot, row};
-use crate::fixtures::pattern;
+use crate::fixtures::{EventLog, pattern};
 
 const MIB: usize = 1 << 20;
 
@@ -65,6 +66,38 @@ fn large_transfers_use_several_streams() {
         let pair = Pair::with(Way::Tcp, |config| config.links.streams = streams);
         assert_eq!(requests_of(&pair, bytes), (expected, expected), "{streams} streams, {bytes} bytes");
     }
+}
+
+/// The streams of a transfer take turns then, and the bytes and the number of requests are the same.
+#[test]
+fn without_threads_for_copies_the_caller_moves_all_bytes() {
+    let pair = Pair::new(Way::Tcp);
+    pair.local.refuse_copy_threads(true);
+    let heard = EventLog::new("llm_datadist::transfers");
+    let _on_this_thread = tracing::subscriber::set_default(heard.clone());
+    let copied = || {
+        let cache = Held::pool(&pair.local, &device(1, 64, 64 << 10), CacheKind::Blocks);
+        let source = cache.fill(3).remove(0);
+        let pairs: Vec<_> = (0..32).map(|row| (row, 32 + row)).collect();
+        pair.local.copy_blocks(&cache.end(), &pairs).run().unwrap();
+        let half = 32 * (64 << 10);
+        assert!(cache.read()[0][half..] == source[..half]);
+        cache.free(&pair.local);
+    };
+    for _ in 0..2 {
+        copied();
+        assert_eq!(requests_of(&pair, 40 * MIB), (4, 4));
+    }
+    let lines = heard.lines();
+    let [(level, text)] = &lines[..] else { panic!("{lines:?}") };
+    assert_eq!(*level, Level::WARN);
+    for fact in ["a calling thread copies alone", "ulimit -u", "errno=11", "once"] {
+        assert!(text.contains(fact), "{fact}: {text}");
+    }
+    pair.local.refuse_copy_threads(false);
+    copied();
+    assert_eq!(requests_of(&pair, 40 * MIB), (4, 4));
+    assert_eq!(heard.lines().len(), 1);
 }
 
 /// The side that was linked cannot dial, and asks for streams.
