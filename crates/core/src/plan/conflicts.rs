@@ -31,8 +31,9 @@ pub(super) fn check_size(segments: &[Segment]) -> Result<()> {
     if !are_apart(segments, 0) {
         return extent_of(segments).map_or(Ok(()), |extent| extent.check_size(0));
     }
-    let each = segments.iter().map(Segment::template).map(written_once);
-    each.filter_map(WrittenExtent::of).try_for_each(|extent| extent.check_size(0))
+    let each = segments.iter().map(|segment| written_once(segment.template()));
+    let unordered = each.filter(|written| !in_order(written.clone()));
+    unordered.filter_map(WrittenExtent::of).try_for_each(|extent| extent.check_size(0))
 }
 
 /// Returns whether no place of a template lies between pieces of another place or segment. Then each segment can be checked alone,
@@ -76,7 +77,7 @@ fn interleaves(template: &Template) -> bool {
     template.pairs.len() > 1 && written > template.dst_unit
 }
 
-fn written_once(template: &Template) -> impl Iterator<Item = WrittenSpan> {
+fn written_once(template: &Template) -> impl Iterator<Item = WrittenSpan> + Clone {
     template.spans.iter().map(WrittenSpan::of)
 }
 

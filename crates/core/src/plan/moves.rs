@@ -19,41 +19,54 @@ use crate::fallible;
 impl CopyPlan {
     /// Plans moves between two caches, with the same result as moving piece after piece in the order given: bytes that a
     /// later piece writes again are left out. Takes the pieces out of `moves`.
+    /// A message can carry the plan. `Err(InvalidArgument)` if a row has a number of 2^32 or above.
     pub fn moves(moves: &mut Moves) -> Result<CopyPlan> {
-        // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
-        let Pieces { template, short } = std::mem::take(&mut moves.pieces);
-        let Some(mut template) = template else { return Ok(plan(moves, smallvec![])) };
-        if template.pairs.len() > 1 {
-            order::keep_last(own_pairs(&mut template)?)?;
-        }
-        let Some(short) = short else { return Ok(plan(moves, smallvec![repeated(template)?])) };
-        let last = Segment::of_spans(written_last(short, &mut template)?)?;
-        Ok(plan(moves, smallvec![repeated(template)?, last]))
+        between_caches(moves, MOST_TEMPLATE_SPANS)
     }
 
     /// Plans moves within one cache or between two, with the same result as moving piece after piece in the order given. The
     /// plans must run one after the other. Within one cache there are several if a piece writes bytes that another piece reads or
-    /// writes. A piece that is copied onto itself is left out. No plan is empty. Takes the pieces out of `moves`.
+    /// writes. A piece that is copied onto itself is left out. No plan is empty. Takes the pieces out of `moves`. The plans are for
+    /// this engine: a message may be unable to carry them. `Err(InvalidArgument)` as [`moves`](Self::moves).
     pub fn moves_in_order(moves: &mut Moves, caches: CacheCount) -> Result<Plans> {
         let one = |plan: CopyPlan| if plan.is_empty() { smallvec![] } else { smallvec![plan] };
         if caches == CacheCount::Two || !may_overlap(&moves.pieces) {
-            return Self::moves(moves).map(one);
+            return between_caches(moves, usize::MAX).map(one);
         }
-        let Pieces { template: Some(mut template), short: None } = std::mem::take(&mut moves.pieces) else {
+        let (mut template, None) = taken(moves)? else {
             return Err(Error::new(ErrorKind::System, "blocks within one cache are moved whole"));
         };
         let pairs = own_pairs(&mut template)?;
         pairs.retain(|(src, dst)| src != dst);
         if !order::order_matters(pairs, CacheCount::One)? {
-            return Ok(one(plan(moves, smallvec![repeated(template)?])));
+            return Ok(one(plan(moves, smallvec![repeated(template, usize::MAX)?])));
         }
         let groups = order::groups(std::mem::take(pairs))?.into_iter();
         let planned = groups.map(|pairs| {
             let template = template.at_pairs(Arc::new(pairs))?;
-            Ok(plan(moves, smallvec![repeated(template)?]))
+            Ok(plan(moves, smallvec![repeated(template, usize::MAX)?]))
         });
         fallible::try_collect(PLAN, planned).map(Plans::from_vec)
     }
+}
+
+/// Plans moves between two caches, as a plan of at most `most` spans if neighbours are joined.
+fn between_caches(moves: &mut Moves, most: usize) -> Result<CopyPlan> {
+    let (mut template, short) = taken(moves)?;
+    if template.pairs.len() > 1 {
+        order::keep_last(own_pairs(&mut template)?)?;
+    }
+    let Some(short) = short else { return Ok(plan(moves, smallvec![repeated(template, most)?])) };
+    let last = written_last(short, &mut template)?;
+    let left = most - last.len();
+    Ok(plan(moves, smallvec![repeated(template, left)?, Segment::of_spans(last)?]))
+}
+
+/// Takes the pieces out of `moves`. They are not copied, because allocating memory for a long list costs more than planning it.
+fn taken(moves: &mut Moves) -> Result<(Template, Option<Piece>)> {
+    moves.pieces.check_numbers()?;
+    let Pieces { template, short, .. } = std::mem::take(&mut moves.pieces);
+    Ok((template, short))
 }
 
 fn plan(moves: &Moves, segments: SmallVec<[Segment; 1]>) -> CopyPlan {
@@ -64,7 +77,7 @@ fn plan(moves: &Moves, segments: SmallVec<[Segment; 1]>) -> CopyPlan {
 /// Returns whether a byte that one piece reads may be written by another one, if both are in the same cache. Parts of rows
 /// are either equal on both sides or do not overlap (`validate::sub_rows`).
 fn may_overlap(pieces: &Pieces) -> bool {
-    pieces.template.iter().flat_map(|template| &template.spans).any(|span| span.src == span.dst)
+    pieces.template.spans.iter().any(|span| span.src == span.dst)
 }
 
 /// Returns the pairs of `template`, which shares them with nobody then.
@@ -77,14 +90,14 @@ fn own_pairs(template: &mut Template) -> Result<&mut Vec<(u32, u32)>> {
 }
 
 /// Returns the segment that copies the one piece of `template` at each of its pairs. Pairs that join their neighbours become
-/// spans, if these are no more than a message may have.
-pub(super) fn repeated(mut template: Template) -> Result<Segment> {
+/// spans, if these are at most `most`.
+pub(super) fn repeated(mut template: Template, most: usize) -> Result<Segment> {
     if template.pairs.len() <= 1 {
         return Segment::of_template(template);
     }
     let pairs = own_pairs(&mut template)?;
     sorting::pairs_by_source(pairs)?;
-    let spans = if scattered(pairs) { None } else { joined(template.first_pieces(), MOST_TEMPLATE_SPANS)? };
+    let spans = if scattered(pairs) { None } else { joined(template.first_pieces(), most)? };
     spans.map_or_else(|| Segment::of_template(template), Segment::of_spans)
 }
 

@@ -5,9 +5,10 @@
 
 use std::sync::Arc;
 
+use super::side::Side;
 use super::spans::{Piece, Span};
 use super::template::Template;
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result};
 use crate::fallible;
 
 /// Name of the lists of a request in out-of-memory errors.
@@ -29,10 +30,12 @@ pub struct Moves {
 /// The pieces that move in one tensor, in the order given: the same part of many rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pieces {
-    /// One span of one piece at each pair. `None` if nothing moves.
-    pub(super) template: Option<Template>,
+    /// One span of one piece at each pair. Nothing by default.
+    pub(super) template: Template,
     /// The last piece, if it is shorter than the others. It starts where a row of the destination starts.
     pub(super) short: Option<Piece>,
+    /// The first row that a pair cannot name, and the index of its pair. There are no pairs then.
+    beyond: Option<(Side, u64, usize)>,
 }
 
 impl Pieces {
@@ -45,7 +48,7 @@ impl Pieces {
 
     /// Returns the same part of many rows: `first` says which part of row 0 of the source goes to which part of row 0 of
     /// the destination, and `strides` how far apart the rows of both are. Each row must lie inside its tensor.
-    /// `Err(InvalidArgument)` if the parts have 2^63 bytes or more in all, or if a row has a number of 2^32 or above.
+    /// `Err(InvalidArgument)` if the parts have 2^63 bytes or more in all.
     pub fn rows(
         first: Piece,
         strides: (u64, u64),
@@ -54,14 +57,25 @@ impl Pieces {
         let Piece { src, dst, len } = first;
         total_bytes(pairs.len() as u64, len)?;
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
-        ensure(u32::try_from(any).is_ok(), || {
-            Error::invalid("a call moves rows with numbers below 2^32 only")
-        })?;
+        if u32::try_from(any).is_err() {
+            let mut rows = pairs
+                .enumerate()
+                .flat_map(|(at, (src, dst))| [(Side::Source, src, at), (Side::Destination, dst, at)]);
+            let beyond = rows.find(|&(_, row, _)| u32::try_from(row).is_err());
+            return Ok(Pieces { beyond, ..Pieces::default() });
+        }
         #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
         let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
         let spans = fallible::collect(REQUEST, std::iter::once(Span::single(src, dst, len)))?;
         let (src_unit, dst_unit, pairs) = (strides.0, strides.1, Arc::new(pairs));
-        Ok(Pieces { template: Some(Template { src_unit, dst_unit, pairs, spans }), short: None })
+        Ok(Pieces { template: Template { src_unit, dst_unit, pairs, spans }, ..Pieces::default() })
+    }
+
+    /// Returns `Err(InvalidArgument)` if a row has a number of 2^32 or above. This error comes after all others of the arguments.
+    pub(crate) fn check_numbers(&self) -> Result<()> {
+        let Some((side, row, pair)) = self.beyond else { return Ok(()) };
+        let name = side.of(("source block", "destination block"));
+        Err(Error::out_of_range(name, row, format_args!("0 to {}", u32::MAX)).with("pair", pair))
     }
 
     /// Returns the same pieces with a `last` one, which is shorter. It must start where one of the rows of the destination starts.
@@ -72,15 +86,14 @@ impl Pieces {
 
     /// Returns the same pieces, written `by` bytes later. All of them must lie inside the tensor there.
     pub(crate) fn shifted(mut self, by: u64) -> Pieces {
-        let spans = self.template.iter_mut().flat_map(|template| &mut template.spans);
-        spans.for_each(|span| span.dst += by);
+        self.template.spans.iter_mut().for_each(|span| span.dst += by);
         self.short.iter_mut().for_each(|piece| piece.dst += by);
         self
     }
 
     #[cfg(feature = "testing")]
     pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
-        self.template.iter().flat_map(Template::first_pieces).chain(self.short)
+        self.template.first_pieces().chain(self.short)
     }
 }
 

@@ -14,7 +14,7 @@ use crate::fallible;
 
 /// Spans that are repeated at pairs of places. For the pair `(s, d)`, each span is read `s·src_unit` bytes and
 /// written `d·dst_unit` bytes later than it says.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Template {
     /// Bytes from one source place to the next.
     pub src_unit: u64,

@@ -87,7 +87,7 @@ impl<'de> Deserialize<'de> for ReceivedSpans {
             check_counts(1, spans.len() + 1)?;
             if spans.len() == spans.capacity() {
                 // Most lists have one span. Others grow by a quarter instead of doubling, because reserved memory counts as used.
-                let more = if spans.is_empty() { 1 } else { (spans.len() / 4).max(64) };
+                let more = if spans.is_empty() { 1 } else { (spans.len() / 4).max(4) };
                 fallible::grow_exact(PLAN, spans, more)?;
             }
             spans.push(span);
@@ -97,18 +97,18 @@ impl<'de> Deserialize<'de> for ReceivedSpans {
     }
 }
 
-/// Reads a list, item by item. All items are read, so that the fields after them are found; the result is the first error of `add`.
+/// Reads a list, item by item. The result is the first error of `add`. The items after it are read, so that the fields after the
+/// list are found, but neither kept nor charged.
 fn read_list<'de, D: Deserializer<'de>, L, T: Deserialize<'de>>(
     from: D,
     add: impl FnMut(&mut Vec<L>, T) -> Result<()>,
 ) -> Result<Result<Vec<L>>, D::Error> {
-    from.deserialize_seq(Items { list: Vec::new(), add, item: PhantomData })
+    from.deserialize_seq(Items { add, types: PhantomData })
 }
 
 struct Items<L, F, T> {
-    list: Vec<L>,
     add: F,
-    item: PhantomData<T>,
+    types: PhantomData<(L, T)>,
 }
 
 impl<'de, L, F: FnMut(&mut Vec<L>, T) -> Result<()>, T: Deserialize<'de>> Visitor<'de> for Items<L, F, T> {
@@ -119,11 +119,16 @@ impl<'de, L, F: FnMut(&mut Vec<L>, T) -> Result<()>, T: Deserialize<'de>> Visito
     }
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self::Value, A::Error> {
-        let mut outcome = Ok(());
-        while let Some(item) = seq.next_element()? {
-            outcome = outcome.and_then(|()| (self.add)(&mut self.list, item));
+        let mut list = Ok(Vec::new());
+        while let Ok(items) = &mut list
+            && let Some(item) = seq.next_element()?
+        {
+            if let Err(error) = (self.add)(items, item) {
+                list = Err(error);
+            }
         }
-        Ok(outcome.map(|()| self.list))
+        while list.is_err() && fallible::temporary(|| seq.next_element::<T>().map(|item| item.is_some()))? {}
+        Ok(list)
     }
 }
 
@@ -133,7 +138,7 @@ struct Pairs<'a>(&'a [(u32, u32)]);
 
 impl Serialize for Pairs<'_> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        // `no_room` takes this error for a failed allocation, and nothing else can fail in `packed`.
+        // `frame::no_room` takes this error for a failed allocation.
         to.serialize_bytes(&self.packed().map_err(serde::ser::Error::custom)?)
     }
 }

@@ -49,11 +49,15 @@ impl Connections {
     }
 }
 
+/// Bytes that the 65,536 spans of a plan, and their check, take beyond twice the length of their message.
+const SPANS: u64 = 4 << 20;
+
 /// Returns how many bytes to take from the budget, beside its frame, for a frame of `bytes` bytes that is about to arrive. What
-/// a long message contains, and what it takes to check a plan, is at most twice as long as the message
-/// (`a_plan_takes_a_bounded_multiple_of_its_bytes`), so it need not be refused after it has arrived.
+/// a long message contains, and what it takes to check a plan, is at most twice as long as the message, and 4 MiB
+/// (`a_plan_takes_a_bounded_multiple_of_its_bytes`, `the_spans_of_a_plan_take_bounded_memory`), so it need not be refused after it
+/// has arrived.
 pub(super) fn ahead(bytes: usize) -> u64 {
-    if bytes > LONG_FRAME { 2 * bytes as u64 } else { 0 }
+    if bytes > LONG_FRAME { 2 * bytes as u64 + SPANS } else { 0 }
 }
 
 /// Returns the time within which the body of a request must arrive from a peer that may be silent for `silence`.

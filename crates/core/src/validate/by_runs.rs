@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use smallvec::smallvec;
+
 use super::cache_rules::RemoteCache;
 use super::conversion::LocalCache;
 use super::copy::CopyArgs;
@@ -70,13 +72,13 @@ pub struct PlannedRuns {
     pub dst_rows: Vec<u64>,
 }
 
-/// Plans what `moves` returns for each run of `tensors` that are equal on both sides, given the layouts that the caches
-/// would have if all their tensors were like those of the run. An error names the first tensor of the run in the source.
+/// Plans with `plan` what `moves` returns for each run of `tensors` that are equal on both sides, given the layouts that the
+/// caches would have if all their tensors were like those of the run. An error names the first tensor of the run in the source.
 pub(super) fn planned(
     tensors: TensorRun,
     (src, dst): (SideSizes<'_>, SideSizes<'_>),
-    caches: CacheCount,
     mut moves: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
+    plan: impl Fn(&mut Moves) -> Result<Plans>,
 ) -> Result<PlannedRuns> {
     let mut planned = PlannedRuns { plans: Vec::new(), src_rows: Vec::new(), dst_rows: Vec::new() };
     let mut known: Vec<((Geometry, Geometry), Plans)> = Vec::new();
@@ -93,11 +95,12 @@ pub(super) fn planned(
             })?;
             let named = |error: Error| error.with("tensor", from);
             let mut moves = moves(src.layout_of(from), dst.layout_of(to)).map_err(named)?;
-            let plans = CopyPlan::moves_in_order(&mut moves, caches).map_err(named)?;
+            let plans = plan(&mut moves).map_err(named)?;
             (planned.src_rows, planned.dst_rows) = (moves.src_rows, moves.dst_rows);
             fallible::push(REQUEST, &mut known, (sizes, plans))?;
         }
-        for plan in known.iter().filter(|(known, _)| *known == sizes).flat_map(|(_, plans)| plans.iter()) {
+        let plans = known.iter().filter(|(known, _)| *known == sizes).flat_map(|(_, plans)| plans.iter());
+        for plan in plans.filter(|plan| !plan.is_empty()) {
             fallible::push(REQUEST, &mut planned.plans, plan.in_tensors(from, to, count))?;
         }
         done += count;
@@ -114,7 +117,8 @@ pub fn local_runs(
     check: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
 ) -> Result<PlannedRuns> {
     let count = src.layout.geometry.num_tensors();
-    planned(TensorRun { src: 0, dst: 0, count }, (src, dst), caches, check)
+    let plan = |moves: &mut Moves| CopyPlan::moves_in_order(moves, caches);
+    planned(TensorRun { src: 0, dst: 0, count }, (src, dst), check, plan)
 }
 
 /// Plans what a layer-wise transfer moves: `count` tensors, from tensor `src` of the local cache into tensor `dst` of the
@@ -125,10 +129,16 @@ pub fn layer_runs(
     mut check: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
 ) -> Result<PlannedRuns> {
     let tensors = TensorRun { src: src.into(), dst: dst.into(), count };
-    planned(tensors, (local, remote), CacheCount::Two, |src, dst| {
+    let moves = |src: CacheLayout, dst: CacheLayout| {
         equal_rows(src.geometry, dst.geometry)?;
         check(src, dst)
-    })
+    };
+    planned(tensors, (local, remote), moves, between_engines)
+}
+
+/// Plans moves between caches of two engines.
+pub(super) fn between_engines(moves: &mut Moves) -> Result<Plans> {
+    Ok(smallvec![CopyPlan::moves(moves)?])
 }
 
 /// Checks that blocks that go to an address inside a tensor of a cache whose tensors differ have the size of its blocks.

@@ -1,8 +1,6 @@
 //! Checks pulls and pushes, and returns the bytes that move between the local cache and the remote one (contract §7.12 to §7.15).
 
-use smallvec::smallvec;
-
-use super::by_runs::{SideSizes, equal_rows, part_of_mixed, planned};
+use super::by_runs::{SideSizes, between_engines, equal_rows, part_of_mixed, planned};
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, check_cut, copy_size, cut, equally_many,
     in_range, not_empty, numbers, remote_row, row,
@@ -17,7 +15,7 @@ use super::rows::Rows;
 use super::sub_rows::{after, between, pushed_slot_bytes, slot_bytes};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::model::{CacheLayout, Geometry, KvGeometry, SubRow};
-use crate::plan::{CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side};
+use crate::plan::{KvPart, KvSequence, Moves, Piece, Pieces, Side};
 
 /// The names of the two lists of blocks, of the source and of the destination.
 const BLOCKS: (&str, &str) = ("src_blocks", "dst_blocks");
@@ -114,7 +112,7 @@ impl CheckedTransfer {
             return Ok(planned);
         }
         let mut moves = self.moves(remote)?;
-        let plans = smallvec![CopyPlan::moves(&mut moves)?];
+        let plans = between_engines(&mut moves)?;
         Ok(PlannedTransfer { plans, read_tensors: Some((moves.src_tensor, moves.num_tensors)), tokens: None })
     }
 
@@ -149,7 +147,7 @@ impl CheckedTransfer {
             }
         }
         if self.conversion(remote, share)?.is_none() {
-            self.moves(remote)?;
+            self.moves(remote)?.pieces.check_numbers()?;
         }
         Ok((tokens, None))
     }
@@ -224,7 +222,7 @@ impl CheckedTransfer {
             self.check_tensors(remote, remote.layout.geometry)?;
         }
         let sizes: (SideSizes<'_>, SideSizes<'_>) = side.source_first((&self.local).into(), remote.into());
-        let planned = planned(tensors, sizes, CacheCount::Two, |src, dst| {
+        let moves = |src: CacheLayout, dst: CacheLayout| {
             let sizes = (src.geometry, dst.geometry);
             if let Rows::Slot { size, .. } = rows {
                 ensure(rows.is_whole_slot(), || part_of_mixed(*size))?;
@@ -234,7 +232,8 @@ impl CheckedTransfer {
             }
             let pieces = self.checked_pieces(remote, (side.of(sizes), side.other().of(sizes)))?;
             Ok(tensors.moves(pieces))
-        })?;
+        };
+        let planned = planned(tensors, sizes, moves, between_engines)?;
         let first = u32::try_from(tensors.src).unwrap_or(u32::MAX);
         let plans = planned.plans.into();
         Ok(PlannedTransfer { plans, read_tensors: Some((first, tensors.count)), tokens: None })

@@ -1,6 +1,6 @@
 //! Validation of call arguments and single values: the kind of each error, the facts in its message, and the bounds.
 
-use llm_datadist_core::testing::plan::{Moves, Piece};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece};
 use llm_datadist_core::testing::validate::{self, CopyArgs, Pools};
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Error, ErrorKind, Geometry, Placement, Result,
@@ -225,6 +225,16 @@ fn copies_and_swaps_of_blocks() {
     for (src, dst, pair, facts) in cases {
         refused(validate::swap_blocks(src, dst, &[pair], SubRow::default()), facts);
     }
+    // A row that a plan cannot name is refused after all of these.
+    let wide = |placement| spec(1, (1 << 32) + 2, 1, Blocks, placement);
+    let swap = |dst, pairs: &[(i64, i64)]| validate::swap_blocks(wide(Host), dst, pairs, SubRow::default());
+    refused(swap(wide(Host), &[(0, 1 << 32)]), &["placements", "host"]);
+    let mut moves = swap(wide(Device), &[(1, 2), (0, 1 << 32), ((1 << 32) + 1, 0)]).unwrap();
+    let error = refused(
+        CopyPlan::moves_in_order(&mut moves, CacheCount::Two),
+        &["destination block=4294967296 is out of range (0 to 4294967295)"],
+    );
+    assert_eq!(error.fact("pair"), Some("1"));
 }
 
 #[test]

@@ -375,3 +375,21 @@ fn only_an_empty_swap_needs_neither_memory_nor_a_path() {
         engine.swap_blocks(&device, &host, &[(0, 0)]).run().unwrap();
     }
 }
+
+/// A row that a plan cannot name is refused after all other errors of the arguments, by its number.
+#[test]
+fn rows_beyond_32_bits_are_refused() {
+    let engine = DataDist::open(config(1 << 20)).unwrap();
+    let register = |placement| {
+        let memory = adopt(&desc(placement, 1, (1 << 32) + 2, 1), Blocks, &[1 << 40]);
+        End::Managed(engine.register(memory, &[], Some(false)).unwrap().id())
+    };
+    let (host, other) = (register(Host), register(Host));
+    let far = [(3, 5), (1 << 32, (1 << 32) + 1)];
+    let error = engine.copy_blocks(&host, &far).run().unwrap_err();
+    let text = "source block=4294967296 is out of range (0 to 4294967295)";
+    assert!(error.kind() == ErrorKind::InvalidArgument && error.to_string().contains(text), "{error}");
+    assert_eq!(error.fact("pair"), Some("1"));
+    let error = engine.swap_blocks(&host, &other, &far).run().unwrap_err();
+    assert!(error.to_string().contains("placements"), "{error}");
+}

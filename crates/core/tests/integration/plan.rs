@@ -7,7 +7,8 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{
-    CacheCount, CopyPlan, Moves, Piece, Pieces, Segment, Side, Span, Template, TensorSteps,
+    CacheCount, CopyPlan, MOST_TEMPLATE_SPANS, Moves, Piece, Pieces, Segment, Side, Span, Template,
+    TensorSteps,
 };
 use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
@@ -812,6 +813,24 @@ fn joining_blocks_become_spans() {
     // A message has a limited number of spans. A list that would have more stays pairs.
     let many: Pairs = (0..3 * 70_000).map(|k| (k / 3 * 4 + k % 3, ((k / 3) ^ 1) * 4 + k % 3)).collect();
     assert!(form(&many) && !form(&many[..3 * 60_000]), "runs of three");
+    // A copy within this engine sends no message.
+    assert!(!is_repeated(&plans(&many, 16, CacheCount::Two)[0]), "a local copy");
+    // The short last piece of a slot is a span, and the rest of a block that it cuts another one.
+    let slot = |count: usize, last: u64| {
+        let short = Piece { src: 1 << 40, dst: last * 16, len: 5 };
+        let pieces = Pieces::blocks(16, many[..3 * count].iter().copied()).unwrap().with_last(Some(short));
+        CopyPlan::moves(&mut Moves { pieces, num_tensors: 1, ..Moves::default() }).unwrap()
+    };
+    for (count, last, repeated) in [
+        (MOST_TEMPLATE_SPANS, 1 << 30, true),
+        (MOST_TEMPLATE_SPANS - 1, 1 << 30, false),
+        (MOST_TEMPLATE_SPANS - 1, 4, true),
+        (MOST_TEMPLATE_SPANS - 2, 4, false),
+    ] {
+        let plan = slot(count, last);
+        assert_eq!(is_repeated(&plan), repeated, "{count} runs and block {last}");
+        WirePlan::try_from(&plan).unwrap();
+    }
 }
 
 /// Distant rows are sorted, close ones are marked in a bitmap. Each row is listed once either way.
@@ -914,6 +933,9 @@ fn what_cannot_be_checked_is_refused() {
     let comb = |dst: u64| Span { src: 0, dst, len: 1, count: 1 << 23, src_step: 0, dst_step: 1_000_003 };
     let error = plan_of_peer(1, 0, 0, vec![comb(1), comb(0)]).unwrap_err();
     assert!(error.to_string().contains("too irregular"), "{error}");
+    // In order, they need no memory: the receiver accepts them, and the sender sends them.
+    let ordered = plan_of_peer(1, 0, 0, vec![comb(0), comb((1 << 23) * 1_000_003 + 1)]).unwrap();
+    WirePlan::try_from(&ordered).unwrap();
     // The same number of pieces on a grid is checked with a bit for each; a few pieces on no grid are sorted.
     let few = [1 << 30, 0, (1 << 30) + 1].map(|dst| Span { len: 2, count: 1, ..comb(dst) });
     let even = |dst: u64| Span { len: 512, dst_step: 2048, dst: dst * 1024, ..comb(0) };

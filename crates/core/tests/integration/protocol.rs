@@ -866,6 +866,46 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
     }
 }
 
+/// As many spans as a plan may have, in no order and on no grid, take 4 MiB beyond a multiple of their frame, which may be
+/// shorter than they are.
+#[test]
+fn the_spans_of_a_plan_take_bounded_memory() {
+    let count = MOST_TEMPLATE_SPANS as u64;
+    let far = |k: u64| single(k << 30, ((k * 1_000_003 % count) << 30) + k % 7, 1);
+    let all: Vec<Span> = (0..count).map(far).collect();
+    let frame = protocol::encode(&read(WirePlan { templates: spans(&all), ..plan() })).unwrap();
+    assert!((1 << 20..2 << 20).contains(&frame.len()), "{}", frame.len());
+    let work = || {
+        let body = frame[HEADER..].to_vec();
+        let Request::Read { plan, .. } = protocol::decode(&body).unwrap() else { panic!() };
+        drop(body);
+        CopyPlan::try_from(plan).unwrap()
+    };
+    let (plan, peak) = counting_allocator::peak(work);
+    assert_eq!(plan.num_pieces(), count);
+    let most = 3 * frame.len() + (4 << 20);
+    assert!(peak > 48 << 16 && peak <= most, "{peak} for {}", frame.len());
+}
+
+/// What follows the error of a plan is read and not kept. A short list of spans reserves room for a few.
+#[test]
+fn what_follows_the_error_of_a_plan_is_not_kept() {
+    let decoded = |all| {
+        let frame = protocol::encode(&read(templates(all))).unwrap();
+        let (message, peak) = counting_allocator::peak(|| protocol::decode(&frame[HEADER..]).unwrap());
+        let Request::Read { plan, range, .. } = message else { panic!() };
+        assert_eq!(range, 0..0, "what follows the plan");
+        (plan.templates.0, peak, frame.len())
+    };
+    let twice = template((8, 8), vec![(1, 2); 300], &[single(0, 0, 4)]);
+    let long = template((8, 8), (0..1 << 16).map(|k| (k, k)).collect(), &[single(0, 0, 4)]);
+    let (result, peak, bytes) = decoded([vec![twice], vec![long; 20]].concat());
+    assert!(result.unwrap_err().to_string().contains("twice"));
+    assert!(peak < 1 << 20 && bytes > 4 << 20, "{peak} for {bytes}");
+    let (result, ..) = decoded(vec![template((8, 8), vec![(1, 2)], &[single(0, 0, 4), single(8, 8, 4)])]);
+    assert!(result.unwrap()[0].spans.capacity() <= 8);
+}
+
 /// The rows that a plan pins, where a few bytes name many of them.
 #[test]
 fn the_rows_of_a_plan_take_memory_for_each_row_once() {

@@ -8,8 +8,8 @@ use std::fmt::Debug;
 
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece, Side};
 use llm_datadist_core::testing::validate::{
-    self, CheckedTransfer, ExtParam, LayerRange, Layers, RemoteCache, Rows, accessible, pull_kv_layers,
-    push_kv_alone, push_kv_cache,
+    self, CheckedTransfer, ExtParam, LayerRange, Layers, OwnerShare, RemoteCache, Rows, accessible,
+    pull_kv_layers, push_kv_alone, push_kv_cache,
 };
 use llm_datadist_core::{
     CacheDesc, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role, SubRow,
@@ -620,4 +620,27 @@ fn registered_memory_is_accessible_as_given_or_by_mode() {
         validate::check_accessible("src_cache", false),
         &["src_cache was registered with"],
     );
+}
+
+/// A row that a plan cannot name is refused when the transfer is planned or shared, by the first such number. A push of no
+/// tensors plans nothing.
+#[test]
+fn rows_beyond_32_bits_are_refused_last() {
+    let wide = spec(Blocks, 2, (1 << 32) + 2, 1);
+    let closed = RemoteCache { accessible: false, ..remote(wide, 0) };
+    let rows = Rows::Blocks { local: vec![3, 1 << 32], remote: vec![(1 << 32) + 1, 0] };
+    let share = OwnerShare::default();
+    let checked = |side, per_layer| {
+        CheckedTransfer::new(side, wide, rows.clone(), layers(None, None, per_layer)).unwrap()
+    };
+    for (side, name) in [(Side::Destination, "source"), (Side::Source, "destination")] {
+        let checked = checked(side, 1);
+        refused(InvalidArgument, checked.plan(&closed, &share).map(drop), &["remote_accessible"]);
+        checked.moves(&remote(wide, 0)).unwrap();
+        let text = format!("{name} block=4294967297 is out of range (0 to 4294967295)");
+        refused(InvalidArgument, checked.plan(&remote(wide, 0), &share).map(drop), &[&text]);
+        refused(InvalidArgument, checked.check_share(&remote(wide, 0), &share), &[&text]);
+    }
+    let planned = checked(Side::Source, 3).plan(&remote(wide, 0), &share).unwrap();
+    assert!(planned.plans.iter().all(CopyPlan::is_empty));
 }

@@ -7,6 +7,7 @@ use super::super::moves::repeated;
 use super::super::segment::Segment;
 use super::super::spans::{PLAN, Span, common_divisor};
 use super::super::template::Template;
+use super::super::template_list::MOST_TEMPLATE_SPANS;
 use super::super::tensor_steps::TensorSteps;
 use super::axes::{self, Axis};
 use super::part::{KvPart, check_same_model};
@@ -143,7 +144,7 @@ impl LayoutPair<'_> {
 
     /// Returns the segments that copy all runs of tokens.
     fn segments(&self, runs: &[TokenRun], planes: &Planes) -> Result<Vec<Segment>> {
-        let (mut segments, mut rest) = (Vec::new(), Vec::new());
+        let (mut segments, mut joinable, mut rest) = (Vec::new(), Vec::new(), Vec::new());
         for group in runs.chunk_by(|a, b| a.tokens == b.tokens) {
             let spans = self.spans(group[0].tokens, planes)?;
             let units = Units::of(group);
@@ -155,8 +156,21 @@ impl LayoutPair<'_> {
                     rest.extend(spans.iter().map(placed));
                 }
             } else {
-                fallible::push(PLAN, &mut segments, segment_of_group(group, spans, units)?)?;
+                let (template, joins) = template_of_group(group, spans, units)?;
+                if joins {
+                    fallible::push(PLAN, &mut joinable, template)?;
+                } else {
+                    fallible::push(PLAN, &mut segments, Segment::of_template(template)?)?;
+                }
             }
+        }
+        // Joining may use what all others leave of the spans of a message. A template that is not joined has one.
+        let others = segments.iter().map(|segment: &Segment| segment.template().spans.len()).sum::<usize>();
+        let mut left = MOST_TEMPLATE_SPANS.saturating_sub(others + rest.len() + joinable.len());
+        for template in joinable {
+            let segment = repeated(template, left)?;
+            left = left.saturating_sub(segment.template().spans.len());
+            fallible::push(PLAN, &mut segments, segment)?;
         }
         if !rest.is_empty() {
             fallible::push(PLAN, &mut segments, Segment::of_spans(rest)?)?;
@@ -196,9 +210,9 @@ impl Units {
     }
 }
 
-/// Returns the segment of runs of equal length. If each run is one piece and all places are multiples of its length,
-/// neighbours can be joined.
-fn segment_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<Segment> {
+/// Returns the template of runs of equal length, and whether neighbours can be joined: if each run is one piece and all places
+/// are multiples of its length.
+fn template_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<(Template, bool)> {
     let of_len = match spans[..] {
         [Span { len, count: 1, .. }] if units.multiple_of(len) => Some(Units { src: len, dst: len }),
         _ => None,
@@ -206,8 +220,7 @@ fn segment_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result
     let joinable = of_len.filter(|units| units.fit(runs));
     let units = joinable.unwrap_or(units);
     let pairs = Arc::new(pairs(runs, units)?);
-    let template = Template { src_unit: units.src, dst_unit: units.dst, pairs, spans };
-    if joinable.is_some() { repeated(template) } else { Segment::of_template(template) }
+    Ok((Template { src_unit: units.src, dst_unit: units.dst, pairs, spans }, joinable.is_some()))
 }
 
 /// Returns the numbers of the places of `runs`, which must fit 32 bits.

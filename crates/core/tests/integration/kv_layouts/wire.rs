@@ -76,12 +76,12 @@ fn sums(engine: &CopyEngine, plan: &CopyPlan, end: Side, memory: &Arc<Tensors>) 
     engine.block_sums((memory, Placement::Host), (plan, end), bound(), soon()).unwrap()
 }
 
-/// The pieces of a plan in one tensor.
 /// Whether spans of the plan are repeated.
 fn repeats(plan: &CopyPlan) -> bool {
     plan.templates().any(|template| template.pairs.len() > 1)
 }
 
+/// The pieces of a plan in one tensor.
 fn pieces(plan: &CopyPlan) -> Vec<(u64, u64, u64)> {
     plan.segments().iter().flat_map(Segment::pieces).map(|piece| (piece.src, piece.dst, piece.len)).collect()
 }
@@ -343,4 +343,23 @@ fn plans_with_too_many_pieces_are_not_sent() {
     let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4098);
     let error = wire.unwrap_err();
     assert!(error.to_string().contains("too many and too irregular"), "{error}");
+}
+
+/// Runs of one token and runs of two could both be joined, but a message has too many spans for both. So one of them stays pairs.
+#[test]
+fn runs_of_several_lengths_share_the_spans_of_a_message() {
+    let tokens = |tokens_per_block, blocks: Vec<u64>| {
+        let mut layout = KvLayout { tokens_per_block, ..rank(1, 1, 0) };
+        (layout.head_dim, layout.layers) = (1, 0..1);
+        Holder { blocks, ..whole(layout, 240_000 / u64::from(tokens_per_block)) }
+    };
+    // Groups of 12 tokens, of which each two change places.
+    let swapped = |size: u64, count: u64| (0..count).map(|k| ((k / size) ^ 1) * size + k % size).collect();
+    let case = between(tokens(3, (0..80_000).collect()), tokens(2, swapped(6, 120_000)));
+    let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
+    let forms: Vec<_> =
+        plan.templates().map(|template| (template.pairs.len(), template.spans.len())).collect();
+    assert_eq!(forms, [(1, 40_000), (80_000, 1)]);
+    let received = CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).unwrap();
+    assert_eq!(received.bytes(), plan.bytes());
 }
