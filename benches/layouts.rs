@@ -208,7 +208,7 @@ impl Side {
 struct Bed {
     src: Side,
     dst: Side,
-    plans: Vec<Arc<CopyPlan>>,
+    plans: Vec<CopyPlan>,
     flat: Flat,
     nest: Nest,
 }
@@ -233,14 +233,13 @@ impl Bed {
             places
         };
         let (nest, flat) = (case.nest(places()), flat(case, &places()));
-        let plans = plan.plans.into_iter().map(Arc::new).collect();
-        let bed = Bed { src, dst, plans, flat, nest };
+        let bed = Bed { src, dst, plans: plan.plans, flat, nest };
         assert_eq!(bed.bytes(), (bed.flat.moves.len() * bed.flat.len) as u64);
         bed
     }
 
     fn bytes(&self) -> u64 {
-        self.plans.iter().map(|plan| plan.bytes()).sum()
+        self.plans.iter().map(CopyPlan::bytes).sum()
     }
 
     fn run(&self, engine: &CopyEngine) {

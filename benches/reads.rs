@@ -77,7 +77,7 @@ fn main() {
         let pairs: Vec<(u64, u64)> = (0..blocks).map(|at| (at, at)).collect();
         let pieces = Pieces::blocks(block, pairs.iter().copied()).unwrap();
         let mut moves = Moves { pieces, num_tensors: 1, ..Moves::default() };
-        let plan = Arc::new(CopyPlan::moves(&mut moves).unwrap());
+        let plan = CopyPlan::moves(&mut moves).unwrap();
         for pause in [false, true].into_iter().filter(|pause| pauses || !pause) {
             let calls = if pause { 300 } else { calls };
             let mut times: Vec<Duration> = (0..calls + calls / 10)

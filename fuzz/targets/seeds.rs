@@ -173,19 +173,17 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 }
 
 fn plans() -> Vec<(&'static str, WirePlan)> {
-    let plan = |templates| WirePlan {
+    let plan = |templates: Vec<Template>| WirePlan {
         num_tensors: 2,
         src: TensorSteps::consecutive(0),
         dst: TensorSteps::consecutive(4),
-        templates: WireTemplates(Ok(templates)),
+        templates: WireTemplates(Ok(Arc::new(templates.into()))),
     };
     let span = Span { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
     let one = |src, dst| Span { src, dst, len: 512, count: 1, src_step: 0, dst_step: 0 };
-    let pairs = |pairs: &[(u32, u32)]| Arc::new(pairs.to_vec());
-    let template = |units: (u64, u64), pairs, spans: &[Span]| {
-        let (src_unit, dst_unit) = units;
-        Template { src_unit, dst_unit, pairs, spans: spans.to_vec() }
-    };
+    let pairs = |pairs: &[(u32, u32)]| pairs.to_vec();
+    let template =
+        |units, pairs: Vec<(u32, u32)>, spans: &[Span]| Template::new(units, pairs, spans.to_vec());
     let templates = |templates| WirePlan { src: TensorSteps { first: 0, step: 2 }, ..plan(templates) };
     let spans = |spans: &[Span]| plan(vec![template((0, 0), pairs(&[(0, 0)]), spans)]);
     let heads = Span { src: 0, dst: 64, len: 64, count: 4, src_step: 128, dst_step: 256 };

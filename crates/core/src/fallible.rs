@@ -49,9 +49,7 @@ pub fn collect_inline<const N: usize, T>(
     what: &str,
     items: impl ExactSizeIterator<Item = T>,
 ) -> Result<SmallVec<[T; N]>> {
-    let mut list = inline_with_capacity(what, items.len())?;
-    list.extend(items);
-    Ok(list)
+    if items.len() <= N { Ok(items.collect()) } else { collect(what, items).map(SmallVec::from_vec) }
 }
 
 /// Collects items of which `count` are expected; the list may become longer.

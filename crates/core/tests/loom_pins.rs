@@ -108,7 +108,7 @@ fn two_caches_in_opposite_order() {
 fn every_waiting_call_is_woken() {
     explore(|| {
         let cache = cache();
-        let rows = CallRows::of(cache.clone(), RowUse { writes: vec![0], ..RowUse::default() });
+        let rows = CallRows::of(cache.clone(), RowUse { writes: [0].into(), ..RowUse::default() });
         let held = rows.pin(Deadline::after(Duration::from_secs(3600))).unwrap();
         let spawn = |_| {
             let cache = cache.clone();
@@ -126,7 +126,7 @@ fn a_call_without_a_thread_gets_its_turn() {
     explore(|| {
         let (cache, other, row) = (cache(), cache(), Row::new());
         let hour = || Deadline::after(Duration::from_secs(3600));
-        let rows = || RowUse { writes: vec![0], ..RowUse::default() };
+        let rows = || RowUse { writes: [0].into(), ..RowUse::default() };
         let held = CallRows::of(cache.clone(), rows()).pin(hour()).unwrap();
         let (told, peer) = (Arc::new(AtomicI64::new(0)), cache.clone());
         let tell = told.clone();

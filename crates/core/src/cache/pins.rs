@@ -18,7 +18,7 @@ use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse, UsedRows};
 use super::turn::{CallTurn, OnOpened};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::Deadline;
+use crate::model::{Deadline, RowList};
 use crate::sync::MutexGuard;
 
 /// The rows that one call uses, in one cache or several. The caches ascend by address.
@@ -66,7 +66,7 @@ impl CallRows {
     }
 
     /// Returns the rows of `src` that are read and those of `dst` that are written. Both may be the same cache.
-    pub fn copy((src, reads): (Arc<Cache>, Vec<u64>), (dst, writes): (Arc<Cache>, Vec<u64>)) -> Self {
+    pub fn copy((src, reads): (Arc<Cache>, RowList), (dst, writes): (Arc<Cache>, RowList)) -> Self {
         if Arc::ptr_eq(&src, &dst) {
             return Self::of(src, RowUse { reads, writes });
         }
@@ -79,20 +79,18 @@ impl CallRows {
     /// Returns the rows of a call that uses any number of caches. A cache may occur more than once.
     pub fn of_all(mut parts: Vec<(Arc<Cache>, RowUse)>) -> Result<Self> {
         parts.sort_by_key(|(cache, _)| Arc::as_ptr(cache));
-        let mut merged: Vec<(Arc<Cache>, RowUse)> = fallible::with_capacity(PINS, parts.len())?;
-        for (cache, used) in parts {
-            match merged.last_mut().filter(|(last, _)| Arc::ptr_eq(last, &cache)) {
-                Some((_, known)) => {
-                    fallible::grow(PINS, &mut known.reads, used.reads.len())?;
-                    fallible::grow(PINS, &mut known.writes, used.writes.len())?;
-                    known.reads.extend(used.reads);
-                    known.writes.extend(used.writes);
-                }
-                None => merged.push((cache, used)),
-            }
+        let mut rows = fallible::inline_with_capacity(PINS, parts.len())?;
+        for equal in parts.chunk_by(|(a, _), (b, _)| Arc::ptr_eq(a, b)) {
+            let all = |list: fn(&RowUse) -> &RowList| {
+                let lists = equal.iter().map(|(_, used)| &list(used)[..]);
+                let mut all = fallible::inline_with_capacity(PINS, lists.clone().map(<[u64]>::len).sum())?;
+                lists.for_each(|list| all.extend_from_slice(list));
+                Ok(all)
+            };
+            let used = RowUse { reads: all(|used| &used.reads)?, writes: all(|used| &used.writes)? };
+            rows.push(CacheRows::new(equal[0].0.clone(), used));
         }
-        let rows = merged.into_iter().map(|(cache, used)| CacheRows::new(cache, used));
-        Ok(CallRows(fallible::collect_inline(PINS, rows)?))
+        Ok(CallRows(rows))
     }
 
     /// Takes the rows for a call of this engine, and waits for them in turn. Returns `Err` of kind `Timeout` once
@@ -281,7 +279,7 @@ impl Drop for Pin {
 pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
     let Some(step) = cache.pins.lock().step() else { return Ok(()) };
     let all = (0..cache.rows()).step_by(usize::try_from(step).unwrap_or(usize::MAX));
-    let writes = fallible::collect_growing(PINS, all.size_hint().0, all)?;
+    let writes = fallible::collect_growing(PINS, all.size_hint().0, all)?.into();
     CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }).pin(deadline).map(drop)
 }
 

@@ -5,11 +5,13 @@
 //! of the row conflicts with it. The open entries of a queue are at its front, so each operation touches only entries
 //! whose state changes (`tests/integration/row_turns.rs` compares with a naive twin).
 
+use std::slice;
 use std::sync::Arc;
 
 use super::turn::CallTurn;
 use crate::error::Result;
 use crate::fallible;
+use crate::model::RowList;
 
 /// Marks a row that a writer uses; any other number counts the readers.
 const WRITER: u32 = u32::MAX;
@@ -32,14 +34,16 @@ const KEPT_ENTRIES: usize = 4096;
 /// The rows that one call reads and writes in one cache. A row may occur more than once.
 #[derive(Debug, Default)]
 pub struct RowUse {
-    pub reads: Vec<u64>,
+    pub reads: RowList,
     /// Rows that are written. A row in both lists is used as written.
-    pub writes: Vec<u64>,
+    pub writes: RowList,
 }
 
-/// A [`RowUse`] that takes the memory of one list in most calls, which only read or only write.
+/// A [`RowUse`] that takes little memory in most calls, which only read or only write.
 #[derive(Debug)]
 pub(super) enum UsedRows {
+    Read(u64),
+    Write(u64),
     Reads(Box<[u64]>),
     Writes(Box<[u64]>),
     Both(Box<RowUse>),
@@ -48,15 +52,17 @@ pub(super) enum UsedRows {
 impl UsedRows {
     pub(super) fn reads(&self) -> &[u64] {
         match self {
+            UsedRows::Read(row) => slice::from_ref(row),
             UsedRows::Reads(reads) => reads,
-            UsedRows::Writes(_) => &[],
+            UsedRows::Write(_) | UsedRows::Writes(_) => &[],
             UsedRows::Both(both) => &both.reads,
         }
     }
 
     pub(super) fn writes(&self) -> &[u64] {
         match self {
-            UsedRows::Reads(_) => &[],
+            UsedRows::Read(_) | UsedRows::Reads(_) => &[],
+            UsedRows::Write(row) => slice::from_ref(row),
             UsedRows::Writes(writes) => writes,
             UsedRows::Both(both) => &both.writes,
         }
@@ -65,10 +71,12 @@ impl UsedRows {
 
 impl From<RowUse> for UsedRows {
     fn from(used: RowUse) -> Self {
-        match used {
-            RowUse { reads, writes } if writes.is_empty() => UsedRows::Reads(reads.into()),
-            RowUse { reads, writes } if reads.is_empty() => UsedRows::Writes(writes.into()),
-            both => UsedRows::Both(Box::new(both)),
+        match (&used.reads[..], &used.writes[..]) {
+            (&[row], []) => UsedRows::Read(row),
+            ([], &[row]) => UsedRows::Write(row),
+            (_, []) => UsedRows::Reads(used.reads.into_boxed_slice()),
+            ([], _) => UsedRows::Writes(used.writes.into_boxed_slice()),
+            _ => UsedRows::Both(Box::new(used)),
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::fallible;
 use crate::memory::kernels::Kernel;
 use crate::memory::{Access, Reach, Tensors, Window, read_bytes};
 use crate::model::Placement;
-use crate::plan::{CopyPlan, Segment, Side};
+use crate::plan::{CopyPlan, Side};
 
 /// Name of these lists in out-of-memory errors.
 const SUMS: &str = "the checksums of blocks";
@@ -40,7 +40,7 @@ impl CopyEngine {
         limit: impl Into<Limit>,
     ) -> Result<Vec<u64>> {
         let (mut ends, limit) = (Vec::new(), limit.into());
-        for template in plan.templates() {
+        for template in plan.templates().iter() {
             let before = ends.last().copied().unwrap_or(0);
             fallible::push(SUMS, &mut ends, before + template.pairs.len())?;
         }
@@ -97,7 +97,7 @@ impl Hashing {
         let mut feed = Feed::new(self, buffer, scratch);
         let template = self.ends.partition_point(|&end| end <= at);
         let first = template.checked_sub(1).map_or(0, |before| self.ends[before]);
-        let Some(template) = self.plan.segments().get(template).map(Segment::template) else {
+        let Some(template) = self.plan.templates().get(template) else {
             return Ok(());
         };
         let Some(&pair) = template.pairs.get(at - first) else { return Ok(()) };

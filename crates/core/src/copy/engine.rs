@@ -139,7 +139,7 @@ impl CopyEngine {
     /// fact `copied_bytes`. It counts whole units, so it never exceeds what arrived.
     pub fn run(
         &self,
-        plan: impl Into<Arc<CopyPlan>>,
+        plan: CopyPlan,
         src: PlacedTensors<'_>,
         dst: PlacedTensors<'_>,
         staging: Staging,
@@ -150,7 +150,6 @@ impl CopyEngine {
         let route = super::route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
         dst.0.check_mapped(Access::Write)?;
-        let plan = plan.into();
         let bytes = plan.bytes();
         let device = super::route::device(&self.devices, src, dst);
         let copy = super::run::Copying {

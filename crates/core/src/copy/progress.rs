@@ -9,10 +9,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use crate::error::{ArrivedRows, Error, Result};
 use crate::fallible;
 use crate::model::RowSizes;
-use crate::plan::{CopyPlan, RangeList, Segment, Side};
+use crate::plan::{CopyPlan, RangeList, Side, Template};
 use crate::sync::Mutex;
 
 /// Maximum number of tensors, and of row ranges per tensor, that the text of an error lists.
@@ -32,7 +34,7 @@ pub struct Progress {
     /// How long a read of another process may make no progress.
     pub(super) silence: Option<Duration>,
     bytes: AtomicU64,
-    done: Mutex<Vec<Range<u64>>>,
+    done: Mutex<SmallVec<[Range<u64>; 1]>>,
 }
 
 impl Progress {
@@ -74,7 +76,7 @@ impl Progress {
         let gaps = self.gaps(plan.bytes())?;
         let sizes = sizes.into();
         let mut planned = RangeList::new(ARRIVED);
-        let pieces = plan.segments().iter().flat_map(Segment::pieces);
+        let pieces = plan.templates().iter().flat_map(Template::pieces);
         pieces.map(|piece| sizes.touched(piece.dst, piece.len)).try_for_each(|rows| planned.add(rows))?;
         let (planned, mut count) = (planned.joined(), 0);
         let tensors = plan.tensors(Side::Destination);

@@ -32,7 +32,7 @@ pub type KeptAlive = Arc<dyn std::any::Any + Send + Sync>;
 /// A copy in progress.
 #[derive(Clone)]
 pub(super) struct Copying {
-    pub(super) plan: Arc<CopyPlan>,
+    pub(super) plan: CopyPlan,
     pub(super) src: Arc<Tensors>,
     pub(super) dst: Arc<Tensors>,
     pub(super) copier: Arc<dyn Copier>,

@@ -25,3 +25,6 @@ pub use kv_layout::{KvLayout, KvPlanes, TokenOrder};
 pub use row_sizes::RowSizes;
 pub use sub_row::SubRow;
 pub use verify::Verify;
+
+/// Numbers of rows. One row takes no memory of its own.
+pub type RowList = smallvec::SmallVec<[u64; 1]>;

@@ -4,10 +4,10 @@
 //! side. So a request for checksums carries a plan of the pairs that it asks for.
 
 use std::ops::Range;
-use std::sync::Arc;
+
+use smallvec::SmallVec;
 
 use super::copy_plan::CopyPlan;
-use super::segment::Segment;
 use super::side::Side;
 use super::spans::{PLAN, Piece, Span, common_divisor};
 use super::template::Template;
@@ -46,14 +46,13 @@ impl CopyPlan {
     pub fn compared(&self, sizes: BlockSizes, sample: Option<u64>) -> Result<CopyPlan> {
         let (mut blocks, mut pieces) = (Vec::new(), Vec::new());
         let between_layouts = self.is_between_layouts();
-        for segment in self.segments() {
-            let template = segment.template();
+        for template in self.templates().iter() {
             if is_block(template, sizes) {
-                fallible::push(PLAN, &mut blocks, template.at_pairs(template.pairs.clone())?)?;
+                fallible::push(PLAN, &mut blocks, with_pairs(template, 0..template.pairs.len())?)?;
             } else if between_layouts {
-                spans_in_rows(segment, sizes, &mut blocks, &mut pieces)?;
+                spans_in_rows(template, sizes, &mut blocks, &mut pieces)?;
             } else {
-                add_pieces(segment.spans(), sizes, &mut pieces)?;
+                add_pieces(template.placed_spans(), sizes, &mut pieces)?;
             }
         }
         pieces.sort_unstable_by_key(|piece| (piece.len, piece.src, piece.dst));
@@ -68,12 +67,18 @@ impl CopyPlan {
     /// plan that does neither is compared piece by piece.
     fn is_between_layouts(&self) -> bool {
         Side::BOTH.iter().any(|&side| self.tensors(side).step != 1)
-            || self.templates().any(|template| template.pairs.len() > 1 && !is_of_one_piece(template))
+            || self.templates().iter().any(|template| template.pairs.len() > 1 && !is_of_one_piece(template))
     }
 
     /// Cuts a plan of templates into plans that a request may ask for, each of at least one pair.
     pub fn parts(&self, limits: PartLimits) -> impl Iterator<Item = Result<CopyPlan>> + '_ {
-        parts(self.segments(), limits).map(|part| self.with_templates(part?))
+        parts(self.templates(), limits).map(|part| self.with_templates(part?))
+    }
+
+    /// Returns a plan of some pairs of this one, `templates`, in the same tensors.
+    fn with_templates(&self, templates: Vec<Template>) -> Result<CopyPlan> {
+        let tensors = (self.tensors(Side::Source), self.tensors(Side::Destination));
+        CopyPlan::new(self.num_tensors(), tensors, SmallVec::from_vec(templates).into())
     }
 }
 
@@ -96,15 +101,15 @@ fn is_block(template: &Template, sizes: BlockSizes) -> bool {
     first.len <= most && if even { whole(first) } else { template.first_pieces().all(whole) }
 }
 
-/// Adds blocks of a segment of a plan between layouts whose spans are not repeated. Spans in one row of the local cache are a
+/// Adds blocks of a template of a plan between layouts whose spans are not repeated. Spans in one row of the local cache are a
 /// block. Spans that cross rows, for example of neighbouring blocks that were joined, are cut into pieces.
 fn spans_in_rows(
-    segment: &Segment,
+    template: &Template,
     sizes: BlockSizes,
     blocks: &mut Vec<Template>,
     pieces: &mut Vec<Piece>,
 ) -> Result<()> {
-    let spans = fallible::collect_growing(PLAN, segment.num_spans(), segment.spans())?;
+    let spans = fallible::collect_growing(PLAN, template.num_spans(), template.placed_spans())?;
     let row = |span: &Span| sizes.rows.row_of(span.start(sizes.local).0);
     for spans in spans.chunk_by(|a, b| row(a) == row(b)) {
         let inside = |span: &Span| {
@@ -112,7 +117,7 @@ fn spans_in_rows(
                 .is_some_and(|range| sizes.rows.row_of(range.start) == sizes.rows.row_of(range.end - 1))
         };
         if matches!(spans, [_, _, ..] | [Span { count: 2.., .. }]) && spans.iter().all(inside) {
-            let block = Template::of_spans(fallible::copied(PLAN, spans)?)?;
+            let block = Template::of_spans(fallible::copied(PLAN, spans)?);
             fallible::push(PLAN, blocks, block)?;
         } else {
             add_pieces(spans.iter().copied(), sizes, pieces)?;
@@ -161,12 +166,7 @@ fn add_template(pieces: &[Piece], blocks: &mut Vec<Template>) -> Result<()> {
         let (low, high) = pieces.split_at(pieces.len() / 2);
         return add_template(low, blocks).and_then(|()| add_template(high, blocks));
     }
-    let spans = vec![Span::single(src, dst, first.len)];
-    fallible::push(
-        PLAN,
-        blocks,
-        Template { src_unit: units.0, dst_unit: units.1, pairs: Arc::new(pairs), spans },
-    )
+    fallible::push(PLAN, blocks, Template::new(units, pairs, [Span::single(src, dst, first.len)]))
 }
 
 /// Removes the pairs that are not in a sample.
@@ -175,13 +175,13 @@ fn keep_sample(blocks: &mut Vec<Template>, random: u64) -> Result<()> {
     let (sampled, mut index) = (Sampled::new(count, random), 0);
     for template in blocks.iter_mut() {
         let mut kept = Vec::new();
-        for (at, pair) in (index..).zip(&*template.pairs) {
+        for (at, pair) in (index..).zip(&template.pairs) {
             if sampled.picks(at) {
                 fallible::push(PLAN, &mut kept, *pair)?;
             }
         }
         index += template.pairs.len() as u64;
-        template.pairs = Arc::new(kept);
+        template.pairs = kept.into();
     }
     blocks.retain(|template| !template.pairs.is_empty());
     Ok(())
@@ -202,11 +202,11 @@ impl Template {
     }
 }
 
-fn parts(segments: &[Segment], limits: PartLimits) -> impl Iterator<Item = Result<Vec<Template>>> {
+fn parts(templates: &[Template], limits: PartLimits) -> impl Iterator<Item = Result<Vec<Template>>> {
     let (mut at, mut pair) = (0, 0);
     std::iter::from_fn(move || {
         let (mut part, mut left) = (Vec::new(), Room::new(limits));
-        while let Some(template) = segments.get(at).map(Segment::template) {
+        while let Some(template) = templates.get(at) {
             let rest = template.pairs.len() - pair;
             let count = left.take(template, rest, part.is_empty());
             if count == 0 {
@@ -227,10 +227,7 @@ fn parts(segments: &[Segment], limits: PartLimits) -> impl Iterator<Item = Resul
 
 /// Returns the template with some of its pairs.
 fn with_pairs(template: &Template, pairs: Range<usize>) -> Result<Template> {
-    let all = pairs.len() == template.pairs.len();
-    let some = template.pairs.get(pairs).unwrap_or_default();
-    let pairs = if all { template.pairs.clone() } else { Arc::new(fallible::copied(PLAN, some)?) };
-    template.at_pairs(pairs)
+    template.at_pairs(fallible::copied(PLAN, template.pairs.get(pairs).unwrap_or_default())?)
 }
 
 /// What a part may still take.

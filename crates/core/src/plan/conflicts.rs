@@ -3,7 +3,6 @@
 //! Plans made in this process never do so (`order`). The check needs memory in proportion to the plan or to
 //! the range it writes, whichever is less.
 
-use super::segment::Segment;
 use super::spans::{Span, common_divisor};
 use super::template::Template;
 use crate::error::{Error, Result};
@@ -14,42 +13,42 @@ const CHECK: &str = "checking a plan";
 /// Bytes of memory that the check of a plan may always use, however small the plan.
 const LEAST: u64 = 16 << 20;
 
-/// Returns `Err(InvalidArgument)` if two pieces of `segments` write the same byte. Their spans must have passed the checks of
-/// `span_limits`, and the end offsets of templates must fit 64 bits. `plan_bytes` is about the size of the plan
+/// Returns `Err(InvalidArgument)` if two pieces of `templates` write the same byte. Their spans must have passed the checks
+/// of `span_limits`, and the end offsets of templates must fit 64 bits. `plan_bytes` is about the size of the plan
 /// in its message. The plan is refused if its check would need more than one and a half times that and more than 16 MiB.
-pub(super) fn check_segments(segments: &[Segment], plan_bytes: usize) -> Result<()> {
-    if are_apart(segments, plan_bytes) {
-        return segments.iter().try_for_each(|segment| check_alone(segment.template(), plan_bytes));
+pub(super) fn check_templates(templates: &[Template], plan_bytes: usize) -> Result<()> {
+    if are_apart(templates, plan_bytes) {
+        return templates.iter().try_for_each(|template| check_alone(template, plan_bytes));
     }
-    let written = || segments.iter().flat_map(Segment::spans).map(|span| WrittenSpan::of(&span));
-    check_written(&written, || extent_of(segments), plan_bytes)
+    let written = || templates.iter().flat_map(Template::placed_spans).map(|span| WrittenSpan::of(&span));
+    check_written(&written, || extent_of(templates), plan_bytes)
 }
 
-/// Returns `Err(InvalidArgument)` if [`check_segments`] might refuse templates without overlaps, because its check would need
-/// too much memory. The sender checks, before it sends a plan, whether the receiver would refuse it.
-pub(super) fn check_size(segments: &[Segment]) -> Result<()> {
-    if !are_apart(segments, 0) {
-        return extent_of(segments).map_or(Ok(()), |extent| extent.check_size(0));
+/// Returns `Err(InvalidArgument)` if [`check_templates`] might refuse templates without overlaps, because its check would
+/// need too much memory. The sender checks, before it sends a plan, whether the receiver would refuse it.
+pub(super) fn check_size(templates: &[Template]) -> Result<()> {
+    if !are_apart(templates, 0) {
+        return extent_of(templates).map_or(Ok(()), |extent| extent.check_size(0));
     }
-    let each = segments.iter().map(|segment| written_once(segment.template()));
+    let each = templates.iter().map(written_once);
     let unordered = each.filter(|written| !in_order(written.clone()));
     unordered.filter_map(WrittenExtent::of).try_for_each(|extent| extent.check_size(0))
 }
 
-/// Returns whether no place of a template lies between pieces of another place or segment. Then each segment can be checked alone,
-/// and of a template the pieces of one place and the numbers of the places. This takes a step for each place, and for each span
-/// that is not repeated.
-fn are_apart(segments: &[Segment], plan_bytes: usize) -> bool {
-    if segments.iter().map(Segment::template).any(interleaves) {
+/// Returns whether no place of a template lies between pieces of another place or template. Then each template can be checked
+/// alone, by the pieces of one place and the numbers of the places. This takes a step for each place, and for each span that is
+/// not repeated.
+fn are_apart(templates: &[Template], plan_bytes: usize) -> bool {
+    if templates.iter().any(interleaves) {
         return false;
     }
-    let written = || segments.iter().flat_map(hulls);
-    segments.len() < 2 || check_written(&written, || WrittenExtent::of(written()), plan_bytes).is_ok()
+    let written = || templates.iter().flat_map(hulls);
+    templates.len() < 2 || check_written(&written, || WrittenExtent::of(written()), plan_bytes).is_ok()
 }
 
-/// Returns what each place of a segment writes, with the bytes between its pieces; or each span, if the spans are not repeated.
-fn hulls(segment: &Segment) -> impl Iterator<Item = WrittenSpan> {
-    let repeated = Some(segment.template()).filter(|template| template.pairs.len() > 1);
+/// Returns what each place of a template writes, with the bytes between its pieces; or each span, if the spans are not repeated.
+fn hulls(template: &Template) -> impl Iterator<Item = WrittenSpan> {
+    let repeated = Some(template).filter(|template| template.pairs.len() > 1);
     let places = repeated.into_iter().flat_map(|template| {
         let hull = template.hulls().map_or(0..0, |(_, written)| written);
         let place = move |&(_, number): &(u32, u32)| WrittenSpan {
@@ -60,7 +59,7 @@ fn hulls(segment: &Segment) -> impl Iterator<Item = WrittenSpan> {
         };
         template.pairs.iter().map(place)
     });
-    let spans = repeated.is_none().then(|| segment.spans().map(|span| WrittenSpan::of(&span)));
+    let spans = repeated.is_none().then(|| template.placed_spans().map(|span| WrittenSpan::of(&span)));
     places.chain(spans.into_iter().flatten())
 }
 
@@ -81,9 +80,9 @@ fn written_once(template: &Template) -> impl Iterator<Item = WrittenSpan> + Clon
     template.spans.iter().map(WrittenSpan::of)
 }
 
-/// Returns what all segments write. This visits each span and each pair of a template once, and not their combinations.
-fn extent_of(segments: &[Segment]) -> Option<WrittenExtent> {
-    let each = segments.iter().map(Segment::template).filter_map(extent_of_template);
+/// Returns what all templates write. This visits each span and each pair of a template once, and not their combinations.
+fn extent_of(templates: &[Template]) -> Option<WrittenExtent> {
+    let each = templates.iter().filter_map(extent_of_template);
     each.reduce(|all, next| all.joined(&next))
 }
 

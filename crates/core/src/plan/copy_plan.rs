@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::segment::Segment;
 use super::side::Side;
 use super::spans::{Piece, Span};
+use super::template::{Template, Templates};
 use super::tensor_steps::TensorSteps;
+use crate::error::Result;
 use crate::model::TensorSpan;
 
 /// The plans of one call. Most calls have one, which takes no memory of its own.
@@ -22,21 +23,26 @@ pub struct CopyPlan {
     num_tensors: u32,
     src: TensorSteps,
     dst: TensorSteps,
-    /// None of them is empty. Shared by the plans of all layers of one transfer.
-    segments: Arc<SmallVec<[Segment; 1]>>,
+    /// None of them is empty.
+    templates: Templates,
     /// Bytes of one tensor.
     tensor_bytes: u64,
 }
 
 impl CopyPlan {
-    /// Returns the plan of `segments` in the first `num_tensors` tensors of both sides. Their bytes in one tensor must not
+    /// Returns the plan of `templates` in the first `num_tensors` tensors of `src` and `dst`. Their bytes in one tensor must not
     /// exceed 64 bits.
-    pub(super) fn new(num_tensors: u32, segments: impl Into<SmallVec<[Segment; 1]>>) -> Self {
-        let mut segments = segments.into();
-        segments.retain(|segment| segment.count() > 0);
-        let first = TensorSteps::consecutive(0);
-        let tensor_bytes = segments.iter().map(Segment::tensor_bytes).sum();
-        CopyPlan { num_tensors, src: first, dst: first, segments: Arc::new(segments), tensor_bytes }
+    pub(super) fn new(
+        num_tensors: u32,
+        (src, dst): (TensorSteps, TensorSteps),
+        mut templates: Templates,
+    ) -> Result<Self> {
+        // Copies nothing, because no plan shares them yet.
+        let list = Arc::make_mut(&mut templates);
+        list.retain(|template| template.num_pieces() > 0);
+        list.iter_mut().try_for_each(Template::set_ends)?;
+        let tensor_bytes = list.iter().map(Template::tensor_bytes).sum();
+        Ok(CopyPlan { num_tensors, src, dst, templates, tensor_bytes })
     }
 
     /// Returns the same pieces in `num_tensors` other tensors, from tensor `src_tensor` of the source and tensor
@@ -61,7 +67,7 @@ impl CopyPlan {
         let follows = |this: TensorSteps, next: TensorSteps| {
             this.step == next.step && this.number(self.num_tensors) == next.first
         };
-        let same = Arc::ptr_eq(&self.segments, &next.segments);
+        let same = Arc::ptr_eq(&self.templates, &next.templates);
         let joins = same && follows(self.src, next.src) && follows(self.dst, next.dst);
         let num_tensors = self.num_tensors.checked_add(next.num_tensors).filter(|_| joins)?;
         Some(self.in_tensor_steps(self.src, self.dst, num_tensors))
@@ -69,7 +75,7 @@ impl CopyPlan {
 
     /// Returns whether the plan copies nothing.
     pub fn is_empty(&self) -> bool {
-        self.segments.is_empty()
+        self.templates.is_empty()
     }
 
     pub fn num_tensors(&self) -> u32 {
@@ -97,8 +103,13 @@ impl CopyPlan {
         self.dst.first
     }
 
-    pub fn segments(&self) -> &[Segment] {
-        &self.segments
+    pub fn templates(&self) -> &Templates {
+        &self.templates
+    }
+
+    /// Returns the number of pairs of all templates.
+    pub fn num_pairs(&self) -> usize {
+        self.templates.iter().map(|template| template.pairs.len()).sum()
     }
 
     /// Returns the number of bytes copied in one tensor.
@@ -112,12 +123,12 @@ impl CopyPlan {
 
     /// Returns the number of pieces in one tensor.
     pub fn num_pieces(&self) -> u64 {
-        self.segments.iter().fold(0, |sum, segment| segment.count().saturating_add(sum))
+        self.templates.iter().fold(0, |sum, template| template.num_pieces().saturating_add(sum))
     }
 
     /// Returns the number of spans and pairs of the plan. Its message takes a few bytes for each.
     pub fn num_entries(&self) -> usize {
-        self.templates().map(|template| template.pairs.len() + template.spans.len()).sum()
+        self.templates.iter().map(|template| template.pairs.len() + template.spans.len()).sum()
     }
 
     /// Returns the pieces of bytes `from..to` of the whole plan, each with the index of its tensor in
@@ -127,7 +138,7 @@ impl CopyPlan {
         self.spans(from, to).flat_map(each)
     }
 
-    /// Returns the same pieces as [`pieces`](Self::pieces), as spans. Bytes are counted along all segments of the first
+    /// Returns the same pieces as [`pieces`](Self::pieces), as spans. Bytes are counted along all templates of the first
     /// tensor, then of the next. The first and the last piece may be cut.
     pub fn spans(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Span)> + '_ {
         let (one, to) = (self.tensor_bytes.max(1), to.min(self.bytes()));
@@ -141,10 +152,10 @@ impl CopyPlan {
     /// Returns the spans of bytes `from..to` of one tensor.
     fn tensor_spans(&self, from: u64, to: u64) -> impl Iterator<Item = Span> + '_ {
         let mut start = 0;
-        self.segments.iter().flat_map(move |segment| {
+        self.templates.iter().flat_map(move |template| {
             let (from, to) = (from.saturating_sub(start), to.saturating_sub(start));
-            start += segment.tensor_bytes();
-            segment.spans_between(from, to.min(segment.tensor_bytes()))
+            start += template.tensor_bytes();
+            template.spans_between(from, to.min(template.tensor_bytes()))
         })
     }
 

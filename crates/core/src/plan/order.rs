@@ -7,6 +7,7 @@
 use hashbrown::{HashMap, HashSet};
 
 use super::spans::PLAN;
+use super::template::Pairs;
 use crate::error::Result;
 use crate::fallible;
 
@@ -31,11 +32,11 @@ pub(super) fn order_matters(pairs: &[(u32, u32)], caches: CacheCount) -> Result<
 }
 
 /// Keeps, of the pairs that write one block, only the last one. The order of the rest is undefined.
-pub(super) fn keep_last(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
+pub(super) fn keep_last(pairs: &mut Pairs) -> Result<()> {
     if order_matters(pairs, CacheCount::Two)? {
         let mut written = BlockSet::of(pairs)?;
         pairs.reverse();
-        pairs.retain(|&(_, dst)| written.add(dst));
+        pairs.retain(|&mut (_, dst)| written.add(dst));
     }
     Ok(())
 }
@@ -86,7 +87,7 @@ impl BlockSet {
 
 /// Splits pairs within one cache, whose [order matters](order_matters), into groups, which must be copied one after the other.
 /// Each pair joins the first group that the earlier pairs at its blocks allow. No group is empty.
-pub(super) fn groups(pairs: Vec<(u32, u32)>) -> Result<Vec<Vec<(u32, u32)>>> {
+pub(super) fn groups(pairs: Pairs) -> Result<Vec<Vec<(u32, u32)>>> {
     /// The first group in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
     struct Free {

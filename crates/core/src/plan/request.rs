@@ -3,13 +3,12 @@
 //! Block lists are long, and each step of a call stores them again. So the plan and the message of a call share one list
 //! of pairs of 32-bit block numbers, which takes 8 bytes for each block (benches/results/log.md).
 
-use std::sync::Arc;
-
 use super::side::Side;
 use super::spans::{Piece, Span};
-use super::template::Template;
+use super::template::{Pairs, Template};
 use crate::error::{Error, Result};
 use crate::fallible;
+use crate::model::RowList;
 
 /// Name of the lists of a request in out-of-memory errors.
 pub(crate) const REQUEST: &str = "the lists of a request";
@@ -22,9 +21,9 @@ pub struct Moves {
     pub dst_tensor: u32,
     pub num_tensors: u32,
     /// Rows of the source cache that are read, if it is local. Rows may repeat. Empty for pushes, whose callers have them.
-    pub src_rows: Vec<u64>,
+    pub src_rows: RowList,
     /// Rows of the destination cache that are written, if it is local. Rows may repeat. Empty for pulls, whose callers have them.
-    pub dst_rows: Vec<u64>,
+    pub dst_rows: RowList,
 }
 
 /// The pieces that move in one tensor, in the order given: the same part of many rows.
@@ -65,13 +64,14 @@ impl Pieces {
             return Ok(Pieces { beyond, ..Pieces::default() });
         }
         #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-        let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
-        let spans = fallible::collect(REQUEST, std::iter::once(Span::single(src, dst, len)))?;
-        let (src_unit, dst_unit, pairs) = (strides.0, strides.1, Arc::new(pairs));
-        Ok(Pieces { template: Template { src_unit, dst_unit, pairs, spans }, ..Pieces::default() })
+        let pairs: Pairs =
+            fallible::collect_inline(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
+        let template = Template::new(strides, pairs, [Span::single(src, dst, len)]);
+        Ok(Pieces { template, ..Pieces::default() })
     }
 
-    /// Returns `Err(InvalidArgument)` if a row has a number of 2^32 or above. This error comes after all others of the arguments.
+    /// Returns `Err(InvalidArgument)` if a row has a number of 2^32 or above. This error comes after all others of the
+    /// arguments.
     pub(crate) fn check_numbers(&self) -> Result<()> {
         let Some((side, row, pair)) = self.beyond else { return Ok(()) };
         let name = side.of(("source block", "destination block"));

@@ -1,14 +1,9 @@
-//! Plans as lists of templates: for messages, and for requests for checksums.
+//! Limits on the templates of a plan that a message carries.
 
 use super::conflicts::check_size;
 use super::copy_plan::CopyPlan;
-use super::segment::Segment;
-use super::side::Side;
 use super::span_limits::Tally;
-use super::spans::PLAN;
-use super::template::Template;
 use crate::error::{Error, Result, ensure};
-use crate::fallible;
 
 /// Maximum number of templates in a message. A plan has one for each distinct length of a run of tokens.
 pub const MOST_TEMPLATES: usize = 256;
@@ -16,33 +11,13 @@ pub const MOST_TEMPLATES: usize = 256;
 pub const MOST_TEMPLATE_SPANS: usize = 1 << 16;
 
 impl CopyPlan {
-    /// Returns the template of each segment.
-    pub fn templates(&self) -> impl ExactSizeIterator<Item = &Template> {
-        self.segments().iter().map(Segment::template)
-    }
-
-    /// Returns the number of pairs of all templates.
-    pub fn num_pairs(&self) -> usize {
-        self.templates().map(|template| template.pairs.len()).sum()
-    }
-
     /// Returns `Err(InvalidArgument)` if a peer would refuse the templates.
     pub fn check_sendable(&self) -> Result<()> {
-        check_counts(self.segments().len(), self.templates().map(|template| template.spans.len()).sum())?;
+        let templates = self.templates();
+        check_counts(templates.len(), templates.iter().map(|template| template.spans.len()).sum())?;
         let mut tally = Tally::default();
-        self.templates().try_for_each(|template| tally.add_template(template))?;
-        check_size(self.segments())
-    }
-
-    /// Returns a plan of some pairs of this one, `templates`, in the same tensors.
-    pub(super) fn with_templates(&self, templates: Vec<Template>) -> Result<CopyPlan> {
-        let segments = fallible::try_collect(PLAN, templates.into_iter().map(Segment::of_template))?;
-        let plan = CopyPlan::new(self.num_tensors(), segments);
-        Ok(plan.in_tensor_steps(
-            self.tensors(Side::Source),
-            self.tensors(Side::Destination),
-            self.num_tensors(),
-        ))
+        templates.iter().try_for_each(|template| tally.add_template(template))?;
+        check_size(templates)
     }
 }
 

@@ -2,8 +2,8 @@
 
 use super::copy_plan::CopyPlan;
 use super::range_list::RangeList;
-use super::segment::Segment;
 use super::side::Side;
+use super::template::Template;
 use crate::error::Result;
 use crate::fallible;
 use crate::model::RowSizes;
@@ -16,15 +16,15 @@ impl CopyPlan {
     /// peer's plan must have passed [`check_bounds`](Self::check_bounds) and [`check_rows`](Self::check_rows); then there are
     /// at most as many rows as the cache has.
     pub fn touched_rows(&self, side: Side, sizes: impl Into<RowSizes>) -> Result<Vec<u64>> {
-        rows(self.segments(), side, sizes.into().stride())
+        rows(self.templates(), side, sizes.into().stride())
     }
 }
 
 /// Returns the rows that one side touches. Row `r` is the bytes from `r·row_stride` on, up to the next row. That includes
 /// the gap after it, which no piece touches.
-fn rows(segments: &[Segment], side: Side, row_stride: u64) -> Result<Vec<u64>> {
-    if let [segment] = segments
-        && let Some(places) = places(segment, side)
+fn rows(templates: &[Template], side: Side, row_stride: u64) -> Result<Vec<u64>> {
+    if let [template] = templates
+        && let Some(places) = places(template, side)
         && let Some(rows) = rows_of_places(&places, side, row_stride)?
     {
         return Ok(rows);
@@ -32,15 +32,15 @@ fn rows(segments: &[Segment], side: Side, row_stride: u64) -> Result<Vec<u64>> {
     let mut touched = RangeList::new(ROWS);
     let mut add =
         |start: u64, bytes: u64| touched.add(start / row_stride..(start + (bytes - 1)) / row_stride + 1);
-    for segment in segments {
-        if let Some(Places { pairs, first, unit, len }) = places(segment, side)
+    for template in templates {
+        if let Some(Places { pairs, first, unit, len }) = places(template, side)
             && len <= row_stride
         {
             // Each place touches the rows of its first and of its last byte, and there is none in between.
             pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(side.of(pair)), len))?;
             continue;
         }
-        for span in segment.spans() {
+        for span in template.placed_spans() {
             let (_, step) = span.start(side);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
             // there are at most `MOST_PIECES`.
@@ -69,8 +69,7 @@ struct Places<'a> {
 }
 
 /// Returns the bytes from the first to the last byte of a template, at each of its places.
-fn places(segment: &Segment, side: Side) -> Option<Places<'_>> {
-    let template = segment.template();
+fn places(template: &Template, side: Side) -> Option<Places<'_>> {
     let (hull, unit) = (side.of(template.hulls()?), side.of((template.src_unit, template.dst_unit)));
     Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
 }

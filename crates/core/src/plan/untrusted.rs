@@ -3,16 +3,14 @@
 //! The checks of positions are in closed form, so a larger count in a span does not make them slower.
 //! `protocol` decodes the bytes of a message.
 
-use super::conflicts::check_segments;
+use super::conflicts::check_templates;
 use super::copy_plan::CopyPlan;
-use super::segment::Segment;
 use super::side::Side;
 use super::span_limits::{Tally, refused};
-use super::spans::{PLAN, Span};
-use super::template::Template;
+use super::spans::Span;
+use super::template::{Template, Templates};
 use super::tensor_steps::TensorSteps;
 use crate::error::{Error, Result, ensure};
-use crate::fallible;
 use crate::model::RowSizes;
 
 impl CopyPlan {
@@ -24,7 +22,7 @@ impl CopyPlan {
         num_tensors: u32,
         src: TensorSteps,
         dst: TensorSteps,
-        templates: Vec<Template>,
+        templates: Templates,
     ) -> Result<CopyPlan> {
         check_tensors(num_tensors, src, dst)?;
         let mut tally = Tally::default();
@@ -32,9 +30,8 @@ impl CopyPlan {
         check_total(tally.bytes(), num_tensors)?;
         // A pair takes 8 bytes here and at least 2 in its message, so a quarter is counted.
         let taken = templates.iter().map(|template| size_of_val(&template.pairs[..]) / 4).sum();
-        let segments = fallible::try_collect(PLAN, templates.into_iter().map(Segment::of_template))?;
-        check_segments(&segments, taken)?;
-        Ok(CopyPlan::new(num_tensors, segments).in_tensor_steps(src, dst, num_tensors))
+        check_templates(&templates, taken)?;
+        CopyPlan::new(num_tensors, (src, dst), templates)
     }
 
     /// Checks that every piece of one side lies inside the tensors of a cache: their number, and the bytes of each. Returns
@@ -50,14 +47,14 @@ impl CopyPlan {
         if side == Side::Destination && self.tensor_bytes() > tensor_bytes {
             return Err(outside(side, tensor_bytes).with("plan_bytes", self.tensor_bytes()));
         }
-        self.templates().try_for_each(|template| check_inside(template, side, tensor_bytes))
+        self.templates().iter().try_for_each(|template| check_inside(template, side, tensor_bytes))
     }
 
     /// Checks that every piece of one side lies inside one row if there are gaps between the rows of the cache. The plan must
     /// have passed [`check_bounds`](Self::check_bounds). Returns `Err(InvalidArgument)` if a piece touches a gap.
     pub fn check_rows(&self, side: Side, rows: RowSizes) -> Result<()> {
         if rows.has_gaps() {
-            self.segments().iter().try_for_each(|segment| check_gaps(segment, side, rows))?;
+            self.templates().iter().try_for_each(|template| check_gaps(template, side, rows))?;
         }
         Ok(())
     }
@@ -75,15 +72,14 @@ fn outside(side: Side, tensor_bytes: u64) -> Error {
         .with("tensor_bytes", tensor_bytes)
 }
 
-/// Checks that every piece of `segment` lies inside one row.
-fn check_gaps(segment: &Segment, side: Side, rows: RowSizes) -> Result<()> {
-    let template = segment.template();
+/// Checks that every piece of `template` lies inside one row.
+fn check_gaps(template: &Template, side: Side, rows: RowSizes) -> Result<()> {
     let touches = |span: &Span| touches_gap(span, side, rows);
     let outside = if side.of((template.src_unit, template.dst_unit)).is_multiple_of(rows.stride()) {
         // Every place is as far into a row as place 0.
         template.spans.iter().copied().find(touches)
     } else {
-        segment.spans().find(touches)
+        template.placed_spans().find(touches)
     };
     let Some(span) = outside else { return Ok(()) };
     Err(Error::invalid("the plan touches bytes between two rows of its tensors")

@@ -5,14 +5,14 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use smallvec::SmallVec;
 
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::plan::{CopyPlan, Side, Span, Template, TensorSteps, check_counts};
+use crate::plan::{CopyPlan, Pairs, Side, Span, Template, Templates, TensorSteps, check_counts};
 
 /// Name of the lists of a plan in out-of-memory errors.
 const PLAN: &str = "a plan";
@@ -29,7 +29,7 @@ pub struct WirePlan {
 /// The templates of a plan: at most as many, with as many spans in all, as [`check_counts`] allows. An error if they were read to
 /// their end, but are invalid or could not be allocated. The rest of the message can be read, so the peer still gets a reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WireTemplates(pub Result<Vec<Template>>);
+pub struct WireTemplates(pub Result<Templates>);
 
 impl TryFrom<&CopyPlan> for WirePlan {
     type Error = Error;
@@ -37,9 +37,7 @@ impl TryFrom<&CopyPlan> for WirePlan {
     fn try_from(plan: &CopyPlan) -> Result<WirePlan> {
         plan.check_sendable()?;
         let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
-        // The pairs are shared, and the spans copied.
-        let templates = plan.templates().map(|template| template.at_pairs(template.pairs.clone()));
-        let templates = WireTemplates(Ok(fallible::try_collect(PLAN, templates)?));
+        let templates = WireTemplates(Ok(plan.templates().clone()));
         Ok(WirePlan { num_tensors: plan.num_tensors(), src, dst, templates })
     }
 }
@@ -56,10 +54,10 @@ impl Serialize for WireTemplates {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         /// A [`Template`] in the order of its fields in the message.
         #[derive(Serialize)]
-        struct SentTemplate<'a>(u64, u64, Pairs<'a>, &'a [Span]);
+        struct SentTemplate<'a>(u64, u64, SentPairs<'a>, &'a [Span]);
         let templates = self.0.as_deref().map_err(serde::ser::Error::custom)?;
-        to.collect_seq(templates.iter().map(|Template { src_unit, dst_unit, pairs, spans }| {
-            SentTemplate(*src_unit, *dst_unit, Pairs(pairs), spans)
+        to.collect_seq(templates.iter().map(|Template { src_unit, dst_unit, pairs, spans, .. }| {
+            SentTemplate(*src_unit, *dst_unit, SentPairs(pairs), spans)
         }))
     }
 }
@@ -69,12 +67,12 @@ impl<'de> Deserialize<'de> for WireTemplates {
         let mut num_spans = 0;
         let templates = read_list(from, |templates, template: (u64, u64, ReceivedPairs, ReceivedSpans)| {
             let (src_unit, dst_unit, pairs, spans) = template;
-            let (pairs, spans) = (Arc::new(pairs.0?), spans.0?);
+            let (pairs, spans) = (pairs.0?, spans.0?);
             num_spans += spans.len();
             check_counts(templates.len() + 1, num_spans)?;
-            fallible::push(PLAN, templates, Template { src_unit, dst_unit, pairs, spans })
-        });
-        templates.map(WireTemplates)
+            fallible::push(PLAN, templates, Template::new((src_unit, dst_unit), pairs, spans))
+        })?;
+        Ok(WireTemplates(templates.map(|list| SmallVec::from_vec(list).into())))
     }
 }
 
@@ -134,16 +132,16 @@ impl<'de, L, F: FnMut(&mut Vec<L>, T) -> Result<()>, T: Deserialize<'de>> Visito
 
 /// Pairs of block numbers. In the message they are a byte string: the width in bytes
 /// (1, 2 or 4), then the source and the destination number of each pair, in little endian.
-struct Pairs<'a>(&'a [(u32, u32)]);
+struct SentPairs<'a>(&'a [(u32, u32)]);
 
-impl Serialize for Pairs<'_> {
+impl Serialize for SentPairs<'_> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         // `frame::no_room` takes this error for a failed allocation.
         to.serialize_bytes(&self.packed().map_err(serde::ser::Error::custom)?)
     }
 }
 
-impl Pairs<'_> {
+impl SentPairs<'_> {
     #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
     fn packed(&self) -> Result<Vec<u8>> {
         let any = self.0.iter().fold(0, |any, &(src, dst)| any | src | dst);
@@ -168,7 +166,7 @@ impl Pairs<'_> {
 }
 
 /// Pairs as they are read; an error if there are more than can have different destinations.
-struct ReceivedPairs(Result<Vec<(u32, u32)>>);
+struct ReceivedPairs(Result<Pairs>);
 
 impl<'de> Deserialize<'de> for ReceivedPairs {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
@@ -188,10 +186,7 @@ impl<'de> Deserialize<'de> for ReceivedPairs {
 ///
 /// More pairs than numbers of this width are refused, because two would have the same destination. So there
 /// are few pairs of narrow numbers, which take up to four times as much memory as in the message.
-fn unpacked<const WIDTH: usize>(
-    bytes: &[u8],
-    number: impl Fn([u8; WIDTH]) -> u32,
-) -> Option<Result<Vec<(u32, u32)>>> {
+fn unpacked<const WIDTH: usize>(bytes: &[u8], number: impl Fn([u8; WIDTH]) -> u32) -> Option<Result<Pairs>> {
     let (numbers, rest) = bytes.as_chunks::<WIDTH>();
     let (pairs, odd) = numbers.as_chunks::<2>();
     if !rest.is_empty() || !odd.is_empty() {
@@ -203,5 +198,5 @@ fn unpacked<const WIDTH: usize>(
         return Some(Err(error.with("blocks", pairs.len()).with("width", WIDTH)));
     }
     let pairs = pairs.iter().map(|&[src, dst]| (number(src), number(dst)));
-    Some(fallible::collect(PLAN, pairs))
+    Some(fallible::collect_inline(PLAN, pairs))
 }

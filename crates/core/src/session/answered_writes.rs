@@ -30,7 +30,7 @@ impl RequestContext<'_> {
         let begun = self.charged(|| {
             let plan = bounded(plan, &range)?;
             let pinned = self.pin_for_write(call, &plan)?;
-            Ok(pinned.map(|(cache, pin)| (Arc::new(plan), cache, pin)))
+            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
         let begun =
             if ahead { self.begin_ahead(begun, bytes) } else { self.begin(begun, bytes, send_message) };
@@ -66,7 +66,7 @@ impl RequestContext<'_> {
             let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
             let write = SharedWrite {
                 id,
-                plan: Arc::new(plan),
+                plan,
                 cache,
                 deadline: self.deadline,
                 _pin: pin,

@@ -247,7 +247,7 @@ impl RequestContext<'_> {
             if sum.as_ref().is_some_and(changed) {
                 return Ok(None);
             }
-            Ok(Some((Arc::new(plan), cache, pin, granted, sum)))
+            Ok(Some((plan, cache, pin, granted, sum)))
         });
         let bytes = range.end.saturating_sub(range.start);
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
@@ -289,7 +289,7 @@ impl RequestContext<'_> {
         plan: WirePlan,
         (source, num_tensors, tensor_bytes): (&WireLocation, u32, u64),
     ) -> Result<Reply> {
-        let plan = Arc::new(CopyPlan::try_from(plan)?);
+        let plan = CopyPlan::try_from(plan)?;
         let tensors = match self.link.remote.tensors(source, num_tensors, tensor_bytes)? {
             Ok(tensors) => tensors,
             Err(reason) => return Ok(Reply::Unreachable { reason: reason.into_owned() }),

@@ -11,7 +11,7 @@ use crate::budget::BudgetShare;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
 use crate::copy::PathJob;
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{Deadline, Geometry, Name, RowSizes};
+use crate::model::{Deadline, Geometry, Name, RowList, RowSizes};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{self, NamedCache, Reply, WirePlan};
@@ -47,7 +47,7 @@ const RECENT: Duration = Duration::from_micros(200);
 
 impl RequestContext<'_> {
     /// Returns what a path needs to move the bytes of `plan` for this request.
-    pub(super) fn job<'a>(&'a self, plan: &'a Arc<CopyPlan>) -> PathJob<'a> {
+    pub(super) fn job<'a>(&'a self, plan: &'a CopyPlan) -> PathJob<'a> {
         PathJob { engine: &self.resources.copy_engine, plan, deadline: self.deadline }
     }
 
@@ -177,13 +177,13 @@ pub(super) fn rows(
     cache: &Cache,
     geometry: Geometry,
     touched: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
-) -> Result<Vec<u64>> {
+) -> Result<RowList> {
     let together = rows_of_a_pin(cache);
     let mut rows = touched(geometry.row_sizes().grouped(together))?;
     for row in &mut rows {
         *row *= together;
     }
-    Ok(rows)
+    Ok(rows.into())
 }
 
 /// Checks a plan from a peer, and that the bytes `range` lie within it.

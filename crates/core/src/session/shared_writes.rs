@@ -51,7 +51,7 @@ struct PendingWrite {
 #[derive(Debug)]
 pub(super) struct SharedWrite {
     pub(super) id: u64,
-    pub(super) plan: Arc<CopyPlan>,
+    pub(super) plan: CopyPlan,
     pub(super) cache: Arc<Cache>,
     pub(super) deadline: Deadline,
     /// Released with the write, as is the share of the budget for the memory of the plan.

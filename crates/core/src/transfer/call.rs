@@ -186,7 +186,7 @@ impl Call {
     }
 
     /// Returns what a path needs to move the bytes of `plan` for this call.
-    pub(super) fn job<'a>(&'a self, plan: &'a Arc<CopyPlan>) -> PathJob<'a> {
+    pub(super) fn job<'a>(&'a self, plan: &'a CopyPlan) -> PathJob<'a> {
         PathJob { engine: &self.resources.copy_engine, plan, deadline: self.deadline }
     }
 

@@ -13,7 +13,7 @@ use super::delivery::{LayerSink, TaskKind};
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{AddressLocation, CacheId, CacheLayout, Deadline, Name, RowSizes};
+use crate::model::{AddressLocation, CacheId, CacheLayout, Deadline, Name, RowList, RowSizes};
 use crate::plan::CopyPlan;
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
@@ -41,7 +41,7 @@ pub(crate) struct FoundDestination {
     kind: TaskKind,
     link: Arc<Link>,
     /// Rows of the local cache that are read.
-    local_rows: Vec<u64>,
+    local_rows: RowList,
     /// Parts of each layer of the range.
     layers: Vec<Vec<Part>>,
 }
@@ -50,7 +50,7 @@ pub(crate) struct FoundDestination {
 #[derive(Clone)]
 struct Part {
     cache: CacheId,
-    plan: Arc<CopyPlan>,
+    plan: CopyPlan,
 }
 
 impl FoundDestination {
@@ -120,7 +120,10 @@ impl LayerPush {
             grant: None,
             verify: self.resources.config.verify,
         };
-        let (rows, plans) = (|| fallible::copied(LAYERS, &found.local_rows), slice::from_ref(&*part.plan));
+        let (rows, plans) = (
+            || fallible::collect_inline(LAYERS, found.local_rows.iter().copied()),
+            slice::from_ref(&part.plan),
+        );
         call.counted_as(layers, || call.rounds(|known| call.push(known, plans, rows()?)))
     }
 
@@ -140,7 +143,7 @@ impl LayerPush {
         name: Name,
         first_layer: u32,
         deadline: Deadline,
-    ) -> Result<(Vec<u64>, Vec<Vec<Part>>)> {
+    ) -> Result<(RowList, Vec<Vec<Part>>)> {
         let (name, row) = name.without_slot();
         let known = ask(link, name, deadline)?;
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
@@ -177,7 +180,7 @@ impl LayerPush {
             let end = (plan.src_tensor() + plan.num_tensors()).min(end);
             if start < end {
                 let dst = plan.dst_tensor() + (start - plan.src_tensor());
-                let plan = Arc::new(plan.in_tensors(start, dst, end - start));
+                let plan = plan.in_tensors(start, dst, end - start);
                 fallible::push(LAYERS, &mut parts, Part { cache, plan })?;
             }
         }
@@ -190,10 +193,10 @@ impl LayerPush {
         link: &Arc<Link>,
         addrs: &[u64],
         deadline: Deadline,
-    ) -> Result<(Vec<u64>, Vec<Vec<Part>>)> {
+    ) -> Result<(RowList, Vec<Vec<Part>>)> {
         let (locations, _share) = link.locate(addrs, deadline)?;
         let mut tensors =
-            TensorPlans { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
+            TensorPlans { push: self, known: Vec::new(), plans: Vec::new(), local_rows: RowList::new() };
         let mut layers = Vec::new();
         let mut src = self.to.src_layers.first * self.per_layer;
         for locations in locations.chunks(self.per_layer.max(1) as usize) {
@@ -214,10 +217,10 @@ fn add_tensor(parts: &mut Vec<Part>, cache: CacheId, plan: &CopyPlan) -> Result<
     if let Some(last) = parts.last_mut().filter(|last| last.cache == cache)
         && let Some(longer) = last.plan.followed_by(plan)
     {
-        last.plan = Arc::new(longer);
+        last.plan = longer;
         return Ok(());
     }
-    fallible::push(LAYERS, parts, Part { cache, plan: Arc::new(plan.clone()) })
+    fallible::push(LAYERS, parts, Part { cache, plan: plan.clone() })
 }
 
 /// Adds to an error which layers the request was for.
@@ -231,14 +234,14 @@ fn with_layers(error: Error, LayerRange { first, end }: LayerRange) -> Error {
 fn joined(layers: &[Vec<Part>], most_bytes: u64) -> Option<(u32, Part)> {
     let (first, next) = layers.split_first()?;
     let [Part { cache, plan }] = &first[..] else { return None };
-    let (mut count, mut joined) = (1, (**plan).clone());
+    let (mut count, mut joined) = (1, plan.clone());
     for parts in next {
         let [part] = &parts[..] else { break };
         let longer = joined.followed_by(&part.plan).filter(|longer| longer.bytes() <= most_bytes);
         let Some(longer) = longer.filter(|_| part.cache == *cache) else { break };
         (count, joined) = (count + 1, longer);
     }
-    Some((count, Part { cache: *cache, plan: Arc::new(joined) }))
+    Some((count, Part { cache: *cache, plan: joined }))
 }
 
 /// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
@@ -263,7 +266,7 @@ struct TensorPlans<'a> {
     /// Plans by the rows of the local tensor, the offset in a remote tensor and the size of that, both in bytes, and its
     /// rows.
     plans: Vec<((RowSizes, u64, u64, RowSizes), CopyPlan)>,
-    local_rows: Vec<u64>,
+    local_rows: RowList,
 }
 
 impl TensorPlans<'_> {
@@ -330,7 +333,7 @@ mod tests {
     #[test]
     fn joined_stops_at_a_gap_or_another_cache_or_plan() {
         let (plan, other) = (plan(), plan());
-        let of = |cache, plan| vec![Part { cache: CacheId(cache), plan: Arc::new(plan) }];
+        let of = |cache, plan| vec![Part { cache: CacheId(cache), plan }];
         let part = |cache, plan: &CopyPlan, src, dst| of(cache, plan.in_tensors(src, dst, 2));
         let apart = |src, dst| {
             let steps = |first| TensorSteps { first, step: 2 };
@@ -357,7 +360,7 @@ mod tests {
             let (count, whole) = joined(&all, most_bytes).unwrap();
             assert_eq!(count, layers, "{what}");
             assert_eq!(whole.cache, CacheId(1), "{what}");
-            assert_eq!(*whole.plan, plan.in_tensors(4, 10, 2 * layers), "{what}");
+            assert_eq!(whole.plan, plan.in_tensors(4, 10, 2 * layers), "{what}");
         }
         let (_, whole) = joined(&[apart(4, 10), apart(8, 14)], u64::MAX).unwrap();
         assert_eq!(whole.plan.num_tensors(), 4, "tensors with equal steps");

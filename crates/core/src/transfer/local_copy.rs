@@ -118,7 +118,6 @@ impl LocalCopy {
         let mut all = CopyOutcome { bytes: 0, route: Route::Direct };
         let mut limit = Limit::Start(deadline);
         for plan in plans {
-            let plan = Arc::new(plan);
             let compared = verifies.then(|| plan.clone());
             let part = if alone { progress } else { &Arc::default() };
             let outcome = resources.copy_engine.run(plan, from, to, self.staging, limit, part)?;
@@ -156,7 +155,7 @@ impl LocalCopy {
         let equal =
             fallible::collect(BLOCKS, read.iter().zip(&written).map(|(read, written)| read == written))?;
         let mut compared = Compared::default();
-        compared.add(blocks.templates().flat_map(Template::pair_blocks), &equal)?;
+        compared.add(blocks.templates().iter().flat_map(Template::pair_blocks), &equal)?;
         resources.stats.count_verified(compared.checked, compared.different.len());
         if compared.different.is_empty() {
             return Ok(());

@@ -7,7 +7,7 @@ use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{DataPath, Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{CacheKey, Name};
+use crate::model::{CacheKey, Name, RowList};
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{NamedCache, WirePulled};
 use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity};
@@ -80,7 +80,7 @@ impl Call {
         &self,
         known: &Arc<KnownCache>,
         planned: &PlannedTransfer,
-        local_rows: Vec<u64>,
+        local_rows: RowList,
     ) -> Result<(Moved, TransferEnd)> {
         let PlannedTransfer { plans, read_tensors, tokens } = planned;
         plans.iter().try_for_each(|plan| known.check_granted(plan))?;
@@ -95,7 +95,6 @@ impl Call {
         let listed = plans.len() == 1 && tokens.is_none();
         let mut bytes = 0;
         for plan in plans {
-            let plan = &Arc::new(plan.clone());
             let moved = self
                 .pull_bytes(known, plan, total, &mut progress, &pinned)
                 .map_err(|error| if listed { self.with_arrived(error, plan, &progress) } else { error })?;
@@ -126,7 +125,7 @@ impl Call {
     fn pull_bytes(
         &self,
         known: &Arc<KnownCache>,
-        plan: &Arc<CopyPlan>,
+        plan: &CopyPlan,
         total: u64,
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
@@ -157,7 +156,7 @@ impl Call {
     fn read_in_place(
         &self,
         known: &KnownCache,
-        plan: &Arc<CopyPlan>,
+        plan: &CopyPlan,
         snapshot: &PeerSnapshot<'_>,
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
@@ -208,7 +207,7 @@ impl Call {
         &self,
         first: Option<StreamLease>,
         known: &Arc<KnownCache>,
-        plan: &Arc<CopyPlan>,
+        plan: &CopyPlan,
         progress: &mut Arc<Progress>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };

@@ -9,7 +9,7 @@ use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{KeptAlive, PathKind};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::Name;
+use crate::model::{Name, RowList};
 use crate::plan::{CopyPlan, Side, TensorSteps};
 use crate::protocol::{NamedCache, Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
@@ -54,7 +54,7 @@ impl Call {
         &self,
         known: &Arc<KnownCache>,
         plans: &[CopyPlan],
-        local_rows: Vec<u64>,
+        local_rows: RowList,
     ) -> Result<Moved> {
         if plans.iter().all(CopyPlan::is_empty) {
             return Ok(Moved::Bytes(0));
@@ -65,7 +65,7 @@ impl Call {
         self.attempt(total);
         let mut bytes = 0;
         for plan in plans {
-            match self.push_plan(known, &Arc::new(plan.clone()), total, &pinned)? {
+            match self.push_plan(known, plan, total, &pinned)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok(Moved::Stale),
             }
@@ -77,7 +77,7 @@ impl Call {
     fn push_plan(
         &self,
         known: &Arc<KnownCache>,
-        plan: &Arc<CopyPlan>,
+        plan: &CopyPlan,
         total: u64,
         _pinned: &KeptAlive,
     ) -> Result<Moved> {
@@ -98,20 +98,20 @@ impl Call {
     /// cache differ, these are only those of the plan, because a request describes equal tensors.
     fn read_tensors(
         &self,
-        plan: &Arc<CopyPlan>,
+        plan: &CopyPlan,
         memory_location: MemoryLocation,
-    ) -> Result<(Arc<CopyPlan>, u32, MemoryLocation)> {
+    ) -> Result<(CopyPlan, u32, MemoryLocation)> {
         if self.local.mixed().is_none() {
             return Ok((plan.clone(), self.local.num_tensors(), memory_location));
         }
         let tensors = plan.tensors_at(Side::Source);
         let first = TensorSteps::consecutive(0);
         let plan = plan.in_tensor_steps(first, plan.tensors(Side::Destination), tensors.count);
-        Ok((Arc::new(plan), tensors.count, memory_location.only(tensors)?))
+        Ok((plan, tensors.count, memory_location.only(tensors)?))
     }
 
     /// Moves the bytes of one plan of a push of `total` bytes by the available path.
-    fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>, total: u64) -> Result<Moved> {
+    fn push_bytes(&self, known: &Arc<KnownCache>, plan: &CopyPlan, total: u64) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
         match self.link.remote.path_of_peer(&memory_location) {
             Ok(path) => {
@@ -133,7 +133,7 @@ impl Call {
     fn have_read(
         &self,
         known: &Arc<KnownCache>,
-        plan: &Arc<CopyPlan>,
+        plan: &CopyPlan,
         memory_location: MemoryLocation,
         path: PathKind,
     ) -> Result<Option<Moved>> {
@@ -141,7 +141,7 @@ impl Call {
         let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
         let request = Request::Fetch {
             cache: NamedCache { name: self.name, id: known.cache },
-            plan: WirePlan::try_from(&*plan)?,
+            plan: WirePlan::try_from(&plan)?,
             source: location(memory_location)?,
             num_tensors,
             tensor_bytes,
@@ -174,7 +174,7 @@ impl Call {
     fn send_bytes(
         &self,
         known: &Arc<KnownCache>,
-        plan: &Arc<CopyPlan>,
+        plan: &CopyPlan,
         first: Option<StreamLease>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };

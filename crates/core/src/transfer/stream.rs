@@ -38,7 +38,7 @@ const MAX_PIECES_AHEAD: u64 = 128;
 pub(super) struct Streams {
     pub(super) call: Call,
     pub(super) known: Arc<KnownCache>,
-    pub(super) plan: Arc<CopyPlan>,
+    pub(super) plan: CopyPlan,
 }
 
 /// Returns the path of a transfer over these streams. Those without rings are slower, so they decide.
@@ -151,7 +151,7 @@ impl Streams {
             cache: NamedCache { name: self.call.remote_name(), id: self.known.cache },
             // The caller's name may be that of another cache by now.
             generation: self.known.granted.is_some().then_some(self.known.at.generation),
-            plan: WirePlan::try_from(&*self.plan)?,
+            plan: WirePlan::try_from(&self.plan)?,
             range: range.clone(),
             summed,
         };
@@ -236,7 +236,7 @@ impl Streams {
     fn write(&self, range: Range<u64>, ahead: bool, shared: Option<u64>) -> Result<Request> {
         Ok(Request::Write {
             cache: NamedCache { name: self.call.name, id: self.known.cache },
-            plan: WirePlan::try_from(&*self.plan)?,
+            plan: WirePlan::try_from(&self.plan)?,
             range,
             ahead,
             shared,

@@ -56,7 +56,7 @@ impl Call {
             let part = part?;
             self.deadline.waiting(COMPARING)?;
             let Some(equal) = self.compare_part(known, &part, local)? else { return Ok(None) };
-            compared.add(part.templates().flat_map(Template::pair_blocks), &equal)?;
+            compared.add(part.templates().iter().flat_map(Template::pair_blocks), &equal)?;
         }
         Ok(Some(compared))
     }

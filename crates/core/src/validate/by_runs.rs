@@ -11,7 +11,7 @@ use super::layer_ranges::TensorRun;
 use super::layerwise::{LayerRows, LayerwiseArgs};
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheLayout, Geometry, MixedSizes};
+use crate::model::{CacheLayout, Geometry, MixedSizes, RowList};
 use crate::plan::{CacheCount, CopyPlan, Moves, Plans, REQUEST};
 
 /// Maximum number of pairs of different sizes, of a tensor here and one there, in a call. Each has a plan of its own, with
@@ -61,15 +61,15 @@ impl<'a> From<&'a RemoteCache> for SideSizes<'a> {
 }
 
 /// What moves between two caches of which one or both have tensors that differ.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct PlannedRuns {
     /// The plans. Those of different tensors may run in any order; within one cache, those of the same tensors run one after
     /// the other ([`CopyPlan::moves_in_order`]).
     pub plans: Vec<CopyPlan>,
     /// Rows of the source cache that are read, if the check of a run returned them.
-    pub src_rows: Vec<u64>,
+    pub src_rows: RowList,
     /// Rows of the destination cache that are written, if the check of a run returned them.
-    pub dst_rows: Vec<u64>,
+    pub dst_rows: RowList,
 }
 
 /// Plans with `plan` what `moves` returns for each run of `tensors` that are equal on both sides, given the layouts that the
@@ -80,7 +80,7 @@ pub(super) fn planned(
     mut moves: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
     plan: impl Fn(&mut Moves) -> Result<Plans>,
 ) -> Result<PlannedRuns> {
-    let mut planned = PlannedRuns { plans: Vec::new(), src_rows: Vec::new(), dst_rows: Vec::new() };
+    let mut planned = PlannedRuns::default();
     let mut known: Vec<((Geometry, Geometry), Plans)> = Vec::new();
     let mut done = 0;
     while done < tensors.count {

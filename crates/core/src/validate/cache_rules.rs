@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{
-    CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RowSizes, TensorSpan,
+    CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RowList, RowSizes, TensorSpan,
 };
 use crate::plan::{Piece, Pieces, REQUEST, total_bytes};
 
@@ -124,8 +124,8 @@ pub(super) fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
 }
 
 /// Returns blocks that [`in_range`] accepted as numbers without a sign.
-pub(super) fn numbers(blocks: &[i64]) -> Result<Vec<u64>> {
-    fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
+pub(super) fn numbers(blocks: &[i64]) -> Result<RowList> {
+    fallible::collect_inline(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
 }
 
 /// Checks that a slot of `slot_bytes` bytes has as many `blocks` of `block_bytes` bytes, of which the last may be cut.

@@ -196,7 +196,7 @@ impl CheckedTransfer {
                 in_range(side.other().of(BLOCKS), blocks, remote.layout.geometry)?;
                 numbers(blocks)?
             }
-            None => vec![u64::from(remote.row)],
+            None => [u64::from(remote.row)].into(),
         };
         let local_rows = rows.local_rows()?;
         let (local_tokens, remote_tokens) = match rows {

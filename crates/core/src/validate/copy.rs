@@ -6,7 +6,7 @@ use super::cache_rules::{batch_cache, blocks_cache, copy_size, on_device, row, t
 use super::sub_rows::{apart_or_equal, first_row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheLayout, Geometry, Placement, SubRow};
+use crate::model::{CacheLayout, Geometry, Placement, RowList, SubRow};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// The arguments of `copy_cache` as the caller gave them.
@@ -51,8 +51,8 @@ pub fn copy_cache(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Result<
     Ok(Moves {
         pieces: Pieces::rows(first, strides, std::iter::once((src_row, dst_row)))?,
         num_tensors: from.num_tensors(),
-        src_rows: vec![src_row],
-        dst_rows: vec![dst_row],
+        src_rows: [src_row].into(),
+        dst_rows: [dst_row].into(),
         ..Moves::default()
     })
 }
@@ -139,8 +139,8 @@ fn mismatch(what: &str, src: impl Display, dst: impl Display) -> Error {
 fn block_moves(pairs: &[(i64, i64)], first: Piece, (src, dst): (Geometry, Geometry)) -> Result<Moves> {
     let blocks = (pairs.len() as u64).saturating_mul(u64::from(src.num_tensors()));
     total_bytes(blocks, first.len)?;
-    let mut src_rows = fallible::with_capacity(REQUEST, pairs.len())?;
-    let mut dst_rows = fallible::with_capacity(REQUEST, pairs.len())?;
+    let mut src_rows: RowList = fallible::inline_with_capacity(REQUEST, pairs.len())?;
+    let mut dst_rows: RowList = fallible::inline_with_capacity(REQUEST, pairs.len())?;
     for &(from, to) in pairs {
         let at = src_rows.len();
         src_rows.push(row("source block", from, src).map_err(|error| error.with("pair", at))?);

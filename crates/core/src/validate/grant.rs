@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::cache_rules::{blocks_cache, in_range, not_empty, numbers};
 use crate::error::{Error, Result, ensure};
-use crate::model::CacheLayout;
+use crate::model::{CacheLayout, RowList};
 
 /// Maximum number of readers of one grant: as many as there can be links.
 const MOST_READERS: usize = 4096;
@@ -18,5 +18,5 @@ pub fn grant(layout: CacheLayout, blocks: &[i64], ttl: Duration, readers: usize)
     ensure((1..=most).contains(&ttl_ms), || Error::argument("ttl_ms", ttl_ms, format!("1 to {most}")))?;
     let allowed = format!("1 to {MOST_READERS}");
     ensure((1..=MOST_READERS).contains(&readers), || Error::argument("readers", readers, allowed))?;
-    numbers(blocks)
+    numbers(blocks).map(RowList::into_vec)
 }

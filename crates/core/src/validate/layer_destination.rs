@@ -9,7 +9,7 @@ use super::cache_rules::{
 use super::layerwise::LayerRows;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, Geometry, RowSizes};
+use crate::model::{CacheKind, CacheLayout, Geometry, RowList, RowSizes};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// Memory of a peer into which a tensor of the local cache is written.
@@ -117,7 +117,7 @@ fn pieces(
     rows: &LayerRows,
     src_row: u32,
     (dst_stride, room): (Option<u64>, u64),
-) -> Result<(Pieces, Vec<u64>)> {
+) -> Result<(Pieces, RowList)> {
     let (slot, len) = (u64::from(src_row), here.row_bytes());
     match rows {
         LayerRows::Slot => {
@@ -125,7 +125,7 @@ fn pieces(
             ensure(len <= room, || too_small(rows, 0, len, room))?;
             let first = Piece { src: 0, dst: 0, len };
             let pieces = Pieces::rows(first, (here.row_stride(), 0), std::iter::once((slot, 0)))?;
-            Ok((pieces, vec![slot]))
+            Ok((pieces, [slot].into()))
         }
         LayerRows::Blocks { src, dst } => {
             numbered("src_block_indices", src, here.rows())?;
@@ -135,7 +135,7 @@ fn pieces(
             fit(rows, dst, (stride, room), |_| len)?;
             let pairs = src.iter().copied().zip(dst.iter().copied());
             let pieces = Pieces::rows(Piece { src: 0, dst: 0, len }, (here.row_stride(), stride), pairs)?;
-            Ok((pieces, fallible::copied(REQUEST, src)?))
+            Ok((pieces, fallible::collect_inline(REQUEST, src.iter().copied())?))
         }
         LayerRows::SlotToBlocks { dst, block_bytes } => {
             row("src_batch_index", slot, here)?;
@@ -148,7 +148,7 @@ fn pieces(
             numbered("dst_block_indices", dst, u64::MAX / blocks.stride())?;
             check_cut(len, dst, *block_bytes)?;
             fit(rows, dst, (blocks.stride(), room), |at| (*block_bytes).min(len - at as u64 * block_bytes))?;
-            Ok((cut(here.row_start(slot), len, dst, blocks)?, vec![slot]))
+            Ok((cut(here.row_start(slot), len, dst, blocks)?, [slot].into()))
         }
     }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::cache_rules::numbers;
 use crate::error::{Error, Result, ensure};
-use crate::model::SubRow;
+use crate::model::{RowList, SubRow};
 
 /// The rows that a pull or push moves between the `local` cache and the `remote` one. A pull writes the local rows, and a push
 /// reads them.
@@ -44,9 +44,9 @@ impl Rows {
     }
 
     /// Returns the rows of the local cache that are read or written, once they were checked.
-    pub fn local_rows(&self) -> Result<Vec<u64>> {
+    pub fn local_rows(&self) -> Result<RowList> {
         match (self.local_slot(), self.local_blocks()) {
-            (Some(slot), _) => Ok(vec![u64::from(slot)]),
+            (Some(slot), _) => Ok([u64::from(slot)].into()),
             (None, blocks) => numbers(blocks.unwrap_or_default()),
         }
     }

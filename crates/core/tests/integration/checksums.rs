@@ -15,7 +15,7 @@ use llm_datadist_core::{
 use llm_datadist_testing::SimDevice;
 use proptest::prelude::*;
 
-use crate::fixtures::{block_plan, config, desc, engine_on, patterned, proptest_cases};
+use crate::fixtures::{block_plan, config, desc, engine_on, listed, patterned, proptest_cases};
 
 const ROW: u64 = 12;
 
@@ -29,7 +29,7 @@ fn last_sources(pieces: &[Piece]) -> BTreeMap<u64, u64> {
 fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: Side, row_bytes: u64, most: u64) {
     let blocks = |sample| -> Vec<Piece> {
         let compared = plan.compared(BlockSizes { local, rows: row_bytes.into(), most }, sample).unwrap();
-        compared.templates().flat_map(Template::pair_blocks).collect()
+        compared.templates().iter().flat_map(Template::pair_blocks).collect()
     };
     let all = blocks(None);
     let mut found = BTreeMap::new();
@@ -139,11 +139,11 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     let blocks = [(0, 40_000), (39_000, 100_001)];
     let template = |dst_unit, pairs: Vec<(u32, u32)>, src, len| {
         let spans = vec![Span { src, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }];
-        Template { src_unit: 0, dst_unit, pairs: pairs.into(), spans }
+        Template::new((0, dst_unit), pairs, spans)
     };
     let plan = |first, count, templates| {
         let tensors = TensorSteps::consecutive(first);
-        CopyPlan::from_templates(count, tensors, tensors, templates).unwrap()
+        CopyPlan::from_templates(count, tensors, tensors, listed(templates)).unwrap()
     };
     let asked = (0..).zip(blocks).map(|(at, (start, len))| template(1 << 20, vec![(0, at)], start, len));
     let asked = plan(1, 2, asked.collect());

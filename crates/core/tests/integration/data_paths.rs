@@ -99,7 +99,7 @@ impl Destination {
         assert!(read == wanted, "{what}");
     }
 
-    fn read(&self, path: &mut dyn DataPath, plan: &Arc<CopyPlan>, what: &str) {
+    fn read(&self, path: &mut dyn DataPath, plan: &CopyPlan, what: &str) {
         let progress = Arc::<Progress>::default();
         let job = PathJob { engine: &self.engine, plan, deadline: soon() };
         let to = (&self.tensors, self.placement);
@@ -144,7 +144,7 @@ impl Library {
 }
 
 /// Sends the bytes of the peer from memory of this process.
-fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
+fn serve(plan: &CopyPlan, stream: &Stream) {
     let (_buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
     let mut path = StreamPath { stream, range: 0..plan.bytes(), sum: None };
     path.serve(PathJob { engine: &copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
@@ -153,7 +153,7 @@ fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
 #[test]
 fn paths_move_equal_bytes() {
     let (peer, library) = (Peer::start(), Library::new());
-    let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
+    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
     let destinations = || {
         let devices = [HostReach::Direct, HostReach::Staged].map(Destination::device);
         [Destination::host()].into_iter().chain(devices)
@@ -216,7 +216,7 @@ fn paths_report_reachable_memory_and_hops() {
 #[test]
 fn paths_refuse_unreachable_memory() {
     let (peer, library) = (Peer::start(), Library::new());
-    let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
+    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
     let (stream, _other) = local_streams("refused");
     let (engine, progress) = (copy_engine(), Arc::<Progress>::default());
     let job = PathJob { engine: &engine, plan: &plan, deadline: soon() };
@@ -239,7 +239,7 @@ fn paths_refuse_unreachable_memory() {
 /// A source that does not respond makes the read time out. Nothing is written afterwards, unless the error says so.
 #[test]
 fn a_read_that_is_given_up_leaves_its_destination_alone() {
-    let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
+    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
     let engine = copy_engine();
     let given_up = |path: &mut dyn DataPath, held: &Arc<()>| {
         let (buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);

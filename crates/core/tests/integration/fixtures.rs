@@ -15,7 +15,7 @@ use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostRe
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{OwnRings, Region, Tensors};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport, Unix};
-use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces, Span, Template, TensorSteps};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces, Span, Template, Templates, TensorSteps};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
@@ -510,9 +510,13 @@ pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> C
 /// The plan of a peer that sends a list of spans.
 pub fn plan_of_peer(num_tensors: u32, src: u32, dst: u32, spans: Vec<Span>) -> Result<CopyPlan, Error> {
     let [src, dst] = [src, dst].map(TensorSteps::consecutive);
-    let template = Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans };
-    let templates = if template.spans.is_empty() { vec![] } else { vec![template] };
-    CopyPlan::from_templates(num_tensors, src, dst, templates)
+    let templates = if spans.is_empty() { vec![] } else { vec![Template::new((0, 0), vec![(0, 0)], spans)] };
+    CopyPlan::from_templates(num_tensors, src, dst, listed(templates))
+}
+
+/// The templates of a plan or of its message.
+pub fn listed(templates: Vec<Template>) -> Templates {
+    Arc::new(templates.into())
 }
 
 /// Returns the next stream at `listener`, which a peer has dialled or is about to dial; `None` once it is closed.
@@ -535,10 +539,10 @@ pub fn accepted(listener: &dyn Listener) -> Option<Stream> {
 
 /// Takes rows that a call reads.
 pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin, Error> {
-    CallRows::of(cache.clone(), RowUse { reads, ..RowUse::default() }).pin(deadline)
+    CallRows::of(cache.clone(), RowUse { reads: reads.into(), ..RowUse::default() }).pin(deadline)
 }
 
 /// Takes rows that a call writes.
 pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> Result<Pin, Error> {
-    CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }).pin(deadline)
+    CallRows::of(cache.clone(), RowUse { writes: writes.into(), ..RowUse::default() }).pin(deadline)
 }

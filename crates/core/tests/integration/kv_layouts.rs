@@ -10,9 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{Progress, Staging};
-use llm_datadist_core::testing::plan::{
-    CopyPlan, KvPart, KvSequence, LayoutPlan, Side, Template, assign_owners,
-};
+use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, Side, assign_owners};
 use llm_datadist_core::{
     CacheDesc, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, Result, SwapInPath,
     TokenOrder,
@@ -186,11 +184,10 @@ impl Case {
                     .map_err(|error| TestCaseError::fail(format!("{error}{}", layouts())))?;
                 rows.extend(plan.touched_rows(side, of.row_stride).unwrap());
             }
-            let templates: Vec<Template> = plan.templates().cloned().collect();
             let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
-            let received = CopyPlan::from_templates(plan.num_tensors(), src, dst, templates.clone());
+            let received = CopyPlan::from_templates(plan.num_tensors(), src, dst, plan.templates().clone());
             prop_assert!(received.is_ok(), "{:?}{}", received, layouts());
-            prop_assert_eq!(received.unwrap().segments().len(), templates.len());
+            prop_assert_eq!(&received.unwrap(), plan);
         }
         let expected = |side: &Holder, at: fn(&Moved) -> u64| -> BTreeSet<u64> {
             expected.iter().map(|moved| at(moved) / side.row_stride).collect()
@@ -527,10 +524,10 @@ fn a_head_without_owner_is_named() {
     assign_owners(&wanted(0..1, 0..1), &[], 0).unwrap_err();
 }
 
-/// What a plan of one segment stores: spans, and pairs of places.
+/// What a plan of one template stores: spans, and pairs of places.
 fn stored(plan: &CopyPlan) -> (usize, usize) {
-    let [segment] = plan.segments() else { panic!("{} segments", plan.segments().len()) };
-    (segment.template().spans.len(), segment.template().pairs.len())
+    let [template] = &plan.templates()[..] else { panic!("{} templates", plan.templates().len()) };
+    (template.spans.len(), template.pairs.len())
 }
 
 #[test]
@@ -614,16 +611,16 @@ fn the_source_is_read_in_order() {
     }
 }
 
-/// An unaligned range has a few segments: one for each length of its runs of tokens.
+/// An unaligned range has a few templates: one for each length of its runs of tokens.
 #[test]
-fn an_unaligned_range_has_few_segments() {
+fn an_unaligned_range_has_few_templates() {
     let mut case = between(whole(rank(8, 2, 0), 512), whole(rank(8, 4, 0), 512));
     (case.src.tokens, case.dst.tokens) = (Some(5..8000), Some(3..7998));
     let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
     case.check(&part).unwrap();
     let plans = case.plan(&part).unwrap().plans;
     let sizes: Vec<_> =
-        plans[0].segments().iter().map(|segment| (segment.num_spans(), segment.count())).collect();
+        plans[0].templates().iter().map(|template| (template.num_spans(), template.num_pieces())).collect();
     assert!(sizes.len() <= 4 && sizes.iter().map(|size| size.0).sum::<usize>() <= 1001, "{sizes:?}");
 }
 
@@ -651,7 +648,7 @@ fn plans_between_layouts_move_bytes() {
     for case in [there, back] {
         let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
         let plans = case.plan(&part).unwrap().plans;
-        assert!(plans.len() == 2 && plans[0].segments()[0].template().pairs.len() > 1);
+        assert!(plans.len() == 2 && plans[0].templates()[0].pairs.len() > 1);
         let over = |side: &Holder, seed: u8| {
             let (tensors, row) = (side.num_tensors() as usize, side.row_stride as usize);
             tensors_over(tensors, side.rows as usize, row, |tensor, at| pattern(seed, tensor, at))
@@ -673,7 +670,7 @@ fn plans_between_layouts_move_bytes() {
         for plan in &plans {
             let (from, to) = ((&src, Placement::Host), (&dst, Placement::Host));
             let staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
-            engine.run(Arc::new(plan.clone()), from, to, staging, soon(), &Arc::default()).unwrap();
+            engine.run(plan.clone(), from, to, staging, soon(), &Arc::default()).unwrap();
         }
         assert!(buffer.read(0, bytes) == expected, "in memory");
         let (buffer, dst) = over(&case.dst, 2);

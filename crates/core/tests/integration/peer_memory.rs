@@ -212,8 +212,8 @@ fn read(
     dst: (&Arc<Tensors>, Placement),
     progress: &Arc<Progress>,
 ) -> llm_datadist_core::Result<PathOutcome> {
-    let plan = Arc::new(plan(pairs));
-    let job = PathJob { engine, plan: &plan, deadline: soon() };
+    let plan = &plan(pairs);
+    let job = PathJob { engine, plan, deadline: soon() };
     src.read(job, dst, progress, Arc::new(()))
 }
 

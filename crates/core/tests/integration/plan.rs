@@ -7,14 +7,13 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{
-    CacheCount, CopyPlan, MOST_TEMPLATE_SPANS, Moves, Piece, Pieces, Segment, Side, Span, Template,
-    TensorSteps,
+    CacheCount, CopyPlan, MOST_TEMPLATE_SPANS, Moves, Piece, Pieces, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
-use crate::fixtures::{Chance, block_moves, block_plan, plan_of_peer, proptest_cases};
+use crate::fixtures::{Chance, block_moves, block_plan, listed, plan_of_peer, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
@@ -213,9 +212,9 @@ fn independent(plan: &CopyPlan, caches: CacheCount, tensor_bytes: u64) -> Result
 
 fn spans_say_what_pieces_say(plan: &CopyPlan) -> Result<(), TestCaseError> {
     let by_hand: Vec<Piece> = plan
-        .segments()
+        .templates()
         .iter()
-        .flat_map(Segment::spans)
+        .flat_map(Template::placed_spans)
         .flat_map(|span| {
             (0..span.count.cast_signed()).map(move |k| Piece {
                 src: (span.src.cast_signed() + k * span.src_step) as u64,
@@ -248,7 +247,7 @@ fn cut_anywhere_the_pieces_tile(plan: &CopyPlan, cuts: &[u64]) -> Result<(), Tes
 }
 
 fn spans(pairs: &[(u64, u64)], caches: CacheCount) -> Vec<Vec<Span>> {
-    let spans = |plan: &CopyPlan| plan.segments().iter().flat_map(Segment::spans).collect();
+    let spans = |plan: &CopyPlan| plan.templates().iter().flat_map(Template::placed_spans).collect();
     plans(pairs, 16, caches).iter().map(spans).collect()
 }
 
@@ -332,7 +331,7 @@ fn a_range_is_one_span_and_onto_itself_nothing() {
     };
     let plans = range(3, 9, CacheCount::One);
     let [plan] = &plans[..] else { panic!("{plans:?}") };
-    let spans: Vec<Span> = plan.segments().iter().flat_map(Segment::spans).collect();
+    let spans: Vec<Span> = plan.templates().iter().flat_map(Template::placed_spans).collect();
     assert_eq!(spans, [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]);
     assert_eq!((plan.bytes(), plan.num_tensors()), (35, 5));
     assert_eq!(range(3, 3, CacheCount::Two)[0].bytes(), 35);
@@ -470,7 +469,8 @@ fn blocks_of_peers() {
             let blocks = blocks_of(len, (src, dst), pairs);
             let walked = walk_template(&blocks);
             let first = |tensor| TensorSteps::consecutive(tensor);
-            let made = CopyPlan::from_templates(count, first(src_tensor), first(dst_tensor), vec![blocks]);
+            let made =
+                CopyPlan::from_templates(count, first(src_tensor), first(dst_tensor), listed(vec![blocks]));
             seen.check(&made, given, walked.as_ref())
         })
         .unwrap();
@@ -479,12 +479,12 @@ fn blocks_of_peers() {
 
 fn blocks_of(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>) -> Template {
     let spans = vec![Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }];
-    Template { src_unit: len, dst_unit: len, pairs: pairs.into(), spans }
+    Template::new((len, len), pairs, spans)
 }
 
 /// Every piece of a template, one by one; `None` if it has none, or a span is not valid where it stands.
 fn walk_template(template: &Template) -> Option<Walked> {
-    let Template { src_unit, dst_unit, pairs, spans } = template;
+    let Template { src_unit, dst_unit, pairs, spans, .. } = template;
     let one: Walked = spans.iter().map(one_by_one).collect::<Option<Vec<_>>>()?.concat();
     let inside =
         |piece: &[i128; 3]| piece[..2].iter().all(|&at| at >= 0 && at + piece[2] <= i128::from(u64::MAX));
@@ -507,12 +507,8 @@ fn templates_of_peers() {
         |(src, dst, len, count, src_step, dst_step)| Span { src, dst, len, count, src_step, dst_step },
     );
     let spans = prop::collection::vec(prop_oneof![12 => tame, 1 => foreign_spans()], 0..4);
-    let template = (unit(), unit(), pairs, spans).prop_map(|(src_unit, dst_unit, pairs, spans)| Template {
-        src_unit,
-        dst_unit,
-        pairs: pairs.into(),
-        spans,
-    });
+    let template = (unit(), unit(), pairs, spans)
+        .prop_map(|(src_unit, dst_unit, pairs, spans)| Template::new((src_unit, dst_unit), pairs, spans));
     let templates = (1..5usize)
         .prop_flat_map(move |count| prop::collection::vec(template.clone(), count.saturating_sub(2).max(1)));
     let seen = Seen::default();
@@ -521,7 +517,7 @@ fn templates_of_peers() {
             let ([count, src, dst], _) = given;
             let walked: Option<Vec<Walked>> = templates.iter().map(walk_template).collect();
             let (src, dst) = (TensorSteps::consecutive(src), TensorSteps::consecutive(dst));
-            let made = CopyPlan::from_templates(count, src, dst, templates);
+            let made = CopyPlan::from_templates(count, src, dst, listed(templates));
             seen.check(&made, given, walked.map(|pieces| pieces.concat()).as_ref())
         })
         .unwrap();
@@ -543,7 +539,7 @@ fn spans_of_a_range_of_a_template_are_its_bytes() {
     let (whole, cut) = (Cell::new(0), Cell::new(0));
     TestRunner::new(proptest_cases(2000))
         .run(&(spans, pairs, any::<(u64, u64)>()), |(spans, pairs, ends)| {
-            let template = Template { src_unit: 7, dst_unit: 100, pairs: pairs.into(), spans };
+            let template = Template::new((7, 100), pairs, spans);
             let walked = walk_template(&template).unwrap();
             let bytes = |tensor: usize, [src, dst, len]: [i128; 3]| {
                 (0..len).map(move |at| (tensor, src + at, dst + at))
@@ -552,7 +548,7 @@ fn spans_of_a_range_of_a_template_are_its_bytes() {
                 .flat_map(|tensor| walked.iter().flat_map(move |&piece| bytes(tensor, piece)))
                 .collect();
             let first = TensorSteps::consecutive(0);
-            let plan = CopyPlan::from_templates(3, first, first, vec![template]).unwrap();
+            let plan = CopyPlan::from_templates(3, first, first, listed(vec![template])).unwrap();
             let total = all.len() as u64 + 1;
             let (from, to) = ((ends.0 % total).min(ends.1 % total), (ends.0 % total).max(ends.1 % total));
             let mut part = Vec::new();
@@ -578,10 +574,10 @@ fn spans_of_a_range_of_a_template_are_its_bytes() {
 #[test]
 fn plans_step_over_tensors() {
     let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
-    let template = Template { src_unit: 1, dst_unit: 1, pairs: vec![(0, 0)].into(), spans: vec![span] };
+    let template = Template::new((1, 1), vec![(0, 0)], vec![span]);
     let plan = |count, src: (u32, u32), dst: (u32, u32)| {
         let steps = |(first, step)| TensorSteps { first, step };
-        CopyPlan::from_templates(count, steps(src), steps(dst), vec![template.clone()])
+        CopyPlan::from_templates(count, steps(src), steps(dst), listed(vec![template.clone()]))
     };
     let every_second = plan(3, (1, 2), (4, 1)).unwrap();
     assert_eq!([0, 1, 2].map(|index| every_second.tensors(Side::Source).tensor(index)), [1, 3, 5]);
@@ -652,14 +648,14 @@ fn what_a_plan_of_a_peer_may_not_say() {
     assert_eq!((error.fact("which"), error.fact("num_tensors")), (Some("read"), Some("0")));
 }
 
-/// Byte positions count along all segments of a tensor, then along the next tensor.
+/// Byte positions count along all templates of a tensor, then along the next tensor.
 #[test]
-fn positions_across_segments_and_tensors() {
+fn positions_across_templates_and_tensors() {
     let first = TensorSteps::consecutive(0);
     let templates =
         vec![blocks_of(5, (0, 0), vec![(0, 1), (3, 2)]), blocks_of(3, (40, 20), vec![(1, 0), (0, 1)])];
-    let plan = CopyPlan::from_templates(3, first, first, templates).unwrap();
-    assert_eq!((plan.segments().len(), plan.bytes()), (2, 3 * 16));
+    let plan = CopyPlan::from_templates(3, first, first, listed(templates)).unwrap();
+    assert_eq!((plan.templates().len(), plan.bytes()), (2, 3 * 16));
     let piece = |src, dst, len| Piece { src, dst, len };
     let one = [piece(0, 5, 5), piece(15, 10, 5), piece(43, 20, 3), piece(40, 23, 3)];
     let expected: Vec<_> = (0..3).flat_map(|tensor| one.map(|piece| (tensor, piece))).collect();
@@ -783,7 +779,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
 
 /// Whether a plan has equal blocks instead of spans.
 fn is_repeated(plan: &CopyPlan) -> bool {
-    plan.templates().any(|template| template.src_unit > 0)
+    plan.templates().iter().any(|template| template.src_unit > 0)
 }
 
 /// A list becomes spans if its blocks join or have a constant stride. In a list of fewer than 64 blocks one such block
@@ -837,7 +833,7 @@ fn joining_blocks_become_spans() {
 #[test]
 fn rows_of_blocks_are_ascending_each_once() {
     let first = TensorSteps::consecutive(0);
-    let plan = |blocks: Template| CopyPlan::from_templates(1, first, first, vec![blocks]);
+    let plan = |blocks: Template| CopyPlan::from_templates(1, first, first, listed(vec![blocks]));
     for remote in [1u32, 1000, 1 << 20] {
         let pairs: Vec<(u32, u32)> = (0..100u32).map(|k| (k * 37 % 50 * remote, (99 - k) * remote)).collect();
         let plan = plan(blocks_of(8, (16, 24), pairs)).unwrap();
@@ -848,7 +844,7 @@ fn rows_of_blocks_are_ascending_each_once() {
     }
     let pieces = Span { src: 0, dst: 0, len: 1, count: 1 << 24, src_step: 1, dst_step: 1 };
     let pairs: Vec<(u32, u32)> = (0..5).map(|place| (0, place)).collect();
-    let many = Template { src_unit: 0, dst_unit: 1 << 24, pairs: pairs.into(), spans: vec![pieces] };
+    let many = Template::new((0, 1 << 24), pairs, vec![pieces]);
     let error = plan(many).unwrap_err();
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }

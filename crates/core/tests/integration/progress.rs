@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::Progress;
-use llm_datadist_core::testing::plan::{CopyPlan, Segment, Side, Span, TensorSteps};
+use llm_datadist_core::testing::plan::{CopyPlan, Side, Span, Template, TensorSteps};
 use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -25,7 +25,7 @@ fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32
     let mut planned = vec![BTreeSet::new(); plan.num_tensors() as usize];
     let mut missing = planned.clone();
     for tensor in 0..plan.num_tensors() as usize {
-        for piece in plan.segments().iter().flat_map(Segment::pieces) {
+        for piece in plan.templates().iter().flat_map(Template::pieces) {
             for byte in piece.dst..piece.dst + piece.len {
                 planned[tensor].insert(byte / row_bytes);
                 if !done(at) {

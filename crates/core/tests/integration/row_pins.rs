@@ -26,7 +26,7 @@ fn late() -> Deadline {
 }
 
 fn pin(src: (&Arc<Cache>, Vec<u64>), dst: (&Arc<Cache>, Vec<u64>), deadline: Deadline) -> Result<Pin, Error> {
-    CallRows::copy((src.0.clone(), src.1), (dst.0.clone(), dst.1)).pin(deadline)
+    CallRows::copy((src.0.clone(), src.1.into()), (dst.0.clone(), dst.1.into())).pin(deadline)
 }
 
 fn within(cache: &Arc<Cache>, reads: &[u64], writes: &[u64], deadline: Deadline) -> Result<Pin, Error> {
@@ -34,7 +34,7 @@ fn within(cache: &Arc<Cache>, reads: &[u64], writes: &[u64], deadline: Deadline)
 }
 
 fn pin_for_peer(cache: &Arc<Cache>, reads: &[u64], deadline: Deadline) -> Result<Pin, Error> {
-    let rows = RowUse { reads: reads.to_vec(), ..RowUse::default() };
+    let rows = RowUse { reads: reads.into(), ..RowUse::default() };
     CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || true)
 }
 
@@ -186,7 +186,7 @@ fn a_waiting_call_is_passed_a_limited_number_of_times() {
     let cache = cache(4);
     let request = || pin_for_peer(&cache, &[1], soon());
     let mut held = request().unwrap();
-    let writer = CallRows::of(cache.clone(), RowUse { writes: vec![1], ..RowUse::default() })
+    let writer = CallRows::of(cache.clone(), RowUse { writes: [1].into(), ..RowUse::default() })
         .enter(false, None)
         .unwrap();
     let mut passed = 0;
@@ -210,7 +210,7 @@ fn a_waiting_call_is_passed_a_limited_number_of_times() {
 fn a_request_passes_a_call_in_all_rows_or_in_none() {
     let cache = cache(4);
     let held = pin_for_peer(&cache, &[2], soon()).unwrap();
-    let rows = RowUse { writes: vec![1, 2], ..RowUse::default() };
+    let rows = RowUse { writes: vec![1, 2].into(), ..RowUse::default() };
     let call = CallRows::of(cache.clone(), rows).enter(false, None).unwrap();
     while pin_for_peer(&cache, &[2], soon()).is_ok() {}
     std::thread::scope(|scope| {

@@ -9,9 +9,7 @@ use std::sync::Arc;
 use llm_datadist_core::testing::copy::Progress;
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::Tensors;
-use llm_datadist_core::testing::plan::{
-    CopyPlan, Moves, Piece, Pieces, Segment, Side, Span, Template, TensorSteps,
-};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece, Pieces, Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
     CacheDesc, CacheKind, CacheLayout, DataType, ErrorKind, Geometry, Placement, RowSizes, SubRow, SwapInPath,
@@ -22,7 +20,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{
-    Buffer, Own, adopt, config, desc, end, engine_on, patterned, plan_of_peer, proptest_cases,
+    Buffer, Own, adopt, config, desc, end, engine_on, listed, patterned, plan_of_peer, proptest_cases,
 };
 
 fn with_stride(desc: CacheDesc, row_stride: u64) -> CacheDesc {
@@ -88,7 +86,7 @@ impl Sent {
             Sent::Spans(spans) => plan_of_peer(1, 0, 0, spans),
             Sent::Template(template) => {
                 let first = TensorSteps::consecutive(0);
-                CopyPlan::from_templates(1, first, first, vec![template])
+                CopyPlan::from_templates(1, first, first, listed(vec![template]))
             }
         }
     }
@@ -117,10 +115,10 @@ fn sent() -> impl Strategy<Value = Sent> {
         }),
         (1..9u64, 0..20u64, 0..20u64, pairs()).prop_map(|(len, src, dst, pairs)| {
             let spans = vec![Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }];
-            Sent::Template(Template { src_unit: len, dst_unit: len, pairs: pairs.into(), spans })
+            Sent::Template(Template::new((len, len), pairs, spans))
         }),
         (unit(), unit(), pairs(), spans).prop_map(|(src_unit, dst_unit, pairs, spans)| {
-            Sent::Template(Template { src_unit, dst_unit, pairs: pairs.into(), spans })
+            Sent::Template(Template::new((src_unit, dst_unit), pairs, spans))
         }),
     ]
 }
@@ -135,7 +133,7 @@ fn plans_that_touch_a_gap_are_refused() {
         .run(&(sent(), rows(), rows()), |(sent, src, dst)| {
             // Plans that write a byte twice are refused before.
             let Ok(plan) = sent.plan() else { return Ok(()) };
-            let pieces: Vec<Piece> = plan.segments().iter().flat_map(Segment::pieces).collect();
+            let pieces: Vec<Piece> = plan.templates().iter().flat_map(Template::pieces).collect();
             for (rows, result, start) in [
                 (src, plan.check_rows(Side::Source, src), (|piece| piece.src) as fn(&Piece) -> u64),
                 (dst, plan.check_rows(Side::Destination, dst), |piece| piece.dst),
@@ -179,7 +177,7 @@ fn plans_that_touch_a_gap_are_refused() {
 #[test]
 fn forms_of_plans_of_rows() {
     let scattered: Vec<(u64, u64)> = (0..200).map(|k| (k * 77 % 200, k * 131 % 200)).collect();
-    let segment = |len, strides, pairs: &[(u64, u64)]| {
+    let template = |len, strides, pairs: &[(u64, u64)]| {
         let first = Piece { src: 0, dst: 0, len };
         let pieces = Pieces::rows(first, strides, pairs.iter().copied()).unwrap();
         let listed: Vec<Piece> = pieces.iter().collect();
@@ -187,16 +185,16 @@ fn forms_of_plans_of_rows() {
         assert_eq!(listed, pairs.iter().map(at).collect::<Vec<_>>());
         let mut moves = Moves { pieces, num_tensors: 2, ..Moves::default() };
         let plan = CopyPlan::moves(&mut moves).unwrap();
-        assert_eq!((plan.segments().len(), plan.bytes()), (1, 2 * len * pairs.len() as u64));
-        plan.segments()[0].clone()
+        assert_eq!((plan.templates().len(), plan.bytes()), (1, 2 * len * pairs.len() as u64));
+        plan.templates()[0].clone()
     };
     for strides in [(64, 64), (64, 80), (80, 64), (128, 128)] {
-        let segment = segment(64, strides, &scattered);
-        assert_eq!((segment.template().src_unit, segment.template().dst_unit), strides);
-        assert_eq!(segment.num_spans(), 200);
+        let template = template(64, strides, &scattered);
+        assert_eq!((template.src_unit, template.dst_unit), strides);
+        assert_eq!(template.num_spans(), 200);
     }
     let even: Vec<(u64, u64)> = (0..200).map(|row| (row, row)).collect();
-    assert_eq!(segment(64, (64, 80), &even).num_spans(), 1);
+    assert_eq!(template(64, (64, 80), &even).num_spans(), 1);
 }
 
 /// Rows that have arrived are counted by the stride.

@@ -73,12 +73,12 @@ impl Twin {
         if let [a, b] = &asked.uses[..] {
             // Of two caches, one is read and the other written.
             return CallRows::copy(
-                (self.caches[a.cache].clone(), a.reads.clone()),
-                (self.caches[b.cache].clone(), b.writes.clone()),
+                (self.caches[a.cache].clone(), a.reads.clone().into()),
+                (self.caches[b.cache].clone(), b.writes.clone().into()),
             );
         }
         let Use { cache, reads, writes } = asked.uses[0].clone();
-        CallRows::of(self.caches[cache].clone(), RowUse { reads, writes })
+        CallRows::of(self.caches[cache].clone(), RowUse { reads: reads.into(), writes: writes.into() })
     }
 
     /// Whether a call at `place` (the end, for a call that only starts) could begin.

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{
-    copied_bytes, copy_engine, local_streams, pattern, plan_of_peer, proptest_cases, ringed_streams,
+    copied_bytes, copy_engine, listed, local_streams, pattern, plan_of_peer, proptest_cases, ringed_streams,
     tensors_over,
 };
 use crate::socket_copies::{Arrived, SocketCopies as _};
@@ -106,10 +106,9 @@ fn the_sum_of_a_receiver_is_that_of_its_memory() {
 
 /// A plan with a segment for each span.
 fn plan_of_segments(spans: &[Span]) -> Result<CopyPlan, Error> {
-    let one =
-        |span: &Span| Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans: vec![*span] };
+    let one = |span: &Span| Template::new((0, 0), vec![(0, 0)], vec![*span]);
     let first = TensorSteps::consecutive(0);
-    CopyPlan::from_templates(TENSORS as u32, first, first, spans.iter().map(one).collect())
+    CopyPlan::from_templates(TENSORS as u32, first, first, listed(spans.iter().map(one).collect()))
 }
 
 #[test]

@@ -53,8 +53,7 @@ impl SocketCopies for CopyEngine {
         deadline: Deadline,
         sum: Option<&mut StreamSum>,
     ) -> Result<()> {
-        let plan = Arc::new(plan.clone());
-        StreamPath { stream, range, sum }.serve(PathJob { engine: self, plan: &plan, deadline }, src)
+        StreamPath { stream, range, sum }.serve(PathJob { engine: self, plan, deadline }, src)
     }
 
     fn receive<'a>(
@@ -66,11 +65,11 @@ impl SocketCopies for CopyEngine {
         deadline: Deadline,
         arrived: impl Into<Arrived<'a>>,
     ) -> Result<()> {
-        let (plan, bytes) = (Arc::new(plan.clone()), range.end - range.start);
+        let bytes = range.end - range.start;
         let Arrived { progress, sum } = arrived.into();
         let device = dst.reach() == Reach::Device;
         let to = (dst, if device { Placement::Device } else { Placement::Host });
-        let job = PathJob { engine: self, plan: &plan, deadline };
+        let job = PathJob { engine: self, plan, deadline };
         let read = StreamPath { stream, range, sum }.read(job, to, progress, Arc::new(()))?;
         assert_eq!(read.bytes, bytes);
         Ok(())

@@ -26,7 +26,7 @@ pub enum Hops {
 #[derive(Clone, Copy, Debug)]
 pub struct PathJob<'a> {
     pub engine: &'a CopyEngine,
-    pub plan: &'a Arc<CopyPlan>,
+    pub plan: &'a CopyPlan,
     pub deadline: Deadline,
 }
 

@@ -26,7 +26,7 @@ const WINDOWS: usize = 1024;
 /// One end of a plan, in memory of a device.
 #[derive(Clone)]
 struct DeviceEnd {
-    plan: Arc<CopyPlan>,
+    plan: CopyPlan,
     end: Side,
     tensors: Arc<Tensors>,
     device: Arc<dyn Device>,

@@ -1,10 +1,9 @@
 //! Builds the plans of a move between two KV layouts.
 
-use std::sync::Arc;
+use smallvec::SmallVec;
 
 use super::super::copy_plan::CopyPlan;
 use super::super::moves::repeated;
-use super::super::segment::Segment;
 use super::super::spans::{PLAN, Span, common_divisor};
 use super::super::template::Template;
 use super::super::template_list::MOST_TEMPLATE_SPANS;
@@ -44,12 +43,9 @@ impl LayoutPlan {
         }
         let pair = LayoutPair { src: src.geometry, dst: dst.geometry, part };
         let plan = |planes: Planes| {
-            let segments = pair.segments(&runs, &planes)?;
-            Ok(CopyPlan::new(planes.num_tensors, segments).in_tensor_steps(
-                planes.src.tensors,
-                planes.dst.tensors,
-                planes.num_tensors,
-            ))
+            let templates = pair.templates(&runs, &planes)?;
+            let tensors = (planes.src.tensors, planes.dst.tensors);
+            CopyPlan::new(planes.num_tensors, tensors, SmallVec::from_vec(templates).into())
         };
         Ok(LayoutPlan { plans: fallible::try_collect(PLAN, pair.planes().into_iter().map(plan))? })
     }
@@ -142,9 +138,9 @@ impl LayoutPair<'_> {
         axes::spans(self.src.head_bytes(), &axes, first)
     }
 
-    /// Returns the segments that copy all runs of tokens.
-    fn segments(&self, runs: &[TokenRun], planes: &Planes) -> Result<Vec<Segment>> {
-        let (mut segments, mut joinable, mut rest) = (Vec::new(), Vec::new(), Vec::new());
+    /// Returns the templates that copy all runs of tokens.
+    fn templates(&self, runs: &[TokenRun], planes: &Planes) -> Result<Vec<Template>> {
+        let (mut templates, mut joinable, mut rest) = (Vec::new(), Vec::new(), Vec::new());
         for group in runs.chunk_by(|a, b| a.tokens == b.tokens) {
             let spans = self.spans(group[0].tokens, planes)?;
             let units = Units::of(group);
@@ -157,25 +153,21 @@ impl LayoutPair<'_> {
                 }
             } else {
                 let (template, joins) = template_of_group(group, spans, units)?;
-                if joins {
-                    fallible::push(PLAN, &mut joinable, template)?;
-                } else {
-                    fallible::push(PLAN, &mut segments, Segment::of_template(template)?)?;
-                }
+                fallible::push(PLAN, if joins { &mut joinable } else { &mut templates }, template)?;
             }
         }
         // Joining may use what all others leave of the spans of a message. A template that is not joined has one.
-        let others = segments.iter().map(|segment: &Segment| segment.template().spans.len()).sum::<usize>();
+        let others = templates.iter().map(|template: &Template| template.spans.len()).sum::<usize>();
         let mut left = MOST_TEMPLATE_SPANS.saturating_sub(others + rest.len() + joinable.len());
         for template in joinable {
-            let segment = repeated(template, left)?;
-            left = left.saturating_sub(segment.template().spans.len());
-            fallible::push(PLAN, &mut segments, segment)?;
+            let template = repeated(template, left)?;
+            left = left.saturating_sub(template.spans.len());
+            fallible::push(PLAN, &mut templates, template)?;
         }
         if !rest.is_empty() {
-            fallible::push(PLAN, &mut segments, Segment::of_spans(rest)?)?;
+            fallible::push(PLAN, &mut templates, Template::of_spans(rest))?;
         }
-        Ok(segments)
+        Ok(templates)
     }
 }
 
@@ -219,8 +211,8 @@ fn template_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Resul
     };
     let joinable = of_len.filter(|units| units.fit(runs));
     let units = joinable.unwrap_or(units);
-    let pairs = Arc::new(pairs(runs, units)?);
-    Ok((Template { src_unit: units.src, dst_unit: units.dst, pairs, spans }, joinable.is_some()))
+    let template = Template::new((units.src, units.dst), pairs(runs, units)?, spans);
+    Ok((template, joinable.is_some()))
 }
 
 /// Returns the numbers of the places of `runs`, which must fit 32 bits.

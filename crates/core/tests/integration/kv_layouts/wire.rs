@@ -10,7 +10,7 @@ use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{
-    BlockSizes, CopyPlan, KvPart, MOST_TEMPLATES, PartLimits, Segment, Side, Span, Template, TensorSteps,
+    BlockSizes, CopyPlan, KvPart, MOST_TEMPLATES, PartLimits, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
 use llm_datadist_core::testing::tensors;
@@ -78,12 +78,16 @@ fn sums(engine: &CopyEngine, plan: &CopyPlan, end: Side, memory: &Arc<Tensors>) 
 
 /// Whether spans of the plan are repeated.
 fn repeats(plan: &CopyPlan) -> bool {
-    plan.templates().any(|template| template.pairs.len() > 1)
+    plan.templates().iter().any(|template| template.pairs.len() > 1)
 }
 
 /// The pieces of a plan in one tensor.
 fn pieces(plan: &CopyPlan) -> Vec<(u64, u64, u64)> {
-    plan.segments().iter().flat_map(Segment::pieces).map(|piece| (piece.src, piece.dst, piece.len)).collect()
+    plan.templates()
+        .iter()
+        .flat_map(Template::pieces)
+        .map(|piece| (piece.src, piece.dst, piece.len))
+        .collect()
 }
 
 #[test]
@@ -200,7 +204,7 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
     let hnd = KvLayout { order: TokenOrder::Hnd, ..rank(8, 2, 0) };
     let case = between(whole(rank(8, 2, 0), 6), whole(hnd, 6));
     let plan = &case.plan(&part(&case)).unwrap().plans[0];
-    let template = plan.segments()[0].template();
+    let template = &plan.templates()[0];
     assert_eq!((template.pairs.len(), template.spans.len()), (6, 4));
     let (source, src) = memory(&case.src, 1);
     let per_pair = plan.tensor_bytes() / 6;
@@ -233,10 +237,10 @@ fn pairs_on_a_device_have_the_checksums_of_their_bytes() {
     engine.swap_blocks(&fixtures::end(&host), &fixtures::end(&on_device), &rows).run().unwrap();
     let short = Span { src: 5, dst: 0, len: 3, count: 900, src_step: 7, dst_step: 3 };
     let long = Span { src: 7000, dst: 2700, len: 12_000, count: 1, src_step: 0, dst_step: 0 };
-    let pairs = vec![(6, 0), (1, 1), (3, 2)].into();
-    let template = Template { src_unit: 20_000, dst_unit: 20_000, pairs, spans: vec![short, long] };
+    let pairs = vec![(6, 0), (1, 1), (3, 2)];
+    let template = Template::new((20_000, 20_000), pairs, vec![short, long]);
     let (src, dst) = (TensorSteps { first: 0, step: 2 }, TensorSteps { first: 0, step: 1 });
-    let plan = CopyPlan::from_templates(2, src, dst, vec![template]).unwrap();
+    let plan = CopyPlan::from_templates(2, src, dst, fixtures::listed(vec![template])).unwrap();
     let config = Config::new(Role::Mix, ClusterId(1));
     let copies = CopyEngine::new(&config, DeviceSet::with_device(device)).unwrap();
     let sums = |cache, placement| {
@@ -272,9 +276,9 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
                     let part = part.unwrap();
                     let total: u64 = part.bytes() / u64::from(part.num_tensors());
                     prop_assert!(part.num_pairs() == 1 || part.num_pairs() <= pairs && total <= bytes);
-                    prop_assert!(part.num_pairs() > 0 && part.segments().len() <= MOST_TEMPLATES);
+                    prop_assert!(part.num_pairs() > 0 && part.templates().len() <= MOST_TEMPLATES);
                     blocks += part.num_pairs();
-                    for template in part.templates() {
+                    for template in part.templates().iter() {
                         for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
                             let row = block.start(local) / side.row_stride;
                             let mut ranges = template.ranges(*pair, local);
@@ -335,7 +339,7 @@ fn plans_with_too_many_pieces_are_not_sent() {
     let mut case = between(rows_with_gaps(nhd), rows_with_gaps(hnd));
     (case.src.tokens, case.dst.tokens) = (Some(0..4100 * 16 + 5), Some(0..4100 * 16 + 5));
     let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
-    assert_eq!((plan.segments().len(), plan.num_pieces()), (2, 4100 * 256 + 80));
+    assert_eq!((plan.templates().len(), plan.num_pieces()), (2, 4100 * 256 + 80));
     assert!(CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).is_ok());
     // Blocks inside larger ones, at distances without a common divisor, cannot be checked for overlaps.
     let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4096);
@@ -358,7 +362,7 @@ fn runs_of_several_lengths_share_the_spans_of_a_message() {
     let case = between(tokens(3, (0..80_000).collect()), tokens(2, swapped(6, 120_000)));
     let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
     let forms: Vec<_> =
-        plan.templates().map(|template| (template.pairs.len(), template.spans.len())).collect();
+        plan.templates().iter().map(|template| (template.pairs.len(), template.spans.len())).collect();
     assert_eq!(forms, [(1, 40_000), (80_000, 1)]);
     let received = CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).unwrap();
     assert_eq!(received.bytes(), plan.bytes());

@@ -15,6 +15,7 @@ use llm_datadist_core::{CacheId, CacheKind, ErrorKind, Name};
 
 use super::fake_peer::{Fake, ask, hear};
 use super::{Held, Way, config, device, open, row};
+use crate::fixtures::listed;
 
 const TENSORS: u32 = 4;
 const ROWS: u64 = 6;
@@ -72,14 +73,13 @@ fn single(src: u64, dst: u64, len: u64) -> Span {
 }
 
 fn template(units: (u64, u64), pairs: &[(u32, u32)], spans: &[Span]) -> Template {
-    let (pairs, spans) = (pairs.to_vec().into(), spans.to_vec());
-    Template { src_unit: units.0, dst_unit: units.1, pairs, spans }
+    Template::new(units, pairs.to_vec(), spans.to_vec())
 }
 
 /// A plan that reads tensors 1 and 3, and writes tensors 2 and 3.
 fn plan(templates: Vec<Template>) -> WirePlan {
     let (src, dst) = (TensorSteps { first: 1, step: 2 }, TensorSteps { first: 2, step: 1 });
-    WirePlan { num_tensors: 2, src, dst, templates: WireTemplates(Ok(templates)) }
+    WirePlan { num_tensors: 2, src, dst, templates: WireTemplates(Ok(listed(templates))) }
 }
 
 /// Ranges of bytes at one end, each of a first byte and a length.

@@ -12,7 +12,7 @@ use llm_datadist_core::{
 use super::fake_peer::{Fake, ask, hear};
 use super::layerwise::{addressed, failure, finish, is_done, named, start, to};
 use super::{Held, Pair, WAYS, of, row, times};
-use crate::fixtures::Chance;
+use crate::fixtures::{Chance, listed};
 
 /// Element sizes and element counts of the rows of each tensor.
 type TensorRows = Vec<(DataType, u64)>;
@@ -403,7 +403,7 @@ fn plans_over_tensors_that_differ_are_refused() {
     let cache = NamedCache { name: Name::Row { cache: id, row: 0 }, id };
     let templates = |len: u64| {
         let spans = vec![Span { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }];
-        WireTemplates(Ok(vec![Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans }]))
+        WireTemplates(Ok(listed(vec![Template::new((0, 0), vec![(0, 0)], spans)])))
     };
     let plan = |first, num_tensors, len| WirePlan {
         num_tensors,

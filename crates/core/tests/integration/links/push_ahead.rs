@@ -16,7 +16,7 @@ use llm_datadist_core::{
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, Ports, Way, config, device, of, open, push_blocks};
-use crate::fixtures::{Buffer, Own, pattern};
+use crate::fixtures::{Buffer, Own, listed, pattern};
 
 const BLOCK: u64 = 4096;
 const TENSORS: u32 = 2;
@@ -49,8 +49,13 @@ fn each(judge: impl Fn(&Owner)) {
 fn plan(dst: u64, len: u64) -> WirePlan {
     let spans = vec![Span { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 }];
     let first = TensorSteps::consecutive(0);
-    let template = Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans };
-    WirePlan { num_tensors: TENSORS, src: first, dst: first, templates: WireTemplates(Ok(vec![template])) }
+    let template = Template::new((0, 0), vec![(0, 0)], spans);
+    WirePlan {
+        num_tensors: TENSORS,
+        src: first,
+        dst: first,
+        templates: WireTemplates(Ok(listed(vec![template]))),
+    }
 }
 
 fn bytes(count: u64) -> Vec<u8> {

@@ -19,7 +19,7 @@ use tracing::Level;
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, Pair, Way, config, device, of, open, pull_slot, push_slot, row};
-use crate::fixtures::{EventLog, pattern};
+use crate::fixtures::{EventLog, listed, pattern};
 
 const MIB: usize = 1 << 20;
 
@@ -297,7 +297,7 @@ fn plan(blocks: u64) -> WirePlan {
 /// `len` bytes that are written from byte `dst` on.
 fn one_span(dst: u64, len: u64) -> WireTemplates {
     let spans = vec![Span { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 }];
-    WireTemplates(Ok(vec![Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans }]))
+    WireTemplates(Ok(listed(vec![Template::new((0, 0), vec![(0, 0)], spans)])))
 }
 
 fn part(stream: &Stream, write: u64, (from, to): (u64, u64)) -> Reply {
