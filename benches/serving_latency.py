@@ -305,7 +305,7 @@ def in_flight(size: Size, blocks: int) -> tuple[float, int]:
                 first = len(running) * blocks
                 to = list(range(first, first + blocks))
                 running.append(near.manager.pull_blocks_async(near.key, near.cache, [0] * blocks, to))
-            time.sleep(0.2)  # until the lanes have begun what they can
+            time.sleep(0.2)  # until the workers have begun what they can
             fill_kept_lists(near)
             taken.append(allocated())
         assert not any(transfer.done() for transfer in running)

@@ -147,12 +147,12 @@ def test_metadata_goes_both_ways(apart: tuple[End, Peer]) -> None:
 
 
 def test_the_deadline_counts_from_the_call(ends: Ends) -> None:
-    """More calls than there are lanes: those that wait for one end at their deadline as well."""
+    """More calls than there are workers: those that wait for one end at their deadline as well."""
     near, far = ends.pair()
     with closing(socket.create_server(("127.0.0.1", 0), backlog=128)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         calls = [near.dist.ensure_link(address, cluster_id=7, timeout_ms=400) for _ in range(80)]
-        check_pull(near, far)  # on other lanes
+        check_pull(near, far)  # on other workers
         for call in calls:
             assert code(call) == TIMEOUT
             text = str(call.exception())

@@ -18,14 +18,14 @@ from hostile.client import Peer as Attacker
 from hostile.trial import GONE, TOKEN, Trial
 from peers import LINK_FAILED, OK, TIMEOUT, Ends, eventually, options
 
-MOST = 16 << 10
+MAX_METADATA = 16 << 10
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
 def test_metadata_of_peers_is_bounded(local: bool) -> None:
     """Confirmations that are too long, lie about their length or are no message end their connection only."""
     bodies = [
-        m.confirm(bytes(MOST + 1)),
+        m.confirm(bytes(MAX_METADATA + 1)),
         m.confirm(bytes(1 << 20)),
         m.blob(bytes(10)),  # no word about an offer
         m.blob(bytes(10))[:-1],  # shorter than it says
@@ -44,12 +44,12 @@ def test_metadata_of_peers_is_bounded(local: bool) -> None:
         liar = trial.link(99, local=local, stop="attached" if local else "welcome")
         liar.control.send(header(1 << 30))
         assert liar.control.ended()
-        trial.victim.set_metadata(bytes(MOST))
+        trial.victim.set_metadata(bytes(MAX_METADATA))
         # The longest one is accepted, in both directions.
         link = trial.link(98, local=local, stop="attached" if local else "welcome")
-        link.control.say(m.confirm(b"z" * MOST))
-        assert m.read_entered(link.control.hear()) == bytes(MOST)
-        assert b"z" * MOST in [metadata for _, _, metadata in trial.victim.peers()]
+        link.control.say(m.confirm(b"z" * MAX_METADATA))
+        assert m.read_entered(link.control.hear()) == bytes(MAX_METADATA)
+        assert b"z" * MAX_METADATA in [metadata for _, _, metadata in trial.victim.peers()]
         trial.judge(links=2, mapped=(5 * len(bodies) + 4) * GENERATIONS)
 
 
@@ -75,9 +75,9 @@ def test_offers_of_peers_are_bounded() -> None:
             with pytest.raises((EndedError, OSError)):
                 link.control.hear()
         link = trial.link(98, stop="welcome")
-        link.control.say(m.confirm(b"z" * MOST, m.offer(b"1.22.0", key, (full, full))))
+        link.control.say(m.confirm(b"z" * MAX_METADATA, m.offer(b"1.22.0", key, (full, full))))
         m.read_entered(link.control.hear())
-        assert b"z" * MOST in [metadata for _, _, metadata in trial.victim.peers()]
+        assert b"z" * MAX_METADATA in [metadata for _, _, metadata in trial.victim.peers()]
         trial.judge(links=2)
 
 
@@ -98,7 +98,7 @@ def test_nobody_gets_metadata_without_a_proof() -> None:
             assert secret.decode() not in str(caught.value)
             early = dial_tcp(trial.victim.address)
             trial.held.callback(early.close)
-            early.say(m.confirm(bytes(MOST)))
+            early.say(m.confirm(bytes(MAX_METADATA)))
             with pytest.raises((EndedError, OSError)):
                 early.hear()
             # In place of the proof.
@@ -157,7 +157,7 @@ def _serve(_: Wire) -> None:
     [
         (m.later("a link that never comes"), TIMEOUT),
         (m.later("x" * 16000), TIMEOUT),
-        (m.entered(bytes(MOST + 1)), TIMEOUT),
+        (m.entered(bytes(MAX_METADATA + 1)), TIMEOUT),
         (m.PING, TIMEOUT),
         (b"\x09", TIMEOUT),
     ],

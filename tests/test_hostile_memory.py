@@ -21,7 +21,7 @@ from peers import OK, by_blocks, eventually, together
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST = 1 << 20  # addresses of a `Locate`, and ranges of a grant
+MAX_ENTRIES = 1 << 20  # addresses of a `Locate`, and ranges of a grant
 # What an attack may take of the budget beside the part of each link, and what the process may take beside the budget.
 ONE_LINK = budgets.value("common_memory") * 3 // 4
 BESIDE = 64 * MIB
@@ -92,7 +92,7 @@ def test_addresses_take_bounded_memory() -> None:
     with Trial() as trial:
         trial.victim.register("open", 4, 4096, 1, blocks=True, accessible=True)
         right = m.uint(trial.victim.addresses("open")[0])
-        request = frame(m.locate(right * MOST, MOST))
+        request = frame(m.locate(right * MAX_ENTRIES, MAX_ENTRIES))
         link, call = trial.fair_call()
         trial.begin()
         call.send(request)
@@ -123,12 +123,12 @@ def test_answers_that_nobody_reads_take_bounded_memory() -> None:
     When the budget is exhausted, the engine refuses, and says so.
     """
     with Trial() as trial:
-        trial.victim.allocate("wide", 2 * MOST, 8, 1, blocks=True, keys=[by_blocks(VICTIM, 7)])
-        token = trial.victim.grant("wide", list(range(0, 2 * MOST, 2)))
+        trial.victim.allocate("wide", 2 * MAX_ENTRIES, 8, 1, blocks=True, keys=[by_blocks(VICTIM, 7)])
+        token = trial.victim.grant("wide", list(range(0, 2 * MAX_ENTRIES, 2)))
         number = int.from_bytes
         one = m.name_grant(number(token[20:24], "little"), number(token[24:32], "little"), token[32:])
         _, call = trial.fair_call()
-        assert len(ask(call, m.describe(one))["granted"]) == MOST
+        assert len(ask(call, m.describe(one))["granted"]) == MAX_ENTRIES
         wires = []
         for cluster in range(100, 106):
             link, call = trial.fair_call(cluster, window=4096)

@@ -218,18 +218,18 @@ def test_a_storm_of_requests_for_streams_is_bounded(greets: bool) -> None:
         trial.judge(links=1, streams=budgets.value("link_streams"), busy=1)
 
 
-def test_knocks_and_meetings_leave_nothing() -> None:
+def test_announcements_and_meetings_leave_nothing() -> None:
     """Streams that end after the greeting: for communicators that nobody entered, and for the secret."""
     with Trial() as trial:
         trial.begin()
         for number in range(MANY):
             local, meets = number % 2 == 1, number % 4 < 2
-            knock = m.purpose_knock(m.comm("x" * 3000, [(100 + number, 0), (VICTIM, 1)], "nowhere"))
+            announce = m.purpose_announce(m.comm("x" * 3000, [(100 + number, 0), (VICTIM, 1)], "nowhere"))
             told = {"secret": None}
             with suppress(*GONE):
                 wire = dial_local(trial.local_name) if local else dial_tcp(trial.victim.address)
                 trial.held.callback(wire.close)
-                told = trial.attacker(100 + number).greet(wire, m.purpose_meet() if meets else knock)
+                told = trial.attacker(100 + number).greet(wire, m.purpose_meet() if meets else announce)
             assert told["secret"] is None or (local and meets), "the secret leaves by the local socket only"
         trial.held.close()
         trial.judge(mapped=2 * GENERATIONS)

@@ -21,7 +21,7 @@ from peers import eventually
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MOST_RINGS = 4  # call streams of a link, in one direction
+MAX_RINGS = 4  # call streams of a link, in one direction
 PING = m.ping()
 
 
@@ -34,7 +34,7 @@ def local_link(trial: Trial, offer: Offer) -> Link:
 def room(trial: Trial) -> None:
     """Wait until the victim takes one more stream with rings. A closed one counts until its thread notices."""
     ringed = lambda: next(one["call_rings"] for one in trial.victim.links() if one["cluster"] == 66)  # noqa: E731
-    eventually(lambda: ringed() < MOST_RINGS, what="room for one more stream")
+    eventually(lambda: ringed() < MAX_RINGS, what="room for one more stream")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_offers_that_cannot_be_used_leave_the_socket(offer: Offer) -> None:
             assert refused, name
             assert received == [], name
             assert ask(wire, PING)["is"] == "Done", f"{name}: the stream goes on over its socket"
-        rings = [link.ringed_call() for _ in range(MOST_RINGS)]
+        rings = [link.ringed_call() for _ in range(MAX_RINGS)]
         spare = memory(RING_FILE)
         wire, refused, _ = link.offer_rings([spare])
         os.close(spare)
@@ -78,7 +78,7 @@ def test_offers_that_cannot_be_used_leave_the_socket(offer: Offer) -> None:
         assert ask(wire, PING)["is"] == "Done"
         for ring in rings:
             assert ring.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=len(refused_offers()) + MOST_RINGS + 1, busy=1, mapped=GENERATIONS)
+        trial.judge(links=1, streams=len(refused_offers()) + MAX_RINGS + 1, busy=1, mapped=GENERATIONS)
 
 
 def test_the_ring_of_an_engine_is_sealed(offer: Offer) -> None:
@@ -363,7 +363,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
     with Trial() as trial:
         link = local_link(trial, offer)
         trial.begin()
-        rings = [link.ringed_call() for _ in range(MOST_RINGS)]
+        rings = [link.ringed_call() for _ in range(MAX_RINGS)]
         for unreadable in (False, True):
             given = lingering()
             wire = link.call(rings=True)
@@ -377,7 +377,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         time.sleep(SILENCE + 3)
         for ring in rings:
             assert ring.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=MOST_RINGS + 2, busy=1, mapped=GENERATIONS)
+        trial.judge(links=1, streams=MAX_RINGS + 2, busy=1, mapped=GENERATIONS)
         assert not trial.tender.ended, "the link itself goes on"
     while LINGERING:
         LINGERING.pop().close()

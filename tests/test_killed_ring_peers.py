@@ -18,7 +18,7 @@ from hostile.trial import ROW_BYTES, ROWS, TOKEN, Trial
 from peers import LIMIT, OK, UNLINKED, by_blocks, equal, eventually, pattern
 
 TESTS = Path(__file__).parent
-MOST_RINGS = 4  # call streams of a link, in one direction
+MAX_RINGS = 4  # call streams of a link, in one direction
 # So long that no limit ends a wait before the end of the stream does.
 PATIENT = {"llm__LinkSilence": 600_000, "llm__SyncKvCacheWaitTime": 600_000}
 
@@ -50,7 +50,7 @@ def test_killed_caller_ends_its_streams_only(role: str) -> None:
         # The victim answers before it counts the stream.
         eventually(only_the_good_stream, what="the stream of the first process")
         given = {"cluster": 66, "token": TOKEN, "instance": link.peer.instance, "link": link.number}
-        for _ in range(MOST_RINGS):  # the last one gets rings only if those of the first were released
+        for _ in range(MAX_RINGS):  # the last one gets rings only if those of the first were released
             with Mortal(TESTS, role, name=trial.local_name, **given) as caller:
                 assert caller.line() == "ready"
                 caller.kill()

@@ -123,8 +123,8 @@ def test_the_window_does_not_shrink(served: tuple[End, Peer]) -> None:
         eventually(lambda: accepted(near, b"x"))
 
 
-def test_calls_do_not_wait_for_a_lane_of_messages(served: tuple[End, Peer]) -> None:
-    """More calls with messages than lanes, and a plain message between them."""
+def test_calls_do_not_wait_for_a_worker_of_messages(served: tuple[End, Peer]) -> None:
+    """More calls with messages than workers, and a plain message between them."""
     near, far = served
     near.allocate("near", 64, 4096, 4, blocks=True)
     far.allocate("far", 64, 4096, 4, blocks=True, keys=[by_blocks(0)], seed=2)

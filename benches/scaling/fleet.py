@@ -64,7 +64,7 @@ PARAMETERS = 70.6e9
 DEMAND = FLOPS.value * 1e12 * BUSY.value * ENGINES.value / (2 * PARAMETERS * PROMPT)
 
 # Limits of the engine (docs/links.md), and default limits of the system.
-MOST_LINKS = 4096
+MAX_LINKS = 4096
 HEARTBEAT_S = 1.0
 DESCRIPTORS_USUAL = 1024
 MAPPINGS_USUAL = 65_530
@@ -103,8 +103,8 @@ class Mesh:
     @property
     def refused(self) -> str:
         """The limit that is exceeded, if any."""
-        if self.links > MOST_LINKS:
-            return f"more than {MOST_LINKS:,} links (a limit of ours)"
+        if self.links > MAX_LINKS:
+            return f"more than {MAX_LINKS:,} links (a limit of ours)"
         if self.mappings > MAPPINGS_USUAL:
             return "`vm.max_map_count` as it is usually set"
         if self.descriptors > DESCRIPTORS_USUAL:
@@ -194,8 +194,8 @@ def storms(figures: Figures, transport: str) -> list[Storm]:
     """Estimates from the slope of the measured ones. The note says where a limit of the engine is exceeded."""
     curve = figures.curve(f"all are linked again, {transport}")
     found = [Storm(int(point[0]), point[1] / 1e3, "measured") for point in curve.points if point[0] in (64, 512)]
-    for engines in (MOST_LINKS, 10_000):
-        note = "from the slope" if engines <= MOST_LINKS else f"from the slope; {MOST_LINKS:,} at a time are let in"
+    for engines in (MAX_LINKS, 10_000):
+        note = "from the slope" if engines <= MAX_LINKS else f"from the slope; {MAX_LINKS:,} at a time are let in"
         found.append(Storm(engines, curve.slope.at(engines) / 1e3, note))
     return found
 

@@ -66,11 +66,11 @@ def test_exact_times_give_the_rate_of_the_busiest_stage(stages, servers, rates):
 @pytest.mark.parametrize(
     ("file", "constant", "said"),
     [
-        ("session/registry.rs", "MOST_LINKS: usize = 4096;", "4,096"),
+        ("session/registry.rs", "MAX_LINKS: usize = 4096;", "4,096"),
         ("session/limits.rs", "pending: (descriptors / 16).clamp(16, 256)", "a sixteenth of the open-file limit"),
         ("session/call_slots.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
         ("session/known_cache.rs", "MAX_STORED_BYTES: u64 = 4 << 20;", "more than 4 MiB of descriptions"),
-        ("session/call_pool.rs", "MOST_CALLS: usize = 64;", "at most 64"),
+        ("session/call_pool.rs", "MAX_CALLS: usize = 64;", "at most 64"),
         ("session/call_pool.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
         ("net/mod.rs", "BACKLOG: u16 = 1024;", "1,024 connections wait"),
         ("session/membership.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
@@ -81,7 +81,7 @@ def test_the_limits_that_the_page_names_are_those_of_the_code(file, constant, sa
     page = " ".join(document.PAGE.read_text().split())
     assert constant in (figures.FOLDER.parents[1] / "crates" / "core" / "src" / file).read_text()
     assert said in page
-    assert fleet.MOST_LINKS == 4096
+    assert fleet.MAX_LINKS == 4096
 
 
 COMMITTED = figures.Figures(figures.document()[1])

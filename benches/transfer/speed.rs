@@ -52,12 +52,12 @@ pub fn compare(
     let (count, rounds) = (limits.len(), options.rounds);
     let all: Vec<Way<'_>> = limits.into_iter().chain(ours).collect();
     let mut times = vec![Vec::new(); all.len()];
-    let (mut patience, mut busy) = (PATIENCE, 0);
+    let (mut left, mut busy) = (MAX_WAIT, 0);
     for round in 0..=rounds {
         for turn in 0..all.len() {
             let who = (turn + round) % all.len();
             (all[who].before)();
-            busy += usize::from(!quiet(&mut patience));
+            busy += usize::from(!quiet(&mut left));
             let took = timed(&all[who].call);
             (all[who].after)();
             if round > 0 {
@@ -88,7 +88,7 @@ pub fn compare(
 }
 
 /// Total time for which one comparison waits until other processes leave the machine idle.
-const PATIENCE: Duration = Duration::from_secs(60);
+const MAX_WAIT: Duration = Duration::from_secs(60);
 
 pub fn heading(title: &str, options: &Options) {
     let workers = options.workers.map_or("default".into(), |count| count.to_string());

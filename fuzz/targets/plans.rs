@@ -13,7 +13,7 @@ use llm_datadist_fuzz::{decoded, peak, refused_as};
 /// Bytes before the plan: tensors (2), bytes of a tensor (3) for each end, and bytes of a row (2).
 const SIZES: usize = 12;
 /// Plans with more pieces than this are only checked for how they are refused.
-const MOST_PIECES: u64 = 1 << 14;
+const MAX_PIECES: u64 = 1 << 14;
 
 /// One piece of a plan, from its definition.
 struct Piece {
@@ -30,11 +30,11 @@ fn pieces(plan: &WirePlan) -> Option<Vec<Piece>> {
         one.saturating_mul(template.pairs.len() as u64)
     };
     let all = templates.iter().map(count).fold(0, u64::saturating_add);
-    (all <= MOST_PIECES).then(|| templates.iter().flat_map(places).collect())
+    (all <= MAX_PIECES).then(|| templates.iter().flat_map(template_pieces).collect())
 }
 
 /// The pieces of one template.
-fn places(template: &Template) -> Vec<Piece> {
+fn template_pieces(template: &Template) -> Vec<Piece> {
     let at = |unit: u64, number: u32| i128::from(number) * i128::from(unit);
     let pairs = template.pairs.iter();
     let from = pairs.map(|&(src, dst)| (at(template.src_unit, src), at(template.dst_unit, dst)));

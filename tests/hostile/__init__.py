@@ -40,7 +40,7 @@ process of the same user obtains with a `Meet` greeting over the local socket. T
   carries only zeros, each of which wakes the other side. If A answers `RingAnswer::Refused` instead, the socket carries
   everything.
 - `Meet`: `Welcome.secret` holds the key for TCP streams to A. Nothing follows.
-- `Knock`: D tells A that it has entered a communicator of a rank table. Nothing follows.
+- `Announce`: D tells A that it has entered a communicator of a rank table. Nothing follows.
 
 Control streams carry `Ping` (answered with `Pong`), `Pong`, `Dial`, `Polled`, by which the receiver of notifications
 reports how many have arrived and were polled, and `Bye`, which ends the link. On call streams the

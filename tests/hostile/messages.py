@@ -55,7 +55,7 @@ def purpose_meet() -> bytes:
     return uint(2)
 
 
-def purpose_knock(communicator: bytes) -> bytes:
+def purpose_announce(communicator: bytes) -> bytes:
     """Variant 3: this side has entered a communicator."""
     return uint(3) + communicator
 
@@ -67,7 +67,7 @@ def hello(purpose: bytes, who: bytes, host: str, nonce: bytes) -> bytes:
 def read_hello(body: bytes) -> dict[str, Any]:
     """The purpose of a dialler, the link that it names, and whether it offers a ring."""
     reader = Reader(body)
-    kind = ("Link", "Call", "Meet", "Knock")[reader.uint()]
+    kind = ("Link", "Call", "Meet", "Announce")[reader.uint()]
     link = reader.uint() if kind in {"Link", "Call"} else None
     rings = kind == "Call" and (reader.flag(), reader.flag())[1]
     return {"is": kind, "link": link, "rings": rings}

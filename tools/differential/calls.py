@@ -27,7 +27,7 @@ LAYOUTS = [
     layout(16, kv="k_then_v"),
     latent(16),
 ]
-MOST_CACHES = 8  # of one engine
+MAX_CACHES = 8  # of one engine
 WRONG_NUMBERS = [-1, 2**31, 2**33, 1 << 62]
 
 
@@ -74,7 +74,7 @@ class Calls:
         """Draw a call."""
         chance = self.chance
         live = [cache for cache in self.caches if not cache.released]
-        if len(live) < 4 or (chance.random() < 0.06 and len(live) < 2 * MOST_CACHES):
+        if len(live) < 4 or (chance.random() < 0.06 and len(live) < 2 * MAX_CACHES):
             return self._make()
         kinds = [self._release, self._fill, self._remove_key, self._copy_cache, self._copy_blocks, self._swap]
         kinds += [self._pull_cache, self._pull_blocks, self._push_cache, self._push_blocks]

@@ -78,7 +78,7 @@ fn unknown(handle: u64) -> Error {
 impl Object {
     /// Opens the engine, unless it is open.
     pub(crate) fn open(&self, open: impl FnOnce() -> Result<OpenEngine>) -> Result<()> {
-        let _turn = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         if self.engine().is_ok() {
             return Ok(());
         }

@@ -19,7 +19,7 @@ pub mod validate {
 
     /// The rules for the table of a communicator.
     pub mod rank_table {
-        pub use crate::validate::rank_table::{comm_name, members, most_members};
+        pub use crate::validate::rank_table::{comm_name, max_members, members};
     }
 }
 

@@ -248,7 +248,7 @@ impl LinkConfig {
     const DEFAULT_STREAMS: usize = 4;
 
     /// Returns the largest number of streams of one transfer with a peer that has this number of addresses.
-    pub(crate) fn most_streams(&self, addresses: usize) -> usize {
+    pub(crate) fn max_streams(&self, addresses: usize) -> usize {
         match self.streams {
             0 => Self::DEFAULT_STREAMS.max(addresses),
             streams => streams,

@@ -89,9 +89,9 @@ impl EngineFabric {
         let failed = |error: UcxError| unusable(config, &error);
         let fabric = open(config).map_err(failed)?;
         let mut shared = [None, None];
-        for (place, region) in shared.iter_mut().zip(pools) {
+        for (slot, region) in shared.iter_mut().zip(pools) {
             let region = region.filter(|region| region.host_addressable());
-            *place = region.map(|region| SharedRegion::share(&fabric, region)).transpose()?;
+            *slot = region.map(|region| SharedRegion::share(&fabric, region)).transpose()?;
         }
         let address = fabric.address().map_err(failed)?;
         let keys = shared.iter().flatten().map(|region| region.offer().2.len());

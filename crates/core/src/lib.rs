@@ -26,7 +26,7 @@
 //! - **Run or start them:** each of these calls is an [`Operation`]. [`Operation::run`] waits for it, and [`Operation::start`] returns
 //!   a [`Transfer`] with its [`TransferProgress`]. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`CacheTask`] with its
-//!   [`Outcome`]s and what it has [`Carried`].
+//!   [`Outcome`]s and the [`LayerProgress`] of each.
 //! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`FabricState`]).
 //!   The log is `tracing` events with targets `llm_datadist::*`.
 //! - **Errors:** [`Error`] with its [`ErrorKind`], facts and [`ArrivedRows`]; [`StatusCode`] for the bindings.
@@ -192,5 +192,5 @@ pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use status::StatusCode;
-pub use transfer::{CacheTask, Carried, LayerTask, Outcome};
+pub use transfer::{CacheTask, LayerProgress, LayerTask, Outcome};
 pub use validate::{CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, Rows, Target};

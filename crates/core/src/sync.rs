@@ -100,7 +100,7 @@ impl<F: FnMut()> Drop for OnDrop<F> {
 
 /// How long a thread polls for more work, or for the end of what it waits for, before it sleeps: about the time of one
 /// hand-over between threads.
-pub(crate) const PATIENCE: Duration = Duration::from_micros(50);
+pub(crate) const SPIN_BEFORE_PARK: Duration = Duration::from_micros(50);
 /// Polls between two checks of the clock. After each check, the thread yields its core.
 const POLLS: u32 = 64;
 

@@ -17,9 +17,9 @@ pub fn start_task(
     calls: &AsyncCalls,
     layers: u32,
     to: Vec<Delivery>,
-    patience: Option<Duration>,
+    layer_timeout: Option<Duration>,
 ) -> Result<CacheTask> {
-    CacheTask::start(calls, layers, to, Duration::from_secs(3600), patience)
+    CacheTask::start(calls, layers, to, Duration::from_secs(3600), layer_timeout)
 }
 
 /// Starts a layer-wise transfer whose layers the caller reports, as the engine does.
@@ -38,8 +38,8 @@ pub fn refuse_layer(task: &CacheTask, layer: u32, error: &Error) {
 }
 
 /// Creates the clock that ends grants, as the engine does.
-pub fn grant_clock(lanes: &ExecutorHandle, grants: &Arc<crate::grants::Grants>) -> Arc<GrantClock> {
-    GrantClock::new(lanes, grants)
+pub fn grant_clock(executor: &ExecutorHandle, grants: &Arc<crate::grants::Grants>) -> Arc<GrantClock> {
+    GrantClock::new(executor, grants)
 }
 
 /// Sets the alarm of a clock, as the engine does after it has lent blocks.

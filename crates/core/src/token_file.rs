@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::validate;
 
 /// Maximum size of the file in bytes.
-const LONGEST: u64 = 4096;
+const MAX_BYTES: u64 = 4096;
 
 /// Returns the token of `links`, which is given directly or in a file. `Err(InvalidArgument)` if both are
 /// given, or if the file breaks the rules of [`read`].
@@ -40,10 +40,10 @@ pub fn read(path: &Path) -> Result<Token> {
     let file = File::from(opened.map_err(|errno| refused(path, "cannot be opened").because(errno))?);
     private(path, &file)?;
     let mut bytes = Vec::new();
-    let read = file.take(LONGEST + 1).read_to_end(&mut bytes);
+    let read = file.take(MAX_BYTES + 1).read_to_end(&mut bytes);
     read.map_err(|error| refused(path, "cannot be read").because(error))?;
-    if bytes.len() as u64 > LONGEST {
-        return Err(refused(path, &format!("is longer than {LONGEST} bytes")));
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(refused(path, &format!("is longer than {MAX_BYTES} bytes")));
     }
     let text = std::str::from_utf8(&bytes).map_err(|_| refused(path, "is not UTF-8 text"))?;
     let text = text.strip_suffix('\n').map_or(text, |line| line.strip_suffix('\r').unwrap_or(line));

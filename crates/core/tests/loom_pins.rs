@@ -131,8 +131,8 @@ fn a_call_without_a_thread_gets_its_turn() {
         let (told, peer) = (Arc::new(AtomicI64::new(0)), cache.clone());
         let tell = told.clone();
         let of_both = CallRows::copy((other, vec![0]), (cache.clone(), vec![0]));
-        let opened = Arc::new(move || drop(tell.fetch_add(1, Ordering::SeqCst)));
-        let waiting = of_both.enter(false, Some(opened)).unwrap();
+        let on_ready = Arc::new(move || drop(tell.fetch_add(1, Ordering::SeqCst)));
+        let waiting = of_both.enter(false, Some(on_ready)).unwrap();
         let used = row.clone();
         let peer = thread::spawn(move || {
             let pin = CallRows::of(peer, rows()).pin_for_peer(hour(), || true).unwrap();

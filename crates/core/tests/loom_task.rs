@@ -1,6 +1,6 @@
-//! A task under loom, in every order of a lane, the thread that reports layers, and the one that ends it.
+//! A task under loom, in every order of a worker, the thread that reports layers, and the one that ends it.
 //!
-//! `make loom` runs it. Loom's clock does not move, so no wait times out, and no idle lane ends before its engine.
+//! `make loom` runs it. Loom's clock does not move, so no wait times out, and no idle worker ends before its engine.
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test")]
 
@@ -47,12 +47,12 @@ fn explore(fails_at: Option<u32>, other: fn(&CacheTask), ends: &'static [Option<
     let (counted, noted) = (ran.clone(), seen.clone());
     loom::model(move || {
         counted.fetch_add(1, Std::Relaxed);
-        let lanes = Executor::default();
+        let executor = Executor::default();
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let sink = Counts { layers: layers.clone(), fails_at, over: over.clone() };
         let range = LayerRange { first: 0, end: 2 };
         let to = vec![Delivery { cluster: ClusterId(2), layers: range, sink: Ok(Arc::new(sink)) }];
-        let calls = AsyncCalls::new(Arc::new(EventQueue::new(1)), lanes.handle(), Weak::new());
+        let calls = AsyncCalls::new(Arc::new(EventQueue::new(1)), executor.handle(), Weak::new());
         let task = Arc::new(start_task(&calls, 2, to, None).unwrap());
         let acts = {
             let task = task.clone();
@@ -69,14 +69,14 @@ fn explore(fails_at: Option<u32>, other: fn(&CacheTask), ends: &'static [Option<
         };
         let at = ends.iter().position(|end| *end == outcome).unwrap_or_else(|| panic!("{outcome:?}"));
         noted.fetch_or(1 << at, Std::Relaxed);
-        let carried = task.progress()[0];
-        assert_eq!(u64::from(carried.layers), carried.bytes);
-        assert!(outcome.is_some() || carried.layers == 2);
+        let progress = task.progress()[0];
+        assert_eq!(u64::from(progress.layers), progress.bytes);
+        assert!(outcome.is_some() || progress.layers == 2);
         acts.join().unwrap();
         assert!(!task.cancel());
-        // Waits for its lane, which must notice that the engine ends.
-        drop(lanes);
-        assert_eq!(task.progress()[0], carried);
+        // Waits for its worker, which must notice that the engine ends.
+        drop(executor);
+        assert_eq!(task.progress()[0], progress);
     });
     let ran = ran.load(Std::Relaxed);
     eprintln!("{ran} orders");
@@ -111,9 +111,9 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
     let (counted, noted) = (ran.clone(), seen.clone());
     loom::model(move || {
         counted.fetch_add(1, Std::Relaxed);
-        let lanes = Executor::default();
+        let executor = Executor::default();
         let events = Arc::new(EventQueue::new(1));
-        let calls = Arc::new(AsyncCalls::new(events, lanes.handle(), Weak::new()));
+        let calls = Arc::new(AsyncCalls::new(events, executor.handle(), Weak::new()));
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let sink = Counts { layers: layers.clone(), fails_at: None, over: over.clone() };
         let range = LayerRange { first: 0, end: 1 };
@@ -137,7 +137,7 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
         assert!(!transfer.cancel());
         // The caller may learn of the end before the call has left the list.
         assert!(calls.drain(Deadline::after(Duration::from_secs(3600))).unwrap());
-        drop((task, lanes));
+        drop((task, executor));
         assert_eq!(transfer.peek().unwrap().err().map(|error| error.kind()), end);
     });
     eprintln!("{} orders", ran.load(Std::Relaxed));

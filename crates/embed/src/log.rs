@@ -13,7 +13,7 @@ use tracing::{Event, Metadata};
 pub use tracing::Level;
 
 /// Bytes after which a line is cut off.
-const LONGEST: usize = 4096;
+const MAX_LINE: usize = 4096;
 
 /// One event as a line of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,9 +119,9 @@ impl Visit for FieldText {
 
 /// Escapes the control characters of `text`, and cuts it off if it is too long.
 fn clean(text: &str) -> String {
-    let mut clean = String::with_capacity(text.len().min(LONGEST));
+    let mut clean = String::with_capacity(text.len().min(MAX_LINE));
     for character in text.chars() {
-        if clean.len() >= LONGEST {
+        if clean.len() >= MAX_LINE {
             clean.push('…');
             break;
         }

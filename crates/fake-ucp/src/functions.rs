@@ -107,9 +107,9 @@ pub unsafe extern "C" fn ucp_get_version(major: *mut c_uint, minor: *mut c_uint,
     let text = unsafe { (&raw const crate::FAKE_UCP_VERSION).read_volatile() };
     let version = String::from_utf8_lossy(&text[14..]);
     let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
-    for place in [major, minor, patch] {
+    for out in [major, minor, patch] {
         // SAFETY: the caller passes three places.
-        unsafe { place.write(numbers.next().unwrap_or(0)) };
+        unsafe { out.write(numbers.next().unwrap_or(0)) };
     }
 }
 

@@ -32,14 +32,14 @@ pub(crate) fn only_support(name: impl Display, allowed: impl Display, value: &An
 /// Returns a text of `value` for messages. A long text is cut; a value whose `str` fails is shown by its class.
 #[cold]
 pub(crate) fn shown(value: &Any<'_>) -> String {
-    const LONGEST: usize = 120;
+    const MAX_SHOWN: usize = 120;
     let Ok(text) = value.str() else {
         let class = value.get_type().name();
         let class = class.as_ref().map_or("object".into(), |name| name.to_string_lossy());
         return format!("<{class} without a text>");
     };
     let text = text.to_string_lossy();
-    match text.char_indices().nth(LONGEST) {
+    match text.char_indices().nth(MAX_SHOWN) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.into_owned(),
     }

@@ -172,9 +172,9 @@ impl DataDist {
     ) -> PyResult<TransferTask> {
         let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
         let given = RawArguments { src_cache, layer_synchronizer, transfer_configs, blocks };
-        let CheckedArguments { from, args, to, patience } =
+        let CheckedArguments { from, args, to, layer_timeout } =
             layerwise_arguments::transfer(&self.engine, &given)?;
-        let start = |engine: &CoreDataDist| engine.transfer_async(&from, &args, to, patience);
+        let start = |engine: &CoreDataDist| engine.transfer_async(&from, &args, to, layer_timeout);
         self.engine.enter(src_cache.py(), start).map(|task| TransferTask::new(task, self.engine.codes()))
     }
 
@@ -189,7 +189,7 @@ impl DataDist {
         let numbers = (layer_timeout_ms, tensor_num_per_layer);
         let call = layer_task_arguments::begin(&self.engine, cache, destinations, numbers)?;
         let blocks = call.num_blocks() + call.to.len();
-        let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.patience);
+        let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.layer_timeout);
         let task = self.engine.start(py, blocks, begin)?;
         LayerTaskHandle::new(py, task, &self.transfers, self.engine.codes())
     }

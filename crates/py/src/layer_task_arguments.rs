@@ -31,7 +31,7 @@ pub(crate) struct LayerCall {
     /// The destinations.
     pub(crate) to: Vec<LayerReceiver>,
     /// The longest wait for a layer.
-    pub(crate) patience: Option<Duration>,
+    pub(crate) layer_timeout: Option<Duration>,
 }
 
 impl LayerCall {
@@ -50,7 +50,7 @@ pub(crate) fn begin(
 ) -> PyResult<LayerCall> {
     let py = cache.py();
     let desc = layerwise_arguments::on_device("cache", engine, cache)?;
-    let patience = patience(layer_timeout_ms)?;
+    let layer_timeout = layer_timeout(layer_timeout_ms)?;
     let tensors_per_layer = tensor_num_per_layer.int("tensor_num_per_layer")?;
     let items = destinations.items()?;
     validate::tensors_per_layer(tensors_per_layer).map_err(|error| raise(py, &error))?;
@@ -60,7 +60,7 @@ pub(crate) fn begin(
         let one = receiver(item, &source, tensors_per_layer, engine);
         to.push(one.map_err(|error| of_item(py, DESTINATIONS, index, error))?);
     }
-    Ok(LayerCall { from: source.cache.end(engine)?, to, patience })
+    Ok(LayerCall { from: source.cache.end(engine)?, to, layer_timeout })
 }
 
 impl<'py> DestinationsArg<'_, 'py> {
@@ -102,7 +102,7 @@ fn receiver(
     Ok(LayerReceiver { to, args })
 }
 
-fn patience(layer_timeout_ms: IntArg<'_, '_>) -> PyResult<Option<Duration>> {
+fn layer_timeout(layer_timeout_ms: IntArg<'_, '_>) -> PyResult<Option<Duration>> {
     const NAME: &str = "layer_timeout_ms";
     match layer_timeout_ms.optional::<u32>(NAME)? {
         Some(0) => Err(invalid(layer_timeout_ms.py(), NAME, 0, "None, or 1 to 4294967295, in milliseconds")),

@@ -39,7 +39,7 @@ pub(crate) struct CheckedArguments {
     /// The destinations.
     pub(crate) to: Vec<Destination>,
     /// The longest wait for a layer.
-    pub(crate) patience: Option<Duration>,
+    pub(crate) layer_timeout: Option<Duration>,
 }
 
 /// The unchecked arguments.
@@ -62,14 +62,14 @@ pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResul
     let desc = on_device("src_cache", engine, src_cache)?;
     let mut args = lists(given.blocks)?;
     validate::block_lists(&args).map_err(refused)?;
-    let patience = given.layer_synchronizer.read(&mut args)?;
+    let layer_timeout = given.layer_synchronizer.read(&mut args)?;
     let configs = given.transfer_configs.configs(engine)?;
     validate::block_bytes_alone(&args).map_err(refused)?;
     let source = LayerSource::new(src_cache, &desc, args.tensors_per_layer)?;
     source.lists(&args)?;
     let one = |config: &Any<'_>| source.destination(config, &args, engine);
     let to = configs.iter().map(one).collect::<PyResult<_>>()?;
-    Ok(CheckedArguments { from: source.cache.end(engine)?, args, to, patience })
+    Ok(CheckedArguments { from: source.cache.end(engine)?, args, to, layer_timeout })
 }
 
 /// Rows 1 and 2: returns the descriptor of a source, which must be in memory of the device.

@@ -230,7 +230,7 @@ impl RanksArg<'_, '_> {
                 }
             }
         }
-        validate::rank_table::most_members(dict.len()).map_err(|error| raise(self.py(), &error))?;
+        validate::rank_table::max_members(dict.len()).map_err(|error| raise(self.py(), &error))?;
         let member = |(cluster, rank): (Any<'_>, Any<'_>)| {
             let cluster = ClusterId(int("cluster_rank_info dict key", &cluster)?);
             Ok((cluster, int("cluster_rank_info dict value", &rank)?))

@@ -21,7 +21,7 @@ use crate::python_types::PythonTypes;
 
 /// Maximum number of lines in a queue. Beyond it, the oldest are dropped and counted
 /// (`test_log_that_nobody_reads_is_bounded`).
-const MOST: usize = 1024;
+const MAX_WAITING: usize = 1024;
 
 /// The queue of the first process. Each forked child appends one of its own.
 static FIRST: Generation = Generation::new();
@@ -69,7 +69,7 @@ impl Queue {
     }
 
     fn add(&mut self, waiting: Waiting) {
-        if self.waiting.len() == MOST {
+        if self.waiting.len() == MAX_WAITING {
             self.waiting.pop_front();
             self.dropped += 1;
         }

@@ -103,8 +103,8 @@ impl TransferTask {
     }
 
     fn progress(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32, u64)>> {
-        let carried = self.with(py, CacheTask::progress)?;
-        Ok(carried.into_iter().map(|one| (one.layers, one.of_layers, one.bytes)).collect())
+        let progress = self.with(py, CacheTask::progress)?;
+        Ok(progress.into_iter().map(|one| (one.layers, one.of_layers, one.bytes)).collect())
     }
 
     fn transfers(&self, py: Python<'_>) -> PyResult<Vec<TransferHandle>> {
@@ -115,8 +115,8 @@ impl TransferTask {
     /// Returns the time limit that is passed to the synchronizer: its attribute at the start of the transfer.
     #[getter]
     fn timeout_in_millis(&self, py: Python<'_>) -> PyResult<Option<u128>> {
-        let patience = self.with(py, CacheTask::patience)?;
-        Ok(patience.map(|patience| patience.as_millis()))
+        let layer_timeout = self.with(py, CacheTask::layer_timeout)?;
+        Ok(layer_timeout.map(|layer_timeout| layer_timeout.as_millis()))
     }
 
     #[getter]

@@ -15,8 +15,8 @@ const ENVIRONMENT: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM
 ///
 /// No other thread may access the environment through functions of C during the call.
 pub(crate) unsafe fn with_ucx_environment<T>(load: impl FnOnce() -> T) -> T {
-    static TURN: Mutex<()> = Mutex::new(());
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    static LOADING: Mutex<()> = Mutex::new(());
+    let _loading = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
     let unset: Vec<_> =
         ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
     for (name, value) in &unset {

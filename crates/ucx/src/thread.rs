@@ -102,7 +102,7 @@ impl State {
     fn run(mut self, orders: &Receiver<Order>, wake: &OwnedFd) {
         let mut idle_since = Instant::now();
         while self.take_orders(orders) {
-            if self.turn() {
+            if self.step() {
                 idle_since = Instant::now();
             } else if self.reads.is_empty() || idle_since.elapsed() > POLL {
                 self.sleep(wake);
@@ -178,7 +178,7 @@ impl State {
     }
 
     /// Does what can be done now. Returns whether there was anything.
-    fn turn(&mut self) -> bool {
+    fn step(&mut self) -> bool {
         let mut busy = self.reading.as_ref().is_some_and(Worker::progress);
         busy |= self.serving.progress();
         if self.reads.is_empty() && self.closing.is_empty() {
@@ -347,7 +347,7 @@ impl State {
         self.closing.extend(idle.map(Endpoint::close));
         let limit = Instant::now() + CLOSE_LIMIT;
         while !(self.reads.is_empty() && self.closing.is_empty()) && Instant::now() < limit {
-            self.turn();
+            self.step();
         }
         // Nothing touches memory after that, so what is left may end.
         self.reading = None;

@@ -132,7 +132,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
     let peer = fabric.peer(owner.address.clone());
     let mut target = vec![0u8; BLOCK * BLOCKS];
     let mut given_up = 0;
-    let (mut late, mut most_descriptors) = (Vec::new(), (0, 0));
+    let (mut late, mut max_descriptors) = (Vec::new(), (0, 0));
     for round in 0..rounds {
         owner.signal(libc::SIGSTOP);
         let deadline = Instant::now() + Duration::from_millis(20 + round % 7);
@@ -149,7 +149,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
         }
         owner.signal(libc::SIGCONT);
         let now = (descriptors(std::process::id()), descriptors(owner.process.id()));
-        most_descriptors = (now.0.max(most_descriptors.0), now.1.max(most_descriptors.1));
+        max_descriptors = (now.0.max(max_descriptors.0), now.1.max(max_descriptors.1));
         if round % 10 > 0 {
             continue;
         }
@@ -162,7 +162,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
         "UCX {}: {given_up} of {rounds} reads were given up, {times:?} after their deadline (median, 99 %, at most)",
         fabric.version()
     );
-    println!("{:?}; at most {most_descriptors:?} descriptors, of reader and owner", fabric.counts());
+    println!("{:?}; at most {max_descriptors:?} descriptors, of reader and owner", fabric.counts());
 }
 
 #[test]

@@ -32,16 +32,16 @@ def constant(file: str, name: str) -> int:
 
 
 NUMBERS = [
-    ("docs/links.md", "session/call_pool.rs", "MOST_CALLS", "| calls over one link at a time | {}; "),
-    ("docs/links.md", "session/registry.rs", "MOST_LINKS", "| links of one engine | {} |"),
-    ("docs/links.md", "session/registry.rs", "MOST_COMMS", "| communicators (rank tables) of one engine | {}, "),
+    ("docs/links.md", "session/call_pool.rs", "MAX_CALLS", "| calls over one link at a time | {}; "),
+    ("docs/links.md", "session/registry.rs", "MAX_LINKS", "| links of one engine | {} |"),
+    ("docs/links.md", "session/registry.rs", "MAX_COMMS", "| communicators (rank tables) of one engine | {}, "),
     (
         "docs/links.md",
         "session/known_cache.rs",
         "MAX_STORED_BYTES",
         "| bytes of descriptions of remote caches kept for each link | {} |",
     ),
-    ("docs/links.md", "engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
+    ("docs/links.md", "engine/links.rs", "MAX_LINKING", "| any number; {} are linked at a time |"),
     ("docs/links.md", "protocol/frame.rs", "VERSION", "The version is {}."),
     ("docs/links.md", "protocol/frame.rs", "VERSION", "\n| --- | --- |\n| {} | "),
     ("docs/deployment.md", "protocol/frame.rs", "VERSION", "Every frame carries a wire version, now {}."),
@@ -49,7 +49,7 @@ NUMBERS = [
     (
         "docs/links.md",
         "transfer/executor.rs",
-        "MOST_OF_ONE",
+        "MAX_WORKERS_OF_CLUSTER",
         "| calls of `ensure_link` that dial at a time | {} in each group ",
     ),
     ("docs/links.md", "engine/links.rs", "GROUPS", "| groups of addresses for `ensure_link` | {} |"),

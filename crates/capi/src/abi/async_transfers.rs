@@ -187,10 +187,10 @@ unsafe fn started(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let place = unsafe { raw::Out::new("transfer", transfer, 1) }?;
+        let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         let limit = calls::transfer_limit(timeout_ms)?;
         let started = start(&open.engine, limit)?;
-        place.put(&[process::current().transfers.add(started)]);
+        out.put(&[process::current().transfers.add(started)]);
         Ok(())
     })
 }

@@ -38,9 +38,9 @@ pub unsafe extern "C" fn llm_datadist_poll(
         let count = unsafe { raw::Out::new("num_events", num_events, 1) }?;
         count.put(&[0]);
         // SAFETY: the caller's promise.
-        let places = unsafe { raw::Out::new("events", events, max_events) }?;
+        let outs = unsafe { raw::Out::new("events", events, max_events) }?;
         let mut polled = open.engine.poll(max_events)?;
-        let written = places.put_each(polled.iter_mut().map(described));
+        let written = outs.put_each(polled.iter_mut().map(described));
         polled_events::keep(open.engine.events(), polled)?;
         count.put(&[written]);
         Ok(())
@@ -69,8 +69,8 @@ pub extern "C" fn llm_datadist_unpoll(handle: u64, num_events: usize) -> u32 {
 pub unsafe extern "C" fn llm_datadist_event_descriptor(handle: u64, descriptor: *mut c_int) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let place = unsafe { raw::Out::new("descriptor", descriptor, 1) }?;
-        place.put(&[open.engine.events().descriptor()?.as_fd().as_raw_fd()]);
+        let out = unsafe { raw::Out::new("descriptor", descriptor, 1) }?;
+        out.put(&[open.engine.events().descriptor()?.as_fd().as_raw_fd()]);
         Ok(())
     })
 }

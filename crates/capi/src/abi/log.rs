@@ -69,11 +69,11 @@ pub unsafe extern "C" fn llm_datadist_set_log_callback(
             callback: Box::new(move |level, target, text| given.call(level, target, text)),
             max_level,
         });
-        log::set(place, recipient)
+        log::set(current, recipient)
     })
 }
 
-/// Returns the place of the recipient in this process.
-pub(super) fn place() -> &'static RwLock<Option<Recipient>> {
+/// Returns the recipient of this process.
+pub(super) fn current() -> &'static RwLock<Option<Recipient>> {
     &process::current().log
 }

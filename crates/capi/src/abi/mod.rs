@@ -67,7 +67,7 @@ pub extern "C" fn llm_datadist_abi_version() -> u32 {
 pub extern "C" fn llm_datadist_new(cluster_id: u64, role: i32) -> u64 {
     let mut handle = 0;
     guarded(|| {
-        crate::log::install(log::place);
+        crate::log::install(log::current);
         handle = process::current().objects.create(ClusterId(cluster_id), role);
         Ok(())
     });
@@ -239,10 +239,10 @@ pub unsafe extern "C" fn llm_datadist_allocate_cache(
         // SAFETY: the caller's promise.
         let id = unsafe { raw::Out::new("cache_id", cache_id, 1) }?;
         // SAFETY: the caller's promise.
-        let places = unsafe { raw::Out::new("addrs", addrs, num_addrs) }?;
+        let outs = unsafe { raw::Out::new("addrs", addrs, num_addrs) }?;
         let cache = open.engine.allocate(&desc, CacheKind::Batch, &[])?;
         id.put(&[cache.id().0]);
-        places.put(cache.addrs());
+        outs.put(cache.addrs());
         Ok(())
     })
 }

@@ -116,9 +116,9 @@ impl<T: Copy> Out<T> {
         for value in values.take(self.count) {
             // SAFETY: the place is inside the space for `count` values, of which `new` has checked what can be checked, and
             // which its caller has promised.
-            let place = unsafe { self.first.add(written) };
+            let target = unsafe { self.first.add(written) };
             // SAFETY: as above.
-            unsafe { place.write(value) };
+            unsafe { target.write(value) };
             written += 1;
         }
         written

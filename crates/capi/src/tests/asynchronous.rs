@@ -37,10 +37,9 @@ pub(super) fn with_cache(engine: Engine) -> Engine {
 /// Starts to copy row 0 to row `to` of cache 1. Returns the status, and the handle or 0.
 fn try_copy(engine: &Engine, to: u32, timeout_ms: i32) -> (u32, u64) {
     let (own, mut transfer) = (cache(), 0);
-    let (own, place) = (&raw const own, &raw mut transfer);
+    let (own, out) = (&raw const own, &raw mut transfer);
     // SAFETY: everything lives here.
-    let status =
-        unsafe { llm_datadist_copy_cache_async(engine.0, own, own, 0, to, 0, -1, timeout_ms, place) };
+    let status = unsafe { llm_datadist_copy_cache_async(engine.0, own, own, 0, to, 0, -1, timeout_ms, out) };
     (status, transfer)
 }
 
@@ -134,7 +133,7 @@ fn child_has_no_transfers_of_its_parent_and_may_start_its_own() {
 fn refused_calls_start_nothing_and_write_nothing() {
     let engine = with_cache(Engine::new());
     let (own, mut transfer, mut count) = (cache(), 5, 77);
-    let (own, place, block) = (&raw const own, &raw mut transfer, 0);
+    let (own, out, block) = (&raw const own, &raw mut transfer, 0);
     let blocks = LlmDatadistBlocks { blocks: &raw const block, count: 1 };
     let none = LlmDatadistBlocks { blocks: null(), count: 0 };
     let mut events = vec![EMPTY];
@@ -145,18 +144,18 @@ fn refused_calls_start_nothing_and_write_nothing() {
             llm_datadist_copy_cache_async(engine.0, own, own, 0, 1, 0, -1, timeout_ms, transfer)
         };
         refused(copy(0, null_mut()), &["transfer is null"]);
-        refused(copy(-1, place), &["timeout_ms=-1 is out of range (0 to 2147483647)"]);
+        refused(copy(-1, out), &["timeout_ms=-1 is out of range (0 to 2147483647)"]);
         let pull =
-            |src, dst, ext| llm_datadist_pull_blocks_async(engine.0, src, own, blocks, dst, ext, 0, place);
+            |src, dst, ext| llm_datadist_pull_blocks_async(engine.0, src, own, blocks, dst, ext, 0, out);
         refused(pull(null(), blocks, from_ref(&ALL)), &["src_cache_index is null"]);
         refused(pull(index, blocks, null()), &["ext_param is null"]);
         refused(pull(index, none, from_ref(&ALL)), &["dst_blocks=[]"]);
-        let lists = llm_datadist_copy_blocks_async(engine.0, own, own, blocks, null(), 0, 0, place);
+        let lists = llm_datadist_copy_blocks_async(engine.0, own, own, blocks, null(), 0, 0, out);
         refused(lists, &["dst_blocks_list=[]"]);
         refused(llm_datadist_poll(engine.0, 1, null_mut(), &raw mut count), &["events is null"]);
         refused(llm_datadist_poll(engine.0, 1, events, null_mut()), &["num_events is null"]);
         refused(llm_datadist_event_descriptor(engine.0, null_mut()), &["descriptor is null"]);
-        refused(llm_datadist_transfer_progress(1, null_mut(), place), &["done is null"]);
+        refused(llm_datadist_transfer_progress(1, null_mut(), out), &["done is null"]);
     }
     refused(llm_datadist_drain(engine.0, -1), &["timeout_ms=-1"]);
     assert_eq!((transfer, count), (5, 0));
@@ -230,10 +229,10 @@ fn failures_are_outcomes_with_a_reason() {
     let engine = with_cache(Engine::new());
     let (own, mut transfer, block) = (cache(), 0, 0);
     let blocks = LlmDatadistBlocks { blocks: &raw const block, count: 1 };
-    let (own, index, all, place) = (&raw const own, &raw const INDEX, from_ref(&ALL), &raw mut transfer);
+    let (own, index, all, out) = (&raw const own, &raw const INDEX, from_ref(&ALL), &raw mut transfer);
     // SAFETY: everything lives here.
     let started =
-        unsafe { llm_datadist_pull_blocks_async(engine.0, index, own, blocks, blocks, all, 0, place) };
+        unsafe { llm_datadist_pull_blocks_async(engine.0, index, own, blocks, blocks, all, 0, out) };
     assert_eq!(started, 0, "{}", reason());
     assert_eq!(llm_datadist_drain(engine.0, LONG), 0);
     let (_, events) = polled(&engine, 9);

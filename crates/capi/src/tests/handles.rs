@@ -37,17 +37,17 @@ fn every_asynchronous_call(handle: u64) -> [u32; 11] {
     let (mut transfers, mut events, mut count, mut descriptor) = ([0; 6], Vec::new(), 0, -1);
     events.reserve_exact(1);
     let events: *mut LlmDatadistEvent = events.as_mut_ptr();
-    let mut places = transfers.iter_mut().map(|transfer| &raw mut *transfer);
-    let mut place = || places.next().unwrap();
+    let mut outs = transfers.iter_mut().map(|transfer| &raw mut *transfer);
+    let mut out = || outs.next().unwrap();
     // SAFETY: every pointer leads to a value above.
     let statuses = unsafe {
         [
-            llm_datadist_pull_cache_async(handle, index, own, 0, -1, all, 0, place()),
-            llm_datadist_pull_blocks_async(handle, index, own, blocks, blocks, all, 0, place()),
-            llm_datadist_push_cache_async(handle, own, index, 0, -1, all, 0, place()),
-            llm_datadist_push_blocks_async(handle, own, index, blocks, blocks, all, 0, place()),
-            llm_datadist_copy_cache_async(handle, own, own, 0, 1, 0, -1, 0, place()),
-            llm_datadist_copy_blocks_async(handle, own, own, blocks, &raw const blocks, 1, 0, place()),
+            llm_datadist_pull_cache_async(handle, index, own, 0, -1, all, 0, out()),
+            llm_datadist_pull_blocks_async(handle, index, own, blocks, blocks, all, 0, out()),
+            llm_datadist_push_cache_async(handle, own, index, 0, -1, all, 0, out()),
+            llm_datadist_push_blocks_async(handle, own, index, blocks, blocks, all, 0, out()),
+            llm_datadist_copy_cache_async(handle, own, own, 0, 1, 0, -1, 0, out()),
+            llm_datadist_copy_blocks_async(handle, own, own, blocks, &raw const blocks, 1, 0, out()),
             llm_datadist_poll(handle, 1, events, &raw mut count),
             llm_datadist_event_descriptor(handle, &raw mut descriptor),
             llm_datadist_drain(handle, 60_000),

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::row_turns::RowTurns;
+use super::row_queues::RowQueues;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Adopted, Tensors};
 use crate::model::{
@@ -24,25 +24,25 @@ pub enum Origin {
     Loose,
 }
 
-/// The dimensions of a tensor. Up to [`FEW`] of them need no separate allocation.
+/// The dimensions of a tensor. Up to [`INLINE_DIMENSIONS`] of them need no separate allocation.
 #[derive(Debug)]
 enum Shape {
-    Few(u8, [i64; FEW]),
-    Many(Box<[i64]>),
+    Inline(u8, [i64; INLINE_DIMENSIONS]),
+    Heap(Box<[i64]>),
 }
 
 /// Maximum number of dimensions that are stored inside the cache.
-const FEW: usize = 4;
+const INLINE_DIMENSIONS: usize = 4;
 
 impl Shape {
     fn of(dims: &[i64]) -> Self {
         match u8::try_from(dims.len()) {
-            Ok(count) if dims.len() <= FEW => {
-                let mut few = [0; FEW];
-                few[..dims.len()].copy_from_slice(dims);
-                Shape::Few(count, few)
+            Ok(count) if dims.len() <= INLINE_DIMENSIONS => {
+                let mut inline = [0; INLINE_DIMENSIONS];
+                inline[..dims.len()].copy_from_slice(dims);
+                Shape::Inline(count, inline)
             }
-            _ => Shape::Many(dims.into()),
+            _ => Shape::Heap(dims.into()),
         }
     }
 }
@@ -59,7 +59,7 @@ pub struct Cache {
     kv: Option<Arc<KvGeometry>>,
     remote_accessible: bool,
     tensors: Arc<Tensors>,
-    pub(super) pins: Mutex<RowTurns>,
+    pub(super) pins: Mutex<RowQueues>,
 }
 
 impl Cache {
@@ -181,8 +181,8 @@ impl Cache {
     /// Returns the dimensions of tensor 0, outermost first.
     pub fn shape(&self) -> &[i64] {
         match &self.shape {
-            Shape::Few(count, dims) => &dims[..usize::from(*count)],
-            Shape::Many(dims) => dims,
+            Shape::Inline(count, dims) => &dims[..usize::from(*count)],
+            Shape::Heap(dims) => dims,
         }
     }
 

@@ -4,13 +4,13 @@
 #[allow(clippy::module_inception, reason = "the cache, in the folder of caches")]
 mod cache;
 mod pins;
-mod row_turns;
+mod readiness;
+mod row_queues;
 mod shards;
 mod table;
-mod turn;
 
 pub use cache::{Cache, Origin};
 pub use pins::{CallRows, Pin, WaitingCall, rows_of_a_pin, unpinned};
-pub use row_turns::RowUse;
+pub use readiness::OnReady;
+pub use row_queues::RowUse;
 pub use table::{Resolved, Table, TableState};
-pub use turn::OnOpened;

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use super::cache::Cache;
-use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse, UsedRows};
-use super::turn::{CallTurn, OnOpened};
+use super::readiness::{OnReady, Readiness};
+use super::row_queues::{MAX_COUNTERS, PINS, RowQueues, RowUse, UsedRows};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{Deadline, RowList};
@@ -30,7 +30,7 @@ pub struct CallRows(SmallVec<[CacheRows; 1]>);
 struct CacheRows {
     cache: Arc<Cache>,
     used: UsedRows,
-    /// The place of the call in the queues of the cache, if it waits there or has waited.
+    /// The call in the queues of the cache, if it waits there or has waited.
     waiter: Option<u32>,
 }
 
@@ -43,7 +43,7 @@ pub struct Pin(CallRows);
 pub struct WaitingCall {
     /// Empty once the rows are taken.
     rows: CallRows,
-    turn: Arc<CallTurn>,
+    readiness: Arc<Readiness>,
 }
 
 impl CacheRows {
@@ -52,10 +52,10 @@ impl CacheRows {
     }
 
     /// Locks the rows of the cache. `Err(OutOfMemory)` if their counters cannot be allocated.
-    fn lock(&self) -> Result<MutexGuard<'_, RowTurns>> {
-        let mut turns = self.cache.pins.lock();
-        turns.prepare(self.cache.rows())?;
-        Ok(turns)
+    fn lock(&self) -> Result<MutexGuard<'_, RowQueues>> {
+        let mut queues = self.cache.pins.lock();
+        queues.prepare(self.cache.rows())?;
+        Ok(queues)
     }
 }
 
@@ -96,56 +96,60 @@ impl CallRows {
     /// Takes the rows for a call of this engine, and waits for them in turn. Returns `Err` of kind `Timeout` once
     /// `deadline` has passed, and of kind `Interrupted` if the caller was interrupted while it waited.
     pub fn pin(self, deadline: Deadline) -> Result<Pin> {
-        self.pin_in_turn(deadline, || false)
+        self.pin_in_order(deadline, || false)
     }
 
     /// Takes the rows for a request of a peer; otherwise like [`pin`](Self::pin). It passes calls that only wait, if
     /// `passes` says so under the locks of the caches, and if none of them was passed too often.
     pub fn pin_for_peer(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
-        self.pin_in_turn(deadline, passes)
+        self.pin_in_order(deadline, passes)
     }
 
-    fn pin_in_turn(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
+    fn pin_in_order(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
         let mut locked = self.lock()?;
-        let passes = passes() && self.all(&locked, RowTurns::may_pass);
-        if self.all(&locked, |turns, used| turns.taken(used, passes).is_none()) {
-            self.0.iter().zip(locked.iter_mut()).for_each(|(rows, turns)| turns.take(&rows.used));
+        let passes = passes() && self.all(&locked, RowQueues::may_pass);
+        if self.all(&locked, |queues, used| queues.taken(used, passes).is_none()) {
+            self.0.iter().zip(locked.iter_mut()).for_each(|(rows, queues)| queues.take(&rows.used));
             drop(locked);
             return Ok(Pin(self));
         }
-        let turn = CallTurn::new(None);
-        let entered = self.enter_locked(&mut locked, passes, &turn);
+        let readiness = Readiness::new(None);
+        let entered = self.enter_locked(&mut locked, passes, &readiness);
         drop(locked);
-        self.waiting(entered, turn)?.pin(deadline)
+        self.waiting(entered, readiness)?.pin(deadline)
     }
 
-    fn all(&self, locked: &[MutexGuard<'_, RowTurns>], holds: impl Fn(&RowTurns, &UsedRows) -> bool) -> bool {
-        self.0.iter().zip(locked).all(|(rows, turns)| holds(turns, &rows.used))
+    fn all(
+        &self,
+        locked: &[MutexGuard<'_, RowQueues>],
+        holds: impl Fn(&RowQueues, &UsedRows) -> bool,
+    ) -> bool {
+        self.0.iter().zip(locked).all(|(rows, queues)| holds(queues, &rows.used))
     }
 
-    /// Puts a call into the queues of its rows. Each time that they have all become free, `opened` is called on the
+    /// Puts a call into the queues of its rows. Each time that they have all become free, `on_ready` is called on the
     /// thread that frees the last one, without a lock. It must be short.
-    pub fn enter(self, passes: bool, opened: Option<Arc<dyn OnOpened>>) -> Result<WaitingCall> {
-        let turn = CallTurn::new(opened);
+    pub fn enter(self, passes: bool, on_ready: Option<Arc<dyn OnReady>>) -> Result<WaitingCall> {
+        let readiness = Readiness::new(on_ready);
         let mut locked = self.lock()?;
-        let entered = self.enter_locked(&mut locked, passes, &turn);
+        let entered = self.enter_locked(&mut locked, passes, &readiness);
         drop(locked);
-        self.waiting(entered, turn)
+        self.waiting(entered, readiness)
     }
 
-    /// Enters the queues, and returns the places of the call. After an error, they are those that it has entered.
+    /// Enters the queues, and returns the waiters of the call. After an error, they are those that it has entered.
     fn enter_locked(
         &self,
-        locked: &mut [MutexGuard<'_, RowTurns>],
+        locked: &mut [MutexGuard<'_, RowQueues>],
         passes: bool,
-        turn: &Arc<CallTurn>,
+        readiness: &Arc<Readiness>,
     ) -> (Vec<u32>, Result<()>) {
         let mut waiters = match fallible::with_capacity(PINS, self.0.len()) {
             Ok(waiters) => waiters,
             Err(error) => return (Vec::new(), Err(error)),
         };
-        for (CacheRows { cache, used, .. }, turns) in self.0.iter().zip(locked) {
-            match turns.enter(used, passes, turn) {
+        for (CacheRows { cache, used, .. }, queues) in self.0.iter().zip(locked) {
+            match queues.enter(used, passes, readiness) {
                 Ok(waiter) => waiters.push(waiter),
                 Err(error) => return (waiters, Err(error.with("cache_id", cache.id()))),
             }
@@ -157,15 +161,15 @@ impl CallRows {
     fn waiting(
         mut self,
         (waiters, entered): (Vec<u32>, Result<()>),
-        turn: Arc<CallTurn>,
+        readiness: Arc<Readiness>,
     ) -> Result<WaitingCall> {
         self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.waiter = Some(waiter));
-        let waiting = WaitingCall { rows: self, turn };
+        let waiting = WaitingCall { rows: self, readiness };
         entered.map(|()| waiting)
     }
 
     /// Locks the rows of all caches.
-    fn lock(&self) -> Result<SmallVec<[MutexGuard<'_, RowTurns>; 2]>> {
+    fn lock(&self) -> Result<SmallVec<[MutexGuard<'_, RowQueues>; 2]>> {
         let mut locked = fallible::inline_with_capacity(PINS, self.0.len())?;
         for rows in &self.0 {
             locked.push(rows.lock()?);
@@ -176,8 +180,8 @@ impl CallRows {
 
 impl WaitingCall {
     /// Whether all rows are free. Another call may take one before this call does.
-    pub fn is_open(&self) -> bool {
-        self.turn.is_open()
+    pub fn is_ready(&self) -> bool {
+        self.readiness.is_ready()
     }
 
     /// Takes the rows once they are free. Fails as [`CallRows::pin`] does.
@@ -185,10 +189,11 @@ impl WaitingCall {
         loop {
             {
                 let mut locked = self.rows.lock()?;
-                if self.turn.is_open() {
-                    for (CacheRows { used, waiter, .. }, turns) in self.rows.0.iter().zip(locked.iter_mut()) {
+                if self.readiness.is_ready() {
+                    for (CacheRows { used, waiter, .. }, queues) in self.rows.0.iter().zip(locked.iter_mut())
+                    {
                         if let Some(waiter) = *waiter {
-                            turns.begin(waiter, used);
+                            queues.begin(waiter, used);
                         }
                     }
                     drop(locked);
@@ -199,7 +204,7 @@ impl WaitingCall {
             if deadline.passed() {
                 return Err(self.named(deadline.error(doing)));
             }
-            self.turn.wait(deadline.nap());
+            self.readiness.wait(deadline.wait_limit());
             deadline.interruption(doing).map_err(|error| self.named(error))?;
         }
     }
@@ -218,29 +223,29 @@ impl WaitingCall {
 
 impl Drop for WaitingCall {
     fn drop(&mut self) {
-        let mut opened = OpenedTurns::default();
+        let mut ready = ReadyCalls::default();
         for CacheRows { cache, waiter, .. } in &self.rows.0 {
             let Some(waiter) = *waiter else { continue };
-            opened.take(&mut cache.pins.lock(), |turns| turns.withdraw(waiter));
+            ready.take(&mut cache.pins.lock(), |queues| queues.withdraw(waiter));
         }
     }
 }
 
-/// The turns that have become open because rows were given back. Drop notifies their calls; there must be no lock then.
+/// The calls that have become ready because rows were given back. Drop notifies them; there must be no lock then.
 #[derive(Debug, Default)]
-pub struct OpenedTurns(Vec<Arc<CallTurn>>);
+pub struct ReadyCalls(Vec<Arc<Readiness>>);
 
-impl OpenedTurns {
-    fn take(&mut self, turns: &mut RowTurns, change: impl FnOnce(&mut RowTurns) -> bool) {
-        if change(turns) {
-            turns.take_opened(&mut self.0);
+impl ReadyCalls {
+    fn take(&mut self, queues: &mut RowQueues, change: impl FnOnce(&mut RowQueues) -> bool) {
+        if change(queues) {
+            queues.take_ready(&mut self.0);
         }
     }
 }
 
-impl Drop for OpenedTurns {
+impl Drop for ReadyCalls {
     fn drop(&mut self) {
-        self.0.drain(..).for_each(CallTurn::announce);
+        self.0.drain(..).for_each(Readiness::notify);
     }
 }
 
@@ -256,16 +261,16 @@ impl Pin {
     }
 
     /// Gives back the rows and the caches. The calls that may begin now are notified when the result is dropped.
-    pub fn release(mut self) -> OpenedTurns {
+    pub fn release(mut self) -> ReadyCalls {
         self.give_back()
     }
 
-    fn give_back(&mut self) -> OpenedTurns {
-        let mut opened = OpenedTurns::default();
+    fn give_back(&mut self) -> ReadyCalls {
+        let mut ready = ReadyCalls::default();
         for CacheRows { cache, used, .. } in &std::mem::take(&mut self.0.0) {
-            opened.take(&mut cache.pins.lock(), |turns| turns.release(used));
+            ready.take(&mut cache.pins.lock(), |queues| queues.release(used));
         }
-        opened
+        ready
     }
 }
 

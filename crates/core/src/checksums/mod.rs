@@ -34,8 +34,8 @@ impl Checksums {
         };
         let mut bytes = [0; 48];
         let words: [u64; 6] = [kind, first, second, cache.0.cast_unsigned(), generation, request];
-        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
-            place.copy_from_slice(&word.to_le_bytes());
+        for (target, word) in bytes.chunks_exact_mut(8).zip(words) {
+            target.copy_from_slice(&word.to_le_bytes());
         }
         let seed = xxhash3_64::Hasher::oneshot(&bytes);
         let secret = SecretBuffer::with_seed(seed, [0; DEFAULT_SECRET_LENGTH]);

@@ -65,7 +65,7 @@ impl CopyEngine {
         let work = {
             let hashing = hashing.clone();
             move |unit: usize| {
-                let scratch = |device| Ok(Scratch { device, buffer: buffers.lend()? });
+                let scratch = |device| Ok(Scratch { device, buffer: buffers.take()? });
                 let scratch = device.clone().map(scratch).transpose()?;
                 let first = unit * per_unit;
                 let last = count.min(first + per_unit);

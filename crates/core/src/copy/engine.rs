@@ -52,7 +52,7 @@ impl CopyEngine {
         let warned = Arc::default();
         let count = config.copy_workers.unwrap_or(Config::DEFAULT_WORKERS);
         let workers = Workers::new("llm-copy", count, Arc::clone(&warned));
-        let streams = config.links.most_streams(1 + config.links.addresses.len());
+        let streams = config.links.max_streams(1 + config.links.addresses.len());
         Ok(CopyEngine {
             devices,
             readers: reader_threads::Readers::new(workers.count()),

@@ -10,7 +10,7 @@ use crate::sync::Mutex;
 /// bytes stay in a core's second-level cache between the two hops.
 pub(super) const BUFFER_BYTES: u64 = 512 << 10;
 /// Maximum number of idle buffers that are kept. Further ones are freed when they are returned.
-const KEPT: usize = 8;
+const MAX_IDLE: usize = 8;
 
 /// The buffers of one engine. They are allocated when a copy needs them.
 #[derive(Debug, Default)]
@@ -19,8 +19,8 @@ pub(super) struct HostBuffers {
 }
 
 impl HostBuffers {
-    /// Lends a buffer. Returns `Err(OutOfMemory)` if there is no memory for one.
-    pub(super) fn lend(self: &Arc<Self>) -> Result<HostBuffer> {
+    /// Returns an idle buffer, or a new one. Returns `Err(OutOfMemory)` if there is no memory for one.
+    pub(super) fn take(self: &Arc<Self>) -> Result<HostBuffer> {
         let idle = self.idle.lock().pop();
         let buffer = match idle {
             Some(buffer) => buffer,
@@ -30,7 +30,7 @@ impl HostBuffers {
     }
 }
 
-/// A buffer that is lent to one hop after the other; returned on drop.
+/// A buffer that one hop after the other uses; returned on drop.
 #[derive(Debug)]
 pub(super) struct HostBuffer {
     owner: Arc<HostBuffers>,
@@ -49,7 +49,7 @@ impl HostBuffer {
 impl Drop for HostBuffer {
     fn drop(&mut self) {
         let mut idle = self.owner.idle.lock();
-        if idle.len() < KEPT {
+        if idle.len() < MAX_IDLE {
             idle.extend(self.buffer.take());
         }
     }

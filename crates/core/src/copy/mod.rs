@@ -25,7 +25,7 @@ pub use paths::PathOutcome;
 pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{ReadAccess, Route, Staging, takes_rings};
-pub use run::KeptAlive;
+pub use run::HeldPins;
 pub use stream_sum::StreamSum;
 #[cfg(feature = "testing")]
 pub use tuner::Source;

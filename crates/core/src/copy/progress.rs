@@ -24,7 +24,7 @@ const SHOWN: usize = 8;
 const LOOK_BACK: usize = 16;
 
 /// Maximum number of row ranges that are reported.
-const MOST: usize = 1 << 20;
+const MAX_ROW_RANGES: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
 const ARRIVED: &str = "the progress of a transfer";
 
@@ -84,7 +84,7 @@ impl Progress {
             let tensor = u32::try_from(tensors.tensor(index as usize)).unwrap_or(u32::MAX);
             let rows = without(&planned, &missing(plan, index, &gaps, sizes)?)?;
             count += rows.len();
-            if count > MOST {
+            if count > MAX_ROW_RANGES {
                 break;
             }
             if !rows.is_empty() {

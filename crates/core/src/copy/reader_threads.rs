@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::unit_job::{UnitJob, Work};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::PATIENCE;
+use crate::sync::SPIN_BEFORE_PARK;
 use crate::threads::{CLOSE_WAIT, JobQueue, PollLimits, ThreadPool};
 
 /// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
@@ -48,7 +48,7 @@ impl Readers {
     /// Creates the set without any thread. `workers` is the number of copy workers of the engine.
     pub(super) fn new(workers: usize) -> Self {
         let (least, most) = THREADS_OF_ONE;
-        let polls = PollLimits { threads: usize::MAX, time: PATIENCE };
+        let polls = PollLimits { threads: usize::MAX, time: SPIN_BEFORE_PARK };
         // The allowance of a process bounds the threads.
         let pool = ThreadPool::new("llm-read", usize::MAX, polls);
         Readers { pool, of_a_process: workers.clamp(least, most) }
@@ -85,7 +85,7 @@ impl Readers {
             if let Some(error) = allowance.blocked {
                 return Err(error);
             }
-            drop(self.pool.wait_job(state, deadline.nap()));
+            drop(self.pool.wait_job(state, deadline.wait_limit()));
             deadline.waiting("waiting for a thread that reads the memory of the peer")?;
             state = self.pool.lock();
         };

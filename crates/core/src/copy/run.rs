@@ -27,7 +27,7 @@ const INLINE: u64 = 512 << 10;
 const UNITS_PER_WORKER: u64 = 8;
 
 /// What must stay alive as long as the bytes of a copy may be touched: the pins of its rows.
-pub type KeptAlive = Arc<dyn std::any::Any + Send + Sync>;
+pub type HeldPins = Arc<dyn std::any::Any + Send + Sync>;
 
 /// A copy in progress.
 #[derive(Clone)]
@@ -42,7 +42,7 @@ pub(super) struct Copying {
     pub(super) progress: Arc<Progress>,
     /// Kept until nothing touches the memory any more.
     #[expect(dead_code, reason = "held, not read")]
-    pub(super) held: KeptAlive,
+    pub(super) held: HeldPins,
 }
 
 impl Copying {
@@ -58,8 +58,8 @@ impl Copying {
         }
     }
 
-    /// Does the same on the calling thread alone.
-    pub(super) fn alone(self, limit: Limit) -> Result<()> {
+    /// Does the same on the calling thread.
+    pub(super) fn run_inline(self, limit: Limit) -> Result<()> {
         limit.begin()?;
         CopyUnits::of(self, 1).run_all()
     }

@@ -21,7 +21,7 @@ use crate::sync::{Condvar, Mutex, OnDrop};
 /// Number of buffers in the ring.
 const BUFFERS: usize = 4;
 
-/// Keeps the ring between swap-ins and lends it to one swap-in at a time.
+/// Keeps the ring between swap-ins and gives it to one swap-in at a time.
 #[derive(Debug)]
 pub(super) struct RingOwner {
     state: Mutex<State>,
@@ -32,7 +32,7 @@ pub(super) struct RingOwner {
 
 #[derive(Debug, Default)]
 struct State {
-    lent: bool,
+    in_use: bool,
     kept: Option<Arc<Tensors>>,
     bytes: u64,
 }
@@ -85,7 +85,7 @@ impl RingOwner {
         deadline: Deadline,
     ) -> Result<(impl Drop, Arc<Tensors>)> {
         let mut state = self.state.lock();
-        while state.lent {
+        while state.in_use {
             let left = deadline.left();
             if left.is_zero() {
                 return Err(deadline.error("waiting for the swap-in ring"));
@@ -103,9 +103,9 @@ impl RingOwner {
                 state.kept.insert(made).clone()
             }
         };
-        state.lent = true;
+        state.in_use = true;
         let returning = OnDrop(|| {
-            self.state.lock().lent = false;
+            self.state.lock().in_use = false;
             self.returned.notify_one();
         });
         Ok((returning, buffers))

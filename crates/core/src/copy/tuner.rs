@@ -129,7 +129,7 @@ impl Class {
     /// Returns the index, among the first `count` kernels, of the kernel for the next unit.
     fn choose(&self, count: usize) -> usize {
         let unit = self.units.fetch_add(1, Ordering::Relaxed);
-        let in_turn = |turn: u64| usize::try_from(turn % count as u64).unwrap_or(0);
+        let in_turn = |round: u64| usize::try_from(round % count as u64).unwrap_or(0);
         let speed = |index: usize| self.speeds[index].load(Ordering::Relaxed);
         if unit < FIRST_UNITS * count as u64 || (0..count).any(|index| speed(index) == 0) {
             return in_turn(unit);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, PATIENCE, poll};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, SPIN_BEFORE_PARK, poll};
 use crate::threads::guarded;
 
 /// Work that is cut into units, which may run in any order and at the same time. It is called with the index of
@@ -116,13 +116,13 @@ impl UnitJob {
     /// for `silence`. In the last two cases, threads that are still inside after [`GRACE`] keep the work, and
     /// the error carries [`STILL_READING`].
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
-        poll(PATIENCE, || self.over());
+        poll(SPIN_BEFORE_PARK, || self.over());
         let mut state = self.state.lock();
         let mut ended = Ok(());
         let mut last = (self.ended.load(Ordering::Relaxed), Instant::now());
         while !self.over() && ended.is_ok() {
-            let nap = deadline.nap().min(silence.unwrap_or(Duration::MAX));
-            state = self.left.wait_timeout(state, nap).0;
+            let wait_limit = deadline.wait_limit().min(silence.unwrap_or(Duration::MAX));
+            state = self.left.wait_timeout(state, wait_limit).0;
             if !self.over() {
                 // Without the lock, because a signal handler may use the engine.
                 drop(state);
@@ -141,8 +141,8 @@ impl UnitJob {
                 self.abandoned.store(true, Ordering::Release);
                 break;
             }
-            let nap = left.max(Duration::from_millis(1));
-            state = self.left.wait_timeout(state, nap).0;
+            let wait_limit = left.max(Duration::from_millis(1));
+            state = self.left.wait_timeout(state, wait_limit).0;
         }
         let (failure, inside) = (state.failure.take(), state.inside);
         drop(state);

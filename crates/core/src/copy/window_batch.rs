@@ -5,15 +5,16 @@ use crate::memory::{Tensors, Window, Windows};
 use crate::plan::{CopyPlan, Side};
 
 /// Maximum number of windows in a batch, which a stream takes in one call.
-const WINDOWS: u64 = 1024;
+const MAX_WINDOWS: u64 = 1024;
 /// Windows of fewer bytes than this are short.
 const SHORT: u64 = 8 << 10;
 /// Maximum number of bytes in a batch of short windows, which fits the caches of every core.
 pub(super) const SHORT_BYTES: u64 = 256 << 10;
 /// Minimum number of windows in a batch of short windows. With fewer, a buffer saves no time.
-const FEW: u64 = 16;
+const MIN_WINDOWS: u64 = 16;
 
-const _: () = assert!(FEW * SHORT <= SHORT_BYTES, "a batch of windows just below the limit can be short");
+const _: () =
+    assert!(MIN_WINDOWS * SHORT <= SHORT_BYTES, "a batch of windows just below the limit can be short");
 
 /// One end of a plan.
 pub(super) struct PlanEnd<'a> {
@@ -26,9 +27,9 @@ pub(super) struct PlanEnd<'a> {
 
 /// The windows of some bytes of a plan, in order.
 pub(super) struct WindowBatch<'a> {
-    /// At most [`WINDOWS`], because each run has at least one window.
+    /// At most [`MAX_WINDOWS`], because each run has at least one window.
     pub(super) runs: Vec<Windows<'a>>,
-    /// Number of windows in all runs, at most [`WINDOWS`].
+    /// Number of windows in all runs, at most [`MAX_WINDOWS`].
     pub(super) windows: u64,
     pub(super) bytes: u64,
     /// Tensor of the last run.
@@ -75,7 +76,7 @@ impl<'a> WindowBatch<'a> {
             self.bytes += run.bytes();
             return true;
         }
-        let room = room.min(WINDOWS - self.windows);
+        let room = room.min(MAX_WINDOWS - self.windows);
         if room == 0 {
             return false;
         }
@@ -101,7 +102,7 @@ impl<'a> WindowBatch<'a> {
 
     /// Returns whether the windows are short and many.
     pub(super) fn is_short(&self) -> bool {
-        let short = self.windows >= FEW && self.bytes < self.windows * SHORT;
+        let short = self.windows >= MIN_WINDOWS && self.bytes < self.windows * SHORT;
         short && self.bytes <= SHORT_BYTES
     }
 

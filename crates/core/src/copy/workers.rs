@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Limit;
 use super::unit_job::{UnitJob, Work};
 use crate::error::{Error, Result};
-use crate::sync::PATIENCE;
+use crate::sync::SPIN_BEFORE_PARK;
 use crate::threads::{Closures, PollLimits, ThreadPool};
 
 /// Threads that share jobs with their callers. Drop waits for the threads to end, for at most ten seconds.
@@ -26,7 +26,7 @@ pub struct Workers {
 impl Workers {
     /// Creates `count` workers, of which one is the calling thread. The others are named `role`.
     pub(super) fn new(role: &'static str, count: usize, warned: Arc<AtomicBool>) -> Self {
-        let polls = PollLimits { threads: usize::MAX, time: PATIENCE };
+        let polls = PollLimits { threads: usize::MAX, time: SPIN_BEFORE_PARK };
         // At least one thread, for spawned tasks: the ring drains on a set of workers of its own.
         let most = count.saturating_sub(1).max(1);
         Workers { pool: ThreadPool::new(role, most, polls), count, warned }

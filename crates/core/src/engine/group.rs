@@ -13,7 +13,7 @@ use crate::fallible;
 use crate::model::GrantUse;
 use crate::plan::Side;
 use crate::stats::Op;
-use crate::transfer::{Group, GroupPart, LaneKey, LaneWork, PeerTransfer, Work, used_rows};
+use crate::transfer::{AsyncWork, Group, GroupPart, JobClass, PeerTransfer, Work, used_rows};
 use crate::validate::{Layers, Rows};
 
 /// Name of these lists in out-of-memory errors.
@@ -88,11 +88,11 @@ impl DataDist {
             ensure(!read_owners || one_cache, || {
                 Error::invalid("several owners need one destination cache")
             })?;
-            let lanes = lanes_of(&parts);
-            parts[0].transfer.notify = group_notification(lanes, extras.notify)?;
+            let class = class_of(&parts);
+            parts[0].transfer.notify = group_notification(class, extras.notify)?;
             let group = Group { resources: self.resources.clone(), parts, owners };
             let work: Work = Box::new(move |execution, deadline| group.run(execution, deadline));
-            Ok(LaneWork { lanes, rows: CallRows::of_all(used)?, work })
+            Ok(AsyncWork { class, rows: CallRows::of_all(used)?, work })
         };
         Operation::new(self, local_side.of((Op::Push, Op::Pull)), || Ok(Prepared::Group(prepare())))
     }
@@ -132,16 +132,16 @@ fn report_each_grant_once(parts: &mut [GroupPart]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the lanes that run a group.
-fn lanes_of(parts: &[GroupPart]) -> LaneKey {
+/// Returns the class of the job of a group.
+fn class_of(parts: &[GroupPart]) -> JobClass {
     let first = parts[0].transfer.cluster;
     let one = parts.iter().all(|part| part.transfer.cluster == first);
-    if one { LaneKey::Calls(first) } else { LaneKey::SeveralClusters }
+    if one { JobClass::Calls(first) } else { JobClass::SeveralClusters }
 }
 
 /// Checks the notification of a group, which has one peer then.
-fn group_notification(lanes: LaneKey, notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
-    let one_peer = lanes != LaneKey::SeveralClusters;
+fn group_notification(class: JobClass, notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
+    let one_peer = class != JobClass::SeveralClusters;
     let text = "notify needs parts or keys of one cluster";
     ensure(notify.is_none() || one_peer, || Error::new(ErrorKind::InvalidArgument, text))?;
     checked_notification(notify)

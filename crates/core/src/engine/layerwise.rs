@@ -25,7 +25,7 @@ impl DataDist {
     /// Starts to push layers of a cache to peers, each as soon as it is ready (contract §8).
     ///
     /// Returns `Err` only if the arguments alone make the call invalid, if there is no memory, or once the engine closes;
-    /// everything else is an outcome of the task. A destination fails if it waits for a layer longer than `patience`.
+    /// everything else is an outcome of the task. A destination fails if it waits for a layer longer than `layer_timeout`.
     ///
     /// The task holds the cache, so a deallocation takes effect only once the task has ended. Each layer has
     /// the limit `sync_kv_timeout` for itself, from the moment at which its push begins.
@@ -34,7 +34,7 @@ impl DataDist {
         from: &End,
         args: &LayerwiseArgs,
         to: Vec<Destination>,
-        patience: Option<Duration>,
+        layer_timeout: Option<Duration>,
     ) -> Result<CacheTask> {
         let limit = self.resources.config.sync_timeout;
         let local = match self.source(from) {
@@ -46,7 +46,7 @@ impl DataDist {
                     Delivery { cluster: to.cluster, layers, sink: Err(error.clone()) }
                 };
                 let deliveries = to.into_iter().map(fails).collect();
-                return CacheTask::start(&self.tasks, 0, deliveries, limit, patience);
+                return CacheTask::start(&self.tasks, 0, deliveries, limit, layer_timeout);
             }
         };
         let rows = Arc::new(layer_rows(&local, args)?);
@@ -58,20 +58,20 @@ impl DataDist {
             Delivery { cluster, layers, sink: self.other(cluster).map(push) }
         };
         let deliveries = to.into_iter().map(delivery).collect();
-        CacheTask::start(&self.tasks, num_layers, deliveries, limit, patience)
+        CacheTask::start(&self.tasks, num_layers, deliveries, limit, layer_timeout)
     }
 
     /// Starts to push layers of a cache to peers, each as soon as the caller [reports](LayerTask::ready) that it is
     /// computed. Each destination has a [`Transfer`](crate::Transfer) with an event.
     ///
-    /// Returns `Err` for what the arguments and the local cache decide, and `Err(Busy)` if there is not a place for every
+    /// Returns `Err` for what the arguments and the local cache decide, and `Err(Busy)` if there is not room for every
     /// transfer; nothing has started then. Each layer has the limit `sync_kv_timeout` from the moment at which it is
-    /// reported. A destination fails if no layer that it needs becomes ready for `patience`.
+    /// reported. A destination fails if no layer that it needs becomes ready for `layer_timeout`.
     pub fn begin_layers(
         &self,
         from: &End,
         to: Vec<LayerReceiver>,
-        patience: Option<Duration>,
+        layer_timeout: Option<Duration>,
     ) -> Result<LayerTask> {
         let first = to.first().ok_or_else(|| Error::argument("len(destinations)", 0, "at least 1"))?;
         let per_layer = first.args.tensors_per_layer;
@@ -91,7 +91,7 @@ impl DataDist {
         let deliveries =
             fallible::try_collect("the destinations of a transfer", to.into_iter().map(delivery))?;
         let layer = self.resources.config.sync_timeout;
-        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: patience };
+        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: layer_timeout };
         LayerTask::begin(&self.calls, num_layers, deliveries, limits)
     }
 

@@ -18,7 +18,7 @@ use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, Request};
 use crate::session::{CommStatus, PeerAddress, check_metadata};
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, LaneKey};
+use crate::transfer::{CallPurpose, Execution, JobClass};
 use crate::validate;
 
 /// The optional arguments of [`DataDist::ensure_link`].
@@ -30,7 +30,7 @@ pub struct EnsureOptions {
     pub metadata: Option<Vec<u8>>,
 }
 
-/// Number of groups of addresses. Calls of one group share lanes, so that silent addresses delay few others.
+/// Number of groups of addresses. Calls of one group share workers, so that silent addresses delay few others.
 const GROUPS: u8 = 16;
 
 impl DataDist {
@@ -103,9 +103,9 @@ impl DataDist {
             execution.transfer().set_peer(peer);
             Ok(0)
         };
-        let (op, lanes) = (Op::Link, LaneKey::Links(lanes_of(&address)));
+        let (op, class) = (Op::Link, JobClass::Links(group_of(&address)));
         let dials = Some(Box::new((address, options.cluster)));
-        let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials, event: true };
+        let purpose = CallPurpose { op, class, deadline, outgoing: None, dials, event: true };
         self.calls.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
     }
 
@@ -152,8 +152,8 @@ impl DataDist {
     }
 }
 
-/// Returns the key of the lanes that dial an address.
-fn lanes_of(address: &SocketAddr) -> u8 {
+/// Returns the group of an address.
+fn group_of(address: &SocketAddr) -> u8 {
     let mut hasher = DefaultHasher::new();
     address.hash(&mut hasher);
     hasher.finish().to_le_bytes()[0] % GROUPS
@@ -177,9 +177,9 @@ pub(super) fn each(
             let index = next.fetch_add(1, Ordering::Relaxed);
             peers.get(index).map(|peer| (index, peer))
         } {
-            let on = deadline.interruption("waiting for its turn");
+            let not_interrupted = deadline.interruption("waiting for its turn");
             // Fails only without a receiver, and the receiver lives until all results are sent.
-            let _ = results_to.send((index, on.and_then(|()| call(peer, deadline))));
+            let _ = results_to.send((index, not_interrupted.and_then(|()| call(peer, deadline))));
         }
     };
     let mut results = Vec::with_capacity(peers.len());
@@ -187,7 +187,7 @@ pub(super) fn each(
     std::thread::scope(|scope| {
         let work = &work;
         let mut started = 0;
-        for _ in 0..peers.len().min(AT_ONCE) {
+        for _ in 0..peers.len().min(MAX_LINKING) {
             let (results_to, stop) = (results_to.clone(), stop.clone());
             let begun = Builder::new().name("llm-each".into()).spawn_scoped(scope, move || {
                 STOP.set(Some(stop));
@@ -200,7 +200,7 @@ pub(super) fn each(
         }
         drop(results_to);
         loop {
-            match results_from.recv_timeout(Deadline::NAP) {
+            match results_from.recv_timeout(Deadline::INTERRUPT_INTERVAL) {
                 Ok(result) => results.push(result),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
@@ -216,7 +216,7 @@ pub(super) fn each(
 }
 
 /// Clusters of one call that are linked at the same time.
-const AT_ONCE: usize = 64;
+const MAX_LINKING: usize = 64;
 
 thread_local! {
     /// Set once the call for which this thread works was interrupted.

@@ -63,10 +63,10 @@ pub struct RemoteName {
 /// last copy has ended.
 #[derive(Debug)]
 pub struct DataDist {
-    // Fields are dropped in order: the links end before the state with which they answer, and the lanes end
+    // Fields are dropped in order: the links end before the state with which they answer, and the workers end
     // with the layers that they push over the links.
     links: Links,
-    lanes: Executor,
+    executor: Executor,
     calls: AsyncCalls,
     /// The transfers of every `CacheTask`. They have no events, and `drain` does not wait for them.
     tasks: AsyncCalls,
@@ -96,14 +96,14 @@ impl DataDist {
         config.links.token_file = None;
         let resources = Arc::new(Resources::open(config, devices)?);
         let links = Links::open(resources.clone(), transports)?;
-        let lanes = Executor::new(resources.config.transfer_poll);
-        let calls = AsyncCalls::new(resources.events.clone(), lanes.handle(), Arc::downgrade(&resources));
+        let executor = Executor::new(resources.config.transfer_poll);
+        let calls = AsyncCalls::new(resources.events.clone(), executor.handle(), Arc::downgrade(&resources));
         let unpolled = Arc::new(EventQueue::new(usize::MAX));
-        let tasks = AsyncCalls::new(unpolled, lanes.handle(), Arc::downgrade(&resources));
+        let tasks = AsyncCalls::new(unpolled, executor.handle(), Arc::downgrade(&resources));
         Ok(DataDist {
             links,
-            grant_clock: GrantClock::new(lanes.handle(), &resources.grants),
-            lanes,
+            grant_clock: GrantClock::new(executor.handle(), &resources.grants),
+            executor,
             calls,
             tasks,
             role: Mutex::new(resources.config.role),

@@ -10,7 +10,9 @@ use crate::error::{Error, Result};
 use crate::events::Transfer;
 use crate::model::Deadline;
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, LaneKey, LaneWork, LocalCopy, PeerTransfer, Work, used_rows};
+use crate::transfer::{
+    AsyncWork, CallPurpose, Execution, JobClass, LocalCopy, PeerTransfer, Work, used_rows,
+};
 
 /// One call that moves bytes and has not begun. Its arguments and the local caches are checked. If a check failed,
 /// [`run`](Self::run) and [`start`](Self::start) return its error.
@@ -32,7 +34,7 @@ pub(super) enum Prepared {
     /// With one peer.
     Transfer(PeerTransfer),
     /// Several transfers, which run on a thread of the engine, or why they were refused.
-    Group(Result<LaneWork>),
+    Group(Result<AsyncWork>),
 }
 
 impl<'a> Operation<'a> {
@@ -103,28 +105,28 @@ impl Prepared {
     fn start(self, engine: &DataDist, op: Op, deadline: Deadline, event: bool) -> Result<Arc<Transfer>> {
         let resources = engine.resources.clone();
         let calls_peer = !matches!(self, Prepared::Copy(..));
-        let LaneWork { lanes, rows, work } = match self {
+        let AsyncWork { class, rows, work } = match self {
             Prepared::Copy(mut copy) => {
-                let (lanes, rows) = (LaneKey::Calls(resources.config.cluster), copy.take_rows());
+                let (class, rows) = (JobClass::Calls(resources.config.cluster), copy.take_rows());
                 let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {
                     copy.run(&resources, Some(execution.as_ref()), deadline)
                 });
-                LaneWork { lanes, rows, work }
+                AsyncWork { class, rows, work }
             }
             Prepared::Transfer(transfer) => {
                 let rows = CallRows::of(transfer.local.clone(), used_rows(&transfer.checked)?);
-                let lanes = LaneKey::Calls(transfer.cluster);
+                let class = JobClass::Calls(transfer.cluster);
                 let link = engine.links.finder().for_later(transfer.cluster);
                 let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {
                     let link = link.find(deadline)?;
                     transfer.run(resources, link, Some(execution.clone()), deadline)
                 });
-                LaneWork { lanes, rows, work }
+                AsyncWork { class, rows, work }
             }
             Prepared::Group(group) => group?,
         };
         let outgoing = calls_peer.then(|| engine.resources.outgoing_calls.begin());
-        let purpose = CallPurpose { op, lanes, deadline, outgoing, dials: None, event };
+        let purpose = CallPurpose { op, class, deadline, outgoing, dials: None, event };
         engine.calls.start(purpose, rows, work)
     }
 }

@@ -98,7 +98,7 @@ impl DataDist {
         self.other(cluster)?;
         session::check_notification(&message)?;
         let link = self.links.find_other(cluster, self.deadline())?;
-        transfer::notify(self.lanes.handle(), &link, message, self.resources.config.links.pin_limit)
+        transfer::notify(self.executor.handle(), &link, message, self.resources.config.links.pin_limit)
     }
 
     /// Returns how thoroughly a call checks the bytes that it has moved.

@@ -18,9 +18,9 @@ use crate::sync::Mutex;
 const EVENTS: &str = "the events of an engine";
 
 /// What is kept of news about links. Beyond that, the oldest are dropped.
-const MOST_NEWS: usize = 4096;
+const MAX_NEWS: usize = 4096;
 /// Number of taken outcomes that are never worth removing.
-const SPARE: usize = 64;
+const MIN_TAKEN: usize = 64;
 
 /// Something that happened.
 #[derive(Clone, Debug)]
@@ -73,23 +73,23 @@ impl EventQueue {
         EventQueue { limit, state: Mutex::default() }
     }
 
-    /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no place for it,
+    /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no room for it,
     /// `Err(OutOfMemory)` if its list cannot grow, and `Err(Closed)` once it is closed.
     /// Without `event`, the end is no event, and takes no room in the list.
     pub(crate) fn start(self: &Arc<Self>, event: bool) -> Result<Arc<Transfer>> {
-        self.take_places(1, event)?;
+        self.reserve(1, event)?;
         Ok(Transfer::new(self.clone(), event))
     }
 
     /// Creates the records of `count` transfers that start now, all or none, as [`start`](Self::start) does.
     pub(crate) fn start_all(self: &Arc<Self>, count: usize, event: bool) -> Result<Vec<Arc<Transfer>>> {
         let mut transfers = fallible::with_capacity(EVENTS, count)?;
-        self.take_places(count, event)?;
+        self.reserve(count, event)?;
         transfers.extend((0..count).map(|_| Transfer::new(self.clone(), event)));
         Ok(transfers)
     }
 
-    fn take_places(&self, count: usize, event: bool) -> Result<()> {
+    fn reserve(&self, count: usize, event: bool) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
@@ -184,7 +184,7 @@ impl EventQueue {
         if state.closed {
             return;
         }
-        // Other events may have their places by now. If there is no memory for more room, the list grows without a check.
+        // Other events may use their room by now. If there is no memory for more room, the list grows without a check.
         let _ = state.make_room(events.len());
         for event in events.rev() {
             match &event {
@@ -290,15 +290,15 @@ impl State {
         if self.events.capacity() > needed + needed / 8 + 2 {
             return Ok(());
         }
-        let places = needed + needed / 4 + 3;
-        let room = self.events.try_reserve_exact(places.saturating_sub(self.events.len()));
-        room.map_err(|_| fallible::out_of_memory(EVENTS, places * size_of::<Event>()))
+        let capacity = needed + needed / 4 + 3;
+        let room = self.events.try_reserve_exact(capacity.saturating_sub(self.events.len()));
+        room.map_err(|_| fallible::out_of_memory(EVENTS, capacity * size_of::<Event>()))
     }
 
     /// Removes the outcomes that were taken, if they are most of the list, or if there is no other room for one more event.
     fn drop_taken(&mut self) {
         let len = self.events.len();
-        if len == self.events.capacity() || len > 2 * self.untaken + SPARE {
+        if len == self.events.capacity() || len > 2 * self.untaken + MIN_TAKEN {
             self.events.retain(|event| !matches!(event, Event::Completed(ended) if ended.is_taken()));
         }
     }
@@ -330,7 +330,7 @@ impl State {
     /// Queues news about a link. They are dropped if nobody polls, or if there is no memory for them.
     fn push_news(&mut self, event: Event) {
         if self.polled && !self.closed && self.make_room(1).is_ok() {
-            if self.news >= MOST_NEWS {
+            if self.news >= MAX_NEWS {
                 self.forget(|event| matches!(event, Event::LinkUp(_) | Event::LinkDown(_)));
             }
             self.news += 1;
@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     impl EventQueue {
-        fn places(&self) -> usize {
+        fn capacity(&self) -> usize {
             self.state.lock().events.capacity()
         }
     }
@@ -414,9 +414,9 @@ mod tests {
                 0..10 if running.len() < limit => running.push(queue.start(true).unwrap()),
                 10..14 if !running.is_empty() => {
                     let transfer: Arc<Transfer> = running.swap_remove(which % running.len());
-                    let places = queue.places();
+                    let capacity = queue.capacity();
                     transfer.finish(Ok(0));
-                    assert_eq!(queue.places(), places);
+                    assert_eq!(queue.capacity(), capacity);
                     ended.push(transfer);
                 }
                 20..29 if !ended.is_empty() => {
@@ -437,9 +437,9 @@ mod tests {
             }
             assert_eq!(queue.open_transfers(), running.len() + ended.len());
             peak = peak.max(queue.open_transfers());
-            most = most.max(queue.places());
+            most = most.max(queue.capacity());
             let state = queue.state.lock();
-            assert!(state.events.len() <= 2 * state.untaken + SPARE + 1, "taken outcomes are kept");
+            assert!(state.events.len() <= 2 * state.untaken + MIN_TAKEN + 1, "taken outcomes are kept");
             drop(state);
         }
         assert!(peak > 900 && most <= peak + peak / 4 + 3, "{most} places for {peak} transfers");
@@ -451,10 +451,10 @@ mod tests {
     fn transfers_without_events_take_no_room() {
         let queue = Arc::new(EventQueue::new(usize::MAX));
         let transfers = queue.start_all(1000, false).unwrap();
-        assert_eq!((queue.open_transfers(), queue.places()), (1000, 0));
+        assert_eq!((queue.open_transfers(), queue.capacity()), (1000, 0));
         for transfer in transfers {
             transfer.finish(Ok(0));
         }
-        assert_eq!((queue.open_transfers(), queue.places()), (0, 0));
+        assert_eq!((queue.open_transfers(), queue.capacity()), (0, 0));
     }
 }

@@ -24,7 +24,7 @@ pub struct TransferProgress {
     pub total: u64,
 }
 
-/// Where a transfer reports its end: the event queue in which it has a place.
+/// Where a transfer reports its end: the event queue, which has room for it.
 pub(super) trait Reports: Send + Sync + std::fmt::Debug {
     /// Queues the outcome.
     fn ended(&self, transfer: &Arc<Transfer>);
@@ -32,7 +32,7 @@ pub(super) trait Reports: Send + Sync + std::fmt::Debug {
     /// Notes that somebody has taken the outcome, which was queued.
     fn taken(&self);
 
-    /// Gives back the place of a transfer that was not started.
+    /// Gives back the room of a transfer that was not started.
     fn give_back(&self);
 }
 
@@ -109,7 +109,7 @@ impl State {
 }
 
 impl Transfer {
-    /// Creates the record of a call that starts now, and that has a place in `queue`. Without `event`, its outcome counts
+    /// Creates the record of a call that starts now, and that has room in `queue`. Without `event`, its outcome counts
     /// as taken from the start.
     pub(super) fn new(queue: Arc<dyn Reports>, event: bool) -> Arc<Self> {
         Arc::new(Transfer {
@@ -128,11 +128,11 @@ impl Transfer {
         self.number
     }
 
-    /// Gives back the place of a transfer that could not be started.
+    /// Gives back the room of a transfer that could not be started.
     pub(crate) fn abandon(&self) {
         let mut state = self.state.lock();
         state.stop = None;
-        // A transfer that has ended, because the engine closes, gives its place back with its event.
+        // A transfer that has ended, because the engine closes, gives its room back with its event.
         if state.outcome.is_none() {
             self.queue.give_back();
         }
@@ -248,7 +248,7 @@ impl Transfer {
             if deadline.passed() {
                 return Ok(false);
             }
-            drop(self.changed.wait_timeout(state, deadline.nap()));
+            drop(self.changed.wait_timeout(state, deadline.wait_limit()));
             deadline.interruption("waiting for a transfer")?;
             state = self.state.lock();
         }

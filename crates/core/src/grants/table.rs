@@ -239,7 +239,7 @@ impl Grants {
         grant.ended.set(why).ok()
     }
 
-    /// Returns the secret of the grant in a place and generation.
+    /// Returns the secret of the grant in an entry and generation.
     fn secret(&self, slot: u32, generation: u64) -> [u8; 16] {
         let mut secret = [0; 16];
         // A key of any length is valid.
@@ -272,7 +272,7 @@ impl Grants {
     pub fn wait_for_reads(&self, grant: &Grant, deadline: Deadline) -> Result<()> {
         let mut state = self.state.lock();
         while grant.reads.load(Ordering::SeqCst) > 0 {
-            drop(self.unread.wait_timeout(state, deadline.nap()));
+            drop(self.unread.wait_timeout(state, deadline.wait_limit()));
             deadline.waiting("waiting for reads of a revoked grant that this engine serves")?;
             state = self.state.lock();
         }

@@ -10,7 +10,7 @@ use crate::memory::{OwnPages, Tensors};
 use crate::model::CacheId;
 
 /// Maximum number of checks of one engine. A later check may find memory that was not touched before.
-const MOST_CHECKS: u32 = 64;
+const MAX_CHECKS: u32 = 64;
 /// Maximum number of units that are checked in a cache, spread over it. Each takes a system call.
 const SAMPLES: usize = 32;
 
@@ -26,8 +26,8 @@ impl SmallPageHint {
     /// once, if most of the pages that are present are small. Logs nothing if the kernel does not report page
     /// sizes (before Linux 6.7).
     pub fn described_to_peer(&self, cache: CacheId, tensors: &Tensors) {
-        let done = self.given.load(Ordering::Relaxed) || self.checks.load(Ordering::Relaxed) >= MOST_CHECKS;
-        if done || self.checks.fetch_add(1, Ordering::Relaxed) >= MOST_CHECKS {
+        let done = self.given.load(Ordering::Relaxed) || self.checks.load(Ordering::Relaxed) >= MAX_CHECKS;
+        if done || self.checks.fetch_add(1, Ordering::Relaxed) >= MAX_CHECKS {
             return;
         }
         if mostly_small(tensors) && !self.given.swap(true, Ordering::Relaxed) {

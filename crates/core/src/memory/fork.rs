@@ -36,18 +36,18 @@ fn open() -> MutexGuard<'static, BTreeSet<RawFd>> {
 /// Entry for a socket that a forked child closes. Its owner declares it before the descriptor, so that it
 /// drops first.
 #[derive(Debug)]
-pub struct Kept(RawFd);
+pub struct CloseOnFork(RawFd);
 
-impl Kept {
+impl CloseOnFork {
     /// Adds `socket` to the list until this value drops.
-    pub fn new(socket: &OwnedFd) -> Kept {
+    pub fn new(socket: &OwnedFd) -> CloseOnFork {
         let socket = socket.as_raw_fd();
         open().insert(socket);
-        Kept(socket)
+        CloseOnFork(socket)
     }
 }
 
-impl Drop for Kept {
+impl Drop for CloseOnFork {
     fn drop(&mut self) {
         open().remove(&self.0);
     }
@@ -88,7 +88,7 @@ mod tests {
             unsafe { libc::alarm(10) };
             abandon();
             let ends = UnixStream::pair().map(|(end, _)| OwnedFd::from(end));
-            let kept = ends.map(|end| Kept::new(&end));
+            let kept = ends.map(|end| CloseOnFork::new(&end));
             // SAFETY: nothing of the parent needs to be unwound.
             unsafe { libc::_exit(i32::from(kept.is_err())) };
         }

@@ -41,7 +41,7 @@ impl Generations {
     /// Bytes of address space that the generations take, in their own process and in each peer that maps
     /// them.
     pub const BYTES: u64 = BYTES as u64;
-    /// Number of places for grants.
+    /// Number of entries for grants.
     pub const GRANTS: u32 = GRANTS;
 
     /// Creates generations that are all 0. Returns `Err` of kind [`ErrorKind::OutOfMemory`] if memory is

@@ -71,7 +71,7 @@ impl MapBudget {
             if counts.releasing == 0 || deadline.passed() {
                 return Err(refused);
             }
-            counts = self.returned.wait_timeout(counts, deadline.nap()).0;
+            counts = self.returned.wait_timeout(counts, deadline.wait_limit()).0;
         }
         counts.reserved += bytes;
         Ok(Reservation { budget: self.clone(), bytes, releasing: AtomicBool::new(false) })

@@ -50,7 +50,7 @@ pub use adopted::Adopted;
 pub use bounce_buffer::BounceBuffer;
 pub use descriptors::{EventFd, above_standard_streams, shortage, uncreated};
 pub use fabric_region::{FabricRegion, SharedRegion, load_ucx};
-pub use fork::{Kept, abandon};
+pub use fork::{CloseOnFork, abandon};
 pub use generations::{Generations, PeerGenerations};
 #[cfg(feature = "testing")]
 pub use limits::refuse_beyond_room_under;

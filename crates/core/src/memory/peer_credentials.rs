@@ -44,12 +44,12 @@ pub fn peer_credentials(socket: BorrowedFd<'_>) -> Option<Credentials> {
 pub fn take_descriptors(socket: BorrowedFd<'_>, take: bool) {
     /// `SO_PASSRIGHTS`, which `libc` does not define yet.
     const PASS_RIGHTS: libc::c_int = 83;
-    let on = libc::c_int::from(take);
-    let Ok(len) = libc::socklen_t::try_from(size_of_val(&on)) else { return };
+    let enabled = libc::c_int::from(take);
+    let Ok(len) = libc::socklen_t::try_from(size_of_val(&enabled)) else { return };
     // SAFETY: the kernel reads an integer of length `len`, which outlives the call. An error means that the
     // kernel is older or that this is no local socket; nothing changes then.
     let _ = unsafe {
-        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, PASS_RIGHTS, (&raw const on).cast(), len)
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, PASS_RIGHTS, (&raw const enabled).cast(), len)
     };
 }
 

@@ -23,9 +23,9 @@ use super::shared_mapping::SharedMapping;
 use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Where a ring lies in the file of its process.
+/// The layout of a ring in the file of its process.
 #[derive(Clone, Copy, Debug)]
-struct RingPlace {
+struct RingLayout {
     /// The first of its [`Word`]s.
     words: usize,
     start: usize,
@@ -33,7 +33,7 @@ struct RingPlace {
     size: usize,
 }
 
-impl RingPlace {
+impl RingLayout {
     /// Returns the offset of a word in the file.
     fn word(self, word: Word) -> usize {
         self.words + word as usize
@@ -79,10 +79,10 @@ impl RingPlace {
 }
 
 /// Almost all requests and replies are shorter.
-const MESSAGES: RingPlace = RingPlace { words: 0, start: PAGE, size: 64 << 10 };
+const MESSAGES: RingLayout = RingLayout { words: 0, start: PAGE, size: 64 << 10 };
 /// About as long as the private cache of a core. In a shorter ring, the two processes wait for each other more often
 /// (benches/results/log.md).
-const PAYLOAD: RingPlace = RingPlace { words: PAGE / 2, start: PAGE + MESSAGES.size, size: 1 << 20 };
+const PAYLOAD: RingLayout = RingLayout { words: PAGE / 2, start: PAGE + MESSAGES.size, size: 1 << 20 };
 /// Bytes of the file of each process.
 const BYTES: usize = PAYLOAD.start + PAYLOAD.size;
 /// The mapping of the file of one process.
@@ -99,7 +99,7 @@ const POLLS: u32 = 64;
 /// The type of a file system of reserved huge pages (`HUGETLBFS_MAGIC` of Linux).
 const HUGETLBFS: rustix::fs::FsWord = 0x9584_58f6;
 
-/// A word about one pair of rings, by its offset from [`RingPlace::words`]. Each has a cache line to itself.
+/// A word about one pair of rings, by its offset from [`RingLayout::words`]. Each has a cache line to itself.
 #[derive(Clone, Copy, Debug)]
 #[repr(usize)]
 enum Word {
@@ -177,8 +177,8 @@ impl OwnRings {
                 .because(std::io::Error::from(error))
         })?;
         let (own, peer) = (Arc::new(self.0), Arc::new(peer));
-        let pair = |place| RingPair {
-            place,
+        let pair = |layout| RingPair {
+            layout,
             own: own.clone(),
             peer: peer.clone(),
             seen_read: AtomicU64::new(0),
@@ -198,7 +198,7 @@ pub struct SharedRings {
 /// One ring in each direction. At most one thread writes and one reads at a time.
 #[derive(Debug)]
 pub struct RingPair {
-    place: RingPlace,
+    layout: RingLayout,
     own: Arc<File>,
     peer: Arc<File>,
     /// The last value of the peer's `Read` word that this side loaded. Loading it rarely leaves its cache line with the peer.
@@ -215,7 +215,7 @@ impl RingPair {
         let len = bytes.len().min(room);
         // SAFETY: `len` bytes of the borrowed slice, which is no memory of a ring. The own file is mapped writable
         // (`OwnRings::create`), and `room` returns at most the bytes of the ring.
-        unsafe { self.place.put(&self.own, written, bytes.as_ptr(), len) };
+        unsafe { self.layout.put(&self.own, written, bytes.as_ptr(), len) };
         self.publish(Word::Written, written + len as u64);
         Ok(len)
     }
@@ -226,7 +226,7 @@ impl RingPair {
         let (read, unread) = self.unread()?;
         let len = bytes.len().min(unread);
         // SAFETY: `len` bytes of the slice, which is borrowed exclusively. `unread` returns at most the bytes of the ring.
-        unsafe { self.place.get(&self.peer, read, bytes.as_mut_ptr(), len) };
+        unsafe { self.layout.get(&self.peer, read, bytes.as_mut_ptr(), len) };
         self.note_read(read + len as u64, len == unread);
         Ok(len)
     }
@@ -246,7 +246,7 @@ impl RingPair {
             // SAFETY: a part of a window of live tensors (promise 3) that the CPU can read (checked above), and no memory of a
             // ring. The own file is mapped writable (`OwnRings::create`). All parts together have at most as many bytes as
             // `room` returned.
-            unsafe { self.place.put(&self.own, written + done as u64, addr as *const u8, len) };
+            unsafe { self.layout.put(&self.own, written + done as u64, addr as *const u8, len) };
             (done, unpublished) = (done + len, unpublished + len);
             if unpublished >= CHUNK {
                 self.publish(Word::Written, written + done as u64);
@@ -271,7 +271,7 @@ impl RingPair {
         for (addr, len) in parts(windows, skip, unread.min(STEP)) {
             // SAFETY: a part of a window of live tensors (promise 3) that the CPU can write (checked above). All parts together
             // have at most as many bytes as `unread` returned.
-            unsafe { self.place.get(&self.peer, read + done as u64, addr as *mut u8, len) };
+            unsafe { self.layout.get(&self.peer, read + done as u64, addr as *mut u8, len) };
             done += len;
             self.note_read(read + done as u64, done == unread);
         }
@@ -293,7 +293,7 @@ impl RingPair {
     pub fn ready(&self, awaited: RingWait) -> bool {
         let found = match awaited {
             RingWait::Bytes => self.unread(),
-            RingWait::Room => self.room(self.place.size),
+            RingWait::Room => self.room(self.layout.size),
         };
         !matches!(found, Err(Errno::AGAIN))
     }
@@ -309,7 +309,7 @@ impl RingPair {
     /// Announces that this side is about to sleep. Returns `false` if it must not, because `awaited` is there. Until
     /// [`awake`](Self::awake), [`wakes`](Self::wakes) returns `true` at the other side.
     pub fn fall_asleep(&self, awaited: RingWait) -> bool {
-        self.own.word(self.place.word(awaited.word())).store(1, Ordering::Relaxed);
+        self.own.word(self.layout.word(awaited.word())).store(1, Ordering::Relaxed);
         // Either this side sees what the other one has published, or the other one sees the announcement.
         fence(Ordering::SeqCst);
         if self.ready(awaited) {
@@ -322,14 +322,14 @@ impl RingPair {
     /// Withdraws both announcements.
     pub fn awake(&self) {
         for awaited in [RingWait::Bytes, RingWait::Room] {
-            self.own.word(self.place.word(awaited.word())).store(0, Ordering::Relaxed);
+            self.own.word(self.layout.word(awaited.word())).store(0, Ordering::Relaxed);
         }
     }
 
     /// Returns whether the other side sleeps until `awaited` is there. Call it after a write or a read.
     pub fn wakes(&self, awaited: RingWait) -> bool {
         fence(Ordering::SeqCst);
-        self.peer.word(self.place.word(awaited.word())).load(Ordering::Relaxed) != 0
+        self.peer.word(self.layout.word(awaited.word())).load(Ordering::Relaxed) != 0
     }
 
     /// Tells the other side that this one has closed the stream.
@@ -339,7 +339,7 @@ impl RingPair {
 
     /// Returns whether the other side has closed the stream. Returns `false` if its process was killed.
     pub fn peer_closed(&self) -> bool {
-        self.peer.load(self.place.word(Word::Closed)) != 0
+        self.peer.load(self.layout.word(Word::Closed)) != 0
     }
 
     /// Returns the position of the next byte to write, and the room. The room may be underestimated, but is at least `wanted`
@@ -348,11 +348,11 @@ impl RingPair {
         let written = self.number(Word::Written);
         let room = |read: u64| {
             let unread = usize::try_from(written.wrapping_sub(read)).ok();
-            unread.and_then(|unread| self.place.size.checked_sub(unread))
+            unread.and_then(|unread| self.layout.size.checked_sub(unread))
         };
         let mut found = room(self.seen_read.load(Ordering::Relaxed));
         if found.is_none_or(|room| room < wanted) {
-            let read = self.peer.load(self.place.word(Word::Read));
+            let read = self.peer.load(self.layout.word(Word::Read));
             self.seen_read.store(read, Ordering::Relaxed);
             found = room(read);
         }
@@ -373,20 +373,20 @@ impl RingPair {
 
     /// Loads a word of this process.
     fn number(&self, word: Word) -> u64 {
-        self.own.load(self.place.word(word))
+        self.own.load(self.layout.word(word))
     }
 
     /// Stores a word of this process. A peer that loads it sees every earlier write (release).
     fn publish(&self, word: Word, number: u64) {
-        self.own.word(self.place.word(word)).store(number, Ordering::Release);
+        self.own.word(self.layout.word(word)).store(number, Ordering::Release);
     }
 
     /// Returns how much was read, and how many bytes can be read now. `Err(AGAIN)` if there are none.
     fn unread(&self) -> rustix::io::Result<(u64, usize)> {
         let read = self.read.load(Ordering::Relaxed);
-        match usize::try_from(self.peer.load(self.place.word(Word::Written)).wrapping_sub(read)) {
+        match usize::try_from(self.peer.load(self.layout.word(Word::Written)).wrapping_sub(read)) {
             Ok(0) => Err(Errno::AGAIN),
-            Ok(unread) if unread <= self.place.size => Ok((read, unread)),
+            Ok(unread) if unread <= self.layout.size => Ok((read, unread)),
             _ => Err(Errno::PROTO),
         }
     }
@@ -455,7 +455,7 @@ mod tests {
     #[test]
     fn bytes_arrive_in_order_over_the_end_of_the_ring() {
         for (one, other) in pairs() {
-            let ring = one.place.size;
+            let ring = one.layout.size;
             let mut sizes = [1, 7, ring, CHUNK + 1, ring - 3, 64].into_iter().cycle();
             let (mut sent, mut got) = (Vec::new(), Vec::new());
             for round in 0..32 {
@@ -474,7 +474,7 @@ mod tests {
     #[test]
     fn a_full_ring_takes_what_was_read() {
         for (one, other) in pairs() {
-            let ring = one.place.size;
+            let ring = one.layout.size;
             assert_eq!(one.write(&vec![1; ring + 5]), Ok(ring));
             assert_eq!(one.write(&[2]), Err(Errno::AGAIN));
             let full = one.write_windows(&[window(&mut [2])], 0).unwrap_err();
@@ -604,7 +604,7 @@ mod tests {
     #[test]
     fn impossible_numbers_of_the_peer_are_refused() {
         for (one, other) in pairs() {
-            let ring = one.place.size;
+            let ring = one.layout.size;
             let mut bytes = [0; 8];
             let refused = |result: io::Result<usize>| {
                 assert_eq!(Errno::from_io_error(&result.unwrap_err()), Some(Errno::PROTO));

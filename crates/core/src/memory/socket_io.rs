@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use super::{Reach, Window};
 
 /// Maximum number of vectors in one call; a limit of the kernel.
-const MOST: usize = 1024;
+const MAX_VECTORS: usize = 1024;
 
 /// Sends the bytes of `windows` that follow the first `skip` bytes, as many as the socket accepts now.
 ///
@@ -63,9 +63,9 @@ pub fn wake_at(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns vectors for the bytes after the first `skip`, at most [`MOST`].
+/// Returns vectors for the bytes after the first `skip`, at most [`MAX_VECTORS`].
 fn vectors(windows: &[Window<'_>], mut skip: u64) -> Vec<libc::iovec> {
-    let mut vectors = Vec::with_capacity(windows.len().min(MOST));
+    let mut vectors = Vec::with_capacity(windows.len().min(MAX_VECTORS));
     for window in windows {
         let passed = skip.min(window.len());
         skip -= passed;
@@ -74,7 +74,7 @@ fn vectors(windows: &[Window<'_>], mut skip: u64) -> Vec<libc::iovec> {
             let len = usize::try_from(window.len() - passed).unwrap_or(usize::MAX);
             vectors
                 .push(libc::iovec { iov_base: (window.addr() + passed) as *mut libc::c_void, iov_len: len });
-            if vectors.len() == MOST {
+            if vectors.len() == MAX_VECTORS {
                 break;
             }
         }

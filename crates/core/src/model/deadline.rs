@@ -24,7 +24,7 @@ pub struct Deadline {
 
 impl Deadline {
     /// Maximum sleep in a wait that can be interrupted, and so the time within which Ctrl-C is noticed.
-    pub(crate) const NAP: Duration = Duration::from_millis(100);
+    pub(crate) const INTERRUPT_INTERVAL: Duration = Duration::from_millis(100);
 
     /// Returns a deadline that is `limit` from now, with the name `sync_kv_timeout`. A limit of more than ten
     /// years is reduced to ten years, because the clock cannot represent every limit.
@@ -94,8 +94,8 @@ impl Deadline {
     /// Returns how long to sleep before the next check: the time that is left, in slices of at most 100
     /// milliseconds if the wait can be interrupted. A waiting thread must call [`waiting`](Self::waiting)
     /// each time it wakes without what it waited for.
-    pub(crate) fn nap(&self) -> Duration {
-        if self.interrupted.is_some() { self.left().min(Self::NAP) } else { self.left() }
+    pub(crate) fn wait_limit(&self) -> Duration {
+        if self.interrupted.is_some() { self.left().min(Self::INTERRUPT_INTERVAL) } else { self.left() }
     }
 
     /// Returns the error of kind [`ErrorKind::Timeout`] for a call that was still `doing` something when the

@@ -13,9 +13,9 @@ const MAGIC: [u8; 4] = *b"LDG\x01";
 /// Names a grant at its owner.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GrantId {
-    /// Its place among the grants of the owner. Another grant takes the place after its end.
+    /// Its entry among the grants of the owner. Another grant takes the entry after its end.
     pub slot: u32,
-    /// The generation of the place while the grant lasts.
+    /// The generation of the entry while the grant lasts.
     pub generation: u64,
     /// Bytes that only the owner can compute, so that nobody can guess the id of a grant. `Debug` never shows them.
     pub secret: [u8; 16],

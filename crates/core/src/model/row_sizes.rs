@@ -41,14 +41,14 @@ impl RowSizes {
         at / self.stride
     }
 
-    /// Returns the place of the byte `at` of a tensor in its row.
-    pub fn place_in_row(self, at: u64) -> u64 {
+    /// Returns the offset of the byte `at` of a tensor in its row.
+    pub fn offset_in_row(self, at: u64) -> u64 {
         at % self.stride
     }
 
     /// Returns whether `len` bytes from `start` on touch no gap. Rows without gaps may be crossed.
     pub fn hold(self, start: u64, len: u64) -> bool {
-        !self.has_gaps() || self.place_in_row(start).checked_add(len).is_some_and(|end| end <= self.bytes)
+        !self.has_gaps() || self.offset_in_row(start).checked_add(len).is_some_and(|end| end <= self.bytes)
     }
 
     /// Returns the rows that `len` bytes from `start` on touch. There must be at least one byte.

@@ -13,14 +13,14 @@ use rustix::net::{Shutdown, SocketFlags, accept_with, listen, shutdown};
 use super::step::timespec;
 use super::{Accepted, Address, BACKLOG, Listener, Stream, unavailable};
 use crate::error::Result;
-use crate::memory::{Kept, above_standard_streams};
+use crate::memory::{CloseOnFork, above_standard_streams};
 
 /// Makes a stream of an accepted socket; `None` if the peer is already gone.
 type MakeStream = fn(OwnedFd, &Address) -> Option<Stream>;
 
 /// A listening socket and what it needs to accept connections.
 pub(super) struct ListeningSocket {
-    _kept: Kept,
+    _close_on_fork: CloseOnFork,
     socket: OwnedFd,
     address: Address,
     closed: AtomicBool,
@@ -32,7 +32,7 @@ impl ListeningSocket {
     pub(super) fn open(socket: OwnedFd, address: Address, welcome: MakeStream) -> Result<ListeningSocket> {
         listen(&socket, BACKLOG.into()).map_err(|errno| unavailable(&address, "listen at", errno))?;
         Ok(ListeningSocket {
-            _kept: Kept::new(&socket),
+            _close_on_fork: CloseOnFork::new(&socket),
             socket,
             address,
             closed: AtomicBool::new(false),

@@ -14,7 +14,7 @@ use crate::memory::Window;
 pub const POLL_TIME: Duration = Duration::from_micros(60);
 
 /// Maximum number of zeros before payload.
-pub(super) const MOST_LEAD: usize = 4096;
+pub(super) const MAX_PADDING: usize = 4096;
 
 /// Carries bytes in both directions, in order. There is one file for each implementation. `socket_control` is the socket of the
 /// connection, for messages and payload. `rings` is a pair of rings in shared memory beside it: a stream has one pair for messages
@@ -43,9 +43,9 @@ pub(super) trait Control: fmt::Debug + Send + Sync {
     fn receive_windows(&self, socket: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64)
     -> io::Result<usize>;
 
-    /// Returns the number of zeros, at most [`MOST_LEAD`], that are to precede the payload that moves next (see
-    /// [`leads`](super::leads)). It is the same at both ends.
-    fn lead(&self, way: Way) -> usize;
+    /// Returns the number of zeros, at most [`MAX_PADDING`], that are to precede the payload that moves next (see
+    /// [`padding_at`](super::padding_at)). It is the same at both ends.
+    fn padding(&self, way: Way) -> usize;
 
     /// Whether descriptors can accompany messages.
     fn carries_descriptors(&self) -> bool;

@@ -35,10 +35,10 @@ pub use frame_io::ReceivedFrame;
 pub use inbox::{Arrival, Inbox};
 #[cfg(feature = "testing")]
 pub use interference::Interference;
-pub use payload::{LEAD_INTERVAL, leads};
+pub use payload::{PADDING_INTERVAL, padding_at};
 pub use received_descriptors::ReceivedDescriptors;
 #[cfg(feature = "testing")]
-pub use socket_control::LEAD;
+pub use socket_control::PADDING;
 #[cfg(feature = "testing")]
 pub use step::Way;
 #[cfg(feature = "testing")]

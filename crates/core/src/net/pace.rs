@@ -13,7 +13,7 @@ pub struct Pace {
 
 impl Pace {
     /// Bytes that must move within the limit, unless fewer remain.
-    pub const LEAST: u64 = 64 << 10;
+    pub const MIN_BYTES: u64 = 64 << 10;
 
     pub(super) fn new(limit: Duration) -> Self {
         Pace { limit, since: Instant::now(), moved: 0 }
@@ -24,10 +24,10 @@ impl Pace {
         (self.since, self.moved) = (Instant::now(), 0);
     }
 
-    /// Counts bytes that moved. [`LEAST`](Self::LEAST) of them give the peer its full time again.
+    /// Counts bytes that moved. [`MIN_BYTES`](Self::MIN_BYTES) of them give the peer its full time again.
     pub(super) fn add(&mut self, bytes: u64) {
         self.moved = self.moved.saturating_add(bytes);
-        if self.moved >= Self::LEAST {
+        if self.moved >= Self::MIN_BYTES {
             self.begin();
         }
     }
@@ -50,11 +50,11 @@ mod tests {
     #[test]
     fn only_enough_bytes_give_the_peer_its_time_again() {
         let mut pace = Pace::new(Duration::ZERO);
-        pace.add(Pace::LEAST - 1);
-        assert_eq!((pace.left(), pace.facts().0), (Duration::ZERO, Pace::LEAST - 1));
+        pace.add(Pace::MIN_BYTES - 1);
+        assert_eq!((pace.left(), pace.facts().0), (Duration::ZERO, Pace::MIN_BYTES - 1));
         let mut pace = Pace::new(Duration::from_secs(3600));
         let before = pace.since;
-        pace.add(Pace::LEAST - 1);
+        pace.add(Pace::MIN_BYTES - 1);
         assert_eq!(pace.since, before);
         pace.add(1);
         assert!(pace.since > before && pace.facts().0 == 0);

@@ -5,25 +5,25 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use super::Stream;
-use super::control::MOST_LEAD;
+use super::control::MAX_PADDING;
 use super::step::{StepResult, Way};
 use super::transmission::Transmission;
 use crate::error::Result;
 use crate::memory::{Window, socket_io};
 use crate::model::Deadline;
-use crate::protocol::MOST_AHEAD;
+use crate::protocol::MAX_AHEAD;
 
-/// Bytes of a transmission from one lead to the next.
-pub const LEAD_INTERVAL: u64 = 4 << 20;
+/// Bytes of a transmission from one padding to the next.
+pub const PADDING_INTERVAL: u64 = 4 << 20;
 
-/// Whether a lead (zeros that align the bytes after it) precedes byte `into` of a transmission of which `left` bytes remain.
-/// `Control::lead` returns their number.
-pub fn leads(into: u64, left: u64) -> bool {
-    into.is_multiple_of(LEAD_INTERVAL) && left > MOST_AHEAD
+/// Whether padding (zeros that align the bytes after them) precedes byte `into` of a transmission of which `left` bytes remain.
+/// `Control::padding` returns their number.
+pub fn padding_at(into: u64, left: u64) -> bool {
+    into.is_multiple_of(PADDING_INTERVAL) && left > MAX_AHEAD
 }
 
 /// Maximum number of windows in one system call. The kernel takes no more, so others are not examined.
-const MOST_WINDOWS: usize = 1024;
+const MAX_WINDOWS: usize = 1024;
 
 /// Bytes that a receiver waits for at once over a network. One wake-up for each segment that arrives would
 /// cost more than copying it (benches/results/log.md).
@@ -33,7 +33,7 @@ const WAKE_BYTES: u32 = 256 << 10;
 const DISCARDED: usize = 4 << 10;
 
 /// For at most this many bytes, a receiver on any transport polls for [`POLL_TIME`](super::POLL_TIME) first.
-const FEW: u64 = 48 << 10;
+const MAX_POLLED: u64 = 48 << 10;
 
 /// Within one host, a transmission polls for its next bytes until this many of its polls have failed. Pushes
 /// benefit from it (benches/results/log.md).
@@ -57,27 +57,27 @@ impl Stream {
         self.windows(windows, Way::In, deadline, done)
     }
 
-    /// Sends a lead, which may leave together with the windows that follow.
-    pub fn send_lead(&self, deadline: Deadline) -> Result<()> {
+    /// Sends padding, which may leave together with the windows that follow.
+    pub fn send_padding(&self, deadline: Deadline) -> Result<()> {
         let (mut transmission, mut sent) = (Transmission::of_payload(self, Way::Out, deadline), 0);
-        let lead = self.payload_control().lead(Way::Out);
-        while sent < lead {
-            let rest = &[0; MOST_LEAD][sent..lead];
+        let padding = self.payload_control().padding(Way::Out);
+        while sent < padding {
+            let rest = &[0; MAX_PADDING][sent..padding];
             sent += transmission.next(sent as u64, || self.push_payload(rest, true))?;
         }
         Ok(())
     }
 
-    /// Receives and discards a lead. Bytes other than zeros end the stream with `Err(NotLinked)`.
-    pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
+    /// Receives and discards padding. Bytes other than zeros end the stream with `Err(NotLinked)`.
+    pub fn receive_padding(&self, deadline: Deadline) -> Result<()> {
         let mut transmission = Transmission::of_payload(self, Way::In, deadline);
         if self.about.same_host {
             transmission.poll_time = super::POLL_TIME;
         }
-        let (mut bytes, mut done) = ([0; MOST_LEAD], 0);
-        let lead = self.payload_control().lead(Way::In);
-        while done < lead {
-            done += transmission.next(done as u64, || self.pull_payload(&mut bytes[done..lead]))?;
+        let (mut bytes, mut done) = ([0; MAX_PADDING], 0);
+        let padding = self.payload_control().padding(Way::In);
+        while done < padding {
+            done += transmission.next(done as u64, || self.pull_payload(&mut bytes[done..padding]))?;
         }
         if bytes.iter().all(|byte| *byte == 0) {
             return Ok(());
@@ -102,7 +102,7 @@ impl Stream {
         let left: u64 = windows.iter().map(Window::len).sum();
         let mut transmission = Transmission::of_payload(self, way, deadline);
         let mut polls = if way == Way::In && self.about.same_host && !self.has_rings() { POLLS } else { 0 };
-        if polls > 0 || (way == Way::In && left <= FEW) {
+        if polls > 0 || (way == Way::In && left <= MAX_POLLED) {
             transmission.poll_time = super::POLL_TIME;
         }
         // Finished windows leave the list, so that no step iterates over them again.
@@ -135,7 +135,7 @@ impl Stream {
             }
         };
         let Some(most) = most else { return Ok(StepResult::NotYet) };
-        let (control, windows) = (self.payload_control(), &windows[..most.min(MOST_WINDOWS)]);
+        let (control, windows) = (self.payload_control(), &windows[..most.min(MAX_WINDOWS)]);
         let result = match way {
             Way::Out => control.send_windows(self.as_fd(), windows, skip),
             Way::In => control.receive_windows(self.as_fd(), windows, skip),

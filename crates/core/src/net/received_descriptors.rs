@@ -50,11 +50,11 @@ impl Drop for ReceivedDescriptors {
 /// Closes descriptors on a separate thread. If too many such threads are running, the descriptors stay open.
 fn discard(descriptors: Vec<OwnedFd>) {
     static RUNNING: AtomicUsize = AtomicUsize::new(0);
-    const MOST: usize = 4;
+    const MAX_THREADS: usize = 4;
     if descriptors.is_empty() {
         return;
     }
-    if RUNNING.fetch_add(1, Ordering::Relaxed) >= MOST {
+    if RUNNING.fetch_add(1, Ordering::Relaxed) >= MAX_THREADS {
         RUNNING.fetch_sub(1, Ordering::Relaxed);
         return descriptors.into_iter().for_each(std::mem::forget);
     }

@@ -101,7 +101,7 @@ impl Control for Rings {
 
     /// Lets payload start on a page boundary of the ring, because blocks usually start on a page boundary. Some processors copy
     /// at half their speed if the destination lies a few bytes further into its page than the source (benches/results/log.md).
-    fn lead(&self, way: Way) -> usize {
+    fn padding(&self, way: Way) -> usize {
         match way {
             Way::In => self.memory.unread_of_page(),
             Way::Out => self.memory.unwritten_of_page(),

@@ -17,7 +17,7 @@ use crate::memory::{Window, socket_io};
 /// The kernel copies the bytes into its own pages. Some processors do this at a fifth of their speed if the
 /// copy lies a few bytes further into its page than the original (benches/results/log.md). One cache line of
 /// zeros avoids this for page-aligned blocks, and realigns blocks that have drifted into this case.
-pub const LEAD: usize = 64;
+pub const PADDING: usize = 64;
 
 /// The socket itself.
 #[derive(Debug)]
@@ -46,8 +46,8 @@ impl Control for SocketControl {
         socket_io::receive(socket, windows, skip)
     }
 
-    fn lead(&self, _: Way) -> usize {
-        LEAD
+    fn padding(&self, _: Way) -> usize {
+        PADDING
     }
 
     fn carries_descriptors(&self) -> bool {

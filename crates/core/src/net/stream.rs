@@ -23,7 +23,7 @@ use super::rings::StreamRings;
 use super::socket_control::SocketControl;
 use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{Credentials, Kept, SharedRings, shortage, take_descriptors};
+use crate::memory::{CloseOnFork, Credentials, SharedRings, shortage, take_descriptors};
 use crate::sync::Mutex;
 
 const OPEN: u8 = 0;
@@ -33,7 +33,7 @@ const CLOSED: u8 = 2;
 /// A connection to a peer.
 #[derive(Debug)]
 pub struct Stream {
-    _kept: Kept,
+    _close_on_fork: CloseOnFork,
     pub(super) socket: OwnedFd,
     /// What carries frames and payload, unless the socket does.
     rings: OnceLock<Box<StreamRings>>,
@@ -66,7 +66,7 @@ pub struct About {
 impl Stream {
     pub fn new(socket: OwnedFd, about: About) -> Stream {
         Stream {
-            _kept: Kept::new(&socket),
+            _close_on_fork: CloseOnFork::new(&socket),
             socket,
             rings: OnceLock::new(),
             about,
@@ -121,7 +121,7 @@ impl Stream {
         control.may_receive()
     }
 
-    /// Makes the stream end if the peer moves less than [`Pace::LEAST`] bytes, or less than all that remain,
+    /// Makes the stream end if the peer moves less than [`Pace::MIN_BYTES`] bytes, or less than all that remain,
     /// within `limit`.
     pub fn demand_pace(&self, limit: Duration) {
         *self.pace.lock() = Some(Pace::new(limit));

@@ -82,7 +82,7 @@ fn finish(socket: &OwnedFd, to: &Address, deadline: Deadline) -> Result<()> {
     let refused = |errno| unreachable(to, "connect to", errno);
     loop {
         let mut sources = [PollFd::new(socket, PollFlags::OUT)];
-        match poll(&mut sources, Some(&timespec(deadline.nap()))) {
+        match poll(&mut sources, Some(&timespec(deadline.wait_limit()))) {
             Ok(0) | Err(Errno::INTR) => {
                 deadline.waiting("connecting").map_err(|late: Error| late.with("address", to))?;
             }

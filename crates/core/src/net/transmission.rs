@@ -73,9 +73,9 @@ impl<'a> Transmission<'a> {
         done: u64,
         mut step: impl FnMut() -> io::Result<StepResult>,
     ) -> Result<Option<usize>> {
-        let (mut slept, mut on) = (false, if done > 0 { self.check_deadline() } else { Ok(()) });
+        let (mut slept, mut waited) = (false, if done > 0 { self.check_deadline() } else { Ok(()) });
         let failed = loop {
-            if let Err(error) = on {
+            if let Err(error) = waited {
                 break error;
             }
             if self.stream.closed_here() {
@@ -87,7 +87,7 @@ impl<'a> Transmission<'a> {
             match step() {
                 Ok(StepResult::Bytes(bytes)) => {
                     self.unpaced += bytes as u64;
-                    if self.unpaced >= Pace::LEAST {
+                    if self.unpaced >= Pace::MIN_BYTES {
                         self.count_for_pace();
                     }
                     // Polling starts again for each part of a message.
@@ -97,7 +97,7 @@ impl<'a> Transmission<'a> {
                     return Ok(Some(bytes));
                 }
                 Ok(StepResult::Ended) => return Ok(None),
-                Ok(StepResult::NotYet) => on = self.wait(slept).map(|sleeping| slept = sleeping),
+                Ok(StepResult::NotYet) => waited = self.wait(slept).map(|sleeping| slept = sleeping),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if memory_refused(&error) => {
                     break Error::new(ErrorKind::System, "memory cannot be sent or received").because(error);
@@ -179,8 +179,8 @@ impl<'a> Transmission<'a> {
         let Some(events) = events else { return Ok(true) };
         self.slept = true;
         let mut socket = [PollFd::new(self.stream, events)];
-        let nap = self.deadline.nap().min(self.paced()?);
-        let polled = poll(&mut socket, Some(&timespec(nap)));
+        let wait_limit = self.deadline.wait_limit().min(self.paced()?);
+        let polled = poll(&mut socket, Some(&timespec(wait_limit)));
         let goes_on = stalled || self.control.wake_up(self.stream.as_fd(), self.way, socket[0].revents());
         match polled {
             // A stalled stream would return here again and again.

@@ -32,7 +32,7 @@ impl Transport for Unix {
         loop {
             // The kernel can wait for room in the listener's queue, but it does not report room to `poll`. A
             // limit of zero would mean no limit.
-            let limit = deadline.nap().max(Duration::from_millis(1));
+            let limit = deadline.wait_limit().max(Duration::from_millis(1));
             set_socket_timeout(&socket, Timeout::Send, Some(limit)).map_err(refused)?;
             match connect(&socket, &address) {
                 Ok(()) => return Ok(stream(socket, to)),

@@ -11,7 +11,7 @@ use super::copy_plan::CopyPlan;
 use super::side::Side;
 use super::spans::{PLAN, Piece, Span, common_divisor};
 use super::template::Template;
-use super::template_list::{MOST_TEMPLATE_SPANS, MOST_TEMPLATES};
+use super::template_list::{MAX_TEMPLATE_SPANS, MAX_TEMPLATES};
 use crate::error::Result;
 use crate::fallible;
 use crate::model::RowSizes;
@@ -95,7 +95,7 @@ fn is_block(template: &Template, sizes: BlockSizes) -> bool {
     if !is_of_one_piece(template) {
         return true;
     }
-    let whole = |piece: Piece| rows.place_in_row(piece.start(local)) + piece.len <= rows.bytes();
+    let whole = |piece: Piece| rows.offset_in_row(piece.start(local)) + piece.len <= rows.bytes();
     let first = template.first_piece_at((0, 0));
     let even = local.of((template.src_unit, template.dst_unit)).is_multiple_of(rows.stride());
     first.len <= most && if even { whole(first) } else { template.first_pieces().all(whole) }
@@ -137,7 +137,7 @@ fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece> {
     let mut done = 0;
     std::iter::from_fn(move || {
         let left = piece.len.checked_sub(done).filter(|&left| left > 0)?;
-        let in_row = sizes.rows.place_in_row(piece.start(sizes.local) + done);
+        let in_row = sizes.rows.offset_in_row(piece.start(sizes.local) + done);
         let most = sizes.most.max(1);
         let room = (sizes.rows.bytes() - in_row).min(most - in_row % most);
         let block = Piece { src: piece.src + done, dst: piece.dst + done, len: left.min(room) };
@@ -240,7 +240,7 @@ struct Room {
 
 impl Room {
     fn new(PartLimits { bytes, pairs }: PartLimits) -> Room {
-        Room { bytes, pairs, templates: MOST_TEMPLATES, spans: MOST_TEMPLATE_SPANS }
+        Room { bytes, pairs, templates: MAX_TEMPLATES, spans: MAX_TEMPLATE_SPANS }
     }
 
     /// Takes room for up to `most` pairs of a template, and for at least one if the part is empty. Returns their number.

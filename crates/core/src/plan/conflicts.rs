@@ -11,14 +11,14 @@ use crate::fallible;
 /// Name of the lists of this check in out-of-memory errors.
 const CHECK: &str = "checking a plan";
 /// Bytes of memory that the check of a plan may always use, however small the plan.
-const LEAST: u64 = 16 << 20;
+const MIN_CHECK_BYTES: u64 = 16 << 20;
 
 /// Returns `Err(InvalidArgument)` if two pieces of `templates` write the same byte. Their spans must have passed the checks
 /// of `span_limits`, and the end offsets of templates must fit 64 bits. `plan_bytes` is about the size of the plan
 /// in its message. The plan is refused if its check would need more than one and a half times that and more than 16 MiB.
 pub(super) fn check_templates(templates: &[Template], plan_bytes: usize) -> Result<()> {
     if are_apart(templates, plan_bytes) {
-        return templates.iter().try_for_each(|template| check_alone(template, plan_bytes));
+        return templates.iter().try_for_each(|template| check_segment(template, plan_bytes));
     }
     let written = || templates.iter().flat_map(Template::placed_spans).map(|span| WrittenSpan::of(&span));
     check_written(&written, || extent_of(templates), plan_bytes)
@@ -35,9 +35,9 @@ pub(super) fn check_size(templates: &[Template]) -> Result<()> {
     unordered.filter_map(WrittenExtent::of).try_for_each(|extent| extent.check_size(0))
 }
 
-/// Returns whether no place of a template lies between pieces of another place or template. Then each template can be checked
-/// alone, by the pieces of one place and the numbers of the places. This takes a step for each place, and for each span that is
-/// not repeated.
+/// Returns whether no position of a template lies between pieces of another position or template. Then each template can be
+/// checked alone, by the pieces of one position and the numbers of the positions. This takes a step for each position, and for
+/// each span that is not repeated.
 fn are_apart(templates: &[Template], plan_bytes: usize) -> bool {
     if templates.iter().any(interleaves) {
         return false;
@@ -46,30 +46,31 @@ fn are_apart(templates: &[Template], plan_bytes: usize) -> bool {
     templates.len() < 2 || check_written(&written, || WrittenExtent::of(written()), plan_bytes).is_ok()
 }
 
-/// Returns what each place of a template writes, with the bytes between its pieces; or each span, if the spans are not repeated.
+/// Returns what each position of a template writes, with the bytes between its pieces; or each span, if the spans are not
+/// repeated.
 fn hulls(template: &Template) -> impl Iterator<Item = WrittenSpan> {
     let repeated = Some(template).filter(|template| template.pairs.len() > 1);
-    let places = repeated.into_iter().flat_map(|template| {
+    let positions = repeated.into_iter().flat_map(|template| {
         let hull = template.hulls().map_or(0..0, |(_, written)| written);
-        let place = move |&(_, number): &(u32, u32)| WrittenSpan {
+        let position = move |&(_, number): &(u32, u32)| WrittenSpan {
             low: hull.start + u64::from(number) * template.dst_unit,
             step: 0,
             len: hull.end - hull.start,
             count: 1,
         };
-        template.pairs.iter().map(place)
+        template.pairs.iter().map(position)
     });
     let spans = repeated.is_none().then(|| template.placed_spans().map(|span| WrittenSpan::of(&span)));
-    places.chain(spans.into_iter().flatten())
+    positions.chain(spans.into_iter().flatten())
 }
 
-fn check_alone(template: &Template, plan_bytes: usize) -> Result<()> {
-    fallible::temporary(|| check_places(template))?;
+fn check_segment(template: &Template, plan_bytes: usize) -> Result<()> {
+    fallible::temporary(|| check_positions(template))?;
     let written = || written_once(template);
     check_written(&written, || WrittenExtent::of(written()), plan_bytes)
 }
 
-/// Returns whether a place of the template may lie between pieces of another one, for example small blocks inside larger
+/// Returns whether a position of the template may lie between pieces of another one, for example small blocks inside larger
 /// HND blocks.
 fn interleaves(template: &Template) -> bool {
     let written = template.hulls().map_or(0, |(_, written)| written.end - written.start);
@@ -99,16 +100,17 @@ fn extent_of_template(template: &Template) -> Option<WrittenExtent> {
     })
 }
 
-/// Returns `Err(InvalidArgument)` if two pairs of the template write the same place.
-fn check_places(template: &Template) -> Result<()> {
+/// Returns `Err(InvalidArgument)` if two pairs of the template write the same position.
+fn check_positions(template: &Template) -> Result<()> {
     let written = || template.pairs.iter().map(|&(_, dst)| dst);
     if written().is_sorted_by(|a, b| a < b) {
         return Ok(());
     }
     let (count, most) = (template.pairs.len(), written().fold(0, u32::max));
     let first = template.spans.first().map_or(0, |span| span.dst);
-    let again =
-        |place: u32| Err(written_twice(first.saturating_add(template.dst_unit.saturating_mul(place.into()))));
+    let again = |position: u32| {
+        Err(written_twice(first.saturating_add(template.dst_unit.saturating_mul(position.into()))))
+    };
     let words = most as usize / 64 + 1;
     // A bitmap up to the last block costs less than sorting, unless most of its bits would belong to blocks
     // that are not in the list.
@@ -134,7 +136,7 @@ fn check_places(template: &Template) -> Result<()> {
     }
 }
 
-/// The places that a span writes: `count` pieces of `len` bytes, `step` bytes apart, in ascending order from
+/// The positions that a span writes: `count` pieces of `len` bytes, `step` bytes apart, in ascending order from
 /// `low`.
 #[derive(Clone, Copy)]
 struct WrittenSpan {
@@ -214,7 +216,7 @@ impl WrittenExtent {
     /// Returns `Err(InvalidArgument)` if the check needs more than 16 MiB and more than one and a half times `plan_bytes`.
     fn check_size(&self, plan_bytes: usize) -> Result<()> {
         let (of_bits, of_list) = self.needed();
-        let most = LEAST.max(plan_bytes as u64 / 2 * 3);
+        let most = MIN_CHECK_BYTES.max(plan_bytes as u64 / 2 * 3);
         if of_bits.min(of_list) <= most {
             return Ok(());
         }
@@ -242,7 +244,7 @@ fn check_written<I: Iterator<Item = WrittenSpan>>(
     }
     let Some(extent) = extent() else { return Ok(()) };
     if extent.grid == 0 {
-        // Several spans of one piece each, all at the same place.
+        // Several spans of one piece each, all at the same position.
         return Err(written_twice(extent.low));
     }
     extent.check_size(plan_bytes)?;

@@ -7,7 +7,7 @@ use crate::fallible;
 /// Lists with fewer blocks than this become spans if any block joins its neighbour or continues a stride.
 const SHORT_LIST: usize = 64;
 /// A longer list stays blocks if fewer than one block in this many does so.
-const JOINED: usize = 8;
+const MIN_JOINED: usize = 8;
 
 /// Returns the spans of pieces that are sorted by source: neighbours whose source and destination are both contiguous are one
 /// run, and three or more equal runs at a constant distance are one strided span. `None` if there are more than `most` spans.
@@ -67,5 +67,5 @@ pub(super) fn scattered(pairs: &[(u32, u32)]) -> bool {
         let (one, two) = (step(a, b), step(b, c));
         joined + u32::from(one == (1, 1) || one == two)
     });
-    (counted as usize) < pairs.len() / JOINED
+    (counted as usize) < pairs.len() / MIN_JOINED
 }

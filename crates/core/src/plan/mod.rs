@@ -37,5 +37,5 @@ pub use spans::{Piece, Span};
 pub use template::{Pairs, Template, Templates};
 pub use template_list::check_counts;
 #[cfg(feature = "testing")]
-pub use template_list::{MOST_TEMPLATE_SPANS, MOST_TEMPLATES};
+pub use template_list::{MAX_TEMPLATE_SPANS, MAX_TEMPLATES};
 pub use tensor_steps::TensorSteps;

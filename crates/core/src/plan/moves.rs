@@ -9,7 +9,7 @@ use super::request::{Moves, Pieces};
 use super::sorting;
 use super::spans::{PLAN, Piece, Span};
 use super::template::Template;
-use super::template_list::MOST_TEMPLATE_SPANS;
+use super::template_list::MAX_TEMPLATE_SPANS;
 use super::tensor_steps::TensorSteps;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -19,7 +19,7 @@ impl CopyPlan {
     /// later piece writes again are left out. Takes the pieces out of `moves`. `Err(InvalidArgument)` if a row has a number of
     /// 2^32 or above. A message can carry the spans of the plan.
     pub fn moves(moves: &mut Moves) -> Result<CopyPlan> {
-        between_caches(moves, MOST_TEMPLATE_SPANS)
+        between_caches(moves, MAX_TEMPLATE_SPANS)
     }
 
     /// Plans moves within one cache or between two, with the same result as moving piece after piece in the order given. The

@@ -1,8 +1,8 @@
 //! Decides which pieces must wait for others.
 //!
 //! Between two caches, no byte is both read and written, so only the last piece that writes a byte is copied, and nothing
-//! has to wait. Within one cache, a piece that writes bytes which another piece reads or writes keeps its place in the order of
-//! the request.
+//! has to wait. Within one cache, a piece that writes bytes which another piece reads or writes keeps its position in the order
+//! of the request.
 
 use hashbrown::{HashMap, HashSet};
 

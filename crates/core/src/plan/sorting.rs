@@ -24,21 +24,21 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     let width = high.saturating_sub(low).div_ceil(digits.max(1));
     let mut dealt = fallible::copied(PLAN, pairs)?;
     let mut next = fallible::filled(PLAN, 0usize, 1 << width)?;
-    for turn in 0..digits {
-        let shift = low + turn * width;
+    for pass in 0..digits {
+        let shift = low + pass * width;
         let digit = |&(src, _): &(u32, u32)| (src >> shift) as usize & ((1 << width) - 1);
         next.fill(0);
         for pair in pairs.iter() {
             next[digit(pair)] += 1;
         }
         let mut start = 0;
-        for place in &mut next {
-            start += std::mem::replace(place, start);
+        for entry in &mut next {
+            start += std::mem::replace(entry, start);
         }
         for pair in pairs.iter() {
-            let place = &mut next[digit(pair)];
-            dealt[*place] = *pair;
-            *place += 1;
+            let entry = &mut next[digit(pair)];
+            dealt[*entry] = *pair;
+            *entry += 1;
         }
         std::mem::swap(pairs, &mut dealt);
     }
@@ -51,36 +51,36 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
 /// Sorts pairs as [`by_source`] does. If no block is read twice, two passes over a table suffice.
 pub(super) fn pairs_by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     /// Largest number of source blocks per pair for which the table below is used.
-    const SPARSE: usize = 4;
-    /// Marks a place without a destination. A list that writes this block number is sorted by comparison
+    const MAX_SPARSENESS: usize = 4;
+    /// Marks a position without a destination. A list that writes this block number is sorted by comparison
     /// instead.
     const NOWHERE: u32 = u32::MAX;
     if pairs.is_sorted() {
         return Ok(());
     }
     let most = pairs.iter().fold(0, |most, &(src, _)| src.max(most));
-    let Some(room) = usize::try_from(most).ok().filter(|&most| most < SPARSE * pairs.len()) else {
+    let Some(room) = usize::try_from(most).ok().filter(|&most| most < MAX_SPARSENESS * pairs.len()) else {
         return by_source(pairs);
     };
-    // One place for each source block.
+    // One position for each source block.
     let mut to = fallible::filled(PLAN, NOWHERE, room + 1)?;
     let mut once = true;
     for &(src, dst) in pairs.iter() {
-        // No block number exceeds `most`, so every one has its place.
-        if let Some(place) = to.get_mut(src as usize) {
-            once &= *place == NOWHERE && dst != NOWHERE;
-            *place = dst;
+        // No block number exceeds `most`, so every one has its position.
+        if let Some(entry) = to.get_mut(src as usize) {
+            once &= *entry == NOWHERE && dst != NOWHERE;
+            *entry = dst;
         }
     }
     if !once {
         return by_source(pairs);
     }
-    // Every place is stored, and the next store overwrites an empty one. This avoids a branch that the
+    // Every position is stored, and the next store overwrites an empty one. This avoids a branch that the
     // processor could not predict.
     let mut filled = 0;
     for (src, dst) in (0..).zip(to) {
-        if let Some(place) = pairs.get_mut(filled) {
-            *place = (src, dst);
+        if let Some(entry) = pairs.get_mut(filled) {
+            *entry = (src, dst);
         }
         filled += usize::from(dst != NOWHERE);
     }

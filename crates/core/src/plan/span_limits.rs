@@ -9,9 +9,9 @@ use crate::error::{Error, Result, ensure};
 /// Maximum number of pieces of a peer's plan in one tensor. A few bytes can name any number of pieces, and the check for
 /// repeated destinations and the list of rows may visit each of them. A plan may have a piece for each head of each token:
 /// at 256 bytes, 16 GiB of one tensor. Its check takes a fraction of a second.
-const MOST_PIECES: u64 = 1 << 26;
-/// Maximum number of pieces of the spans of one template, at one pair of places.
-const MOST_SPAN_PIECES: u64 = 1 << 24;
+const MAX_PIECES: u64 = 1 << 26;
+/// Maximum number of pieces of the spans of one template, at one pair of positions.
+const MAX_SPAN_PIECES: u64 = 1 << 24;
 
 /// Running totals of the spans of a peer's plan.
 #[derive(Debug, Default)]
@@ -33,10 +33,10 @@ impl Tally {
             Some((self.pieces.checked_add(span.count)?, all))
         });
         (self.pieces, self.bytes) = sums.ok_or_else(|| refused(&format!("{span:?}")))?;
-        check_pieces(self.pieces, MOST_SPAN_PIECES)
+        check_pieces(self.pieces, MAX_SPAN_PIECES)
     }
 
-    /// Adds the spans of a template at each of its places. `Err(InvalidArgument)` as [`add`](Self::add).
+    /// Adds the spans of a template at each of its positions. `Err(InvalidArgument)` as [`add`](Self::add).
     pub(super) fn add_template(&mut self, template: &Template) -> Result<()> {
         let mut one = Tally::default();
         template.spans.iter().try_for_each(|span| one.add(span))?;
@@ -48,7 +48,7 @@ impl Tally {
         let (spans, units) = (template.spans.len(), (template.src_unit, template.dst_unit));
         let text = || refused(&format!("{spans} spans at {pairs} pairs of places, {units:?} bytes apart"));
         (self.pieces, self.bytes) = sums.ok_or_else(text)?;
-        check_pieces(self.pieces, MOST_PIECES)
+        check_pieces(self.pieces, MAX_PIECES)
     }
 }
 

@@ -13,7 +13,7 @@ pub(super) const PLAN: &str = "a plan";
 /// k·dst_step`.
 ///
 /// One span describes a contiguous run (`count` 1), a run written backwards (`dst_step` below 0), every n-th
-/// block (steps above `len`), or one block copied to many places (`src_step` 0). In a message, the fields are
+/// block (steps above `len`), or one block copied to many positions (`src_step` 0). In a message, the fields are
 /// encoded in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {

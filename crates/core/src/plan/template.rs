@@ -1,4 +1,4 @@
-//! The same few spans at each of many pairs of places, stored once.
+//! The same few spans at each of many pairs of positions, stored once.
 //!
 //! Equal blocks are a template of one span. Blocks of two layouts differ in the order or the number of their heads, so
 //! one block takes several spans, and all blocks take the same ones. A pair takes 8 bytes, a span 48: 4,096 blocks of 64
@@ -14,35 +14,35 @@ use super::spans::{PLAN, Piece, Span};
 use crate::error::Result;
 use crate::fallible;
 
-/// Numbers of source and destination places. One pair takes no memory of its own.
+/// Numbers of source and destination positions. One pair takes no memory of its own.
 pub type Pairs = SmallVec<[(u32, u32); 1]>;
 /// The templates of a plan, which the plans of all layers of a transfer and the messages that carry them share.
 pub type Templates = Arc<SmallVec<[Template; 1]>>;
 
-/// Spans that are repeated at pairs of places. For the pair `(s, d)`, each span is read `s·src_unit` bytes and
+/// Spans that are repeated at pairs of positions. For the pair `(s, d)`, each span is read `s·src_unit` bytes and
 /// written `d·dst_unit` bytes later than it says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Template {
-    /// Bytes from one source place to the next.
+    /// Bytes from one source position to the next.
     pub src_unit: u64,
-    /// Bytes from one destination place to the next.
+    /// Bytes from one destination position to the next.
     pub dst_unit: u64,
     pub pairs: Pairs,
-    /// The spans at place 0 of source and destination.
+    /// The spans at position 0 of source and destination.
     pub spans: SmallVec<[Span; 1]>,
-    /// For each span, the bytes at one pair of places up to its end. Ascending, so a byte position finds its span. Empty for one
-    /// span, and outside a plan.
+    /// For each span, the bytes at one pair of positions up to its end. Ascending, so a byte position finds its span. Empty for
+    /// one span, and outside a plan.
     ends: Vec<u64>,
 }
 
 impl Template {
-    /// Returns the template of `spans` at `pairs` of places, which are `units` bytes apart in source and destination.
+    /// Returns the template of `spans` at `pairs` of positions, which are `units` bytes apart in source and destination.
     pub fn new(units: (u64, u64), pairs: impl Into<Pairs>, spans: impl Into<SmallVec<[Span; 1]>>) -> Self {
         let (pairs, spans) = (pairs.into(), spans.into());
         Template { src_unit: units.0, dst_unit: units.1, pairs, spans, ends: Vec::new() }
     }
 
-    /// Prepares the template for a plan. The bytes at all its places must not exceed 64 bits.
+    /// Prepares the template for a plan. The bytes at all its positions must not exceed 64 bits.
     pub(super) fn set_ends(&mut self) -> Result<()> {
         if self.spans.len() != 1 {
             let mut one = 0;
@@ -55,7 +55,7 @@ impl Template {
         Ok(())
     }
 
-    /// Returns a span of the template at a pair of places.
+    /// Returns a span of the template at a pair of positions.
     pub(super) fn placed(&self, (src, dst): (u32, u32), span: &Span) -> Span {
         Span {
             src: span.src + u64::from(src) * self.src_unit,
@@ -69,18 +69,18 @@ impl Template {
         Template::new((0, 0), [(0, 0)], spans)
     }
 
-    /// Returns the same spans at other pairs of places.
+    /// Returns the same spans at other pairs of positions.
     pub(super) fn at_pairs(&self, pairs: Vec<(u32, u32)>) -> Result<Template> {
         let spans = fallible::collect_inline(PLAN, self.spans.iter().copied())?;
         Ok(Template::new((self.src_unit, self.dst_unit), pairs, spans))
     }
 
-    /// Returns the spans at each of the pairs of places: those of the first pair, then those of the next.
+    /// Returns the spans at each of the pairs of positions: those of the first pair, then those of the next.
     pub fn placed_spans(&self) -> impl Iterator<Item = Span> + Clone + '_ {
         self.pairs.iter().flat_map(move |&pair| self.spans.iter().map(move |span| self.placed(pair, span)))
     }
 
-    /// Returns the number of spans at all places.
+    /// Returns the number of spans at all positions.
     pub fn num_spans(&self) -> usize {
         self.pairs.len().saturating_mul(self.spans.len())
     }
@@ -95,7 +95,7 @@ impl Template {
         self.placed_spans().flat_map(Span::pieces)
     }
 
-    /// Returns the bytes at one pair of places of a template of a plan.
+    /// Returns the bytes at one pair of positions of a template of a plan.
     fn bytes_at_pair(&self) -> u64 {
         self.ends.last().copied().or_else(|| self.spans.first().map(Span::bytes)).unwrap_or(0)
     }
@@ -111,7 +111,7 @@ impl Template {
         SpansBetween::new(self, from, to)
     }
 
-    /// Returns the ranges that the template reads (`Source`) or writes at a pair of places, in the order of its spans:
+    /// Returns the ranges that the template reads (`Source`) or writes at a pair of positions, in the order of its spans:
     /// the first byte of each and its number of bytes. Together they are the bytes that the pair copies, in order.
     pub fn ranges(&self, pair: (u32, u32), side: Side) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.spans.iter().flat_map(move |span| {
@@ -124,30 +124,30 @@ impl Template {
         })
     }
 
-    /// Returns the first piece of the template at a pair of places. A template of a request has only this one.
+    /// Returns the first piece of the template at a pair of positions. A template of a request has only this one.
     pub(super) fn first_piece_at(&self, pair: (u32, u32)) -> Piece {
         let first = self.spans.first().copied().unwrap_or(Span::single(0, 0, 0));
         let Span { src, dst, len, .. } = self.placed(pair, &first);
         Piece { src, dst, len }
     }
 
-    /// Returns the first piece at every pair of places.
+    /// Returns the first piece at every pair of positions.
     pub(super) fn first_pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
         self.pairs.iter().map(|&pair| self.first_piece_at(pair))
     }
 
-    /// Returns the bytes that one pair of places copies in one tensor; `None` if they exceed 64 bits.
+    /// Returns the bytes that one pair of positions copies in one tensor; `None` if they exceed 64 bits.
     pub(super) fn pair_bytes(&self) -> Option<u64> {
         let bytes = |span: &Span| span.len.checked_mul(span.count);
         self.spans.iter().try_fold(0u64, |sum, span| sum.checked_add(bytes(span)?))
     }
 
-    /// Returns the bytes that all places together copy in one tensor; `None` if they exceed 64 bits.
+    /// Returns the bytes that all positions together copy in one tensor; `None` if they exceed 64 bits.
     pub fn bytes(&self) -> Option<u64> {
         self.pair_bytes()?.checked_mul(self.pairs.len() as u64)
     }
 
-    /// Returns the smallest ranges that contain all bytes read and all bytes written at the places 0. `None` if
+    /// Returns the smallest ranges that contain all bytes read and all bytes written at the positions 0. `None` if
     /// there are no spans or a range exceeds 64 bits.
     pub(super) fn hulls(&self) -> Option<(Range<u64>, Range<u64>)> {
         let join = |a: Range<u64>, b: Range<u64>| a.start.min(b.start)..a.end.max(b.end);
@@ -185,7 +185,7 @@ struct SpansBetween<'a> {
     skip: u64,
     /// Index of the span after the current one in the template.
     next: usize,
-    /// Index of the pair of places of that span.
+    /// Index of the pair of positions of that span.
     pair: usize,
 }
 

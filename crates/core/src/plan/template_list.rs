@@ -6,9 +6,9 @@ use super::span_limits::Tally;
 use crate::error::{Error, Result, ensure};
 
 /// Maximum number of templates in a message. A plan has one for each distinct length of a run of tokens.
-pub const MOST_TEMPLATES: usize = 256;
+pub const MAX_TEMPLATES: usize = 256;
 /// Maximum number of spans in a message, in all templates together: 3 MiB in memory.
-pub const MOST_TEMPLATE_SPANS: usize = 1 << 16;
+pub const MAX_TEMPLATE_SPANS: usize = 1 << 16;
 
 impl CopyPlan {
     /// Returns `Err(InvalidArgument)` if a peer would refuse the templates.
@@ -24,7 +24,7 @@ impl CopyPlan {
 /// Returns `Err(InvalidArgument)` if a message cannot carry as many templates, or as many spans in them.
 pub fn check_counts(templates: usize, spans: usize) -> Result<()> {
     for (what, count, most) in
-        [("templates", templates, MOST_TEMPLATES), ("spans of templates", spans, MOST_TEMPLATE_SPANS)]
+        [("templates", templates, MAX_TEMPLATES), ("spans of templates", spans, MAX_TEMPLATE_SPANS)]
     {
         ensure(count <= most, || {
             let text = format!(

@@ -24,8 +24,8 @@ impl CopyPlan {
 /// the gap after it, which no piece touches.
 fn rows(templates: &[Template], side: Side, row_stride: u64) -> Result<Vec<u64>> {
     if let [template] = templates
-        && let Some(places) = places(template, side)
-        && let Some(rows) = rows_of_places(&places, side, row_stride)?
+        && let Some(positions) = positions(template, side)
+        && let Some(rows) = rows_of_positions(&positions, side, row_stride)?
     {
         return Ok(rows);
     }
@@ -33,17 +33,17 @@ fn rows(templates: &[Template], side: Side, row_stride: u64) -> Result<Vec<u64>>
     let mut add =
         |start: u64, bytes: u64| touched.add(start / row_stride..(start + (bytes - 1)) / row_stride + 1);
     for template in templates {
-        if let Some(Places { pairs, first, unit, len }) = places(template, side)
+        if let Some(Positions { pairs, first, unit, len }) = positions(template, side)
             && len <= row_stride
         {
-            // Each place touches the rows of its first and of its last byte, and there is none in between.
+            // Each position touches the rows of its first and of its last byte, and there is none in between.
             pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(side.of(pair)), len))?;
             continue;
         }
         for span in template.placed_spans() {
             let (_, step) = span.start(side);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
-            // there are at most `MOST_PIECES`.
+            // there are at most `MAX_PIECES`.
             if step.unsigned_abs() <= row_stride {
                 if let Some(range) = span.hull(side) {
                     add(range.start, range.end - range.start)?;
@@ -59,33 +59,33 @@ fn rows(templates: &[Template], side: Side, row_stride: u64) -> Result<Vec<u64>>
     fallible::collect_growing(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
 }
 
-/// Places of `len` bytes in one tensor: one at `first + unit·number`, for a number of each pair. All of them lie
+/// Positions of `len` bytes in one tensor: one at `first + unit·number`, for a number of each pair. All of them lie
 /// inside the tensor.
-struct Places<'a> {
+struct Positions<'a> {
     pairs: &'a [(u32, u32)],
     first: u64,
     unit: u64,
     len: u64,
 }
 
-/// Returns the bytes from the first to the last byte of a template, at each of its places.
-fn places(template: &Template, side: Side) -> Option<Places<'_>> {
+/// Returns the bytes from the first to the last byte of a template, at each of its positions.
+fn positions(template: &Template, side: Side) -> Option<Positions<'_>> {
     let (hull, unit) = (side.of(template.hulls()?), side.of((template.src_unit, template.dst_unit)));
-    Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
+    Some(Positions { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
 }
 
-/// Returns the rows of places, or `None` if a list of ranges takes less memory.
-fn rows_of_places(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
-    let sorted = rows_if_sorted(places, side, row_stride)?;
-    if sorted.is_some() { Ok(sorted) } else { rows_by_bitmap(places, side, row_stride) }
+/// Returns the rows of positions, or `None` if a list of ranges takes less memory.
+fn rows_of_positions(positions: &Positions<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    let sorted = rows_if_sorted(positions, side, row_stride)?;
+    if sorted.is_some() { Ok(sorted) } else { rows_by_bitmap(positions, side, row_stride) }
 }
 
-/// Returns the rows if they are in ascending order and each place is inside one row.
-fn rows_if_sorted(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
-    let Places { pairs, first, unit, len } = *places;
+/// Returns the rows if they are in ascending order and each position is inside one row.
+fn rows_if_sorted(positions: &Positions<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    let Positions { pairs, first, unit, len } = *positions;
     let numbers = || pairs.iter().map(|&pair| u64::from(side.of(pair)));
     let starts = || numbers().map(|number| first + unit * number);
-    // The places of a template are as far into a row as the first one if they are a row apart.
+    // The positions of a template are as far into a row as the first one if they are a row apart.
     let in_rows = starts().next().is_some_and(|start| start % row_stride + len <= row_stride);
     if !in_rows || !(unit == row_stride || pairs.len() == 1) || !numbers().is_sorted_by(|a, b| a < b) {
         return Ok(None);
@@ -93,11 +93,11 @@ fn rows_if_sorted(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Op
     fallible::collect(ROWS, starts().map(|start| start / row_stride)).map(Some)
 }
 
-/// Returns the rows of `places` by marking one bit for each row, which takes a fraction of the time and
-/// memory of sorting. `None` if the bitmap has more words than there are places, or if a place may touch
+/// Returns the rows of `positions` by marking one bit for each row, which takes a fraction of the time and
+/// memory of sorting. `None` if the bitmap has more words than there are positions, or if a position may touch
 /// more than two rows.
-fn rows_by_bitmap(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
-    let Places { pairs, first, unit, len } = *places;
+fn rows_by_bitmap(positions: &Positions<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    let Positions { pairs, first, unit, len } = *positions;
     let numbers = || pairs.iter().map(|&pair| u64::from(side.of(pair)));
     let end = numbers().fold(0, u64::max) * unit + first + len;
     let words = usize::try_from(end.div_ceil(row_stride).div_ceil(64)).unwrap_or(usize::MAX);
@@ -106,7 +106,7 @@ fn rows_by_bitmap(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Op
     }
     let mut bits = fallible::filled(ROWS, 0u64, words)?;
     let mut set = |row: u64| {
-        // No row lies beyond the end of the places, so every row has its word.
+        // No row lies beyond the end of the positions, so every row has its word.
         if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
             *word |= 1 << (row % 64);
         }

@@ -76,7 +76,7 @@ fn outside(side: Side, tensor_bytes: u64) -> Error {
 fn check_gaps(template: &Template, side: Side, rows: RowSizes) -> Result<()> {
     let touches = |span: &Span| touches_gap(span, side, rows);
     let outside = if side.of((template.src_unit, template.dst_unit)).is_multiple_of(rows.stride()) {
-        // Every place is as far into a row as place 0.
+        // Every position is as far into a row as position 0.
         template.spans.iter().copied().find(touches)
     } else {
         template.placed_spans().find(touches)
@@ -90,7 +90,7 @@ fn check_gaps(template: &Template, side: Side, rows: RowSizes) -> Result<()> {
 }
 
 /// Returns whether a piece of `span` is not inside one row. A span whose pieces are not a multiple of the row stride
-/// apart is visited piece by piece; a plan has at most `MOST_PIECES`.
+/// apart is visited piece by piece; a plan has at most `MAX_PIECES`.
 fn touches_gap(span: &Span, side: Side, rows: RowSizes) -> bool {
     let (_, step) = span.start(side);
     let count = if step.unsigned_abs().is_multiple_of(rows.stride()) { 1 } else { span.count };

@@ -13,7 +13,7 @@ const TENSORS: &str = "the places of the tensors of a cache";
 /// Name of the lists of rows that have arrived in out-of-memory errors.
 const ARRIVED: &str = "the rows that have arrived";
 /// Maximum number of characters of a peer's text that are kept.
-const LONGEST: usize = 4 << 10;
+const MAX_TEXT: usize = 4 << 10;
 
 /// Returns the number of an error kind in messages: its position in [`ErrorKind::ALL`], which may only grow
 /// at its end.
@@ -38,10 +38,10 @@ pub(super) fn local_kind(kind: ErrorKind) -> ErrorKind {
     }
 }
 
-/// Returns a peer's text for use in a message: at most `LONGEST` characters, with control characters replaced
+/// Returns a peer's text for use in a message: at most `MAX_TEXT` characters, with control characters replaced
 /// by spaces.
 pub(super) fn printable(text: &str) -> String {
-    let shown = text.chars().take(LONGEST).map(|letter| if letter.is_control() { ' ' } else { letter });
+    let shown = text.chars().take(MAX_TEXT).map(|letter| if letter.is_control() { ' ' } else { letter });
     shown.collect()
 }
 

@@ -19,7 +19,7 @@ use crate::plan::Side;
 /// Together with a short request, they fit into the smallest window that Linux opens. So a process that was
 /// stopped and continues finds, after these bytes, that the caller has closed the connection
 /// (`tests/test_peer_faults.py`).
-pub const MOST_AHEAD: u64 = 48 << 10;
+pub const MAX_AHEAD: u64 = 48 << 10;
 
 /// Maximum number of addresses in one [`Request::Locate`]: 8 MiB in memory.
 pub const MAX_ADDRS: usize = 1 << 20;
@@ -93,7 +93,7 @@ pub enum Purpose {
     /// user.
     Meet,
     /// Tells the dialing side of a communicator that this member has joined, so that it dials at once.
-    Knock { comm: Comm },
+    Announce { comm: Comm },
 }
 
 /// Offer of rings. The dialing side sends it after the welcome of a call stream within one host, with the descriptor of its
@@ -237,7 +237,7 @@ pub enum Request {
         cache: NamedCache,
         plan: WirePlan,
         range: Range<u64>,
-        /// Whether the bytes follow at once; they are at most [`MOST_AHEAD`](super::MOST_AHEAD). Otherwise,
+        /// Whether the bytes follow at once; they are at most [`MAX_AHEAD`](super::MAX_AHEAD). Otherwise,
         /// the caller waits for a [`Reply::Ready`].
         ahead: bool,
         /// A number that no other write of the link in progress has, if further bytes of the plan follow in

@@ -228,7 +228,7 @@ fn admit(
             stream.close();
             Ok(Next::Done)
         }
-        Purpose::Knock { comm } => {
+        Purpose::Announce { comm } => {
             stream.send_now(&welcome(None, false)?, &[])?;
             stream.close();
             shared.registry.member_listens(comm);

@@ -4,13 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::message_io::send_message;
-use super::request_context::{Ended, RequestContext, bounded, check_plan, rows};
+use super::request_context::{RequestContext, RequestFailure, bounded, check_plan, rows};
 use super::shared_writes::{SharedWrite, WritePart};
 use crate::cache::{Cache, Pin, RowUse};
 use crate::copy::{DataPath, PathJob, StreamPath};
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::{CopyPlan, Side};
-use crate::protocol::{MOST_AHEAD, NamedCache, Reply, WirePlan};
+use crate::protocol::{MAX_AHEAD, NamedCache, Reply, WirePlan};
 use crate::stats::Op;
 
 impl RequestContext<'_> {
@@ -22,7 +22,7 @@ impl RequestContext<'_> {
         (plan, range): (WirePlan, Range<u64>),
         ahead: bool,
         shared: Option<u64>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), RequestFailure> {
         if let Some(id) = shared {
             return self.begin_shared_write(call, plan, range, id);
         }
@@ -34,7 +34,7 @@ impl RequestContext<'_> {
         });
         let begun =
             if ahead { self.begin_ahead(begun, bytes) } else { self.begin(begun, bytes, send_message) };
-        let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
+        let Some((plan, cache, pin)) = begun? else { return Err(RequestFailure::Refused) };
         self.stream.restart_pace();
         self.receive(self.job(&plan), range, &cache)?;
         drop(pin);
@@ -60,7 +60,7 @@ impl RequestContext<'_> {
         plan: WirePlan,
         range: Range<u64>,
         id: u64,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), RequestFailure> {
         let begun = self.charged(|| {
             let plan = bounded(plan, &range)?;
             let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
@@ -78,14 +78,18 @@ impl RequestContext<'_> {
     }
 
     /// Receives a further part of a write over several streams.
-    pub(super) fn write_part(&self, id: u64, range: Range<u64>) -> Result<(), Ended> {
+    pub(super) fn write_part(&self, id: u64, range: Range<u64>) -> Result<(), RequestFailure> {
         let part = self.still_wanted().and_then(|()| self.link.served.writes.part(id, range.clone()));
         self.receive_part(part.map(Some), range)
     }
 
-    fn receive_part(&self, begun: Result<Option<WritePart<'_>>>, range: Range<u64>) -> Result<(), Ended> {
+    fn receive_part(
+        &self,
+        begun: Result<Option<WritePart<'_>>>,
+        range: Range<u64>,
+    ) -> Result<(), RequestFailure> {
         let bytes = range.end.saturating_sub(range.start);
-        let Some(part) = self.begin(begun, bytes, send_message)? else { return Err(Ended::Refused) };
+        let Some(part) = self.begin(begun, bytes, send_message)? else { return Err(RequestFailure::Refused) };
         self.stream.restart_pace();
         let write = part.write();
         let deadline = if write.deadline.at() < self.deadline.at() { write.deadline } else { self.deadline };
@@ -97,29 +101,29 @@ impl RequestContext<'_> {
     }
 
     /// Receives the bytes `range` of the plan of `job` into rows of `cache`, which are pinned.
-    fn receive(&self, job: PathJob<'_>, range: Range<u64>, cache: &Cache) -> Result<(), Ended> {
+    fn receive(&self, job: PathJob<'_>, range: Range<u64>, cache: &Cache) -> Result<(), RequestFailure> {
         let mut path = StreamPath { stream: self.stream, range, sum: None };
         let to = (cache.tensors(), cache.placement());
         let read = path.read(job, to, &Arc::default(), Arc::new(()));
-        read.map(drop).map_err(Ended::Broken)
+        read.map(drop).map_err(RequestFailure::Broken)
     }
 
     /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these
     /// bytes, sends the reason and returns `None`.
-    fn begin_ahead<T>(&self, begun: Result<Option<T>>, bytes: u64) -> Result<Option<T>, Ended> {
-        if bytes > MOST_AHEAD {
+    fn begin_ahead<T>(&self, begun: Result<Option<T>>, bytes: u64) -> Result<Option<T>, RequestFailure> {
+        if bytes > MAX_AHEAD {
             // Peers of this version send no such request, so the stream is closed without reading the bytes.
             let text = "too many bytes follow a request without a reply";
-            let error = Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD);
+            let error = Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MAX_AHEAD);
             self.reply(&Reply::failed(&error))?;
-            return Err(Ended::Broken(error));
+            return Err(RequestFailure::Broken(error));
         }
         let reply = match begun {
             Ok(Some(begun)) => return Ok(Some(begun)),
             Ok(None) => Reply::Stale,
             Err(error) => Reply::failed(&error),
         };
-        self.stream.discard_payload(bytes, self.deadline).map_err(Ended::Broken)?;
+        self.stream.discard_payload(bytes, self.deadline).map_err(RequestFailure::Broken)?;
         self.reply(&reply)?;
         Ok(None)
     }

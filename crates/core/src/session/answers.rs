@@ -13,7 +13,7 @@ use super::asked_blocks::AskedBlocks;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
-use super::request_context::{Ended, RequestContext, bounded, check_plan, deadline_of, rows};
+use super::request_context::{RequestContext, RequestFailure, bounded, check_plan, deadline_of, rows};
 use crate::budget::BudgetShare;
 use crate::cache::{Cache, Origin, Pin, RowUse};
 use crate::checksums::Checksums;
@@ -83,12 +83,12 @@ impl Answers {
         // The plan of a request is written as bytes for its digest, which may take as much memory as its frame.
         let digest = call.share.charged(|| fallible::temporary(|| digest_of_summed(&request)));
         let served = call.serve(request, digest);
-        let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
+        let done = matches!(served, Ok(()) | Err(RequestFailure::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
         match served {
-            Ok(()) | Err(Ended::Refused) => Ok(true),
-            Err(Ended::Unlinked) => Ok(false),
-            Err(Ended::Broken(error)) => Err(error),
+            Ok(()) | Err(RequestFailure::Refused) => Ok(true),
+            Err(RequestFailure::Unlinked) => Ok(false),
+            Err(RequestFailure::Broken(error)) => Err(error),
         }
     }
 }
@@ -98,7 +98,7 @@ type BegunRead = (Arc<Cache>, Pin, Option<GrantedRead>);
 
 impl RequestContext<'_> {
     /// Serves `request`. `digest` is that of a request for checksums.
-    fn serve(&self, request: Request, digest: Result<u64>) -> Result<(), Ended> {
+    fn serve(&self, request: Request, digest: Result<u64>) -> Result<(), RequestFailure> {
         match request {
             Request::Describe { name } => self.answer_with(|| self.describe(name)),
             Request::Finish { pulled, message } => self.answer_with(|| self.finish(pulled, message)),
@@ -124,7 +124,7 @@ impl RequestContext<'_> {
             Request::Ping => self.answer_with(|| Ok(Reply::Done { bytes: 0 })),
             Request::Unlink => {
                 (self.unlinked)();
-                self.answer_with(|| Ok(Reply::Done { bytes: 0 })).and(Err(Ended::Unlinked))
+                self.answer_with(|| Ok(Reply::Done { bytes: 0 })).and(Err(RequestFailure::Unlinked))
             }
         }
     }
@@ -230,7 +230,7 @@ impl RequestContext<'_> {
         expected: Option<u64>,
         (plan, range): (WirePlan, Range<u64>),
         digest: Option<Result<u64>>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), RequestFailure> {
         let begun = self.charged(|| {
             let plan = bounded(plan, &range)?;
             let check = |cache: &Cache, geometry| {
@@ -253,13 +253,13 @@ impl RequestContext<'_> {
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
         let ready = if bytes > 0 { send_message_before } else { send_message };
         let Some((plan, cache, _pin, granted, mut sum)) = self.begin(begun, bytes, ready)? else {
-            return Err(Ended::Refused);
+            return Err(RequestFailure::Refused);
         };
         self.stream.restart_pace();
         let adding = sum.as_mut().and_then(|(_, sum)| sum.as_mut());
         let mut path = StreamPath { stream: self.stream, range, sum: adding };
         let sent = path.serve(self.job(&plan), cache.tensors());
-        sent.map_err(Ended::Broken)?;
+        sent.map_err(RequestFailure::Broken)?;
         self.resources.stats.add_bytes(Op::Served, bytes);
         let Some((generation, sum)) = sum else { return Ok(()) };
         self.answer_with(|| {

@@ -15,14 +15,14 @@ use crate::net::{Address, Stream};
 use crate::sync::{Condvar, Mutex, OnDrop};
 
 /// Maximum number of calls of one link in progress at a time. Further calls wait.
-pub(super) const MOST_CALLS: usize = 64;
+pub(super) const MAX_CALLS: usize = 64;
 /// Maximum number of call streams with rings of a link in each direction. Each costs memory, and only many simultaneous calls
 /// need more streams.
 pub(super) const RINGED: usize = 4;
 /// How long calls keep to streams without rings after an attempt to get rings has failed.
 const RETRY_TIME: Duration = Duration::from_secs(30);
 /// Maximum number of idle streams kept for later calls.
-const KEPT_STREAMS: usize = 32;
+const MAX_IDLE_STREAMS: usize = 32;
 /// Idle streams that are kept without a time limit.
 const IDLE_STREAMS: usize = 2;
 /// How long further idle streams are kept.
@@ -49,7 +49,7 @@ pub(crate) struct CallPool {
 }
 
 /// What a waiting call receives: an idle stream, or the right to open one.
-pub(super) enum StreamGrant<'a> {
+pub(super) enum StreamPermit<'a> {
     Idle(Arc<Stream>),
     /// At a further address of the peer, or at the main one.
     Dial(&'a Dialer, Option<&'a FurtherAddress>),
@@ -78,17 +78,17 @@ impl CallPool {
         ask: impl Fn() -> Result<()>,
         deadline: Deadline,
         spread: bool,
-    ) -> Result<Option<StreamGrant<'_>>> {
+    ) -> Result<Option<StreamPermit<'_>>> {
         let mut streams = self.streams.lock();
         streams.waiting += 1;
         let mut request = None;
-        let grant = loop {
+        let permit = loop {
             if !alive() {
                 break Ok(None);
             }
             let late = streams.forget_late_requests().unwrap_or(Duration::MAX);
-            if let Some(grant) = self.pick(&mut streams, spread) {
-                break Ok(Some(grant));
+            if let Some(permit) = self.pick(&mut streams, spread) {
+                break Ok(Some(permit));
             }
             if self.dialer.is_none()
                 && let Some(made) = streams.ask()
@@ -104,7 +104,7 @@ impl CallPool {
                 }
                 continue;
             }
-            drop(self.changed.wait_timeout(streams, deadline.nap().min(late)));
+            drop(self.changed.wait_timeout(streams, deadline.wait_limit().min(late)));
             let passed = deadline.waiting("waiting for a stream to the peer");
             streams = self.streams.lock();
             // A stream that arrived at the last moment is still used. An interruption is returned in any
@@ -119,24 +119,24 @@ impl CallPool {
             }
         };
         streams.waiting -= 1;
-        grant
+        permit
     }
 
     /// Takes an idle stream, unless a new one is better, or the right to open one.
-    fn pick(&self, streams: &mut StreamSet, spread: bool) -> Option<StreamGrant<'_>> {
-        let room = streams.in_use() < MOST_CALLS;
+    fn pick(&self, streams: &mut StreamSet, spread: bool) -> Option<StreamPermit<'_>> {
+        let room = streams.in_use() < MAX_CALLS;
         if let Some((at, stream)) = streams.next_idle()
             && !(room && spread && self.has_unused_address(streams, &stream))
             && !(room && !stream.has_rings() && self.may_ring(streams))
         {
             streams.idle.remove(at);
             streams.busy.push(stream.clone());
-            return Some(StreamGrant::Idle(stream));
+            return Some(StreamPermit::Idle(stream));
         }
         let dialer = self.dialer.as_ref().filter(|_| room)?;
         let at = dialer.addresses.choose(|ip| streams.count_at(ip)).filter(|_| spread);
         streams.opening.push(dialer.addresses.ip_of(at));
-        Some(StreamGrant::Dial(dialer, at))
+        Some(StreamPermit::Dial(dialer, at))
     }
 
     /// Whether the idle `stream` leads to an address that calls are using, and the peer has one without streams.
@@ -189,7 +189,7 @@ impl CallPool {
         // Streams beyond the requested number are closed; peers of this version open none.
         let welcome = streams.asked.pop_front().is_some()
             && !streams.ended
-            && streams.idle.len() + streams.busy.len() < MOST_CALLS;
+            && streams.idle.len() + streams.busy.len() < MAX_CALLS;
         if welcome {
             streams.note_address(stream);
             streams.put_idle(stream.clone());
@@ -205,7 +205,7 @@ impl CallPool {
     pub(super) fn give_back(&self, stream: &Arc<Stream>, reusable: bool) {
         let mut streams = self.streams.lock();
         streams.busy.retain(|busy| !Arc::ptr_eq(busy, stream));
-        let kept = reusable && !streams.ended && streams.idle.len() < KEPT_STREAMS;
+        let kept = reusable && !streams.ended && streams.idle.len() < MAX_IDLE_STREAMS;
         if kept {
             streams.put_idle(stream.clone());
         }
@@ -289,7 +289,7 @@ impl CallPool {
     pub(super) fn drain(&self, alive: impl Fn() -> bool, deadline: Deadline) -> Result<()> {
         let mut streams = self.streams.lock();
         while self.active.load(Ordering::SeqCst) > 0 && alive() {
-            drop(self.changed.wait_timeout(streams, deadline.nap()));
+            drop(self.changed.wait_timeout(streams, deadline.wait_limit()));
             deadline.waiting("waiting for transfers over the link to end")?;
             streams = self.streams.lock();
         }
@@ -325,7 +325,7 @@ impl StreamSet {
     /// Records a request for one more stream, unless there is no room or there are as many requests as waiting calls. Returns its
     /// number.
     fn ask(&mut self) -> Option<u64> {
-        if self.in_use() >= MOST_CALLS || self.asked.len() >= self.waiting {
+        if self.in_use() >= MAX_CALLS || self.asked.len() >= self.waiting {
             return None;
         }
         self.last_request += 1;

@@ -1,7 +1,7 @@
 //! Limits how many calls of one peer are answered at a time, so that no peer occupies all threads.
 //!
 //! Each link has one slot of its own. [`SHARED`] more belong to all links, and one link may use half of those
-//! (`one_link_gets_its_own_slot_and_half_of_the_shared`). Turns that find no slot wait here.
+//! (`one_link_gets_its_own_slot_and_half_of_the_shared`). Jobs that find no slot wait here.
 
 use std::collections::VecDeque;
 use std::hash::Hash;
@@ -27,66 +27,66 @@ pub(super) enum CallSlot {
     Extra,
 }
 
-/// The slots in use, and the turns that wait for one. `Link` identifies a link.
+/// The slots in use, and the jobs that wait for one. `Link` identifies a link.
 #[derive(Debug)]
-pub(super) struct Slots<Link, Turn> {
-    links: HashMap<Link, OfLink<Turn>>,
-    /// Links with waiting turns, each once. When a link gets a slot for a waiting turn, it moves to the end.
+pub(super) struct Slots<Link, Job> {
+    links: HashMap<Link, OfLink<Job>>,
+    /// Links with waiting jobs, each once. When a link gets a slot for a waiting job, it moves to the end.
     waiting: VecDeque<Link>,
     /// Number of shared slots in use.
     shared: usize,
 }
 
-/// The slots and waiting turns of one link. Removed when there are none.
+/// The slots and waiting jobs of one link. Removed when there are none.
 #[derive(Debug)]
-struct OfLink<Turn> {
+struct OfLink<Job> {
     own: bool,
     shared: usize,
     extra: usize,
-    queue: VecDeque<Turn>,
+    queue: VecDeque<Job>,
 }
 
-impl<Turn> OfLink<Turn> {
+impl<Job> OfLink<Job> {
     fn may_share(&self) -> bool {
         self.shared < SHARED_BY_ONE
     }
 }
 
-impl<Link, Turn> Default for Slots<Link, Turn> {
+impl<Link, Job> Default for Slots<Link, Job> {
     fn default() -> Self {
         Slots { links: HashMap::new(), waiting: VecDeque::new(), shared: 0 }
     }
 }
 
-impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
-    /// Takes a slot for a turn of `link` and returns both. If there is none, queues the turn and returns
+impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
+    /// Takes a slot for a job of `link` and returns both. If there is none, queues the job and returns
     /// `None`. `extra` is whether writes of the link over several streams wait for parts.
-    pub(super) fn enter(&mut self, link: Link, turn: Turn, extra: bool) -> Option<(Turn, CallSlot)> {
+    pub(super) fn enter(&mut self, link: Link, job: Job, extra: bool) -> Option<(Job, CallSlot)> {
         let empty = || OfLink { own: false, shared: 0, extra: 0, queue: VecDeque::new() };
         let of_link = self.links.entry(link).or_insert_with(empty);
         if !of_link.own {
             of_link.own = true;
-            return Some((turn, CallSlot::Own));
+            return Some((job, CallSlot::Own));
         }
         if self.shared < SHARED && of_link.may_share() {
             of_link.shared += 1;
             self.shared += 1;
-            return Some((turn, CallSlot::Shared));
+            return Some((job, CallSlot::Shared));
         }
         if extra && of_link.extra < EXTRA {
             of_link.extra += 1;
-            return Some((turn, CallSlot::Extra));
+            return Some((job, CallSlot::Extra));
         }
-        of_link.queue.push_back(turn);
+        of_link.queue.push_back(job);
         if of_link.queue.len() == 1 {
             self.waiting.push_back(link);
         }
         None
     }
 
-    /// Releases a slot of `link`, and returns the waiting turn that takes it. The own slot passes to a turn of the same link,
+    /// Releases a slot of `link`, and returns the waiting job that takes it. The own slot passes to a job of the same link,
     /// and an extra slot to nobody. A shared slot passes to the link that has waited longest among those that may use one more.
-    pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Turn, CallSlot)> {
+    pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Job, CallSlot)> {
         let of_link = self.links.get_mut(&link)?;
         match slot {
             CallSlot::Own => of_link.own = false,
@@ -107,7 +107,7 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
             return None;
         };
         let of_next = self.links.get_mut(&next)?;
-        let turn = of_next.queue.pop_front()?;
+        let job = of_next.queue.pop_front()?;
         match slot {
             CallSlot::Own => of_next.own = true,
             CallSlot::Shared => {
@@ -122,10 +122,10 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
         if next != link {
             self.forget(link);
         }
-        Some((turn, slot))
+        Some((job, slot))
     }
 
-    /// Whether a waiting turn could use this slot of `link`.
+    /// Whether a waiting job could use this slot of `link`.
     pub(super) fn wanted(&self, link: Link, slot: CallSlot) -> bool {
         let own_waits = self.links.get(&link).is_some_and(|of_link| !of_link.queue.is_empty());
         (own_waits && slot != CallSlot::Extra) || (slot == CallSlot::Shared && self.sharer().is_some())
@@ -138,7 +138,7 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     }
 
     fn forget(&mut self, link: Link) {
-        let unused = |of_link: &OfLink<Turn>| {
+        let unused = |of_link: &OfLink<Job>| {
             !of_link.own && of_link.shared + of_link.extra == 0 && of_link.queue.is_empty()
         };
         if self.links.get(&link).is_some_and(unused) {
@@ -151,9 +151,9 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
 mod tests {
     use super::*;
 
-    /// Enters `count` turns of `link`, and returns how many got a slot.
+    /// Enters `count` jobs of `link`, and returns how many got a slot.
     fn fill(slots: &mut Slots<u32, u32>, link: u32, count: u32) -> usize {
-        (0..count).filter_map(|turn| slots.enter(link, turn, false)).count()
+        (0..count).filter_map(|job| slots.enter(link, job, false)).count()
     }
 
     #[test]
@@ -179,7 +179,7 @@ mod tests {
     fn parts_of_writes_find_a_slot_beside_those_of_waiting_calls() {
         let mut slots = Slots::default();
         assert_eq!(fill(&mut slots, 1, 40), 1 + 16);
-        let extra = (100..140).filter_map(|turn| slots.enter(1, turn, true)).collect::<Vec<_>>();
+        let extra = (100..140).filter_map(|job| slots.enter(1, job, true)).collect::<Vec<_>>();
         assert_eq!(extra.len(), 16);
         assert!(extra.iter().all(|(_, slot)| *slot == CallSlot::Extra));
         assert!(!slots.wanted(1, CallSlot::Extra));
@@ -188,11 +188,11 @@ mod tests {
     }
 
     #[test]
-    fn every_turn_gets_a_slot_and_nothing_is_left() {
+    fn every_job_gets_a_slot_and_nothing_is_left() {
         let (mut slots, mut taken, mut had) = (Slots::default(), VecDeque::new(), 0);
-        for turn in 0..1000_u32 {
-            let link = turn % 7 * (turn % 3);
-            taken.extend(slots.enter(link, (link, turn), turn % 5 == 0));
+        for job in 0..1000_u32 {
+            let link = job % 7 * (job % 3);
+            taken.extend(slots.enter(link, (link, job), job % 5 == 0));
         }
         while let Some(((link, _), slot)) = taken.pop_front() {
             had += 1;

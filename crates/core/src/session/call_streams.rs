@@ -10,7 +10,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use super::call_pool::{RINGED, StreamGrant};
+use super::call_pool::{RINGED, StreamPermit};
 use super::dial::Dialer;
 use super::link::Link;
 use super::message_io;
@@ -34,15 +34,15 @@ impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
     pub(crate) fn lease(self: &Arc<Self>, deadline: Deadline) -> Result<StreamLease> {
-        let turn = self.take_turn(deadline, true)?;
-        let at_main = matches!(turn, StreamGrant::Dial(_, None));
-        let lease = self.begin_turn(turn, deadline);
+        let permit = self.acquire_permit(deadline, true)?;
+        let at_main = matches!(permit, StreamPermit::Dial(_, None));
+        let lease = self.lease_with(permit, deadline);
         let failed = lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted);
         if !failed || (at_main && !self.calls.has_idle()) {
             return lease;
         }
         // The streams that there are, or the main address, may still work.
-        self.begin_turn(self.take_turn(deadline, false)?, deadline)
+        self.lease_with(self.acquire_permit(deadline, false)?, deadline)
     }
 
     /// Returns an idle stream with rings for one call, if there is one. Does not wait.
@@ -54,18 +54,18 @@ impl Link {
         StreamLease { link: self.clone(), stream, reusable }
     }
 
-    fn take_turn(&self, deadline: Deadline, spread: bool) -> Result<StreamGrant<'_>> {
+    fn acquire_permit(&self, deadline: Deadline, spread: bool) -> Result<StreamPermit<'_>> {
         let ask = || self.send_control(&ControlMessage::Dial);
-        let turn = self.calls.take(|| self.alive(), ask, deadline, spread);
+        let permit = self.calls.take(|| self.alive(), ask, deadline, spread);
         // If there is none, the link has broken.
-        let turn = turn.map_err(|error| self.named(error))?;
-        turn.map_or_else(|| self.check().and(Err(Error::closed())), Ok)
+        let permit = permit.map_err(|error| self.named(error))?;
+        permit.map_or_else(|| self.check().and(Err(Error::closed())), Ok)
     }
 
-    fn begin_turn(self: &Arc<Self>, turn: StreamGrant<'_>, deadline: Deadline) -> Result<StreamLease> {
-        let (dialer, at) = match turn {
-            StreamGrant::Idle(stream) => return Ok(self.leased(stream, false)),
-            StreamGrant::Dial(dialer, at) => (dialer, at),
+    fn lease_with(self: &Arc<Self>, permit: StreamPermit<'_>, deadline: Deadline) -> Result<StreamLease> {
+        let (dialer, at) = match permit {
+            StreamPermit::Idle(stream) => return Ok(self.leased(stream, false)),
+            StreamPermit::Dial(dialer, at) => (dialer, at),
         };
         let opened = self.open_call_stream(dialer, at, false, deadline).map(Arc::new);
         self.calls.opened(dialer.addresses.ip_of(at), opened.as_ref().ok());

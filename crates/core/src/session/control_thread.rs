@@ -24,9 +24,9 @@ use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
 use crate::threads::guarded;
 
 /// How long the thread pauses after epoll failed or a connection could not be accepted.
-const REST: Duration = Duration::from_millis(100);
+const PAUSE: Duration = Duration::from_millis(100);
 /// Maximum number of descriptors handled after one wait.
-const AT_ONCE: usize = 64;
+const MAX_EVENTS: usize = 64;
 
 /// Starts the control thread unless it was started before.
 pub(super) fn start(shared: &Arc<Shared>) -> Result<()> {
@@ -51,11 +51,11 @@ fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
                 }
             }
         }
-        let limit = guarded("checking the timeouts of links", || watch.keep_time(control, &shared));
-        let limit = limit.unwrap_or(Some(REST));
+        let limit = guarded("checking the timeouts of links", || watch.check_timeouts(control, &shared));
+        let limit = limit.unwrap_or(Some(PAUSE));
         drop(shared);
-        if control.poller.wait(&mut ready, AT_ONCE, limit).is_err() {
-            std::thread::sleep(REST);
+        if control.poller.wait(&mut ready, MAX_EVENTS, limit).is_err() {
+            std::thread::sleep(PAUSE);
             ready.push(BELL);
         }
     }
@@ -85,11 +85,11 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
             Ok(Accepted::NoRoom(errno)) => {
                 let error = Error::new(ErrorKind::System, "a connection could not be accepted");
                 shared.refusals.log("the network", &error.because(std::io::Error::from(errno)).into());
-                return watch.rest(control, REST);
+                return watch.rest(control, PAUSE);
             }
             Err(error) => {
                 shared.refusals.log("the network", &error.into());
-                return watch.rest(control, REST);
+                return watch.rest(control, PAUSE);
             }
         }
     }
@@ -143,12 +143,12 @@ impl Watch {
     /// these that has panicked.
     fn give_up(&mut self, control: &ControlPoller, shared: &Arc<Shared>, number: u64) {
         if number == BELL {
-            std::thread::sleep(REST);
+            std::thread::sleep(PAUSE);
             self.numbers = self.links.iter().map(|(&number, watched)| (watched.link.key(), number)).collect();
             return control.bell().signal();
         }
         if !self.links.contains_key(&number) && !self.pending.has(number) {
-            return self.rest(control, REST);
+            return self.rest(control, PAUSE);
         }
         if let Some(Watched { link, .. }) = self.links.remove(&number) {
             self.numbers.remove(&link.key());
@@ -212,7 +212,7 @@ impl Watch {
     }
 
     /// Performs what is due, and returns how long to wait for the next event.
-    fn keep_time(&mut self, control: &ControlPoller, shared: &Arc<Shared>) -> Option<Duration> {
+    fn check_timeouts(&mut self, control: &ControlPoller, shared: &Arc<Shared>) -> Option<Duration> {
         let config = &shared.resources.config.links;
         self.pending.expire(shared, &control.poller);
         if self.beat.elapsed() >= config.heartbeat {

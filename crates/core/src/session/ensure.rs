@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::control_thread;
 use super::establish::LinkRequest;
 use super::link::{Kind, Link};
-use super::registry::Sought;
+use super::registry::DialTarget;
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::PeerInfo;
@@ -96,10 +96,10 @@ impl LinkOnDemand {
                 return Err(error);
             }
             // The peer may have made the link, and may listen nowhere.
-            let asked = self.asked.map_or(Sought::Nobody, Sought::Cluster);
-            let sought = reached.get().map_or(asked, Sought::Engine);
+            let asked = self.asked.map_or(DialTarget::None, DialTarget::Cluster);
+            let wanted = reached.get().map_or(asked, DialTarget::Engine);
             if let Some(link) =
-                shared.registry.await_link(sought, shared.silence_limit(), deadline.at_most(pause))?
+                shared.registry.await_link(wanted, shared.silence_limit(), deadline.at_most(pause))?
             {
                 return Ok(link);
             }

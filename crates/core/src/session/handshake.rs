@@ -353,7 +353,7 @@ fn wrong_cluster(asked: ClusterId, found: ClusterId) -> Error {
 }
 
 fn other_mode(peer: &Party, own: &Party) -> Error {
-    let say = |on: bool| if on { "1" } else { "0" };
+    let say = |enabled: bool| if enabled { "1" } else { "0" };
     let text = format!(
         "llm.EnableRemoteCacheAccessible is {} at cluster {} and {} at cluster {}; both sides need the same",
         say(peer.remote_accessible),

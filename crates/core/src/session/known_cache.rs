@@ -111,7 +111,7 @@ impl KnownCaches {
 /// A remote cache, as its owner described it.
 #[derive(Debug)]
 pub(crate) struct KnownCache {
-    /// Its place in the owner's table, and the generation for which the description is valid.
+    /// Its entry in the owner's table, and the generation for which the description is valid.
     pub(crate) at: EntryVersion,
     /// Its cache id at the owner.
     pub(crate) cache: CacheId,
@@ -177,7 +177,7 @@ mod tests {
         (0..=most).for_each(|slot| records.insert(name(slot), slot == 7, 10, |lasts| *lasts));
         assert_eq!((records.grants, records.entries.len(), records.bytes), (2, 3, 120));
         assert_eq!((records.get(&name(7)), records.get(&name(most))), (Some(&true), Some(&false)));
-        // There is room for 256 that last. The same grant again takes no further place.
+        // There is room for 256 that last. The same grant again takes no further room.
         (0..most).chain(0..2).for_each(|slot| records.insert(name(slot), true, 10, |lasts| *lasts));
         assert_eq!((records.grants, records.get(&name(most))), (MAX_GRANTS, None));
         // If all of them last, all are discarded.

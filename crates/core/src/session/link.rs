@@ -253,7 +253,7 @@ impl Link {
         deadline: Deadline,
     ) -> Result<(Arc<BudgetShare>, Deadline)> {
         loop {
-            match self.budget.admit(bytes as u64, ahead(bytes), deadline.nap()) {
+            match self.budget.admit(bytes as u64, ahead(bytes), deadline.wait_limit()) {
                 Ok(share) => return Ok((share, deadline)),
                 Err(error) if deadline.passed() => return Err(self.named(error)),
                 Err(_) => deadline.interruption("waiting for memory for a reply")?,

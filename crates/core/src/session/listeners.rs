@@ -197,10 +197,10 @@ impl Listeners {
         }
     }
 
-    /// Listens for a communicator that requested `asked`, at the first of `places` that is available.
+    /// Listens for a communicator that requested `asked`, at the first of `addresses` that is available.
     /// Communicators that requested the same address share a listener. Each successful call is paired with a
     /// call of [`leave`](Self::leave).
-    pub(super) fn join(&self, asked: &Address, places: impl IntoIterator<Item = Address>) -> Result<()> {
+    pub(super) fn join(&self, asked: &Address, addresses: impl IntoIterator<Item = Address>) -> Result<()> {
         let mut open = self.unclosed()?;
         if let Some((_, users)) = open.others.get_mut(asked) {
             *users += 1;
@@ -208,8 +208,8 @@ impl Listeners {
         }
         self.open_local(&mut open);
         let mut refused = None;
-        for place in places {
-            match self.open(&place) {
+        for address in addresses {
+            match self.open(&address) {
                 Ok(listener) => {
                     self.warn_without_token(listener.port());
                     open.others.insert(asked.clone(), (listener, 1));

@@ -27,9 +27,9 @@ use crate::validate::rank_table::{RankMember, any};
 const TRY: Duration = Duration::from_secs(2);
 /// Shortest and longest pause between two rounds of attempts. Pauses start short, because peers often start
 /// together.
-const RESTS: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_secs(1);
+const PAUSES: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_secs(1);
 /// Longest pause after `link_total_time` has passed, while a member that was linked before is gone.
-const LONG_REST: Duration = Duration::from_secs(5);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 /// Enters a communicator, starts searching for its members, and returns its id.
 pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, members: Vec<RankMember>) -> Result<u64> {
@@ -122,14 +122,14 @@ fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     Err(error.with("chosen_by", own.why))
 }
 
-/// Listens at the first of `places` that is available, until the communicator is left.
+/// Listens at the first of `addresses` that is available, until the communicator is left.
 fn open(
     shared: &Arc<Shared>,
     comm: &Communicator,
     asked: &Address,
-    places: impl IntoIterator<Item = Address>,
+    addresses: impl IntoIterator<Item = Address>,
 ) -> Result<()> {
-    shared.listeners.join(asked, places)?;
+    shared.listeners.join(asked, addresses)?;
     let mut progress = comm.progress.lock();
     if !progress.left {
         progress.listening_at.push(asked.clone());
@@ -167,7 +167,7 @@ fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
     let (weak, searching) = (Arc::downgrade(shared), comm.clone());
     let started = shared.threads.spawn("llm-search", move || {
         let deadline = Deadline::after(searching.limit).named("link_total_time");
-        let (mut rest, mut reported) = (*RESTS.start(), false);
+        let (mut rest, mut reported) = (*PAUSES.start(), false);
         if let Some(shared) = weak.upgrade() {
             searching.announce_listening(&shared, deadline);
         }
@@ -178,11 +178,11 @@ fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
                 return;
             }
             drop(shared);
-            let most = if reported { LONG_REST } else { (*RESTS.end()).min(deadline.left()) };
+            let most = if reported { MAX_PAUSE } else { (*PAUSES.end()).min(deadline.left()) };
             let woken = searching.rest(rest.min(most));
             // Keeps a minimum interval between rounds, however often members end the pause.
-            std::thread::sleep(RESTS.start().saturating_sub(began.elapsed()));
-            rest = if woken { *RESTS.start() } else { (rest * 2).min(LONG_REST) };
+            std::thread::sleep(PAUSES.start().saturating_sub(began.elapsed()));
+            rest = if woken { *PAUSES.start() } else { (rest * 2).min(MAX_PAUSE) };
         }
     });
     // Callers that asked meanwhile assumed that a search was running. None is, so the next caller tries again
@@ -212,7 +212,8 @@ impl Communicator {
             let dialer = shared.dialer(self.local_address(member, config.token.as_ref()));
             let limit = Deadline::after(self.one_try.min(deadline.left())).named("the limit of one attempt");
             // A member that is not running yet will find this side listening.
-            let _ = dialer.handshake(Some(member.cluster), Purpose::Knock { comm: self.at(member) }, limit);
+            let _ =
+                dialer.handshake(Some(member.cluster), Purpose::Announce { comm: self.at(member) }, limit);
         }
     }
 
@@ -256,14 +257,14 @@ impl Communicator {
             let CommState { missing, linked_before, .. } = &mut *progress;
             missing.retain(|cluster| linked_before.contains(cluster) && self.dials(*cluster));
         }
-        let on = !progress.left && !progress.missing.is_empty();
-        progress.searching = on;
+        let continues = !progress.left && !progress.missing.is_empty();
+        progress.searching = continues;
         drop(progress);
         if let Some(note) = note {
             tracing::error!(target: "llm_datadist::links", "{note}");
             shared.registry.announce();
         }
-        on
+        continues
     }
 
     /// Tries the addresses at which a member may listen.

@@ -123,7 +123,7 @@ impl Links {
     pub(crate) fn link(&self, peer: &PeerAddress, deadline: Deadline) -> Result<()> {
         let address = one_address(peer)?;
         validate::peer_port(peer.remote[0]).map_err(|error| error.with("cluster", peer.cluster))?;
-        let _turn = self.shared.registry.turn_to_link(peer.cluster, deadline)?;
+        let _linking = self.shared.registry.lock_linking(peer.cluster, deadline)?;
         self.shared.unless_linked(peer.cluster, deadline)?;
         control_thread::start(&self.shared)?;
         let (commit, reached) = (|| Ok(()), Cell::new(None));
@@ -221,7 +221,7 @@ impl Links {
     /// Moves the main listener to `address`, or closes it. Returns `Err` with `LinksExist` if a link exists
     /// or is being made.
     pub(crate) fn listen(&self, address: Option<SocketAddr>) -> Result<()> {
-        let _quiet = self.shared.registry.quiet()?;
+        let _no_links = self.shared.registry.refuse_links()?;
         self.move_listener(address)
     }
 

@@ -13,7 +13,7 @@ use crate::sync::{Condvar, Mutex};
 /// What may be on its way to a peer or wait there to be polled.
 pub(super) const WINDOW: Load = Load { messages: 1024, bytes: 4 << 20 };
 /// What is kept of a peer. It is more than the window, because the peer learns late of what was polled.
-pub(super) const MOST_KEPT: Load = Load { messages: 2 * WINDOW.messages, bytes: 2 * WINDOW.bytes };
+pub(super) const MAX_HELD: Load = Load { messages: 2 * WINDOW.messages, bytes: 2 * WINDOW.bytes };
 /// Bytes that a queued notification takes beside its message.
 pub(super) const NOTIFICATION_BYTES: u64 = 256;
 /// Bytes that the notifications of one request take in the queue of the peer, unless a single one takes more.
@@ -38,9 +38,9 @@ pub(super) struct Load {
 #[derive(Debug, Default)]
 pub(super) struct SentMessages {
     pub(super) waiting: VecDeque<Payload>,
-    /// Whether a lane sends what waits.
+    /// Whether a worker sends what waits.
     pub(super) sending: bool,
-    /// Why the lane cannot send now, although the link stands: this process lacks descriptors or memory.
+    /// Why the worker cannot send now, although the link stands: this process lacks descriptors or memory.
     pub(super) shortage: Option<Error>,
     /// Number of messages of `notify` that were accepted, and that the peer has confirmed.
     pub(super) accepted: u64,

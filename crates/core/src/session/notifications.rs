@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::client::REPORTED_BY;
 use super::link::{ANSWER_TIME, Link};
-use super::notification_window::{Load, MOST_KEPT, NOTIFICATION_BYTES};
+use super::notification_window::{Load, MAX_HELD, NOTIFICATION_BYTES};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
@@ -23,7 +23,7 @@ pub(crate) fn check_notification(message: &[u8]) -> Result<()> {
     ensure(message.len() <= MAX_NOTIFICATION, || Error::argument("len(notify)", message.len(), allowed))
 }
 
-/// The place in the peer's queue of a notification that a call delivers at its end.
+/// A notification that a call delivers at its end, with room for it in the peer's queue.
 pub(crate) struct ReservedNotification {
     link: Arc<Link>,
     message: Vec<u8>,
@@ -31,13 +31,13 @@ pub(crate) struct ReservedNotification {
 
 impl ReservedNotification {
     /// Waits until the peer has confirmed all notifications that were accepted before.
-    pub(crate) fn await_turn(&self, deadline: Deadline) -> Result<()> {
+    pub(crate) fn wait_for_earlier(&self, deadline: Deadline) -> Result<()> {
         let link = &self.link;
         let mut sent = link.notifications.sent.lock();
         let last = sent.accepted;
         while sent.awaits(last) {
             link.check()?;
-            drop(link.notifications.confirmed.wait_timeout(sent, deadline.nap()));
+            drop(link.notifications.confirmed.wait_timeout(sent, deadline.wait_limit()));
             deadline.waiting("waiting for earlier notifications").map_err(|error| link.named(error))?;
             sent = link.notifications.sent.lock();
         }
@@ -67,7 +67,7 @@ impl Drop for ReservedNotification {
 }
 
 impl Link {
-    /// Reserves the place of a notification in the queue of the peer. Returns `Err(Busy)` if that is full.
+    /// Reserves room for a notification in the queue of the peer. Returns `Err(Busy)` if that is full.
     pub(crate) fn reserve_notification(self: &Arc<Self>, message: &[u8]) -> Result<ReservedNotification> {
         let message = fallible::copied("a notification", message)?;
         self.notifications.sent.lock().reserve(&message).map_err(|error| self.named(error))?;
@@ -181,7 +181,7 @@ impl Link {
             return Err(Error::new(ErrorKind::NotLinked, "the link has ended"));
         }
         let held = received.arrived.minus(received.polled).plus(load);
-        if held.exceeds(MOST_KEPT) {
+        if held.exceeds(MAX_HELD) {
             let text = "too many notifications of this peer were not polled";
             return Err(Error::new(ErrorKind::Busy, text)
                 .with("messages", held.messages)

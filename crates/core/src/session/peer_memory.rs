@@ -19,7 +19,7 @@ use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, Wi
 use crate::resources::{MemoryLocation, Resources};
 
 /// Maximum number of descriptors that a peer may send: its generations and two pools.
-const MOST_DESCRIPTORS: usize = 3;
+const MAX_OFFERED: usize = 3;
 /// How long the memory of the peer's process may take to respond when it is opened.
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// How long a new link waits for memory of ended links to be unmapped, if its own does not fit beside that.
@@ -188,8 +188,7 @@ impl TakenMemory {
     ) -> TakenMemory {
         let pid = stream.about.credentials.and_then(|peer| peer.pid);
         let who = || pid.map_or_else(|| "unknown".into(), |pid| pid.to_string());
-        let mut descriptors =
-            if descriptors.len() > MOST_DESCRIPTORS { vec![] } else { descriptors }.into_iter();
+        let mut descriptors = if descriptors.len() > MAX_OFFERED { vec![] } else { descriptors }.into_iter();
         let limit = Deadline::after(UNMAP_LIMIT.min(deadline.left()));
         let generations = Self::map_generations(resources, offered, &mut descriptors, limit);
         let pools = generations.as_ref().map_err(ToString::to_string).and_then(|_| {

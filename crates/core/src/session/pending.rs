@@ -22,7 +22,7 @@ use crate::sync::Mutex;
 use crate::threads::guarded;
 
 /// How long a connection may take for its handshake before it may be dropped to make room for another.
-const LEAST_TIME: Duration = Duration::from_millis(100);
+const MIN_HANDSHAKE_TIME: Duration = Duration::from_millis(100);
 
 /// The connections of one engine whose handshake is not finished.
 pub(super) struct PendingStreams {
@@ -106,7 +106,7 @@ impl PendingStreams {
         }
         let (_, entry) = self.victim()?;
         let age = HANDSHAKE_TIME.saturating_sub(entry.until.left());
-        LEAST_TIME.checked_sub(age).filter(|left| !left.is_zero())
+        MIN_HANDSHAKE_TIME.checked_sub(age).filter(|left| !left.is_zero())
     }
 
     /// Returns the connection to drop if room is needed: the oldest unauthenticated one. If more than half of

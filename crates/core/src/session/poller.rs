@@ -19,7 +19,7 @@ use crate::memory::{above_standard_streams, uncreated};
 pub(super) enum Watching {
     /// As long as it is readable.
     Always,
-    /// Once, to one thread, until [`Poller::again`] is called.
+    /// Once, to one thread, until [`Poller::rearm`] is called.
     Once,
     /// Once, and at once: the socket is almost always writable. For a stream whose ring already holds a request.
     Soon,
@@ -59,7 +59,7 @@ impl Poller {
 
     /// Watches a descriptor again that was added with [`Once`](Watching::Once) or [`Soon`](Watching::Soon), in the way of
     /// `watching`.
-    pub(super) fn again(
+    pub(super) fn rearm(
         &self,
         descriptor: impl AsFd,
         number: u64,
@@ -76,9 +76,9 @@ impl Poller {
 
     /// Waits at most `limit`, and appends the numbers of at most `most` readable descriptors to `ready`.
     pub(super) fn wait(&self, ready: &mut Vec<u64>, most: usize, limit: Option<Duration>) -> Result<()> {
-        let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; MOST];
+        let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; MAX_EVENTS];
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-        match epoll::wait(&self.0, &mut events[..most.min(MOST)], limit.as_ref()) {
+        match epoll::wait(&self.0, &mut events[..most.min(MAX_EVENTS)], limit.as_ref()) {
             Ok(count) => ready.extend(events[..count].iter().map(|event| event.data.u64())),
             Err(Errno::INTR) => {}
             Err(errno) => return Err(system("epoll_wait failed", errno)),
@@ -88,7 +88,7 @@ impl Poller {
 }
 
 /// Maximum number of descriptors reported by one wait.
-const MOST: usize = 64;
+const MAX_EVENTS: usize = 64;
 
 fn system(text: &str, errno: Errno) -> Error {
     Error::new(ErrorKind::System, text).errno(errno)
@@ -108,7 +108,7 @@ mod tests {
 
     fn ready(poller: &Poller) -> Vec<u64> {
         let mut ready = Vec::new();
-        poller.wait(&mut ready, MOST, Some(Duration::ZERO)).unwrap();
+        poller.wait(&mut ready, MAX_EVENTS, Some(Duration::ZERO)).unwrap();
         ready.sort_unstable();
         ready
     }
@@ -125,7 +125,7 @@ mod tests {
         rustix::io::write(&peer, b"x").unwrap();
         assert_eq!(ready(&poller), [2]);
         assert!(ready(&poller).is_empty(), "once is once, though nothing was taken");
-        poller.again(&other, 2, Watching::Once).unwrap();
+        poller.rearm(&other, 2, Watching::Once).unwrap();
         event.signal();
         event.signal();
         assert_eq!(ready(&poller), [0, 2]);

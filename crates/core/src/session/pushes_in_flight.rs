@@ -16,7 +16,7 @@ use crate::model::{CacheId, ClusterId};
 use crate::sync::Mutex;
 
 /// Maximum number of remembered caches. Beyond that, caches that are not being written are forgotten.
-const MOST: usize = 1 << 10;
+const MAX_CACHES: usize = 1 << 10;
 
 /// The pushes of this engine, keyed by the engine that receives them: its cluster and instance number. Two links may lead to one
 /// engine, and a link that has ended may have left a push that the peer still executes.
@@ -67,7 +67,7 @@ impl PushesInFlight {
     pub(crate) fn begin(&self, cache: CacheId) -> PushInFlight<'_> {
         let mut caches = self.caches.lock();
         let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
-        if caches.written.len() >= MOST {
+        if caches.written.len() >= MAX_CACHES {
             caches.written.retain(|_, written| written.now());
             caches.forgotten = number;
         }

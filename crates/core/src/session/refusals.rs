@@ -96,7 +96,7 @@ impl Refusals {
             Reason::ByPeer => format!("{who}, which dialed, does not link to this side: {}", refusal.error),
             _ => format!("refused a connection from {who}: {}", refusal.error),
         };
-        if let Some(line) = self.turn(refusal.reason, line, Instant::now()) {
+        if let Some(line) = self.admit(refusal.reason, line, Instant::now()) {
             say(&line);
         }
     }
@@ -112,7 +112,7 @@ impl Refusals {
     }
 
     /// Returns the line for `reason` if it may be logged at `now`. Otherwise counts it.
-    fn turn(&self, reason: Reason, line: String, now: Instant) -> Option<String> {
+    fn admit(&self, reason: Reason, line: String, now: Instant) -> Option<String> {
         let mut all = self.last.lock();
         let last = &mut all[reason as usize];
         match last {
@@ -161,15 +161,15 @@ mod tests {
     fn same_reason_is_logged_once_a_second_with_a_count() {
         let (refusals, start) = (Refusals::default(), Instant::now());
         let at = |millis| start + Duration::from_millis(millis);
-        let turn = |reason, line: &str, millis| refusals.turn(reason, line.into(), at(millis)).is_some();
-        assert!(turn(Reason::Token, "one", 0));
-        assert!(!turn(Reason::Token, "two", 1) && !turn(Reason::Token, "three", 999));
-        assert!(turn(Reason::User, "other", 2), "another reason has lines of its own");
+        let admit = |reason, line: &str, millis| refusals.admit(reason, line.into(), at(millis)).is_some();
+        assert!(admit(Reason::Token, "one", 0));
+        assert!(!admit(Reason::Token, "two", 1) && !admit(Reason::Token, "three", 999));
+        assert!(admit(Reason::User, "other", 2), "another reason has lines of its own");
         assert_eq!(refusals.due(at(999)), (vec![], Some(Duration::from_millis(1))));
         let counted = "three (and 1 more like it)".to_owned();
         assert_eq!(refusals.due(at(1000)), (vec![counted], None));
-        assert!(!turn(Reason::Token, "four", 1999), "a second has not passed since the line with the count");
+        assert!(!admit(Reason::Token, "four", 1999), "a second has not passed since the line with the count");
         assert_eq!(refusals.due(at(2000)), (vec!["four".into()], None));
-        assert!(turn(Reason::Token, "five", 3000));
+        assert!(admit(Reason::Token, "five", 3000));
     }
 }

@@ -25,11 +25,11 @@ use crate::sync::{Condvar, Mutex, MutexGuard, OnDrop};
 /// transport cannot help then.
 pub(super) const RIVAL_LINK: &str = "linked_from";
 /// Maximum number of communicators of one process (contract §16).
-const MOST_COMMS: usize = 512;
+const MAX_COMMS: usize = 512;
 /// Maximum number of links of one engine, well above the 512 of contract §16.
-const MOST_LINKS: usize = 4096;
+const MAX_LINKS: usize = 4096;
 /// Maximum number of broken links whose reason is kept.
-const MOST_BROKEN: usize = 1024;
+const MAX_BROKEN: usize = 1024;
 
 /// The registry of one engine.
 pub(super) struct Registry {
@@ -56,7 +56,7 @@ struct Entries {
     comms: HashMap<u64, Arc<Communicator>>,
     last_comm: u64,
     /// The engine is switching its role, and new links are refused.
-    quiet: bool,
+    refuses_links: bool,
 }
 
 /// What an attempt to make a link on demand begins with.
@@ -69,10 +69,10 @@ pub(super) enum DialStart<Guard> {
 
 /// Whose link a call waits for.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Sought {
+pub(super) enum DialTarget {
     Engine(EngineId),
     Cluster(ClusterId),
-    Nobody,
+    None,
 }
 
 impl Registry {
@@ -103,20 +103,20 @@ impl Registry {
 
     /// Refuses new links until the returned guard is dropped. Returns `Err` with `LinksExist` if a link
     /// exists or is being made.
-    pub(super) fn quiet(&self) -> Result<impl Drop> {
+    pub(super) fn refuse_links(&self) -> Result<impl Drop> {
         let mut entries = self.entries.lock();
         entries.open()?;
         if entries.any() {
             let text = "there are links; unlink them before the role is switched";
             return Err(Error::new(ErrorKind::LinksExist, text));
         }
-        entries.quiet = true;
-        Ok(OnDrop(|| self.entries.lock().quiet = false))
+        entries.refuses_links = true;
+        Ok(OnDrop(|| self.entries.lock().refuses_links = false))
     }
 
     /// Waits until no other caller links `cluster`, and returns the right to do so, for which other callers wait until it is
     /// dropped. Returns `Err` if the deadline passes or the engine closes.
-    pub(super) fn turn_to_link(&self, cluster: ClusterId, deadline: Deadline) -> Result<impl Drop> {
+    pub(super) fn lock_linking(&self, cluster: ClusterId, deadline: Deadline) -> Result<impl Drop> {
         let mut entries = self.entries.lock();
         loop {
             entries.open()?;
@@ -134,22 +134,22 @@ impl Registry {
     pub(super) fn begin_dial(&self, to: EngineId, silence_limit: Duration) -> Result<DialStart<impl Drop>> {
         let mut entries = self.entries.lock();
         entries.open_for(Kind::Ensured)?;
-        if let Some(link) = entries.working(Sought::Engine(to), silence_limit) {
+        if let Some(link) = entries.working(DialTarget::Engine(to), silence_limit) {
             return Ok(DialStart::Linked(link.clone()));
         }
         // The peer would enter a link that this side then refuses.
-        if let Some(rival) = entries.working(Sought::Cluster(to.0), silence_limit) {
+        if let Some(rival) = entries.working(DialTarget::Cluster(to.0), silence_limit) {
             return Err(taken((to, Kind::Ensured), rival));
         }
         entries.dials.begin(to);
         Ok(DialStart::Dials(OnDrop(move || self.entries.lock().dials.end(to))))
     }
 
-    /// Waits until a link works that is `sought`. Returns `None` once `deadline` has passed, and `Err` if the caller was
+    /// Waits until a link works that is `wanted`. Returns `None` once `deadline` has passed, and `Err` if the caller was
     /// interrupted or the engine closes.
     pub(super) fn await_link(
         &self,
-        sought: Sought,
+        wanted: DialTarget,
         silence_limit: Duration,
         deadline: Deadline,
     ) -> Result<Option<Arc<Link>>> {
@@ -158,13 +158,13 @@ impl Registry {
             if entries.closed {
                 return Err(Error::closed());
             }
-            if let Some(link) = entries.working(sought, silence_limit) {
+            if let Some(link) = entries.working(wanted, silence_limit) {
                 return Ok(Some(link.clone()));
             }
             if deadline.passed() {
                 return Ok(None);
             }
-            drop(self.changed.wait_timeout(entries, deadline.nap()));
+            drop(self.changed.wait_timeout(entries, deadline.wait_limit()));
             deadline.interruption("waiting to dial again")?;
             entries = self.entries.lock();
         }
@@ -185,9 +185,9 @@ impl Registry {
         {
             return Err(unknown_comm(id));
         }
-        if entries.links.values().map(Vec::len).sum::<usize>() >= MOST_LINKS {
+        if entries.links.values().map(Vec::len).sum::<usize>() >= MAX_LINKS {
             return Err(
-                Error::new(ErrorKind::LinkFailed, "there are too many links").with("limit", MOST_LINKS)
+                Error::new(ErrorKind::LinkFailed, "there are too many links").with("limit", MAX_LINKS)
             );
         }
         // Checked by `room_for_incoming` as well, but other links may have been entered since.
@@ -231,7 +231,7 @@ impl Registry {
             entries.links.remove(&cluster);
         }
         if let Some(why) = link.break_reason().filter(|_| removed && last) {
-            if entries.broken.len() >= MOST_BROKEN {
+            if entries.broken.len() >= MAX_BROKEN {
                 entries.broken.clear();
             }
             entries.broken.insert(cluster, why.clone());
@@ -330,9 +330,9 @@ impl Registry {
     pub(super) fn enter(&self, make: impl FnOnce(u64) -> Communicator) -> Result<Arc<Communicator>> {
         let mut entries = self.entries.lock();
         entries.open()?;
-        if entries.comms.len() >= MOST_COMMS {
+        if entries.comms.len() >= MAX_COMMS {
             let error = Error::new(ErrorKind::InvalidArgument, "too many communicators; unlink some");
-            return Err(error.with("limit", MOST_COMMS));
+            return Err(error.with("limit", MAX_COMMS));
         }
         let taken =
             |id: u64| crate::status::StatusCode::ALL.iter().any(|code| code.value().cast_unsigned() == id);
@@ -431,7 +431,7 @@ impl Registry {
         deadline: Deadline,
         doing: &str,
     ) -> Result<MutexGuard<'a, Entries>> {
-        drop(self.changed.wait_timeout(entries, deadline.nap()));
+        drop(self.changed.wait_timeout(entries, deadline.wait_limit()));
         deadline.waiting(doing)?;
         Ok(self.entries.lock())
     }
@@ -442,7 +442,7 @@ impl Entries {
         if self.closed {
             return Err(Error::closed());
         }
-        if self.quiet {
+        if self.refuses_links {
             return Err(Error::new(ErrorKind::LinkFailed, "the engine is switching its role; try again"));
         }
         Ok(())
@@ -458,22 +458,22 @@ impl Entries {
         }
     }
 
-    /// Returns a working link that is `sought`.
-    fn working(&self, sought: Sought, silence_limit: Duration) -> Option<&Arc<Link>> {
-        let (cluster, instance) = match sought {
-            Sought::Engine((cluster, instance)) => (cluster, Some(instance)),
-            Sought::Cluster(cluster) => (cluster, None),
-            Sought::Nobody => return None,
+    /// Returns a working link that is `wanted`.
+    fn working(&self, wanted: DialTarget, silence_limit: Duration) -> Option<&Arc<Link>> {
+        let (cluster, instance) = match wanted {
+            DialTarget::Engine((cluster, instance)) => (cluster, Some(instance)),
+            DialTarget::Cluster(cluster) => (cluster, None),
+            DialTarget::None => return None,
         };
-        let is_sought = |link: &&Arc<Link>| instance.is_none_or(|instance| link.peer.instance == instance);
-        self.links.get(&cluster)?.iter().find(|link| is_sought(link) && link.works(silence_limit))
+        let is_wanted = |link: &&Arc<Link>| instance.is_none_or(|instance| link.peer.instance == instance);
+        self.links.get(&cluster)?.iter().find(|link| is_wanted(link) && link.works(silence_limit))
     }
 
     /// Decides whether this side enters a link on demand that a peer makes. Returns `Err` with `AlreadyLinked` if another
     /// link is kept.
     fn may_enter(&self, link: &Link, own: EngineId, silence_limit: Duration) -> Result<()> {
         let peer = (link.peer.cluster, link.peer.instance);
-        let linked = self.working(Sought::Engine(peer), silence_limit).is_some();
+        let linked = self.working(DialTarget::Engine(peer), silence_limit).is_some();
         let why = match dials::decide(linked, self.dials.to(peer), own, peer) {
             Decision::Enter => return Ok(()),
             Decision::IsLinked => "there is a link already",

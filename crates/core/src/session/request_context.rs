@@ -19,7 +19,7 @@ use crate::resources::Resources;
 use crate::validate;
 
 /// How a request ended without success.
-pub(super) enum Ended {
+pub(super) enum RequestFailure {
     /// The peer received the error; the stream remains usable.
     Refused,
     /// The request ended the link.
@@ -52,7 +52,7 @@ impl RequestContext<'_> {
     }
 
     /// Runs `call`, and sends its reply or its error. What `call` contains is freed before the reply is sent.
-    pub(super) fn answer_with(&self, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
+    pub(super) fn answer_with(&self, call: impl FnOnce() -> Result<Reply>) -> Result<(), RequestFailure> {
         // The peer may read its reply slowly, so only the frame stays in memory.
         let (before, frame) =
             (self.share.used(), self.share.charged(|| call().and_then(|reply| protocol::encode(&reply))));
@@ -60,20 +60,20 @@ impl RequestContext<'_> {
             Ok(frame) => {
                 self.share.shrink_to(before + frame.capacity() as u64);
                 self.replied.set(Some(Instant::now()));
-                self.stream.send(&frame, self.deadline).map_err(Ended::Broken)
+                self.stream.send(&frame, self.deadline).map_err(RequestFailure::Broken)
             }
             Err(error) => {
                 self.share.shrink_to(before);
                 self.reply(&Reply::failed(&error))?;
-                Err(Ended::Refused)
+                Err(RequestFailure::Refused)
             }
         }
     }
 
     /// Sends a short reply.
-    pub(super) fn reply(&self, reply: &Reply) -> Result<(), Ended> {
+    pub(super) fn reply(&self, reply: &Reply) -> Result<(), RequestFailure> {
         self.replied.set(Some(Instant::now()));
-        send_message(self.stream, reply, self.deadline).map_err(Ended::Broken)
+        send_message(self.stream, reply, self.deadline).map_err(RequestFailure::Broken)
     }
 
     /// Runs `work`, and charges what it allocates to the request. What it does not need afterwards returns to the budget.
@@ -148,11 +148,11 @@ impl RequestContext<'_> {
         begun: Result<Option<T>>,
         bytes: u64,
         ready: impl FnOnce(&Stream, &Reply, Deadline) -> Result<()>,
-    ) -> Result<Option<T>, Ended> {
+    ) -> Result<Option<T>, RequestFailure> {
         let reply = match begun {
             Ok(Some(begun)) => {
                 let sent = ready(self.stream, &Reply::Ready { bytes }, self.deadline);
-                return sent.map(|()| Some(begun)).map_err(Ended::Broken);
+                return sent.map(|()| Some(begun)).map_err(RequestFailure::Broken);
             }
             Ok(None) => Reply::Stale,
             Err(error) => Reply::failed(&error),

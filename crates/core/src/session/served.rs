@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::call_pool::MOST_CALLS;
+use super::call_pool::MAX_CALLS;
 use super::shared_writes::SharedWrites;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::Stream;
 use crate::sync::Mutex;
 
-/// Most streams on which one peer may send requests. A peer uses at most [`MOST_CALLS`]; the rest allows for
+/// Most streams on which one peer may send requests. A peer uses at most [`MAX_CALLS`]; the rest allows for
 /// streams that it has closed and this side has not noticed yet (`the_streams_of_one_peer_are_bounded`).
-const MOST_SERVED: usize = 2 * MOST_CALLS;
+const MAX_SERVED: usize = 2 * MAX_CALLS;
 
 /// The streams on which requests of one peer are answered. [`end`](Self::end) closes them, and ends the writes.
 #[derive(Debug)]
@@ -34,12 +34,12 @@ impl Served {
         Served { state: Mutex::default(), writes: SharedWrites::new(silence) }
     }
 
-    /// Adds a stream, or closes it if the link is not `alive`. Refuses more than [`MOST_SERVED`] streams.
+    /// Adds a stream, or closes it if the link is not `alive`. Refuses more than [`MAX_SERVED`] streams.
     pub(super) fn add(&self, stream: &Arc<Stream>, alive: impl Fn() -> bool) -> Result<()> {
         let mut state = self.state.lock();
-        if state.streams.len() >= MOST_SERVED {
+        if state.streams.len() >= MAX_SERVED {
             let error = Error::new(ErrorKind::NotLinked, "the link has too many streams of calls");
-            return Err(error.with("limit", MOST_SERVED));
+            return Err(error.with("limit", MAX_SERVED));
         }
         state.streams.push(stream.clone());
         drop(state);
@@ -59,11 +59,11 @@ impl Served {
         self.state.lock().streams.iter().filter(|stream| counts(stream)).count()
     }
 
-    /// Reserves a place for one more stream. Returns `false` if there is none. Each success is paired with a call of
+    /// Reserves room for one more stream. Returns `false` if there is none. Each success is paired with a call of
     /// [`opened`](Self::opened).
     pub(super) fn may_open(&self) -> bool {
         let mut state = self.state.lock();
-        let room = state.streams.len() + state.opening < MOST_SERVED;
+        let room = state.streams.len() + state.opening < MAX_SERVED;
         state.opening += usize::from(room);
         room
     }

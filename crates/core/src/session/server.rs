@@ -33,9 +33,9 @@ use crate::sync::{Mutex, OnDrop};
 use crate::threads::{Threads, guarded};
 
 /// Maximum number of handshake steps in progress at a time.
-const STEPS: usize = 8;
+const MAX_STEPS: usize = 8;
 /// How long a thread that is not needed is kept after its last work.
-const KEPT: Duration = Duration::from_secs(10);
+const IDLE_EXIT: Duration = Duration::from_secs(10);
 /// Poller numbers of the event descriptors. Streams have higher numbers.
 const WORK: u64 = 0;
 const CLOSED: u64 = 1;
@@ -66,10 +66,10 @@ struct State {
     threads: usize,
     /// Number of threads that are at work.
     busy: usize,
-    /// The slots in which turns are taken, and the turns that wait for one, keyed by [`Link::key`].
-    slots: Slots<usize, Turn>,
-    /// Turns that have a slot and wait for a thread.
-    ready: VecDeque<(Turn, CallSlot)>,
+    /// The slots in which jobs run, and the jobs that wait for one, keyed by [`Link::key`].
+    slots: Slots<usize, ServerJob>,
+    /// Jobs that have a slot and wait for a thread.
+    ready: VecDeque<(ServerJob, CallSlot)>,
     /// Handshake steps that wait for a thread. `working` counts the threads that perform one.
     work: VecDeque<HandshakeStep>,
     working: usize,
@@ -83,9 +83,9 @@ struct Taken {
     calls: HashMap<u64, CallStream>,
     work: VecDeque<HandshakeStep>,
     #[expect(dead_code, reason = "dropped without the lock")]
-    slots: Slots<usize, Turn>,
+    slots: Slots<usize, ServerJob>,
     #[expect(dead_code, reason = "dropped without the lock")]
-    ready: VecDeque<(Turn, CallSlot)>,
+    ready: VecDeque<(ServerJob, CallSlot)>,
     #[expect(dead_code, reason = "dropped without the lock")]
     ended: Vec<Arc<Link>>,
 }
@@ -111,19 +111,19 @@ struct CallStream {
     stream: Arc<Stream>,
 }
 
-/// A piece of work for the peer of one link.
-enum Turn {
+/// A job for the peer of one link.
+enum ServerJob {
     /// Answer the requests on the stream with this number.
     Answer(u64, CallStream),
     /// Open a stream on which the peer may send requests.
     Dial(Arc<Link>),
 }
 
-impl Turn {
+impl ServerJob {
     fn link(&self) -> &Arc<Link> {
         match self {
-            Turn::Answer(_, call) => &call.link,
-            Turn::Dial(link) => link,
+            ServerJob::Answer(_, call) => &call.link,
+            ServerJob::Dial(link) => link,
         }
     }
 }
@@ -176,7 +176,7 @@ impl Server {
         // A request may have arrived already. If the link has ended meanwhile, its streams are closed, and
         // the poller reports that too.
         let watched = self.poller.add("a call stream", &**stream, number, watching(stream));
-        watched.and_then(|()| self.keep_one()).inspect_err(|_| {
+        watched.and_then(|()| self.ensure_idle_thread()).inspect_err(|_| {
             self.state.lock().calls.remove(&number);
             self.poller.remove(&**stream);
             link.served.remove(stream);
@@ -186,12 +186,12 @@ impl Server {
     /// Has a thread open a stream on which the peer of `link` may send requests.
     pub(super) fn dial(self: &Arc<Self>, link: &Arc<Link>) {
         let mut state = self.state.lock();
-        let turn = Turn::Dial(link.clone());
-        let Some(turn) = state.slots.enter(link.key(), turn, false) else { return };
-        state.ready.push_back(turn);
+        let job = ServerJob::Dial(link.clone());
+        let Some(job) = state.slots.enter(link.key(), job, false) else { return };
+        state.ready.push_back(job);
         drop(state);
         self.work.signal();
-        if let Err(error) = self.keep_one() {
+        if let Err(error) = self.ensure_idle_thread() {
             tracing::error!(target: "llm_datadist::links", "cannot start a thread that opens a call stream: {error}");
         }
     }
@@ -200,7 +200,7 @@ impl Server {
     pub(super) fn work(self: &Arc<Self>, step: HandshakeStep) -> Result<()> {
         self.state.lock().work.push_back(step);
         self.work.signal();
-        self.keep_one()
+        self.ensure_idle_thread()
     }
 
     /// Has a thread drop a link that has ended: unmapping the memory of a peer may take long.
@@ -208,7 +208,7 @@ impl Server {
         self.state.lock().ended.push(link);
         self.work.signal();
         // If no thread can be started, the link is dropped with the next piece of work.
-        let _ = self.keep_one();
+        let _ = self.ensure_idle_thread();
     }
 
     /// Closes all streams and ends the threads that wait.
@@ -225,7 +225,7 @@ impl Server {
     }
 
     /// Ensures that not all threads are at work. Returns `Err` with `System` if none can be started.
-    fn keep_one(self: &Arc<Self>) -> Result<()> {
+    fn ensure_idle_thread(self: &Arc<Self>) -> Result<()> {
         let mut state = self.state.lock();
         if state.threads > state.busy || state.is_closed {
             return Ok(());
@@ -249,7 +249,7 @@ impl Server {
     fn work_begins(self: &Arc<Self>) -> impl Drop {
         self.state.lock().busy += 1;
         let at_work = OnDrop(|| self.state.lock().busy -= 1);
-        if let Err(error) = self.keep_one() {
+        if let Err(error) = self.ensure_idle_thread() {
             // Logged as a refusal, which limits it to one line per second.
             self.refusals.log("further peers", &error.into());
         }
@@ -260,7 +260,7 @@ impl Server {
     /// off the count. Returns `Err` if no thread can wait.
     fn run(self: &Arc<Self>) -> Result<()> {
         // When this thread ends; `None` for a thread that must stay.
-        let (mut ready, mut until) = (Vec::with_capacity(1), Some(Instant::now() + KEPT));
+        let (mut ready, mut until) = (Vec::with_capacity(1), Some(Instant::now() + IDLE_EXIT));
         loop {
             ready.clear();
             let limit = until.map(|until| until.saturating_duration_since(Instant::now()));
@@ -285,7 +285,11 @@ impl Server {
                 number => self.answer(number),
             };
             // A wake-up without work restarts nothing. Otherwise a thread could be kept by the work of the others.
-            until = if worked { Some(Instant::now() + KEPT) } else { until.or_else(|| Some(Instant::now())) };
+            until = if worked {
+                Some(Instant::now() + IDLE_EXIT)
+            } else {
+                until.or_else(|| Some(Instant::now()))
+            };
         }
     }
 
@@ -317,13 +321,13 @@ impl Server {
         let mut worked = false;
         loop {
             let mut state = self.state.lock();
-            if let Some((turn, slot)) = state.ready.pop_front() {
+            if let Some((job, slot)) = state.ready.pop_front() {
                 drop(state);
-                self.take_turns(turn, slot);
+                self.run_jobs(job, slot);
                 worked = true;
                 continue;
             }
-            let next = if state.working < STEPS { state.work.pop_front() } else { None };
+            let next = if state.working < MAX_STEPS { state.work.pop_front() } else { None };
             let Some(step) = next else {
                 let ended = std::mem::take(&mut state.ended);
                 drop(state);
@@ -350,27 +354,27 @@ impl Server {
         let mut state = self.state.lock();
         let Some(call) = state.calls.get(&number).cloned() else { return false };
         let (link, extra) = (call.link.key(), call.link.served.writes.any());
-        if let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call), extra) {
+        if let Some((job, slot)) = state.slots.enter(link, ServerJob::Answer(number, call), extra) {
             drop(state);
-            self.take_turns(turn, slot);
+            self.run_jobs(job, slot);
         }
         true
     }
 
-    /// Takes `turn`, and then the turns that inherit its slot.
-    fn take_turns(self: &Arc<Self>, turn: Turn, slot: CallSlot) {
+    /// Runs `job`, and then the jobs that inherit its slot.
+    fn run_jobs(self: &Arc<Self>, job: ServerJob, slot: CallSlot) {
         let _at_work = self.work_begins();
-        let mut next = Some((turn, slot));
-        while let Some((turn, slot)) = next {
-            let link = turn.link().clone();
-            match turn {
-                Turn::Answer(number, call) => {
+        let mut next = Some((job, slot));
+        while let Some((job, slot)) = next {
+            let link = job.link().clone();
+            match job {
+                ServerJob::Answer(number, call) => {
                     let goes_on = guarded("answering a peer", || self.take_call(number, &call, slot));
                     if goes_on != Some(true) {
                         self.end_call(number, &call);
                     }
                 }
-                Turn::Dial(link) => {
+                ServerJob::Dial(link) => {
                     guarded("opening a stream to a peer", || self.take_dial(&link));
                 }
             }
@@ -382,7 +386,7 @@ impl Server {
     fn take_call(&self, number: u64, call: &CallStream, slot: CallSlot) -> bool {
         let CallStream { link, stream } = call;
         let (mut arrived, replied) = (stream.wake_up(), Cell::new(None));
-        let on = loop {
+        let stays_open = loop {
             if !std::mem::replace(&mut arrived, true) {
                 break true;
             }
@@ -390,13 +394,13 @@ impl Server {
             if !self.serve(link, stream, &replied) {
                 break false;
             }
-            // Stop if another turn waits for this slot, or if no request follows at once. The next request of
+            // Stop if another job waits for this slot, or if no request follows at once. The next request of
             // the same call often arrives within microseconds.
             if self.state.lock().slots.wanted(link.key(), slot) || !stream.readable_within(POLL_TIME) {
                 break true;
             }
         };
-        on && self.poller.again(&**stream, number, watching(stream)).is_ok()
+        stays_open && self.poller.rearm(&**stream, number, watching(stream)).is_ok()
     }
 
     fn end_call(&self, number: u64, CallStream { link, stream }: &CallStream) {
@@ -411,7 +415,7 @@ impl Server {
     fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>, replied: &Cell<Option<Instant>>) -> bool {
         let gone = Cell::new(false);
         let unlinked = || gone.set(self.registry.remove(link, "the peer unlinked"));
-        let on = self.answers.answer(link, stream, &unlinked, replied).unwrap_or_else(|error| {
+        let stays_open = self.answers.answer(link, stream, &unlinked, replied).unwrap_or_else(|error| {
             // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
             if link.alive() {
                 let cluster = link.peer.cluster;
@@ -424,7 +428,7 @@ impl Server {
             self.registry.drop_link(link, "the peer unlinked");
             return false;
         }
-        on
+        stays_open
     }
 
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {

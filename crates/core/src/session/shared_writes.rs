@@ -19,9 +19,9 @@ use crate::sync::Mutex;
 
 /// Maximum number of shared writes of one link in progress. A caller has at most one in each of its streams, and others
 /// whose streams have ended.
-const MOST_WRITES: usize = 128;
+const MAX_WRITES: usize = 128;
 /// Maximum number of parts of one of them.
-const MOST_PARTS: usize = 16;
+const MAX_PARTS: usize = 16;
 /// Name of these lists in out-of-memory errors.
 const WRITES: &str = "the writes over several streams";
 
@@ -96,9 +96,9 @@ impl SharedWrites {
             let allowed = "one that no write in progress has";
             return Err(Error::argument("the number of a write", write.id, allowed));
         }
-        if writes.len() >= MOST_WRITES {
+        if writes.len() >= MAX_WRITES {
             let text = "the link has too many writes over several streams";
-            return Err(Error::new(ErrorKind::NotLinked, text).with("limit", MOST_WRITES));
+            return Err(Error::new(ErrorKind::NotLinked, text).with("limit", MAX_WRITES));
         }
         fallible::grow(WRITES, writes, 1)?;
         writes.push(PendingWrite {
@@ -131,9 +131,9 @@ impl SharedWrites {
             let allowed = format!("bytes of the plan that no other part has, below {bytes}");
             return Err(Error::argument("the range of a part", range, allowed));
         }
-        if write.begun.len() >= MOST_PARTS {
+        if write.begun.len() >= MAX_PARTS {
             let text = "the write has too many parts";
-            return Err(Error::new(ErrorKind::NotLinked, text).with("limit", MOST_PARTS));
+            return Err(Error::new(ErrorKind::NotLinked, text).with("limit", MAX_PARTS));
         }
         fallible::grow(WRITES, &mut write.begun, 1)?;
         write.begun.push(range.clone());

@@ -82,7 +82,7 @@ struct Shared<Q> {
     most: usize,
     polls: PollLimits,
     /// How long a thread is kept after its last job.
-    keep: Duration,
+    idle_exit: Duration,
     state: Mutex<State<Q>>,
     /// What polling threads look at: whether there is a job, or the pool closes. Changes under the lock.
     has_jobs: AtomicBool,
@@ -122,16 +122,16 @@ impl<Q: JobQueue> ThreadPool<Q> {
         if rustix::thread::sched_getaffinity(None).is_ok_and(|cores| cores.count() == 1) {
             polls.time = Duration::ZERO;
         }
-        ThreadPool::keeping(name, most, polls, IDLE_EXIT)
+        ThreadPool::with_idle_exit(name, most, polls, IDLE_EXIT)
     }
 
-    /// Creates a pool whose threads end when they have had no job for `keep`.
-    fn keeping(name: &'static str, most: usize, polls: PollLimits, keep: Duration) -> Self {
+    /// Creates a pool whose threads end when they have had no job for `idle_exit`.
+    fn with_idle_exit(name: &'static str, most: usize, polls: PollLimits, idle_exit: Duration) -> Self {
         ThreadPool(Arc::new(Shared {
             name,
             most,
             polls,
-            keep,
+            idle_exit,
             state: Mutex::default(),
             has_jobs: AtomicBool::new(false),
             job_ended: Condvar::new(),
@@ -196,7 +196,7 @@ impl<Q: JobQueue> ThreadPool<Q> {
 impl<Q: JobQueue> Shared<Q> {
     /// Body of a thread: runs jobs until there has been none for a while.
     fn work(self: &Arc<Self>) {
-        let (sleeper, mut ended, mut until) = (Arc::default(), None, Instant::now() + self.keep);
+        let (sleeper, mut ended, mut until) = (Arc::default(), None, Instant::now() + self.idle_exit);
         let mut state = self.state.lock();
         state.starting -= 1;
         loop {
@@ -209,7 +209,7 @@ impl<Q: JobQueue> Shared<Q> {
                 drop(state);
                 notify(&woken);
                 guarded("running a job", || Q::run(job));
-                until = Instant::now() + self.keep;
+                until = Instant::now() + self.idle_exit;
                 state = self.state.lock();
                 ended = Some(key);
             } else if state.closed {

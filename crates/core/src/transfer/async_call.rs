@@ -1,14 +1,14 @@
-//! One asynchronous call, which waits for its rows and for a lane without a thread of its own.
+//! One asynchronous call, which waits for its rows and for a worker without a thread of its own.
 //!
 //! ```text
-//!  start ── queues of its rows ── (all free) ── queue of its cluster ── a lane takes the rows and runs the work
+//!  start ── queues of its rows ── (all free) ── queue of its cluster ── a worker takes the rows and runs the work
 //!    └──────────── the deadline, a cancellation or the end of the engine stops it until here
 //! ```
 //!
-//! A call takes its rows only on a lane, when it is about to use them. Until then it holds nothing for which a peer could
+//! A call takes its rows only on a worker, when it is about to use them. Until then it holds nothing for which a peer could
 //! wait.
 //!
-//! A call that a lane has begun ends when the last reference to its [`Execution`] is dropped. Whatever may touch its
+//! A call that a worker has begun ends when the last reference to its [`Execution`] is dropped. Whatever may touch its
 //! memory has one. So the end is reported only when nothing touches that memory any more, even if the kernel keeps a
 //! read beyond the deadline.
 
@@ -17,11 +17,11 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::clock::{Alarm, Alarmed};
-use super::executor::{ExecutorHandle, Job, LaneKey};
-use super::on_lane::{watched, work_for};
-use super::place_table::Place;
+use super::current_call::{watched, work_for};
+use super::executor::{ExecutorHandle, Job, JobClass};
 use super::running_calls::{RunningCall, RunningCalls};
-use crate::cache::{CallRows, OnOpened, Pin, WaitingCall};
+use super::slot_map::SlotKey;
+use crate::cache::{CallRows, OnReady, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Stops, Transfer};
 use crate::model::{ClusterId, Deadline};
@@ -36,8 +36,8 @@ pub(crate) type Work = Box<dyn FnOnce(&Arc<Execution>, Deadline) -> Result<u64> 
 #[derive(Debug)]
 pub(crate) struct CallPurpose {
     pub(crate) op: Op,
-    /// The lanes that run it.
-    pub(crate) lanes: LaneKey,
+    /// The class of its job.
+    pub(crate) class: JobClass,
     pub(crate) deadline: Deadline,
     /// Whether it calls that cluster. Set before the call waits for a row.
     pub(crate) outgoing: Option<OutgoingCall>,
@@ -47,17 +47,17 @@ pub(crate) struct CallPurpose {
     pub(crate) event: bool,
 }
 
-/// What a lane runs for a call, and the rows that it needs for this.
-pub(crate) struct LaneWork {
-    /// The lanes that run it.
-    pub(crate) lanes: LaneKey,
+/// What a worker runs for a call, and the rows that it needs for this.
+pub(crate) struct AsyncWork {
+    /// The class of its job.
+    pub(crate) class: JobClass,
     pub(crate) rows: CallRows,
     pub(crate) work: Work,
 }
 
 /// What all asynchronous calls of an engine share.
 pub(super) struct CallsOfEngine {
-    pub(super) lanes: ExecutorHandle,
+    pub(super) executor: ExecutorHandle,
     /// Weak, because a read that the kernel keeps must not keep the engine.
     pub(super) resources: Weak<Resources>,
     pub(super) running: Arc<RunningCalls>,
@@ -67,8 +67,8 @@ pub(super) struct CallsOfEngine {
 pub(super) struct AsyncCall {
     transfer: Arc<Transfer>,
     engine: Arc<CallsOfEngine>,
-    /// Its place among the calls that run.
-    place: Place,
+    /// Its key among the calls that run.
+    key: SlotKey,
     purpose: CallPurpose,
     stage: Mutex<CallStage>,
 }
@@ -80,14 +80,14 @@ const _: () = assert!(size_of::<AsyncCall>() <= 224);
 /// How far a call is.
 #[derive(Default)]
 struct CallStage {
-    /// `None` once a lane has begun it, or once it was stopped.
+    /// `None` once a worker has begun it, or once it was stopped.
     work: Option<Work>,
-    /// Its places in the queues of its rows. `None` before it has entered them, and whenever `work` is `None`.
+    /// Its entries in the queues of its rows. `None` before it has entered them, and whenever `work` is `None`.
     rows: Option<WaitingCall>,
-    /// Whether it was handed to the lanes.
+    /// Whether it was handed to the workers.
     queued: bool,
-    /// Its place among the jobs that wait for a lane.
-    job: Option<Place>,
+    /// Its key among the jobs that wait for a worker.
+    job: Option<SlotKey>,
     alarm: Option<Alarm>,
 }
 
@@ -96,14 +96,14 @@ impl AsyncCall {
     pub(super) fn new(
         transfer: &Arc<Transfer>,
         engine: &Arc<CallsOfEngine>,
-        place: Place,
+        key: SlotKey,
         purpose: CallPurpose,
         work: Work,
     ) -> Arc<Self> {
         let call = Arc::new(AsyncCall {
             transfer: transfer.clone(),
             engine: engine.clone(),
-            place,
+            key,
             purpose,
             stage: Mutex::new(CallStage { work: Some(work), ..CallStage::default() }),
         });
@@ -116,7 +116,7 @@ impl AsyncCall {
     pub(super) fn wait_for(self: &Arc<Self>, rows: CallRows) -> Result<()> {
         let waiting = rows.enter(false, Some(self.clone()))?;
         let due = Instant::now() + self.purpose.deadline.left();
-        let alarm = self.engine.lanes.clock().at(due, self.clone())?;
+        let alarm = self.engine.executor.clock().at(due, self.clone())?;
         let mut stage = self.stage.lock();
         let stopped = stage.work.is_none();
         if !stopped {
@@ -131,20 +131,20 @@ impl AsyncCall {
         }
         drop(stage);
         // The engine has closed meanwhile.
-        self.engine.lanes.clock().forget(alarm);
+        self.engine.executor.clock().forget(alarm);
         drop(waiting);
         Ok(())
     }
 
-    /// Hands the call to the lanes, once, if its rows are free.
+    /// Hands the call to the workers, once, if its rows are free.
     fn submit(self: &Arc<Self>) {
         let mut stage = self.stage.lock();
-        if stage.queued || !stage.rows.as_ref().is_some_and(WaitingCall::is_open) {
+        if stage.queued || !stage.rows.as_ref().is_some_and(WaitingCall::is_ready) {
             return;
         }
         stage.queued = true;
         drop(stage);
-        let job = self.engine.lanes.carry(self.purpose.lanes, self.clone());
+        let job = self.engine.executor.submit(self.purpose.class, self.clone());
         let mut stage = self.stage.lock();
         if stage.work.is_some() {
             stage.job = job;
@@ -154,7 +154,7 @@ impl AsyncCall {
         self.withdraw_job(job);
     }
 
-    /// Ends the call with `error`, unless a lane has begun it.
+    /// Ends the call with `error`, unless a worker has begun it.
     fn end_waiting(&self, error: Error) {
         let mut stage = self.stage.lock();
         let (work, rows, job) = (stage.work.take(), stage.rows.take(), stage.job.take());
@@ -170,7 +170,7 @@ impl AsyncCall {
 
     /// Adds the peer of the call to an error.
     fn named(&self, mut error: Error) -> Error {
-        if let (Some(_), LaneKey::Calls(cluster)) = (&self.purpose.outgoing, self.purpose.lanes) {
+        if let (Some(_), JobClass::Calls(cluster)) = (&self.purpose.outgoing, self.purpose.class) {
             error = error.with("cluster", cluster);
         }
         let Some(&(address, cluster)) = self.purpose.dials.as_deref() else { return error };
@@ -181,22 +181,25 @@ impl AsyncCall {
     fn forget_alarm(&self) {
         let alarm = self.stage.lock().alarm.take();
         if let Some(alarm) = alarm {
-            self.engine.lanes.clock().forget(alarm);
+            self.engine.executor.clock().forget(alarm);
         }
     }
 
-    fn withdraw_job(&self, job: Option<Place>) {
+    fn withdraw_job(&self, job: Option<SlotKey>) {
         if let Some(job) = job {
-            drop(self.engine.lanes.withdraw(self.purpose.lanes, job));
+            drop(self.engine.executor.withdraw(self.purpose.class, job));
         }
     }
 
-    /// Fails the call, whose deadline has passed, unless a lane has begun it.
+    /// Fails the call, whose deadline has passed, unless a worker has begun it.
     fn late(&self) {
         let stage = self.stage.lock();
         let Some(rows) = &stage.rows else { return };
-        let doing =
-            if rows.is_open() { "waiting for a thread" } else { "waiting for blocks that another call uses" };
+        let doing = if rows.is_ready() {
+            "waiting for a thread"
+        } else {
+            "waiting for blocks that another call uses"
+        };
         let error = rows.named(self.purpose.deadline.error(doing));
         drop(stage);
         self.end_waiting(error);
@@ -214,7 +217,7 @@ impl AsyncCall {
             call: self.clone(),
             outcome: Mutex::default(),
         });
-        let (_lane, deadline) = execution.on_this_thread(self.purpose.deadline);
+        let (_current, deadline) = execution.on_this_thread(self.purpose.deadline);
         let outcome = self.transfer.proceed().and_then(|()| work(&execution, deadline));
         *execution.outcome.lock() = Some(outcome);
     }
@@ -228,7 +231,7 @@ impl AsyncCall {
             resources.stats.counted(self.purpose.op, took, outcome.is_ok());
         }
         self.transfer.finish(outcome);
-        self.engine.running.leave(self.place);
+        self.engine.running.leave(self.key);
     }
 }
 
@@ -245,13 +248,13 @@ impl Stops for AsyncCall {
 }
 
 /// Its rows are free.
-impl OnOpened for AsyncCall {
-    fn opened(self: Arc<Self>) {
+impl OnReady for AsyncCall {
+    fn ready(self: Arc<Self>) {
         self.submit();
     }
 }
 
-/// A lane is free for it.
+/// A worker is free for it.
 impl Job for AsyncCall {
     fn run(self: Arc<Self>) {
         self.begin();
@@ -269,9 +272,9 @@ impl Alarmed for AsyncCall {
     }
 }
 
-/// A call that a lane has begun, for everything that touches its memory. The last reference ends the call.
+/// A call that a worker has begun, for everything that touches its memory. The last reference ends the call.
 pub(crate) struct Execution {
-    /// The places in the queues of its rows, until it takes the rows.
+    /// The entries in the queues of its rows, until it takes the rows.
     waiting: Mutex<Option<WaitingCall>>,
     pin: OnceLock<Pin>,
     call: Arc<AsyncCall>,
@@ -289,7 +292,7 @@ impl Execution {
     pub(crate) fn pin(&self, deadline: Deadline) -> Result<()> {
         let waiting = self.waiting.lock().take();
         if let Some(waiting) = waiting {
-            // Set once, because the places are taken once.
+            // Set once, because the entries are taken once.
             let _ = self.pin.set(waiting.pin(deadline)?);
         }
         Ok(())
@@ -309,7 +312,7 @@ impl Drop for Execution {
         // waited comes after this one. A call that starts now finds the rows free and may be reported first. The rows are
         // released before the report nevertheless, because a program that learns of the end may release the cache and
         // allocate its memory again.
-        let _opened = self.pin.take().map(Pin::release);
+        let _ready = self.pin.take().map(Pin::release);
         let text = "the lane of a transfer ended without a result";
         let missing = || Err(Error::new(ErrorKind::System, text));
         self.call.end(self.outcome.lock().take().unwrap_or_else(missing));

@@ -18,10 +18,13 @@ pub struct AsyncCalls {
 }
 
 impl AsyncCalls {
-    /// Creates the state without calls. `lanes` run them, `resources` count them, and their outcomes go to `queue`.
-    pub fn new(queue: Arc<EventQueue>, lanes: &ExecutorHandle, resources: Weak<Resources>) -> Self {
+    /// Creates the state without calls. `executor` runs them, `resources` count them, and their outcomes go to `queue`.
+    pub fn new(queue: Arc<EventQueue>, executor: &ExecutorHandle, resources: Weak<Resources>) -> Self {
         let running = Arc::default();
-        AsyncCalls { queue, engine: Arc::new(CallsOfEngine { lanes: lanes.clone(), resources, running }) }
+        AsyncCalls {
+            queue,
+            engine: Arc::new(CallsOfEngine { executor: executor.clone(), resources, running }),
+        }
     }
 
     /// Returns the queue that receives the outcomes.
@@ -34,18 +37,18 @@ impl AsyncCalls {
         &self.engine.running
     }
 
-    /// Returns what hands jobs to the lanes.
-    pub(super) fn lanes(&self) -> &ExecutorHandle {
-        &self.engine.lanes
+    /// Returns what hands jobs to the workers.
+    pub(super) fn executor(&self) -> &ExecutorHandle {
+        &self.engine.executor
     }
 
-    /// Starts a call that runs `work` on a lane once `rows` are free.
+    /// Starts a call that runs `work` on a worker once `rows` are free.
     pub(crate) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
         let transfer = self.queue.start(purpose.event)?;
-        let started = self.running().reserve().and_then(|place| {
-            let call = AsyncCall::new(&transfer, &self.engine, place, purpose, work);
-            let entered = self.running().enter(place, call.clone()).and_then(|()| call.wait_for(rows));
-            entered.inspect_err(|_| self.running().leave(place))
+        let started = self.running().reserve().and_then(|key| {
+            let call = AsyncCall::new(&transfer, &self.engine, key, purpose, work);
+            let entered = self.running().enter(key, call.clone()).and_then(|()| call.wait_for(rows));
+            entered.inspect_err(|_| self.running().leave(key))
         });
         if let Err(error) = started {
             transfer.abandon();
@@ -59,7 +62,7 @@ impl AsyncCalls {
         self.running().drain(deadline)
     }
 
-    /// Ends all calls, refuses new ones and drops all events, because the engine closes. A call that a lane has begun ends a
+    /// Ends all calls, refuses new ones and drops all events, because the engine closes. A call that a worker has begun ends a
     /// little later.
     pub fn close(&self) {
         self.running().close();

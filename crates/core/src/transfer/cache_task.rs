@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::async_calls::AsyncCalls;
-use super::delivery::{Carried, Delivery, DeliveryState, Outcome, ReportedLayers, TaskKind, TaskLimits};
+use super::delivery::{
+    Delivery, DeliveryState, LayerProgress, Outcome, ReportedLayers, TaskKind, TaskLimits,
+};
 use super::layer_task::LayerTask;
 use super::task_state::{Awaited, TaskState};
 use crate::error::{Error, ErrorKind, Result};
@@ -18,22 +20,22 @@ use crate::sync::MutexGuard;
 #[derive(Debug)]
 pub struct CacheTask {
     task: LayerTask,
-    patience: Option<Duration>,
+    layer_timeout: Option<Duration>,
 }
 
 impl CacheTask {
     /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. `calls` must not be the asynchronous
     /// calls of the engine, because `max_transfers` limits those and `drain` waits for them. A layer has `limit` from the start of its
-    /// push. The transfer waits at most `patience` for a layer.
+    /// push. The transfer waits at most `layer_timeout` for a layer.
     pub(crate) fn start(
         calls: &AsyncCalls,
         layers: u32,
         deliveries: Vec<Delivery>,
         limit: Duration,
-        patience: Option<Duration>,
+        layer_timeout: Option<Duration>,
     ) -> Result<CacheTask> {
         let limits = TaskLimits { kind: TaskKind::CacheTask, layer: limit, wait: None };
-        Ok(CacheTask { task: LayerTask::begin(calls, layers, deliveries, limits)?, patience })
+        Ok(CacheTask { task: LayerTask::begin(calls, layers, deliveries, limits)?, layer_timeout })
     }
 
     /// Returns the layers that any destination needs, ascending.
@@ -48,10 +50,10 @@ impl CacheTask {
     pub fn wanted(&self, layer: u32) -> bool {
         let mut state = self.state();
         let wanted = state.deliveries.iter().any(|delivery| delivery.awaits(layer));
-        let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
-        let awaited = Awaited { layer, since: Instant::now(), patience };
+        let layer_timeout = self.layer_timeout.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
+        let awaited = Awaited { layer, since: Instant::now(), layer_timeout };
         state.awaited = (wanted && !state.layers.is_reported(layer)).then_some(awaited);
-        let watched = state.awaited.is_some() && patience.is_some();
+        let watched = state.awaited.is_some() && layer_timeout.is_some();
         drop(state);
         if watched {
             self.task.task.watch();
@@ -69,7 +71,7 @@ impl CacheTask {
     /// layers are all ready continue.
     pub(crate) fn refuse(&self, layer: u32, error: &Error) {
         self.state().refuse(layer, error);
-        self.task.task.settle_all();
+        self.task.task.finish_ended();
     }
 
     /// Refuses a layer because the code that computes it reports that it will not be ready
@@ -98,7 +100,7 @@ impl CacheTask {
         let any = state.deliveries.iter().any(DeliveryState::is_under_way);
         state.fail_each(|_, _| Some(Error::new(ErrorKind::Cancelled, "the transfer was cancelled")));
         drop(state);
-        self.task.task.settle_all();
+        self.task.task.finish_ended();
         any
     }
 
@@ -138,12 +140,12 @@ impl CacheTask {
     }
 
     /// How long the transfer may wait for one layer, if there is a limit.
-    pub fn patience(&self) -> Option<Duration> {
-        self.patience
+    pub fn layer_timeout(&self) -> Option<Duration> {
+        self.layer_timeout
     }
 
     /// Returns the progress of each destination.
-    pub fn progress(&self) -> Vec<Carried> {
+    pub fn progress(&self) -> Vec<LayerProgress> {
         self.state().deliveries.iter().map(DeliveryState::progress).collect()
     }
 

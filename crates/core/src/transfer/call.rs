@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::async_call::Execution;
 use crate::cache::{Cache, CallRows, RowUse};
-use crate::copy::{KeptAlive, PathJob, PathKind, Progress, takes_rings};
+use crate::copy::{HeldPins, PathJob, PathKind, Progress, takes_rings};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
@@ -19,7 +19,7 @@ use crate::session::{KnownCache, Link, ReservedNotification, StreamLease};
 use crate::validate;
 
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
-const MOST_ROUNDS: usize = 8;
+const MAX_ROUNDS: usize = 8;
 
 /// Result of an attempt that did not fail.
 pub(crate) enum Moved {
@@ -48,7 +48,7 @@ pub(crate) struct Call {
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
-    /// The asynchronous call that a lane executes, which has its rows already. `None` for a synchronous call.
+    /// The asynchronous call that a worker executes, which has its rows already. `None` for a synchronous call.
     pub(crate) execution: Option<Arc<Execution>>,
     /// Whether the call ends only when the peer has ended its reads of this process's memory, however late that is.
     pub(crate) to_the_end: bool,
@@ -62,7 +62,7 @@ pub(crate) struct Call {
 
 impl Call {
     /// Takes the rows of the local cache that the call uses. Code that touches their memory keeps the result.
-    pub(super) fn pin(&self, used: RowUse) -> Result<KeptAlive> {
+    pub(super) fn pin(&self, used: RowUse) -> Result<HeldPins> {
         Ok(match &self.execution {
             Some(execution) => {
                 execution.pin(self.deadline)?;
@@ -77,7 +77,7 @@ impl Call {
         self.execution.as_ref().map_or_else(Arc::default, |execution| execution.transfer().attempt(total))
     }
 
-    /// Reserves the place of the notification in the peer's queue, before the first byte moves.
+    /// Reserves room for the notification in the peer's queue, before the first byte moves.
     pub(super) fn reserve_notification(&self) -> Result<Option<ReservedNotification>> {
         self.notify.as_ref().map(|message| self.link.reserve_notification(message)).transpose()
     }
@@ -102,7 +102,7 @@ impl Call {
     }
 
     /// Finds the remote cache and attempts the transfer, again for as long as the remote cache turns out to
-    /// have changed. Returns `Err(CacheNotFound)` after [`MOST_ROUNDS`] attempts.
+    /// have changed. Returns `Err(CacheNotFound)` after [`MAX_ROUNDS`] attempts.
     pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
         let granted = self.open_grant().map_err(|error| self.named(error))?;
         check_accessible(&self.resources, &self.local)?;
@@ -110,7 +110,7 @@ impl Call {
             Some(granted) => self.same_as_named(granted)?,
             None => self.link.known(self.name, self.deadline)?,
         };
-        for _ in 0..MOST_ROUNDS {
+        for _ in 0..MAX_ROUNDS {
             let open = validate::check_accessible("the remote cache", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {

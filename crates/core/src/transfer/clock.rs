@@ -11,16 +11,16 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::place_table::{Place, PlaceTable};
+use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::sync::{Condvar, Mutex};
 use crate::threads::{Threads, guarded};
 
 /// How long the thread is kept without an alarm.
-const KEEP: Duration = Duration::from_secs(30);
+const IDLE_EXIT: Duration = Duration::from_secs(30);
 /// Number of forgotten alarms that are never worth removing from the order.
-const SPARE: usize = 64;
+const MIN_FORGOTTEN: usize = 64;
 /// Name of these lists in out-of-memory errors.
 const ALARMS: &str = "the alarms of an engine";
 
@@ -32,7 +32,7 @@ pub(crate) trait Alarmed: Send + Sync {
 
 /// Names a call of the clock at a set time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Alarm(Place);
+pub(crate) struct Alarm(SlotKey);
 
 /// The clock of one engine. It may outlive the engine.
 #[derive(Clone)]
@@ -49,9 +49,9 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    alarms: PlaceTable<Arc<dyn Alarmed>>,
+    alarms: SlotMap<Arc<dyn Alarmed>>,
     /// When each of them is due, in nanoseconds, and where it is; also of alarms that were forgotten.
-    order: BinaryHeap<Reverse<(u64, Place)>>,
+    order: BinaryHeap<Reverse<(u64, SlotKey)>>,
     /// Whether the thread runs.
     running: bool,
     /// When the thread wakes by itself; `None` while it is awake, because it then looks at the alarms before it sleeps.
@@ -61,18 +61,18 @@ struct State {
 
 impl State {
     /// Adds an alarm that calls nothing yet, and returns it.
-    fn add(&mut self, when: u64) -> Result<Place> {
+    fn add(&mut self, when: u64) -> Result<SlotKey> {
         let room = self.order.try_reserve(1);
-        room.map_err(|_| fallible::out_of_memory(ALARMS, self.order.len() * size_of::<(u64, Place)>()))?;
-        let place = self.alarms.reserve(ALARMS)?;
-        self.order.push(Reverse((when, place)));
-        Ok(place)
+        room.map_err(|_| fallible::out_of_memory(ALARMS, self.order.len() * size_of::<(u64, SlotKey)>()))?;
+        let key = self.alarms.reserve(ALARMS)?;
+        self.order.push(Reverse((when, key)));
+        Ok(key)
     }
 
     /// Returns when the next alarm is due.
     fn next(&mut self) -> Option<u64> {
-        while let Some(&Reverse((when, place))) = self.order.peek() {
-            if self.alarms.contains(place) {
+        while let Some(&Reverse((when, key))) = self.order.peek() {
+            if self.alarms.contains(key) {
                 return Some(when);
             }
             self.order.pop();
@@ -80,13 +80,13 @@ impl State {
         None
     }
 
-    fn remove(&mut self, place: Place) -> Option<Arc<dyn Alarmed>> {
-        let removed = self.alarms.remove(place);
+    fn remove(&mut self, key: SlotKey) -> Option<Arc<dyn Alarmed>> {
+        let removed = self.alarms.remove(key);
         if self.alarms.is_empty() {
             self.order = BinaryHeap::new();
-        } else if self.order.len() > 2 * self.alarms.len() + SPARE {
+        } else if self.order.len() > 2 * self.alarms.len() + MIN_FORGOTTEN {
             let State { alarms, order, .. } = self;
-            order.retain(|Reverse((_, place))| alarms.contains(*place));
+            order.retain(|Reverse((_, key))| alarms.contains(*key));
         }
         removed
     }
@@ -113,8 +113,8 @@ impl Clock {
             begun.map_err(|error| no_thread(&error))?;
             state.running = true;
         }
-        let place = state.add(when)?;
-        state.alarms.fill(place, alarmed);
+        let key = state.add(when)?;
+        state.alarms.fill(key, alarmed);
         // Otherwise the clock looks at the alarms in time anyway. Waking it for each call that runs alone took a third of
         // the time of starting one.
         let early = state.wakes.is_some_and(|wakes| when < wakes);
@@ -122,7 +122,7 @@ impl Clock {
         if early {
             self.0.changed.notify_one();
         }
-        Ok(Alarm(place))
+        Ok(Alarm(key))
     }
 
     /// Cancels an alarm that has not come yet.
@@ -161,7 +161,7 @@ impl Shared {
         while !state.closed {
             let (next, now) = (state.next(), self.nanos(Instant::now()));
             if next.is_some_and(|next| next <= now) {
-                let due = state.order.pop().and_then(|Reverse((_, place))| state.remove(place));
+                let due = state.order.pop().and_then(|Reverse((_, key))| state.remove(key));
                 drop(state);
                 if let Some(alarmed) = due {
                     guarded("calling an alarm", || alarmed.due());
@@ -169,8 +169,8 @@ impl Shared {
                 state = self.state.lock();
                 continue;
             }
-            // At most `KEEP`, so that the thread ends some time after the last alarm was forgotten.
-            let sleep = next.map_or(KEEP, |next| Duration::from_nanos(next - now)).min(KEEP);
+            // At most `IDLE_EXIT`, so that the thread ends some time after the last alarm was forgotten.
+            let sleep = next.map_or(IDLE_EXIT, |next| Duration::from_nanos(next - now)).min(IDLE_EXIT);
             state.wakes = Some(self.nanos(Instant::now() + sleep));
             let (woken, waited) = self.changed.wait_timeout(state, sleep);
             state = woken;
@@ -232,7 +232,7 @@ mod tests {
                 clock.forget(alarm);
             }
             let state = clock.0.state.lock();
-            assert!(state.order.len() <= 2 * state.alarms.len() + SPARE);
+            assert!(state.order.len() <= 2 * state.alarms.len() + MIN_FORGOTTEN);
         }
         expected.sort_unstable();
         free.send(()).unwrap();

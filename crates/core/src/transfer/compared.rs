@@ -48,7 +48,7 @@ pub(super) fn sample(verify: Verify) -> Result<Option<u64>> {
     if verify == Verify::Sample { Ok(Some(u64::from_ne_bytes(random()?))) } else { Ok(None) }
 }
 
-/// Returns the error for the blocks `different` among `checked` ones. It names the first ones by their place in `cache`,
+/// Returns the error for the blocks `different` among `checked` ones. It names the first ones by their position in `cache`,
 /// which is the end `local` of the plan.
 pub(super) fn differ(
     cache: &Cache,
@@ -61,21 +61,21 @@ pub(super) fn differ(
     let of_blocks = cache.kind() == CacheKind::Blocks;
     let mut first: Vec<(u64, u64)> = Vec::with_capacity(SHOWN + 1);
     for block in different {
-        let place = (block.start(local), block.len);
-        first.insert(first.partition_point(|known| *known < place), place);
+        let position = (block.start(local), block.len);
+        first.insert(first.partition_point(|known| *known < position), position);
         first.truncate(SHOWN);
     }
     let shown = first.iter().map(|&(start, len)| {
-        let (row, at) = (rows.row_of(start), rows.place_in_row(start));
+        let (row, at) = (rows.row_of(start), rows.offset_in_row(start));
         if of_blocks { row.to_string() } else { format!("{row}[{at}..{}]", at + len) }
     });
-    let mut places = shown.collect::<Vec<_>>().join(", ");
+    let mut listed = shown.collect::<Vec<_>>().join(", ");
     if different.len() > SHOWN {
-        places += ", …";
+        listed += ", …";
     }
     let text = format!("{} of {checked} checked blocks differ from their source", different.len());
     Error::new(ErrorKind::VerifyFailed, text)
         .with("cache_id", cache.id())
-        .with(if of_blocks { "blocks" } else { "slots" }, places)
+        .with(if of_blocks { "blocks" } else { "slots" }, listed)
         .with("different", different.len())
 }

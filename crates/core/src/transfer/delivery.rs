@@ -1,6 +1,6 @@
 //! What a layer-wise transfer knows of its layers and of each destination.
 //!
-//! This module only keeps records. `task` changes them when layers are reported and when lanes have pushed layers.
+//! This module only keeps records. `task` changes them when layers are reported and when workers have pushed layers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,8 +20,8 @@ pub trait LayerSink: Send + Sync {
     fn find(&self, kind: TaskKind, deadline: Deadline) -> Result<u64>;
 
     /// Pushes with one request the first of the `ready` layers, and those after it that it can also push if they have at most
-    /// `most_bytes` bytes together. Returns the number of layers and of their bytes, which are in place then.
-    fn push(&self, ready: LayerRange, most_bytes: u64, deadline: Deadline) -> Result<(u32, u64)>;
+    /// `max_bytes` bytes together. Returns the number of layers and of their bytes, which are in place then.
+    fn push(&self, ready: LayerRange, max_bytes: u64, deadline: Deadline) -> Result<(u32, u64)>;
 
     /// Adds to the error of a `LayerTask` what is known of the peer.
     fn named(&self, error: Error) -> Error {
@@ -54,7 +54,7 @@ pub enum Outcome {
 
 /// Progress of a destination.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Carried {
+pub struct LayerProgress {
     /// Layers in place.
     pub layers: u32,
     /// Layers in total.
@@ -158,11 +158,11 @@ pub struct TaskLimits {
     pub wait: Option<Duration>,
 }
 
-/// Whether a lane works on a destination.
+/// Whether a worker works on a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LaneState {
+pub(super) enum RunState {
     Idle,
-    /// It was handed to the lanes, and none has begun it.
+    /// It was handed to the workers, and none has begun it.
     Queued,
     Busy,
 }
@@ -174,7 +174,7 @@ pub(super) struct DeliveryState {
     pub(super) cluster: ClusterId,
     pub(super) range: LayerRange,
     pub(super) found: bool,
-    pub(super) lane: LaneState,
+    pub(super) run_state: RunState,
     /// How it ends. Its transfer reports this once nothing of it moves.
     pub(super) outcome: Outcome,
     /// Whether somebody reports the outcome, or has done so.
@@ -192,7 +192,7 @@ impl DeliveryState {
             Err(error) => (None, Outcome::Failed(error)),
         };
         DeliveryState {
-            lane: LaneState::Idle,
+            run_state: RunState::Idle,
             sink,
             cluster,
             range: layers,
@@ -204,9 +204,9 @@ impl DeliveryState {
         }
     }
 
-    /// Whether a lane works on it.
+    /// Whether a worker works on it.
     pub(super) fn is_busy(&self) -> bool {
-        self.lane == LaneState::Busy
+        self.run_state == RunState::Busy
     }
 
     /// Whether it has no outcome yet.
@@ -250,7 +250,7 @@ impl DeliveryState {
     }
 
     /// Notes that the next `count` layers are in place, with this many bytes.
-    pub(super) fn carried(&mut self, count: u32, bytes: u64, layers: &ReportedLayers) {
+    pub(super) fn note_pushed(&mut self, count: u32, bytes: u64, layers: &ReportedLayers) {
         for _ in 0..count {
             // Skips ready layers that this destination does not need.
             self.next(layers);
@@ -300,15 +300,15 @@ impl DeliveryState {
         Some(end)
     }
 
-    pub(super) fn progress(&self) -> Carried {
-        Carried { layers: self.pushed.0, of_layers: self.num_layers(), bytes: self.pushed.1 }
+    pub(super) fn progress(&self) -> LayerProgress {
+        LayerProgress { layers: self.pushed.0, of_layers: self.num_layers(), bytes: self.pushed.1 }
     }
 
     fn num_layers(&self) -> u32 {
         self.range.end.saturating_sub(self.range.first)
     }
 
-    /// Returns when it is late, and what it does until then: a ready layer whose limit counts from its report waits for a lane,
+    /// Returns when it is late, and what it does until then: a ready layer whose limit counts from its report waits for a worker,
     /// or no further layer becomes ready within the limit since `begin` and since the last one.
     pub(super) fn due(
         &mut self,
@@ -319,7 +319,7 @@ impl DeliveryState {
         if !self.is_under_way() {
             return None;
         }
-        // A lane that works on it has the deadline of its layer.
+        // A worker that works on it has the deadline of its layer.
         let queued = self.next(layers).filter(|_| limits.kind.has_events() && !self.is_busy());
         let queued = queued.map(|ReadyLayer { layer, since }| {
             let text = format!("layer {layer} was waiting for a thread");
@@ -395,7 +395,7 @@ mod tests {
                         .unwrap();
                     assert_eq!(run.unwrap().layers, LayerRange { first: start, end: start + length });
                     let takes = takes.min(length);
-                    state.carried(takes, u64::from(takes), &layers);
+                    state.note_pushed(takes, u64::from(takes), &layers);
                     pushed.extend(start..start + takes);
                     let progress = state.progress();
                     assert_eq!(

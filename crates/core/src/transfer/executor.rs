@@ -1,12 +1,12 @@
-//! Lanes: a pool of threads that run the jobs of transfers.
+//! The executor: a pool of worker threads that run the jobs of transfers.
 //!
-//! One of the idle lanes polls for a short time before it sleeps, so a caller who starts a call meanwhile wakes no thread.
-//! A caller who hands over many jobs wakes one lane, which wakes the next.
+//! One of the idle workers polls for a short time before it sleeps, so a caller who starts a call meanwhile wakes no thread.
+//! A caller who hands over many jobs wakes one worker, which wakes the next.
 //!
-//! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers
+//! A transfer whose next layer is still being computed takes no worker, so there are as many threads as layers
 //! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
-//! take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
-//! (`every_cluster_gets_a_lane_and_at_most_32`).
+//! take all workers either: jobs for a peer that stalls delay only jobs for the same peer
+//! (`every_cluster_gets_a_worker_and_at_most_32`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,69 +15,69 @@ use std::time::Duration;
 use hashbrown::HashMap;
 
 use super::clock::{Clock, no_thread};
-use super::place_table::{Place, PlaceTable};
+use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::ClusterId;
-use crate::sync::PATIENCE;
+use crate::sync::SPIN_BEFORE_PARK;
 use crate::threads::{JobQueue, PollLimits, ThreadPool};
 
-/// Maximum number of lanes of one engine. Further jobs wait, except the first one of a cluster.
-const MOST: usize = 512;
-/// Maximum number of lanes at work for one cluster: half of the streams of a link.
-const MOST_OF_ONE: usize = 32;
+/// Maximum number of workers of one engine. Further jobs wait, except the first one of a cluster.
+const MAX_WORKERS: usize = 512;
+/// Maximum number of workers at work for one cluster: half of the streams of a link.
+const MAX_WORKERS_OF_CLUSTER: usize = 32;
 /// Number of withdrawn jobs of a cluster that are never worth removing from its queue.
-const SPARE: usize = 64;
+const MIN_WITHDRAWN: usize = 64;
 /// Name of these lists in out-of-memory errors.
 const JOBS: &str = "the jobs of an engine";
 
-/// What jobs wait for: jobs of one key share lanes.
+/// What jobs wait for: jobs of one class share workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum LaneKey {
+pub(crate) enum JobClass {
     /// Calls to one cluster; the engine's own for copies.
     Calls(ClusterId),
     /// The notifications for one cluster. Calls may wait for them.
     Notifications(ClusterId),
-    /// Links on demand. Peers that cannot be reached take no lanes of calls, and delay few of the other links: addresses
-    /// are spread over 16 keys.
+    /// Links on demand. Peers that cannot be reached take no workers of calls, and delay few of the other links: addresses
+    /// are spread over 16 classes.
     Links(u8),
-    /// Calls to several clusters. They may wait for each of them, so none of these lends its lanes.
+    /// Calls to several clusters. They may wait for each of them, so they use the workers of none of these.
     SeveralClusters,
 }
 
-/// Work for a lane. It is run or refused, exactly once. The executor keeps no other reference then.
+/// Work for a worker thread. It is run or refused, exactly once. The executor keeps no other reference then.
 pub(crate) trait Job: Send + Sync {
     /// Does the work.
     fn run(self: Arc<Self>);
 
-    /// Called instead of [`run`](Self::run) if no lane will ever do the work.
+    /// Called instead of [`run`](Self::run) if no worker will ever do the work.
     fn refused(self: Arc<Self>, why: Error);
 }
 
-/// The lanes and the clock of one engine. Drop refuses the jobs that have not begun, drops the alarms, and waits for the
+/// The workers and the clock of one engine. Drop refuses the jobs that have not begun, drops the alarms, and waits for the
 /// threads to end.
 #[derive(Debug)]
 pub struct Executor {
     handle: ExecutorHandle,
 }
 
-/// Hands jobs to lanes. It may outlive the engine, and keeps no lane alive.
+/// Hands jobs to the workers. It may outlive the engine, and keeps no worker alive.
 #[derive(Clone)]
 pub struct ExecutorHandle(Arc<Shared>);
 
 struct Shared {
-    lanes: ThreadPool<LaneQueue>,
+    workers: ThreadPool<QueuedJobs>,
     clock: Clock,
 }
 
-/// The jobs of an engine that no lane has taken.
+/// The jobs of an engine that no worker has taken.
 #[derive(Default)]
-struct LaneQueue {
+struct QueuedJobs {
     /// Jobs that may run now, each with its cluster.
-    jobs: VecDeque<(LaneKey, Arc<dyn Job>)>,
-    clusters: HashMap<LaneKey, ClusterJobs>,
+    jobs: VecDeque<(JobClass, Arc<dyn Job>)>,
+    clusters: HashMap<JobClass, ClusterJobs>,
     /// Jobs that wait until one of the others of their cluster ends.
-    waiting: PlaceTable<Arc<dyn Job>>,
+    waiting: SlotMap<Arc<dyn Job>>,
 }
 
 /// A destination of jobs.
@@ -86,17 +86,17 @@ struct ClusterJobs {
     /// Jobs that are running or about to run.
     taken: usize,
     /// Where the jobs are that wait until one of the others ends, in order of arrival; also jobs that were withdrawn.
-    queue: VecDeque<Place>,
+    queue: VecDeque<SlotKey>,
     /// Number of the jobs that wait.
     waiting: usize,
 }
 
-impl LaneQueue {
+impl QueuedJobs {
     /// Notes that a job for `cluster` has ended, and queues the job that has waited longest for this cluster.
-    fn over(&mut self, cluster: LaneKey) {
+    fn over(&mut self, cluster: JobClass) {
         let Some(at) = self.clusters.get_mut(&cluster) else { return };
         let mut jobs = std::iter::from_fn(|| at.queue.pop_front());
-        match jobs.find_map(|place| self.waiting.remove(place)) {
+        match jobs.find_map(|key| self.waiting.remove(key)) {
             Some(job) => {
                 at.waiting -= 1;
                 self.jobs.push_back((cluster, job));
@@ -108,51 +108,52 @@ impl LaneQueue {
         }
     }
 
-    /// Makes a place for a job that waits until another one for `cluster` ends.
-    fn place_to_wait(&mut self, cluster: LaneKey) -> Result<Place> {
+    /// Makes an entry for a job that waits until another one for `cluster` ends.
+    fn reserve_waiting(&mut self, cluster: JobClass) -> Result<SlotKey> {
         let at = self.clusters.entry(cluster).or_default();
         let room = at.queue.try_reserve(1);
-        room.map_err(|_| fallible::out_of_memory(JOBS, at.queue.len() * size_of::<Place>()))?;
-        let place = self.waiting.reserve(JOBS)?;
-        at.queue.push_back(place);
+        room.map_err(|_| fallible::out_of_memory(JOBS, at.queue.len() * size_of::<SlotKey>()))?;
+        let key = self.waiting.reserve(JOBS)?;
+        at.queue.push_back(key);
         at.waiting += 1;
-        Ok(place)
+        Ok(key)
     }
 
     /// Takes a job that waits for others of its cluster.
-    fn withdraw(&mut self, cluster: LaneKey, place: Place) -> Option<Arc<dyn Job>> {
-        let job = self.waiting.remove(place)?;
-        let LaneQueue { waiting, clusters, .. } = self;
+    fn withdraw(&mut self, cluster: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
+        let job = self.waiting.remove(key)?;
+        let QueuedJobs { waiting, clusters, .. } = self;
         if let Some(at) = clusters.get_mut(&cluster) {
             at.waiting -= 1;
             // Half of the entries or more are removed, so that the time for each job is constant.
-            if at.queue.len() > 2 * at.waiting + SPARE {
-                at.queue.retain(|place| waiting.contains(*place));
+            if at.queue.len() > 2 * at.waiting + MIN_WITHDRAWN {
+                at.queue.retain(|key| waiting.contains(*key));
             }
         }
         Some(job)
     }
 }
 
-impl JobQueue for LaneQueue {
+impl JobQueue for QueuedJobs {
     type Job = Arc<dyn Job>;
-    type Key = LaneKey;
+    type Key = JobClass;
 
     fn ready(&self) -> usize {
         self.jobs.len()
     }
 
-    /// Takes another job for the cluster of the job that has ended if no other lane works for it. So a cluster keeps its lane
-    /// as long as it has work (`every_cluster_gets_a_lane_and_at_most_32`).
-    fn next(&mut self, ended: Option<LaneKey>) -> Option<(LaneKey, Arc<dyn Job>)> {
+    /// Takes another job for the cluster of the job that has ended if no other worker works for it. So a cluster keeps its worker
+    /// as long as it has work (`every_cluster_gets_a_worker_and_at_most_32`).
+    fn next(&mut self, ended: Option<JobClass>) -> Option<(JobClass, Arc<dyn Job>)> {
         if let Some(cluster) = ended {
             self.over(cluster);
         }
-        let alone = |cluster: &LaneKey| {
+        let unserved = |cluster: &JobClass| {
             let queued = self.jobs.iter().filter(|(to, _)| to == cluster).count();
             self.clusters.get(cluster).is_some_and(|at| at.taken == queued)
         };
-        let own = ended.filter(alone).and_then(|cluster| self.jobs.iter().position(|(to, _)| *to == cluster));
+        let own =
+            ended.filter(unserved).and_then(|cluster| self.jobs.iter().position(|(to, _)| *to == cluster));
         self.jobs.remove(own.unwrap_or(0))
     }
 
@@ -161,7 +162,7 @@ impl JobQueue for LaneQueue {
         let mut waiting = Vec::new();
         for at in self.clusters.values_mut() {
             at.waiting = 0;
-            waiting.extend(at.queue.drain(..).filter_map(|place| self.waiting.remove(place)));
+            waiting.extend(at.queue.drain(..).filter_map(|key| self.waiting.remove(key)));
         }
         for (cluster, _) in &ready {
             self.over(*cluster);
@@ -176,25 +177,25 @@ impl JobQueue for LaneQueue {
 }
 
 impl Executor {
-    /// Creates an executor without any lane. An idle lane polls for `poll` before it sleeps.
+    /// Creates an executor without any worker. An idle worker polls for `poll` before it sleeps.
     pub fn new(poll: Duration) -> Self {
-        let lanes = ThreadPool::new("llm-lane", MOST, PollLimits { threads: 1, time: poll });
-        let clock = Clock::new(lanes.threads().clone());
-        Executor { handle: ExecutorHandle(Arc::new(Shared { lanes, clock })) }
+        let workers = ThreadPool::new("llm-lane", MAX_WORKERS, PollLimits { threads: 1, time: poll });
+        let clock = Clock::new(workers.threads().clone());
+        Executor { handle: ExecutorHandle(Arc::new(Shared { workers, clock })) }
     }
 
-    /// Returns the handle that hands jobs to the lanes.
+    /// Returns the handle that hands jobs to the workers.
     pub fn handle(&self) -> &ExecutorHandle {
         &self.handle
     }
 }
 
 impl ExecutorHandle {
-    /// Has the next free lane run `job`, which is for `cluster`. Never waits for a lane. If no thread can be
-    /// started, the existing lanes run the job; without any lane, it is refused
-    /// (`a_lane_that_cannot_be_started`). Returns the place of the job if it waits for others of its cluster.
-    pub(crate) fn carry(&self, cluster: LaneKey, job: Arc<dyn Job>) -> Option<Place> {
-        let mut state = self.0.lanes.lock();
+    /// Has the next free worker run `job`, which is for `cluster`. Never waits for a worker. If no thread can be
+    /// started, the existing workers run the job; without any worker, it is refused
+    /// (`a_worker_that_cannot_be_started`). Returns the key of the job if it waits for others of its cluster.
+    pub(crate) fn submit(&self, cluster: JobClass, job: Arc<dyn Job>) -> Option<SlotKey> {
+        let mut state = self.0.workers.lock();
         if state.is_closed() {
             drop(state);
             job.refused(Error::closed());
@@ -202,11 +203,11 @@ impl ExecutorHandle {
         }
         let queue = &mut state.queue;
         let at = queue.clusters.entry(cluster).or_default();
-        if at.taken == MOST_OF_ONE {
-            return match queue.place_to_wait(cluster) {
-                Ok(place) => {
-                    queue.waiting.fill(place, job);
-                    Some(place)
+        if at.taken == MAX_WORKERS_OF_CLUSTER {
+            return match queue.reserve_waiting(cluster) {
+                Ok(key) => {
+                    queue.waiting.fill(key, job);
+                    Some(key)
                 }
                 Err(error) => {
                     drop(state);
@@ -216,15 +217,15 @@ impl ExecutorHandle {
             };
         }
         at.taken += 1;
-        // A cluster without a lane gets one, however many others stall
-        // (`every_cluster_gets_a_lane_and_at_most_32`).
+        // A cluster without a worker gets one, however many others stall
+        // (`every_cluster_gets_a_worker_and_at_most_32`).
         let first = at.taken == 1;
         if first {
             queue.jobs.push_front((cluster, job));
         } else {
             queue.jobs.push_back((cluster, job));
         }
-        if let Err((error, jobs)) = self.0.lanes.dispatch(state, 1, first) {
+        if let Err((error, jobs)) = self.0.workers.dispatch(state, 1, first) {
             for job in jobs {
                 job.refused(no_thread(&error));
             }
@@ -233,8 +234,8 @@ impl ExecutorHandle {
     }
 
     /// Returns a job that still waits for others of its cluster, and forgets it.
-    pub(crate) fn withdraw(&self, cluster: LaneKey, place: Place) -> Option<Arc<dyn Job>> {
-        self.0.lanes.lock().queue.withdraw(cluster, place)
+    pub(crate) fn withdraw(&self, cluster: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
+        self.0.workers.lock().queue.withdraw(cluster, key)
     }
 
     /// Returns the clock.
@@ -245,13 +246,13 @@ impl ExecutorHandle {
     /// Sets whether the executor behaves as if no thread could be started.
     #[cfg(feature = "testing")]
     pub fn refuse_threads(&self, refuse: bool) {
-        self.0.lanes.threads().refuse(refuse);
+        self.0.workers.threads().refuse(refuse);
     }
 
     /// Number of threads.
     #[cfg(feature = "testing")]
     pub fn threads(&self) -> usize {
-        self.0.lanes.threads().count()
+        self.0.workers.threads().count()
     }
 
     /// Number of alarms that are set.
@@ -263,23 +264,23 @@ impl ExecutorHandle {
 
 impl Default for Executor {
     fn default() -> Self {
-        Executor::new(PATIENCE)
+        Executor::new(SPIN_BEFORE_PARK)
     }
 }
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        let Shared { lanes, clock } = &*self.handle.0;
+        let Shared { workers, clock } = &*self.handle.0;
         // Without the lock, because the jobs report their end.
-        lanes.close().into_iter().for_each(|job| job.refused(Error::closed()));
+        workers.close().into_iter().for_each(|job| job.refused(Error::closed()));
         clock.close();
-        lanes.threads().wait(0);
+        workers.threads().wait(0);
     }
 }
 
 impl std::fmt::Debug for ExecutorHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("ExecutorHandle").field(&self.0.lanes).finish()
+        f.debug_tuple("ExecutorHandle").field(&self.0.workers).finish()
     }
 }
 

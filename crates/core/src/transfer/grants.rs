@@ -12,15 +12,15 @@ use crate::sync::Mutex;
 /// The clock of the grants of one engine: one alarm, for the grant that expires first.
 #[derive(Debug)]
 pub struct GrantClock {
-    lanes: ExecutorHandle,
+    executor: ExecutorHandle,
     grants: Arc<Grants>,
     /// When the alarm is set, and for which time.
     alarm: Mutex<Option<(Instant, Alarm)>>,
 }
 
 impl GrantClock {
-    pub(crate) fn new(lanes: &ExecutorHandle, grants: &Arc<Grants>) -> Arc<GrantClock> {
-        Arc::new(GrantClock { lanes: lanes.clone(), grants: grants.clone(), alarm: Mutex::default() })
+    pub(crate) fn new(executor: &ExecutorHandle, grants: &Arc<Grants>) -> Arc<GrantClock> {
+        Arc::new(GrantClock { executor: executor.clone(), grants: grants.clone(), alarm: Mutex::default() })
     }
 
     /// Sets the alarm, unless it is set for an earlier time. Called after a grant was lent. Returns `Err(System)` if no
@@ -32,9 +32,9 @@ impl GrantClock {
             return Ok(());
         }
         let expiry = GrantExpiry { clock: Arc::downgrade(self), when };
-        let replaced = alarm.replace((when, self.lanes.clock().at(when, Arc::new(expiry))?));
+        let replaced = alarm.replace((when, self.executor.clock().at(when, Arc::new(expiry))?));
         if let Some((_, replaced)) = replaced {
-            self.lanes.clock().forget(replaced);
+            self.executor.clock().forget(replaced);
         }
         Ok(())
     }

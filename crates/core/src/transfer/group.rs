@@ -1,6 +1,6 @@
 //! Groups: several pulls or pushes in one asynchronous call, which succeeds or fails as a whole.
 //!
-//! The parts run one after the other on one lane, with all rows of all parts taken. Keys are released only when the
+//! The parts run one after the other on one worker, with all rows of all parts taken. Keys are released only when the
 //! bytes of every part are in place.
 
 use std::sync::Arc;

@@ -4,15 +4,15 @@ use std::sync::{Arc, Weak};
 
 use super::async_calls::AsyncCalls;
 use super::delivery::{Delivery, TaskKind, TaskLimits};
-use super::place_table::Place;
 use super::running_calls::RunningCall;
+use super::slot_map::SlotKey;
 use super::task::Task;
 use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Stops, Transfer};
 
 /// Maximum length of the reason of a failed layer, in characters. The rest is cut.
-const MOST_REASON: usize = 500;
+const MAX_REASON: usize = 500;
 
 /// The handle of a task whose layers the caller reports.
 ///
@@ -35,17 +35,17 @@ impl LayerTask {
         let state = TaskState::new(layers, deliveries)?;
         let transfers = calls.queue().start_all(state.deliveries.len(), limits.kind.has_events())?;
         let abandon = |transfers: &[Arc<Transfer>]| transfers.iter().for_each(|transfer| transfer.abandon());
-        let places = calls.running().reserve_all(transfers.len()).inspect_err(|_| abandon(&transfers))?;
-        let task = Task::new(calls, limits, (transfers, places), state);
-        let entered = calls.running().enter_all(task.places.iter().enumerate().map(|(index, place)| {
+        let keys = calls.running().reserve_all(transfers.len()).inspect_err(|_| abandon(&transfers))?;
+        let task = Task::new(calls, limits, (transfers, keys), state);
+        let entered = calls.running().enter_all(task.keys.iter().enumerate().map(|(index, key)| {
             let delivery = Arc::new(RunningDelivery { task: task.clone(), index });
             let stops: Weak<RunningDelivery> = Arc::downgrade(&delivery);
             task.transfers[index].stop_with(stops);
-            let entry: (Place, Arc<dyn RunningCall>) = (*place, delivery);
+            let entry: (SlotKey, Arc<dyn RunningCall>) = (*key, delivery);
             entry
         }));
         if let Err(error) = entered {
-            task.places.iter().for_each(|place| calls.running().leave(*place));
+            task.keys.iter().for_each(|key| calls.running().leave(*key));
             abandon(&task.transfers);
             return Err(error);
         }
@@ -74,7 +74,7 @@ impl LayerTask {
     /// Reports that `layer` will never be computed. Destinations that need it end with
     /// [`ErrorKind::InvalidArgument`]; the others continue. Returns `Err` as [`ready`](Self::ready) does.
     pub fn fail(&self, layer: u32, reason: &str) -> Result<()> {
-        let reason: String = reason.chars().take(MOST_REASON).collect();
+        let reason: String = reason.chars().take(MAX_REASON).collect();
         let mut state = self.task.state.lock();
         state.layers.report(layer)?;
         state.fail_each(|delivery, _| {
@@ -84,7 +84,7 @@ impl LayerTask {
                 .then(|| Error::new(ErrorKind::InvalidArgument, text()).with("layer", layer))
         });
         drop(state);
-        self.task.settle_all();
+        self.task.finish_ended();
         Ok(())
     }
 }
@@ -98,7 +98,7 @@ impl Drop for LayerTask {
             Some(Error::new(ErrorKind::Cancelled, text).with("layer", layer))
         });
         drop(state);
-        self.task.settle_all();
+        self.task.finish_ended();
     }
 }
 

@@ -72,13 +72,13 @@ impl LayerSink for LayerPush {
         Ok(bytes)
     }
 
-    fn push(&self, ready: LayerRange, most_bytes: u64, deadline: Deadline) -> Result<(u32, u64)> {
+    fn push(&self, ready: LayerRange, max_bytes: u64, deadline: Deadline) -> Result<(u32, u64)> {
         let started = Instant::now();
         let text = "a layer of a transfer whose destination was not found";
         let unknown = || Error::new(ErrorKind::System, text).with("layer", ready.first);
         let found = self.found.get().ok_or_else(unknown)?;
         let parts = found.parts_of(ready, self.to.src_layers.first).ok_or_else(unknown)?;
-        let (count, pushed) = match joined(parts, most_bytes) {
+        let (count, pushed) = match joined(parts, max_bytes) {
             Some((count, part)) => (count, self.push_part(found, &part, count, deadline)),
             None => (1, parts[0].iter().map(|part| self.push_part(found, part, 1, deadline)).sum()),
         };
@@ -229,15 +229,15 @@ fn with_layers(error: Error, LayerRange { first, end }: LayerRange) -> Error {
     if end - first > 1 { error.with("end_of_layers", end) } else { error }
 }
 
-/// Joins the parts of the first layer and of those after it, as long as one plan can copy them and they have at most `most_bytes`
+/// Joins the parts of the first layer and of those after it, as long as one plan can copy them and they have at most `max_bytes`
 /// bytes. Returns the number of layers and the joined part. `None` if the first layer does not have exactly one part.
-fn joined(layers: &[Vec<Part>], most_bytes: u64) -> Option<(u32, Part)> {
+fn joined(layers: &[Vec<Part>], max_bytes: u64) -> Option<(u32, Part)> {
     let (first, next) = layers.split_first()?;
     let [Part { cache, plan }] = &first[..] else { return None };
     let (mut count, mut joined) = (1, plan.clone());
     for parts in next {
         let [part] = &parts[..] else { break };
-        let longer = joined.followed_by(&part.plan).filter(|longer| longer.bytes() <= most_bytes);
+        let longer = joined.followed_by(&part.plan).filter(|longer| longer.bytes() <= max_bytes);
         let Some(longer) = longer.filter(|_| part.cache == *cache) else { break };
         (count, joined) = (count + 1, longer);
     }
@@ -286,8 +286,8 @@ impl TensorPlans<'_> {
             validate::blocks_of_tensor(&self.push.rows, here, geometry)
                 .map_err(|error| error.with("tensor", src_tensor))?;
         }
-        let place = (here.row_sizes(), offset, tensor_bytes, rows);
-        if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
+        let destination = (here.row_sizes(), offset, tensor_bytes, rows);
+        if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == destination) {
             return Ok(plan.clone());
         }
         let local = CacheLayout { geometry: here, ..self.push.local.layout_of_first() };
@@ -295,7 +295,7 @@ impl TensorPlans<'_> {
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, &to)?;
         let plan = CopyPlan::moves(&mut moves)?;
         self.local_rows = moves.src_rows;
-        fallible::push(LAYERS, &mut self.plans, (place, plan.clone()))?;
+        fallible::push(LAYERS, &mut self.plans, (destination, plan.clone()))?;
         Ok(plan)
     }
 
@@ -341,7 +341,7 @@ mod tests {
         };
         let (first, second, third) = (part(1, &plan, 4, 10), part(1, &plan, 6, 12), part(1, &plan, 8, 14));
         let both = [second.clone(), third.clone()].concat();
-        for (what, next, most_bytes, layers) in [
+        for (what, next, max_bytes, layers) in [
             ("no other layer", vec![], u64::MAX, 1),
             ("two neighboring layers", vec![second.clone(), third.clone()], 768, 3),
             ("a byte too many", vec![second.clone(), third.clone()], 767, 2),
@@ -357,7 +357,7 @@ mod tests {
             ("a layer without parts", vec![vec![]], u64::MAX, 1),
         ] {
             let all = [vec![first.clone()], next].concat();
-            let (count, whole) = joined(&all, most_bytes).unwrap();
+            let (count, whole) = joined(&all, max_bytes).unwrap();
             assert_eq!(count, layers, "{what}");
             assert_eq!(whole.cache, CacheId(1), "{what}");
             assert_eq!(whole.plan, plan.in_tensors(4, 10, 2 * layers), "{what}");

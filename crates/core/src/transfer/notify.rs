@@ -1,16 +1,16 @@
-//! Sends notifications on a lane, so that `notify` does not wait.
+//! Sends notifications on a worker, so that `notify` does not wait.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::executor::{ExecutorHandle, Job, LaneKey};
+use super::executor::{ExecutorHandle, Job, JobClass};
 use crate::error::{Error, Result};
 use crate::session::Link;
 
-/// Accepts a notification for the peer of `link`, and returns. A lane sends it behind those that were accepted before. Returns
-/// `Err(System)` if no lane can be started.
+/// Accepts a notification for the peer of `link`, and returns. A worker sends it behind those that were accepted before. Returns
+/// `Err(System)` if no worker can be started.
 pub(crate) fn notify(
-    lanes: &ExecutorHandle,
+    executor: &ExecutorHandle,
     link: &Arc<Link>,
     message: Vec<u8>,
     limit: Duration,
@@ -18,8 +18,8 @@ pub(crate) fn notify(
     if link.accept_notification(message)? {
         let refused = Arc::default();
         let job = NotifyJob { link: link.clone(), limit, refused: Arc::clone(&refused) };
-        lanes.carry(LaneKey::Notifications(link.peer.cluster), Arc::new(job));
-        // A refusal comes before `carry` returns, unless the engine closes.
+        executor.submit(JobClass::Notifications(link.peer.cluster), Arc::new(job));
+        // A refusal comes before `submit` returns, unless the engine closes.
         if let Some(error) = OnceLock::<Error>::get(&refused) {
             return Err(error.clone());
         }

@@ -39,7 +39,7 @@ pub(crate) fn used_rows(checked: &CheckedTransfer) -> Result<RowUse> {
 }
 
 impl PeerTransfer {
-    /// Moves the bytes over `link`: on a lane for `execution`, which has the rows already, or on the calling thread.
+    /// Moves the bytes over `link`: on a worker for `execution`, which has the rows already, or on the calling thread.
     pub(crate) fn run(
         self,
         resources: Arc<Resources>,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{DataPath, Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
+use crate::copy::{DataPath, HeldPins, Hops, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name, RowList};
 use crate::plan::{CopyPlan, Side};
@@ -56,7 +56,7 @@ impl Call {
             return Ok(());
         }
         if let Some(notification) = &notification {
-            notification.await_turn(self.deadline)?;
+            notification.wait_for_earlier(self.deadline)?;
         }
         self.commit()?;
         let finished = match notification {
@@ -128,7 +128,7 @@ impl Call {
         plan: &CopyPlan,
         total: u64,
         progress: &mut Arc<Progress>,
-        pinned: &KeptAlive,
+        pinned: &HeldPins,
     ) -> Result<Moved> {
         let snapshot = match PeerSnapshot::begin(&self.link.remote, known) {
             Ok(snapshot) => snapshot,
@@ -159,7 +159,7 @@ impl Call {
         plan: &CopyPlan,
         snapshot: &PeerSnapshot<'_>,
         progress: &mut Arc<Progress>,
-        pinned: &KeptAlive,
+        pinned: &HeldPins,
     ) -> Result<Option<Moved>> {
         let to = (self.local.tensors(), self.local.placement());
         let read = snapshot.memory().read(self.job(plan), to, progress, pinned.clone());

@@ -7,7 +7,7 @@ use super::call::{Call, Moved};
 use super::pull::TransferEnd;
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{KeptAlive, PathKind};
+use crate::copy::{HeldPins, PathKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Name, RowList};
 use crate::plan::{CopyPlan, Side, TensorSteps};
@@ -79,7 +79,7 @@ impl Call {
         known: &Arc<KnownCache>,
         plan: &CopyPlan,
         total: u64,
-        _pinned: &KeptAlive,
+        _pinned: &HeldPins,
     ) -> Result<Moved> {
         let writing = self.link.remote.pushes().begin(known.cache);
         self.resources.still_registered(&self.local)?;

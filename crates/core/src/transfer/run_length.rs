@@ -8,7 +8,7 @@ use std::time::Duration;
 
 /// Maximum expected time of a request that pushes several layers. The messages take less than 1 % of it, so a longer request saves
 /// almost nothing.
-const LONGEST: Duration = Duration::from_millis(10);
+const MAX_TIME: Duration = Duration::from_millis(10);
 /// Minimum ratio of the time that is left for a layer to the expected time of such a request.
 const SHARE_OF_LIMIT: u32 = 8;
 
@@ -22,9 +22,9 @@ pub(super) struct RunLength {
 impl RunLength {
     /// Returns the maximum number of bytes of a request for several layers, of which the first one must be in place when `left`
     /// has passed. It is 0 before the first request.
-    pub(super) fn most_bytes(&self, left: Duration) -> u64 {
+    pub(super) fn max_bytes(&self, left: Duration) -> u64 {
         let Some((bytes, took)) = self.last else { return 0 };
-        let longest = LONGEST.min(left / SHARE_OF_LIMIT).as_nanos();
+        let longest = MAX_TIME.min(left / SHARE_OF_LIMIT).as_nanos();
         let most = u128::from(bytes).saturating_mul(longest) / took.as_nanos().max(1);
         u64::try_from(most).unwrap_or(u64::MAX)
     }
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn requests_for_several_layers_stay_short() {
         let (second, us) = (Duration::from_secs(1), Duration::from_micros);
-        assert_eq!(RunLength::default().most_bytes(second), 0, "the first request pushes one layer");
+        assert_eq!(RunLength::default().max_bytes(second), 0, "the first request pushes one layer");
         // (time that is left, bytes of the last request, its time) → bytes of the next one
         for (left, bytes, took, most) in [
             (second, 100, us(1000), 1000),
@@ -58,7 +58,7 @@ mod tests {
         ] {
             let mut run = RunLength::default();
             run.learn(bytes, took);
-            assert_eq!(run.most_bytes(left), most, "{left:?}, {bytes} bytes in {took:?}");
+            assert_eq!(run.max_bytes(left), most, "{left:?}, {bytes} bytes in {took:?}");
         }
     }
 }

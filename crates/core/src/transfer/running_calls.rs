@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::place_table::{Place, PlaceTable};
+use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
@@ -14,7 +14,7 @@ const RUNNING: &str = "the list of running transfers";
 
 /// A call that has not ended.
 pub(super) trait RunningCall: Send + Sync + fmt::Debug {
-    /// Ends the call because the engine closes; later, if a lane has begun it.
+    /// Ends the call because the engine closes; later, if a worker has begun it.
     fn close(&self);
 }
 
@@ -28,52 +28,55 @@ pub(super) struct RunningCalls {
 
 #[derive(Debug, Default)]
 struct State {
-    calls: PlaceTable<Arc<dyn RunningCall>>,
+    calls: SlotMap<Arc<dyn RunningCall>>,
     closed: bool,
 }
 
 impl RunningCalls {
-    /// Makes a place for a call, which counts as one that runs until it [leaves](Self::leave).
-    pub(super) fn reserve(&self) -> Result<Place> {
+    /// Makes an entry for a call, which counts as one that runs until it [leaves](Self::leave).
+    pub(super) fn reserve(&self) -> Result<SlotKey> {
         self.state.lock().calls.reserve(RUNNING)
     }
 
-    /// Makes places for `count` calls, all or none, as [`reserve`](Self::reserve) does.
-    pub(super) fn reserve_all(&self, count: usize) -> Result<Vec<Place>> {
-        let mut places = fallible::with_capacity(RUNNING, count)?;
+    /// Makes entries for `count` calls, all or none, as [`reserve`](Self::reserve) does.
+    pub(super) fn reserve_all(&self, count: usize) -> Result<Vec<SlotKey>> {
+        let mut keys = fallible::with_capacity(RUNNING, count)?;
         for _ in 0..count {
             match self.reserve() {
-                Ok(place) => places.push(place),
+                Ok(key) => keys.push(key),
                 Err(error) => {
-                    for place in places {
-                        self.leave(place);
+                    for key in keys {
+                        self.leave(key);
                     }
                     return Err(error);
                 }
             }
         }
-        Ok(places)
+        Ok(keys)
     }
 
-    /// Adds a call in its place. Returns `Err(Closed)` once the engine closes.
-    pub(super) fn enter(&self, place: Place, call: Arc<dyn RunningCall>) -> Result<()> {
-        self.enter_all(std::iter::once((place, call)))
+    /// Adds a call to its entry. Returns `Err(Closed)` once the engine closes.
+    pub(super) fn enter(&self, key: SlotKey, call: Arc<dyn RunningCall>) -> Result<()> {
+        self.enter_all(std::iter::once((key, call)))
     }
 
     /// Adds calls, all or none, as [`enter`](Self::enter) does.
-    pub(super) fn enter_all(&self, calls: impl Iterator<Item = (Place, Arc<dyn RunningCall>)>) -> Result<()> {
+    pub(super) fn enter_all(
+        &self,
+        calls: impl Iterator<Item = (SlotKey, Arc<dyn RunningCall>)>,
+    ) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        calls.for_each(|(place, call)| state.calls.fill(place, call));
+        calls.for_each(|(key, call)| state.calls.fill(key, call));
         Ok(())
     }
 
     /// Removes a call that has ended, or whose start has failed.
-    pub(super) fn leave(&self, place: Place) {
+    pub(super) fn leave(&self, key: SlotKey) {
         let mut state = self.state.lock();
-        let ended = state.calls.remove(place);
+        let ended = state.calls.remove(key);
         let idle = state.calls.is_empty();
         drop(state);
         drop(ended);
@@ -89,7 +92,7 @@ impl RunningCalls {
             if deadline.passed() {
                 return Ok(false);
             }
-            drop(self.idle.wait_timeout(state, deadline.nap()));
+            drop(self.idle.wait_timeout(state, deadline.wait_limit()));
             deadline.interruption("waiting for transfers to end")?;
             state = self.state.lock();
         }

@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
 use crate::plan::CopyPlan;
-use crate::protocol::{MOST_AHEAD, NamedCache, Reply, Request, WirePlan, digest};
+use crate::protocol::{MAX_AHEAD, NamedCache, Reply, Request, WirePlan, digest};
 use crate::session::{KnownCache, StreamLease, send_message_before, timed};
 use crate::sync::Mutex;
 
@@ -65,7 +65,7 @@ impl Streams {
     /// streams of calls that wait for these rows.
     fn leases(&self, first: Option<StreamLease>) -> Result<Vec<StreamLease>> {
         let (link, deadline) = (&self.call.link, self.call.deadline);
-        let most = self.most_parts();
+        let most = self.max_parts();
         let mut leases = fallible::with_capacity(STREAMS, most)?;
         // Until a request is sent, the next call can use the stream.
         let unused = |mut lease: StreamLease| {
@@ -84,12 +84,12 @@ impl Streams {
     }
 
     /// Returns the largest number of streams for the transfer.
-    fn most_parts(&self) -> usize {
+    fn max_parts(&self) -> usize {
         // Each part of a pull sends the plan.
         if self.plan.num_entries() > MAX_ENTRIES_OF_PARTS {
             return 1;
         }
-        let most = self.call.resources.config.links.most_streams(self.call.link.calls.addresses());
+        let most = self.call.resources.config.links.max_streams(self.call.link.calls.addresses());
         usize::try_from(self.plan.bytes() / PART).unwrap_or(usize::MAX).clamp(1, most)
     }
 
@@ -117,8 +117,8 @@ impl Streams {
         let leases = fallible::collect(STREAMS, leases.into_iter().map(|lease| Mutex::new(Some(lease))))?;
         let work = move |index: usize| {
             let from = index as u64 * each;
-            let lane = self.call.execution.as_ref().map(|execution| execution.on_this_thread(deadline));
-            let (_lane, deadline) = lane.unzip();
+            let current = self.call.execution.as_ref().map(|execution| execution.on_this_thread(deadline));
+            let (_current, deadline) = current.unzip();
             let call = Call { deadline: deadline.unwrap_or(self.call.deadline), ..self.call.clone() };
             let streams = Streams { call, known: self.known.clone(), plan: self.plan.clone() };
             let Some(lease) = leases.get(index).and_then(|lease| lease.lock().take()) else { return Ok(()) };
@@ -261,7 +261,7 @@ impl Streams {
 
     /// Whether `bytes` bytes of the plan may follow their request without waiting for a reply.
     fn ahead(&self, bytes: u64) -> bool {
-        bytes <= MOST_AHEAD && self.plan.num_pieces() <= MAX_PIECES_AHEAD
+        bytes <= MAX_AHEAD && self.plan.num_pieces() <= MAX_PIECES_AHEAD
     }
 
     /// Sends the request, and waits until the peer is ready for its `bytes`. Returns `false` if the remote cache has

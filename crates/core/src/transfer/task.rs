@@ -1,8 +1,8 @@
 //! A layer-wise transfer in progress: which layers are ready, how far each destination is, and its outcome.
 //!
-//! The code that computes layers reports which ones are ready, in any order, and lanes push ready layers to each
+//! The code that computes layers reports which ones are ready, in any order, and workers push ready layers to each
 //! destination. Neither waits for the other, and no destination waits for another. Each destination has a [`Transfer`], which
-//! ends once nothing of the destination moves. A lane that ends without a result leaves a failure
+//! ends once nothing of the destination moves. A worker that ends without a result leaves a failure
 //! (`destinations_are_independent`), so a missing result never counts as success.
 //!
 //! `layer_task` starts a task, and `layerwise` pushes the layers.
@@ -12,14 +12,14 @@ use std::time::Instant;
 
 use super::async_calls::AsyncCalls;
 use super::clock::Alarmed;
+use super::current_call::{watched, work_for};
 use super::delivery::{
-    DeliveryState, LaneState, LayerSink, Outcome, ReadyRun, ReportedLayers, TaskKind, TaskLimits,
+    DeliveryState, LayerSink, Outcome, ReadyRun, ReportedLayers, RunState, TaskKind, TaskLimits,
 };
-use super::executor::{ExecutorHandle, Job, LaneKey};
-use super::on_lane::{watched, work_for};
-use super::place_table::Place;
+use super::executor::{ExecutorHandle, Job, JobClass};
 use super::run_length::RunLength;
 use super::running_calls::RunningCalls;
+use super::slot_map::SlotKey;
 use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
@@ -29,35 +29,35 @@ use crate::sync::Mutex;
 /// One transfer to any number of destinations.
 #[derive(Debug)]
 pub(super) struct Task {
-    lanes: ExecutorHandle,
+    executor: ExecutorHandle,
     pub(super) limits: TaskLimits,
     begin: Instant,
     /// The transfer of each destination, in the order of the destinations.
     pub(super) transfers: Vec<Arc<Transfer>>,
     running: Arc<RunningCalls>,
-    /// The places of the transfers in `running`.
-    pub(super) places: Vec<Place>,
+    /// The keys of the transfers in `running`.
+    pub(super) keys: Vec<SlotKey>,
     pub(super) state: Mutex<TaskState>,
 }
 
 impl Task {
-    /// Creates a task whose transfers have these places among the calls that run. [`begin`](Self::begin) starts it.
+    /// Creates a task whose transfers have these keys among the calls that run. [`begin`](Self::begin) starts it.
     pub(super) fn new(
         calls: &AsyncCalls,
         limits: TaskLimits,
-        (transfers, places): (Vec<Arc<Transfer>>, Vec<Place>),
+        (transfers, keys): (Vec<Arc<Transfer>>, Vec<SlotKey>),
         state: TaskState,
     ) -> Arc<Task> {
-        let (lanes, running) = (calls.lanes().clone(), calls.running().clone());
+        let (executor, running) = (calls.executor().clone(), calls.running().clone());
         let (begin, state) = (Instant::now(), Mutex::new(state));
-        Arc::new(Task { lanes, limits, begin, transfers, running, places, state })
+        Arc::new(Task { executor, limits, begin, transfers, running, keys, state })
     }
 
-    /// Has lanes find every destination.
+    /// Has workers find every destination.
     pub(super) fn begin(self: &Arc<Self>) {
         self.queue_all();
         // Those that cannot be reached have ended already.
-        self.settle_all();
+        self.finish_ended();
     }
 
     /// Reports that `layer` may be pushed, in any order. Returns at once. Returns `Err(InvalidArgument)` if the source
@@ -77,7 +77,7 @@ impl Task {
         (0..self.transfers.len()).for_each(|index| self.queue(index));
     }
 
-    /// Hands a destination to the lanes if there is something to do for it, unless they have it already.
+    /// Hands a destination to the workers if there is something to do for it, unless they have it already.
     fn queue(self: &Arc<Self>, index: usize) {
         let mut state = self.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
@@ -87,7 +87,8 @@ impl Task {
         if delivery.is_busy() || idle {
             return;
         }
-        let (lane, cluster) = (std::mem::replace(&mut delivery.lane, LaneState::Queued), delivery.cluster);
+        let (run_state, cluster) =
+            (std::mem::replace(&mut delivery.run_state, RunState::Queued), delivery.cluster);
         if let Some(next) = next.filter(|_| self.limits.kind.has_events())
             && let Err(error) = self.arm(&mut state, Deadline::since(next.since, self.limits.layer).at())
         {
@@ -96,9 +97,9 @@ impl Task {
             return self.stop(index, error);
         }
         drop(state);
-        if lane == LaneState::Idle {
+        if run_state == RunState::Idle {
             let job = LayerJob { task: self.clone(), index, why: None, over: false };
-            self.lanes.carry(LaneKey::Calls(cluster), Arc::new(job));
+            self.executor.submit(JobClass::Calls(cluster), Arc::new(job));
         }
     }
 
@@ -108,16 +109,16 @@ impl Task {
         let TaskState { layers, deliveries, .. } = &mut *state;
         deliveries[index].fail(|| error, layers);
         drop(state);
-        self.settle(index);
+        self.finish_if_ended(index);
     }
 
-    /// [Settles](Self::settle) every destination.
-    pub(super) fn settle_all(&self) {
-        (0..self.transfers.len()).for_each(|index| self.settle(index));
+    /// [Finishes](Self::finish_if_ended) every destination that has ended.
+    pub(super) fn finish_ended(&self) {
+        (0..self.transfers.len()).for_each(|index| self.finish_if_ended(index));
     }
 
     /// If a destination has its outcome and nothing of it moves, drops its sink and ends its transfer.
-    fn settle(&self, index: usize) {
+    fn finish_if_ended(&self, index: usize) {
         let mut state = self.state.lock();
         let delivery = &mut state.deliveries[index];
         let Some(moved) = delivery.take_end() else { return };
@@ -131,13 +132,13 @@ impl Task {
         // before anything reports that the destination has ended.
         drop(sink);
         self.transfers[index].finish(moved);
-        self.running.leave(self.places[index]);
+        self.running.leave(self.keys[index]);
         let mut state = self.state.lock();
         state.open -= 1;
         let alarm = if state.open == 0 { state.alarm.take() } else { None };
         drop(state);
         if let Some((_, alarm)) = alarm {
-            self.lanes.clock().forget(alarm);
+            self.executor.clock().forget(alarm);
         }
     }
 
@@ -146,9 +147,9 @@ impl Task {
         if state.open == 0 || state.alarm.is_some_and(|(at, _)| at <= when) {
             return Ok(());
         }
-        let alarm = self.lanes.clock().at(when, Arc::new(Late(Arc::downgrade(self))))?;
+        let alarm = self.executor.clock().at(when, Arc::new(Late(Arc::downgrade(self))))?;
         if let Some((_, later)) = state.alarm.replace((when, alarm)) {
-            self.lanes.clock().forget(later);
+            self.executor.clock().forget(later);
         }
         Ok(())
     }
@@ -167,7 +168,7 @@ impl Task {
         }
         drop(state);
         if late || armed.is_err() {
-            self.settle_all();
+            self.finish_ended();
         }
     }
 }
@@ -184,7 +185,7 @@ impl Alarmed for Late {
     }
 }
 
-/// The work of a lane for one destination: pushes what is ready.
+/// The work of a worker for one destination: pushes what is ready.
 struct LayerJob {
     task: Arc<Task>,
     index: usize,
@@ -202,10 +203,10 @@ enum LayerStep {
 
 impl Job for LayerJob {
     fn run(self: Arc<Self>) {
-        // The lane has the only reference, here and below.
+        // The worker has the only reference, here and below.
         let Some(mut job) = Arc::into_inner(self) else { return };
         let transfer = job.task.transfers[job.index].clone();
-        let _lane = work_for(&transfer);
+        let _current = work_for(&transfer);
         let mut run_length = RunLength::default();
         while let Some(step) = job.next() {
             match step {
@@ -222,14 +223,14 @@ impl Job for LayerJob {
                 }
                 LayerStep::Push(sink, ReadyRun { layers, since }) => {
                     let (deadline, begin) = (job.deadline(since), Instant::now());
-                    let pushed = sink.push(layers, run_length.most_bytes(deadline.left()), deadline);
+                    let pushed = sink.push(layers, run_length.max_bytes(deadline.left()), deadline);
                     drop(sink);
                     if let Ok((_, bytes)) = pushed {
                         run_length.learn(bytes, begin.elapsed());
                         transfer.part_done(bytes);
                     }
                     job.record(pushed, |delivery, (count, bytes), layers| {
-                        delivery.carried(count, bytes, layers);
+                        delivery.note_pushed(count, bytes, layers);
                     });
                 }
             }
@@ -258,7 +259,7 @@ impl LayerJob {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
-        delivery.lane = LaneState::Busy;
+        delivery.run_state = RunState::Busy;
         let next = delivery.next_run(layers);
         match (&delivery.outcome, &delivery.sink, next) {
             (Outcome::UnderWay, Some(sink), next) if !delivery.found => {
@@ -268,10 +269,10 @@ impl LayerJob {
             (Outcome::UnderWay, Some(sink), Some(ready)) => {
                 return Some(LayerStep::Push(sink.clone(), ready));
             }
-            _ => delivery.lane = LaneState::Idle,
+            _ => delivery.run_state = RunState::Idle,
         }
         drop(state);
-        self.task.settle(self.index);
+        self.task.finish_if_ended(self.index);
         None
     }
 
@@ -296,9 +297,9 @@ impl Drop for LayerJob {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
-        delivery.lane = LaneState::Idle;
+        delivery.run_state = RunState::Idle;
         delivery.fail(|| why, layers);
         drop(state);
-        self.task.settle(self.index);
+        self.task.finish_if_ended(self.index);
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct Awaited {
     pub(super) layer: u32,
     pub(super) since: Instant,
     /// When the wait is too long.
-    pub(super) patience: Option<Deadline>,
+    pub(super) layer_timeout: Option<Deadline>,
 }
 
 impl TaskState {
@@ -39,7 +39,7 @@ impl TaskState {
         Ok(TaskState { layers, awaited: None, alarm: None, deliveries, open })
     }
 
-    /// Fails every destination for which `fails` returns an error, unless it has ended. The caller settles them.
+    /// Fails every destination for which `fails` returns an error, unless it has ended. The caller finishes them.
     pub(super) fn fail_each(&mut self, fails: impl Fn(&DeliveryState, &ReportedLayers) -> Option<Error>) {
         for delivery in &mut self.deliveries {
             if let Some(error) = fails(delivery, &self.layers) {
@@ -68,12 +68,12 @@ impl TaskState {
     /// Fails what is late. Returns whether there was anything, and when to check again.
     pub(super) fn fail_late(&mut self, limits: TaskLimits, begin: Instant) -> (bool, Option<Instant>) {
         let (now, mut late, mut next) = (Instant::now(), false, None::<Instant>);
-        if let Some(Awaited { layer, patience: Some(patience), .. }) = self.awaited {
-            if patience.passed() {
-                self.refuse(layer, &patience.error(&format!("waiting for layer {layer}")));
+        if let Some(Awaited { layer, layer_timeout: Some(layer_timeout), .. }) = self.awaited {
+            if layer_timeout.passed() {
+                self.refuse(layer, &layer_timeout.error(&format!("waiting for layer {layer}")));
                 late = true;
             } else {
-                next = Some(patience.at());
+                next = Some(layer_timeout.at());
             }
         }
         let TaskState { layers, deliveries, .. } = self;

@@ -16,7 +16,7 @@ use crate::plan::{CacheCount, CopyPlan, Moves, Plans, REQUEST};
 
 /// Maximum number of pairs of different sizes, of a tensor here and one there, in a call. Each has a plan of its own, with
 /// a list of all blocks, and the descriptions of peers decide how many there are.
-const MOST_SIZES: usize = 64;
+const MAX_SIZES: usize = 64;
 
 /// The sizes of one side of a call.
 #[derive(Clone, Copy)]
@@ -90,8 +90,8 @@ pub(super) fn planned(
         let count = room.clamp(1, tensors.count - done);
         let sizes = (src.of(from), dst.of(to));
         if !known.iter().any(|(known, _)| *known == sizes) {
-            ensure(known.len() < MOST_SIZES, || {
-                Error::invalid(format!("the tensors of a call have more than {MOST_SIZES} different sizes"))
+            ensure(known.len() < MAX_SIZES, || {
+                Error::invalid(format!("the tensors of a call have more than {MAX_SIZES} different sizes"))
             })?;
             let named = |error: Error| error.with("tensor", from);
             let mut moves = moves(src.layout_of(from), dst.layout_of(to)).map_err(named)?;

@@ -71,10 +71,10 @@ fn wrong_kind(name: &str, is: &str, needed: &str) -> Error {
     Error::invalid(format!("{name} is {is}; this call needs {needed}"))
 }
 
-/// Returns the error for a `size`, which stands for `bytes` bytes, that exceeds the `room` bytes of `place`.
-pub(super) fn too_long(size: i64, bytes: u64, room: u64, place: &str) -> Error {
+/// Returns the error for a `size`, which stands for `bytes` bytes, that exceeds the `room` bytes of `container`.
+pub(super) fn too_long(size: i64, bytes: u64, room: u64, container: &str) -> Error {
     let value = if size == -1 { format!("-1 ({bytes} bytes)") } else { bytes.to_string() };
-    Error::argument("size", value, format_args!("at most the {room} bytes of {place}"))
+    Error::argument("size", value, format_args!("at most the {room} bytes of {container}"))
 }
 
 /// Checks that `size` is −1 (all bytes) or above 0.

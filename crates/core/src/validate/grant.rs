@@ -7,7 +7,7 @@ use crate::error::{Error, Result, ensure};
 use crate::model::{CacheLayout, RowList};
 
 /// Maximum number of readers of one grant: as many as there can be links.
-const MOST_READERS: usize = 4096;
+const MAX_READERS: usize = 4096;
 
 /// Checks the arguments of a grant, and returns the rows that it lends.
 pub fn grant(layout: CacheLayout, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Vec<u64>> {
@@ -16,7 +16,7 @@ pub fn grant(layout: CacheLayout, blocks: &[i64], ttl: Duration, readers: usize)
     in_range("blocks", blocks, layout.geometry)?;
     let (ttl_ms, most) = (ttl.as_millis(), u128::from(u32::MAX));
     ensure((1..=most).contains(&ttl_ms), || Error::argument("ttl_ms", ttl_ms, format!("1 to {most}")))?;
-    let allowed = format!("1 to {MOST_READERS}");
-    ensure((1..=MOST_READERS).contains(&readers), || Error::argument("readers", readers, allowed))?;
+    let allowed = format!("1 to {MAX_READERS}");
+    ensure((1..=MAX_READERS).contains(&readers), || Error::argument("readers", readers, allowed))?;
     numbers(blocks).map(RowList::into_vec)
 }

@@ -104,7 +104,7 @@ fn dst_stride(to: &LayerDestination) -> Option<u64> {
 /// Returns the error for `bytes` bytes from `offset` of a tensor on, which exceed their row.
 fn beyond_row(rows: RowSizes, offset: u64, bytes: u64) -> Error {
     Error::invalid("a destination address plus the bytes of a row exceeds the row of the remote cache")
-        .with("offset_in_row", rows.place_in_row(offset))
+        .with("offset_in_row", rows.offset_in_row(offset))
         .with("bytes", bytes)
         .with("row_bytes", rows.bytes())
         .with("row_stride", rows.stride())

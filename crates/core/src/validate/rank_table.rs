@@ -46,14 +46,14 @@ pub fn comm_name(name: &str) -> Result<()> {
 }
 
 /// Checks that a communicator has at most 4 members.
-pub fn most_members(count: usize) -> Result<()> {
+pub fn max_members(count: usize) -> Result<()> {
     ensure(count <= MEMBERS, || Error::out_of_range("len(cluster_rank_info)", count, "2 to 4 clusters"))
 }
 
 /// Checks the other arguments of `link()` (contract §6.5).
 pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Result<()> {
     comm_name(name)?;
-    most_members(clusters.len())?;
+    max_members(clusters.len())?;
     if clusters.len() < 2 {
         return Err(Error::out_of_range("len(cluster_rank_info)", clusters.len(), "2 to 4 clusters"));
     }

@@ -1,6 +1,6 @@
 //! Lack of memory: each allocation of a call fails in turn. The call returns the error, and nothing has changed.
 //!
-//! Only allocations of `LEAST` bytes and more fail, which are lists. Any other failed allocation would end the process.
+//! Only allocations of `MIN_FAILING` bytes and more fail, which are lists. Any other failed allocation would end the process.
 //! `protocol` tests how much memory a message may take, `tests/test_out_of_memory.py` limits of the system.
 
 use std::mem;
@@ -29,7 +29,7 @@ use crate::fixtures::{
 };
 
 /// The least size of a list of these tests. Allocations of a constant size are smaller.
-const LEAST: usize = 16 << 10;
+const MIN_FAILING: usize = 16 << 10;
 /// Entries of a list.
 const MANY: u64 = 5000;
 
@@ -42,7 +42,7 @@ fn each_judged<P, T>(
 ) -> usize {
     for nth in 0.. {
         let mut prepared = prepare();
-        let (result, failed) = counting_allocator::failing(LEAST, nth, || work(&mut prepared));
+        let (result, failed) = counting_allocator::failing(MIN_FAILING, nth, || work(&mut prepared));
         if let (true, Err(error)) = (failed, &result) {
             assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
         }
@@ -271,7 +271,7 @@ fn failures_without_memory_lose_only_their_rows() {
     assert_eq!(whole.arrived().len(), MANY as usize);
     let each = |work: &dyn Fn() -> usize| {
         for nth in 0.. {
-            let (rows, failed) = counting_allocator::failing(LEAST, nth, work);
+            let (rows, failed) = counting_allocator::failing(MIN_FAILING, nth, work);
             assert_eq!(rows, if failed { 0 } else { MANY as usize });
             if !failed {
                 return nth;
@@ -410,7 +410,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
                 local.send(&large, soon()).unwrap();
                 local.send(&small, soon()).unwrap();
             });
-            let (heard, failed) = counting_allocator::failing(LEAST, nth, hear);
+            let (heard, failed) = counting_allocator::failing(MIN_FAILING, nth, hear);
             match heard {
                 Err(error) => assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{error}"),
                 Ok(frame) => assert!(!failed && frame.unwrap().1 == large[HEADER..]),
@@ -427,7 +427,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     // After a short frame, bytes of a cache may follow that no call expects, so the stream ends.
     let short = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 4000] }).unwrap();
     local.send(&short, soon()).unwrap();
-    let (heard, failed) = counting_allocator::failing(LEAST, 0, hear);
+    let (heard, failed) = counting_allocator::failing(MIN_FAILING, 0, hear);
     assert_eq!((heard.unwrap_err().kind(), failed), (ErrorKind::OutOfMemory, true));
     assert!(remote.is_closed());
 }

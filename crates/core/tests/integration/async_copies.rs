@@ -1,4 +1,4 @@
-//! Asynchronous copies and swaps within one engine: turns, limits, cancellation, and the queue of outcomes.
+//! Asynchronous copies and swaps within one engine: order, limits, cancellation, and the queue of outcomes.
 
 use std::sync::Arc;
 use std::time::Duration;

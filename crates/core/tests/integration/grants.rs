@@ -275,19 +275,19 @@ fn secrets_are_not_shown() {
 /// One alarm is set, however many grants come and go beside one that lasts.
 #[test]
 fn grants_take_one_alarm() {
-    let lanes = Executor::default();
+    let executor = Executor::default();
     let (_, reported_ends, grants) = grants();
-    let clock = grant_clock(lanes.handle(), &grants);
+    let clock = grant_clock(executor.handle(), &grants);
     let long = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
     for count in 1..20 {
         grants.lend(CacheId(1), rows(&[1]), Duration::from_millis(1), 1).unwrap();
         watch_grants(&clock).unwrap();
-        assert!(lanes.handle().alarms() <= 1);
+        assert!(executor.handle().alarms() <= 1);
         while reported_ends.0.lock().unwrap().len() < count {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    while lanes.handle().alarms() != 1 {
+    while executor.handle().alarms() != 1 {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(long.ended(), None);

@@ -84,10 +84,10 @@ fn readers_and_writers_do_not_notice_merging() {
     let cache = thread::scope(|scope| {
         let _stopping = StopOnDrop(&stop);
         let reader = scope.spawn(|| {
-            let mut turn = 0;
+            let mut round = 0;
             while !stop.load(Ordering::Relaxed) {
-                turn = (turn * 5 + 4099) % (half / PAGE);
-                let at = (turn * PAGE).min(half - BLOCK);
+                round = (round * 5 + 4099) % (half / PAGE);
+                let at = (round * PAGE).min(half - BLOCK);
                 let buffer = Buffer::new(BLOCK, |_| 0);
                 let to = Tensors::adopted(buffer.adopt(0, BLOCK));
                 let from = Tensors::of_process(process.clone(), [start + at as u64].into(), all).unwrap();
@@ -107,11 +107,11 @@ fn readers_and_writers_do_not_notice_merging() {
             engine.register(adopted, &[], Some(false)).unwrap()
         });
         // In an order that meets the merging everywhere, until it is over.
-        let (count, mut turn) = (half / PAGE, 0);
-        while turn < count || !register.is_finished() {
-            let page = half + turn * 4099 % count * PAGE;
+        let (count, mut round) = (half / PAGE, 0);
+        while round < count || !register.is_finished() {
+            let page = half + round * 4099 % count * PAGE;
             pages.write(page, page + PAGE);
-            turn += 1;
+            round += 1;
         }
         register.join().unwrap()
     });

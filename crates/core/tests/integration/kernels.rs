@@ -113,7 +113,7 @@ fn long_copies() {
     let (from, to) = (Arena::new(ROOM, 7), Arena::new(ROOM, 13));
     let whole =
         [(0, 0, 4096), (3, 61, 65_537), (64, 1, 1 << 20), (63, 0, (2 << 20) + 127), (31, 33, 9 << 20)];
-    // Lengths around the one from which a piece is cut into lanes, and around one at which a lane gets one more step.
+    // Lengths around the one from which a piece is cut into stripes, and around one at which a stripe gets one more step.
     let edges = (16_384 - 130..16_384 + 130).chain(16_896 - 3..16_896 + 3).chain(33_000..33_009);
     let edges = edges.map(|len| (len * 7 % 64, len * 13 % 64, len));
     for piece in whole.into_iter().chain(edges) {
@@ -135,7 +135,7 @@ impl Dice {
     }
 }
 
-/// Lengths on both sides of every branch: none, a line, a step, a page, and a piece that is cut into lanes.
+/// Lengths on both sides of every branch: none, a line, a step, a page, and a piece that is cut into stripes.
 const LENGTHS: [usize; 20] = [
     0, 1, 63, 64, 127, 128, 129, 255, 512, 1000, 1152, 2048, 4095, 4096, 4097, 8192, 16_383, 16_384, 16_385,
     20_001,
@@ -205,16 +205,16 @@ fn many_windows_in_one_entry() {
                 let src_step = dice.below((ROOM - len) / count);
                 let src = dice.below(ROOM - len - src_step * (count - 1) + 1);
                 let backwards = dice.below(2) == 0;
-                let place = |start: usize, step: usize, k: usize| {
+                let locate = |start: usize, step: usize, k: usize| {
                     start + step * if backwards { count - 1 - k } else { k }
                 };
                 let signed = |step: usize| if backwards { -(step as i64) } else { step as i64 };
-                let (first_src, first_dst) = (place(src, src_step, 0), place(dst, dst_step, 0));
+                let (first_src, first_dst) = (locate(src, src_step, 0), locate(dst, dst_step, 0));
                 batch.push(Copy {
                     src: from.windows(first_src, len, (count, signed(src_step))),
                     dst: to.windows(first_dst, len, (count, signed(dst_step))),
                 });
-                pieces.extend((0..count).map(|k| (place(src, src_step, k), place(dst, dst_step, k), len)));
+                pieces.extend((0..count).map(|k| (locate(src, src_step, k), locate(dst, dst_step, k), len)));
             }
             copy_all(&batch, kernel).unwrap();
             check_copied(&from, &to, &pieces, ROOM, kernel);

@@ -58,7 +58,7 @@ impl Holder {
     }
 
     /// Tensor and first byte of an element.
-    fn place(&self, element: Element) -> (u32, u64) {
+    fn locate(&self, element: Element) -> (u32, u64) {
         let (tensor, block, index) = index_of(&self.layout, element);
         (tensor, self.blocks[block] * self.row_stride + index * self.data_type.bytes())
     }
@@ -129,7 +129,7 @@ impl Case {
                     for head in part.heads.clone() {
                         for dim in 0..self.src.layout.head_dim {
                             let at = |first| (layer, plane, first + token, head, dim);
-                            moved.push((self.dst.place(at(to)), self.src.place(at(from))));
+                            moved.push((self.dst.locate(at(to)), self.src.locate(at(from))));
                         }
                     }
                 }
@@ -524,7 +524,7 @@ fn a_head_without_owner_is_named() {
     assign_owners(&wanted(0..1, 0..1), &[], 0).unwrap_err();
 }
 
-/// What a plan of one template stores: spans, and pairs of places.
+/// What a plan of one template stores: spans, and pairs of positions.
 fn stored(plan: &CopyPlan) -> (usize, usize) {
     let [template] = &plan.templates()[..] else { panic!("{} templates", plan.templates().len()) };
     (template.spans.len(), template.pairs.len())
@@ -624,7 +624,7 @@ fn an_unaligned_range_has_few_templates() {
     assert!(sizes.len() <= 4 && sizes.iter().map(|size| size.0).sum::<usize>() <= 1001, "{sizes:?}");
 }
 
-/// Numbers of places that do not fit 32 bits become spans.
+/// Numbers of positions that do not fit 32 bits become spans.
 #[test]
 fn large_tensors_with_uneven_strides_are_planned_as_spans() {
     let mut case = between(whole(rank(8, 2, 0), 8), whole(rank(8, 4, 0), 8));

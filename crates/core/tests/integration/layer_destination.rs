@@ -21,7 +21,7 @@ fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
 }
 
 /// Applies the plan of `moves` to layer `layer` of `src`, which goes to layer `to` of `dst`.
-fn carried(
+fn moved(
     mut moves: Moves,
     (layer, to, per_layer): (u32, u32, u32),
     src: &[Vec<u8>],
@@ -160,7 +160,7 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
             let read: std::collections::BTreeSet<_> = moves.src_rows.iter().copied().collect();
             let rows_read = if case.form % 3 == 1 { ours } else { vec![slots.0 as u64] };
             assert_eq!(read, rows_read.into_iter().collect(), "the rows that are pinned: {case:?}");
-            assert_eq!(carried(moves, (layer, to, per_layer), &source, &mut got), bytes, "{case:?}");
+            assert_eq!(moved(moves, (layer, to, per_layer), &source, &mut got), bytes, "{case:?}");
             assert!(got == expected, "{case:?}");
         }
         (planned, bytes) => panic!("{planned:?}, by hand {bytes:?}: {case:?}"),

@@ -86,10 +86,10 @@ impl LayerSink for Scripted {
     }
 
     /// Also stops before the layer at which it fails.
-    fn push(&self, ready: LayerRange, most_bytes: u64, deadline: Deadline) -> Result<(u32, u64)> {
+    fn push(&self, ready: LayerRange, max_bytes: u64, deadline: Deadline) -> Result<(u32, u64)> {
         let fails_next = |&layer: &u32| self.0.fails_at != Some(layer + 1);
         let count = if self.0.shut_at_find {
-            (most_bytes / BYTES).clamp(1, u64::from(ready.end - ready.first)) as u32
+            (max_bytes / BYTES).clamp(1, u64::from(ready.end - ready.first)) as u32
         } else {
             let more = (ready.first..ready.end - 1).take(self.0.more as usize).take_while(fails_next);
             1 + more.count() as u32
@@ -126,9 +126,9 @@ fn broken() -> Error {
 
 type To = (u32, u32, Arc<Script>);
 
-/// An engine's lanes and events, without links.
+/// An engine's workers and events, without links.
 struct Bed {
-    lanes: Executor,
+    executor: Executor,
     calls: AsyncCalls,
     limits: TaskLimits,
 }
@@ -139,9 +139,9 @@ impl Bed {
     }
 
     fn with(layer: Duration, wait: Option<Duration>) -> Bed {
-        let lanes = Executor::default();
-        let calls = AsyncCalls::new(Arc::new(EventQueue::new(64)), lanes.handle(), Weak::new());
-        Bed { lanes, calls, limits: TaskLimits { kind: TaskKind::LayerTask, layer, wait } }
+        let executor = Executor::default();
+        let calls = AsyncCalls::new(Arc::new(EventQueue::new(64)), executor.handle(), Weak::new());
+        Bed { executor, calls, limits: TaskLimits { kind: TaskKind::LayerTask, layer, wait } }
     }
 
     fn try_begin(&self, cluster: u64, to: &[To]) -> Result<LayerTask> {
@@ -324,7 +324,7 @@ fn every_destination_follows_the_model() {
             assert_eq!(events, all, "one event each");
             assert_eq!(bed.calls.queue().open_transfers(), 0);
             assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
-            eventually("the end of the alarms", || bed.lanes.handle().alarms() == 0);
+            eventually("the end of the alarms", || bed.executor.handle().alarms() == 0);
             Ok(())
         })
         .unwrap();
@@ -426,7 +426,7 @@ fn errors_of_layers_name_the_layer_and_the_range() {
 }
 
 #[test]
-fn all_destinations_get_a_place_or_none_does() {
+fn all_destinations_get_room_or_none_does() {
     let bed = Bed::new();
     let good = |count: u32| (0..count).map(|_| (0, 1, Script::good())).collect::<Vec<To>>();
     let task = bed.begin(&good(60));
@@ -444,7 +444,7 @@ fn all_destinations_get_a_place_or_none_does() {
     assert_eq!(bed.try_begin(2, &good(1)).unwrap_err().kind(), ErrorKind::Closed);
 }
 
-/// The limit of a layer counts from its report. The lanes of the cluster stall, so nothing else ends the wait.
+/// The limit of a layer counts from its report. The workers of the cluster stall, so nothing else ends the wait.
 #[test]
 fn a_layer_that_waits_for_a_thread_is_late() {
     let mut bed = Bed::with(LONG, None);
@@ -468,7 +468,7 @@ fn a_layer_that_waits_for_a_thread_is_late() {
     eventually("the other destination", || Script::is(&other.found));
     [1, 2].iter().for_each(|&layer| task.ready(layer).unwrap());
     succeeded(&task.transfers()[1]);
-    eventually("the end of the alarms", || bed.lanes.handle().alarms() == 0);
+    eventually("the end of the alarms", || bed.executor.handle().alarms() == 0);
 }
 
 /// A push that begins in time and takes too long has the deadline of its layer.
@@ -505,7 +505,7 @@ fn a_destination_that_waits_too_long_is_late() {
     assert_eq!(scripts[0].pushed(), [0, 1, 2, 3]);
     let least = limit + 3 * limit / 8;
     assert!(u128::from(served.nanos()) >= least.as_nanos(), "the limit counts from its last layer");
-    eventually("the end of the alarms", || bed.lanes.handle().alarms() == 0);
+    eventually("the end of the alarms", || bed.executor.handle().alarms() == 0);
 }
 
 /// Whatever ends a destination, a layer in transit ends first, and the event comes after it.
@@ -562,7 +562,7 @@ fn a_dropped_task_ends_what_waits_for_layers() {
 #[test]
 fn a_task_without_threads_fails() {
     let bed = Bed::with(LONG, Some(LONG));
-    bed.lanes.handle().refuse_threads(true);
+    bed.executor.handle().refuse_threads(true);
     let script = Script::good();
     let task = bed.begin(&[(0, 1, script.clone())]);
     assert_eq!(failure(&task.transfers()[0]).kind(), ErrorKind::System);
@@ -571,7 +571,7 @@ fn a_task_without_threads_fails() {
     assert!(bed.calls.drain(Deadline::after(Duration::ZERO)).unwrap());
 }
 
-/// One caller hands over many jobs; the lanes wake one another.
+/// One caller hands over many jobs; the workers wake one another.
 #[test]
 fn every_destination_of_a_cluster_is_served() {
     let bed = Bed::new();
@@ -583,5 +583,5 @@ fn every_destination_of_a_cluster_is_served() {
         assert_eq!(task.transfers()[0].progress().total, 3 * BYTES);
         assert_eq!(bed.events().len(), 40);
     }
-    assert!(bed.lanes.handle().threads() <= 33);
+    assert!(bed.executor.handle().threads() <= 33);
 }

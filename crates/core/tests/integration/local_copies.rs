@@ -132,37 +132,37 @@ fn some_setups() -> Vec<Setup> {
 }
 
 /// A cache of an engine: in its pool, or in the caller's memory.
-struct Placed {
+struct TestCache {
     spec: Spec,
     end: End,
     own: Option<Own>,
 }
 
-impl Placed {
-    fn in_pool(engine: &DataDist, spec: Spec) -> Placed {
+impl TestCache {
+    fn in_pool(engine: &DataDist, spec: Spec) -> TestCache {
         let end = End::Managed(engine.allocate(&spec.desc(), spec.kind, &[]).unwrap().id());
         let staging = Own::loose(&Spec { placement: Host, ..spec }.desc(), spec.kind);
         staging.write(&spec.bytes());
         copy_all(engine, &End::Loose(staging.cache.clone()), &end, spec);
-        Placed { spec, end, own: None }
+        TestCache { spec, end, own: None }
     }
 
-    fn loose(spec: Spec) -> Placed {
+    fn loose(spec: Spec) -> TestCache {
         let own = Own::loose(&spec.desc(), spec.kind);
         own.write(&spec.bytes());
-        Placed { spec, end: End::Loose(own.cache.clone()), own: Some(own) }
+        TestCache { spec, end: End::Loose(own.cache.clone()), own: Some(own) }
     }
 
-    fn registered(engine: &DataDist, spec: Spec) -> Placed {
+    fn registered(engine: &DataDist, spec: Spec) -> TestCache {
         let register = |adopted| engine.register(adopted, &[], Some(false)).unwrap();
         let own = Own::new(&spec.desc(), spec.kind, register);
         own.write(&spec.bytes());
-        Placed { spec, end: End::Managed(own.cache.id()), own: Some(own) }
+        TestCache { spec, end: End::Managed(own.cache.id()), own: Some(own) }
     }
 
     fn read(&self, engine: &DataDist) -> Tensors {
         let Some(own) = &self.own else {
-            let staging = Placed::loose(Spec { placement: Host, ..self.spec });
+            let staging = TestCache::loose(Spec { placement: Host, ..self.spec });
             copy_all(engine, &self.end, &staging.end, self.spec);
             return staging.read(engine);
         };
@@ -193,14 +193,14 @@ fn by_engine(setup: Setup, caches: &[Spec], steps: &[Step]) -> (Vec<Outcome>, Ve
     let engine = if simulated { engine_on(config, sim.clone()) } else { DataDist::open(config).unwrap() };
 
     // No call may change the caches on either side of those of the case.
-    let neighbour = || Placed::in_pool(&engine, blocks(Device, 1, 1, 65_536, 200));
+    let neighbour = || TestCache::in_pool(&engine, blocks(Device, 1, 1, 65_536, 200));
     let mut neighbours = vec![neighbour()];
     let mut placed = vec![];
     for (at, &spec) in caches.iter().enumerate() {
         placed.push(match (spec.placement == Host || setup.memory == Memory::HostOwn, at % 2) {
-            (true, 0) => Placed::loose(spec),
-            (true, _) => Placed::registered(&engine, spec),
-            (false, _) => Placed::in_pool(&engine, spec),
+            (true, 0) => TestCache::loose(spec),
+            (true, _) => TestCache::registered(&engine, spec),
+            (false, _) => TestCache::in_pool(&engine, spec),
         });
         neighbours.push(neighbour());
     }

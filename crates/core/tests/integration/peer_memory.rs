@@ -104,8 +104,8 @@ impl Peer {
         OpenOptions::new().read(true).write(true).open(&self.fds[which]).unwrap().into()
     }
 
-    fn bump(&mut self, place: u32) {
-        self.process.send(place);
+    fn bump(&mut self, entry: u32) {
+        self.process.send(entry);
         assert_eq!(self.process.report(), ["bumped"]);
     }
 
@@ -457,9 +457,9 @@ fn generations_of_a_peer_are_seen_as_they_rise() {
     peer.bump(last);
     assert!(seen.still(last, 1));
     // Indices beyond the last entry are never trusted, and do no harm. The first of them are those of grants.
-    for place in [last + 1, (1 << 24) - 1, 1 << 24, u32::MAX] {
-        peer.bump(place);
-        assert!(!seen.still(place, u64::MAX));
+    for entry in [last + 1, (1 << 24) - 1, 1 << 24, u32::MAX] {
+        peer.bump(entry);
+        assert!(!seen.still(entry, u64::MAX));
     }
     let own = Generations::new().unwrap();
     own.bump(3);

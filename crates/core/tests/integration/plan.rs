@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{
-    CacheCount, CopyPlan, MOST_TEMPLATE_SPANS, Moves, Piece, Pieces, Side, Span, Template, TensorSteps,
+    CacheCount, CopyPlan, MAX_TEMPLATE_SPANS, Moves, Piece, Pieces, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
@@ -120,8 +120,8 @@ fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
 fn long_lists_are_planned_as_short_ones_are() {
     let (len, count) = (4096u64, 3000u64);
     // A permutation, with sources that differ in high bits too.
-    let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
-    let pairs: Pairs = (0..count).map(|k| (place(k), k * 991 % count)).collect();
+    let position = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
+    let pairs: Pairs = (0..count).map(|k| (position(k), k * 991 % count)).collect();
     let plan = block_plan(&pairs, len, 1);
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
@@ -490,10 +490,10 @@ fn walk_template(template: &Template) -> Option<Walked> {
         |piece: &[i128; 3]| piece[..2].iter().all(|&at| at >= 0 && at + piece[2] <= i128::from(u64::MAX));
     let at = |unit: &u64, number: u32| i128::from(*unit) * i128::from(number);
     (!pairs.is_empty() && !one.is_empty() && one.iter().all(inside)).then(|| {
-        let place = |&(s, d): &(u32, u32)| {
+        let position = |&(s, d): &(u32, u32)| {
             one.iter().map(move |&[src, dst, len]| [src + at(src_unit, s), dst + at(dst_unit, d), len])
         };
-        pairs.iter().flat_map(place).collect()
+        pairs.iter().flat_map(position).collect()
     })
 }
 
@@ -712,9 +712,9 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                     len,
                 })
                 .collect();
-            let place = Piece { src: first.0, dst: first.1, len };
+            let position = Piece { src: first.0, dst: first.1, len };
             let numbers = pairs.iter().map(|&(src, dst)| (src.into(), dst.into()));
-            let pieces = Pieces::rows(place, (len, len), numbers).unwrap();
+            let pieces = Pieces::rows(position, (len, len), numbers).unwrap();
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
             let plan =
                 CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() }).unwrap();
@@ -818,10 +818,10 @@ fn joining_blocks_become_spans() {
         CopyPlan::moves(&mut Moves { pieces, num_tensors: 1, ..Moves::default() }).unwrap()
     };
     for (count, last, repeated) in [
-        (MOST_TEMPLATE_SPANS, 1 << 30, true),
-        (MOST_TEMPLATE_SPANS - 1, 1 << 30, false),
-        (MOST_TEMPLATE_SPANS - 1, 4, true),
-        (MOST_TEMPLATE_SPANS - 2, 4, false),
+        (MAX_TEMPLATE_SPANS, 1 << 30, true),
+        (MAX_TEMPLATE_SPANS - 1, 1 << 30, false),
+        (MAX_TEMPLATE_SPANS - 1, 4, true),
+        (MAX_TEMPLATE_SPANS - 2, 4, false),
     ] {
         let plan = slot(count, last);
         assert_eq!(is_repeated(&plan), repeated, "{count} runs and block {last}");
@@ -843,7 +843,7 @@ fn rows_of_blocks_are_ascending_each_once() {
         assert_eq!(plan.touched_rows(Side::Destination, 8).unwrap(), rows(3, 100));
     }
     let pieces = Span { src: 0, dst: 0, len: 1, count: 1 << 24, src_step: 1, dst_step: 1 };
-    let pairs: Vec<(u32, u32)> = (0..5).map(|place| (0, place)).collect();
+    let pairs: Vec<(u32, u32)> = (0..5).map(|position| (0, position)).collect();
     let many = Template::new((0, 1 << 24), pairs, vec![pieces]);
     let error = plan(many).unwrap_err();
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
@@ -855,7 +855,7 @@ fn long_lists_of_spans_are_checked() {
     let mut chance = Chance(1);
     let mut below = |most| chance.below(most);
     let (mut taken, mut refused) = (0, 0);
-    // How far places are apart, how irregular they are, and how many pieces write to the place of another.
+    // How far positions are apart, how irregular they are, and how many pieces write to the position of another.
     for (scale, odd, again) in [
         (8, 1, 0),
         (8, 8, 0),
@@ -865,17 +865,17 @@ fn long_lists_of_spans_are_checked() {
         (1 << 20, 1 << 19, 1),
         (8, 1, 1),
     ] {
-        let mut places: Vec<u64> = (0..5130).collect();
-        (1..places.len()).rev().for_each(|at| places.swap(at, below(at as u64 + 1) as usize));
-        let span = |place: u64| {
-            // Two pieces of at most an eighth of the place each, half of it apart.
+        let mut positions: Vec<u64> = (0..5130).collect();
+        (1..positions.len()).rev().for_each(|at| positions.swap(at, below(at as u64 + 1) as usize));
+        let span = |position: u64| {
+            // Two pieces of at most an eighth of the position each, half of it apart.
             let (comb, len) = (below(2) == 0, 1 + below(scale / 8));
-            let dst = place * scale + below(odd).min(scale / 4);
+            let dst = position * scale + below(odd).min(scale / 4);
             let (count, dst_step) = if comb { (2, (scale / 2).cast_signed()) } else { (1, 0) };
             let src_step = if comb { 3 } else { 0 };
             Span { src: below(1 << 30), dst, len, count, src_step, dst_step }
         };
-        let mut spans: Vec<Span> = places.into_iter().map(span).collect();
+        let mut spans: Vec<Span> = positions.into_iter().map(span).collect();
         for _ in 0..again {
             let (from, to) = (below(3000) as usize, below(2000) as usize + 3000);
             spans[from].dst = spans[to].dst + spans[to].len - 1;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
 use llm_datadist_core::testing::plan::{
-    CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Side, Span, Template, TensorSteps,
+    CopyPlan, MAX_TEMPLATE_SPANS, MAX_TEMPLATES, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, CHECKSUM, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
@@ -178,7 +178,7 @@ fn handshake_bytes() {
     );
     let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
     golden(
-        &hello(Purpose::Knock { comm }, None),
+        &hello(Purpose::Announce { comm }, None),
         "4c44100129000000030163010100016101ac020100036162630707070707070707070707070707070738268c13af26b742",
     );
     let probe = Some((0x7fff_0000, [2; 16]));
@@ -560,12 +560,12 @@ fn templates_that_lie_are_invalid_arguments() {
     let cases: Vec<(&str, WirePlan, Option<&str>)> = vec![
         ("sound", templates(vec![one()]), None),
         ("no templates", templates(vec![]), None),
-        ("as many templates as may be", apart(MOST_TEMPLATES as u64), None),
+        ("as many templates as may be", apart(MAX_TEMPLATES as u64), None),
         ("one template twice", templates(vec![one(); 2]), Some("twice")),
         ("templates that meet in one byte", templates(vec![one(), meets()]), Some("twice")),
-        ("too many templates", apart(MOST_TEMPLATES as u64 + 1), Some("256 templates")),
-        ("as many spans as may be", many_spans(MOST_TEMPLATE_SPANS as u64), None),
-        ("too many spans", many_spans(MOST_TEMPLATE_SPANS as u64 + 1), Some("65536 spans of templates")),
+        ("too many templates", apart(MAX_TEMPLATES as u64 + 1), Some("256 templates")),
+        ("as many spans as may be", many_spans(MAX_TEMPLATE_SPANS as u64), None),
+        ("too many spans", many_spans(MAX_TEMPLATE_SPANS as u64 + 1), Some("65536 spans of templates")),
         ("a step of 0 in the source", steps(0, 1, 2), Some("step 0")),
         ("a step of 0 in the destination", steps(1, 0, 2), Some("step 0")),
         ("steps beyond 32 bits", steps(u32::MAX, 1, 2), Some("step 4294967295")),
@@ -644,13 +644,13 @@ fn plans_that_a_peer_would_refuse_are_not_sent() {
     };
     let pieces = |count: u64| Span { count, src_step: 0, dst_step: 4, ..single(0, 0, 1) };
     let sent = |num, pairs, dst_unit, spans| WirePlan::try_from(&plan(num, pairs, dst_unit, spans).unwrap());
-    assert!(sent(MOST_TEMPLATES, all(3), 16, vec![pieces(4)]).is_ok());
-    let many = sent(MOST_TEMPLATES + 1, all(3), 16, vec![pieces(4)]).unwrap_err();
+    assert!(sent(MAX_TEMPLATES, all(3), 16, vec![pieces(4)]).is_ok());
+    let many = sent(MAX_TEMPLATES + 1, all(3), 16, vec![pieces(4)]).unwrap_err();
     assert!(many.to_string().contains("more than 256 templates"), "{many}");
     let span = |k: u64| single(k, 2 * k, 1);
     let long = |count: u64| sent(1, all(2), 1 << 40, (0..count).map(span).collect());
-    assert!(long(MOST_TEMPLATE_SPANS as u64).is_ok());
-    let long = long(MOST_TEMPLATE_SPANS as u64 + 1).unwrap_err();
+    assert!(long(MAX_TEMPLATE_SPANS as u64).is_ok());
+    let long = long(MAX_TEMPLATE_SPANS as u64 + 1).unwrap_err();
     assert!(long.to_string().contains("more than 65536 spans of templates"), "{long}");
     // The spans of a template have fewer pieces than all its places may have.
     let listed = |count| plan_of_peer(1, 0, 0, vec![pieces(count)]).unwrap();
@@ -703,8 +703,9 @@ fn plans_of_blocks_round_trip() {
         assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
         assert_eq!(plan.bytes(), 2 * 100 * 512);
         let moved = plan.tensor_pieces(0, 100 * 512).map(|piece| (piece.src, piece.dst, piece.len));
-        let place = |&(src, dst): &(u32, u32)| (512 + 512 * u64::from(src), 4096 + 512 * u64::from(dst), 512);
-        assert!(moved.eq(pairs.iter().map(place)));
+        let moved_by =
+            |&(src, dst): &(u32, u32)| (512 + 512 * u64::from(src), 4096 + 512 * u64::from(dst), 512);
+        assert!(moved.eq(pairs.iter().map(moved_by)));
         assert_eq!(sent(&plan), protocol::encode(&blocks(512, pairs)).unwrap());
     }
 }
@@ -880,7 +881,7 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
 /// shorter than they are.
 #[test]
 fn the_spans_of_a_plan_take_bounded_memory() {
-    let count = MOST_TEMPLATE_SPANS as u64;
+    let count = MAX_TEMPLATE_SPANS as u64;
     let far = |k: u64| single(k << 30, ((k * 1_000_003 % count) << 30) + k % 7, 1);
     let all: Vec<Span> = (0..count).map(far).collect();
     let frame = protocol::encode(&read(WirePlan { templates: spans(&all), ..plan() })).unwrap();
@@ -949,7 +950,7 @@ fn counts_without_elements_reserve_bounded_memory() {
     let runs = vec![Run { start: 0, step: 1, count: 80 }];
     let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
     one(&Hello {
-        purpose: Purpose::Knock { comm },
+        purpose: Purpose::Announce { comm },
         from: PARTY,
         asked: None,
         host: "a".into(),

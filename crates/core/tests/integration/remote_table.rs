@@ -280,9 +280,9 @@ impl Both {
             assert_eq!(made.strong_count() > 0, self.twin.alive(at), "cache {at}");
         }
         assert_eq!(self.real.table.state().keys, self.twin.table.keys() as u64);
-        for &((place, generation), at, keys) in &self.described {
+        for &((located, generation), at, keys) in &self.described {
             let expected = self.twin.alive(at) && self.twin.keys(at) == keys;
-            assert_eq!(self.real.generations.of(place) == generation, expected);
+            assert_eq!(self.real.generations.of(located) == generation, expected);
         }
         // The oldest entries are kept, because their indices have been reused since.
         self.described.truncate(500);
@@ -294,8 +294,8 @@ impl Both {
         for name in names {
             let found = self.real.table.describe(name);
             let expected = self.twin.find(name);
-            let place = found.as_ref().ok().map(|found| (found.cache.id(), found.row));
-            assert_eq!(place, expected.map(|(at, row)| (self.twin.caches[at].0, row)), "{name}");
+            let located = found.as_ref().ok().map(|found| (found.cache.id(), found.row));
+            assert_eq!(located, expected.map(|(at, row)| (self.twin.caches[at].0, row)), "{name}");
             match (found, expected) {
                 (Ok(found), Some((at, _))) => {
                     self.described.push(((found.index, found.generation), at, self.twin.keys(at)));

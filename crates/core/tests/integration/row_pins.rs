@@ -1,6 +1,6 @@
 //! Pins of rows: many readers or one writer, up to the deadline, without deadlocks.
 //!
-//! `row_turns` compares the queues with a naive twin, and `../loom_pins.rs` checks the same protocol in every order of
+//! `row_queues` compares the queues with a naive twin, and `../loom_pins.rs` checks the same protocol in every order of
 //! two or three threads.
 
 use std::sync::Arc;
@@ -198,9 +198,9 @@ fn a_waiting_call_is_passed_a_limited_number_of_times() {
         passed += 1;
     };
     assert_eq!((passed, error.kind(), error.fact("row")), (1024, ErrorKind::Timeout, Some("1")));
-    assert!(!writer.is_open());
+    assert!(!writer.is_ready());
     drop(held);
-    assert!(writer.is_open());
+    assert!(writer.is_ready());
     drop(writer.pin(soon()).unwrap());
     request().unwrap();
 }

@@ -268,13 +268,13 @@ fn a_buffer_gives_windows_only_inside_itself() {
 fn windows_are_joined_only_if_they_are_neighbours() {
     let buffer = memory::BounceBuffer::new(1000).unwrap();
     let one = |at, len| buffer.windows(at, len, 1).unwrap();
-    let place = |windows: memory::Windows<'_>| {
+    let shape = |windows: memory::Windows<'_>| {
         (windows.first().addr() - one(0, 1).first().addr(), windows.first().len(), windows.count())
     };
-    assert_eq!(place(buffer.windows(10, 20, 5).unwrap().joined()), (10, 100, 1));
-    assert_eq!(one(10, 20).followed_by(&one(30, 5)).map(place), Some((10, 25, 1)));
+    assert_eq!(shape(buffer.windows(10, 20, 5).unwrap().joined()), (10, 100, 1));
+    assert_eq!(one(10, 20).followed_by(&one(30, 5)).map(shape), Some((10, 25, 1)));
     for next in [one(29, 5), one(31, 5), one(5, 5), buffer.windows(30, 5, 2).unwrap()] {
-        assert_eq!(one(10, 20).followed_by(&next).map(place), None);
+        assert_eq!(one(10, 20).followed_by(&next).map(shape), None);
     }
     let (_kept, tensors) = tensors_over(1, 1, 1000, |_, _| 0);
     let apart = tensors.windows(0, 10, 20, (5, 30)).unwrap();

@@ -148,9 +148,9 @@ fn a_device_that_fails_ends_the_call_and_what_is_done_is_in_place() {
         let (got, mut wanted) = (dst.read(), vec![0xEE; TENSORS * TENSOR]);
         for (tensor, piece) in plan.pieces(0, progress.bytes()) {
             for at in 0..piece.len as usize {
-                let place = tensor * TENSOR + piece.dst as usize + at;
-                wanted[place] = pattern(4, tensor, piece.src as usize + at);
-                assert_eq!(got[place], wanted[place], "{allowed} copies: {place} is not in place");
+                let position = tensor * TENSOR + piece.dst as usize + at;
+                wanted[position] = pattern(4, tensor, piece.src as usize + at);
+                assert_eq!(got[position], wanted[position], "{allowed} copies: {position} is not in place");
             }
         }
         // The sender's device fails too.

@@ -158,9 +158,9 @@ impl device::Device for Uneven {
 
 impl Copier for Uneven {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<(), Error> {
-        let turn = self.1.fetch_add(1, Ordering::SeqCst).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 60;
-        if turn < 3 {
-            thread::sleep(Duration::from_micros(20 << turn));
+        let round = self.1.fetch_add(1, Ordering::SeqCst).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 60;
+        if round < 3 {
+            thread::sleep(Duration::from_micros(20 << round));
         }
         self.0.copy(batch, kernel)
     }

@@ -1,4 +1,4 @@
-//! A `CacheTask` and its lanes alone: the outcome of each destination, in every order in which layers, sinks and the
+//! A `CacheTask` and its workers alone: the outcome of each destination, in every order in which layers, sinks and the
 //! callers that end the task may act. Bytes are covered by `links/layerwise.rs` and `links/layerwise_faults.rs`.
 #![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
 
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, CacheTask, Carried, Delivery, Executor, ExecutorHandle, LayerSink, Outcome, TaskKind,
+    AsyncCalls, CacheTask, Delivery, Executor, ExecutorHandle, LayerProgress, LayerSink, Outcome, TaskKind,
 };
 use llm_datadist_core::testing::{refuse_layer, start_task};
 use llm_datadist_core::{AwaitQueue, ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
@@ -124,18 +124,18 @@ fn delivery(cluster: u64, &(first, end, script): &To<'_>) -> Delivery {
     Delivery { cluster: ClusterId(cluster), layers: LayerRange { first, end }, sink: Ok(sink) }
 }
 
-/// Returns the calls of an engine with these lanes.
-fn calls(lanes: &ExecutorHandle) -> AsyncCalls {
-    AsyncCalls::new(Arc::new(EventQueue::new(usize::MAX)), lanes, Weak::new())
+/// Returns the calls of an engine with these workers.
+fn calls(executor: &ExecutorHandle) -> AsyncCalls {
+    AsyncCalls::new(Arc::new(EventQueue::new(usize::MAX)), executor, Weak::new())
 }
 
-fn start(lanes: &Executor, to: &[To<'_>], patience: Option<Duration>) -> CacheTask {
-    start_in(&calls(lanes.handle()), to, patience)
+fn start(executor: &Executor, to: &[To<'_>], layer_timeout: Option<Duration>) -> CacheTask {
+    start_in(&calls(executor.handle()), to, layer_timeout)
 }
 
-fn start_in(calls: &AsyncCalls, to: &[To<'_>], patience: Option<Duration>) -> CacheTask {
+fn start_in(calls: &AsyncCalls, to: &[To<'_>], layer_timeout: Option<Duration>) -> CacheTask {
     let deliveries = to.iter().map(|to| delivery(2, to)).collect();
-    start_task(calls, LAYERS, deliveries, patience).unwrap()
+    start_task(calls, LAYERS, deliveries, layer_timeout).unwrap()
 }
 
 /// Reports every layer up to `layer` that was not reported.
@@ -173,10 +173,10 @@ fn refusal() -> Error {
 struct Stalled(CacheTask, Vec<Arc<Script>>);
 
 impl Stalled {
-    fn new(lanes: &Executor, cluster: u64, count: usize) -> Stalled {
+    fn new(executor: &Executor, cluster: u64, count: usize) -> Stalled {
         let scripts: Vec<_> = (0..count).map(|_| Script::stalled()).collect();
         let deliveries = scripts.iter().map(|script| delivery(cluster, &(0, 1, script))).collect();
-        let task = start_task(&calls(lanes.handle()), LAYERS, deliveries, None).unwrap();
+        let task = start_task(&calls(executor.handle()), LAYERS, deliveries, None).unwrap();
         eventually("all to be found", || scripts.iter().all(|script| script.finds() == 1));
         task.ready(0).unwrap();
         Stalled(task, scripts)
@@ -195,29 +195,29 @@ impl Stalled {
     }
 }
 
-/// Sixteen stalled clusters hold every lane. A seventeenth and an eighteenth get a lane anyway.
+/// Sixteen stalled clusters hold every worker. A seventeenth and an eighteenth get a worker anyway.
 #[test]
-fn every_cluster_gets_a_lane_and_at_most_32() {
-    let lanes = Executor::default();
-    let mut all: Vec<_> = (100..116).map(|place| Stalled::new(&lanes, place, 40)).collect();
-    all.iter().for_each(|place| place.arrived(32));
-    assert_eq!(lanes.handle().threads(), 512);
-    all.push(Stalled::new(&lanes, 116, 40));
+fn every_cluster_gets_a_worker_and_at_most_32() {
+    let executor = Executor::default();
+    let mut all: Vec<_> = (100..116).map(|cluster| Stalled::new(&executor, cluster, 40)).collect();
+    all.iter().for_each(|stalled| stalled.arrived(32));
+    assert_eq!(executor.handle().threads(), 512);
+    all.push(Stalled::new(&executor, 116, 40));
     all[16].arrived(1);
 
     let scripts = [Script::stalled(), Script::good(), Script::good(), Script::good()];
     let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
-    let task = start_task(&calls(lanes.handle()), LAYERS, deliveries, None).unwrap();
+    let task = start_task(&calls(executor.handle()), LAYERS, deliveries, None).unwrap();
     ready_to(&task, 1);
-    // The lane stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth cluster.
+    // The worker stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth cluster.
     scripts[0].arrived();
     scripts[0].open();
     ended_as(&task, &["Done"; 4]);
     assert!(scripts.iter().all(|script| script.pushed() == [0, 1]));
-    assert!(lanes.handle().threads() <= 514, "{}", lanes.handle().threads());
+    assert!(executor.handle().threads() <= 514, "{}", executor.handle().threads());
     all.iter().for_each(Stalled::finish);
-    // Later layers for the same cluster find its lanes free.
-    let again = Stalled::new(&lanes, 100, 32);
+    // Later layers for the same cluster find its workers free.
+    let again = Stalled::new(&executor, 100, 32);
     again.arrived(32);
     again.finish();
 }
@@ -226,11 +226,11 @@ fn every_cluster_gets_a_lane_and_at_most_32() {
 #[test]
 fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
     for kind in ["Cancelled", "Closed", "System"] {
-        let lanes = Executor::default();
-        let stalled = Stalled::new(&lanes, 2, 32);
+        let executor = Executor::default();
+        let stalled = Stalled::new(&executor, 2, 32);
         stalled.arrived(32);
         let [a, b, c, d] = array::from_fn(|_| Script::good());
-        let calls = calls(lanes.handle());
+        let calls = calls(executor.handle());
         let task = start_in(&calls, &[(0, 3, &a), (0, 2, &b), (1, 4, &c), (5, 6, &d)], None);
         ready_to(&task, 1);
         let all = [&a, &b, &c, &d];
@@ -260,9 +260,9 @@ fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
 fn reasons_name_what_is_waited_for() {
     const UNASKED: &str = "was not requested";
     const AWAITED: &str = "waiting for the layer";
-    let lanes = Executor::default();
+    let executor = Executor::default();
     let [a, moving, c, d] = [Script::good(), Script::stalled(), Script::good(), Script::good()];
-    let task = start(&lanes, &[(0, 1, &a), (0, 3, &moving), (2, 4, &c), (5, 6, &d)], None);
+    let task = start(&executor, &[(0, 1, &a), (0, 3, &moving), (2, 4, &c), (5, 6, &d)], None);
     let check = |at: usize, text: &str, layer: &str, layers_done: &str| {
         let reason = task.reasons()[at].clone().unwrap();
         assert!(reason.kind() == ErrorKind::Timeout && reason.to_string().contains(text), "{reason}");
@@ -297,29 +297,29 @@ fn reasons_name_what_is_waited_for() {
 
 #[test]
 fn a_task_without_layers_ends_once_all_are_found() {
-    let lanes = Executor::default();
-    let task = start(&lanes, &[], Some(LONG));
+    let executor = Executor::default();
+    let task = start(&executor, &[], Some(LONG));
     ended_as(&task, &[]);
     assert!(task.layers().is_empty() && !task.wanted(0) && !task.cancel());
     let bad = Script::new(FAIL, &[], true);
-    let task = start(&lanes, &[(3, 3, &Script::good()), (3, 3, &bad), (5, 4, &Script::good())], None);
+    let task = start(&executor, &[(3, 3, &Script::good()), (3, 3, &bad), (5, 4, &Script::good())], None);
     ended_as(&task, &["Done", "NotLinked", "Done"]);
     ready_to(&task, 9);
     refuse_layer(&task, 3, &refusal());
     ended_as(&task, &["Done", "NotLinked", "Done"]);
 }
 
-/// A destination that fails, panics or stalls ends alone, and no lane is lost.
+/// A destination that fails, panics or stalls ends alone, and no worker is lost.
 #[test]
 fn destinations_are_independent() {
-    let lanes = Executor::default();
+    let executor = Executor::default();
     for _ in 0..20 {
         let slow = Script::stalled();
         let scripts = [(FAIL, PUSH), (PUSH, FAIL), (PANIC, PUSH), (PUSH, PANIC), (PUSH, PUSH)]
             .map(|(find, second)| Script::new(find, &[PUSH, second], true));
         let mut to: Vec<_> = scripts.iter().map(|script| (0, 4, script)).collect();
         to.push((0, 4, &slow));
-        let task = start(&lanes, &to, None);
+        let task = start(&executor, &to, None);
         for layer in task.layers() {
             task.ready(layer).unwrap();
             eventually("the good one", || task.progress()[4].layers == layer + 1);
@@ -334,14 +334,14 @@ fn destinations_are_independent() {
         let pushed = scripts.map(|script| script.pushed());
         assert_eq!(pushed, [vec![], vec![0], vec![], vec![0], vec![0, 1, 2, 3]]);
     }
-    assert!(lanes.handle().threads() <= 12, "{lanes:?}");
+    assert!(executor.handle().threads() <= 12, "{executor:?}");
 }
 
 #[test]
 fn layers_may_be_ready_in_any_order_but_once() {
-    let lanes = Executor::default();
+    let executor = Executor::default();
     let [a, b, c] = array::from_fn(|_| Script::good());
-    let task = start(&lanes, &[(0, 3, &a), (2, 6, &b), (5, 9, &c)], None);
+    let task = start(&executor, &[(0, 3, &a), (2, 6, &b), (5, 9, &c)], None);
     assert_eq!(task.layers(), [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     assert!(task.wanted(8) && !task.wanted(9) && !task.wanted(u32::MAX));
     for (layer, done) in [(3, [0, 1]), (1, [1, 1]), (2, [2, 2]), (0, [3, 2])] {
@@ -360,15 +360,15 @@ fn layers_may_be_ready_in_any_order_but_once() {
     ready_to(&task, 9);
     ended_as(&task, &["Done"; 3]);
     assert_eq!((a.pushed(), b.pushed(), c.pushed()), (vec![1, 2, 0], vec![3, 2, 4, 5], vec![5, 6, 7, 8]));
-    let carried = |layers| Carried { layers, of_layers: layers, bytes: u64::from(layers) * 10 };
-    assert_eq!(task.progress(), [carried(3), carried(4), carried(4)]);
+    let progress = |layers| LayerProgress { layers, of_layers: layers, bytes: u64::from(layers) * 10 };
+    assert_eq!(task.progress(), [progress(3), progress(4), progress(4)]);
 }
 
 #[test]
 fn a_refused_layer_ends_the_destinations_that_need_it() {
-    let lanes = Executor::default();
+    let executor = Executor::default();
     let [a, b, c, busy] = [Script::good(), Script::good(), Script::good(), Script::stalled()];
-    let task = start(&lanes, &[(0, 3, &a), (1, 5, &b), (4, 6, &c), (2, 3, &busy)], None);
+    let task = start(&executor, &[(0, 3, &a), (1, 5, &b), (4, 6, &c), (2, 3, &busy)], None);
     ready_to(&task, 2);
     busy.arrived();
     eventually("layers 0 to 2", || ends_of(&task)[0] == "Done" && task.progress()[1].layers == 2);
@@ -385,7 +385,7 @@ fn a_refused_layer_ends_the_destinations_that_need_it() {
 
     // Earlier layers that are not ready are refused too, so a destination that begins in between fails.
     let [a, b, c] = array::from_fn(|_| Script::good());
-    let task = start(&lanes, &[(0, 3, &a), (4, 5, &b), (6, 7, &c)], None);
+    let task = start(&executor, &[(0, 3, &a), (4, 5, &b), (6, 7, &c)], None);
     ready_to(&task, 0);
     eventually("layer 0", || task.progress()[0].layers == 1);
     refuse_layer(&task, 5, &refusal());
@@ -396,10 +396,10 @@ fn a_refused_layer_ends_the_destinations_that_need_it() {
 #[test]
 fn a_task_is_done_only_when_nothing_moves() {
     for kind in ["Cancelled", "Closed", "System", "NotLinked"] {
-        let lanes = Executor::default();
+        let executor = Executor::default();
         let fails = kind == "NotLinked";
         let script = Script::new(PUSH, if fails { &[FAIL] } else { &[] }, false);
-        let calls = calls(lanes.handle());
+        let calls = calls(executor.handle());
         let task = start_in(&calls, &[(0, 3, &script)], None);
         ready_to(&task, 1);
         script.arrived();
@@ -428,9 +428,9 @@ fn a_task_is_done_only_when_nothing_moves() {
 /// A layer is in transit when its destination is refused. Nothing that ends the task later replaces that outcome.
 #[test]
 fn an_outcome_is_not_replaced_while_a_layer_is_in_transit() {
-    let lanes = Executor::default();
+    let executor = Executor::default();
     let (refused, whole) = (Script::stalled(), Script::stalled());
-    let calls = calls(lanes.handle());
+    let calls = calls(executor.handle());
     let task = start_in(&calls, &[(0, 3, &refused)], None);
     let other = start_in(&calls, &[(0, 3, &whole)], None);
     for (task, script) in [(&task, &refused), (&other, &whole)] {
@@ -453,8 +453,8 @@ fn an_outcome_is_not_replaced_while_a_layer_is_in_transit() {
 /// A destination that was never reached has a transfer that failed, and no reason.
 #[test]
 fn the_transfer_of_an_unreached_destination_fails() {
-    let lanes = Executor::default();
-    let task = start(&lanes, &[(0, 1, &Script::good()), (1, 2, &Script::good())], None);
+    let executor = Executor::default();
+    let task = start(&executor, &[(0, 1, &Script::good()), (1, 2, &Script::good())], None);
     refuse_layer(&task, 0, &refusal());
     ended_as(&task, &["System", "Unreached"]);
     assert!(task.transfers()[1].peek().unwrap().is_err() && task.reasons()[1].is_none());
@@ -464,8 +464,8 @@ fn the_transfer_of_an_unreached_destination_fails() {
 /// An event loop that was closed while it awaited a task has dropped its queue. The task does not keep it.
 #[test]
 fn a_task_keeps_no_queue_of_an_event_loop() {
-    let lanes = Executor::default();
-    let task = start(&lanes, &[(0, 1, &Script::good())], None);
+    let executor = Executor::default();
+    let task = start(&executor, &[(0, 1, &Script::good())], None);
     let transfer = &task.transfers()[0];
     let [closed, open] = array::from_fn(|_| Arc::new(AwaitQueue::new().unwrap()));
     assert!([&closed, &open, &open].iter().all(|queue| transfer.wake(queue).unwrap()));
@@ -483,11 +483,11 @@ fn a_task_keeps_no_queue_of_an_event_loop() {
 }
 
 #[test]
-fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
-    let lanes = Executor::default();
+fn only_a_layer_that_is_not_ready_times_out() {
+    let executor = Executor::default();
     let [a, b, c] = array::from_fn(|_| Script::good());
     let limit = Some(Duration::from_secs(1));
-    let task = start(&lanes, &[(0, 1, &a), (0, 4, &b), (3, 4, &c)], limit);
+    let task = start(&executor, &[(0, 1, &a), (0, 4, &b), (3, 4, &c)], limit);
     // No layer is waited for.
     thread::sleep(Duration::from_millis(1100));
     assert!(task.wanted(0));
@@ -506,7 +506,7 @@ fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
 
     // A layer in transit was ready.
     let slow = Script::stalled();
-    let task = start(&lanes, &[(0, 2, &slow)], limit);
+    let task = start(&executor, &[(0, 2, &slow)], limit);
     ready_to(&task, 1);
     assert!(task.wanted(0) && task.wanted(1));
     thread::sleep(Duration::from_millis(1100));
@@ -515,7 +515,7 @@ fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
 
     // Each layer may take that long.
     let limit = Duration::from_secs(4);
-    let task = start(&lanes, &[(0, 8, &Script::good())], Some(limit));
+    let task = start(&executor, &[(0, 8, &Script::good())], Some(limit));
     for layer in task.layers() {
         assert!(task.wanted(layer));
         thread::sleep(limit / 7);
@@ -524,19 +524,19 @@ fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
     ended_as(&task, &["Done"]);
 }
 
-/// More tasks than lanes may wait at the same time, and all of them make progress.
+/// More tasks than workers may wait at the same time, and all of them make progress.
 #[test]
 fn tasks_that_wait_take_no_threads() {
-    let lanes = Executor::default();
+    let executor = Executor::default();
     let wait = |_| {
         let script = Script::good();
-        let task = start(&lanes, &[(0, 2, &script)], Some(LONG * 10));
+        let task = start(&executor, &[(0, 2, &script)], Some(LONG * 10));
         eventually("it to be found", || script.finds() == 1);
         assert!(task.wanted(0));
         task
     };
     let tasks: Vec<_> = (0..700).map(wait).collect();
-    assert!(lanes.handle().threads() < 100, "{lanes:?}");
+    assert!(executor.handle().threads() < 100, "{executor:?}");
     for layer in 0..2 {
         for task in &tasks {
             assert!(task.wanted(layer));
@@ -544,24 +544,24 @@ fn tasks_that_wait_take_no_threads() {
         }
     }
     tasks.iter().for_each(|task| ended_as(task, &["Done"]));
-    eventually("the end of the alarms", || lanes.handle().alarms() == 0);
+    eventually("the end of the alarms", || executor.handle().alarms() == 0);
 }
 
 /// A task without an owner drops its sinks. Only the layer in transit is still pushed, and what has all its layers.
 #[test]
 fn a_dropped_task_holds_nothing() {
-    let lanes = Executor::default();
+    let executor = Executor::default();
     let (idle, moving) = (Script::good(), Script::stalled());
-    let task = start(&lanes, &[(0, 2, &idle)], Some(LONG * 10));
+    let task = start(&executor, &[(0, 2, &idle)], Some(LONG * 10));
     assert!(task.wanted(0));
     drop(task);
     eventually("the end of the sink", || idle.dropped());
-    eventually("the end of the alarm", || lanes.handle().alarms() == 0);
-    let task = start(&lanes, &[(0, 3, &moving)], None);
+    eventually("the end of the alarm", || executor.handle().alarms() == 0);
+    let task = start(&executor, &[(0, 3, &moving)], None);
     ready_to(&task, 1);
     moving.arrived();
     let whole = Script::stalled();
-    let other = start(&lanes, &[(0, 2, &whole)], None);
+    let other = start(&executor, &[(0, 2, &whole)], None);
     ready_to(&other, 1);
     drop((task, other));
     moving.open();
@@ -570,52 +570,52 @@ fn a_dropped_task_holds_nothing() {
     assert_eq!((moving.pushed(), whole.pushed()), (vec![0], vec![0, 1]));
 }
 
-/// Without any lane the destinations fail; otherwise the existing lanes do the work.
+/// Without any worker the destinations fail; otherwise the existing workers do the work.
 #[test]
-fn a_lane_that_cannot_be_started() {
-    let lanes = Executor::default();
-    let no_threads = |none| lanes.handle().refuse_threads(none);
+fn a_worker_that_cannot_be_started() {
+    let executor = Executor::default();
+    let no_threads = |none| executor.handle().refuse_threads(none);
     no_threads(true);
     let [a, b, c, d] = array::from_fn(|_| Script::good());
-    let task = start(&lanes, &[(0, 2, &a), (0, 2, &b)], Some(LONG));
+    let task = start(&executor, &[(0, 2, &a), (0, 2, &b)], Some(LONG));
     ended_as(&task, &["System", "System"]);
     assert_eq!(failure(&task, 0).fact("errno"), Some("11"));
     assert!(a.dropped() && !task.wanted(0) && !task.cancel());
 
     no_threads(false);
-    let stalled = Stalled::new(&lanes, 2, 1);
+    let stalled = Stalled::new(&executor, 2, 1);
     stalled.arrived(1);
     no_threads(true);
-    let task = start(&lanes, &[(0, 2, &c), (0, 2, &d)], None);
+    let task = start(&executor, &[(0, 2, &c), (0, 2, &d)], None);
     ready_to(&task, 1);
     assert!(!task.wait(Deadline::after(Duration::from_millis(20))).unwrap());
     stalled.finish();
     ended_as(&task, &["Done", "Done"]);
     // Without a clock, nothing would notice that a layer is late.
-    let task = start(&lanes, &[(0, 2, &Script::good())], Some(LONG));
+    let task = start(&executor, &[(0, 2, &Script::good())], Some(LONG));
     assert!(task.wanted(0));
     ended_as(&task, &["System"]);
 }
 
-/// The executor is dropped with layers in transit and in the queue: every destination has ended then, no lane runs,
+/// The executor is dropped with layers in transit and in the queue: every destination has ended then, no worker runs,
 /// and no later task starts one.
 #[test]
-fn an_executor_that_is_dropped_leaves_no_lane() {
-    let lanes = Executor::default();
+fn an_executor_that_is_dropped_leaves_no_worker() {
+    let executor = Executor::default();
     let scripts: [_; 4] = array::from_fn(|_| Script::stalled());
-    let calls_of_engine = calls(lanes.handle());
+    let calls_of_engine = calls(executor.handle());
     let to = scripts.each_ref().map(|script| (0, 3, script));
     let task = start_in(&calls_of_engine, &to, Some(LONG));
     ready_to(&task, 0);
     scripts.iter().for_each(|script| script.arrived());
-    let handle = lanes.handle().clone();
+    let handle = executor.handle().clone();
     thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(Duration::from_millis(50));
             calls_of_engine.close();
             scripts.iter().for_each(|script| script.open());
         });
-        drop(lanes);
+        drop(executor);
         assert_eq!(handle.threads(), 0);
         assert!(scripts.iter().all(|script| script.dropped()), "a lane runs after the end");
     });
@@ -639,14 +639,14 @@ fn every_order_of_everything() {
         |task, _| refuse_layer(task, 3, &refusal()),
         |_, _| (),
     ];
-    let lanes = Executor::default();
+    let executor = Executor::default();
     TestRunner::default()
-        .run(&(scripts, times, 0..ends.len()), |(scripts, (patience, pause), end)| {
+        .run(&(scripts, times, 0..ends.len()), |(scripts, (layer_timeout, pause), end)| {
             let scripts = scripts
                 .map(|(first, count, find, layers)| (first, first + count, Script::new(find, &layers, true)));
             let to = scripts.each_ref().map(|(first, end, script)| (*first, *end, script));
-            let calls = calls(lanes.handle());
-            let task = start_in(&calls, &to, patience.map(Duration::from_micros));
+            let calls = calls(executor.handle());
+            let task = start_in(&calls, &to, layer_timeout.map(Duration::from_micros));
             while_watched(&task, || {
                 thread::sleep(Duration::from_micros(pause));
                 ends[end](&task, &calls);
@@ -657,11 +657,11 @@ fn every_order_of_everything() {
             calls.close();
             assert!(!task.cancel());
             assert_eq!((ends_of(&task), task.progress()), last);
-            for (((first, end, script), outcome), carried) in to.iter().zip(&last.0).zip(&last.1) {
-                let pushed: Vec<_> = (*first..first + carried.layers).collect();
+            for (((first, end, script), outcome), progress) in to.iter().zip(&last.0).zip(&last.1) {
+                let pushed: Vec<_> = (*first..first + progress.layers).collect();
                 assert!(script.dropped() && script.pushed() == pushed, "{:?}", script.pushed());
-                assert!(outcome != "Done" || carried.layers == end - first);
-                assert_eq!(carried.bytes, u64::from(carried.layers) * 10);
+                assert!(outcome != "Done" || progress.layers == end - first);
+                assert_eq!(progress.bytes, u64::from(progress.layers) * 10);
             }
             Ok(())
         })
@@ -685,7 +685,9 @@ fn while_watched(task: &CacheTask, act: impl FnOnce() + Send) {
                     assert!(was == is || was == "UnderWay", "{was} became {is}");
                     assert!(!done || is != "UnderWay", "done, and under way");
                 }
-                let grew = |(was, is): (&Carried, &Carried)| is.layers >= was.layers && is.bytes >= was.bytes;
+                let grew = |(was, is): (&LayerProgress, &LayerProgress)| {
+                    is.layers >= was.layers && is.bytes >= was.bytes
+                };
                 assert!(last.1.iter().zip(&now.1).all(grew), "{last:?} became {now:?}");
                 last = now;
                 thread::yield_now();

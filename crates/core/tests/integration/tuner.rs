@@ -43,8 +43,8 @@ fn each_source_and_piece_size_has_a_winner_of_its_own() {
     }
     let tuner = Tuner::new(KernelChoice::Auto).unwrap();
     let sizes = [1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20];
-    let places = [Own, Peer, Buffer].into_iter().flat_map(|source| sizes.map(|piece| (source, piece)));
-    let races: Vec<_> = places.zip(kernels.iter().copied().cycle()).collect();
+    let cases = [Own, Peer, Buffer].into_iter().flat_map(|source| sizes.map(|piece| (source, piece)));
+    let races: Vec<_> = cases.zip(kernels.iter().copied().cycle()).collect();
     for &((source, piece), winner) in &races {
         // Every kernel is tried, and until then none is preferred.
         let first = copy(&tuner, source, 12, piece, wins(winner));

@@ -27,7 +27,7 @@ pub struct Resolved {
 }
 
 /// Number of caches that are visited while the lock is held once.
-const AT_ONCE: usize = 1 << 10;
+const CACHES_PER_LOCK: usize = 1 << 10;
 
 impl Table {
     /// Resolves a name that a peer sent to a cache and a row. Returns `Err` of kind
@@ -65,10 +65,10 @@ impl Table {
                 cache.mixed().map_or_else(|| cache.sizes_of(0).tensor_bytes(), |mixed| mixed.bytes());
             next.is_some_and(|next| next <= ends.1 || next - ends.1 < longest)
         };
-        for first in (0..).step_by(AT_ONCE) {
+        for first in (0..).step_by(CACHES_PER_LOCK) {
             let state = self.state.lock();
             let Some(entries) = state.entries.get(first..) else { break };
-            let some = entries.iter().take(AT_ONCE).flatten();
+            let some = entries.iter().take(CACHES_PER_LOCK).flatten();
             let some =
                 some.map(|entry| &entry.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
             let caches = fallible::collect_growing(FOUND_ADDRESSES, 0, some.cloned())?;

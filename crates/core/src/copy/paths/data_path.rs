@@ -6,7 +6,7 @@ use super::path_kind::PathKind;
 use crate::copy::engine::CopyEngine;
 use crate::copy::progress::Progress;
 use crate::copy::route::PlacedTensors;
-use crate::copy::run::KeptAlive;
+use crate::copy::run::HeldPins;
 use crate::device::HostReach;
 use crate::error::Result;
 use crate::memory::{Reach, Tensors};
@@ -61,7 +61,7 @@ pub trait DataPath {
         job: PathJob<'_>,
         dst: PlacedTensors<'_>,
         arrived: &Arc<Progress>,
-        held: KeptAlive,
+        held: HeldPins,
     ) -> Result<PathOutcome>;
 
     /// Moves the bytes out of `src`, at the engine that owns them. The default does nothing: on paths in place, the other engine

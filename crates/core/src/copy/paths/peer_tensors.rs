@@ -7,7 +7,7 @@ use super::path_kind::PathKind;
 use super::staged_copier::StagedCopier;
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::route::{self, PlacedTensors};
-use crate::copy::run::{Copying, KeptAlive};
+use crate::copy::run::{Copying, HeldPins};
 use crate::copy::tuner::Source;
 use crate::device::{Copier, FabricReader, HostReach, ProcessReader};
 use crate::error::{Error, ErrorKind, Result};
@@ -88,7 +88,7 @@ impl DataPath for &PeerTensors {
         job: PathJob<'_>,
         dst: PlacedTensors<'_>,
         arrived: &Arc<Progress>,
-        held: KeptAlive,
+        held: HeldPins,
     ) -> Result<PathOutcome> {
         let engine = job.engine;
         let device = engine.devices().at(dst.1).host_reach();
@@ -114,7 +114,7 @@ impl DataPath for &PeerTensors {
                 copy.read(engine.readers(), process.pid(), engine.workers(), job.deadline)
             }
             // On the calling thread, because copy workers must not wait for a network.
-            PeerTensors::Fabric(..) => copy.alone(job.deadline.into()),
+            PeerTensors::Fabric(..) => copy.run_inline(job.deadline.into()),
         };
         read.map_err(|error| with_copied_bytes(error, arrived, bytes))?;
         Ok(PathOutcome { bytes, hops })

@@ -26,7 +26,7 @@ pub(super) struct StagedCopier {
 
 impl Copier for StagedCopier {
     fn copy(&self, batch: &[Copy<'_>], _: Kernel) -> Result<()> {
-        let buffer = self.buffers.lend()?;
+        let buffer = self.buffers.take()?;
         let mut hops =
             StagedWindows { copier: self, buffer: &buffer, first: Vec::new(), second: Vec::new(), bytes: 0 };
         for (src, dst) in batch.iter().flat_map(|copy| copy.pairs()) {

@@ -14,11 +14,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::kernels::Kernel;
 use crate::memory::{Tensors, Window};
 use crate::model::{Deadline, Placement};
-use crate::net::{LEAD_INTERVAL, Stream, leads};
+use crate::net::{PADDING_INTERVAL, Stream, padding_at};
 use crate::plan::{CopyPlan, Side};
 use crate::sync::Mutex;
 
-const _: () = assert!(LEAD_INTERVAL.is_multiple_of(BUFFER_BYTES), "a buffer never crosses a lead");
+const _: () = assert!(PADDING_INTERVAL.is_multiple_of(BUFFER_BYTES), "a buffer never crosses padding");
 
 /// Maximum number of windows in one batch for the device.
 const WINDOWS: usize = 1024;
@@ -63,7 +63,7 @@ impl StagedRange<'_> {
         let end = self.device_end(Side::Source, src);
         let (progress, total) = (Progress::default(), range.end - range.start);
         let mut cuts = cuts(range).peekable();
-        let mut spare = Some(engine.host_buffers().lend()?);
+        let mut spare = Some(engine.host_buffers().take()?);
         // The stream has nothing to send yet, so this thread runs the first hop itself.
         let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, 0));
         let mut filling = first.transpose()?;
@@ -72,7 +72,7 @@ impl StagedRange<'_> {
                 let buffer = hop.finish()?;
                 let next = cuts.peek().map(|next| self.hop(&end, next.clone(), &mut spare, 1));
                 filling = next.transpose()?;
-                begin(range, &cut, deadline, || stream.send_lead(deadline))?;
+                begin(range, &cut, deadline, || stream.send_padding(deadline))?;
                 let window = buffer.window(0, cut.end - cut.start)?;
                 if let Some(sum) = &mut sum {
                     sum.add(&[window.into()])?;
@@ -95,8 +95,8 @@ impl StagedRange<'_> {
         let mut spare = None;
         let mut receive = || -> Result<()> {
             for cut in cuts(range) {
-                let buffer = spare.take().map_or_else(|| engine.host_buffers().lend(), Ok)?;
-                begin(range, &cut, deadline, || stream.receive_lead(deadline))?;
+                let buffer = spare.take().map_or_else(|| engine.host_buffers().take(), Ok)?;
+                begin(range, &cut, deadline, || stream.receive_padding(deadline))?;
                 let received = {
                     let window = buffer.window(0, cut.end - cut.start)?;
                     stream.receive_counted(&[window], deadline, &mut 0)
@@ -127,7 +127,7 @@ impl StagedRange<'_> {
         helpers: usize,
     ) -> Result<Hop> {
         let engine = self.job.engine;
-        let buffer = spare.take().map_or_else(|| engine.host_buffers().lend(), Ok)?;
+        let buffer = spare.take().map_or_else(|| engine.host_buffers().take(), Ok)?;
         let buffer = Arc::new(Mutex::new(Some(buffer)));
         let (end, kept) = (end.clone(), buffer.clone());
         let work = move |_| {
@@ -149,18 +149,18 @@ fn cuts(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
     })
 }
 
-/// Checks the deadline before every cut but the first, and moves a lead if one precedes the cut.
+/// Checks the deadline before every cut but the first, and moves padding if it precedes the cut.
 fn begin(
     range: &Range<u64>,
     cut: &Range<u64>,
     deadline: Deadline,
-    lead: impl FnOnce() -> Result<()>,
+    padding: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let into = cut.start - range.start;
     if into > 0 {
         deadline.waiting("moving bytes through a stream")?;
     }
-    if leads(into, range.end - cut.start) { lead() } else { Ok(()) }
+    if padding_at(into, range.end - cut.start) { padding() } else { Ok(()) }
 }
 
 /// Waits until a buffer is emptied, notes its bytes as in place, and returns the buffer.

@@ -2,9 +2,9 @@
 //! receiver writes its own.
 //!
 //! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from the byte count alone
-//! ([`leads`](crate::net::leads)). The bytes are copied directly between the windows and the socket, or the rings in shared
-//! memory of a stream that has them (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through a
-//! buffer (`short_windows`). `protocol` and `session` agree on the plan.
+//! ([`padding_at`](crate::net::padding_at)). The bytes are copied directly between the windows and the socket, or the rings in
+//! shared memory of a stream that has them (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through
+//! a buffer (`short_windows`). `protocol` and `session` agree on the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::path_kind::PathKind;
 use super::staged_stream::StagedRange;
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::route::PlacedTensors;
-use crate::copy::run::KeptAlive;
+use crate::copy::run::HeldPins;
 use crate::copy::short_windows::ShortWindowBuffer;
 use crate::copy::stream_sum::{SUMMED_BYTES, StreamSum};
 use crate::copy::window_batch::{PlanEnd, WindowBatch};
@@ -22,7 +22,7 @@ use crate::device::HostReach;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors};
 use crate::model::Deadline;
-use crate::net::{LEAD_INTERVAL, Stream, leads};
+use crate::net::{PADDING_INTERVAL, Stream, padding_at};
 use crate::plan::{CopyPlan, Side};
 
 /// The bytes `range` of a plan, through one stream.
@@ -71,7 +71,7 @@ impl DataPath for StreamPath<'_> {
         job: PathJob<'_>,
         (dst, _): PlacedTensors<'_>,
         arrived: &Arc<Progress>,
-        _held: KeptAlive,
+        _held: HeldPins,
     ) -> Result<PathOutcome> {
         let hops = Self::check(Side::Destination, dst)?;
         inside(job.plan, &self.range)?;
@@ -105,11 +105,11 @@ impl StreamPath<'_> {
     fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
         let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let sent = Progress::default();
-        let most = most_bytes(self.sum.is_some());
+        let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Source, tensors: src, most };
         let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
-        let lead = || stream.send_lead(deadline);
-        in_batches(&end, range, &sent, deadline, lead, |batch, _| {
+        let padding = || stream.send_padding(deadline);
+        in_batches(&end, range, &sent, deadline, padding, |batch, _| {
             if let Some(sum) = &mut self.sum {
                 sum.add(&batch.runs)?;
             }
@@ -123,11 +123,11 @@ impl StreamPath<'_> {
 
     fn receive(&mut self, job: PathJob<'_>, dst: &Arc<Tensors>, arrived: &Progress) -> Result<()> {
         let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
-        let most = most_bytes(self.sum.is_some());
+        let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Destination, tensors: dst, most };
         let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
-        let lead = || stream.receive_lead(deadline);
-        in_batches(&end, range, arrived, deadline, lead, |batch, done| {
+        let padding = || stream.receive_padding(deadline);
+        in_batches(&end, range, arrived, deadline, padding, |batch, done| {
             if short.prepare(batch) {
                 let mut bytes = 0;
                 let received = stream.receive_counted(&[short.window(batch)?], deadline, &mut bytes);
@@ -143,19 +143,19 @@ impl StreamPath<'_> {
     }
 }
 
-fn most_bytes(summed: bool) -> u64 {
-    if summed { SUMMED_BYTES } else { LEAD_INTERVAL }
+fn max_bytes(summed: bool) -> u64 {
+    if summed { SUMMED_BYTES } else { PADDING_INTERVAL }
 }
 
 /// Cuts `range` into batches of windows, moves them in order, and reports each, so that a failure leaves the
-/// state of at most one batch unknown. No batch crosses a multiple of [`LEAD_INTERVAL`] bytes from the start
-/// of `range`. `lead` is called at each such multiple that has a lead.
+/// state of at most one batch unknown. No batch crosses a multiple of [`PADDING_INTERVAL`] bytes from the start
+/// of `range`. `padding` is called at each such multiple that has padding.
 fn in_batches<'a>(
     plan_end: &PlanEnd<'a>,
     range: Range<u64>,
     progress: &Progress,
     deadline: Deadline,
-    lead: impl Fn() -> Result<()>,
+    padding: impl Fn() -> Result<()>,
     mut moved: impl FnMut(&WindowBatch<'a>, &mut u64) -> Result<()>,
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
@@ -163,7 +163,7 @@ fn in_batches<'a>(
     let mut at = range.start;
     while at < range.end {
         let into = at - range.start;
-        let interval = LEAD_INTERVAL - into % LEAD_INTERVAL;
+        let interval = PADDING_INTERVAL - into % PADDING_INTERVAL;
         plan_end.list(at, range.end.min(at.saturating_add(interval)), &mut batch)?;
         if batch.bytes == 0 {
             let text = "the plan has no piece at this position";
@@ -172,7 +172,7 @@ fn in_batches<'a>(
         // A stream that always has bytes, or room for them, never waits. So the deadline is checked here.
         let in_time =
             if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a stream") };
-        let begun = in_time.and_then(|()| if leads(into, range.end - at) { lead() } else { Ok(()) });
+        let begun = in_time.and_then(|()| if padding_at(into, range.end - at) { padding() } else { Ok(()) });
         let mut done = 0;
         if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
             progress.done(at, at + done);

@@ -36,14 +36,14 @@ fn head(piece: RawCopy) -> usize {
     piece.to.align_offset(64).min(piece.len)
 }
 
-/// Copies one piece after the other or, if `LANES` is set, four stripes at once, which belong to one long piece or to
+/// Copies one piece after the other or, if `STRIPED` is set, four stripes at once, which belong to one long piece or to
 /// four short ones. Prefetches the pieces that follow. Uses streaming stores if `STREAM` is set.
 ///
 /// # Safety
 ///
 /// Every entry of `batch` is sound (`kernels::sound`), and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn copy<const STREAM: bool, const LANES: bool>(batch: &[Copy<'_>]) {
+pub(super) unsafe fn copy<const STREAM: bool, const STRIPED: bool>(batch: &[Copy<'_>]) {
     if batch.first().is_some_and(|first| batch.iter().all(|entry| short(entry, first))) {
         for (index, entry) in batch.iter().enumerate() {
             let next = batch.get(index + 1).unwrap_or(entry);
@@ -59,7 +59,7 @@ pub(super) unsafe fn copy<const STREAM: bool, const LANES: bool>(batch: &[Copy<'
     let mut count = fill(&mut group, &mut pieces);
     while count > 0 {
         let (now, next) = ([0, 1, 2, 3].map(|at| group[at]), [4, 5, 6, 7].map(|at| group[at]));
-        if LANES && alike(now) {
+        if STRIPED && alike(now) {
             // SAFETY: the pieces are those of sound entries. They do not overlap, and have the same length and
             // alignment, because they are `alike`.
             unsafe { together::<STREAM>(now, next) };
@@ -67,7 +67,7 @@ pub(super) unsafe fn copy<const STREAM: bool, const LANES: bool>(batch: &[Copy<'
             for (index, piece) in now.into_iter().enumerate().take(count) {
                 let ahead = [1, STRIPES][usize::from(piece.len <= AHEAD / STRIPES)];
                 // SAFETY: the piece belongs to a sound entry.
-                unsafe { single::<STREAM, LANES>(piece, group[index + ahead]) };
+                unsafe { single::<STREAM, STRIPED>(piece, group[index + ahead]) };
             }
         }
         group.copy_within(STRIPES.., 0);
@@ -115,10 +115,10 @@ unsafe fn shorts<const STREAM: bool>(run: RawRun, next: RawRun) {
 #[inline]
 fn fill(group: &mut [RawCopy], pieces: &mut RawCopies<'_>) -> usize {
     let mut count = 0;
-    for place in group {
+    for slot in group {
         let piece = pieces.next();
         count += usize::from(piece.is_some());
-        *place = piece.unwrap_or(RawCopy::NONE);
+        *slot = piece.unwrap_or(RawCopy::NONE);
     }
     count
 }
@@ -133,14 +133,14 @@ fn alike(four: [RawCopy; STRIPES]) -> bool {
     (1..CUT).contains(&first.len) && four.iter().all(fits)
 }
 
-/// Copies one piece, long ones as four stripes if `LANES` is set.
+/// Copies one piece, long ones as four stripes if `STRIPED` is set.
 ///
 /// # Safety
 ///
 /// `from..from + len` is readable and `to..to + len` is writable. `next` is readable. The CPU has AVX2.
 #[target_feature(enable = "avx2")]
-unsafe fn single<const STREAM: bool, const LANES: bool>(piece: RawCopy, next: RawCopy) {
-    if LANES && piece.len >= CUT && !piece.overlaps() {
+unsafe fn single<const STREAM: bool, const STRIPED: bool>(piece: RawCopy, next: RawCopy) {
+    if STRIPED && piece.len >= CUT && !piece.overlaps() {
         // SAFETY: as promised by the caller, and the two do not overlap.
         unsafe { cut::<STREAM>(piece, next) };
     } else if STREAM && !piece.overlaps() {
@@ -176,11 +176,11 @@ unsafe fn lone(piece: RawCopy, next: RawCopy) {
 unsafe fn cut<const STREAM: bool>(piece: RawCopy, next: RawCopy) {
     let head = head(piece);
     let stripe = (piece.len - head) / (STRIPES * STEP) * STEP;
-    let next_lane = next.len / (STRIPES * STEP) * STEP;
-    let next = [0, 1, 2, 3].map(|index| match next_lane {
+    let next_stripe = next.len / (STRIPES * STEP) * STEP;
+    let next = [0, 1, 2, 3].map(|index| match next_stripe {
         0 => RawCopy::NONE,
-        // Inside the next piece, because `index * next_lane < next.len`.
-        len => RawCopy { len, ..at(next, index * next_lane) },
+        // Inside the next piece, because `index * next_stripe < next.len`.
+        len => RawCopy { len, ..at(next, index * next_stripe) },
     });
     let pieces = [0, 1, 2, 3].map(|index| at(piece, head + index * stripe));
     // SAFETY: the four stripes end at `head + 4 * stripe <= len`. Each destination starts at a multiple of 64

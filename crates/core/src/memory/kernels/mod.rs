@@ -27,11 +27,11 @@ pub struct Kernel(Stores);
 enum Stores {
     Plain,
     #[cfg(target_arch = "x86_64")]
-    PlainLanes,
+    PlainStriped,
     #[cfg(target_arch = "x86_64")]
     Streaming,
     #[cfg(target_arch = "x86_64")]
-    StreamingLanes,
+    StreamingStriped,
 }
 
 impl Kernel {
@@ -48,9 +48,9 @@ impl Kernel {
         if std::arch::is_x86_feature_detected!("avx2") {
             const AVX2: [Kernel; 4] = [
                 Kernel::PLAIN,
-                Kernel(Stores::PlainLanes),
+                Kernel(Stores::PlainStriped),
                 Kernel(Stores::Streaming),
-                Kernel(Stores::StreamingLanes),
+                Kernel(Stores::StreamingStriped),
             ];
             return &AVX2;
         }
@@ -62,9 +62,9 @@ impl Kernel {
         match self.0 {
             Stores::Plain => false,
             #[cfg(target_arch = "x86_64")]
-            Stores::PlainLanes => false,
+            Stores::PlainStriped => false,
             #[cfg(target_arch = "x86_64")]
-            Stores::Streaming | Stores::StreamingLanes => true,
+            Stores::Streaming | Stores::StreamingStriped => true,
         }
     }
 
@@ -74,11 +74,11 @@ impl Kernel {
         match self.0 {
             Stores::Plain => "plain",
             #[cfg(target_arch = "x86_64")]
-            Stores::PlainLanes => "plain, four pages",
+            Stores::PlainStriped => "plain, four pages",
             #[cfg(target_arch = "x86_64")]
             Stores::Streaming => "streaming",
             #[cfg(target_arch = "x86_64")]
-            Stores::StreamingLanes => "streaming, four pages",
+            Stores::StreamingStriped => "streaming, four pages",
         }
     }
 }
@@ -109,13 +109,13 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every entry is sound, as checked above. The CPU has AVX2, because only `Kernel::all` creates
         // this value, after it has detected AVX2.
-        Stores::PlainLanes => unsafe { avx2::copy::<false, true>(batch) },
+        Stores::PlainStriped => unsafe { avx2::copy::<false, true>(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Stores::Streaming => unsafe { avx2::copy::<true, false>(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Stores::StreamingLanes => unsafe { avx2::copy::<true, true>(batch) },
+        Stores::StreamingStriped => unsafe { avx2::copy::<true, true>(batch) },
     }
     Ok(())
 }

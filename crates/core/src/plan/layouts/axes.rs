@@ -8,7 +8,7 @@ use crate::fallible;
 
 /// Maximum number of spans of a run of tokens in the fastest order. Above it, the longest dimension becomes the span count,
 /// which gives the fewest spans.
-const MOST: u64 = 1024;
+const MAX_SPANS: u64 = 1024;
 /// A dimension of fewer indices becomes the innermost one only if all dimensions have fewer: handling each span would cost
 /// more than reading in order saves.
 const MIN_INNERMOST: u64 = 8;
@@ -40,14 +40,14 @@ pub(super) fn spans(len: u64, axes: &[Axis], (src, dst): (u64, u64)) -> Result<V
     let (len, mut axes) = joined(len, axes);
     axes.sort_unstable_by_key(|axis| (axis.count < MIN_INNERMOST, axis.src_step, axis.count));
     let outer = |axes: &[Axis]| axes.iter().skip(1).map(|axis| axis.count).product::<u64>();
-    if outer(&axes) > MOST {
+    if outer(&axes) > MAX_SPANS {
         axes.sort_unstable_by_key(|axis| Reverse(axis.count));
     }
     let outer = outer(&axes);
     let mut axes = axes.into_iter();
     let Axis { count, src_step, dst_step } =
         axes.next().unwrap_or(Axis { count: 1, src_step: 0, dst_step: 0 });
-    let place = |mut index: u64| {
+    let start = |mut index: u64| {
         let (mut src, mut dst) = (src, dst);
         for axis in axes.clone() {
             let at = index % axis.count;
@@ -58,7 +58,7 @@ pub(super) fn spans(len: u64, axes: &[Axis], (src, dst): (u64, u64)) -> Result<V
         Span { src, dst, len, count, src_step, dst_step }
     };
     let count = usize::try_from(outer).unwrap_or(usize::MAX);
-    fallible::collect_growing(PLAN, count, (0..outer).map(place))
+    fallible::collect_growing(PLAN, count, (0..outer).map(start))
 }
 
 /// Joins dimensions that are contiguous with the pieces or with each other on both sides. Returns the length of the

@@ -66,7 +66,7 @@ fn choose(
     let count = candidates().count();
     let heads_so_far = |owner: usize| assigned[owner].iter().map(ExactSizeIterator::len).sum::<usize>();
     let chosen = candidates().enumerate().min_by_key(|&(at, owner)| {
-        // The candidate that is `reader` places after the first one comes first.
+        // The candidate that is `reader` positions after the first one comes first.
         (heads_so_far(owner), (at + count - reader % count) % count)
     });
     chosen.map(|(_, owner)| owner).ok_or_else(|| {

@@ -6,7 +6,7 @@ use super::super::copy_plan::CopyPlan;
 use super::super::moves::repeated;
 use super::super::spans::{PLAN, Span, common_divisor};
 use super::super::template::Template;
-use super::super::template_list::MOST_TEMPLATE_SPANS;
+use super::super::template_list::MAX_TEMPLATE_SPANS;
 use super::super::tensor_steps::TensorSteps;
 use super::axes::{self, Axis};
 use super::part::{KvPart, check_same_model};
@@ -158,7 +158,7 @@ impl LayoutPair<'_> {
         }
         // Joining may use what all others leave of the spans of a message. A template that is not joined has one.
         let others = templates.iter().map(|template: &Template| template.spans.len()).sum::<usize>();
-        let mut left = MOST_TEMPLATE_SPANS.saturating_sub(others + rest.len() + joinable.len());
+        let mut left = MAX_TEMPLATE_SPANS.saturating_sub(others + rest.len() + joinable.len());
         for template in joinable {
             let template = repeated(template, left)?;
             left = left.saturating_sub(template.spans.len());
@@ -186,12 +186,12 @@ impl Units {
         Units { src: divisor(|run| run.src), dst: divisor(|run| run.dst) }
     }
 
-    /// Returns the numbers of the places of a run. They must fit 32 bits.
+    /// Returns the numbers of the positions of a run. They must fit 32 bits.
     fn pair(self, run: &TokenRun) -> Option<(u32, u32)> {
         Some((u32::try_from(run.src / self.src).ok()?, u32::try_from(run.dst / self.dst).ok()?))
     }
 
-    /// Returns whether the numbers of all places fit 32 bits.
+    /// Returns whether the numbers of all positions fit 32 bits.
     fn fit(self, runs: &[TokenRun]) -> bool {
         runs.iter().all(|run| self.pair(run).is_some())
     }
@@ -202,7 +202,7 @@ impl Units {
     }
 }
 
-/// Returns the template of runs of equal length, and whether neighbours can be joined: if each run is one piece and all places
+/// Returns the template of runs of equal length, and whether neighbours can be joined: if each run is one piece and all positions
 /// are multiples of its length.
 fn template_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<(Template, bool)> {
     let of_len = match spans[..] {
@@ -215,7 +215,7 @@ fn template_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Resul
     Ok((template, joinable.is_some()))
 }
 
-/// Returns the numbers of the places of `runs`, which must fit 32 bits.
+/// Returns the numbers of the positions of `runs`, which must fit 32 bits.
 fn pairs(runs: &[TokenRun], units: Units) -> Result<Vec<(u32, u32)>> {
     fallible::collect_growing(PLAN, runs.len(), runs.iter().filter_map(|run| units.pair(run)))
 }

@@ -11,8 +11,8 @@ const NO_POLL: PollLimits = PollLimits { threads: 1, time: Duration::ZERO };
 const ONE_POLLS: PollLimits = PollLimits { threads: 1, time: HOUR };
 const ALL_POLL: PollLimits = PollLimits { threads: usize::MAX, time: HOUR };
 
-fn pool(polls: PollLimits, keep: Duration) -> ThreadPool<Closures> {
-    ThreadPool::keeping("test", usize::MAX, polls, keep)
+fn pool(polls: PollLimits, idle_exit: Duration) -> ThreadPool<Closures> {
+    ThreadPool::with_idle_exit("test", usize::MAX, polls, idle_exit)
 }
 
 /// Ends the pool of a test.
@@ -167,7 +167,7 @@ fn wake_ups_without_a_job_keep_no_thread() {
 /// A job that waits for the thread of another one runs there; a job that panics does not end its thread.
 #[test]
 fn no_more_threads_than_allowed_and_none_is_lost_to_a_panic() {
-    let pool = ThreadPool::keeping("test", 2, NO_POLL, HOUR);
+    let pool = ThreadPool::with_idle_exit("test", 2, NO_POLL, HOUR);
     let _closes = Closes(&pool);
     let (sender, ran) = channel();
     for number in 0..200 {

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{
-    BlockSizes, CopyPlan, KvPart, MOST_TEMPLATES, PartLimits, Side, Span, Template, TensorSteps,
+    BlockSizes, CopyPlan, KvPart, MAX_TEMPLATES, PartLimits, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
 use llm_datadist_core::testing::tensors;
@@ -276,7 +276,7 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
                     let part = part.unwrap();
                     let total: u64 = part.bytes() / u64::from(part.num_tensors());
                     prop_assert!(part.num_pairs() == 1 || part.num_pairs() <= pairs && total <= bytes);
-                    prop_assert!(part.num_pairs() > 0 && part.templates().len() <= MOST_TEMPLATES);
+                    prop_assert!(part.num_pairs() > 0 && part.templates().len() <= MAX_TEMPLATES);
                     blocks += part.num_pairs();
                     for template in part.templates().iter() {
                         for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
@@ -328,7 +328,7 @@ fn plans_with_too_many_pieces_are_not_sent() {
     let (_, wire) = sent(longer.0, longer.1, 512);
     let error = wire.unwrap_err();
     assert!(error.to_string().contains("more than 67108864 pieces in one tensor"), "{error}");
-    // Full blocks and the tail of another one are checked by their places, however many pieces they have.
+    // Full blocks and the tail of another one are checked by their positions, however many pieces they have.
     let rows_with_gaps = |order| {
         let mut layout = KvLayout { order, kv: KvPlanes::KThenV, ..rank(8, 1, 0) };
         (layout.head_dim, layout.layers) = (128, 0..1);
@@ -357,7 +357,7 @@ fn runs_of_several_lengths_share_the_spans_of_a_message() {
         (layout.head_dim, layout.layers) = (1, 0..1);
         Holder { blocks, ..whole(layout, 240_000 / u64::from(tokens_per_block)) }
     };
-    // Groups of 12 tokens, of which each two change places.
+    // Groups of 12 tokens, of which each two change positions.
     let swapped = |size: u64, count: u64| (0..count).map(|k| ((k / size) ^ 1) * size + k % size).collect();
     let case = between(tokens(3, (0..80_000).collect()), tokens(2, swapped(6, 120_000)));
     let plan = case.plan(&part(&case)).unwrap().plans.remove(0);

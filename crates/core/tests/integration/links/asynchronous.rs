@@ -1,6 +1,6 @@
 //! Asynchronous pulls and pushes: they move the same bytes as the synchronous ones, end once, and leave nothing behind.
 //!
-//! `async_copies` covers turns, limits and the event queue.
+//! `async_copies` covers order, limits and the event queue.
 
 use std::time::Duration;
 

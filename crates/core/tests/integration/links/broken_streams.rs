@@ -42,10 +42,10 @@ impl Broken {
     }
 }
 
-/// Every fault, in both directions, at each of `places`.
-pub(super) fn faults(way: Way, places: impl Iterator<Item = u64>) -> impl Iterator<Item = Broken> {
+/// Every fault, in both directions, at each of `offsets`.
+pub(super) fn faults(way: Way, offsets: impl Iterator<Item = u64>) -> impl Iterator<Item = Broken> {
     let kinds: [fn(u64) -> Fault; 3] = [Fault::Cut, Fault::Stall, Fault::Garble];
-    places.flat_map(move |at| {
+    offsets.flat_map(move |at| {
         kinds.into_iter().flat_map(move |kind| {
             let fault = Some(kind(at));
             let garbles = matches!(fault, Some(Fault::Garble(_)));

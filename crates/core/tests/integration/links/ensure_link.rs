@@ -366,12 +366,12 @@ fn a_call_that_dials_or_waits_can_be_cancelled() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let hour = Duration::from_secs(3600);
-    // More than there are lanes, so some wait for one.
+    // More than there are workers, so some wait for one.
     let calls: Vec<_> = (0..40)
         .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
         .map(|address| local.ensure_link(address, hour, EnsureOptions::default()).unwrap())
         .collect();
-    // Calls to a peer have lanes of their own.
+    // Calls to a peer have workers of their own.
     let remote = open(config(2, Way::Tcp), Way::Tcp);
     link(&local, &remote).unwrap();
     check_pull(&local, &remote);

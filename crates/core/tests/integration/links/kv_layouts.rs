@@ -55,7 +55,7 @@ impl Rank {
     }
 
     /// Tensor and byte of an element.
-    fn place(&self, element: Element) -> (usize, usize) {
+    fn locate(&self, element: Element) -> (usize, usize) {
         let (tensor, block, index) = index_of(&self.layout, element);
         (tensor as usize, (self.blocks[block] as u64 * self.row_stride + index) as usize)
     }
@@ -84,7 +84,7 @@ impl Rank {
     pub(super) fn fill(&self) {
         let mut bytes = self.held.fill(9);
         for element in self.elements(0..self.capacity()) {
-            let (tensor, at) = self.place(element);
+            let (tensor, at) = self.locate(element);
             bytes[tensor][at] = value(element);
         }
         self.held.write(&bytes);
@@ -104,7 +104,7 @@ impl Rank {
         holds: impl Fn(&Element) -> bool,
     ) {
         for element in self.elements(to..to + count).into_iter().filter(holds) {
-            let (tensor, at) = self.place(element);
+            let (tensor, at) = self.locate(element);
             let (layer, plane, token, head, dim) = element;
             before[tensor][at] = value((layer, plane, token - to + from, head, dim));
         }

@@ -209,8 +209,8 @@ fn addresses_are_found_among_many_caches() {
             }
         });
         let stream = fake.call(&engine, 7).unwrap();
-        let locate = |places: &[(u64, u64)]| {
-            let addrs = places.iter().map(|(cache, offset)| base(*cache) + offset).collect();
+        let locate = |addresses: &[(u64, u64)]| {
+            let addrs = addresses.iter().map(|(cache, offset)| base(*cache) + offset).collect();
             ask(&stream, &Request::Locate { addrs });
             hear::<Reply>(&stream).unwrap()
         };
@@ -224,8 +224,10 @@ fn addresses_are_found_among_many_caches() {
         let expected: Vec<_> = expected.collect();
         assert!(expected.len() > 1000);
         assert_eq!(locate(&open), Reply::Located(expected));
-        for &place in closed.iter().take(20) {
-            let Reply::Failed { message, .. } = locate(&[open[0], place]) else { panic!("{place:?}") };
+        for &closed_address in closed.iter().take(20) {
+            let Reply::Failed { message, .. } = locate(&[open[0], closed_address]) else {
+                panic!("{closed_address:?}")
+            };
             assert!(message.contains("dst_addrs[1]"), "{message}");
         }
         stop.store(true, Ordering::SeqCst);

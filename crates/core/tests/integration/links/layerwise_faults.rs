@@ -33,7 +33,7 @@ fn stream_fault_ends_only_its_own_destination() {
     // If the peer reads the memory itself, the request for the layers after the first one ends before byte 310. There are more
     // cuts there.
     let steps = if times(1) > 1 { (7, 7) } else { (20, 97) };
-    let places = (150..310)
+    let offsets = (150..310)
         .step_by(steps.0)
         .chain((310..700).step_by(steps.1))
         .chain([2 * BYTES as u64, 5 * BYTES as u64]);
@@ -45,7 +45,7 @@ fn stream_fault_ends_only_its_own_destination() {
         let source = Held::pool(local, &shape, Batch);
         let into = [bad, &good].map(|remote| Held::new(remote, true, &shape, Batch, &[]));
         let (mut failed, mut partly) = (0, 0);
-        for broken in faults(way, places.clone()) {
+        for broken in faults(way, offsets.clone()) {
             let what = &broken.what;
             link(local, bad).unwrap();
             // This opens the stream to the good peer, so that the fault hits the other one.

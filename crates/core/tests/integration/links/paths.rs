@@ -106,10 +106,10 @@ fn bytes_take_the_path_of_their_memory_and_stats_show_it() {
 /// The owner sends registered memory through rings, up to 2 MiB. Longer transfers are reads by process id.
 #[test]
 fn rings_carry_short_transfers_of_registered_memory() {
-    const MOST: usize = 2 << 20;
+    const MAX_OVER_RINGS: usize = 2 << 20;
     for way in [Way::Shm, Way::ShmDevice] {
         let pair = Pair::new(way);
-        for (bytes, path) in [(64, "rings"), (MOST, "rings"), (MOST + 1, "process")] {
+        for (bytes, path) in [(64, "rings"), (MAX_OVER_RINGS, "rings"), (MAX_OVER_RINGS + 1, "process")] {
             let shape = device(1, 1, bytes);
             let [local, remote] = [&pair.local, &pair.remote]
                 .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));

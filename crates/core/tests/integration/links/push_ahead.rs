@@ -8,7 +8,7 @@ use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, EntryVersion, MOST_AHEAD, NamedCache, Reply, Request, Timed, WireCache, WirePlan, WireTemplates,
+    self, EntryVersion, MAX_AHEAD, NamedCache, Reply, Request, Timed, WireCache, WirePlan, WireTemplates,
 };
 use llm_datadist_core::{
     CacheId, CacheKind, CacheLayout, DataDist, Error, ErrorKind, Geometry, Name, Placement,
@@ -95,7 +95,7 @@ impl Owner {
 fn bytes_up_to_the_limit_are_written() {
     each(|owner| {
         let mut expected = owner.into.fill(1);
-        for each in [1, BLOCK, MOST_AHEAD / u64::from(TENSORS)] {
+        for each in [1, BLOCK, MAX_AHEAD / u64::from(TENSORS)] {
             let sent = bytes(each * u64::from(TENSORS));
             let count = sent.len() as u64;
             owner.write(plan(BLOCK, each), (0, count), &sent);
@@ -113,10 +113,10 @@ fn bytes_up_to_the_limit_are_written() {
             expected[0][from as usize..to as usize].copy_from_slice(&sent);
             assert!(owner.into.read() == expected, "{from} to {to}");
         }
-        owner.write(plan(0, BLOCK * 30), (0, MOST_AHEAD + 1), &bytes(MOST_AHEAD + 1));
+        owner.write(plan(0, BLOCK * 30), (0, MAX_AHEAD + 1), &bytes(MAX_AHEAD + 1));
         let Ok(Reply::Failed { kind, message, .. }) = hear(&owner.call) else { panic!("no refusal") };
         assert_eq!(protocol::kind_of(kind), ErrorKind::NotLinked);
-        assert!(message.contains(&format!("bytes={}", MOST_AHEAD + 1)), "{message}");
+        assert!(message.contains(&format!("bytes={}", MAX_AHEAD + 1)), "{message}");
         ask(&owner.call, &Request::Ping);
         assert!(hear::<Reply>(&owner.call).is_err(), "the stream goes on");
         assert!(owner.into.read() == expected);
@@ -188,8 +188,7 @@ fn peer_that_dies_behind_its_request_leaves_no_pin() {
 /// An engine sends few bytes directly after its request, and more only once the owner is ready.
 #[test]
 fn few_bytes_follow_their_request() {
-    let cases =
-        [(1, BLOCK, true), (1, MOST_AHEAD / 2, true), (1, MOST_AHEAD / 2 + 1, false), (200, 64, false)];
+    let cases = [(1, BLOCK, true), (1, MAX_AHEAD / 2, true), (1, MAX_AHEAD / 2 + 1, false), (200, 64, false)];
     for (count, len, ahead) in cases {
         let engine = open(config(1, Way::Tcp), Way::Tcp);
         let shape = device(TENSORS, 2 * count as usize, len as usize);
@@ -206,8 +205,8 @@ fn few_bytes_follow_their_request() {
         let take = |call: &Stream| {
             let got = Buffer::new(expected.len(), |_| 0);
             let tensors = Tensors::adopted(got.adopt(0, expected.len()));
-            if total > MOST_AHEAD {
-                call.receive_lead(soon()).unwrap();
+            if total > MAX_AHEAD {
+                call.receive_padding(soon()).unwrap();
             }
             call.receive_windows(&[tensors.window(0, 0, total).unwrap()], soon()).unwrap();
             assert!(got.read(0, expected.len()) == expected, "other bytes");

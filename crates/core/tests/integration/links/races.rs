@@ -270,10 +270,10 @@ fn readers_see_one_version_of_a_row() {
             scope.spawn(|| {
                 let source = Held::pool(&pair.local, &shape, Batch);
                 source.write(&vec![[vec![1; BYTES], vec![2; BYTES]].concat(); 2]);
-                for turn in 0..times(60) {
-                    push_slot(&pair.local, &source, turn % 2, of(2, written)).unwrap();
+                for step in 0..times(60) {
+                    push_slot(&pair.local, &source, step % 2, of(2, written)).unwrap();
                     // Pushes to another row do not disturb the pulls.
-                    push_slot(&pair.local, &source, turn % 2, of(2, row(&remote, 0))).unwrap();
+                    push_slot(&pair.local, &source, step % 2, of(2, row(&remote, 0))).unwrap();
                 }
                 writers.fetch_sub(1, Ordering::Relaxed);
             });
@@ -282,8 +282,8 @@ fn readers_see_one_version_of_a_row() {
                 scope.spawn(move || {
                     let [source, fresh] = [(); 2].map(|()| Held::pool(&pair.local, shape, Batch));
                     let aims = vec![to(2, target, 1); 2];
-                    for turn in 0..times(60) {
-                        fresh.write(&vec![vec![turn as u8; 2 * BYTES]; 2]);
+                    for step in 0..times(60) {
+                        fresh.write(&vec![vec![step as u8; 2 * BYTES]; 2]);
                         let task = start(&pair.local, &source, &SLOTS, &aims);
                         task.ready(0).unwrap();
                         // The source changes while the layer is sent.
@@ -317,25 +317,25 @@ fn endless_readers_let_a_copy_in() {
     const READERS: u64 = 12;
     let remote = open(config(9, Way::Tcp), Way::Tcp);
     let hot = Held::new(&remote, true, &device(1, 2, BYTES), Batch, &[]);
-    let (turns, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let (rounds, over) = (AtomicU64::new(0), AtomicBool::new(false));
     thread::scope(|scope| {
         for at in 0..READERS {
-            let (remote, turns, over, hot) = (&remote, &turns, &over, &hot);
+            let (remote, rounds, over, hot) = (&remote, &rounds, &over, &hot);
             let local = open(config(10 + at, Way::Tcp), Way::Tcp);
             link(&local, remote).unwrap();
             scope.spawn(move || {
                 let into = Held::pool(&local, &device(1, 1, BYTES), Batch);
                 while !over.load(Ordering::SeqCst) {
                     pull_slot(&local, of(9, row(hot, 0)), &into).unwrap();
-                    turns.fetch_add(1, Ordering::SeqCst);
+                    rounds.fetch_add(1, Ordering::SeqCst);
                 }
             });
         }
-        eventually("the readers", || turns.load(Ordering::SeqCst) >= 2 * READERS);
+        eventually("the readers", || rounds.load(Ordering::SeqCst) >= 2 * READERS);
         // Reads that have begun finish first. More pulls pass the ten copies only if later readers overtake a copy.
-        let before = turns.load(Ordering::SeqCst);
+        let before = rounds.load(Ordering::SeqCst);
         let copied = (0..10).try_for_each(|_| remote.copy_cache(&hot.end(), &hot.end(), FROM_1).run());
-        let passed = turns.load(Ordering::SeqCst) - before;
+        let passed = rounds.load(Ordering::SeqCst) - before;
         over.store(true, Ordering::SeqCst);
         assert!(copied.is_ok() && passed <= 50 * READERS, "{passed} pulls passed: {copied:?}");
     });

@@ -405,7 +405,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
     owner.engine.copy_blocks(&owner.into.end(), &[(2, 0), (3, 1)]).run().unwrap();
 }
 
-/// Writes that are begun and left alone take a bounded number of places.
+/// Writes that are begun and left alone take a bounded number of entries.
 #[test]
 fn the_writes_of_a_peer_are_bounded() {
     let owner = Owner::new();

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::memory::{Tensors, Window};
-use llm_datadist_core::testing::net::{Address, LEAD, Stream};
+use llm_datadist_core::testing::net::{Address, PADDING, Stream};
 use llm_datadist_core::{Deadline, ErrorKind};
 
 use super::{body, each, each_way, frame, interrupted, kind_of, raw, short, soon, stopped};
@@ -26,12 +26,12 @@ impl Cut {
         let buffer = Buffer::new(total.max(1), fill);
         let tensors = Tensors::adopted(buffer.adopt(0, total.max(1)));
         let mut at = gap;
-        let place = |&size: &usize| {
+        let layout = |&size: &usize| {
             let here = (at, size);
             at += size + gap;
             here
         };
-        let at = sizes.iter().map(place).collect();
+        let at = sizes.iter().map(layout).collect();
         Cut { buffer, tensors, at }
     }
 
@@ -125,7 +125,7 @@ fn many_bytes_are_waited_for_together() {
     let source = Cut::new(&[BYTES], 0, |at| pattern(7, 0, at));
     each(|case, _, local, remote| {
         let together = if matches!(case.at, Address::Tcp(_)) { 256 << 10 } else { 1 };
-        let settled = |expected: i32| {
+        let agreed = |expected: i32| {
             let until = Instant::now() + Duration::from_secs(10);
             while woken_at(&remote) != expected && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));
@@ -143,9 +143,9 @@ fn many_bytes_are_waited_for_together() {
                 thread::sleep(Duration::from_millis(1));
             }
             assert!(together == 1 || sent >= 8, "it gave up after {sent}");
-            settled(together);
+            agreed(together);
             write_all(&local, &source.bytes()[sent..BYTES - 1]);
-            settled(1);
+            agreed(1);
             raw(&local).write_all(&source.bytes()[BYTES - 1..]).unwrap();
             receiving.join().unwrap().unwrap();
         });
@@ -160,32 +160,32 @@ fn many_bytes_are_waited_for_together() {
     });
 }
 
-/// A lead consists of zeros, and is not part of the bytes after it.
+/// Padding consists of zeros, and is not part of the bytes after it.
 #[test]
 fn padding_is_removed() {
     let source = Cut::new(&[1000, 70_000], 3, |at| pattern(9, 0, at) | 1);
     each(|_, _, local, remote| {
         let target = Cut::new(&[71_000], 0, |_| 0);
-        local.send_lead(soon()).unwrap();
+        local.send_padding(soon()).unwrap();
         local.send_windows(&source.windows(), soon()).unwrap();
-        remote.receive_lead(soon()).unwrap();
+        remote.receive_padding(soon()).unwrap();
         remote.receive_windows(&target.windows(), soon()).unwrap();
         assert!(target.bytes() == source.bytes());
-        local.send_lead(soon()).unwrap();
+        local.send_padding(soon()).unwrap();
         local.send(&frame(b"behind"), soon()).unwrap();
-        let mut raw_lead = [1; LEAD];
-        raw(&remote).read_exact(&mut raw_lead).unwrap();
-        assert_eq!((raw_lead, body(&remote).as_slice()), ([0; LEAD], &b"behind"[..]));
+        let mut raw_padding = [1; PADDING];
+        raw(&remote).read_exact(&mut raw_padding).unwrap();
+        assert_eq!((raw_padding, body(&remote).as_slice()), ([0; PADDING], &b"behind"[..]));
         // Half of one.
-        raw(&local).write_all(&[0; LEAD - 1]).unwrap();
-        stopped(remote.receive_lead(short()), ErrorKind::Timeout, LEAD - 1);
+        raw(&local).write_all(&[0; PADDING - 1]).unwrap();
+        stopped(remote.receive_padding(short()), ErrorKind::Timeout, PADDING - 1);
         assert!(remote.is_closed());
     });
     each(|_, _, local, remote| {
-        let mut none = [0; LEAD];
-        none[LEAD - 1] = 1;
+        let mut none = [0; PADDING];
+        none[PADDING - 1] = 1;
         raw(&local).write_all(&none).unwrap();
-        let error = remote.receive_lead(soon()).unwrap_err();
+        let error = remote.receive_padding(soon()).unwrap_err();
         assert_eq!(
             (error.kind(), error.fact("peer")),
             (ErrorKind::NotLinked, Some(&*remote.about.peer)),

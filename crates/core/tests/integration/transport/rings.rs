@@ -105,7 +105,7 @@ fn payload_arrives_between_frames() {
                     raw(&local).write_all(&[0; 3]).unwrap();
                 }
                 local.send(&frame(&round.to_le_bytes()), soon()).unwrap();
-                local.send_lead(soon()).unwrap();
+                local.send_padding(soon()).unwrap();
                 local.send_windows(&source.windows(), soon()).unwrap();
                 if round % 7 == 0 {
                     assert_eq!(body(&local), round.to_le_bytes());
@@ -115,7 +115,7 @@ fn payload_arrives_between_frames() {
         for round in 0..ROUNDS {
             assert_eq!(body(&remote), round.to_le_bytes());
             let target = Cut::new(&[length(round)], 0, |_| 0);
-            remote.receive_lead(soon()).unwrap();
+            remote.receive_padding(soon()).unwrap();
             remote.receive_windows(&target.windows(), soon()).unwrap();
             let source = Cut::new(&[length(round)], 0, |at| pattern((round % 251) as u8, 0, at));
             assert!(target.bytes() == source.bytes(), "round {round}");

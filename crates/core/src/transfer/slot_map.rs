@@ -1,4 +1,4 @@
-//! A table whose entries keep their places, for the calls, alarms and jobs of one engine.
+//! A slot map: a table that names each entry by a key, for the calls, alarms and jobs of one engine.
 //!
 //! It grows by chunks, so an entry takes the same memory however many there are, and no entry moves.
 
@@ -7,50 +7,50 @@ use std::num::NonZeroU32;
 use crate::error::Result;
 use crate::fallible;
 
-/// Places of one chunk.
+/// Slots of one chunk.
 const CHUNK: usize = 128;
 /// This many chunks are kept when the table is empty.
-const KEPT: usize = 8;
-/// Marks the end of the list of unused places.
+const MIN_CHUNKS: usize = 8;
+/// Marks the end of the list of unused slots.
 const NONE: u32 = u32::MAX;
 
 /// Names one entry of a table. The name of a removed entry is reused only after 2^32 − 1 further entries. A later entry
 /// compares greater, except when the numbers wrap between the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Place {
+pub(crate) struct SlotKey {
     number: NonZeroU32,
     index: u32,
 }
 
-/// A table whose entries keep their places.
+/// A table whose entries have keys, and never move.
 #[derive(Debug)]
-pub(super) struct PlaceTable<T> {
+pub(super) struct SlotMap<T> {
     /// All are full but the last one in use; those behind it are empty.
-    chunks: Vec<Vec<Placed<T>>>,
-    /// Number of places that were ever used since the table was empty.
+    chunks: Vec<Vec<Slot<T>>>,
+    /// Number of slots that were ever used since the table was empty.
     touched: usize,
-    /// First of the unused places among these, which are linked by `next`.
+    /// First of the unused slots among these, which are linked by `next`.
     unused: u32,
     len: usize,
     last_number: NonZeroU32,
 }
 
 #[derive(Debug)]
-struct Placed<T> {
-    /// `None` if the place is unused, or reserved.
+struct Slot<T> {
+    /// `None` if the slot is unused, or reserved.
     value: Option<T>,
-    /// `None` if the place is unused.
+    /// `None` if the slot is unused.
     number: Option<NonZeroU32>,
     next: u32,
 }
 
-impl<T> Default for PlaceTable<T> {
+impl<T> Default for SlotMap<T> {
     fn default() -> Self {
-        PlaceTable { chunks: Vec::new(), touched: 0, unused: NONE, len: 0, last_number: NonZeroU32::MIN }
+        SlotMap { chunks: Vec::new(), touched: 0, unused: NONE, len: 0, last_number: NonZeroU32::MIN }
     }
 }
 
-impl<T> PlaceTable<T> {
+impl<T> SlotMap<T> {
     /// Returns the number of entries, with those that are only reserved.
     pub(super) fn len(&self) -> usize {
         self.len
@@ -62,7 +62,7 @@ impl<T> PlaceTable<T> {
     }
 
     /// Creates an entry without a value. `what` names the table in the error.
-    pub(super) fn reserve(&mut self, what: &str) -> Result<Place> {
+    pub(super) fn reserve(&mut self, what: &str) -> Result<SlotKey> {
         let number = self.last_number.checked_add(1).unwrap_or(NonZeroU32::MIN);
         let index = if self.unused == NONE { self.new_entry(what)? } else { self.unused };
         if let Some(entry) = self.entry(index) {
@@ -70,32 +70,32 @@ impl<T> PlaceTable<T> {
             self.unused = std::mem::replace(&mut entry.next, NONE);
         }
         (self.last_number, self.len) = (number, self.len + 1);
-        Ok(Place { number, index })
+        Ok(SlotKey { number, index })
     }
 
     /// Sets the value of an entry.
-    pub(super) fn fill(&mut self, place: Place, value: T) {
-        if let Some(entry) = self.entry(place.index).filter(|entry| entry.number == Some(place.number)) {
+    pub(super) fn fill(&mut self, key: SlotKey, value: T) {
+        if let Some(entry) = self.entry(key.index).filter(|entry| entry.number == Some(key.number)) {
             entry.value = Some(value);
         }
     }
 
     /// Whether the entry exists.
-    pub(super) fn contains(&self, place: Place) -> bool {
-        let index = place.index as usize;
+    pub(super) fn contains(&self, key: SlotKey) -> bool {
+        let index = key.index as usize;
         let entry = self.chunks.get(index / CHUNK).and_then(|chunk| chunk.get(index % CHUNK));
-        entry.is_some_and(|entry| entry.number == Some(place.number))
+        entry.is_some_and(|entry| entry.number == Some(key.number))
     }
 
     /// Removes an entry, and returns its value. An entry that was removed before has none.
-    pub(super) fn remove(&mut self, place: Place) -> Option<T> {
+    pub(super) fn remove(&mut self, key: SlotKey) -> Option<T> {
         let unused = self.unused;
-        let entry = self.entry(place.index).filter(|entry| entry.number == Some(place.number))?;
+        let entry = self.entry(key.index).filter(|entry| entry.number == Some(key.number))?;
         (entry.number, entry.next) = (None, unused);
         let value = entry.value.take();
-        (self.unused, self.len) = (place.index, self.len - 1);
-        if self.len == 0 && self.chunks.len() > KEPT {
-            self.chunks.truncate(KEPT);
+        (self.unused, self.len) = (key.index, self.len - 1);
+        if self.len == 0 && self.chunks.len() > MIN_CHUNKS {
+            self.chunks.truncate(MIN_CHUNKS);
             self.chunks.iter_mut().for_each(Vec::clear);
             (self.touched, self.unused) = (0, NONE);
         }
@@ -107,18 +107,18 @@ impl<T> PlaceTable<T> {
         self.chunks.iter().flatten().filter_map(|entry| entry.value.as_ref())
     }
 
-    fn entry(&mut self, index: u32) -> Option<&mut Placed<T>> {
+    fn entry(&mut self, index: u32) -> Option<&mut Slot<T>> {
         self.chunks.get_mut(index as usize / CHUNK)?.get_mut(index as usize % CHUNK)
     }
 
-    /// Adds an unused place.
+    /// Adds an unused slot.
     #[expect(clippy::cast_possible_truncation, reason = "fewer entries than fit into memory")]
     fn new_entry(&mut self, what: &str) -> Result<u32> {
         if self.touched / CHUNK == self.chunks.len() {
             let chunk = fallible::with_capacity(what, CHUNK)?;
             fallible::push(what, &mut self.chunks, chunk)?;
         }
-        self.chunks[self.touched / CHUNK].push(Placed { value: None, number: None, next: NONE });
+        self.chunks[self.touched / CHUNK].push(Slot { value: None, number: None, next: NONE });
         self.touched += 1;
         Ok(self.touched as u32 - 1)
     }
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn entries_are_those_of_a_naive_twin() {
         let (mut table, mut twin, mut removed) =
-            (PlaceTable::default(), Vec::<(Place, u64)>::new(), Vec::new());
+            (SlotMap::default(), Vec::<(SlotKey, u64)>::new(), Vec::new());
         let (mut random, mut emptied) = (1u64, 0);
         // The numbers wrap in the middle of the test.
         table.last_number = NonZeroU32::new(u32::MAX - 50_000).unwrap();
@@ -142,19 +142,19 @@ mod tests {
             // The table is filled beyond the chunks that are kept, and emptied, in turn.
             let grows = step / 10_000 % 2 == 0;
             if (choice < if grows { 10 } else { 2 }) || twin.is_empty() {
-                let place = table.reserve("test").unwrap();
-                assert!(table.contains(place));
-                table.fill(place, step);
-                twin.push((place, step));
+                let key = table.reserve("test").unwrap();
+                assert!(table.contains(key));
+                table.fill(key, step);
+                twin.push((key, step));
             } else {
-                let (place, value) = twin.swap_remove(which % twin.len());
-                assert_eq!(table.remove(place), Some(value));
-                removed.push(place);
+                let (key, value) = twin.swap_remove(which % twin.len());
+                assert_eq!(table.remove(key), Some(value));
+                removed.push(key);
                 emptied += u32::from(table.touched == 0);
             }
-            if let Some(&place) = removed.get(which % removed.len().max(1)) {
-                table.fill(place, 0);
-                assert!(!table.contains(place) && table.remove(place).is_none());
+            if let Some(&key) = removed.get(which % removed.len().max(1)) {
+                table.fill(key, 0);
+                assert!(!table.contains(key) && table.remove(key).is_none());
             }
             assert_eq!((table.len(), table.is_empty()), (twin.len(), twin.is_empty()));
         }
@@ -163,16 +163,16 @@ mod tests {
         values.sort_unstable();
         expected.sort_unstable();
         assert_eq!(values, expected);
-        for (place, value) in twin {
-            assert_eq!(table.remove(place), Some(value));
+        for (key, value) in twin {
+            assert_eq!(table.remove(key), Some(value));
         }
-        assert!(table.chunks.len() <= KEPT && emptied > 2, "emptied {emptied} times");
+        assert!(table.chunks.len() <= MIN_CHUNKS && emptied > 2, "emptied {emptied} times");
     }
 
     /// An entry takes 24 bytes; the pointer in it takes 16.
     #[test]
     fn an_entry_is_small() {
-        assert_eq!(size_of::<Placed<std::sync::Arc<dyn Send>>>(), 24);
-        assert_eq!(size_of::<Option<Place>>(), 8);
+        assert_eq!(size_of::<Slot<std::sync::Arc<dyn Send>>>(), 24);
+        assert_eq!(size_of::<Option<SlotKey>>(), 8);
     }
 }

@@ -1,4 +1,4 @@
-//! For which asynchronous call a lane works: the waits of its deadlines end early once that call is stopped.
+//! The asynchronous call for which a thread works: the waits of its deadlines end early once that call is stopped.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -39,7 +39,7 @@ impl Asked {
 }
 
 enum State {
-    Waits { call: WaitingCall, notified: Arc<AtomicBool>, was_open: bool },
+    Waits { call: WaitingCall, notified: Arc<AtomicBool>, was_ready: bool },
     Holds { _pin: Pin },
 }
 
@@ -81,16 +81,16 @@ impl Twin {
         CallRows::of(self.caches[cache].clone(), RowUse { reads: reads.into(), writes: writes.into() })
     }
 
-    /// Whether a call at `place` (the end, for a call that only starts) could begin.
-    fn may_begin(&self, asked: &Asked, place: usize) -> bool {
+    /// Whether a call at `position` (the end, for a call that only starts) could begin.
+    fn may_begin(&self, asked: &Asked, position: usize) -> bool {
         self.calls.iter().enumerate().all(|(index, (other, state))| {
             let before = match state {
                 State::Holds { .. } => true,
                 // Requests of peers come before other calls, otherwise the earlier call comes first.
-                State::Waits { .. } if other.passes == asked.passes => index < place,
+                State::Waits { .. } if other.passes == asked.passes => index < position,
                 State::Waits { .. } => other.passes,
             };
-            index == place || !before || !asked.conflicts(other)
+            index == position || !before || !asked.conflicts(other)
         })
     }
 
@@ -100,10 +100,10 @@ impl Twin {
             Step::Enter(asked) => {
                 let notified = Arc::new(AtomicBool::new(false));
                 let tell = notified.clone();
-                let opened = Arc::new(move || tell.store(true, Ordering::SeqCst));
-                let call = self.rows(&asked).enter(asked.passes, Some(opened)).unwrap();
-                let was_open = call.is_open();
-                self.calls.push((asked, State::Waits { call, notified, was_open }));
+                let on_ready = Arc::new(move || tell.store(true, Ordering::SeqCst));
+                let call = self.rows(&asked).enter(asked.passes, Some(on_ready)).unwrap();
+                let was_ready = call.is_ready();
+                self.calls.push((asked, State::Waits { call, notified, was_ready }));
             }
             Step::Try(asked) => {
                 let may = self.may_begin(&asked, self.calls.len());
@@ -118,16 +118,16 @@ impl Twin {
                 }
             }
             Step::Begin(number) if !self.calls.is_empty() => {
-                let place = number % self.calls.len();
-                let (asked, state) = self.calls.remove(place);
-                let State::Waits { call, notified, was_open } = state else {
-                    return self.calls.insert(place, (asked, state));
+                let position = number % self.calls.len();
+                let (asked, state) = self.calls.remove(position);
+                let State::Waits { call, notified, was_ready } = state else {
+                    return self.calls.insert(position, (asked, state));
                 };
-                if !call.is_open() {
-                    return self.calls.insert(place, (asked, State::Waits { call, notified, was_open }));
+                if !call.is_ready() {
+                    return self.calls.insert(position, (asked, State::Waits { call, notified, was_ready }));
                 }
                 let pin = call.pin(passed).expect("its rows are free");
-                self.calls.insert(place, (asked, State::Holds { _pin: pin }));
+                self.calls.insert(position, (asked, State::Holds { _pin: pin }));
             }
             Step::Drop(number) if !self.calls.is_empty() => {
                 self.calls.remove(number % self.calls.len());
@@ -138,14 +138,16 @@ impl Twin {
     }
 
     fn compare(&mut self) {
-        for place in 0..self.calls.len() {
-            let may = self.may_begin(&self.calls[place].0, place);
-            let (asked, State::Waits { call, notified, was_open }) = &mut self.calls[place] else { continue };
-            assert_eq!(call.is_open(), may, "{asked:?}");
-            if may && !*was_open {
+        for position in 0..self.calls.len() {
+            let may = self.may_begin(&self.calls[position].0, position);
+            let (asked, State::Waits { call, notified, was_ready }) = &mut self.calls[position] else {
+                continue;
+            };
+            assert_eq!(call.is_ready(), may, "{asked:?}");
+            if may && !*was_ready {
                 assert!(notified.swap(false, Ordering::SeqCst), "{asked:?} was not notified");
             }
-            *was_open = may;
+            *was_ready = may;
         }
     }
 }

@@ -1,14 +1,14 @@
-//! Whose turn it is in each row of one cache: which calls use a row, and which calls wait for it, in order.
+//! The queues of the rows of one cache: which calls use a row, and which calls wait for it, in order.
 //!
 //! This is bookkeeping under the lock of the cache: it waits for nothing and wakes nobody. A call takes all its rows
 //! at once, or enters the queues of all of them. An entry is *open* if the row is free for it and no earlier entry
 //! of the row conflicts with it. The open entries of a queue are at its front, so each operation touches only entries
-//! whose state changes (`tests/integration/row_turns.rs` compares with a naive twin).
+//! whose state changes (`tests/integration/row_queues.rs` compares with a naive twin).
 
 use std::slice;
 use std::sync::Arc;
 
-use super::turn::CallTurn;
+use super::readiness::Readiness;
 use crate::error::Result;
 use crate::fallible;
 use crate::model::RowList;
@@ -26,10 +26,10 @@ pub(super) const PINS: &str = "the pins of a cache";
 pub(super) const MAX_COUNTERS: u64 = 1 << 20;
 
 /// How many requests of peers may pass a waiting call in one row. Beyond that, they wait behind it.
-const MOST_PASSES: u16 = 1024;
+const MAX_PASSES: u16 = 1024;
 
 /// Memory for this many entries is kept when no call waits.
-const KEPT_ENTRIES: usize = 4096;
+const MIN_CAPACITY: usize = 4096;
 
 /// The rows that one call reads and writes in one cache. A row may occur more than once.
 #[derive(Debug, Default)]
@@ -83,7 +83,7 @@ impl From<RowUse> for UsedRows {
 
 /// The rows of one cache, with the calls that use them and wait for them.
 #[derive(Debug, Default)]
-pub(super) struct RowTurns {
+pub(super) struct RowQueues {
     /// One for every `1 << shift` rows; empty until the first call.
     rows: Vec<Row>,
     shift: u32,
@@ -96,7 +96,7 @@ pub(super) struct RowTurns {
     /// Number of waiters in use.
     waiting: usize,
     /// Waiters whose entries have all become open, each at most once.
-    opened: Vec<u32>,
+    ready: Vec<u32>,
 }
 
 /// One row, or neighbouring rows that share a counter.
@@ -123,16 +123,16 @@ struct Entry {
     open: bool,
 }
 
-/// A call that waits for rows of this cache. Unused if `turn` is `None`.
+/// A call that waits for rows of this cache. Unused if `readiness` is `None`.
 #[derive(Debug)]
 struct Waiter {
-    turn: Option<Arc<CallTurn>>,
+    readiness: Option<Arc<Readiness>>,
     /// The first of its entries, which are linked by `sibling`.
     entry: u32,
     /// Number of its entries that are not open.
     blocked: usize,
     passes: bool,
-    /// Whether `opened` names it.
+    /// Whether `ready` names it.
     listed: bool,
 }
 
@@ -143,7 +143,7 @@ impl Row {
     }
 }
 
-impl RowTurns {
+impl RowQueues {
     /// Allocates the counters for a cache of `rows` rows, once.
     pub(super) fn prepare(&mut self, rows: u64) -> Result<()> {
         if !self.rows.is_empty() {
@@ -185,7 +185,7 @@ impl RowTurns {
     pub(super) fn may_pass(&self, used: &UsedRows) -> bool {
         let may_pass = |row: u64, writes| {
             let next = self.entries.get(self.first_passed(self.index(row)) as usize);
-            next.is_none_or(|next| !(writes || next.writes) || next.passed < MOST_PASSES)
+            next.is_none_or(|next| !(writes || next.writes) || next.passed < MAX_PASSES)
         };
         used.writes().iter().all(|row| may_pass(*row, true))
             && used.reads().iter().all(|row| may_pass(*row, false))
@@ -253,38 +253,39 @@ impl RowTurns {
         }
     }
 
-    /// Puts a call into the queues of all its rows. It may [`begin`](Self::begin) once nothing blocks `turn`.
-    pub(super) fn enter(&mut self, used: &UsedRows, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
-        let waiter = self.new_waiter(used, passes, turn)?;
+    /// Puts a call into the queues of all its rows. It may [`begin`](Self::begin) once nothing blocks `readiness`.
+    pub(super) fn enter(&mut self, used: &UsedRows, passes: bool, readiness: &Arc<Readiness>) -> Result<u32> {
+        let waiter = self.new_waiter(used, passes, readiness)?;
         for (rows, writes) in [(used.writes(), true), (used.reads(), false)] {
             for &row in rows {
                 self.enter_row(waiter, self.index(row), writes);
             }
         }
         if self.waiters[waiter as usize].blocked > 0 {
-            turn.block();
+            readiness.block();
         }
         Ok(waiter)
     }
 
     /// Makes room for a waiter and its entries, and returns the waiter.
     #[expect(clippy::cast_possible_truncation, reason = "fewer waiters than fit into memory")]
-    fn new_waiter(&mut self, used: &UsedRows, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
+    fn new_waiter(&mut self, used: &UsedRows, passes: bool, readiness: &Arc<Readiness>) -> Result<u32> {
         fallible::grow(PINS, &mut self.entries, used.reads().len() + used.writes().len())?;
         fallible::grow(PINS, &mut self.waiters, 1)?;
-        let unlisted = self.waiters.len() + 1 - self.opened.len();
-        fallible::grow(PINS, &mut self.opened, unlisted)?;
+        let unlisted = self.waiters.len() + 1 - self.ready.len();
+        fallible::grow(PINS, &mut self.ready, unlisted)?;
         self.waiting += 1;
-        let new = Waiter { turn: Some(turn.clone()), entry: NONE, blocked: 0, passes, listed: false };
+        let new =
+            Waiter { readiness: Some(readiness.clone()), entry: NONE, blocked: 0, passes, listed: false };
         if self.unused_waiter == NONE {
             self.waiters.push(new);
             return Ok(self.waiters.len() as u32 - 1);
         }
-        let place = self.unused_waiter;
-        let unused = &mut self.waiters[place as usize];
+        let slot = self.unused_waiter;
+        let unused = &mut self.waiters[slot as usize];
         self.unused_waiter = unused.entry;
         *unused = Waiter { listed: unused.listed, ..new };
-        Ok(place)
+        Ok(slot)
     }
 
     fn enter_row(&mut self, waiter: u32, row: usize, writes: bool) {
@@ -329,10 +330,10 @@ impl RowTurns {
             self.entries.push(entry);
             return self.entries.len() as u32 - 1;
         }
-        let place = self.unused_entry;
-        self.unused_entry = self.entries[place as usize].next;
-        self.entries[place as usize] = entry;
-        place
+        let slot = self.unused_entry;
+        self.unused_entry = self.entries[slot as usize].next;
+        self.entries[slot as usize] = entry;
+        slot
     }
 
     /// Takes the rows of a call that nothing blocks, and removes its entries.
@@ -350,10 +351,10 @@ impl RowTurns {
         }
     }
 
-    /// Removes the entries of a call that does not begin. Returns whether [`take_opened`](Self::take_opened) has a turn.
+    /// Removes the entries of a call that does not begin. Returns whether [`take_ready`](Self::take_ready) has a call.
     pub(super) fn withdraw(&mut self, waiter: u32) -> bool {
         self.remove(waiter, Self::open_from);
-        !self.opened.is_empty()
+        !self.ready.is_empty()
     }
 
     /// Removes the entries of a call, and calls `removed` with the entry behind each.
@@ -367,10 +368,10 @@ impl RowTurns {
             at = entry.sibling;
         }
         let unused = &mut self.waiters[waiter as usize];
-        (unused.turn, unused.blocked) = (None, 0);
+        (unused.readiness, unused.blocked) = (None, 0);
         unused.entry = std::mem::replace(&mut self.unused_waiter, waiter);
         self.waiting -= 1;
-        if self.waiting == 0 && self.entries.capacity() > KEPT_ENTRIES {
+        if self.waiting == 0 && self.entries.capacity() > MIN_CAPACITY {
             (self.entries, self.unused_entry) = (Vec::new(), NONE);
         }
     }
@@ -397,7 +398,7 @@ impl RowTurns {
         }
     }
 
-    /// Gives back the rows of a call. Returns whether [`take_opened`](Self::take_opened) has a turn.
+    /// Gives back the rows of a call. Returns whether [`take_ready`](Self::take_ready) has a call.
     pub(super) fn release(&mut self, used: &UsedRows) -> bool {
         for &row in used.reads() {
             let row = self.index(row);
@@ -413,7 +414,7 @@ impl RowTurns {
                 self.row_released(row);
             }
         }
-        !self.opened.is_empty()
+        !self.ready.is_empty()
     }
 
     fn row_released(&mut self, row: usize) {
@@ -435,11 +436,11 @@ impl RowTurns {
             let of_call = &mut self.waiters[waiter as usize];
             of_call.blocked -= 1;
             if of_call.blocked == 0
-                && of_call.turn.as_ref().is_some_and(|turn| turn.unblock())
+                && of_call.readiness.as_ref().is_some_and(|readiness| readiness.unblock())
                 && !of_call.listed
             {
                 of_call.listed = true;
-                self.opened.push(waiter);
+                self.ready.push(waiter);
             }
             entry = next;
         }
@@ -453,19 +454,19 @@ impl RowTurns {
             let of_call = &mut self.waiters[closed.waiter as usize];
             of_call.blocked += 1;
             if of_call.blocked == 1
-                && let Some(turn) = &of_call.turn
+                && let Some(readiness) = &of_call.readiness
             {
-                turn.block();
+                readiness.block();
             }
         }
     }
 
-    /// Adds the calls to `turns` that nothing blocks any more, each once for each time that this has become so.
-    pub(super) fn take_opened(&mut self, turns: &mut Vec<Arc<CallTurn>>) {
-        for waiter in self.opened.drain(..) {
+    /// Adds the calls to `calls` that nothing blocks any more, each once for each time that this has become so.
+    pub(super) fn take_ready(&mut self, calls: &mut Vec<Arc<Readiness>>) {
+        for waiter in self.ready.drain(..) {
             let waiter = &mut self.waiters[waiter as usize];
             waiter.listed = false;
-            turns.extend(waiter.turn.clone());
+            calls.extend(waiter.readiness.clone());
         }
     }
 
