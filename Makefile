@@ -190,7 +190,7 @@ nightly:  ## every long job, one after another; CI runs one of them in turn (hou
 		echo "== $$job"; $(MAKE) --no-print-directory $$job || failed="$$failed $$job"; done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
-loom:  ## the model checker over pins and jobs, in a target folder of its own
+loom:  ## the model checker over pins, jobs and threads, in a target folder of its own
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --test loom_pins --test loom_task --target-dir target/loom
 

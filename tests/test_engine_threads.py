@@ -111,7 +111,7 @@ def test_threads_have_the_names_of_roles_and_rest_while_an_engine_is_idle() -> N
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the threads of this process may use only one CPU")
 @pytest.mark.parametrize("opened", ["on all CPUs", "on one CPU", "on another CPU"])
 def test_a_bound_caller_does_not_bind_the_threads_that_it_starts(opened: str) -> None:
-    """Threads use the CPUs of the engine if their caller has only some of these, and those of the caller otherwise."""
+    """Threads use the CPUs of the engine if their caller lacks one of these, and those of the caller otherwise."""
     run_fresh(
         """
         import os, time
@@ -125,7 +125,7 @@ def test_a_bound_caller_does_not_bind_the_threads_that_it_starts(opened: str) ->
         opened, later, expected = {
             "on all CPUs": (every, one, every),
             "on one CPU": (one, every, every),
-            "on another CPU": (another, one, one),
+            "on another CPU": (another, one, another),
         }[os.environ["OPENED"]]
         os.sched_setaffinity(0, opened)
         dist = LLMDataDist(LLMRole.PROMPT, 1)

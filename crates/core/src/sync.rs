@@ -4,8 +4,8 @@
 //! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
 //! is consistent.
 //!
-//! With `--cfg loom` they are loom's, for the models in `tests/loom_pins.rs`, `tests/loom_task.rs` and
-//! `copy/unit_job/loom_tests.rs`. Locks in statics are taken from `std` directly, because loom has none.
+//! With `--cfg loom` they are loom's, for the models in `tests/loom_pins.rs`, `tests/loom_task.rs`,
+//! `copy/unit_job/loom_tests.rs` and `threads/pool/loom_tests.rs`. Locks in statics are taken from `std` directly, because loom has none.
 
 #[cfg(loom)]
 use loom::sync as imp;

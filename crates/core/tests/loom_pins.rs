@@ -32,7 +32,7 @@ fn cache() -> Arc<Cache> {
 /// Pins rows of both caches, which may be one, and runs `body`.
 fn pinned(reads: (&Arc<Cache>, &[u64]), writes: (&Arc<Cache>, &[u64]), body: impl FnOnce()) {
     let deadline = Deadline::after(Duration::from_secs(3600));
-    let rows = CallRows::copy((reads.0.clone(), reads.1.to_vec()), (writes.0.clone(), writes.1.to_vec()));
+    let rows = CallRows::copy((reads.0.clone(), reads.1.into()), (writes.0.clone(), writes.1.into()));
     let pins = rows.pin(deadline).unwrap();
     body();
     drop(pins);
@@ -130,7 +130,7 @@ fn a_call_without_a_thread_gets_its_turn() {
         let held = CallRows::of(cache.clone(), rows()).pin(hour()).unwrap();
         let (told, peer) = (Arc::new(AtomicI64::new(0)), cache.clone());
         let tell = told.clone();
-        let of_both = CallRows::copy((other, vec![0]), (cache.clone(), vec![0]));
+        let of_both = CallRows::copy((other, [0].into()), (cache.clone(), [0].into()));
         let on_ready = Arc::new(move || drop(tell.fetch_add(1, Ordering::SeqCst)));
         let waiting = of_both.enter(false, Some(on_ready)).unwrap();
         let used = row.clone();

@@ -103,6 +103,6 @@ fn notify_one_by_one(readiness: Arc<Readiness>) {
 
 impl fmt::Debug for Readiness {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CallTurn").field("blocking", &self.blocking).finish_non_exhaustive()
+        f.debug_struct("Readiness").field("blocking", &self.blocking).finish_non_exhaustive()
     }
 }

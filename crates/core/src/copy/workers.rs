@@ -45,9 +45,10 @@ impl Workers {
     }
 
     fn add(&self, mut tasks: Closures) -> io::Result<()> {
-        let (mut state, added) = (self.pool.lock(), tasks.len());
+        let mut state = self.pool.lock();
         state.queue.append(&mut tasks);
-        self.pool.dispatch(state, added, false).map_err(|(error, _)| error)
+        let ready = state.queue.len();
+        self.pool.dispatch(state, ready, false).map_err(|(error, _)| error)
     }
 
     /// Sets whether the workers behave as if no thread could be started.

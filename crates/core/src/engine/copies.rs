@@ -93,7 +93,7 @@ impl DataDist {
             room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = LocalMoves::Equal(validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?);
+            let moves = LocalMoves::equal(validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?)?;
             let (op, staging) = (Op::CopyBlocks, Staging::DEFAULT);
             Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
         })

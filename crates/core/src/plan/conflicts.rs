@@ -18,7 +18,7 @@ const MIN_CHECK_BYTES: u64 = 16 << 20;
 /// in its message. The plan is refused if its check would need more than one and a half times that and more than 16 MiB.
 pub(super) fn check_templates(templates: &[Template], plan_bytes: usize) -> Result<()> {
     if are_apart(templates, plan_bytes) {
-        return templates.iter().try_for_each(|template| check_segment(template, plan_bytes));
+        return templates.iter().try_for_each(|template| check_template(template, plan_bytes));
     }
     let written = || templates.iter().flat_map(Template::placed_spans).map(|span| WrittenSpan::of(&span));
     check_written(&written, || extent_of(templates), plan_bytes)
@@ -64,7 +64,7 @@ fn hulls(template: &Template) -> impl Iterator<Item = WrittenSpan> {
     positions.chain(spans.into_iter().flatten())
 }
 
-fn check_segment(template: &Template, plan_bytes: usize) -> Result<()> {
+fn check_template(template: &Template, plan_bytes: usize) -> Result<()> {
     fallible::temporary(|| check_positions(template))?;
     let written = || written_once(template);
     check_written(&written, || WrittenExtent::of(written()), plan_bytes)

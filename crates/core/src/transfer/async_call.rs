@@ -313,7 +313,7 @@ impl Drop for Execution {
         // released before the report nevertheless, because a program that learns of the end may release the cache and
         // allocate its memory again.
         let _ready = self.pin.take().map(Pin::release);
-        let text = "the lane of a transfer ended without a result";
+        let text = "the thread of a transfer ended without a result";
         let missing = || Err(Error::new(ErrorKind::System, text));
         self.call.end(self.outcome.lock().take().unwrap_or_else(missing));
     }

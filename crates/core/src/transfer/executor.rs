@@ -4,7 +4,7 @@
 //! A caller who hands over many jobs wakes one worker, which wakes the next.
 //!
 //! A transfer whose next layer is still being computed takes no worker, so there are as many threads as layers
-//! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
+//! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination class cannot
 //! take all workers either: jobs for a peer that stalls delay only jobs for the same peer
 //! (`every_cluster_gets_a_worker_and_at_most_32`).
 
@@ -22,11 +22,11 @@ use crate::model::ClusterId;
 use crate::sync::SPIN_BEFORE_PARK;
 use crate::threads::{JobQueue, PollLimits, ThreadPool};
 
-/// Maximum number of workers of one engine. Further jobs wait, except the first one of a cluster.
+/// Maximum number of workers of one engine. Further jobs wait, except the first one of a class.
 const MAX_WORKERS: usize = 512;
-/// Maximum number of workers at work for one cluster: half of the streams of a link.
+/// Maximum number of workers at work for one class: half of the streams of a link.
 const MAX_WORKERS_OF_CLUSTER: usize = 32;
-/// Number of withdrawn jobs of a cluster that are never worth removing from its queue.
+/// Number of withdrawn jobs of a class that are never worth removing from its queue.
 const MIN_WITHDRAWN: usize = 64;
 /// Name of these lists in out-of-memory errors.
 const JOBS: &str = "the jobs of an engine";
@@ -34,14 +34,14 @@ const JOBS: &str = "the jobs of an engine";
 /// What jobs wait for: jobs of one class share workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum JobClass {
-    /// Calls to one cluster; the engine's own for copies.
+    /// Calls to one class; the engine's own for copies.
     Calls(ClusterId),
-    /// The notifications for one cluster. Calls may wait for them.
+    /// The notifications for one class. Calls may wait for them.
     Notifications(ClusterId),
     /// Links on demand. Peers that cannot be reached take no workers of calls, and delay few of the other links: addresses
     /// are spread over 16 classes.
     Links(u8),
-    /// Calls to several clusters. They may wait for each of them, so they use the workers of none of these.
+    /// Calls to several classes. They may wait for each of them, so they use the workers of none of these.
     SeveralClusters,
 }
 
@@ -73,10 +73,10 @@ struct Shared {
 /// The jobs of an engine that no worker has taken.
 #[derive(Default)]
 struct QueuedJobs {
-    /// Jobs that may run now, each with its cluster.
+    /// Jobs that may run now, each with its class.
     jobs: VecDeque<(JobClass, Arc<dyn Job>)>,
-    clusters: HashMap<JobClass, ClusterJobs>,
-    /// Jobs that wait until one of the others of their cluster ends.
+    classes: HashMap<JobClass, ClusterJobs>,
+    /// Jobs that wait until one of the others of their class ends.
     waiting: SlotMap<Arc<dyn Job>>,
 }
 
@@ -92,25 +92,25 @@ struct ClusterJobs {
 }
 
 impl QueuedJobs {
-    /// Notes that a job for `cluster` has ended, and queues the job that has waited longest for this cluster.
-    fn over(&mut self, cluster: JobClass) {
-        let Some(at) = self.clusters.get_mut(&cluster) else { return };
+    /// Notes that a job for `class` has ended, and queues the job that has waited longest for this class.
+    fn over(&mut self, class: JobClass) {
+        let Some(at) = self.classes.get_mut(&class) else { return };
         let mut jobs = std::iter::from_fn(|| at.queue.pop_front());
         match jobs.find_map(|key| self.waiting.remove(key)) {
             Some(job) => {
                 at.waiting -= 1;
-                self.jobs.push_back((cluster, job));
+                self.jobs.push_back((class, job));
             }
             None => at.taken -= 1,
         }
         if at.taken == 0 {
-            self.clusters.remove(&cluster);
+            self.classes.remove(&class);
         }
     }
 
-    /// Makes an entry for a job that waits until another one for `cluster` ends.
-    fn reserve_waiting(&mut self, cluster: JobClass) -> Result<SlotKey> {
-        let at = self.clusters.entry(cluster).or_default();
+    /// Makes an entry for a job that waits until another one for `class` ends.
+    fn reserve_waiting(&mut self, class: JobClass) -> Result<SlotKey> {
+        let at = self.classes.entry(class).or_default();
         let room = at.queue.try_reserve(1);
         room.map_err(|_| fallible::out_of_memory(JOBS, at.queue.len() * size_of::<SlotKey>()))?;
         let key = self.waiting.reserve(JOBS)?;
@@ -119,11 +119,11 @@ impl QueuedJobs {
         Ok(key)
     }
 
-    /// Takes a job that waits for others of its cluster.
-    fn withdraw(&mut self, cluster: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
+    /// Takes a job that waits for others of its class.
+    fn withdraw(&mut self, class: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
         let job = self.waiting.remove(key)?;
-        let QueuedJobs { waiting, clusters, .. } = self;
-        if let Some(at) = clusters.get_mut(&cluster) {
+        let QueuedJobs { waiting, classes, .. } = self;
+        if let Some(at) = classes.get_mut(&class) {
             at.waiting -= 1;
             // Half of the entries or more are removed, so that the time for each job is constant.
             if at.queue.len() > 2 * at.waiting + MIN_WITHDRAWN {
@@ -142,30 +142,30 @@ impl JobQueue for QueuedJobs {
         self.jobs.len()
     }
 
-    /// Takes another job for the cluster of the job that has ended if no other worker works for it. So a cluster keeps its worker
+    /// Takes another job for the class of the job that has ended if no other worker works for it. So a class keeps its worker
     /// as long as it has work (`every_cluster_gets_a_worker_and_at_most_32`).
     fn next(&mut self, ended: Option<JobClass>) -> Option<(JobClass, Arc<dyn Job>)> {
-        if let Some(cluster) = ended {
-            self.over(cluster);
+        if let Some(class) = ended {
+            self.over(class);
         }
-        let unserved = |cluster: &JobClass| {
-            let queued = self.jobs.iter().filter(|(to, _)| to == cluster).count();
-            self.clusters.get(cluster).is_some_and(|at| at.taken == queued)
+        let unserved = |class: &JobClass| {
+            let queued = self.jobs.iter().filter(|(to, _)| to == class).count();
+            self.classes.get(class).is_some_and(|at| at.taken == queued)
         };
         let own =
-            ended.filter(unserved).and_then(|cluster| self.jobs.iter().position(|(to, _)| *to == cluster));
+            ended.filter(unserved).and_then(|class| self.jobs.iter().position(|(to, _)| *to == class));
         self.jobs.remove(own.unwrap_or(0))
     }
 
     fn take_all(&mut self) -> Vec<Arc<dyn Job>> {
         let ready: Vec<_> = self.jobs.drain(..).collect();
         let mut waiting = Vec::new();
-        for at in self.clusters.values_mut() {
+        for at in self.classes.values_mut() {
             at.waiting = 0;
             waiting.extend(at.queue.drain(..).filter_map(|key| self.waiting.remove(key)));
         }
-        for (cluster, _) in &ready {
-            self.over(*cluster);
+        for (class, _) in &ready {
+            self.over(*class);
         }
         ready.into_iter().map(|(_, job)| job).chain(waiting).collect()
     }
@@ -191,10 +191,10 @@ impl Executor {
 }
 
 impl ExecutorHandle {
-    /// Has the next free worker run `job`, which is for `cluster`. Never waits for a worker. If no thread can be
+    /// Has the next free worker run `job`, which is for `class`. Never waits for a worker. If no thread can be
     /// started, the existing workers run the job; without any worker, it is refused
-    /// (`a_worker_that_cannot_be_started`). Returns the key of the job if it waits for others of its cluster.
-    pub(crate) fn submit(&self, cluster: JobClass, job: Arc<dyn Job>) -> Option<SlotKey> {
+    /// (`a_worker_that_cannot_be_started`). Returns the key of the job if it waits for others of its class.
+    pub(crate) fn submit(&self, class: JobClass, job: Arc<dyn Job>) -> Option<SlotKey> {
         let mut state = self.0.workers.lock();
         if state.is_closed() {
             drop(state);
@@ -202,9 +202,9 @@ impl ExecutorHandle {
             return None;
         }
         let queue = &mut state.queue;
-        let at = queue.clusters.entry(cluster).or_default();
+        let at = queue.classes.entry(class).or_default();
         if at.taken == MAX_WORKERS_OF_CLUSTER {
-            return match queue.reserve_waiting(cluster) {
+            return match queue.reserve_waiting(class) {
                 Ok(key) => {
                     queue.waiting.fill(key, job);
                     Some(key)
@@ -217,13 +217,13 @@ impl ExecutorHandle {
             };
         }
         at.taken += 1;
-        // A cluster without a worker gets one, however many others stall
+        // A class without a worker gets one, however many others stall
         // (`every_cluster_gets_a_worker_and_at_most_32`).
         let first = at.taken == 1;
         if first {
-            queue.jobs.push_front((cluster, job));
+            queue.jobs.push_front((class, job));
         } else {
-            queue.jobs.push_back((cluster, job));
+            queue.jobs.push_back((class, job));
         }
         if let Err((error, jobs)) = self.0.workers.dispatch(state, 1, first) {
             for job in jobs {
@@ -233,9 +233,9 @@ impl ExecutorHandle {
         None
     }
 
-    /// Returns a job that still waits for others of its cluster, and forgets it.
-    pub(crate) fn withdraw(&self, cluster: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
-        self.0.workers.lock().queue.withdraw(cluster, key)
+    /// Returns a job that still waits for others of its class, and forgets it.
+    pub(crate) fn withdraw(&self, class: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
+        self.0.workers.lock().queue.withdraw(class, key)
     }
 
     /// Returns the clock.

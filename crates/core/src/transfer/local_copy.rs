@@ -28,6 +28,13 @@ pub(crate) enum LocalMoves {
 }
 
 impl LocalMoves {
+    /// Returns the moves that are the same in every tensor. Returns `Err(InvalidArgument)` if a row has a number of 2^32 or
+    /// above.
+    pub(crate) fn equal(moves: Moves) -> Result<LocalMoves> {
+        moves.pieces.check_numbers()?;
+        Ok(LocalMoves::Equal(moves))
+    }
+
     /// Returns what `check` allows, which is called with the layouts that the caches have or, if the tensors of a cache
     /// differ, would have if all tensors were like those of a run.
     pub(crate) fn checked(
@@ -37,7 +44,7 @@ impl LocalMoves {
     ) -> Result<LocalMoves> {
         let mut check = check;
         if src.mixed().is_none() && dst.mixed().is_none() {
-            return check(src.layout_of_first(), dst.layout_of_first()).map(LocalMoves::Equal);
+            return LocalMoves::equal(check(src.layout_of_first(), dst.layout_of_first())?);
         }
         let sides = [src, dst].map(|cache| SideSizes::new(cache.layout_of_first(), cache.mixed()));
         let caches = if std::ptr::eq(src, dst) { CacheCount::One } else { CacheCount::Two };

@@ -292,7 +292,7 @@ impl Drop for LayerJob {
         if self.over {
             return;
         }
-        let text = "the lane of a transfer ended without a result";
+        let text = "the thread of a transfer ended without a result";
         let why = self.why.take().unwrap_or_else(|| Error::new(ErrorKind::System, text));
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;

@@ -104,8 +104,8 @@ fn the_sum_of_a_receiver_is_that_of_its_memory() {
     assert_eq!(sent.value(), block.value());
 }
 
-/// A plan with a segment for each span.
-fn plan_of_segments(spans: &[Span]) -> Result<CopyPlan, Error> {
+/// A plan with a template for each span.
+fn plan_of_templates(spans: &[Span]) -> Result<CopyPlan, Error> {
     let one = |span: &Span| Template::new((0, 0), vec![(0, 0)], vec![*span]);
     let first = TensorSteps::consecutive(0);
     CopyPlan::from_templates(TENSORS as u32, first, first, listed(spans.iter().map(one).collect()))
@@ -118,7 +118,7 @@ fn short_pieces_arrive_as_the_model_says() {
     let input = (spans(), prop::collection::vec(0..1000_u64, 0..3), any::<(bool, bool)>());
     let outcome = TestRunner::new(proptest_cases(60)).run(&input, |(spans, cuts, (rings, several))| {
         let plan = if several {
-            plan_of_segments(&spans)
+            plan_of_templates(&spans)
         } else {
             plan_of_peer(TENSORS as u32, 0, 0, spans.clone())
         };

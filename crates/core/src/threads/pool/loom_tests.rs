@@ -15,7 +15,7 @@ type Ran = Arc<(Mutex<usize>, Condvar)>;
 
 fn pool() -> Arc<ThreadPool<Closures>> {
     let polls = PollLimits { threads: 0, time: Duration::ZERO };
-    Arc::new(ThreadPool::keeping("test", 2, polls, Duration::from_secs(3600)))
+    Arc::new(ThreadPool::with_idle_exit("test", 2, polls, Duration::from_secs(3600)))
 }
 
 /// Adds a job that counts itself, unless the pool has been closed.
