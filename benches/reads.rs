@@ -88,7 +88,7 @@ fn main() {
                     let started = Instant::now();
                     let deadline = Deadline::after(Duration::from_secs(60));
                     let (job, to) =
-                        (PathJob { engine: &engine, plan: &plan, deadline }, (&dst, Placement::Host));
+                        (PathJob { copy_engine: &engine, plan: &plan, deadline }, (&dst, Placement::Host));
                     (&src).read(job, to, &Arc::new(Progress::default()), Arc::new(())).unwrap();
                     started.elapsed()
                 })

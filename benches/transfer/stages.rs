@@ -94,7 +94,7 @@ fn planned(moves: &mut Moves) -> CopyPlan {
 
 #[inline(never)]
 fn written(plan: &CopyPlan) -> Vec<u8> {
-    let source = WireLocation::Region { region: 1, runs: vec![Run { start: 0, step: 0, count: 1 }] };
+    let source = WireLocation::Pool { pool: 1, runs: vec![Run { start: 0, step: 0, count: 1 }] };
     let request = Request::Fetch {
         cache: NamedCache { name: Name::Key(CacheKey::Blocks { model: 7 }), id: CacheId(3) },
         plan: WirePlan::try_from(plan).unwrap(),

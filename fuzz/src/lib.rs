@@ -133,8 +133,7 @@ fn reply(body: &[u8]) {
             if let Err(error) = record.mixed_sizes() {
                 refused_as(&error, &[ErrorKind::NotLinked]);
             }
-            let (WireLocation::Region { runs, .. } | WireLocation::Process { runs }) = &record.location
-            else {
+            let (WireLocation::Pool { runs, .. } | WireLocation::Process { runs }) = &record.location else {
                 return;
             };
             let count: u64 = runs.iter().map(|run| u64::from(run.count)).sum();

@@ -9,8 +9,8 @@ use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
     EntryVersion, Hello, LinkAnswer, NamedCache, Party, Proof, Purpose, Reply, Request, RingAnswer,
-    RingOffer, Run, Timed, Welcome, WireCache, WireLayout, WireLocation, WirePlan, WirePulled, WireSizes,
-    WireTemplates,
+    RingOffer, Run, Timed, Welcome, WireCache, WireLayout, WireLocation, WirePlan, WireSizes, WireTemplates,
+    WireUsedKey,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -70,8 +70,8 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         frame(&Welcome { from, mac: [1; 32], local: Some("name".into()), secret: Some([4; 32]) }),
     );
     let probe = Some((0x7f00_0000_1000, [3; 16]));
-    add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
-    add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
+    add(4, "attach", frame(&Attach { generations: true, pools: [Some(1 << 20), None], probe }));
+    add(5, "attached", frame(&Attached { pools: Ok(()), process: Err("refused".into()) }));
     let metadata = BoundedBytes(Arc::new(b"metadata".to_vec()));
     add(11, "ring-offer", frame(&RingOffer));
     add(12, "ring-used", frame(&RingAnswer::Used));
@@ -103,13 +103,13 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     ask("read", read(cache, None, false));
     ask("read-granted", read(grant, Some(300), true));
     ask("write", Request::Write { cache, plan: plan(), range: 0..8, ahead: true, shared: None });
-    let source = WireLocation::Region { region: 1, runs: vec![Run { start: 0, step: 4096, count: 2 }] };
+    let source = WireLocation::Pool { pool: 1, runs: vec![Run { start: 0, step: 4096, count: 2 }] };
     ask("fetch", Request::Fetch { cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096 });
     let message = BoundedBytes(b"message".to_vec());
-    let pulled = Some(WirePulled { cache, first: 0, count: 2 });
-    ask("finish", Request::Finish { pulled, message: None });
-    let pulled = Some(WirePulled::of_grant(GRANT));
-    ask("finish-all", Request::Finish { pulled, message: Some(message.clone()) });
+    let used_key = Some(WireUsedKey { cache, first: 0, count: 2 });
+    ask("finish", Request::Finish { used_key, message: None });
+    let used_key = Some(WireUsedKey::of_grant(GRANT));
+    ask("finish-all", Request::Finish { used_key, message: Some(message.clone()) });
     let (_, of_pairs) =
         plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
     ask("checksums", Request::Checksums { cache: grant, plan: of_pairs, side: Side::Source });

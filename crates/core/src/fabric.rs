@@ -151,18 +151,18 @@ impl PeerFabric {
         self.pools.iter().flatten().for_each(|pool| pool.end());
     }
 
-    /// Returns `count` tensors of these `bytes` in pool `region` of the peer, and that pool; `None` if the peer offers no such
+    /// Returns `count` tensors of these `bytes` in pool `pool` of the peer, and that pool; `None` if the peer offers no such
     /// pool. Returns `Err` if the location is invalid.
     pub fn tensors(
         &self,
-        region: u8,
+        pool: u8,
         runs: &[Run],
         count: u32,
         bytes: impl Into<TensorBytes>,
     ) -> Result<Option<(Arc<Tensors>, Arc<FabricRegion>)>> {
-        let Some(Some(pool)) = self.pools.get(usize::from(region)) else { return Ok(None) };
-        Tensors::of_fabric(pool.clone(), Run::unpack(runs, count)?, bytes)
-            .map(|tensors| Some((Arc::new(tensors), pool.clone())))
+        let Some(Some(region)) = self.pools.get(usize::from(pool)) else { return Ok(None) };
+        Tensors::of_fabric(region.clone(), Run::unpack(runs, count)?, bytes)
+            .map(|tensors| Some((Arc::new(tensors), region.clone())))
     }
 }
 

@@ -211,10 +211,10 @@ impl Cache {
         self.tensors.shared_addrs()
     }
 
-    /// Checks that the CPU can read and write the tensors at their addresses, and that they are mapped.
+    /// Checks that the CPU can read and write the tensors at their addresses, and that they have pages there.
     pub fn check_views(&self) -> Result<()> {
-        self.tensors.check_mapped(Access::Read)?;
-        self.tensors.check_mapped(Access::Write)?;
+        self.tensors.check_present(Access::Read)?;
+        self.tensors.check_present(Access::Write)?;
         if self.tensors.host_addressable() {
             return Ok(());
         }

@@ -45,7 +45,7 @@ impl CopyEngine {
             fallible::push(SUMS, &mut ends, before + template.pairs.len())?;
         }
         let (count, bytes) = (ends.last().copied().unwrap_or(0), plan.bytes());
-        memory.0.check_mapped(Access::Read)?;
+        memory.0.check_present(Access::Read)?;
         let per_unit = (UNIT.saturating_mul(count as u64) / bytes.max(1)).max(1);
         let per_unit = usize::try_from(per_unit).unwrap_or(usize::MAX);
         let units = count.div_ceil(per_unit);

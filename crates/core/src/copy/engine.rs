@@ -78,7 +78,7 @@ impl CopyEngine {
     }
 
     /// Number of threads that copy, including the calling thread.
-    pub fn workers(&self) -> usize {
+    pub fn worker_count(&self) -> usize {
         self.workers.count()
     }
 
@@ -148,8 +148,8 @@ impl CopyEngine {
     ) -> Result<CopyOutcome> {
         let limit = limit.into();
         let route = super::route::choose(&self.devices, src, dst, staging.path)?;
-        src.0.check_mapped(Access::Read)?;
-        dst.0.check_mapped(Access::Write)?;
+        src.0.check_present(Access::Read)?;
+        dst.0.check_present(Access::Write)?;
         let bytes = plan.bytes();
         let device = super::route::device(&self.devices, src, dst);
         let copy = super::run::Copying {

@@ -296,7 +296,7 @@ impl DataDist {
             ring_bytes: self.resources.copy_engine.ring_bytes(),
             plain_bytes,
             streaming_bytes,
-            copy_workers: self.resources.copy_engine.workers() as u64,
+            copy_workers: self.resources.copy_engine.worker_count() as u64,
             ucx: self.fabric(),
             links: self.links.states(),
         }

@@ -155,7 +155,7 @@ impl Transfer {
     }
 
     /// Creates the progress of an attempt to move `total` bytes, and reports it from now on.
-    pub(crate) fn attempt(&self, total: u64) -> Arc<Progress> {
+    pub(crate) fn new_progress(&self, total: u64) -> Arc<Progress> {
         let progress = Arc::new(Progress::default());
         self.state.lock().progress = Some((progress.clone(), total));
         progress

@@ -68,10 +68,10 @@ pub struct Tensors {
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-/// The rows of memory of the caller, and whether they are mapped.
+/// The rows of memory of the caller, and whether they have pages.
 struct AdoptedRows {
-    /// The first copy that reads, and the first that writes, store the first address that is not mapped with that access; `None`
-    /// if all are.
+    /// The first copy that reads, and the first that writes, store the first address that has no page with that access; `None`
+    /// if all have one.
     unmapped: [OnceLock<Option<u64>>; 2],
     geometry: Geometry,
 }
@@ -236,13 +236,13 @@ impl Tensors {
         self.reach().host_addressable()
     }
 
-    /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] if adopted memory is not mapped in this process
+    /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] if adopted memory has no pages in this process
     /// with the access needed.
     ///
     /// Without this check, a copy could crash half-way instead of returning an error. The kernel is asked
     /// once for reads and once for writes, at the first copy of that kind. Unmapping the memory later breaks
-    /// the promise of [`Adopted`]. Gaps between rows need not be mapped.
-    pub fn check_mapped(&self, access: Access) -> Result<()> {
+    /// the promise of [`Adopted`]. Gaps between rows need no pages.
+    pub fn check_present(&self, access: Access) -> Result<()> {
         let Some(AdoptedRows { unmapped, geometry }) = &self.adopted else { return Ok(()) };
         let unmapped = unmapped[access as usize].get_or_init(|| {
             let write = access == Access::Write;

@@ -15,7 +15,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use super::control::Control;
+use super::carrier::Carrier;
 use super::received_descriptors::ReceivedDescriptors;
 use super::step::{StepResult, Way};
 use super::stream::Stream;
@@ -54,7 +54,7 @@ impl Stream {
             return self.send(frame, deadline);
         }
         let (count, peer) = (descriptors.len(), &self.about.peer);
-        let carries = self.about.carries_descriptors && self.control().carries_descriptors();
+        let carries = self.about.carries_descriptors && self.frame_carrier().carries_descriptors();
         let limit = if carries { MAX_DESCRIPTORS } else { 0 };
         if count > limit || frame.is_empty() {
             let text = format!("{count} descriptors cannot be sent with one frame to {peer}");
@@ -92,7 +92,7 @@ impl Stream {
     /// Returns whether there is something to receive, or the end of the stream, within `poll_time`. Meanwhile
     /// the thread polls and yields to other threads.
     pub fn readable_within(&self, poll_time: Duration) -> bool {
-        self.control().readable_within(self.as_fd(), poll_time)
+        self.frame_carrier().readable_within(self.as_fd(), poll_time)
     }
 
     fn send_from(&self, frame: &[u8], from: usize, more: bool, deadline: Deadline) -> Result<()> {
@@ -217,17 +217,17 @@ impl Stream {
 /// The system calls. None of them sleeps.
 impl Stream {
     fn push(&self, bytes: &[u8], more: bool) -> io::Result<StepResult> {
-        self.push_by(self.control(), bytes, more)
+        self.push_by(self.frame_carrier(), bytes, more)
     }
 
     /// Sends bytes among the payload.
     pub(super) fn push_payload(&self, bytes: &[u8], more: bool) -> io::Result<StepResult> {
-        self.push_by(self.payload_control(), bytes, more)
+        self.push_by(self.payload_carrier(), bytes, more)
     }
 
-    fn push_by(&self, control: &dyn Control, bytes: &[u8], more: bool) -> io::Result<StepResult> {
+    fn push_by(&self, carrier: &dyn Carrier, bytes: &[u8], more: bool) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
-        let moved = outcome(control.send(self.as_fd(), &self.garbled(&bytes[..most]), more))?;
+        let moved = outcome(carrier.send(self.as_fd(), &self.garbled(&bytes[..most]), more))?;
         Ok(self.passed(Way::Out, moved))
     }
 
@@ -245,17 +245,17 @@ impl Stream {
     }
 
     pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<StepResult> {
-        self.pull_by(self.control(), rest)
+        self.pull_by(self.frame_carrier(), rest)
     }
 
     /// Receives bytes among the payload.
     pub(super) fn pull_payload(&self, rest: &mut [u8]) -> io::Result<StepResult> {
-        self.pull_by(self.payload_control(), rest)
+        self.pull_by(self.payload_carrier(), rest)
     }
 
-    fn pull_by(&self, control: &dyn Control, rest: &mut [u8]) -> io::Result<StepResult> {
+    fn pull_by(&self, carrier: &dyn Carrier, rest: &mut [u8]) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
-        let got = control.receive(self.as_fd(), &mut rest[..most]);
+        let got = carrier.receive(self.as_fd(), &mut rest[..most]);
         self.received(rest, got)
     }
 
@@ -264,7 +264,7 @@ impl Stream {
         rest: &mut [u8],
         descriptors: &mut ReceivedDescriptors,
     ) -> io::Result<StepResult> {
-        if !self.control().carries_descriptors() {
+        if !self.frame_carrier().carries_descriptors() {
             return self.pull(rest);
         }
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };

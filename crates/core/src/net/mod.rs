@@ -6,14 +6,14 @@
 //!      ▼
 //!   Stream    frames with deadlines, descriptors, windows; one socket, whichever transport made it
 //!      │ bytes of frames and payload
-//!   Control   the socket, or rings in shared memory beside it
+//!   Carrier   the socket, or rings in shared memory beside it
 //! ```
 //!
 //! The same tests check all transports (`tests/integration/transport.rs`). `protocol` defines the frames, and
 //! `session` decides which peers may connect.
 
 mod acceptor;
-mod control;
+mod carrier;
 mod frame_io;
 mod inbox;
 mod interference;
@@ -21,14 +21,14 @@ mod pace;
 mod payload;
 mod received_descriptors;
 mod rings;
-mod socket_control;
+mod socket_carrier;
 mod step;
 mod stream;
 mod tcp;
 mod transmission;
 mod unix;
 
-pub use control::POLL_TIME;
+pub use carrier::POLL_TIME;
 #[cfg(feature = "testing")]
 pub use frame_io::MAX_DESCRIPTORS;
 pub use frame_io::ReceivedFrame;
@@ -38,7 +38,7 @@ pub use interference::Interference;
 pub use payload::{PADDING_INTERVAL, padding_at};
 pub use received_descriptors::ReceivedDescriptors;
 #[cfg(feature = "testing")]
-pub use socket_control::PADDING;
+pub use socket_carrier::PADDING;
 #[cfg(feature = "testing")]
 pub use step::Way;
 #[cfg(feature = "testing")]

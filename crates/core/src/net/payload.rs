@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use super::Stream;
-use super::control::MAX_PADDING;
+use super::carrier::MAX_PADDING;
 use super::step::{StepResult, Way};
 use super::transmission::Transmission;
 use crate::error::Result;
@@ -17,7 +17,7 @@ use crate::protocol::MAX_AHEAD;
 pub const PADDING_INTERVAL: u64 = 4 << 20;
 
 /// Whether padding (zeros that align the bytes after them) precedes byte `into` of a transmission of which `left` bytes remain.
-/// `Control::padding` returns their number.
+/// `Carrier::padding` returns their number.
 pub fn padding_at(into: u64, left: u64) -> bool {
     into.is_multiple_of(PADDING_INTERVAL) && left > MAX_AHEAD
 }
@@ -60,7 +60,7 @@ impl Stream {
     /// Sends padding, which may leave together with the windows that follow.
     pub fn send_padding(&self, deadline: Deadline) -> Result<()> {
         let (mut transmission, mut sent) = (Transmission::of_payload(self, Way::Out, deadline), 0);
-        let padding = self.payload_control().padding(Way::Out);
+        let padding = self.payload_carrier().padding(Way::Out);
         while sent < padding {
             let rest = &[0; MAX_PADDING][sent..padding];
             sent += transmission.next(sent as u64, || self.push_payload(rest, true))?;
@@ -75,7 +75,7 @@ impl Stream {
             transmission.poll_time = super::POLL_TIME;
         }
         let (mut bytes, mut done) = ([0; MAX_PADDING], 0);
-        let padding = self.payload_control().padding(Way::In);
+        let padding = self.payload_carrier().padding(Way::In);
         while done < padding {
             done += transmission.next(done as u64, || self.pull_payload(&mut bytes[done..padding]))?;
         }
@@ -135,10 +135,10 @@ impl Stream {
             }
         };
         let Some(most) = most else { return Ok(StepResult::NotYet) };
-        let (control, windows) = (self.payload_control(), &windows[..most.min(MAX_WINDOWS)]);
+        let (carrier, windows) = (self.payload_carrier(), &windows[..most.min(MAX_WINDOWS)]);
         let result = match way {
-            Way::Out => control.send_windows(self.as_fd(), windows, skip),
-            Way::In => control.receive_windows(self.as_fd(), windows, skip),
+            Way::Out => carrier.send_windows(self.as_fd(), windows, skip),
+            Way::In => carrier.receive_windows(self.as_fd(), windows, skip),
         };
         let moved = match result {
             Ok(0) if way == Way::In => StepResult::Ended,

@@ -15,7 +15,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-use super::control::{Control, POLL_TIME};
+use super::carrier::{Carrier, POLL_TIME};
 use super::step::Way;
 use crate::memory::{RingPair, RingWait, SharedRings, Window};
 use crate::sync;
@@ -57,7 +57,7 @@ impl Way {
     }
 }
 
-impl Control for Rings {
+impl Carrier for Rings {
     fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8], _: bool) -> rustix::io::Result<usize> {
         if self.has_ended() {
             return Err(Errno::PIPE);

@@ -16,11 +16,11 @@ use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{Shutdown, shutdown};
 
-use super::control::Control;
+use super::carrier::Carrier;
 use super::interference::Interference;
 use super::pace::Pace;
 use super::rings::StreamRings;
-use super::socket_control::SocketControl;
+use super::socket_carrier::SocketCarrier;
 use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{CloseOnFork, Credentials, SharedRings, shortage, take_descriptors};
@@ -98,27 +98,27 @@ impl Stream {
     }
 
     /// Returns what carries the frames.
-    pub(super) fn control(&self) -> &dyn Control {
-        self.rings.get().map_or(&SocketControl, |rings| &rings.messages)
+    pub(super) fn frame_carrier(&self) -> &dyn Carrier {
+        self.rings.get().map_or(&SocketCarrier, |rings| &rings.messages)
     }
 
     /// Returns what carries the payload.
-    pub(super) fn payload_control(&self) -> &dyn Control {
-        self.rings.get().map_or(&SocketControl, |rings| &rings.payload)
+    pub(super) fn payload_carrier(&self) -> &dyn Carrier {
+        self.rings.get().map_or(&SocketCarrier, |rings| &rings.payload)
     }
 
     /// Prepares for a wait until the descriptor is readable. Returns `false` if it may not become readable, because
     /// something has arrived already.
     pub fn fall_asleep(&self) -> bool {
-        self.control().fall_asleep(Way::In).is_some()
+        self.frame_carrier().fall_asleep(Way::In).is_some()
     }
 
     /// Ends a wait, after the descriptor became readable. Returns whether there is something to receive, or the end of
     /// the stream. A peer may have woken this side more often than necessary.
     pub fn wake_up(&self) -> bool {
-        let control = self.control();
-        control.wake_up(self.as_fd(), Way::In, PollFlags::IN);
-        control.may_receive()
+        let carrier = self.frame_carrier();
+        carrier.wake_up(self.as_fd(), Way::In, PollFlags::IN);
+        carrier.may_receive()
     }
 
     /// Makes the stream end if the peer moves less than [`Pace::MIN_BYTES`] bytes, or less than all that remain,

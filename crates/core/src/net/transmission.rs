@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::control::Control;
+use super::carrier::Carrier;
 use super::pace::Pace;
 use super::step::{StepResult, Way, timespec};
 use super::stream::Stream;
@@ -18,7 +18,7 @@ use crate::model::Deadline;
 pub(super) struct Transmission<'a> {
     stream: &'a Stream,
     /// What carries the bytes.
-    control: &'a dyn Control,
+    carrier: &'a dyn Carrier,
     way: Way,
     deadline: Deadline,
     /// How long to poll without sleeping.
@@ -39,21 +39,21 @@ impl<'a> Transmission<'a> {
 
     /// Begins to move a frame.
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transmission::over(stream, stream.control(), way, deadline)
+        Transmission::over(stream, stream.frame_carrier(), way, deadline)
     }
 
     /// Begins to move payload.
     pub(super) fn of_payload(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transmission::over(stream, stream.payload_control(), way, deadline)
+        Transmission::over(stream, stream.payload_carrier(), way, deadline)
     }
 
-    fn over(stream: &'a Stream, control: &'a dyn Control, way: Way, deadline: Deadline) -> Self {
+    fn over(stream: &'a Stream, carrier: &'a dyn Carrier, way: Way, deadline: Deadline) -> Self {
         Transmission {
             stream,
-            control,
+            carrier,
             way,
             deadline,
-            poll_time: control.poll_time(),
+            poll_time: carrier.poll_time(),
             slept: false,
             polls_until: None,
             asked: None,
@@ -91,7 +91,7 @@ impl<'a> Transmission<'a> {
                         self.count_for_pace();
                     }
                     // Polling starts again for each part of a message.
-                    if !self.control.poll_time().is_zero() {
+                    if !self.carrier.poll_time().is_zero() {
                         self.polls_until = None;
                     }
                     return Ok(Some(bytes));
@@ -168,20 +168,20 @@ impl<'a> Transmission<'a> {
         if !self.poll_time.is_zero() {
             let now = Instant::now();
             if now < *self.polls_until.get_or_insert(self.deadline.at().min(now + self.poll_time)) {
-                if stalled || !self.control.ready_soon(self.way) {
+                if stalled || !self.carrier.ready_soon(self.way) {
                     std::thread::yield_now();
                 }
                 return Ok(false);
             }
         }
         if slept { self.deadline.waiting(self.doing()) } else { self.deadline.check(self.doing()) }?;
-        let events = if stalled { Some(PollFlags::empty()) } else { self.control.fall_asleep(self.way) };
+        let events = if stalled { Some(PollFlags::empty()) } else { self.carrier.fall_asleep(self.way) };
         let Some(events) = events else { return Ok(true) };
         self.slept = true;
         let mut socket = [PollFd::new(self.stream, events)];
         let wait_limit = self.deadline.wait_limit().min(self.paced()?);
         let polled = poll(&mut socket, Some(&timespec(wait_limit)));
-        let goes_on = stalled || self.control.wake_up(self.stream.as_fd(), self.way, socket[0].revents());
+        let goes_on = stalled || self.carrier.wake_up(self.stream.as_fd(), self.way, socket[0].revents());
         match polled {
             // A stalled stream would return here again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),

@@ -3,7 +3,7 @@
 //! Received values are checked as far as possible without the cache that they concern. `plan` and `validate`
 //! check the bounds; `messages` defines the bytes.
 
-use super::messages::{MAX_ARRIVED, NamedCache, Reply, Run, WirePulled};
+use super::messages::{MAX_ARRIVED, NamedCache, Reply, Run, WireUsedKey};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Geometry, GrantId, Name};
@@ -45,11 +45,11 @@ pub(super) fn printable(text: &str) -> String {
     shown.collect()
 }
 
-impl WirePulled {
+impl WireUsedKey {
     /// Returns the report that the caller is done with a grant.
-    pub fn of_grant(grant: GrantId) -> WirePulled {
+    pub fn of_grant(grant: GrantId) -> WireUsedKey {
         let cache = NamedCache { name: Name::Grant(grant), id: CacheId(0) };
-        WirePulled { cache, first: 0, count: 0 }
+        WireUsedKey { cache, first: 0, count: 0 }
     }
 }
 

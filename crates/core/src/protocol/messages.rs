@@ -158,8 +158,8 @@ pub struct Welcome {
 pub struct Attach {
     /// Whether the descriptor of the generations follows.
     pub generations: bool,
-    /// Sizes in bytes of the host and device regions whose descriptors follow.
-    pub regions: [Option<u64>; 2],
+    /// Sizes in bytes of the host and device pools whose descriptors follow.
+    pub pools: [Option<u64>; 2],
     /// Address and bytes of the secret by which a reader verifies that it reads the right process.
     pub probe: Option<(u64, [u8; 16])>,
 }
@@ -167,12 +167,12 @@ pub struct Attach {
 /// Result of an [`Attach`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attached {
-    /// Whether the regions were mapped, or the reason why not.
+    /// Whether the pools were mapped, or the reason why not.
     #[serde(deserialize_with = "outcome")]
-    pub mapped: Result<(), String>,
+    pub pools: Result<(), String>,
     /// Whether the memory of the process can be read, or the reason why not.
     #[serde(deserialize_with = "outcome")]
-    pub registered: Result<(), String>,
+    pub process: Result<(), String>,
 }
 
 /// Messages on the control stream after the handshake.
@@ -256,7 +256,7 @@ pub enum Request {
     /// Reports the end of a pull or push: the owner releases the key of a pull, or notes that the caller is done with a grant,
     /// and then delivers a notification. If the first fails, the notification is not delivered; if there is no room for the
     /// notification, nothing happens.
-    Finish { pulled: Option<WirePulled>, message: Option<Payload> },
+    Finish { used_key: Option<WireUsedKey>, message: Option<Payload> },
     /// Ends the link.
     Unlink,
     /// Asks for a reply, to find out whether the peer is alive.
@@ -300,7 +300,7 @@ impl Request {
 
 /// The tensors of a cache that a caller has pulled under a name. Of a grant, only the name counts: the caller is done with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WirePulled {
+pub struct WireUsedKey {
     pub cache: NamedCache,
     pub first: u32,
     pub count: u32,
@@ -415,10 +415,10 @@ pub struct WireLayout {
 /// Location of the tensors of a cache, for a peer on the same host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WireLocation {
-    /// In a region that was offered in [`Attach`].
-    Region {
-        /// 0 for the host region, 1 for the device region.
-        region: u8,
+    /// In a pool that was offered in [`Attach`].
+    Pool {
+        /// 0 for the host pool, 1 for the device pool.
+        pool: u8,
         #[serde(deserialize_with = "at_most::<MAX_RUNS, _, _>")]
         runs: Vec<Run>,
     },

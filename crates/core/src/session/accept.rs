@@ -320,9 +320,9 @@ fn enter(
         let text = "the connection was dropped before its link was complete";
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
-    let remote = RemoteView::new(memory, shared.pushes.to((cluster, peer.instance)));
+    let view = RemoteView::new(memory, shared.pushes.to((cluster, peer.instance)));
     let bounds = (shared.server.budget(), shared.resources.config.links.silence);
-    let link = Link::new(id, kind, peer, remote, stream.clone(), None, bounds);
+    let link = Link::new(id, kind, peer, view, stream.clone(), None, bounds);
     // Held until the answer is sent: another thread may find the link, and must not send before the answer.
     // The peer uses the link only after it (`test_either_side_comes_seconds_later`).
     let first = link.control.lock();

@@ -3,7 +3,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::message_io::send_message;
 use super::request_context::{RequestContext, RequestFailure, bounded, check_plan, rows};
 use super::shared_writes::{SharedWrite, WritePart};
 use crate::cache::{Cache, Pin, RowUse};
@@ -18,22 +17,21 @@ impl RequestContext<'_> {
     /// is the number of a shared write.
     pub(super) fn write(
         &self,
-        call: &NamedCache,
+        named: &NamedCache,
         (plan, range): (WirePlan, Range<u64>),
         ahead: bool,
         shared: Option<u64>,
     ) -> Result<(), RequestFailure> {
         if let Some(id) = shared {
-            return self.begin_shared_write(call, plan, range, id);
+            return self.begin_shared_write(named, plan, range, id);
         }
         let bytes = range.end.saturating_sub(range.start);
         let begun = self.charged(|| {
             let plan = bounded(plan, &range)?;
-            let pinned = self.pin_for_write(call, &plan)?;
+            let pinned = self.pin_for_write(named, &plan)?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
-        let begun =
-            if ahead { self.begin_ahead(begun, bytes) } else { self.begin(begun, bytes, send_message) };
+        let begun = if ahead { self.begin_ahead(begun, bytes) } else { self.begin(begun, bytes, false) };
         let Some((plan, cache, pin)) = begun? else { return Err(RequestFailure::Refused) };
         self.stream.restart_pace();
         self.receive(self.job(&plan), range, &cache)?;
@@ -43,27 +41,27 @@ impl RequestContext<'_> {
     }
 
     /// Pins the rows that a plan of the peer writes.
-    fn pin_for_write(&self, call: &NamedCache, plan: &CopyPlan) -> Result<Option<(Arc<Cache>, Pin)>> {
-        self.pinned(call, |cache| {
+    fn pin_for_write(&self, named: &NamedCache, plan: &CopyPlan) -> Result<Option<(Arc<Cache>, Pin)>> {
+        self.pinned(named, |cache| {
             let geometry = cache.common_sizes(plan.tensors_at(Side::Destination))?;
             check_plan(plan, Side::Destination, geometry)?;
             StreamPath::check(Side::Destination, cache.tensors())?;
             let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
-            self.pin(cache, RowUse { writes, ..RowUse::default() }, call)
+            self.pin(cache, RowUse { writes, ..RowUse::default() }, named)
         })
     }
 
     /// Begins a write over several streams, and receives its first part.
     fn begin_shared_write(
         &self,
-        call: &NamedCache,
+        named: &NamedCache,
         plan: WirePlan,
         range: Range<u64>,
         id: u64,
     ) -> Result<(), RequestFailure> {
         let begun = self.charged(|| {
             let plan = bounded(plan, &range)?;
-            let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
+            let Some((cache, pin)) = self.pin_for_write(named, &plan)? else { return Ok(None) };
             let write = SharedWrite {
                 id,
                 plan,
@@ -89,7 +87,7 @@ impl RequestContext<'_> {
         range: Range<u64>,
     ) -> Result<(), RequestFailure> {
         let bytes = range.end.saturating_sub(range.start);
-        let Some(part) = self.begin(begun, bytes, send_message)? else { return Err(RequestFailure::Refused) };
+        let Some(part) = self.begin(begun, bytes, false)? else { return Err(RequestFailure::Refused) };
         self.stream.restart_pace();
         let write = part.write();
         let deadline = if write.deadline.at() < self.deadline.at() { write.deadline } else { self.deadline };

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::asked_blocks::AskedBlocks;
 use super::link::Link;
-use super::message_io::{send_message, send_message_before};
+use super::message_io::send_message;
 use super::peer_memory::location;
 use super::request_context::{RequestContext, RequestFailure, bounded, check_plan, deadline_of, rows};
 use crate::budget::BudgetShare;
@@ -26,7 +26,7 @@ use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{
     self, EntryVersion, MESSAGE_LIMIT, NamedCache, Payload, Reply, Request, Timed, WireCache, WireLayout,
-    WireLocation, WirePlan, WirePulled, WireSizes,
+    WireLocation, WirePlan, WireSizes, WireUsedKey,
 };
 use crate::resources::{MemoryLocation, Resources};
 use crate::stats::Op;
@@ -79,10 +79,10 @@ impl Answers {
         let started = Instant::now();
         let (resources, deadline) =
             (&*self.resources, deadline_of(limit_ms, self.resources.config.links.pin_limit));
-        let call = RequestContext { resources, link, stream, share, deadline, unlinked, replied };
+        let context = RequestContext { resources, link, stream, share, deadline, unlinked, replied };
         // The plan of a request is written as bytes for its digest, which may take as much memory as its frame.
-        let digest = call.share.charged(|| fallible::temporary(|| digest_of_summed(&request)));
-        let served = call.serve(request, digest);
+        let digest = context.share.charged(|| fallible::temporary(|| digest_of_summed(&request)));
+        let served = context.dispatch(request, digest);
         let done = matches!(served, Ok(()) | Err(RequestFailure::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
         match served {
@@ -97,11 +97,11 @@ impl Answers {
 type BegunRead = (Arc<Cache>, Pin, Option<GrantedRead>);
 
 impl RequestContext<'_> {
-    /// Serves `request`. `digest` is that of a request for checksums.
-    fn serve(&self, request: Request, digest: Result<u64>) -> Result<(), RequestFailure> {
+    /// Answers `request`. `digest` is that of a request for checksums.
+    fn dispatch(&self, request: Request, digest: Result<u64>) -> Result<(), RequestFailure> {
         match request {
             Request::Describe { name } => self.answer_with(|| self.describe(name)),
-            Request::Finish { pulled, message } => self.answer_with(|| self.finish(pulled, message)),
+            Request::Finish { used_key, message } => self.answer_with(|| self.finish(used_key, message)),
             Request::Notify { messages } => self.answer_with(|| {
                 self.still_wanted()?;
                 self.link.receive_notifications(&self.resources.events, messages, || Ok(()))
@@ -111,7 +111,7 @@ impl RequestContext<'_> {
                 self.answer_with(|| self.fetch(&cache, plan, source))
             }
             Request::Read { cache, generation, plan, range, summed } => {
-                self.read(&cache, generation, (plan, range), summed.then_some(digest))
+                self.send_bytes(&cache, generation, (plan, range), summed.then_some(digest))
             }
             Request::Write { cache, plan, range, ahead, shared } => {
                 self.write(&cache, (plan, range), ahead, shared)
@@ -131,12 +131,12 @@ impl RequestContext<'_> {
 
     /// Does what the end of a call of the peer asks for: releases the key of a pull, or notes that the peer is done with a grant,
     /// and then queues a notification, for which there is room.
-    fn finish(&self, pulled: Option<WirePulled>, message: Option<Payload>) -> Result<Reply> {
+    fn finish(&self, used_key: Option<WireUsedKey>, message: Option<Payload>) -> Result<Reply> {
         self.still_wanted()?;
         // Dropped at the end, because the queue of events is locked while the notification is queued.
         let mut ended = None;
         let mut first = || {
-            let Some(WirePulled { cache, first, count }) = pulled else { return Ok(()) };
+            let Some(WireUsedKey { cache, first, count }) = used_key else { return Ok(()) };
             match cache.name {
                 Name::Grant(grant) => {
                     let reader = (self.link.peer.cluster, self.link.peer.instance);
@@ -154,19 +154,19 @@ impl RequestContext<'_> {
     /// under it, and checks that it lends these rows. Returns `None` if the name no longer resolves to that cache.
     fn begin_read(
         &self,
-        call: &NamedCache,
+        named: &NamedCache,
         tensors: TensorSpan,
         check: impl FnOnce(&Cache, Geometry) -> Result<()>,
         touched: impl Fn(RowSizes) -> Result<Vec<u64>>,
     ) -> Result<Option<BegunRead>> {
-        let pinned = self.pinned(call, |cache| {
+        let pinned = self.pinned(named, |cache| {
             let geometry = cache.common_sizes(tensors)?;
             check(cache, geometry)?;
             let reads = rows(cache, geometry, &touched)?;
-            self.pin(cache, RowUse { reads, ..RowUse::default() }, call)
+            self.pin(cache, RowUse { reads, ..RowUse::default() }, named)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(None) };
-        let Name::Grant(id) = call.name else { return Ok(Some((cache, pin, None))) };
+        let Name::Grant(id) = named.name else { return Ok(Some((cache, pin, None))) };
         let read = self.resources.grants.read(&id)?;
         let rows = touched(cache.common_sizes(tensors)?.row_sizes())?;
         read.grant().rows().check(cache.id(), &rows)?;
@@ -175,11 +175,11 @@ impl RequestContext<'_> {
 
     /// Hashes bytes of a cache as they are now. Under a grant, checks that it lends them and has not ended. `request` is the digest
     /// of the request.
-    fn checksums(&self, call: &NamedCache, asked: AskedBlocks, request: u64) -> Result<Reply> {
+    fn checksums(&self, named: &NamedCache, asked: AskedBlocks, request: u64) -> Result<Reply> {
         let check = |_: &Cache, geometry| asked.check_bounds(geometry);
-        let begun = self.begin_read(call, asked.tensors(), check, |sizes| asked.rows(sizes))?;
+        let begun = self.begin_read(named, asked.tensors(), check, |sizes| asked.rows(sizes))?;
         let Some((cache, _pin, granted)) = begun else { return Ok(Reply::Stale) };
-        let reply = asked.reply(self.resources, (call.name, &cache), request, self.deadline)?;
+        let reply = asked.reply(self.resources, (named.name, &cache), request, self.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
         // Hashing took time in which the caller could not be expected to read.
         self.stream.restart_pace();
@@ -201,13 +201,13 @@ impl RequestContext<'_> {
             let ranges = grant.rows().ranges().iter().map(|range| (range.start, range.end));
             record.granted = fallible::collect(RowRanges::LIST, ranges)?;
         }
-        if record.accessible && self.link.remote.local().is_some() {
+        if record.accessible && self.link.view.local().is_some() {
             let at = self.resources.memory_location(cache)?;
-            if self.link.remote.path_of_peer(&at).is_ok() {
+            if self.link.view.path_of_peer(&at).is_ok() {
                 self.resources.described_to_peer(cache, &at);
             }
             record.location = location(at)?;
-        } else if record.accessible && self.link.remote.uses_fabric() {
+        } else if record.accessible && self.link.view.uses_fabric() {
             let at = self.resources.memory_location(cache)?;
             if matches!(at, MemoryLocation::Pool(..)) {
                 record.location = location(at)?;
@@ -224,9 +224,9 @@ impl RequestContext<'_> {
 
     /// Sends bytes of a cache, unless the generation of its entry is another one than `expected`. Under a grant, also sends
     /// whether it lasted until they were sent. If their checksum is asked for, sends it too, bound to the `digest` of the request.
-    fn read(
+    fn send_bytes(
         &self,
-        call: &NamedCache,
+        named: &NamedCache,
         expected: Option<u64>,
         (plan, range): (WirePlan, Range<u64>),
         digest: Option<Result<u64>>,
@@ -238,10 +238,10 @@ impl RequestContext<'_> {
                 StreamPath::check(Side::Source, cache.tensors()).map(drop)
             };
             let touched = |sizes| plan.touched_rows(Side::Source, sizes);
-            let begun = self.begin_read(call, plan.tensors_at(Side::Source), check, touched)?;
+            let begun = self.begin_read(named, plan.tensors_at(Side::Source), check, touched)?;
             let Some((cache, pin, granted)) = begun else { return Ok(None) };
             let confirmed = granted.is_some() || digest.is_some();
-            let sum = confirmed.then(|| self.stream_sum(call.name, &cache, digest)).transpose()?;
+            let sum = confirmed.then(|| self.stream_sum(named.name, &cache, digest)).transpose()?;
             let changed =
                 |(generation, _): &(u64, _)| expected.is_some_and(|expected| expected != *generation);
             if sum.as_ref().is_some_and(changed) {
@@ -250,15 +250,13 @@ impl RequestContext<'_> {
             Ok(Some((plan, cache, pin, granted, sum)))
         });
         let bytes = range.end.saturating_sub(range.start);
-        // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
-        let ready = if bytes > 0 { send_message_before } else { send_message };
-        let Some((plan, cache, _pin, granted, mut sum)) = self.begin(begun, bytes, ready)? else {
+        let Some((plan, cache, _pin, granted, mut sum)) = self.begin(begun, bytes, bytes > 0)? else {
             return Err(RequestFailure::Refused);
         };
         self.stream.restart_pace();
         let adding = sum.as_mut().and_then(|(_, sum)| sum.as_mut());
         let mut path = StreamPath { stream: self.stream, range, sum: adding };
-        let sent = path.serve(self.job(&plan), cache.tensors());
+        let sent = path.send(self.job(&plan), cache.tensors());
         sent.map_err(RequestFailure::Broken)?;
         self.resources.stats.add_bytes(Op::Served, bytes);
         let Some((generation, sum)) = sum else { return Ok(()) };
@@ -285,21 +283,21 @@ impl RequestContext<'_> {
     /// Reads bytes from the peer's memory into a cache.
     fn fetch(
         &self,
-        call: &NamedCache,
+        named: &NamedCache,
         plan: WirePlan,
         (source, num_tensors, tensor_bytes): (&WireLocation, u32, u64),
     ) -> Result<Reply> {
         let plan = CopyPlan::try_from(plan)?;
-        let tensors = match self.link.remote.tensors(source, num_tensors, tensor_bytes)? {
+        let tensors = match self.link.view.tensors(source, num_tensors, tensor_bytes)? {
             Ok(tensors) => tensors,
             Err(reason) => return Ok(Reply::Unreachable { reason: reason.into_owned() }),
         };
-        let pinned = self.pinned(call, |cache| {
+        let pinned = self.pinned(named, |cache| {
             plan.check_bounds(Side::Source, (num_tensors, tensor_bytes))?;
             let geometry = cache.common_sizes(plan.tensors_at(Side::Destination))?;
             check_plan(&plan, Side::Destination, geometry)?;
             let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
-            self.pin(cache, RowUse { writes, ..RowUse::default() }, call)
+            self.pin(cache, RowUse { writes, ..RowUse::default() }, named)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         // Limited by `llm.LinkSilence`, so that a peer whose memory does not respond cannot occupy a thread

@@ -17,7 +17,7 @@ use crate::grants::RowRanges;
 use crate::memory::TensorBytes;
 use crate::model::{AddressLocation, Deadline, GrantToken, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WirePulled};
+use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WireUsedKey};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -31,8 +31,8 @@ impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner. Returns `Err(GrantEnded)` if the end of a grant is visible.
     pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
-        match self.remote.record(&name) {
-            Some(known) if self.remote.current(&known) => Ok(known),
+        match self.view.record(&name) {
+            Some(known) if self.view.current(&known) => Ok(known),
             known => {
                 known.map_or(Ok(()), |known| self.check_grant(&known))?;
                 self.describe(name, deadline)
@@ -42,7 +42,7 @@ impl Link {
 
     /// Asks the owner for the description of the cache with the name `name`, and stores it.
     pub(crate) fn describe(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
-        self.remote.forget(&name);
+        self.view.forget(&name);
         let (reply, share) = self.ask_for(&Request::Describe { name }, deadline)?;
         let Reply::Described(record) = reply else { return Err(self.unexpected(&reply)) };
         let before = share.used();
@@ -50,7 +50,7 @@ impl Link {
             share.charged(|| self.read_record(name, &record, &share)).map_err(|error| self.named(error))?;
         share.shrink_to(share.used() - before);
         let known = Arc::new(known);
-        self.remote.remember(name, known.clone());
+        self.view.remember(name, known.clone());
         Ok(known)
     }
 
@@ -72,9 +72,9 @@ impl Link {
         }
     }
 
-    /// Tells the owner that a call has ended which has `pulled` a cache.
-    pub(crate) fn finish(self: &Arc<Self>, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
-        self.done(&Request::Finish { pulled, message: None }, deadline).map(|_| ())
+    /// Tells the owner that a call has ended, and which key or grant it has used up.
+    pub(crate) fn finish(self: &Arc<Self>, used_key: Option<WireUsedKey>, deadline: Deadline) -> Result<()> {
+        self.done(&Request::Finish { used_key, message: None }, deadline).map(|_| ())
     }
 
     /// Sends one request that has no other result than its byte count, and returns that count.
@@ -218,7 +218,7 @@ impl Link {
         let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
         let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
         let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
-        let tensors = self.remote.tensors(&record.location, record.num_tensors, bytes)?;
+        let tensors = self.view.tensors(&record.location, record.num_tensors, bytes)?;
         let granted = match name {
             Name::Grant(grant) => Some((grant, granted_rows(&record.granted)?)),
             Name::Key(_) | Name::Row { .. } => None,
@@ -253,16 +253,16 @@ impl Link {
     pub(crate) fn release_grant(self: &Arc<Self>, token: &GrantToken, deadline: Deadline) -> Result<()> {
         self.check_token(token)?;
         // Whether or not it succeeds, this side probably does not pull under the grant any more.
-        self.remote.forget(&Name::Grant(token.grant));
-        self.finish(Some(WirePulled::of_grant(token.grant)), deadline)
+        self.view.forget(&Name::Grant(token.grant));
+        self.finish(Some(WireUsedKey::of_grant(token.grant)), deadline)
     }
 
     /// Checks that the grant under which a cache was described has not ended, as far as this process sees.
     pub(crate) fn check_grant(&self, known: &KnownCache) -> Result<()> {
-        let Some((grant, _)) = known.granted.as_ref().filter(|_| !self.remote.grant_lasts(known)) else {
+        let Some((grant, _)) = known.granted.as_ref().filter(|_| !self.view.grant_lasts(known)) else {
             return Ok(());
         };
-        self.remote.forget(&Name::Grant(*grant));
+        self.view.forget(&Name::Grant(*grant));
         Err(self.named(Error::new(ErrorKind::GrantEnded, "the grant has ended")))
     }
 }

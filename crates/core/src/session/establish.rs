@@ -179,9 +179,9 @@ impl Shared {
         dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster, instance, address, metadata: metadata.0 };
-        let remote = RemoteView::new(memory, self.pushes.to((cluster, instance)));
+        let view = RemoteView::new(memory, self.pushes.to((cluster, instance)));
         let bounds = (self.server.budget(), self.resources.config.links.silence);
-        let link = Link::new(id, kind, peer, remote, Arc::new(stream), Some(dialer), bounds);
+        let link = Link::new(id, kind, peer, view, Arc::new(stream), Some(dialer), bounds);
         (request.commit)()?;
         self.enroll(&link)?;
         // Not earlier: the accepting side of this engine must see the dial or the link.
@@ -255,7 +255,7 @@ impl Shared {
             stale.break_off(why);
         }
         let (address, transport) = (&link.peer.address, link.control.stream().about.transport);
-        tracing::info!(target: "llm_datadist::links", "linked with cluster {cluster} at {address} over {transport}: {}", link.remote.report());
+        tracing::info!(target: "llm_datadist::links", "linked with cluster {cluster} at {address} over {transport}: {}", link.view.report());
         Ok(())
     }
 

@@ -72,7 +72,7 @@ pub struct Link {
     pub(super) control: ControlChannel,
     pub(crate) calls: CallPool,
     pub(super) served: Served,
-    pub(crate) remote: RemoteView,
+    pub(crate) view: RemoteView,
     pub(super) notifications: Notifications,
     /// The memory that the peer makes this process hold.
     pub(super) budget: Arc<PeerBudget>,
@@ -85,7 +85,7 @@ impl Link {
         id: u64,
         kind: Kind,
         peer: Peer,
-        remote: RemoteView,
+        view: RemoteView,
         control: Arc<Stream>,
         dialer: Option<Dialer>,
         (budget, silence): (&Arc<Budget>, Duration),
@@ -99,7 +99,7 @@ impl Link {
             control: ControlChannel::new(control),
             calls: CallPool::new(dialer),
             served: Served::new(silence),
-            remote,
+            view,
             notifications: Notifications::default(),
             budget: PeerBudget::new(budget),
             stats: LinkStats::default(),
@@ -155,7 +155,7 @@ impl Link {
 
     /// Returns the current state, for `stats()`.
     pub(super) fn state(&self) -> LinkState {
-        let memory = self.remote.local();
+        let memory = self.view.local();
         let by_process = memory.is_some_and(|memory| memory.refusal().is_none());
         let ((requests, transfers), (paths, staged_bytes, sockets_reason)) =
             (self.stats.calls(), self.stats.paths());
@@ -231,7 +231,7 @@ impl Link {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
-        self.remote.end();
+        self.view.end();
         self.control.end();
         self.served.end();
         self.calls.end();

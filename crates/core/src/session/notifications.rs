@@ -11,7 +11,7 @@ use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
 use crate::model::Deadline;
 use crate::protocol::{
-    BoundedBytes, ControlMessage, MAX_BATCH, MAX_NOTIFICATION, Payload, Reply, Request, WirePulled,
+    BoundedBytes, ControlMessage, MAX_BATCH, MAX_NOTIFICATION, Payload, Reply, Request, WireUsedKey,
 };
 
 /// How long a sender waits before it repeats what the peer has refused.
@@ -44,10 +44,10 @@ impl ReservedNotification {
         Ok(())
     }
 
-    /// Tells the peer that the call has ended, which has `pulled` a cache, and delivers the notification then.
-    pub(crate) fn deliver(self, pulled: Option<WirePulled>, deadline: Deadline) -> Result<()> {
+    /// Tells the peer that the call has ended, and which key or grant it has used up, and delivers the notification then.
+    pub(crate) fn deliver(self, used_key: Option<WireUsedKey>, deadline: Deadline) -> Result<()> {
         let message = Some(BoundedBytes(fallible::copied("a notification", &self.message)?));
-        let delivered = self.link.done(&Request::Finish { pulled, message }, deadline);
+        let delivered = self.link.done(&Request::Finish { used_key, message }, deadline);
         if delivered.is_ok() {
             let mut sent = self.link.notifications.sent.lock();
             sent.confirmed = sent.confirmed.plus(Load::one(&self.message));

@@ -78,7 +78,7 @@ impl PeerMemory {
         let probe = memory::own_probe()?;
         let offer = Attach {
             generations: generations.is_some(),
-            regions: shared.map(|pool| pool.map(|(len, _)| len)),
+            pools: shared.map(|pool| pool.map(|(len, _)| len)),
             probe: Some((probe.address, probe.secret)),
         };
         send(&protocol::encode(&offer)?, &descriptors)
@@ -125,10 +125,10 @@ impl PeerMemory {
 
     /// Returns what the peer can read of this side's memory, as it has reported.
     pub(super) fn read_by_peer(&self) -> ReadAccess<'_> {
-        let Attached { mapped, registered } = &self.seen;
+        let Attached { pools, process } = &self.seen;
         ReadAccess {
-            pools: mapped.as_ref().map(|()| PathKind::Mapped).map_err(String::as_str),
-            process: registered.as_ref().map(|()| PathKind::Process).map_err(String::as_str),
+            pools: pools.as_ref().map(|()| PathKind::Mapped).map_err(String::as_str),
+            process: process.as_ref().map(|()| PathKind::Process).map_err(String::as_str),
             hidden: HIDDEN,
         }
     }
@@ -142,14 +142,14 @@ impl PeerMemory {
         bytes: impl Into<TensorBytes>,
     ) -> Result<Option<PeerTensors>> {
         Ok(match location {
-            WireLocation::Region { region, runs } => {
-                let Some(Some(pool)) =
-                    self.taken.pools.as_ref().ok().and_then(|pools| pools.get(usize::from(*region)))
+            WireLocation::Pool { pool, runs } => {
+                let Some(Some(mapping)) =
+                    self.taken.pools.as_ref().ok().and_then(|pools| pools.get(usize::from(*pool)))
                 else {
                     return Ok(None);
                 };
                 Some(PeerTensors::Mapped(Arc::new(Tensors::mapped(
-                    pool.clone(),
+                    mapping.clone(),
                     Run::unpack(runs, count)?,
                     bytes,
                 )?)))
@@ -168,8 +168,8 @@ impl TakenMemory {
     /// Returns the report for the peer: what this process can read of its memory.
     pub(super) fn report(&self) -> Attached {
         Attached {
-            mapped: self.pools.as_ref().map(|_| ()).map_err(Clone::clone),
-            registered: self.process.as_ref().map(|_| ()).map_err(Clone::clone),
+            pools: self.pools.as_ref().map(|_| ()).map_err(Clone::clone),
+            process: self.process.as_ref().map(|_| ()).map_err(Clone::clone),
         }
     }
 
@@ -202,7 +202,7 @@ impl TakenMemory {
         if let Err(why) = &pools {
             tracing::warn!(
                 target: "llm_datadist::links",
-                "the memory of the peer at {} (process {}) is not mapped, its pools are read through sockets: {why}",
+                "the memory of the peer at {} (process {}) is not mapped, so the owner sends the bytes of its pools: {why}",
                 stream.about.peer,
                 who(),
             );
@@ -232,7 +232,7 @@ impl TakenMemory {
         let budget = &resources.remote_memory;
         // One link may use half of the budget, so that one peer leaves memory for others.
         let most = budget.limit() / 2;
-        let sum = offered.regions.iter().flatten().try_fold(0_u64, |sum, &len| sum.checked_add(len));
+        let sum = offered.pools.iter().flatten().try_fold(0_u64, |sum, &len| sum.checked_add(len));
         if sum.is_none_or(|sum| sum > most) {
             let offered = sum.map_or_else(|| "more than 2^64".into(), |sum| sum.to_string());
             let text = "the pools of the peer are larger than one link may map";
@@ -243,7 +243,7 @@ impl TakenMemory {
             len.map(|len| PeerMapping::map(descriptors.next().ok_or_else(missing)?, len, budget, limit))
                 .transpose()
         };
-        Ok([map(offered.regions[0]).map_err(bounded)?, map(offered.regions[1]).map_err(bounded)?])
+        Ok([map(offered.pools[0]).map_err(bounded)?, map(offered.pools[1]).map_err(bounded)?])
     }
 
     fn open_process(
@@ -284,14 +284,14 @@ fn bounded(error: Error) -> Error {
 pub(crate) fn location(memory_location: MemoryLocation) -> Result<WireLocation> {
     let location = match memory_location {
         MemoryLocation::Pool(placement, offsets) => {
-            WireLocation::Region { region: placement as u8, runs: Run::pack(&offsets)? }
+            WireLocation::Pool { pool: placement as u8, runs: Run::pack(&offsets)? }
         }
         MemoryLocation::Process(addrs) => WireLocation::Process { runs: Run::pack(&addrs)? },
         MemoryLocation::Hidden => WireLocation::Hidden,
     };
     match &location {
         // The peer would reject a list this long. Sockets need none.
-        WireLocation::Region { runs, .. } | WireLocation::Process { runs } if runs.len() > MAX_RUNS => {
+        WireLocation::Pool { runs, .. } | WireLocation::Process { runs } if runs.len() > MAX_RUNS => {
             Ok(WireLocation::Hidden)
         }
         _ => Ok(location),

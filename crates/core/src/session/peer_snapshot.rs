@@ -22,7 +22,7 @@ pub(crate) const BEING_PUSHED: &str = "this process pushes to the same cache";
 
 /// A read in progress of the memory of one remote cache.
 pub(crate) struct PeerSnapshot<'a> {
-    remote: &'a RemoteView,
+    view: &'a RemoteView,
     known: &'a KnownCache,
     memory: &'a PeerTensors,
     /// The pushes of this process that had begun before.
@@ -42,12 +42,12 @@ pub(crate) enum Validity {
 impl<'a> PeerSnapshot<'a> {
     /// Begins a read. Returns the reason if this process cannot read the memory, or is pushing to the cache.
     pub(crate) fn begin(
-        remote: &'a RemoteView,
+        view: &'a RemoteView,
         known: &'a KnownCache,
     ) -> std::result::Result<PeerSnapshot<'a>, &'a str> {
         let memory = known.tensors.as_ref().map_err(|reason| &**reason)?;
-        let pushes = remote.pushes().none_now(known.cache).ok_or(BEING_PUSHED)?;
-        Ok(PeerSnapshot { remote, known, memory, pushes })
+        let pushes = view.pushes().none_now(known.cache).ok_or(BEING_PUSHED)?;
+        Ok(PeerSnapshot { view, known, memory, pushes })
     }
 
     /// Returns the memory to read.
@@ -62,12 +62,12 @@ impl<'a> PeerSnapshot<'a> {
 
     /// Decides about everything that was read since [`begin`](Self::begin).
     pub(crate) fn validate(&self) -> Validity {
-        if !self.remote.pushes().none_since(self.known.cache, self.pushes) {
+        if !self.view.pushes().none_since(self.known.cache, self.pushes) {
             Validity::Pushed
         } else if !self.kind().sees_generations() {
             // Generations are not visible here, so the owner must be asked.
             Validity::Changed
-        } else if self.remote.current(self.known) {
+        } else if self.view.current(self.known) {
             Validity::Valid
         } else {
             Validity::Changed

@@ -87,7 +87,7 @@ impl RemoteView {
     ) -> Result<Readable<PeerTensors>> {
         let reads = self.access(PeerMemory::reads);
         let path = match location {
-            WireLocation::Region { .. } => reads.pools,
+            WireLocation::Pool { .. } => reads.pools,
             WireLocation::Process { .. } => reads.process,
             WireLocation::Hidden => Err(reads.hidden),
         };
@@ -96,8 +96,8 @@ impl RemoteView {
         }
         let tensors = match (&self.memory, location) {
             (ReadableMemory::Local(memory), _) => memory.tensors(location, count, bytes)?,
-            (ReadableMemory::Fabric(fabric), WireLocation::Region { region, runs }) => fabric
-                .tensors(*region, runs, count, bytes)?
+            (ReadableMemory::Fabric(fabric), WireLocation::Pool { pool, runs }) => fabric
+                .tensors(*pool, runs, count, bytes)?
                 .map(|(tensors, pool)| PeerTensors::Fabric(tensors, pool)),
             _ => None,
         };
@@ -156,11 +156,11 @@ impl RemoteView {
             ReadableMemory::None(_) => return "sockets".into(),
         };
         let pools = match memory.unmapped() {
-            Some(why) => &format!("pools by sockets ({why}), "),
+            Some(why) => &format!("pools sent by the owner ({why}), "),
             None if memory.pools() == "mapped" => "pools mapped, ",
             None => "",
         };
-        let why = memory.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
-        format!("{pools}registered memory by {why}")
+        let how = memory.refusal().map_or("by process id".into(), |why| format!("sent by the owner ({why})"));
+        format!("{pools}registered memory {how}")
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use super::message_io::send_message;
+use super::message_io::{send_message, send_message_before};
 use crate::budget::BudgetShare;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
 use crate::copy::PathJob;
@@ -48,7 +48,7 @@ const RECENT: Duration = Duration::from_micros(200);
 impl RequestContext<'_> {
     /// Returns what a path needs to move the bytes of `plan` for this request.
     pub(super) fn job<'a>(&'a self, plan: &'a CopyPlan) -> PathJob<'a> {
-        PathJob { engine: &self.resources.copy_engine, plan, deadline: self.deadline }
+        PathJob { copy_engine: &self.resources.copy_engine, plan, deadline: self.deadline }
     }
 
     /// Runs `call`, and sends its reply or its error. What `call` contains is freed before the reply is sent.
@@ -101,57 +101,58 @@ impl RequestContext<'_> {
 
     /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
     /// with `InvalidArgument` if peers may not access it, and with `GrantEnded` if its name is a grant that has ended.
-    fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
-        let found = match self.resources.resolve(call.name) {
+    fn opened(&self, named: &NamedCache) -> Result<Option<Arc<Cache>>> {
+        let found = match self.resources.resolve(named.name) {
             Err(error) if error.kind() == ErrorKind::CacheNotFound => return Ok(None),
             found => found?,
         };
-        let Some(cache) = Some(found.cache).filter(|cache| cache.id() == call.id) else { return Ok(None) };
+        let Some(cache) = Some(found.cache).filter(|cache| cache.id() == named.id) else { return Ok(None) };
         validate::check_accessible("the remote cache", cache.remote_accessible())?;
         Ok(Some(cache))
     }
 
-    /// Returns the cache of a request, pinned by `pin`, which checks the plan first. Returns `None` if the
+    /// Returns the cache of a request, pinned by `check_and_pin`, which checks the plan first. Returns `None` if the
     /// name no longer resolves to that cache.
     pub(super) fn pinned(
         &self,
-        call: &NamedCache,
-        pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
+        named: &NamedCache,
+        check_and_pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
     ) -> Result<Option<(Arc<Cache>, Pin)>> {
         self.still_wanted()?;
-        let Some(cache) = self.opened(call)? else { return Ok(None) };
-        let pin = pin(&cache)?;
+        let Some(cache) = self.opened(named)? else { return Ok(None) };
+        let pin = check_and_pin(&cache)?;
         // A caller that has given up may repeat the write on another stream. If this side sees here that the stream has ended, it
         // refuses the request. Otherwise the repeated write waits for these rows, and so writes last
         // (`test_repeated_write_is_the_last_one`). Over TCP, this side may see the end late.
         if pin.waited() || pin.writes() || !self.link.alive() {
             self.still_wanted()?;
         }
-        // While `pin` ran, the cache may have been released, so it is looked up again.
-        Ok(self.opened(call)?.map(|cache| (cache, pin)))
+        // While `check_and_pin` ran, the cache may have been released, so it is looked up again.
+        Ok(self.opened(named)?.map(|cache| (cache, pin)))
     }
 
     /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait. Returns
     /// `Err(InvalidArgument)` for a write under a grant.
-    pub(super) fn pin(&self, cache: &Arc<Cache>, rows: RowUse, call: &NamedCache) -> Result<Pin> {
-        let written = !rows.writes.is_empty() && matches!(call.name, Name::Grant(_));
+    pub(super) fn pin(&self, cache: &Arc<Cache>, rows: RowUse, named: &NamedCache) -> Result<Pin> {
+        let written = !rows.writes.is_empty() && matches!(named.name, Name::Grant(_));
         ensure(!written, || Error::invalid("a push takes no grant"))?;
         // This may wait as long as `llm.LinkPinLimit`. Meanwhile the request keeps only what it has allocated.
         self.share.trim();
         CallRows::of(cache.clone(), rows).pin_for_peer(self.deadline, || self.resources.outgoing_calls.any())
     }
 
-    /// Sends `Ready` with the function `ready` and returns `begun`, or sends the reason for a refusal and
-    /// returns `None`.
+    /// Sends `Ready` and returns `begun`, or sends the reason for a refusal and returns `None`. If `payload_follows`, `Ready` is
+    /// sent together with the bytes that follow it, which saves a packet when they are few.
     pub(super) fn begin<T>(
         &self,
         begun: Result<Option<T>>,
         bytes: u64,
-        ready: impl FnOnce(&Stream, &Reply, Deadline) -> Result<()>,
+        payload_follows: bool,
     ) -> Result<Option<T>, RequestFailure> {
         let reply = match begun {
             Ok(Some(begun)) => {
-                let sent = ready(self.stream, &Reply::Ready { bytes }, self.deadline);
+                let send_ready = if payload_follows { send_message_before } else { send_message };
+                let sent = send_ready(self.stream, &Reply::Ready { bytes }, self.deadline);
                 return sent.map(|()| Some(begun)).map_err(RequestFailure::Broken);
             }
             Ok(None) => Reply::Stale,

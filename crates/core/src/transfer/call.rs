@@ -19,7 +19,7 @@ use crate::session::{KnownCache, Link, ReservedNotification, StreamLease};
 use crate::validate;
 
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
-const MAX_ROUNDS: usize = 8;
+const MAX_ATTEMPTS: usize = 8;
 
 /// Result of an attempt that did not fail.
 pub(crate) enum Moved {
@@ -73,8 +73,10 @@ impl Call {
     }
 
     /// Returns the progress of a new attempt to move `total` bytes.
-    pub(super) fn attempt(&self, total: u64) -> Arc<Progress> {
-        self.execution.as_ref().map_or_else(Arc::default, |execution| execution.transfer().attempt(total))
+    pub(super) fn new_progress(&self, total: u64) -> Arc<Progress> {
+        self.execution
+            .as_ref()
+            .map_or_else(Arc::default, |execution| execution.transfer().new_progress(total))
     }
 
     /// Reserves room for the notification in the peer's queue, before the first byte moves.
@@ -102,15 +104,15 @@ impl Call {
     }
 
     /// Finds the remote cache and attempts the transfer, again for as long as the remote cache turns out to
-    /// have changed. Returns `Err(CacheNotFound)` after [`MAX_ROUNDS`] attempts.
-    pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
+    /// have changed. Returns `Err(CacheNotFound)` after [`MAX_ATTEMPTS`] attempts.
+    pub(crate) fn attempts(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
         let granted = self.open_grant().map_err(|error| self.named(error))?;
         check_accessible(&self.resources, &self.local)?;
         let mut known = match granted {
             Some(granted) => self.same_as_named(granted)?,
             None => self.link.known(self.name, self.deadline)?,
         };
-        for _ in 0..MAX_ROUNDS {
+        for _ in 0..MAX_ATTEMPTS {
             let open = validate::check_accessible("the remote cache", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {
@@ -187,13 +189,13 @@ impl Call {
 
     /// Returns what a path needs to move the bytes of `plan` for this call.
     pub(super) fn job<'a>(&'a self, plan: &'a CopyPlan) -> PathJob<'a> {
-        PathJob { engine: &self.resources.copy_engine, plan, deadline: self.deadline }
+        PathJob { copy_engine: &self.resources.copy_engine, plan, deadline: self.deadline }
     }
 
     /// Whether a failure of UCX fails the call: the configuration requires it, and this link uses it.
     pub(super) fn only_fabric(&self) -> bool {
         let required = self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required);
-        required && self.link.remote.uses_fabric()
+        required && self.link.view.uses_fabric()
     }
 
     /// Records why the owner sends the bytes of this transfer. Logs the reason when it differs from the previous one.
@@ -217,9 +219,9 @@ impl Call {
     /// Returns an idle stream with rings if a transfer of `bytes` bytes takes it instead of `path`.
     pub(super) fn rings_instead_of(&self, path: PathKind, bytes: u64) -> Option<StreamLease> {
         let local = self.local.tensors();
-        // A stream needs the whole local cache to be mapped. For a push, a read by process id needs only the rows of the plan.
+        // A stream needs the whole local cache to have pages. For a push, a read by process id needs only the rows of the plan.
         let usable =
-            takes_rings(path, bytes) && local.host_addressable() && local.check_mapped(Access::Read).is_ok();
+            takes_rings(path, bytes) && local.host_addressable() && local.check_present(Access::Read).is_ok();
         if usable { self.link.lease_idle_rings() } else { None }
     }
 }

@@ -25,7 +25,7 @@ const PARTS: &str = "the parts of a group";
 type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
 
 /// Runs `check` with the descriptions that are known here, and if they are refused, with those that the owners give now: the
-/// known ones may be outdated, as in `Call::rounds`.
+/// known ones may be outdated, as in `Call::attempts`.
 fn checked_by_description<T>(check: impl Fn(Describe) -> Result<T>) -> Result<T> {
     match check(Link::known) {
         Err(error) if error.kind() == ErrorKind::InvalidArgument => check(Link::describe),

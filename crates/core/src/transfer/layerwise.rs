@@ -124,7 +124,7 @@ impl LayerPush {
             || fallible::collect_inline(LAYERS, found.local_rows.iter().copied()),
             slice::from_ref(&part.plan),
         );
-        call.counted_as(layers, || call.rounds(|known| call.push(known, plans, rows()?)))
+        call.counted_as(layers, || call.attempts(|known| call.push(known, plans, rows()?)))
     }
 
     fn resolve(&self, kind: TaskKind, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
@@ -248,7 +248,7 @@ fn joined(layers: &[Vec<Part>], max_bytes: u64) -> Option<(u32, Part)> {
 fn ask(link: &Arc<Link>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
     let known = link.describe(name, deadline)?;
     if known.remote.row == 0 {
-        link.remote.remember(by_id(known.cache), known.clone());
+        link.view.remember(by_id(known.cache), known.clone());
     }
     Ok(known)
 }

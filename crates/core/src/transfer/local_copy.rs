@@ -78,7 +78,7 @@ impl LocalCopy {
         if let Some(execution) = execution {
             execution.pin(deadline)?;
             let bytes = plans.iter().map(CopyPlan::bytes).sum();
-            return self.copy_all(resources, plans, &execution.transfer().attempt(bytes), deadline);
+            return self.copy_all(resources, plans, &execution.transfer().new_progress(bytes), deadline);
         }
         let _pin = self.take_rows().pin(deadline)?;
         self.copy_all(resources, plans, &Arc::default(), deadline)

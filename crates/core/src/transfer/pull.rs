@@ -9,7 +9,7 @@ use crate::copy::{DataPath, HeldPins, Hops, Progress, STILL_READING, with_arrive
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name, RowList};
 use crate::plan::{CopyPlan, Side};
-use crate::protocol::{NamedCache, WirePulled};
+use crate::protocol::{NamedCache, WireUsedKey};
 use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity};
 use crate::validate::{CheckedTransfer, OwnerShare, PlannedTransfer};
 
@@ -17,7 +17,7 @@ use crate::validate::{CheckedTransfer, OwnerShare, PlannedTransfer};
 #[derive(Default)]
 pub(super) struct TransferEnd {
     /// The key of a pull that is to be released, or the grant that is to be reported as done.
-    pub(super) pulled: Option<WirePulled>,
+    pub(super) used_key: Option<WireUsedKey>,
     /// What was copied from the tensors of the key, for the list of rows that are in place. `None` if no rows are listed.
     pub(super) copied: Option<(CopyPlan, Arc<Progress>)>,
     /// The local slot of a push whose key is to be released.
@@ -32,18 +32,18 @@ impl Call {
         share: &OwnerShare,
     ) -> Result<(u64, TransferEnd)> {
         let mut end = TransferEnd::default();
-        let pulled = self.rounds(|known| {
+        let pulled = self.attempts(|known| {
             let planned = checked.plan(&known.remote, share)?;
             let (moved, left) = self.pull_planned(known, &planned, checked.rows().local_rows()?)?;
             end = left;
             Ok(moved)
         });
         if pulled.as_ref().is_err_and(|error| error.kind() == ErrorKind::GrantEnded) {
-            self.link.remote.forget(&self.remote_name());
+            self.link.view.forget(&self.remote_name());
         }
         let bytes = pulled?;
         if let Some(grant) = self.grant.filter(|grant| grant.done) {
-            end.pulled = Some(WirePulled::of_grant(grant.token.grant));
+            end.used_key = Some(WireUsedKey::of_grant(grant.token.grant));
         }
         Ok((bytes, end))
     }
@@ -51,8 +51,8 @@ impl Call {
     /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the
     /// notification: one request.
     pub(super) fn finish(&self, end: &TransferEnd, notification: Option<ReservedNotification>) -> Result<()> {
-        let TransferEnd { pulled, copied, .. } = end;
-        if pulled.is_none() && notification.is_none() {
+        let TransferEnd { used_key, copied, .. } = end;
+        if used_key.is_none() && notification.is_none() {
             return Ok(());
         }
         if let Some(notification) = &notification {
@@ -60,13 +60,13 @@ impl Call {
         }
         self.commit()?;
         let finished = match notification {
-            Some(notification) => notification.deliver(*pulled, self.deadline),
-            None => self.link.finish(*pulled, self.deadline),
+            Some(notification) => notification.deliver(*used_key, self.deadline),
+            None => self.link.finish(*used_key, self.deadline),
         };
         // These names are used once.
         let name = self.remote_name();
-        if pulled.is_some() && matches!(name, Name::Key(CacheKey::Request { .. }) | Name::Grant(_)) {
-            self.link.remote.forget(&name);
+        if used_key.is_some() && matches!(name, Name::Key(CacheKey::Request { .. }) | Name::Grant(_)) {
+            self.link.view.forget(&name);
         }
         finished.map_err(|error| match copied {
             Some((plan, progress)) => self.with_arrived(error, plan, progress),
@@ -90,7 +90,7 @@ impl Call {
         let pinned = self.pin(RowUse { writes: local_rows, ..RowUse::default() })?;
         self.resources.still_registered(&self.local)?;
         let total = plans.iter().map(CopyPlan::bytes).sum();
-        let mut progress = self.attempt(total);
+        let mut progress = self.new_progress(total);
         // A row may have all bytes of one plan and none of another, so rows are listed only for a single plan.
         let listed = plans.len() == 1 && tokens.is_none();
         let mut bytes = 0;
@@ -103,15 +103,15 @@ impl Call {
                 Moved::Stale => return Ok((Moved::Stale, TransferEnd::default())),
             }
         }
-        let pulled = read_tensors.and_then(|tensors| self.used_up(known, tensors));
-        let copied = pulled.filter(|_| listed).map(|_| (plans[0].clone(), progress));
-        Ok((Moved::Bytes(bytes), TransferEnd { pulled, copied, slot: None }))
+        let used_key = read_tensors.and_then(|tensors| self.used_key(known, tensors));
+        let copied = used_key.filter(|_| listed).map(|_| (plans[0].clone(), progress));
+        Ok((Moved::Bytes(bytes), TransferEnd { used_key, copied, slot: None }))
     }
 
     /// Returns the key that a pull of `count` tensors releases, if it releases one.
-    fn used_up(&self, known: &KnownCache, (first, count): (u32, u32)) -> Option<WirePulled> {
-        let pulled = WirePulled { cache: NamedCache { name: self.name, id: known.cache }, first, count };
-        (!self.resources.config.remote_accessible && known.consumable).then_some(pulled)
+    fn used_key(&self, known: &KnownCache, (first, count): (u32, u32)) -> Option<WireUsedKey> {
+        let used_key = WireUsedKey { cache: NamedCache { name: self.name, id: known.cache }, first, count };
+        (!self.resources.config.remote_accessible && known.consumable).then_some(used_key)
     }
 
     /// Adds the rows that have arrived to the error of a pull.
@@ -130,7 +130,7 @@ impl Call {
         progress: &mut Arc<Progress>,
         pinned: &HeldPins,
     ) -> Result<Moved> {
-        let snapshot = match PeerSnapshot::begin(&self.link.remote, known) {
+        let snapshot = match PeerSnapshot::begin(&self.link.view, known) {
             Ok(snapshot) => snapshot,
             Err(reason) => {
                 self.owner_sends(reason);
@@ -139,7 +139,7 @@ impl Call {
         };
         if let Some(rings) = self.rings_instead_of(snapshot.kind(), total) {
             match self.receive(Some(rings), known, plan, progress) {
-                // Rings cannot carry this: for example, other rows of the owner's cache are not mapped. Nothing has moved, and
+                // Rings cannot carry this: for example, other rows of the owner's cache have no pages. Nothing has moved, and
                 // without an idle stream with rings the read in place would have been the first attempt.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {}
                 received => return received,
@@ -148,7 +148,7 @@ impl Call {
         if let Some(moved) = self.read_in_place(known, plan, &snapshot, progress, pinned)? {
             return Ok(moved);
         }
-        *progress = self.attempt(plan.bytes());
+        *progress = self.new_progress(plan.bytes());
         self.receive(None, known, plan, progress)
     }
 
@@ -166,7 +166,7 @@ impl Call {
         let failed = |error: &Error| error.kind() != ErrorKind::NotEnabled;
         if !snapshot.kind().sees_generations() && read.as_ref().is_err_and(failed) {
             // Whose bytes have arrived is unknown, and the owner is not asked about a read that has failed.
-            *progress = self.attempt(plan.bytes());
+            *progress = self.new_progress(plan.bytes());
             return read.map(|_| None);
         }
         let validity = snapshot.validate();
@@ -174,7 +174,7 @@ impl Call {
             // The kernel may still write to the rows, so no other bytes may be written there.
             Err(error) if error.fact(STILL_READING).is_some() => {
                 if validity != Validity::Valid {
-                    *progress = self.attempt(plan.bytes());
+                    *progress = self.new_progress(plan.bytes());
                 }
                 return Err(error);
             }
@@ -219,7 +219,7 @@ impl Call {
         }
         let received = received.map(|(moved, _)| moved);
         if received.is_err() && self.grant.is_some() {
-            *progress = self.attempt(plan.bytes());
+            *progress = self.new_progress(plan.bytes());
         }
         received
     }
@@ -227,7 +227,7 @@ impl Call {
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache
     /// during the whole read, and was granted if there is a grant. `progress` ends empty otherwise.
     fn confirm(&self, known: &KnownCache, progress: &mut Arc<Progress>) -> Result<bool> {
-        let unconfirmed = std::mem::replace(progress, self.attempt(0));
+        let unconfirmed = std::mem::replace(progress, self.new_progress(0));
         let unchanged = self.same_cache(known)?;
         if unchanged {
             *progress = unconfirmed;

@@ -27,7 +27,7 @@ impl Call {
     ) -> Result<(u64, TransferEnd)> {
         let (_, row) = to.without_slot();
         let mut slot = None;
-        let bytes = self.rounds(|known| {
+        let bytes = self.attempts(|known| {
             let remote = known.remote.with_row(row);
             let planned = checked.plan(&remote, share).map_err(|error| error.with("name", to))?;
             let outcome = self.push(known, &planned.plans, checked.rows().local_rows()?)?;
@@ -62,7 +62,7 @@ impl Call {
         let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
         // The bytes count as moved when the peer confirms them.
         let total = plans.iter().map(CopyPlan::bytes).sum();
-        self.attempt(total);
+        self.new_progress(total);
         let mut bytes = 0;
         for plan in plans {
             match self.push_plan(known, plan, total, &pinned)? {
@@ -81,7 +81,7 @@ impl Call {
         total: u64,
         _pinned: &HeldPins,
     ) -> Result<Moved> {
-        let writing = self.link.remote.pushes().begin(known.cache);
+        let writing = self.link.view.pushes().begin(known.cache);
         self.resources.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan, total);
@@ -113,7 +113,7 @@ impl Call {
     /// Moves the bytes of one plan of a push of `total` bytes by the available path.
     fn push_bytes(&self, known: &Arc<KnownCache>, plan: &CopyPlan, total: u64) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
-        match self.link.remote.path_of_peer(&memory_location) {
+        match self.link.view.path_of_peer(&memory_location) {
             Ok(path) => {
                 // Pushes of other sizes are read by the peer, whatever moves this one.
                 self.resources.described_to_peer(&self.local, &memory_location);

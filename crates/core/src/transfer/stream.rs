@@ -245,7 +245,7 @@ impl Streams {
 
     fn send_range(&self, lease: &StreamLease, range: Range<u64>) -> Result<()> {
         let mut path = StreamPath { stream: lease.stream(), range, sum: None };
-        path.serve(self.call.job(&self.plan), self.call.local.tensors())
+        path.send(self.call.job(&self.plan), self.call.local.tensors())
     }
 
     /// Takes the answer to a write whose bytes were sent.

@@ -101,7 +101,7 @@ impl Destination {
 
     fn read(&self, path: &mut dyn DataPath, plan: &CopyPlan, what: &str) {
         let progress = Arc::<Progress>::default();
-        let job = PathJob { engine: &self.engine, plan, deadline: soon() };
+        let job = PathJob { copy_engine: &self.engine, plan, deadline: soon() };
         let to = (&self.tensors, self.placement);
         let ring = self.engine.ring_bytes();
         let hops = path.hops(Side::Destination, self.tensors.reach(), self.device);
@@ -147,7 +147,7 @@ impl Library {
 fn serve(plan: &CopyPlan, stream: &Stream) {
     let (_buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
     let mut path = StreamPath { stream, range: 0..plan.bytes(), sum: None };
-    path.serve(PathJob { engine: &copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
+    path.send(PathJob { copy_engine: &copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn paths_refuse_unreachable_memory() {
     let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
     let (stream, _other) = local_streams("refused");
     let (engine, progress) = (copy_engine(), Arc::<Progress>::default());
-    let job = PathJob { engine: &engine, plan: &plan, deadline: soon() };
+    let job = PathJob { copy_engine: &engine, plan: &plan, deadline: soon() };
     for remote in [peer.mapped(), peer.read()] {
         let to = (&remote, Placement::Host);
         let own = peer.source(&remote);
@@ -231,7 +231,7 @@ fn paths_refuse_unreachable_memory() {
         }
     }
     let mut path = StreamPath { stream: &stream, range: 0..plan.bytes(), sum: None };
-    let error = path.serve(job, &peer.read()).unwrap_err();
+    let error = path.send(job, &peer.read()).unwrap_err();
     assert!(error.to_string().contains("cannot be sent through a stream"), "{error}");
     assert_eq!(progress.bytes(), 0);
 }
@@ -244,7 +244,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     let given_up = |path: &mut dyn DataPath, held: &Arc<()>| {
         let (buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
         let deadline = Deadline::after(Duration::from_millis(100));
-        let job = PathJob { engine: &engine, plan: &plan, deadline };
+        let job = PathJob { copy_engine: &engine, plan: &plan, deadline };
         let error = path.read(job, (&tensors, Placement::Host), &Arc::default(), held.clone()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{:?}: {error}", path.kind());
         (buffer, tensors, error)
@@ -264,8 +264,8 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     let (buffer, _tensors, error) = given_up(&mut path, &held);
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     let (_source, from) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0x11);
-    let late = PathJob { engine: &engine, plan: &plan, deadline: soon() };
-    let _ = StreamPath { stream: &local, range: 0..4096, sum: None }.serve(late, &from);
+    let late = PathJob { copy_engine: &engine, plan: &plan, deadline: soon() };
+    let _ = StreamPath { stream: &local, range: 0..4096, sum: None }.send(late, &from);
     assert!(unchanged(&buffer), "bytes arrived after the read was given up");
 
     let (bytes, _own) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);

@@ -213,7 +213,7 @@ fn read(
     progress: &Arc<Progress>,
 ) -> llm_datadist_core::Result<PathOutcome> {
     let plan = &plan(pairs);
-    let job = PathJob { engine, plan, deadline: soon() };
+    let job = PathJob { copy_engine: engine, plan, deadline: soon() };
     src.read(job, dst, progress, Arc::new(()))
 }
 

@@ -14,7 +14,7 @@ use llm_datadist_core::testing::protocol::{
     EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_ARRIVED, MAX_METADATA, MESSAGE,
     MESSAGE_LIMIT, METADATA_LIMIT, NamedCache, Party, Proof, Purpose, REFUSAL, REFUSAL_OF_ANOTHER_VERSION,
     Reply, Request, RingAnswer, RingOffer, Run, Timed, Welcome, WireCache, WireLocation, WirePlan,
-    WirePulled, WireTemplates,
+    WireTemplates, WireUsedKey,
 };
 use llm_datadist_core::{ArrivedRows, CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -183,15 +183,15 @@ fn handshake_bytes() {
     );
     let probe = Some((0x7fff_0000, [2; 16]));
     golden(
-        &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
+        &Attach { generations: true, pools: [None, Some(1 << 30)], probe },
         "4c441001260000000100018080808004018080fcff07020202020202020202020202020202021bca9c9a97d736e4",
     );
     golden(
-        &Attach { generations: false, regions: [Some(1), None], probe: None },
+        &Attach { generations: false, pools: [Some(1), None], probe: None },
         "4c4410010d0000000001010000007584748f6bdc5d",
     );
     golden(
-        &Attached { mapped: Ok(()), registered: Err("no".into()) },
+        &Attached { pools: Ok(()), process: Err("no".into()) },
         "4c4410010d0000000001026e6f0b5a75b00ad9038a",
     );
     let metadata = BoundedBytes(Arc::new(b"meta".to_vec()));
@@ -317,14 +317,14 @@ fn request_bytes() {
         "4c44100145000000e807030002010602000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040a923951991ea7f74",
     );
     let cache = NamedCache { name: Name::Key(CacheKey::Request { model: 0, id: 0 }), ..named };
-    let pulled = Some(WirePulled { cache, first: 0, count: 80 });
+    let used_key = Some(WireUsedKey { cache, first: 0, count: 80 });
     golden(
-        &timed(Request::Finish { pulled, message: None }),
+        &timed(Request::Finish { used_key, message: None }),
         "4c44100114000000e80704010000000006005000b9e89b0ad7114fc2",
     );
-    let pulled = Some(WirePulled::of_grant(GRANT));
+    let used_key = Some(WireUsedKey::of_grant(GRANT));
     golden(
-        &timed(Request::Finish { pulled, message: Some(BoundedBytes(b"no".to_vec())) }),
+        &timed(Request::Finish { used_key, message: Some(BoundedBytes(b"no".to_vec())) }),
         "4c44100127000000e8070401022cd8040707070707070707070707070707070700000001026e6f0e8573adf9cad866",
     );
     golden(
@@ -347,7 +347,7 @@ fn request_bytes() {
 fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
-        &Reply::Described(record(WireLocation::Region { region: 1, runs })),
+        &Reply::Described(record(WireLocation::Pool { pool: 1, runs })),
         "4c4410012d0000000005d80406025080018080048080040101010000010100ffffffffffffffffff01500000007640a24045ccf867",
     );
     golden(

@@ -77,7 +77,7 @@ impl Read {
         let (to, deadline) = ((&self.to, Placement::Host), Deadline::after(limit));
         let bytes = match &self.from {
             Source::Peer(from) => {
-                let job = PathJob { engine, plan: &self.plan, deadline };
+                let job = PathJob { copy_engine: engine, plan: &self.plan, deadline };
                 let mut path = from;
                 path.read(job, to, &Arc::default(), self.pins.clone())?.bytes
             }

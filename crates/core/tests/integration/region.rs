@@ -46,7 +46,7 @@ fn adopted_memory_must_be_mapped_with_the_right_to_access() {
         (code, 1, Access::Read, None),
         (code, 1, Access::Write, Some("not mapped writable")),
     ] {
-        let checked = Tensors::adopted(tensors(addr, rows)).check_mapped(access);
+        let checked = Tensors::adopted(tensors(addr, rows)).check_present(access);
         assert_eq!(checked.is_err(), refusal.is_some(), "{addr:x} {access:?}");
         if let (Err(error), Some(text)) = (checked, refusal) {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);

@@ -53,7 +53,7 @@ impl SocketCopies for CopyEngine {
         deadline: Deadline,
         sum: Option<&mut StreamSum>,
     ) -> Result<()> {
-        StreamPath { stream, range, sum }.serve(PathJob { engine: self, plan, deadline }, src)
+        StreamPath { stream, range, sum }.send(PathJob { copy_engine: self, plan, deadline }, src)
     }
 
     fn receive<'a>(
@@ -69,7 +69,7 @@ impl SocketCopies for CopyEngine {
         let Arrived { progress, sum } = arrived.into();
         let device = dst.reach() == Reach::Device;
         let to = (dst, if device { Placement::Device } else { Placement::Host });
-        let job = PathJob { engine: self, plan, deadline };
+        let job = PathJob { copy_engine: self, plan, deadline };
         let read = StreamPath { stream, range, sum }.read(job, to, progress, Arc::new(()))?;
         assert_eq!(read.bytes, bytes);
         Ok(())

@@ -22,10 +22,10 @@ pub enum Hops {
     Two,
 }
 
-/// The plan that a path moves, the engine that moves it, and the deadline.
+/// The plan that a path moves, the copy engine that moves it, and the deadline.
 #[derive(Clone, Copy, Debug)]
 pub struct PathJob<'a> {
-    pub engine: &'a CopyEngine,
+    pub copy_engine: &'a CopyEngine,
     pub plan: &'a CopyPlan,
     pub deadline: Deadline,
 }
@@ -66,7 +66,7 @@ pub trait DataPath {
 
     /// Moves the bytes out of `src`, at the engine that owns them. The default does nothing: on paths in place, the other engine
     /// reads the bytes itself.
-    fn serve(&mut self, _job: PathJob<'_>, _src: &Arc<Tensors>) -> Result<()> {
+    fn send(&mut self, _job: PathJob<'_>, _src: &Arc<Tensors>) -> Result<()> {
         Ok(())
     }
 }

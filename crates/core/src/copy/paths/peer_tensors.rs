@@ -35,7 +35,7 @@ impl PeerTensors {
     /// Returns what copies from this memory into host memory.
     fn reader(&self, job: PathJob<'_>, arrived: &Progress) -> Arc<dyn Copier> {
         match self {
-            PeerTensors::Mapped(_) => job.engine.devices().at(Placement::Host).clone(),
+            PeerTensors::Mapped(_) => job.copy_engine.devices().at(Placement::Host).clone(),
             PeerTensors::Process(_, process) => Arc::new(ProcessReader::new(process.clone())),
             PeerTensors::Fabric(_, region) => {
                 Arc::new(FabricReader::new(region.clone(), job.deadline, arrived.silence))
@@ -51,7 +51,7 @@ impl PeerTensors {
         hops: Hops,
         arrived: &Progress,
     ) -> Arc<dyn Copier> {
-        let devices = job.engine.devices();
+        let devices = job.copy_engine.devices();
         match hops {
             Hops::One if dst.0.host_addressable() => self.reader(job, arrived),
             // The device reads the source itself.
@@ -59,7 +59,7 @@ impl PeerTensors {
             Hops::Two => Arc::new(StagedCopier {
                 first: self.reader(job, arrived),
                 second: devices.at(dst.1).clone(),
-                buffers: job.engine.host_buffers().clone(),
+                buffers: job.copy_engine.host_buffers().clone(),
             }),
         }
     }
@@ -90,28 +90,28 @@ impl DataPath for &PeerTensors {
         arrived: &Arc<Progress>,
         held: HeldPins,
     ) -> Result<PathOutcome> {
-        let engine = job.engine;
-        let device = engine.devices().at(dst.1).host_reach();
+        let copy_engine = job.copy_engine;
+        let device = copy_engine.devices().at(dst.1).host_reach();
         let Some(hops) = self.hops(Side::Destination, dst.0.reach(), device) else {
             return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
         };
-        dst.0.check_mapped(Access::Write)?;
+        dst.0.check_present(Access::Write)?;
         let copy = Copying {
             plan: job.plan.clone(),
             src: self.tensors().clone(),
             dst: dst.0.clone(),
             copier: self.copier(job, dst, hops, arrived),
-            tuner: engine.tuner().clone(),
+            tuner: copy_engine.tuner().clone(),
             source: Source::Peer,
             progress: arrived.clone(),
             held,
         };
         let bytes = copy.plan.bytes();
         let read = match self {
-            PeerTensors::Mapped(_) => copy.direct(engine.copy_workers(), job.deadline.into()),
+            PeerTensors::Mapped(_) => copy.direct(copy_engine.copy_workers(), job.deadline.into()),
             // On the reader threads, because a kernel call cannot be interrupted while the memory does not respond.
             PeerTensors::Process(_, process) => {
-                copy.read(engine.readers(), process.pid(), engine.workers(), job.deadline)
+                copy.read(copy_engine.readers(), process.pid(), copy_engine.worker_count(), job.deadline)
             }
             // On the calling thread, because copy workers must not wait for a network.
             PeerTensors::Fabric(..) => copy.run_inline(job.deadline.into()),

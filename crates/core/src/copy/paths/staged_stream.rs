@@ -59,11 +59,11 @@ pub(super) struct StagedRange<'a> {
 impl StagedRange<'_> {
     /// Sends the bytes from memory of a device.
     pub(super) fn send(&self, src: &Arc<Tensors>, mut sum: Option<&mut StreamSum>) -> Result<()> {
-        let (stream, range, PathJob { engine, deadline, .. }) = (self.stream, &self.range, self.job);
+        let (stream, range, PathJob { copy_engine, deadline, .. }) = (self.stream, &self.range, self.job);
         let end = self.device_end(Side::Source, src);
         let (progress, total) = (Progress::default(), range.end - range.start);
         let mut cuts = cuts(range).peekable();
-        let mut spare = Some(engine.host_buffers().take()?);
+        let mut spare = Some(copy_engine.host_buffers().take()?);
         // The stream has nothing to send yet, so this thread runs the first hop itself.
         let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, 0));
         let mut filling = first.transpose()?;
@@ -88,14 +88,14 @@ impl StagedRange<'_> {
 
     /// Receives the bytes into memory of a device.
     pub(super) fn receive(&self, dst: &Arc<Tensors>, progress: &Progress) -> Result<()> {
-        let (stream, range, PathJob { engine, deadline, .. }) = (self.stream, &self.range, self.job);
+        let (stream, range, PathJob { copy_engine, deadline, .. }) = (self.stream, &self.range, self.job);
         let end = self.device_end(Side::Destination, dst);
         let total = range.end - range.start;
         let mut emptying: Option<(Range<u64>, Hop)> = None;
         let mut spare = None;
         let mut receive = || -> Result<()> {
             for cut in cuts(range) {
-                let buffer = spare.take().map_or_else(|| engine.host_buffers().take(), Ok)?;
+                let buffer = spare.take().map_or_else(|| copy_engine.host_buffers().take(), Ok)?;
                 begin(range, &cut, deadline, || stream.receive_padding(deadline))?;
                 let received = {
                     let window = buffer.window(0, cut.end - cut.start)?;
@@ -114,7 +114,7 @@ impl StagedRange<'_> {
     }
 
     fn device_end(&self, end: Side, tensors: &Arc<Tensors>) -> DeviceEnd {
-        let device = self.job.engine.devices().at(Placement::Device).clone();
+        let device = self.job.copy_engine.devices().at(Placement::Device).clone();
         DeviceEnd { plan: self.job.plan.clone(), end, tensors: tensors.clone(), device }
     }
 
@@ -126,8 +126,8 @@ impl StagedRange<'_> {
         spare: &mut Option<HostBuffer>,
         helpers: usize,
     ) -> Result<Hop> {
-        let engine = self.job.engine;
-        let buffer = spare.take().map_or_else(|| engine.host_buffers().take(), Ok)?;
+        let copy_engine = self.job.copy_engine;
+        let buffer = spare.take().map_or_else(|| copy_engine.host_buffers().take(), Ok)?;
         let buffer = Arc::new(Mutex::new(Some(buffer)));
         let (end, kept) = (end.clone(), buffer.clone());
         let work = move |_| {
@@ -136,7 +136,7 @@ impl StagedRange<'_> {
             *kept.lock() = Some(buffer);
             hopped
         };
-        Ok(Hop { job: engine.copy_workers().start(Arc::new(work), 1, helpers), buffer })
+        Ok(Hop { job: copy_engine.copy_workers().start(Arc::new(work), 1, helpers), buffer })
     }
 }
 

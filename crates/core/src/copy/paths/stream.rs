@@ -37,9 +37,9 @@ pub struct StreamPath<'a> {
 impl StreamPath<'_> {
     /// Checks that a stream can carry the bytes of `memory` at `end` of a plan, before this side tells the peer to expect them.
     /// Returns `Err(System)` for memory of another process that the CPU cannot read, and for any memory of another process as a
-    /// destination. Returns `Err(InvalidArgument)` for memory that is not mapped.
+    /// destination. Returns `Err(InvalidArgument)` for memory that has no pages.
     pub fn check(end: Side, memory: &Tensors) -> Result<Hops> {
-        memory.check_mapped(if end == Side::Source { Access::Read } else { Access::Write })?;
+        memory.check_present(if end == Side::Source { Access::Read } else { Access::Write })?;
         hops(end, memory.reach()).ok_or_else(|| {
             let done = if end == Side::Source { "sent" } else { "received" };
             let text = format!("memory of another process cannot be {done} through a stream");
@@ -76,7 +76,7 @@ impl DataPath for StreamPath<'_> {
         let hops = Self::check(Side::Destination, dst)?;
         inside(job.plan, &self.range)?;
         match (hops, &self.sum) {
-            (Hops::One, _) => self.receive(job, dst, arrived),
+            (Hops::One, _) => self.receive_batches(job, dst, arrived),
             (Hops::Two, None) => {
                 StagedRange { job, range: self.range.clone(), stream: self.stream }.receive(dst, arrived)
             }
@@ -88,11 +88,11 @@ impl DataPath for StreamPath<'_> {
     }
 
     /// Sends the bytes. An error carries how many were sent.
-    fn serve(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
+    fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
         let hops = Self::check(Side::Source, src)?;
         inside(job.plan, &self.range)?;
         match hops {
-            Hops::One => self.send(job, src),
+            Hops::One => self.send_batches(job, src),
             Hops::Two => {
                 let range = StagedRange { job, range: self.range.clone(), stream: self.stream };
                 range.send(src, self.sum.as_deref_mut())
@@ -102,12 +102,12 @@ impl DataPath for StreamPath<'_> {
 }
 
 impl StreamPath<'_> {
-    fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
-        let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
+    fn send_batches(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
+        let (stream, range, PathJob { copy_engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let sent = Progress::default();
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Source, tensors: src, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine.tuner(), &range));
         let padding = || stream.send_padding(deadline);
         in_batches(&end, range, &sent, deadline, padding, |batch, _| {
             if let Some(sum) = &mut self.sum {
@@ -121,11 +121,11 @@ impl StreamPath<'_> {
         })
     }
 
-    fn receive(&mut self, job: PathJob<'_>, dst: &Arc<Tensors>, arrived: &Progress) -> Result<()> {
-        let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
+    fn receive_batches(&mut self, job: PathJob<'_>, dst: &Arc<Tensors>, arrived: &Progress) -> Result<()> {
+        let (stream, range, PathJob { copy_engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Destination, tensors: dst, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine.tuner(), &range));
         let padding = || stream.receive_padding(deadline);
         in_batches(&end, range, arrived, deadline, padding, |batch, done| {
             if short.prepare(batch) {

@@ -66,7 +66,7 @@ fn mirror(stream: &Stream) {
     let same: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
     stream.send_with(&protocol::encode(&offered).unwrap(), &same, soon()).unwrap();
     let _: Attached = hear(stream).unwrap();
-    say(stream, &Attached { mapped: Ok(()), registered: Err("not looked at".into()) });
+    say(stream, &Attached { pools: Ok(()), process: Err("not looked at".into()) });
 }
 
 /// Confirms a link without metadata, and waits until the engine has entered it.

@@ -43,7 +43,7 @@ fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attac
         let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
         stream.send_with(&protocol::encode(offer).unwrap(), &descriptors, soon()).unwrap();
         let said: Attached = hear(&stream).unwrap();
-        say(&stream, &Attached { mapped: Ok(()), registered: Ok(()) });
+        say(&stream, &Attached { pools: Ok(()), process: Ok(()) });
         let _: Confirm = hear(&stream).unwrap();
         say(&stream, &LinkAnswer::Entered(EnteredLink::default()));
         (said, stream)
@@ -70,7 +70,7 @@ fn generations() -> OwnedFd {
 fn offers_that_are_too_large_or_unsound_leave_the_link_to_sockets() {
     let engine = engine(|_| ());
     let (none, shrink) = (SealFlags::empty(), SealFlags::SHRINK);
-    // Bytes of the regions, bytes of the memory behind the generations, its seals, and the reason for a refusal.
+    // Bytes of the pools, bytes of the memory behind the generations, its seals, and the reason for a refusal.
     type Case = ([Option<u64>; 2], &'static [u64], SealFlags, &'static str);
     let cases: [Case; 9] = [
         ([Some(64 * MIB), Some(MIB)], &[64 * MIB, 2 * MIB], SEALS, ""),
@@ -83,24 +83,24 @@ fn offers_that_are_too_large_or_unsound_leave_the_link_to_sockets() {
         ([Some(MIB); 2], &[2 * MIB], SEALS, "memory without the matching descriptors"),
         ([Some(MIB), None], &[2 * MIB; 7], SEALS, "memory without the matching descriptors"),
     ];
-    for (regions, memory, seals, reason) in cases {
-        let offer = Attach { generations: true, regions, probe: None };
-        let regions = memory.iter().map(|&len| sparse(len, seals));
-        let descriptors: Vec<_> = std::iter::once(generations()).chain(regions).collect();
+    for (pools, memory, seals, reason) in cases {
+        let offer = Attach { generations: true, pools, probe: None };
+        let pools = memory.iter().map(|&len| sparse(len, seals));
+        let descriptors: Vec<_> = std::iter::once(generations()).chain(pools).collect();
         let (said, link) = offered(&engine, &offer, &descriptors);
         eprintln!("{offer:?}: {said:?}, {link:?}");
         if reason.is_empty() {
-            assert_eq!((said.mapped, link.pools), (Ok(()), "mapped"));
+            assert_eq!((said.pools, link.pools), (Ok(()), "mapped"));
             continue;
         }
-        let why = said.mapped.unwrap_err();
+        let why = said.pools.unwrap_err();
         assert!(why.contains(reason), "{offer:?}: {why}");
         assert_eq!((link.pools, link.refusal.as_deref()), ("stream", Some(why.as_str())), "{offer:?}");
     }
     // Without generations, nothing shows when the memory changes, so nothing is read in place.
-    let offer = Attach { generations: false, regions: [None, None], probe: Some((4096, [0; 16])) };
+    let offer = Attach { generations: false, pools: [None, None], probe: Some((4096, [0; 16])) };
     let (said, link) = offered(&engine, &offer, &[]);
-    assert!(said.mapped.is_err() && said.registered.is_err());
+    assert!(said.pools.is_err() && said.process.is_err());
     assert_eq!((link.pools, link.registered), ("stream", "stream"));
 }
 
@@ -118,9 +118,9 @@ fn narrow() {
     let limit = pages * rustix::param::page_size() as u64 + room;
     setrlimit(Resource::As, Rlimit { current: Some(limit), maximum: Some(limit) }).unwrap();
     let len = room / 4 * 3;
-    let offer = Attach { generations: true, regions: [Some(len), None], probe: None };
+    let offer = Attach { generations: true, pools: [Some(len), None], probe: None };
     let (said, link) = offered(&engine, &offer, &[generations(), sparse(len, SEALS)]);
-    assert!(said.mapped.unwrap_err().contains("too little address space left"));
+    assert!(said.pools.unwrap_err().contains("too little address space left"));
     assert_eq!(link.pools, "stream");
     let own = vec![1_u8; 512 << 20];
     assert_eq!(std::hint::black_box(own).len(), 512 << 20);

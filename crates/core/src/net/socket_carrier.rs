@@ -8,7 +8,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-use super::control::Control;
+use super::carrier::Carrier;
 use super::step::Way;
 use crate::memory::{Window, socket_io};
 
@@ -21,9 +21,9 @@ pub const PADDING: usize = 64;
 
 /// The socket itself.
 #[derive(Debug)]
-pub(super) struct SocketControl;
+pub(super) struct SocketCarrier;
 
-impl Control for SocketControl {
+impl Carrier for SocketCarrier {
     fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8], more: bool) -> rustix::io::Result<usize> {
         let more = if more { SendFlags::MORE } else { SendFlags::empty() };
         send(socket, bytes, more | SendFlags::DONTWAIT | SendFlags::NOSIGNAL)

@@ -16,7 +16,7 @@ pub const POLL_TIME: Duration = Duration::from_micros(60);
 /// Maximum number of zeros before payload.
 pub(super) const MAX_PADDING: usize = 4096;
 
-/// Carries bytes in both directions, in order. There is one file for each implementation. `socket_control` is the socket of the
+/// Carries bytes in both directions, in order. There is one file for each implementation. `socket_carrier` is the socket of the
 /// connection, for messages and payload. `rings` is a pair of rings in shared memory beside it: a stream has one pair for messages
 /// and one for payload.
 ///
@@ -25,7 +25,7 @@ pub(super) const MAX_PADDING: usize = 4096;
 /// time; with rings, they are the same thread.
 ///
 /// `socket` is the socket of the connection. When it ends, the connection has ended.
-pub(super) trait Control: fmt::Debug + Send + Sync {
+pub(super) trait Carrier: fmt::Debug + Send + Sync {
     /// Sends as many of `bytes` as there is room for, and returns the number. `more` says that payload follows at once. Returns
     /// `Err(AGAIN)` if there is no room yet.
     fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8], more: bool) -> rustix::io::Result<usize>;
