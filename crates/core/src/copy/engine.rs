@@ -69,7 +69,7 @@ impl CopyEngine {
         &self.streamers
     }
 
-    /// Sets whether copies, streams and the ring behave as if no thread could be started.
+    /// Sets whether copies, streams and the staging ring behave as if no thread could be started.
     #[cfg(feature = "testing")]
     pub fn refuse_threads(&self, refuse: bool) {
         self.workers.refuse_threads(refuse);
@@ -113,7 +113,7 @@ impl CopyEngine {
         &self.tuner
     }
 
-    /// Bytes of device memory that the swap-in ring holds.
+    /// Bytes of device memory that the staging ring holds.
     pub fn ring_bytes(&self) -> u64 {
         self.ring.bytes()
     }

@@ -1,7 +1,8 @@
-//! Chooses how bytes get from one kind of memory to another one.
+//! The rules for how bytes get from one kind of memory to another one.
 //!
 //! Between two engines, the first rule of this table that fits decides the path. [`ReadAccess`] has those for the location of
-//! the owner's memory, and [`takes_rings`] the one for the size of a transfer. The rules are the same for pulls and pushes.
+//! the owner's memory, and [`takes_rings`] the one for the size of a transfer. `session::remote_view` applies the former to
+//! each description of a cache, `transfer` the latter to each transfer. The rules are the same for pulls and pushes.
 //!
 //! | memory of the owner | path | why |
 //! | --- | --- | --- |
@@ -18,7 +19,7 @@
 //! read by process id. The kind of memory at the reader decides how many copies a path needs ([`DataPath::hops`](super::DataPath::hops)).
 //!
 //! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read
-//! host memory in place, because that is one copy instead of two. Otherwise it goes through the ring. `docs/performance.md` has the
+//! host memory in place, because that is one copy instead of two. Otherwise it goes through the staging ring. `docs/performance.md` has the
 //! measurements.
 
 use std::sync::Arc;
@@ -58,7 +59,7 @@ pub fn takes_rings(in_place: PathKind, bytes: u64) -> bool {
 pub struct Staging {
     /// Route that the configuration forces, if any.
     pub path: SwapInPath,
-    /// Size of one ring buffer in bytes, if the copy goes through the ring.
+    /// Size of one buffer in bytes, if the copy goes through the staging ring.
     pub buffer_bytes: u64,
 }
 
@@ -75,7 +76,7 @@ pub type PlacedTensors<'a> = (&'a Arc<Tensors>, Placement);
 pub enum Route {
     /// From the source to the destination in one copy.
     Direct,
-    /// From host memory to a ring buffer of the device, and from there to the destination.
+    /// From host memory to a buffer of the staging ring, and from there to the destination.
     Ring,
 }
 
@@ -91,7 +92,7 @@ pub(super) fn choose(
         return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
     }
     if src.0.reach().is_peer() {
-        // The stages of the ring would wait for a process whose memory does not answer (`reader_threads`).
+        // The stages of the staging ring would wait for a process whose memory does not answer (`reader_threads`).
         return Err(Error::new(ErrorKind::System, "a local copy cannot read memory of a peer"));
     }
     if (src.1, dst.1) != (Placement::Host, Placement::Device) {

@@ -27,7 +27,7 @@ impl Workers {
     /// Creates `count` workers, of which one is the calling thread. The others are named `role`.
     pub(super) fn new(role: &'static str, count: usize, warned: Arc<AtomicBool>) -> Self {
         let polls = PollLimits { threads: usize::MAX, time: SPIN_BEFORE_PARK };
-        // At least one thread, for spawned tasks: the ring drains on a set of workers of its own.
+        // At least one thread, for spawned tasks: the staging ring drains on a set of workers of its own.
         let most = count.saturating_sub(1).max(1);
         Workers { pool: ThreadPool::new(role, most, polls), count, warned }
     }

@@ -1,7 +1,7 @@
 //! Pull and push.
 //!
 //! Both resolve their two ends, validate, plan, and let the receiving side read: from memory of the other
-//! side that it can access, otherwise through a socket. `transfer` has the steps of one attempt.
+//! side that it can access, otherwise through a stream. `transfer` has the steps of one attempt.
 
 use std::sync::Arc;
 

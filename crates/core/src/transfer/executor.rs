@@ -4,7 +4,7 @@
 //! A caller who hands over many jobs wakes one worker, which wakes the next.
 //!
 //! A transfer whose next layer is still being computed takes no worker, so there are as many threads as layers
-//! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination class cannot
+//! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
 //! take all workers either: jobs for a peer that stalls delay only jobs for the same peer
 //! (`every_cluster_gets_a_worker_and_at_most_32`).
 
@@ -34,14 +34,14 @@ const JOBS: &str = "the jobs of an engine";
 /// What jobs wait for: jobs of one class share workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum JobClass {
-    /// Calls to one class; the engine's own for copies.
+    /// Calls to one cluster; the engine's own for copies.
     Calls(ClusterId),
-    /// The notifications for one class. Calls may wait for them.
+    /// The notifications for one cluster. Calls may wait for them.
     Notifications(ClusterId),
     /// Links on demand. Peers that cannot be reached take no workers of calls, and delay few of the other links: addresses
     /// are spread over 16 classes.
     Links(u8),
-    /// Calls to several classes. They may wait for each of them, so they use the workers of none of these.
+    /// Calls to several clusters. They may wait for each of them, so they use the workers of none of these.
     SeveralClusters,
 }
 
@@ -75,14 +75,14 @@ struct Shared {
 struct QueuedJobs {
     /// Jobs that may run now, each with its class.
     jobs: VecDeque<(JobClass, Arc<dyn Job>)>,
-    classes: HashMap<JobClass, ClusterJobs>,
+    classes: HashMap<JobClass, JobsOfClass>,
     /// Jobs that wait until one of the others of their class ends.
     waiting: SlotMap<Arc<dyn Job>>,
 }
 
 /// A destination of jobs.
 #[derive(Default)]
-struct ClusterJobs {
+struct JobsOfClass {
     /// Jobs that are running or about to run.
     taken: usize,
     /// Where the jobs are that wait until one of the others ends, in order of arrival; also jobs that were withdrawn.

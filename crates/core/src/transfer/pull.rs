@@ -1,4 +1,4 @@
-//! Pulls: this process reads the peer's memory, or asks the owner to send the bytes through streams. `copy::route` says which.
+//! Pulls: this process reads the peer's memory, or asks the owner to send the bytes through streams. `copy::route` has the rules.
 
 use std::sync::Arc;
 

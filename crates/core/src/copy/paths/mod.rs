@@ -7,8 +7,8 @@
 //! | fabric | UCX reads a pool of the owner | does nothing |
 //! | stream | receives the bytes, through rings in shared memory or through a socket | sends them |
 //!
-//! No path writes into memory of another process. [`route`](super::route) chooses the path of a transfer. Another way to move
-//! bytes takes a [`PathKind`], a place in that choice, and a file here; if this engine reads in place, a variant of
+//! No path writes into memory of another process. [`route`](super::route) has the rules for the path of a transfer. Another way to move
+//! bytes takes a [`PathKind`], a rule there, and a file here; if this engine reads in place, a variant of
 //! [`PeerTensors`] instead of a file, and a [`Reach`](crate::memory::Reach) if nothing else can read that memory.
 //!
 //! Staging is no path of its own. If a path cannot touch the memory at one end, such as that of a device, the bytes pass through

@@ -48,7 +48,7 @@ fn withdrawn_jobs_do_not_run() {
             None => expected.push(number),
         }
         let state = executor.handle.0.workers.lock();
-        let at = &state.queue.clusters[&class];
+        let at = &state.queue.classes[&class];
         assert!(at.waiting == state.queue.waiting.len() && at.queue.len() <= 2 * at.waiting + MIN_WITHDRAWN);
     }
     drop(open);
