@@ -152,8 +152,7 @@ impl JobQueue for QueuedJobs {
             let queued = self.jobs.iter().filter(|(to, _)| to == class).count();
             self.classes.get(class).is_some_and(|at| at.taken == queued)
         };
-        let own =
-            ended.filter(unserved).and_then(|class| self.jobs.iter().position(|(to, _)| *to == class));
+        let own = ended.filter(unserved).and_then(|class| self.jobs.iter().position(|(to, _)| *to == class));
         self.jobs.remove(own.unwrap_or(0))
     }
 
