@@ -131,7 +131,7 @@ fn a_call_without_a_thread_gets_its_turn() {
         let (told, peer) = (Arc::new(AtomicI64::new(0)), cache.clone());
         let tell = told.clone();
         let of_both = CallRows::copy((other, [0].into()), (cache.clone(), [0].into()));
-        let on_ready = Arc::new(move || drop(tell.fetch_add(1, Ordering::SeqCst)));
+        let on_ready = Arc::new(move || _ = tell.fetch_add(1, Ordering::SeqCst));
         let waiting = of_both.enter(false, Some(on_ready)).unwrap();
         let used = row.clone();
         let peer = thread::spawn(move || {
