@@ -1,6 +1,7 @@
 """Asynchronous calls: the same bytes, checks and codes as the synchronous ones, one event each, limits and `await`.
 
-The Rust tests cover turns, cancellation and deadlines in the engine (`links/asynchronous.rs`).
+The Rust tests cover order, limits, cancellation and events (`async_copies.rs`), and calls over links
+(`links/asynchronous.rs`).
 """
 
 from __future__ import annotations

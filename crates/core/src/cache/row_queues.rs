@@ -3,7 +3,7 @@
 //! This is bookkeeping under the lock of the cache: it waits for nothing and wakes nobody. A call takes all its rows
 //! at once, or enters the queues of all of them. An entry is *open* if the row is free for it and no earlier entry
 //! of the row conflicts with it. The open entries of a queue are at its front, so each operation touches only entries
-//! whose state changes (`tests/integration/row_queues.rs` compares with a naive twin).
+//! whose state changes (`tests/integration/row_queues.rs` compares with a naive reference model).
 
 use std::slice;
 use std::sync::Arc;
@@ -132,7 +132,7 @@ struct Waiter {
     /// Number of its entries that are not open.
     blocked: usize,
     passes: bool,
-    /// Whether `ready` names it.
+    /// Whether the list `ready` contains this waiter.
     listed: bool,
 }
 

@@ -14,9 +14,9 @@
 //!
 //! Rings are free if a call stream that has some is idle, this side's memory is host memory, and all of its cache has pages. A
 //! transfer that has begun keeps its path. There are two exceptions, after which the owner sends the bytes: this engine pushes to
-//! the cache that it pulls from (`session::peer_snapshot`), and the kernel or UCX refuses a read that was possible when the link
-//! was made. A third one is a pull that the owner refuses to send through rings, because a part of its cache has no pages: it is
-//! read by process id. The kind of memory at the reader decides how many copies a path needs ([`DataPath::hops`](super::DataPath::hops)).
+//! the cache that it pulls from (`session::peer_snapshot`), or the kernel or UCX refuses a read that was possible when the link
+//! was made. The owner refuses a pull through rings before the first byte if a part of its cache has no pages. The reader then
+//! reads by process id. The kind of memory at the reader decides how many copies a path needs ([`DataPath::hops`](super::DataPath::hops)).
 //!
 //! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read
 //! host memory in place, because that is one copy instead of two. Otherwise it goes through the staging ring. `docs/performance.md` has the

@@ -60,7 +60,7 @@ impl CallPool {
         CallPool { dialer, ..CallPool::default() }
     }
 
-    /// Returns what opens call streams, or `None` if only the peer can.
+    /// Returns the dialer that opens call streams; `None` if only the peer can open them.
     pub(super) fn dialer(&self) -> Option<&Dialer> {
         self.dialer.as_ref()
     }

@@ -110,7 +110,7 @@ fn a_call_that_waits_is_cancelled_or_late_at_once() {
     let [cancelled, behind] = [bench.copy(1, 2), bench.copy(2, 3)];
     let late = bench.try_copy(1, 4, Some(Duration::from_millis(20))).unwrap();
     assert!(cancelled.cancel());
-    let ended = cancelled.outcome().expect("no lane had begun it").unwrap_err();
+    let ended = cancelled.outcome().expect("no worker had begun it").unwrap_err();
     assert_eq!((ended.kind(), cancelled.cancelled()), (ErrorKind::Cancelled, true));
     let error = outcome(&late).unwrap_err();
     assert_eq!((error.kind(), error.fact("limit_ms")), (ErrorKind::Timeout, Some("20")), "{error}");

@@ -452,7 +452,7 @@ fn a_layer_that_waits_for_a_thread_is_late() {
     let stall = bed.begin(&stalled);
     eventually("all to be found", || stalled.iter().all(|(.., script)| Script::is(&script.found)));
     stall.ready(0).unwrap();
-    eventually("all lanes", || stalled.iter().all(|(.., script)| Script::is(&script.at_gate)));
+    eventually("all workers", || stalled.iter().all(|(.., script)| Script::is(&script.at_gate)));
     bed.limits.layer = Duration::from_secs(2);
     let (late, other) = (Script::good(), Script::good());
     let task = bed.begin(&[(0, 2, late.clone()), (1, 3, other.clone())]);

@@ -617,7 +617,7 @@ fn an_executor_that_is_dropped_leaves_no_worker() {
         });
         drop(executor);
         assert_eq!(handle.threads(), 0);
-        assert!(scripts.iter().all(|script| script.dropped()), "a lane runs after the end");
+        assert!(scripts.iter().all(|script| script.dropped()), "a worker runs after the end");
     });
     ended_as(&task, &["Closed"; 4]);
     let late = Script::good();
