@@ -47,8 +47,8 @@ impl DataDist {
     /// Each layer and head of the local cache is read from one owner; where several hold it, engines with neighbouring ids read
     /// from different ones. Otherwise like [`pull_group`](Self::pull_group).
     ///
-    /// Fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model, or if nobody
-    /// holds some head of the local cache.
+    /// Fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model, or if no
+    /// owner holds some head of the local cache.
     pub fn pull_owners(&self, owners: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
         self.group(Side::Destination, owners, true, extras)
     }

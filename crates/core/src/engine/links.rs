@@ -80,7 +80,7 @@ impl DataDist {
 
     /// Starts to link to the engine that listens at `address`, unless there is a link to it, and returns at once. The
     /// result of the [`Transfer`] is its [`peer`](Transfer::peer). A link that exists is a success, whichever side made it
-    /// and by which call. While nobody listens at the address, the call tries again until `limit` has passed. If both sides
+    /// and by which call. While no process listens at the address, the call tries again until `limit` has passed. If both sides
     /// link to each other at once, one link is made, and both calls succeed.
     ///
     /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`Operation::start`](super::Operation::start) does.

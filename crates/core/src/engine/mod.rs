@@ -256,7 +256,7 @@ impl DataDist {
         self.resources.table.find_key(key)
     }
 
-    /// Returns at most `most` outcomes of transfers that nobody has taken yet, in the order in which they ended, and
+    /// Returns at most `most` outcomes of transfers that the program has not taken yet, in the order in which they ended, and
     /// removes them from the queue. Never waits.
     pub fn poll(&self, most: usize) -> Result<Vec<Event>> {
         self.calls.queue().poll(most)

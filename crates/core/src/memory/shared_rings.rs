@@ -54,8 +54,8 @@ impl RingLayout {
     /// `from` must be valid for reads of `len` bytes, and `file` must be writable.
     unsafe fn put(self, file: &File, at: u64, from: *const u8, len: usize) {
         let (start, first) = self.split(at, len);
-        // SAFETY: the part lies inside the ring (`split`), and the source is valid, as the caller promises. Nobody else
-        // writes the ring: the file is sealed, and one thread writes at a time.
+        // SAFETY: the part lies inside the ring (`split`), and the source is valid, as the caller promises. No other
+        // process writes the ring, because the file is sealed, and one thread writes at a time.
         unsafe { from.copy_to_nonoverlapping(file.byte(start), first) };
         // SAFETY: as above; this is the part after the end of the ring, from its start on.
         unsafe { from.wrapping_add(first).copy_to_nonoverlapping(file.byte(self.start), len - first) };

@@ -61,7 +61,7 @@ pub enum Name {
         /// The batch slot; 0 for a blocks cache.
         row: u32,
     },
-    /// The rows that a grant lends. Peers read under this name, and nobody writes.
+    /// The rows that a grant lends. Peers read under this name, and no peer writes.
     Grant(GrantId),
 }
 

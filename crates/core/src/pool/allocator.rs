@@ -196,7 +196,7 @@ impl Pool {
 
     /// Frees `extent`, which this pool has allocated.
     #[inline]
-    #[expect(clippy::needless_pass_by_value, reason = "nobody can free the range again")]
+    #[expect(clippy::needless_pass_by_value, reason = "the caller cannot free the range again")]
     pub fn free(&mut self, extent: Extent) {
         debug_assert!(self.holds(&extent), "an extent of another pool");
         self.frees += 1;

@@ -296,7 +296,7 @@ impl Communicator {
             // the connection at this port and stay silent; that says nothing about the other ports.
             let silent = error.kind() == ErrorKind::Timeout && error.fact("address").is_some();
             // Another process may have refused, so the other addresses are tried too. Its reason says more than an address where
-            // nobody listens.
+            // no process listens.
             let (tcp, permanent) = (matches!(address, Address::Tcp(_)), error.is_permanent());
             if permanent && first.as_ref().is_none_or(|first: &Error| !first.is_permanent())
                 || tcp && first.is_none()

@@ -69,7 +69,7 @@ impl PeerTransfer {
             name,
             local: self.local.clone(),
             deadline,
-            // The end of an asynchronous call says that nobody reads its rows any more.
+            // The end of an asynchronous call says that no process reads its rows any more.
             to_the_end: execution.is_some(),
             execution,
             notify: self.notify.clone(),
