@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, Callable
 import pytest
 
 from hostile import messages as m
-from hostile.client import GENERATIONS, LIMIT, PAYLOAD_RING, RING, RING_FILE, Link, Offer, RingWire, ask, frame, memory
+from hostile.client import (
+    GENERATIONS,
+    LIMIT,
+    PAYLOAD_RING,
+    RING,
+    RING_FILE,
+    EndedError,
+    Link,
+    Offer,
+    RingWire,
+    ask,
+    frame,
+    memory,
+)
 from hostile.trial import GONE, PREY, PREY_BYTES, SILENCE, SLACK, Trial
 from peers import eventually
 
@@ -381,6 +394,40 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         assert not trial.tender.ended, "the link itself goes on"
     while LINGERING:
         LINGERING.pop().close()
+
+
+def offer_lingering(link: Link) -> None:
+    """Open a call stream, and offer sockets in place of its ring. The engine refuses the offer."""
+    wire = link.call(rings=True)
+    given = [lingering() for _ in range(8)]
+    socket.send_fds(wire.socket, [frame(m.RING_OFFER)], given)
+    for descriptor in given:
+        os.close(descriptor)
+    assert m.read_ring_answer(wire.hear()) is not None
+
+
+def test_descriptors_that_never_close_are_bounded(offer: Offer) -> None:
+    """When too many are not closed, the engine opens no stream that may bring more. Open streams go on."""
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        ring = link.ringed_call()
+        for _ in range(4):
+            offer_lingering(link)
+        with pytest.raises(EndedError, match="not received or closed yet"):
+            offer_lingering(link)
+        assert ring.ask(PING)["is"] == "Done"
+        assert ask(link.call(), PING)["is"] == "Done", "a stream without rings needs no descriptor"
+        while LINGERING:
+            LINGERING.pop().close()
+
+        def opened() -> bool:
+            with suppress(EndedError):
+                return bool(link.ringed_call().ask(PING)["is"] == "Done")
+            return False
+
+        eventually(opened, what="a stream with rings once the descriptors are closed")
+        trial.judge(links=1, streams=7, busy=1, mapped=GENERATIONS)
 
 
 def test_zeros_before_a_payload_end_with_the_pace_of_the_peer(offer: Offer) -> None:

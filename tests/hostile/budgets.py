@@ -28,6 +28,9 @@ BUDGETS: dict[str, Budget] = {
     "streams": Budget(8, "", "call streams of all links, in addition to 1 for each link; 8 to 8,192"),
     "link_streams": Budget(128, "call streams", "call streams of one link"),
     "link_descriptors": Budget(2, "descriptors", "file descriptors of one link, in addition to its call streams"),
+    "unwanted_descriptors": Budget(
+        48, "descriptors", "descriptors that peers sent in place of memory, and that are not closed yet"
+    ),
     "common_memory": Budget(
         288 * MIB,
         "bytes",

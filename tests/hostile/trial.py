@@ -242,6 +242,7 @@ class Trial:
             "descriptors": watch.before["descriptors"]
             + budgets.pending(self.open_files)
             + links * budgets.value("link_descriptors")
+            + budgets.value("unwanted_descriptors")
             + streams
             + 16,  # descriptors that honest calls and the application open for a short time
             "resident": watch.before["resident"] + (budgets.value("peak_memory") if memory is None else memory),

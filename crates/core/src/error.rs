@@ -102,7 +102,7 @@ struct Report {
 }
 
 /// System errors for a lack of descriptors or memory.
-const SHORTAGES: [Errno; 4] = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+const SHORTAGES: [Errno; 5] = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::TOOMANYREFS];
 
 impl Error {
     /// Returns an error of `kind` with the text `message`.

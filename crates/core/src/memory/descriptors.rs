@@ -70,6 +70,10 @@ pub fn shortage(what: &str, errno: Errno) -> Option<Error> {
         Errno::NFILE => system(format!(
             "no file descriptor of the whole system is free for {what}; raise fs.file-max, and try again"
         )),
+        Errno::TOOMANYREFS => system(format!(
+            "too many file descriptors that were sent over local sockets are not received or closed yet, so none can be sent or \
+             received for {what}; try again later"
+        )),
         Errno::NOBUFS | Errno::NOMEM => {
             system(format!("the kernel has no memory for {what}; free memory, and try again"))
         }

@@ -6,9 +6,10 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use rustix::fs::fcntl_get_seals;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -16,7 +17,7 @@ use rustix::net::{
 };
 
 use super::carrier::Carrier;
-use super::received_descriptors::ReceivedDescriptors;
+use super::discard_queue;
 use super::step::{StepResult, Way};
 use super::stream::Stream;
 use super::transmission::Transmission;
@@ -32,8 +33,8 @@ pub const MAX_DESCRIPTORS: usize = 8;
 /// Bytes allocated for a body before any of it has arrived. Later steps grow with what has arrived.
 const FIRST_STEP: usize = 64 << 10;
 
-/// Kind, body and descriptors of one frame.
-pub type ReceivedFrame = (u8, Vec<u8>, ReceivedDescriptors);
+/// Kind and body of one frame, and the memory files that it carried.
+pub type ReceivedFrame = (u8, Vec<u8>, Vec<OwnedFd>);
 
 impl Stream {
     /// Sends one frame. Returns `Err(Timeout)` at the deadline, and `Err(NotLinked)` if the connection
@@ -134,9 +135,9 @@ impl Stream {
         self.frame(limit, poll_time, deadline, |rest| self.pull(rest), admit)
     }
 
-    /// Receives the next frame with its descriptors, at most [`MAX_DESCRIPTORS`].
+    /// Receives the next frame with its memory files, at most [`MAX_DESCRIPTORS`]. Other descriptors are closed.
     pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<ReceivedFrame>> {
-        let mut descriptors = ReceivedDescriptors::default();
+        let mut descriptors = Vec::new();
         // Descriptors are attached to the first byte of a frame, so the body has none.
         let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
         let frame = self.frame(limit, Duration::ZERO, deadline, step, |_| Ok(((), deadline)))?;
@@ -259,15 +260,20 @@ impl Stream {
         self.received(rest, got)
     }
 
-    pub(super) fn pull_with(
-        &self,
-        rest: &mut [u8],
-        descriptors: &mut ReceivedDescriptors,
-    ) -> io::Result<StepResult> {
+    /// Receives bytes with descriptors, and adds those that are memory to `files`.
+    pub(super) fn pull_with(&self, rest: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<StepResult> {
         if !self.frame_carrier().carries_descriptors() {
             return self.pull(rest);
         }
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
+        if discard_queue::is_full() {
+            // Who closes the socket last also closes the descriptors in it. Without a number for the copy, the kernel would also
+            // have none for them, and would close them at once.
+            if let Ok(socket) = self.socket.try_clone() {
+                discard_queue::discard(socket);
+            }
+            return Err(Errno::TOOMANYREFS.into());
+        }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -275,12 +281,17 @@ impl Stream {
         for part in control.drain() {
             if let RecvAncillaryMessage::ScmRights(more) = part {
                 for descriptor in more {
-                    descriptors.extend([above_standard_streams(descriptor)?]);
+                    let descriptor = above_standard_streams(descriptor)?;
+                    // Only memory files have seals.
+                    match fcntl_get_seals(&descriptor) {
+                        Ok(_) => files.push(descriptor),
+                        Err(_) => discard_queue::discard(descriptor),
+                    }
                 }
             }
         }
         let cut = message.as_ref().is_ok_and(|message| message.flags.contains(ReturnFlags::CTRUNC));
-        if cut || descriptors.len() > MAX_DESCRIPTORS {
+        if cut || files.len() > MAX_DESCRIPTORS {
             // This process cannot open more descriptors, or the peer sent too many. Without them the frame
             // has no meaning.
             return Err(Errno::MFILE.into());

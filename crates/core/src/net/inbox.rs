@@ -1,8 +1,9 @@
 //! Assembles frames that arrive piece by piece, for a thread that serves many streams and must not wait for
 //! any of them. A thread with a stream of its own uses `Stream::receive`.
 
+use std::os::fd::OwnedFd;
+
 use super::frame_io::ReceivedFrame;
-use super::received_descriptors::ReceivedDescriptors;
 use super::step::StepResult;
 use super::stream::Stream;
 use crate::error::Result;
@@ -15,13 +16,13 @@ pub struct Inbox {
     body: Vec<u8>,
     /// Number of header and body bytes that have arrived.
     filled: usize,
-    descriptors: ReceivedDescriptors,
+    descriptors: Vec<OwnedFd>,
 }
 
 /// Result of [`Inbox::take`].
 #[derive(Debug)]
 pub enum Arrival {
-    /// A whole frame: its kind, its body, and the descriptors that it carried.
+    /// A whole frame: its kind, its body, and the memory files that it carried.
     Frame(ReceivedFrame),
     /// The frame is not complete yet.
     Partial,
@@ -31,7 +32,7 @@ pub enum Arrival {
 
 impl Inbox {
     /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes. Its
-    /// descriptors are kept only if they are `expected`; otherwise the kernel closes them.
+    /// memory files are kept only if they are `expected`; otherwise the kernel closes them.
     pub fn take(&mut self, stream: &Stream, limit: usize, expected: bool) -> Result<Arrival> {
         while self.filled < HEADER {
             let rest = &mut self.header[self.filled..];

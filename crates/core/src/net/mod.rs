@@ -14,12 +14,12 @@
 
 mod acceptor;
 mod carrier;
+mod discard_queue;
 mod frame_io;
 mod inbox;
 mod interference;
 mod pace;
 mod payload;
-mod received_descriptors;
 mod rings;
 mod socket_carrier;
 mod step;
@@ -36,7 +36,6 @@ pub use inbox::{Arrival, Inbox};
 #[cfg(feature = "testing")]
 pub use interference::Interference;
 pub use payload::{PADDING_INTERVAL, padding_at};
-pub use received_descriptors::ReceivedDescriptors;
 #[cfg(feature = "testing")]
 pub use socket_carrier::PADDING;
 #[cfg(feature = "testing")]

@@ -17,6 +17,7 @@ use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{Shutdown, shutdown};
 
 use super::carrier::Carrier;
+use super::discard_queue;
 use super::interference::Interference;
 use super::pace::Pace;
 use super::rings::StreamRings;
@@ -76,10 +77,24 @@ impl Stream {
         }
     }
 
-    /// Sets whether the peer may send descriptors now. Kernels without this setting always allow it.
-    pub fn expect_descriptors(&self, expected: bool) {
+    /// Permits the peer to send descriptors. Kernels without this setting always permit it. Returns `Err(System)` while too many
+    /// that peers sent are not closed yet.
+    pub fn expect_descriptors(&self) -> Result<()> {
         if self.about.carries_descriptors {
-            take_descriptors(self.socket.as_fd(), expected);
+            if discard_queue::is_full()
+                && let Some(full) = shortage("the memory of the peer", Errno::TOOMANYREFS)
+            {
+                return Err(full.with("peer", &self.about.peer));
+            }
+            take_descriptors(self.socket.as_fd(), true);
+        }
+        Ok(())
+    }
+
+    /// Forbids the peer to send more descriptors.
+    pub fn refuse_descriptors(&self) {
+        if self.about.carries_descriptors {
+            take_descriptors(self.socket.as_fd(), false);
         }
     }
 

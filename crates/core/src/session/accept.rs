@@ -6,6 +6,7 @@
 //! Server threads perform those, a few at a time ([`LongStep`]). `pending` limits the number of connections and
 //! their time.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::call_streams;
@@ -18,7 +19,7 @@ use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
-use crate::net::{ReceivedDescriptors, ReceivedFrame, Stream};
+use crate::net::{ReceivedFrame, Stream};
 use crate::protocol::{
     self, Attach, Attached, BoundedBytes, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, Hello, LinkAnswer,
     METADATA_LIMIT, Purpose, RingOffer,
@@ -91,7 +92,7 @@ pub(super) struct LongStep {
 
 enum What {
     /// Map the memory that the peer offers.
-    Take(Attach, ReceivedDescriptors),
+    Take(Attach, Vec<OwnedFd>),
     /// Enter the link.
     Enter(ReadableMemory),
 }
@@ -131,15 +132,15 @@ impl PendingStream {
                 admitted.map_err(|refusal| of_member(shared, &challenged.hello, refusal))
             }
             Step::Attach(pending) => {
-                stream.expect_descriptors(false);
+                stream.refuse_descriptors();
                 let offered: Attach = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 Ok(Next::Long(LongStep { pending, stream, until, what: What::Take(offered, descriptors) }))
             }
             Step::Ring(call) => {
-                stream.expect_descriptors(false);
+                stream.refuse_descriptors();
                 let RingOffer = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 let (link, ringed) = (call.link.clone(), call.link.ringed(!call.reverse));
-                let answer = || call_streams::take_rings(&link, &stream, descriptors, ringed);
+                let answer = || call_streams::take_rings(&link, &stream, &descriptors, ringed);
                 call.enter(shared, &stream, answer).map(|()| Next::Done)
             }
             Step::Attached(pending, memory) => {
@@ -164,7 +165,6 @@ impl LongStep {
         let LongStep { pending, stream, until, what } = self;
         match what {
             What::Take(attach, descriptors) => {
-                let descriptors = descriptors.memory_files();
                 let memory = TakenMemory::take(&shared.resources, &attach, descriptors, &stream, until);
                 stream.send_now(&protocol::encode(&memory.report())?, &[])?;
                 let step = Step::Attached(pending, memory);
@@ -251,7 +251,7 @@ fn admit(
             }
             shared.registry.room_for_incoming(cluster)?;
             // The peer sends its offer right after it has received the welcome.
-            stream.expect_descriptors(true);
+            stream.expect_descriptors()?;
             stream.send_now(&welcome(None, false)?, &[])?;
             let (address, metadata) = (stream.about.peer.clone(), Arc::default());
             let peer = Peer { cluster, instance: challenged.hello.from.instance, address, metadata };
@@ -282,7 +282,7 @@ fn admit_call(
         return call.enter(shared, &stream, || stream.send_now(&welcome, &[])).map(|()| Next::Done);
     }
     // The peer sends its ring right after it has received the welcome.
-    stream.expect_descriptors(true);
+    stream.expect_descriptors()?;
     stream.send_now(&welcome, &[])?;
     Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Ring(call) }))
 }

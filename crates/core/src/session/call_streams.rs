@@ -18,7 +18,7 @@ use super::peer_addresses::FurtherAddress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{OwnRings, SharedRings};
 use crate::model::Deadline;
-use crate::net::{Address, ReceivedDescriptors, Stream};
+use crate::net::{Address, Stream};
 use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT, Purpose, RingAnswer, RingOffer};
 
 /// A stream that one call has to itself.
@@ -113,9 +113,10 @@ impl Link {
         }
         let failed = match OwnRings::create() {
             Err(error) => error,
-            // The ring is closed if the stream cannot be opened, so another one may have its descriptor.
+            // The ring is closed if the stream cannot be opened, so another one may have its descriptor. A peer that cannot
+            // receive the ring refuses with `System`.
             Ok(rings) => match self.dial_with(dialer, (reverse, true), deadline) {
-                Err(error) if error.is_shortage() => error,
+                Err(error) if error.is_shortage() || error.kind() == ErrorKind::System => error,
                 Err(error) => {
                     if error.kind() != ErrorKind::Interrupted {
                         self.note_rings(Some(&error));
@@ -202,9 +203,9 @@ fn offer_rings(
 ) -> Result<Option<Error>> {
     stream.send_with(&protocol::encode(&RingOffer)?, &[descriptor.as_fd()], deadline)?;
     let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
-    stream.expect_descriptors(false);
+    stream.refuse_descriptors();
     match answer {
-        RingAnswer::Used => stream.use_rings(joined(rings, descriptors)?),
+        RingAnswer::Used => stream.use_rings(joined(rings, &descriptors)?),
         RingAnswer::Refused { reason } => return Ok(Some(Error::new(ErrorKind::System, reason))),
     }
     Ok(None)
@@ -212,12 +213,7 @@ fn offer_rings(
 
 /// Answers the offer of a dialing side, whose rings are among `descriptors`. Afterwards the stream uses rings, unless this
 /// side has refused them. `link` has `ringed` streams with rings in the same direction.
-pub(super) fn take_rings(
-    link: &Link,
-    stream: &Stream,
-    descriptors: ReceivedDescriptors,
-    ringed: usize,
-) -> Result<()> {
+pub(super) fn take_rings(link: &Link, stream: &Stream, descriptors: &[OwnedFd], ringed: usize) -> Result<()> {
     let refuse = |reason: String| -> Result<()> {
         stream.send_now(&protocol::encode(&RingAnswer::Refused { reason })?, &[])
     };
@@ -243,8 +239,7 @@ pub(super) fn take_rings(
     Ok(())
 }
 
-fn joined(rings: OwnRings, descriptors: ReceivedDescriptors) -> Result<SharedRings> {
-    let files = descriptors.memory_files();
+fn joined(rings: OwnRings, descriptors: &[OwnedFd]) -> Result<SharedRings> {
     let missing = || Error::new(ErrorKind::System, "the peer offered rings without their descriptor");
-    rings.join(files.first().ok_or_else(missing)?)
+    rings.join(descriptors.first().ok_or_else(missing)?)
 }

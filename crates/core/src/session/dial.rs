@@ -84,8 +84,9 @@ impl Dialer {
             return Err(error);
         }
         // The peer sends its offer of memory right after its welcome, and its ring when it has that of this side.
-        let shares = matches!(purpose, Purpose::Link { .. } | Purpose::Call { rings: true, .. });
-        stream.expect_descriptors(shares);
+        if matches!(purpose, Purpose::Link { .. } | Purpose::Call { rings: true, .. }) {
+            stream.expect_descriptors()?;
+        }
         let welcome = handshake::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {
             let error = handshake::unproven(&stream, [&self.me.host; 2]).permanent();

@@ -2,6 +2,7 @@
 //!
 //! The bytes of caches that follow some messages are moved by `copy`.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use serde::de::DeserializeOwned;
 use crate::budget::BudgetShare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::net::{ReceivedDescriptors, Stream};
+use crate::net::Stream;
 use crate::protocol::{self, Reply};
 
 /// Sends one message.
@@ -58,12 +59,12 @@ pub(super) fn receive_reply(
     Ok((reply, share))
 }
 
-/// Receives one message as [`receive_message`] does, with the descriptors that arrived with it.
+/// Receives one message as [`receive_message`] does, with the memory files that arrived with it.
 pub(crate) fn receive_message_with<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,
     deadline: Deadline,
-) -> Result<(T, ReceivedDescriptors)> {
+) -> Result<(T, Vec<OwnedFd>)> {
     let (kind, body, descriptors) = stream.receive_with(limit, deadline)?.ok_or_else(|| ended(stream))?;
     Ok((protocol::open(kind, &body)?, descriptors))
 }

@@ -72,8 +72,8 @@ fn run(cases: impl IntoIterator<Item = Case>, judge: impl Fn(&Case, &dyn Listene
     for case in cases {
         let (listener, local, remote) = connected(&*case.transport, &case.at);
         eprintln!("over {}{}", listener.address(), if case.rings { ", with rings" } else { "" });
-        local.expect_descriptors(true);
-        remote.expect_descriptors(true);
+        local.expect_descriptors().unwrap();
+        remote.expect_descriptors().unwrap();
         if case.rings {
             share_rings(&local, &remote);
         }

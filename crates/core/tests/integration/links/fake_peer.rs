@@ -102,7 +102,7 @@ impl Fake {
     /// Accepts the next stream.
     pub fn accept(&self) -> Stream {
         let stream = accepted(&*self.listener).unwrap();
-        stream.expect_descriptors(true);
+        stream.expect_descriptors().unwrap();
         stream
     }
 
@@ -183,7 +183,7 @@ impl Fake {
         host: String,
     ) -> Result<(Stream, Welcome)> {
         let stream = over.dial(&Address::Tcp(engine.listening().unwrap()), soon())?;
-        stream.expect_descriptors(true);
+        stream.expect_descriptors()?;
         let asked = Some(engine.config().cluster.0);
         let hello = Hello { purpose, from: self.party, asked, host, nonce: [3; 16] };
         let frame = protocol::encode(&hello)?;
