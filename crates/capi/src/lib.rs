@@ -25,12 +25,6 @@ mod objects;
 mod polled_events;
 mod transfer_handles;
 
-use llm_datadist_embed::KeptLists;
-
-/// The allocator of this library alone. The program's `malloc` is not changed.
-#[global_allocator]
-static LISTS: KeptLists = KeptLists::new();
-
 #[cfg(test)]
 #[allow(
     unsafe_code,
