@@ -378,14 +378,9 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         trial.begin()
         rings = [link.ringed_call() for _ in range(MAX_RINGS)]
         for unreadable in (False, True):
-            given = lingering()
             wire = link.call(rings=True)
-            said = frame(b"unreadable" if unreadable else m.RING_OFFER)
-            # The engine has the descriptor, and closes it last: only then does closing it wait.
-            socket.send_fds(wire.socket, [said[:4]], [given])
-            os.close(given)
+            send_lingering(wire.socket, frame(b"unreadable" if unreadable else m.RING_OFFER))
             with suppress(*GONE):
-                wire.send(said[4:])
                 assert m.read_ring_answer(wire.hear()) is not None
         time.sleep(SILENCE + 3)
         for ring in rings:
@@ -396,14 +391,27 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         LINGERING.pop().close()
 
 
-def offer_lingering(link: Link) -> None:
-    """Open a call stream, and offer sockets in place of its ring. The engine refuses the offer."""
-    wire = link.call(rings=True)
-    given = [lingering() for _ in range(8)]
-    socket.send_fds(wire.socket, [frame(m.RING_OFFER)], given)
-    for descriptor in given:
-        os.close(descriptor)
+def send_lingering(sender: socket.socket, said: bytes, count: int = 1) -> None:
+    """Send sockets whose last `close` waits, and close them here on a thread: the engine may have closed them."""
+    given = [lingering() for _ in range(count)]
+
+    def send() -> None:
+        socket.send_fds(sender, [said], given)
+        for descriptor in given:
+            os.close(descriptor)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def offer_lingering(link: Link) -> str:
+    """Offer sockets in place of a ring. Return why the engine refused even the stream, or nothing."""
+    try:
+        wire = link.call(rings=True)
+    except EndedError as error:
+        return str(error)
+    send_lingering(wire.socket, frame(m.RING_OFFER), 8)
     assert m.read_ring_answer(wire.hear()) is not None
+    return ""
 
 
 def test_descriptors_that_never_close_are_bounded(offer: Offer) -> None:
@@ -412,10 +420,11 @@ def test_descriptors_that_never_close_are_bounded(offer: Offer) -> None:
         link = local_link(trial, offer)
         trial.begin()
         ring = link.ringed_call()
-        for _ in range(4):
-            offer_lingering(link)
-        with pytest.raises(EndedError, match="not received or closed yet"):
-            offer_lingering(link)
+        offered = 0
+        while not (refusal := offer_lingering(link)) and offered < 20:
+            offered += 1
+        assert "not received or closed yet" in refusal
+        assert offered >= 4, "three offers are below the limit"
         assert ring.ask(PING)["is"] == "Done"
         assert ask(link.call(), PING)["is"] == "Done", "a stream without rings needs no descriptor"
         while LINGERING:
@@ -427,7 +436,7 @@ def test_descriptors_that_never_close_are_bounded(offer: Offer) -> None:
             return False
 
         eventually(opened, what="a stream with rings once the descriptors are closed")
-        trial.judge(links=1, streams=7, busy=1, mapped=GENERATIONS)
+        trial.judge(links=1, streams=offered + 3, busy=1, mapped=GENERATIONS)
 
 
 def test_zeros_before_a_payload_end_with_the_pace_of_the_peer(offer: Offer) -> None:
