@@ -19,6 +19,8 @@ from hostile.trial import GONE, TOKEN, Trial
 from peers import LINK_FAILED, OK, TIMEOUT, Ends, eventually, options
 
 MAX_METADATA = 16 << 10
+# Too long, not UTF-8, and text that would not stay in its line of a log.
+BAD_NAMES = (b"x" * 129, b"\xff\xfe", b"a\nb", b"\x1b[2J", "\u202e".encode())
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
@@ -27,9 +29,11 @@ def test_metadata_of_peers_is_bounded(local: bool) -> None:
     bodies = [
         m.confirm(bytes(MAX_METADATA + 1)),
         m.confirm(bytes(1 << 20)),
-        m.blob(bytes(10)),  # no word about an offer
-        m.blob(bytes(10))[:-1],  # shorter than it says
-        b"\xff\xff\xff\xff\x0f",  # 4 GiB that do not follow
+        m.blob(b"") + m.blob(bytes(10)),  # no word about an offer
+        m.blob(b"") + m.blob(bytes(10))[:-1],  # shorter than it says
+        m.blob(b"") + b"\xff\xff\xff\xff\x0f",  # 4 GiB that do not follow
+        b"\xff\xff\xff\xff\x0f",  # the same as a name
+        *(m.confirm(name=name) for name in BAD_NAMES),
         m.confirm(b"x") + b"y",
         b"",
     ]
@@ -47,7 +51,7 @@ def test_metadata_of_peers_is_bounded(local: bool) -> None:
         trial.victim.set_metadata(bytes(MAX_METADATA))
         # The longest one is accepted, in both directions.
         link = trial.link(98, local=local, stop="attached" if local else "welcome")
-        link.control.say(m.confirm(b"z" * MAX_METADATA))
+        link.control.say(m.confirm(b"z" * MAX_METADATA, name=b"n" * 128))
         assert m.read_entered(link.control.hear()) == bytes(MAX_METADATA)
         assert b"z" * MAX_METADATA in [metadata for _, _, metadata in trial.victim.peers()]
         trial.judge(links=2, mapped=(5 * len(bodies) + 4) * GENERATIONS)
@@ -75,7 +79,7 @@ def test_offers_of_peers_are_bounded() -> None:
             with pytest.raises((EndedError, OSError)):
                 link.control.hear()
         link = trial.link(98, stop="welcome")
-        link.control.say(m.confirm(b"z" * MAX_METADATA, m.offer(b"1.22.0", key, (full, full))))
+        link.control.say(m.confirm(b"z" * MAX_METADATA, m.offer(b"1.22.0", key, (full, full)), b"n" * 128))
         m.read_entered(link.control.hear())
         assert b"z" * MAX_METADATA in [metadata for _, _, metadata in trial.victim.peers()]
         trial.judge(links=2)
@@ -158,10 +162,12 @@ def _serve(_: Wire) -> None:
         (m.later("a link that never comes"), TIMEOUT),
         (m.later("x" * 16000), TIMEOUT),
         (m.entered(bytes(MAX_METADATA + 1)), TIMEOUT),
+        (m.entered(name=b"x" * 129), TIMEOUT),
+        (m.entered(name=b"\xff\xfe"), TIMEOUT),
         (m.PING, TIMEOUT),
         (b"\x09", TIMEOUT),
     ],
-    ids=["later", "long reason", "long metadata", "short", "unknown"],
+    ids=["later", "long reason", "long metadata", "long name", "no utf-8", "short", "unknown"],
 )
 def test_answers_that_are_no_link(ends: Ends, answer: bytes, expected: str) -> None:
     """The call dials until its deadline, and the engine keeps working."""

@@ -241,3 +241,20 @@ def test_notifications_that_break_the_rules_end_the_stream() -> None:
         assert ask(call, m.notify([b"last"]))["is"] == "Done"
         assert trial.victim.polled() == [(66, b"last")]
         trial.judge(links=1, streams=2, busy=1)
+
+
+def test_names_that_break_the_rules_end_the_stream() -> None:
+    """A peer that asks for very many names, or for texts that are no names, costs nobody anything."""
+    rules = [m.find(b"x" * 129), m.find(b"\xff\xfe"), m.find(b"a\nb"), m.find(b"kv")[:-1], m.find(b"kv") + b"x"]
+    with Trial() as trial:
+        link, call = trial.fair_call()
+        trial.begin()
+        for broken in rules:
+            wire = link.call()
+            wire.say(broken)
+            assert wire.ended(SLACK), broken[:20]
+        for number in range(2000):
+            answer = ask(call, m.find(b"no cache %d" % number))
+            assert answer["is"] == "Failed"
+            assert f"'no cache {number}'" in answer["message"]
+        trial.judge(links=1, streams=2, busy=1)

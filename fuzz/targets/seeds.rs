@@ -76,9 +76,9 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(11, "ring-offer", frame(&RingOffer));
     add(12, "ring-used", frame(&RingAnswer::Used));
     add(12, "ring-refused", frame(&RingAnswer::Refused { reason: "no".into() }));
-    add(9, "confirm", frame(&Confirm { metadata: metadata.clone(), fabric: None }));
+    add(9, "confirm", frame(&Confirm { name: "name".into(), metadata: metadata.clone(), fabric: None }));
     let addresses = vec![([10, 0, 0, 1], 26000).into(), ([0xfd00, 0, 0, 0, 0, 0, 0, 1], 1).into()];
-    let entered = EnteredLink { metadata, fabric: None, addresses };
+    let entered = EnteredLink { name: "name".into(), metadata, fabric: None, addresses };
     add(10, "entered", frame(&LinkAnswer::Entered(entered)));
     add(10, "later", frame(&LinkAnswer::Later { reason: "there is a link already".into() }));
 }
@@ -118,6 +118,7 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     ask("write-shared", of_a_part);
     ask("write-part", Request::WritePart { write: 300, range: 8..16 });
     ask("unlink", Request::Unlink);
+    ask("find", Request::Find { name: "kv".into() });
     ask("locate", Request::Locate { addrs: vec![0, 4096, u64::MAX] });
 }
 
@@ -159,6 +160,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         model: "a model".into(),
     };
     add(8, "described-layout", frame(&Reply::Described(WireCache { layout: Some(layout), ..record })));
+    add(8, "found", frame(&Reply::Found { cache: CacheId(3) }));
     add(8, "done", frame(&Reply::Done { bytes: 1 << 40 }));
     add(8, "ready", frame(&Reply::Ready { bytes: 4096 }));
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));

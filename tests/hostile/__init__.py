@@ -2,13 +2,13 @@
 
 The tests use this package to play peers that misbehave. `postcard` has the encoding, `messages` has every message,
 `client` has sockets, frames and greetings, `trial` has the honest peers that must not notice an attack, and `budgets`
-has the limits of what an attack may cost. The client implements version 16 of the protocol, as follows.
+has the limits of what an attack may cost. The client implements version 17 of the protocol, as follows.
 
 Two engines exchange frames over TCP, or over a Unix stream socket with an abstract name. A frame is a header of eight
 bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and a body. Kind 1 is a message: one value
 in the postcard format, which the state of the stream names, and the XXH64 of its bytes as a little-endian `u64`. A side
 that receives a message with another checksum ends the stream. A body has at most 4 KiB during a greeting and on control
-streams (`Confirm` and its answer: 29,192 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
+streams (`Confirm` and its answer: 29,704 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
 which may come in place of any message, from any version: the number of an error kind as a `u32`, then UTF-8 text.
 Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight. Only `Attach`, `RingOffer` and
 `RingAnswer` carry any.
@@ -30,8 +30,8 @@ process of the same user obtains with a `Meet` greeting over the local socket. T
 - `Link` with `probe_local`, over TCP: if `host` equals the boot id of A, A answers with the abstract name of its local
   socket in `Welcome.local` and closes the stream. D dials that socket next.
 - `Link`: over the local socket, both sides send `Attach` with descriptors of their memory, then `Attached`. Then D
-  sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own, and with the
-  addresses at which it listens for call streams. Both may offer pools to be read by UCX in these messages.
+  sends `Confirm` with its name and the metadata of its program, and A answers with `LinkAnswer::Entered` and its own,
+  and with the addresses at which it listens for call streams. Both may offer pools to be read by UCX in these messages.
   From then on the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later`
   instead, because another link between the two exists or is being made; then it closes the stream.
 - `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set. With `rings`, over the

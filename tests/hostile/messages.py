@@ -120,14 +120,14 @@ def offered_pool(base: int, length: int, key: bytes) -> bytes:
     return uint(base) + uint(length) + blob(key)
 
 
-def confirm(metadata: bytes = b"", fabric: bytes | None = None) -> bytes:
+def confirm(metadata: bytes = b"", fabric: bytes | None = None, name: bytes = b"") -> bytes:
     """The last message of the side that dials a link."""
-    return blob(metadata) + some(fabric)
+    return blob(name) + blob(metadata) + some(fabric)
 
 
-def entered(metadata: bytes = b"", fabric: bytes | None = None) -> bytes:
+def entered(metadata: bytes = b"", fabric: bytes | None = None, name: bytes = b"") -> bytes:
     """Answer 0 of the side that accepts a link: it has entered the link."""
-    return uint(0) + blob(metadata) + some(fabric) + uint(0)
+    return uint(0) + blob(name) + blob(metadata) + some(fabric) + uint(0)
 
 
 def later(reason: str) -> bytes:
@@ -139,6 +139,7 @@ def read_entered(body: bytes) -> bytes:
     """Return the metadata of the side that has entered a link."""
     reader = Reader(body)
     assert reader.uint() == 0, body
+    reader.text()  # the name
     metadata = reader.raw(reader.uint())
     assert not reader.flag(), "the engine offers pools to UCX"
     assert reader.uint() == 0, "the engine announces addresses"
@@ -302,6 +303,11 @@ def checksums(name: bytes, cache: int, plan: bytes, written: bool = False, limit
     return uint(limit_ms) + uint(9) + name + sint(cache) + plan + flag(written)
 
 
+def find(name: bytes, limit_ms: int = NEVER) -> bytes:
+    """Request 11: ask for the id of the cache with this name."""
+    return uint(limit_ms) + uint(11) + blob(name)
+
+
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:
     """Control message 4: what has arrived and what was polled, in messages and bytes."""
     return uint(4) + b"".join(map(uint, (*arrived, *of_those)))
@@ -324,7 +330,7 @@ def in_process(runs: list[bytes]) -> bytes:
 
 HIDDEN = uint(2)
 
-REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located", "Checksums")
+REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located", "Checksums", "Found")
 STALE = uint(3)
 
 
@@ -373,27 +379,32 @@ def described(
     return names + sizes + flags + location + runs + uint(0) + rows
 
 
+def _read_described(reader: Reader) -> dict[str, Any]:
+    told: dict[str, Any] = {"is": "Described"}
+    _, told["generation"] = reader.uint(), reader.uint()
+    told["cache"], told["row"] = reader.sint(), reader.uint()
+    told["tensors"], told["rows"], told["row_bytes"] = reader.uint(), reader.uint(), reader.uint()
+    told["row_stride"] = reader.uint()
+    reader.raw(4)  # flags and the placement
+    where = reader.uint()
+    if where == 0:
+        reader.byte()  # the region
+    if where < 2:
+        reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
+    reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
+    if reader.flag():
+        return told  # a layout follows
+    told["granted"] = reader.many(lambda: (reader.uint(), reader.uint()))
+    reader.done()
+    return told
+
+
 def read_reply(body: bytes) -> dict[str, Any]:
     """Decode an answer of the owner. Of a description, only ids, sizes and the rows that a grant lends are decoded."""
     reader = Reader(body)
     told: dict[str, Any] = {"is": REPLIES[reader.uint()]}
     if told["is"] == "Described":
-        _, told["generation"] = reader.uint(), reader.uint()
-        told["cache"], told["row"] = reader.sint(), reader.uint()
-        told["tensors"], told["rows"], told["row_bytes"] = reader.uint(), reader.uint(), reader.uint()
-        told["row_stride"] = reader.uint()
-        reader.raw(4)  # flags and the placement
-        where = reader.uint()
-        if where == 0:
-            reader.byte()  # the region
-        if where < 2:
-            reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
-        reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
-        if reader.flag():
-            return told  # a layout follows
-        told["granted"] = reader.many(lambda: (reader.uint(), reader.uint()))
-        reader.done()
-        return told
+        return _read_described(reader)
     if told["is"] in {"Ready", "Done"}:
         told["bytes"] = reader.uint()
     elif told["is"] == "Unreachable":
@@ -403,6 +414,8 @@ def read_reply(body: bytes) -> dict[str, Any]:
         told["arrived"] = reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
     elif told["is"] == "Checksums":
         told["generation"], told["sums"] = reader.uint(), reader.many(reader.uint)
+    elif told["is"] == "Found":
+        told["cache"] = reader.sint()
     elif told["is"] == "Located":
         told["spots"] = reader.many(lambda: (reader.sint(), reader.uint(), reader.uint()))
     reader.done()

@@ -287,6 +287,8 @@ pub struct Config {
     pub role: Role,
     /// Cluster id of the engine.
     pub cluster: ClusterId,
+    /// The name that peers see: at most 128 bytes of printable text, or empty for none.
+    pub name: String,
     /// The manager that the engine serves.
     pub mode: Mode,
     /// Device pool, if one is configured.
@@ -335,6 +337,7 @@ impl Config {
         Config {
             role,
             cluster,
+            name: String::new(),
             mode: Mode::CacheManager,
             device_pool: None,
             device_share: None,

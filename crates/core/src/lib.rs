@@ -21,7 +21,7 @@
 //!   a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
 //! - **Copy and swap:** [`End`], [`CopyArgs`].
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
-//! - **Pull and push:** [`RemoteName`] with a [`Name`], [`Rows`], [`Layers`] of
+//! - **Pull and push:** [`RemoteName`] with a [`Name`] or a text ([`RemoteCacheName`]), [`Rows`], [`Layers`] of
 //!   [`LayerRange`]s; groups of [`GroupMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
 //! - **Run or start them:** each of these calls is an [`Operation`]. [`Operation::run`] waits for it, and [`Operation::start`] returns
 //!   a [`Transfer`] with its [`TransferProgress`]. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
@@ -104,7 +104,7 @@
 //!
 //! // Layer by layer, while the next one is computed: the code that computes reports which layer is ready.
 //! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
-//! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 };
+//! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }.into(), first_layer: 0 };
 //! let src_layers = LayerRange { first: 0, end: 2 };
 //! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
 //! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
@@ -185,8 +185,8 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, GrantUse, KvGeometry, KvLayout, KvPlanes, MixedSizes, NO_ID, Name, Placement, RowSizes,
-    SubRow, TensorDesc, TokenOrder, Verify, tensor_bytes,
+    GrantToken, GrantUse, KvGeometry, KvLayout, KvPlanes, MixedSizes, NO_ID, Name, Placement,
+    RemoteCacheName, RowSizes, SubRow, TensorDesc, TokenOrder, Verify, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

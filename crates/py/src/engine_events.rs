@@ -42,7 +42,7 @@ impl EngineEvents {
         let metadata = metadata.bytes("metadata")?;
         let cluster = cluster_id.optional("cluster_id")?.map(ClusterId);
         let limit = validate::timeout_ms(timeout_ms.int("timeout_ms")?).map_err(|error| raise(py, &error))?;
-        let options = EnsureOptions { cluster, metadata };
+        let options = EnsureOptions { cluster, metadata, name: None };
         let engine = self.engine();
         let transfer = engine.attached(py, |engine| engine.ensure_link(at, limit, options))?;
         self.native.get().transfers().started(py, &transfer, engine.codes())

@@ -45,7 +45,7 @@ impl PeerHandle {
 
 /// Returns the text of a peer, with the length of its metadata.
 pub(crate) fn shown(peer: &PeerInfo) -> String {
-    let PeerInfo { cluster, incarnation, address, transport, metadata } = peer;
+    let PeerInfo { cluster, incarnation, address, transport, metadata, .. } = peer;
     let ids = format!("cluster_id={cluster}, incarnation={incarnation}");
     let metadata =
         if metadata.is_empty() { String::new() } else { format!(", metadata=<{} bytes>", metadata.len()) };
@@ -62,7 +62,7 @@ fn copied<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
 /// Returns the event of a message.
 pub(crate) fn notification(py: Python<'_>, message: &Notification) -> PyResult<Py<PyAny>> {
     let payload = copied(py, &message.payload)?;
-    let event = NotificationEvent { cluster_id: message.cluster.0, payload: payload.unbind() };
+    let event = NotificationEvent { cluster_id: message.peer.cluster.0, payload: payload.unbind() };
     Ok(Py::new(py, event)?.into_any())
 }
 

@@ -87,7 +87,7 @@ fn described(event: &mut Event) -> LlmDatadistEvent {
     match event {
         Event::Completed(transfer) => completed(transfer),
         Event::Notification(message) => LlmDatadistEvent {
-            cluster_id: message.cluster.0,
+            cluster_id: message.peer.cluster.0,
             payload: message.payload.as_ptr(),
             payload_size: message.payload.len(),
             ..nothing(LLM_DATADIST_EVENT_NOTIFICATION)

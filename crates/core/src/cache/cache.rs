@@ -51,6 +51,8 @@ impl Shape {
 #[derive(Debug)]
 pub struct Cache {
     id: CacheId,
+    /// The name by which peers find it.
+    name: Option<Arc<str>>,
     origin: Origin,
     /// The sizes are those of tensor 0 if the tensors differ; [`Tensors::mixed`] has all sizes then.
     layout: CacheLayout,
@@ -66,11 +68,18 @@ impl Cache {
     /// Creates a cache over the caller's memory that is in no table; its id is −1.
     pub fn loose(adopted: Adopted) -> Arc<Cache> {
         let (desc, layout) = (adopted.desc().clone(), adopted.layout());
-        Arc::new(Cache::new(CacheId(-1), Origin::Loose, &desc, layout, Tensors::adopted(adopted), false))
+        Arc::new(Cache::new(
+            (CacheId(-1), None),
+            Origin::Loose,
+            &desc,
+            layout,
+            Tensors::adopted(adopted),
+            false,
+        ))
     }
 
     pub(super) fn new(
-        id: CacheId,
+        (id, name): (CacheId, Option<Arc<str>>),
         origin: Origin,
         desc: &CacheDesc,
         layout: CacheLayout,
@@ -81,6 +90,7 @@ impl Cache {
         let kv = KvGeometry::of(desc, &layout.geometry).ok().flatten();
         Cache {
             id,
+            name,
             origin,
             layout,
             shape: Shape::of(&desc.shape),
@@ -95,6 +105,11 @@ impl Cache {
     /// Returns the id; −1 for a loose cache.
     pub fn id(&self) -> CacheId {
         self.id
+    }
+
+    /// Returns the name by which peers find the cache, if it has one.
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
     }
 
     pub(crate) fn origin(&self) -> Origin {

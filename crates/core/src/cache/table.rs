@@ -1,10 +1,11 @@
-//! The cache table: finds caches by id and by key, counts references, and releases a cache when the last one
+//! The cache table: finds caches by id, by key and by name, counts references, and releases a cache when the last one
 //! is gone.
 //!
 //! It has one lock, held for a few hash lookups and never during a copy. Memory returns to its pool when the
 //! last [`Arc`] of a cache drops. A copy holds one
 //! (`memory_released_during_a_copy_returns_when_the_copy_ends`).
 
+mod names;
 mod pulled;
 mod remote;
 
@@ -48,6 +49,8 @@ struct State {
     ids: Shards<CacheId, EntryIndex>,
     /// For each key, the entry of its cache and the row in it.
     keys: Shards<CacheKey, (EntryIndex, u32)>,
+    /// The caches that have a name.
+    names: HashMap<Arc<str>, EntryIndex>,
     entries: Vec<Option<TableEntry>>,
     free: Vec<EntryIndex>,
     /// Registered caches that were removed and may still be in use. Only calls that wait for the end of that
@@ -131,6 +134,7 @@ impl Table {
             last_id: 0,
             ids: Shards::new(),
             keys: Shards::new(),
+            names: HashMap::new(),
             entries: Vec::new(),
             free: Vec::new(),
             leaving: HashMap::new(),
@@ -150,8 +154,8 @@ impl Table {
         tensors: Tensors,
         keys: &[(u64, CacheKey)],
     ) -> Result<Arc<Cache>> {
-        self.enter(OnBoundKey::Refuse, keys, |id| {
-            Cache::new(id, Origin::Allocated, desc, layout, tensors, true)
+        self.enter(OnBoundKey::Refuse, None, keys, |id| {
+            Cache::new((id, None), Origin::Allocated, desc, layout, tensors, true)
         })
     }
 
@@ -164,14 +168,16 @@ impl Table {
         remote_accessible: bool,
     ) -> Result<Arc<Cache>> {
         let (desc, layout) = (adopted.desc().clone(), adopted.layout());
-        self.enter(OnBoundKey::Replace, keys, |id| {
-            Cache::new(id, Origin::Registered, &desc, layout, Tensors::adopted(adopted), remote_accessible)
+        let tensors = Tensors::adopted(adopted);
+        self.enter(OnBoundKey::Replace, None, keys, |id| {
+            Cache::new((id, None), Origin::Registered, &desc, layout, tensors, remote_accessible)
         })
     }
 
     fn enter(
         &self,
         on_bound_key: OnBoundKey,
+        name: Option<&Arc<str>>,
         keys: &[(u64, CacheKey)],
         build: impl FnOnce(CacheId) -> Cache,
     ) -> Result<Arc<Cache>> {
@@ -186,9 +192,11 @@ impl Table {
             let text = format!("{key} already names a live cache");
             return Err(Error::new(ErrorKind::KeyTaken, text).with("cache_id", other.cache.id()));
         }
+        name.map_or(Ok(()), |name| state.check_name(name))?;
         let replaced = state.replaced(keys);
         // Everything that allocates memory happens before the first change.
         state.make_room(keys)?;
+        state.make_room_for_names(name.iter().len())?;
         if on_bound_key == OnBoundKey::Replace {
             fallible::grow(TABLE, &mut released, keys.len())?;
         }
@@ -201,6 +209,7 @@ impl Table {
         let bound = u32::try_from(keys.len()).unwrap_or(u32::MAX);
         let index = state.insert(TableEntry { cache: cache.clone(), held: true, bound, keys: by_row });
         state.ids.insert(id, index);
+        state.names.extend(name.map(|name| (name.clone(), index)));
         for &(row, key) in keys {
             state.keys.insert(key, (index, u32::try_from(row).unwrap_or(u32::MAX)));
         }
@@ -409,6 +418,9 @@ impl State {
     fn take(&mut self, index: EntryIndex) -> Option<TableEntry> {
         let entry = self.entries.get_mut(index as usize)?.take()?;
         self.ids.remove(&entry.cache.id());
+        if let Some(name) = entry.cache.name() {
+            self.names.remove(name);
+        }
         self.generations.bump(index);
         self.free.push(index);
         Some(entry)

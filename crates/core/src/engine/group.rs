@@ -10,7 +10,7 @@ use super::{DataDist, End, RemoteName};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::GrantUse;
+use crate::model::{GrantUse, Name, RemoteCacheName};
 use crate::plan::Side;
 use crate::stats::Op;
 use crate::transfer::{AsyncWork, Group, GroupPart, JobClass, PeerTransfer, Work, used_rows};
@@ -21,9 +21,9 @@ const PARTS: &str = "the parts of a group";
 
 /// One part of a group: the cache of a peer, a cache of this engine, and the rows that move.
 #[derive(Clone, Debug)]
-pub struct GroupMember {
+pub struct GroupMember<N = Name> {
     /// The cache of the peer.
-    pub remote: RemoteName,
+    pub remote: RemoteName<N>,
     /// The cache of this engine.
     pub local: End,
     /// The rows that move.
@@ -38,7 +38,11 @@ type Parts = (Vec<GroupPart>, Vec<(Arc<Cache>, RowUse)>);
 impl DataDist {
     /// [Pulls](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys are released after that. An error
     /// names the part, counted from 0.
-    pub fn pull_group(&self, parts: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+    pub fn pull_group(
+        &self,
+        parts: Vec<GroupMember<impl Into<RemoteCacheName>>>,
+        extras: CallExtras,
+    ) -> Operation<'_> {
         self.group(Side::Destination, parts, false, extras)
     }
 
@@ -49,12 +53,20 @@ impl DataDist {
     ///
     /// Fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model, or if no
     /// owner holds some head of the local cache.
-    pub fn pull_owners(&self, owners: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+    pub fn pull_owners(
+        &self,
+        owners: Vec<GroupMember<impl Into<RemoteCacheName>>>,
+        extras: CallExtras,
+    ) -> Operation<'_> {
         self.group(Side::Destination, owners, true, extras)
     }
 
     /// [Pushes](Self::push) all `parts`; otherwise like [`pull_group`](Self::pull_group).
-    pub fn push_group(&self, parts: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+    pub fn push_group(
+        &self,
+        parts: Vec<GroupMember<impl Into<RemoteCacheName>>>,
+        extras: CallExtras,
+    ) -> Operation<'_> {
         self.group(Side::Source, parts, false, extras)
     }
 
@@ -63,14 +75,18 @@ impl DataDist {
     ///
     /// Fails with `InvalidArgument` before any byte moves if the push does not fit the cache of an owner, if no owner holds a
     /// layer and head of the local cache, or if the owners get different numbers of tokens.
-    pub fn push_owners(&self, owners: Vec<GroupMember>, extras: CallExtras) -> Operation<'_> {
+    pub fn push_owners(
+        &self,
+        owners: Vec<GroupMember<impl Into<RemoteCacheName>>>,
+        extras: CallExtras,
+    ) -> Operation<'_> {
         self.group(Side::Source, owners, true, extras)
     }
 
     fn group(
         &self,
         local_side: Side,
-        members: Vec<GroupMember>,
+        members: Vec<GroupMember<impl Into<RemoteCacheName>>>,
         owners: bool,
         extras: CallExtras,
     ) -> Operation<'_> {
@@ -98,22 +114,28 @@ impl DataDist {
     }
 
     /// Checks each member of a group.
-    fn parts(&self, local_side: Side, members: Vec<GroupMember>, extras: &CallExtras) -> Result<Parts> {
+    fn parts(
+        &self,
+        local_side: Side,
+        members: Vec<GroupMember<impl Into<RemoteCacheName>>>,
+        extras: &CallExtras,
+    ) -> Result<Parts> {
         ensure(!members.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
         let mut parts = fallible::with_capacity(PARTS, members.len())?;
         let mut used = fallible::with_capacity(PARTS, members.len())?;
         let verify = self.verify(extras);
         for (index, GroupMember { remote, local, rows, grant }) in members.into_iter().enumerate() {
-            let RemoteName { cluster, name } = remote;
+            let remote = remote.of_any_form();
             let check = || {
                 no_grant_in_push(local_side, grant)?;
                 let (local, checked) =
-                    self.checked(local_side, remote, &local, (rows, Layers::ALL), extras)?;
+                    self.checked(local_side, &remote, &local, (rows, Layers::ALL), extras)?;
                 let rows = used_rows(&checked)?;
                 Ok((local, checked, rows))
             };
             let (local, checked, rows) = check().map_err(|error: Error| error.with("part", index))?;
             used.push((local.clone(), rows));
+            let RemoteName { cluster, name } = remote;
             let (link, grant) = (self.links.finder().for_later(cluster), grant.map(Box::new));
             let transfer = PeerTransfer { cluster, name, local, checked, notify: None, grant, verify };
             parts.push(GroupPart { link, transfer });

@@ -28,6 +28,9 @@ pub struct EnsureOptions {
     pub cluster: Option<ClusterId>,
     /// The metadata for the peer, instead of that of [`DataDist::set_metadata`].
     pub metadata: Option<Vec<u8>>,
+    /// The name that the engine there must have ([`Config::name`](crate::Config::name)). Otherwise the call fails with
+    /// `LinkFailed`, and makes no link.
+    pub name: Option<String>,
 }
 
 /// Number of groups of addresses. Calls of one group share workers, so that silent addresses delay few others.
@@ -97,7 +100,9 @@ impl DataDist {
             return Err(Error::argument("cluster_id", cluster, "another cluster; this one needs no link"));
         }
         options.metadata.as_deref().map_or(Ok(()), check_metadata)?;
-        let link = self.links.on_demand(address, options.cluster, options.metadata.map(Arc::new));
+        options.name.as_deref().map_or(Ok(()), validate::engine_name)?;
+        let metadata = options.metadata.map(Arc::new);
+        let link = self.links.on_demand(address, options.cluster, metadata, options.name);
         let work = move |execution: &Arc<Execution>, deadline| {
             let peer = link.make(&|| execution.transfer().commit(), deadline).map_err(link_failed)?;
             execution.transfer().set_peer(peer);

@@ -9,7 +9,9 @@ mod grants;
 mod group;
 mod layerwise;
 mod links;
+mod named_caches;
 mod operation;
+mod remote_name;
 mod transfer;
 
 pub use cpp::CacheIndex;
@@ -17,6 +19,7 @@ pub use group::GroupMember;
 pub use layerwise::LayerReceiver;
 pub use links::EnsureOptions;
 pub use operation::Operation;
+pub use remote_name::RemoteName;
 pub use transfer::CallExtras;
 
 use std::sync::Arc;
@@ -27,10 +30,8 @@ use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::events::{Event, EventQueue};
-use crate::memory::{Adopted, Tensors};
-use crate::model::{
-    CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, Deadline, Geometry, MixedSizes, Name, Placement,
-};
+use crate::memory::Adopted;
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, Deadline, Placement};
 use crate::pool::Arena;
 use crate::resources::Resources;
 use crate::session::{Links, Transports};
@@ -48,15 +49,6 @@ pub enum End {
     /// A handle: a cache over the caller's memory that is not registered with an engine. For a copy, it may
     /// also be a cache that was already looked up.
     Loose(Arc<Cache>),
-}
-
-/// Name of a peer's cache or slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RemoteName {
-    /// The cluster that owns it.
-    pub cluster: ClusterId,
-    /// Its name at the owner.
-    pub name: Name,
 }
 
 /// An open engine. Any number of threads may share it. Drop ends its links; its memory is released once the
@@ -92,6 +84,7 @@ impl DataDist {
     }
 
     fn open_with(mut config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+        validate::engine_name(&config.name)?;
         config.links.token = token_file::token(&config.links)?;
         config.links.token_file = None;
         let resources = Arc::new(Resources::open(config, devices)?);
@@ -151,7 +144,7 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Result<Arc<Cache>> {
-        self.allocate_with(desc, kind, keys, Arena::allocate, Arena::allocate_mixed)
+        self.allocate_with(None, desc, kind, keys, false)
     }
 
     /// Allocates a cache as [`allocate`](Self::allocate) does, but all tensors are one range of bytes: they follow one
@@ -164,18 +157,16 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Result<Arc<Cache>> {
-        self.allocate_with(desc, kind, keys, Arena::allocate_contiguous, |_, _| {
-            Err(validate::contiguous_mixed())
-        })
+        self.allocate_with(None, desc, kind, keys, true)
     }
 
     fn allocate_with(
         &self,
+        name: Option<&str>,
         desc: &CacheDesc,
         kind: CacheKind,
         keys: &[Option<CacheKey>],
-        allocate: fn(&Arc<Arena>, &Geometry) -> Result<Tensors>,
-        mixed: fn(&Arc<Arena>, &Arc<MixedSizes>) -> Result<Tensors>,
+        contiguous: bool,
     ) -> Result<Arc<Cache>> {
         self.resources.stats.timed(Op::Allocate, || {
             let pools = Pools {
@@ -183,13 +174,20 @@ impl DataDist {
                 device: self.resources.pool(Placement::Device).is_some(),
             };
             let request = validate::allocate(desc, kind, keys, pools)?;
-            let arena = self.resources.arena(desc.placement)?;
-            let tensors = match &request.mixed {
-                Some(sizes) => mixed(arena, sizes),
-                None => allocate(arena, &request.layout.geometry),
+            let (table, arena) = (&self.resources.table, self.resources.arena(desc.placement)?);
+            // Before memory is taken. The table checks it again, because another call may take the name meanwhile.
+            name.map_or(Ok(()), |name| table.check_name(name))?;
+            let tensors = match (&request.mixed, contiguous) {
+                (Some(_), true) => Err(validate::contiguous_mixed()),
+                (Some(sizes), false) => arena.allocate_mixed(sizes),
+                (None, true) => arena.allocate_contiguous(&request.layout.geometry),
+                (None, false) => arena.allocate(&request.layout.geometry),
             };
             let tensors = tensors.map_err(|error| self.resources.with_released(error, desc.placement))?;
-            self.resources.table.allocate(desc, request.layout, tensors, &request.keys)
+            match name {
+                Some(name) => table.allocate_named(name, desc, request.layout, tensors),
+                None => table.allocate(desc, request.layout, tensors, &request.keys),
+            }
         })
     }
 
@@ -218,15 +216,30 @@ impl DataDist {
         keys: &[Option<CacheKey>],
         remote_accessible: Option<bool>,
     ) -> Result<Arc<Cache>> {
+        self.register_with(None, adopted, keys, remote_accessible)
+    }
+
+    fn register_with(
+        &self,
+        name: Option<&str>,
+        adopted: Adopted,
+        keys: &[Option<CacheKey>],
+        remote_accessible: Option<bool>,
+    ) -> Result<Arc<Cache>> {
         self.resources.stats.timed(Op::Register, || {
+            let table = &self.resources.table;
             let (placement, one_sided) =
                 (adopted.layout().placement, self.resources.config.remote_accessible);
             let access = validate::accessible(remote_accessible, placement, one_sided, self.links.ranked())?;
+            name.map_or(Ok(()), |name| table.check_name(name))?;
             if self.resources.config.huge_pages == HugeChoice::Eager {
                 let deadline = self.deadline();
                 adopted.merge(|| deadline.interruption("putting registered memory into huge pages"))?;
             }
-            self.resources.table.register(adopted, &validate::bindings(keys)?, access)
+            match name {
+                Some(name) => table.register_named(name, adopted, access),
+                None => table.register(adopted, &validate::bindings(keys)?, access),
+            }
         })
     }
 

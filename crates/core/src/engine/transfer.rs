@@ -11,7 +11,7 @@ use super::{DataDist, End, RemoteName};
 use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{ClusterId, GrantUse, Verify};
+use crate::model::{ClusterId, GrantUse, RemoteCacheName, Verify};
 use crate::plan::Side;
 use crate::session;
 use crate::stats::Op;
@@ -33,8 +33,14 @@ pub struct CallExtras {
 
 impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
-    /// rows that arrived.
-    pub fn pull(&self, from: RemoteName, to: &End, rows: Rows, layers: Layers) -> Operation<'_> {
+    /// rows that arrived. Returns `Err(CacheNotFound)` if no cache that the peer shares has the name.
+    pub fn pull(
+        &self,
+        from: RemoteName<impl Into<RemoteCacheName>>,
+        to: &End,
+        rows: Rows,
+        layers: Layers,
+    ) -> Operation<'_> {
         self.pull_with(from, to, rows, layers, CallExtras::default())
     }
 
@@ -43,19 +49,25 @@ impl DataDist {
     /// `Err(GrantEnded)` if the grant ended before the bytes were in place, or if the peer never gave it.
     pub fn pull_with(
         &self,
-        from: RemoteName,
+        from: RemoteName<impl Into<RemoteCacheName>>,
         to: &End,
         rows: Rows,
         layers: Layers,
         extras: CallExtras,
     ) -> Operation<'_> {
-        self.transfer(Side::Destination, from, to, (rows, layers), extras)
+        self.transfer(Side::Destination, from.of_any_form(), to, (rows, layers), extras)
     }
 
     /// Pushes rows of a cache of this engine into a peer's cache (contract §7.14, §7.15). The bytes are in
     /// place there when it has ended. All layers are one submission under one deadline. An error reports how
     /// far the push got.
-    pub fn push(&self, from: &End, to: RemoteName, rows: Rows, layers: Layers) -> Operation<'_> {
+    pub fn push(
+        &self,
+        from: &End,
+        to: RemoteName<impl Into<RemoteCacheName>>,
+        rows: Rows,
+        layers: Layers,
+    ) -> Operation<'_> {
         self.push_with(from, to, rows, layers, CallExtras::default())
     }
 
@@ -63,26 +75,26 @@ impl DataDist {
     pub fn push_with(
         &self,
         from: &End,
-        to: RemoteName,
+        to: RemoteName<impl Into<RemoteCacheName>>,
         rows: Rows,
         layers: Layers,
         extras: CallExtras,
     ) -> Operation<'_> {
-        self.transfer(Side::Source, to, from, (rows, layers), extras)
+        self.transfer(Side::Source, to.of_any_form(), from, (rows, layers), extras)
     }
 
     /// Moves rows between a peer's cache and a cache of this engine, which is the side `local_side`.
     fn transfer(
         &self,
         local_side: Side,
-        remote: RemoteName,
+        remote: RemoteName<RemoteCacheName>,
         local: &End,
         moves: (Rows, Layers),
         extras: CallExtras,
     ) -> Operation<'_> {
         Operation::new(self, local_side.of((Op::Push, Op::Pull)), || {
+            let (local, checked) = self.checked(local_side, &remote, local, moves, &extras)?;
             let RemoteName { cluster, name } = remote;
-            let (local, checked) = self.checked(local_side, remote, local, moves, &extras)?;
             let verify = self.verify(&extras);
             no_grant_in_push(local_side, extras.grant)?;
             let (notify, grant) = (checked_notification(extras.notify)?, extras.grant.map(Box::new));
@@ -110,13 +122,13 @@ impl DataDist {
     pub(super) fn checked(
         &self,
         local_side: Side,
-        remote: RemoteName,
+        remote: &RemoteName<RemoteCacheName>,
         local: &End,
         (rows, layers): (Rows, Layers),
         extras: &CallExtras,
     ) -> Result<(Arc<Cache>, CheckedTransfer)> {
         self.other(remote.cluster)?;
-        validate::caller_name(remote.name)?;
+        validate::caller_name(&remote.name)?;
         let local = self.source(local)?;
         room_for_lists(rows.num_blocks())?;
         let cache = LocalCache {

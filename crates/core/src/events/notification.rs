@@ -9,8 +9,8 @@ use crate::model::ClusterId;
 /// A message that a peer sent with `notify`.
 #[derive(Clone, Debug)]
 pub struct Notification {
-    /// The cluster that sent it.
-    pub cluster: ClusterId,
+    /// The engine that sent it, which may be gone by now.
+    pub peer: Arc<PeerInfo>,
     /// What it sent.
     pub payload: Vec<u8>,
     /// Who wants to know that it was polled. `None` once it was.
@@ -32,6 +32,8 @@ pub struct PeerInfo {
     pub cluster: ClusterId,
     /// A number that its engine has drawn when it was opened: a restarted peer has another one.
     pub incarnation: u64,
+    /// The name of its engine; empty if it has none.
+    pub name: Arc<str>,
     /// Its address.
     pub address: String,
     /// How bytes move: `shm`, `tcp` or `local`.
@@ -53,12 +55,12 @@ pub struct LinkEnd {
 
 impl Notification {
     pub(crate) fn new(
-        cluster: ClusterId,
+        peer: Arc<PeerInfo>,
         payload: Vec<u8>,
         source: Weak<dyn NotificationSource>,
         share: BudgetShare,
     ) -> Self {
-        Notification { cluster, payload, source: Some(source), share: Some(Arc::new(share)) }
+        Notification { peer, payload, source: Some(source), share: Some(Arc::new(share)) }
     }
 
     /// Notes that the program has it, and so owns its memory. Returns who wants to know that, once.

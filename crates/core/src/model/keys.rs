@@ -66,6 +66,11 @@ pub enum Name {
 }
 
 impl Name {
+    /// Returns the name of a cache by its id. The row is 0 because such a name must have one.
+    pub(crate) fn of_cache(cache: CacheId) -> Name {
+        Name::Row { cache, row: 0 }
+    }
+
     /// Returns the name of the whole cache, and the slot if the name has one.
     ///
     /// Where a slot is an argument of the call, and not part of the name, a slot that does not exist is an

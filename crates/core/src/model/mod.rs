@@ -8,8 +8,10 @@ mod ids;
 mod keys;
 mod kv_geometry;
 mod kv_layout;
+mod remote_cache_name;
 mod row_sizes;
 mod sub_row;
+mod text_names;
 mod verify;
 
 pub use cache_desc::{
@@ -22,8 +24,10 @@ pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use kv_geometry::KvGeometry;
 pub use kv_layout::{KvLayout, KvPlanes, TokenOrder};
+pub use remote_cache_name::RemoteCacheName;
 pub use row_sizes::RowSizes;
 pub use sub_row::SubRow;
+pub use text_names::{MAX_NAME, is_name};
 pub use verify::Verify;
 
 /// Numbers of rows. One row takes no memory of its own.

@@ -9,6 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::allocation::{MESSAGE, append, no_memory};
 use crate::fallible;
+use crate::model::is_name;
 
 /// Maximum number of bytes that are kept of each text from a peer.
 pub(super) const MAX_TEXT: usize = 16 << 10;
@@ -77,6 +78,12 @@ impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for AtMost<T, MAX>
 
 pub(super) fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     Text::deserialize(from).map(|text| text.0)
+}
+
+/// Reads the name of an engine or a cache.
+pub(super) fn name<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let text = <&str>::deserialize(from)?;
+    if is_name(text) { Ok(text.to_owned()) } else { Err(D::Error::custom("not a name")) }
 }
 
 pub(super) fn outcome<'de, D: Deserializer<'de>>(from: D) -> Result<Result<(), String>, D::Error> {

@@ -130,6 +130,7 @@ impl Reply {
             Reply::Failed { .. } => "failed",
             Reply::Located(_) => "located",
             Reply::Checksums { .. } => "checksums",
+            Reply::Found { .. } => "found",
         }
     }
 }

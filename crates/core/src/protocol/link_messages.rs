@@ -1,5 +1,5 @@
-//! The last messages of the handshake of a link: they carry the metadata of the two programs, and what each side offers
-//! to be read by UCX.
+//! The last messages of the handshake of a link: they carry the names of the two engines, the metadata of their programs,
+//! and what each side offers to be read by UCX.
 //!
 //! Each side sends them only after the other side has proved its identity.
 
@@ -8,16 +8,17 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::bounded::{BoundedBytes, at_most, text};
+use super::bounded::{BoundedBytes, at_most, name, text};
 use super::convert::printable;
 use super::frame::CHECKSUM;
 use super::messages::MAX_ADDRESSES;
 use crate::error::{Error, ErrorKind, Result};
+use crate::model::MAX_NAME;
 
 /// Maximum number of bytes of the metadata of one side.
 pub const MAX_METADATA: usize = 16 << 10;
 /// Longest body, in bytes, of a frame with one of these messages.
-pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES + CHECKSUM;
+pub const METADATA_LIMIT: usize = MAX_METADATA + MAX_NAME + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES + CHECKSUM;
 
 /// What the program of one side tells the program of the other about itself. It is shared, because it is sent over every link.
 pub type Metadata = BoundedBytes<MAX_METADATA, Arc<Vec<u8>>>;
@@ -60,6 +61,9 @@ impl FabricOffer {
 /// From the dialing side, after it has checked the proof of the peer and taken its memory: the peer may enter the link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirm {
+    /// The name of the engine; empty if it has none.
+    #[serde(deserialize_with = "name")]
+    pub name: String,
     pub metadata: Metadata,
     pub fabric: Option<FabricOffer>,
 }
@@ -80,6 +84,9 @@ pub enum LinkAnswer {
 /// What the accepting side tells the dialing side about itself.
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnteredLink {
+    /// The name of the engine; empty if it has none.
+    #[serde(deserialize_with = "name")]
+    pub name: String,
     pub metadata: Metadata,
     pub fabric: Option<FabricOffer>,
     /// Where it listens for the streams of this link.

@@ -9,7 +9,7 @@ use std::ops::Range;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::bounded::{BoundedBytes, MAX_TEXT, at_most, outcome, text};
+use super::bounded::{BoundedBytes, MAX_TEXT, at_most, name, outcome, text};
 use super::plan_codec::WirePlan;
 use crate::model::{AddressLocation, CacheId, MixedSizes, Name};
 use crate::plan::Side;
@@ -282,6 +282,11 @@ pub enum Request {
     /// Sends further bytes of the plan of a shared write, on another stream. The caller sends it after the
     /// [`Reply::Ready`] to the [`Write`](Request::Write).
     WritePart { write: u64, range: Range<u64> },
+    /// Asks which cache has this name.
+    Find {
+        #[serde(deserialize_with = "name")]
+        name: String,
+    },
 }
 
 impl Request {
@@ -343,6 +348,10 @@ pub enum Reply {
         generation: u64,
         #[serde(deserialize_with = "at_most::<MAX_CHECKSUMS, _, _>")]
         sums: Vec<u64>,
+    },
+    /// Reply to [`Request::Find`].
+    Found {
+        cache: CacheId,
     },
 }
 

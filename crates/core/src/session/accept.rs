@@ -47,7 +47,7 @@ enum Step {
     Attach(Making),
     /// The peer's report of which memory of this process it can read.
     Attached(Making, TakenMemory),
-    /// The metadata of a peer that makes a link, which may now be entered.
+    /// The name and the metadata of a peer that makes a link, which may now be entered.
     Confirm(Making, Option<PeerMemory>),
     /// The ring of a peer that opens a call stream.
     Ring(NewCallStream),
@@ -151,6 +151,7 @@ impl PendingStream {
             }
             Step::Confirm(mut pending, memory) => {
                 let confirm: Confirm = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
+                pending.peer.name = confirm.name.into();
                 pending.peer.metadata = confirm.metadata.0;
                 let memory = shared.readable_memory(&stream, memory, confirm.fabric.as_ref())?;
                 Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(memory) }))
@@ -253,8 +254,8 @@ fn admit(
             // The peer sends its offer right after it has received the welcome.
             stream.expect_descriptors()?;
             stream.send_now(&welcome(None, false)?, &[])?;
-            let (address, metadata) = (stream.about.peer.clone(), Arc::default());
-            let peer = Peer { cluster, instance: challenged.hello.from.instance, address, metadata };
+            let (instance, address) = (challenged.hello.from.instance, stream.about.peer.clone());
+            let peer = Peer { cluster, instance, name: "".into(), address, metadata: Arc::default() };
             let pending = Making { id: *link, kind, peer };
             if !stream.about.carries_descriptors {
                 let step = Step::Confirm(pending, None);
@@ -337,9 +338,12 @@ fn enter(
     if let Kind::Communicator(id) = kind {
         shared.registry.joined(id, cluster);
     }
-    let (metadata, fabric) = (BoundedBytes(shared.metadata()), shared.fabric_offer(stream));
-    let addresses = shared.listeners.announced();
-    let answer = LinkAnswer::Entered(EnteredLink { metadata, fabric, addresses });
+    let answer = LinkAnswer::Entered(EnteredLink {
+        name: shared.resources.config.name.clone(),
+        metadata: BoundedBytes(shared.metadata()),
+        fabric: shared.fabric_offer(stream),
+        addresses: shared.listeners.announced(),
+    });
     let sent = link.send_control_with(&first, &answer);
     drop(first);
     sent.inspect_err(|error| {

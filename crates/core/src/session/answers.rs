@@ -121,6 +121,9 @@ impl RequestContext<'_> {
                 self.answer_with(|| self.checksums(&cache, AskedBlocks::new(plan, side)?, digest?))
             }
             Request::Locate { addrs } => self.answer_with(move || self.locate(&addrs)),
+            Request::Find { name } => {
+                self.answer_with(|| self.resources.table.find_name(&name).map(|cache| Reply::Found { cache }))
+            }
             Request::Ping => self.answer_with(|| Ok(Reply::Done { bytes: 0 })),
             Request::Unlink => {
                 (self.unlinked)();

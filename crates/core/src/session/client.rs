@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::RowRanges;
 use crate::memory::TensorBytes;
-use crate::model::{AddressLocation, Deadline, GrantToken, Name};
+use crate::model::{AddressLocation, Deadline, GrantToken, Name, RemoteCacheName};
 use crate::net::POLL_TIME;
 use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WireUsedKey};
 use crate::validate::RemoteCache;
@@ -27,7 +27,36 @@ const GRACE_MS: u64 = 150;
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
 
+/// How the description of a remote cache is found: as it is known here ([`Link::known`]), or as the owner gives it now
+/// ([`Link::describe`]).
+pub(crate) type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
+
 impl Link {
+    /// Returns the remote cache that a caller names. Asks the owner for the id of a cache that is named by a text, unless it
+    /// is known here. If the owner has released the cache with that id, asks once more, because another one may have the name
+    /// now (`a_name_that_was_freed_names_its_next_cache`).
+    pub(crate) fn remote_cache(
+        self: &Arc<Self>,
+        name: &RemoteCacheName,
+        describe: Describe,
+        deadline: Deadline,
+    ) -> Result<Arc<KnownCache>> {
+        let text = match name {
+            RemoteCacheName::Name(name) => return describe(self, *name, deadline),
+            RemoteCacheName::Text(text) => text,
+        };
+        if let Some(cache) = self.view.id_of(text) {
+            match describe(self, Name::of_cache(cache), deadline) {
+                Err(error) if error.kind() == ErrorKind::CacheNotFound => self.view.forget_name(text),
+                described => return described,
+            }
+        }
+        let reply = self.ask(&Request::Find { name: (**text).to_owned() }, deadline)?;
+        let Reply::Found { cache } = reply else { return Err(self.unexpected(&reply)) };
+        self.view.remember_name(text, cache);
+        describe(self, Name::of_cache(cache), deadline)
+    }
+
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner. Returns `Err(GrantEnded)` if the end of a grant is visible.
     pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {

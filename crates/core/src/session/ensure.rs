@@ -49,6 +49,8 @@ pub(crate) struct LinkOnDemand {
     asked: Option<ClusterId>,
     /// `None` for what the engine tells every peer.
     metadata: Option<Arc<Vec<u8>>>,
+    /// The name that the engine must have, if it is given.
+    name: Option<String>,
 }
 
 impl LinkOnDemand {
@@ -57,8 +59,9 @@ impl LinkOnDemand {
         address: SocketAddr,
         asked: Option<ClusterId>,
         metadata: Option<Arc<Vec<u8>>>,
+        name: Option<String>,
     ) -> Self {
-        LinkOnDemand { shared: Arc::downgrade(shared), address, asked, metadata }
+        LinkOnDemand { shared: Arc::downgrade(shared), address, asked, metadata, name }
     }
 
     /// Makes the link, and returns the peer. Calls `commit` before this side enters a new link; if that fails, there is
@@ -67,7 +70,9 @@ impl LinkOnDemand {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
         let reached = Cell::new(None);
         let made = self.make_before(&shared, commit, &reached, deadline);
-        made.map(|link| link.peer_info()).map_err(|error| {
+        // The link may have been there before, or the peer may have made it.
+        let made = made.and_then(|link| link.peer.check_name(self.name.as_deref()).map(|()| link));
+        made.map(|link| PeerInfo::clone(link.peer_info())).map_err(|error| {
             let cluster = self.asked.or(reached.get().map(|(cluster, _)| cluster));
             let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
             error.with("address", self.address)
@@ -86,8 +91,8 @@ impl LinkOnDemand {
         loop {
             reached.set(None);
             let metadata = self.metadata.clone().unwrap_or_else(|| shared.metadata());
-            let (asked, kind) = (self.asked, Kind::Ensured);
-            let request = LinkRequest { asked, comm: None, kind, metadata, commit, reached };
+            let (asked, kind, name) = (self.asked, Kind::Ensured, self.name.as_deref());
+            let request = LinkRequest { asked, comm: None, kind, name, metadata, commit, reached };
             let error = match shared.connect(&Address::Tcp(self.address), &request, deadline) {
                 Ok(link) => return Ok(link),
                 Err(error) => error,

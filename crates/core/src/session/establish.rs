@@ -36,6 +36,8 @@ pub(super) struct LinkRequest<'a> {
     pub(super) asked: Option<ClusterId>,
     pub(super) comm: Option<&'a Comm>,
     pub(super) kind: Kind,
+    /// The name that the peer must have, if it is given.
+    pub(super) name: Option<&'a str>,
     /// The metadata for the peer.
     pub(super) metadata: Arc<Vec<u8>>,
     /// Called before this side enters the link. If it fails, there is no link.
@@ -173,12 +175,12 @@ impl Shared {
             handshake::decline(&stream, None, &error);
             return Err(error);
         }
-        let EnteredLink { metadata, fabric, addresses } =
-            confirm(&stream, request, self.fabric_offer(&stream), deadline)?;
+        let EnteredLink { name, metadata, fabric, addresses } = self.confirm(&stream, request, deadline)?;
         let memory = self.readable_memory(&stream, memory, fabric.as_ref())?;
         dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
-        let peer = Peer { cluster, instance, address, metadata: metadata.0 };
+        let peer = Peer { cluster, instance, name: name.into(), address, metadata: metadata.0 };
+        peer.check_name(request.name)?;
         let view = RemoteView::new(memory, self.pushes.to((cluster, instance)));
         let bounds = (self.server.budget(), self.resources.config.links.silence);
         let link = Link::new(id, kind, peer, view, Arc::new(stream), Some(dialer), bounds);
@@ -187,6 +189,19 @@ impl Shared {
         // Not earlier: the accepting side of this engine must see the dial or the link.
         drop(dials);
         Ok(link)
+    }
+
+    /// Asks the peer to enter the link, and returns what it tells about itself once it has.
+    fn confirm(&self, stream: &Stream, request: &LinkRequest<'_>, deadline: Deadline) -> Result<EnteredLink> {
+        let (name, metadata) = (self.resources.config.name.clone(), BoundedBytes(request.metadata.clone()));
+        let confirm = Confirm { name, metadata, fabric: self.fabric_offer(stream) };
+        message_io::send_message(stream, &confirm, deadline)?;
+        let answer: LinkAnswer =
+            message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
+        if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {
+            return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
+        }
+        answer.entered()
     }
 
     /// Returns what the peer on `stream` may read by UCX. `None` if the stream carries descriptors, because the peer
@@ -284,20 +299,4 @@ fn is_final(error: &Error) -> bool {
         || error.is_permanent()
         || error.kind() == ErrorKind::AlreadyLinked
         || error.fact(RIVAL_LINK).is_some()
-}
-
-/// Asks the peer to enter the link, and returns its metadata and its offer once it has.
-fn confirm(
-    stream: &Stream,
-    request: &LinkRequest<'_>,
-    fabric: Option<FabricOffer>,
-    deadline: Deadline,
-) -> Result<EnteredLink> {
-    let metadata = BoundedBytes(request.metadata.clone());
-    message_io::send_message(stream, &Confirm { metadata, fabric }, deadline)?;
-    let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
-    if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {
-        return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
-    }
-    answer.entered()
 }

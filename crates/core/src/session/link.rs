@@ -50,10 +50,21 @@ pub struct Peer {
     /// A random number that is chosen when an engine is opened. It distinguishes a restarted peer from its
     /// predecessor.
     pub instance: u64,
+    /// The name of its engine; empty if it has none.
+    pub name: Arc<str>,
     /// Its address, for logs and errors.
     pub address: String,
     /// The metadata of its program.
     pub metadata: Arc<Vec<u8>>,
+}
+
+impl Peer {
+    /// Checks that the engine has the name `expected`, if it is given. Otherwise returns `Err(LinkFailed)`.
+    pub(super) fn check_name(&self, expected: Option<&str>) -> Result<()> {
+        let Some(expected) = expected.filter(|expected| **expected != *self.name) else { return Ok(()) };
+        let text = format!("the peer at {} is named '{}', not '{expected}'", self.address, self.name);
+        Err(Error::new(ErrorKind::LinkFailed, text).permanent())
+    }
 }
 
 /// The cluster id and the instance number of an engine.
@@ -66,6 +77,8 @@ pub struct Link {
     pub(super) id: u64,
     pub(super) kind: Kind,
     pub(crate) peer: Peer,
+    /// The peer as the program sees it.
+    info: Arc<PeerInfo>,
     broken: OnceLock<(Instant, String)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
@@ -90,10 +103,19 @@ impl Link {
         dialer: Option<Dialer>,
         (budget, silence): (&Arc<Budget>, Duration),
     ) -> Arc<Link> {
+        let info = Arc::new(PeerInfo {
+            cluster: peer.cluster,
+            incarnation: peer.instance,
+            name: peer.name.clone(),
+            address: peer.address.clone(),
+            transport: control.about.transport,
+            metadata: peer.metadata.clone(),
+        });
         Arc::new(Link {
             id,
             kind,
             peer,
+            info,
             broken: OnceLock::new(),
             closed: AtomicBool::new(false),
             control: ControlChannel::new(control),
@@ -107,14 +129,8 @@ impl Link {
     }
 
     /// Describes the peer for the program.
-    pub(super) fn peer_info(&self) -> PeerInfo {
-        PeerInfo {
-            cluster: self.peer.cluster,
-            incarnation: self.peer.instance,
-            address: self.peer.address.clone(),
-            transport: self.control.stream().about.transport,
-            metadata: self.peer.metadata.clone(),
-        }
+    pub(super) fn peer_info(&self) -> &Arc<PeerInfo> {
+        &self.info
     }
 
     /// Whether the peer has dialled this side for the link, or both sides belong to a communicator.
@@ -132,7 +148,11 @@ impl Link {
         self.mark_broken(why);
         self.notifications.end();
         let reason = self.broken.get().map_or(why, |(_, why)| why).to_owned();
-        LinkEnd { peer: self.peer_info(), reason, unacknowledged: self.notifications.unacknowledged() }
+        LinkEnd {
+            peer: PeerInfo::clone(&self.info),
+            reason,
+            unacknowledged: self.notifications.unacknowledged(),
+        }
     }
 
     /// Returns a number that no other link has while this one exists.

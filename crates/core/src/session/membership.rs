@@ -284,7 +284,8 @@ impl Communicator {
             let kind = Kind::Communicator(self.id);
             let (commit, reached) = (|| Ok(()), Cell::new(None));
             let (asked, comm, metadata) = (Some(member.cluster), Some(&comm), shared.metadata());
-            let request = LinkRequest { asked, comm, kind, metadata, commit: &commit, reached: &reached };
+            let request =
+                LinkRequest { asked, comm, kind, name: None, metadata, commit: &commit, reached: &reached };
             let error = match shared.connect(&address, &request, limit) {
                 Ok(link) => return Ok(link),
                 Err(error) => error,

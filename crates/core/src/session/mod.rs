@@ -27,6 +27,7 @@ mod ensure;
 mod establish;
 mod handshake;
 mod known_cache;
+mod known_names;
 mod limits;
 mod link;
 mod listeners;
@@ -54,7 +55,7 @@ pub use dial::Transports;
 pub use link::Link;
 
 pub(crate) use call_streams::StreamLease;
-pub(crate) use client::{REPORTED_BY, limit_ms, timed};
+pub(crate) use client::{Describe, REPORTED_BY, limit_ms, timed};
 pub(crate) use ensure::{LinkOnDemand, check_metadata};
 pub(crate) use known_cache::KnownCache;
 pub(crate) use message_io::{send_message, send_message_before};
@@ -128,19 +129,21 @@ impl Links {
         control_thread::start(&self.shared)?;
         let (commit, reached) = (|| Ok(()), Cell::new(None));
         let (asked, kind, metadata) = (Some(peer.cluster), Kind::Outgoing, self.shared.metadata());
-        let request = LinkRequest { asked, comm: None, kind, metadata, commit: &commit, reached: &reached };
+        let (commit, reached) = (&commit, &reached);
+        let request = LinkRequest { asked, comm: None, kind, name: None, metadata, commit, reached };
         self.shared.connect(&address, &request, deadline).map(|_| ())
     }
 
     /// Prepares a link on demand to the engine at `address`; if `asked` is given, only to that cluster. `None` stands
-    /// for the metadata of [`set_metadata`](Self::set_metadata).
+    /// for the metadata of [`set_metadata`](Self::set_metadata). If `name` is given, the engine must have this name.
     pub(crate) fn on_demand(
         &self,
         address: SocketAddr,
         asked: Option<ClusterId>,
         metadata: Option<Arc<Vec<u8>>>,
+        name: Option<String>,
     ) -> LinkOnDemand {
-        LinkOnDemand::new(&self.shared, address, asked, metadata)
+        LinkOnDemand::new(&self.shared, address, asked, metadata, name)
     }
 
     /// Sets the metadata for the peers of later links.

@@ -189,10 +189,9 @@ impl Link {
         }
         let weak: Weak<Self> = Arc::downgrade(self);
         let source: Weak<dyn NotificationSource> = weak;
-        let cluster = self.peer.cluster;
         let new = messages.into_iter().map(|BoundedBytes(message)| {
             let share = self.budget.notification(message.len() as u64 + NOTIFICATION_BYTES)?;
-            Ok(Notification::new(cluster, message, source.clone(), share))
+            Ok(Notification::new(self.peer_info().clone(), message, source.clone(), share))
         });
         let new = fallible::try_collect("notifications", new).map_err(|refused| {
             let text =

@@ -210,7 +210,7 @@ impl Registry {
         for (old, _) in &stale {
             self.events.link_down(old.end_info(replaced_because(link, old)));
         }
-        self.events.link_up(link.peer_info());
+        self.events.link_up(PeerInfo::clone(link.peer_info()));
         drop(entries);
         self.changed.notify_all();
         self.control.signal();
@@ -415,7 +415,13 @@ impl Registry {
     /// Returns the peer of every link that has not broken.
     pub(super) fn peers(&self) -> Vec<PeerInfo> {
         let entries = self.entries.lock();
-        entries.links.values().flatten().filter(|link| link.alive()).map(|link| link.peer_info()).collect()
+        entries
+            .links
+            .values()
+            .flatten()
+            .filter(|link| link.alive())
+            .map(|link| PeerInfo::clone(link.peer_info()))
+            .collect()
     }
 
     /// Returns the state of every link.

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use super::known_cache::{KnownCache, KnownCaches};
+use super::known_names::KnownNames;
 use super::peer_memory::{PeerMemory, Readable};
 use super::pushes_in_flight::PushesInFlight;
 use crate::copy::{PathKind, PeerTensors, ReadAccess};
 use crate::error::Result;
 use crate::fabric::PeerFabric;
 use crate::memory::{PeerGenerations, TensorBytes};
-use crate::model::Name;
+use crate::model::{CacheId, Name};
 use crate::protocol::{EntryVersion, WireLocation};
 use crate::resources::MemoryLocation;
 use crate::sync::Mutex;
@@ -33,13 +34,14 @@ pub(super) enum ReadableMemory {
 pub(crate) struct RemoteView {
     memory: ReadableMemory,
     records: Mutex<KnownCaches>,
+    names: Mutex<KnownNames>,
     /// The pushes to the engine of the peer, over any link.
     pushes: Arc<PushesInFlight>,
 }
 
 impl RemoteView {
     pub(super) fn new(memory: ReadableMemory, pushes: Arc<PushesInFlight>) -> RemoteView {
-        RemoteView { memory, records: Mutex::default(), pushes }
+        RemoteView { memory, records: Mutex::default(), names: Mutex::default(), pushes }
     }
 
     /// Has new links wait until the memory is unmapped, and ends reads by UCX, because the link has broken.
@@ -127,6 +129,21 @@ impl RemoteView {
     /// Removes the description of a remote cache.
     pub(crate) fn forget(&self, name: &Name) {
         self.records.lock().remove(name);
+    }
+
+    /// Returns the id of the cache with a name, as the peer last reported it.
+    pub(super) fn id_of(&self, name: &str) -> Option<CacheId> {
+        self.names.lock().get(name)
+    }
+
+    /// Stores the id of the cache with a name.
+    pub(super) fn remember_name(&self, name: &Arc<str>, cache: CacheId) {
+        self.names.lock().insert(name, cache);
+    }
+
+    /// Removes the id of the cache with a name.
+    pub(super) fn forget_name(&self, name: &str) {
+        self.names.lock().remove(name);
     }
 
     /// Whether the cache is unchanged since its owner described it, and the grant by which it was described lasts, as far as

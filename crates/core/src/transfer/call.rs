@@ -12,10 +12,10 @@ use crate::copy::{HeldPins, PathJob, PathKind, Progress, takes_rings};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
-use crate::model::{Deadline, GrantUse, Name, Verify};
+use crate::model::{Deadline, GrantUse, Name, RemoteCacheName, Verify};
 use crate::plan::CopyPlan;
 use crate::resources::Resources;
-use crate::session::{KnownCache, Link, ReservedNotification, StreamLease};
+use crate::session::{Describe, KnownCache, Link, ReservedNotification, StreamLease};
 use crate::validate;
 
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
@@ -45,7 +45,7 @@ pub(crate) struct Call {
     pub(crate) resources: Arc<Resources>,
     pub(crate) link: Arc<Link>,
     /// The name of the remote cache that the caller gave.
-    pub(crate) name: Name,
+    pub(crate) name: RemoteCacheName,
     pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
     /// The asynchronous call that a worker executes, which has its rows already. `None` for a synchronous call.
@@ -110,7 +110,7 @@ impl Call {
         check_accessible(&self.resources, &self.local)?;
         let mut known = match granted {
             Some(granted) => self.same_as_named(granted)?,
-            None => self.link.known(self.name, self.deadline)?,
+            None => self.remote_cache(Link::known)?,
         };
         for _ in 0..MAX_ATTEMPTS {
             let open = validate::check_accessible("the remote cache", known.remote.accessible);
@@ -137,39 +137,54 @@ impl Call {
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
     }
 
-    /// Returns the name by which this side asks the owner for the remote cache: the grant, if there is one.
-    pub(super) fn remote_name(&self) -> Name {
-        self.grant.map_or(self.name, |grant| Name::Grant(grant.token.grant))
+    /// Returns the grant as a name of the remote cache, if there is one.
+    pub(super) fn grant_name(&self) -> Option<Name> {
+        self.grant.map(|grant| Name::Grant(grant.token.grant))
+    }
+
+    /// Returns the name of the remote cache for requests about it, from the name that the caller gave.
+    pub(super) fn name_of(&self, known: &KnownCache) -> Name {
+        self.name.name().unwrap_or(Name::of_cache(known.cache))
+    }
+
+    /// Returns the name of the remote cache for requests that read it: the grant, if there is one.
+    pub(super) fn name_to_read(&self, known: &KnownCache) -> Name {
+        self.grant_name().unwrap_or_else(|| self.name_of(known))
+    }
+
+    /// Returns the remote cache that the caller has named.
+    pub(super) fn remote_cache(&self, describe: Describe) -> Result<Arc<KnownCache>> {
+        self.link.remote_cache(&self.name, describe, self.deadline)
     }
 
     /// Checks that the peer gave the grant, and that it has not ended. Returns what it lends, or `None` if there is no grant.
     fn open_grant(&self) -> Result<Option<Arc<KnownCache>>> {
-        let Some(grant) = &self.grant else { return Ok(None) };
+        let (Some(grant), Some(name)) = (&self.grant, self.grant_name()) else { return Ok(None) };
         self.link.check_token(&grant.token)?;
-        self.link.known(self.remote_name(), self.deadline).map(Some)
+        self.link.known(name, self.deadline).map(Some)
     }
 
     /// Asks the owner for the description of the remote cache. Under a grant, also checks that the caller's name is one of the same
     /// cache.
     pub(super) fn described(&self) -> Result<Arc<KnownCache>> {
-        let known = self.link.describe(self.remote_name(), self.deadline)?;
-        if self.grant.is_some() { self.same_as_named(known) } else { Ok(known) }
+        let Some(grant) = self.grant_name() else { return self.remote_cache(Link::describe) };
+        self.same_as_named(self.link.describe(grant, self.deadline)?)
     }
 
     /// Returns `granted` if the caller's name is one of its cache.
     fn same_as_named(&self, granted: Arc<KnownCache>) -> Result<Arc<KnownCache>> {
-        let mut named = self.link.known(self.name, self.deadline);
+        let mut named = self.remote_cache(Link::known);
         // A key that the cache has lost has changed the generation of its entry.
         if named.as_ref().is_ok_and(|named| named.at != granted.at) {
-            named = self.link.describe(self.name, self.deadline);
+            named = self.remote_cache(Link::describe);
         }
         // If the key is gone or names another cache because the cache was released, the grant has ended.
         let differs = match &named {
             Ok(named) => named.cache != granted.cache,
             Err(error) => error.kind() == ErrorKind::CacheNotFound,
         };
-        if differs {
-            self.link.describe(self.remote_name(), self.deadline)?;
+        if differs && let Some(grant) = self.grant_name() {
+            self.link.describe(grant, self.deadline)?;
         }
         let named = named?;
         ensure(!differs, || {
@@ -184,7 +199,7 @@ impl Call {
     /// Adds to an error which peer and which cache the call was for.
     pub(crate) fn named(&self, error: Error) -> Error {
         let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
-        if error.fact("name").is_some() { error } else { error.with("name", self.name) }
+        if error.fact("name").is_some() { error } else { error.with("name", &self.name) }
     }
 
     /// Returns what a path needs to move the bytes of `plan` for this call.

@@ -11,18 +11,15 @@ use super::peer_transfer::PeerTransfer;
 use super::pull::TransferEnd;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{Deadline, Name};
+use crate::model::Deadline;
 use crate::plan::{KvPart, Side, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::{KnownCache, Link, LinkOfCall};
+use crate::session::{Describe, Link, LinkOfCall};
 use crate::stats::Op;
 use crate::validate::OwnerShare;
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
-
-/// How the description of a remote cache is found: as it is known here, or as the owner gives it now.
-type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
 
 /// Runs `check` with the descriptions that are known here, and if they are refused, with those that the owners give now: the
 /// known ones may be outdated, as in `Call::attempts`.
@@ -118,7 +115,7 @@ impl Group {
         for (index, part) in self.parts.iter().enumerate() {
             let described = || {
                 let call = self.call(part, execution, deadline)?;
-                let known = describe(&call.link, part.transfer.name, deadline)?;
+                let known = call.remote_cache(describe)?;
                 let layout = known.remote.kv.clone().ok_or_else(|| missing("remote"))?;
                 check_same_model(&layout, local).map_err(|error| call.named(error))?;
                 Ok((known, layout))
@@ -157,9 +154,9 @@ impl Group {
         for (index, part) in self.parts.iter().enumerate() {
             let share = || {
                 let call = self.call(part, execution, deadline)?;
-                let named = |error: Error| call.named(error.with("name", part.transfer.name));
-                let (name, row) = part.transfer.name.without_slot();
-                let remote = describe(&call.link, name, deadline)?.remote.with_row(row);
+                let named = |error: Error| call.named(error.with("name", &part.transfer.name));
+                let (_, row) = part.transfer.name.without_slot();
+                let remote = call.remote_cache(describe)?.remote.with_row(row);
                 let share = OwnerShare { parts: None, tokens: expected };
                 let (tokens, nothing) = part.transfer.checked.check_share(&remote, &share).map_err(named)?;
                 Ok((tokens, nothing.map(named)))

@@ -13,7 +13,9 @@ use super::delivery::{LayerSink, TaskKind};
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{AddressLocation, CacheId, CacheLayout, Deadline, Name, RowList, RowSizes};
+use crate::model::{
+    AddressLocation, CacheId, CacheLayout, Deadline, Name, RemoteCacheName, RowList, RowSizes,
+};
 use crate::plan::CopyPlan;
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
@@ -111,7 +113,7 @@ impl LayerPush {
         let call = Call {
             resources: self.resources.clone(),
             link: found.link.clone(),
-            name: by_id(part.cache),
+            name: Name::of_cache(part.cache).into(),
             local: self.local.clone(),
             deadline,
             execution: None,
@@ -130,7 +132,7 @@ impl LayerPush {
     fn resolve(&self, kind: TaskKind, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
         check_accessible(&self.resources, &self.local)?;
         let (local_rows, layers) = match &self.to.target {
-            Target::Cache { name, first_layer } => self.to_cache(&link, *name, *first_layer, deadline),
+            Target::Cache { name, first_layer } => self.to_cache(&link, name, *first_layer, deadline),
             Target::Addresses(addrs) => self.to_addresses(&link, addrs, deadline),
         }?;
         Ok(FoundDestination { kind, link, local_rows, layers })
@@ -140,12 +142,12 @@ impl LayerPush {
     fn to_cache(
         &self,
         link: &Arc<Link>,
-        name: Name,
+        name: &RemoteCacheName,
         first_layer: u32,
         deadline: Deadline,
     ) -> Result<(RowList, Vec<Vec<Part>>)> {
         let (name, row) = name.without_slot();
-        let known = ask(link, name, deadline)?;
+        let known = ask(link, &name, deadline)?;
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
         let (range, per_layer) = (self.to.src_layers, self.per_layer);
         let count = range.end - range.first;
@@ -245,17 +247,12 @@ fn joined(layers: &[Vec<Part>], max_bytes: u64) -> Option<(u32, Part)> {
 }
 
 /// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
-fn ask(link: &Arc<Link>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
-    let known = link.describe(name, deadline)?;
+fn ask(link: &Arc<Link>, name: &RemoteCacheName, deadline: Deadline) -> Result<Arc<KnownCache>> {
+    let known = link.remote_cache(name, Link::describe, deadline)?;
     if known.remote.row == 0 {
-        link.view.remember(by_id(known.cache), known.clone());
+        link.view.remember(Name::of_cache(known.cache), known.clone());
     }
     Ok(known)
-}
-
-/// Returns the name of a cache by its id. The row is 0 because such a name must have one.
-fn by_id(cache: CacheId) -> Name {
-    Name::Row { cache, row: 0 }
 }
 
 /// What the tensors of one destination have in common. Usually all lie at the same offset in one cache, and
@@ -303,7 +300,7 @@ impl TensorPlans<'_> {
         if let Some(known) = self.known.iter().find(|known| known.cache == cache) {
             return Ok(known.clone());
         }
-        let known = ask(link, by_id(cache), deadline)?;
+        let known = ask(link, &Name::of_cache(cache).into(), deadline)?;
         fallible::push(LAYERS, &mut self.known, known.clone())?;
         Ok(known)
     }

@@ -7,7 +7,7 @@ use super::call::Call;
 use super::pull::TransferEnd;
 use crate::cache::{Cache, RowUse};
 use crate::error::Result;
-use crate::model::{ClusterId, Deadline, GrantUse, Name, Verify};
+use crate::model::{ClusterId, Deadline, GrantUse, RemoteCacheName, Verify};
 use crate::plan::Side;
 use crate::resources::Resources;
 use crate::session::Link;
@@ -18,7 +18,7 @@ use crate::validate::{CheckedTransfer, OwnerShare};
 pub(crate) struct PeerTransfer {
     pub(crate) cluster: ClusterId,
     /// Name of the remote cache, with its slot.
-    pub(crate) name: Name,
+    pub(crate) name: RemoteCacheName,
     pub(crate) local: Arc<Cache>,
     pub(crate) checked: CheckedTransfer,
     /// The notification that the peer gets at the end.
@@ -61,7 +61,7 @@ impl PeerTransfer {
         // A push asks its peer for the cache, whatever the slot.
         let name = match self.checked.local_side() {
             Side::Source => self.name.without_slot().0,
-            Side::Destination => self.name,
+            Side::Destination => self.name.clone(),
         };
         Call {
             resources,
@@ -81,7 +81,7 @@ impl PeerTransfer {
     /// Moves the bytes of `share` with `call`. Returns their number and what is left to do.
     pub(super) fn moved(&self, call: &Call, share: &OwnerShare) -> Result<(u64, TransferEnd)> {
         match self.checked.local_side() {
-            Side::Source => call.push_checked(self.name, &self.checked, share),
+            Side::Source => call.push_checked(&self.name, &self.checked, share),
             Side::Destination => call.pull_checked(&self.checked, share),
         }
     }

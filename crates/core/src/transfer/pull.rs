@@ -38,8 +38,10 @@ impl Call {
             end = left;
             Ok(moved)
         });
-        if pulled.as_ref().is_err_and(|error| error.kind() == ErrorKind::GrantEnded) {
-            self.link.view.forget(&self.remote_name());
+        if pulled.as_ref().is_err_and(|error| error.kind() == ErrorKind::GrantEnded)
+            && let Some(grant) = self.grant_name()
+        {
+            self.link.view.forget(&grant);
         }
         let bytes = pulled?;
         if let Some(grant) = self.grant.filter(|grant| grant.done) {
@@ -64,8 +66,10 @@ impl Call {
             None => self.link.finish(*used_key, self.deadline),
         };
         // These names are used once.
-        let name = self.remote_name();
-        if used_key.is_some() && matches!(name, Name::Key(CacheKey::Request { .. }) | Name::Grant(_)) {
+        let name = self.grant_name().or_else(|| self.name.name());
+        if used_key.is_some()
+            && let Some(name @ (Name::Key(CacheKey::Request { .. }) | Name::Grant(_))) = name
+        {
             self.link.view.forget(&name);
         }
         finished.map_err(|error| match copied {
@@ -110,7 +114,8 @@ impl Call {
 
     /// Returns the key that a pull of `count` tensors releases, if it releases one.
     fn used_key(&self, known: &KnownCache, (first, count): (u32, u32)) -> Option<WireUsedKey> {
-        let used_key = WireUsedKey { cache: NamedCache { name: self.name, id: known.cache }, first, count };
+        let cache = NamedCache { name: self.name_of(known), id: known.cache };
+        let used_key = WireUsedKey { cache, first, count };
         (!self.resources.config.remote_accessible && known.consumable).then_some(used_key)
     }
 

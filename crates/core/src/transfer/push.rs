@@ -9,7 +9,7 @@ use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{HeldPins, PathKind};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Name, RowList};
+use crate::model::{RemoteCacheName, RowList};
 use crate::plan::{CopyPlan, Side, TensorSteps};
 use crate::protocol::{NamedCache, Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
@@ -21,7 +21,7 @@ impl Call {
     /// bytes and what is left to do now.
     pub(super) fn push_checked(
         &self,
-        to: Name,
+        to: &RemoteCacheName,
         checked: &CheckedTransfer,
         share: &OwnerShare,
     ) -> Result<(u64, TransferEnd)> {
@@ -140,7 +140,7 @@ impl Call {
         let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
         let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
         let request = Request::Fetch {
-            cache: NamedCache { name: self.name, id: known.cache },
+            cache: NamedCache { name: self.name_of(known), id: known.cache },
             plan: WirePlan::try_from(&plan)?,
             source: location(memory_location)?,
             num_tensors,

@@ -148,7 +148,7 @@ impl Streams {
         let bytes = range.end - range.start;
         let summed = self.is_summed();
         let request = Request::Read {
-            cache: NamedCache { name: self.call.remote_name(), id: self.known.cache },
+            cache: NamedCache { name: self.call.name_to_read(&self.known), id: self.known.cache },
             // The caller's name may be that of another cache by now.
             generation: self.known.granted.is_some().then_some(self.known.at.generation),
             plan: WirePlan::try_from(&self.plan)?,
@@ -188,7 +188,7 @@ impl Streams {
 
     /// Begins the checksum of the bytes that answer `request`.
     fn sum(&self, request: &Request) -> Result<StreamSum> {
-        let (name, KnownCache { cache, at, .. }) = (self.call.remote_name(), &*self.known);
+        let (name, KnownCache { cache, at, .. }) = (self.call.name_to_read(&self.known), &*self.known);
         StreamSum::new(&Checksums::bound_to(name, *cache, at.generation, digest(request)?)?)
     }
 
@@ -235,7 +235,7 @@ impl Streams {
 
     fn write(&self, range: Range<u64>, ahead: bool, shared: Option<u64>) -> Result<Request> {
         Ok(Request::Write {
-            cache: NamedCache { name: self.call.name, id: self.known.cache },
+            cache: NamedCache { name: self.call.name_of(&self.known), id: self.known.cache },
             plan: WirePlan::try_from(&self.plan)?,
             range,
             ahead,

@@ -64,7 +64,7 @@ impl Call {
     /// Returns for each pair of `part` whether both sides have the same bytes; `None` if the remote cache has changed.
     fn compare_part(&self, known: &KnownCache, part: &CopyPlan, local: Side) -> Result<Option<Vec<bool>>> {
         let request = Request::Checksums {
-            cache: NamedCache { name: self.remote_name(), id: known.cache },
+            cache: NamedCache { name: self.name_to_read(known), id: known.cache },
             plan: WirePlan::try_from(part)?,
             side: local.other(),
         };
@@ -84,7 +84,8 @@ impl Call {
         own_sums: impl Fn(Checksums) -> Result<Vec<u64>>,
     ) -> Result<Option<Vec<bool>>> {
         let asked = digest(request)?;
-        let bound = |generation| Checksums::bound_to(self.remote_name(), known.cache, generation, asked);
+        let name = self.name_to_read(known);
+        let bound = |generation| Checksums::bound_to(name, known.cache, generation, asked);
         let mut lease = self.link.lease(self.deadline)?;
         let mut own = Ok(Vec::new());
         let send = || {

@@ -4,10 +4,12 @@
 use std::fmt::Display;
 use std::sync::Arc;
 
+use super::text_names::cache_name;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{
-    CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RowList, RowSizes, TensorSpan,
+    CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RemoteCacheName, RowList,
+    RowSizes, TensorSpan,
 };
 use crate::plan::{Piece, Pieces, REQUEST, total_bytes};
 
@@ -158,10 +160,14 @@ pub fn check_accessible(name: &str, accessible: bool) -> Result<()> {
 }
 
 /// Checks the name that a caller gives the remote cache. A grant is not such a name: a pull takes it beside the name.
-pub fn caller_name(name: Name) -> Result<()> {
-    ensure(!matches!(name, Name::Grant(_)), || {
-        Error::invalid("a grant does not name a remote cache: pass it as the grant of a pull")
-    })
+pub fn caller_name(name: &RemoteCacheName) -> Result<()> {
+    match name {
+        RemoteCacheName::Name(Name::Grant(_)) => {
+            Err(Error::invalid("a grant does not name a remote cache: pass it as the grant of a pull"))
+        }
+        RemoteCacheName::Name(_) => Ok(()),
+        RemoteCacheName::Text(text) => cache_name(text),
+    }
 }
 
 /// Checks that the remote cache has the slot that its key names. Otherwise returns an error of this `kind`.

@@ -8,7 +8,7 @@ use super::cache_rules::{caller_name, on_device};
 use super::layer_ranges::{self, LayerRange};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, ClusterId, Geometry, Name};
+use crate::model::{CacheKind, CacheLayout, ClusterId, Geometry, Name, RemoteCacheName};
 
 /// The lists of a transfer as the caller gave them. An empty list counts as not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub enum Target {
     /// A cache of the peer.
     Cache {
         /// Name of the cache.
-        name: Name,
+        name: RemoteCacheName,
         /// Layer into which the first layer is written; the others follow it.
         first_layer: u32,
     },
@@ -141,7 +141,7 @@ fn equal_blocks(local: Geometry, given: Option<u64>) -> Result<()> {
 /// of the remote cache.
 fn one_block(to: &Destination) -> Result<()> {
     match to.target {
-        Target::Cache { name: Name::Row { row: row @ 1.., .. }, .. } => {
+        Target::Cache { name: RemoteCacheName::Name(Name::Row { row: row @ 1.., .. }), .. } => {
             let text = format!(
                 "batch_index={row} of cache_key must be 0: src_cache is a blocks cache without src_block_indices, \
                  which is one slot of one block"
@@ -154,7 +154,7 @@ fn one_block(to: &Destination) -> Result<()> {
 
 /// Rows 13 and 13a: checks what one destination reads, and that it has one address for each tensor.
 pub fn destination(local: CacheLayout, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
-    if let Target::Cache { name, .. } = to.target {
+    if let Target::Cache { name, .. } = &to.target {
         caller_name(name).map_err(|error| error.with("cluster", to.cluster))?;
     }
     let (row, range) = (to.src_row, to.src_layers);

@@ -20,6 +20,7 @@ mod options;
 pub mod rank_table;
 mod rows;
 mod sub_rows;
+mod text_names;
 mod values;
 
 pub use allocate::{Pools, accessible, addresses, allocate, bindings, contiguous_mixed};
@@ -48,6 +49,7 @@ pub use layerwise::{
 };
 pub use options::config;
 pub use rows::Rows;
+pub use text_names::{cache_name, engine_name};
 pub(crate) use values::link_token;
 #[cfg(feature = "testing")]
 pub use values::page_shift;

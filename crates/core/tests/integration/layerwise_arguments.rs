@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use llm_datadist_core::testing::validate::{self, LayerRows, LayerwiseArgs};
 use llm_datadist_core::{
-    CacheId, CacheKind, CacheLayout, ClusterId, Destination, ErrorKind, LayerRange, Name, Placement, Result,
-    Target,
+    CacheId, CacheKind, CacheLayout, ClusterId, Destination, ErrorKind, LayerRange, Name, Placement,
+    RemoteCacheName, Result, Target,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
@@ -68,7 +68,7 @@ fn broken_by_destination(local: CacheLayout, args: &LayerwiseArgs, to: &Destinat
     let needed = named.len() * args.tensors_per_layer as usize;
     let (addresses, remote_row) = match &to.target {
         Target::Addresses(addrs) => (addrs.len(), 0),
-        Target::Cache { name: Name::Row { row, .. }, .. } => (needed, *row),
+        Target::Cache { name: RemoteCacheName::Name(Name::Row { row, .. }), .. } => (needed, *row),
         Target::Cache { .. } => (needed, 0),
     };
     let blocks = !args.src_blocks.is_empty();
@@ -192,7 +192,7 @@ fn destinations_are_checked_in_the_order_of_the_table() {
     let target = prop_oneof![
         3 => prop::collection::vec(any::<u64>(), 0..9).prop_map(Target::Addresses),
         2 => (row(), any::<u32>()).prop_map(|(row, first_layer)| {
-            Target::Cache { name: Name::Row { cache: CacheId(1), row }, first_layer }
+            Target::Cache { name: Name::Row { cache: CacheId(1), row }.into(), first_layer }
         }),
     ];
     let range = prop_oneof![9 => (0..5u32, 0..7u32), 1 => Just((0, 1000))];

@@ -19,6 +19,7 @@ mod layerwise_faults;
 mod linking;
 mod memory_offers;
 mod mixed_tensors;
+mod names;
 
 mod panics;
 mod paths;

@@ -125,7 +125,7 @@ fn members_exchange_metadata() {
         let [one, two] = members.each_ref().map(|member| member.peers().remove(0).metadata);
         assert_eq!((one.as_slice(), two.as_slice()), (&b"two"[..], &b"one"[..]));
         // The link counts for a call on demand that names the cluster, although its address is another one.
-        let options = EnsureOptions { cluster: Some(ClusterId(2)), metadata: None };
+        let options = EnsureOptions { cluster: Some(ClusterId(2)), ..EnsureOptions::default() };
         let call = members[0].ensure_link("127.0.0.1:1".parse().unwrap(), LIMIT, options).unwrap();
         assert!(call.wait(Deadline::after(LIMIT)).unwrap());
         assert_eq!(

@@ -226,8 +226,11 @@ fn metadata_travels_both_ways_with_every_kind_of_link() {
         let told = |engine: &DataDist| engine.peers()[0].metadata.to_vec();
         local.set_metadata(b"local".to_vec()).unwrap();
         remote.set_metadata(vec![7; MAX_METADATA]).unwrap();
-        let options =
-            EnsureOptions { metadata: Some(b"for this link".to_vec()), cluster: Some(ClusterId(2)) };
+        let options = EnsureOptions {
+            metadata: Some(b"for this link".to_vec()),
+            cluster: Some(ClusterId(2)),
+            name: None,
+        };
         let peer = linked(&local.ensure_link(remote.listening().unwrap(), LONG, options).unwrap()).unwrap();
         assert_eq!(*peer.metadata, vec![7; MAX_METADATA]);
         assert_eq!((told(&local), told(&remote)), (vec![7; MAX_METADATA], b"for this link".to_vec()));
@@ -506,6 +509,11 @@ fn a_peer_that_promises_a_link_is_dialled_again() {
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::LinkFailed);
 }
 
+/// A confirmation with this number of bytes of metadata.
+fn with_metadata(bytes: usize) -> Confirm {
+    Confirm { name: String::new(), metadata: BoundedBytes(Arc::new(vec![1; bytes])), fabric: None }
+}
+
 /// A connection becomes a link only after its confirmation, which may be as long as the metadata, and no longer.
 #[test]
 fn a_link_is_entered_after_its_confirmation() {
@@ -514,18 +522,17 @@ fn a_link_is_entered_after_its_confirmation() {
     let waiting = fake.dial(&engine, ENSURE).unwrap();
     assert!(engine.peers().is_empty());
     let long = Fake::new(3, 7).dial(&engine, ENSURE).unwrap();
-    say(&long, &Confirm { metadata: BoundedBytes(Arc::new(vec![1; MAX_METADATA + 1])), fabric: None });
+    say(&long, &with_metadata(MAX_METADATA + 1));
     assert_eq!(hear::<LinkAnswer>(&long).unwrap_err().kind(), ErrorKind::NotLinked);
     // The metadata of a peer that has not proved its identity is not read.
     let early = std::net::TcpStream::connect(engine.listening().unwrap()).unwrap();
-    let frame =
-        encode(&Confirm { metadata: BoundedBytes(Arc::new(vec![1; MAX_METADATA])), fabric: None }).unwrap();
+    let frame = encode(&with_metadata(MAX_METADATA)).unwrap();
     assert_eq!(frame[3], MESSAGE);
     std::io::Write::write_all(&mut &early, &frame).unwrap();
     let mut answer = Vec::new();
     let _ = std::io::Read::read_to_end(&mut &early, &mut answer);
     assert!(engine.peers().is_empty());
-    say(&waiting, &Confirm { metadata: BoundedBytes(Arc::new(vec![1; MAX_METADATA])), fabric: None });
+    say(&waiting, &with_metadata(MAX_METADATA));
     assert!(matches!(hear(&waiting).unwrap(), LinkAnswer::Entered(_)));
     assert_eq!(*engine.peers()[0].metadata, vec![1; MAX_METADATA]);
     // A second confirmation is no control message, and ends the link.

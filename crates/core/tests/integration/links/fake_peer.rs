@@ -71,7 +71,7 @@ fn mirror(stream: &Stream) {
 
 /// Confirms a link without metadata, and waits until the engine has entered it.
 pub fn confirm(stream: &Stream) -> Result<Vec<u8>> {
-    say(stream, &Confirm { metadata: BoundedBytes::default(), fabric: None });
+    say(stream, &Confirm { name: String::new(), metadata: BoundedBytes::default(), fabric: None });
     Ok(hear::<LinkAnswer>(stream)?.entered()?.metadata.to_vec())
 }
 

@@ -268,7 +268,7 @@ fn freed_destination_is_never_replaced_by_another() {
         let bytes = source.fill(1);
         let keyed = || Held::new(&pair.remote, false, &shape, Batch, &[Some(request(5))]);
         let targets: [fn(&Held) -> Target; 3] =
-            [named, addressed, |_| Target::Cache { name: Name::Key(request(5)), first_layer: 0 }];
+            [named, addressed, |_| Target::Cache { name: Name::Key(request(5)).into(), first_layer: 0 }];
         for target in targets {
             let remote = keyed();
             let task = start(&pair.local, &source, &SLOTS, &[to(2, target(&remote), 3)]);
