@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist import KvLayout
+from llm_datadist.kv_layout import KvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

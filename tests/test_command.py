@@ -15,7 +15,15 @@ import pytest
 
 import llm_datadist
 from llm_datadist.__main__ import main
-from llm_datadist.option_table import ENVIRONMENT, OTHER_VARIABLES, TOKEN_VARIABLES, rows, table
+from llm_datadist.option_table import (
+    ENVIRONMENT,
+    NATIVE_ROWS,
+    OTHER_VARIABLES,
+    TOKEN_VARIABLES,
+    native_meaning,
+    rows,
+    table,
+)
 
 REPLAY = "replay --quiet --requests 10 --layers 1 --head-dim 8 --device-pool 8MiB --host-pool 16MiB"
 
@@ -28,6 +36,11 @@ def test_options_prints_every_option_with_type_default_and_meaning(capsys: pytes
         heading = f"{row.attribute} ({row.key})" if row.key else row.attribute
         facts = f"type: {' or '.join(row.types)}; default: {row.default}"
         assert " ".join(f"{heading} {facts} {row.meaning}".replace("`", "").split()) in text
+    assert len(NATIVE_ROWS) > 20
+    for row in NATIVE_ROWS:
+        assert row.allowed.startswith(("a ", "true "))
+        facts = f"{row.allowed}; default: {row.default} {native_meaning(row)}"
+        assert " ".join(f"{row.native} {facts}".replace("`", "").split()) in text
     for variable in (*ENVIRONMENT.values(), *TOKEN_VARIABLES.values(), *OTHER_VARIABLES):
         assert variable in text
 

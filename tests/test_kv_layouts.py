@@ -20,13 +20,13 @@ from llm_datadist import (
     CacheDesc,
     DataType,
     GroupPart,
-    KvLayout,
     LayerDestination,
     LLMException,
     Placement,
     TransferWithCacheKeyConfig,
 )
 from llm_datadist.events import Transfer
+from llm_datadist.kv_layout import KvLayout
 from peers import GONE, INVALID, LIMIT, OK, End, Ends, Peer, by_blocks, by_request, equal, kv_options, linked, options
 from peers.values import cache_key as key
 from peers.values import code, outcome

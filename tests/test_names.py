@@ -169,7 +169,7 @@ def test_additions_that_are_no_names_of_the_star_import() -> None:
     for name, module in [
         ("CacheManager", "cache_manager"),
         ("GroupPart", "groups"),
-        ("KvLayout", "kv_layout"),
+        ("KvLayout", "native"),
         ("LayerDestination", "layer_tasks"),
     ]:
         assert getattr(llm_datadist, name) is getattr(importlib.import_module(f"llm_datadist.{module}"), name)

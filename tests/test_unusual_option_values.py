@@ -10,7 +10,8 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
-from llm_datadist import DataType, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, configs
+from llm_datadist import DataType, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from llm_datadist.option_properties import OPTIONS
 from memory import LE, VE, run_fresh
 from mistakes import fails
 
@@ -44,8 +45,8 @@ DEEP_JSON = ["[" * DEEP, '{"a":' * DEEP, CLOSED, f'{{"listen_ip_info": [{CLOSED}
 OTHERS: list[Any] = [object(), int, lambda: 1, DataType.DT_INT8, LLMRole.PROMPT, INVALID]
 ODD = [*NUMBERS, *TEXTS, *LISTS, *JSON, *DEEP_JSON, *OTHERS]
 
-PROPERTIES = [option._name for option in configs._OPTIONS]
-KEYS = [option.key for option in configs._OPTIONS]
+PROPERTIES = [option.name for option in OPTIONS]
+KEYS = [option.key for option in OPTIONS]
 KEYS += ["llm.Role", "llm.ListenIpInfo", "llm.ListenIp", "llm.ListenPort", "env.HCCL_CONNECT_TIMEOUT"]
 KEYS += ["ge.flowGraphMemMaxSize"]
 

@@ -211,7 +211,7 @@ impl Bed<'_> {
         }
         let member = |&model: &u64| {
             let (remote, rows) = self.part(model);
-            GroupMember { remote, local: local.clone(), rows, grant: None }
+            GroupMember { remote, local: local.clone(), rows, layers: Layers::ALL, grant: None }
         };
         self.engine.pull_owners(owners.iter().map(member).collect(), CallExtras::default()).run().unwrap();
     }

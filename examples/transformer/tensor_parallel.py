@@ -29,13 +29,13 @@ from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
     DataType,
-    KvLayout,
     LLMClusterInfo,
     LLMConfig,
     LLMDataDist,
     LLMRole,
     LLMStatusCode,
 )
+from llm_datadist.kv_layout import KvLayout
 from model import Model, Shape, Split
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::testing::validate::{config, cpp};
+use llm_datadist_core::testing::options::{config_from_texts, cpp};
 use llm_datadist_core::{ClusterId, Config, ErrorKind, Result, Role};
 use llm_datadist_fuzz::refused_as;
 
@@ -17,7 +17,7 @@ fuzz_target!(|input: &[u8]| {
     let text = String::from_utf8_lossy(text);
     let pairs = text.lines().filter_map(|line| line.split_once('='));
     let given: BTreeMap<String, String> = pairs.map(|(key, value)| (key.into(), value.into())).collect();
-    let python = |given: &BTreeMap<_, _>| config(role, ClusterId(1), given);
+    let python = |given: &BTreeMap<_, _>| config_from_texts(role, ClusterId(1), given);
     let class =
         |given: &BTreeMap<_, _>| cpp::options(role, ClusterId(1), given).map(|options| options.config);
     judge(&python, &given);

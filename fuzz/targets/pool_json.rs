@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::testing::validate::{config, cpp};
+use llm_datadist_core::testing::options::{config_from_texts, cpp};
 use llm_datadist_core::{ClusterId, ErrorKind, PoolConfig, Role};
 use llm_datadist_fuzz::refused_as;
 use serde_json::Value;
@@ -28,7 +28,7 @@ fn pools(options: &[(&str, &str)]) -> Result<[Option<(u64, u32)>; 2], llm_datadi
     let mut given: BTreeMap<String, String> =
         options.iter().map(|&(key, value)| (key.into(), value.into())).collect();
     given.insert("llm.EnableCacheManager".into(), "1".into());
-    let config = config(Role::Prompt, ClusterId(1), &given)?;
+    let config = config_from_texts(Role::Prompt, ClusterId(1), &given)?;
     let numbers = |pool: PoolConfig| (pool.memory_size, pool.page_shift);
     Ok([config.device_pool.map(numbers), config.host_pool.map(numbers)])
 }

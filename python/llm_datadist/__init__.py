@@ -1,17 +1,19 @@
-"""An engine for the KV cache of large language models, behind the API of LLM-DataDist (contract §1.1).
+"""An engine for the KV cache of large language models: the native API, and the API of LLM-DataDist (contract §1.1).
 
 The package allocates caches in memory pools, copies and swaps their blocks, and moves them between processes and hosts.
 An import opens no device and no socket, starts no thread, and does not import numpy. This module defines the public
-names and registers their classes with the native module.
+names and registers their classes with the native module. ``__all__`` has the names of the original.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 
+from llm_datadist import _core
+from llm_datadist._await import await_transfer as _await_transfer
 from llm_datadist._core import __version__ as __version__
 from llm_datadist._core import register_types as _register_types
-from llm_datadist.awaiting import await_transfer as _await_transfer
 from llm_datadist.cache_manager import CacheManager as CacheManager  # importable, but not in __all__ (contract §1.1)
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
@@ -19,10 +21,33 @@ from llm_datadist.datadist import LLMDataDist
 from llm_datadist.engine_log import drain as _drain_log
 from llm_datadist.groups import GroupPart as GroupPart  # not in __all__: not in the original
 from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
-from llm_datadist.kv_layout import KvLayout as KvLayout  # not in __all__: not in the original
+from llm_datadist.kv_layout import KvLayout as _KvLayout
 from llm_datadist.layer_tasks import LayerDestination as LayerDestination  # not in __all__: not in the original
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as _log_error
+from llm_datadist.native import Busy as Busy
+from llm_datadist.native import Cancelled as Cancelled
+from llm_datadist.native import Closed as Closed
+from llm_datadist.native import Completed as Completed
+from llm_datadist.native import Engine as Engine
+from llm_datadist.native import Error as Error
+from llm_datadist.native import Grant as Grant
+from llm_datadist.native import GrantClosed as GrantClosed
+from llm_datadist.native import GrantEnded as GrantEnded
+from llm_datadist.native import InvalidArgument as InvalidArgument
+from llm_datadist.native import KvLayout as KvLayout
+from llm_datadist.native import Message as Message
+from llm_datadist.native import NotFound as NotFound
+from llm_datadist.native import OutOfMemory as OutOfMemory
+from llm_datadist.native import Peer as Peer
+from llm_datadist.native import PeerDown as PeerDown
+from llm_datadist.native import PeerLost as PeerLost
+from llm_datadist.native import PeerUp as PeerUp
+from llm_datadist.native import RemoteCache as RemoteCache
+from llm_datadist.native import Rows as Rows
+from llm_datadist.native import Timeout as Timeout
+from llm_datadist.native import Transfer as Transfer
+from llm_datadist.native import VerifyFailed as VerifyFailed
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
 from llm_datadist.tensors import Tensor, TensorDesc
 from llm_datadist.types import (
@@ -95,6 +120,8 @@ __all__ = [
 # Programs of the original read this variable after importing the package (contract §1.1).
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
 
+atexit.register(_core.native.close_all)
+
 _register_types(
     LLMException=LLMException,
     LLMMismatchException=LLMMismatchException,
@@ -112,7 +139,7 @@ _register_types(
     TransferConfig=TransferConfig,
     TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
     LayerDestination=LayerDestination,
-    KvLayout=KvLayout,
+    KvLayout=_KvLayout,
     GroupPart=GroupPart,
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,

@@ -5,6 +5,7 @@ Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an inte
 """
 
 from collections.abc import Generator, Iterable, Mapping
+from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar, final
 
 from typing_extensions import CapsuleType, Self, TypeAlias
@@ -65,6 +66,7 @@ __all__ = [
     "close_log",
     "log_after_fork",
     "open_log",
+    "options",
     "register_types",
     "take_log",
     "tensor_bytes",
@@ -77,6 +79,9 @@ _AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 _Tokens: TypeAlias = range | tuple[int, int]
 
 __version__: str
+
+native: ModuleType
+"""The classes of the native API. ``llm_datadist.native`` has them and says what they do."""
 
 STATUS_CODES: dict[str, int]
 """Name → number of every status code (contract §3.1)."""
@@ -696,8 +701,8 @@ class LoopQueue:
     def fileno(self) -> int:
         """Return a descriptor that is readable while a call is queued. It belongs to the queue."""
 
-    def add(self, transfer: Transfer) -> bool:
-        """Have the end of a call queued. Return ``False`` if it has ended already.
+    def add(self, transfer: object) -> int | None:
+        """Have the end of a transfer, of either API, queued. Return its number, or ``None`` if it has ended already.
 
         Raises:
             LLMException: ``LLM_OUT_OF_MEMORY``: no memory; ``LLM_FAILED``: in a forked child.
@@ -1087,6 +1092,9 @@ def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
     """
+
+def options() -> list[tuple[str, str, list[str], str, str, bool, str, str, str]]:
+    """Return every option of an engine, with the fields of ``option_table.Row``."""
 
 def check_option(name: str, arg_value: int | str) -> None:
     """Raise unless the property ``name`` of an ``LlmConfig`` may have the value (contract §5).

@@ -173,6 +173,7 @@ class LLMDataDist(EngineEvents):
             try:
                 resolved.pop(_TOKEN, None)  # only the engine needs it
                 self._llm_datadist, self._engine_options = native, resolved
+                engine_log.start()
                 self._enable_cache_mgr = cache_manager
                 self._enable_local_comm_res = LOCAL_RESOURCES in resolved
                 self._cache_manager = self._kv_cache_manager = None  # those of the parent, in a forked child
@@ -180,7 +181,6 @@ class LLMDataDist(EngineEvents):
                     self._cache_manager = CacheManager(native, resolved)
                 else:
                     self._kv_cache_manager = KvCacheManager(native, self._role)
-                engine_log.start()
                 if not cache_manager:
                     options[_CLUSTER_INFO] = resolved[_CLUSTER_INFO]
                 LLMDataDist.llm_engine_instance = self

@@ -1,8 +1,8 @@
 """Passes the log lines of the engine to the logger of the package.
 
-Threads of the engine put lines into a queue and never call Python. While an engine is open, the daemon thread
-``llm-log`` passes the queued lines to ``logging``. Calls that make or end links, and calls that fail, also pass them
-before they return. Levels, layout and handlers are those of ``log``.
+Threads of the engine put lines into a queue and never call Python. While an engine is open, of either API, the daemon
+thread ``llm-log`` passes the queued lines of all engines to ``logging``. Calls of the original's API that make or end
+links, and calls that fail, also pass them before they return. Levels, layout and handlers are those of ``log``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _PATIENCE = 1.0
 _lock = threading.RLock()  # re-entrant, for handlers and signal handlers that call the engine
 _thread: Optional[threading.Thread] = None
 _descriptor: Optional[int] = None
+_engines = 0  # those for which `start` was called and `stop` was not
 
 
 def drain() -> None:
@@ -53,9 +54,13 @@ def _hand_over(level: int, target: str, text: str, file: str, line: int, thread:
 
 
 def start() -> None:
-    """Start the thread ``llm-log`` unless it is running. If that fails, log lines are passed during calls only."""
-    global _thread, _descriptor
+    """Start the thread ``llm-log`` for an engine, unless it is running.
+
+    If that fails, log lines are passed during calls of the original's API only.
+    """
+    global _thread, _descriptor, _engines  # noqa: PLW0603  (the state of the module)
     with _lock:
+        _engines += 1
         if _thread is not None:
             return
         try:
@@ -75,11 +80,14 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Pass the queued lines on and end the thread ``llm-log``."""
-    global _thread, _descriptor
+    """Pass the queued lines on, and end the thread ``llm-log`` with the last engine."""
+    global _thread, _descriptor, _engines  # noqa: PLW0603  (the state of the module)
     with _lock:
-        thread, _thread, _descriptor = _thread, None, None
-        _core.close_log()
+        _engines = max(_engines - 1, 0)
+        thread = None
+        if not _engines:
+            thread, _thread, _descriptor = _thread, None, None
+            _core.close_log()
     # Join without the lock, which the thread needs for its last lines. A handler may call `stop` on that thread.
     if thread is not None and thread is not threading.current_thread():
         thread.join(_PATIENCE)
@@ -100,8 +108,9 @@ def _read(descriptor: int) -> None:
 
 def _after_fork() -> None:
     """Reset the state in a forked child, which has neither the thread nor the queue of its parent."""
-    global _lock, _thread, _descriptor  # noqa: PLW0603  (another thread of the parent may hold the old lock)
+    global _lock, _thread, _descriptor, _engines  # noqa: PLW0603  (another thread of the parent may hold the old lock)
     _lock = threading.RLock()
+    _engines = 0
     descriptor, _thread, _descriptor = _descriptor, None, None
     _core.log_after_fork()
     if descriptor is not None:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from llm_datadist import _core, log
-from llm_datadist.awaiting import wait_for_end
+from llm_datadist._await import wait_for_end
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
 from llm_datadist.threads import name_this_thread
 from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex

@@ -1,37 +1,62 @@
 """Every option, its default and its meaning, for ``init``, ``llm-datadist options`` and ``docs/options.md``.
 
-The table is made from the properties of ``LlmConfig``, so that each option is described in one place.
+The table is that of the engine (``_core.options``).
 """
 
 from __future__ import annotations
 
-import textwrap
 from typing import NamedTuple
 
-from llm_datadist import configs
+from llm_datadist import _core
 
 __all__ = [
     "ENVIRONMENT",
     "KNOWN_KEYS",
+    "NATIVE_ROWS",
     "OTHER_VARIABLES",
     "OWN_KEYS",
     "TOKEN_VARIABLES",
     "Row",
     "is_known",
+    "native_meaning",
     "rows",
     "table",
 ]
 
-TOKEN_VARIABLES = {"llm.LinkTokenFile": "LLM_DATADIST_TOKEN_FILE", "llm.LinkToken": "LLM_DATADIST_TOKEN"}
-"""Option → environment variable of the token. ``init`` reads the variables only if neither option is given."""
 
-ENVIRONMENT = {
-    "env.HCCL_CONNECT_TIMEOUT": "HCCL_CONNECT_TIMEOUT",
-    "llm.LinkAcceptRemote": "LLM_DATADIST_ACCEPT_REMOTE",
-    "llm.RankHosts": "LLM_DATADIST_RANK_HOSTS",
-    "llm.RankPort": "LLM_DATADIST_RANK_PORT",
-}
+class Row(NamedTuple):
+    """One option. A name that it does not have is empty."""
+
+    attribute: str
+    """Name of the property of ``LLMConfig``."""
+    key: str
+    """Key in the dict that ``init`` takes."""
+    types: list[str]
+    """Names of the classes that the property accepts."""
+    default: str
+    """The value that applies while the option is not set, in Markdown."""
+    meaning: str
+    """What the option does, in Markdown."""
+    own: bool = False
+    """Whether the original lacks the option."""
+    variable: str = ""
+    """Environment variable that is read if the option is not given."""
+    native: str = ""
+    """Name of the keyword argument of ``Engine``."""
+    allowed: str = ""
+    """The values that ``Engine`` accepts."""
+
+
+_ROWS = [Row(*row) for row in _core.options()]
+
+NATIVE_ROWS = [row for row in _ROWS if row.native]
+"""The options that ``Engine`` takes."""
+
+ENVIRONMENT = {row.key: row.variable for row in _ROWS if row.variable}
 """Option → environment variable that ``init`` reads if the option is not given."""
+
+TOKEN_VARIABLES = {key: ENVIRONMENT.pop(key) for key in ("llm.LinkTokenFile", "llm.LinkToken")}
+"""Option → environment variable of the token. ``init`` reads the variables only if neither option is given."""
 
 OTHER_VARIABLES = {
     "ASCEND_GLOBAL_LOG_LEVEL": "level of the logger `LLM_DATADIST`: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR",
@@ -39,46 +64,17 @@ OTHER_VARIABLES = {
 }
 """Environment variable without an option → its meaning."""
 
+KNOWN_KEYS = frozenset(row.key for row in _ROWS if row.key)
+"""Every key that ``init`` reads, or that the original knows and ``init`` ignores (contract §5.2)."""
 
-class Row(NamedTuple):
-    """One option."""
-
-    attribute: str
-    """Name of the property of ``LLMConfig``."""
-    key: str
-    """Key in the dict that ``init`` takes; empty for ``ge_options``."""
-    types: list[str]
-    """Names of the classes that the property accepts."""
-    default: str
-    """The value that applies while the option is not set, in Markdown."""
-    meaning: str
-    """Docstring of the property, in Markdown."""
-    own: bool
-    """Whether the original lacks the option."""
+OWN_KEYS = frozenset(row.key for row in _ROWS if row.own and row.key)
+"""Every key that the original lacks."""
 
 
 def rows() -> list[Row]:
-    """Return every option, in the order in which ``generate_options`` writes them."""
-    made = [
-        Row(option.name, option.key, option.type_names, option.default, _markdown(option.__doc__), option.own)
-        for option in configs._OPTIONS  # noqa: SLF001  (the table of this module's options)
-    ]
+    """Return every option of ``LLMConfig``, in the order in which ``generate_options`` writes them."""
     further = "Further keys and texts, which are written before all others. Unknown keys are ignored and logged."
-    return [*made, Row("ge_options", "", ["dict"], "`{}`", further, own=False)]
-
-
-def _markdown(text: object) -> str:
-    return str(text).replace("``", "`").replace("\n", " ")
-
-
-# Keys without a property: a second spelling, and the keys that `init` derives.
-_FURTHER_KEYS = ("llm.ListenIpInfo", "llm.Role", "llm.ListenIp", "llm.ListenPort", "ge.session_device_id")
-
-KNOWN_KEYS = frozenset([*(row.key for row in rows() if row.key), *ENVIRONMENT, *_FURTHER_KEYS])
-"""Every key that ``init`` reads, or that the original knows and ``init`` ignores (contract §5.2)."""
-
-OWN_KEYS = frozenset(row.key for row in rows() if row.own)
-"""Every key that the original lacks."""
+    return [*(row for row in _ROWS if row.attribute), Row("ge_options", "", ["dict"], "`{}`", further)]
 
 
 def is_known(key: str) -> bool:
@@ -94,20 +90,29 @@ def table(width: int) -> str:
     """
     lines: list[str] = []
     for own, title in ((False, "Options of the original"), (True, "Options of this package only")):
-        lines += [title, "=" * len(title), ""]
+        lines += _heading(title)
         for row in rows():
             if row.own == own:
                 lines += _entry(row, width)
-    title = "Environment variables"
-    lines += [title, "=" * len(title), ""]
-    variables = {variable: f"replaces `{key}` where that is not given" for key, variable in _variables().items()}
-    for variable, meaning in {**variables, **OTHER_VARIABLES}.items():
+    lines += _heading("Options of Engine")
+    for row in NATIVE_ROWS:
+        facts = f"{row.allowed}; default: {row.default}"
+        lines += [row.native, *_indented(facts, width), *_indented(native_meaning(row), width), ""]
+    lines += _heading("Environment variables")
+    variables = {**ENVIRONMENT, **TOKEN_VARIABLES}
+    meanings = {variable: f"replaces `{key}` where that is not given" for key, variable in variables.items()}
+    for variable, meaning in {**meanings, **OTHER_VARIABLES}.items():
         lines += [variable, *_indented(meaning, width)]
     return "\n".join(lines)
 
 
-def _variables() -> dict[str, str]:
-    return {**ENVIRONMENT, **TOKEN_VARIABLES}
+def native_meaning(row: Row) -> str:
+    """Return what an option of ``Engine`` does, in Markdown."""
+    return f"As `{row.attribute}` of `LLMConfig`." if row.attribute else row.meaning
+
+
+def _heading(title: str) -> list[str]:
+    return [title, "=" * len(title), ""]
 
 
 def _entry(row: Row, width: int) -> list[str]:
@@ -117,5 +122,7 @@ def _entry(row: Row, width: int) -> list[str]:
 
 
 def _indented(text: str, width: int) -> list[str]:
+    import textwrap  # noqa: PLC0415  (only the command needs it)
+
     plain = text.replace("`", "")
     return textwrap.wrap(plain, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)

@@ -11,6 +11,8 @@ from llm_datadist.status import raise_if_false
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from llm_datadist.option_table import Row
+
 __all__ = [
     "Checked",
     "ClusterInfo",
@@ -24,6 +26,7 @@ __all__ = [
     "SyncTimeout",
     "Token",
     "Uint32",
+    "WrittenIfEmpty",
     "read_json",
 ]
 
@@ -64,6 +67,7 @@ class Secret(str):
 
 
 _Value = TypeVar("_Value")
+_CLASSES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple)}
 
 
 class Option(property, Generic[_Value]):
@@ -72,41 +76,24 @@ class Option(property, Generic[_Value]):
     The value is kept in the attribute of the same name with an underscore in front; ``None`` means that it is not set.
 
     Args:
-        key: the key of the option.
-        allowed: class or classes of a value.
+        row: the option.
         initial: the value that the getter returns while the option is not set.
-        default: the value that applies while the option is not set, as text for the documentation.
-        doc: docstring of the property.
-        none: whether ``None`` may be assigned, which unsets the option.
-        empty: whether an empty text is written.
-        own: whether the original lacks the option.
     """
 
-    def __init__(
-        self,
-        key: str,
-        allowed: Any,
-        initial: _Value,
-        default: str,
-        doc: str,
-        *,
-        none: bool = True,
-        empty: bool = False,
-        own: bool = False,
-    ) -> None:
-        super().__init__()
-        self.__doc__ = doc
-        self.key = key
-        self.default = default
-        self.own = own
-        self._allowed = allowed
-        self._initial = initial
-        self._none = none
-        self._empty = empty
+    # Whether `None` may be assigned, which unsets the option.
+    _none = True
+    # Whether an empty text is written.
+    _empty = False
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-        self._attribute = f"_{name}"
+    def __init__(self, row: Row, initial: Any = None) -> None:
+        super().__init__()
+        self.__doc__ = row.meaning.replace("`", "``")
+        self.key = row.key
+        self.own = row.own
+        self.name = row.attribute
+        self.attribute = f"_{row.attribute}"
+        self._allowed = [_CLASSES[name] for name in row.types]
+        self._initial: _Value = initial
 
     @overload
     def __get__(self, config: None, owner: Optional[type] = None) -> Option[_Value]: ...
@@ -115,36 +102,20 @@ class Option(property, Generic[_Value]):
     def __get__(self, config: Optional[object], owner: Optional[type] = None) -> Union[Option[_Value], _Value]:
         if config is None:
             return self
-        value: Optional[_Value] = getattr(config, self._attribute)
+        value: Optional[_Value] = getattr(config, self.attribute)
         return self._initial if value is None else value
 
     def __set__(self, config: object, value: Optional[_Value]) -> None:
-        _core.check_isinstance(self._name, value, self._allowed, allow_none=self._none)
+        _core.check_isinstance(self.name, value, self._allowed, allow_none=self._none)
         self._check_value(value)
-        setattr(config, self._attribute, value)
-
-    @property
-    def name(self) -> str:
-        """Name of the property."""
-        return self._name
-
-    @property
-    def attribute(self) -> str:
-        """Name of the attribute that keeps the value."""
-        return self._attribute
-
-    @property
-    def type_names(self) -> list[str]:
-        """Names of the classes of a value."""
-        classes = self._allowed if isinstance(self._allowed, list) else [self._allowed]
-        return [kind.__name__ for kind in classes]
+        setattr(config, self.attribute, value)
 
     def _check_value(self, value: Any) -> None:
         """Raise if a value of the right type is not allowed."""
 
     def entries(self, config: object) -> Iterator[tuple[str, str]]:
         """Yield the keys and texts to write."""
-        value = getattr(config, self._attribute)
+        value = getattr(config, self.attribute)
         if value is not None and (self._empty or value != ""):
             yield self.key, self._text(value)
 
@@ -153,11 +124,14 @@ class Option(property, Generic[_Value]):
         return str(value)
 
 
+class WrittenIfEmpty(Option[str]):
+    """A text that is written even if it is empty."""
+
+    _empty = True
+
+
 class Flag(Option[bool]):
     """An option that is written as ``"1"`` or ``"0"``."""
-
-    def __init__(self, key: str, doc: str, *, default: str = "`False`", own: bool = False) -> None:
-        super().__init__(key, bool, initial=False, default=default, doc=doc, own=own)
 
     def _text(self, value: Any) -> str:
         return "1" if value else "0"
@@ -174,21 +148,25 @@ class SwitchRole(Flag):
 class Uint32(Option[Optional[int]]):
     """A uint32."""
 
+    _none = False
+
     def _check_value(self, value: Any) -> None:
-        _core.check_uint32(self._name, value)
+        _core.check_uint32(self.name, value)
 
 
 class DeviceId(Option[Union[int, list[int], tuple[int, ...], None]]):
     """``device_id``: the id of one device, or a list of ids."""
 
+    _none = False
+
     def _check_value(self, value: Any) -> None:
         raise_if_false(len(self._ids(value)), "device_id={} names no device; give at least one", value)
         for device_id in self._ids(value):
-            _core.check_option(self._name, device_id)
+            _core.check_option(self.name, device_id)
 
     def entries(self, config: object) -> Iterator[tuple[str, str]]:
         """Yield the key of all devices and that of the first one."""
-        value = getattr(config, self._attribute)
+        value = getattr(config, self.attribute)
         if value is not None:
             self._check_value(value)  # the caller may have changed the list since it was set
             ids = self._ids(value)
@@ -203,23 +181,30 @@ class DeviceId(Option[Union[int, list[int], tuple[int, ...], None]]):
 class SyncTimeout(Option[Union[int, str, None]]):
     """``sync_kv_timeout``: milliseconds, as a number or as a text."""
 
+    _none = False
+
     def _check_value(self, value: Any) -> None:
         if isinstance(value, str):
             digits = value.isascii() and value.isdigit()
             raise_if_false(digits, "sync_kv_timeout={} is not a decimal number of milliseconds", log.shown(value))
             value = int(value)
-        _core.check_option(self._name, value)
+        _core.check_option(self.name, value)
 
 
 class Checked(Option[_Value]):
     """An option whose value the engine checks."""
 
+    _none = False
+
     def _check_value(self, value: Any) -> None:
-        _core.check_option(self._name, value)
+        if value is not None:
+            _core.check_option(self.name, value)
 
 
 class MemUtilization(Option[float]):
     """``mem_utilization``: a share from 0.0 to 1.0."""
+
+    _none = False
 
     def _check_value(self, value: Any) -> None:
         _core.check_mem_utilization(value)
@@ -228,10 +213,12 @@ class MemUtilization(Option[float]):
 class ClusterInfo(Option[str]):
     """``cluster_info``: a JSON text. The setter converts its addresses to integers (contract §4.1)."""
 
+    _none = False
+
     def __set__(self, config: object, value: Optional[str]) -> None:
         import json  # noqa: PLC0415  (imported when it is needed)
 
-        _core.check_isinstance(self._name, value, str, allow_none=False)
+        _core.check_isinstance(self.name, value, str, allow_none=False)
         description = read_json(value or "")
         _core.check_isinstance("cluster_info", description, dict, allow_none=False)
         addresses = description.get("listen_ip_info", [])
@@ -244,14 +231,9 @@ class ClusterInfo(Option[str]):
 
 
 class OwnOption(Checked[Optional[_Value]]):
-    """An option that the original lacks. Its initial value is ``None``."""
+    """An option that the original lacks."""
 
-    def __init__(self, key: str, allowed: type[_Value], default: str, doc: str) -> None:
-        super().__init__(key, allowed, None, default, doc, own=True)
-
-    def _check_value(self, value: Any) -> None:
-        if value is not None:
-            super()._check_value(value)
+    _none = True
 
 
 class Token(OwnOption[str]):

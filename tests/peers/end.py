@@ -16,7 +16,6 @@ from llm_datadist import (
     CacheDesc,
     DataType,
     KvCache,
-    KvLayout,
     LLMClusterInfo,
     LLMDataDist,
     LLMException,
@@ -33,6 +32,8 @@ from .values import GRACE, LIMIT, OK, by_blocks, cache_key, equal, outcome, patt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from llm_datadist.kv_layout import KvLayout
 
     from .values import Key
 

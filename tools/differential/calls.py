@@ -14,7 +14,7 @@ from peers import by_blocks, by_request, by_slot
 if TYPE_CHECKING:
     import random
 
-    from llm_datadist import KvLayout
+    from llm_datadist.kv_layout import KvLayout
 
 NEAR, FAR = 1, 2  # the clusters of the two engines
 SHAPES = [(4, 256, 2), (8, 1000, 4), (3, 4096, 1), (16, 64, 6), (6, 16 << 10, 2)]

@@ -1,6 +1,6 @@
-"""Writes docs/options.md from the table of options of the package: options.py [--check].
+"""Writes docs/options.md and the stub of the properties of `LLMConfig` from the table of options: options.py [--check].
 
-With `--check` it compares instead, and exits with 1 if the page is out of date.
+With `--check` it compares instead, and exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -9,10 +9,21 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from llm_datadist.option_table import ENVIRONMENT, OTHER_VARIABLES, TOKEN_VARIABLES, Row, rows
+from llm_datadist.option_properties import OPTIONS
+from llm_datadist.option_table import (
+    ENVIRONMENT,
+    NATIVE_ROWS,
+    OTHER_VARIABLES,
+    TOKEN_VARIABLES,
+    Row,
+    native_meaning,
+    rows,
+)
+from llm_datadist.option_types import Checked, Option, OwnOption
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+ROOT = Path(__file__).resolve().parents[2]
 HEAD = """# Options
 
 This page lists every option of an engine. Set options as attributes of `LLMConfig`, and pass the result of
@@ -33,6 +44,14 @@ COLUMNS = """
 | attribute and key | type and default | meaning |
 | --- | --- | --- |
 """
+NATIVE_HEAD = """
+## Options of `Engine`
+
+These are keyword arguments of `Engine`. Times are in seconds, and sizes in bytes.
+
+| name | values and default | meaning |
+| --- | --- | --- |
+"""
 ENVIRONMENT_HEAD = """
 ## Environment variables
 
@@ -43,12 +62,29 @@ ENVIRONMENT_HEAD = """
 """
 
 
+STUB_HEAD = """# Written by tools/docs/options.py.
+from typing import Any, Optional
+
+from llm_datadist.option_types import (
+    {names},
+)
+
+OPTIONS: tuple[Option[Any], ...]
+
+class OptionProperties:
+"""
+
+
+def cell(meaning: str) -> str:
+    """Returns a meaning for a table, with links to the contract."""
+    return SECTION.sub(r"[contract §\1](contract.md#\1)", meaning.replace("|", "\\|"))
+
+
 def line(row: Row) -> str:
     """Returns the line of one option."""
     key = f"<br>`{row.key}`" if row.key else ""
     types = ", ".join(f"`{name}`" for name in row.types)
-    meaning = SECTION.sub(r"[contract §\1](contract.md#\1)", row.meaning.replace("|", "\\|"))
-    return f"| `{row.attribute}`{key} | {types}; {row.default} | {meaning} |\n"
+    return f"| `{row.attribute}`{key} | {types}; {row.default} | {cell(row.meaning)} |\n"
 
 
 def page() -> str:
@@ -56,23 +92,46 @@ def page() -> str:
     text = HEAD
     text += "\n## Options of the original\n" + COLUMNS + "".join(line(row) for row in rows() if not row.own)
     text += "\n## Options of this package only\n" + COLUMNS + "".join(line(row) for row in rows() if row.own)
+    text += NATIVE_HEAD
+    for row in NATIVE_ROWS:
+        text += f"| `{row.native}` | {row.allowed}; {row.default} | {cell(native_meaning(row))} |\n"
     text += ENVIRONMENT_HEAD
     for key, variable in {**ENVIRONMENT, **TOKEN_VARIABLES}.items():
         text += f"| `{variable}` | `{key}` |\n"
     return text + "".join(f"| `{variable}` | {meaning} |\n" for variable, meaning in OTHER_VARIABLES.items())
 
 
+def annotation(option: Option[Any], types: list[str]) -> str:
+    """Returns the class of a property, with the type of its value where the class leaves that open."""
+    name = type(option).__name__
+    if type(option) not in (Checked, Option, OwnOption):
+        return name
+    unset = type(option) is Option and types == ["int"]
+    return f"{name}[Optional[{types[0]}]]" if unset else f"{name}[{types[0]}]"
+
+
+def stub() -> str:
+    """Returns the stub of the properties of `LLMConfig`."""
+    types = {row.attribute: row.types for row in rows()}
+    names = sorted({"Option", *(type(option).__name__ for option in OPTIONS)})
+    text = STUB_HEAD.format(names=",\n    ".join(names))
+    return text + "".join(f"    {option.name}: {annotation(option, types[option.name])}\n" for option in OPTIONS)
+
+
 def main() -> int:
-    """Writes or compares the page."""
+    """Writes or compares the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print("docs/options.md is out of date; run `make docs-options`", file=sys.stderr)
-    return 1
+    check = parser.parse_args().check
+    old = []
+    for name, text in (("docs/options.md", page()), ("python/llm_datadist/option_properties.pyi", stub())):
+        if check and (ROOT / name).read_text(encoding="utf-8") != text:
+            old.append(name)
+        elif not check:
+            (ROOT / name).write_text(text, encoding="utf-8")
+    if old:
+        print(f"{' and '.join(old)} out of date; run `make docs-options`", file=sys.stderr)
+    return 1 if old else 0
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ class Ours(Adapter):
 
     def of_rank(self, case: Sequence, rank: Rank, index: int, at: int, size: int) -> np.ndarray:
         """Make the cache of one rank, in memory of the process at byte `at` or in the pool, and return its bytes."""
-        from llm_datadist import BlocksCacheKey, CacheDesc, DataType, KvLayout  # noqa: PLC0415
+        from llm_datadist import BlocksCacheKey, CacheDesc, DataType  # noqa: PLC0415
+        from llm_datadist.kv_layout import KvLayout  # noqa: PLC0415
 
         layout = KvLayout(
             rank.tokens,

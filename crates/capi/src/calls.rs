@@ -1,4 +1,4 @@
-//! The calls of the class, with checked values. `abi` handles pointers; `core::validate::cpp` has the rules for arguments.
+//! The calls of the class, with checked values. `abi` handles pointers; `core::validate::cpp` and `core::options::cpp` have the rules.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

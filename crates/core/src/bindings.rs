@@ -5,16 +5,15 @@ pub use crate::memory::{abandon as abandon_sockets, above_standard_streams, reme
 
 /// Builds lists whose length the caller chooses. A failed allocation returns an error and does not abort.
 pub mod fallible {
-    pub use crate::fallible::{collect, grow, out_of_memory, push, with_capacity};
+    pub use crate::fallible::{collect, grow, out_of_memory, push, try_collect, with_capacity};
 }
 
 /// Rules for single arguments, which the bindings also check before a call reaches the engine.
 pub mod validate {
     pub use crate::validate::{
-        batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_size, destination,
-        dimensions, equally_many, kv_layout, layerwise, mem_utilization, not_empty, number, on_device,
-        one_address, peer_address, push_size, push_spans, socket_address, tensors_per_layer, text,
-        timeout_ms, verify, whole_layers,
+        batch_cache, block_bytes_alone, block_lists, blocks_cache, cache_name, copy_size, destination,
+        dimensions, equally_many, kv_layout, layerwise, not_empty, on_device, one_address, peer_address,
+        push_size, push_spans, socket_address, tensors_per_layer, timeout_ms, verify, whole_layers,
     };
 
     /// The rules for the table of a communicator.
@@ -23,10 +22,18 @@ pub mod validate {
     }
 }
 
-/// Rules for arguments that only the C++ class accepts.
+/// The options of an engine, and rules for single values of them.
+pub mod options {
+    pub use crate::options::{
+        OPTIONS, OptionRow, OptionValue, check_native_names, check_number, check_text, config_from_texts,
+        config_from_values, mem_utilization,
+    };
+}
+
+/// Rules for arguments and options that only the C++ class accepts.
 pub mod cpp {
+    pub use crate::options::cpp::{Options, options, set_role};
     pub use crate::validate::cpp::{
-        Options, Stated, allocate, block_lists, clusters, copied, desc, ip_info, link_timeout, options,
-        pushed, role, set_role, stated,
+        Stated, allocate, block_lists, clusters, copied, desc, ip_info, link_timeout, pushed, role, stated,
     };
 }

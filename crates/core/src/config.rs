@@ -1,6 +1,6 @@
 //! The configuration of the engine as plain values.
 //!
-//! `validate` reads them from option texts.
+//! `options` reads them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -285,10 +285,13 @@ impl Default for LinkConfig {
 pub struct Config {
     /// Role of the cluster.
     pub role: Role,
-    /// Cluster id of the engine.
+    /// Cluster id of the engine. A native engine draws it when it is opened.
     pub cluster: ClusterId,
     /// The name that peers see: at most 128 bytes of printable text, or empty for none.
     pub name: String,
+    /// Whether this is an engine of the native API, which nobody numbers: its cluster id is its incarnation, so a restarted
+    /// peer is another peer. It keeps all events from the start, because its program polls for them.
+    pub native: bool,
     /// The manager that the engine serves.
     pub mode: Mode,
     /// Device pool, if one is configured.
@@ -324,6 +327,8 @@ pub struct Config {
 impl Config {
     /// Time limit of a call if no option gives one.
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1);
+    /// Time limit of a call of a native engine, unless the configuration says otherwise.
+    pub const NATIVE_TIMEOUT: Duration = Duration::from_secs(10);
     /// Maximum number of asynchronous calls, unless the configuration says otherwise.
     pub const DEFAULT_TRANSFERS: usize = 4096;
     /// How long a thread polls for the next asynchronous call, unless the configuration says otherwise.
@@ -338,6 +343,7 @@ impl Config {
             role,
             cluster,
             name: String::new(),
+            native: false,
             mode: Mode::CacheManager,
             device_pool: None,
             device_share: None,
@@ -354,5 +360,12 @@ impl Config {
             verify: Verify::Off,
             links: LinkConfig::default(),
         }
+    }
+
+    /// Returns the configuration of a [native](Self::native) engine without pools, and with every other value at its default.
+    /// Peers may use its caches.
+    pub fn native() -> Self {
+        let unnumbered = Self::new(Role::Mix, ClusterId(0));
+        Config { native: true, remote_accessible: true, sync_timeout: Self::NATIVE_TIMEOUT, ..unnumbered }
     }
 }

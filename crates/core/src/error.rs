@@ -1,4 +1,4 @@
-//! The error type of the crate: one closed list of kinds, a message, named facts and a cause.
+//! The error type of the crate: one closed list of kinds, a message, the argument that was wrong, named facts and a cause.
 //!
 //! `status` maps the kinds to the status codes that users compare.
 
@@ -95,6 +95,7 @@ pub struct ArrivedRows {
 struct Report {
     kind: ErrorKind,
     message: String,
+    argument: Option<Box<str>>,
     context: Vec<(&'static str, String)>,
     arrived: Vec<ArrivedRows>,
     permanent: bool,
@@ -112,6 +113,7 @@ impl Error {
         Error(Box::new(Report {
             kind,
             message: message.into(),
+            argument: None,
             context: Vec::new(),
             arrived: Vec::new(),
             permanent: false,
@@ -134,13 +136,23 @@ impl Error {
     /// Returns the error for an invalid argument: its name, its value and what it must be.
     #[cold]
     pub fn argument(name: &str, value: impl fmt::Display, required: impl fmt::Display) -> Self {
-        Error::invalid(format!("{name}={value} must be {required}"))
+        Error::invalid(format!("{name}={value} must be {required}")).of_argument(name)
     }
 
     /// Returns the error for an argument outside its `range`, for example "1 to 256".
     #[cold]
     pub(crate) fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
-        Error::invalid(format!("{name}={value} is out of range ({range})"))
+        Error::invalid(format!("{name}={value} is out of range ({range})")).of_argument(name)
+    }
+
+    /// Sets the argument that the error is about, by its name in the text: `src_blocks`, an entry of it, `src_blocks[3]`, or
+    /// its length, `len(src_blocks)`. A name of several words, such as `the remote cache`, is not that of an argument.
+    #[must_use]
+    pub fn of_argument(mut self, name: &str) -> Self {
+        let list = name.strip_prefix("len(").and_then(|list| list.strip_suffix(')')).unwrap_or(name);
+        let argument = list.split_once('[').map_or(list, |(list, _)| list);
+        self.0.argument = (!argument.contains(' ')).then(|| argument.into());
+        self
     }
 
     /// Adds a named fact. A fact that the error already has is not added twice.
@@ -225,8 +237,8 @@ impl Error {
     /// Returns `reported` with the facts and the arrived rows of this error, which it takes the place of.
     #[must_use]
     pub(crate) fn replaced_by(mut self, reported: Error) -> Error {
-        let Report { kind, message, context, .. } = *reported.0;
-        (self.0.kind, self.0.message, self.0.source) = (kind, message, None);
+        let Report { kind, message, argument, context, .. } = *reported.0;
+        (self.0.kind, self.0.message, self.0.argument, self.0.source) = (kind, message, argument, None);
         self.0.context.extend(context);
         self
     }
@@ -240,6 +252,21 @@ impl Error {
     /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
+    }
+
+    /// Returns the text without the facts and the cause.
+    pub fn reason(&self) -> &str {
+        &self.0.message
+    }
+
+    /// Returns the named facts, in the order of the text.
+    pub fn facts(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.0.context.iter().map(|(name, value)| (*name, value.as_str()))
+    }
+
+    /// Returns the name of the argument that the error is about. `None` if it is about several arguments or about none.
+    pub fn argument_name(&self) -> Option<&str> {
+        self.0.argument.as_deref()
     }
 
     /// Returns the value of a named fact, if the error has it.

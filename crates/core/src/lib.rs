@@ -6,7 +6,7 @@
 //!  sessions     session   resources   stats   events
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
 //!  parts        cache   grants   pool   device   memory   net   protocol   token_file
-//!  decisions    validate   plan              pure: no memory access, no I/O, no clock
+//!  decisions    options   validate   plan    pure: no memory access, no I/O, no clock
 //!  vocabulary   config   model   status   error   fallible   sync   threads
 //! ```
 //!
@@ -17,19 +17,19 @@
 //!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices
 //!   [`KernelChoice`], [`SwapInPath`] and [`HugeChoice`].
 //! - **Describe and hold memory:** [`CacheDesc`] ([`DataType`], [`Placement`], [`CacheKind`]), [`CacheKey`],
-//!   [`CacheLayout`] with a [`Geometry`]; a [`KvLayout`] ([`TokenOrder`], [`KvPlanes`]) with a [`KvGeometry`];
+//!   [`CacheLayout`] with a [`Geometry`]; a [`KvLayout`] ([`TokenOrder`], [`KvPlanes`], [`KvLayoutNames`]) with a [`KvGeometry`];
 //!   a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
 //! - **Copy and swap:** [`End`], [`CopyArgs`].
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
 //! - **Pull and push:** [`RemoteName`] with a [`Name`] or a text ([`RemoteCacheName`]), [`Rows`], [`Layers`] of
-//!   [`LayerRange`]s; groups of [`GroupMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
+//!   [`LayerRange`]s; groups of [`GroupMember`]s and [`CopyMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
 //! - **Run or start them:** each of these calls is an [`Operation`]. [`Operation::run`] waits for it, and [`Operation::start`] returns
 //!   a [`Transfer`] with its [`TransferProgress`]. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`CacheTask`] with its
 //!   [`Outcome`]s and the [`LayerProgress`] of each.
 //! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`FabricState`]).
 //!   The log is `tracing` events with targets `llm_datadist::*`.
-//! - **Errors:** [`Error`] with its [`ErrorKind`], facts and [`ArrivedRows`]; [`StatusCode`] for the bindings.
+//! - **Errors:** [`Error`] with its [`ErrorKind`], argument, facts and [`ArrivedRows`]; [`Words`] for the arguments in its text; [`StatusCode`] for the bindings.
 //!
 //! [`bindings`] serves `crates/py` and `crates/capi` alone. The feature `testing` adds the module `testing`,
 //! which opens the private modules to tests and benchmarks.
@@ -154,6 +154,7 @@ mod huge_pages;
 mod memory;
 mod model;
 mod net;
+mod options;
 mod plan;
 mod pool;
 mod protocol;
@@ -175,7 +176,8 @@ pub use config::{
     SwapInPath, Token, TransportChoice,
 };
 pub use engine::{
-    CacheIndex, CallExtras, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, Operation, RemoteName,
+    CacheIndex, CallExtras, CopyMember, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, Operation,
+    RemoteName,
 };
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{
@@ -185,8 +187,8 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, GrantUse, KvGeometry, KvLayout, KvPlanes, MixedSizes, NO_ID, Name, Placement,
-    RemoteCacheName, RowSizes, SubRow, TensorDesc, TokenOrder, Verify, tensor_bytes,
+    GrantToken, GrantUse, KvGeometry, KvLayout, KvLayoutNames, KvPlanes, MixedSizes, NO_ID, Name, Placement,
+    RemoteCacheName, RowSizes, SubRow, TensorDesc, TokenOrder, Verify, Words, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

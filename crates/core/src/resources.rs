@@ -18,6 +18,7 @@ use crate::memory::{self, Generations, MapBudget};
 use crate::model::{Name, Placement, TensorSpan};
 use crate::pool::Arena;
 use crate::stats::Stats;
+use crate::threads::EngineNumber;
 
 /// What one engine owns.
 #[derive(Debug)]
@@ -103,7 +104,7 @@ impl Drop for OutgoingCall {
 impl Resources {
     /// Opens pools, table and workers for `config` on `devices`. If the device pool is given as a share, this
     /// computes its size.
-    pub fn open(mut config: Config, devices: DeviceSet) -> Result<Self> {
+    pub(crate) fn open(engine: EngineNumber, mut config: Config, devices: DeviceSet) -> Result<Self> {
         if let (None, Some(share)) = (config.device_pool, config.device_share) {
             config.device_pool = Some(PoolConfig::about(share.of_bytes(memory::usable_bytes())));
         }
@@ -114,13 +115,16 @@ impl Resources {
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let regions = [&host, &device].map(|arena| arena.as_ref().map(|arena| arena.shared()));
-        let copy_engine = CopyEngine::new(&config, devices)?;
+        let copy_engine = CopyEngine::of_process(engine, &config, devices)?;
         let eager = config.huge_pages == HugeChoice::Eager;
         let merged =
             if eager { commit_pools(regions.clone(), &copy_engine)? } else { <[Merged; 2]>::default() };
         let small_page_hint = (config.huge_pages == HugeChoice::Auto).then(SmallPageHint::default);
         let fabric = EngineFabric::open(&config.links.fabric, config.links.token.is_some(), regions)?;
         let events = Arc::new(EventQueue::new(config.max_transfers));
+        if config.native {
+            events.keep_news();
+        }
         Ok(Resources {
             fabric,
             host,

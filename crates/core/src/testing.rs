@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, GrantClock, TaskLimits};
-use crate::{Cache, CacheTask, Error, LayerTask, Result};
+use crate::{Cache, CacheTask, Error, EventQueue, LayerTask, LinkEnd, Result};
 
 /// Returns the memory of a cache.
 pub fn tensors(cache: &Cache) -> &Arc<crate::memory::Tensors> {
@@ -30,6 +30,21 @@ pub fn begin_layer_task(
     limits: TaskLimits,
 ) -> Result<LayerTask> {
     LayerTask::begin(calls, layers, to, limits)
+}
+
+/// Starts one transfer to all destinations, whose layers the caller reports, as the engine does.
+pub fn begin_joint_layer_task(
+    calls: &AsyncCalls,
+    layers: u32,
+    to: Vec<Delivery>,
+    limits: TaskLimits,
+) -> Result<LayerTask> {
+    LayerTask::begin_joint(calls, layers, to, limits, None)
+}
+
+/// Reports the end of a link, as the registry of links does.
+pub fn end_link(queue: &Arc<EventQueue>, end: LinkEnd) {
+    queue.link_down(end);
 }
 
 /// Reports that a layer of a transfer will not be ready.
@@ -60,6 +75,6 @@ macro_rules! internals {
 }
 
 internals! {
-    cache checksums config copy device error events fabric fallible grants huge_pages memory model net plan pool protocol session stats
-    status token_file transfer validate
+    cache checksums config copy device error events fabric fallible grants huge_pages memory model net options plan pool protocol session
+    stats status token_file transfer validate
 }

@@ -13,32 +13,33 @@ use rustix::process::geteuid;
 
 use crate::config::{LinkConfig, Token};
 use crate::error::{Error, Result};
-use crate::validate;
+use crate::options::link_token;
 
 /// Maximum size of the file in bytes.
 const MAX_BYTES: u64 = 4096;
 
 /// Returns the token of `links`, which is given directly or in a file. `Err(InvalidArgument)` if both are
-/// given, or if the file breaks the rules of [`read`].
-pub fn token(links: &LinkConfig) -> Result<Option<Token>> {
+/// given, or if the file breaks the rules of [`read`]. `option` is the name of the option that gives the file.
+pub fn token(links: &LinkConfig, option: &'static str) -> Result<Option<Token>> {
     match (&links.token, &links.token_file) {
         (Some(_), Some(_)) => {
             Err(Error::invalid("link_token and link_token_file are both given; give one of them"))
         }
         (token, None) => Ok(token.clone()),
-        (None, Some(path)) => read(path).map(Some),
+        (None, Some(path)) => read(path, option).map(Some),
     }
 }
 
 /// Returns the token in the file at `path`. `Err(InvalidArgument)` unless it is a regular file of this user
 /// or of root, which no other user may access, with at most 4096 bytes and a valid token. One line break at
 /// its end is ignored.
-pub fn read(path: &Path) -> Result<Token> {
+pub fn read(path: &Path, option: &'static str) -> Result<Token> {
+    let refused = |path: &Path, why: &str| refused((option, path), why);
     // Opened without blocking, because opening a pipe would wait for its writer.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     let opened = rustix::fs::open(path, flags, Mode::empty());
     let file = File::from(opened.map_err(|errno| refused(path, "cannot be opened").because(errno))?);
-    private(path, &file)?;
+    private((option, path), &file)?;
     let mut bytes = Vec::new();
     let read = file.take(MAX_BYTES + 1).read_to_end(&mut bytes);
     read.map_err(|error| refused(path, "cannot be read").because(error))?;
@@ -47,11 +48,11 @@ pub fn read(path: &Path) -> Result<Token> {
     }
     let text = std::str::from_utf8(&bytes).map_err(|_| refused(path, "is not UTF-8 text"))?;
     let text = text.strip_suffix('\n').map_or(text, |line| line.strip_suffix('\r').unwrap_or(line));
-    validate::link_token(text).map_err(|error| error.with("link_token_file", path.display()))
+    link_token("link_token", text).map_err(|error| error.with(option, path.display()))
 }
 
 /// Refuses a file that other users can read or could have written.
-fn private(path: &Path, file: &File) -> Result<()> {
+fn private(path: (&str, &Path), file: &File) -> Result<()> {
     let found = fstat(file).map_err(|errno| refused(path, "cannot be examined (fstat)").because(errno))?;
     if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
         return Err(refused(path, "is not a regular file"));
@@ -71,6 +72,6 @@ fn private(path: &Path, file: &File) -> Result<()> {
     Ok(())
 }
 
-fn refused(path: &Path, why: &str) -> Error {
-    Error::invalid(format!("link_token_file={:?} {why}", path.display().to_string()))
+fn refused((option, path): (&str, &Path), why: &str) -> Error {
+    Error::invalid(format!("{option}={:?} {why}", path.display().to_string())).of_argument(option)
 }

@@ -200,7 +200,7 @@ fn no_type(data_type: DataType, protocol: &str) -> PyErr {
 }
 
 /// Returns numpy's name of an element type. numpy has none for bfloat16, which appears as a 16-bit unsigned integer.
-fn typestr(data_type: DataType) -> PyResult<&'static str> {
+pub(crate) fn typestr(data_type: DataType) -> PyResult<&'static str> {
     Ok(match data_type {
         DataType::Float => "<f4",
         DataType::Float16 => "<f2",
@@ -219,7 +219,7 @@ fn typestr(data_type: DataType) -> PyResult<&'static str> {
 }
 
 /// Returns the type code and the bits of an element type in `DLPack`.
-fn dlpack_type(data_type: DataType) -> PyResult<raw::Element> {
+pub(crate) fn dlpack_type(data_type: DataType) -> PyResult<raw::Element> {
     const INT: u8 = 0;
     const UINT: u8 = 1;
     const FLOAT: u8 = 2;

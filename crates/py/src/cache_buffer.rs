@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use llm_datadist_core::{Cache, Result};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyMemoryView, PyType};
 
 use crate::cache::{TensorView, cpu_only};
@@ -24,9 +25,18 @@ impl ExportsCache for FlatView {
     }
 }
 
-/// Creates the public class. It is called once, because a module is only made once in a process.
-pub(crate) fn class(py: Python<'_>) -> PyResult<Bound<'_, PyType>> {
-    raw::exporting_class::<FlatView>(py, c"llm_datadist._core.CacheBuffer")
+/// The public class. A process makes its module only once.
+static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+
+/// Returns the public class.
+pub(crate) fn class(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
+    let make = || raw::exporting_class::<FlatView>(py, c"llm_datadist._core.CacheBuffer").map(Bound::unbind);
+    CLASS.get_or_try_init(py, make).map(|class| class.bind(py))
+}
+
+/// Returns the buffer of the cache to which `view` belongs.
+pub(crate) fn of(py: Python<'_>, view: TensorView) -> PyResult<Bound<'_, PyAny>> {
+    class(py)?.call1((view,))
 }
 
 impl FlatView {

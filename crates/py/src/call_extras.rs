@@ -53,7 +53,7 @@ impl<'py> GrantArg<'_, 'py> {
 /// Reads what a call without a grant of its own does beside moving bytes.
 pub(crate) fn without_grant((notify, verify, layout): GivenExtras<'_, '_>) -> PyResult<CallExtras> {
     let (notify, verify) = (notify.bytes("notify")?, verify.optional()?);
-    Ok(CallExtras { notify, grant: None, verify, raw_layout: layout.raw()? })
+    Ok(CallExtras { notify, verify, raw_layout: layout.raw()?, ..CallExtras::default() })
 }
 
 /// Reads what a pull of blocks does beside moving bytes.

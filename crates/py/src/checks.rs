@@ -6,7 +6,7 @@ use llm_datadist_core::Result;
 use llm_datadist_core::bindings::validate;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
+use pyo3::types::{PyBool, PyDict, PyInt, PyType};
 
 use crate::convert::{self, Any, inner_only_support, int, only_support};
 use crate::error::raise;
@@ -174,7 +174,8 @@ pub(crate) fn check_positive_or_set_default(
     Ok(value)
 }
 
-fn checked<T>(py: Python<'_>, result: Result<T>) -> PyResult<T> {
+/// Returns the value, or raises the error.
+pub(crate) fn checked<T>(py: Python<'_>, result: Result<T>) -> PyResult<T> {
     result.map_err(|error| raise(py, &error))
 }
 
@@ -196,23 +197,6 @@ pub(crate) fn tensor_bytes(shape: &Any<'_>, data_type: &Any<'_>) -> PyResult<u64
     checked(shape.py(), bytes)
 }
 
-/// Checks the property `name` of an `LlmConfig`: a whole number, or a text with a rule of its own.
-#[pyfunction]
-pub(crate) fn check_option(name: &str, arg_value: &Any<'_>) -> PyResult<()> {
-    let py = arg_value.py();
-    let value = match (name, arg_value.cast::<PyString>()) {
-        // The original has these as int32. A list of devices may hold anything.
-        ("device_id" | "sync_kv_timeout", _) => int::<i32>(name, arg_value)?.into(),
-        // Their errors do not show the value.
-        ("link_token" | "link_token_file", Ok(text)) => {
-            return checked(py, validate::text(name, &convert::text(name, text)?));
-        }
-        (_, Ok(text)) => return checked(py, validate::text(name, &text.to_string_lossy())),
-        (_, Err(_)) => convert::any_int(name, arg_value)?,
-    };
-    checked(py, validate::number(name, value))
-}
-
 /// Exactly one of `req_id` and `prefix_id` of a `CacheKey`.
 #[pyfunction]
 pub(crate) fn check_cache_key(cache_key: KeyArg<'_, '_>) -> PyResult<()> {
@@ -224,10 +208,4 @@ pub(crate) fn check_cache_key(cache_key: KeyArg<'_, '_>) -> PyResult<()> {
 #[pyo3(signature = (name, layer_range, allow_none=true))]
 pub(crate) fn check_layer_range(name: &str, layer_range: &Any<'_>, allow_none: bool) -> PyResult<()> {
     pull_push_arguments::check_layer_range(name, layer_range, allow_none)
-}
-
-/// A share: 0.0 to 1.0.
-#[pyfunction]
-pub(crate) fn check_mem_utilization(py: Python<'_>, arg_value: f64) -> PyResult<()> {
-    checked(py, validate::mem_utilization(arg_value))
 }

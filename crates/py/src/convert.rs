@@ -8,11 +8,13 @@ use std::fmt::Display;
 use std::ops::Range;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{CacheDesc, DataType, Placement, TensorDesc};
+use llm_datadist_core::{CacheDesc, DataType, Error, Placement, TensorDesc};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyRange, PyRangeMethods, PyString, PyTuple, PyType};
+use pyo3::types::{
+    PyBool, PyBytes, PyDict, PyInt, PyList, PyRange, PyRangeMethods, PyString, PyTuple, PyType,
+};
 
 use crate::error::{invalid, raise};
 use crate::python_types::PythonTypes;
@@ -134,6 +136,15 @@ const LISTS: &str = "the lists of a call";
 
 /// Returns an empty list with room for `count` items.
 pub(crate) fn room<T>(py: Python<'_>, count: usize) -> PyResult<Vec<T>> {
+    room_as(py, count, raise)
+}
+
+/// Returns the same, with the exception of another API.
+pub(crate) fn room_as<T>(
+    py: Python<'_>,
+    count: usize,
+    raise: fn(Python<'_>, &Error) -> PyErr,
+) -> PyResult<Vec<T>> {
     fallible::with_capacity(LISTS, count).map_err(|error| raise(py, &error))
 }
 
@@ -145,6 +156,17 @@ pub(crate) fn push<T>(py: Python<'_>, list: &mut Vec<T>, item: T) -> PyResult<()
 /// Returns `error`, or the engine's out-of-memory error if `error` is a `MemoryError`.
 #[cold]
 pub(crate) fn short(py: Python<'_>, error: PyErr, bytes: usize) -> PyErr {
+    short_as(py, error, bytes, raise)
+}
+
+/// Returns the same, with the exception of another API.
+#[cold]
+pub(crate) fn short_as(
+    py: Python<'_>,
+    error: PyErr,
+    bytes: usize,
+    raise: fn(Python<'_>, &Error) -> PyErr,
+) -> PyErr {
     if error.is_instance_of::<PyMemoryError>(py) {
         raise(py, &fallible::out_of_memory(LISTS, bytes))
     } else {
@@ -269,6 +291,14 @@ pub(crate) fn gathered<T>(
         push(py, &mut list, item?)?;
     }
     Ok(list)
+}
+
+/// Returns a copy of `bytes` as Python has it. There may be no memory for it.
+pub(crate) fn bytes<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, bytes.len(), |copy| {
+        copy.copy_from_slice(bytes);
+        Ok(())
+    })
 }
 
 /// `value` must be a `str`.

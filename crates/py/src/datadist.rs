@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::bindings::validate;
+use llm_datadist_core::bindings::options::config_from_texts;
 use llm_datadist_core::{ClusterId, DataDist as CoreDataDist, End, Placement};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
@@ -14,7 +14,7 @@ use crate::blocks::BlocksArg;
 use crate::cache::TensorView;
 use crate::convert;
 use crate::engine::Engine;
-use crate::error::raise;
+use crate::error::{raise, raise_of};
 use crate::events::PeerHandle;
 use crate::keys::KeyArg;
 use crate::layer_task::LayerTaskHandle;
@@ -24,14 +24,14 @@ use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::task::TransferTask;
-use crate::transfer::Handles;
+use crate::transfer::TransferHandles;
 use crate::{log, stats};
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct DataDist {
     engine: Engine,
-    transfers: Arc<Handles>,
+    transfers: Arc<TransferHandles>,
 }
 
 #[pymethods]
@@ -46,8 +46,9 @@ impl DataDist {
         let cluster = ClusterId(cluster_id.int("cluster_id")?);
         let role = role.role()?;
         let config =
-            validate::config(role, cluster, &convert::texts(options)?).map_err(|error| raise(py, &error))?;
-        let engine = Engine::open(py, config);
+            config_from_texts(role, cluster, &convert::texts(options)?).map_err(|error| raise(py, &error))?;
+        let raises = raise_of(config.mode);
+        let engine = Engine::open(py, config, raises);
         log::drain(py)?;
         Ok(DataDist { engine: engine?, transfers: Arc::default() })
     }
@@ -243,7 +244,7 @@ impl DataDist {
     }
 
     /// Returns the handles of its asynchronous calls.
-    pub(crate) fn transfers(&self) -> &Arc<Handles> {
+    pub(crate) fn transfers(&self) -> &Arc<TransferHandles> {
         &self.transfers
     }
 }

@@ -4,14 +4,15 @@
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
 use llm_datadist_core::bindings::{remember_process, this_process};
 use llm_datadist_core::{ClusterId, Config, DataDist, Deadline, Error, ErrorKind, Mode, Result};
 use pyo3::prelude::*;
 
-use crate::error::{self, Codes};
+use crate::error::{self, Codes, Raise};
 
 /// A shared object of an engine that only the process which created it releases.
 ///
@@ -72,28 +73,33 @@ static OPENED: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct Engine {
     process: u32,
     codes: Codes,
+    raise: Raise,
     cluster: ClusterId,
     one_sided: bool,
     mode: Mode,
     number: u64,
+    /// Whether calls are refused, because the engine closes.
+    closing: AtomicBool,
     open: RwLock<Option<ProcessOwned<DataDist>>>,
 }
 
 impl Engine {
-    /// Opens an engine.
-    pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Self> {
+    /// Opens an engine whose calls fail with the exceptions of `raise`.
+    pub(crate) fn open(py: Python<'_>, config: Config, raise: Raise) -> PyResult<Self> {
         let (cluster, one_sided, mode) = (config.cluster, config.remote_accessible, config.mode);
         let codes = error::codes_of(mode);
         remember_process();
         crate::log::install();
-        let engine = detached(py, codes, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
+        let engine = detached(py, raise, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
         Ok(Engine {
             process: this_process(),
             codes,
+            raise,
             cluster,
             one_sided,
             mode,
             number: OPENED.fetch_add(1, Ordering::Relaxed),
+            closing: AtomicBool::new(false),
             open: RwLock::new(Some(ProcessOwned::new(Arc::new(engine)))),
         })
     }
@@ -104,7 +110,7 @@ impl Engine {
         py: Python<'_>,
         call: impl FnOnce(&DataDist) -> Result<T> + Send,
     ) -> PyResult<T> {
-        detached(py, self.codes, || call(&*self.engine()?))
+        detached(py, self.raise, || call(&*self.engine()?))
     }
 
     /// Runs `call`, which neither waits nor moves bytes, on the engine without detaching from the interpreter.
@@ -113,8 +119,8 @@ impl Engine {
         py: Python<'_>,
         call: impl FnOnce(&DataDist) -> Result<T>,
     ) -> PyResult<T> {
-        let engine = self.engine().map_err(|error| error::raise_as(py, &error, self.codes))?;
-        let result = survived(|| call(&engine)).map_err(|error| error::raise_as(py, &error, self.codes));
+        let engine = self.engine().map_err(|error| (self.raise)(py, &error))?;
+        let result = survived(|| call(&engine)).map_err(|error| (self.raise)(py, &error));
         // If another thread has closed the engine meanwhile, this is its end, which may wait for threads.
         if let Some(last) = Arc::into_inner(engine) {
             py.detach(|| drop(last));
@@ -162,15 +168,52 @@ impl Engine {
         }
     }
 
+    /// Refuses new calls from now on, waits until no asynchronous call runs, at most `limit`, and closes the engine. If a signal
+    /// handler raises meanwhile, the engine stays as it is, and refuses calls.
+    pub(crate) fn close_within(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
+        let open = if limit.is_zero() { None } else { self.held().ok() };
+        self.closing.store(true, Ordering::Release);
+        if let Some(engine) = open {
+            // This reference ends before `close`, so that the engine ends there.
+            detached(py, self.raise, move || engine.drain(limit))?;
+        }
+        self.close(py);
+        Ok(())
+    }
+
+    /// Whether calls are refused: the engine was closed, or closes, or belongs to the parent of this process.
+    pub(crate) fn closed(&self) -> bool {
+        self.is_inherited() || self.closing.load(Ordering::Acquire) || !self.is_open()
+    }
+
+    /// Whether it was opened in this process and not closed yet.
+    pub(crate) fn is_open(&self) -> bool {
+        self.held().is_ok()
+    }
+
+    /// Whether this process is a forked child of the one that opened the engine.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.process != this_process()
+    }
+
     fn engine(&self) -> Result<Arc<DataDist>> {
-        if self.process != this_process() {
+        if self.closing.load(Ordering::Acquire) && !self.is_inherited() { Err(closed()) } else { self.held() }
+    }
+
+    fn held(&self) -> Result<Arc<DataDist>> {
+        if self.is_inherited() {
             return Err(forked());
         }
         match self.open.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
             Some(engine) => engine.get().map(Arc::clone),
-            None => Err(Error::new(ErrorKind::Closed, "the engine was finalized")),
+            None => Err(closed()),
         }
     }
+}
+
+#[cold]
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the engine was finalized")
 }
 
 #[cold]
@@ -180,13 +223,14 @@ pub(crate) fn forked() -> Error {
 }
 
 /// Runs `call`, which waits until `deadline` at most, detached from the interpreter. A signal handler that raises ends it
-/// early.
+/// early. Errors become the exceptions of `raise`.
 pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
+    raise: Raise,
     deadline: Deadline,
     call: impl FnOnce(Deadline) -> Result<T> + Send,
 ) -> PyResult<T> {
-    detached(py, error::codes_of(Mode::CacheManager), || call(deadline.watched(Some(interrupted))))
+    detached(py, raise, || call(deadline.watched(Some(interrupted))))
 }
 
 /// Runs `call`, which does not use the engine, detached from the interpreter.
@@ -201,8 +245,8 @@ pub(crate) fn abandon_sockets() {
 }
 
 /// Runs `call`, which neither blocks nor moves bytes, without detaching from the interpreter.
-pub(crate) fn attached<T>(py: Python<'_>, call: impl FnOnce() -> Result<T>) -> PyResult<T> {
-    survived(call).map_err(|error| error::raise(py, &error))
+pub(crate) fn attached<T>(py: Python<'_>, raise: Raise, call: impl FnOnce() -> Result<T>) -> PyResult<T> {
+    survived(call).map_err(|error| raise(py, &error))
 }
 
 thread_local! {
@@ -223,11 +267,11 @@ fn interrupted() -> bool {
     asked.unwrap_or(false)
 }
 
-fn detached<T: Send>(py: Python<'_>, codes: Codes, call: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+fn detached<T: Send>(py: Python<'_>, raise: Raise, call: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     let result = py.detach(|| survived(call));
     match RAISED.take() {
         Some(raised) => Err(raised),
-        None => result.map_err(|error| error::raise_as(py, &error, codes)),
+        None => result.map_err(|error| raise(py, &error)),
     }
 }
 

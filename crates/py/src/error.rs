@@ -1,4 +1,4 @@
-//! The only mapping of core errors to `LLMException(message, status_code=…)`.
+//! The only mapping of core errors to `LLMException(message, status_code=…)`. `native::errors` has the exceptions of the native API.
 //!
 //! `convert` raises `TypeError` and `ValueError`; `core::status` chooses the codes.
 
@@ -13,11 +13,22 @@ use crate::python_types::PythonTypes;
 /// Gives the status code of an error kind, which depends on the mode of the engine.
 pub(crate) type Codes = fn(ErrorKind) -> StatusCode;
 
+/// Creates the Python exception for an error, as one API has it.
+pub(crate) type Raise = fn(Python<'_>, &Error) -> PyErr;
+
 /// Returns the codes of an engine in `mode`.
 pub(crate) fn codes_of(mode: Mode) -> Codes {
     match mode {
         Mode::CacheManager => StatusCode::from,
         Mode::KvCacheManager => StatusCode::of_kv_cache_manager,
+    }
+}
+
+/// Returns how calls of an engine in `mode` fail.
+pub(crate) fn raise_of(mode: Mode) -> Raise {
+    match mode {
+        Mode::CacheManager => raise,
+        Mode::KvCacheManager => |py, error| raise_as(py, error, codes_of(Mode::KvCacheManager)),
     }
 }
 
@@ -29,7 +40,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
 
 /// Creates the Python exception for `error`. An argument error is logged first (contract §0.3).
 #[cold]
-pub(crate) fn raise_as(py: Python<'_>, error: &Error, codes: Codes) -> PyErr {
+fn raise_as(py: Python<'_>, error: &Error, codes: Codes) -> PyErr {
     logged(py, error, codes).unwrap_or_else(|failure| failure)
 }
 
@@ -83,7 +94,7 @@ pub(crate) fn exception(py: Python<'_>, error: &Error, codes: Codes) -> PyResult
 }
 
 /// Returns the tensors of the destination, each with its complete rows as half-open ranges.
-fn arrived(error: &Error) -> Vec<(u32, Vec<(u64, u64)>)> {
+pub(crate) fn arrived(error: &Error) -> Vec<(u32, Vec<(u64, u64)>)> {
     let rows = |rows: &[std::ops::Range<u64>]| rows.iter().map(|rows| (rows.start, rows.end)).collect();
     error.arrived().iter().map(|arrived| (arrived.tensor, rows(&arrived.rows))).collect()
 }

@@ -4,6 +4,8 @@ use llm_datadist_core::{LinkEnd, Notification, PeerInfo};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::convert;
+
 /// The other end of a link.
 #[pyclass(frozen, eq, name = "Peer", module = "llm_datadist.events")]
 #[derive(PartialEq, Eq)]
@@ -52,16 +54,9 @@ pub(crate) fn shown(peer: &PeerInfo) -> String {
     format!("Peer({ids}, address='{address}', transport='{transport}'{metadata})")
 }
 
-fn copied<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-    PyBytes::new_with(py, bytes.len(), |copy| {
-        copy.copy_from_slice(bytes);
-        Ok(())
-    })
-}
-
 /// Returns the event of a message.
 pub(crate) fn notification(py: Python<'_>, message: &Notification) -> PyResult<Py<PyAny>> {
-    let payload = copied(py, &message.payload)?;
+    let payload = convert::bytes(py, &message.payload)?;
     let event = NotificationEvent { cluster_id: message.peer.cluster.0, payload: payload.unbind() };
     Ok(Py::new(py, event)?.into_any())
 }
@@ -102,7 +97,7 @@ impl PeerHandle {
 
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        copied(py, &self.0.metadata)
+        convert::bytes(py, &self.0.metadata)
     }
 
     fn __hash__(&self) -> u64 {

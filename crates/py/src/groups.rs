@@ -1,6 +1,6 @@
 //! The parts of a group of pulls or pushes: a `GroupPart`, or `(key, cache, source blocks, destination blocks)`, each.
 
-use llm_datadist_core::{GrantUse, GroupMember};
+use llm_datadist_core::{GrantUse, GroupMember, Layers};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
@@ -59,7 +59,7 @@ impl PartsArg<'_, '_> {
             let token = part.grant.as_ref().filter(|given| !given.is_none());
             let token = token.map(|given| call_extras::token("grant", given)).transpose()?;
             let grant = token.map(|token| GrantUse { token, done });
-            Ok(GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, grant })
+            Ok(GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, layers: Layers::ALL, grant })
         })
     }
 
@@ -73,7 +73,13 @@ impl PartsArg<'_, '_> {
             part.without_grant()?;
             let ((ends, blocks), selected) = (part.arguments()?, Selection::of(part.selected()?)?);
             let push = pull_push_arguments::push_blocks(engine, ends, blocks, layers, selected)?;
-            Ok(GroupMember { remote: push.to, local: push.from, rows: push.rows, grant: None })
+            Ok(GroupMember {
+                remote: push.to,
+                local: push.from,
+                rows: push.rows,
+                layers: Layers::ALL,
+                grant: None,
+            })
         })
     }
 

@@ -3,7 +3,7 @@
 //! The core has the rules for its values; here, each has the right type and fits its width.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{KvLayout, KvPlanes, TokenOrder};
+use llm_datadist_core::{KvLayout, KvLayoutNames, KvPlanes, TokenOrder};
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -14,7 +14,7 @@ use crate::python_types::PythonTypes;
 /// Checks a `KvLayout` whose attributes are set, without the sizes of a cache.
 #[pyfunction]
 pub(crate) fn check_kv_layout(layout: &Any<'_>) -> PyResult<()> {
-    validate::kv_layout(&read(layout)?).map_err(|error| raise(layout.py(), &error))
+    validate::kv_layout(&read(layout)?, KvLayoutNames::ORIGINAL).map_err(|error| raise(layout.py(), &error))
 }
 
 /// Reads the layout of a `CacheDesc`, or `None`.

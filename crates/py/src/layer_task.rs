@@ -9,7 +9,7 @@ use pyo3::types::PyTuple;
 use crate::arguments::{IntArg, TextArg};
 use crate::engine::{self, ProcessOwned};
 use crate::error::{Codes, invalid, raise};
-use crate::transfer::Handles;
+use crate::transfer::TransferHandles;
 
 /// The handle of such a transfer. Dropping it ends the destinations that still wait for a layer.
 #[pyclass(frozen, name = "LayerTask", module = "llm_datadist.layer_tasks")]
@@ -26,7 +26,7 @@ impl LayerTaskHandle {
     pub(crate) fn new(
         py: Python<'_>,
         task: LayerTask,
-        handles: &Arc<Handles>,
+        handles: &Arc<TransferHandles>,
         codes: Codes,
     ) -> PyResult<Self> {
         let made = task.transfers().iter().map(|transfer| handles.of(py, transfer, codes));
@@ -48,7 +48,7 @@ impl LayerTaskHandle {
     fn ready(&self, layer: IntArg<'_, '_>) -> PyResult<()> {
         let (py, task) = (layer.py(), self.task(layer.py())?);
         let layer = layer_of(layer, task)?;
-        engine::attached(py, || task.ready(layer))
+        engine::attached(py, raise, || task.ready(layer))
     }
 
     fn fail(&self, layer: IntArg<'_, '_>, reason: TextArg<'_, '_>) -> PyResult<()> {

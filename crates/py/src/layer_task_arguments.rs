@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{End, LayerReceiver, LayerwiseArgs};
+use llm_datadist_core::{End, LayerReceiver, LayerwiseArgs, Words};
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -53,7 +53,7 @@ pub(crate) fn begin(
     let layer_timeout = layer_timeout(layer_timeout_ms)?;
     let tensors_per_layer = tensor_num_per_layer.int("tensor_num_per_layer")?;
     let items = destinations.items()?;
-    validate::tensors_per_layer(tensors_per_layer).map_err(|error| raise(py, &error))?;
+    validate::tensors_per_layer(Words::ORIGINAL, tensors_per_layer).map_err(|error| raise(py, &error))?;
     let source = LayerSource::new(cache, &desc, tensors_per_layer)?;
     let mut to = convert::room(py, items.len())?;
     for (index, item) in items.iter().enumerate() {

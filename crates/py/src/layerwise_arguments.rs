@@ -7,7 +7,7 @@ use std::time::Duration;
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
     CacheDesc, CacheKind, CacheLayout, ClusterId, Destination, End, Error, LayerRange, Layers, LayerwiseArgs,
-    MixedSizes, Target,
+    MixedSizes, Target, Words,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -139,7 +139,8 @@ impl SynchronizerArg<'_, '_> {
         convert::required("layer_synchronizer", &self.0, class, "LayerSynchronizer")?;
         let name = "tensor_num_per_layer";
         args.tensors_per_layer = int(name, &self.0.getattr(intern!(py, "tensor_num_per_layer"))?)?;
-        validate::tensors_per_layer(args.tensors_per_layer).map_err(|error| raise(py, &error))?;
+        validate::tensors_per_layer(Words::ORIGINAL, args.tensors_per_layer)
+            .map_err(|error| raise(py, &error))?;
         let name = "timeout_in_millis";
         match convert::optional_int::<u32>(name, &self.0.getattr(intern!(py, "timeout_in_millis"))?)? {
             Some(0) => Err(invalid(py, name, 0, "None, or above 0, in milliseconds")),
@@ -206,7 +207,7 @@ fn keyed_target(config: &Any<'_>, src: LayerRange) -> PyResult<(ClusterId, Targe
     }
     let dst = pull_push_arguments::push_range("dst_layer_range", &range)?;
     let both = Layers { src: Some(src), dst: Some(dst), tensors_per_layer: 1 };
-    validate::push_spans(both).map_err(|error| raise(py, &error))?;
+    validate::push_spans(Words::ORIGINAL, both).map_err(|error| raise(py, &error))?;
     let key = config.getattr(intern!(py, "_cache_key"))?;
     let key: KeyArg<'_, '_> = key.extract()?;
     let to = key.of("cache_key", &[KeyClass::Blocks, KeyClass::Row])?.name()?;

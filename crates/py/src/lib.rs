@@ -20,6 +20,7 @@ mod error;
 mod events;
 mod grants;
 mod groups;
+mod handles;
 mod index_arrays;
 mod keys;
 mod kv_caches;
@@ -30,8 +31,10 @@ mod layerwise_arguments;
 mod links;
 mod local_cache;
 mod log;
+mod native;
 mod notify;
 mod operations;
+mod options;
 mod owners;
 mod pull_push_arguments;
 mod python_types;
@@ -87,6 +90,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     validators(module)?;
     functions!(module, engine::abandon_sockets python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
+    native::add_classes(module)?;
     module.add("CacheBuffer", cache_buffer::class(module.py())?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("STATUS_CODES", status_codes(module.py())?)?;
@@ -100,9 +104,9 @@ fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
         checks::check_cache_key checks::check_dict checks::check_dimensions checks::check_inner
         checks::check_int32 checks::check_int64 checks::check_isinstance checks::check_layer_range
         checks::check_list_int32 checks::check_list_int64 checks::check_list_uint64
-        checks::check_mem_utilization checks::check_option checks::check_positive_or_set_default
+        checks::check_positive_or_set_default
         checks::check_uint8 checks::check_uint16 checks::check_uint32 checks::check_uint64 checks::tensor_bytes
-        kv_layout::check_kv_layout
+        kv_layout::check_kv_layout options::check_mem_utilization options::check_option options::option_rows
     );
     Ok(())
 }

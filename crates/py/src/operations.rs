@@ -24,7 +24,7 @@ impl Engine {
         operation: impl FnOnce(&DataDist) -> Operation<'_> + Send,
     ) -> PyResult<()> {
         let Some(group) = self.enter(py, |engine| operation(engine).run_or_begin())? else { return Ok(()) };
-        engine::waiting(py, Deadline::after(Duration::MAX), |deadline| group.join(deadline))
+        engine::waiting(py, raise, Deadline::after(Duration::MAX), |deadline| group.join(deadline))
     }
 
     /// Starts a call on `blocks` blocks. It detaches from the interpreter only if they are many.

@@ -1,6 +1,6 @@
 //! Pulls from several owners, and pushes to several: a list of keys, and as many lists of blocks.
 
-use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantUse, GroupMember};
+use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantUse, GroupMember, Layers};
 use pyo3::prelude::*;
 
 use crate::blocks::BlocksArg;
@@ -48,8 +48,13 @@ pub(crate) fn pull(
             let key = KeyArg::extract(key.as_borrowed())?;
             let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, options)?;
             no_layers(py, pull.layers.src.or(pull.layers.dst).is_some())?;
-            let part =
-                GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, grant: grants.at(index)? };
+            let part = GroupMember {
+                remote: pull.from,
+                local: pull.to,
+                rows: pull.rows,
+                layers: Layers::ALL,
+                grant: grants.at(index)?,
+            };
             Ok((part, pull.extras))
         };
         let (part, extras) = one().map_err(|error| of_item(py, KEYS, index, error))?;
@@ -79,7 +84,13 @@ pub(crate) fn push(
             let push =
                 pull_push_arguments::push_blocks(engine, (key, cache), blocks, layers, selected.clone())?;
             no_layers(py, push.layers.src.or(push.layers.dst).is_some())?;
-            Ok(GroupMember { remote: push.to, local: push.from, rows: push.rows, grant: None })
+            Ok(GroupMember {
+                remote: push.to,
+                local: push.from,
+                rows: push.rows,
+                layers: Layers::ALL,
+                grant: None,
+            })
         };
         parts.push(one().map_err(|error: PyErr| of_item(py, KEYS, index, error))?);
     }

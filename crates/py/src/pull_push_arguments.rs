@@ -3,7 +3,9 @@
 //! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, RemoteName, Rows};
+use llm_datadist_core::{
+    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, RemoteName, Rows, Words,
+};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyRangeMethods, PyString};
@@ -197,14 +199,14 @@ fn push_layers((src, dst, given): GivenLayers<'_, '_>) -> PyResult<Layers> {
     let tensors_per_layer = per_layer(given)?;
     let (src, dst) = (src.pushed("src_layer_range")?, dst.pushed("dst_layer_range")?);
     let layers = Layers { src, dst, tensors_per_layer };
-    validate::push_spans(layers).map_err(|error| raise(given.py(), &error))?;
+    validate::push_spans(Words::ORIGINAL, layers).map_err(|error| raise(given.py(), &error))?;
     Ok(layers)
 }
 
 /// Reads how many tensors a layer has.
 pub(crate) fn per_layer(given: IntArg<'_, '_>) -> PyResult<u32> {
     let count = given.int("tensor_num_per_layer")?;
-    validate::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
+    validate::tensors_per_layer(Words::ORIGINAL, count).map_err(|error| raise(given.py(), &error))?;
     Ok(count)
 }
 

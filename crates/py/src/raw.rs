@@ -6,6 +6,7 @@ mod items;
 
 pub(crate) use self::dlpack::{
     CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device, strides_with_gaps,
+    tensor_place,
 };
 pub(crate) use self::exporter::{ExportsCache, exporting_class};
 pub(crate) use self::items::{dict_lists, dict_words, list_words, tuple_words};
@@ -32,7 +33,7 @@ pub(crate) fn main_interpreter_only() -> PyResult<()> {
 /// Adopts `addrs` as the tensors of `desc`. By calling a register function of the public API, the caller promised that they
 /// stay valid, readable and writable while the cache is registered or its handle lives.
 pub(crate) fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
-    // SAFETY: the promise cannot be checked here. It is the documented contract of `register_cache`,
+    // SAFETY: the promise cannot be checked here. It is the documented contract of `Engine.register`, `register_cache`,
     // `register_blocks_cache` and `Cache.create_cpu_cache`, the only ways here; numbers alone are checked by `new`.
     unsafe { Adopted::new(desc, kind, addrs) }
 }

@@ -49,7 +49,7 @@ impl TransferTask {
     /// Reports a layer. It neither detaches from the interpreter nor waits.
     fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&CacheTask) -> T) -> PyResult<T> {
         let task = self.task(py)?;
-        engine::attached(py, || Ok(call(task)))
+        engine::attached(py, raise, || Ok(call(task)))
     }
 }
 
@@ -89,7 +89,9 @@ impl TransferTask {
         let (py, task) = (timeout_in_millis.py(), self.task(timeout_in_millis.py())?);
         let limit = timeout_in_millis.optional::<u32>("timeout_in_millis")?;
         let limit = limit.map_or(Duration::MAX, |millis| Duration::from_millis(millis.into()));
-        engine::waiting(py, Deadline::after(limit).named("timeout_in_millis"), |deadline| task.wait(deadline))
+        engine::waiting(py, raise, Deadline::after(limit).named("timeout_in_millis"), |deadline| {
+            task.wait(deadline)
+        })
     }
 
     fn results(&self, py: Python<'_>) -> PyResult<Vec<Option<&'static Py<PyAny>>>> {

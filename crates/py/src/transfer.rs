@@ -1,8 +1,7 @@
 //! An asynchronous call and its event, as Python holds them.
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::this_process;
@@ -13,6 +12,8 @@ use pyo3::prelude::*;
 use crate::arguments::IntArg;
 use crate::error::{Codes, exception, raise};
 use crate::events::PeerHandle;
+use crate::handles::Handles;
+use crate::native::NativeTransfer;
 use crate::python_types::PythonTypes;
 use crate::{engine, events};
 
@@ -22,22 +23,17 @@ pub(crate) struct TransferHandle {
     process: u32,
     transfer: Arc<Transfer>,
     codes: Codes,
-    handles: Weak<Handles>,
+    handles: Weak<TransferHandles>,
 }
 
 /// The handles of the calls of one engine whose outcome was not taken, by number: an event has the same handle that the
-/// call returned. A hash map would take up to twice the memory, and move all entries at times while a call starts.
-#[derive(Default)]
-pub(crate) struct Handles(Mutex<BTreeMap<u64, Py<TransferHandle>>>);
+/// call returned.
+pub(crate) type TransferHandles = Handles<u64, Py<TransferHandle>>;
 
 /// Makes the event that a grant has ended.
 type GrantEnded<'a> = &'a dyn Fn(&Arc<Grant>, GrantEnd) -> PyResult<Py<PyAny>>;
 
-impl Handles {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Py<TransferHandle>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
+impl TransferHandles {
     /// Returns the handle of a call: the one that exists, or a new one.
     pub(crate) fn of(
         self: &Arc<Self>,
@@ -45,13 +41,13 @@ impl Handles {
         transfer: &Arc<Transfer>,
         codes: Codes,
     ) -> PyResult<Py<TransferHandle>> {
-        if let Some(handle) = self.lock().get(&transfer.number()) {
-            return Ok(handle.clone_ref(py));
+        if let Some(handle) = self.get(&transfer.number(), |handle| handle.clone_ref(py)) {
+            return Ok(handle);
         }
         let (process, handles) = (this_process(), Arc::downgrade(self));
         let new = TransferHandle { process, transfer: transfer.clone(), codes, handles };
         let handle = Py::new(py, new)?;
-        self.lock().insert(transfer.number(), handle.clone_ref(py));
+        self.insert(transfer.number(), handle.clone_ref(py));
         Ok(handle)
     }
 
@@ -65,19 +61,6 @@ impl Handles {
         self.of(py, transfer, codes).inspect_err(|_| {
             transfer.cancel();
         })
-    }
-
-    /// Forgets the handle of a call whose outcome was taken.
-    fn remove(&self, number: u64) {
-        // Dropped without the lock, because it may be the last reference.
-        let handle = self.lock().remove(&number);
-        drop(handle);
-    }
-
-    /// Forgets all handles.
-    pub(crate) fn clear(&self) {
-        let handles = std::mem::take(&mut *self.lock());
-        drop(handles);
     }
 
     /// Returns events as Python sees them. After a failure, the handles are all still there.
@@ -94,7 +77,7 @@ impl Handles {
             .collect::<PyResult<Vec<_>>>()?;
         for event in events {
             if let Event::Completed(transfer) = event {
-                self.remove(transfer.number());
+                drop(self.remove(&transfer.number()));
             }
         }
         Ok(made)
@@ -153,11 +136,14 @@ impl TransferHandle {
             let limit = timeout_ms.optional::<u32>("timeout_ms")?;
             let limit = limit.map_or(Duration::MAX, |millis| Duration::from_millis(millis.into()));
             let deadline = Deadline::after(limit).named("timeout_ms");
-            engine::waiting(py, deadline, |deadline| transfer.wait(deadline))?;
+            engine::waiting(py, raise, deadline, |deadline| transfer.wait(deadline))?;
         }
         match transfer.outcome() {
             Some(outcome) => {
-                self.handles.upgrade().into_iter().for_each(|handles| handles.remove(transfer.number()));
+                self.handles
+                    .upgrade()
+                    .into_iter()
+                    .for_each(|handles| drop(handles.remove(&transfer.number())));
                 outcome.err().map(|error| exception(py, &error, self.codes)).transpose()
             }
             None => Err(PyTimeoutError::new_err("the transfer still runs")),
@@ -261,9 +247,15 @@ impl LoopQueue {
         self.queue.descriptor().as_raw_fd()
     }
 
-    /// Has the queue informed of the end of a transfer. Returns `False` if it has ended already.
-    fn add(&self, py: Python<'_>, transfer: &Bound<'_, TransferHandle>) -> PyResult<bool> {
-        transfer.get().transfer(py)?.wake(&self.queue).map_err(|error| raise(py, &error))
+    /// Has the queue informed of the end of a transfer, by the number that is returned. Returns `None` if it has ended already.
+    fn add(&self, transfer: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+        let py = transfer.py();
+        if let Ok(native) = transfer.cast::<NativeTransfer>() {
+            return native.get().wake(py, &self.queue);
+        }
+        let transfer = transfer.cast::<TransferHandle>()?.get().transfer(py)?;
+        let waits = transfer.wake(&self.queue).map_err(|error| raise(py, &error))?;
+        Ok(waits.then(|| transfer.number()))
     }
 
     /// Takes the numbers of the transfers that have ended.

@@ -10,7 +10,7 @@ mod shards;
 mod table;
 
 pub use cache::{Cache, Origin};
-pub use pins::{CallRows, Pin, WaitingCall, rows_of_a_pin, unpinned};
+pub use pins::{CallRows, Pin, WaitingCall, all_rows, rows_of_a_pin, unpinned};
 pub use readiness::OnReady;
 pub use row_queues::RowUse;
 pub use table::{Resolved, Table, TableState};

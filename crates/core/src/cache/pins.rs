@@ -60,6 +60,11 @@ impl CacheRows {
 }
 
 impl CallRows {
+    /// Returns the rows of a call that uses none.
+    pub fn none() -> Self {
+        CallRows(SmallVec::new())
+    }
+
     /// Returns the rows of a call that uses one cache.
     pub fn of(cache: Arc<Cache>, used: RowUse) -> Self {
         CallRows(smallvec![CacheRows::new(cache, used)])
@@ -280,12 +285,17 @@ impl Drop for Pin {
     }
 }
 
-/// Waits until no call uses any row of `cache`.
-pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
-    let Some(step) = cache.pins.lock().step() else { return Ok(()) };
+/// Returns the rows of a call that waits until no call uses any row of `cache`.
+pub fn all_rows(cache: &Arc<Cache>) -> Result<CallRows> {
+    let Some(step) = cache.pins.lock().step() else { return Ok(CallRows::none()) };
     let all = (0..cache.rows()).step_by(usize::try_from(step).unwrap_or(usize::MAX));
     let writes = fallible::collect_growing(PINS, all.size_hint().0, all)?.into();
-    CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }).pin(deadline).map(drop)
+    Ok(CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }))
+}
+
+/// Waits until no call uses any row of `cache`.
+pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
+    all_rows(cache)?.pin(deadline).map(drop)
 }
 
 /// Returns the number of consecutive rows that share one pin counter. To pin all of them, naming one is

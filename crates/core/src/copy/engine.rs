@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::copy_threads::CopyThreads;
 use super::host_buffers::HostBuffers;
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
@@ -20,6 +21,7 @@ use crate::memory::{Access, PeerProcess, Probe};
 use crate::model::Deadline;
 use crate::plan::CopyPlan;
 use crate::sync::Mutex;
+use crate::threads::EngineNumber;
 
 /// Result of a copy that succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,26 +43,45 @@ pub struct CopyEngine {
     host_buffers: Arc<HostBuffers>,
     /// Threads that wait for streams, which copy workers must not do.
     streamers: Workers,
+    /// Kept for the engines that open while this one is open.
+    _threads: Arc<CopyThreads>,
 }
 
 impl CopyEngine {
-    /// Creates an engine over `devices` with the workers and kernels that `config` selects.
+    /// Creates an engine over `devices` with the workers and kernels that `config` selects, on the threads that all engines of this
+    /// process share.
     ///
     /// Returns `Err(NotEnabled)` if this CPU does not have the kernel that `config` forces.
+    pub(crate) fn of_process(engine: EngineNumber, config: &Config, devices: DeviceSet) -> Result<Self> {
+        Self::on(CopyThreads::of_process(), engine, config, devices)
+    }
+
+    /// Creates an engine with threads of its own.
+    #[cfg(any(test, feature = "testing"))]
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
+        Self::on(Arc::new(CopyThreads::new()), EngineNumber::next(), config, devices)
+    }
+
+    fn on(
+        threads: Arc<CopyThreads>,
+        engine: EngineNumber,
+        config: &Config,
+        devices: DeviceSet,
+    ) -> Result<Self> {
         let tuner = Tuner::new(config.kernel)?;
         let warned = Arc::default();
         let count = config.copy_workers.unwrap_or(Config::DEFAULT_WORKERS);
-        let workers = Workers::new("llm-copy", count, Arc::clone(&warned));
+        let workers = Workers::new(&threads.copiers, engine, count, Arc::clone(&warned));
         let streams = config.links.max_streams(1 + config.links.addresses.len());
         Ok(CopyEngine {
             devices,
-            readers: reader_threads::Readers::new(workers.count()),
+            readers: reader_threads::Readers::new(&threads.readers, engine, workers.count()),
             workers,
             tuner: Arc::new(tuner),
-            ring: staging_ring::RingOwner::new(),
+            ring: staging_ring::RingOwner::new(&threads.drainers, engine),
             host_buffers: Arc::default(),
-            streamers: Workers::new("llm-stream", streams, warned),
+            streamers: Workers::new(&threads.streamers, engine, streams, warned),
+            _threads: threads,
         })
     }
 

@@ -2,6 +2,7 @@
 //! are plans that it runs.
 
 mod block_sums;
+mod copy_threads;
 mod engine;
 mod host_buffers;
 mod limit;

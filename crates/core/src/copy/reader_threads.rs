@@ -4,7 +4,7 @@
 //! userfaultfd, or on a network file system that hangs). Its thread is lost until that process ends. So
 //! neither a caller's thread nor a copy worker makes this call. A call that leaves at its deadline abandons
 //! its job. The job keeps the destination memory and its pins until the kernel has finished. One process can
-//! cost only a limited number of threads.
+//! cost only a limited number of threads. All engines of this process share the threads, and so the limits.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,23 +14,30 @@ use super::unit_job::{UnitJob, Work};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::sync::SPIN_BEFORE_PARK;
-use crate::threads::{CLOSE_WAIT, JobQueue, PollLimits, ThreadPool};
+use crate::threads::{CLOSE_WAIT, EngineNumber, JobQueue, PollLimits, ThreadPool};
 
 /// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
 const THREADS_OF_ONE: (usize, usize) = (8, 32);
-/// Limit on the reader threads of one engine, as a multiple of the limit for one process.
+/// Limit on all reader threads, as a multiple of the limit for one process.
 const FACTOR_OF_ALL: usize = 8;
 
-/// The reader threads of one engine.
+/// The reader threads. Drop ends them, except those that are blocked in the kernel.
+#[derive(Debug)]
+pub(super) struct ReaderThreads(ThreadPool<Tickets>);
+
+/// The reads of one engine. Other engines may use the same threads.
 #[derive(Debug)]
 pub(super) struct Readers {
-    pool: ThreadPool<Tickets>,
+    threads: Arc<ReaderThreads>,
+    engine: EngineNumber,
     of_a_process: usize,
 }
 
 /// The tickets of all reads in progress.
 #[derive(Default)]
 struct Tickets {
+    /// The limits for one process that the engines have. The largest counts.
+    of_a_process: Vec<usize>,
     queue: VecDeque<Ticket>,
     /// Tickets in work, each with its number.
     running: Vec<(u64, Ticket)>,
@@ -40,18 +47,52 @@ struct Tickets {
 /// One thread's share of a job.
 #[derive(Clone)]
 struct Ticket {
+    engine: EngineNumber,
     pid: i32,
     job: Arc<UnitJob>,
 }
 
-impl Readers {
-    /// Creates the set without any thread. `workers` is the number of copy workers of the engine.
-    pub(super) fn new(workers: usize) -> Self {
-        let (least, most) = THREADS_OF_ONE;
+impl ReaderThreads {
+    /// Creates the set without any thread.
+    pub(super) fn new() -> Self {
         let polls = PollLimits { threads: usize::MAX, time: SPIN_BEFORE_PARK };
         // The allowance of a process bounds the threads.
-        let pool = ThreadPool::new("llm-read", usize::MAX, polls);
-        Readers { pool, of_a_process: workers.clamp(least, most) }
+        ReaderThreads(ThreadPool::new("llm-read", usize::MAX, polls))
+    }
+
+    /// Waits for the reads of the engines for which `is_of` holds, except those that are blocked in the kernel. Returns the
+    /// processes that these read.
+    fn wait_for(&self, is_of: impl Fn(EngineNumber) -> bool) -> Vec<i32> {
+        let mut state = self.0.lock();
+        loop {
+            let running = || {
+                let tickets = state.queue.running.iter().map(|(_, ticket)| ticket);
+                tickets.filter(|ticket| is_of(ticket.engine))
+            };
+            // Every job has ended or was abandoned, and a job that was not abandoned ends by itself.
+            if running().all(|ticket| ticket.job.abandoned()) {
+                return running().map(|ticket| ticket.pid).collect();
+            }
+            state = self.0.wait_job(state, CLOSE_WAIT);
+        }
+    }
+}
+
+impl Drop for ReaderThreads {
+    fn drop(&mut self) {
+        drop(self.0.close());
+        let lost = self.wait_for(|_| true);
+        self.0.threads().wait(lost.len());
+    }
+}
+
+impl Readers {
+    /// Creates the reads of an engine with this number of copy workers.
+    pub(super) fn new(threads: &Arc<ReaderThreads>, engine: EngineNumber, workers: usize) -> Self {
+        let (least, most) = THREADS_OF_ONE;
+        let of_a_process = workers.clamp(least, most);
+        threads.0.lock().queue.of_a_process.push(of_a_process);
+        Readers { threads: threads.clone(), engine, of_a_process }
     }
 
     /// Runs units `0..units` of `work`, which read process `pid`, on at most `most` threads, until the
@@ -69,49 +110,46 @@ impl Readers {
         (deadline, silence): (Deadline, Option<Duration>),
     ) -> Result<()> {
         let job = Arc::new(UnitJob::new(work, units));
-        self.submit(&Ticket { pid, job: job.clone() }, units.min(most), deadline)?;
+        let ticket = Ticket { engine: self.engine, pid, job: job.clone() };
+        self.submit(&ticket, units.min(most), deadline)?;
         job.wait(pid, deadline, silence)
     }
 
     /// Queues 1 to `count` tickets as soon as the process may have them. Returns `Err` at the deadline, or if no thread can
     /// become free or be started. Then no thread will run the job.
     fn submit(&self, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
-        let mut state = self.pool.lock();
+        let pool = &self.threads.0;
+        let mut state = pool.lock();
         let allowance = loop {
-            let allowance = state.queue.allowance(ticket.pid, self.of_a_process);
+            let allowance = state.queue.allowance(ticket.pid);
             if allowance.threads > 0 {
                 break allowance;
             }
             if let Some(error) = allowance.blocked {
                 return Err(error);
             }
-            drop(self.pool.wait_job(state, deadline.wait_limit()));
+            drop(pool.wait_job(state, deadline.wait_limit()));
             deadline.waiting("waiting for a thread that reads the memory of the peer")?;
-            state = self.pool.lock();
+            state = pool.lock();
         };
         let count = count.min(allowance.threads);
         state.queue.queue.extend(std::iter::repeat_n(ticket, count).cloned());
         // Simultaneous reads of one unit each wake a thread each.
         let ready = state.queue.ready();
-        self.pool
-            .dispatch(state, ready, false)
+        pool.dispatch(state, ready, false)
             .map_err(|(error, _)| Error::no_thread("the thread that reads the memory of the peer", error))
     }
 }
 
 impl Drop for Readers {
-    /// Ends the threads, except those that are blocked in the kernel. The memory that they write to stays mapped
-    /// as long as they exist.
+    /// Waits for the reads of the engine, except those that are blocked in the kernel. The memory that these write to stays
+    /// mapped as long as they exist.
     fn drop(&mut self) {
-        drop(self.pool.close());
-        let mut state = self.pool.lock();
-        // Every job has ended or was abandoned, and a job that was not abandoned ends by itself.
-        while state.queue.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
-            state = self.pool.wait_job(state, CLOSE_WAIT);
+        let mut lost = self.threads.wait_for(|engine| engine == self.engine);
+        let limits = &mut self.threads.0.lock().queue.of_a_process;
+        if let Some(at) = limits.iter().position(|&limit| limit == self.of_a_process) {
+            limits.swap_remove(at);
         }
-        let mut lost: Vec<i32> = state.queue.running.iter().map(|(_, ticket)| ticket.pid).collect();
-        drop(state);
-        self.pool.threads().wait(lost.len());
         if !lost.is_empty() {
             lost.sort_unstable();
             tracing::error!(
@@ -124,27 +162,28 @@ impl Drop for Readers {
 }
 
 impl JobQueue for Tickets {
-    type Job = Arc<UnitJob>;
+    type Job = (EngineNumber, Arc<UnitJob>);
     type Key = u64;
 
     fn ready(&self) -> usize {
         self.queue.len()
     }
 
-    fn next(&mut self, ended: Option<u64>) -> Option<(u64, Arc<UnitJob>)> {
+    fn next(&mut self, ended: Option<u64>) -> Option<(u64, Self::Job)> {
         self.running.retain(|&(number, _)| Some(number) != ended);
         let ticket = self.queue.pop_front()?;
-        let job = ticket.job.clone();
+        let job = (ticket.engine, ticket.job.clone());
         self.last += 1;
         self.running.push((self.last, ticket));
         Some((self.last, job))
     }
 
-    fn take_all(&mut self) -> Vec<Arc<UnitJob>> {
-        self.queue.drain(..).map(|ticket| ticket.job).collect()
+    fn take_all(&mut self) -> Vec<Self::Job> {
+        self.queue.drain(..).map(|ticket| (ticket.engine, ticket.job)).collect()
     }
 
-    fn run(job: Arc<UnitJob>) {
+    fn run((engine, job): Self::Job) {
+        let _engine = engine.on_this_thread();
         job.help();
     }
 }
@@ -157,7 +196,8 @@ struct Allowance {
 }
 
 impl Tickets {
-    fn allowance(&self, pid: i32, of_a_process: usize) -> Allowance {
+    fn allowance(&self, pid: i32) -> Allowance {
+        let of_a_process = self.of_a_process.iter().copied().max().unwrap_or(THREADS_OF_ONE.0);
         let in_all = of_a_process * FACTOR_OF_ALL;
         let (mut own, mut own_lost, mut lost) = (0, 0, 0);
         for (_, ticket) in &self.running {
@@ -199,13 +239,17 @@ mod tests {
     use super::*;
     use crate::copy::STILL_READING;
 
+    fn readers(workers: usize) -> Readers {
+        Readers::new(&Arc::new(ReaderThreads::new()), EngineNumber::next(), workers)
+    }
+
     fn limit(millis: u64) -> (Deadline, Option<Duration>) {
         (Deadline::after(Duration::from_millis(millis)), None)
     }
 
     #[test]
     fn threads_lost_to_some_processes_leave_the_sockets_to_others() {
-        let (readers, gate) = (Readers::new(1), Arc::new((Mutex::new(false), Condvar::new())));
+        let (readers, gate) = (readers(1), Arc::new((Mutex::new(false), Condvar::new())));
         let opened = gate.clone();
         let ends_when_opened = Arc::new(move |_| {
             drop(opened.1.wait_while(opened.0.lock().unwrap(), |open| !*open).unwrap());
@@ -230,8 +274,13 @@ mod tests {
         let (hour, quick) = (3_600_000, || Arc::new(|_| Ok(())));
         let error = readers.run(1, quick(), 1, 1, limit(hour)).unwrap_err();
         assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::Timeout, Some("8")), "{error}");
-        let error = readers.run(99, quick(), 1, 1, limit(hour)).unwrap_err();
-        assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::NotEnabled, Some("64")), "{error}");
+        // Another engine has no more threads, and does not wait for those that were lost when it closes.
+        let other = Readers::new(&readers.threads, EngineNumber::next(), 1);
+        for readers in [&readers, &other] {
+            let error = readers.run(99, quick(), 1, 1, limit(hour)).unwrap_err();
+            assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::NotEnabled, Some("64")), "{error}");
+        }
+        drop(other);
         *gate.0.lock().unwrap() = true;
         gate.1.notify_all();
         while readers.run(99, quick(), 1, 1, limit(hour)).is_err() {
@@ -245,11 +294,11 @@ mod tests {
             assert_ne!(unit, 1, "injected");
             Ok(())
         };
-        let readers = Readers::new(4);
+        let readers = readers(4);
         let error = readers.run(1, Arc::new(panics), 8, 4, limit(60_000)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System, "{error}");
         readers.run(1, Arc::new(|_| Ok(())), 100, 4, limit(60_000)).unwrap();
-        let threads = readers.pool.threads().clone();
+        let threads = readers.threads.0.threads().clone();
         drop(readers);
         assert_eq!(threads.count(), 0);
     }

@@ -10,13 +10,14 @@ use std::time::Instant;
 
 use super::Limit;
 use super::run::Copying;
-use super::workers::Workers;
+use super::workers::{WorkerThreads, Workers};
 use crate::device::{Copy, Device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
 use crate::model::Deadline;
 use crate::plan::Piece;
 use crate::sync::{Condvar, Mutex, OnDrop};
+use crate::threads::EngineNumber;
 
 /// Number of buffers in the ring.
 const BUFFERS: usize = 4;
@@ -26,7 +27,7 @@ const BUFFERS: usize = 4;
 pub(super) struct RingOwner {
     state: Mutex<State>,
     returned: Condvar,
-    /// The thread that drains. It belongs to the ring, so no other copy can delay a swap-in.
+    /// Has a thread for each ring that is in use, so no other copy can delay a swap-in.
     drainer: Workers,
 }
 
@@ -38,8 +39,10 @@ struct State {
 }
 
 impl RingOwner {
-    pub(super) fn new() -> RingOwner {
-        let drainer = Workers::new("llm-ring", 1, Arc::default());
+    /// Creates the ring of an engine, which a thread of `drainers` drains.
+    pub(super) fn new(drainers: &Arc<WorkerThreads>, engine: EngineNumber) -> RingOwner {
+        // One swap-in uses the ring at a time, so there are no more threads than rings.
+        let drainer = Workers::new(drainers, engine, usize::MAX, Arc::default());
         RingOwner { state: Mutex::default(), returned: Condvar::new(), drainer }
     }
 

@@ -9,7 +9,7 @@ use crate::config::Mode;
 use crate::copy::Staging;
 use crate::error::Result;
 use crate::memory;
-use crate::model::{CacheLayout, Placement, SubRow};
+use crate::model::{CacheLayout, Placement, SubRow, Verify, Words};
 use crate::plan::Moves;
 use crate::stats::Op;
 use crate::transfer::{LocalCopy, LocalMoves};
@@ -52,9 +52,9 @@ impl DataDist {
                 let moves = check(src, dst, args)?;
                 if mixed { validate::whole_slots(src, dst, args).map(|()| moves) } else { Ok(moves) }
             })?;
-            rows_alike(&src, &dst)?;
-            let (op, staging) = (Op::CopyCache, Staging::DEFAULT);
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+            rows_alike(Words::ORIGINAL, &src, &dst)?;
+            let (op, staging, verify) = (Op::CopyCache, Staging::DEFAULT, self.resources.config.verify);
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
         })
     }
 
@@ -76,7 +76,8 @@ impl DataDist {
             };
             let moves = LocalMoves::checked(&src, &src, |cache, _| check(cache, pairs, part))?;
             let (op, dst, staging) = (Op::CopyBlocks, src.clone(), Staging::DEFAULT);
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+            let verify = self.resources.config.verify;
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
         })
     }
 
@@ -94,8 +95,8 @@ impl DataDist {
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let moves = LocalMoves::equal(validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?)?;
-            let (op, staging) = (Op::CopyBlocks, Staging::DEFAULT);
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+            let (op, staging, verify) = (Op::CopyBlocks, Staging::DEFAULT, self.resources.config.verify);
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
         })
     }
 
@@ -124,13 +125,66 @@ impl DataDist {
                 Mode::KvCacheManager => validate::swap_rows,
             };
             let moves = LocalMoves::checked(&src, &dst, |src, dst| check(src, dst, pairs, part))?;
-            rows_alike(&src, &dst)?;
-            let staging = Staging { path: self.resources.config.swap_in, buffer_bytes: src.longest_row() };
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging }))
+            rows_alike(Words::ORIGINAL, &src, &dst)?;
+            let (staging, verify) = (self.swap_staging(&src), self.resources.config.verify);
+            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
         })
     }
 
-    fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
+    /// Copies rows of `src` to rows of `dst`, pair by pair (source, destination); of every row, the bytes of `part`. The caches
+    /// may be the same one, and may lie in any memory. Within one cache the result is that of copying the pairs in the given
+    /// order; between two, the last pair that writes a row wins. Without pairs, it does nothing. `verify` stands for the
+    /// configured one.
+    ///
+    /// Fails with `InvalidArgument` if the caches have different numbers of tensors or, without a part, different sizes of
+    /// rows.
+    pub fn copy(
+        &self,
+        dst: &End,
+        src: &End,
+        pairs: &[(i64, i64)],
+        part: SubRow,
+        verify: Option<Verify>,
+    ) -> Operation<'_> {
+        let (dst, src) = (self.resolve(dst), self.resolve(src));
+        let op = match (&dst, &src) {
+            (Ok(dst), Ok(src)) => op_between(dst, src),
+            _ => Op::CopyBlocks,
+        };
+        Operation::new(self, op, || self.checked_copy(dst?, src?, pairs, part, verify).map(Prepared::Copy))
+    }
+
+    /// Checks a [`copy`](Self::copy).
+    pub(super) fn checked_copy(
+        &self,
+        dst: Arc<Cache>,
+        src: Arc<Cache>,
+        pairs: &[(i64, i64)],
+        part: SubRow,
+        verify: Option<Verify>,
+    ) -> Result<LocalCopy> {
+        room_for_lists(pairs.len())?;
+        let one_cache = Arc::ptr_eq(&src, &dst);
+        let moves = LocalMoves::checked(&src, &dst, |src, dst| {
+            if one_cache {
+                validate::copy_within(Words::NATIVE, src, pairs, part)
+            } else {
+                validate::copy_between(Words::NATIVE, src, dst, pairs, part)
+            }
+        })?;
+        rows_alike(Words::NATIVE, &src, &dst)?;
+        let op = op_between(&dst, &src);
+        let staging = if op == Op::CopyBlocks { Staging::DEFAULT } else { self.swap_staging(&src) };
+        let verify = verify.unwrap_or(self.resources.config.verify);
+        Ok(LocalCopy { op, src, dst, moves, staging, verify })
+    }
+
+    /// Returns how bytes pass between host and device memory.
+    fn swap_staging(&self, src: &Cache) -> Staging {
+        Staging { path: self.resources.config.swap_in, buffer_bytes: src.longest_row() }
+    }
+
+    pub(super) fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
         match end {
             End::Managed(id) => self.resources.table.find(*id),
             End::Loose(cache) => Ok(cache.clone()),
@@ -138,9 +192,18 @@ impl DataDist {
     }
 }
 
+/// Returns as what a copy between two caches is counted.
+fn op_between(dst: &Cache, src: &Cache) -> Op {
+    match (src.placement(), dst.placement()) {
+        (Placement::Host, Placement::Device) => Op::SwapIn,
+        (Placement::Device, Placement::Host) => Op::SwapOut,
+        _ => Op::CopyBlocks,
+    }
+}
+
 /// Checks that a copy or swap between caches of this engine keeps the meaning of the rows.
-fn rows_alike(src: &Cache, dst: &Cache) -> Result<()> {
-    validate::local_rows_alike(src.kv().map(|kv| &**kv), dst.kv().map(|kv| &**kv))
+fn rows_alike(words: &Words, src: &Cache, dst: &Cache) -> Result<()> {
+    validate::local_rows_alike(words, src.kv().map(|kv| &**kv), dst.kv().map(|kv| &**kv))
 }
 
 /// Returns `Err(OutOfMemory)` if the lists of a call with this many blocks need more memory than this process

@@ -5,10 +5,13 @@ use std::time::Duration;
 
 use super::copies::room_for_lists;
 use super::{DataDist, End};
+use crate::cache::CallRows;
 use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::events::Transfer;
 use crate::grants::{Grant, RowRanges};
 use crate::model::{GrantEnd, GrantToken};
 use crate::protocol::MAX_RANGES;
+use crate::transfer::{AsyncWork, Execution, JobClass};
 use crate::validate;
 
 impl DataDist {
@@ -40,12 +43,35 @@ impl DataDist {
         GrantToken { cluster, incarnation, grant: grant.id() }
     }
 
+    /// Extends a grant: from now on it lasts for `ttl`, unless it lasts longer already. Returns `Err(GrantEnded)` if it has ended.
+    pub fn renew(&self, grant: &Arc<Grant>, ttl: Duration) -> Result<()> {
+        validate::grant_ttl(ttl)?;
+        // The alarm of the clock is not later than it must be: a grant is only extended.
+        self.resources.grants.renew(grant, ttl)
+    }
+
     /// Ends a grant, and with `wait`, waits for the reads under it that this engine serves. No read is accepted from now on,
     /// whether it has begun or not. A grant that has ended before is not an error. Returns `Err(Timeout)` if a read lasts
     /// longer than `sync_kv_timeout`; the grant has ended then, too.
     pub fn revoke(&self, grant: &Arc<Grant>, wait: bool) -> Result<()> {
         self.resources.grants.end(grant, GrantEnd::Revoked);
         if wait { self.resources.grants.wait_for_reads(grant, self.deadline()) } else { Ok(()) }
+    }
+
+    /// Ends a grant at once, as [`revoke`](Self::revoke) does. The transfer ends once no read under the grant is served, and fails
+    /// with `Timeout` after `limit`, by default `sync_kv_timeout`; the grant has ended then, too.
+    ///
+    /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does; then the grant has not ended.
+    pub fn start_revoke(&self, grant: &Arc<Grant>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
+        let (grants, revoked) = (self.resources.grants.clone(), grant.clone());
+        let work = move |_: &Arc<Execution>, deadline| {
+            grants.end(&revoked, GrantEnd::Revoked);
+            grants.wait_for_reads(&revoked, deadline).map(|()| 0)
+        };
+        let work = AsyncWork { class: JobClass::Waits, rows: CallRows::none(), work: Box::new(work) };
+        let transfer = self.start_work(None, work, limit)?;
+        self.resources.grants.end(grant, GrantEnd::Revoked);
+        Ok(transfer)
     }
 
     /// Reports to the owner of a grant that this engine is done with it. Reporting again, or after the end, changes nothing.

@@ -1,4 +1,4 @@
-//! Groups of pulls or pushes: one call for several caches.
+//! Groups of pulls, pushes or copies: one call for several caches.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use super::{DataDist, End, RemoteName};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{GrantUse, Name, RemoteCacheName};
+use crate::model::{GrantUse, Name, RemoteCacheName, SubRow, Verify};
 use crate::plan::Side;
 use crate::stats::Op;
-use crate::transfer::{AsyncWork, Group, GroupPart, JobClass, PeerTransfer, Work, used_rows};
+use crate::transfer::{AsyncWork, Group, GroupPart, JobClass, PeerTransfer, Work, run_in_order, used_rows};
 use crate::validate::{Layers, Rows};
 
 /// Name of these lists in out-of-memory errors.
@@ -28,8 +28,23 @@ pub struct GroupMember<N = Name> {
     pub local: End,
     /// The rows that move.
     pub rows: Rows,
+    /// The layers that move. All of them between different KV layouts, and from and to several owners.
+    pub layers: Layers,
     /// The grant under which the part is pulled.
     pub grant: Option<GrantUse>,
+}
+
+/// One part of a group of copies within this engine.
+#[derive(Clone, Debug)]
+pub struct CopyMember {
+    /// The cache that is written.
+    pub dst: End,
+    /// The cache that is read. It may be the same one.
+    pub src: End,
+    /// The rows that move: source and destination.
+    pub pairs: Vec<(i64, i64)>,
+    /// The bytes of every row that move.
+    pub part: SubRow,
 }
 
 /// The checked parts of a group, and the rows that they use.
@@ -49,7 +64,7 @@ impl DataDist {
     /// Pulls the blocks of a sequence from several `owners`, each of which holds some layers and heads of it, for example the
     /// ranks of a tensor-parallel group. All members name one local cache and the same rows of it, and all caches have KV layouts.
     /// Each layer and head of the local cache is read from one owner; where several hold it, engines with neighbouring ids read
-    /// from different ones. Otherwise like [`pull_group`](Self::pull_group).
+    /// from different ones, and a native engine reads from the first one in the list. Otherwise like [`pull_group`](Self::pull_group).
     ///
     /// Fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model, or if no
     /// owner holds some head of the local cache.
@@ -83,6 +98,29 @@ impl DataDist {
         self.group(Side::Source, owners, true, extras)
     }
 
+    /// [Copies](Self::copy) all `parts`, one after the other, under the pins of all. Nothing moves if a part is refused. An error
+    /// names the part, counted from 0; the parts before it are in place then.
+    pub fn copy_group(&self, parts: &[CopyMember], verify: Option<Verify>) -> Operation<'_> {
+        let prepare = || {
+            at_least_one(parts)?;
+            let mut copies = fallible::with_capacity(PARTS, parts.len())?;
+            let mut used = fallible::with_capacity(PARTS, 2 * parts.len())?;
+            for (index, CopyMember { dst, src, pairs, part }) in parts.iter().enumerate() {
+                let check =
+                    || self.checked_copy(self.resolve(dst)?, self.resolve(src)?, pairs, *part, verify);
+                let mut copy = check().map_err(|error: Error| error.with("part", index))?;
+                used.extend(copy.take_used());
+                copies.push(copy);
+            }
+            let (class, rows) = (JobClass::Calls(self.resources.config.cluster), CallRows::of_all(used)?);
+            let resources = self.resources.clone();
+            let work: Work =
+                Box::new(move |execution, deadline| run_in_order(copies, &resources, execution, deadline));
+            Ok(AsyncWork { class, rows, work })
+        };
+        Operation::new(self, Op::CopyBlocks, || Ok(Prepared::Copies(prepare())))
+    }
+
     fn group(
         &self,
         local_side: Side,
@@ -97,7 +135,7 @@ impl DataDist {
                     "several owners of one cache need KV layouts: layout=\"raw\" must not be given",
                 )
             })?;
-            let (mut parts, used) = self.parts(local_side, members, &extras)?;
+            let (mut parts, used) = self.parts(local_side, members, owners, &extras)?;
             report_each_grant_once(&mut parts)?;
             let first = &parts[0].transfer.local;
             let one_cache = parts.iter().all(|part| Arc::ptr_eq(&part.transfer.local, first));
@@ -118,18 +156,23 @@ impl DataDist {
         &self,
         local_side: Side,
         members: Vec<GroupMember<impl Into<RemoteCacheName>>>,
+        owners: bool,
         extras: &CallExtras,
     ) -> Result<Parts> {
-        ensure(!members.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
+        at_least_one(&members)?;
         let mut parts = fallible::with_capacity(PARTS, members.len())?;
         let mut used = fallible::with_capacity(PARTS, members.len())?;
         let verify = self.verify(extras);
-        for (index, GroupMember { remote, local, rows, grant }) in members.into_iter().enumerate() {
+        for (index, GroupMember { remote, local, rows, layers, grant }) in members.into_iter().enumerate() {
             let remote = remote.of_any_form();
             let check = || {
                 no_grant_in_push(local_side, grant)?;
-                let (local, checked) =
-                    self.checked(local_side, &remote, &local, (rows, Layers::ALL), extras)?;
+                ensure(!owners || layers.src.or(layers.dst).is_none(), || {
+                    Error::invalid(
+                        "several owners of one cache take no layers: they follow from the KV layouts",
+                    )
+                })?;
+                let (local, checked) = self.checked(local_side, &remote, &local, (rows, layers), extras)?;
                 let rows = used_rows(&checked)?;
                 Ok((local, checked, rows))
             };
@@ -142,6 +185,10 @@ impl DataDist {
         }
         Ok((parts, used))
     }
+}
+
+fn at_least_one<T>(parts: &[T]) -> Result<()> {
+    ensure(!parts.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))
 }
 
 /// Leaves the report of a grant that several parts use to the last one of them.
@@ -165,6 +212,8 @@ fn class_of(parts: &[GroupPart]) -> JobClass {
 fn group_notification(class: JobClass, notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
     let one_peer = class != JobClass::SeveralClusters;
     let text = "notify needs parts or keys of one cluster";
-    ensure(notify.is_none() || one_peer, || Error::new(ErrorKind::InvalidArgument, text))?;
+    ensure(notify.is_none() || one_peer, || {
+        Error::new(ErrorKind::InvalidArgument, text).of_argument("notify")
+    })?;
     checked_notification(notify)
 }

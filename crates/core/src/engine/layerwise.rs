@@ -5,11 +5,17 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use super::transfer::{CallExtras, no_grant_in_push};
 use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::transfer::{CacheTask, Delivery, LayerPush, LayerSink, LayerTask, TaskKind, TaskLimits};
+use crate::model::Verify;
+use crate::plan::Side;
+use crate::session;
+use crate::transfer::{
+    CacheTask, Delivery, LayerNotice, LayerPush, LayerSink, LayerTask, TaskKind, TaskLimits,
+};
 use crate::validate::{self, Destination, LayerRange, LayerRows, LayerwiseArgs};
 
 /// One destination of a task whose layers the caller reports.
@@ -19,6 +25,12 @@ pub struct LayerReceiver {
     pub to: Destination,
     /// The blocks of this destination. The number of tensors in a layer must be the same for all destinations of a task.
     pub args: LayerwiseArgs,
+}
+
+/// What a push does beside moving layers.
+struct Beside {
+    notice: Option<Arc<LayerNotice>>,
+    verify: Verify,
 }
 
 impl DataDist {
@@ -54,7 +66,8 @@ impl DataDist {
         let num_layers = validate::whole_layers(local.sizes_of(0), args.tensors_per_layer)?;
         let delivery = |to: Destination| {
             let (cluster, layers) = (to.cluster, to.src_layers);
-            let push = |()| self.layer_push(&local, rows.clone(), args.tensors_per_layer, to);
+            let beside = Beside { notice: None, verify: self.resources.config.verify };
+            let push = |()| self.layer_push(&local, rows.clone(), args.tensors_per_layer, to, beside);
             Delivery { cluster, layers, sink: self.other(cluster).map(push) }
         };
         let deliveries = to.into_iter().map(delivery).collect();
@@ -73,6 +86,44 @@ impl DataDist {
         to: Vec<LayerReceiver>,
         layer_timeout: Option<Duration>,
     ) -> Result<LayerTask> {
+        let beside = Beside { notice: None, verify: self.resources.config.verify };
+        let (num_layers, deliveries) = self.deliveries(from, to, beside)?;
+        let layer = self.resources.config.sync_timeout;
+        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: layer_timeout };
+        LayerTask::begin(&self.calls, num_layers, deliveries, limits)
+    }
+
+    /// Starts to push layers of a cache as [`begin_layers`](Self::begin_layers) does, but with one [`Transfer`](crate::Transfer) for
+    /// all destinations together. It succeeds once every layer is in place everywhere; then the peer gets the notification of
+    /// `extras`. If one destination fails, the others are cancelled, and the error names the part, counted from 0, if there are
+    /// several. The transfer ends once all destinations have ended.
+    ///
+    /// Each layer has the limit `limit`, by default `sync_kv_timeout`, from the moment at which it is reported. A layer may be
+    /// reported however late.
+    pub fn begin_push(
+        &self,
+        from: &End,
+        to: Vec<LayerReceiver>,
+        limit: Option<Duration>,
+        extras: CallExtras,
+    ) -> Result<LayerTask> {
+        no_grant_in_push(Side::Source, extras.grant)?;
+        let verify = self.verify(&extras);
+        let notice = extras.notify.map(|message| layer_notice(&to, message)).transpose()?;
+        let beside = Beside { notice: notice.clone(), verify };
+        let (num_layers, deliveries) = self.deliveries(from, to, beside)?;
+        let layer = limit.unwrap_or(self.resources.config.sync_timeout);
+        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: None };
+        LayerTask::begin_joint(&self.calls, num_layers, deliveries, limits, notice)
+    }
+
+    /// Checks the destinations of a push. Returns the number of layers of the source as well.
+    fn deliveries(
+        &self,
+        from: &End,
+        to: Vec<LayerReceiver>,
+        mut beside: Beside,
+    ) -> Result<(u32, Vec<Delivery>)> {
         let first = to.first().ok_or_else(|| Error::argument("len(destinations)", 0, "at least 1"))?;
         let per_layer = first.args.tensors_per_layer;
         let local = self.source(from)?;
@@ -85,14 +136,14 @@ impl DataDist {
             validate::destination(local.layout_of_first(), &args, &to)?;
             self.other(to.cluster)?;
             let (cluster, layers) = (to.cluster, to.src_layers);
-            let sink = self.layer_push(&local, Arc::new(rows), per_layer, to);
+            // Only the first one reserves room for the notification.
+            let beside = Beside { notice: beside.notice.take(), ..beside };
+            let sink = self.layer_push(&local, Arc::new(rows), per_layer, to, beside);
             Ok(Delivery { cluster, layers, sink: Ok(sink) })
         };
         let deliveries =
             fallible::try_collect("the destinations of a transfer", to.into_iter().map(delivery))?;
-        let layer = self.resources.config.sync_timeout;
-        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: layer_timeout };
-        LayerTask::begin(&self.calls, num_layers, deliveries, limits)
+        Ok((num_layers, deliveries))
     }
 
     fn layer_push(
@@ -101,6 +152,7 @@ impl DataDist {
         rows: Arc<LayerRows>,
         per_layer: u32,
         to: Destination,
+        Beside { notice, verify }: Beside,
     ) -> Arc<dyn LayerSink> {
         Arc::new(LayerPush {
             resources: self.resources.clone(),
@@ -109,9 +161,22 @@ impl DataDist {
             rows,
             per_layer,
             to,
+            verify,
+            notice,
             found: OnceLock::new(),
         })
     }
+}
+
+/// Checks the notification of a push, which has one peer then.
+fn layer_notice(to: &[LayerReceiver], message: Vec<u8>) -> Result<Arc<LayerNotice>> {
+    session::check_notification(&message)?;
+    let first = to.first().map(|receiver| receiver.to.cluster);
+    let one_peer = to.iter().all(|receiver| Some(receiver.to.cluster) == first);
+    let cluster = first.filter(|_| one_peer);
+    let cluster = cluster
+        .ok_or_else(|| Error::invalid("notify needs destinations of one cluster").of_argument("notify"))?;
+    Ok(LayerNotice::new(cluster, message))
 }
 
 /// Returns which rows of each layer move.

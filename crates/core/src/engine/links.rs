@@ -18,7 +18,7 @@ use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, Request};
 use crate::session::{CommStatus, PeerAddress, check_metadata};
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, JobClass};
+use crate::transfer::{AsyncWork, CallPurpose, Execution, JobClass};
 use crate::validate;
 
 /// The optional arguments of [`DataDist::ensure_link`].
@@ -66,6 +66,27 @@ impl DataDist {
         })
     }
 
+    /// Starts to end every link to `cluster` that [`unlink_clusters`](Self::unlink_clusters) would end, without the address of the
+    /// peer. Once the call has begun, new calls over these links fail. The transfer ends when the calls in progress have ended and
+    /// the peer has confirmed; with `force` it waits for neither. A call that fails after it has begun drops the links here, too.
+    /// The limit is `sync_kv_timeout` if there is no `limit`. A cluster that is not linked is no error.
+    ///
+    /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does.
+    pub fn start_unlink(
+        &self,
+        cluster: ClusterId,
+        force: bool,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let finder = self.links.finder();
+        let work = move |_: &Arc<Execution>, deadline| {
+            let unlinked = finder.unlink(cluster, force, deadline);
+            unlinked.map(|()| 0).map_err(|error| error.with("cluster", cluster))
+        };
+        let work = AsyncWork { class: JobClass::Waits, rows: CallRows::none(), work: Box::new(work) };
+        self.start_work(Some(Op::Unlink), work, limit)
+    }
+
     /// Enters a communicator (contract §6.5). Returns its number at once; the links to its members are made
     /// in the background.
     pub fn link(&self, name: &str, clusters: &[(ClusterId, u32)], rank_table: &str) -> Result<u64> {
@@ -108,10 +129,10 @@ impl DataDist {
             execution.transfer().set_peer(peer);
             Ok(0)
         };
-        let (op, class) = (Op::Link, JobClass::Links(group_of(&address)));
+        let (op, class) = (Some(Op::Link), JobClass::Links(group_of(&address)));
         let dials = Some(Box::new((address, options.cluster)));
         let purpose = CallPurpose { op, class, deadline, outgoing: None, dials, event: true };
-        self.calls.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
+        self.calls.start(purpose, CallRows::none(), Box::new(work))
     }
 
     /// Sets the metadata that the peers of later links get, whichever side makes them. Returns

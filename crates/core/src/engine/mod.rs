@@ -15,7 +15,7 @@ mod remote_name;
 mod transfer;
 
 pub use cpp::CacheIndex;
-pub use group::GroupMember;
+pub use group::{CopyMember, GroupMember};
 pub use layerwise::LayerReceiver;
 pub use links::EnsureOptions;
 pub use operation::Operation;
@@ -25,20 +25,21 @@ pub use transfer::CallExtras;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::cache::{Cache, unpinned};
+use crate::cache::{Cache, CallRows, all_rows, unpinned};
 use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::device::DeviceSet;
 use crate::error::Result;
-use crate::events::{Event, EventQueue};
+use crate::events::{Event, EventQueue, Transfer};
 use crate::memory::Adopted;
-use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, Deadline, Placement};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, Deadline, Placement};
 use crate::pool::Arena;
 use crate::resources::Resources;
-use crate::session::{Links, Transports};
+use crate::session::{Links, Transports, draw_instance};
 use crate::stats::{FabricState, Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
+use crate::threads::EngineNumber;
 use crate::token_file;
-use crate::transfer::{AsyncCalls, Executor, GrantClock};
+use crate::transfer::{AsyncCalls, AsyncWork, CallPurpose, Execution, Executor, GrantClock, JobClass};
 use crate::validate::{self, Pools};
 
 /// One end of a copy, as the caller names it.
@@ -55,8 +56,8 @@ pub enum End {
 /// last copy has ended.
 #[derive(Debug)]
 pub struct DataDist {
-    // Fields are dropped in order: the links end before the state with which they answer, and the workers end
-    // with the layers that they push over the links.
+    // Fields are dropped in order: the links end before the state with which they answer, and the executor waits for the jobs that
+    // push layers over the links.
     links: Links,
     executor: Executor,
     calls: AsyncCalls,
@@ -85,11 +86,16 @@ impl DataDist {
 
     fn open_with(mut config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
         validate::engine_name(&config.name)?;
-        config.links.token = token_file::token(&config.links)?;
+        let file_option = if config.native { "token_file" } else { "link_token_file" };
+        config.links.token = token_file::token(&config.links, file_option)?;
         config.links.token_file = None;
-        let resources = Arc::new(Resources::open(config, devices)?);
+        if config.native {
+            config.cluster = ClusterId(draw_instance()?);
+        }
+        let number = EngineNumber::next();
+        let resources = Arc::new(Resources::open(number, config, devices)?);
         let links = Links::open(resources.clone(), transports)?;
-        let executor = Executor::new(resources.config.transfer_poll);
+        let executor = Executor::of_process(number, resources.config.transfer_poll);
         let calls = AsyncCalls::new(resources.events.clone(), executor.handle(), Arc::downgrade(&resources));
         let unpolled = Arc::new(EventQueue::new(usize::MAX));
         let tasks = AsyncCalls::new(unpolled, executor.handle(), Arc::downgrade(&resources));
@@ -258,6 +264,31 @@ impl DataDist {
         })
     }
 
+    /// Releases a cache, allocated or registered: from now on no call and no peer finds it. The transfer ends once no copy or
+    /// transfer of this process uses its memory; at once if it was allocated, because that memory returns to its pool by itself.
+    /// The caller may free registered memory once the transfer has succeeded. It fails with `Timeout` after `limit`, by default
+    /// `sync_kv_timeout`. An unknown id is not an error.
+    ///
+    /// After an error, also `Err(Busy)` of this call, the cache is gone nevertheless, and the same call waits again.
+    pub fn start_free(&self, id: CacheId, limit: Option<Duration>) -> Result<Arc<Transfer>> {
+        let table = &self.resources.table;
+        table.deallocate(id);
+        let registered = table.unregister(id)?;
+        self.end_grants(id);
+        let op = if registered.is_some() { Op::Register } else { Op::Deallocate };
+        let rows = registered.as_ref().map_or_else(|| Ok(CallRows::none()), all_rows)?;
+        let resources = Arc::downgrade(&self.resources);
+        let work = move |execution: &Arc<Execution>, deadline| {
+            execution.pin(deadline)?;
+            if let Some(resources) = resources.upgrade() {
+                resources.table.forget_unregistered(id);
+            }
+            Ok(0)
+        };
+        let class = JobClass::Calls(self.resources.config.cluster);
+        self.start_work(Some(op), AsyncWork { class, rows, work: Box::new(work) }, limit)
+    }
+
     /// Returns the cache with this id.
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
         self.resources.table.find(id)
@@ -332,10 +363,22 @@ impl DataDist {
         }
     }
 
+    /// Returns whether there is a pool for memory of this placement.
+    pub fn has_pool(&self, placement: Placement) -> bool {
+        self.resources.pool(placement).is_some()
+    }
+
     /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow
     /// (`Region::huge_bytes`).
     pub fn huge_bytes(&self, placement: Placement) -> u64 {
         self.resources.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
+    }
+
+    /// Starts work that calls no peer. Its limit is `sync_kv_timeout` if there is no `limit`.
+    fn start_work(&self, op: Option<Op>, work: AsyncWork, limit: Option<Duration>) -> Result<Arc<Transfer>> {
+        let (AsyncWork { class, rows, work }, deadline) = (work, self.limited(Instant::now(), limit));
+        let purpose = CallPurpose { op, class, deadline, outgoing: None, dials: None, event: true };
+        self.calls.start(purpose, rows, work)
     }
 
     /// Ends the grants of a cache, if it was released.

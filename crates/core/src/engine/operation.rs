@@ -35,6 +35,8 @@ pub(super) enum Prepared {
     Transfer(PeerTransfer),
     /// Several transfers, which run on a thread of the engine, or why they were refused.
     Group(Result<AsyncWork>),
+    /// Several copies within this engine, which run on one of its threads, or why they were refused.
+    Copies(Result<AsyncWork>),
 }
 
 impl<'a> Operation<'a> {
@@ -104,7 +106,7 @@ impl Prepared {
     /// Starts the call, whose end is an event if `event` is set.
     fn start(self, engine: &DataDist, op: Op, deadline: Deadline, event: bool) -> Result<Arc<Transfer>> {
         let resources = engine.resources.clone();
-        let calls_peer = !matches!(self, Prepared::Copy(..));
+        let calls_peer = matches!(self, Prepared::Transfer(..) | Prepared::Group(..));
         let AsyncWork { class, rows, work } = match self {
             Prepared::Copy(mut copy) => {
                 let (class, rows) = (JobClass::Calls(resources.config.cluster), copy.take_rows());
@@ -123,10 +125,10 @@ impl Prepared {
                 });
                 AsyncWork { class, rows, work }
             }
-            Prepared::Group(group) => group?,
+            Prepared::Group(group) | Prepared::Copies(group) => group?,
         };
         let outgoing = calls_peer.then(|| engine.resources.outgoing_calls.begin());
-        let purpose = CallPurpose { op, class, deadline, outgoing, dials: None, event };
+        let purpose = CallPurpose { op: Some(op), class, deadline, outgoing, dials: None, event };
         engine.calls.start(purpose, rows, work)
     }
 }

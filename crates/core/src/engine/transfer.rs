@@ -11,7 +11,7 @@ use super::{DataDist, End, RemoteName};
 use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{ClusterId, GrantUse, RemoteCacheName, Verify};
+use crate::model::{ClusterId, GrantUse, RemoteCacheName, Verify, Words};
 use crate::plan::Side;
 use crate::session;
 use crate::stats::Op;
@@ -19,7 +19,7 @@ use crate::transfer::{self, PeerTransfer};
 use crate::validate::{self, CheckedTransfer, Layers, LocalCache, Rows};
 
 /// What a pull or push does beside moving bytes.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct CallExtras {
     /// The notification that the peer gets at its end.
     pub notify: Option<Vec<u8>>,
@@ -29,6 +29,14 @@ pub struct CallExtras {
     pub verify: Option<Verify>,
     /// Whether rows move as they are, whatever KV layouts the two caches have.
     pub raw_layout: bool,
+    /// The words for arguments in the texts of its errors; by default those of the original's API.
+    pub words: &'static Words,
+}
+
+impl Default for CallExtras {
+    fn default() -> Self {
+        CallExtras { notify: None, grant: None, verify: None, raw_layout: false, words: Words::ORIGINAL }
+    }
 }
 
 impl DataDist {
@@ -137,7 +145,7 @@ impl DataDist {
             kv: local.kv().cloned(),
             raw: extras.raw_layout,
         };
-        let checked = CheckedTransfer::new(local_side, cache, rows, layers)?;
+        let checked = CheckedTransfer::new(extras.words, local_side, cache, rows, layers)?;
         Ok((local, checked))
     }
 

@@ -4,11 +4,13 @@
 //! A [`Transfer`] records one asynchronous call. [`EventQueue`] holds the outcomes that nobody has taken yet.
 
 mod await_queue;
+mod link_ends;
 mod notification;
 mod queue;
 mod transfer;
 
 pub use await_queue::AwaitQueue;
+pub(crate) use link_ends::{CallsOfPeers, HeldEnd, MAX_HELD};
 pub(crate) use notification::NotificationSource;
 pub use notification::{LinkEnd, Notification, PeerInfo};
 pub use queue::{Event, EventQueue};

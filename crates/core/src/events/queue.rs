@@ -1,23 +1,25 @@
 //! The events of one engine, until the program polls for them.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 
 use rustix::event::EventfdFlags;
 
+use super::link_ends::{CallsOfPeers, HeldEnd, ReportsEnds};
 use super::notification::{LinkEnd, Notification, NotificationSource, PeerInfo};
 use super::transfer::{Reports, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{Grant, GrantObserver};
 use crate::memory::EventFd;
-use crate::model::{ClusterId, GrantEnd};
+use crate::model::GrantEnd;
 use crate::sync::Mutex;
 
 /// Name of the list in out-of-memory errors.
 const EVENTS: &str = "the events of an engine";
 
-/// What is kept of news about links. Beyond that, the oldest are dropped.
+/// What is kept of news about links. Beyond that, the oldest ends of links are dropped, then the oldest new links: a peer that
+/// is restarted again and again is a new peer of a native engine each time.
 const MAX_NEWS: usize = 4096;
 /// Number of taken outcomes that are never worth removing.
 const MIN_TAKEN: usize = 64;
@@ -43,6 +45,8 @@ pub enum Event {
 pub struct EventQueue {
     /// Maximum number of transfers that run or whose outcome nobody has taken.
     limit: usize,
+    /// Unset until there are calls.
+    calls: OnceLock<Weak<dyn CallsOfPeers>>,
     state: Mutex<State>,
 }
 
@@ -50,6 +54,9 @@ pub struct EventQueue {
 struct State {
     /// In the order in which they happened. Outcomes among them may have been taken since.
     events: VecDeque<Event>,
+    /// The ends of links that wait for the ends of calls, each with its number.
+    held: Vec<(u64, LinkEnd)>,
+    last_held: u64,
     /// Number of entries of `events` that were not taken.
     untaken: usize,
     /// Number of transfers that run or were not taken.
@@ -62,7 +69,7 @@ struct State {
     grant_ends: usize,
     /// Readable while `untaken` is above 0. `None` until somebody asks for it.
     readable: Option<Arc<EventFd>>,
-    /// Whether the program polls, so that news about links and grants are kept.
+    /// Whether the program polls or is known to, so that news about links and grants are kept.
     polled: bool,
     closed: bool,
 }
@@ -70,7 +77,18 @@ struct State {
 impl EventQueue {
     /// Creates a queue for at most `limit` transfers at a time.
     pub fn new(limit: usize) -> Self {
-        EventQueue { limit, state: Mutex::default() }
+        EventQueue { limit, calls: OnceLock::new(), state: Mutex::default() }
+    }
+
+    /// Sets who knows the calls that run.
+    pub(crate) fn set_calls(&self, calls: Weak<dyn CallsOfPeers>) {
+        // An engine sets it once.
+        let _ = self.calls.set(calls);
+    }
+
+    /// Has news about links and grants kept from now on, and not only once the program polls.
+    pub(crate) fn keep_news(&self) {
+        self.state.lock().polled = true;
     }
 
     /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no room for it,
@@ -130,26 +148,28 @@ impl EventQueue {
     /// Queues that a link was made, if the program polls.
     pub(crate) fn link_up(&self, peer: PeerInfo) {
         let mut state = self.state.lock();
-        state.forget_link_up(peer.cluster);
+        // The link that ended comes first, even if calls that used it have not ended.
+        while let Some(at) = state.held.iter().position(|(_, end)| end.peer.cluster == peer.cluster) {
+            let (_, end) = state.held.remove(at);
+            state.push_news(Event::LinkDown(Box::new(end)));
+        }
         state.push_news(Event::LinkUp(Box::new(peer)));
     }
 
-    /// Queues that a link has ended, if the program polls. One event stands for all ends of links to a peer that were not
-    /// polled yet.
-    pub(crate) fn link_down(&self, mut end: LinkEnd) {
+    /// Queues that a link has ended, if the program polls: after the ends of the calls that used it, but not later than
+    /// [`MAX_HELD`](super::link_ends::MAX_HELD).
+    pub(crate) fn link_down(self: &Arc<Self>, end: LinkEnd) {
+        let (cluster, calls) = (end.peer.cluster, self.calls.get().and_then(Weak::upgrade));
         let mut state = self.state.lock();
-        let cluster = end.peer.cluster;
-        state.forget_link_up(cluster);
-        let incarnation = end.peer.incarnation;
-        let same = |peer: &PeerInfo| (peer.cluster, peer.incarnation) == (cluster, incarnation);
-        let before = |event: &Event| matches!(event, Event::LinkDown(end) if same(&end.peer));
-        if let Some(at) = state.events.iter().position(before)
-            && let Some(Event::LinkDown(before)) = state.events.remove(at)
-        {
-            (state.untaken, state.news) = (state.untaken - 1, state.news - 1);
-            end.unacknowledged += before.unacknowledged;
-        }
-        state.push_news(Event::LinkDown(Box::new(end)));
+        let Some(calls) = calls.filter(|_| state.held.try_reserve(1).is_ok()) else {
+            return state.push_news(Event::LinkDown(Box::new(end)));
+        };
+        state.last_held += 1;
+        let number = state.last_held;
+        state.held.push((number, end));
+        drop(state);
+        let queue: Weak<Self> = Arc::downgrade(self);
+        calls.hold(cluster, &Arc::new(HeldEnd { queue, number }));
     }
 
     /// Returns at most `most` events, and removes them. Never waits. Returns `Err(Closed)` once the queue is closed.
@@ -229,11 +249,13 @@ impl EventQueue {
         self.state.lock().open
     }
 
-    /// Drops all events and closes the descriptor.
+    /// Drops all events and closes the descriptor, after a last signal for those who wait on a copy of it.
     pub fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        let dropped = (std::mem::take(&mut state.events), state.readable.take());
+        state.signal();
+        let dropped =
+            (std::mem::take(&mut state.events), std::mem::take(&mut state.held), state.readable.take());
         drop(state);
         drop(dropped);
     }
@@ -263,6 +285,16 @@ impl Reports for EventQueue {
             state.untaken -= 1;
             state.open -= 1;
             state.silence_if_empty();
+        }
+    }
+}
+
+impl ReportsEnds for EventQueue {
+    fn report_end(&self, number: u64) {
+        let mut state = self.state.lock();
+        if let Some(at) = state.held.iter().position(|(known, _)| *known == number) {
+            let (_, end) = state.held.remove(at);
+            state.push_news(Event::LinkDown(Box::new(end)));
         }
     }
 }
@@ -331,7 +363,7 @@ impl State {
     fn push_news(&mut self, event: Event) {
         if self.polled && !self.closed && self.make_room(1).is_ok() {
             if self.news >= MAX_NEWS {
-                self.forget(|event| matches!(event, Event::LinkUp(_) | Event::LinkDown(_)));
+                self.forget_oldest_news();
             }
             self.news += 1;
             self.push(event);
@@ -339,18 +371,24 @@ impl State {
         self.silence_if_empty();
     }
 
-    /// Removes the event that a link to `cluster` was made, which is out of date.
-    fn forget_link_up(&mut self, cluster: ClusterId) {
-        self.forget(|event| matches!(event, Event::LinkUp(peer) if peer.cluster == cluster));
+    /// Removes the oldest news that no longer matter: the end of a link, and that it was made. Without one, removes the oldest
+    /// news that a link was made.
+    fn forget_oldest_news(&mut self) {
+        let ended = self.forget(|event| matches!(event, Event::LinkDown(_)));
+        let of = match &ended {
+            Some(Event::LinkDown(end)) => Some((end.peer.cluster, end.peer.incarnation)),
+            _ => None,
+        };
+        let matters = |peer: &PeerInfo| of.is_none_or(|of| of == (peer.cluster, peer.incarnation));
+        self.forget(|event| matches!(event, Event::LinkUp(peer) if matters(peer)));
     }
 
-    /// Removes the first of the news for which `is` holds.
-    fn forget(&mut self, is: impl Fn(&Event) -> bool) {
-        if let Some(at) = self.events.iter().position(is) {
-            self.events.remove(at);
-            self.untaken -= 1;
-            self.news -= 1;
-        }
+    /// Removes the first of the news for which `is` holds, and returns it.
+    fn forget(&mut self, is: impl Fn(&Event) -> bool) -> Option<Event> {
+        let event = self.events.remove(self.events.iter().position(is)?)?;
+        self.untaken -= 1;
+        self.news -= 1;
+        Some(event)
     }
 
     fn signal(&self) {
@@ -383,7 +421,12 @@ fn tell_sources(events: &mut [Event]) {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::os::fd::AsFd;
+
+    use rustix::event::{PollFd, PollFlags, Timespec};
+
     use super::*;
+    use crate::model::ClusterId;
 
     impl EventQueue {
         fn capacity(&self) -> usize {
@@ -445,6 +488,54 @@ mod tests {
         assert!(peak > 900 && most <= peak + peak / 4 + 3, "{most} places for {peak} transfers");
         // The events refer to the queue.
         queue.close();
+    }
+
+    /// Each restart of a peer of a native engine is another peer.
+    #[test]
+    fn news_of_many_restarts_are_bounded_and_keep_the_living() {
+        let peer = |cluster| PeerInfo {
+            cluster: ClusterId(cluster),
+            incarnation: cluster,
+            name: Arc::default(),
+            address: String::new(),
+            transport: "tcp",
+            metadata: Arc::default(),
+        };
+        let restarts = |queue: Arc<EventQueue>| {
+            queue.link_up(peer(1));
+            for cluster in 2..10_002 {
+                queue.link_up(peer(cluster));
+                queue.link_down(LinkEnd { peer: peer(cluster), reason: "dead".into(), unacknowledged: 1 });
+            }
+            let most = queue.state.lock().events.len();
+            (most, queue.poll(usize::MAX).unwrap())
+        };
+        let kept = Arc::new(EventQueue::new(1));
+        kept.keep_news();
+        let (most, events) = restarts(kept);
+        assert!(most <= MAX_NEWS && events.len() > MAX_NEWS - 3, "{most}, {}", events.len());
+        assert!(matches!(&events[0], Event::LinkUp(peer) if peer.cluster.0 == 1));
+        let pairs = events[1..].chunks(2).map(|pair| match pair {
+            [Event::LinkUp(peer), Event::LinkDown(end)] if *peer.as_ref() == end.peer => peer.cluster.0,
+            other => panic!("{other:?}"),
+        });
+        let first = 10_002 - (events.len() as u64 - 1) / 2;
+        assert!(pairs.eq(first..10_002), "the latest, in order");
+        assert_eq!(restarts(Arc::new(EventQueue::new(1))).1.len(), 0, "nobody polls");
+    }
+
+    /// Whoever waits for events on a copy of the descriptor learns that there will be none.
+    #[test]
+    fn closing_wakes_those_who_wait_on_a_copy_of_the_descriptor() {
+        let queue = EventQueue::new(1);
+        let copy = queue.descriptor().unwrap().as_fd().try_clone_to_owned().unwrap();
+        let readable = || {
+            let mut waiting = [PollFd::new(&copy, PollFlags::IN)];
+            rustix::event::poll(&mut waiting, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1
+        };
+        assert!(!readable());
+        queue.close();
+        assert!(readable());
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use super::await_queue::AwaitQueue;
+use super::link_ends::HeldEnd;
 use super::notification::PeerInfo;
 use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
@@ -77,12 +78,17 @@ struct State {
     outcome: Option<Result<u64>>,
     nanos: u64,
     /// In a box, because few calls are awaited while they run.
-    loops: Option<Box<Loops>>,
+    at_end: Option<Box<AtEnd>>,
 }
 
-/// The event loops that await a transfer. A loop that was closed has dropped its queue, with the descriptor.
+/// What learns of the end of a transfer, after the event queue.
 #[derive(Default)]
-struct Loops(Vec<Weak<AwaitQueue>>);
+struct AtEnd {
+    /// The event loops that await it. A loop that was closed has dropped its queue, with the descriptor.
+    loops: Vec<Weak<AwaitQueue>>,
+    /// The ends of links that are reported afterwards.
+    links: Vec<Arc<HeldEnd>>,
+}
 
 /// Counts the transfers of this process.
 static STARTED: AtomicU64 = AtomicU64::new(1);
@@ -223,16 +229,26 @@ impl Transfer {
         state.cancelled = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Cancelled);
         state.outcome = Some(outcome);
         state.nanos = self.elapsed();
-        let (stop, loops) = (state.stop.take(), state.loops.take());
+        let (stop, at_end) = (state.stop.take(), state.at_end.take());
         // Queued under the lock, so that a thread that sees the outcome can take it out of the queue.
         self.queue.ended(self);
         self.changed.notify_all();
         drop(state);
         drop(stop);
-        let loops = loops.into_iter().flat_map(|loops| loops.0);
-        for queue in loops.filter_map(|queue| queue.upgrade()) {
+        let loops = at_end.iter().flat_map(|at_end| &at_end.loops);
+        for queue in loops.filter_map(Weak::upgrade) {
             queue.push(self.number);
         }
+    }
+
+    /// Keeps the end of a link until the end of this transfer was reported. Returns `false` if it was.
+    pub(crate) fn hold(&self, end: &Arc<HeldEnd>) -> bool {
+        let mut state = self.state.lock();
+        if state.outcome.is_some() {
+            return false;
+        }
+        let links = &mut state.at_end.get_or_insert_default().links;
+        crate::fallible::push("the ends of links", links, end.clone()).is_ok()
     }
 
     /// Whether the transfer has ended.
@@ -316,7 +332,7 @@ impl Transfer {
         if state.outcome.is_some() {
             return Ok(false);
         }
-        let loops = &mut state.loops.get_or_insert_default().0;
+        let loops = &mut state.at_end.get_or_insert_default().loops;
         loops.retain(|known| known.strong_count() > 0);
         let queue = Arc::downgrade(queue);
         if !loops.iter().any(|known| known.ptr_eq(&queue)) {

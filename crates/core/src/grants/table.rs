@@ -24,7 +24,6 @@ pub struct Grant {
     id: GrantId,
     cache: CacheId,
     rows: RowRanges,
-    expires: Instant,
     /// Number of readers that must report before the grant ends.
     readers: usize,
     ended: OnceLock<GrantEnd>,
@@ -67,6 +66,7 @@ struct State {
 #[derive(Debug)]
 struct LiveGrant {
     grant: Arc<Grant>,
+    expires: Instant,
     /// The readers that have reported: cluster and incarnation.
     reported: Vec<(ClusterId, u64)>,
 }
@@ -115,11 +115,6 @@ impl Grant {
     pub fn ended(&self) -> Option<GrantEnd> {
         self.ended.get().copied()
     }
-
-    /// Returns when the grant expires.
-    pub fn expires(&self) -> Instant {
-        self.expires
-    }
 }
 
 impl Grants {
@@ -152,22 +147,37 @@ impl Grants {
             id: GrantId { slot, generation, secret: self.secret(slot, generation) },
             cache,
             rows,
-            expires: Instant::now() + ttl,
             readers,
             ended: OnceLock::new(),
             reads: AtomicUsize::new(0),
         });
-        state.slots[slot as usize] = Some(LiveGrant { grant: grant.clone(), reported });
+        let expires = Instant::now() + ttl;
+        state.slots[slot as usize] = Some(LiveGrant { grant: grant.clone(), expires, reported });
         state.live += 1;
-        state.expiries.insert((grant.expires, slot));
+        state.expiries.insert((expires, slot));
         Ok(grant)
+    }
+
+    /// Lends for `ttl` from now on, if that is longer than the grant lasts already. Returns `Err(GrantEnded)` if the grant has
+    /// ended, also if its time has passed and the clock that ends grants is late.
+    pub fn renew(&self, grant: &Arc<Grant>, ttl: Duration) -> Result<()> {
+        self.find(&grant.id)?;
+        let mut state = self.state.lock();
+        let State { slots, expiries, .. } = &mut *state;
+        let live = slots.get_mut(grant.id.slot as usize).and_then(Option::as_mut);
+        let live = live.filter(|live| Arc::ptr_eq(&live.grant, grant)).ok_or_else(ended)?;
+        let expires = live.expires.max(Instant::now() + ttl);
+        expiries.remove(&(live.expires, grant.id.slot));
+        expiries.insert((expires, grant.id.slot));
+        live.expires = expires;
+        Ok(())
     }
 
     /// Returns the grant that `id` names. Returns `Err(GrantEnded)` if there is none, or none any more.
     pub fn find(&self, id: &GrantId) -> Result<Arc<Grant>> {
-        let grant = self.state.lock().live(id).map(|live| live.grant.clone());
-        let grant = grant.ok_or_else(ended)?;
-        if Instant::now() >= grant.expires {
+        let live = self.state.lock().live(id).map(|live| (live.grant.clone(), live.expires));
+        let (grant, expires) = live.ok_or_else(ended)?;
+        if Instant::now() >= expires {
             // The clock that ends grants may be late.
             self.end(&grant, GrantEnd::Expired);
             return Err(ended().with("reason", GrantEnd::Expired.name()));
@@ -222,9 +232,9 @@ impl Grants {
     fn take(&self, state: &mut State, grant: &Arc<Grant>, why: GrantEnd) -> Option<UnreportedEnd> {
         self.mark_ended(grant, why)?;
         let slot = grant.id.slot;
-        state.slots.get_mut(slot as usize)?.take();
+        let live = state.slots.get_mut(slot as usize)?.take()?;
         state.live -= 1;
-        state.expiries.remove(&(grant.expires, slot));
+        state.expiries.remove(&(live.expires, slot));
         state.free.push(slot);
         Some(UnreportedEnd { observer: Some(self.observer.clone()), grant: grant.clone(), why })
     }

@@ -1,5 +1,6 @@
 //! Memory of the caller, together with the caller's promise that it stays valid.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use crate::error::Result;
@@ -17,6 +18,7 @@ pub struct Adopted {
     layout: CacheLayout,
     mixed: Option<Arc<MixedSizes>>,
     addrs: Arc<Vec<u64>>,
+    owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Adopted {
@@ -31,7 +33,14 @@ impl Adopted {
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
         let (layout, mixed) = validate::addresses(desc, kind, addrs)?;
         let addrs = Arc::new(fallible::copied(super::window::ADDRESSES, addrs)?);
-        Ok(Adopted { desc: desc.clone(), layout, mixed, addrs })
+        Ok(Adopted { desc: desc.clone(), layout, mixed, addrs, owner: None })
+    }
+
+    /// Keeps `owner`, to which the memory belongs, until the last cache, transfer and view of the memory is gone. It may be
+    /// dropped on any thread.
+    #[must_use]
+    pub fn owned_by(self, owner: Arc<dyn Any + Send + Sync>) -> Adopted {
+        Adopted { owner: Some(owner), ..self }
     }
 
     /// Returns the description that the caller gave.
@@ -52,6 +61,11 @@ impl Adopted {
     /// Returns the shared list with the address of every tensor.
     pub(super) fn shared_addrs(&self) -> Arc<Vec<u64>> {
         self.addrs.clone()
+    }
+
+    /// Returns what keeps the memory, if the caller gave something.
+    pub(super) fn owner(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.owner.clone()
     }
 
     /// Returns the address of every tensor.

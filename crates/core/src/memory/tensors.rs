@@ -64,7 +64,7 @@ pub struct Tensors {
     reach: Reach,
     /// What only memory of the caller has.
     adopted: Option<AdoptedRows>,
-    /// What the addresses belong to, dropped with them. `None` for memory of the caller.
+    /// What the addresses belong to, dropped with them. `None` for memory that the caller keeps.
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -151,7 +151,8 @@ impl Tensors {
         let equal = || TensorBytes::Equal(geometry.tensor_bytes());
         let bytes = adopted.mixed().cloned().map_or_else(equal, TensorBytes::Mixed);
         let rows = AdoptedRows { unmapped: Default::default(), geometry };
-        Tensors { adopted: Some(rows), ..Tensors::new(adopted.shared_addrs(), bytes, Reach::Host, None) }
+        let tensors = Tensors::new(adopted.shared_addrs(), bytes, Reach::Host, adopted.owner());
+        Tensors { adopted: Some(rows), ..tensors }
     }
 
     /// Creates tensors at `offsets` of the memory of `owner`, which has `len` bytes from `base` on. Returns `Err` if a tensor

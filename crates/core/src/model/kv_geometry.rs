@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::cache_desc::{CacheDesc, DataType, Geometry};
-use super::kv_layout::{KvLayout, TokenOrder};
+use super::kv_layout::{KvLayout, KvLayoutNames, TokenOrder};
 use crate::error::{Error, Result, ensure};
 
 /// A layout that fits its cache, with the sizes that follow. A value exists only for valid sizes: no position
@@ -22,7 +22,7 @@ impl KvGeometry {
     /// Checks `layout` against the sizes of its cache. Returns `Err` of kind `InvalidArgument` unless a row has
     /// as many bytes as a block, and the cache has the tensors of all layers.
     pub fn new(layout: KvLayout, geometry: &Geometry, data_type: DataType) -> Result<Self> {
-        layout.check_ranges()?;
+        layout.check_ranges(KvLayoutNames::ORIGINAL)?;
         let tensors = u64::from(layout.tensors_per_layer()) * layout.layers.len() as u64;
         ensure(u64::from(geometry.num_tensors()) == tensors, || {
             let layers = format_args!("{tensors} for layers {:?} (kv {})", layout.layers, layout.kv.name());

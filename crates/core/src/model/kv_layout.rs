@@ -80,26 +80,46 @@ pub struct KvLayout {
     pub model: String,
 }
 
+/// How the callers of an API call the values of a layout.
+#[derive(Clone, Copy, Debug)]
+pub struct KvLayoutNames {
+    tokens_per_block: &'static str,
+    total_heads: &'static str,
+    heads: &'static str,
+}
+
+impl KvLayoutNames {
+    /// The names of the original's API.
+    pub const ORIGINAL: KvLayoutNames = KvLayoutNames {
+        tokens_per_block: "tokens_per_block",
+        total_heads: "total_kv_heads",
+        heads: "kv_heads",
+    };
+    /// The names of the native API.
+    pub const NATIVE: KvLayoutNames =
+        KvLayoutNames { tokens_per_block: "block_tokens", total_heads: "total_heads", heads: "heads" };
+}
+
 /// Maximum number of bytes in the name of a model.
 const MAX_MODEL: usize = 256;
 
 impl KvLayout {
     /// Returns `Err` of kind `InvalidArgument` unless every range and count is valid by itself.
-    pub(crate) fn check_ranges(&self) -> Result<()> {
+    pub(crate) fn check_ranges(&self, names: KvLayoutNames) -> Result<()> {
         let KvLayout { heads, layers, .. } = self;
         for (name, value) in [
-            ("tokens_per_block", self.tokens_per_block),
-            ("total_kv_heads", self.total_heads),
+            (names.tokens_per_block, self.tokens_per_block),
+            (names.total_heads, self.total_heads),
             ("head_dim", self.head_dim),
         ] {
             ensure(value > 0, || Error::argument(name, value, "above 0"))?;
         }
         ensure(!heads.is_empty() && heads.end <= self.total_heads, || {
             let required = format_args!("a range of at least one head inside 0..{}", self.total_heads);
-            Error::argument("kv_heads", format_args!("{heads:?}"), required)
+            Error::argument(names.heads, format_args!("{heads:?}"), required)
         })?;
         ensure(self.kv != KvPlanes::Latent || self.total_heads == 1, || {
-            Error::argument("total_kv_heads", self.total_heads, "1 in a latent layout")
+            Error::argument(names.total_heads, self.total_heads, "1 in a latent layout")
         })?;
         ensure(!layers.is_empty(), || {
             Error::argument("layers", format_args!("{layers:?}"), "a range of at least one layer")

@@ -13,6 +13,7 @@ mod row_sizes;
 mod sub_row;
 mod text_names;
 mod verify;
+mod words;
 
 pub use cache_desc::{
     CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, TensorDesc, tensor_bytes,
@@ -23,12 +24,13 @@ pub use grant::{GrantEnd, GrantId, GrantToken, GrantUse};
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use kv_geometry::KvGeometry;
-pub use kv_layout::{KvLayout, KvPlanes, TokenOrder};
+pub use kv_layout::{KvLayout, KvLayoutNames, KvPlanes, TokenOrder};
 pub use remote_cache_name::RemoteCacheName;
 pub use row_sizes::RowSizes;
 pub use sub_row::SubRow;
 pub use text_names::{MAX_NAME, is_name};
 pub use verify::Verify;
+pub use words::{Argument, SideWords, Words};
 
 /// Numbers of rows. One row takes no memory of its own.
 pub type RowList = smallvec::SmallVec<[u64; 1]>;

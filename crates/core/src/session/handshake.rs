@@ -16,7 +16,7 @@ use sha2::Sha256;
 
 use super::message_io;
 use super::refusals::{Reason, Refusal};
-use crate::config::{LinkConfig, Token};
+use crate::config::{Config, LinkConfig, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{random, same_user};
 use crate::model::{ClusterId, Deadline};
@@ -43,10 +43,11 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// Creates the identity of this engine as `cluster`, with a random instance number that no other engine
-    /// has. Returns `Err` with `System` if the kernel provides no random bytes.
-    pub(crate) fn new(cluster: ClusterId, remote_accessible: bool) -> Result<Identity> {
-        let instance = u64::from_le_bytes(random()?);
+    /// Creates the identity of an engine with a random instance number that no other engine has; that of a native engine was
+    /// drawn as its cluster id. Returns `Err` with `System` if the kernel provides no random bytes.
+    pub(crate) fn new(config: &Config) -> Result<Identity> {
+        let Config { cluster, remote_accessible, native, .. } = *config;
+        let instance = if native { cluster.0 } else { draw_instance()? };
         // Without a boot id, two processes never recognize that they share a host, and use TCP.
         let host = std::fs::read_to_string(BOOT_ID)
             .map_or_else(|_| format!("{UNKNOWN}{instance}"), |text| text.trim().to_owned());
@@ -56,6 +57,17 @@ impl Identity {
 
     fn cluster(&self) -> ClusterId {
         ClusterId(self.party.cluster)
+    }
+}
+
+/// Draws an instance number that no other engine has, and that may be a cluster id: neither 0 nor the largest number, which
+/// programs use for "none".
+pub(crate) fn draw_instance() -> Result<u64> {
+    loop {
+        let drawn = u64::from_le_bytes(random()?);
+        if ![0, u64::MAX].contains(&drawn) {
+            return Ok(drawn);
+        }
     }
 }
 

@@ -49,6 +49,7 @@ mod served;
 mod server;
 mod shared;
 mod shared_writes;
+mod unlink;
 
 pub use communicator::CommStatus;
 pub use dial::Transports;
@@ -57,6 +58,7 @@ pub use link::Link;
 pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{Describe, REPORTED_BY, limit_ms, timed};
 pub(crate) use ensure::{LinkOnDemand, check_metadata};
+pub(crate) use handshake::draw_instance;
 pub(crate) use known_cache::KnownCache;
 pub(crate) use message_io::{send_message, send_message_before};
 pub(crate) use notifications::{ReservedNotification, check_notification};
@@ -73,7 +75,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::events::PeerInfo;
 use crate::model::{ClusterId, Deadline};
 use crate::net::Address;
-use crate::protocol::{Comm, Request};
+use crate::protocol::Comm;
 use crate::resources::Resources;
 use crate::stats::LinkState;
 use crate::validate::{self, rank_table::RankMember};
@@ -159,21 +161,7 @@ impl Links {
         if !force {
             one_address(peer)?;
         }
-        self.shared.registry.forget_broken(peer.cluster);
-        let mut result = Ok(());
-        for link in self.shared.registry.links_to(peer.cluster) {
-            if let Kind::Communicator(_) = link.kind {
-                continue;
-            }
-            link.calls.begin_unlink();
-            if !force {
-                let drained = link.calls.drain(|| link.alive(), deadline).map_err(|error| link.named(error));
-                let done = drained.and_then(|()| link.done(&Request::Unlink, deadline).map(drop));
-                result = result.and(done.or_else(|error| unlinked(&link, error, deadline)));
-            }
-            self.shared.registry.drop_link(&link, link::UNLINKED_HERE);
-        }
-        result
+        self.shared.unlink(peer.cluster, force, deadline)
     }
 
     /// Returns the link for calls to `cluster`, chosen as in `Registry::find`. Waits for a link that a
@@ -290,6 +278,11 @@ impl Finder {
         LinkOfCall { finder: self, cluster, link: link.as_ref().map(Arc::downgrade) }
     }
 
+    /// Ends links as [`Links::unlink`] does, without an address. Returns `Err` with `Closed` if the engine was finalized.
+    pub(crate) fn unlink(&self, cluster: ClusterId, force: bool, deadline: Deadline) -> Result<()> {
+        self.0.upgrade().ok_or_else(Error::closed)?.unlink(cluster, force, deadline)
+    }
+
     /// Finds a link as [`Links::find_other`] does. Returns `Err` with `Closed` if the engine was finalized.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         self.0.upgrade().ok_or_else(Error::closed)?.find_other(cluster, deadline)
@@ -300,29 +293,6 @@ fn one_address(peer: &PeerAddress) -> Result<Address> {
     let one = validate::one_address("len(remote_ip_info_list)", peer.remote.len(), "remote");
     one.map_err(|error| error.with("cluster", peer.cluster))?;
     Ok(Address::Tcp(peer.remote[0]))
-}
-
-/// Decides the result of an unlink that the peer did not answer. A link that has ended counts as unlinked
-/// (`both_sides_may_unlink_at_once`, `a_goodbye_that_is_read_late_counts`).
-#[cold]
-fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
-    if error.kind() == ErrorKind::NotLinked {
-        // The peer's own unlink may have ended the call. Its goodbye arrives on the control stream, so wait
-        // for it.
-        let limit = Deadline::after(link::ANSWER_TIME.min(deadline.left()));
-        // If even the ping fails, the goodbye may still be unread.
-        if !link.answers(limit.left()) {
-            link.wait_until_broken(limit);
-        }
-    }
-    match error.kind() {
-        ErrorKind::Timeout | ErrorKind::Interrupted => Err(error),
-        _ if !link.alive() => Ok(()),
-        _ => {
-            let text = "the peer did not confirm; the link is dropped on this side";
-            Err(Error::new(ErrorKind::UnlinkFailed, text).because(error))
-        }
-    }
 }
 
 impl std::fmt::Debug for Links {

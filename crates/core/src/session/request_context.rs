@@ -11,7 +11,7 @@ use crate::budget::BudgetShare;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
 use crate::copy::PathJob;
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{Deadline, Geometry, Name, RowList, RowSizes};
+use crate::model::{Deadline, Geometry, Name, RowList, RowSizes, Words};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{self, NamedCache, Reply, WirePlan};
@@ -107,7 +107,8 @@ impl RequestContext<'_> {
             found => found?,
         };
         let Some(cache) = Some(found.cache).filter(|cache| cache.id() == named.id) else { return Ok(None) };
-        validate::check_accessible("the remote cache", cache.remote_accessible())?;
+        // The text goes to the peer, whose caller the owner does not know.
+        validate::check_accessible(Words::ORIGINAL, "the remote cache", cache.remote_accessible())?;
         Ok(Some(cache))
     }
 

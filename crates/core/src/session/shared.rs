@@ -50,7 +50,7 @@ impl Shared {
         let config = &resources.config;
         let limits = Connections::of_this_process();
         let (threads, refusals) = (Threads::new(), Arc::<Refusals>::default());
-        let me = Identity::new(config.cluster, config.remote_accessible)?;
+        let me = Identity::new(config)?;
         let control = Arc::new(ControlPoller::new()?);
         let own = (config.cluster, me.party.instance);
         let (events, bell) = (resources.events.clone(), control.bell().clone());

@@ -1,7 +1,12 @@
-//! The threads of an engine: those that are started by name, and pools that start and end threads on demand.
+//! The threads of engines: those that are started by name, and pools that start and end threads on demand. Several engines of a
+//! process may share a pool.
 
+mod engine_number;
+mod per_process;
 mod pool;
 mod running;
 
+pub(crate) use engine_number::EngineNumber;
+pub(crate) use per_process::PerProcess;
 pub(crate) use pool::{Closures, JobQueue, PollLimits, ThreadPool};
 pub(crate) use running::{CLOSE_WAIT, Threads, guarded};

@@ -14,6 +14,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::engine_number::EngineNumber;
 use super::running::{Threads, guarded};
 use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering, poll};
 
@@ -64,7 +65,7 @@ impl JobQueue for Closures {
 }
 
 /// How the idle threads of a pool poll for jobs before they sleep.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default, PartialEq)]
 pub(crate) struct PollLimits {
     /// Maximum number of threads that poll at the same time.
     pub(crate) threads: usize,
@@ -78,9 +79,8 @@ pub(crate) struct ThreadPool<Q: JobQueue>(Arc<Shared<Q>>);
 struct Shared<Q> {
     /// Name of each thread.
     name: &'static str,
-    /// Maximum number of threads, unless a caller exceeds it.
-    most: usize,
-    polls: PollLimits,
+    /// Whether idle threads poll. On a single core, a thread that polls only delays those for which it waits.
+    may_poll: bool,
     /// How long a thread is kept after its last job.
     idle_exit: Duration,
     state: Mutex<State<Q>>,
@@ -95,6 +95,11 @@ struct Shared<Q> {
 #[derive(Default)]
 pub(crate) struct State<Q> {
     pub(crate) queue: Q,
+    /// Maximum number of threads, unless a caller exceeds it.
+    most: usize,
+    polls: PollLimits,
+    /// The limits of each of the engines that share the pool. The largest of them count.
+    engines: Vec<(usize, PollLimits)>,
     /// Number of threads, including those that are starting.
     threads: usize,
     /// Number of threads that poll. They take jobs without being woken.
@@ -109,34 +114,56 @@ pub(crate) struct State<Q> {
 }
 
 impl<Q> State<Q> {
-    /// Whether the pool has been closed.
-    pub(crate) fn is_closed(&self) -> bool {
-        self.closed
+    /// Sets the limits to the largest of those of the engines. Without an engine, they stay as they are.
+    fn update_limits(&mut self) {
+        let Some(&first) = self.engines.first() else { return };
+        let largest = |(most, polls): (usize, PollLimits), other: &(usize, PollLimits)| {
+            let threads = polls.threads.max(other.1.threads);
+            (most.max(other.0), PollLimits { threads, time: polls.time.max(other.1.time) })
+        };
+        (self.most, self.polls) = self.engines.iter().fold(first, largest);
     }
 }
 
 impl<Q: JobQueue> ThreadPool<Q> {
     /// Creates a pool without any thread, which starts at most `most`.
-    pub(crate) fn new(name: &'static str, most: usize, mut polls: PollLimits) -> Self {
-        // On a single core, a thread that polls only delays those for which it waits.
-        if rustix::thread::sched_getaffinity(None).is_ok_and(|cores| cores.count() == 1) {
-            polls.time = Duration::ZERO;
-        }
-        ThreadPool::with_idle_exit(name, most, polls, IDLE_EXIT)
+    pub(crate) fn new(name: &'static str, most: usize, polls: PollLimits) -> Self {
+        let may_poll = rustix::thread::sched_getaffinity(None).map_or(true, |cores| cores.count() != 1);
+        ThreadPool::with_idle_exit(name, most, polls, (IDLE_EXIT, may_poll))
     }
 
     /// Creates a pool whose threads end when they have had no job for `idle_exit`.
-    fn with_idle_exit(name: &'static str, most: usize, polls: PollLimits, idle_exit: Duration) -> Self {
+    fn with_idle_exit(
+        name: &'static str,
+        most: usize,
+        polls: PollLimits,
+        (idle_exit, may_poll): (Duration, bool),
+    ) -> Self {
         ThreadPool(Arc::new(Shared {
             name,
-            most,
-            polls,
+            may_poll,
             idle_exit,
-            state: Mutex::default(),
+            state: Mutex::new(State { most, polls, ..State::default() }),
             has_jobs: AtomicBool::new(false),
             job_ended: Condvar::new(),
             threads: Threads::new(),
         }))
+    }
+
+    /// Adds an engine to those that share the pool. Until the engine [leaves](Self::leave), the pool has at least its limits.
+    pub(crate) fn enter(&self, most: usize, polls: PollLimits) {
+        let mut state = self.lock();
+        state.engines.push((most, polls));
+        state.update_limits();
+    }
+
+    /// Removes an engine that has [entered](Self::enter) with these limits. Its jobs must have ended.
+    pub(crate) fn leave(&self, most: usize, polls: PollLimits) {
+        let mut state = self.lock();
+        if let Some(at) = state.engines.iter().position(|&engine| engine == (most, polls)) {
+            state.engines.swap_remove(at);
+        }
+        state.update_limits();
     }
 
     /// Locks the jobs. Jobs that are added must be [dispatched](Self::dispatch) under the same lock.
@@ -209,6 +236,11 @@ impl<Q: JobQueue> Shared<Q> {
                 drop(state);
                 notify(&woken);
                 guarded("running a job", || Q::run(job));
+                // Loom's threads share the thread-locals of the standard library.
+                debug_assert!(
+                    cfg!(loom) || EngineNumber::current().is_none(),
+                    "a job left its engine behind"
+                );
                 until = Instant::now() + self.idle_exit;
                 state = self.state.lock();
                 ended = Some(key);
@@ -234,11 +266,12 @@ impl<Q: JobQueue> Shared<Q> {
         sleeper: &Arc<Condvar>,
         until: Instant,
     ) -> (MutexGuard<'a, State<Q>>, bool) {
-        if !self.polls.time.is_zero() && state.polling < self.polls.threads {
+        let polls = state.polls;
+        if self.may_poll && !polls.time.is_zero() && state.polling < polls.threads {
             state.polling += 1;
             self.has_jobs.store(false, Ordering::Relaxed);
             drop(state);
-            poll(self.polls.time, || self.has_jobs.load(Ordering::Relaxed));
+            poll(polls.time, || self.has_jobs.load(Ordering::Relaxed));
             state = self.state.lock();
             state.polling -= 1;
             if state.queue.ready() > 0 || state.closed {
@@ -264,7 +297,7 @@ impl<Q: JobQueue> Shared<Q> {
     /// that number.
     fn start(self: &Arc<Self>, state: &mut State<Q>, exceeds: bool) -> io::Result<()> {
         let idle = state.polling + state.starting + state.waking + state.asleep.len();
-        if idle >= state.queue.ready() || (state.threads >= self.most && !exceeds) {
+        if idle >= state.queue.ready() || (state.threads >= state.most && !exceeds) {
             return Ok(());
         }
         let shared = self.clone();

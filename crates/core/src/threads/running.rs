@@ -92,6 +92,11 @@ impl Threads {
         }
     }
 
+    /// Whether the calling thread is one of these.
+    pub(crate) fn has_current(&self) -> bool {
+        self.running.lock().ids.contains(&current().id())
+    }
+
     /// Number of threads.
     #[cfg(feature = "testing")]
     pub(crate) fn count(&self) -> usize {

@@ -35,7 +35,8 @@ pub(crate) type Work = Box<dyn FnOnce(&Arc<Execution>, Deadline) -> Result<u64> 
 /// What a call is for.
 #[derive(Debug)]
 pub(crate) struct CallPurpose {
-    pub(crate) op: Op,
+    /// As what it is counted, if it is.
+    pub(crate) op: Option<Op>,
     /// The class of its job.
     pub(crate) class: JobClass,
     pub(crate) deadline: Deadline,
@@ -227,8 +228,10 @@ impl AsyncCall {
         self.forget_alarm();
         let took = Duration::from_nanos(self.transfer.elapsed());
         // Before anybody learns of the end, and may look at the counters.
-        if let Some(resources) = self.engine.resources.upgrade() {
-            resources.stats.counted(self.purpose.op, took, outcome.is_ok());
+        if let Some(op) = self.purpose.op
+            && let Some(resources) = self.engine.resources.upgrade()
+        {
+            resources.stats.counted(op, took, outcome.is_ok());
         }
         self.transfer.finish(outcome);
         self.engine.running.leave(self.key);
@@ -238,6 +241,15 @@ impl AsyncCall {
 impl RunningCall for AsyncCall {
     fn close(&self) {
         self.transfer.close();
+    }
+
+    fn transfer_with(&self, cluster: ClusterId) -> Option<&Arc<Transfer>> {
+        let uses = match self.purpose.class {
+            JobClass::Calls(of) => of == cluster,
+            JobClass::SeveralClusters => true,
+            _ => false,
+        };
+        (uses && self.purpose.event).then_some(&self.transfer)
     }
 }
 

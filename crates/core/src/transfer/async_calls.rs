@@ -1,14 +1,16 @@
 //! The asynchronous calls of one engine: starting them, waiting for all of them, and ending them with the engine.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use super::async_call::{AsyncCall, CallPurpose, CallsOfEngine, Work};
-use super::executor::ExecutorHandle;
-use super::running_calls::RunningCalls;
+use super::clock::Alarmed;
+use super::executor::{ExecutorHandle, Job, JobClass};
+use super::running_calls::{RunningCall, RunningCalls};
 use crate::cache::CallRows;
-use crate::error::Result;
-use crate::events::{EventQueue, Transfer};
-use crate::model::Deadline;
+use crate::error::{Error, Result};
+use crate::events::{CallsOfPeers, EventQueue, HeldEnd, MAX_HELD, Transfer};
+use crate::model::{ClusterId, Deadline};
 use crate::resources::Resources;
 
 /// The asynchronous calls of one engine.
@@ -21,10 +23,10 @@ impl AsyncCalls {
     /// Creates the state without calls. `executor` runs them, `resources` count them, and their outcomes go to `queue`.
     pub fn new(queue: Arc<EventQueue>, executor: &ExecutorHandle, resources: Weak<Resources>) -> Self {
         let running = Arc::default();
-        AsyncCalls {
-            queue,
-            engine: Arc::new(CallsOfEngine { executor: executor.clone(), resources, running }),
-        }
+        let engine = Arc::new(CallsOfEngine { executor: executor.clone(), resources, running });
+        let calls: Weak<CallsOfEngine> = Arc::downgrade(&engine);
+        queue.set_calls(calls);
+        AsyncCalls { queue, engine }
     }
 
     /// Returns the queue that receives the outcomes.
@@ -67,6 +69,48 @@ impl AsyncCalls {
     pub fn close(&self) {
         self.running().close();
         self.queue.close();
+    }
+}
+
+impl CallsOfPeers for CallsOfEngine {
+    fn hold(&self, cluster: ClusterId, end: &Arc<HeldEnd>) {
+        if self.running.hold(cluster, end) {
+            let alarm: Arc<dyn Alarmed> = Arc::new(HeldTooLong(Arc::downgrade(end)));
+            if self.executor.clock().at(Instant::now() + MAX_HELD, alarm).is_err() {
+                // Without the alarm, the end could be late.
+                end.report();
+            }
+        }
+        let waiting = self.running.waiting_with(cluster);
+        if !waiting.is_empty() {
+            // By a worker, because the caller holds locks of the links.
+            self.executor.submit(JobClass::Waits, Arc::new(LinkEnded { waiting, _end: end.clone() }));
+        }
+    }
+}
+
+/// Ends calls that waited for their program when their link ended.
+struct LinkEnded {
+    waiting: Vec<Arc<dyn RunningCall>>,
+    _end: Arc<HeldEnd>,
+}
+
+impl Job for LinkEnded {
+    fn run(self: Arc<Self>) {
+        self.waiting.iter().for_each(|call| call.link_ended());
+    }
+
+    fn refused(self: Arc<Self>, _: Error) {}
+}
+
+/// The end of a link has waited long enough for calls.
+struct HeldTooLong(Weak<HeldEnd>);
+
+impl Alarmed for HeldTooLong {
+    fn due(self: Arc<Self>) {
+        if let Some(end) = self.0.upgrade() {
+            end.report();
+        }
     }
 }
 

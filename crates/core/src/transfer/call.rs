@@ -12,8 +12,8 @@ use crate::copy::{HeldPins, PathJob, PathKind, Progress, takes_rings};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
-use crate::model::{Deadline, GrantUse, Name, RemoteCacheName, Verify};
-use crate::plan::CopyPlan;
+use crate::model::{Deadline, GrantUse, Name, RemoteCacheName, Verify, Words};
+use crate::plan::{CopyPlan, Side};
 use crate::resources::Resources;
 use crate::session::{Describe, KnownCache, Link, ReservedNotification, StreamLease};
 use crate::validate;
@@ -44,6 +44,8 @@ impl Moved {
 pub(crate) struct Call {
     pub(crate) resources: Arc<Resources>,
     pub(crate) link: Arc<Link>,
+    /// The words of the caller, and which side the local cache is.
+    pub(super) words: (&'static Words, Side),
     /// The name of the remote cache that the caller gave.
     pub(crate) name: RemoteCacheName,
     pub(crate) local: Arc<Cache>,
@@ -107,13 +109,15 @@ impl Call {
     /// have changed. Returns `Err(CacheNotFound)` after [`MAX_ATTEMPTS`] attempts.
     pub(crate) fn attempts(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
         let granted = self.open_grant().map_err(|error| self.named(error))?;
-        check_accessible(&self.resources, &self.local)?;
+        check_accessible(self.words, &self.resources, &self.local)?;
         let mut known = match granted {
             Some(granted) => self.same_as_named(granted)?,
             None => self.remote_cache(Link::known)?,
         };
         for _ in 0..MAX_ATTEMPTS {
-            let open = validate::check_accessible("the remote cache", known.remote.accessible);
+            let (words, side) = self.words;
+            let remote = side.other().of(words.sides()).remote;
+            let open = validate::check_accessible(words, remote, known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {
                 Ok(Moved::Bytes(bytes) | Moved::Equal(bytes)) => return Ok(bytes),
@@ -242,9 +246,14 @@ impl Call {
 }
 
 /// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract §12.4).
-pub(crate) fn check_accessible(resources: &Resources, local: &Cache) -> Result<()> {
+pub(crate) fn check_accessible(
+    (words, local_side): (&Words, Side),
+    resources: &Resources,
+    local: &Cache,
+) -> Result<()> {
     if resources.config.remote_accessible {
-        validate::check_accessible("the local cache", local.remote_accessible())?;
+        let name = local_side.of(words.sides()).local;
+        validate::check_accessible(words, name, local.remote_accessible())?;
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! The clock of one engine: a thread that calls what is due at a set time, and ends some time after the last alarm
-//! (`alarms_come_in_order_unless_they_are_forgotten`).
+//! The clock: a thread that calls what is due at a set time, and ends some time after the last alarm
+//! (`alarms_come_in_order_unless_they_are_forgotten`). All engines of a process share it.
 //!
 //! Most alarms are forgotten before they are due. The entry of a forgotten alarm stays in the heap. When more than half of
 //! the entries are of forgotten alarms, the clock removes them all, which takes a few nanoseconds for each entry. So the
@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::sync::{Condvar, Mutex};
-use crate::threads::{Threads, guarded};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, ThreadId, current};
+use crate::threads::{CLOSE_WAIT, EngineNumber, Threads, guarded};
 
 /// How long the thread is kept without an alarm.
 const IDLE_EXIT: Duration = Duration::from_secs(30);
 /// Number of forgotten alarms that are never worth removing from the order.
 const MIN_FORGOTTEN: usize = 64;
 /// Name of these lists in out-of-memory errors.
-const ALARMS: &str = "the alarms of an engine";
+const ALARMS: &str = "the alarms of transfers";
 
 /// What the clock calls at a set time.
 pub(crate) trait Alarmed: Send + Sync {
@@ -34,26 +34,35 @@ pub(crate) trait Alarmed: Send + Sync {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Alarm(SlotKey);
 
-/// The clock of one engine. It may outlive the engine.
-#[derive(Clone)]
-pub(crate) struct Clock(Arc<Shared>);
+/// The alarms of one engine. They may outlive the engine.
+pub(crate) struct Clock {
+    thread: Arc<ClockThread>,
+    engine: EngineNumber,
+    /// Changes under the lock of the thread.
+    closed: AtomicBool,
+}
 
-struct Shared {
+/// The thread that calls what is due, and the alarms of all engines that share it.
+pub(super) struct ClockThread {
     /// The times of alarms count from here.
     base: Instant,
     state: Mutex<State>,
     /// Notified when there is an earlier alarm and when the clock closes.
     changed: Condvar,
+    /// Notified when a call has returned.
+    called: Condvar,
     threads: Arc<Threads>,
 }
 
 #[derive(Default)]
 struct State {
-    alarms: SlotMap<Arc<dyn Alarmed>>,
+    alarms: SlotMap<(EngineNumber, Arc<dyn Alarmed>)>,
     /// When each of them is due, in nanoseconds, and where it is; also of alarms that were forgotten.
     order: BinaryHeap<Reverse<(u64, SlotKey)>>,
     /// Whether the thread runs.
     running: bool,
+    /// The engine whose alarm the thread calls now, and the thread.
+    calling: Option<(EngineNumber, ThreadId)>,
     /// When the thread wakes by itself; `None` while it is awake, because it then looks at the alarms before it sleeps.
     wakes: Option<u64>,
     closed: bool,
@@ -80,7 +89,7 @@ impl State {
         None
     }
 
-    fn remove(&mut self, key: SlotKey) -> Option<Arc<dyn Alarmed>> {
+    fn remove(&mut self, key: SlotKey) -> Option<(EngineNumber, Arc<dyn Alarmed>)> {
         let removed = self.alarms.remove(key);
         if self.alarms.is_empty() {
             self.order = BinaryHeap::new();
@@ -93,64 +102,88 @@ impl State {
 }
 
 impl Clock {
-    /// Creates a clock that starts its thread among `threads`.
-    pub(super) fn new(threads: Arc<Threads>) -> Clock {
-        let (state, changed) = (Mutex::default(), Condvar::default());
-        Clock(Arc::new(Shared { base: Instant::now(), state, changed, threads }))
+    /// Creates the alarms of an engine that `thread` calls.
+    pub(super) fn new(thread: &Arc<ClockThread>, engine: EngineNumber) -> Clock {
+        Clock { thread: thread.clone(), engine, closed: AtomicBool::new(false) }
     }
 
-    /// Calls `alarmed` at `when`. It is dropped if the alarm is [forgotten](Self::forget) before, or if the clock closes.
-    /// Returns `Err` if the clock has closed or no thread can be started.
+    /// Calls `alarmed` at `when`. It is dropped if the alarm is [forgotten](Self::forget) before, or if the engine closes.
+    /// Returns `Err` if the engine has closed or no thread can be started.
     pub(crate) fn at(&self, when: Instant, alarmed: Arc<dyn Alarmed>) -> Result<Alarm> {
-        let when = self.0.nanos(when);
-        let mut state = self.0.state.lock();
-        if state.closed {
+        let thread = &self.thread;
+        let when = thread.nanos(when);
+        let mut state = thread.state.lock();
+        if self.closed.load(Ordering::Relaxed) {
             return Err(Error::closed());
         }
         if !state.running {
-            let shared = self.0.clone();
-            let begun = self.0.threads.spawn("llm-clock", move || shared.run());
+            let runs = thread.clone();
+            let begun = thread.threads.spawn("llm-clock", move || runs.run());
             begun.map_err(|error| no_thread(&error))?;
             state.running = true;
         }
         let key = state.add(when)?;
-        state.alarms.fill(key, alarmed);
+        state.alarms.fill(key, (self.engine, alarmed));
         // Otherwise the clock looks at the alarms in time anyway. Waking it for each call that runs alone took a third of
         // the time of starting one.
         let early = state.wakes.is_some_and(|wakes| when < wakes);
         drop(state);
         if early {
-            self.0.changed.notify_one();
+            thread.changed.notify_one();
         }
         Ok(Alarm(key))
     }
 
     /// Cancels an alarm that has not come yet.
     pub(crate) fn forget(&self, alarm: Alarm) {
-        let mut state = self.0.state.lock();
+        let mut state = self.thread.state.lock();
         let forgotten = state.remove(alarm.0);
         drop(state);
         drop(forgotten);
     }
 
-    /// Drops all alarms, and refuses new ones.
+    /// Drops the alarms of the engine, refuses new ones, and waits at most [`CLOSE_WAIT`] for a call that runs. A call that
+    /// closes its own engine does not wait for itself.
     pub(super) fn close(&self) {
-        let mut state = self.0.state.lock();
-        state.closed = true;
-        let dropped = (std::mem::take(&mut state.alarms), std::mem::take(&mut state.order));
+        let mut state = self.thread.state.lock();
+        self.closed.store(true, Ordering::Relaxed);
+        let keys = state.alarms.keys_of(|(engine, _)| *engine == self.engine);
+        let dropped: Vec<_> = keys.into_iter().filter_map(|key| state.remove(key)).collect();
         drop(state);
-        self.0.changed.notify_all();
+        // Without the lock, because what is dropped may take other locks.
         drop(dropped);
+        let until = Instant::now() + CLOSE_WAIT;
+        let mut state = self.thread.state.lock();
+        while state.calling.is_some_and(|(engine, thread)| engine == self.engine && thread != current().id())
+        {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self.thread.called.wait_timeout(state, left).0;
+        }
     }
 
     /// Number of alarms that are set.
     #[cfg(feature = "testing")]
     pub(super) fn alarms(&self) -> usize {
-        self.0.state.lock().alarms.len()
+        self.thread.state.lock().alarms.len()
     }
 }
 
-impl Shared {
+impl ClockThread {
+    /// Creates a clock that starts its thread among `threads`.
+    pub(super) fn new(threads: Arc<Threads>) -> Arc<ClockThread> {
+        let (state, changed, called) = (Mutex::default(), Condvar::default(), Condvar::default());
+        Arc::new(ClockThread { base: Instant::now(), state, changed, called, threads })
+    }
+
+    /// Ends the thread. Every engine has closed its alarms.
+    pub(super) fn close(&self) {
+        self.state.lock().closed = true;
+        self.changed.notify_all();
+    }
+
     fn nanos(&self, when: Instant) -> u64 {
         u64::try_from(when.saturating_duration_since(self.base).as_nanos()).unwrap_or(u64::MAX)
     }
@@ -162,11 +195,15 @@ impl Shared {
             let (next, now) = (state.next(), self.nanos(Instant::now()));
             if next.is_some_and(|next| next <= now) {
                 let due = state.order.pop().and_then(|Reverse((_, key))| state.remove(key));
+                state.calling = due.as_ref().map(|(engine, _)| (*engine, current().id()));
                 drop(state);
-                if let Some(alarmed) = due {
+                if let Some((engine, alarmed)) = due {
+                    let _engine = engine.on_this_thread();
                     guarded("calling an alarm", || alarmed.due());
                 }
                 state = self.state.lock();
+                state.calling = None;
+                self.called.notify_all();
                 continue;
             }
             // At most `IDLE_EXIT`, so that the thread ends some time after the last alarm was forgotten.
@@ -217,7 +254,9 @@ mod tests {
     /// that were forgotten do not come, and leave no memory behind.
     #[test]
     fn alarms_come_in_order_unless_they_are_forgotten() {
-        let (clock, base, (sender, numbers)) = (Clock::new(Threads::new()), Instant::now(), channel());
+        let thread = ClockThread::new(Threads::new());
+        let (clock, base, (sender, numbers)) =
+            (Clock::new(&thread, EngineNumber::next()), Instant::now(), channel());
         let later = |millis| base + Duration::from_millis(millis);
         let (free, busy) = channel();
         clock.at(base, Arc::new(Busy(Mutex::new(busy)))).unwrap();
@@ -231,7 +270,7 @@ mod tests {
                 clock.forget(alarm);
                 clock.forget(alarm);
             }
-            let state = clock.0.state.lock();
+            let state = thread.state.lock();
             assert!(state.order.len() <= 2 * state.alarms.len() + MIN_FORGOTTEN);
         }
         expected.sort_unstable();
@@ -240,8 +279,50 @@ mod tests {
         assert_eq!(all, expected.into_iter().map(|(_, number)| number).collect::<Vec<_>>());
         clock.close();
         assert!(clock.at(base, Arc::new(Sends(sender, 0))).is_err());
-        clock.0.threads.wait(0);
-        assert_eq!(clock.0.threads.count(), 0);
+        thread.close();
+        thread.threads.wait(0);
+        assert_eq!(thread.threads.count(), 0);
         assert!(numbers.recv().is_err(), "an alarm came twice");
+    }
+
+    /// Blocks until the other end of the gate is dropped, and then sends.
+    struct Blocks(Mutex<Receiver<()>>, Sender<u64>);
+
+    impl Alarmed for Blocks {
+        fn due(self: Arc<Self>) {
+            self.1.send(0).unwrap();
+            let _ = self.0.lock().recv();
+            let _ = self.1.send(1);
+        }
+    }
+
+    #[test]
+    fn alarms_of_an_engine_end_with_it_and_those_of_others_come() {
+        let (thread, base, (sender, numbers)) = (ClockThread::new(Threads::new()), Instant::now(), channel());
+        let [first, second] = [(); 2].map(|()| Clock::new(&thread, EngineNumber::next()));
+        let (open, gate) = channel();
+        first.at(base, Arc::new(Blocks(Mutex::new(gate), sender.clone()))).unwrap();
+        assert_eq!(numbers.recv(), Ok(0));
+        let hour = base + Duration::from_secs(3600);
+        let dropped = Arc::new(Sends(sender.clone(), 2));
+        first.at(hour, dropped.clone()).unwrap();
+        second.at(base, Arc::new(Sends(sender.clone(), 3))).unwrap();
+        std::thread::scope(|scope| {
+            let closes = scope.spawn(|| first.close());
+            while Arc::strong_count(&dropped) > 1 {
+                std::thread::yield_now();
+            }
+            assert!(!closes.is_finished(), "its alarm is still being called");
+            drop(open);
+            closes.join().unwrap();
+        });
+        assert_eq!([numbers.recv(), numbers.recv()], [Ok(1), Ok(3)]);
+        assert!(first.at(base, Arc::new(Sends(sender, 4))).is_err());
+        assert_eq!((thread.state.lock().alarms.len(), thread.threads.count()), (0, 1));
+        second.close();
+        thread.close();
+        thread.threads.wait(0);
+        drop(dropped);
+        assert!(numbers.recv().is_err(), "an alarm came after the end of its engine");
     }
 }

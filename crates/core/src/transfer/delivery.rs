@@ -108,7 +108,7 @@ impl ReportedLayers {
             let before = self.ready.iter().any(|ready| ready.layer == layer);
             let state = if before { "ready" } else { "failed" };
             let text = format!("layer={layer} was reported before, as {state}; allowed: {range}");
-            return Err(Error::invalid(text));
+            return Err(Error::invalid(text).of_argument("layer"));
         }
         self.reported[(layer / u64::BITS) as usize] |= 1 << (layer % u64::BITS);
         Ok(())

@@ -1,4 +1,4 @@
-//! The executor: a pool of worker threads that run the jobs of transfers.
+//! The executor: a pool of worker threads that run the jobs of transfers. All engines of a process share the workers and the clock.
 //!
 //! One of the idle workers polls for a short time before it sleeps, so a caller who starts a call meanwhile wakes no thread.
 //! A caller who hands over many jobs wakes one worker, which wakes the next.
@@ -7,29 +7,36 @@
 //! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
 //! take all workers either: jobs for a peer that stalls delay only jobs for the same peer
 //! (`every_cluster_gets_a_worker_and_at_most_32`).
+//!
+//! An engine that closes refuses its jobs that have not begun and waits for those that run. It waits for no job of another
+//! engine (`an_engine_that_closes_leaves_the_jobs_of_others`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
-use super::clock::{Clock, no_thread};
+use super::clock::{Clock, ClockThread, no_thread};
 use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::ClusterId;
+#[cfg(any(test, feature = "testing"))]
 use crate::sync::SPIN_BEFORE_PARK;
-use crate::threads::{JobQueue, PollLimits, ThreadPool};
+use crate::sync::{AtomicBool, Ordering};
+use crate::threads::{CLOSE_WAIT, EngineNumber, JobQueue, PerProcess, PollLimits, ThreadPool};
 
-/// Maximum number of workers of one engine. Further jobs wait, except the first one of a class.
+/// The threads that all engines of this process share.
+static SHARED: PerProcess<TransferThreads> = PerProcess::new();
+/// Maximum number of workers. Further jobs wait, except the first one of a class.
 const MAX_WORKERS: usize = 512;
 /// Maximum number of workers at work for one class: half of the streams of a link.
 const MAX_WORKERS_OF_CLUSTER: usize = 32;
 /// Number of withdrawn jobs of a class that are never worth removing from its queue.
 const MIN_WITHDRAWN: usize = 64;
 /// Name of these lists in out-of-memory errors.
-const JOBS: &str = "the jobs of an engine";
+const JOBS: &str = "the jobs of transfers";
 
 /// What jobs wait for: jobs of one class share workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,6 +48,8 @@ pub(crate) enum JobClass {
     /// Links on demand. Peers that cannot be reached take no workers of calls, and delay few of the other links: addresses
     /// are spread over 16 classes.
     Links(u8),
+    /// Calls that wait for others to end, and so use no worker of these.
+    Waits,
     /// Calls to several clusters. They may wait for each of them, so they use the workers of none of these.
     SeveralClusters,
 }
@@ -54,31 +63,46 @@ pub(crate) trait Job: Send + Sync {
     fn refused(self: Arc<Self>, why: Error);
 }
 
-/// The workers and the clock of one engine. Drop refuses the jobs that have not begun, drops the alarms, and waits for the
-/// threads to end.
-#[derive(Debug)]
+/// Runs the jobs of one engine on threads that other engines may share. Drop refuses the jobs that have not begun, drops the
+/// alarms, and waits for the jobs that run.
 pub struct Executor {
     handle: ExecutorHandle,
+    /// Ends with the last engine.
+    _threads: Arc<TransferThreads>,
+    polls: PollLimits,
 }
 
-/// Hands jobs to the workers. It may outlive the engine, and keeps no worker alive.
+/// Hands the jobs of one engine to the workers. It may outlive the engine, and keeps no worker alive.
 #[derive(Clone)]
-pub struct ExecutorHandle(Arc<Shared>);
+pub struct ExecutorHandle(Arc<JobsOfEngine>);
 
-struct Shared {
-    workers: ThreadPool<QueuedJobs>,
+/// What the handles of one engine share.
+struct JobsOfEngine {
+    engine: EngineNumber,
+    workers: Arc<ThreadPool<QueuedJobs>>,
     clock: Clock,
+    /// Changes under the lock of the workers.
+    closed: AtomicBool,
 }
 
-/// The jobs of an engine that no worker has taken.
+/// The workers and the clock. Drop ends the threads.
+struct TransferThreads {
+    workers: Arc<ThreadPool<QueuedJobs>>,
+    clock: Arc<ClockThread>,
+}
+
+/// The jobs that no worker has taken.
 #[derive(Default)]
 struct QueuedJobs {
     /// Jobs that may run now, each with its class.
-    jobs: VecDeque<(JobClass, Arc<dyn Job>)>,
-    classes: HashMap<JobClass, JobsOfClass>,
+    jobs: VecDeque<(ClassOfEngine, Arc<dyn Job>)>,
+    classes: HashMap<ClassOfEngine, JobsOfClass>,
     /// Jobs that wait until one of the others of their class ends.
     waiting: SlotMap<Arc<dyn Job>>,
 }
+
+/// A class of the jobs of one engine. Peers of two engines never share a class.
+type ClassOfEngine = (EngineNumber, JobClass);
 
 /// A destination of jobs.
 #[derive(Default)]
@@ -93,7 +117,7 @@ struct JobsOfClass {
 
 impl QueuedJobs {
     /// Notes that a job for `class` has ended, and queues the job that has waited longest for this class.
-    fn over(&mut self, class: JobClass) {
+    fn over(&mut self, class: ClassOfEngine) {
         let Some(at) = self.classes.get_mut(&class) else { return };
         let mut jobs = std::iter::from_fn(|| at.queue.pop_front());
         match jobs.find_map(|key| self.waiting.remove(key)) {
@@ -109,7 +133,7 @@ impl QueuedJobs {
     }
 
     /// Makes an entry for a job that waits until another one for `class` ends.
-    fn reserve_waiting(&mut self, class: JobClass) -> Result<SlotKey> {
+    fn reserve_waiting(&mut self, class: ClassOfEngine) -> Result<SlotKey> {
         let at = self.classes.entry(class).or_default();
         let room = at.queue.try_reserve(1);
         room.map_err(|_| fallible::out_of_memory(JOBS, at.queue.len() * size_of::<SlotKey>()))?;
@@ -120,7 +144,7 @@ impl QueuedJobs {
     }
 
     /// Takes a job that waits for others of its class.
-    fn withdraw(&mut self, class: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
+    fn withdraw(&mut self, class: ClassOfEngine, key: SlotKey) -> Option<Arc<dyn Job>> {
         let job = self.waiting.remove(key)?;
         let QueuedJobs { waiting, classes, .. } = self;
         if let Some(at) = classes.get_mut(&class) {
@@ -132,11 +156,33 @@ impl QueuedJobs {
         }
         Some(job)
     }
+
+    /// Takes the jobs that do not run, of the engines for which `is_of` holds.
+    fn take_of(&mut self, is_of: impl Fn(EngineNumber) -> bool) -> Vec<(EngineNumber, Arc<dyn Job>)> {
+        let (ready, others): (VecDeque<_>, _) = self.jobs.drain(..).partition(|((of, _), _)| is_of(*of));
+        self.jobs = others;
+        let mut taken = Vec::new();
+        for ((of, _), at) in self.classes.iter_mut().filter(|((of, _), _)| is_of(*of)) {
+            at.waiting = 0;
+            let jobs = at.queue.drain(..).filter_map(|key| self.waiting.remove(key));
+            taken.extend(jobs.map(|job| (*of, job)));
+        }
+        for (class, job) in ready {
+            self.over(class);
+            taken.push((class.0, job));
+        }
+        taken
+    }
+
+    /// Returns how many jobs of an engine run or are about to run.
+    fn taken_of(&self, engine: EngineNumber) -> usize {
+        self.classes.iter().filter(|((of, _), _)| *of == engine).map(|(_, at)| at.taken).sum()
+    }
 }
 
 impl JobQueue for QueuedJobs {
-    type Job = Arc<dyn Job>;
-    type Key = JobClass;
+    type Job = (EngineNumber, Arc<dyn Job>);
+    type Key = ClassOfEngine;
 
     fn ready(&self) -> usize {
         self.jobs.len()
@@ -144,43 +190,66 @@ impl JobQueue for QueuedJobs {
 
     /// Takes another job for the class of the job that has ended if no other worker works for it. So a class keeps its worker
     /// as long as it has work (`every_cluster_gets_a_worker_and_at_most_32`).
-    fn next(&mut self, ended: Option<JobClass>) -> Option<(JobClass, Arc<dyn Job>)> {
+    fn next(&mut self, ended: Option<ClassOfEngine>) -> Option<(ClassOfEngine, Self::Job)> {
         if let Some(class) = ended {
             self.over(class);
         }
-        let unserved = |class: &JobClass| {
+        let unserved = |class: &ClassOfEngine| {
             let queued = self.jobs.iter().filter(|(to, _)| to == class).count();
             self.classes.get(class).is_some_and(|at| at.taken == queued)
         };
         let own = ended.filter(unserved).and_then(|class| self.jobs.iter().position(|(to, _)| *to == class));
-        self.jobs.remove(own.unwrap_or(0))
+        let (class, job) = self.jobs.remove(own.unwrap_or(0))?;
+        Some((class, (class.0, job)))
     }
 
-    fn take_all(&mut self) -> Vec<Arc<dyn Job>> {
-        let ready: Vec<_> = self.jobs.drain(..).collect();
-        let mut waiting = Vec::new();
-        for at in self.classes.values_mut() {
-            at.waiting = 0;
-            waiting.extend(at.queue.drain(..).filter_map(|key| self.waiting.remove(key)));
-        }
-        for (class, _) in &ready {
-            self.over(*class);
-        }
-        ready.into_iter().map(|(_, job)| job).chain(waiting).collect()
+    fn take_all(&mut self) -> Vec<Self::Job> {
+        self.take_of(|_| true)
     }
 
     /// Runs a job. A job that panics reports it when it is dropped.
-    fn run(job: Arc<dyn Job>) {
+    fn run((engine, job): Self::Job) {
+        let _engine = engine.on_this_thread();
         job.run();
     }
 }
 
+impl TransferThreads {
+    fn new() -> Self {
+        // Each engine sets how long the worker polls.
+        let polls = PollLimits { threads: 1, time: Duration::ZERO };
+        let workers = Arc::new(ThreadPool::new("llm-lane", MAX_WORKERS, polls));
+        let clock = ClockThread::new(workers.threads().clone());
+        TransferThreads { workers, clock }
+    }
+}
+
+impl Drop for TransferThreads {
+    fn drop(&mut self) {
+        // Every engine has left, so there is no job.
+        drop(self.workers.close());
+        self.clock.close();
+        self.workers.threads().wait(0);
+    }
+}
+
 impl Executor {
-    /// Creates an executor without any worker. An idle worker polls for `poll` before it sleeps.
-    pub fn new(poll: Duration) -> Self {
-        let workers = ThreadPool::new("llm-lane", MAX_WORKERS, PollLimits { threads: 1, time: poll });
-        let clock = Clock::new(workers.threads().clone());
-        Executor { handle: ExecutorHandle(Arc::new(Shared { workers, clock })) }
+    /// Creates an executor on the threads that all engines of this process share. An idle worker polls for `poll`, or longer
+    /// if another engine has it poll longer, before it sleeps.
+    pub(crate) fn of_process(engine: EngineNumber, poll: Duration) -> Self {
+        Executor::on(SHARED.get(TransferThreads::new), engine, poll)
+    }
+
+    fn on(threads: Arc<TransferThreads>, engine: EngineNumber, poll: Duration) -> Self {
+        let polls = PollLimits { threads: 1, time: poll };
+        threads.workers.enter(MAX_WORKERS, polls);
+        let handle = ExecutorHandle(Arc::new(JobsOfEngine {
+            engine,
+            workers: threads.workers.clone(),
+            clock: Clock::new(&threads.clock, engine),
+            closed: AtomicBool::new(false),
+        }));
+        Executor { handle, _threads: threads, polls }
     }
 
     /// Returns the handle that hands jobs to the workers.
@@ -194,8 +263,9 @@ impl ExecutorHandle {
     /// started, the existing workers run the job; without any worker, it is refused
     /// (`a_worker_that_cannot_be_started`). Returns the key of the job if it waits for others of its class.
     pub(crate) fn submit(&self, class: JobClass, job: Arc<dyn Job>) -> Option<SlotKey> {
+        let class = (self.0.engine, class);
         let mut state = self.0.workers.lock();
-        if state.is_closed() {
+        if self.0.closed.load(Ordering::Relaxed) {
             drop(state);
             job.refused(Error::closed());
             return None;
@@ -225,7 +295,7 @@ impl ExecutorHandle {
             queue.jobs.push_back((class, job));
         }
         if let Err((error, jobs)) = self.0.workers.dispatch(state, 1, first) {
-            for job in jobs {
+            for (_, job) in jobs {
                 job.refused(no_thread(&error));
             }
         }
@@ -234,12 +304,28 @@ impl ExecutorHandle {
 
     /// Returns a job that still waits for others of its class, and forgets it.
     pub(crate) fn withdraw(&self, class: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
-        self.0.workers.lock().queue.withdraw(class, key)
+        self.0.workers.lock().queue.withdraw((self.0.engine, class), key)
     }
 
     /// Returns the clock.
     pub(crate) fn clock(&self) -> &Clock {
         &self.0.clock
+    }
+
+    /// Waits until no job of the engine runs, at most [`CLOSE_WAIT`]. A job that closes its own engine does not wait for
+    /// itself.
+    fn wait_jobs(&self) {
+        let JobsOfEngine { engine, workers, .. } = &*self.0;
+        let runs_here = EngineNumber::current() == Some(*engine) && workers.threads().has_current();
+        let until = Instant::now() + CLOSE_WAIT;
+        let mut state = workers.lock();
+        while state.queue.taken_of(*engine) > usize::from(runs_here) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = workers.wait_job(state, left);
+        }
     }
 
     /// Sets whether the executor behaves as if no thread could be started.
@@ -261,19 +347,34 @@ impl ExecutorHandle {
     }
 }
 
+/// An executor with threads of its own.
+#[cfg(any(test, feature = "testing"))]
 impl Default for Executor {
     fn default() -> Self {
-        Executor::new(SPIN_BEFORE_PARK)
+        Executor::on(Arc::new(TransferThreads::new()), EngineNumber::next(), SPIN_BEFORE_PARK)
     }
 }
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        let Shared { workers, clock } = &*self.handle.0;
+        let JobsOfEngine { engine, workers, clock, closed } = &*self.handle.0;
+        let mut state = workers.lock();
+        closed.store(true, Ordering::Relaxed);
+        let jobs = state.queue.take_of(|of| of == *engine);
+        drop(state);
         // Without the lock, because the jobs report their end.
-        workers.close().into_iter().for_each(|job| job.refused(Error::closed()));
+        for (_, job) in jobs {
+            job.refused(Error::closed());
+        }
         clock.close();
-        workers.threads().wait(0);
+        self.handle.wait_jobs();
+        workers.leave(MAX_WORKERS, self.polls);
+    }
+}
+
+impl std::fmt::Debug for Executor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Executor").field(&self.handle).finish()
     }
 }
 

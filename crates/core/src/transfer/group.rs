@@ -124,8 +124,10 @@ impl Group {
         }
         let mut layouts = fallible::with_capacity(PARTS, owners.len())?;
         layouts.extend(owners.iter().map(|(_, layout)| layout.layout()));
-        // Neighbouring ranks usually have neighbouring ids, and are to read from different replicas.
-        let reader = usize::try_from(self.resources.config.cluster.0).unwrap_or(usize::MAX);
+        // Neighbouring ranks usually have neighbouring ids, and are to read from different replicas. The id of a native engine is
+        // drawn: there the order of the list decides.
+        let config = &self.resources.config;
+        let reader = if config.native { 0 } else { usize::try_from(config.cluster.0).unwrap_or(usize::MAX) };
         let assigned = assign_owners(&KvPart::of(local.layout()), &layouts, reader)?;
         let mut shares = fallible::with_capacity(PARTS, owners.len())?;
         // Each is checked here, before the first byte moves, and not only when the turn of its owner comes.

@@ -10,13 +10,14 @@ use std::time::Instant;
 
 use super::call::{Call, check_accessible};
 use super::delivery::{LayerSink, TaskKind};
+use super::joint::LayerNotice;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{
-    AddressLocation, CacheId, CacheLayout, Deadline, Name, RemoteCacheName, RowList, RowSizes,
+    AddressLocation, CacheId, CacheLayout, Deadline, Name, RemoteCacheName, RowList, RowSizes, Verify, Words,
 };
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, Side};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
@@ -26,6 +27,8 @@ use crate::validate::{
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
+/// The words for arguments, and the side of the local cache.
+const WORDS: (&Words, Side) = (Words::ORIGINAL, Side::Source);
 
 /// Pushes layers to one destination.
 pub(crate) struct LayerPush {
@@ -35,6 +38,10 @@ pub(crate) struct LayerPush {
     pub(crate) rows: Arc<LayerRows>,
     pub(crate) per_layer: u32,
     pub(crate) to: Destination,
+    /// How thoroughly the layers are compared.
+    pub(crate) verify: Verify,
+    /// The notification for the peer, of which the first destination reserves room.
+    pub(crate) notice: Option<Arc<LayerNotice>>,
     pub(crate) found: OnceLock<FoundDestination>,
 }
 
@@ -67,6 +74,7 @@ impl LayerSink for LayerPush {
     fn find(&self, kind: TaskKind, deadline: Deadline) -> Result<u64> {
         let found = self.link.find(deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
+        self.notice.as_ref().map_or(Ok(()), |notice| notice.reserve(&link))?;
         let found = self.resolve(kind, link.clone(), deadline).map_err(|error| link.named(error))?;
         let bytes = found.layers.iter().flatten().map(|part| part.plan.bytes()).sum();
         // `find` is called once, so the destination is not set yet.
@@ -113,6 +121,7 @@ impl LayerPush {
         let call = Call {
             resources: self.resources.clone(),
             link: found.link.clone(),
+            words: WORDS,
             name: Name::of_cache(part.cache).into(),
             local: self.local.clone(),
             deadline,
@@ -120,7 +129,7 @@ impl LayerPush {
             to_the_end: found.kind.has_events(),
             notify: None,
             grant: None,
-            verify: self.resources.config.verify,
+            verify: self.verify,
         };
         let (rows, plans) = (
             || fallible::collect_inline(LAYERS, found.local_rows.iter().copied()),
@@ -130,7 +139,7 @@ impl LayerPush {
     }
 
     fn resolve(&self, kind: TaskKind, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
-        check_accessible(&self.resources, &self.local)?;
+        check_accessible(WORDS, &self.resources, &self.local)?;
         let (local_rows, layers) = match &self.to.target {
             Target::Cache { name, first_layer } => self.to_cache(&link, name, *first_layer, deadline),
             Target::Addresses(addrs) => self.to_addresses(&link, addrs, deadline),
@@ -151,7 +160,7 @@ impl LayerPush {
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
         let (range, per_layer) = (self.to.src_layers, self.per_layer);
         let count = range.end - range.first;
-        validate::rows_alike(self.local.kv().map(|kv| &**kv), &remote)?;
+        validate::rows_alike(WORDS, self.local.kv().map(|kv| &**kv), &remote)?;
         validate::destination_layers(&remote, first_layer, count, per_layer)?;
         let (src, dst, count) = (range.first * per_layer, first_layer * per_layer, count * per_layer);
         let moves = |src, to: RemoteCache| {

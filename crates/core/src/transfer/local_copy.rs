@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use super::async_call::Execution;
 use super::compared::{BLOCKS, Compared, block_sizes, differ, sample};
-use crate::cache::{Cache, CallRows};
+use crate::cache::{Cache, CallRows, RowUse};
 use crate::checksums::Checksums;
 use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
 use crate::error::Result;
 use crate::fallible;
-use crate::model::{CacheLayout, Deadline, Name, Verify};
+use crate::model::{CacheLayout, Deadline, Name, RowList, Verify};
 use crate::plan::{CacheCount, CopyPlan, Moves, Plans, Side, Template};
 use crate::resources::Resources;
 use crate::stats::Op;
@@ -59,6 +59,8 @@ pub(crate) struct LocalCopy {
     pub(crate) dst: Arc<Cache>,
     pub(crate) moves: LocalMoves,
     pub(crate) staging: Staging,
+    /// How thoroughly the destination is compared with the source.
+    pub(crate) verify: Verify,
 }
 
 impl LocalCopy {
@@ -86,12 +88,23 @@ impl LocalCopy {
 
     /// Takes the rows that are read and written.
     pub(crate) fn take_rows(&mut self) -> CallRows {
+        let (reads, writes) = self.take_lists();
+        CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes))
+    }
+
+    /// Takes the rows that are read and written, for a call that uses others as well.
+    pub(crate) fn take_used(&mut self) -> [(Arc<Cache>, RowUse); 2] {
+        let (reads, writes) = self.take_lists();
+        let reads = RowUse { reads, ..RowUse::default() };
+        [(self.src.clone(), reads), (self.dst.clone(), RowUse { writes, ..RowUse::default() })]
+    }
+
+    fn take_lists(&mut self) -> (RowList, RowList) {
         let (reads, writes) = match &mut self.moves {
             LocalMoves::Equal(moves) => (&mut moves.src_rows, &mut moves.dst_rows),
             LocalMoves::Runs(planned) => (&mut planned.src_rows, &mut planned.dst_rows),
         };
-        let (reads, writes) = (std::mem::take(reads), std::mem::take(writes));
-        CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes))
+        (std::mem::take(reads), std::mem::take(writes))
     }
 
     /// Returns the plans, which run one after the other. None of them is empty.
@@ -119,7 +132,7 @@ impl LocalCopy {
         resources.still_registered(src)?;
         resources.still_registered(dst)?;
         let (from, to) = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let verifies = resources.config.verify != Verify::Off;
+        let verifies = self.verify != Verify::Off;
         // Positions of a plan that runs alone and is not compared are those of the whole copy.
         let alone = plans.len() == 1 && !verifies;
         let mut all = CopyOutcome { bytes: 0, route: Route::Direct };
@@ -152,7 +165,7 @@ impl LocalCopy {
             moved(dst);
         }
         let sizes = block_sizes(dst, plan, Side::Destination);
-        let blocks = plan.compared(sizes, sample(resources.config.verify)?)?;
+        let blocks = plan.compared(sizes, sample(self.verify)?)?;
         let checksums = Checksums::bound_to(Name::Row { cache: dst.id(), row: 0 }, dst.id(), 0, 0)?;
         let sums = |cache: &Cache, side| {
             let memory = (cache.tensors(), cache.placement());
@@ -169,4 +182,23 @@ impl LocalCopy {
         }
         Err(differ(dst, plan, Side::Destination, compared.checked, &compared.different))
     }
+}
+
+/// Runs the copies of one call one after the other. It has the rows of all. Returns the number of bytes; an error names the part,
+/// and those before it are in place then.
+pub(crate) fn run_in_order(
+    copies: Vec<LocalCopy>,
+    resources: &Resources,
+    execution: &Execution,
+    deadline: Deadline,
+) -> Result<u64> {
+    let mut bytes = 0;
+    for (index, copy) in copies.into_iter().enumerate() {
+        let begun = execution.transfer().proceed();
+        let moved = begun.and_then(|()| copy.run(resources, Some(execution), deadline));
+        let moved = moved.map_err(|error| error.with("part", index))?;
+        execution.transfer().part_done(moved);
+        bytes += moved;
+    }
+    Ok(bytes)
 }

@@ -66,6 +66,7 @@ impl PeerTransfer {
         Call {
             resources,
             link,
+            words: (self.checked.words(), self.checked.local_side()),
             name,
             local: self.local.clone(),
             deadline,

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
+use crate::events::{HeldEnd, Transfer};
 use crate::fallible;
-use crate::model::Deadline;
+use crate::model::{ClusterId, Deadline};
 use crate::sync::{Condvar, Mutex};
 
 /// Name of the list in out-of-memory errors.
@@ -16,6 +17,17 @@ const RUNNING: &str = "the list of running transfers";
 pub(super) trait RunningCall: Send + Sync + fmt::Debug {
     /// Ends the call because the engine closes; later, if a worker has begun it.
     fn close(&self);
+
+    /// Returns the transfer of the call, if it has an event and may use a link to `cluster`.
+    fn transfer_with(&self, cluster: ClusterId) -> Option<&Arc<Transfer>>;
+
+    /// Whether the call waits for its program, and fails if the link to `cluster` ends meanwhile.
+    fn waits_with(&self, _cluster: ClusterId) -> bool {
+        false
+    }
+
+    /// Ends a call that [waits](Self::waits_with) because the link has ended.
+    fn link_ended(&self) {}
 }
 
 /// The asynchronous calls of one engine that have not ended. They keep calls alive that wait without a thread.
@@ -97,6 +109,22 @@ impl RunningCalls {
             state = self.state.lock();
         }
         Ok(true)
+    }
+
+    /// Has every call that may use a link to `cluster` keep the end of the link. Returns whether there is one.
+    pub(super) fn hold(&self, cluster: ClusterId, end: &Arc<HeldEnd>) -> bool {
+        let state = self.state.lock();
+        let mut held = false;
+        for transfer in state.calls.values().filter_map(|call| call.transfer_with(cluster)) {
+            held |= transfer.hold(end);
+        }
+        held
+    }
+
+    /// Returns the calls that wait for their program, and fail because the link to `cluster` has ended.
+    pub(super) fn waiting_with(&self, cluster: ClusterId) -> Vec<Arc<dyn RunningCall>> {
+        let state = self.state.lock();
+        state.calls.values().filter(|call| call.waits_with(cluster)).cloned().collect()
     }
 
     /// Ends all calls and refuses new ones.

@@ -1,4 +1,4 @@
-//! A slot map: a table that names each entry by a key, for the calls, alarms and jobs of one engine.
+//! A slot map: a table that names each entry by a key, for calls, alarms and jobs.
 //!
 //! It grows by chunks, so an entry takes the same memory however many there are, and no entry moves.
 
@@ -107,6 +107,13 @@ impl<T> SlotMap<T> {
         self.chunks.iter().flatten().filter_map(|entry| entry.value.as_ref())
     }
 
+    /// Returns the keys of the values for which `is_wanted` holds.
+    pub(super) fn keys_of(&self, is_wanted: impl Fn(&T) -> bool) -> Vec<SlotKey> {
+        let slots = (0..).zip(self.chunks.iter().flatten());
+        let wanted = slots.filter(|(_, slot)| slot.value.as_ref().is_some_and(&is_wanted));
+        wanted.filter_map(|(index, slot)| slot.number.map(|number| SlotKey { number, index })).collect()
+    }
+
     fn entry(&mut self, index: u32) -> Option<&mut Slot<T>> {
         self.chunks.get_mut(index as usize / CHUNK)?.get_mut(index as usize % CHUNK)
     }
@@ -163,6 +170,12 @@ mod tests {
         values.sort_unstable();
         expected.sort_unstable();
         assert_eq!(values, expected);
+        let mut even = table.keys_of(|value| value % 2 == 0);
+        let mut of_twin: Vec<_> =
+            twin.iter().filter(|(_, value)| value % 2 == 0).map(|(key, _)| *key).collect();
+        even.sort_unstable();
+        of_twin.sort_unstable();
+        assert_eq!(even, of_twin);
         for (key, value) in twin {
             assert_eq!(table.remove(key), Some(value));
         }

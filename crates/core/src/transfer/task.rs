@@ -17,6 +17,7 @@ use super::delivery::{
     DeliveryState, LayerSink, Outcome, ReadyRun, ReportedLayers, RunState, TaskKind, TaskLimits,
 };
 use super::executor::{ExecutorHandle, Job, JobClass};
+use super::joint::Joint;
 use super::run_length::RunLength;
 use super::running_calls::RunningCalls;
 use super::slot_map::SlotKey;
@@ -37,6 +38,8 @@ pub(super) struct Task {
     running: Arc<RunningCalls>,
     /// The keys of the transfers in `running`.
     pub(super) keys: Vec<SlotKey>,
+    /// The transfer of all destinations together, if they have one.
+    pub(super) joint: Option<Arc<Joint>>,
     pub(super) state: Mutex<TaskState>,
 }
 
@@ -46,11 +49,19 @@ impl Task {
         calls: &AsyncCalls,
         limits: TaskLimits,
         (transfers, keys): (Vec<Arc<Transfer>>, Vec<SlotKey>),
+        joint: Option<Arc<Joint>>,
         state: TaskState,
     ) -> Arc<Task> {
         let (executor, running) = (calls.executor().clone(), calls.running().clone());
         let (begin, state) = (Instant::now(), Mutex::new(state));
-        Arc::new(Task { executor, limits, begin, transfers, running, keys, state })
+        Arc::new(Task { executor, limits, begin, transfers, running, keys, joint, state })
+    }
+
+    /// Cancels every destination that has not ended.
+    pub(super) fn cancel_all(&self) {
+        for transfer in &self.transfers {
+            transfer.cancel();
+        }
     }
 
     /// Has workers find every destination.
@@ -131,15 +142,29 @@ impl Task {
         // The sink may be the last owner of a cache, whose memory returns to a pool. So it is dropped without the lock, and
         // before anything reports that the destination has ended.
         drop(sink);
+        let failed_first = self.joint.as_ref().is_some_and(|joint| joint.note(self.of_part(index, &moved)));
         self.transfers[index].finish(moved);
         self.running.leave(self.keys[index]);
         let mut state = self.state.lock();
         state.open -= 1;
-        let alarm = if state.open == 0 { state.alarm.take() } else { None };
+        let last = state.open == 0;
+        let alarm = if last { state.alarm.take() } else { None };
         drop(state);
         if let Some((_, alarm)) = alarm {
             self.executor.clock().forget(alarm);
         }
+        if failed_first {
+            self.cancel_all();
+        }
+        if let Some(joint) = self.joint.as_ref().filter(|_| last) {
+            joint.finish();
+        }
+    }
+
+    /// Returns the end of a destination as that of the joint transfer, whose error names the destination if there are several.
+    fn of_part(&self, index: usize, end: &Result<u64>) -> Result<u64> {
+        let several = self.transfers.len() > 1;
+        end.clone().map_err(|error| if several { error.with("part", index) } else { error })
     }
 
     /// Has [`watch`](Self::watch) called at `when`, or earlier.
@@ -215,6 +240,7 @@ impl Job for LayerJob {
                     drop(sink);
                     if let Ok(bytes) = found {
                         transfer.expect(bytes);
+                        job.task.joint.iter().for_each(|joint| joint.expect(bytes));
                     }
                     job.record(found, |delivery, _, _| {
                         delivery.found = true;
@@ -228,6 +254,7 @@ impl Job for LayerJob {
                     if let Ok((_, bytes)) = pushed {
                         run_length.learn(bytes, begin.elapsed());
                         transfer.part_done(bytes);
+                        job.task.joint.iter().for_each(|joint| joint.transfer.part_done(bytes));
                     }
                     job.record(pushed, |delivery, (count, bytes), layers| {
                         delivery.note_pushed(count, bytes, layers);

@@ -8,8 +8,8 @@ use super::text_names::cache_name;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{
-    CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RemoteCacheName, RowList,
-    RowSizes, TensorSpan,
+    Argument, CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RemoteCacheName,
+    RowList, RowSizes, TensorSpan, Words,
 };
 use crate::plan::{Piece, Pieces, REQUEST, total_bytes};
 
@@ -70,7 +70,7 @@ pub fn blocks_cache(name: &str, kind: CacheKind) -> Result<()> {
 }
 
 fn wrong_kind(name: &str, is: &str, needed: &str) -> Error {
-    Error::invalid(format!("{name} is {is}; this call needs {needed}"))
+    Error::invalid(format!("{name} is {is}; this call needs {needed}")).of_argument(name)
 }
 
 /// Returns the error for a `size`, which stands for `bytes` bytes, that exceeds the `room` bytes of `container`.
@@ -90,37 +90,59 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
         Placement::Device => Ok(()),
         Placement::Host => {
             let text = format!("{name} is in host memory; this call needs device memory");
-            Err(Error::invalid(text))
+            Err(Error::invalid(text).of_argument(name))
         }
     }
 }
 
 /// Returns a row of the cache, which is given as any kind of number.
-pub(super) fn row(name: &str, index: impl TryInto<u64> + Display + Copy, of: Geometry) -> Result<u64> {
+pub(super) fn row<'a>(
+    argument: impl Into<Argument<'a>>,
+    index: impl TryInto<u64> + Display + Copy,
+    of: Geometry,
+) -> Result<u64> {
     match index.try_into() {
         Ok(row) if row < of.rows() => Ok(row),
-        _ => Err(Error::out_of_range(name, index, format_args!("0 to {}", of.rows() - 1))),
+        _ => Err(argument.into().out_of_range(index, format_args!("0 to {}", of.rows() - 1))),
     }
 }
 
 /// Checks that a list of blocks is not empty.
-pub fn not_empty(name: &str, blocks: &[i64]) -> Result<()> {
-    if blocks.is_empty() { Err(Error::argument(name, "[]", "a list of at least one block")) } else { Ok(()) }
+pub fn not_empty<'a>(list: impl Into<Argument<'a>>, blocks: &[i64]) -> Result<()> {
+    ensure(!blocks.is_empty(), || list.into().whole().must_be("[]", "a list of at least one block"))
 }
 
 /// Checks that two lists have the same number of entries.
 pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
-    ensure(left == right, || Error::invalid(format!("{src} has {left} entries, and {dst} has {right}")))
+    let (words, lists) = (Words::ORIGINAL, (src.into(), dst.into()));
+    ensure(left == right, || different_lists(words, lists, (left, right)))
+}
+
+/// Checks that the lists of blocks of a transfer have the same number of blocks.
+pub(super) fn equal_lists(words: &Words, src: &[i64], dst: &[i64]) -> Result<()> {
+    let lists = (words.src.blocks, words.dst.blocks);
+    ensure(src.len() == dst.len(), || different_lists(words, lists, (src.len(), dst.len())))
+}
+
+#[cold]
+fn different_lists(
+    words: &Words,
+    (src, dst): (Argument<'_>, Argument<'_>),
+    (left, right): (usize, usize),
+) -> Error {
+    Error::invalid(format!("{src} has {left} {}, and {dst} has {right}", words.entries))
 }
 
 /// Checks that every entry is a block of the cache.
-pub(super) fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
+pub(super) fn in_range<'a>(list: impl Into<Argument<'a>>, blocks: &[i64], of: Geometry) -> Result<()> {
     // One pass without a branch. Messages are only built if an entry is out of range.
     if blocks.iter().fold(true, |fits, &index| fits & (index.cast_unsigned() < of.rows())) {
         return Ok(());
     }
+    let list = list.into();
     let entry = |(at, &index): (usize, &i64)| {
-        row(name, index, of).or_else(|_| row(&format!("{name}[{at}]"), index, of)).map(drop)
+        let range = format_args!("0 to {}", of.rows() - 1);
+        ensure(index.cast_unsigned() < of.rows(), || list.entry_out_of_range(at, index, range))
     };
     blocks.iter().enumerate().try_for_each(entry)
 }
@@ -155,8 +177,8 @@ pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block: RowSizes) -
 }
 
 /// Checks that peers may use the cache called `name` (contract §12.4).
-pub fn check_accessible(name: &str, accessible: bool) -> Result<()> {
-    ensure(accessible, || Error::invalid(format!("{name} was registered with remote_accessible False")))
+pub fn check_accessible(words: &Words, name: &str, accessible: bool) -> Result<()> {
+    ensure(accessible, || Error::invalid(format!("{name} {}", words.not_accessible)).of_argument(name))
 }
 
 /// Checks the name that a caller gives the remote cache. A grant is not such a name: a pull takes it beside the name.
@@ -179,13 +201,10 @@ pub(super) fn remote_row(remote: &RemoteCache, kind: ErrorKind) -> Result<()> {
     })
 }
 
-/// Checks that blocks of both caches have the same size.
-pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
-    ensure(local.row_bytes() == remote.row_bytes(), || {
-        Error::invalid(format!(
-            "a block has {} bytes in the local cache and {} in the remote cache",
-            local.row_bytes(),
-            remote.row_bytes()
-        ))
+/// Checks that blocks of both caches, the local one first, have the same size.
+pub(super) fn equal_blocks((local, here): (&str, Geometry), (remote, there): (&str, Geometry)) -> Result<()> {
+    let (own, peer) = (here.row_bytes(), there.row_bytes());
+    ensure(own == peer, || {
+        Error::invalid(format!("a block has {own} bytes in {local} and {peer} in {remote}"))
     })
 }

@@ -2,7 +2,7 @@
 
 use super::by_runs::{SideSizes, between_engines, equal_rows, part_of_mixed, planned};
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, check_accessible, check_cut, copy_size, cut, equally_many,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, check_cut, copy_size, cut, equal_lists,
     in_range, not_empty, numbers, remote_row, row,
 };
 use super::conversion::{
@@ -14,14 +14,12 @@ use super::layer_ranges::{
 use super::rows::Rows;
 use super::sub_rows::{after, between, pushed_slot_bytes, slot_bytes};
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{CacheLayout, Geometry, KvGeometry, SubRow};
+use crate::model::{CacheLayout, Geometry, KvGeometry, SideWords, SubRow, Words};
 use crate::plan::{KvPart, KvSequence, Moves, Piece, Pieces, Side};
-
-/// The names of the two lists of blocks, of the source and of the destination.
-const BLOCKS: (&str, &str) = ("src_blocks", "dst_blocks");
 
 /// A pull or push that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedTransfer {
+    words: &'static Words,
     rows: Rows,
     local: LocalCache,
     local_side: Side,
@@ -40,8 +38,15 @@ pub struct OwnerShare {
 }
 
 impl CheckedTransfer {
-    /// Checks what needs only the local cache, before a request is sent to the peer.
-    pub fn new(local_side: Side, local: impl Into<LocalCache>, rows: Rows, layers: Layers) -> Result<Self> {
+    /// Checks what needs only the local cache, before a request is sent to the peer. Texts of errors have the `words` of the
+    /// caller.
+    pub fn new(
+        words: &'static Words,
+        local_side: Side,
+        local: impl Into<LocalCache>,
+        rows: Rows,
+        layers: Layers,
+    ) -> Result<Self> {
         let (local, given) = (local.into(), &rows);
         let CacheLayout { geometry, kind, .. } = local.layout;
         if local_side == Side::Source {
@@ -49,41 +54,47 @@ impl CheckedTransfer {
         }
         match given {
             Rows::Slot { size, .. } => {
-                batch_cache(local_side.of(("src_cache", "cache")), kind)?;
+                batch_cache(local_side.of(words.sides()).one_cache, kind)?;
                 copy_size(*size)?;
             }
             Rows::AnyKind { .. } => {}
-            _ => blocks_cache(local_side.of(("src_cache", "dst_cache")), kind)?,
+            _ => blocks_cache(local_side.of(words.sides()).cache, kind)?,
         }
         if let Rows::Sequence { local_tokens, remote_tokens, .. } = given {
             let (src, dst) = local_side.source_first(local_tokens, remote_tokens);
-            local.needs_layout()?;
-            some_tokens("src_tokens", src.as_ref())?;
-            some_tokens("dst_tokens", dst.as_ref())?;
+            let range = if dst.is_some() { words.dst.tokens } else { words.src.tokens };
+            local.needs_layout(words, range)?;
+            some_tokens(words.src.tokens, src.as_ref())?;
+            some_tokens(words.dst.tokens, dst.as_ref())?;
         }
         let (src, dst) = local_side.source_first(given.local_blocks(), given.remote_blocks());
-        dst.map_or(Ok(()), |blocks| not_empty(BLOCKS.1, blocks))?;
-        let src_not_empty = || src.map_or(Ok(()), |blocks| not_empty(BLOCKS.0, blocks));
+        dst.map_or(Ok(()), |blocks| not_empty(words.dst.blocks, blocks))?;
+        let src_not_empty = || src.map_or(Ok(()), |blocks| not_empty(words.src.blocks, blocks));
         // The documented order of errors: a pull checks its rows before its layers, and a push its layers before its rows.
         let tensors = match local_side {
             Side::Destination => {
-                tensors_per_layer(layers.tensors_per_layer)?;
+                tensors_per_layer(words, layers.tensors_per_layer)?;
                 src_not_empty()?;
-                check_local_rows(local_side, &local, given)?;
-                pull_layers(geometry, layers)?
+                check_local_rows((words, local_side), &local, given)?;
+                pull_layers(words, geometry, layers)?
             }
             Side::Source => {
                 src_not_empty()?;
-                let tensors = push_layers(geometry, local.layers(layers))?;
-                check_local_rows(local_side, &local, given)?;
+                let tensors = push_layers(words, geometry, local.layers(layers))?;
+                check_local_rows((words, local_side), &local, given)?;
                 tensors
             }
         };
         let SubRow { src_offset, dst_offset, .. } = given.part();
-        let offset = local_side.of((("src_offset", src_offset), ("dst_offset", dst_offset)));
+        let offset = local_side.of(((&words.src, src_offset), (&words.dst, dst_offset)));
         let first = local_side.of((tensors.src, tensors.dst));
         local.fits_rows(given.part(), offset, (first, tensors.count))?;
-        Ok(CheckedTransfer { rows, local, local_side, tensors, layers })
+        Ok(CheckedTransfer { words, rows, local, local_side, tensors, layers })
+    }
+
+    /// Returns the words of the caller.
+    pub fn words(&self) -> &'static Words {
+        self.words
     }
 
     /// Returns the rows that the caller named.
@@ -132,14 +143,18 @@ impl CheckedTransfer {
         remote: &RemoteCache,
         share: &OwnerShare,
     ) -> Result<(Option<u64>, Option<Error>)> {
-        let layouts = if self.local.is_mixed_with(remote) { None } else { self.local.layouts(remote)? };
+        let layouts = if self.local.is_mixed_with(remote) {
+            None
+        } else {
+            self.local.layouts(remote, (self.words, self.local_side))?
+        };
         let mut tokens = None;
         if let Some((src, dst)) = layouts {
             self.check_remote(remote)?;
             tokens = Some(self.with_tokens((src, dst), remote, |tokens| {
                 tokens.is_plain(self.layers_given())?;
                 let count = tokens.tokens()?;
-                equally_many_tokens(count, share.tokens).map(|()| count)
+                equally_many_tokens(self.words, count, share.tokens).map(|()| count)
             })?);
             let whole_rows = !matches!(self.rows(), Rows::SubRows { .. });
             if let Some(nothing) = KvPart::common(src.layout(), dst.layout()).err().filter(|_| whole_rows) {
@@ -158,16 +173,19 @@ impl CheckedTransfer {
         if self.local.is_mixed_with(remote) {
             return self.by_runs(remote).map(Some);
         }
-        let Some((local, there)) = self.local.layouts(remote)? else { return Ok(None) };
+        let Some((local, there)) = self.local.layouts(remote, (self.words, self.local_side))? else {
+            return Ok(None);
+        };
         self.check_remote(remote)?;
         if let Rows::SubRows { .. } = self.rows() {
             let text = "several owners need whole blocks, or ranges of tokens";
             ensure(share.parts.is_none(), || Error::invalid(text))?;
-            return parts_alike(local, remote, self.layers_given()).map(|()| None);
+            let words = (self.words, self.local_side);
+            return parts_alike(words, local, remote, self.layers_given()).map(|()| None);
         }
         self.with_tokens((local, there), remote, |tokens| {
             let as_many = || match share.tokens {
-                Some(_) => equally_many_tokens(tokens.tokens()?, share.tokens),
+                Some(_) => equally_many_tokens(self.words, tokens.tokens()?, share.tokens),
                 None => Ok(()),
             };
             if tokens.is_plain(self.layers_given())? && share.parts.is_none() {
@@ -193,7 +211,7 @@ impl CheckedTransfer {
         let (rows, side) = (self.rows(), self.local_side);
         let remote_rows = match rows.remote_blocks() {
             Some(blocks) => {
-                in_range(side.other().of(BLOCKS), blocks, remote.layout.geometry)?;
+                in_range(self.remote_words().blocks, blocks, remote.layout.geometry)?;
                 numbers(blocks)?
             }
             None => [u64::from(remote.row)].into(),
@@ -206,8 +224,18 @@ impl CheckedTransfer {
             _ => (None, None),
         };
         let (src, dst) = side.source_first(
-            KvSequence { geometry: local, blocks: &local_rows, tokens: local_tokens },
-            KvSequence { geometry: there, blocks: &remote_rows, tokens: remote_tokens },
+            KvSequence {
+                geometry: local,
+                blocks: &local_rows,
+                tokens: local_tokens,
+                words: self.local_words(),
+            },
+            KvSequence {
+                geometry: there,
+                blocks: &remote_rows,
+                tokens: remote_tokens,
+                words: self.remote_words(),
+            },
         );
         work(&TokenMove { src, dst })
     }
@@ -215,7 +243,7 @@ impl CheckedTransfer {
     /// Plans the moves between caches of which one or both have tensors that differ.
     fn by_runs(&self, remote: &RemoteCache) -> Result<PlannedTransfer> {
         // Neither a sequence of tokens nor a part of a group has a meaning without KV layouts.
-        self.local.layouts(remote)?;
+        self.local.layouts(remote, (self.words, self.local_side))?;
         let (tensors, rows, side) = (self.tensors, self.rows(), self.local_side);
         if side == Side::Source {
             // These errors of a push name no tensor, and concern a push without tensors, too.
@@ -255,27 +283,26 @@ impl CheckedTransfer {
                 remote_row(remote, ErrorKind::CacheNotFound)?;
                 let all = layers_given(self.layers.src).is_none();
                 ensure(!all || peer.num_tensors() == count, || {
+                    let (cache, range) = (self.remote_words().remote, self.words.written_range);
                     Error::invalid(format!(
-                        "the remote cache has {} tensors, and the local range has {count}",
+                        "{cache} has {} tensors, and {range} has {count}",
                         peer.num_tensors()
                     ))
                 })?;
             }
-            Side::Source => check_accessible("the remote cache", remote.accessible)?,
+            Side::Source => check_accessible(self.words, self.remote_words().remote, remote.accessible)?,
         }
-        let (name, first) = self.local_side.other().of((("src_layer_range", src), ("dst_layer_range", dst)));
-        within(name, first, count, "the remote cache", peer)
+        within(self.remote_words(), self.local_side.other().of((src, dst)), count, peer)
     }
 
     /// Checks kind, slot and access of the remote cache, in the documented order of errors.
     fn check_remote(&self, remote: &RemoteCache) -> Result<()> {
-        let accessible = || check_accessible("the remote cache", remote.accessible);
+        let name = self.remote_words().remote;
+        let accessible = || check_accessible(self.words, name, remote.accessible);
         let kind = || match self.rows() {
-            Rows::Slot { .. } | Rows::SlotToBlocks { .. } => {
-                batch_cache("the remote cache", remote.layout.kind)
-            }
+            Rows::Slot { .. } | Rows::SlotToBlocks { .. } => batch_cache(name, remote.layout.kind),
             Rows::AnyKind { .. } => Ok(()),
-            _ => blocks_cache("the remote cache", remote.layout.kind),
+            _ => blocks_cache(name, remote.layout.kind),
         };
         match self.local_side {
             Side::Destination => {
@@ -301,7 +328,7 @@ impl CheckedTransfer {
                     Side::Destination => {
                         let room = after("dst_cache_offset", *local_offset, own)?;
                         let left = after("src_cache_offset", *remote_offset, peer)?;
-                        slot_bytes("the remote cache", *size, room, (*remote_offset, left))?
+                        slot_bytes(self.remote_words().remote, *size, room, (*remote_offset, left))?
                     }
                     Side::Source => pushed_slot_bytes(own, peer)?,
                 };
@@ -319,12 +346,20 @@ impl CheckedTransfer {
             | Rows::AnyKind { local, remote }
             | Rows::SubRows { local, remote, .. }
             | Rows::Sequence { local, remote, .. } => {
-                in_range(side.other().of(BLOCKS), remote, peer)?;
+                in_range(self.remote_words().blocks, remote, peer)?;
                 let number = |index: &i64| index.cast_unsigned();
                 let pairs = local.iter().map(number).zip(remote.iter().map(number));
-                between(self.rows().part(), side, (own, peer), pairs)
+                between(self.words, self.rows().part(), side, (own, peer), pairs)
             }
         }
+    }
+
+    fn local_words(&self) -> &'static SideWords {
+        self.local_side.of(self.words.sides())
+    }
+
+    fn remote_words(&self) -> &'static SideWords {
+        self.local_side.other().of(self.words.sides())
     }
 
     /// Whether the caller named layers.
@@ -334,7 +369,7 @@ impl CheckedTransfer {
 }
 
 /// Checks the rows of the local cache, and that there are as many remote ones.
-fn check_local_rows(local_side: Side, local: &LocalCache, rows: &Rows) -> Result<()> {
+fn check_local_rows((words, local_side): (&Words, Side), local: &LocalCache, rows: &Rows) -> Result<()> {
     let geometry = local.layout.geometry;
     if let Rows::Slot { local: slot, local_offset, size, .. } = rows {
         row(local_side.of(("src_batch_index", "batch_index")), *slot, geometry)?;
@@ -346,7 +381,8 @@ fn check_local_rows(local_side: Side, local: &LocalCache, rows: &Rows) -> Result
     if let (Some(src), Some(dst)) = (src, dst)
         && (!local.has_sequences() || matches!(rows, Rows::SubRows { .. }))
     {
-        equally_many((BLOCKS.0, src.len()), (BLOCKS.1, dst.len()))?;
+        equal_lists(words, src, dst)?;
     }
-    rows.local_blocks().map_or(Ok(()), |blocks| in_range(local_side.of(BLOCKS), blocks, geometry))
+    let list = local_side.of(words.sides()).blocks;
+    rows.local_blocks().map_or(Ok(()), |blocks| in_range(list, blocks, geometry))
 }

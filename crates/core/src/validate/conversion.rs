@@ -8,8 +8,11 @@ use super::layer_ranges::Layers;
 use super::sub_rows::fits_row;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheLayout, EqualTensors, KvGeometry, KvLayout, MixedSizes, SubRow};
-use crate::plan::{KvPart, KvSequence, LayoutPlan, Plans, REQUEST, check_same_model, moved_tokens};
+use crate::model::{
+    Argument, CacheLayout, EqualTensors, KvGeometry, KvLayout, KvLayoutNames, MixedSizes, SideWords, SubRow,
+    Words,
+};
+use crate::plan::{KvPart, KvSequence, LayoutPlan, Plans, REQUEST, Side, check_same_model, moved_tokens};
 
 /// The cache of this engine that a pull writes or a push reads.
 #[derive(Clone, Debug)]
@@ -43,10 +46,13 @@ impl LocalCache {
         if all { Layers::ALL } else { given }
     }
 
-    /// Returns `Err(InvalidArgument)` unless lists of blocks are sequences of tokens.
-    pub(super) fn needs_layout(&self) -> Result<()> {
-        let text = "a range of tokens needs caches with KV layouts, and layout=\"raw\" must not be given";
-        ensure(self.has_sequences(), || Error::invalid(text))
+    /// Returns `Err(InvalidArgument)` unless lists of blocks are sequences of tokens, because the argument `given` is a range
+    /// of them.
+    pub(super) fn needs_layout(&self, words: &Words, given: Argument<'_>) -> Result<()> {
+        ensure(self.has_sequences(), || {
+            let text = format!("a range of tokens needs {}", words.need_of_tokens);
+            Error::invalid(text).of_argument(given.parameter())
+        })
     }
 
     /// Returns the layouts of the local and the remote cache if their rows may have to be converted. `None` if rows move
@@ -54,8 +60,9 @@ impl LocalCache {
     pub(super) fn layouts<'a>(
         &'a self,
         remote: &'a RemoteCache,
+        (words, local_side): (&Words, Side),
     ) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
-        if self.raw { Ok(None) } else { both(self.kv.as_deref(), remote.kv.as_deref()) }
+        if self.raw { Ok(None) } else { both((words, local_side), self.kv.as_deref(), remote.kv.as_deref()) }
     }
 }
 
@@ -69,7 +76,7 @@ impl LocalCache {
     pub(super) fn fits_rows(
         &self,
         part: SubRow,
-        offset: (&str, u64),
+        offset: (&SideWords, u64),
         (first, count): (u64, u32),
     ) -> Result<()> {
         let Some(mixed) = &self.mixed else { return fits_row(part, offset, self.layout.geometry) };
@@ -86,10 +93,11 @@ impl LocalCache {
     }
 }
 
-/// Checks that rows of two caches mean the same, because the call moves them as they are.
+/// Checks that rows of two caches mean the same, because the call moves them as they are. The `words` are those of the caller,
+/// whose local cache is the side that comes with them.
 /// `Err(InvalidArgument)` if they do not, or if only one of them has a KV layout.
-pub fn rows_alike(local: Option<&KvGeometry>, remote: &RemoteCache) -> Result<()> {
-    let Some((local, remote)) = both(local, remote.kv.as_deref())? else { return Ok(()) };
+pub fn rows_alike(words: (&Words, Side), local: Option<&KvGeometry>, remote: &RemoteCache) -> Result<()> {
+    let Some((local, remote)) = both(words, local, remote.kv.as_deref())? else { return Ok(()) };
     check_same_model(local, remote)?;
     ensure(same_rows(local.layout(), remote.layout()), || {
         Error::invalid(
@@ -102,8 +110,13 @@ pub fn rows_alike(local: Option<&KvGeometry>, remote: &RemoteCache) -> Result<()
 
 /// Checks that parts of rows of two caches mean the same: rows of the same layout, and the same layers in the same tensors
 /// unless the caller named the layers. `Err(InvalidArgument)` if they do not.
-pub(super) fn parts_alike(local: &KvGeometry, remote: &RemoteCache, layers_given: bool) -> Result<()> {
-    rows_alike(Some(local), remote)?;
+pub(super) fn parts_alike(
+    words: (&Words, Side),
+    local: &KvGeometry,
+    remote: &RemoteCache,
+    layers_given: bool,
+) -> Result<()> {
+    rows_alike(words, Some(local), remote)?;
     let Some(remote) = remote.kv.as_deref() else { return Ok(()) };
     ensure(layers_given || local.layout().layers == remote.layout().layers, || {
         Error::invalid("parts of rows of caches with different layers need layer ranges")
@@ -114,35 +127,36 @@ pub(super) fn parts_alike(local: &KvGeometry, remote: &RemoteCache, layers_given
 
 /// Checks that rows of two caches of this engine mean the same, because a copy or swap moves them as they are.
 /// `Err(InvalidArgument)` if both have KV layouts and these differ. A cache without one may hold anything.
-pub fn local_rows_alike(src: Option<&KvGeometry>, dst: Option<&KvGeometry>) -> Result<()> {
+pub fn local_rows_alike(words: &Words, src: Option<&KvGeometry>, dst: Option<&KvGeometry>) -> Result<()> {
     let (Some(src), Some(dst)) = (src, dst) else { return Ok(()) };
     check_same_model(src, dst)?;
     let same_layers = src.layout().layers == dst.layout().layers;
     ensure(same_layers && same_rows(src.layout(), dst.layout()), || {
-        let text =
-            "copies and swaps move rows as they are, but rows of the two caches have different KV layouts";
+        let text = format!(
+            "{} move rows as they are, but rows of the two caches have different KV layouts",
+            words.copies
+        );
         Error::invalid(text).with("src", src).with("dst", dst)
     })
 }
 
 /// Checks a KV layout by itself, without the sizes of a cache.
-pub fn kv_layout(layout: &KvLayout) -> Result<()> {
-    layout.check_ranges()
+pub fn kv_layout(layout: &KvLayout, names: KvLayoutNames) -> Result<()> {
+    layout.check_ranges(names)
 }
 
 fn both<'a>(
+    (words, local_side): (&Words, Side),
     local: Option<&'a KvGeometry>,
     remote: Option<&'a KvGeometry>,
 ) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
     let (which, layout) = match (local, remote) {
         (None, None) => return Ok(None),
         (Some(local), Some(remote)) => return Ok(Some((local, remote))),
-        (Some(local), None) => ("local", local),
-        (None, Some(remote)) => ("remote", remote),
+        (Some(local), None) => (local_side.of(words.sides()).local, local),
+        (None, Some(remote)) => (local_side.other().of(words.sides()).remote, remote),
     };
-    let text = format!(
-        "only the {which} cache has a KV layout: describe both caches, or move rows as they are (layout=\"raw\", in calls with this option)"
-    );
+    let text = format!("only {which} has a KV layout: {}", words.one_layout);
     Err(Error::invalid(text).with("layout", layout))
 }
 
@@ -211,20 +225,21 @@ pub struct PlannedTransfer {
 
 /// Checks that as many `tokens` move between the caches of one owner as between those of the owners before it, if there is
 /// one and if both have KV layouts.
-pub(super) fn equally_many_tokens(tokens: u64, expected: Option<u64>) -> Result<()> {
+pub(super) fn equally_many_tokens(words: &Words, tokens: u64, expected: Option<u64>) -> Result<()> {
     ensure(expected.is_none_or(|expected| tokens == expected), || {
         let expected = expected.unwrap_or_default();
         Error::invalid(format!(
             "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
-             that move (src_tokens, dst_tokens)"
+             that move ({})",
+            words.token_ranges
         ))
     })
 }
 
 /// Checks a range of tokens that a caller gave.
-pub(super) fn some_tokens(name: &str, tokens: Option<&Range<u64>>) -> Result<()> {
+pub(super) fn some_tokens(argument: Argument<'_>, tokens: Option<&Range<u64>>) -> Result<()> {
     let Some(tokens) = tokens else { return Ok(()) };
     ensure(!tokens.is_empty(), || {
-        Error::argument(name, format_args!("{tokens:?}"), "a range of at least one token")
+        argument.must_be(format_args!("{tokens:?}"), "a range of at least one token")
     })
 }

@@ -6,7 +6,7 @@ use super::cache_rules::{batch_cache, blocks_cache, copy_size, on_device, row, t
 use super::sub_rows::{apart_or_equal, first_row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheLayout, Geometry, Placement, RowList, SubRow};
+use crate::model::{CacheLayout, Geometry, Placement, RowList, SubRow, Words};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// The arguments of `copy_cache` as the caller gave them.
@@ -74,29 +74,31 @@ pub fn copy_on_device(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Res
 /// Checks a copy of `part` of blocks within one cache (contract §7.10).
 pub fn copy_blocks(cache: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
     blocks_cache("cache", cache.kind)?;
-    moves_within(cache.geometry, pairs, part)
+    copy_within(Words::ORIGINAL, cache, pairs, part)
 }
 
 /// Checks a copy of blocks in `KvCacheManager` mode: like [`copy_blocks`], but for rows of a device cache of
 /// either kind (contract §9.1).
 pub fn copy_rows(cache: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
     on_device("cache", cache.placement)?;
-    moves_within(cache.geometry, pairs, part)
+    copy_within(Words::ORIGINAL, cache, pairs, part)
 }
 
 /// Checks a swap of `part` of blocks between a host cache and a device cache (contract §7.11).
 pub fn swap_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
-    blocks_cache("src_cache", src.kind)?;
-    blocks_cache("dst_cache", dst.kind)?;
+    blocks_cache(Words::ORIGINAL.src.cache, src.kind)?;
+    blocks_cache(Words::ORIGINAL.dst.cache, dst.kind)?;
     swap_rows(src, dst, pairs, part)
 }
 
 /// Checks a swap in `KvCacheManager` mode: like [`swap_blocks`], but for rows of caches of either kind
 /// (contract §9.1).
 pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
-    let checked = moves_between(src, dst, pairs, part)?;
+    let words = Words::ORIGINAL;
+    let checked = copy_between(words, src, dst, pairs, part)?;
     if src.placement == dst.placement {
         return Err(mismatch(
+            words,
             "placements (one must be host, the other device)",
             src.placement,
             dst.placement,
@@ -108,43 +110,59 @@ pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part:
 /// Checks a copy of the C++ class's `CopyKvBlocks`: rows of caches of either kind, but not from host to host
 /// (contract, C++ §4).
 pub fn copy_kv_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
-    let checked = moves_between(src, dst, pairs, SubRow::default())?;
+    let words = Words::ORIGINAL;
+    let checked = copy_between(words, src, dst, pairs, SubRow::default())?;
     if (src.placement, dst.placement) == (Placement::Host, Placement::Host) {
-        return Err(mismatch("placements (one must be device)", src.placement, dst.placement));
+        return Err(mismatch(words, "placements (one must be device)", src.placement, dst.placement));
     }
     Ok(checked)
 }
 
-fn moves_between(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+/// Checks a copy of `part` of blocks between two caches, wherever their memory is.
+pub fn copy_between(
+    words: &Words,
+    src: CacheLayout,
+    dst: CacheLayout,
+    pairs: &[(i64, i64)],
+    part: SubRow,
+) -> Result<Moves> {
     let (from, to) = (src.geometry, dst.geometry);
     if part.is_whole() && from.row_bytes() != to.row_bytes() {
-        return Err(mismatch("block sizes", from.row_bytes(), to.row_bytes()));
+        return Err(mismatch(words, "block sizes", from.row_bytes(), to.row_bytes()));
     }
     if from.num_tensors() != to.num_tensors() {
-        return Err(mismatch("num_tensors", from.num_tensors(), to.num_tensors()));
+        return Err(mismatch(words, words.num_tensors, from.num_tensors(), to.num_tensors()));
     }
-    block_moves(pairs, first_row(part, from, to)?, (from, to))
+    block_moves(words, pairs, first_row(words, part, from, to)?, (from, to))
 }
 
-fn moves_within(cache: Geometry, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
-    let first = first_row(part, cache, cache)?;
-    apart_or_equal(first)?;
-    block_moves(pairs, first, (cache, cache))
+/// Checks a copy of `part` of blocks within one cache.
+pub fn copy_within(words: &Words, cache: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+    let of = cache.geometry;
+    let first = first_row(words, part, of, of)?;
+    apart_or_equal(words, first)?;
+    block_moves(words, pairs, first, (of, of))
 }
 
-fn mismatch(what: &str, src: impl Display, dst: impl Display) -> Error {
-    Error::invalid(format!("src_cache and dst_cache do not match: {what} {src} and {dst}"))
+fn mismatch(words: &Words, what: &str, src: impl Display, dst: impl Display) -> Error {
+    let (src_cache, dst_cache) = (words.src.cache, words.dst.cache);
+    Error::invalid(format!("{src_cache} and {dst_cache} do not match: {what} {src} and {dst}"))
 }
 
-fn block_moves(pairs: &[(i64, i64)], first: Piece, (src, dst): (Geometry, Geometry)) -> Result<Moves> {
+fn block_moves(
+    words: &Words,
+    pairs: &[(i64, i64)],
+    first: Piece,
+    (src, dst): (Geometry, Geometry),
+) -> Result<Moves> {
     let blocks = (pairs.len() as u64).saturating_mul(u64::from(src.num_tensors()));
     total_bytes(blocks, first.len)?;
     let mut src_rows: RowList = fallible::inline_with_capacity(REQUEST, pairs.len())?;
     let mut dst_rows: RowList = fallible::inline_with_capacity(REQUEST, pairs.len())?;
     for &(from, to) in pairs {
         let at = src_rows.len();
-        src_rows.push(row("source block", from, src).map_err(|error| error.with("pair", at))?);
-        dst_rows.push(row("destination block", to, dst).map_err(|error| error.with("pair", at))?);
+        src_rows.push(row(words.src.block, from, src).map_err(|error| error.with("pair", at))?);
+        dst_rows.push(row(words.dst.block, to, dst).map_err(|error| error.with("pair", at))?);
     }
     let rows = src_rows.iter().copied().zip(dst_rows.iter().copied());
     let pieces = Pieces::rows(first, (src.row_stride(), dst.row_stride()), rows)?;

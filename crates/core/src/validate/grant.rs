@@ -14,9 +14,14 @@ pub fn grant(layout: CacheLayout, blocks: &[i64], ttl: Duration, readers: usize)
     blocks_cache("cache", layout.kind)?;
     not_empty("blocks", blocks)?;
     in_range("blocks", blocks, layout.geometry)?;
-    let (ttl_ms, most) = (ttl.as_millis(), u128::from(u32::MAX));
-    ensure((1..=most).contains(&ttl_ms), || Error::argument("ttl_ms", ttl_ms, format!("1 to {most}")))?;
+    grant_ttl(ttl)?;
     let allowed = format!("1 to {MAX_READERS}");
     ensure((1..=MAX_READERS).contains(&readers), || Error::argument("readers", readers, allowed))?;
     numbers(blocks).map(RowList::into_vec)
+}
+
+/// Checks for how long a grant is given or renewed.
+pub fn grant_ttl(ttl: Duration) -> Result<()> {
+    let (ttl_ms, most) = (ttl.as_millis(), u128::from(u32::MAX));
+    ensure((1..=most).contains(&ttl_ms), || Error::argument("ttl_ms", ttl_ms, format!("1 to {most}")))
 }

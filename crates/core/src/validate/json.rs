@@ -7,7 +7,7 @@ use serde_json::Value;
 const DEEPEST: usize = 64;
 
 /// Parses `text`. Returns `Err` if it is not JSON or is nested too deeply.
-pub(super) fn json(text: &str) -> serde_json::Result<Value> {
+pub(crate) fn json(text: &str) -> serde_json::Result<Value> {
     if deeper_than(text, DEEPEST) {
         return Err(Error::custom(format_args!("it is nested deeper than {DEEPEST} levels")));
     }

@@ -9,7 +9,7 @@ use super::cache_rules::{
 use super::layerwise::LayerRows;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, Geometry, RowList, RowSizes};
+use crate::model::{CacheKind, CacheLayout, Geometry, RowList, RowSizes, Words};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// Memory of a peer into which a tensor of the local cache is written.
@@ -39,23 +39,26 @@ pub fn layer_moves(
 ) -> Result<Moves> {
     let here = local.geometry;
     if let LayerDestination::Cache(remote) = to {
-        check_accessible("the remote cache", remote.accessible)?;
+        let words = Words::ORIGINAL;
+        let there = remote.layout.geometry;
+        let equal_sizes = || equal_blocks((words.src.local, here), (words.dst.remote, there));
+        check_accessible(words, words.dst.remote, remote.accessible)?;
         match rows {
             LayerRows::Slot => {
                 match (local.kind, remote.layout.kind) {
                     (CacheKind::Batch, kind) => batch_cache("the remote cache", kind)?,
-                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, remote.layout.geometry)?,
+                    (CacheKind::Blocks, CacheKind::Blocks) => equal_sizes()?,
                     (CacheKind::Blocks, CacheKind::Batch) => {}
                 }
                 remote_row(remote, ErrorKind::InvalidArgument)?;
             }
             LayerRows::Blocks { .. } => {
                 blocks_cache("the remote cache", remote.layout.kind)?;
-                equal_blocks(here, remote.layout.geometry)?;
+                equal_sizes()?;
             }
             LayerRows::SlotToBlocks { block_bytes, .. } => {
                 blocks_cache("the remote cache", remote.layout.kind)?;
-                whole_blocks(*block_bytes, remote.layout.geometry)?;
+                whole_blocks(*block_bytes, there)?;
             }
         }
     }

@@ -6,7 +6,7 @@
 use super::cache_rules::{batch_cache, on_device};
 use crate::config::Role;
 use crate::error::{Error, Result, ensure};
-use crate::model::{CacheLayout, Geometry};
+use crate::model::{CacheLayout, Geometry, SideWords, Words};
 use crate::plan::{Moves, Pieces};
 
 /// The layers `first..end`. The range is empty if `end` is not above `first`.
@@ -87,7 +87,7 @@ pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result
     push_size(size)?;
     ext_alone(ext)?;
     let layers = |(first, last): (i32, i32)| i64::from(last) - i64::from(first) + 1;
-    same_spans(layers(ext.src_layer_range), layers(ext.dst_layer_range))
+    same_spans(Words::ORIGINAL, layers(ext.src_layer_range), layers(ext.dst_layer_range))
 }
 
 /// Checks the rules that do not depend on a cache: the order of the two ends of a range, one range without
@@ -105,7 +105,7 @@ pub fn ext_alone(ext: ExtParam) -> Result<()> {
             }
         }
     }
-    tensors_per_layer(u32::from(ext.tensor_num_per_layer))
+    tensors_per_layer(Words::ORIGINAL, u32::from(ext.tensor_num_per_layer))
 }
 
 fn push_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
@@ -121,7 +121,7 @@ fn push_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
 /// local cache (contract, C++ §5).
 pub fn pull_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
     if ext.all() {
-        return tensors_per_layer(u32::from(ext.tensor_num_per_layer)).map(|()| Layers::ALL);
+        return tensors_per_layer(Words::ORIGINAL, u32::from(ext.tensor_num_per_layer)).map(|()| Layers::ALL);
     }
     layer_of(local, ext)?;
     ext_layers(local, ext, (u32::MAX, local.num_tensors()))
@@ -142,7 +142,7 @@ fn ext_layers(local: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<
     let per_layer = u32::from(ext.tensor_num_per_layer);
     let whole = local.num_tensors().is_multiple_of(per_layer);
     if ext.tensor_num_per_layer != ExtParam::default().tensor_num_per_layer {
-        divisible(local, per_layer)?;
+        divisible(Words::ORIGINAL, local, per_layer)?;
     }
     let layers = |tensors: u32| if tensors == u32::MAX { tensors } else { tensors / per_layer };
     let src = inclusive("src_layer_range", ext.src_layer_range, layers(src))?;
@@ -150,7 +150,7 @@ fn ext_layers(local: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<
     if whole {
         return Ok(Layers { src: Some(src), dst: Some(dst), tensors_per_layer: per_layer });
     }
-    same_spans(span(src), span(dst))?;
+    same_spans(Words::ORIGINAL, span(src), span(dst))?;
     // The same tensors, as layers of one tensor each.
     let tensors = |range: LayerRange| LayerRange {
         first: range.first.saturating_mul(per_layer),
@@ -201,22 +201,21 @@ pub(super) fn layers_given(range: Option<LayerRange>) -> Option<LayerRange> {
 
 /// Returns the tensors of a pull (contract §7.12). An empty range means all layers. A source range without a
 /// destination range must have as many tensors as the local cache.
-pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<TensorRun> {
+pub(super) fn pull_layers(words: &Words, local: Geometry, layers: Layers) -> Result<TensorRun> {
     let per_layer = layers.tensors_per_layer;
     let all = (0, u64::from(local.num_tensors()));
     let (src, dst) = (layers_given(layers.src), layers_given(layers.dst));
     if src.is_some() || dst.is_some() {
-        divisible(local, per_layer)?;
+        divisible(words, local, per_layer)?;
     }
     let (first, count) = dst.map_or(all, |range| tensors(range, per_layer));
     if first + count > all.1 {
-        return Err(outside("dst_layer_range", first, count, "cache", local));
+        return Err(outside(&words.dst, (first, count), words.dst.one_cache, local));
     }
     let (src_first, src_count) = src.map_or((0, count), |range| tensors(range, per_layer));
     if src_count != count {
-        return Err(Error::invalid(format!(
-            "src_layer_range names {src_count} tensors and {count} are written"
-        )));
+        let text = format!("{} names {src_count} tensors and {count} are written", words.src.layers);
+        return Err(Error::invalid(text).of_argument(words.src.layers.parameter()));
     }
     let count = u32::try_from(count).unwrap_or(u32::MAX);
     Ok(TensorRun { src: src_first, dst: first, count })
@@ -224,9 +223,9 @@ pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<TensorRun> 
 
 /// Returns the tensors of a push (contract §7.14). Without ranges, these are all complete layers of the local
 /// cache, in both caches. There are none if the local cache has fewer tensors than one layer.
-pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<TensorRun> {
-    tensors_per_layer(layers.tensors_per_layer)?;
-    push_spans(layers)?;
+pub(super) fn push_layers(words: &Words, local: Geometry, layers: Layers) -> Result<TensorRun> {
+    tensors_per_layer(words, layers.tensors_per_layer)?;
+    push_spans(words, layers)?;
     let per_layer = layers.tensors_per_layer;
     let whole = local.num_tensors() / per_layer;
     let all = LayerRange { first: 0, end: whole };
@@ -237,64 +236,67 @@ pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<TensorRun> 
     let (first, count) = tensors(src, per_layer);
     let (dst_first, _) = tensors(dst, per_layer);
     if first + count > u64::from(local.num_tensors()) {
-        return Err(outside("src_layer_range", first, count, "src_cache", local));
+        return Err(outside(&words.src, (first, count), words.src.one_cache, local));
     }
-    divisible(local, per_layer)?;
+    divisible(words, local, per_layer)?;
     Ok(TensorRun { src: first, dst: dst_first, count: u32::try_from(count).unwrap_or(u32::MAX) })
 }
 
-/// Checks that `tensor_num_per_layer` is above 0.
-pub fn tensors_per_layer(count: u32) -> Result<()> {
-    ensure(count > 0, || Error::argument("tensor_num_per_layer", 0, "above 0"))
+/// Checks that the number of tensors of a layer is above 0.
+pub fn tensors_per_layer(words: &Words, count: u32) -> Result<()> {
+    ensure(count > 0, || words.tensors_per_layer.must_be(0, "above 0"))
 }
 
 /// Checks the ranges of a push without regard to a cache: both or none are given, each has at least one
 /// layer, and both have the same length.
-pub fn push_spans(layers: Layers) -> Result<()> {
+pub fn push_spans(words: &Words, layers: Layers) -> Result<()> {
     let (src, dst) = match (layers.src, layers.dst) {
         (None, None) => return Ok(()),
         (Some(src), Some(dst)) => (src, dst),
         (src, _) => {
-            let (given, missing) = if src.is_some() { ("src", "dst") } else { ("dst", "src") };
-            return Err(Error::invalid(format!(
-                "{given}_layer_range was given without {missing}_layer_range"
-            )));
+            let (src_layers, dst_layers) = (words.src.layers, words.dst.layers);
+            let (given, missing) =
+                if src.is_some() { (src_layers, dst_layers) } else { (dst_layers, src_layers) };
+            let text = format!("{given} was given without {missing}");
+            return Err(Error::invalid(text).of_argument(missing.parameter()));
         }
     };
-    for (name, range) in [("src_layer_range", src), ("dst_layer_range", dst)] {
+    for (argument, range) in [(words.src.layers, src), (words.dst.layers, dst)] {
         if range.end <= range.first {
-            let value = format!("{}..{}", range.first, range.end);
-            return Err(Error::argument(name, value, "a range of at least one layer"));
+            let value = format_args!("{}..{}", range.first, range.end);
+            return Err(argument.must_be(value, "a range of at least one layer"));
         }
     }
-    same_spans(span(src), span(dst))
+    same_spans(words, span(src), span(dst))
 }
 
 fn span(range: LayerRange) -> i64 {
     i64::from(range.end) - i64::from(range.first)
 }
 
-fn same_spans(src: i64, dst: i64) -> Result<()> {
+fn same_spans(words: &Words, src: i64, dst: i64) -> Result<()> {
     ensure(src == dst, || {
-        Error::invalid(format!("src_layer_range has {src} layers and dst_layer_range {dst}"))
+        let (src_layers, dst_layers) = (words.src.layers, words.dst.layers);
+        Error::invalid(format!("{src_layers} has {src} layers and {dst_layers} {dst}"))
     })
 }
 
-fn divisible(local: Geometry, per_layer: u32) -> Result<()> {
+fn divisible(words: &Words, local: Geometry, per_layer: u32) -> Result<()> {
     if local.num_tensors().is_multiple_of(per_layer) {
         return Ok(());
     }
-    let allowed = format!("a divisor of num_tensors, {}", local.num_tensors());
-    Err(Error::argument("tensor_num_per_layer", per_layer, allowed))
+    let allowed = format_args!("a divisor of {}, {}", words.num_tensors, local.num_tensors());
+    Err(words.tensors_per_layer.must_be(per_layer, allowed))
 }
 
-pub(super) fn within(name: &str, first: u64, count: u32, cache: &str, of: Geometry) -> Result<()> {
+/// Checks that the remote cache, whose side has the `words`, has `count` tensors from tensor `first` on.
+pub(super) fn within(words: &SideWords, first: u64, count: u32, of: Geometry) -> Result<()> {
     ensure(first + u64::from(count) <= u64::from(of.num_tensors()), || {
-        outside(name, first, u64::from(count), cache, of)
+        outside(words, (first, u64::from(count)), words.remote, of)
     })
 }
 
-fn outside(name: &str, first: u64, count: u64, cache: &str, of: Geometry) -> Error {
-    let value = format!("tensors {first} to {}", first + count - 1);
-    Error::argument(name, value, format_args!("within the {} tensors of {cache}", of.num_tensors()))
+fn outside(words: &SideWords, (first, count): (u64, u64), cache: &str, of: Geometry) -> Error {
+    let value = format_args!("tensors {first} to {}", first + count - 1);
+    words.tensors.must_be(value, format_args!("within the {} tensors of {cache}", of.num_tensors()))
 }

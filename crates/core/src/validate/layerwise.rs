@@ -8,7 +8,7 @@ use super::cache_rules::{caller_name, on_device};
 use super::layer_ranges::{self, LayerRange};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, ClusterId, Geometry, Name, RemoteCacheName};
+use crate::model::{CacheKind, CacheLayout, ClusterId, Geometry, Name, RemoteCacheName, Words};
 
 /// The lists of a transfer as the caller gave them. An empty list counts as not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -79,7 +79,8 @@ pub fn layerwise(local: CacheLayout, args: &LayerwiseArgs) -> Result<LayerRows> 
         return Ok(LayerRows::Blocks { src, dst });
     }
     if local.kind == CacheKind::Blocks && !dst.is_empty() {
-        return Err(Error::invalid("src_cache is a blocks cache, and src_block_indices were not given"));
+        let text = "src_cache is a blocks cache, and src_block_indices were not given";
+        return Err(Error::invalid(text).of_argument("src_block_indices"));
     }
     match args.dst_block_bytes {
         Some(block_bytes) if !dst.is_empty() => Ok(LayerRows::SlotToBlocks { dst, block_bytes }),
@@ -92,9 +93,12 @@ pub fn block_lists(args: &LayerwiseArgs) -> Result<()> {
     let refused = |text: String| Err(Error::invalid(text));
     match (args.src_blocks.len(), args.dst_blocks.len()) {
         (0, 0) => Ok(()),
-        (0, dst) if args.dst_block_bytes.is_none() => refused(format!(
-            "dst_block_memory_size was not given, and dst_block_indices has {dst} entries for a source without blocks"
-        )),
+        (0, dst) if args.dst_block_bytes.is_none() => {
+            let text = format!(
+                "dst_block_memory_size was not given, and dst_block_indices has {dst} entries for a source without blocks"
+            );
+            Err(Error::invalid(text).of_argument("dst_block_memory_size"))
+        }
         (0, _) => Ok(()),
         (src, 0) => refused(format!(
             "transfer from blocks to cache is not supported: src_block_indices has {src} entries, dst_block_indices none"
@@ -116,7 +120,7 @@ pub fn block_bytes_alone(args: &LayerwiseArgs) -> Result<()> {
 
 /// Row 12: checks that every tensor belongs to a layer, and returns the number of layers.
 pub fn whole_layers(local: Geometry, tensors_per_layer: u32) -> Result<u32> {
-    layer_ranges::tensors_per_layer(tensors_per_layer)?;
+    layer_ranges::tensors_per_layer(Words::ORIGINAL, tensors_per_layer)?;
     let tensors = local.num_tensors();
     if tensors.is_multiple_of(tensors_per_layer) {
         return Ok(tensors / tensors_per_layer);
@@ -146,7 +150,7 @@ fn one_block(to: &Destination) -> Result<()> {
                 "batch_index={row} of cache_key must be 0: src_cache is a blocks cache without src_block_indices, \
                  which is one slot of one block"
             );
-            Err(Error::invalid(text).with("cluster", to.cluster))
+            Err(Error::invalid(text).of_argument("cache_key").with("cluster", to.cluster))
         }
         _ => Ok(()),
     }
@@ -161,7 +165,7 @@ pub fn destination(local: CacheLayout, args: &LayerwiseArgs, to: &Destination) -
     let blocks = !args.src_blocks.is_empty();
     if (blocks || local.kind == CacheKind::Blocks) && row != 0 {
         let text = format!("src_batch_index {row} != 0 while src is blocks");
-        return Err(Error::invalid(text).with("cluster", to.cluster));
+        return Err(Error::invalid(text).of_argument("src_batch_index").with("cluster", to.cluster));
     }
     if local.kind == CacheKind::Blocks && !blocks {
         one_block(to)?;
@@ -184,7 +188,7 @@ pub fn destination(local: CacheLayout, args: &LayerwiseArgs, to: &Destination) -
     let rows = local.geometry.rows();
     if !blocks && u64::from(row) >= rows {
         let text = format!("src_batch_index {row} out of range: [0, {rows})");
-        return Err(Error::invalid(text).with("cluster", to.cluster));
+        return Err(Error::invalid(text).of_argument("src_batch_index").with("cluster", to.cluster));
     }
     Ok(())
 }

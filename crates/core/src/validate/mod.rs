@@ -16,7 +16,6 @@ mod json;
 mod layer_destination;
 mod layer_ranges;
 mod layerwise;
-mod options;
 pub mod rank_table;
 mod rows;
 mod sub_rows;
@@ -34,10 +33,11 @@ pub use cache_rules::{
 pub use checked_transfer::{CheckedTransfer, OwnerShare};
 pub use conversion::{LocalCache, PlannedTransfer, kv_layout, local_rows_alike, rows_alike};
 pub use copy::{
-    CopyArgs, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device, copy_rows, swap_blocks,
-    swap_rows,
+    CopyArgs, copy_between, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device,
+    copy_rows, copy_within, swap_blocks, swap_rows,
 };
-pub use grant::grant;
+pub use grant::{grant, grant_ttl};
+pub(crate) use json::json;
 pub use layer_destination::{LayerDestination, destination_layers, layer_moves};
 pub use layer_ranges::{
     ExtParam, LayerRange, Layers, ext_alone, pull_kv_layers, push_kv_alone, push_kv_blocks, push_kv_cache,
@@ -47,13 +47,7 @@ pub use layerwise::{
     Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination, layerwise,
     whole_layers,
 };
-pub use options::config;
 pub use rows::Rows;
 pub use text_names::{cache_name, engine_name};
-pub(crate) use values::link_token;
-#[cfg(feature = "testing")]
-pub use values::page_shift;
-pub use values::{
-    dimensions, mem_utilization, number, one_address, peer_address, peer_port, socket_address, text,
-    timeout_ms, verify,
-};
+pub(crate) use values::{clipped, decimal, fault_of_ip, ip_address, one_of, shown_range, within};
+pub use values::{dimensions, one_address, peer_address, peer_port, socket_address, timeout_ms, verify};

@@ -57,7 +57,9 @@ pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Res
     if clusters.len() < 2 {
         return Err(Error::out_of_range("len(cluster_rank_info)", clusters.len(), "2 to 4 clusters"));
     }
-    let invalid = |why: String| Error::invalid(format!("cluster_rank_info is invalid: {why}"));
+    let invalid = |why: String| {
+        Error::invalid(format!("cluster_rank_info is invalid: {why}")).of_argument("cluster_rank_info")
+    };
     for two in clusters.windows(2) {
         if two[0].1 >= two[1].1 {
             let ranks: Vec<_> = clusters.iter().map(|&(_, rank)| rank).collect();
@@ -120,7 +122,9 @@ struct RankTable {
 impl RankTable {
     fn read(text: &str) -> Result<RankTable> {
         let shown = clipped(text);
-        let invalid = |reason: &str| Error::invalid(format!("rank_table {reason}")).with("text", &shown);
+        let invalid = |reason: &str| {
+            Error::invalid(format!("rank_table {reason}")).of_argument("rank_table").with("text", &shown)
+        };
         let table: Value = json(text).map_err(|error| invalid("is not JSON").because(error))?;
         let Value::Object(table) = table else { return Err(invalid("is not a JSON object")) };
         let servers = list(&table, "server_list").map_err(|error| error.with("text", &shown))?;
@@ -159,7 +163,7 @@ impl RankTable {
         let found = of_rank.next();
         if of_rank.next().is_some() {
             let text = format!("rank_table names rank_id {rank} twice");
-            return Err(Error::invalid(text).with("text", &self.shown));
+            return Err(Error::invalid(text).of_argument("rank_table").with("text", &self.shown));
         }
         let only = || self.entries.first().filter(|_| self.servers == 1);
         let server = || {

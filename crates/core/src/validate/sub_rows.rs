@@ -2,19 +2,20 @@
 
 use super::cache_rules::{equal_blocks, too_long};
 use crate::error::{Error, Result, ensure};
-use crate::model::{Geometry, SubRow};
+use crate::model::{Geometry, SideWords, SubRow, Words};
 use crate::plan::{Piece, Pieces, Side};
 
-/// Checks the end of `part` that lies in rows of the cache `of`: the argument called `name` is its `offset`.
-/// `Err(InvalidArgument)` unless at least one byte follows the offset, and `length` bytes do if a length is given.
-pub(super) fn fits_row(part: SubRow, (name, offset): (&str, u64), of: Geometry) -> Result<()> {
+/// Checks the end of `part` that lies in rows of the cache `of`, whose side has the `words`, and where the part starts at
+/// `offset`. `Err(InvalidArgument)` unless at least one byte follows the offset, and `length` bytes do if a length is given.
+pub(super) fn fits_row(part: SubRow, (words, offset): (&SideWords, u64), of: Geometry) -> Result<()> {
     let row_bytes = of.row_bytes();
-    ensure(offset < row_bytes, || Error::out_of_range(name, offset, format_args!("0 to {}", row_bytes - 1)))?;
+    ensure(offset < row_bytes, || words.offset.out_of_range(offset, format_args!("0 to {}", row_bytes - 1)))?;
     let left = row_bytes - offset;
     match part.length {
         Some(length) if !(1..=left).contains(&length) => {
-            let range = format_args!("1 to {left}, the bytes of a row after {name}={offset}");
-            Err(Error::out_of_range("length", length, range))
+            let start = words.offset.named(offset);
+            let range = format_args!("1 to {left}, the bytes of a row after {start}");
+            Err(words.length.out_of_range(length, range))
         }
         _ => Ok(()),
     }
@@ -22,10 +23,10 @@ pub(super) fn fits_row(part: SubRow, (name, offset): (&str, u64), of: Geometry) 
 
 /// Returns which bytes of row 0 of `src` go to which bytes of row 0 of `dst`. Unless the call names a part, rows must have
 /// equal sizes.
-pub(super) fn first_row(part: SubRow, src: Geometry, dst: Geometry) -> Result<Piece> {
+pub(super) fn first_row(words: &Words, part: SubRow, src: Geometry, dst: Geometry) -> Result<Piece> {
     let SubRow { src_offset, dst_offset, length } = part;
-    fits_row(part, ("src_offset", src_offset), src)?;
-    fits_row(part, ("dst_offset", dst_offset), dst)?;
+    fits_row(part, (&words.src, src_offset), src)?;
+    fits_row(part, (&words.dst, dst_offset), dst)?;
     let rest = (src.row_bytes() - src_offset).min(dst.row_bytes() - dst_offset);
     Ok(Piece { src: src_offset, dst: dst_offset, len: length.unwrap_or(rest) })
 }
@@ -33,16 +34,18 @@ pub(super) fn first_row(part: SubRow, src: Geometry, dst: Geometry) -> Result<Pi
 /// Returns the pieces of a transfer between the `local` cache, which is the side `local_side`, and the `remote` one: `part` of
 /// the rows of each pair, of which the first is local.
 pub(super) fn between(
+    words: &Words,
     part: SubRow,
     local_side: Side,
     (local, remote): (Geometry, Geometry),
     pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
 ) -> Result<Pieces> {
     if part.is_whole() {
-        equal_blocks(local, remote)?;
+        let (here, there) = (local_side.of(words.sides()), local_side.other().of(words.sides()));
+        equal_blocks((here.local, local), (there.remote, remote))?;
     }
     let (src, dst) = local_side.source_first(local, remote);
-    let (first, strides) = (first_row(part, src, dst)?, (src.row_stride(), dst.row_stride()));
+    let (first, strides) = (first_row(words, part, src, dst)?, (src.row_stride(), dst.row_stride()));
     match local_side {
         Side::Source => Pieces::rows(first, strides, pairs),
         Side::Destination => Pieces::rows(first, strides, pairs.map(|(local, remote)| (remote, local))),
@@ -51,12 +54,12 @@ pub(super) fn between(
 
 /// Checks that, within one cache, the byte ranges of a block that are read and written are equal or disjoint. Otherwise the
 /// order of the pairs would not fully decide the result.
-pub(super) fn apart_or_equal(first: Piece) -> Result<()> {
+pub(super) fn apart_or_equal(words: &Words, first: Piece) -> Result<()> {
     let Piece { src, dst, len } = first;
     ensure(src == dst || src.abs_diff(dst) >= len, || {
-        let allowed =
-            format_args!("src_offset={src}, or at least length={len} bytes before or after it, in one cache");
-        Error::argument("dst_offset", dst, allowed)
+        let (start, bytes) = (words.src.offset.named(src), words.src.length.plain(len));
+        let allowed = format_args!("{start}, or at least {bytes} bytes before or after it, in one cache");
+        words.dst.offset.must_be(dst, allowed)
     })
 }
 

@@ -20,6 +20,7 @@ use llm_datadist_core::testing::validate::{self, CheckedTransfer, RemoteCache};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKey, CacheKind, DataDist, DataType, Deadline, End, ErrorKind, Geometry,
     KvGeometry, KvLayout, KvPlanes, Layers, Name, Placement, PoolConfig, Result, Rows, SubRow, TokenOrder,
+    Words,
 };
 
 use crate::counting_allocator;
@@ -149,8 +150,9 @@ fn planning_between_layouts_fails_whole() {
         (2..4, TokenOrder::Nhd, Some(5..16 * MANY)),
     ] {
         let dst = kv_geometry(heads.clone(), order);
-        let src = KvSequence { geometry: &src, blocks: &ascending, tokens };
-        let dst = KvSequence { geometry: &dst, blocks: &backwards, tokens: None };
+        let src = KvSequence { geometry: &src, blocks: &ascending, tokens, words: &Words::ORIGINAL.src };
+        let dst =
+            KvSequence { geometry: &dst, blocks: &backwards, tokens: None, words: &Words::ORIGINAL.dst };
         let part = KvPart { layers: 0..2, heads };
         only_fails("between layouts", 3, || LayoutPlan::new(&src, &dst, &part));
     }
@@ -164,7 +166,9 @@ fn checking_arguments_fails_whole() {
     let remote = RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true };
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
-    let checked = |local_side, rows| CheckedTransfer::new(local_side, layout, rows, Layers::ALL).unwrap();
+    let checked = |local_side, rows| {
+        CheckedTransfer::new(Words::ORIGINAL, local_side, layout, rows, Layers::ALL).unwrap()
+    };
     let moves = |checked: &CheckedTransfer, remote: &RemoteCache| {
         checked.moves(remote)?;
         checked.rows().local_rows()

@@ -1,5 +1,6 @@
 //! Validation of call arguments and single values: the kind of each error, the facts in its message, and the bounds.
 
+use llm_datadist_core::testing::options;
 use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece};
 use llm_datadist_core::testing::validate::{self, CopyArgs, Pools};
 use llm_datadist_core::{
@@ -257,7 +258,7 @@ fn single_values() {
         let check = |value| match name {
             "batch_dim_index" => validate::dimensions(4, value, -1),
             "seq_len_dim_index" => validate::dimensions(4, 0, value),
-            _ => validate::number(name, value),
+            _ => options::check_number(name, value),
         };
         check(low).unwrap();
         check(high).unwrap();
@@ -270,13 +271,13 @@ fn single_values() {
     for (shift, valid) in
         [(9, false), (10, true), (30, true), (31, false), (1 << 32, false), ((1 << 32) + 16, false)]
     {
-        assert_eq!(validate::page_shift(shift).is_ok(), valid, "{shift}");
+        assert_eq!(options::page_shift(shift).is_ok(), valid, "{shift}");
     }
     for share in [0.0, -0.0, 0.5, 1.0] {
-        validate::mem_utilization(share).unwrap();
+        options::mem_utilization(share).unwrap();
     }
     for share in [-0.1, 1.000_001, f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        refused(validate::mem_utilization(share), &["mem_utilization", "0.0 to 1.0"]);
+        refused(options::mem_utilization(share), &["mem_utilization", "0.0 to 1.0"]);
     }
     let roles = [0, 1, 2, 3, 4, -1, i64::MAX].map(|value| Role::from_value(value).map(Role::name));
     assert_eq!(roles, [None, Some("Prompt"), Some("Decoder"), Some("Mix"), None, None, None]);

@@ -9,7 +9,7 @@ use llm_datadist_core::{
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::fixtures::{Gated, config, contents, desc, end, engine_on, fill, patterned};
+use crate::fixtures::{Gated, Own, config, contents, desc, end, engine_on, fill, patterned};
 
 const LONG: Duration = Duration::from_secs(60);
 const ROW: usize = 4096;
@@ -209,4 +209,34 @@ fn a_closed_engine_has_no_events() {
     assert_eq!(running.outcome().expect("the engine has drained").unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(queue.poll(9).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(queue.descriptor().unwrap_err().kind(), ErrorKind::Closed);
+}
+
+/// A released cache is gone at once, and the transfer ends when nothing touches its memory.
+#[test]
+fn a_cache_is_freed_when_its_calls_have_ended() {
+    let Bench { gate, engine, device, .. } = &Bench::new(100);
+    let shape = desc(Placement::Host, 2, 16, ROW);
+    let own = Own::new(&shape, CacheKind::Blocks, |adopted| engine.register(adopted, &[], None).unwrap());
+    let id = own.cache.id();
+    own.write(&patterned(5, 2, 16 * ROW));
+    gate.shut();
+    let copy = engine.swap_blocks(&own.end(), &end(device), &[(3, 3)]).start().unwrap();
+    gate.wait_for(1);
+    let behind = engine.swap_blocks(&own.end(), &end(device), &[(3, 3)]).start().unwrap();
+    let late = engine.start_free(id, Some(Duration::from_millis(1))).unwrap();
+    assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound);
+    assert_eq!(outcome(&late).unwrap_err().kind(), ErrorKind::Timeout);
+    let freed = engine.start_free(id, None).unwrap();
+    assert!(!freed.done() && !copy.done());
+    gate.open();
+    assert_eq!(outcome(&freed).unwrap(), 0);
+    assert!(copy.done() && behind.done(), "what used the memory has ended");
+    outcome(&copy).unwrap();
+    // It had not begun when the cache was released.
+    assert_eq!(outcome(&behind).unwrap_err().kind(), ErrorKind::CacheNotFound);
+    own.outside_untouched();
+    for id in [id, device.id()] {
+        outcome(&engine.start_free(id, None).unwrap()).unwrap();
+        assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound);
+    }
 }

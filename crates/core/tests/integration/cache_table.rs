@@ -12,7 +12,7 @@ use llm_datadist_core::{
 };
 use llm_datadist_testing::SimDevice;
 
-use crate::fixtures::{Gated, Own, config, desc, engine_on, pin_reads, pin_writes};
+use crate::fixtures::{Gated, Own, adopt, config, desc, engine_on, pin_reads, pin_writes};
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 
@@ -63,6 +63,26 @@ fn unregister_waits_each_time_while_the_cache_is_in_use() {
     let _pinned = pin_reads(&own.cache, vec![2], long()).unwrap();
     engine.unregister(id).unwrap();
     assert_eq!(engine.stats().table.caches, 0);
+}
+
+/// What registered memory belongs to is kept by each reference to the cache, and by nothing else.
+#[test]
+fn the_owner_of_registered_memory_is_kept_as_long_as_the_cache() {
+    let engine = DataDist::open(config(1 << 16)).unwrap();
+    let owner = Arc::new(());
+    let own = Own::new(&desc(Host, 1, 4, 8), Batch, |adopted| {
+        engine.register(adopted.owned_by(owner.clone()), &[], Some(true)).unwrap()
+    });
+    let view = own.cache.clone();
+    engine.unregister(view.id()).unwrap();
+    assert_eq!(Arc::strong_count(&owner), 2, "the cache is still in use");
+    drop(own);
+    assert_eq!(Arc::strong_count(&owner), 2, "a view is left");
+    drop(view);
+    assert_eq!(Arc::strong_count(&owner), 1, "the last view is gone");
+    let refused = adopt(&desc(Host, 1, 4, 8), Blocks, &[4096]).owned_by(owner.clone());
+    engine.register_named("", refused, true).unwrap_err();
+    assert_eq!(Arc::strong_count(&owner), 1, "a refused call keeps nothing");
 }
 
 #[test]

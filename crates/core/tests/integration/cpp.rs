@@ -1,10 +1,11 @@
-//! The rules that only the C++ class has (`validate::cpp`), without engines.
+//! The rules that only the C++ class has (`validate::cpp` and `options::cpp`), without engines.
 //!
 //! Not for: pointers (`crates/capi/src/tests`), or calls (`tests/test_cpp.py`).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use llm_datadist_core::testing::options::cpp as options;
 use llm_datadist_core::testing::validate::cpp;
 use llm_datadist_core::{ClusterId, Role};
 
@@ -23,7 +24,7 @@ fn unknown_options_are_logged_with_the_nearest_name() {
         "llm.OutputMaxSize",
     ];
     let given: BTreeMap<_, _> = names.iter().map(|&name| (name.to_owned(), "7".to_owned())).collect();
-    cpp::options(Role::Mix, ClusterId(1), &given).unwrap();
+    options::options(Role::Mix, ClusterId(1), &given).unwrap();
     let lines = |name| log::errors(&["unknown option", name]);
     assert_eq!(
         lines("llm.LinkStreems"),
@@ -45,7 +46,7 @@ fn options_of_the_class_become_a_configuration() {
     let options = |pairs: &[(&str, &str)]| {
         let given = pairs.iter().chain(&[("llm.DeviceId", "3")]);
         let given: BTreeMap<_, _> = given.map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
-        cpp::options(Role::Mix, ClusterId(1), &given).unwrap()
+        options::options(Role::Mix, ClusterId(1), &given).unwrap()
     };
     let plain = options(&[]);
     assert_eq!((plain.config.device_id, plain.config.remote_accessible), (3, true));
@@ -75,8 +76,8 @@ fn buffer_pool_is_checked_and_gives_a_size() {
         format!(r#"{{"total_size": {total}, "blk_size": {block}, "max_buf_size": {most}}}"#)
     };
     let two = format!("{}, {}", class(4 * MIB, 256, 512), class(2 * MIB, MIB, MIB));
-    assert_eq!(cpp::buffer_pool(&classes(&two)).unwrap(), 6 * MIB);
-    assert_eq!(cpp::buffer_pool(r#"{"buf_pool_size": 7, "buf_cfg": []}"#).unwrap(), 7);
+    assert_eq!(options::buffer_pool(&classes(&two)).unwrap(), 6 * MIB);
+    assert_eq!(options::buffer_pool(r#"{"buf_pool_size": 7, "buf_cfg": []}"#).unwrap(), 7);
     for (text, fact) in [
         ("[]", "object"),
         ("{", "JSON"),
@@ -85,7 +86,7 @@ fn buffer_pool_is_checked_and_gives_a_size() {
         (r#"{"buf_pool_size": -1}"#, "buf_pool_size=-1"),
         (r#"{"buf_cfg": 5}"#, "list"),
     ] {
-        refused(cpp::buffer_pool(text), &[fact]);
+        refused(options::buffer_pool(text), &[fact]);
     }
     let same = class(2 * MIB, 256, 512);
     for (list, fact) in [
@@ -99,7 +100,7 @@ fn buffer_pool_is_checked_and_gives_a_size() {
         (class(2 * MIB, 256, 2 * MIB), "below total_size"),
         (format!("{same}, {same}"), "grows"),
     ] {
-        refused(cpp::buffer_pool(&classes(&list)), &[fact]);
+        refused(options::buffer_pool(&classes(&list)), &[fact]);
     }
 }
 

@@ -12,6 +12,8 @@ use llm_datadist_core::testing::{grant_clock, watch_grants};
 use llm_datadist_core::{CacheId, ClusterId, Deadline, ErrorKind, GrantToken};
 use proptest::prelude::*;
 
+use crate::fixtures::eventually;
+
 const LONG: Duration = Duration::from_secs(3600);
 
 /// Records every end in its order.
@@ -224,15 +226,17 @@ fn ranges_that_are_no_set_are_refused() {
 fn a_grant_whose_time_has_passed_is_found_to_have_ended() {
     let (generations, reported_ends, grants) = grants();
     let short = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
+    let expiry = grants.next_expiry();
     let long = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
-    assert_eq!(grants.next_expiry(), Some(short.expires()));
+    assert_eq!(grants.next_expiry(), expiry);
     assert_eq!(grants.find(&short.id()).unwrap_err().kind(), ErrorKind::GrantEnded);
     assert_eq!((short.ended(), generations.of_grant(short.id().slot)), (Some(GrantEnd::Expired), 1));
     grants.expire();
     assert_eq!(*reported_ends.0.lock().unwrap(), [(short.id(), GrantEnd::Expired)]);
-    assert_eq!((grants.next_expiry(), long.ended()), (Some(long.expires()), None));
+    assert!(grants.next_expiry() > expiry && long.ended().is_none());
+    let expiry = grants.next_expiry();
     let other = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
-    assert_eq!(grants.next_expiry(), Some(other.expires()));
+    assert!(grants.next_expiry() < expiry);
     grants.expire();
     assert_eq!(other.ended(), Some(GrantEnd::Expired));
 }
@@ -319,4 +323,53 @@ fn many_threads_end_each_grant_once() {
     let reported_ends = reported_ends.0.lock().unwrap();
     assert_eq!(reported_ends.iter().map(|(id, _)| id.slot).collect::<BTreeSet<_>>().len(), lent.len());
     assert_eq!((reported_ends.len(), grants.live()), (lent.len(), 0));
+}
+
+#[test]
+fn a_grant_is_renewed_but_never_shortened() {
+    let (generations, reported_ends, grants) = grants();
+    let grant = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
+    let first = grants.next_expiry();
+    grants.renew(&grant, Duration::from_secs(1)).unwrap();
+    assert_eq!(grants.next_expiry(), first);
+    grants.renew(&grant, 2 * LONG).unwrap();
+    assert!(grants.next_expiry() > first);
+    grants.end(&grant, GrantEnd::Revoked);
+    assert_eq!(grants.next_expiry(), None, "nothing is left of it");
+    // Another grant takes its entry.
+    let other = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
+    assert_eq!(other.id().slot, grant.id().slot);
+    let expiry = grants.next_expiry();
+    assert_eq!(grants.renew(&grant, 2 * LONG).unwrap_err().kind(), ErrorKind::GrantEnded);
+    assert_eq!(grants.next_expiry(), expiry);
+    let late = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
+    assert_eq!(grants.renew(&late, LONG).unwrap_err().kind(), ErrorKind::GrantEnded);
+    assert_eq!((late.ended(), generations.of_grant(late.id().slot)), (Some(GrantEnd::Expired), 1));
+    let ends = [(grant.id(), GrantEnd::Revoked), (late.id(), GrantEnd::Expired)];
+    assert_eq!(*reported_ends.0.lock().unwrap(), ends);
+}
+
+/// The clock goes off at the first time, and again at the later one.
+#[test]
+fn the_clock_leaves_a_renewed_grant_alone() {
+    let (_, _, grants) = grants();
+    let executor = Executor::default();
+    let clock = grant_clock(executor.handle(), &grants);
+    let lend = |ttl| {
+        let grant = grants.lend(CacheId(1), rows(&[1]), Duration::from_millis(ttl), 1).unwrap();
+        watch_grants(&clock).unwrap();
+        grant
+    };
+    let renewed = loop {
+        let grant = lend(50);
+        // On a busy machine, its time may have passed.
+        if grants.renew(&grant, LONG).is_ok() {
+            break grant;
+        }
+    };
+    let (later, again) = (lend(100), lend(120));
+    let _ = grants.renew(&again, Duration::from_millis(150));
+    eventually("the ends of the others", || later.ended().is_some() && again.ended().is_some());
+    assert_eq!(renewed.ended(), None);
+    assert_eq!(grants.find(&renewed.id()).unwrap().id(), renewed.id());
 }

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use llm_datadist_core::testing::options::config_from_texts;
 use llm_datadist_core::testing::plan::{Moves, Piece};
 use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
@@ -23,7 +24,7 @@ const LONG: Duration = Duration::from_secs(60);
 fn read(options: &[(&str, &str)]) -> llm_datadist_core::Result<Config> {
     let options: BTreeMap<String, String> =
         options.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
-    validate::config(Role::Prompt, ClusterId(7), &options)
+    config_from_texts(Role::Prompt, ClusterId(7), &options)
 }
 
 fn engine(cluster: u64, mode: Mode) -> DataDist {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use llm_datadist_core::testing::validate::local_rows_alike;
 use llm_datadist_core::{
-    CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder,
+    CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder, Words,
 };
 
 use crate::fixtures::desc;
@@ -102,11 +102,11 @@ fn local_rows_of_different_layouts_are_not_alike() {
     };
     let alike = |change, data_type| {
         let (own, other) = (geometry(|_| (), DataType::Float16), geometry(change, data_type));
-        local_rows_alike(Some(&own), Some(&other))
+        local_rows_alike(Words::ORIGINAL, Some(&own), Some(&other))
     };
     let own = geometry(|_| (), DataType::Float16);
     for (src, dst) in [(None, None), (Some(&own), None), (None, Some(&own)), (Some(&own), Some(&own))] {
-        local_rows_alike(src, dst).unwrap();
+        local_rows_alike(Words::ORIGINAL, src, dst).unwrap();
     }
     let cases: [(fn(&mut KvLayout), DataType, &str); 7] = [
         (|layout| layout.layers = 4..8, DataType::Float16, "different KV layouts"),

@@ -13,7 +13,7 @@ use llm_datadist_core::testing::copy::{Progress, Staging};
 use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, Side, assign_owners};
 use llm_datadist_core::{
     CacheDesc, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, Result, SwapInPath,
-    TokenOrder,
+    TokenOrder, Words,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -144,8 +144,18 @@ impl Case {
         let sequence = |geometry, side: &Holder| (geometry, side.blocks.clone(), side.tokens.clone());
         let ((src, src_blocks, src_tokens), (dst, dst_blocks, dst_tokens)) =
             (sequence(&src, &self.src), sequence(&dst, &self.dst));
-        let src = KvSequence { geometry: src, blocks: &src_blocks, tokens: src_tokens };
-        let dst = KvSequence { geometry: dst, blocks: &dst_blocks, tokens: dst_tokens };
+        let src = KvSequence {
+            geometry: src,
+            blocks: &src_blocks,
+            tokens: src_tokens,
+            words: &Words::ORIGINAL.src,
+        };
+        let dst = KvSequence {
+            geometry: dst,
+            blocks: &dst_blocks,
+            tokens: dst_tokens,
+            words: &Words::ORIGINAL.dst,
+        };
         LayoutPlan::new(&src, &dst, part)
     }
 

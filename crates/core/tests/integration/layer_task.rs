@@ -7,17 +7,17 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use llm_datadist_core::testing::begin_layer_task;
 use llm_datadist_core::testing::transfer::{
     AsyncCalls, Delivery, Executor, LayerSink, LayerTask, TaskKind, TaskLimits,
 };
+use llm_datadist_core::testing::{begin_joint_layer_task, begin_layer_task, end_link};
 use llm_datadist_core::{
-    ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, Result, Transfer,
+    ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, LinkEnd, PeerInfo, Result, Transfer,
 };
 
 use crate::fixtures::eventually;
@@ -145,13 +145,21 @@ impl Bed {
     }
 
     fn try_begin(&self, cluster: u64, to: &[To]) -> Result<LayerTask> {
+        begin_layer_task(&self.calls, LAYERS, Self::deliveries(cluster, to), self.limits)
+    }
+
+    /// Begins a task with one transfer for all destinations.
+    fn begin_joint(&self, to: &[To]) -> LayerTask {
+        begin_joint_layer_task(&self.calls, LAYERS, Self::deliveries(2, to), self.limits).unwrap()
+    }
+
+    fn deliveries(cluster: u64, to: &[To]) -> Vec<Delivery> {
         let delivery = |(first, end, script): &To| {
             let sink: Arc<dyn LayerSink> = Arc::new(Scripted(script.clone(), end - first));
             let layers = LayerRange { first: *first, end: *end };
             Delivery { cluster: ClusterId(cluster), layers, sink: Ok(sink) }
         };
-        let to = to.iter().map(delivery).collect();
-        begin_layer_task(&self.calls, LAYERS, to, self.limits)
+        to.iter().map(delivery).collect()
     }
 
     fn begin(&self, to: &[To]) -> LayerTask {
@@ -584,4 +592,128 @@ fn every_destination_of_a_cluster_is_served() {
         assert_eq!(bed.events().len(), 40);
     }
     assert!(bed.executor.handle().threads() <= 33);
+}
+
+/// One transfer, and one event, however many destinations there are. It ends after the last of them.
+#[test]
+fn a_joint_transfer_ends_with_the_last_destination() {
+    let bed = Bed::new();
+    let (quick, slow) = (Script::good(), Script::stalled());
+    let task = bed.begin_joint(&[(0, 4, quick.clone()), (2, 8, slow.clone())]);
+    let [transfer] = task.transfers() else { panic!("{:?}", task.transfers()) };
+    (0..LAYERS).for_each(|layer| task.ready(layer).unwrap());
+    eventually("the end of the first destination", || Script::is(&quick.dropped));
+    assert!(!transfer.done() && bed.events().is_empty());
+    slow.open();
+    succeeded(transfer);
+    assert!(Script::is(&slow.dropped));
+    assert_eq!(transfer.peek().unwrap().unwrap(), 10 * BYTES);
+    assert_eq!(transfer.progress().total, 10 * BYTES);
+    assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
+    assert_eq!(bed.events(), [transfer.number()]);
+    assert_eq!(bed.calls.queue().open_transfers(), 0);
+}
+
+/// The failure of one destination is that of the transfer, and cancels the others; so do a cancellation and a lost handle.
+#[test]
+fn a_joint_transfer_fails_as_a_whole() {
+    for (what, kind, part) in [
+        ("fails", ErrorKind::NotLinked, Some("1")),
+        ("cancel", ErrorKind::Cancelled, Some("0")),
+        ("drop", ErrorKind::Cancelled, Some("0")),
+        ("close", ErrorKind::Closed, None),
+    ] {
+        let bed = Bed::new();
+        let fails_at = (what == "fails").then_some(5);
+        let scripts = [Script::good(), Arc::new(Script { fails_at, ..Script::default() })];
+        let task = bed.begin_joint(&[(0, 8, scripts[0].clone()), (4, 8, scripts[1].clone())]);
+        let transfer = task.transfers()[0].clone();
+        task.ready(4).unwrap();
+        eventually("the first layers", || scripts.iter().all(|script| script.pushed() == [4]));
+        match what {
+            "fails" => task.ready(5).unwrap(),
+            "cancel" => assert!(transfer.cancel()),
+            "drop" => drop(task),
+            _ => bed.calls.close(),
+        }
+        let error = failure(&transfer);
+        assert_eq!(error.kind(), kind, "{what}: {error}");
+        if part.is_some() {
+            assert_eq!(error.fact("part"), part, "{what}: {error}");
+            assert_eq!(bed.events(), [transfer.number()]);
+        }
+        eventually("the ends of all", || scripts.iter().all(|script| Script::is(&script.dropped)));
+        assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
+    }
+}
+
+fn link_end(cluster: u64) -> LinkEnd {
+    let peer = PeerInfo {
+        cluster: ClusterId(cluster),
+        incarnation: 1,
+        name: Arc::default(),
+        address: String::new(),
+        transport: "tcp",
+        metadata: Arc::default(),
+    };
+    LinkEnd { peer, reason: "dead".into(), unacknowledged: 0 }
+}
+
+/// Returns the events so far: the number of a transfer, or the cluster of a link that ended.
+fn ends(bed: &Bed) -> Vec<(&'static str, u64)> {
+    let end = |event| match event {
+        Event::Completed(transfer) => ("call", transfer.number()),
+        Event::LinkDown(end) => ("link", end.peer.cluster.0),
+        other => panic!("{other:?}"),
+    };
+    bed.calls.queue().poll(1000).unwrap().into_iter().map(end).collect()
+}
+
+/// A program that learns of the end of a peer has learnt of the ends of all its calls to that peer.
+#[test]
+fn the_end_of_a_link_comes_after_the_ends_of_its_calls() {
+    let bed = Bed::new();
+    assert!(ends(&bed).is_empty());
+    loop {
+        let started = Instant::now();
+        let [task, joint] =
+            [bed.begin(&[(0, 1, Script::good())]), bed.begin_joint(&[(0, 1, Script::good())])];
+        end_link(bed.calls.queue(), link_end(7));
+        end_link(bed.calls.queue(), link_end(2));
+        let calls = [&task, &joint].map(|task| {
+            let held = ends(&bed);
+            task.ready(0).unwrap();
+            succeeded(&task.transfers()[0]);
+            (("call", task.transfers()[0].number()), held)
+        });
+        let mut last = Vec::new();
+        eventually("the end of the link", || {
+            last.extend(ends(&bed));
+            last.contains(&("link", 2))
+        });
+        if started.elapsed() >= Duration::from_secs(1) {
+            // On a busy machine the end may have waited long enough.
+            continue;
+        }
+        assert_eq!(calls[0].1, [("link", 7)], "a peer without calls");
+        assert_eq!(calls[1].1, [calls[0].0]);
+        assert_eq!(last, [calls[1].0, ("link", 2)]);
+        return;
+    }
+}
+
+/// A call that does not end, for example because the kernel keeps a read, delays the end of its link for a while only.
+#[test]
+fn the_end_of_a_link_waits_for_no_call_that_stalls() {
+    let bed = Bed::new();
+    assert!(ends(&bed).is_empty());
+    let task = bed.begin(&[(0, 1, Script::good())]);
+    end_link(bed.calls.queue(), link_end(2));
+    let mut reported = Vec::new();
+    eventually("the end of the link", || {
+        reported.extend(ends(&bed));
+        !reported.is_empty()
+    });
+    assert_eq!(reported, [("link", 2)]);
+    assert!(!task.transfers()[0].done());
 }

@@ -20,6 +20,7 @@ mod linking;
 mod memory_offers;
 mod mixed_tensors;
 mod names;
+mod native;
 
 mod panics;
 mod paths;
@@ -27,6 +28,7 @@ mod pull_and_push;
 mod push_ahead;
 mod races;
 mod rings;
+mod several_engines;
 mod silent_memory;
 pub(crate) mod stand_ins;
 mod streams;

@@ -4,17 +4,17 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::testing::config::{LinkConfig, Token, TransportChoice};
-use llm_datadist_core::testing::validate;
+use llm_datadist_core::testing::options::{self, cpp};
 use llm_datadist_core::{
     Backend, ClusterId, Config, FabricConfig, HugeChoice, KernelChoice, PoolConfig, Result, Role, SwapInPath,
 };
 
 use crate::arguments::refused;
 
-fn read(options: &[(&str, &str)]) -> Result<Config> {
-    let options: BTreeMap<String, String> =
-        options.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
-    validate::config(Role::Prompt, ClusterId(7), &options)
+fn read(given: &[(&str, &str)]) -> Result<Config> {
+    let given: BTreeMap<String, String> =
+        given.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
+    options::config_from_texts(Role::Prompt, ClusterId(7), &given)
 }
 
 #[test]
@@ -305,7 +305,7 @@ fn token_file_is_an_absolute_path() {
 
 #[test]
 fn rank_hosts() {
-    assert!(validate::text("rank_hosts", "{}").is_ok());
+    assert!(options::check_text("rank_hosts", "{}").is_ok());
     let long = format!(r#"{{"{}": 1}}"#, "x".repeat(100_000));
     for (text, fact) in [
         ("", "not JSON"),
@@ -317,8 +317,62 @@ fn rank_hosts() {
         (r#"{"5": "192.0.2.1:0"}"#, "192.0.2.1:0"),
         (&long, "xxx"),
     ] {
-        refused(validate::text("rank_hosts", text), &["rank_hosts", fact]);
+        refused(options::check_text("rank_hosts", text), &["rank_hosts", fact]);
     }
+}
+
+/// Wrong values of options, in the order in which the options are read.
+const WRONG: [(&str, &str, &str); 32] = [
+    ("llm.MemPoolConfig", "x", "option=mem_pool_cfg"),
+    ("llm.HostMemPoolConfig", "x", "option=host_mem_pool_cfg"),
+    ("llm.EnableCacheManager", "x", "llm.EnableCacheManager"),
+    ("llm.EnableRemoteCacheAccessible", "x", "llm.EnableRemoteCacheAccessible"),
+    ("llm.MemoryUtilization", "x", "option=llm.MemoryUtilization"),
+    ("ge.flowGraphMemMaxSize", "x", "ge.flowGraphMemMaxSize"),
+    ("llm.SyncKvCacheWaitTime", "x", "llm.SyncKvCacheWaitTime"),
+    ("ge.exec.deviceId", "x", "ge.exec.deviceId"),
+    ("llm.RdmaTrafficClass", "x", "llm.RdmaTrafficClass"),
+    ("llm.RdmaServiceLevel", "x", "llm.RdmaServiceLevel"),
+    ("llm.listenIpInfo", "x", "llm.listenIpInfo"),
+    ("llm.LinkTotalTime", "x", "llm.LinkTotalTime"),
+    ("llm.LinkRetryCount", "x", "llm.LinkRetryCount"),
+    ("llm.TransferBackend", "x", "llm.TransferBackend"),
+    ("llm.UcxLibrary", "x", "ucx_library"),
+    ("llm.LinkToken", "x", "link_token"),
+    ("llm.LinkAcceptRemote", "x", "llm.LinkAcceptRemote"),
+    ("llm.LinkHeartbeat", "x", "llm.LinkHeartbeat"),
+    ("llm.LinkSilence", "1999", "link_silence"),
+    ("llm.LinkPinLimit", "x", "llm.LinkPinLimit"),
+    ("llm.LinkTransport", "x", "link_transport"),
+    ("llm.LinkStreams", "x", "llm.LinkStreams"),
+    ("llm.LinkAddresses", "x", "link_addresses"),
+    ("llm.LinkRemoteMemory", "x", "llm.LinkRemoteMemory"),
+    ("llm.RankPort", "x", "llm.RankPort"),
+    ("llm.RankHosts", "x", "rank_hosts"),
+    ("llm.CopyWorkers", "x", "llm.CopyWorkers"),
+    ("llm.TransferPollUs", "x", "llm.TransferPollUs"),
+    ("llm.SwapInPath", "x", "swap_in_path"),
+    ("llm.CopyKernel", "x", "copy_kernel"),
+    ("llm.Verify", "x", "verify"),
+    ("llm.HugePages", "x", "huge_pages"),
+];
+
+#[test]
+fn first_wrong_option_in_reading_order_is_reported() {
+    for at in 0..WRONG.len() {
+        let given: Vec<_> = WRONG[at..].iter().map(|&(key, text, _)| (key, text)).collect();
+        let message = refused(read(&given), &[]).to_string();
+        let (_, _, name) = WRONG[at];
+        let shown = if name.starts_with("option=") { name.into() } else { format!("{name}=") };
+        assert!(message.contains(&shown), "{name}: {message}");
+    }
+    let both = [("llm.LinkToken", "x"), ("llm.LinkTokenFile", "x"), ("llm.LinkAcceptRemote", "x")];
+    refused(read(&both), &["llm.LinkToken and llm.LinkTokenFile are both given"]);
+    refused(read(&[&both[..], &[("llm.UcxLibrary", "x")]].concat()), &["ucx_library"]);
+    // Options of `KvCacheManager` mode are not read in the other mode.
+    let ignored =
+        [("llm.EnableCacheManager", "1"), ("llm.MemoryUtilization", "x"), ("ge.flowGraphMemMaxSize", "x")];
+    assert_eq!(read(&ignored).unwrap().device_share, None);
 }
 
 /// `tests/test_unusual_option_values.py` gives such texts to everything that reads JSON.
@@ -328,13 +382,13 @@ fn json_nested_deeper_than_64_levels_is_refused() {
     let objects = |levels: usize| format!("{}1{}", "{\"a\":".repeat(levels), "}".repeat(levels));
     let deep = [lists(65), objects(65), lists(100_000), "[{\"a\":".repeat(100_000), "[".repeat(10_000_000)];
     for text in deep {
-        refused(validate::text("rank_hosts", &text), &["nested deeper than 64 levels", "rank_hosts"]);
-        refused(validate::cpp::buffer_pool(&text), &["nested deeper than 64 levels", "llm.BufPoolCfg"]);
+        refused(options::check_text("rank_hosts", &text), &["nested deeper than 64 levels", "rank_hosts"]);
+        refused(cpp::buffer_pool(&text), &["nested deeper than 64 levels", "llm.BufPoolCfg"]);
     }
     // Valid nesting, and brackets inside strings, are refused for another reason.
     let in_string = format!("[{:?}]", "[".repeat(1000));
     for text in [lists(64), objects(64), in_string, r#"["\\\"[[", "\\"]"#.into()] {
-        let error = validate::text("rank_hosts", &text).unwrap_err().to_string();
+        let error = options::check_text("rank_hosts", &text).unwrap_err().to_string();
         assert!(!error.contains("nested deeper"), "{error}");
     }
 }

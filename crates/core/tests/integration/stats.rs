@@ -109,7 +109,8 @@ fn groups_that_do_not_begin_are_not_counted() {
     let rows = |block| Rows::Blocks { local: vec![block], remote: vec![0] };
     let local = End::Managed(blocks.id());
     let kind_of_group = |block| {
-        let part = GroupMember { remote, local: local.clone(), rows: rows(block), grant: None };
+        let part =
+            GroupMember { remote, local: local.clone(), rows: rows(block), layers: Layers::ALL, grant: None };
         engine.pull_group(vec![part], CallExtras::default()).run().unwrap_err().kind()
     };
     let counted = || ops(&engine).into_iter().find(|(name, ..)| *name == "pull").unwrap();

@@ -41,7 +41,7 @@ impl Drop for Folder {
 
 /// Asserts the words of the refusal, and that it shows nothing of the content.
 fn refused(path: &Path, words: &[&str]) {
-    let error = read(path).unwrap_err();
+    let error = read(path, "link_token_file").unwrap_err();
     let text = format!("{error} {error:?}");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{text}");
     for word in words {
@@ -66,12 +66,12 @@ fn content_is_the_token_without_one_line_break() {
         ("x".repeat(4096), "x".repeat(4096)),
     ] {
         assert!(
-            read(&folder.file("token", &content, 0o600)).unwrap() == Token::new(&expected),
+            read(&folder.file("token", &content, 0o600), "link_token_file").unwrap() == Token::new(&expected),
             "{content:?}"
         );
     }
     for mode in [0o600, 0o400, 0o700, 0o500] {
-        read(&folder.file(&format!("token-{mode:o}"), TOKEN, mode)).unwrap();
+        read(&folder.file(&format!("token-{mode:o}"), TOKEN, mode), "link_token_file").unwrap();
     }
 }
 
@@ -104,7 +104,7 @@ fn symbolic_link_is_followed_and_its_target_checked() {
     symlink("..data-1", folder.0.join("..data")).unwrap();
     let path = folder.0.join("token");
     symlink("..data/token", &path).unwrap();
-    assert!(read(&path).unwrap() == Token::new(TOKEN));
+    assert!(read(&path, "link_token_file").unwrap() == Token::new(TOKEN));
     fs::set_permissions(&file, fs::Permissions::from_mode(0o440)).unwrap();
     refused(&path, &["has mode 0440"]);
     let circle = folder.0.join("circle");
@@ -152,7 +152,7 @@ fn token_and_file_are_not_both_given_and_open_reads_the_file() {
         token_file: Some(path.clone()),
         ..LinkConfig::default()
     };
-    let error = token(&both).unwrap_err();
+    let error = token(&both, "link_token_file").unwrap_err();
     assert!(error.to_string().contains("both given"), "{error}");
     let mut with_file = config(1 << 20);
     with_file.links.token_file = Some(path.clone());

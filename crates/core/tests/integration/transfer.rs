@@ -12,7 +12,7 @@ use llm_datadist_core::testing::validate::{
     pull_kv_layers, push_kv_alone, push_kv_cache,
 };
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role, SubRow,
+    CacheDesc, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role, SubRow, Words,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -52,11 +52,11 @@ fn refused<T: Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) {
 }
 
 fn pull(local: CacheLayout, remote: &RemoteCache, rows: &Rows, layers: Layers) -> Result<Moves> {
-    CheckedTransfer::new(Side::Destination, local, rows.clone(), layers)?.moves(remote)
+    CheckedTransfer::new(Words::ORIGINAL, Side::Destination, local, rows.clone(), layers)?.moves(remote)
 }
 
 fn push(local: CacheLayout, remote: &RemoteCache, rows: &Rows, layers: Layers) -> Result<Moves> {
-    CheckedTransfer::new(Side::Source, local, rows.clone(), layers)?.moves(remote)
+    CheckedTransfer::new(Words::ORIGINAL, Side::Source, local, rows.clone(), layers)?.moves(remote)
 }
 
 #[derive(Clone, Debug)]
@@ -614,10 +614,10 @@ fn registered_memory_is_accessible_as_given_or_by_mode() {
             assert!(ask(Some(true)).unwrap());
         }
     }
-    validate::check_accessible("cache", true).unwrap();
+    validate::check_accessible(Words::ORIGINAL, "cache", true).unwrap();
     refused(
         InvalidArgument,
-        validate::check_accessible("src_cache", false),
+        validate::check_accessible(Words::ORIGINAL, "src_cache", false),
         &["src_cache was registered with"],
     );
 }
@@ -631,7 +631,8 @@ fn rows_beyond_32_bits_are_refused_last() {
     let rows = Rows::Blocks { local: vec![3, 1 << 32], remote: vec![(1 << 32) + 1, 0] };
     let share = OwnerShare::default();
     let checked = |side, per_layer| {
-        CheckedTransfer::new(side, wide, rows.clone(), layers(None, None, per_layer)).unwrap()
+        CheckedTransfer::new(Words::ORIGINAL, side, wide, rows.clone(), layers(None, None, per_layer))
+            .unwrap()
     };
     for (side, name) in [(Side::Destination, "source"), (Side::Source, "destination")] {
         let checked = checked(side, 1);

@@ -1,4 +1,4 @@
-//! `DLPack` capsules: made around the memory of a cache, and read where a call takes block indices.
+//! `DLPack` capsules: made around the memory of a cache, and read where a call takes block indices or tensors.
 //!
 //! A capsule owns its tensor until a consumer renames it; then the consumer calls the deleter. Either way the deleter
 //! runs exactly once. That of a cache's capsule releases one [`ProcessOwned`] cache, which needs no interpreter (tests:
@@ -27,12 +27,15 @@ const READABLE_DEVICES: [i32; 3] = [DL_CPU.0, 3, 11];
 const SIGNED: u8 = 0;
 pub(crate) const UNSIGNED: u8 = 1;
 
+/// The flag of memory that must not be written.
+const READ_ONLY: u64 = 1;
+
 /// Name of the lists that are read, in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
 
 /// Element type (`DLDataType`).
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
     /// Kind of number.
     pub(crate) code: u8,
@@ -40,6 +43,13 @@ pub(crate) struct Element {
     pub(crate) bits: u8,
     /// Values in one element.
     pub(crate) lanes: u16,
+}
+
+impl Element {
+    /// Whether one element is one integer.
+    pub(crate) fn is_integer(self) -> bool {
+        matches!(self.code, SIGNED | UNSIGNED) && self.lanes == 1
+    }
 }
 
 impl fmt::Display for Element {
@@ -271,6 +281,43 @@ pub(crate) fn copied_tensor(
     Ok(Some(TensorCopy { shape, element: tensor.element, integers }))
 }
 
+/// Where the memory of a tensor is, and how its elements lie there.
+pub(crate) struct TensorPlace {
+    /// Address of the first element.
+    pub(crate) address: u64,
+    /// Dimensions, outermost first.
+    pub(crate) shape: Vec<i64>,
+    /// Elements from one index of each dimension to the next; `None` if there are no gaps.
+    pub(crate) strides: Option<Vec<i64>>,
+    /// Element type.
+    pub(crate) element: Element,
+    /// Whether the producer forbids to write. Capsules of the layout before version 1 cannot say so.
+    pub(crate) read_only: bool,
+}
+
+/// Returns where the tensor in `capsule` is. The memory stays valid as long as the capsule, which keeps the tensor. Returns
+/// `None` if it is not a capsule of a known version, was consumed, or the CPU does not read the memory.
+pub(crate) fn tensor_place(capsule: &Bound<'_, PyAny>) -> Result<Option<TensorPlace>> {
+    let versioned = || content::<Versioned>(capsule).filter(|managed| managed.major == 1);
+    let (tensor, flags) = match (content::<Legacy>(capsule), versioned()) {
+        (Some(managed), _) => (&managed.tensor, 0),
+        (None, Some(managed)) => (&managed.tensor, managed.flags),
+        (None, None) => return Ok(None),
+    };
+    if !readable_device(tensor.device.kind) {
+        return Ok(None);
+    }
+    let copied = |numbers: &[i64]| fallible::collect(LISTS, numbers.iter().copied());
+    let strides = tensor.per_dimension(tensor.strides).map(copied).transpose()?;
+    Ok(Some(TensorPlace {
+        address: tensor.first().expose_provenance() as u64,
+        shape: copied(tensor.shape())?,
+        strides,
+        element: tensor.element,
+        read_only: flags & READ_ONLY != 0,
+    }))
+}
+
 impl Tensor {
     fn shape(&self) -> &[i64] {
         self.per_dimension(self.shape).unwrap_or(&[])
@@ -279,13 +326,15 @@ impl Tensor {
     fn per_dimension(&self, numbers: *const i64) -> Option<&[i64]> {
         let count = usize::try_from(self.ndim).ok().filter(|_| !numbers.is_null())?;
         // SAFETY: DLPack requires `ndim` numbers in `shape`, and in `strides` unless it is null. They live as long as
-        // the tensor, which the capsule owns during `copied_tensor`.
+        // the tensor, which the capsule owns during the two callers of `content`.
         Some(unsafe { std::slice::from_raw_parts(numbers, count) })
     }
 
     fn integers(&self) -> Result<Option<(Vec<i64>, bool)>> {
         let Element { code, bits, lanes: 1 } = self.element else { return Ok(None) };
         let words = match (code, bits) {
+            (SIGNED, 8) => self.gathered(<i64 as From<i8>>::from),
+            (UNSIGNED, 8) => self.gathered(<i64 as From<u8>>::from),
             (SIGNED, 16) => self.gathered(<i64 as From<i16>>::from),
             (SIGNED, 32) => self.gathered(<i64 as From<i32>>::from),
             (SIGNED, 64) => self.gathered(|number: i64| number),
@@ -331,7 +380,7 @@ impl Tensor {
     }
 }
 
-/// Returns what a capsule of layout `M` points to, while it still owns it. Only for use in `copied_tensor`.
+/// Returns what a capsule of layout `M` points to, while it still owns it. Only for use in `copied_tensor` and `tensor_place`.
 fn content<'a, M: Managed>(capsule: &'a Bound<'_, PyAny>) -> Option<&'a M> {
     // SAFETY: `capsule` proves attachment and is a live object of any type. The check sets no exception.
     if unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), M::NAME.as_ptr()) } != 1 {
@@ -340,6 +389,6 @@ fn content<'a, M: Managed>(capsule: &'a Bound<'_, PyAny>) -> Option<&'a M> {
     // SAFETY: the capsule is valid under this name.
     let managed = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), M::NAME.as_ptr()) };
     // SAFETY: DLPack requires a capsule of this name to own a managed tensor of this layout, until a consumer renames the
-    // capsule. No Python code runs in `copied_tensor`, so nothing does so meanwhile.
+    // capsule. No Python code runs in the two callers, so nothing does so meanwhile.
     unsafe { managed.cast::<M>().as_ref() }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::super::spans::PLAN;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::KvGeometry;
+use crate::model::{Argument, KvGeometry, SideWords};
 
 /// The blocks of one sequence in a cache, in the order of its tokens.
 #[derive(Clone, Debug)]
@@ -17,6 +17,8 @@ pub struct KvSequence<'a> {
     /// The tokens to move. `None` starts at token 0; the number of tokens is then that of the other side or, if
     /// that is `None` too, of all tokens that both lists can hold.
     pub tokens: Option<Range<u64>>,
+    /// How the caller calls the blocks and the tokens.
+    pub words: &'a SideWords,
 }
 
 impl KvSequence<'_> {
@@ -29,24 +31,24 @@ impl KvSequence<'_> {
         self.geometry.layout().tokens_per_block.into()
     }
 
-    /// Returns `Err(InvalidArgument)` unless every block is a row of the cache. `name` is that of the list.
-    fn check_blocks(&self, name: &str) -> Result<()> {
+    /// Returns `Err(InvalidArgument)` unless every block is a row of the cache.
+    fn check_blocks(&self) -> Result<()> {
         let rows = self.geometry.rows();
         let outside = self.blocks.iter().position(|&block| block >= rows);
         let error = |at: usize| {
             let range = format_args!("0 to {}", rows - 1);
-            Error::out_of_range(&format!("{name}[{at}]"), self.blocks[at], range)
+            self.words.blocks.entry_out_of_range(at, self.blocks[at], range)
         };
         outside.map_or(Ok(()), |at| Err(error(at)))
     }
 
     /// Returns `Err(InvalidArgument)` unless `tokens` is a range of tokens that the blocks can hold.
-    fn check_tokens(&self, name: &str, tokens: &Range<u64>) -> Result<()> {
+    fn check_tokens(&self, tokens: &Range<u64>) -> Result<()> {
         ensure(tokens.start <= tokens.end && tokens.end <= self.capacity(), || {
             let (blocks, each) = (self.blocks.len(), self.tokens_per_block());
             let required =
                 format_args!("a range inside 0..{}: {blocks} blocks of {each} tokens", self.capacity());
-            Error::argument(name, format_args!("{tokens:?}"), required)
+            self.words.tokens.must_be(format_args!("{tokens:?}"), required)
         })
     }
 }
@@ -64,9 +66,9 @@ pub(super) struct TokenRun {
 /// Returns the runs of a move, those of equal length side by side and, among these, in the order of the source.
 /// `Err(InvalidArgument)` for block lists or token ranges that are invalid or do not fit each other.
 pub(super) fn token_runs(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<Vec<TokenRun>> {
-    src.check_blocks("src_blocks")?;
-    dst.check_blocks("dst_blocks")?;
-    check_repeats(dst.blocks)?;
+    src.check_blocks()?;
+    dst.check_blocks()?;
+    check_repeats(dst.words.blocks, dst.blocks)?;
     let (src_tokens, dst_tokens) = token_ranges(src, dst)?;
     let blocks_of = |side: &KvSequence<'_>| 2 + (src_tokens.end - src_tokens.start) / side.tokens_per_block();
     let most = usize::try_from(blocks_of(src).saturating_add(blocks_of(dst))).unwrap_or(usize::MAX);
@@ -98,24 +100,28 @@ fn token_ranges(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<(Range<u64
     let src_tokens =
         src.tokens.clone().unwrap_or_else(|| dst.tokens.as_ref().map_or(both.clone(), of_length));
     let dst_tokens = dst.tokens.clone().unwrap_or_else(|| src.tokens.as_ref().map_or(both, of_length));
-    src.check_tokens("src_tokens", &src_tokens)?;
-    dst.check_tokens("dst_tokens", &dst_tokens)?;
+    src.check_tokens(&src_tokens)?;
+    dst.check_tokens(&dst_tokens)?;
     ensure(of_length(&src_tokens) == of_length(&dst_tokens), || {
-        let required = format_args!("as many tokens as dst_tokens={dst_tokens:?}");
-        Error::argument("src_tokens", format_args!("{src_tokens:?}"), required)
+        let other = dst.words.tokens.elsewhere(format_args!("{dst_tokens:?}"));
+        let required = format_args!("as many tokens as {other}");
+        src.words.tokens.must_be(format_args!("{src_tokens:?}"), required)
     })?;
     Ok((src_tokens, dst_tokens))
 }
 
 /// Returns `Err(InvalidArgument)` if a block occurs twice in a list of destinations.
-fn check_repeats(blocks: &[u64]) -> Result<()> {
+fn check_repeats(list: Argument<'_>, blocks: &[u64]) -> Result<()> {
     if blocks.is_sorted_by(|a, b| a < b) {
         return Ok(());
     }
     let mut sorted = fallible::copied(PLAN, blocks)?;
     sorted.sort_unstable();
     let twice = sorted.windows(2).find(|two| two[0] == two[1]);
-    twice.map_or(Ok(()), |two| Err(Error::invalid(format!("dst_blocks contains block {} twice", two[0]))))
+    twice.map_or(Ok(()), |two| {
+        let text = format!("{list} contains block {} twice", two[0]);
+        Err(Error::invalid(text).of_argument(list.parameter()))
+    })
 }
 
 /// A token of a sequence, and where it is.

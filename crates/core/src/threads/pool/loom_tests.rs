@@ -15,13 +15,13 @@ type Ran = Arc<(Mutex<usize>, Condvar)>;
 
 fn pool() -> Arc<ThreadPool<Closures>> {
     let polls = PollLimits { threads: 0, time: Duration::ZERO };
-    Arc::new(ThreadPool::with_idle_exit("test", 2, polls, Duration::from_secs(3600)))
+    Arc::new(ThreadPool::with_idle_exit("test", 2, polls, (Duration::from_secs(3600), true)))
 }
 
 /// Adds a job that counts itself, unless the pool has been closed.
 fn add(pool: &ThreadPool<Closures>, ran: &Ran) -> bool {
     let (mut state, ran) = (pool.lock(), ran.clone());
-    if state.is_closed() {
+    if state.closed {
         return false;
     }
     state.queue.push_back(Box::new(move || {

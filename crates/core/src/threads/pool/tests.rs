@@ -12,7 +12,7 @@ const ONE_POLLS: PollLimits = PollLimits { threads: 1, time: HOUR };
 const ALL_POLL: PollLimits = PollLimits { threads: usize::MAX, time: HOUR };
 
 fn pool(polls: PollLimits, idle_exit: Duration) -> ThreadPool<Closures> {
-    ThreadPool::with_idle_exit("test", usize::MAX, polls, idle_exit)
+    ThreadPool::with_idle_exit("test", usize::MAX, polls, (idle_exit, true))
 }
 
 /// Ends the pool of a test.
@@ -167,7 +167,7 @@ fn wake_ups_without_a_job_keep_no_thread() {
 /// A job that waits for the thread of another one runs there; a job that panics does not end its thread.
 #[test]
 fn no_more_threads_than_allowed_and_none_is_lost_to_a_panic() {
-    let pool = ThreadPool::with_idle_exit("test", 2, NO_POLL, HOUR);
+    let pool = ThreadPool::with_idle_exit("test", 2, NO_POLL, (HOUR, true));
     let _closes = Closes(&pool);
     let (sender, ran) = channel();
     for number in 0..200 {
@@ -270,4 +270,21 @@ fn jobs_without_a_thread_are_returned() {
     pool.threads().refuse(true);
     assert_eq!(add(), Ok(()));
     eventually(&pool, |state| state.queue.is_empty());
+}
+
+#[test]
+fn the_largest_limits_of_the_engines_count() {
+    let pool = ThreadPool::<Closures>::with_idle_exit("test", 1, NO_POLL, (HOUR, true));
+    let limits = || {
+        let state = pool.lock();
+        (state.most, state.polls.time)
+    };
+    pool.enter(4, NO_POLL);
+    pool.enter(2, ONE_POLLS);
+    pool.enter(2, NO_POLL);
+    assert_eq!(limits(), (4, HOUR));
+    pool.leave(4, NO_POLL);
+    assert_eq!(limits(), (2, HOUR));
+    pool.leave(2, ONE_POLLS);
+    assert_eq!(limits(), (2, Duration::ZERO));
 }

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::{
-    CacheKey, CacheKind, CallExtras, ClusterId, ErrorKind, GroupMember, Name, Placement, Result, Rows,
+    CacheKey, CacheKind, CallExtras, ClusterId, ErrorKind, GroupMember, Layers, Name, Placement, Result, Rows,
 };
 
 use super::fake_peer::Fake;
@@ -141,7 +141,13 @@ fn interrupted_group_is_cancelled() {
     let _control = silent.linked_by(&engine, || silent.linked()).1;
     let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Blocks);
     let rows = Rows::Blocks { local: vec![0], remote: vec![0] };
-    let part = GroupMember { remote: of(2, Name::Key(KEY)), local: into.end(), rows, grant: None };
+    let part = GroupMember {
+        remote: of(2, Name::Key(KEY)),
+        local: into.end(),
+        rows,
+        layers: Layers::ALL,
+        grant: None,
+    };
     let began = Instant::now();
     thread::scope(|scope| {
         scope.spawn(|| {

@@ -155,7 +155,13 @@ fn sequence(remote: &Rank, local: &Rank, tokens: Option<(u64, u64, u64)>) -> Row
 }
 
 fn owner(remote: &Rank, local: &Rank, rows: Rows) -> GroupMember {
-    GroupMember { remote: of(2, row(&remote.held, 0)), local: local.held.end(), rows, grant: None }
+    GroupMember {
+        remote: of(2, row(&remote.held, 0)),
+        local: local.held.end(),
+        rows,
+        layers: Layers::ALL,
+        grant: None,
+    }
 }
 
 fn full() -> CallExtras {

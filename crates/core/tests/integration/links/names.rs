@@ -71,7 +71,7 @@ fn caches_are_pulled_and_pushed_by_their_names() {
         let ours = [unnamed(local), unnamed(local)];
         let member = |(name, into): (&str, &Held)| {
             let (remote, local) = (text(2, name), into.end());
-            GroupMember { remote, local, rows: all_rows(), grant: None }
+            GroupMember { remote, local, rows: all_rows(), layers: Layers::ALL, grant: None }
         };
         let members = ["kv", "漢字/🦀 e\u{301}"].into_iter().zip(&ours).map(member).collect();
         local.pull_group(members, CallExtras::default()).run().unwrap();

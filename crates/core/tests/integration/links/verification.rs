@@ -320,6 +320,7 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
         remote: of(2, Name::Key(request(at as u64 + 1))),
         local: near[at].end(),
         rows: Rows::SlotToBlocks { local: vec![0, 1] },
+        layers: Layers::ALL,
         grant: None,
     };
     let group = || {

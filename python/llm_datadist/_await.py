@@ -1,38 +1,42 @@
-"""``await`` for asynchronous calls: one descriptor wakes an event loop for all calls that it awaits."""
+"""``await`` for transfers, and ``async for`` and ``async with`` for engines.
+
+One descriptor wakes an event loop for all transfers that it awaits. The native module imports this one when it is
+first used.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from llm_datadist import _core
+from llm_datadist.errors import Closed
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
+    from collections.abc import AsyncIterator
 
-__all__ = ["await_transfer", "wait_for_end"]
+__all__ = ["await_transfer", "enter", "events", "leave", "wait_for_end"]
 
 
 class _Loop:
-    """The calls that one event loop awaits. Its reader is installed only while there are any."""
+    """The transfers that one event loop awaits. Its reader is installed only while there are any."""
 
     def __init__(self) -> None:
         self._queue = _core.LoopQueue()
         self._awaited: dict[int, list[Future[None]]] = {}
 
-    async def wait(self, loop: AbstractEventLoop, transfer: _core.Transfer) -> None:
+    async def wait(self, loop: AbstractEventLoop, transfer: Any) -> None:
         """Return once the transfer has ended."""
-        number = transfer.number
-        if number not in self._awaited:
-            if not self._queue.add(transfer):
-                return  # it has ended
-            if not self._awaited:
-                loop.add_reader(self._queue.fileno(), self._wake, loop)
-            self._awaited[number] = []
+        number = self._queue.add(transfer)
+        if number is None:
+            return  # it has ended
+        if not self._awaited:
+            loop.add_reader(self._queue.fileno(), self._wake, loop)
         future: Future[None] = loop.create_future()
-        self._awaited[number].append(future)
+        self._awaited.setdefault(number, []).append(future)
         try:
             await future
         finally:
@@ -83,7 +87,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-async def wait_for_end(transfer: _core.Transfer) -> None:
+async def wait_for_end(transfer: Any) -> None:
     """Wait until a transfer has ended. Cancelling the coroutine leaves the transfer running."""
     import asyncio  # noqa: PLC0415  (only coroutines need it)
 
@@ -92,7 +96,63 @@ async def wait_for_end(transfer: _core.Transfer) -> None:
         await _of(loop).wait(loop, transfer)
 
 
-async def await_transfer(transfer: _core.Transfer) -> Optional[_core.Peer]:
+async def await_transfer(transfer: Any) -> Any:
     """Wait as ``wait_for_end`` does, and return the result of the transfer or raise its failure."""
     await wait_for_end(transfer)
     return transfer.result(0)
+
+
+async def events(engine: Any) -> AsyncIterator[Any]:
+    """Yield the events of an engine until it is closed.
+
+    Each step takes one event, so that none is lost when the iteration ends early.
+    """
+    import asyncio  # noqa: PLC0415  (only coroutines need it)
+
+    loop = asyncio.get_running_loop()
+    try:
+        # A copy of the descriptor, so that several iterations have one each. It outlives the engine, which signals its
+        # end.
+        descriptor = os.dup(engine.fileno())
+    except Closed:
+        return
+    try:
+        while not engine.closed:
+            try:
+                taken = engine.events(1)
+            except Closed:
+                return  # closed meanwhile
+            if taken:
+                yield taken[0]
+            else:
+                await _readable(loop, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def _readable(loop: AbstractEventLoop, descriptor: int) -> None:
+    """Wait until a descriptor is readable."""
+    future: Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(descriptor, wake)
+    try:
+        await future
+    finally:
+        if not loop.is_closed():
+            loop.remove_reader(descriptor)
+
+
+async def enter(engine: Any) -> Any:
+    """Begin ``async with engine``."""
+    return engine
+
+
+async def leave(engine: Any) -> None:
+    """End ``async with engine``. The loop runs meanwhile, because closing an engine may take long."""
+    import asyncio  # noqa: PLC0415  (only coroutines need it)
+
+    await asyncio.get_running_loop().run_in_executor(None, engine.close)

@@ -1,0 +1,314 @@
+//! Native engines: nobody numbers them, so their incarnations are their cluster ids.
+
+use std::net::SocketAddr;
+
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::{
+    CacheDesc, CacheKind, CallExtras, ClusterId, Config, DataDist, DataType, Destination, EnsureOptions,
+    ErrorKind, Event, GrantUse, GroupMember, KvLayout, KvPlanes, LayerRange, LayerReceiver, Layers,
+    LayerwiseArgs, PeerInfo, Role, Rows, Target, TokenOrder, Verify,
+};
+
+use super::asynchronous::outcome;
+use super::{
+    Held, LONG, Pair, WAYS, Way, check_pull, config, device, of, open, open_gated, pull_blocks, row,
+};
+use crate::fixtures::{Gated, eventually};
+
+/// A configuration as those of the other tests, of a native engine.
+fn native(way: Way) -> Config {
+    Config { role: Role::Mix, native: true, remote_accessible: true, ..config(0, way) }
+}
+
+/// A linked pair of native engines.
+pub(super) fn native_pair(way: Way) -> Pair {
+    let pair = Pair { local: open(native(way), way), remote: open(native(way), way) };
+    peer(&pair.local, pair.remote.listening().unwrap());
+    pair
+}
+
+fn peer(local: &DataDist, address: SocketAddr) -> PeerInfo {
+    let call = local.ensure_link(address, LONG, EnsureOptions::default()).unwrap();
+    outcome(&call).unwrap();
+    call.peer().expect("the peer of a success").clone()
+}
+
+#[test]
+fn a_native_configuration_has_no_cluster_id() {
+    let config = Config::native();
+    assert!(config.native && config.remote_accessible);
+    assert_eq!((config.cluster, config.sync_timeout), (ClusterId(0), Config::NATIVE_TIMEOUT));
+    assert!(!Config::new(Role::Mix, ClusterId(1)).native);
+    let [first, second] = [0, 1].map(|_| DataDist::open(Config::native()).unwrap().config().cluster.0);
+    assert!(first != second && ![first, second].iter().any(|drawn| [0, u64::MAX].contains(drawn)));
+}
+
+/// A restarted engine is another cluster, so whatever names the dead one never reaches it.
+#[test]
+fn the_incarnation_of_a_native_engine_is_its_cluster_id() {
+    for way in WAYS {
+        let local = open(native(way), way);
+        let restarted = |address: Option<SocketAddr>| {
+            let mut config = native(way);
+            config.links.listen = address.or(config.links.listen);
+            open(config, way)
+        };
+        let into = Held::pool(&local, &device(2, 4, 64), CacheKind::Blocks);
+        let remote = restarted(None);
+        let (address, dead) = (remote.listening().unwrap(), remote.config().cluster);
+        let of_remote = Held::pool(&remote, &device(2, 4, 64), CacheKind::Blocks);
+        let bytes = of_remote.fill(3);
+        let found = peer(&local, address);
+        assert_eq!((found.cluster, found.incarnation), (dead, dead.0));
+        let name = row(&of_remote, 0);
+        pull_blocks(&local, of(dead.0, name), &into, &[0, 1, 2, 3], &[0, 1, 2, 3]).unwrap();
+        assert!(into.read() == bytes);
+        drop(of_remote);
+        drop(remote);
+        eventually("the end of the link", || local.peers().is_empty());
+        let remote = restarted(Some(address));
+        let of_remote = Held::pool(&remote, &device(2, 4, 64), CacheKind::Blocks);
+        let bytes = of_remote.fill(9);
+        let found = peer(&local, address);
+        assert_eq!((found.cluster, found.incarnation), (remote.config().cluster, remote.config().cluster.0));
+        assert_ne!(found.cluster, dead);
+        let gone = pull_blocks(&local, of(dead.0, name), &into, &[0], &[0]).unwrap_err();
+        assert_eq!(gone.kind(), ErrorKind::NotLinked);
+        pull_blocks(&local, of(found.cluster.0, name), &into, &[0, 1, 2, 3], &[0, 1, 2, 3]).unwrap();
+        assert!(into.read() == bytes, "{way:?}");
+    }
+}
+
+/// The program of a native engine polls, so it may do so for the first time after something has happened.
+#[test]
+fn events_of_a_native_engine_are_kept_from_the_start() {
+    let Pair { local, remote } = native_pair(Way::Tcp);
+    let cluster = remote.config().cluster;
+    drop(remote);
+    eventually("the end of the link", || local.peers().is_empty());
+    eventually("the news of it", || {
+        let events = local.poll(10).unwrap();
+        events.iter().any(|event| matches!(event, Event::LinkDown(end) if end.peer.cluster == cluster))
+    });
+}
+
+/// Ids that are drawn spread no readers over replicas: the order of the list decides.
+#[test]
+fn a_native_engine_reads_the_first_of_equal_owners() {
+    let layout = KvLayout {
+        tokens_per_block: 4,
+        heads: 0..2,
+        total_heads: 2,
+        head_dim: 8,
+        order: TokenOrder::Nhd,
+        kv: KvPlanes::Separate,
+        layers: 0..2,
+        model: "m".into(),
+    };
+    let desc =
+        CacheDesc { data_type: DataType::Int8, kv_layout: Some(Box::new(layout)), ..device(4, 3, 4 * 2 * 8) };
+    for _ in 0..8 {
+        let Pair { local, remote } = native_pair(Way::Local);
+        let into = Held::pool(&local, &desc, CacheKind::Blocks);
+        let replicas = [1, 2].map(|_| Held::pool(&remote, &desc, CacheKind::Blocks));
+        for order in [[0, 1], [1, 0]] {
+            let bytes = [0, 1].map(|at: usize| replicas[at].fill(3 + 50 * at as u8));
+            let owner = |at: usize, layers| GroupMember {
+                remote: of(remote.config().cluster.0, row(&replicas[at], 0)),
+                local: into.end(),
+                rows: Rows::Blocks { remote: vec![0, 1, 2], local: vec![0, 1, 2] },
+                layers,
+                grant: None,
+            };
+            let owners = |layers| order.map(|at| owner(at, layers)).into();
+            local.pull_owners(owners(Layers::ALL), CallExtras::default()).run().unwrap();
+            assert!(into.read() == bytes[order[0]], "{order:?}");
+            let one = LayerRange { first: 0, end: 1 };
+            let some = Layers { src: Some(one), dst: Some(one), tensors_per_layer: 2 };
+            let refused = local.pull_owners(owners(some), CallExtras::default()).run().unwrap_err();
+            assert_eq!((refused.kind(), refused.fact("part")), (ErrorKind::InvalidArgument, Some("0")));
+        }
+    }
+}
+
+/// Each part of a group may have its own layers.
+#[test]
+fn the_parts_of_a_group_move_their_layers() {
+    for way in WAYS {
+        let Pair { local, remote } = native_pair(way);
+        let [near, far] =
+            [&local, &remote].map(|engine| Held::pool(engine, &device(6, 2, 64), CacheKind::Blocks));
+        let cluster = remote.config().cluster.0;
+        for pushes in [false, true] {
+            let (ours, theirs) = (near.fill(1), far.fill(2));
+            let member = |src: u32, dst: u32, row_at: i64| GroupMember {
+                remote: of(cluster, row(&far, 0)),
+                local: near.end(),
+                rows: Rows::Blocks { remote: vec![row_at], local: vec![row_at] },
+                layers: Layers {
+                    src: Some(LayerRange { first: src, end: src + 1 }),
+                    dst: Some(LayerRange { first: dst, end: dst + 1 }),
+                    tensors_per_layer: 2,
+                },
+                grant: None,
+            };
+            let members = vec![member(0, 2, 0), member(1, 0, 1)];
+            let (call, src, mut dst) = if pushes {
+                (local.push_group(members, CallExtras::default()), ours, theirs)
+            } else {
+                (local.pull_group(members, CallExtras::default()), theirs, ours)
+            };
+            call.run().unwrap();
+            for (from, to, at) in [(0, 4, 0), (1, 5, 0), (2, 0, 1), (3, 1, 1)] {
+                dst[to][at * 64..(at + 1) * 64].copy_from_slice(&src[from][at * 64..(at + 1) * 64]);
+            }
+            assert!(if pushes { far.read() } else { near.read() } == dst, "{way:?}, pushes {pushes}");
+        }
+    }
+}
+
+/// A link is ended without an address, after the calls in progress.
+#[test]
+fn an_unlink_needs_only_the_cluster() {
+    let (way, gate) = (Way::TcpDevice, Gated::new(HostReach::Staged));
+    let (local, remote) = (open_gated(native(way), way, &gate), open(native(way), way));
+    let found = peer(&local, remote.listening().unwrap());
+    let [into, source] =
+        [&local, &remote].map(|engine| Held::pool(engine, &device(2, 1, 64), CacheKind::Blocks));
+    let bytes = source.fill(4);
+    gate.shut();
+    let rows = Rows::Blocks { remote: vec![0], local: vec![0] };
+    let pull =
+        local.pull(of(found.cluster.0, row(&source, 0)), &into.end(), rows, Layers::ALL).start().unwrap();
+    gate.wait_for(1);
+    let unlinked = local.start_unlink(found.cluster, false, None).unwrap();
+    assert!(!unlinked.done() && !pull.done());
+    gate.open();
+    outcome(&unlinked).unwrap();
+    outcome(&pull).unwrap();
+    assert!(into.read() == bytes);
+    assert!(local.peers().is_empty());
+    eventually("the goodbye", || remote.peers().is_empty());
+    for force in [false, true] {
+        outcome(&local.start_unlink(found.cluster, force, None).unwrap()).unwrap();
+    }
+    peer(&local, remote.listening().unwrap());
+    check_pull(&local, &remote);
+    outcome(&local.start_unlink(found.cluster, true, Some(LONG)).unwrap()).unwrap();
+    assert!(local.peers().is_empty());
+}
+
+/// A revoked grant has ended at once; the transfer ends with the reads that were being served.
+#[test]
+fn a_revocation_ends_when_its_reads_have_ended() {
+    let (way, gate) = (Way::TcpDevice, Gated::new(HostReach::Staged));
+    let (local, remote) = (open(native(way), way), open_gated(native(way), way, &gate));
+    let found = peer(&local, remote.listening().unwrap());
+    let [into, source] =
+        [&local, &remote].map(|engine| Held::pool(engine, &device(2, 1, 64), CacheKind::Blocks));
+    source.fill(4);
+    let grant = remote.grant(&source.end(), &[0], LONG, 1).unwrap();
+    remote.renew(&grant, 2 * LONG).unwrap();
+    let given = GrantUse { token: remote.grant_token(&grant), done: true };
+    let pull = || {
+        let rows = Rows::Blocks { remote: vec![0], local: vec![0] };
+        let extras = CallExtras { grant: Some(given), ..CallExtras::default() };
+        let from = of(found.cluster.0, row(&source, 0));
+        local.pull_with(from, &into.end(), rows, Layers::ALL, extras).start().unwrap()
+    };
+    gate.shut();
+    let read = pull();
+    gate.wait_for(1);
+    let late = remote.start_revoke(&grant, Some(std::time::Duration::from_millis(1))).unwrap();
+    assert!(grant.ended().is_some());
+    assert_eq!(outcome(&late).unwrap_err().kind(), ErrorKind::Timeout);
+    let revoked = remote.start_revoke(&grant, None).unwrap();
+    assert_eq!(remote.renew(&grant, LONG).unwrap_err().kind(), ErrorKind::GrantEnded);
+    assert!(!revoked.done());
+    gate.open();
+    outcome(&revoked).unwrap();
+    assert_eq!(outcome(&read).unwrap_err().kind(), ErrorKind::GrantEnded);
+    assert_eq!(outcome(&pull()).unwrap_err().kind(), ErrorKind::GrantEnded);
+    let ttl = std::time::Duration::ZERO;
+    assert_eq!(remote.renew(&grant, ttl).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+fn receiver(cluster: ClusterId, to: &Held, layers: (u32, u32)) -> LayerReceiver {
+    let target = Target::Cache { name: row(to, 0).into(), first_layer: layers.0 };
+    let src_layers = LayerRange { first: layers.0, end: layers.1 };
+    LayerReceiver {
+        to: Destination { cluster, target, src_layers, src_row: 0 },
+        args: LayerwiseArgs {
+            src_blocks: vec![0, 1],
+            dst_blocks: vec![1, 0],
+            dst_block_bytes: None,
+            tensors_per_layer: 2,
+        },
+    }
+}
+
+/// One transfer for all receivers; the notification comes when all layers are in place everywhere.
+#[test]
+fn a_push_of_layers_is_one_transfer_with_a_notification() {
+    for way in WAYS {
+        let Pair { local, remote } = native_pair(way);
+        let cluster = remote.config().cluster;
+        let source = Held::pool(&local, &device(6, 2, 64), CacheKind::Blocks);
+        let into = [1, 2].map(|_| Held::pool(&remote, &device(6, 2, 64), CacheKind::Blocks));
+        let (sent, before) = (source.fill(1), into.each_ref().map(|into| into.fill(2)));
+        let receivers = || vec![receiver(cluster, &into[0], (0, 2)), receiver(cluster, &into[1], (1, 3))];
+        let extras = || CallExtras {
+            notify: Some(b"done".to_vec()),
+            verify: Some(Verify::Full),
+            ..CallExtras::default()
+        };
+        let task = local.begin_push(&source.end(), receivers(), None, extras()).unwrap();
+        let transfer = task.transfers()[0].clone();
+        let messages = || {
+            let events = remote.poll(100).unwrap();
+            let message = |event| match event {
+                Event::Notification(message) => Some((message.peer.cluster, message.payload)),
+                _ => None,
+            };
+            events.into_iter().filter_map(message).collect::<Vec<_>>()
+        };
+        task.ready(2).unwrap();
+        task.ready(0).unwrap();
+        assert!(!transfer.done() && messages().is_empty());
+        task.ready(1).unwrap();
+        assert_eq!(outcome(&transfer).unwrap(), 2 * 2 * 2 * 2 * 64);
+        assert_eq!(messages(), [(local.config().cluster, b"done".to_vec())], "{way:?}");
+        for (at, tensors) in [(0, 0..4), (1, 2..6)] {
+            let mut expected = before[at].clone();
+            for tensor in tensors {
+                expected[tensor] = [&sent[tensor][64..], &sent[tensor][..64]].concat();
+            }
+            assert!(into[at].read() == expected, "{way:?}, {at}");
+        }
+        // Nobody is told of a push that fails.
+        let task = local.begin_push(&source.end(), receivers(), None, extras()).unwrap();
+        let transfer = task.transfers()[0].clone();
+        drop(task);
+        assert_eq!(outcome(&transfer).unwrap_err().kind(), ErrorKind::Cancelled);
+        assert!(messages().is_empty());
+    }
+}
+
+#[test]
+fn a_push_of_layers_checks_its_arguments() {
+    let Pair { local, remote } = native_pair(Way::Local);
+    let cluster = remote.config().cluster;
+    let source = Held::pool(&local, &device(6, 2, 64), CacheKind::Blocks);
+    let into = Held::pool(&remote, &device(6, 2, 64), CacheKind::Blocks);
+    let [one, other] = [cluster, ClusterId(7)].map(|cluster| receiver(cluster, &into, (0, 2)));
+    let notify = |bytes| CallExtras { notify: Some(vec![1; bytes]), ..CallExtras::default() };
+    for (receivers, extras) in [
+        (vec![], CallExtras::default()),
+        (vec![one.clone(), other], notify(1)),
+        (vec![one.clone()], notify((64 << 10) + 1)),
+    ] {
+        let refused = local.begin_push(&source.end(), receivers, None, extras).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
+    }
+    assert_eq!(local.events().open_transfers(), 0);
+}

@@ -1,0 +1,584 @@
+//! What engines do: opening and closing, caches, transfers, links, grants and events.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::EnsureOptions;
+use llm_datadist_core::bindings::validate;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::cache::NativeCache;
+use super::call::{self, GivenExtras, Pairs};
+use super::engine::NativeEngine;
+use super::errors::{invalid, raise};
+use super::events;
+use super::grant::{self, NativeGrant};
+use super::layout::NativeLayout;
+use super::moved_rows::PeerCall;
+use super::optional_arg::OptionalArg;
+use super::options::GivenOptions;
+use super::peer::NativePeer;
+use super::shared::EngineShared;
+use super::transfer::NativeTransfer;
+use super::values::{self, wrong_type};
+use crate::convert::Any;
+use crate::notify::NotifyArg;
+use crate::stats;
+
+#[pymethods]
+impl NativeEngine {
+    #[new]
+    #[pyo3(
+        signature = (*, pool=OptionalArg::Missing, host_pool=OptionalArg::Missing, page=OptionalArg::Missing,
+                     listen=OptionalArg::Missing, name=None, metadata=OptionalArg::Missing, token=OptionalArg::Missing,
+                     token_file=OptionalArg::Missing, accept_remote=OptionalArg::Missing, timeout=OptionalArg::Missing,
+                     verify=OptionalArg::Missing, **options),
+        text_signature = "(*, pool=None, host_pool=None, page='64KiB', listen=None, name=None, metadata=b'', token=None, \
+                          token_file=None, accept_remote=False, timeout=10.0, verify='off', **options)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public class")]
+    fn new<'py>(
+        py: Python<'py>,
+        pool: OptionalArg<'_, 'py>,
+        host_pool: OptionalArg<'_, 'py>,
+        page: OptionalArg<'_, 'py>,
+        listen: OptionalArg<'_, 'py>,
+        name: Option<&Any<'py>>,
+        metadata: OptionalArg<'_, 'py>,
+        token: OptionalArg<'_, 'py>,
+        token_file: OptionalArg<'_, 'py>,
+        accept_remote: OptionalArg<'_, 'py>,
+        timeout: OptionalArg<'_, 'py>,
+        verify: OptionalArg<'_, 'py>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Self> {
+        let arguments = [pool, host_pool, page, listen, token, token_file, accept_remote, timeout, verify];
+        let config = GivenOptions { arguments, options, name }.config(py)?;
+        let metadata = metadata.given().map_or_else(|| Ok(Vec::new()), |given| bytes("metadata", &given))?;
+        Ok(NativeEngine { shared: EngineShared::open(py, config, metadata)? })
+    }
+
+    /// The name that peers see. It can still be read when the engine is closed.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// The address at which the engine listens, with the port that was taken; ``None`` without ``listen``.
+    ///
+    /// It can still be read when the engine is closed, but nobody listens there any more.
+    #[getter]
+    fn address(&self) -> Option<&str> {
+        self.shared.address.as_deref()
+    }
+
+    /// The default time limit of a call in seconds. It can still be read when the engine is closed.
+    #[getter]
+    fn timeout(&self) -> f64 {
+        self.shared.timeout.as_secs_f64()
+    }
+
+    /// Whether ``close`` was called, or this process is a forked child. This property never raises.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.shared.engine.closed()
+    }
+
+    /// The peers that are linked now, whichever end made the link.
+    ///
+    /// Raises:
+    ///     Closed: the engine is closed.
+    #[getter]
+    fn peers(&self, py: Python<'_>) -> PyResult<Vec<Py<NativePeer>>> {
+        let peers = self.shared.engine.attached(py, |engine| Ok(engine.peers()))?;
+        peers.iter().map(|peer| NativePeer::of(py, &self.shared, peer)).collect()
+    }
+
+    /// Allocate a cache from a pool. Its contents are undefined.
+    ///
+    /// Give either a ``layout``, or ``tensors``, ``shape`` and ``dtype``. Peers find the cache by its name.
+    ///
+    /// Args:
+    ///     name: name of the cache: 1 to 128 bytes of UTF-8, printable. No other cache of this engine may have it.
+    ///     layout: what the blocks mean. Transfers between caches whose layouts differ convert the blocks.
+    ///     blocks: number of blocks, from 1 to 2**32 - 1. A block is one row of every tensor.
+    ///     tensors: number of tensors, at least 1.
+    ///     shape: dimensions of one block of one tensor, each at least 1. ``()`` is one element.
+    ///     dtype: type of the elements: ``"float16"``, ``"bfloat16"``, ``"float32"``, ``"float64"``, ``"int8"`` to ``"int64"``,
+    ///         ``"uint8"`` to ``"uint64"`` or ``"bool"``, or an object with such a name, such as ``numpy.float16`` or
+    ///         ``torch.bfloat16``.
+    ///     pool: pool from which the memory is taken: ``"device"`` or ``"host"``.
+    ///     tensors_per_layer: number of consecutive tensors that form a layer, for ``Rows.part(layers=...)`` and layer-wise
+    ///         pushes. It divides ``tensors``. By default 1. A layout knows it.
+    ///     contiguous: whether the tensors follow each other without gaps, as ``Cache.buffer`` needs.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type, or only some of ``tensors``, ``shape`` and ``dtype`` are given, or they are
+    ///         given beside a layout.
+    ///     InvalidArgument: the name is in use; a number is out of range; the engine has no such pool; the cache would have 2**63
+    ///         bytes or more.
+    ///     OutOfMemory: the pool has no room. The error says how many bytes were asked for and are free.
+    ///     Closed: the engine is closed.
+    #[pyo3(
+        signature = (name, layout=None, /, *, blocks, tensors=None, shape=None, dtype=None, pool=None, tensors_per_layer=None,
+                     contiguous=false),
+        text_signature = "($self, name, layout=None, /, *, blocks, tensors=None, shape=None, dtype=None, pool='device', \
+                          tensors_per_layer=None, contiguous=False)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
+    fn allocate<'py>(
+        slf: &Bound<'py, Self>,
+        name: &Any<'py>,
+        layout: Option<&Bound<'py, NativeLayout>>,
+        blocks: &Any<'py>,
+        tensors: Option<&Any<'py>>,
+        shape: Option<&Any<'py>>,
+        dtype: Option<&Any<'py>>,
+        pool: Option<&Any<'py>>,
+        tensors_per_layer: Option<&Any<'py>>,
+        contiguous: bool,
+    ) -> PyResult<NativeCache> {
+        let (shared, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
+        NativeCache::allocate(
+            shared,
+            name,
+            layout,
+            blocks,
+            tensors,
+            shape,
+            dtype,
+            &pool,
+            tensors_per_layer,
+            contiguous,
+        )
+    }
+
+    /// Make a cache of memory that belongs to the program.
+    ///
+    /// The cache keeps the tensor objects alive until ``Cache.free`` has ended. It cannot keep memory alive that is given by
+    /// address: that memory must stay valid until then.
+    ///
+    /// Args:
+    ///     name: name of the cache: 1 to 128 bytes of UTF-8, printable. No other cache of this engine may have it.
+    ///     tensors: the tensors, at least one, all objects or all addresses. An object is a writable buffer, or has
+    ///         ``__dlpack__`` or ``__array_interface__``, and is in host memory. Its first dimension is the blocks. The distance
+    ///         from one block to the next may be larger than a block; inside a block there are no gaps. An address is an ``int``.
+    ///     layout: what the blocks mean. Objects must have its number of tensors and its bytes in each block.
+    ///     blocks: number of blocks. Needed for addresses; for objects, it must be their first dimension if it is given.
+    ///     shape: dimensions of one block of one tensor. Needed for addresses without a layout; objects have it.
+    ///     dtype: type of the elements, as for ``allocate``. Needed for addresses without a layout; objects have it.
+    ///     stride: bytes from the start of one block to the start of the next in each tensor, at least the bytes of a block. Only
+    ///         for addresses; by default, blocks follow each other without gaps.
+    ///     tensors_per_layer: number of consecutive tensors that form a layer, as for ``allocate``.
+    ///     pool: the kind of memory, which statistics count it as.
+    ///     shared: whether peers may use the cache. If it is false, they cannot find it.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type, a tensor is none of the accepted kinds, an argument that addresses need is
+    ///         missing, or ``stride`` is given for objects.
+    ///     InvalidArgument: the name is in use; a tensor is read-only, not in host memory, or has gaps inside a block; tensors
+    ///         differ in shape or type; an address is 0; a number is out of range.
+    ///     OutOfMemory: there is no memory for the description of the cache.
+    ///     Closed: the engine is closed.
+    #[pyo3(
+        signature = (name, tensors, layout=None, /, *, blocks=None, shape=None, dtype=None, stride=None,
+                     tensors_per_layer=None, pool=None, shared=true),
+        text_signature = "($self, name, tensors, layout=None, /, *, blocks=None, shape=None, dtype=None, stride=None, \
+                          tensors_per_layer=None, pool='device', shared=True)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
+    fn register<'py>(
+        slf: &Bound<'py, Self>,
+        name: &Any<'py>,
+        tensors: &Any<'py>,
+        layout: Option<&Bound<'py, NativeLayout>>,
+        blocks: Option<&Any<'py>>,
+        shape: Option<&Any<'py>>,
+        dtype: Option<&Any<'py>>,
+        stride: Option<&Any<'py>>,
+        tensors_per_layer: Option<&Any<'py>>,
+        pool: Option<&Any<'py>>,
+        shared: bool,
+    ) -> PyResult<NativeCache> {
+        let (engine, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
+        NativeCache::register(
+            engine,
+            name,
+            tensors,
+            layout,
+            blocks,
+            shape,
+            dtype,
+            stride,
+            tensors_per_layer,
+            &pool,
+            shared,
+        )
+    }
+
+    /// Start to copy blocks inside this engine: within a cache, or between two caches with blocks of equal size.
+    ///
+    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors. The pools of the two caches do not matter. Copying no
+    /// blocks ends at once.
+    ///
+    /// Args:
+    ///     dst: blocks that are written, or a list of ``(dst, src)`` pairs, which are copied in this order. If one fails, those
+    ///         before it are in place.
+    ///     src: blocks that are read, as many as ``dst`` has. Left out if ``dst`` is a list.
+    ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
+    ///     timeout: time limit of the copy in seconds. ``None``: ``Engine.timeout``.
+    ///
+    /// Returns:
+    ///     The transfer. Its outcome may be ``InvalidArgument``, ``NotFound`` (a cache was freed), ``Timeout``, ``VerifyFailed``,
+    ///     ``Cancelled`` or ``Closed``.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type, or ``src`` is missing.
+    ///     InvalidArgument: rows of a remote cache or of another engine; different numbers of blocks or bytes; a block that the
+    ///         cache does not have; a part with ``layers`` or ``tokens``; an unknown ``verify``.
+    ///     NotFound: a cache was freed.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Closed: the engine is closed.
+    #[pyo3(signature = (dst, src=None, /, *, verify=None, timeout=None))]
+    fn copy<'py>(
+        &self,
+        py: Python<'py>,
+        dst: &Any<'py>,
+        src: Option<&Any<'py>>,
+        verify: Option<&Any<'py>>,
+        timeout: Option<&Any<'py>>,
+    ) -> PyResult<Py<NativeTransfer>> {
+        let given = GivenExtras { verify, timeout, ..GivenExtras::default() };
+        call::copy(py, &self.shared, &Pairs::read(dst, src)?, &given)
+    }
+
+    /// Start to read blocks of a peer into blocks of this engine.
+    ///
+    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors, and the blocks of both have equal sizes. If both caches
+    /// have a layout, each side is a sequence of tokens in place of a list of blocks: elements go where the layout of ``dst`` has
+    /// them, and the numbers of blocks may differ. A block may occur in ``dst`` twice if nothing is converted; the last one counts.
+    ///
+    /// Until the transfer has ended, the blocks of ``dst`` must not be used. If it fails, they are undefined, except for those in
+    /// ``Error.arrived``.
+    ///
+    /// Args:
+    ///     dst: local blocks that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several peers. The
+    ///         pairs succeed or fail together. If all pairs have the same ``dst`` and all caches have layouts, each layer and head
+    ///         is read from one pair whose cache holds it: the one that reads fewest so far, and among equals the first of the
+    ///         list.
+    ///     src: blocks of a peer that are read. Left out if ``dst`` is a list.
+    ///     grant: token of a grant that lends ``src``. The pull fails if the grant ended before all bytes were read. For a list of
+    ///         pairs: one token for all of them, or a list with a token or ``None`` for each.
+    ///     last: whether this is this engine's last pull under the grant. The owner may end the grant when it succeeds. No effect
+    ///         without a grant.
+    ///     notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All pairs must
+    ///         name one peer.
+    ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
+    ///     timeout: time limit of the whole pull in seconds. ``None``: ``Engine.timeout``.
+    ///
+    /// Returns:
+    ///     The transfer. Its outcome may be ``NotFound`` (the peer has no such cache), ``InvalidArgument`` (blocks, layers, tokens or
+    ///     sizes that do not fit the remote cache), ``GrantEnded``, ``PeerLost``, ``Timeout``, ``VerifyFailed``, ``Busy`` (the peer's
+    ///     program has not read earlier messages), ``Cancelled`` or ``Closed``. For a list, the error names the pair as
+    ///     ``facts["part"]``.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type, or ``src`` is missing.
+    ///     InvalidArgument: ``dst`` is not local or ``src`` not remote; rows of another engine; no blocks; different numbers of blocks
+    ///         or tokens; a token of a wrong form; a message above 64 KiB; an unknown ``verify``.
+    ///     NotFound: the cache of ``dst`` was freed.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Closed: the engine is closed.
+    #[pyo3(signature = (dst, src=None, /, *, grant=None, last=true, notify=None, verify=None, timeout=None))]
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
+    fn pull<'py>(
+        &self,
+        py: Python<'py>,
+        dst: &Any<'py>,
+        src: Option<&Any<'py>>,
+        grant: Option<&Any<'py>>,
+        last: bool,
+        notify: Option<NotifyArg<'_, 'py>>,
+        verify: Option<&Any<'py>>,
+        timeout: Option<&Any<'py>>,
+    ) -> PyResult<Py<NativeTransfer>> {
+        let given = GivenExtras { grant, last, notify, verify, timeout };
+        call::move_rows(py, &self.shared, PeerCall::Pull, &Pairs::read(dst, src)?, &given)
+    }
+
+    /// Start to write blocks of this engine into blocks of a peer.
+    ///
+    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, under the rules of ``pull``. Between caches with layouts, a push writes the
+    /// layers and heads that both hold. Until the transfer has ended, the blocks of ``src`` must not be written. If it fails, the
+    /// blocks of ``dst`` are undefined.
+    ///
+    /// With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute one layer
+    /// while another one moves.
+    ///
+    /// Args:
+    ///     dst: blocks of a peer that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several peers,
+    ///         which succeed or fail together.
+    ///     src: local blocks that are read. Left out if ``dst`` is a list.
+    ///     notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All pairs must
+    ///         name one peer.
+    ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
+    ///     timeout: time limit of the whole push in seconds. ``None``: ``Engine.timeout``. With ``layerwise``, it is the limit of each
+    ///         layer, from its ``ready`` on, and there is no limit between layers.
+    ///     layerwise: whether the program reports each layer. All pairs then have one local cache.
+    ///
+    /// Returns:
+    ///     The transfer. Its outcome may be that of a ``pull``, except ``GrantEnded``.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type, or ``src`` is missing.
+    ///     InvalidArgument: ``dst`` is not remote or ``src`` not local; rows of another engine; no blocks; different numbers of blocks
+    ///         or tokens; a message above 64 KiB; an unknown ``verify``; ``layerwise`` with rows that are narrowed by ``bytes`` or
+    ///         ``tokens``.
+    ///     NotFound: the cache of ``src`` was freed.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Closed: the engine is closed.
+    #[pyo3(signature = (dst, src=None, /, *, notify=None, verify=None, timeout=None, layerwise=false))]
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
+    fn push<'py>(
+        &self,
+        py: Python<'py>,
+        dst: &Any<'py>,
+        src: Option<&Any<'py>>,
+        notify: Option<NotifyArg<'_, 'py>>,
+        verify: Option<&Any<'py>>,
+        timeout: Option<&Any<'py>>,
+        layerwise: bool,
+    ) -> PyResult<Py<NativeTransfer>> {
+        let given = GivenExtras { notify, verify, timeout, ..GivenExtras::default() };
+        let pairs = Pairs::read(dst, src)?;
+        if layerwise {
+            return call::push_layers(py, &self.shared, &pairs, &given);
+        }
+        call::move_rows(py, &self.shared, PeerCall::Push, &pairs, &given)
+    }
+
+    /// Start to link with the engine that listens at an address, unless a link to it exists.
+    ///
+    /// An existing link is a success, whichever end made it. Both ends may call ``link`` at once: one link is made, and both calls
+    /// succeed. While nobody listens, the engine tries again until ``timeout`` has passed. A link that breaks is not made again by
+    /// itself.
+    ///
+    /// Args:
+    ///     address: ``"ip:port"`` or ``"[ipv6]:port"``, with a port above 0. Host names are not accepted.
+    ///     name: name that the peer must have. ``None``: any.
+    ///     timeout: time limit of the whole call in seconds. ``None``: ``Engine.timeout``.
+    ///
+    /// Returns:
+    ///     A transfer whose result is the peer. Its outcome may be ``Timeout`` (nobody answered in time), ``PeerLost`` (the peer
+    ///     refused, for example because of its token, version or name), ``InvalidArgument`` (the address is that of this engine),
+    ///     ``Cancelled`` or ``Closed``.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type.
+    ///     InvalidArgument: the address has another form.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Closed: the engine is closed.
+    #[pyo3(signature = (address, /, *, name=None, timeout=None))]
+    fn link<'py>(
+        &self,
+        py: Python<'py>,
+        address: &Any<'py>,
+        name: Option<&Any<'py>>,
+        timeout: Option<&Any<'py>>,
+    ) -> PyResult<Py<NativeTransfer>> {
+        let at = self.other_address(address)?;
+        let name = name.map(|name| text("name", name)).transpose()?;
+        let limit = timeout.map(|limit| values::seconds("timeout", limit)).transpose()?;
+        let (limit, options) =
+            (limit.unwrap_or(self.shared.timeout), EnsureOptions { name, ..EnsureOptions::default() });
+        let transfer = self.shared.engine.attached(py, |engine| engine.ensure_link(at, limit, options))?;
+        NativeTransfer::started(py, &self.shared, &transfer)
+    }
+
+    /// Lend blocks of this engine to readers for a limited time. The call sends nothing.
+    ///
+    /// The program sends ``Grant.token`` to the readers, which pass it to ``pull``. While the grant lasts, the program must not write
+    /// to the blocks. Once it has ended, a pull under it fails, however late its bytes were read.
+    ///
+    /// The grant ends when ``ttl`` seconds have passed, when ``readers`` readers have finished their last pull, by ``Grant.revoke``, or
+    /// when the cache is freed. ``events`` then returns ``GrantClosed``. Reuse the blocks after that event, not by a clock of your
+    /// own.
+    ///
+    /// A grant does not keep others out: a peer can pull the blocks without it, unchecked.
+    ///
+    /// Args:
+    ///     rows: local blocks that are lent, at least one. Their order does not matter.
+    ///     ttl: seconds until the grant ends, above 0 and at most 4,294,967.
+    ///     readers: number of readers that must finish before the grant ends early, from 1 to 4,096. A reader is one incarnation
+    ///         of a peer, and counts once.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type.
+    ///     InvalidArgument: rows of a remote cache or of another engine; no blocks; a block that the cache does not have; rows
+    ///         that are narrowed by ``part``; a number out of range.
+    ///     NotFound: the cache was freed.
+    ///     Busy: 65,536 grants of this engine last, or have an event that nobody took.
+    ///     OutOfMemory: there is no memory for the list of blocks.
+    ///     Closed: the engine is closed.
+    #[pyo3(signature = (rows, /, *, ttl, readers=OptionalArg::Missing), text_signature = "($self, rows, /, *, ttl, readers=1)")]
+    fn lend<'py>(
+        &self,
+        rows: &Any<'py>,
+        ttl: &Any<'py>,
+        readers: OptionalArg<'_, 'py>,
+    ) -> PyResult<Py<NativeGrant>> {
+        let (rows, end) = call::lent(&self.shared, rows)?;
+        let ttl = grant::ttl_of(ttl)?;
+        let readers = readers.given().map_or(Ok(1), |readers| values::int32("readers", &readers, 1))?;
+        NativeGrant::lend(&self.shared, (&rows, &end), ttl, readers)
+    }
+
+    /// Return what has happened since the last call, oldest first. The call never waits.
+    ///
+    /// An event goes to one caller. A transfer whose outcome was taken by ``result`` or ``await`` has no event. A ``Completed`` event
+    /// keeps its transfer's outcome. Messages that arrived before a link ended are still returned.
+    ///
+    /// Args:
+    ///     limit: largest number of events, from 1 to 2**32 - 1. The others stay for the next call.
+    ///
+    /// Raises:
+    ///     TypeError: ``limit`` is not an integer.
+    ///     InvalidArgument: ``limit`` is out of range.
+    ///     OutOfMemory: there is no memory for the list. The events stay.
+    ///     Closed: the engine is closed.
+    #[pyo3(signature = (limit=OptionalArg::Missing), text_signature = "($self, limit=1024)")]
+    fn events(&self, py: Python<'_>, limit: OptionalArg<'_, '_>) -> PyResult<Vec<Py<PyAny>>> {
+        let limit = limit.given().map_or(Ok(1024), |limit| values::int32("limit", &limit, 1))?;
+        events::taken(py, &self.shared, usize::try_from(limit).unwrap_or(usize::MAX))
+    }
+
+    /// Return a descriptor that is readable while ``events`` has something to return.
+    ///
+    /// Use it with ``select``, ``selectors`` or ``epoll``, which also accept the engine itself. It belongs to the engine: do not read,
+    /// write or close it.
+    ///
+    /// Raises:
+    ///     Closed: the engine is closed.
+    ///     Error: no descriptor is left.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.shared.engine.attached(py, |engine| Ok(engine.events().descriptor()?.as_fd().as_raw_fd()))
+    }
+
+    /// Return the counters of this engine as plain dicts and lists. Reading them does not interrupt transfers.
+    ///
+    /// Raises:
+    ///     Closed: the engine is closed.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let snapshot = self.shared.engine.enter(py, |engine| Ok(engine.stats()))?;
+        let counters = stats::dict(py, &snapshot)?;
+        counters.set_item("engine", &self.shared.name)?;
+        Ok(counters)
+    }
+
+    /// Close the engine: end all transfers, links and grants, and release the pools.
+    ///
+    /// Transfers that run after ``timeout`` end with ``Closed``. Handles of ended transfers keep their outcomes. No event comes any
+    /// more, and an ``async for`` over the engine ends. Memory that views use stays valid until they are gone. Closing again does
+    /// nothing.
+    ///
+    /// Args:
+    ///     timeout: seconds to wait for running transfers, 0 or above. ``None``: ``Engine.timeout``. New transfers are refused
+    ///         meanwhile.
+    ///
+    /// Raises:
+    ///     TypeError: ``timeout`` has the wrong type.
+    ///     InvalidArgument: ``timeout`` is negative or not finite.
+    #[pyo3(signature = (timeout=OptionalArg::Missing), text_signature = "($self, timeout=0.0)")]
+    fn close(&self, py: Python<'_>, timeout: OptionalArg<'_, '_>) -> PyResult<()> {
+        let limit = match timeout.given() {
+            None => Duration::ZERO,
+            Some(given) if given.is_none() => self.shared.timeout,
+            Some(given) => values::seconds_from_zero("timeout", &given)?,
+        };
+        self.shared.close(py, limit)
+    }
+
+    /// Iterate over events as they come: ``async for event in engine``. The iteration ends when the engine closes.
+    ///
+    /// Each event goes to one iterator or one caller of ``events``.
+    fn __aiter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Any<'py>> {
+        awaiting(slf, "events")
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
+        slf.get().shared.engine.attached(slf.py(), |_| Ok(()))?;
+        Ok(slf)
+    }
+
+    #[pyo3(signature = (kind, error, trace, /))]
+    #[expect(unused_variables, reason = "the parameters of the protocol")]
+    fn __exit__(&self, py: Python<'_>, kind: &Any<'_>, error: &Any<'_>, trace: &Any<'_>) -> PyResult<()> {
+        self.shared.close(py, Duration::ZERO)
+    }
+
+    fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Any<'py>> {
+        awaiting(slf, "enter")
+    }
+
+    #[pyo3(signature = (kind, error, trace, /))]
+    #[expect(unused_variables, reason = "the parameters of the protocol")]
+    fn __aexit__<'py>(
+        slf: &Bound<'py, Self>,
+        kind: &Any<'py>,
+        error: &Any<'py>,
+        trace: &Any<'py>,
+    ) -> PyResult<Any<'py>> {
+        awaiting(slf, "leave")
+    }
+
+    fn __repr__(&self) -> String {
+        let EngineShared { name, address, engine, .. } = &*self.shared;
+        let address = address.as_ref().map_or("None".to_owned(), |address| format!("'{address}'"));
+        format!(
+            "Engine(name='{name}', address={address}, closed={})",
+            if engine.closed() { "True" } else { "False" }
+        )
+    }
+}
+
+impl NativeEngine {
+    /// Reads the address of another engine.
+    fn other_address(&self, given: &Any<'_>) -> PyResult<SocketAddr> {
+        let py = given.py();
+        let at =
+            validate::peer_address("address", &text("address", given)?).map_err(|error| raise(py, &error))?;
+        if self.shared.address.as_deref() == Some(&*at.to_string()) {
+            return Err(invalid(py, "address", at, "that of another engine"));
+        }
+        Ok(at)
+    }
+}
+
+/// Reads `bytes` or a `bytearray`.
+fn bytes(name: &str, given: &Any<'_>) -> PyResult<Vec<u8>> {
+    let given = NotifyArg::extract(given.as_borrowed())?;
+    given.bytes(name)?.ok_or_else(|| given.missing(name))
+}
+
+fn text(name: &str, given: &Any<'_>) -> PyResult<String> {
+    given.extract().map_err(|_| wrong_type(name, "a str", given))
+}
+
+/// Returns the engine, whose caches know its Python object from now on.
+fn of_caches<'a>(engine: &'a Bound<'_, NativeEngine>) -> PyResult<&'a Arc<EngineShared>> {
+    let shared = &engine.get().shared;
+    shared.set_python(engine.as_any()).map(|()| shared)
+}
+
+fn pool_or_device<'py>(py: Python<'py>, pool: Option<&Any<'py>>) -> Any<'py> {
+    pool.map_or_else(|| intern!(py, "device").clone().into_any(), Any::clone)
+}
+
+/// Calls a function of the Python module for coroutines.
+fn awaiting<'py>(engine: &Bound<'py, NativeEngine>, call: &str) -> PyResult<Any<'py>> {
+    engine.py().import(intern!(engine.py(), "llm_datadist._await"))?.call_method1(call, (engine,))
+}

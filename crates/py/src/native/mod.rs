@@ -1,0 +1,61 @@
+//! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events and `KvLayout`.
+//!
+//! They convert Python values, call the core, and raise the exceptions of `llm_datadist.errors`. `core::validate` has the rules
+//! for arguments; it gets the argument names of this API.
+
+#![allow(clippy::doc_markdown, reason = "the comments of classes and methods are the docstrings of Python")]
+
+mod block_indices;
+mod cache;
+mod cache_form;
+mod cache_names;
+mod call;
+mod dtypes;
+mod engine;
+mod engine_methods;
+mod errors;
+mod events;
+mod grant;
+mod layout;
+mod moved_rows;
+mod optional_arg;
+mod options;
+mod peer;
+mod peer_methods;
+mod remote_cache;
+mod rows;
+mod shared;
+mod spans;
+mod tensors;
+mod transfer;
+mod values;
+
+use pyo3::prelude::*;
+
+use crate::cache::TensorView;
+use crate::cache_buffer;
+
+pub(crate) use shared::EngineShared;
+pub(crate) use transfer::NativeTransfer;
+
+/// Adds the module `native` with the classes.
+pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let native = PyModule::new(module.py(), "native")?;
+    native.add_class::<cache::NativeCache>()?;
+    native.add_class::<engine::NativeEngine>()?;
+    native.add_class::<events::GrantClosedEvent>()?;
+    native.add_class::<events::MessageEvent>()?;
+    native.add_class::<events::PeerDownEvent>()?;
+    native.add_class::<events::PeerUpEvent>()?;
+    native.add_class::<events::TransferEnded>()?;
+    native.add_class::<grant::NativeGrant>()?;
+    native.add_class::<layout::NativeLayout>()?;
+    native.add_class::<peer::NativePeer>()?;
+    native.add_class::<remote_cache::NativeRemoteCache>()?;
+    native.add_class::<rows::BlockRows>()?;
+    native.add_class::<transfer::NativeTransfer>()?;
+    native.add_function(wrap_pyfunction!(shared::close_all, &native)?)?;
+    native.add_class::<TensorView>()?;
+    native.add("CacheBuffer", cache_buffer::class(module.py())?)?;
+    module.add_submodule(&native)
+}

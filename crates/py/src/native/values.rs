@@ -1,0 +1,93 @@
+//! Plain values: integers, texts and times, with the errors of the native API.
+//!
+//! A wrong type is a `TypeError`. A wrong value is an `InvalidArgument` with the name of the argument.
+
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyFloat, PyInt};
+
+use super::errors::invalid;
+use crate::convert::{Any, shown};
+
+/// Maximum number of seconds of a time: 2^32 - 1 milliseconds.
+const MAX_SECONDS: u64 = 4_294_967;
+
+/// Creates the `TypeError` for an argument that must be `allowed`.
+#[cold]
+pub(crate) fn wrong_type(name: impl Display, allowed: &str, value: &Any<'_>) -> PyErr {
+    let class = value.get_type().name();
+    let class = class.as_ref().map_or("object".into(), |class| class.to_string_lossy());
+    PyTypeError::new_err(format!("{name} must be {allowed}, not '{class}'"))
+}
+
+/// Returns an `int`, or what `__index__` returns for another object. A `bool` is not an integer.
+pub(crate) fn index<'py>(name: impl Display, allowed: &str, value: &Any<'py>) -> PyResult<Bound<'py, PyInt>> {
+    if value.is_exact_instance_of::<PyBool>() {
+        return Err(wrong_type(name, allowed, value));
+    }
+    match value.cast::<PyInt>() {
+        Ok(number) => Ok(number.clone()),
+        Err(_) => as_index(value)?.ok_or_else(|| wrong_type(name, allowed, value)),
+    }
+}
+
+/// Returns what `__index__` returns, or `None` for an object that is not an integer.
+fn as_index<'py>(value: &Any<'py>) -> PyResult<Option<Bound<'py, PyInt>>> {
+    let py = value.py();
+    // numpy's arrays and `bool_` have the method too, and refuse with a `TypeError`.
+    match value.get_type().getattr_opt(intern!(py, "__index__"))?.map(|method| method.call1((value,))) {
+        Some(Ok(number)) => Ok(number.cast_into::<PyInt>().ok()),
+        Some(Err(error)) if !error.is_instance_of::<PyTypeError>(py) => Err(error),
+        Some(Err(_)) | None => Ok(None),
+    }
+}
+
+/// Reads an integer in a range.
+pub(crate) fn int(name: &str, value: &Any<'_>, range: RangeInclusive<u64>) -> PyResult<u64> {
+    let number = index(name, "an int", value)?;
+    match number.extract::<u64>() {
+        Ok(number) if range.contains(&number) => Ok(number),
+        _ => {
+            let allowed = format!("{} to {}", range.start(), range.end());
+            Err(invalid(value.py(), name, shown(&number), &allowed))
+        }
+    }
+}
+
+/// Reads an integer of 32 bits, at least `least`.
+pub(crate) fn int32(name: &str, value: &Any<'_>, least: u32) -> PyResult<u32> {
+    let number = int(name, value, least.into()..=u32::MAX.into())?;
+    Ok(u32::try_from(number).unwrap_or(u32::MAX))
+}
+
+/// Reads a time limit in seconds: an `int` or a `float` above 0, of at most 4,294,967.
+pub(crate) fn seconds(name: &str, value: &Any<'_>) -> PyResult<Duration> {
+    let wrong =
+        || invalid(value.py(), name, shown(value), &format!("above 0 and at most {MAX_SECONDS} seconds"));
+    match number_of_seconds(name, value)? {
+        // A time that rounds to 0 nanoseconds is still a time.
+        Some(time) if time.is_zero() && value.gt(0)? => Ok(Duration::from_nanos(1)),
+        Some(time) if !time.is_zero() => Ok(time),
+        _ => Err(wrong()),
+    }
+}
+
+/// Reads a time to wait in seconds: as [`seconds`], or 0.
+pub(crate) fn seconds_from_zero(name: &str, value: &Any<'_>) -> PyResult<Duration> {
+    let wrong = || invalid(value.py(), name, shown(value), &format!("0 to {MAX_SECONDS} seconds"));
+    number_of_seconds(name, value)?.ok_or_else(wrong)
+}
+
+/// Returns a number of seconds as a time; `None` if it is out of range or not finite.
+fn number_of_seconds(name: &str, value: &Any<'_>) -> PyResult<Option<Duration>> {
+    let time = match value.cast::<PyFloat>() {
+        Ok(float) => Duration::try_from_secs_f64(float.value()).ok(),
+        Err(_) => index(name, "a number of seconds", value)?.extract().ok().map(Duration::from_secs),
+    };
+    Ok(time.filter(|&time| time <= Duration::from_secs(MAX_SECONDS)))
+}

@@ -1,0 +1,73 @@
+"""The native API: an engine for KV caches, its caches, and the transfers between engines.
+
+``llm_datadist`` has these names too, except those that the original's API also has.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+from llm_datadist import _core
+from llm_datadist.errors import (
+    Busy,
+    Cancelled,
+    Closed,
+    Error,
+    GrantEnded,
+    InvalidArgument,
+    NotFound,
+    OutOfMemory,
+    PeerLost,
+    Timeout,
+    VerifyFailed,
+)
+
+__all__ = [
+    "Busy",
+    "Cache",
+    "CacheBuffer",
+    "Cancelled",
+    "Closed",
+    "Completed",
+    "Engine",
+    "Error",
+    "Event",
+    "Grant",
+    "GrantClosed",
+    "GrantEnded",
+    "InvalidArgument",
+    "KvLayout",
+    "Message",
+    "NotFound",
+    "OutOfMemory",
+    "Peer",
+    "PeerDown",
+    "PeerLost",
+    "PeerUp",
+    "RemoteCache",
+    "Rows",
+    "TensorView",
+    "Timeout",
+    "Transfer",
+    "VerifyFailed",
+]
+
+_native = _core.native
+
+Cache = _native.Cache
+CacheBuffer = _native.CacheBuffer
+Completed = _native.Completed
+Engine = _native.Engine
+Grant = _native.Grant
+GrantClosed = _native.GrantClosed
+KvLayout = _native.KvLayout
+Message = _native.Message
+Peer = _native.Peer
+PeerDown = _native.PeerDown
+PeerUp = _native.PeerUp
+RemoteCache = _native.RemoteCache
+Rows = _native.Rows
+TensorView = _native.TensorView
+Transfer = _native.Transfer
+
+Event = Union[Completed, Message, PeerUp, PeerDown, GrantClosed]  # type: ignore[valid-type]  # a class at run time
