@@ -1,0 +1,93 @@
+"""Fixtures of the native tests: engines of this process and of others, all closed when a test ends."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+
+from llm_datadist.native import Cache, Engine, Peer, PeerUp
+
+from .helpers import LIMIT, Far, allocate, next_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Open = Callable[..., Engine]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test that links engines over the transports that its module names."""
+    if "carried_by" in metafunc.fixturenames:
+        metafunc.parametrize("carried_by", getattr(metafunc.module, "TRANSPORTS", ["auto"]))
+
+
+@dataclass
+class Pair:
+    """Two linked engines of this process: `peer` is the far one as the near one sees it, `back` the reverse."""
+
+    near: Engine
+    far: Engine
+    peer: Peer
+    back: Peer
+
+    def caches(self, **given: Any) -> tuple[Cache, Cache]:
+        """Allocate a cache `kv` at both ends, with different bytes."""
+        return allocate(self.near, seed=1, **given), allocate(self.far, seed=2, **given)
+
+
+@pytest.fixture
+def held() -> Iterator[ExitStack]:
+    """A stack for what a test opens, closed afterwards."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start(held: ExitStack) -> Open:
+    """A function that opens an engine with small pools."""
+
+    def begin(**given: Any) -> Engine:
+        pools = {"pool": "2MiB", "host_pool": "2MiB", "page": "4KiB", "timeout": LIMIT}
+        engine = Engine(**{**pools, **given})
+        held.callback(engine.close)
+        return engine
+
+    return begin
+
+
+@pytest.fixture
+def engine(start: Open) -> Engine:
+    return start(name="near")
+
+
+@pytest.fixture
+def pair(start: Open, carried_by: str) -> Pair:
+    near = start(name="near", transport=carried_by)
+    far = start(name="far", transport=carried_by, listen="127.0.0.1:0")
+    assert far.address is not None
+    peer = near.link(far.address).result(LIMIT)
+    assert next_of(near, PeerUp).peer == peer
+    return Pair(near, far, peer, next_of(far, PeerUp).peer)
+
+
+@pytest.fixture
+def begin_far(held: ExitStack) -> Callable[..., Far]:
+    """A function that starts an engine in another process."""
+
+    def begin(**given: Any) -> Far:
+        far = Far(**given)
+        held.callback(far.end)
+        return far
+
+    return begin
+
+
+@pytest.fixture
+def far(begin_far: Callable[..., Far]) -> Far:
+    """An engine named `far` in another process, with a cache `kv` of seed 2."""
+    begun = begin_far(name="far")
+    begun.do("kv = allocate(engine, seed=2)")
+    return begun

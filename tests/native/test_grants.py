@@ -1,0 +1,315 @@
+"""Grants: pulls under a grant succeed while it lasts, and fail after its end, whatever ended it.
+
+That a late pull never takes reused blocks is proved by painting: the owner writes other bytes as soon as the grant has
+ended, and every pull that succeeded must have the old ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist.native import Grant, GrantClosed, GrantEnded, InvalidArgument, NotFound
+
+from .helpers import (
+    BLOCKS,
+    LIMIT,
+    Model,
+    allocate,
+    check_times,
+    closed,
+    contents,
+    fails,
+    gather,
+    messages,
+    next_of,
+    of,
+    refused,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .conftest import Open, Pair
+    from .helpers import Far
+
+TRANSPORTS = ["auto", "tcp"]
+
+
+def test_pull_under_a_grant(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    rows = theirs[[9, 4, 5, 4]]
+    grant = pair.far.lend(rows, ttl=LIMIT)
+    assert isinstance(grant, Grant)
+    assert isinstance(grant.token, bytes)
+    assert (len(grant.token), grant.ended, grant.rows.cache, len(grant.rows)) == (48, None, theirs, 4)
+    assert grant.token.hex() not in repr(grant)
+    model = Model(mine)
+    pair.near.pull(mine[[0, 7]], pair.peer["kv"][[5, 9]], grant=grant.token, last=False).result(LIMIT)
+    assert grant.ended is None
+    pair.near.pull(mine[[3]], pair.peer["kv"][[4]], grant=grant.token, verify="full").result(LIMIT)
+    model.write([0, 7, 3], Model(theirs), [5, 9, 4]).check(mine)
+    event = next_of(pair.far, GrantClosed)
+    assert (event.grant, event.reason, grant.ended) == (grant, "done", "done")
+    assert pair.far.events() == []
+    error = fails(GrantEnded, lambda: pair.near.pull(mine[[0]], pair.peer["kv"][[5]], grant=grant.token))
+    assert (error.code, error.arrived) == ("grant_ended", [])
+    model.check(mine)
+
+
+def test_two_classes_of_one_name() -> None:
+    assert GrantEnded is not GrantClosed
+    assert issubclass(GrantEnded, Exception)
+    assert GrantClosed.__match_args__ == ("grant", "reason")
+
+
+def test_only_lent_blocks(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    allocate(pair.far, "other", seed=3)
+    model = Model(mine)
+    token = pair.far.lend(theirs[[4, 5, 6]], ttl=LIMIT).token
+    for blocks, missing in (([5, 7], 7), ([3], 3)):
+        to = list(range(len(blocks)))
+        error = fails(
+            InvalidArgument,
+            lambda to=to, blocks=blocks: pair.near.pull(mine[to], pair.peer["kv"][blocks], grant=token),  # type: ignore[misc]
+        )
+        assert str(missing) in str(error)
+    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["other"][[4]], grant=token))
+    model.check(mine)
+    pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
+
+
+def test_pull_without_a_grant_is_not_checked(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    pair.far.lend(theirs[[4]], ttl=LIMIT).revoke().result(LIMIT)
+    pair.near.pull(mine[[1]], pair.peer["kv"][[4]]).result(LIMIT)
+    Model(mine).write([1], Model(theirs), [4]).check(mine)
+
+
+def test_revoke(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    assert grant.revoke().result(LIMIT) is None
+    assert grant.ended == "revoked"
+    assert next_of(pair.far, GrantClosed).reason == "revoked"
+    assert grant.revoke().result(LIMIT) is None
+    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
+    fails(GrantEnded, lambda: grant.renew(1.0))
+    assert of(GrantClosed, pair.far.events()) == [], "one event for each grant"
+
+
+def test_expiry(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    grant = pair.far.lend(theirs[[4]], ttl=0.05)
+    event = next_of(pair.far, GrantClosed)
+    assert (event.grant, event.reason, grant.ended) == (grant, "expired", "expired")
+    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
+    fails(GrantEnded, lambda: grant.renew(LIMIT))
+
+
+def test_renew(pair: Pair) -> None:
+    """Of two grants, only the one that is not renewed ends. A renewal never shortens a grant."""
+    _, theirs = pair.caches()
+    kept, let_go = (pair.far.lend(theirs[[block]], ttl=0.5) for block in (5, 6))
+    kept.renew(3600.0)
+    kept.renew(0.01)
+    assert next_of(pair.far, GrantClosed).grant == let_go
+    assert kept.ended is None
+
+
+def test_renewed_grant_can_be_pulled(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    for _ in range(3):
+        pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token, last=False).result(LIMIT)
+        grant.renew(LIMIT)
+    Model(mine).write([1], Model(theirs), [4]).check(mine)
+
+
+def test_freed_cache_ends_its_grants(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    theirs.free()
+    event = next_of(pair.far, GrantClosed)
+    assert (event.grant, event.reason) == (grant, "released")
+    allocate(pair.far, seed=9)
+    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
+
+
+def test_two_readers(pair: Pair, start: Open) -> None:
+    """The grant ends when both have finished. A reader that finishes twice counts once."""
+    mine, theirs = pair.caches()
+    third = start(name="third")
+    other = allocate(third, seed=3)
+    assert pair.far.address is not None
+    peer = third.link(pair.far.address).result(LIMIT)
+    grant = pair.far.lend(theirs[[4]], ttl=LIMIT, readers=2)
+    for _ in range(2):
+        pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token).result(LIMIT)
+    assert grant.ended is None
+    third.pull(other[[1]], peer["kv"][[4]], grant=grant.token).result(LIMIT)
+    assert next_of(pair.far, GrantClosed).reason == "done"
+
+
+def test_grants_of_pairs(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    first, second = (pair.far.lend(theirs[[block]], ttl=LIMIT) for block in (4, 5))
+    remote, model = pair.peer["kv"], Model(mine)
+    pairs = [(mine[[1]], remote[[4]]), (mine[[2]], remote[[5]]), (mine[[3]], remote[[6]])]
+    pair.near.pull(pairs, grant=[first.token, second.token, None], last=False).result(LIMIT)
+    model.write([1, 2, 3], Model(theirs), [4, 5, 6]).check(mine)
+    both = pair.far.lend(theirs[[4, 5]], ttl=LIMIT)
+    pair.near.pull(pairs[:2], grant=both.token).result(LIMIT)
+    assert next_of(pair.far, GrantClosed).grant == both
+    second.revoke().result(LIMIT)
+    error = fails(GrantEnded, lambda: pair.near.pull(pairs[:2], grant=[first.token, second.token]))
+    assert error.facts["part"] == "1"
+    assert first.ended is None, "no grant is reported as done unless all pairs are in place"
+    for wrong in ([first.token], [first.token] * 3, []):
+        refused("grant", lambda wrong=wrong: pair.near.pull(pairs[:2], grant=wrong))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("token", [b"", b"x", bytes(47), bytes(49)])
+def test_wrong_tokens(pair: Pair, token: bytes) -> None:
+    mine, _ = pair.caches()
+    refused("grant", lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=token))
+
+
+def test_tokens_of_others(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    own = pair.near.lend(mine[[4]], ttl=LIMIT)
+    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=own.token))
+    token = pair.far.lend(theirs[[4]], ttl=LIMIT).token
+    forged = token[:-1] + bytes([token[-1] ^ 1])
+    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=forged))
+
+
+def test_wrong_arguments_of_lend(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    far, rows = pair.far, theirs[[4]]
+    check_times(lambda time: far.lend(rows, ttl=time), "ttl")
+    grant = far.lend(rows, ttl=LIMIT)
+    check_times(grant.renew, "ttl")
+    for time in (2**32, 1e300):
+        refused("ttl", lambda time=time: far.lend(rows, ttl=time))  # type: ignore[misc]
+        refused("ttl", lambda time=time: grant.renew(time))  # type: ignore[misc]
+    for readers in (0, -1, 4097):
+        refused("readers", lambda readers=readers: far.lend(rows, ttl=1.0, readers=readers))  # type: ignore[misc]
+    refused("rows", lambda: far.lend(theirs[[]], ttl=1.0))
+    refused("rows", lambda: far.lend(theirs[[BLOCKS]], ttl=1.0), str(BLOCKS))
+    refused("rows", lambda: far.lend(mine[[4]], ttl=1.0), "near")
+    refused("rows", lambda: far.lend(pair.back["kv"][[4]], ttl=1.0))
+    refused("rows", lambda: far.lend(rows.part(bytes=(0, 4)), ttl=1.0))
+    wrong: list[Callable[[], Any]] = [
+        lambda: far.lend(theirs, ttl=1.0),  # type: ignore[arg-type]
+        lambda: far.lend(rows),  # type: ignore[call-arg]
+        lambda: far.lend(rows, 1.0),  # type: ignore[call-arg, misc]
+        lambda: far.lend(rows, ttl=1.0, readers=True),
+        lambda: far.lend(rows, ttl=1.0, readers=1.0),  # type: ignore[arg-type]
+        lambda: far.lend(rows, ttl=1.0, ttl_ms=5),  # type: ignore[call-arg]
+    ]
+    for call in wrong:
+        with pytest.raises(TypeError):
+            call()
+    assert of(GrantClosed, far.events()) == []
+
+
+def test_grants_are_values(pair: Pair) -> None:
+    _, theirs = pair.caches()
+    grant, other = (pair.far.lend(theirs[[4]], ttl=LIMIT) for _ in range(2))
+    token = grant.token
+    assert grant != other
+    assert token != other.token
+    other.revoke()
+    assert next_of(pair.far, GrantClosed).grant == other
+    held = {grant: "kept"}
+    del other
+    gc.collect()
+    mine = pair.near.allocate("mine", blocks=2, tensors=4, shape=(96,), dtype="uint8")
+    pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
+    assert held[next_of(pair.far, GrantClosed).grant] == "kept"
+
+
+def test_dropped_grant_lasts(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    token = pair.far.lend(theirs[[4]], ttl=LIMIT).token
+    gc.collect()
+    pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
+    assert next_of(pair.far, GrantClosed).reason == "done"
+
+
+def test_message_and_end_of_a_grant(pair: Pair) -> None:
+    """When the owner gets the message, the end of the grant has been counted."""
+    mine, theirs = pair.caches()
+    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token, notify=b"done").result(LIMIT)
+    assert messages(pair.far, 1) == [b"done"]
+    assert grant.ended == "done"
+
+
+def test_failed_pull_does_not_end_the_grant(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[5]], grant=grant.token))
+    fails(NotFound, lambda: pair.near.pull(mine[[1]], pair.peer["absent"][[4]], grant=grant.token))
+    assert grant.ended is None
+
+
+def test_grant_after_close(pair: Pair) -> None:
+    _, theirs = pair.caches()
+    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    token = grant.token
+    pair.far.close()
+    closed(grant.revoke)
+    closed(lambda: grant.renew(1.0))
+    assert grant.token == token
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_late_pull_never_takes_reused_blocks(
+    start: Open, begin_far: Callable[..., Far], carried_by: str, process: bool
+) -> None:
+    """The owner revokes and paints while a reader pulls. Each pull has the old bytes everywhere, or `GrantEnded`."""
+    reader = start(transport=carried_by)
+    local = reader.register("local", [np.zeros((8, 4096), np.uint8) for _ in range(2)])
+    owner = begin_far(transport=carried_by) if process else start(transport=carried_by, listen="127.0.0.1:0")
+    names: dict[str, Any] = {"engine": owner}
+
+    def do(*lines: str) -> Any:
+        """Run code at the owner. Return the value of the last line."""
+        if process:
+            return owner.do("\n".join(lines))  # type: ignore[union-attr]
+        exec("\n".join(lines[:-1]), names)  # noqa: S102  (the same code runs in the other process)
+        return eval(lines[-1], names)  # noqa: S307
+
+    do("kv = engine.allocate('kv', blocks=8, tensors=2, shape=(4096,), dtype='uint8')", "kv.name")
+    assert owner.address is not None
+    peer = reader.link(owner.address).result(LIMIT)
+    paint, revoke = "for t in kv.tensors: t.numpy()[:] = {}", "grant.revoke()"
+    for number in range(40):
+        token = do(paint.format(number), "grant = engine.lend(kv[:], ttl=60.0)", "grant.token")
+        pull = reader.pull(local[:], peer["kv"][0:8], grant=token, last=False)
+        if number % 8 == 0:
+            pull.result(LIMIT)  # these pulls succeed
+        painting = threading.Thread(target=do, args=(revoke, paint.format(255), "grant.ended"))
+        painting.start()
+        try:
+            pull.result(LIMIT)
+            assert {value for tensor in contents(local) for value in tensor} == {number}
+        except GrantEnded:
+            assert number % 8
+        painting.join(LIMIT)
+        assert do("grant.ended") == "revoked"
+
+
+def test_many_grants_end_with_their_events(pair: Pair) -> None:
+    _, theirs = pair.caches()
+    grants = [pair.far.lend(theirs[[number % BLOCKS]], ttl=0.05) for number in range(2000)]
+    seen = of(GrantClosed, gather(pair.far, lambda seen: len(of(GrantClosed, seen)) >= 2000))
+    assert {event.grant for event in seen} == set(grants)
+    assert {event.reason for event in seen} == {"expired"}

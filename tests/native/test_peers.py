@@ -1,0 +1,390 @@
+"""Links: names, incarnations, messages, peers that are killed and peers that restart."""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist.native import (
+    Busy,
+    Cancelled,
+    Completed,
+    Engine,
+    Message,
+    Peer,
+    PeerDown,
+    PeerLost,
+    PeerUp,
+    RemoteCache,
+    Timeout,
+)
+
+from .helpers import (
+    LIMIT,
+    Model,
+    allocate,
+    check_times,
+    closed,
+    contents,
+    eventually,
+    fails,
+    gather,
+    messages,
+    next_of,
+    of,
+    refused,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .conftest import Open, Pair
+    from .helpers import Far
+
+TRANSPORTS = ["auto", "tcp"]
+
+
+def address(engine: Engine) -> str:
+    assert engine.address is not None
+    return engine.address
+
+
+def test_link(start: Open, carried_by: str) -> None:
+    far = start(name="far", listen="127.0.0.1:0", metadata=b"rank 1", transport=carried_by)
+    near = start(name="near", metadata=b"rank 0", transport=carried_by)
+    transfer = near.link(address(far), name="far")
+    peer = transfer.result(LIMIT)
+    assert isinstance(peer, Peer)
+    assert (peer.name, peer.address, peer.metadata, peer.alive) == ("far", far.address, b"rank 1", True)
+    back = next_of(far, PeerUp).peer
+    assert (back.name, back.metadata, back.alive) == ("near", b"rank 0", True)
+    assert next_of(near, PeerUp).peer == peer
+    assert (near.peers, far.peers) == ([peer], [back])
+    assert peer.incarnation != back.incarnation
+    assert (peer.transport == "tcp") == (carried_by == "tcp")
+    assert "far" in repr(peer)
+    assert (near.events(), far.events()) == ([], [])
+
+
+def test_link_is_idempotent(pair: Pair) -> None:
+    again = [pair.near.link(address(pair.far)) for _ in range(3)]
+    assert [transfer.result(LIMIT) for transfer in again] == [pair.peer] * 3
+    assert {transfer.result(0) for transfer in again} == {pair.peer}
+    assert (pair.near.events(), pair.far.events(), len(pair.near.peers)) == ([], [], 1)
+
+
+def test_completed_event_of_a_link(start: Open) -> None:
+    far, near = start(listen="127.0.0.1:0"), start()
+    transfer = near.link(address(far))
+    seen = gather(near, lambda seen: len(seen) == 2)
+    (completed,) = of(Completed, seen)
+    (up,) = of(PeerUp, seen)
+    assert completed.transfer is transfer
+    assert completed.transfer.result(0) == up.peer
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_both_ends_link_at_once(start: Open, attempt: int) -> None:
+    left, right = (start(name=f"{side} {attempt}", listen="127.0.0.1:0") for side in ("left", "right"))
+    one, two = left.link(address(right)), right.link(address(left))
+    assert (one.result(LIMIT).name, two.result(LIMIT).name) == (right.name, left.name)
+    for engine in (left, right):
+        next_of(engine, PeerUp)
+        assert (len(engine.peers), engine.events()) == (1, [])
+
+
+def test_link_before_the_peer_listens(start: Open) -> None:
+    first = start(listen="127.0.0.1:0")
+    at = address(first)
+    first.close()
+    near = start()
+    linking = near.link(at)
+    assert not linking.done()
+    start(listen=at, name="late")
+    assert linking.result(LIMIT).name == "late"
+
+
+def test_nobody_listens(start: Open) -> None:
+    first = start(listen="127.0.0.1:0")
+    at = address(first)
+    first.close()
+    near = start()
+    error = fails(Timeout, lambda: near.link(at, timeout=0.2))
+    assert at in str(error)
+    linking = near.link(at)
+    assert linking.cancel()
+    fails(Cancelled, lambda: linking)
+    assert near.peers == []
+
+
+def test_peer_with_another_name(pair: Pair, start: Open) -> None:
+    other = start(name="other", listen="127.0.0.1:0")
+    error = fails(PeerLost, lambda: pair.near.link(address(other), name="far"))
+    assert error.code == "link_failed"
+    assert "other" in str(error)
+    assert "far" in str(error)
+    assert pair.near.peers == [pair.peer]
+    fails(PeerLost, lambda: pair.near.link(address(pair.far), name="other"))
+    assert pair.peer.alive, "the link that exists stays"
+
+
+def test_another_token(start: Open) -> None:
+    far = start(listen="127.0.0.1:0", token="x" * 16)
+    near = start(token="y" * 16)
+    error = fails(PeerLost, lambda: near.link(address(far)))
+    assert isinstance(error, ConnectionError)
+    assert "yyyy" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:70000", "localhost:5", "::1:5", "[::1]", "1.2.3:4", " 1.2.3.4:5"],
+)
+def test_wrong_addresses(engine: Engine, wrong: str) -> None:
+    refused("address", lambda: engine.link(wrong))
+
+
+def test_wrong_arguments_of_link(start: Open) -> None:
+    engine = start(listen="127.0.0.1:0")
+    refused("address", lambda: engine.link(address(engine)))
+    check_times(lambda time: engine.link("127.0.0.1:1", timeout=time))
+    refused("name", lambda: engine.link("127.0.0.1:1", name="x" * 129))
+    at: Any = "127.0.0.1:1"
+    for arguments, keywords in (
+        ((1,), {}), ((b"127.0.0.1:1",), {}), ((at,), {"name": 1}), ((at, "far"), {}), ((at,), {"cluster_id": 1}),
+    ):  # fmt: skip
+        with pytest.raises(TypeError):
+            engine.link(*arguments, **keywords)  # type: ignore[arg-type]
+
+
+def test_remote_caches_are_values(pair: Pair) -> None:
+    one = pair.peer["kv"]
+    assert isinstance(one, RemoteCache)
+    assert (one.name, one.peer) == ("kv", pair.peer)
+    assert one == pair.peer["kv"]
+    assert one != pair.peer["b"]
+    assert one != pair.back["kv"]
+    assert len({one, pair.peer["kv"], pair.peer["b"]}) == 2
+
+
+# Messages
+
+
+def test_messages_arrive_in_order(pair: Pair) -> None:
+    sent = [f"message {number}".encode() * (number % 7) for number in range(1000)]
+    for message in sent:
+        pair.peer.send(message)
+    seen = gather(pair.far, lambda seen: len(of(Message, seen)) >= 1000)
+    assert [(event.peer, event.data) for event in seen if isinstance(event, Message)] == [
+        (pair.back, message) for message in sent
+    ]
+    pair.back.send(bytearray(b"back"))  # type: ignore[arg-type]
+    assert messages(pair.near, 1) == [b"back"]
+
+
+def test_window_of_messages(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    model = Model(mine)
+    for number in range(1024):
+        pair.peer.send(bytes([number % 256]))
+    error = fails(Busy, lambda: pair.peer.send(b"one more"))
+    assert error.code == "busy"
+    fails(Busy, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[2]], notify=b"no"))
+    model.check(mine)
+    assert len(messages(pair.far, 1024)) == 1024
+
+    def accepted() -> bool:
+        try:
+            pair.peer.send(b"again")
+        except Busy:
+            return False
+        return True
+
+    eventually(accepted)
+    assert messages(pair.far, 1) == [b"again"]
+
+
+def test_wrong_messages(pair: Pair) -> None:
+    refused("message", lambda: pair.peer.send(bytes(65537)))
+    for wrong in ("text", 1, None, [1]):
+        with pytest.raises(TypeError):
+            pair.peer.send(wrong)  # type: ignore[arg-type]
+    pair.peer.send(bytes(65536))
+    pair.peer.send(b"")
+    assert messages(pair.far, 2) == [bytes(65536), b""]
+
+
+def test_descriptor(pair: Pair) -> None:
+    assert pair.near.fileno() == pair.near.fileno()
+    assert not os.get_inheritable(pair.near.fileno())
+    assert select.select([pair.near], [], [], 0) == ([], [], [])
+    pair.back.send(b"x")
+    assert select.select([pair.near], [], [], LIMIT)[0] == [pair.near]
+    pair.near.events()
+    assert select.select([pair.near], [], [], 0) == ([], [], [])
+
+
+# The end of a link
+
+
+def test_closing_a_peer(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    push = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
+    assert pair.peer.close().result(LIMIT) is None
+    assert not pair.peer.alive
+    fails(PeerLost, lambda: push)
+    fails(PeerLost, lambda: pair.peer.send(b"x"))
+    fails(PeerLost, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[2]]))
+    for engine, peer in ((pair.near, pair.peer), (pair.far, pair.back)):
+        down = next_of(engine, PeerDown)
+        assert (down.peer, down.unconfirmed) == (peer, 0)
+        assert down.reason
+        assert (engine.peers, of(PeerDown, engine.events())) == ([], [])
+    assert pair.peer.close().result(LIMIT) is None, "closing again is no error"
+    check_times(pair.peer.close)
+    again = pair.near.link(address(pair.far)).result(LIMIT)
+    assert again == pair.peer, "it is the same incarnation"
+    pair.near.pull(mine[[1]], pair.peer["kv"][[2]]).result(LIMIT)
+
+
+def test_peer_that_closes_its_engine(pair: Pair) -> None:
+    pair.back.send(b"last words")
+    assert select.select([pair.near], [], [], LIMIT)[0], "the message has arrived"
+    pair.far.close()
+    seen = gather(pair.near, lambda seen: bool(of(PeerDown, seen)))
+    assert [type(event) for event in seen] == [Message, PeerDown], "messages come before the end"
+    assert not pair.peer.alive
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_killed_peer(start: Open, far: Far, carried_by: str, how: str) -> None:
+    """Its transfers end with `PeerLost`, then there is one `PeerDown`, and the engine goes on."""
+    near = start(transport=carried_by)
+    mine = allocate(near, seed=1)
+    peer = near.link(far.address).result(LIMIT)
+    next_of(near, PeerUp)
+    hanging = [near.push(peer["kv"][[n]], mine[[n]], layerwise=True) for n in range(4)]
+    near.pull(mine[[5]], peer["kv"][[6]]).result(LIMIT)
+    model = Model(mine)
+    if how == "killed":
+        far.kill()
+    else:
+        far.start("engine.close()")
+    seen = gather(near, lambda seen: bool(of(PeerDown, seen)))
+    assert {event.transfer for event in of(Completed, seen)} == set(hanging)
+    assert {type(event.error) for event in of(Completed, seen)} == {PeerLost}
+    assert isinstance(seen[-1], PeerDown), "it comes after the ends of the transfers"
+    assert seen[-1].peer == peer
+    assert (peer.alive, near.peers, peer.name) == (False, [], "far")
+    fails(PeerLost, lambda: near.pull(mine[[1]], peer["kv"][[2]]))
+    fails(PeerLost, lambda: peer.send(b"x"))
+    near.copy(mine[[7]], mine[[8]]).result(LIMIT)
+    model.write([7], model, [8]).check(mine)
+
+
+def test_transfers_in_flight_when_the_peer_is_killed(start: Open, far: Far, carried_by: str) -> None:
+    """Each of many pulls either has the bytes of the peer or an error. After that, nothing writes into the blocks."""
+    near = start(transport=carried_by)
+    mine = allocate(near, seed=1, blocks=256)
+    far.do("big = allocate(engine, 'big', seed=3, blocks=256)")
+    theirs = far.do("contents(big)")
+    peer = near.link(far.address).result(LIMIT)
+    pulls = [near.pull(mine[[n]], peer["big"][[n]]) for n in range(256)]
+    next_of(near, Completed)
+    far.kill()
+    failed = []
+    for number, transfer in enumerate(pulls):
+        try:
+            transfer.result(LIMIT)
+        except PeerLost as error:  # noqa: PERF203
+            assert all(blocks == [(number, number + 1)] for _, blocks in error.arrived)  # noqa: PT017
+            failed.append(number)
+    for number in set(range(256)) - set(failed):
+        for ours, other in zip(contents(mine), theirs):
+            assert ours[number * 96 :][:96] == other[number * 96 :][:96]
+    for tensor in mine.tensors:
+        tensor.numpy()[:] = 0x55
+    next_of(near, PeerDown)
+    assert all(set(tensor) == {0x55} for tensor in contents(mine))
+
+
+def test_restart_at_the_same_address(start: Open, begin_far: Callable[..., Far]) -> None:
+    """The new process is another peer: nothing of the old one reaches it, and old objects do not name it."""
+    near = start(name="near")
+    mine = allocate(near, seed=1)
+    old_far = begin_far(name="far")
+    old_far.do("kv = allocate(engine, seed=2)")
+    old = near.link(old_far.address).result(LIMIT)
+    old_far.do("up = next_of(engine, PeerUp); up.peer.send(b'from the old one')")
+    before = gather(near, lambda seen: bool(of(Message, seen)))
+    old_rows = old["kv"][[3]]
+    hanging = near.push(old_rows, mine[[3]], layerwise=True)
+    old_far.kill()
+    new_far = begin_far(name="far", listen=old_far.address)
+    new_far.do("kv = allocate(engine, seed=4)")
+    new = near.link(old_far.address).result(LIMIT)
+    assert (new.name, new.address, new == old, new.alive, old.alive) == ("far", old.address, False, True, False)
+    assert new.incarnation != old.incarnation
+    fails(PeerLost, lambda: hanging)
+    fails(PeerLost, lambda: near.pull(mine[[1]], old_rows))
+    fails(PeerLost, lambda: near.push(old_rows, mine[[1]]))
+    fails(PeerLost, lambda: old.send(b"for the old one"))
+    assert old["kv"] != new["kv"]
+    near.pull(mine[[1]], new["kv"][[2]]).result(LIMIT)
+    assert contents(mine)[0][96:192] == new_far.do("contents(kv)")[0][2 * 96 : 3 * 96]
+    new.send(b"for the new one")
+    assert new_far.do("messages(engine, 1)") == [b"for the new one"]
+    seen = before + gather(near, lambda seen: bool(of(PeerUp, seen)) and bool(of(PeerDown, seen)))
+    assert of(Completed, seen) == [], "their outcomes were taken"
+    of_old = [type(event) for event in seen if event.peer == old]  # type: ignore[union-attr]
+    assert of_old == [PeerUp, Message, PeerDown]
+    assert [type(event) for event in seen if event.peer == new] == [PeerUp]  # type: ignore[union-attr]
+
+
+def test_many_restarts(start: Open) -> None:
+    """Each engine at an address is another peer, and the last one is the only one that is linked."""
+    near, met = start(), set()
+    at = "127.0.0.1:0"
+    for number in range(20):
+        with Engine(listen=at, name=str(number), pool="64KiB") as engine:
+            at = address(engine)
+            peer = near.link(at).result(LIMIT)
+            assert peer.name == str(number)
+            met.add(peer)
+    assert len(met) == 20
+    eventually(lambda: near.peers == [])
+    seen = near.events()
+    assert (len(of(PeerUp, seen)), len(of(PeerDown, seen))) == (20, 20)
+
+
+def test_silent_peer(start: Open, far: Far) -> None:
+    near = start(transport="tcp", heartbeat=0.05, silence=0.3)
+    peer = near.link(far.address).result(LIMIT)
+    with far.stopped():
+        assert next_of(near, PeerDown).peer == peer
+
+
+def test_unconfirmed_messages(start: Open, far: Far) -> None:
+    near = start(transport="tcp", silence=600.0)
+    peer = near.link(far.address).result(LIMIT)
+    with far.stopped():
+        for _ in range(5):
+            peer.send(b"never read")
+        far.process.kill()
+    assert next_of(near, PeerDown).unconfirmed == 5
+
+
+def test_objects_of_a_closed_engine(pair: Pair) -> None:
+    pair.near.close()
+    closed(lambda: pair.peer.send(b"x"))
+    assert (pair.peer.alive, pair.peer.name, pair.peer.metadata) == (False, "far", b"")
+
+
+def test_attributes_cannot_be_set(pair: Pair) -> None:
+    names: list[Any] = ["name", "alive", "other"]
+    for name in names:
+        with pytest.raises(AttributeError):
+            setattr(pair.peer, name, 1)

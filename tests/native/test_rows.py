@@ -1,0 +1,292 @@
+"""Selecting blocks: every form of an index, wrong forms, and parts of rows."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from ids import short
+from llm_datadist.native import Engine, InvalidArgument, Rows
+
+from .helpers import BLOCKS, LIMIT, Model, allocate, fails, layout, refused
+
+if TYPE_CHECKING:
+    from .conftest import Pair
+
+LIST = [3, 9, 4]
+
+
+class Index:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class Device:
+    """An array that says that it is not in host memory."""
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return np.array(LIST).__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
+FORMS: dict[str, tuple[Any, list[int]]] = {
+    "int": (3, [3]),
+    "zero": (0, [0]),
+    "last": (BLOCKS - 1, [BLOCKS - 1]),
+    "numpy scalar": (np.int64(3), [3]),
+    "small numpy scalar": (np.uint8(3), [3]),
+    "__index__": (Index(3), [3]),
+    "list": (LIST, LIST),
+    "tuple": (tuple(LIST), LIST),
+    "range": (range(9, 2, -3), [9, 6, 3]),
+    "list of numpy integers": ([np.int32(3), 9, Index(4)], LIST),
+    "array": (array("I", LIST), LIST),
+    "signed array": (array("q", LIST), LIST),
+    "memoryview": (memoryview(array("H", LIST)), LIST),
+    "strided view": (memoryview(array("i", [3, 0, 9, 0, 4, 0]))[::2], LIST),
+    "dlpack": (type("D", (), {"__dlpack__": lambda _, **g: np.array(LIST).__dlpack__(**g),
+                              "__dlpack_device__": lambda _: (1, 0)})(), LIST),
+    **{f"numpy {kind}": (np.array(LIST, kind), LIST) for kind in "bBhHiIqQ"},
+    "reversed numpy": (np.array(LIST)[::-1], LIST[::-1]),
+    "big-endian numpy": (np.array(LIST, ">i4"), LIST),
+    "slice": (slice(2, 5), [2, 3, 4]),
+    "slice with a step": (slice(1, 10, 4), [1, 5, 9]),
+    "repeated": ([5, 5], [5, 5]),
+    "empty list": ([], []),
+    "empty slice": (slice(4, 4), []),
+    "empty array": (np.array([], np.int64), []),
+}  # fmt: skip
+OPEN_SLICES = {
+    "all": (slice(None), range(BLOCKS)),
+    "from": (slice(12, None), range(12, BLOCKS)),
+    "to": (slice(None, 3), range(3)),
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, *OPEN_SLICES])
+def test_forms(engine: Engine, form: str) -> None:
+    """Rows of each form name the same blocks as a list does, as a source and as a destination."""
+    index, expected = {**FORMS, **OPEN_SLICES}[form]
+    blocks, to = list(expected), list(range(len(expected)))
+    source, target = allocate(engine, "a", seed=1), allocate(engine, "b", seed=2)
+    rows = source[index]
+    assert isinstance(rows, Rows)
+    assert (len(rows), rows.cache) == (len(blocks), source)
+    model = Model(target)
+    engine.copy(target[to], rows).result(LIMIT)
+    model.write(to, Model(source), blocks).check(target)
+    engine.copy(target[index], source[to]).result(LIMIT)
+    model.write(blocks, Model(source), to).check(target)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_remote_rows(pair: Pair, form: str) -> None:
+    index, blocks = FORMS[form]
+    mine, theirs = pair.caches()
+    to = list(range(len(blocks)))
+    rows = pair.peer["kv"][index]
+    assert (len(rows), rows.cache) == (len(blocks), pair.peer["kv"])
+    if not blocks:
+        refused("dst", lambda: pair.near.pull(mine[[]], rows))
+        refused("dst", lambda: pair.near.push(rows, mine[[]]))
+        return
+    model = Model(mine)
+    pair.near.pull(mine[to], rows).result(LIMIT)
+    model.write(to, Model(theirs), blocks).check(mine)
+    model = Model(theirs)
+    pair.near.push(rows, mine[[0] * len(to)]).result(LIMIT)
+    model.write(blocks, Model(mine), [0] * len(to)).check(theirs)
+
+
+WRONG_TYPES: list[Any] = [
+    True, [True], [3, False], 1.0, [1.0], float("nan"), "3", ["3"], None, [None], [[3]], {3: 4}, {3}, object(), 1j,
+    (number for number in LIST), slice(1.0, 3), slice("a", None), (slice(1, 2),), np.array([1.0, 2.0]),
+    np.array([True, False]), np.array(["3"]), np.float64(3), np.bool_(1), memoryview(array("d", [1.0])), ...,
+]  # fmt: skip
+WRONG_VALUES: list[Any] = [
+    -1, [3, -1], 2**32, [2**64], -(2**70), range(-1, 3), np.array([-1]), np.int64(-1), np.array([2**40]),
+    slice(-3, None), slice(0, -1), slice(5, None, -1), np.array([[1, 2], [3, 4]]), np.array(3), Device(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_TYPES, ids=short)
+def test_wrong_types(pair: Pair, wrong: Any) -> None:
+    mine, _ = pair.caches()
+    for cache in (mine, pair.peer["kv"]):
+        with pytest.raises(TypeError):
+            cache[wrong]
+
+
+@pytest.mark.parametrize("wrong", WRONG_VALUES, ids=short)
+def test_wrong_values(pair: Pair, wrong: Any) -> None:
+    mine, _ = pair.caches()
+    for cache in (mine, pair.peer["kv"]):
+        refused("blocks", lambda cache=cache: cache[wrong])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wrong", [slice(None), slice(3, None)], ids=short)
+def test_slices_of_remote_caches_have_an_end(pair: Pair, wrong: slice) -> None:
+    refused("blocks", lambda: pair.peer["kv"][wrong])
+
+
+def test_missing_block_is_found_by_the_call(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    before = Model(mine), Model(theirs)
+    near = pair.near
+    beyond, remote = mine[[1, BLOCKS]], pair.peer["kv"]
+    refused("dst", lambda: near.copy(beyond, mine[[1, 2]]), str(BLOCKS))
+    refused("src", lambda: near.copy(mine[[1, 2]], beyond), str(BLOCKS))
+    refused("dst", lambda: near.pull(beyond, remote[[1, 2]]), str(BLOCKS))
+    refused("src", lambda: near.push(remote[[1, 2]], beyond), str(BLOCKS))
+    refused("rows", lambda: near.lend(beyond, ttl=1.0), str(BLOCKS))
+    # The peer knows the size of its cache, so these are outcomes.
+    pull, push = near.pull(mine[[1, 2]], remote[[1, BLOCKS]]), near.push(remote[[1, BLOCKS]], mine[[1, 2]])
+    refused("src", lambda: pull.result(LIMIT), str(BLOCKS))
+    refused("dst", lambda: push.result(LIMIT), str(BLOCKS))
+    before[0].check(mine)
+    before[1].check(theirs)
+
+
+def test_list_is_copied(engine: Engine) -> None:
+    kv = allocate(engine, seed=1)
+    model, blocks, numbers = Model(kv), [3], np.array([4])
+    rows, more = kv[blocks], kv[numbers]
+    blocks[0], numbers[0] = 7, 7
+    blocks.append(8)
+    engine.copy(kv[[0, 1]], kv[[5, 6]]).result(LIMIT)
+    engine.copy(rows, kv[[9]]).result(LIMIT)
+    engine.copy(more, kv[[9]]).result(LIMIT)
+    model.write([0, 1], model, [5, 6]).write([3, 4], model, [9, 9]).check(kv)
+
+
+def test_rows_cannot_be_changed(engine: Engine) -> None:
+    rows = allocate(engine)[[1]]
+    for name in ("cache", "other"):
+        with pytest.raises(AttributeError):
+            setattr(rows, name, 1)
+    assert "kv" in repr(rows)
+
+
+def test_rows_may_be_used_again(engine: Engine) -> None:
+    kv, host = allocate(engine, seed=1), allocate(engine, "host", pool="host")
+    rows, model = kv[[3, 4]], Model(host)
+    for to in ([1, 2], [5, 6], [1, 9]):
+        engine.copy(host[to], rows).result(LIMIT)
+        model.write(to, Model(kv), [3, 4])
+    model.check(host)
+
+
+def test_rows_of_a_copied_list_of_many_blocks(engine: Engine) -> None:
+    """More blocks than one step copies with the GIL held."""
+    many = engine.allocate("many", blocks=20000, tensors=1, shape=(8,), dtype="uint8")
+    array_of_all = many.tensors[0].numpy()
+    array_of_all[:] = np.arange(20000 * 8).reshape(20000, 8) % 251
+    expected = array_of_all[::-1].copy()
+    engine.copy(many[np.arange(10000)], many[np.arange(19999, 9999, -1)]).result(LIMIT)
+    assert (array_of_all[:10000] == expected[:10000]).all()
+
+
+# Parts
+
+
+@pytest.mark.parametrize("span", [range(1, 3), slice(1, 3), (1, 3)], ids=short)
+def test_layers(pair: Pair, span: Any) -> None:
+    """Four layers of one tensor each: the second and third move."""
+    mine, theirs = pair.caches()
+    model = Model(mine)
+    pair.near.pull(mine[[3, 4]].part(layers=span), pair.peer["kv"][[5, 6]].part(layers=span)).result(LIMIT)
+    model.write([3, 4], Model(theirs), [5, 6], tensors=range(1, 3)).check(mine)
+    model = Model(theirs)
+    pair.near.push(pair.peer["kv"][[1]].part(layers=span), mine[[2]].part(layers=span)).result(LIMIT)
+    model.write([1], Model(mine), [2], tensors=range(1, 3)).check(theirs)
+
+
+def test_layers_of_several_tensors(pair: Pair) -> None:
+    mine, theirs = pair.caches(tensors_per_layer=2)
+    model = Model(mine)
+    pair.near.pull(mine[[3]].part(layers=(1, 2)), pair.peer["kv"][[5]].part(layers=(1, 2))).result(LIMIT)
+    model.write([3], Model(theirs), [5], tensors=range(2, 4)).check(mine)
+    refused("dst", lambda: pair.near.pull(mine[[3]].part(layers=(1, 3)), pair.peer["kv"][[5]].part(layers=(0, 2))))
+
+
+@pytest.mark.parametrize("span", [range(10, 50), slice(10, 50), (10, 50)], ids=short)
+def test_bytes(pair: Pair, span: Any) -> None:
+    mine, theirs = pair.caches()
+    model = Model(mine)
+    pair.near.pull(mine[[3, 4]].part(bytes=span), pair.peer["kv"][[5, 6]].part(bytes=span)).result(LIMIT)
+    model.write([3, 4], Model(theirs), [5, 6], part=(10, 50)).check(mine)
+    pair.near.copy(mine[[7]].part(bytes=span), mine[[8]].part(bytes=(50, 90))).result(LIMIT)
+    model.write([7], model, [8], part=(50, 90), shift=-40).check(mine)
+
+
+def test_open_ends_of_parts(engine: Engine) -> None:
+    kv = allocate(engine, seed=1)
+    model = Model(kv)
+    engine.copy(kv[[7]].part(bytes=slice(None, 40)), kv[[8]].part(bytes=slice(0, 40))).result(LIMIT)
+    model.write([7], model, [8], part=(0, 40)).check(kv)
+    engine.copy(kv[[7]].part(bytes=slice(40, None)), kv[[9]].part(bytes=slice(40, 96))).result(LIMIT)
+    model.write([7], model, [9], part=(40, 96)).check(kv)
+
+
+def test_narrowing_makes_other_rows(engine: Engine) -> None:
+    kv = allocate(engine, seed=1)
+    rows, model = kv[[1]], Model(kv)
+    narrow = rows.part(bytes=(0, 8))
+    assert (len(narrow), narrow.cache) == (1, kv)
+    engine.copy(rows, kv[[2]]).result(LIMIT)
+    model.write([1], model, [2]).check(kv)
+    fails(InvalidArgument, lambda: engine.copy(narrow, kv[[2]]))
+
+
+@pytest.mark.parametrize("name", ["layers", "tokens", "bytes"])
+@pytest.mark.parametrize(
+    "span",
+    [range(0), range(5, 3), range(0, 4, 2), slice(0, 4, 2), slice(3, 3), (3, 3), (5, 3), (-1, 3), slice(-3, None)],
+)
+def test_wrong_spans(engine: Engine, name: str, span: Any) -> None:
+    kv = allocate(engine)
+    refused(name, lambda: kv[[1]].part(**{name: span}))
+
+
+@pytest.mark.parametrize("name", ["layers", "tokens", "bytes"])
+@pytest.mark.parametrize("span", [3, True, "0:3", [0, 3], (0,), (0, 1, 2), (0, 1.0), (True, 3), {0, 3}, 1.5], ids=short)
+def test_spans_of_wrong_type(engine: Engine, name: str, span: Any) -> None:
+    kv = allocate(engine)
+    with pytest.raises(TypeError):
+        kv[[1]].part(**{name: span})
+
+
+def test_wrong_uses_of_part(engine: Engine) -> None:
+    rows = allocate(engine)[[1]]
+    for call in (rows.part, lambda: rows.part(heads=range(1)), lambda: rows.part(range(1))):  # type: ignore[call-arg, misc]
+        with pytest.raises(TypeError):
+            call()
+    refused("bytes", lambda: rows.part(tokens=(0, 1), bytes=(0, 1)))
+    refused("bytes", lambda: rows.part(bytes=(0, 4)).part(bytes=(0, 2)))
+    refused("layers", lambda: rows.part(layers=(0, 1)).part(layers=(0, 1)))
+
+
+def test_parts_that_exceed_the_cache(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    remote = pair.peer["kv"][[1]]
+    for part in ({"layers": (3, 5)}, {"bytes": (90, 97)}):
+        refused("dst", lambda part=part: pair.near.pull(mine[[1]].part(**part), remote.part(**part)))  # type: ignore[misc]
+    refused("dst", lambda: pair.near.copy(mine[[1]].part(layers=(0, 1)), mine[[2]].part(layers=(0, 1))))
+
+
+def test_tokens_need_a_layout(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    refused("dst", lambda: pair.near.pull(mine[[1]].part(tokens=(0, 1)), pair.peer["kv"][[1]]))
+    of = layout()
+    cache = pair.near.allocate("with layout", of, blocks=4)
+    refused("dst", lambda: pair.near.copy(cache[[1]].part(tokens=(0, 1)), cache[[2]].part(tokens=(0, 1))))
+    transfer = pair.near.pull(cache[[1]].part(tokens=(0, 1)), pair.peer["kv"][[1]])
+    fails(InvalidArgument, lambda: transfer)

@@ -1,0 +1,703 @@
+"""Pulls and pushes between engines: bytes, outcomes, events, groups, layers, layouts, and waiting for them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist.native import (
+    Busy,
+    Cache,
+    Cancelled,
+    Closed,
+    Completed,
+    Engine,
+    Error,
+    InvalidArgument,
+    KvLayout,
+    Message,
+    NotFound,
+    PeerLost,
+    Timeout,
+    Transfer,
+)
+
+from .helpers import (
+    LIMIT,
+    Model,
+    allocate,
+    check_times,
+    contents,
+    fails,
+    gather,
+    layout,
+    messages,
+    next_of,
+    of,
+    refused,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .conftest import Open, Pair
+    from .helpers import Far
+
+
+TRANSPORTS = ["auto", "tcp"]
+NAMES = itertools.count()
+
+
+def running(pair: Pair) -> Transfer[None]:
+    """A transfer that does not end by itself: a push to block 0 of `kv` that waits for its four layers."""
+    cache = allocate(pair.near, f"running {next(NAMES)}")
+    return pair.near.push(pair.peer["kv"][[0]], cache[[0]], layerwise=True)
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_pull(pair: Pair, verify: Any) -> None:
+    mine, theirs = pair.caches()
+    model, before = Model(mine), Model(theirs)
+    transfer = pair.near.pull(mine[[3, 9, 4]], pair.peer["kv"][[0, 0, 15]], verify=verify)
+    assert transfer.result(LIMIT) is None
+    model.write([3, 9, 4], before, [0, 0, 15]).check(mine)
+    before.check(theirs)
+    assert (transfer.done(), transfer.bytes, transfer.total) == (True, 3 * 4 * 96, 3 * 4 * 96)
+    assert transfer.nanos > 0
+    assert (pair.near.stats()["verify"]["blocks"] > 0) == (verify != "off")
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_push(pair: Pair, verify: Any) -> None:
+    mine, theirs = pair.caches()
+    model, before = Model(theirs), Model(mine)
+    transfer = pair.near.push(pair.peer["kv"][[3, 9, 4]], mine[[0, 0, 15]], verify=verify)
+    assert transfer.result(LIMIT) is None
+    model.write([3, 9, 4], before, [0, 0, 15]).check(theirs)
+    before.check(mine)
+    assert transfer.bytes == transfer.total == 3 * 4 * 96
+
+
+def test_both_ends_pull_and_push(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    ours, others = Model(mine), Model(theirs)
+    pair.far.pull(theirs[[1]], pair.back["kv"][[2]]).result(LIMIT)
+    pair.far.push(pair.back["kv"][[3]], theirs[[4]]).result(LIMIT)
+    ours.write([3], others, [4]).check(mine)
+    others.write([1], ours, [2]).check(theirs)
+
+
+def test_another_process(start: Open, begin_far: Callable[..., Far], carried_by: str) -> None:
+    far, near = begin_far(transport=carried_by), start(transport=carried_by)
+    mine = allocate(near, seed=1)
+    far.do("kv = allocate(engine, seed=2)")
+    peer = near.link(far.address).result(LIMIT)
+    assert peer.transport == ("tcp" if carried_by == "tcp" else "shm")
+    model, theirs = Model(mine), Model(far.do("contents(kv)"))
+    near.pull(mine[[3, 9]], peer["kv"][[5, 6]], verify="full").result(LIMIT)
+    model.write([3, 9], theirs, [5, 6]).check(mine)
+    near.push(peer["kv"][[1]], mine[[9]], verify="full").result(LIMIT)
+    theirs.write([1], model, [9])
+    assert far.do("contents(kv)") == [bytes(tensor) for tensor in theirs.tensors]
+
+
+def test_last_of_repeated_destinations_counts(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    model = Model(mine)
+    pair.near.pull(mine[[3, 3, 4, 3]], pair.peer["kv"][[1, 2, 3, 4]]).result(LIMIT)
+    model.write([3, 4], Model(theirs), [4, 3]).check(mine)
+
+
+def test_thirty_two_at_once(pair: Pair) -> None:
+    """Each transfer has one `Completed` with the handle that the call returned, and nothing else comes."""
+    mine, theirs = pair.caches(blocks=64)
+    model = Model(mine)
+    started = {pair.near.pull(mine[[32 + n]], pair.peer["kv"][[n]]): n for n in range(32)}
+    seen = gather(pair.near, lambda seen: len(of(Completed, seen)) >= 32)
+    done = of(Completed, seen)
+    assert len(done) == 32
+    assert {event.transfer for event in done} == set(started)
+    assert [event.error for event in done] == [None] * 32
+    model.write(range(32, 64), Model(theirs), range(32)).check(mine)
+    assert pair.near.events() == []
+    assert all(transfer.result(0) is None for transfer in started), "the outcome stays after its event"
+
+
+def test_outcome_that_was_taken_has_no_event(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    for _ in range(3):
+        pair.near.pull(mine[[1]], pair.peer["kv"][[2]]).result(LIMIT)
+    left = pair.near.pull(mine[[1]], pair.peer["kv"][[2]])
+    assert next_of(pair.near, Completed).transfer is left
+    assert pair.near.events() == []
+
+
+def test_dropped_handle(pair: Pair) -> None:
+    """The transfer goes on, and its event has a handle."""
+    mine, theirs = pair.caches()
+    model = Model(mine)
+    pair.near.pull(mine[[1]], pair.peer["kv"][[2]])
+    gc.collect()
+    event = next_of(pair.near, Completed)
+    assert event.error is None
+    assert event.transfer.result(0) is None
+    model.write([1], Model(theirs), [2]).check(mine)
+
+
+def test_dropped_layerwise_push_is_cancelled(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    push.ready(0)
+    del push
+    gc.collect()
+    assert type(next_of(pair.near, Completed).error) is Cancelled
+
+
+def test_events_as_patterns(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    pair.near.pull(mine[[1]], pair.peer["kv"][[2]])
+    event = next_of(pair.near, Completed)
+    assert type(event).__match_args__ == ("transfer", "error")
+    assert type(event).__module__.startswith("llm_datadist")
+    assert "Completed" in repr(event)
+
+
+# Failures
+
+
+def test_cache_that_the_peer_does_not_have(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    model = Model(mine)
+    error = fails(NotFound, lambda: pair.near.pull(mine[[1]], pair.peer["absent"][[2]]))
+    assert error.code == "not_found"
+    assert "absent" in str(error)
+    assert error.facts["incarnation"] == str(pair.peer.incarnation)
+    assert error.arrived == []
+    assert isinstance(error, LookupError)
+    fails(NotFound, lambda: pair.near.push(pair.peer["absent"][[2]], mine[[1]]))
+    model.check(mine)
+
+
+def test_caches_that_do_not_fit(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    before = Model(mine), Model(theirs)
+    for name, given in (("rows", {"shape": (95,)}), ("tensors", {"tensors": 3})):
+        allocate(pair.far, name, **given)
+        fails(InvalidArgument, lambda name=name: pair.near.pull(mine[[1]], pair.peer[name][[1]]))  # type: ignore[misc]
+        fails(InvalidArgument, lambda name=name: pair.near.push(pair.peer[name][[1]], mine[[1]]))  # type: ignore[misc]
+    pair.far.allocate("with layout", layout(), blocks=4)
+    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["with layout"][[1]]))
+    before[0].check(mine)
+    before[1].check(theirs)
+
+
+def test_wrong_arguments(pair: Pair, start: Open) -> None:
+    near, remote = pair.near, pair.peer["kv"][[1]]
+    kv, _ = pair.caches()
+    model, rows, stranger = Model(kv), kv[[1]], start(name="stranger", listen="127.0.0.1:0")
+    other = allocate(stranger)[[1]]
+    assert pair.far.address is not None
+    of_other = stranger.link(pair.far.address).result(LIMIT)["kv"][[1]]
+    for call in (near.pull, near.push):
+        good = (rows, remote) if call == near.pull else (remote, rows)
+        local, far = ("dst", "src") if call == near.pull else ("src", "dst")
+        swap = (lambda a, b: (a, b)) if call == near.pull else (lambda a, b: (b, a))  # (local, remote) to (dst, src)
+        wrong: list[tuple[Any, ...]] = [
+            (), good[:1], (None, good[1]), (good[0], None), (good[0], kv), ([good], good[1]), ([good[:1]],),
+            ([(*good, None)],), ([(*good, None, None)],), (list(good),), ("ab",), ({good[0]: good[1]},),
+        ]  # fmt: skip
+        for arguments in wrong:
+            with pytest.raises(TypeError):
+                call(*arguments)  # type: ignore[arg-type]
+        refused("dst", lambda call=call: call([]))  # type: ignore[misc]
+        refused(far, lambda call=call, swap=swap: call(*swap(rows, rows)))  # type: ignore[misc]
+        refused(local, lambda call=call, swap=swap: call(*swap(remote, remote)))  # type: ignore[misc]
+        refused(local, lambda call=call, swap=swap: call(*swap(other, remote)), "stranger")  # type: ignore[misc]
+        refused(far, lambda call=call, swap=swap: call(*swap(rows, of_other)), "stranger")  # type: ignore[misc]
+        refused("verify", lambda call=call, good=good: call(*good, verify="most"))  # type: ignore[misc]
+        refused("notify", lambda call=call, good=good: call(*good, notify=bytes(65537)))  # type: ignore[misc]
+        check_times(lambda time, call=call, good=good: call(*good, timeout=time))  # type: ignore[misc]
+        for keywords in (
+            {"grnt": b""}, {"timeout_ms": 5}, {"notify": "text"}, {"notify": 5}, {"verify": 1}, {"verify": True},
+            {"grant": "text"} if call == near.pull else {"grant": b""}, {"last": 1}, {"layerwise": 1},
+        ):  # fmt: skip
+            with pytest.raises(TypeError):
+                call(*good, **keywords)  # type: ignore[arg-type]
+        fails(InvalidArgument, lambda call=call, swap=swap: call(*swap(kv[[1, 2]], remote)))  # type: ignore[misc]
+    model.check(kv)
+    assert of(Completed, near.events()) == []
+
+
+def test_stopped_peer(start: Open, far: Far) -> None:
+    """A pull from a process that does not answer ends after its own time, and the link works afterwards."""
+    near = start(transport="tcp", silence=600.0)
+    mine = allocate(near, seed=1)
+    peer = near.link(far.address).result(LIMIT)
+    near.pull(mine[[1]], peer["kv"][[1]]).result(LIMIT)
+    with far.stopped():
+        error = fails(Timeout, lambda: near.pull(mine[[1]], peer["kv"][[2]], timeout=0.2))
+        assert isinstance(error, TimeoutError)
+        assert error.code == "timeout"
+        fails(Timeout, lambda: near.push(peer["kv"][[2]], mine[[1]], timeout=0.2))
+    near.pull(mine[[1]], peer["kv"][[2]]).result(LIMIT)
+
+
+def test_most_transfers(start: Open) -> None:
+    engine = start(max_transfers=4)
+    kv = allocate(engine)
+    started = [engine.copy(kv[[1]], kv[[2]]) for _ in range(4)]
+    error = fails(Busy, lambda: engine.copy(kv[[1]], kv[[2]]))
+    assert "4" in str(error)
+    started[0].result(LIMIT)
+    engine.copy(kv[[1]], kv[[2]])
+    assert len(of(Completed, gather(engine, lambda seen: len(seen) >= 4))) == 4
+    engine.copy(kv[[1]], kv[[2]]).result(LIMIT)
+
+
+# Waiting and cancelling
+
+
+def test_result_of_a_running_transfer(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    assert not push.done()
+    for time in (0, 0.0, 0.01):
+        with pytest.raises(TimeoutError) as caught:
+            push.result(time)
+        assert not isinstance(caught.value, Error), "the outcome would be a Timeout"
+    check_times(push.result, zero=True)
+    assert not push.done()
+
+
+def test_cancel(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    assert push.cancel()
+    error = fails(Cancelled, lambda: push)
+    assert error.code == "cancelled"
+    assert push.done()
+    kv = allocate(pair.near, "plain")
+    done = pair.near.copy(kv[[1]], kv[[2]])
+    done.result(LIMIT)
+    assert not done.cancel()
+    assert done.result(0) is None
+
+
+def test_cancelled_transfers_have_an_event(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    push.cancel()
+    event = next_of(pair.near, Completed)
+    assert event.transfer is push
+    assert type(event.error) is Cancelled
+
+
+def test_threads_wait_for_one_transfer(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    got: list[None] = []
+    threads = [
+        threading.Thread(target=lambda: got.append(push.result(LIMIT)))  # type: ignore[func-returns-value]
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for layer in range(4):
+        push.ready(layer)
+    for thread in threads:
+        thread.join(LIMIT)
+    assert got == [None] * 8
+    assert of(Completed, pair.near.events()) == []
+
+
+def test_await(pair: Pair) -> None:
+    mine, theirs = pair.caches(blocks=64)
+    model = Model(mine)
+
+    async def main() -> None:
+        assert pair.far.address is not None
+        peer = await pair.near.link(pair.far.address)
+        assert peer == pair.peer
+        pulls = [pair.near.pull(mine[[32 + n]], peer["kv"][[n]]) for n in range(32)]
+        assert await asyncio.wait_for(asyncio.gather(*pulls), LIMIT) == [None] * 32
+        with pytest.raises(NotFound):
+            await pair.near.pull(mine[[1]], peer["absent"][[1]])
+        await pulls[0]  # a second await has the same outcome
+
+    asyncio.run(main())
+    model.write(range(32, 64), Model(theirs), range(32)).check(mine)
+    assert of(Completed, pair.near.events()) == [], "await takes the outcome"
+
+
+def test_await_in_two_loops(pair: Pair) -> None:
+    pair.caches()
+    push, waiting = running(pair), threading.Barrier(3)
+    got: list[None] = []
+
+    async def one() -> None:
+        async def arrive() -> None:
+            await asyncio.get_running_loop().run_in_executor(None, waiting.wait, LIMIT)
+
+        task = asyncio.ensure_future(push)
+        await arrive()
+        got.append(await asyncio.wait_for(task, LIMIT))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(one())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    waiting.wait(LIMIT)
+    for layer in range(4):
+        push.ready(layer)
+    for thread in threads:
+        thread.join(LIMIT)
+    assert got == [None, None]
+
+
+def test_loop_that_was_closed_while_it_waited(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(asyncio.wait_for(push, None))
+    loop.run_until_complete(asyncio.sleep(0))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    loop.close()
+    for layer in range(4):
+        push.ready(layer)
+    assert push.result(LIMIT) is None, "cancelling the task has not cancelled the transfer"
+
+    async def again() -> None:
+        await push
+
+    asyncio.run(again())
+
+
+def test_async_for(pair: Pair) -> None:
+    mine, _ = pair.caches()
+
+    async def main() -> list[Any]:
+        started = {pair.near.pull(mine[[n]], pair.peer["kv"][[n]]) for n in range(8)}
+        pair.back.send(b"hello")
+        seen: list[Any] = []
+        async for event in pair.near:
+            seen.append(event)
+            if len(seen) == 9:
+                break
+        assert {event.transfer for event in of(Completed, seen)} == started
+        return seen
+
+    seen = asyncio.run(asyncio.wait_for(main(), LIMIT))
+    assert [event.data for event in of(Message, seen)] == [b"hello"]
+
+
+def test_async_for_ends_when_the_engine_is_closed(start: Open) -> None:
+    async def main() -> None:
+        async with start() as engine:
+
+            async def all_events() -> list[Any]:
+                return [event async for event in engine]
+
+            task = asyncio.ensure_future(all_events())
+            await asyncio.sleep(0)
+            await asyncio.get_running_loop().run_in_executor(None, engine.close)
+            assert await task == []
+        assert engine.closed
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+# Messages with transfers
+
+
+def test_message_comes_with_the_bytes(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    pair.near.push(pair.peer["kv"][[3]], mine[[4]], notify=b"pushed").result(LIMIT)
+    assert messages(pair.far, 1) == [b"pushed"]
+    Model(theirs).write([3], Model(mine), [4]).check(theirs)
+    pair.near.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"pulled").result(LIMIT)
+    event = next_of(pair.far, Message)
+    assert (event.data, event.peer) == (b"pulled", pair.back)
+
+
+def test_failed_transfer_has_no_message(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    fails(NotFound, lambda: pair.near.pull(mine[[5]], pair.peer["absent"][[6]], notify=b"no"))
+    pair.near.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"yes").result(LIMIT)
+    assert messages(pair.far, 1) == [b"yes"]
+
+
+# Lists of pairs
+
+
+def test_pairs_of_several_caches(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    index = allocate(pair.near, "index", 3, tensors=1, shape=(8,))
+    far_index = allocate(pair.far, "index", 4, tensors=1, shape=(8,))
+    models = Model(mine), Model(index)
+    pairs = [(mine[[1, 2]], pair.peer["kv"][[3, 4]]), (index[[5]], pair.peer["index"][[6]])]
+    transfer = pair.near.pull(pairs, notify=b"both")
+    assert transfer.result(LIMIT) is None
+    models[0].write([1, 2], Model(theirs), [3, 4]).check(mine)
+    models[1].write([5], Model(far_index), [6]).check(index)
+    assert messages(pair.far, 1) == [b"both"]
+    assert transfer.bytes == 2 * 4 * 96 + 8
+    models = Model(theirs), Model(far_index)
+    pair.near.push([(src, dst) for dst, src in pairs], verify="full").result(LIMIT)
+    models[0].write([3, 4], Model(mine), [1, 2]).check(theirs)
+    models[1].write([6], Model(index), [5]).check(far_index)
+
+
+def test_pairs_fail_together(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    good, bad = (mine[[1]], pair.peer["kv"][[2]]), (mine[[3]], pair.peer["absent"][[4]])
+    transfer = pair.near.pull([good, good, bad], notify=b"no")
+    error = fails(NotFound, lambda: transfer)
+    assert (error.facts["part"], error.arrived) == ("2", [])
+    assert of(Completed, pair.near.events()) == [], "the outcome was taken"
+    pair.near.pull([good], notify=b"yes").result(LIMIT)
+    assert messages(pair.far, 1) == [b"yes"]
+
+
+def test_pairs_of_several_peers(pair: Pair, start: Open) -> None:
+    mine, theirs = pair.caches()
+    third = start(name="third", listen="127.0.0.1:0")
+    others = allocate(third, seed=3)
+    assert third.address is not None
+    peer = pair.near.link(third.address).result(LIMIT)
+    model = Model(mine)
+    pairs = [(mine[[1]], pair.peer["kv"][[2]]), (mine[[3]], peer["kv"][[4]])]
+    pair.near.pull(pairs).result(LIMIT)
+    model.write([1], Model(theirs), [2]).write([3], Model(others), [4]).check(mine)
+    refused("notify", lambda: pair.near.pull(pairs, notify=b"to whom"))
+    third.close()
+    fails(PeerLost, lambda: pair.near.pull(pairs))
+
+
+# Layers
+
+
+def test_layers_are_sent_when_they_are_ready(pair: Pair) -> None:
+    """The source has wrong bytes until each layer is reported, so a layer that is sent early is found."""
+    mine, theirs = pair.caches()
+    model, views = Model(theirs), [tensor.numpy() for tensor in mine.tensors]
+    push = pair.near.push(pair.peer["kv"][[1, 2]], mine[[3, 4]], layerwise=True, notify=b"all")
+    for layer in (2, 0, 3, 1):
+        assert not push.done()
+        views[layer][[3, 4]] = layer + 100
+        push.ready(layer)
+    assert push.result(LIMIT) is None
+    model.write([1, 2], Model(mine), [3, 4]).check(theirs)
+    assert messages(pair.far, 1) == [b"all"]
+    assert push.bytes == push.total == 2 * 4 * 96
+
+
+def test_layers_of_a_cache_with_a_layout(pair: Pair) -> None:
+    mine, theirs = (engine.allocate("laid out", layout(), blocks=8) for engine in (pair.near, pair.far))
+    push = pair.near.push(pair.peer["laid out"][[1]], mine[[2]], layerwise=True)
+    for layer in range(2):
+        for tensor in mine.tensors[2 * layer : 2 * layer + 2]:
+            tensor.numpy()[2] = layer + 5
+        push.ready(layer)
+    push.result(LIMIT)
+    assert [set(tensor.numpy()[1].flat) for tensor in theirs.tensors] == [{5}, {5}, {6}, {6}]
+
+
+def test_layers_to_several_destinations(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    model, remote = Model(theirs), pair.peer["kv"]
+    push = pair.near.push([(remote[[1]], mine[[2]]), (remote[[3, 4]], mine[[5, 6]])], layerwise=True)
+    for layer in range(4):
+        push.ready(layer)
+    push.result(LIMIT)
+    model.write([1, 3, 4], Model(mine), [2, 5, 6]).check(theirs)
+    assert len(of(Completed, pair.near.events())) == 0
+
+
+def test_only_some_layers(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    model = Model(theirs)
+    push = pair.near.push(pair.peer["kv"][[1]].part(layers=(1, 3)), mine[[2]].part(layers=(1, 3)), layerwise=True)
+    push.ready(0)
+    push.ready(1)
+    assert not push.done()
+    push.ready(2)
+    push.result(LIMIT)
+    model.write([1], Model(mine), [2], tensors=range(1, 3)).check(theirs)
+
+
+def test_wrong_layers(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    push.ready(1)
+    for layer in (4, -1, 2**32):
+        refused("layer", lambda layer=layer: push.ready(layer))  # type: ignore[misc]
+    refused("layer", lambda: push.ready(1))
+    for wrong in (True, 1.0, "1", None):
+        with pytest.raises(TypeError):
+            push.ready(wrong)  # type: ignore[arg-type]
+    for layer in (0, 2, 3):
+        push.ready(layer)
+    assert push.result(LIMIT) is None
+    kv = allocate(pair.near, "plain")
+    copy = pair.near.copy(kv[[1]], kv[[2]])
+    fails(InvalidArgument, lambda: copy.ready(0))
+    copy.result(LIMIT)
+
+
+def test_ready_after_a_failure_does_nothing(pair: Pair) -> None:
+    pair.caches()
+    push = running(pair)
+    push.ready(0)
+    push.cancel()
+    push.ready(1)
+    fails(Cancelled, lambda: push)
+    push.ready(2)
+    push = running(pair)
+    pair.near.close()
+    push.ready(0)
+    fails(Closed, lambda: push)
+
+
+def test_layers_wait_as_long_as_the_program_computes(pair: Pair) -> None:
+    """`timeout` counts from `ready`, so a push that nobody reports outlives it."""
+    mine, _ = pair.caches()
+    push = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True, timeout=0.05)
+    with pytest.raises(TimeoutError) as caught:
+        push.result(0.3)
+    assert not isinstance(caught.value, Timeout)
+    push.cancel()
+
+
+# Layouts
+
+
+def sequence(tokens: int) -> np.ndarray:
+    """Elements `[layer, plane, token, head, element]` of a sequence: all different."""
+    return np.arange(2 * 2 * tokens * 4 * 3, dtype=np.uint16).reshape(2, 2, tokens, 4, 3)
+
+
+def place(cache: Cache, blocks: list[int], whole: np.ndarray | None, tokens: int) -> np.ndarray:
+    """Write a sequence into the blocks of a cache, element by element, or read it."""
+    of_cache = cache.layout
+    assert isinstance(of_cache, KvLayout)
+    views = [tensor.numpy() for tensor in cache.tensors]
+    found = np.zeros((2, 2, tokens, 4, 3), np.uint16) if whole is None else whole
+    for layer in range(2):
+        for plane in range(2):
+            view = views[2 * layer + plane] if of_cache.kv == "separate" else views[layer][:, plane]
+            view = view if of_cache.order == "NHD" else view.swapaxes(1, 2)
+            for token in range(tokens):
+                block, at = blocks[token // of_cache.block_tokens], token % of_cache.block_tokens
+                for number, head in enumerate(of_cache.heads):
+                    if whole is None:
+                        found[layer, plane, token, head] = view[block, at, number]
+                    else:
+                        view[block, at, number] = whole[layer, plane, token, head]
+    return found
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "order": {"order": "HND"},
+    "blocks": {"block_tokens": 6},
+    "kv": {"kv": "k_then_v"},
+    "all": {"order": "HND", "block_tokens": 7, "kv": "k_then_v"},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_conversion(pair: Pair, change: str, verb: str) -> None:
+    tokens, to, from_ = 11, [5, 2, 6], [4, 1, 0]
+    mine = pair.near.allocate("laid out", layout(**CHANGES[change]), blocks=8)
+    theirs = pair.far.allocate("laid out", layout(), blocks=8)
+    remote, span = pair.peer["laid out"], range(tokens)
+    if verb == "pull":
+        place(theirs, from_, sequence(tokens), tokens)
+        pair.near.pull(mine[to].part(tokens=span), remote[from_], verify="full").result(LIMIT)
+        assert (place(mine, to, None, tokens) == sequence(tokens)).all()
+    else:
+        place(mine, to, sequence(tokens), tokens)
+        pair.near.push(remote[from_], mine[to].part(tokens=span), verify="full").result(LIMIT)
+        assert (place(theirs, from_, None, tokens) == sequence(tokens)).all()
+
+
+def test_range_of_tokens(pair: Pair) -> None:
+    mine, theirs = (e.allocate("laid out", layout(), blocks=8) for e in (pair.near, pair.far))
+    place(theirs, [4, 1, 0], sequence(12), 12)
+    place(mine, [5, 2, 6], np.full((2, 2, 12, 4, 3), 9, np.uint16), 12)
+    dst, src = mine[[5, 2, 6]].part(tokens=range(1, 8)), pair.peer["laid out"][[4, 1, 0]].part(tokens=(3, 10))
+    pair.near.pull(dst, src).result(LIMIT)
+    found = place(mine, [5, 2, 6], None, 12)
+    assert (found[:, :, 1:8] == sequence(12)[:, :, 3:10]).all()
+    assert set(found[:, :, [0, 8, 9, 10, 11]].flat) == {9}
+    fails(InvalidArgument, lambda: pair.near.pull(dst, pair.peer["laid out"][[4, 1, 0]].part(tokens=(3, 11))))
+
+
+def ranks(start: Open, near: Engine, spans: list[range]) -> tuple[list[Cache], list[Any]]:
+    """Engines that hold some heads each, and their caches as `near` sees them."""
+    caches, remote = [], []
+    for span in spans:
+        engine = start(listen="127.0.0.1:0")
+        caches.append(engine.allocate("kv", layout(heads=span, total_heads=4), blocks=8))
+        assert engine.address is not None
+        remote.append(near.link(engine.address).result(LIMIT)["kv"])
+    return caches, remote
+
+
+def test_two_ranks_to_one_and_back(start: Open) -> None:
+    near = start()
+    whole = near.allocate("whole", layout(block_tokens=8, order="HND"), blocks=8)
+    caches, remote = ranks(start, near, [range(2), range(2, 4)])
+    lists = [[3, 0, 5], [7, 1, 2]]
+    for cache, blocks in zip(caches, lists):
+        place(cache, blocks, sequence(11), 11)
+    local = whole[[6, 1]].part(tokens=range(11))
+    transfer = near.pull([(local, peer[blocks]) for peer, blocks in zip(remote, lists)], verify="full")
+    transfer.result(LIMIT)
+    assert (place(whole, [6, 1], None, 11) == sequence(11)).all()
+    place(whole, [6, 1], sequence(11) + 1, 11)
+    near.push([(peer[blocks], local) for peer, blocks in zip(remote, lists)]).result(LIMIT)
+    for cache, blocks, heads in zip(caches, lists, (slice(0, 2), slice(2, 4))):
+        assert (place(cache, blocks, None, 11)[:, :, :, heads] == (sequence(11) + 1)[:, :, :, heads]).all()
+
+
+def test_first_of_equal_owners_is_read(start: Open) -> None:
+    """Of two owners that hold all heads, the first one in the list is read."""
+    near = start()
+    whole = near.allocate("whole", layout(), blocks=8)
+    caches, remote = ranks(start, near, [range(4), range(4)])
+    for number, cache in enumerate(caches):
+        place(cache, [0], np.full((2, 2, 4, 4, 3), number, np.uint16), 4)
+    local, found = whole[[1]], []
+    for order in ([0, 1], [1, 0]):
+        near.pull([(local, remote[number][[0]]) for number in order]).result(LIMIT)
+        found.append(place(whole, [1], None, 4)[0, 0, 0, :, 0].tolist())
+    assert found == [[0] * 4, [1] * 4]
+
+
+def test_head_that_nobody_holds(start: Open) -> None:
+    near = start()
+    whole = near.allocate("whole", layout(), blocks=8)
+    _, remote = ranks(start, near, [range(2), range(2, 3)])
+    before = contents(whole)
+    fails(InvalidArgument, lambda: near.pull([(whole[[1]], peer[[0]]) for peer in remote]))
+    assert contents(whole) == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "x"}, {"head_dim": 4}, {"heads": 2}, {"dtype": "int16"}, {"kv": "single"}]
+)
+def test_layouts_that_do_not_fit(pair: Pair, change: dict[str, Any]) -> None:
+    mine = pair.near.allocate("laid out", layout(), blocks=8)
+    pair.far.allocate("laid out", layout(**change), blocks=8)
+    before = contents(mine)
+    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["laid out"][[1]]))
+    assert contents(mine) == before
