@@ -197,8 +197,8 @@ loom:  ## the model checker over pins, jobs and threads, in a target folder of i
 # -rdynamic: the stand-in for UCX is a library, and finds the functions of the sanitizer in the program that loads it.
 asan:  ## the Rust tests of the core, the C interface and UCX with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized -Clink-arg=-rdynamic" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
-		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi \
-		-p llm-datadist-ucx --lib --test integration --test fabric
+		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-embed \
+		-p llm-datadist-ucx --lib --test integration --test list_allocator --test fabric
 
 valgrind:  ## the Rust tests of the memory code under valgrind, shortened
 	tests/valgrind.sh

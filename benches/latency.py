@@ -56,9 +56,8 @@ def other(commit: str) -> Path:
         archive.extractall(tree, filter="data")
     source = BENCH.read_text(encoding="utf-8")
     core = tree / "crates/core/src"
-    if (tree / "crates/embed/src/list_allocator.rs").exists():  # commits with an allocator
-        kept = "llm_datadist_embed::KeptLists"
-        source += f"\n#[global_allocator]\nstatic LISTS: {kept} = {kept}::new();\n"
+    if not (tree / "crates" / "embed").exists():  # commits in which the core had the allocator
+        source = source.replace("llm_datadist_embed::KeptLists", "llm_datadist_core::testing::memory::KeptLists")
     if not (core / "validate" / "rows.rs").exists():  # commits with a type for each direction
         source = re.sub(r"\bRows\b", "PullRows", source)
     if (core / "mem").exists():  # commits before the modules were renamed
@@ -66,6 +65,9 @@ def other(commit: str) -> Path:
             source = source.replace(name, before)
     if not (core / "engine" / "operation.rs").exists():  # commits in which a method ran its call at once
         source = source.replace(".run()", "").replace("rows, Layers::ALL", "&rows, Layers::ALL")
+    if not any((core / name).exists() for name in ("memory/list_allocator.rs", "mem/kept.rs")):
+        without = r"use [^\n]*::KeptLists;\n|/// As in the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n"
+        source = re.sub(without, "", source)
     (tree / "benches" / "latency.rs").write_text(source, encoding="utf-8")
     manifest = tree / "crates" / "core" / "Cargo.toml"
     if 'name = "latency"' not in manifest.read_text(encoding="utf-8"):

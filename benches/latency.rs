@@ -31,6 +31,11 @@ use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Layers, Name,
     PeerAddress, Placement, PoolConfig, RemoteName, Role, Rows,
 };
+use llm_datadist_embed::KeptLists;
+
+/// As in the libraries for Python and C.
+#[global_allocator]
+static LISTS: KeptLists = KeptLists::new();
 
 /// Bytes of each pool, and of the memory on either side of the bare copies.
 const POOL: u64 = 128 << 20;

@@ -25,6 +25,12 @@ mod objects;
 mod polled_events;
 mod transfer_handles;
 
+use llm_datadist_embed::KeptLists;
+
+/// The allocator of this library alone. The program's `malloc` is not changed.
+#[global_allocator]
+static LISTS: KeptLists = KeptLists::new();
+
 #[cfg(test)]
 #[allow(
     unsafe_code,

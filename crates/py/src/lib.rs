@@ -52,6 +52,7 @@ mod token_ranges;
 mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
+use llm_datadist_embed::KeptLists;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -59,6 +60,10 @@ use pyo3::types::PyDict;
 macro_rules! functions {
     ($module:expr, $($function:path)*) => { $($module.add_function(wrap_pyfunction!($function, $module)?)?;)* };
 }
+
+/// The allocator of this library only. Memory of Python and of other libraries is not affected.
+#[global_allocator]
+static LISTS: KeptLists = KeptLists::new();
 
 /// Native module of `llm_datadist`; its stub `_core.pyi` documents every name.
 // `gil_used`: `raw` reads lists, which is sound only while no other thread of the interpreter runs

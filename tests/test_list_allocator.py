@@ -1,4 +1,7 @@
-"""The `malloc` of the process is not changed."""
+"""Memory of long lists: the library's own allocator keeps it, and the `malloc` of the process is not changed.
+
+Not for: the allocator itself (`crates/embed/tests/list_allocator.rs`).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import pytest
 from memory import run_fresh
 
 ENGINE = """
-import ctypes, json
-from llm_datadist import LLMDataDist, LLMRole
+import ctypes, json, resource
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, Placement
 
 def opened():
     dist = LLMDataDist(LLMRole.PROMPT, 1)
@@ -42,9 +45,33 @@ print(json.dumps([first, mapped()]))
 dist.finalize()
 """
 
+# Page faults of calls with 32,768 blocks, after the first calls have touched the memory.
+FAULTS = """
+dist = opened()
+manager = dist.cache_manager
+made = [
+    manager.allocate_blocks_cache(CacheDesc(1, [65536, 64], DataType.DT_UINT8, where))
+    for where in (Placement.DEVICE, Placement.HOST)
+]
+blocks = {block: block * 40503 % 65536 for block in range(0, 65536, 2)}
+counts = []
+for _ in range(12):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    manager.swap_blocks(made[0], made[1], blocks)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps(counts[6:]))
+dist.finalize()
+"""
+
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell about its malloc")
 def test_opening_an_engine_leaves_malloc_alone() -> None:
     before, after = json.loads(run_fresh(ENGINE + MALLOC))
     assert before == 1, "nobody raised the limits before"
     assert after == 1
+
+
+def test_lists_are_made_of_memory_that_was_used_before() -> None:
+    counts = json.loads(run_fresh(ENGINE + FAULTS))
+    # One list has 128 pages.
+    assert min(counts) < 64, counts
