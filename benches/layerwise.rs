@@ -89,7 +89,7 @@ impl Bed {
         };
         let to = |n: u64| Destination {
             cluster: ClusterId(2 + n),
-            target: Target::Cache { name: Name::Key(KEY).into(), first_layer: first },
+            target: Target::Cache { name: Name::Key(KEY).into(), first_layer: Some(first) },
             src_layers: LayerRange { first, end },
             src_row: 0,
         };

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.native import Grant, GrantClosed, GrantEnded, InvalidArgument, NotFound
+from llm_datadist.native import Busy, Grant, GrantClosed, GrantEnded, InvalidArgument, NotFound, PeerUp
 
 from .helpers import (
     BLOCKS,
@@ -61,12 +61,6 @@ def test_pull_under_a_grant(pair: Pair) -> None:
     model.check(mine)
 
 
-def test_two_classes_of_one_name() -> None:
-    assert GrantEnded is not GrantClosed
-    assert issubclass(GrantEnded, Exception)
-    assert GrantClosed.__match_args__ == ("grant", "reason")
-
-
 def test_only_lent_blocks(pair: Pair) -> None:
     mine, theirs = pair.caches()
     allocate(pair.far, "other", seed=3)
@@ -101,6 +95,21 @@ def test_revoke(pair: Pair) -> None:
     fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
     fails(GrantEnded, lambda: grant.renew(1.0))
     assert of(GrantClosed, pair.far.events()) == [], "one event for each grant"
+
+
+def test_revoke_without_room_for_a_transfer(start: Open) -> None:
+    """The grant ends all the same: giving memory back needs no free transfer."""
+    owner, reader = start(listen="127.0.0.1:0", max_transfers=1), start()
+    assert owner.address is not None
+    reader.link(owner.address).result(LIMIT)
+    kv, _ = allocate(owner), allocate(reader)
+    running = owner.push(next_of(owner, PeerUp).peer["kv"][[0]], kv[[0]], layerwise=True)
+    grant = owner.lend(kv[[1]], ttl=LIMIT)
+    with pytest.raises(Busy):
+        grant.revoke()
+    assert grant.ended == "revoked"
+    assert next_of(owner, GrantClosed).grant == grant
+    running.cancel()
 
 
 def test_expiry(pair: Pair) -> None:

@@ -29,12 +29,18 @@ from llm_datadist.native import (
 )
 
 from .helpers import (
+    BLOCKS,
     LIMIT,
+    ROW,
+    TENSORS,
     Model,
     allocate,
+    blocks_of,
     check_times,
     contents,
+    eventually,
     fails,
+    fill,
     gather,
     layout,
     messages,
@@ -530,6 +536,78 @@ def test_only_some_layers(pair: Pair) -> None:
     push.ready(2)
     push.result(LIMIT)
     model.write([1], Model(mine), [2], tensors=range(1, 3)).check(theirs)
+
+
+def test_layers_of_a_pipeline_stage(pair: Pair) -> None:
+    """A push layer by layer writes the layers of the model that the source holds, as other transfers do."""
+    stage, whole = layout(layers=range(2, 4)), layout(layers=4)
+    mine, theirs = pair.near.allocate("stage", stage, blocks=4), pair.far.allocate("whole", whole, blocks=4)
+    fill(mine, 1)
+    fill(theirs, 2)
+    before = blocks_of(theirs, [3])
+    push = pair.near.push(pair.peer["whole"][[3]], mine[[0]], layerwise=True)
+    push.ready(1)
+    push.ready(0)
+    push.result(LIMIT)
+    assert blocks_of(theirs, [3])[4:] == blocks_of(mine, [0])
+    assert blocks_of(theirs, [3])[:4] == before[:4]
+    back = pair.far.push(pair.back["stage"][[1]], theirs[[0]], layerwise=True)
+    assert fails(InvalidArgument, lambda: back).code == "invalid_argument"
+
+
+def test_wrong_rows_of_layerwise_pushes(pair: Pair) -> None:
+    mine, theirs = pair.caches()
+    push, remote, model = pair.near.push, pair.peer["kv"], Model(theirs)
+    refused("dst", lambda: push(remote[[]], mine[[]], layerwise=True))
+    refused("dst", lambda: push([(remote[[1]], mine[[1]]), (remote[[]], mine[[]])], layerwise=True))
+    with pytest.raises(InvalidArgument):
+        push(remote[[1, 2]], mine[[1]], layerwise=True)
+    refused("src", lambda: push(remote[[1]], mine[[16]], layerwise=True))
+    refused("dst", lambda: push(remote[[1]], mine[[1]].part(layers=(2, 4)), layerwise=True))
+    refused("dst", lambda: push(remote[[1]].part(layers=(2, 4)), mine[[1]], layerwise=True))
+    model.check(theirs)
+
+
+def test_layers_out_of_the_host_pool(pair: Pair) -> None:
+    mine, (_, theirs) = allocate(pair.near, "host", seed=3, pool="host"), pair.caches()
+    push = pair.near.push(pair.peer["kv"][[5]], mine[[6]], layerwise=True)
+    for layer in range(TENSORS):
+        push.ready(layer)
+    push.result(LIMIT)
+    assert blocks_of(theirs, [5]) == blocks_of(mine, [6])
+
+
+def test_push_of_some_layers_to_replicas(pair: Pair, start: Open) -> None:
+    """Pairs with equal local rows are shares of several owners only if they name no layers."""
+    other = start(listen="127.0.0.1:0")
+    assert other.address is not None
+    mine = pair.near.allocate("laid out", layout(), blocks=4)
+    fill(mine, 1)
+    copies = [engine.allocate("copy", layout(), blocks=4) for engine in (pair.far, other)]
+    peers = [pair.peer, pair.near.link(other.address).result(LIMIT)]
+    some = {"layers": (1, 2)}
+    pair.near.push([(peer["copy"][[2]].part(**some), mine[[3]].part(**some)) for peer in peers]).result(LIMIT)
+    for copy in copies:
+        assert blocks_of(copy, [2])[2:] == blocks_of(mine, [3])[2:]
+
+
+def test_free_while_the_engine_closes(start: Open) -> None:
+    """Transfers may still use the memory, so the end of the cache waits for them."""
+    near, far = start(), start(listen="127.0.0.1:0")
+    assert far.address is not None
+    memory = [bytearray(ROW * BLOCKS) for _ in range(TENSORS)]
+    mine = near.register("mine", memory, blocks=BLOCKS, shape=(ROW,), dtype="uint8")
+    allocate(far)
+    push = near.push(near.link(far.address).result(LIMIT)["kv"][[0]], mine[[0]], layerwise=True)
+    closing = threading.Thread(target=near.close, args=(LIMIT,))
+    closing.start()
+    eventually(lambda: near.closed)
+    freed = mine.free()
+    assert not freed.done()
+    push.cancel()
+    freed.result(LIMIT)
+    closing.join(LIMIT)
+    assert not closing.is_alive()
 
 
 def test_wrong_layers(pair: Pair) -> None:

@@ -289,6 +289,8 @@ pub struct Config {
     pub cluster: ClusterId,
     /// The name that peers see: at most 128 bytes of printable text, or empty for none.
     pub name: String,
+    /// What peers read about the engine, at most 16 KiB. `DataDist::set_metadata` replaces it.
+    pub metadata: Vec<u8>,
     /// Whether this is an engine of the native API, which nobody numbers: its cluster id is its incarnation, so a restarted
     /// peer is another peer. It keeps all events from the start, because its program polls for them.
     pub native: bool,
@@ -343,6 +345,7 @@ impl Config {
             role,
             cluster,
             name: String::new(),
+            metadata: Vec::new(),
             native: false,
             mode: Mode::CacheManager,
             device_pool: None,

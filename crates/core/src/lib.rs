@@ -104,7 +104,7 @@
 //!
 //! // Layer by layer, while the next one is computed: the code that computes reports which layer is ready.
 //! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
-//! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }.into(), first_layer: 0 };
+//! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }.into(), first_layer: Some(0) };
 //! let src_layers = LayerRange { first: 0, end: 2 };
 //! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
 //! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;

@@ -48,7 +48,8 @@ pub fn read(path: &Path, option: &'static str) -> Result<Token> {
     }
     let text = std::str::from_utf8(&bytes).map_err(|_| refused(path, "is not UTF-8 text"))?;
     let text = text.strip_suffix('\n').map_or(text, |line| line.strip_suffix('\r').unwrap_or(line));
-    link_token("link_token", text).map_err(|error| error.with(option, path.display()))
+    let name = if option == "link_token_file" { "link_token" } else { option };
+    link_token(name, text).map_err(|error| error.with(option, path.display()))
 }
 
 /// Refuses a file that other users can read or could have written.

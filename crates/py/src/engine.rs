@@ -119,7 +119,25 @@ impl Engine {
         py: Python<'_>,
         call: impl FnOnce(&DataDist) -> Result<T>,
     ) -> PyResult<T> {
-        let engine = self.engine().map_err(|error| (self.raise)(py, &error))?;
+        self.attached_to(py, self.engine(), call)
+    }
+
+    /// Does the same as [`attached`](Self::attached), also while the engine closes.
+    pub(crate) fn attached_while_open<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&DataDist) -> Result<T>,
+    ) -> PyResult<T> {
+        self.attached_to(py, self.held(), call)
+    }
+
+    fn attached_to<T>(
+        &self,
+        py: Python<'_>,
+        engine: Result<Arc<DataDist>>,
+        call: impl FnOnce(&DataDist) -> Result<T>,
+    ) -> PyResult<T> {
+        let engine = engine.map_err(|error| (self.raise)(py, &error))?;
         let result = survived(|| call(&engine)).map_err(|error| (self.raise)(py, &error));
         // If another thread has closed the engine meanwhile, this is its end, which may wait for threads.
         if let Some(last) = Arc::into_inner(engine) {

@@ -211,5 +211,5 @@ fn keyed_target(config: &Any<'_>, src: LayerRange) -> PyResult<(ClusterId, Targe
     let key = config.getattr(intern!(py, "_cache_key"))?;
     let key: KeyArg<'_, '_> = key.extract()?;
     let to = key.of("cache_key", &[KeyClass::Blocks, KeyClass::Row])?.name()?;
-    Ok((to.cluster, Target::Cache { name: to.name.into(), first_layer: dst.first }))
+    Ok((to.cluster, Target::Cache { name: to.name.into(), first_layer: Some(dst.first) }))
 }

@@ -25,6 +25,8 @@ impl NotifyArg<'_, '_> {
             .0
             .cast::<PyByteArray>()
             .map_err(|_| only_support(name, "['bytes', 'bytearray']", &self.0))?;
+        // The copy of a byte array cannot report a lack of memory.
+        drop(convert::room::<u8>(self.py(), bytes.len())?);
         Ok(Some(bytes.to_vec()))
     }
 }

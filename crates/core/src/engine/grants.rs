@@ -59,19 +59,20 @@ impl DataDist {
     }
 
     /// Ends a grant at once, as [`revoke`](Self::revoke) does. The transfer ends once no read under the grant is served, and fails
-    /// with `Timeout` after `limit`, by default `sync_kv_timeout`; the grant has ended then, too.
+    /// with `Timeout` after `limit`, by default `sync_kv_timeout`.
     ///
-    /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does; then the grant has not ended.
+    /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does. The grant has ended after every error, too: giving
+    /// memory back must not depend on room for one more transfer.
     pub fn start_revoke(&self, grant: &Arc<Grant>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
         let (grants, revoked) = (self.resources.grants.clone(), grant.clone());
-        let work = move |_: &Arc<Execution>, deadline| {
-            grants.end(&revoked, GrantEnd::Revoked);
-            grants.wait_for_reads(&revoked, deadline).map(|()| 0)
+        grants.end(grant, GrantEnd::Revoked);
+        let work = move |_: &Arc<Execution>, deadline| grants.wait_for_reads(&revoked, deadline).map(|()| 0);
+        let work = AsyncWork {
+            class: JobClass::Waits((grant.id().slot % 16) as u8),
+            rows: CallRows::none(),
+            work: Box::new(work),
         };
-        let work = AsyncWork { class: JobClass::Waits, rows: CallRows::none(), work: Box::new(work) };
-        let transfer = self.start_work(None, work, limit)?;
-        self.resources.grants.end(grant, GrantEnd::Revoked);
-        Ok(transfer)
+        self.start_work(None, work, limit)
     }
 
     /// Reports to the owner of a grant that this engine is done with it. Reporting again, or after the end, changes nothing.

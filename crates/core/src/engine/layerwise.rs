@@ -10,7 +10,7 @@ use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::Verify;
+use crate::model::{Verify, Words};
 use crate::plan::Side;
 use crate::session;
 use crate::transfer::{
@@ -31,6 +31,7 @@ pub struct LayerReceiver {
 struct Beside {
     notice: Option<Arc<LayerNotice>>,
     verify: Verify,
+    words: &'static Words,
 }
 
 impl DataDist {
@@ -66,7 +67,8 @@ impl DataDist {
         let num_layers = validate::whole_layers(local.sizes_of(0), args.tensors_per_layer)?;
         let delivery = |to: Destination| {
             let (cluster, layers) = (to.cluster, to.src_layers);
-            let beside = Beside { notice: None, verify: self.resources.config.verify };
+            let beside =
+                Beside { notice: None, verify: self.resources.config.verify, words: Words::ORIGINAL };
             let push = |()| self.layer_push(&local, rows.clone(), args.tensors_per_layer, to, beside);
             Delivery { cluster, layers, sink: self.other(cluster).map(push) }
         };
@@ -86,8 +88,8 @@ impl DataDist {
         to: Vec<LayerReceiver>,
         layer_timeout: Option<Duration>,
     ) -> Result<LayerTask> {
-        let beside = Beside { notice: None, verify: self.resources.config.verify };
-        let (num_layers, deliveries) = self.deliveries(from, to, beside)?;
+        let beside = Beside { notice: None, verify: self.resources.config.verify, words: Words::ORIGINAL };
+        let (num_layers, deliveries) = self.deliveries(from, to, beside, layer_rows)?;
         let layer = self.resources.config.sync_timeout;
         let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: layer_timeout };
         LayerTask::begin(&self.calls, num_layers, deliveries, limits)
@@ -110,8 +112,11 @@ impl DataDist {
         no_grant_in_push(Side::Source, extras.grant)?;
         let verify = self.verify(&extras);
         let notice = extras.notify.map(|message| layer_notice(&to, message)).transpose()?;
-        let beside = Beside { notice: notice.clone(), verify };
-        let (num_layers, deliveries) = self.deliveries(from, to, beside)?;
+        let beside = Beside { notice: notice.clone(), verify, words: extras.words };
+        let rows = |local: &Cache, args: &LayerwiseArgs| {
+            validate::layers_of_blocks(extras.words, local.layout_of_first(), args)
+        };
+        let (num_layers, deliveries) = self.deliveries(from, to, beside, rows)?;
         let layer = limit.unwrap_or(self.resources.config.sync_timeout);
         let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: None };
         LayerTask::begin_joint(&self.calls, num_layers, deliveries, limits, notice)
@@ -123,6 +128,7 @@ impl DataDist {
         from: &End,
         to: Vec<LayerReceiver>,
         mut beside: Beside,
+        rows: impl Fn(&Cache, &LayerwiseArgs) -> Result<LayerRows>,
     ) -> Result<(u32, Vec<Delivery>)> {
         let first = to.first().ok_or_else(|| Error::argument("len(destinations)", 0, "at least 1"))?;
         let per_layer = first.args.tensors_per_layer;
@@ -132,7 +138,7 @@ impl DataDist {
             ensure(args.tensors_per_layer == per_layer, || {
                 Error::argument("tensors_per_layer", args.tensors_per_layer, per_layer)
             })?;
-            let rows = layer_rows(&local, &args)?;
+            let rows = rows(&local, &args)?;
             validate::destination(local.layout_of_first(), &args, &to)?;
             self.other(to.cluster)?;
             let (cluster, layers) = (to.cluster, to.src_layers);
@@ -152,7 +158,7 @@ impl DataDist {
         rows: Arc<LayerRows>,
         per_layer: u32,
         to: Destination,
-        Beside { notice, verify }: Beside,
+        Beside { notice, verify, words }: Beside,
     ) -> Arc<dyn LayerSink> {
         Arc::new(LayerPush {
             resources: self.resources.clone(),
@@ -161,6 +167,7 @@ impl DataDist {
             rows,
             per_layer,
             to,
+            words,
             verify,
             notice,
             found: OnceLock::new(),

@@ -83,7 +83,11 @@ impl DataDist {
             let unlinked = finder.unlink(cluster, force, deadline);
             unlinked.map(|()| 0).map_err(|error| error.with("cluster", cluster))
         };
-        let work = AsyncWork { class: JobClass::Waits, rows: CallRows::none(), work: Box::new(work) };
+        let work = AsyncWork {
+            class: JobClass::Waits((cluster.0 % 16) as u8),
+            rows: CallRows::none(),
+            work: Box::new(work),
+        };
         self.start_work(Some(Op::Unlink), work, limit)
     }
 

@@ -34,7 +34,7 @@ use crate::memory::Adopted;
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, Deadline, Placement};
 use crate::pool::Arena;
 use crate::resources::Resources;
-use crate::session::{Links, Transports, draw_instance};
+use crate::session::{Links, Transports, check_metadata, draw_instance};
 use crate::stats::{FabricState, Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::threads::EngineNumber;
@@ -86,6 +86,7 @@ impl DataDist {
 
     fn open_with(mut config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
         validate::engine_name(&config.name)?;
+        check_metadata(&config.metadata)?;
         let file_option = if config.native { "token_file" } else { "link_token_file" };
         config.links.token = token_file::token(&config.links, file_option)?;
         config.links.token_file = None;
@@ -420,9 +421,12 @@ impl DataDist {
 
     /// Returns the deadline of a call on a thread of the engine, whose limit counts from `begin`.
     fn limited(&self, begin: Instant, limit: Option<Duration>) -> Deadline {
+        let Config { native, sync_timeout, .. } = &self.resources.config;
+        let deadline = Deadline::since(begin, limit.unwrap_or(*sync_timeout));
         match limit {
-            Some(limit) => Deadline::since(begin, limit).named("timeout_ms"),
-            None => Deadline::since(begin, self.resources.config.sync_timeout),
+            _ if *native => deadline.named("timeout"),
+            Some(_) => deadline.named("timeout_ms"),
+            None => deadline,
         }
     }
 }

@@ -151,7 +151,7 @@ impl EventQueue {
         // The link that ended comes first, even if calls that used it have not ended.
         while let Some(at) = state.held.iter().position(|(_, end)| end.peer.cluster == peer.cluster) {
             let (_, end) = state.held.remove(at);
-            state.push_news(Event::LinkDown(Box::new(end)));
+            state.push_end(end);
         }
         state.push_news(Event::LinkUp(Box::new(peer)));
     }
@@ -162,7 +162,7 @@ impl EventQueue {
         let (cluster, calls) = (end.peer.cluster, self.calls.get().and_then(Weak::upgrade));
         let mut state = self.state.lock();
         let Some(calls) = calls.filter(|_| state.held.try_reserve(1).is_ok()) else {
-            return state.push_news(Event::LinkDown(Box::new(end)));
+            return state.push_end(end);
         };
         state.last_held += 1;
         let number = state.last_held;
@@ -294,7 +294,7 @@ impl ReportsEnds for EventQueue {
         let mut state = self.state.lock();
         if let Some(at) = state.held.iter().position(|(known, _)| *known == number) {
             let (_, end) = state.held.remove(at);
-            state.push_news(Event::LinkDown(Box::new(end)));
+            state.push_end(end);
         }
     }
 }
@@ -359,6 +359,21 @@ impl State {
         }
     }
 
+    /// Queues that a link has ended. If the end of an earlier link to the same incarnation was not polled yet, this event stands
+    /// for both, and has the sum of the messages.
+    fn push_end(&mut self, mut end: LinkEnd) {
+        let of =
+            |peer: &PeerInfo| (peer.cluster, peer.incarnation) == (end.peer.cluster, end.peer.incarnation);
+        let before = self.forget(|event| matches!(event, Event::LinkDown(before) if of(&before.peer)));
+        if let Some(Event::LinkDown(before)) = before {
+            // The link in between, which was made later than the one that is still in the queue.
+            let last = self.events.iter().rposition(|event| matches!(event, Event::LinkUp(peer) if of(peer)));
+            self.take_news(last);
+            end.unacknowledged += before.unacknowledged;
+        }
+        self.push_news(Event::LinkDown(Box::new(end)));
+    }
+
     /// Queues news about a link. They are dropped if nobody polls, or if there is no memory for them.
     fn push_news(&mut self, event: Event) {
         if self.polled && !self.closed && self.make_room(1).is_ok() {
@@ -385,7 +400,11 @@ impl State {
 
     /// Removes the first of the news for which `is` holds, and returns it.
     fn forget(&mut self, is: impl Fn(&Event) -> bool) -> Option<Event> {
-        let event = self.events.remove(self.events.iter().position(is)?)?;
+        self.take_news(self.events.iter().position(is))
+    }
+
+    fn take_news(&mut self, at: Option<usize>) -> Option<Event> {
+        let event = self.events.remove(at?)?;
         self.untaken -= 1;
         self.news -= 1;
         Some(event)

@@ -12,5 +12,8 @@ pub fn is_name(text: &str) -> bool {
 /// Whether a character is a control character, ends a line, or changes the direction of the text around it.
 fn breaks_line(letter: char) -> bool {
     letter.is_control()
-        || matches!(letter, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+        || matches!(
+            letter,
+            '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
+        )
 }

@@ -23,7 +23,8 @@ pub fn config_from_texts(
     config.mode = Mode::KvCacheManager;
     for step in STEPS {
         before_step(step, &mut config, &text)?;
-        for row in rows_of(step) {
+        // Rows without a key are those of the native API.
+        for row in rows_of(step).filter(|row| !row.key.is_empty()) {
             // `rank_hosts` may be empty here, but not as an attribute of `LLMConfig`.
             if let Some(text) = text(row.key).filter(|text| !(row.name == "rank_hosts" && text.is_empty())) {
                 row.read_text(&mut config, row.key, row.name, text)?;

@@ -70,7 +70,7 @@ impl Shared {
             opened_to_readers: AtomicBool::default(),
             threads,
             transports,
-            metadata: Mutex::default(),
+            metadata: Mutex::new(Arc::new(resources.config.metadata.clone())),
             resources,
         })
     }

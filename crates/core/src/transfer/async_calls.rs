@@ -84,7 +84,7 @@ impl CallsOfPeers for CallsOfEngine {
         let waiting = self.running.waiting_with(cluster);
         if !waiting.is_empty() {
             // By a worker, because the caller holds locks of the links.
-            self.executor.submit(JobClass::Waits, Arc::new(LinkEnded { waiting, _end: end.clone() }));
+            self.executor.submit(JobClass::LinkEnds, Arc::new(LinkEnded { waiting, _end: end.clone() }));
         }
     }
 }

@@ -48,8 +48,10 @@ pub(crate) enum JobClass {
     /// Links on demand. Peers that cannot be reached take no workers of calls, and delay few of the other links: addresses
     /// are spread over 16 classes.
     Links(u8),
-    /// Calls that wait for others to end, and so use no worker of these.
-    Waits,
+    /// Calls that wait for others to end, and so use no worker of these. They are spread over 16 classes, as links are.
+    Waits(u8),
+    /// The ends of links, which end calls. They wait for nothing.
+    LinkEnds,
     /// Calls to several clusters. They may wait for each of them, so they use the workers of none of these.
     SeveralClusters,
 }

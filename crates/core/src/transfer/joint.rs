@@ -9,7 +9,7 @@ use super::async_calls::AsyncCalls;
 use super::executor::{ExecutorHandle, Job, JobClass};
 use super::running_calls::RunningCalls;
 use super::slot_map::SlotKey;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
 use crate::model::{ClusterId, Deadline};
 use crate::session::{Link, ReservedNotification};
@@ -143,6 +143,14 @@ impl Job for NoticeJob {
 
     fn refused(self: Arc<Self>, why: Error) {
         self.joint.end(Err(why));
+    }
+}
+
+impl Drop for NoticeJob {
+    /// Ends the transfer if the thread has panicked. Otherwise it has ended, and this changes nothing.
+    fn drop(&mut self) {
+        let text = "the thread of a transfer ended without a result";
+        self.joint.end(Err(Error::new(ErrorKind::System, text)));
     }
 }
 

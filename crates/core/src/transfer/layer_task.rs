@@ -164,10 +164,9 @@ impl RunningCall for RunningDelivery {
     }
 
     fn transfer_with(&self, cluster: ClusterId) -> Option<&Arc<Transfer>> {
-        let joint = self.task.joint.as_ref().map(|joint| &joint.transfer);
-        let transfer = joint.unwrap_or(&self.task.transfers[self.index]);
-        let uses = self.task.state.lock().deliveries[self.index].cluster == cluster;
-        (uses && self.task.limits.kind.has_events()).then_some(transfer)
+        let events = self.task.limits.kind.has_events() && self.task.joint.is_none();
+        let uses = events && self.task.state.lock().deliveries[self.index].cluster == cluster;
+        uses.then_some(&self.task.transfers[self.index])
     }
 
     /// A push of several destinations is one transfer with the peers that are linked when it starts. The other tasks find the
@@ -200,8 +199,8 @@ impl RunningCall for RunningJoint {
         self.transfer.close();
     }
 
-    /// The destinations know their clusters.
-    fn transfer_with(&self, _: ClusterId) -> Option<&Arc<Transfer>> {
-        None
+    fn transfer_with(&self, cluster: ClusterId) -> Option<&Arc<Transfer>> {
+        let state = self.task.state.lock();
+        state.deliveries.iter().any(|delivery| delivery.cluster == cluster).then_some(&self.transfer)
     }
 }

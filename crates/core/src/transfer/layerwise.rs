@@ -27,9 +27,6 @@ use crate::validate::{
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
-/// The words for arguments, and the side of the local cache.
-const WORDS: (&Words, Side) = (Words::ORIGINAL, Side::Source);
-
 /// Pushes layers to one destination.
 pub(crate) struct LayerPush {
     pub(crate) resources: Arc<Resources>,
@@ -38,6 +35,8 @@ pub(crate) struct LayerPush {
     pub(crate) rows: Arc<LayerRows>,
     pub(crate) per_layer: u32,
     pub(crate) to: Destination,
+    /// The caller's words for arguments.
+    pub(crate) words: &'static Words,
     /// How thoroughly the layers are compared.
     pub(crate) verify: Verify,
     /// The notification for the peer, of which the first destination reserves room.
@@ -121,7 +120,7 @@ impl LayerPush {
         let call = Call {
             resources: self.resources.clone(),
             link: found.link.clone(),
-            words: WORDS,
+            words: (self.words, Side::Source),
             name: Name::of_cache(part.cache).into(),
             local: self.local.clone(),
             deadline,
@@ -139,7 +138,7 @@ impl LayerPush {
     }
 
     fn resolve(&self, kind: TaskKind, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
-        check_accessible(WORDS, &self.resources, &self.local)?;
+        check_accessible((self.words, Side::Source), &self.resources, &self.local)?;
         let (local_rows, layers) = match &self.to.target {
             Target::Cache { name, first_layer } => self.to_cache(&link, name, *first_layer, deadline),
             Target::Addresses(addrs) => self.to_addresses(&link, addrs, deadline),
@@ -152,7 +151,7 @@ impl LayerPush {
         &self,
         link: &Arc<Link>,
         name: &RemoteCacheName,
-        first_layer: u32,
+        first_layer: Option<u32>,
         deadline: Deadline,
     ) -> Result<(RowList, Vec<Vec<Part>>)> {
         let (name, row) = name.without_slot();
@@ -160,11 +159,15 @@ impl LayerPush {
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
         let (range, per_layer) = (self.to.src_layers, self.per_layer);
         let count = range.end - range.first;
-        validate::rows_alike(WORDS, self.local.kv().map(|kv| &**kv), &remote)?;
-        validate::destination_layers(&remote, first_layer, count, per_layer)?;
+        validate::rows_alike((self.words, Side::Source), self.local.kv().map(|kv| &**kv), &remote)?;
+        let first_layer = match first_layer {
+            Some(first) => first,
+            None => validate::equal_layers(self.local.kv().map(|kv| &**kv), &remote, range.first)?,
+        };
+        validate::destination_layers(self.words, &remote, first_layer, count, per_layer)?;
         let (src, dst, count) = (range.first * per_layer, first_layer * per_layer, count * per_layer);
         let moves = |src, to: RemoteCache| {
-            validate::layer_moves(src, &self.rows, self.to.src_row, &LayerDestination::Cache(to))
+            validate::layer_moves(self.words, src, &self.rows, self.to.src_row, &LayerDestination::Cache(to))
         };
         let (plans, local_rows) = if self.local.mixed().is_some() || remote.mixed.is_some() {
             let local = SideSizes::new(self.local.layout_of_first(), self.local.mixed());
@@ -298,7 +301,8 @@ impl TensorPlans<'_> {
         }
         let local = CacheLayout { geometry: here, ..self.push.local.layout_of_first() };
         let to = LayerDestination::Memory { offset, tensor_bytes, rows };
-        let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, &to)?;
+        let mut moves =
+            validate::layer_moves(self.push.words, local, &self.push.rows, self.push.to.src_row, &to)?;
         let plan = CopyPlan::moves(&mut moves)?;
         self.local_rows = moves.src_rows;
         fallible::push(LAYERS, &mut self.plans, (destination, plan.clone()))?;

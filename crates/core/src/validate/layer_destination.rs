@@ -9,7 +9,7 @@ use super::cache_rules::{
 use super::layerwise::LayerRows;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, Geometry, RowList, RowSizes, Words};
+use crate::model::{CacheKind, CacheLayout, Geometry, KvGeometry, RowList, RowSizes, Words};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// Memory of a peer into which a tensor of the local cache is written.
@@ -32,6 +32,7 @@ pub enum LayerDestination {
 /// Returns what moves of one tensor of the local cache. The result holds for every tensor with an equal
 /// destination. `Err(InvalidArgument)` if the destination does not fit the source.
 pub fn layer_moves(
+    words: &Words,
     local: CacheLayout,
     rows: &LayerRows,
     src_row: u32,
@@ -39,25 +40,24 @@ pub fn layer_moves(
 ) -> Result<Moves> {
     let here = local.geometry;
     if let LayerDestination::Cache(remote) = to {
-        let words = Words::ORIGINAL;
         let there = remote.layout.geometry;
         let equal_sizes = || equal_blocks((words.src.local, here), (words.dst.remote, there));
         check_accessible(words, words.dst.remote, remote.accessible)?;
         match rows {
             LayerRows::Slot => {
                 match (local.kind, remote.layout.kind) {
-                    (CacheKind::Batch, kind) => batch_cache("the remote cache", kind)?,
+                    (CacheKind::Batch, kind) => batch_cache(words.dst.remote, kind)?,
                     (CacheKind::Blocks, CacheKind::Blocks) => equal_sizes()?,
                     (CacheKind::Blocks, CacheKind::Batch) => {}
                 }
                 remote_row(remote, ErrorKind::InvalidArgument)?;
             }
             LayerRows::Blocks { .. } => {
-                blocks_cache("the remote cache", remote.layout.kind)?;
+                blocks_cache(words.dst.remote, remote.layout.kind)?;
                 equal_sizes()?;
             }
             LayerRows::SlotToBlocks { block_bytes, .. } => {
-                blocks_cache("the remote cache", remote.layout.kind)?;
+                blocks_cache(words.dst.remote, remote.layout.kind)?;
                 whole_blocks(*block_bytes, there)?;
             }
         }
@@ -85,15 +85,33 @@ pub fn layer_moves(
 
 /// Checks that the layers to be written are in the remote cache: `layers` layers of `per_layer` tensors each,
 /// from layer `first`. `Err(InvalidArgument)` if they are not.
-pub fn destination_layers(remote: &RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
+pub fn destination_layers(
+    words: &Words,
+    remote: &RemoteCache,
+    first: u32,
+    layers: u32,
+    per_layer: u32,
+) -> Result<()> {
     let tensors = remote.layout.geometry.num_tensors();
     let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
     if end <= u64::from(tensors) {
         return Ok(());
     }
     let value = format!("{first}..{}", u64::from(first) + u64::from(layers));
-    let allowed = format!("within the {} layers of the remote cache", tensors / per_layer.max(1));
-    Err(Error::argument("dst_layer_range", value, allowed).with("remote_num_tensors", tensors))
+    let required = format!("within the {} layers of {}", tensors / per_layer.max(1), words.dst.remote);
+    Err(words.dst.layers.must_be(value, required).with("remote_num_tensors", tensors))
+}
+
+/// Returns the layer of the remote cache that is the same layer of the model as `layer` of the local cache. Without layouts, it has
+/// the same number. `Err(InvalidArgument)` if the remote cache does not hold it.
+pub fn equal_layers(local: Option<&KvGeometry>, remote: &RemoteCache, layer: u32) -> Result<u32> {
+    let (Some(local), Some(there)) = (local, remote.kv.as_deref()) else { return Ok(layer) };
+    let of_model = local.layout().layers.start + layer;
+    let held = &there.layout().layers;
+    of_model.checked_sub(held.start).ok_or_else(|| {
+        let text = format!("the remote cache has the layers {held:?} of the model, and not layer {of_model}");
+        Error::new(ErrorKind::InvalidArgument, text)
+    })
 }
 
 /// Returns the bytes from one written block to the next; `None` if blocks follow each other.

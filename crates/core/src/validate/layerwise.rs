@@ -4,7 +4,7 @@
 //! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
-use super::cache_rules::{caller_name, on_device};
+use super::cache_rules::{blocks_cache, caller_name, equal_lists, in_range, not_empty, on_device};
 use super::layer_ranges::{self, LayerRange};
 use crate::error::{Error, Result};
 use crate::fallible;
@@ -58,8 +58,9 @@ pub enum Target {
     Cache {
         /// Name of the cache.
         name: RemoteCacheName,
-        /// Layer into which the first layer is written; the others follow it.
-        first_layer: u32,
+        /// Layer into which the first layer is written; the others follow it. `None` is the same layer of the model if both caches
+        /// have layouts, and of the same number otherwise.
+        first_layer: Option<u32>,
     },
 }
 
@@ -86,6 +87,21 @@ pub fn layerwise(local: CacheLayout, args: &LayerwiseArgs) -> Result<LayerRows> 
         Some(block_bytes) if !dst.is_empty() => Ok(LayerRows::SlotToBlocks { dst, block_bytes }),
         _ => Ok(LayerRows::Slot),
     }
+}
+
+/// Returns which rows of each layer move in a push of blocks to blocks, in the words of the caller.
+pub fn layers_of_blocks(words: &Words, local: CacheLayout, args: &LayerwiseArgs) -> Result<LayerRows> {
+    blocks_cache(words.src.cache, local.kind)?;
+    let numbers = |blocks: &[u64]| {
+        fallible::collect(crate::plan::REQUEST, blocks.iter().map(|block| block.cast_signed()))
+    };
+    let (src, dst) = (numbers(&args.src_blocks)?, numbers(&args.dst_blocks)?);
+    not_empty(words.dst.blocks, &dst)?;
+    not_empty(words.src.blocks, &src)?;
+    equal_lists(words, &src, &dst)?;
+    in_range(words.src.blocks, &src, local.geometry)?;
+    let copied = |blocks: &[u64]| fallible::copied(crate::plan::REQUEST, blocks);
+    Ok(LayerRows::Blocks { src: copied(&args.src_blocks)?, dst: copied(&args.dst_blocks)? })
 }
 
 /// Rows 6 to 8: checks that the lists and the block size can be combined.

@@ -38,14 +38,14 @@ pub use copy::{
 };
 pub use grant::{grant, grant_ttl};
 pub(crate) use json::json;
-pub use layer_destination::{LayerDestination, destination_layers, layer_moves};
+pub use layer_destination::{LayerDestination, destination_layers, equal_layers, layer_moves};
 pub use layer_ranges::{
     ExtParam, LayerRange, Layers, ext_alone, pull_kv_layers, push_kv_alone, push_kv_blocks, push_kv_cache,
     push_size, push_spans, tensors_per_layer,
 };
 pub use layerwise::{
-    Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination, layerwise,
-    whole_layers,
+    Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination,
+    layers_of_blocks, layerwise, whole_layers,
 };
 pub use rows::Rows;
 pub use text_names::{cache_name, engine_name};

@@ -6,7 +6,7 @@ use llm_datadist_core::testing::plan::{CopyPlan, Moves};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
-use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, RowSizes};
+use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, RowSizes, Words};
 use proptest::prelude::*;
 
 use crate::fixtures::{desc, patterned};
@@ -139,7 +139,7 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
     };
     let source = patterned(1, 9, local.0 * local.1);
     let before = patterned(2, 9, far_bytes);
-    let planned: Result<Moves> = layer_moves(here, &rows, slots.0 as u32, &at);
+    let planned: Result<Moves> = layer_moves(Words::ORIGINAL, here, &rows, slots.0 as u32, &at);
     let (mut expected, mut got) = (before.clone(), before);
     let mut legal = slots.0 < local.0 || case.form % 3 == 1;
     legal &= !by_name || !slots_alone || slots.1 < remote.0;
@@ -189,7 +189,7 @@ fn layers_are_in_the_remote_cache_or_refused() {
         for layers in bounds {
             for per_layer in bounds {
                 let inside = (u128::from(first) + u128::from(layers)) * u128::from(per_layer) <= 12;
-                let result = destination_layers(&there, first, layers, per_layer);
+                let result = destination_layers(Words::ORIGINAL, &there, first, layers, per_layer);
                 assert_eq!(result.is_ok(), inside, "{first} {layers} {per_layer}");
             }
         }

@@ -192,7 +192,7 @@ fn destinations_are_checked_in_the_order_of_the_table() {
     let target = prop_oneof![
         3 => prop::collection::vec(any::<u64>(), 0..9).prop_map(Target::Addresses),
         2 => (row(), any::<u32>()).prop_map(|(row, first_layer)| {
-            Target::Cache { name: Name::Row { cache: CacheId(1), row }.into(), first_layer }
+            Target::Cache { name: Name::Row { cache: CacheId(1), row }.into(), first_layer: Some(first_layer) }
         }),
     ];
     let range = prop_oneof![9 => (0..5u32, 0..7u32), 1 => Just((0, 1000))];

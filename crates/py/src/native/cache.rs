@@ -212,8 +212,8 @@ impl NativeCache {
 
     /// End the cache. Its name can be used again at once, and new transfers that name it fail with ``NotFound``.
     ///
-    /// The transfer ends when nothing touches the memory any more, neither this engine nor a peer. For an allocated cache that is
-    /// at once: its memory returns to the pool when the last transfer and view is gone. Grants of the cache end with the reason
+    /// The transfer ends when nothing touches the memory any more, neither this engine nor a peer. The memory of an allocated cache
+    /// returns to the pool when the last transfer and view is gone. Grants of the cache end with the reason
     /// ``"released"``. Freeing a cache again, or after ``Engine.close``, ends at once.
     ///
     /// Returns:
@@ -226,10 +226,11 @@ impl NativeCache {
     ///     Closed: this process is a forked child.
     fn free(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {
         let OwnCache { shared, id, .. } = &*self.own;
-        if shared.engine.closed() && !shared.engine.is_inherited() {
+        if !shared.engine.is_open() && !shared.engine.is_inherited() {
             return NativeTransfer::ended(py, shared);
         }
-        let transfer = shared.engine.attached(py, |engine| engine.start_free(*id, None))?;
+        // Also while the engine closes, because transfers may still use the memory.
+        let transfer = shared.engine.attached_while_open(py, |engine| engine.start_free(*id, None))?;
         NativeTransfer::started(py, shared, &transfer)
     }
 

@@ -231,7 +231,9 @@ fn are_shares(pairs: &[PeerPair<'_>]) -> bool {
         std::ptr::eq(one, other)
             || (first.own == pair.own && one.blocks() == other.blocks() && one.part() == other.part())
     };
-    first.own.block_tokens.is_some() && others.iter().all(same)
+    let narrowed =
+        |pair: &PeerPair<'_>| [pair.local, pair.remote].iter().any(|rows| rows.part().layers.is_some());
+    first.own.block_tokens.is_some() && others.iter().all(same) && !pairs.iter().any(narrowed)
 }
 
 fn start_layers(engine: &DataDist, pairs: &[PeerPair<'_>], extras: Extras) -> Result<LayerTask> {
@@ -256,6 +258,13 @@ fn receiver(pair: &PeerPair<'_>, cache: &OwnCache) -> Result<LayerReceiver> {
             return Err(Error::argument(name, rows, "rows of whole blocks in a layer-wise push"));
         }
     }
+    if pair.local.part().layers.is_some() != pair.remote.part().layers.is_some() {
+        return Err(Error::argument(
+            "dst",
+            pair.remote,
+            "rows with layers if src has layers, and without if it has none",
+        ));
+    }
     let all = 0..u32::try_from(pair.own.layers()).unwrap_or(u32::MAX);
     let read = pair.local.part().layers.clone().unwrap_or(all);
     let written = pair.remote.part().layers.clone();
@@ -265,7 +274,7 @@ fn receiver(pair: &PeerPair<'_>, cache: &OwnCache) -> Result<LayerReceiver> {
     }
     let target = Target::Cache {
         name: pair.of_peer.name.clone().into(),
-        first_layer: written.map_or(0, |written| written.start),
+        first_layer: written.map(|written| written.start),
     };
     let src_layers = LayerRange { first: read.start, end: read.end };
     let args = LayerwiseArgs {

@@ -59,7 +59,7 @@ impl NativeEngine {
         let arguments = [pool, host_pool, page, listen, token, token_file, accept_remote, timeout, verify];
         let config = GivenOptions { arguments, options, name }.config(py)?;
         let metadata = metadata.given().map_or_else(|| Ok(Vec::new()), |given| bytes("metadata", &given))?;
-        Ok(NativeEngine { shared: EngineShared::open(py, config, metadata)? })
+        Ok(NativeEngine { shared: EngineShared::open(py, Config { metadata, ..config })? })
     }
 
     /// The name that peers see. It can still be read when the engine is closed.

@@ -62,7 +62,16 @@ pub(crate) struct GrantClosedEvent {
 /// Returns at most `most` events. If that fails, they stay in the queue.
 pub(crate) fn taken(py: Python<'_>, shared: &Arc<EngineShared>, most: usize) -> PyResult<Vec<Py<PyAny>>> {
     let poll = |engine: &DataDist| Ok((engine.events().clone(), engine.poll(most)?));
-    let (queue, events) = shared.engine.attached(py, poll)?;
+    let (queue, mut events) = shared.engine.attached(py, poll)?;
+    // A call on many blocks starts while it is detached from the interpreter. Its transfer may end before the call has made the
+    // handle that it returns, and the event has the same one.
+    let unknown = |event: &Event| match event {
+        Event::Completed(transfer) => shared.transfers.get(&transfer.number(), |_| ()).is_none(),
+        _ => false,
+    };
+    if let Some(at) = events.iter().position(unknown) {
+        queue.put_back(events.split_off(at).into_iter());
+    }
     let made = events.iter().filter_map(|event| of(py, shared, event).transpose());
     let made: PyResult<Vec<_>> = made.collect();
     match &made {

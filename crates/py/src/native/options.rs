@@ -56,7 +56,8 @@ impl GivenOptions<'_, '_> {
             values.push((name, value));
         }
         let values: Vec<_> = values.iter().map(|(name, value)| (&**name, value.clone())).collect();
-        let variable = |name: &str| env::var(name).ok();
+        // A token that is no UTF-8 must not count as none.
+        let variable = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         let config = config_from_values(&values, &variable);
         let config = config.map_err(|error| raise(py, &error))?;
         Ok(Config { name: self.name(py)?, ..config })

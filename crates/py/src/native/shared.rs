@@ -45,16 +45,13 @@ pub(crate) struct EngineShared {
 }
 
 impl EngineShared {
-    /// Opens an engine, whose peers get `metadata`. It is closed when the interpreter exits, if it is still open then.
-    pub(crate) fn open(py: Python<'_>, config: Config, metadata: Vec<u8>) -> PyResult<Arc<Self>> {
+    /// Opens an engine. It is closed when the interpreter exits, if it is still open then.
+    pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Arc<Self>> {
         let (name, timeout) = (config.name.clone(), config.sync_timeout);
         log(py, "start")?;
         let opened = || {
             let engine = Engine::open(py, config, raise)?;
-            let address = engine.attached(py, |engine| {
-                engine.set_metadata(metadata)?;
-                Ok(engine.listening())
-            })?;
+            let address = engine.attached(py, |engine| Ok(engine.listening()))?;
             Ok((engine, address.map(|address| address.to_string())))
         };
         let (engine, address) = match opened() {
@@ -137,5 +134,6 @@ pub(crate) fn default_name(py: Python<'_>) -> PyResult<String> {
 #[pyfunction]
 pub(crate) fn close_all(py: Python<'_>) -> PyResult<()> {
     let opened: Vec<_> = opened_engines().iter().filter_map(|(_, engine)| engine.upgrade()).collect();
-    opened.iter().try_for_each(|engine| engine.close(py, Duration::ZERO))
+    let closed: Vec<_> = opened.iter().map(|engine| engine.close(py, Duration::ZERO)).collect();
+    closed.into_iter().collect()
 }

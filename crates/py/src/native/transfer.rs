@@ -48,7 +48,11 @@ impl NativeTransfer {
         shared: &Arc<EngineShared>,
         transfer: &Arc<Transfer>,
     ) -> PyResult<Py<Self>> {
-        Self::kept(py, shared, transfer).inspect_err(|_| _ = transfer.cancel())
+        Self::kept(py, shared, transfer).inspect_err(|_| {
+            transfer.cancel();
+            // Its event needs an entry.
+            shared.transfers.insert(transfer.number(), py.None());
+        })
     }
 
     /// Returns the handle of a layer-wise push that has just started.
@@ -82,7 +86,7 @@ impl NativeTransfer {
         };
         let handle = match held.cast::<PyWeakrefReference>() {
             Ok(weak) => weak.upgrade(),
-            Err(_) => Some(held),
+            Err(_) => Some(held).filter(|held| !held.is_none()),
         };
         match handle {
             Some(handle) => Ok(handle.cast_into::<Self>()?.unbind()),

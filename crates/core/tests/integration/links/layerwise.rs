@@ -37,7 +37,7 @@ pub(super) fn to(cluster: u64, target: Target, layers: u32) -> Destination {
 }
 
 pub(super) fn named(held: &Held) -> Target {
-    Target::Cache { name: row(held, 0).into(), first_layer: 0 }
+    Target::Cache { name: row(held, 0).into(), first_layer: Some(0) }
 }
 
 pub(super) fn addressed(held: &Held) -> Target {

@@ -267,8 +267,10 @@ fn freed_destination_is_never_replaced_by_another() {
         let source = Held::pool(&pair.local, &shape, Batch);
         let bytes = source.fill(1);
         let keyed = || Held::new(&pair.remote, false, &shape, Batch, &[Some(request(5))]);
-        let targets: [fn(&Held) -> Target; 3] =
-            [named, addressed, |_| Target::Cache { name: Name::Key(request(5)).into(), first_layer: 0 }];
+        let targets: [fn(&Held) -> Target; 3] = [named, addressed, |_| Target::Cache {
+            name: Name::Key(request(5)).into(),
+            first_layer: Some(0),
+        }];
         for target in targets {
             let remote = keyed();
             let task = start(&pair.local, &source, &SLOTS, &[to(2, target(&remote), 3)]);

@@ -77,7 +77,7 @@ fn caches_are_pulled_and_pushed_by_their_names() {
         local.pull_group(members, CallExtras::default()).run().unwrap();
         assert!(ours[0].read() == pushed && ours[1].read() == second);
         let layers = source.fill(4);
-        let target = Target::Cache { name: RemoteCacheName::Text("kv".into()), first_layer: 0 };
+        let target = Target::Cache { name: RemoteCacheName::Text("kv".into()), first_layer: Some(0) };
         let rows: Vec<u64> = (0..8).collect();
         let task = start(local, &source, &blocks(&rows, &rows), &[to(2, target, 1)]);
         all_ready(&task);

@@ -234,7 +234,7 @@ fn a_revocation_ends_when_its_reads_have_ended() {
 }
 
 fn receiver(cluster: ClusterId, to: &Held, layers: (u32, u32)) -> LayerReceiver {
-    let target = Target::Cache { name: row(to, 0).into(), first_layer: layers.0 };
+    let target = Target::Cache { name: row(to, 0).into(), first_layer: Some(layers.0) };
     let src_layers = LayerRange { first: layers.0, end: layers.1 };
     LayerReceiver {
         to: Destination { cluster, target, src_layers, src_row: 0 },

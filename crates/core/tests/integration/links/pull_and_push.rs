@@ -188,7 +188,7 @@ fn a_grant_is_no_name_of_a_remote_cache() {
     let pair = Pair::new(Way::Shm);
     let local = Held::pool(&pair.local, &device(2, 1, 64), Blocks);
     let name = Name::Grant(GrantId { slot: 0, generation: 0, secret: [0; 16] });
-    let layers = vec![to(2, Target::Cache { name: name.into(), first_layer: 0 }, 1)];
+    let layers = vec![to(2, Target::Cache { name: name.into(), first_layer: Some(0) }, 1)];
     for refused in [
         pull_blocks(&pair.local, of(2, name), &local, &[0], &[0]),
         push_blocks(&pair.local, &local, &[0], of(2, name), &[0]),

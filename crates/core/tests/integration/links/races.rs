@@ -277,7 +277,9 @@ fn readers_see_one_version_of_a_row() {
                 }
                 writers.fetch_sub(1, Ordering::Relaxed);
             });
-            for target in [Target::Cache { name: written.into(), first_layer: 0 }, Target::Addresses(addrs)] {
+            for target in
+                [Target::Cache { name: written.into(), first_layer: Some(0) }, Target::Addresses(addrs)]
+            {
                 let (pair, shape, writers) = (&pair, &shape, &writers);
                 scope.spawn(move || {
                     let [source, fresh] = [(); 2].map(|()| Held::pool(&pair.local, shape, Batch));
@@ -439,7 +441,7 @@ fn layers_are_pushed_through_rings_and_by_process() {
         let bytes: Vec<_> =
             sources.iter().zip(0..).map(|(source, at)| source.fill(round * 20 + at)).collect();
         let start = |at: usize| {
-            let into = Target::Cache { name: row(&targets[at], 0).into(), first_layer: 0 };
+            let into = Target::Cache { name: row(&targets[at], 0).into(), first_layer: Some(0) };
             start(&pair.local, &sources[at], &SLOTS, &[to(2, into, 4)])
         };
         let tasks: Vec<_> = (0..TASKS).map(start).collect();

@@ -358,7 +358,7 @@ fn layers_follow_the_option_of_the_engine() {
         let [near, far] =
             [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &shape, CacheKind::Batch));
         let bytes = near.fill(1);
-        let aims = || [to(2, Target::Cache { name: row(&far, 1).into(), first_layer: 0 }, 2)];
+        let aims = || [to(2, Target::Cache { name: row(&far, 1).into(), first_layer: Some(0) }, 2)];
         let task = start(&pair.local, &near, &SLOTS, &aims());
         for layer in 0..2 {
             task.ready(layer).unwrap();
