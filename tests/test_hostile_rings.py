@@ -377,15 +377,17 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         link = local_link(trial, offer)
         trial.begin()
         rings = [link.ringed_call() for _ in range(MAX_RINGS)]
-        for unreadable in (False, True):
+        unreadable = frame(b"unreadable")
+        for before, said in ((b"", frame(m.RING_OFFER)), (b"", unreadable), (unreadable[:-4], unreadable[-4:])):
             wire = link.call(rings=True)
-            send_lingering(wire.socket, frame(b"unreadable" if unreadable else m.RING_OFFER))
+            wire.socket.sendall(before)
+            send_lingering(wire.socket, said)
             with suppress(*GONE):
                 assert m.read_ring_answer(wire.hear()) is not None
         time.sleep(SILENCE + 3)
         for ring in rings:
             assert ring.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=MAX_RINGS + 2, busy=1, mapped=GENERATIONS)
+        trial.judge(links=1, streams=MAX_RINGS + 3, busy=1, mapped=GENERATIONS)
         assert not trial.tender.ended, "the link itself goes on"
     while LINGERING:
         LINGERING.pop().close()

@@ -262,7 +262,8 @@ class Engine:
         matter. Copying no blocks ends at once.
 
         Args:
-            dst: blocks that are written, or a list of ``(dst, src)`` pairs, which succeed or fail together.
+            dst: blocks that are written, or a list of ``(dst, src)`` pairs. All pairs are checked before the first one
+                is copied. If a copy fails later, the pairs before it are in place.
             src: blocks that are read, as many as ``dst`` has. Left out if ``dst`` is a list.
             verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
             timeout: time limit of the copy in seconds. ``None``: ``Engine.timeout``.
@@ -347,6 +348,9 @@ class Engine:
         a push writes the layers and heads that both hold. Until the transfer has ended, the blocks of ``src`` must not
         be written. If it fails, the blocks of ``dst`` are undefined.
 
+        A pull and a push of two engines that wait for each other's blocks in a circle end at their time limits: do not
+        read blocks of a peer into blocks that the peer reads from at the same time.
+
         With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute
         one layer while another one moves.
 
@@ -368,7 +372,8 @@ class Engine:
             TypeError: an argument has the wrong type, or ``src`` is missing.
             InvalidArgument: ``dst`` is not remote or ``src`` not local; rows of another engine; no blocks; different
                 numbers of blocks or tokens; a message above 64 KiB; an unknown ``verify``; ``layerwise`` with rows that
-                are narrowed by ``bytes``.
+                are narrowed by ``tokens`` or ``bytes``, or with rows of several caches of this engine.
+            NotFound: the cache of this engine was freed.
             Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
             Closed: the engine is closed.
         """
@@ -561,9 +566,9 @@ class Cache:
     def free(self) -> Transfer[None]:
         """End the cache. Its name can be used again at once, and new transfers that name it fail with ``NotFound``.
 
-        The transfer ends when nothing touches the memory any more, neither this engine nor a peer. For an allocated
-        cache it has ended already: its memory returns to the pool when the last transfer and view is gone. Grants of
-        the cache end with the reason ``"released"``. Freeing a cache again, or after ``Engine.close``, ends at once.
+        The transfer ends when nothing touches the memory any more, neither this engine nor a peer. The memory of an
+        allocated cache returns to the pool when the last transfer and view is gone. Grants of the cache end with the
+        reason ``"released"``. Freeing a cache again, or after ``Engine.close``, ends at once.
 
         Returns:
             The transfer. ``Timeout``: a peer that no longer answers may still read registered memory after
@@ -676,7 +681,7 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        """Whether a link to this incarnation exists now. It is false once a call has raised ``PeerLost`` for it."""
+        """Whether a link to this incarnation exists now. False once its ``PeerDown`` can be taken."""
 
     def __getitem__(self, cache: str, /) -> RemoteCache:
         """Name a cache of the peer. Nothing is sent.
@@ -704,7 +709,8 @@ class Peer:
         """
 
     def close(self, timeout: float | None = None) -> Transfer[None]:
-        """Start to end the link. Transfers over it that still run end with ``PeerLost``, here and at the peer.
+        """Start to end the link. Transfers of this engine that run over it are finished first; new ones fail with
+        ``PeerLost``.
 
         Both ends get ``PeerDown``. The peer is told, and may link again. Closing a peer that is not linked ends at
         once.
@@ -821,7 +827,7 @@ class Grant:
         """
 
     def renew(self, ttl: float, /) -> None:
-        """Let the grant last until ``ttl`` seconds from now, in place of its present end. It may become shorter.
+        """Let the grant last at least until ``ttl`` seconds from now. It never becomes shorter; ``revoke`` ends it.
 
         Args:
             ttl: seconds, above 0 and at most 4,294,967.
@@ -891,7 +897,8 @@ class PeerUp:
 class PeerDown:
     """The event that a link has ended, for whatever reason.
 
-    It comes after the messages of the peer and after the ends of all transfers over the link.
+    It comes after the messages of the peer, and after the ends of the transfers over the link. It waits for them for at
+    most one second, and not if the same peer has been linked again.
     """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("peer", "reason", "unconfirmed")
@@ -910,7 +917,7 @@ class PeerDown:
 
 @final
 class GrantClosed:
-    """The event that a grant of this engine has ended: ``llm_datadist.GrantClosed`` outside this stub.
+    """The event that a grant of this engine has ended.
 
     The blocks of the grant may be written again. There is one event for each grant, also after ``revoke``.
     """
@@ -1120,7 +1127,7 @@ class CacheBuffer:
         """Return the type and the number of the device in DLPack's numbers."""
 
 class Error(Exception):
-    """The base of all errors of the engine. Its text says what failed, the facts, and what the program can do next.
+    """The base of all errors of the engine. Its text says what failed, with the facts. Its class says what to do next.
 
     A call raises an error at once, or it is the outcome of a transfer. The subclass says what kind of failure it is.
     """

@@ -364,7 +364,8 @@ def test_wrong_values_of_registrations(engine: Engine, tensors: Any, given: dict
     ("tensors", "given"),
     [
         (bytearray(8), {}),
-        pytest.param(HERE, ADDRESSES, id="one-address"), ([HERE, bytearray(64)], ADDRESSES), ([None], {}), (["text"], {}),
+        pytest.param(HERE, ADDRESSES, id="one-address"),
+        ([HERE, bytearray(64)], ADDRESSES), ([None], {}), (["text"], {}),
         ([True], ADDRESSES), ([1.0], ADDRESSES), ([object()], {}), ([HERE], {}), ([HERE], {"blocks": 4}),
         ([HERE], {"blocks": 4, "shape": (16,)}), ([HERE], {"shape": (16,), "dtype": "uint8"}),
         ([bytearray(8)], {"stride": 1}), ([bytearray(8)], {"shared": 1}), ([bytearray(8)], {"share": True}),

@@ -707,6 +707,21 @@ def test_conversion(pair: Pair, change: str, verb: str) -> None:
         assert (place(theirs, from_, None, tokens) == sequence(tokens)).all()
 
 
+def test_blocks_without_tokens_of_the_other_end(pair: Pair) -> None:
+    """Rows without a range of tokens move whole blocks, so no block of either end may be left over."""
+    mine, theirs = (e.allocate("laid out", layout(), blocks=8) for e in (pair.near, pair.far))
+    longer = pair.near.allocate("longer", layout(block_tokens=8), blocks=8)
+    fill(mine, 1)
+    fill(theirs, 2)
+    before, remote = (contents(mine), contents(theirs)), pair.peer["laid out"]
+    refused("dst", lambda: pair.near.pull(mine[[0, 1]], remote[[0]]))
+    refused("dst", lambda: pair.near.pull(mine[[0]], remote[[0, 1]]))
+    refused("dst", lambda: pair.near.push(remote[[0]], mine[[0, 1]]))
+    assert fails(InvalidArgument, lambda: pair.near.pull(longer[[0, 1]], remote[[0, 1]])).argument == "dst"
+    assert fails(InvalidArgument, lambda: pair.near.push(remote[[0, 1]], longer[[0, 1]])).argument == "src"
+    assert (contents(mine), contents(theirs)) == before
+
+
 def test_range_of_tokens(pair: Pair) -> None:
     mine, theirs = (e.allocate("laid out", layout(), blocks=8) for e in (pair.near, pair.far))
     place(theirs, [4, 1, 0], sequence(12), 12)

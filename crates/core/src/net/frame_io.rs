@@ -138,13 +138,12 @@ impl Stream {
     /// Receives the next frame with its memory files, at most [`MAX_DESCRIPTORS`]. Other descriptors are closed.
     pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<ReceivedFrame>> {
         let mut descriptors = Vec::new();
-        // Descriptors are attached to the first byte of a frame, so the body has none.
         let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
         let frame = self.frame(limit, Duration::ZERO, deadline, step, |_| Ok(((), deadline)))?;
         Ok(frame.map(|(kind, body, ())| (kind, body, descriptors)))
     }
 
-    /// Receives one frame whose header is read by `step`.
+    /// Receives one frame, which is read by `step`.
     fn frame<T>(
         &self,
         limit: usize,
@@ -186,7 +185,7 @@ impl Stream {
                 }
                 body.resize(next, 0);
             }
-            got += transmission.next((HEADER + got) as u64, || self.pull(&mut body[got..]))?;
+            got += transmission.next((HEADER + got) as u64, || step(&mut body[got..]))?;
         }
         Ok(Some((header.kind, body, held)))
     }

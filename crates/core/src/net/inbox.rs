@@ -55,7 +55,11 @@ impl Inbox {
         self.body.resize(header.length, 0);
         while self.filled < HEADER + header.length {
             let rest = &mut self.body[self.filled - HEADER..];
-            match stream.step(|stream| stream.pull(rest))? {
+            let kept = &mut self.descriptors;
+            // A peer may also attach descriptors to the body.
+            let step =
+                |stream: &Stream| if expected { stream.pull_with(rest, kept) } else { stream.pull(rest) };
+            match stream.step(step)? {
                 StepResult::Bytes(bytes) => self.filled += bytes,
                 StepResult::NotYet => return Ok(Arrival::Partial),
                 StepResult::Ended => return Err(stream.ended(self.filled as u64)),

@@ -20,7 +20,6 @@ use super::shared::EngineShared;
 use super::transfer::NativeTransfer;
 use super::values::{self, wrong_type};
 use crate::convert::{self, Any};
-use crate::notify::NotifyArg;
 
 /// Name of the lists in out-of-memory errors.
 const PAIRS: &str = "the pairs of a call";
@@ -33,7 +32,7 @@ pub(crate) struct GivenExtras<'a, 'py> {
     /// Whether this is the last pull under the grants.
     pub(crate) last: bool,
     /// The message for the peer.
-    pub(crate) notify: Option<NotifyArg<'a, 'py>>,
+    pub(crate) notify: Option<&'a Any<'py>>,
     /// How the bytes are compared.
     pub(crate) verify: Option<&'a Any<'py>>,
     /// The time limit in seconds.
@@ -342,7 +341,7 @@ fn rows<'py>(name: &str, given: &Any<'py>) -> PyResult<Bound<'py, BlockRows>> {
 /// Reads what a call of this many pairs does beside moving bytes.
 fn extras(py: Python<'_>, pairs: usize, given: &GivenExtras<'_, '_>) -> PyResult<Extras> {
     let grants = grants(py, pairs, given.grant, given.last)?;
-    let notify = given.notify.map(|notify| notify.bytes("notify")).transpose()?.flatten();
+    let notify = given.notify.map(|notify| values::bytes("notify", notify)).transpose()?;
     let verify = given.verify.map(verify).transpose()?;
     let limit = given.timeout.map(|limit| values::seconds("timeout", limit)).transpose()?;
     Ok(Extras { grants, notify, verify, limit })

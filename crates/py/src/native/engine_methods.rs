@@ -5,8 +5,8 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::EnsureOptions;
 use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{Config, EnsureOptions};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -26,7 +26,6 @@ use super::shared::EngineShared;
 use super::transfer::NativeTransfer;
 use super::values::{self, wrong_type};
 use crate::convert::Any;
-use crate::notify::NotifyArg;
 use crate::stats;
 
 #[pymethods]
@@ -302,7 +301,7 @@ impl NativeEngine {
         src: Option<&Any<'py>>,
         grant: Option<&Any<'py>>,
         last: bool,
-        notify: Option<NotifyArg<'_, 'py>>,
+        notify: Option<&Any<'py>>,
         verify: Option<&Any<'py>>,
         timeout: Option<&Any<'py>>,
     ) -> PyResult<Py<NativeTransfer>> {
@@ -348,7 +347,7 @@ impl NativeEngine {
         py: Python<'py>,
         dst: &Any<'py>,
         src: Option<&Any<'py>>,
-        notify: Option<NotifyArg<'_, 'py>>,
+        notify: Option<&Any<'py>>,
         verify: Option<&Any<'py>>,
         timeout: Option<&Any<'py>>,
         layerwise: bool,
@@ -560,8 +559,7 @@ impl NativeEngine {
 
 /// Reads `bytes` or a `bytearray`.
 fn bytes(name: &str, given: &Any<'_>) -> PyResult<Vec<u8>> {
-    let given = NotifyArg::extract(given.as_borrowed())?;
-    given.bytes(name)?.ok_or_else(|| given.missing(name))
+    values::bytes(name, given)
 }
 
 fn text(name: &str, given: &Any<'_>) -> PyResult<String> {

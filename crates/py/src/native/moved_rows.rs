@@ -35,6 +35,11 @@ pub(crate) fn with_peer(
     let layers = Layers { src: layers_of(src), dst: layers_of(dst), tensors_per_layer };
     let part = sub_row(dst, src)?;
     let (local_tokens, remote_tokens) = (local.part().tokens.clone(), remote.part().tokens.clone());
+    let (written, read) = (dst.blocks().len(), src.blocks().len());
+    if local_tokens.is_none() && remote_tokens.is_none() && written != read && written > 0 && read > 0 {
+        let required = format!("{read} blocks, as many as src has, or rows with tokens");
+        return Err(Error::argument("dst", format!("{written} blocks"), required));
+    }
     let (local, remote) = (copied(local)?, copied(remote)?);
     let rows = if !part.is_whole() {
         Rows::SubRows { remote, local, part }

@@ -14,7 +14,6 @@ use super::remote_cache::NativeRemoteCache;
 use super::transfer::NativeTransfer;
 use super::values::{self, wrong_type};
 use crate::convert::{self, Any};
-use crate::notify::NotifyArg;
 
 #[pymethods]
 impl NativePeer {
@@ -87,9 +86,9 @@ impl NativePeer {
     ///     PeerLost: there is no link to this incarnation.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (message, /))]
-    fn send(&self, message: NotifyArg<'_, '_>) -> PyResult<()> {
+    fn send(&self, message: &Any<'_>) -> PyResult<()> {
         let py = message.py();
-        let bytes = message.bytes("message")?.ok_or_else(|| message.missing("message"))?;
+        let bytes = values::bytes("message", message)?;
         self.shared.engine.enter(py, |engine| {
             let sent = engine.notify(self.info.cluster, bytes);
             sent.map_err(|error| renamed(error, "notify", "message"))

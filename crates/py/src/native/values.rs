@@ -9,10 +9,10 @@ use std::time::Duration;
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyInt};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyFloat, PyInt};
 
-use super::errors::invalid;
-use crate::convert::{Any, shown};
+use super::errors::{invalid, raise};
+use crate::convert::{self, Any, shown};
 
 /// Maximum number of seconds of a time: 2^32 - 1 milliseconds.
 const MAX_SECONDS: u64 = 4_294_967;
@@ -45,6 +45,23 @@ fn as_index<'py>(value: &Any<'py>) -> PyResult<Option<Bound<'py, PyInt>>> {
         Some(Err(error)) if !error.is_instance_of::<PyTypeError>(py) => Err(error),
         Some(Err(_)) | None => Ok(None),
     }
+}
+
+/// Reads a copy of the bytes of a `bytes` or `bytearray`.
+pub(crate) fn bytes(name: &str, value: &Any<'_>) -> PyResult<Vec<u8>> {
+    let py = value.py();
+    let copy = |bytes: &[u8]| {
+        let mut copy = convert::room_as(py, bytes.len(), raise)?;
+        copy.extend_from_slice(bytes);
+        Ok(copy)
+    };
+    if let Ok(bytes) = value.cast::<PyBytes>() {
+        return copy(bytes.as_bytes());
+    }
+    let array = value.cast::<PyByteArray>().map_err(|_| wrong_type(name, "bytes", value))?;
+    // The copy of a byte array cannot report a lack of memory.
+    drop(convert::room_as::<u8>(py, array.len(), raise)?);
+    Ok(array.to_vec())
 }
 
 /// Reads an integer in a range.

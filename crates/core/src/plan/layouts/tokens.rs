@@ -15,7 +15,7 @@ pub struct KvSequence<'a> {
     /// Numbers of the blocks. The first one has tokens 0 to `tokens_per_block`, and so on.
     pub blocks: &'a [u64],
     /// The tokens to move. `None` starts at token 0; the number of tokens is then that of the other side or, if
-    /// that is `None` too, of all tokens that both lists can hold.
+    /// that is `None` too, of all tokens that both lists can hold, which must be at least one of each block.
     pub tokens: Option<Range<u64>>,
     /// How the caller calls the blocks and the tokens.
     pub words: &'a SideWords,
@@ -40,6 +40,18 @@ impl KvSequence<'_> {
             self.words.blocks.entry_out_of_range(at, self.blocks[at], range)
         };
         outside.map_or(Ok(()), |at| Err(error(at)))
+    }
+
+    /// Returns `Err(InvalidArgument)` unless each block has at least one of the first `tokens` tokens. Otherwise a block would silently
+    /// keep what it had.
+    fn check_used(&self, tokens: u64) -> Result<()> {
+        ensure(self.capacity() - tokens < self.tokens_per_block(), || {
+            let (blocks, each) = (self.blocks.len(), self.tokens_per_block());
+            let required = format_args!(
+                "as many as {tokens} tokens need, or given with a range of tokens: each has {each}"
+            );
+            self.words.blocks.whole().must_be(format_args!("{blocks} blocks"), required)
+        })
     }
 
     /// Returns `Err(InvalidArgument)` unless `tokens` is a range of tokens that the blocks can hold.
@@ -97,6 +109,10 @@ pub fn moved_tokens(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<u64> {
 fn token_ranges(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<(Range<u64>, Range<u64>)> {
     let of_length = |range: &Range<u64>| 0..range.end.saturating_sub(range.start);
     let both = 0..src.capacity().min(dst.capacity());
+    if src.tokens.is_none() && dst.tokens.is_none() {
+        src.check_used(both.end)?;
+        dst.check_used(both.end)?;
+    }
     let src_tokens =
         src.tokens.clone().unwrap_or_else(|| dst.tokens.as_ref().map_or(both.clone(), of_length));
     let dst_tokens = dst.tokens.clone().unwrap_or_else(|| src.tokens.as_ref().map_or(both, of_length));
