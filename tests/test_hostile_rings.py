@@ -412,7 +412,8 @@ def offer_lingering(link: Link) -> str:
     except EndedError as error:
         return str(error)
     send_lingering(wire.socket, frame(m.RING_OFFER), 8)
-    assert m.read_ring_answer(wire.hear()) is not None
+    with suppress(EndedError):  # the offer that reaches the limit ends its stream
+        assert m.read_ring_answer(wire.hear()) is not None
     return ""
 
 

@@ -595,8 +595,7 @@ def test_free_while_the_engine_closes(start: Open) -> None:
     """Transfers may still use the memory, so the end of the cache waits for them."""
     near, far = start(), start(listen="127.0.0.1:0")
     assert far.address is not None
-    memory = [bytearray(ROW * BLOCKS) for _ in range(TENSORS)]
-    mine = near.register("mine", memory, blocks=BLOCKS, shape=(ROW,), dtype="uint8")
+    mine = near.register("mine", [np.zeros((BLOCKS, ROW), np.uint8) for _ in range(TENSORS)])
     allocate(far)
     push = near.push(near.link(far.address).result(LIMIT)["kv"][[0]], mine[[0]], layerwise=True)
     closing = threading.Thread(target=near.close, args=(LIMIT,))
