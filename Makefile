@@ -157,7 +157,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/mypy
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
 	MYPYPATH=benches $(BIN)/mypy benches/serving_latency.py
-	$(BIN)/python -m mypy.stubtest llm_datadist._core
+	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native
 	$(BIN)/python tools/mutants/run.py --check
 	$(BIN)/python -m pytest -q tools/lint tools/build/tests
 

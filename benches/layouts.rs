@@ -40,7 +40,7 @@ use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan};
 use llm_datadist_core::{
     CacheDesc, ClusterId, Config, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement,
-    Role, TokenOrder,
+    Role, TokenOrder, Words,
 };
 use nested::{Dimension, NESTED, Nest};
 
@@ -200,7 +200,12 @@ impl Side {
     }
 
     fn sequence(&self) -> KvSequence<'_> {
-        KvSequence { geometry: &self.geometry, blocks: &self.blocks, tokens: None }
+        KvSequence {
+            geometry: &self.geometry,
+            blocks: &self.blocks,
+            tokens: None,
+            words: &Words::ORIGINAL.src,
+        }
     }
 }
 
@@ -380,8 +385,10 @@ fn planning() {
         let case = Case { name, tokens_per_block: 16, src: (0..4, Nhd), dst: (2..4, dst_order) };
         let (src, dst) = (case.geometry(&case.src, 8192, 80), case.geometry(&case.dst, 8192, 80));
         let plan = || {
-            let src = KvSequence { geometry: &src, blocks: &src_blocks, tokens: None };
-            let dst = KvSequence { geometry: &dst, blocks: &dst_blocks, tokens: None };
+            let src =
+                KvSequence { geometry: &src, blocks: &src_blocks, tokens: None, words: &Words::ORIGINAL.src };
+            let dst =
+                KvSequence { geometry: &dst, blocks: &dst_blocks, tokens: None, words: &Words::ORIGINAL.src };
             let part = KvPart::common(src.geometry.layout(), dst.geometry.layout()).unwrap();
             drop(std::hint::black_box(LayoutPlan::new(&src, &dst, &part).unwrap()));
         };

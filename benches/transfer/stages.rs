@@ -82,7 +82,9 @@ fn push(layout: CacheLayout, list: Rows) -> ([f64; 7], usize) {
 #[inline(never)]
 fn checked(layout: CacheLayout, list: Rows) -> (CheckedTransfer, Moves) {
     let remote = RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true };
-    let checked = CheckedTransfer::new(Side::Source, layout, list, Layers::ALL).unwrap();
+    let checked =
+        CheckedTransfer::new(llm_datadist_core::Words::ORIGINAL, Side::Source, layout, list, Layers::ALL)
+            .unwrap();
     let moves = checked.moves(&remote).unwrap();
     (checked, moves)
 }

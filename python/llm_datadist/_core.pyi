@@ -65,6 +65,7 @@ __all__ = [
     "check_uint64",
     "close_log",
     "log_after_fork",
+    "native",
     "open_log",
     "options",
     "register_types",

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Error(Exception):
-    """The base of all errors of the engine. Its text says what failed, the facts, and what the program can do next.
+    """The base of all errors of the engine. Its text says what failed, with the facts. Its class says what to do next.
 
     A call raises an error at once, or it is the outcome of a transfer. The subclass says what kind of failure it is.
 
@@ -30,9 +30,10 @@ class Error(Exception):
         code: the kind of failure as a word, such as ``"not_linked"``, for logs and metrics. A class may have several.
         reason: what failed, without the facts.
         argument: the name of the argument that was refused, or ``None``.
-        facts: what is known about the failure: texts by name, for example ``peer``, ``address``, ``part``.
+        facts: what is known about the failure: texts by name, such as ``incarnation`` and ``part``.
         arrived: what a failed pull has written, as ``[(tensor, [(first block, block after the last), ...]), ...]``. All
-            bytes of these blocks of the destination are in place. Other blocks of the destination are undefined.
+            bytes of these blocks of the destination are in place. Other blocks of the destination are undefined. Empty
+            for every other failure.
     """
 
     def __init__(

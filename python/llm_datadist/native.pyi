@@ -15,13 +15,26 @@ Three rules hold for every call:
 Objects of this module may be used from any number of threads at once.
 """
 
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, Protocol, SupportsIndex, TypeVar, final, type_check_only
 
 from typing_extensions import Buffer, CapsuleType, Self, TypeAlias
 
+from llm_datadist.errors import (
+    Busy,
+    Cancelled,
+    Closed,
+    Error,
+    GrantEnded,
+    InvalidArgument,
+    NotFound,
+    OutOfMemory,
+    PeerLost,
+    Timeout,
+    VerifyFailed,
+)
 from llm_datadist.stats import Stats
 
 __all__ = [
@@ -35,8 +48,8 @@ __all__ = [
     "Error",
     "Event",
     "Grant",
-    "GrantEnded",
     "GrantClosed",
+    "GrantEnded",
     "InvalidArgument",
     "KvLayout",
     "Message",
@@ -117,8 +130,8 @@ class Engine:
         Error: the address cannot be bound, or a thread cannot be started.
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         *,
         pool: _Size | None = None,
         host_pool: _Size | None = None,
@@ -132,7 +145,7 @@ class Engine:
         timeout: float = 10.0,
         verify: _Verify = "off",
         **options: float | str | bool,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def name(self) -> str:
         """The name that peers see. It can still be read when the engine is closed."""
@@ -709,11 +722,10 @@ class Peer:
         """
 
     def close(self, timeout: float | None = None) -> Transfer[None]:
-        """Start to end the link. Transfers of this engine that run over it are finished first; new ones fail with
-        ``PeerLost``.
+        """Start to end the link.
 
-        Both ends get ``PeerDown``. The peer is told, and may link again. Closing a peer that is not linked ends at
-        once.
+        Transfers of this engine that run over it are finished first; new ones fail with ``PeerLost``. Both ends get
+        ``PeerDown``. The peer is told, and may link again. Closing a peer that is not linked ends at once.
 
         Args:
             timeout: seconds to wait until the peer has confirmed. ``None``: ``Engine.timeout``. This end has dropped
@@ -801,7 +813,7 @@ class Transfer(Generic[_T_co]):
         """
 
     def __await__(self) -> Generator[Any, None, _T_co]: ...
-    def __class_getitem__(cls, item: Any, /) -> Any: ...
+    def __class_getitem__(cls, key: Any) -> Any: ...
 
 @final
 class Grant:
@@ -1125,67 +1137,3 @@ class CacheBuffer:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return the type and the number of the device in DLPack's numbers."""
-
-class Error(Exception):
-    """The base of all errors of the engine. Its text says what failed, with the facts. Its class says what to do next.
-
-    A call raises an error at once, or it is the outcome of a transfer. The subclass says what kind of failure it is.
-    """
-
-    @property
-    def code(self) -> str:
-        """The kind of failure as a word, such as ``"peer_lost"``, for logs and metrics.
-
-        A class may have several codes: ``PeerLost`` has ``"peer_lost"``, ``"not_linked"`` and ``"link_failed"``, and
-        ``Closed`` has ``"closed"`` and ``"forked"``. ``Error`` itself has ``"failed"``.
-        """
-
-    @property
-    def reason(self) -> str:
-        """What failed, without the facts."""
-
-    @property
-    def argument(self) -> str | None:
-        """The name of the argument that was refused, or ``None``."""
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """What is known about the failure, by name: for example ``peer``, ``address``, ``cache``, ``part``."""
-
-    @property
-    def arrived(self) -> list[tuple[int, list[tuple[int, int]]]]:
-        """What a failed pull or push has written, as ``[(tensor, [(first block, block after the last), ...]), ...]``.
-
-        All bytes of these blocks of the destination are in place. Other blocks of the destination are undefined. It is
-        empty for a list of pairs, a layer-wise push and a conversion, and for every other failure.
-        """
-
-class InvalidArgument(Error, ValueError):  # noqa: N818
-    """An argument has a value that is not allowed. ``argument`` has its name. Nothing has moved."""
-
-class Timeout(Error, TimeoutError):  # noqa: N818
-    """The time limit of the operation has passed. The peer may be slow. The operation may be repeated."""
-
-class PeerLost(Error, ConnectionError):  # noqa: N818
-    """There is no link to the peer, it broke, or it could not be made. Link again, and ask the new peer."""
-
-class NotFound(Error, LookupError):  # noqa: N818
-    """The cache does not exist, or its owner does not share it. Nothing has moved."""
-
-class OutOfMemory(Error, MemoryError):  # noqa: N818
-    """A pool has no room, or the process no memory. Free caches, or open the engine with a larger pool."""
-
-class Busy(Error):  # noqa: N818
-    """A queue with a bound is full. Nothing has moved. Take events or outcomes, then repeat the call."""
-
-class GrantEnded(Error):  # noqa: N818
-    """The grant has ended. Use none of the destination blocks. Ask the owner for another grant, or recompute."""
-
-class VerifyFailed(Error):  # noqa: N818
-    """Bytes at the destination differ from those of the source. Use none of the destination blocks."""
-
-class Closed(Error):  # noqa: N818
-    """The engine was closed, or this process is a forked child of the one that opened it."""
-
-class Cancelled(Error):  # noqa: N818
-    """``Transfer.cancel`` has ended the transfer. Use none of the destination blocks."""

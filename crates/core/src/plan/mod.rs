@@ -27,7 +27,9 @@ mod untrusted;
 
 pub use compared::{BlockSizes, PartLimits};
 pub use copy_plan::{CopyPlan, Plans};
-pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model, moved_tokens};
+pub use layouts::{
+    KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model, moved_tokens, no_block_left_over,
+};
 pub use order::CacheCount;
 pub(crate) use range_list::RangeList;
 pub use request::{Moves, Pieces};

@@ -12,7 +12,9 @@ use crate::model::{
     Argument, CacheLayout, EqualTensors, KvGeometry, KvLayout, KvLayoutNames, MixedSizes, SideWords, SubRow,
     Words,
 };
-use crate::plan::{KvPart, KvSequence, LayoutPlan, Plans, REQUEST, Side, check_same_model, moved_tokens};
+use crate::plan::{
+    KvPart, KvSequence, LayoutPlan, Plans, REQUEST, Side, check_same_model, moved_tokens, no_block_left_over,
+};
 
 /// The cache of this engine that a pull writes or a push reads.
 #[derive(Clone, Debug)]
@@ -186,6 +188,7 @@ impl TokenMove<'_> {
                 .with("src", from)
                 .with("dst", to)
         })?;
+        no_block_left_over(&self.src, &self.dst)?;
         Ok(plain && (layers_given || src.layers == dst.layers))
     }
 

@@ -15,7 +15,7 @@ pub struct KvSequence<'a> {
     /// Numbers of the blocks. The first one has tokens 0 to `tokens_per_block`, and so on.
     pub blocks: &'a [u64],
     /// The tokens to move. `None` starts at token 0; the number of tokens is then that of the other side or, if
-    /// that is `None` too, of all tokens that both lists can hold, which must be at least one of each block.
+    /// that is `None` too, of all tokens that both lists can hold.
     pub tokens: Option<Range<u64>>,
     /// How the caller calls the blocks and the tokens.
     pub words: &'a SideWords,
@@ -100,6 +100,16 @@ pub(super) fn token_runs(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<V
     Ok(runs)
 }
 
+/// Returns `Err(InvalidArgument)` if neither side names tokens, and a block of one side would take no part in the move.
+pub fn no_block_left_over(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<()> {
+    if src.tokens.is_some() || dst.tokens.is_some() {
+        return Ok(());
+    }
+    let both = src.capacity().min(dst.capacity());
+    src.check_used(both)?;
+    dst.check_used(both)
+}
+
 /// Returns how many tokens a move copies. `Err(InvalidArgument)` for token ranges that do not fit the lists or each other.
 pub fn moved_tokens(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<u64> {
     let (src_tokens, _) = token_ranges(src, dst)?;
@@ -109,10 +119,6 @@ pub fn moved_tokens(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<u64> {
 fn token_ranges(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<(Range<u64>, Range<u64>)> {
     let of_length = |range: &Range<u64>| 0..range.end.saturating_sub(range.start);
     let both = 0..src.capacity().min(dst.capacity());
-    if src.tokens.is_none() && dst.tokens.is_none() {
-        src.check_used(both.end)?;
-        dst.check_used(both.end)?;
-    }
     let src_tokens =
         src.tokens.clone().unwrap_or_else(|| dst.tokens.as_ref().map_or(both.clone(), of_length));
     let dst_tokens = dst.tokens.clone().unwrap_or_else(|| src.tokens.as_ref().map_or(both, of_length));
