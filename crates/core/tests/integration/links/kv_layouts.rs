@@ -229,7 +229,8 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
             let all = (0, 0, near.capacity().min(far.capacity()));
             far.fill();
             let before = near.clear();
-            let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
+            let (remote, local) = (far.blocks.clone(), near.blocks.clone());
+            let rows = Rows::Sequence { remote, local, local_tokens: Some(0..all.2), remote_tokens: None };
             let from = of(2, row(&far.held, 0));
             pair.local.pull_with(from, &near.held.end(), rows.clone(), Layers::ALL, full()).run().unwrap();
             near.check(before, all, |_| true);

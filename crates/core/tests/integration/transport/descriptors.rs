@@ -118,8 +118,14 @@ fn stuck() {
         }
         send(&local);
         // The sender has closed its copies, so that the receiver closes the last ones.
-        assert_eq!(remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap().2.len(), 0);
+        let received = remote.receive_with(MESSAGE_LIMIT, soon());
         streams += 1;
+        if streams < MAX_UNWANTED / MAX_DESCRIPTORS {
+            assert_eq!(received.unwrap().unwrap().2.len(), 0);
+        } else {
+            // The body could bring more.
+            assert!(received.unwrap_err().to_string().contains("not received or closed yet"));
+        }
     };
     assert_eq!(streams, MAX_UNWANTED / MAX_DESCRIPTORS);
     assert_eq!(refusal.kind(), ErrorKind::System);
@@ -134,7 +140,7 @@ fn stuck() {
     }
     // The receiver has a descriptor for each of these sockets, in place of one for each descriptor in it.
     let received = open_files() - before - others.len();
-    assert!(received <= MAX_UNWANTED + 8, "{received} descriptors are open");
+    assert!(received <= MAX_UNWANTED + 9, "{received} descriptors are open");
     assert!(begun.elapsed() < LINGER / 2, "the thread that receives has closed a descriptor");
     drop(others);
     let (_, local, remote) = pair();
