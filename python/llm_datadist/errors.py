@@ -1,6 +1,7 @@
 """The errors of the native API.
 
-Every failure of an engine is an ``Error``, and where Python has a class of the same meaning, of that class too. A wrong
+Every failure of an engine raises a subclass of ``Error``. If Python has an exception with the same meaning, the
+subclass derives from it too. A wrong
 type of an argument and an unknown keyword are ``TypeError``.
 """
 
@@ -71,7 +72,7 @@ class PeerLost(Error, ConnectionError):  # noqa: N818
 
 
 class NotFound(Error, LookupError):  # noqa: N818
-    """The cache does not exist, or its owner does not share it. Nothing has moved."""
+    """The cache does not exist, or its owner does not share it. A pull or push has moved nothing."""
 
 
 class OutOfMemory(Error, MemoryError):  # noqa: N818
@@ -79,7 +80,7 @@ class OutOfMemory(Error, MemoryError):  # noqa: N818
 
 
 class Busy(Error):  # noqa: N818
-    """A queue with a bound is full. Nothing has moved. Take events or outcomes, then repeat the call."""
+    """A limit is reached. Take events or outcomes, or wait until the peer takes its messages. Then repeat the call."""
 
 
 class GrantEnded(Error):  # noqa: N818

@@ -8,7 +8,7 @@ Three rules hold for every call:
 - A wrong argument raises at once: ``TypeError`` for a wrong type or an unknown keyword, ``InvalidArgument`` for a wrong
   value, with the name of the argument. ``bool`` is not accepted as a number.
 - An operation that can wait returns a ``Transfer`` at once. Its failure is the outcome of the transfer. Only
-  ``Transfer.result``, ``Engine(...)`` and ``Engine.close`` block.
+  ``Transfer.result``, ``Engine(...)``, ``Engine.close`` and the end of a ``with`` block wait.
 - After ``Engine.close``, and in a forked child, calls raise ``Closed``. A child may open its own engine. Views of
   tensors stay readable.
 
@@ -111,8 +111,9 @@ class Engine:
         name: name that peers and log lines show: 1 to 128 bytes of UTF-8, printable. By default
             ``"<host name>/<process id>/<number>"``. Names need not be unique.
         metadata: bytes that peers read as ``Peer.metadata``, at most 16 KiB.
-        token: secret that both ends of a link must have, at least 16 characters. Without a token, only processes of the
-            same user on the same host can link.
+        token: secret that both ends of a link must have, at least 16 characters. ``None``: that of ``token_file`` or
+            of the environment variable ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``, if one is set. Without a
+            token, only processes of the same user on the same host can link.
         token_file: absolute path of a file with the token, of mode 0600 or 0400, in place of ``token``.
         accept_remote: whether an engine without a token links with every peer that reaches it, of any user and host.
             Both ends of a link need it.
@@ -279,7 +280,7 @@ class Engine:
                 is copied. If a copy fails later, the pairs before it are in place.
             src: blocks that are read, as many as ``dst`` has. Left out if ``dst`` is a list.
             verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
-            timeout: time limit of the copy in seconds. ``None``: ``Engine.timeout``.
+            timeout: seconds within which the copy must begin. It is then finished. ``None``: ``Engine.timeout``.
 
         Returns:
             The transfer. Its outcome may be ``InvalidArgument``, ``NotFound`` (a cache was freed), ``Timeout``,
@@ -318,8 +319,8 @@ class Engine:
         Args:
             dst: local blocks that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several
                 peers. The pairs succeed or fail together. If all pairs have the same ``dst`` and all caches have
-                layouts, each layer and head is read from one pair whose cache holds it: the one that reads fewest so
-                far, and among equals the first of the list.
+                layouts, each head of each layer is read from one pair. If several pairs hold it,
+                the engine takes the one with the fewest heads to read so far, and among equals the first in the list.
             src: blocks of a peer that are read. Left out if ``dst`` is a list.
             grant: token of a grant that lends ``src``. The pull fails if the grant ended before all bytes were read.
                 For a list of pairs: one token for all of them, or a list with a token or ``None`` for each.
@@ -361,8 +362,8 @@ class Engine:
         a push writes the layers and heads that both hold. Until the transfer has ended, the blocks of ``src`` must not
         be written. If it fails, the blocks of ``dst`` are undefined.
 
-        A pull and a push of two engines that wait for each other's blocks in a circle end at their time limits: do not
-        read blocks of a peer into blocks that the peer reads from at the same time.
+        Two engines must not transfer between the same blocks in opposite directions at the same time: such transfers
+        wait for each other until their time limits.
 
         With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute
         one layer while another one moves.
@@ -418,7 +419,8 @@ class Engine:
         """Lend blocks of this engine to readers for a limited time. The call sends nothing.
 
         The program sends ``Grant.token`` to the readers, which pass it to ``pull``. While the grant lasts, the program
-        must not write to the blocks. Once it has ended, a pull under it fails, however late its bytes were read.
+        must not write to the blocks. A pull under the grant fails if the grant ended
+        before the pull had read all its bytes.
 
         The grant ends when ``ttl`` seconds have passed, when ``readers`` readers have finished their last pull, by
         ``Grant.revoke``, or when the cache is freed. ``events`` then returns ``GrantClosed``. Reuse the blocks
@@ -444,6 +446,8 @@ class Engine:
 
     def events(self, limit: int = 1024) -> list[Event]:
         """Return what has happened since the last call, oldest first. The call never waits.
+
+        The engine keeps at most 4,096 ``PeerUp`` and ``PeerDown`` events, and drops those of the oldest links.
 
         An event goes to one caller. A transfer whose outcome was taken by ``result`` or ``await`` has no event.
         A ``Completed`` event keeps its transfer's outcome. Messages that arrived before a link ended are still
