@@ -56,6 +56,7 @@ class Decode:
         self._link_number = 0
         self._failures: Counter[str] = Counter()
         self._busy = 0
+        self._stopping = False
 
     async def run(self) -> None:
         """Serve until the parent process ends."""
@@ -64,6 +65,7 @@ class Decode:
         try:
             await serve_until_parent_ends(self._serve, self._keep_linked())
         finally:
+            self._stopping = True
             for request in self._requests:
                 request.cancel()
             await asyncio.gather(*self._requests, return_exceptions=True)
@@ -108,6 +110,8 @@ class Decode:
             try:
                 await self._attempt(request, blocks)
             except (LLMException, OSError, asyncio.TimeoutError) as error:
+                if self._stopping:  # before Python 3.12, `wait_for` may raise a failure in place of a cancellation
+                    raise asyncio.CancelledError from error
                 reason = error.status_code.name if isinstance(error, LLMException) else type(error).__name__
                 self._failures[reason] += 1
                 await asyncio.sleep(PAUSE_S)
