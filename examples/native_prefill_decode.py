@@ -87,7 +87,7 @@ class Prefill:
         answer = {"id": request["id"], "blocks": blocks, "token": grant.token.hex()}
         try:
             peer.send(json.dumps(answer).encode())
-        except PeerLost:  # decode has gone, so nobody will pull
+        except PeerLost:  # decode has ended and will not pull
             grant.revoke()
 
 

@@ -290,7 +290,7 @@ class Engine:
             TypeError: an argument has the wrong type, or ``src`` is missing.
             InvalidArgument: rows of a remote cache or of another engine; different numbers of blocks or bytes; a block
                 that the cache does not have; a part with ``layers`` or ``tokens``; an unknown ``verify``.
-            Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+            Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
             Closed: the engine is closed.
         """
 
@@ -341,7 +341,7 @@ class Engine:
             TypeError: an argument has the wrong type, or ``src`` is missing.
             InvalidArgument: ``dst`` is not local or ``src`` not remote; rows of another engine; no blocks; different
                 numbers of blocks or tokens; a token of a wrong form; a message above 64 KiB; an unknown ``verify``.
-            Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+            Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
             Closed: the engine is closed.
         """
 
@@ -388,7 +388,7 @@ class Engine:
                 numbers of blocks or tokens; a message above 64 KiB; an unknown ``verify``; ``layerwise`` with rows that
                 are narrowed by ``tokens`` or ``bytes``, or with rows of several caches of this engine.
             NotFound: the cache of this engine was freed.
-            Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+            Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
             Closed: the engine is closed.
         """
 
@@ -411,7 +411,7 @@ class Engine:
         Raises:
             TypeError: an argument has the wrong type.
             InvalidArgument: the address has another form, or is that of this engine.
-            Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+            Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
             Closed: the engine is closed.
         """
 
@@ -738,7 +738,7 @@ class Peer:
         Raises:
             TypeError: ``timeout`` has the wrong type.
             InvalidArgument: ``timeout`` is not above 0 or not finite.
-            Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+            Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
             Closed: the engine is closed.
         """
 
@@ -864,7 +864,7 @@ class Grant:
             A transfer that ends when the reads that this engine serves have ended.
 
         Raises:
-            Busy: ``max_transfers`` transfers run or have an outcome that nobody took. The grant has ended.
+            Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The grant has ended.
             Closed: the engine is closed.
         """
 

@@ -291,7 +291,7 @@ pub struct Config {
     pub name: String,
     /// What peers read about the engine, at most 16 KiB. `DataDist::set_metadata` replaces it.
     pub metadata: Vec<u8>,
-    /// Whether this is an engine of the native API, which nobody numbers: its cluster id is its incarnation, so a restarted
+    /// Whether this is an engine of the native API, whose program gives it no number: its cluster id is its incarnation, so a restarted
     /// peer is another peer. It keeps all events from the start, because its program polls for them.
     pub native: bool,
     /// The manager that the engine serves.

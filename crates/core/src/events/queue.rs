@@ -540,10 +540,10 @@ mod tests {
         });
         let first = 10_002 - (events.len() as u64 - 1) / 2;
         assert!(pairs.eq(first..10_002), "the latest, in order");
-        assert_eq!(restarts(Arc::new(EventQueue::new(1))).1.len(), 0, "nobody polls");
+        assert_eq!(restarts(Arc::new(EventQueue::new(1))).1.len(), 0, "the program does not poll");
     }
 
-    /// Whoever waits for events on a copy of the descriptor learns that there will be none.
+    /// Closing the queue makes copies of its descriptor readable, so that waiting programs learn of the end.
     #[test]
     fn closing_wakes_those_who_wait_on_a_copy_of_the_descriptor() {
         let queue = EventQueue::new(1);

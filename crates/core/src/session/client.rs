@@ -33,7 +33,7 @@ pub(crate) type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCac
 
 impl Link {
     /// Returns the remote cache that a caller names. Asks the owner for the id of a cache that is named by a text, unless it
-    /// is known here. If the owner has released the cache with that id, asks once more, because another one may have the name
+    /// is known here. If the owner has released the cache with that id, the call asks again: another cache may have the name
     /// now (`a_name_that_was_freed_names_its_next_cache`).
     pub(crate) fn remote_cache(
         self: &Arc<Self>,

@@ -225,7 +225,7 @@ fn metadata_is_bounded() {
     assert!(peak < 4096, "{peak}");
 }
 
-/// The names of engines and caches stay in their line of a log, whoever chose them.
+/// Names of engines and caches that could break a line of a log are refused.
 #[test]
 fn names_are_short_and_printable() {
     let find = |name: &str| Request::Find { name: name.into() };

@@ -221,7 +221,7 @@ impl NativeCache {
     ///     Keep the memory, and call ``free`` again.
     ///
     /// Raises:
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took. The cache is freed; call ``free`` again to
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The cache is freed; call ``free`` again to
     ///         learn when its memory may be used.
     ///     Closed: this process is a forked child.
     fn free(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {

@@ -240,7 +240,7 @@ impl NativeEngine {
     ///     InvalidArgument: rows of a remote cache or of another engine; different numbers of blocks or bytes; a block that the
     ///         cache does not have; a part with ``layers`` or ``tokens``; an unknown ``verify``.
     ///     NotFound: a cache was freed.
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (dst, src=None, /, *, verify=None, timeout=None))]
     fn copy<'py>(
@@ -290,7 +290,7 @@ impl NativeEngine {
     ///     InvalidArgument: ``dst`` is not local or ``src`` not remote; rows of another engine; no blocks; different numbers of blocks
     ///         or tokens; a token of a wrong form; a message above 64 KiB; an unknown ``verify``.
     ///     NotFound: the cache of ``dst`` was freed.
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (dst, src=None, /, *, grant=None, last=true, notify=None, verify=None, timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
@@ -338,7 +338,7 @@ impl NativeEngine {
     ///         or tokens; a message above 64 KiB; an unknown ``verify``; ``layerwise`` with rows that are narrowed by ``bytes`` or
     ///         ``tokens``.
     ///     NotFound: the cache of ``src`` was freed.
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (dst, src=None, /, *, notify=None, verify=None, timeout=None, layerwise=false))]
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
@@ -379,7 +379,7 @@ impl NativeEngine {
     /// Raises:
     ///     TypeError: an argument has the wrong type.
     ///     InvalidArgument: the address has another form.
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (address, /, *, name=None, timeout=None))]
     fn link<'py>(

@@ -115,7 +115,7 @@ impl NativeGrant {
     ///     A transfer that ends when the reads that this engine serves have ended.
     ///
     /// Raises:
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took. The grant has not ended.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The grant has ended.
     ///     Closed: the engine is closed.
     fn revoke(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {
         let revoke = |engine: &DataDist| engine.start_revoke(&self.grant, None);

@@ -106,7 +106,7 @@ impl NativePeer {
     /// Raises:
     ///     TypeError: ``timeout`` has the wrong type.
     ///     InvalidArgument: ``timeout`` is not above 0 or not finite.
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that nobody took.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<&Any<'_>>) -> PyResult<Py<NativeTransfer>> {

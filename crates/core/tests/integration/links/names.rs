@@ -339,9 +339,9 @@ fn engines(way: Way) -> [DataDist; 2] {
 fn peers_and_their_messages_have_the_names_of_engines() {
     for way in WAYS {
         let [local, remote] = engines(way);
-        let told = |engine: &DataDist| engine.peers()[0].name.to_string();
+        let name_of_peer = |engine: &DataDist| engine.peers()[0].name.to_string();
         link(&local, &remote).unwrap();
-        assert_eq!([told(&local), told(&remote)], ["デコード", "prefill 1"]);
+        assert_eq!([name_of_peer(&local), name_of_peer(&remote)], ["デコード", "prefill 1"]);
         let peer = remote.peers().remove(0);
         // A message says who sent it, also after the link has ended.
         let (source, into) = (unnamed(&local), unnamed(&remote));

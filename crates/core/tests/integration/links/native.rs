@@ -1,4 +1,4 @@
-//! Native engines: nobody numbers them, so their incarnations are their cluster ids.
+//! Native engines have no number from their program: their incarnations are their cluster ids.
 
 use std::net::SocketAddr;
 
@@ -285,7 +285,7 @@ fn a_push_of_layers_is_one_transfer_with_a_notification() {
             }
             assert!(into[at].read() == expected, "{way:?}, {at}");
         }
-        // Nobody is told of a push that fails.
+        // The peer gets no notification of a push that fails.
         let task = local.begin_push(&source.end(), receivers(), None, extras()).unwrap();
         let transfer = task.transfers()[0].clone();
         drop(task);
