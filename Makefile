@@ -143,7 +143,7 @@ fast: build $(VENV)/.test-tools  ## the tests that take under a minute
 	cargo test --quiet --locked -p llm-datadist-core --lib --test integration -- $(addprefix --skip ,$(SLOW_RUST))
 	$(BIN)/python -m pytest -q -n 3 -m "not serial and not root" $(filter-out $(shell sed /^\#/d tests/slow.txt),$(wildcard tests/test_*.py))
 
-conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the contract and write docs/conformance.md
+conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the contract and write docs/llm-datadist/conformance.md
 	$(BIN)/python -m pytest -q -m contract --write-contract
 
 lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warnings are errors

@@ -139,7 +139,7 @@ def pkg_config(libraries: Path, *asked: str) -> str:
 
 def guide_program(folder: Path, name: str = "prefill_and_decode") -> Path:
     """A C++ program of the guide, as a file."""
-    guide = (ROOT / "docs" / "how-to" / "cpp.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "llm-datadist" / "cpp-programs.md").read_text(encoding="utf-8")
     names = ("prefill_and_decode", "asynchronous_copies", "messages")
     texts = re.findall(r"```cpp\n(.*?)```", guide, re.DOTALL)
     assert len(texts) == len(names)

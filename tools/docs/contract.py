@@ -2,7 +2,7 @@
 
 An item is something that the original documentation specifies or uses (contract §19), or a line of the acceptance
 checklist (contract §20). A test names its items with `@pytest.mark.contract("19.allocate-cache", "20.16")`. `make
-conformance` runs all marked tests and writes `docs/conformance.md`. Not for: the proofs (these are the marked tests),
+conformance` runs all marked tests and writes `docs/llm-datadist/conformance.md`. Not for: the proofs (these are the marked tests),
 or whether the table is correct (`test_conformance.py`).
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "conformance.md"
+TABLE = ROOT / "docs" / "llm-datadist" / "conformance.md"
 HEAD = 15  # lines of the table's page above its rows
 SHARED = ROOT.parent / "shared"
 SEEDS = SHARED / "seeds"

@@ -34,7 +34,7 @@ In each row, the first line is the attribute of `LLMConfig`, and the second one 
 
 `init` ignores unknown keys, and logs one line at ERROR for each, with the nearest known key ([Logging](logging.md)).
 Setting an attribute of `LLMConfig` that does not exist logs the same kind of line. A name that looks like an option
-which the original does not have, such as `verify`, is refused ([contract §5.2](contract.md#5.2)): `init` raises
+which the original does not have, such as `verify`, is refused ([contract §5.2](llm-datadist/contract.md#5.2)): `init` raises
 `LLM_PARAM_INVALID`, and the attribute raises `AttributeError`.
 
 The page is generated from the code by `make docs-options`.
@@ -77,7 +77,7 @@ class OptionProperties:
 
 def cell(meaning: str) -> str:
     """Returns a meaning for a table, with links to the contract."""
-    return SECTION.sub(r"[contract §\1](contract.md#\1)", meaning.replace("|", "\\|"))
+    return SECTION.sub(r"[contract §\1](llm-datadist/contract.md#\1)", meaning.replace("|", "\\|"))
 
 
 def line(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""`docs/conformance.md` lists what the markers of the tests say, and every item passes.
+"""`docs/llm-datadist/conformance.md` lists what the markers of the tests say, and every item passes.
 
 `make conformance` writes the outcomes, and fails no test. That no marked test is skipped is checked with all others
 (`tests/skips.txt`). Not for: what the marked tests prove.

@@ -82,7 +82,7 @@ def test_no_page_or_source_refers_to_an_unpublished_document() -> None:
 
 
 def test_sections_of_the_contract_that_are_quoted_exist() -> None:
-    anchors = set(re.findall(r'<a id="([^"]+)">', (ROOT / "docs" / "contract.md").read_text()))
+    anchors = set(re.findall(r'<a id="([^"]+)">', (ROOT / "docs" / "llm-datadist" / "contract.md").read_text()))
     assert "7.12" in anchors
     assert "cpp-4" in anchors
     quoted = {
