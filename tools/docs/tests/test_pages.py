@@ -124,9 +124,9 @@ def test_pages_repeat_the_durations_of_the_readme() -> None:
     def text(page: str) -> str:
         return " ".join((ROOT / page).read_text().split())
 
-    assert f"the build takes {build}" in text("docs/quick-start.md")
-    assert f"in about {demo} on two cores" in text("docs/quick-start.md")
-    assert f"After the build, it takes {test} on two cores" in text("docs/quick-start.md")
+    assert f"the build takes {build}" in text("docs/install.md")
+    assert f"in about {demo} on two cores" in text("docs/install.md")
+    assert f"After the build, it takes {test} on two cores" in text("docs/install.md")
     assert f"takes about {demo} on two cores" in text("docs/how-to/replay-a-trace.md")
     assert re.search(rf"\| `make demo` \| [^|]+ \| {demo} \|", text("docs/performance.md"))
     assert re.search(rf"\| `make test` \| [^|]+ \| {test} on two cores \|", text("CONTRIBUTING.md"))
@@ -139,5 +139,5 @@ def test_pages_name_the_packages_of_the_readme() -> None:
         (found,) = re.findall(r"apt-get install (.+)", text)
         return str(found).split()
 
-    assert packages("README.md") == packages("docs/quick-start.md")
+    assert packages("README.md") == packages("docs/install.md")
     assert {"git", "build-essential", "pkg-config", "cmake", "python3-venv", "iproute2"} <= set(packages("README.md"))
