@@ -50,9 +50,9 @@ NUMBERS = [
         "docs/links.md",
         "transfer/executor.rs",
         "MAX_WORKERS_OF_CLUSTER",
-        "| calls of `ensure_link` that dial at a time | {} in each group ",
+        "| calls of `link` that dial at a time | {} in each group ",
     ),
-    ("docs/links.md", "engine/links.rs", "GROUPS", "| groups of addresses for `ensure_link` | {} |"),
+    ("docs/links.md", "engine/links.rs", "GROUPS", "| groups of addresses for `link` | {} |"),
     ("CHANGELOG.md", "protocol/frame.rs", "VERSION", "The wire is version {}."),
 ]
 
