@@ -47,12 +47,12 @@ BUDGETS: dict[str, Budget] = {
     "reserved_notifications": Budget(32 * MIB, "bytes", "the same, for notifications"),
     "peak_memory": Budget(512 * MIB, "bytes", "resident memory that all peers together can cost"),
     "mapped": Budget(
-        4, "times the memory of the host", "mapped memory of all peers, unless `link_remote_memory` is set"
+        4, "times the memory of the host", "mapped memory of all peers, unless `remote_memory` is set"
     ),
     "pace": Budget(
         64 << 10,
         "bytes",
-        "the least that a transfer or request must move within each `link_silence`, or all that remains",
+        "the least that a transfer or request must move within each `silence`, or all that remains",
     ),
 }
 DIVISORS = ("pending", "incoming", "streams")  # values that divide the limit of open files

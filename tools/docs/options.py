@@ -26,16 +26,8 @@ from llm_datadist.option_types import Checked, Option, OwnOption
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """# Options
 
-This page lists every option of an engine. Set options as attributes of `LLMConfig`, and pass the result of
-`generate_options()` to `LLMDataDist.init`. `init` also takes a dict with the keys and texts directly. `llm-datadist
-options` ([Command line](cli.md)) prints the same list.
-
-In each row, the first line is the attribute of `LLMConfig`, and the second one is the key in the dict.
-
-`init` ignores unknown keys, and logs one line at ERROR for each, with the nearest known key ([Logging](logging.md)).
-Setting an attribute of `LLMConfig` that does not exist logs the same kind of line. A name that looks like an option
-which the original does not have, such as `verify`, is refused ([contract §5.2](llm-datadist/contract.md#5.2)): `init` raises
-`LLM_PARAM_INVALID`, and the attribute raises `AttributeError`.
+This page lists every option of an engine. They are keyword arguments of `Engine`. Programs for LLM-DataDist set them as
+attributes of `LLMConfig`. `llm-datadist options` ([Command line](cli.md)) prints the same list.
 
 The page is generated from the code by `make docs-options`.
 """
@@ -47,15 +39,28 @@ COLUMNS = """
 NATIVE_HEAD = """
 ## Options of `Engine`
 
-These are keyword arguments of `Engine`. Times are in seconds, and sizes in bytes.
+Times are in seconds, and sizes in bytes. An unknown name raises `TypeError`, which names the most similar option.
 
 | name | values and default | meaning |
 | --- | --- | --- |
 """
+LLM_CONFIG_HEAD = """
+## Options of `LLMConfig`
+
+In each row, the first line is the attribute of `LLMConfig`, and the second one is the key in the dict that
+`generate_options()` returns and `LLMDataDist.init` takes.
+
+`init` ignores unknown keys, and logs one line at ERROR for each, with the nearest known key ([Logging](logging.md)).
+Setting an attribute of `LLMConfig` that does not exist logs the same kind of line. A name that looks like an option
+which the original does not have, such as `verify`, is refused ([contract §5.2](llm-datadist/contract.md#5.2)): `init` raises
+`LLM_PARAM_INVALID`, and the attribute raises `AttributeError`.
+
+### Options of the original
+"""
 ENVIRONMENT_HEAD = """
 ## Environment variables
 
-`init` reads a variable only if the option is absent. An option that is given wins, whatever its value.
+A variable is read only if the option is absent. An option that is given wins, whatever its value.
 
 | variable | option or meaning |
 | --- | --- |
@@ -89,12 +94,11 @@ def line(row: Row) -> str:
 
 def page() -> str:
     """Returns the whole page."""
-    text = HEAD
-    text += "\n## Options of the original\n" + COLUMNS + "".join(line(row) for row in rows() if not row.own)
-    text += "\n## Options of this package only\n" + COLUMNS + "".join(line(row) for row in rows() if row.own)
-    text += NATIVE_HEAD
+    text = HEAD + NATIVE_HEAD
     for row in NATIVE_ROWS:
         text += f"| `{row.native}` | {row.allowed}; {row.default} | {cell(native_meaning(row))} |\n"
+    text += LLM_CONFIG_HEAD + COLUMNS + "".join(line(row) for row in rows() if not row.own)
+    text += "\n### Options of this package only\n" + COLUMNS + "".join(line(row) for row in rows() if row.own)
     text += ENVIRONMENT_HEAD
     for key, variable in {**ENVIRONMENT, **TOKEN_VARIABLES}.items():
         text += f"| `{variable}` | `{key}` |\n"

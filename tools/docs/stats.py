@@ -29,25 +29,21 @@ CLASSES = (Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, Fabr
 HEAD = """# Statistics
 
 This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where
-time and memory go. `LLMDataDist.stats()` and the method `stats()` of both managers return the same plain dicts.
-`llm_datadist.stats` has a type for each dict. Counters start at 0 when `init` opens the engine. Reading them does not
-interrupt other calls.
+time and memory go. `Engine.stats()` returns plain dicts, and so do `LLMDataDist.stats()` and the method `stats()` of both
+managers. `llm_datadist.stats` has a type for each dict. Counters start at 0 when the engine opens. Reading them does not
+interrupt transfers. The cluster of a link is the incarnation of a native peer.
 
 ```python
-from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import Engine
 
-config = LLMConfig()
-config.enable_cache_manager = True
-config.mem_pool_cfg = '{"memory_size": 67108864}'  # 64 MiB
-engine = LLMDataDist(LLMRole.PROMPT, cluster_id=1)
-engine.init(config.generate_options())
-cache = engine.cache_manager.allocate_blocks_cache(CacheDesc(2, [8, 65536], DataType.DT_INT8))
-engine.cache_manager.copy_blocks(cache, {0: [1, 2]})
+engine = Engine(pool="64MiB")
+kv = engine.allocate("kv", blocks=8, tensors=2, shape=(65536,), dtype="int8")
+engine.copy(kv[[1, 2]], kv[[0, 0]]).result()
 
 stats = engine.stats()
 print(stats["pools"]["device"]["used_bytes"], stats["table"]["caches"], stats["links"])  # 1048576 1 []
 print(stats["ops"]["copy_blocks"]["calls"], stats["ops"]["copy_blocks"]["bytes"])  # 1 262144
-engine.finalize()
+engine.close()
 ```
 
 Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their
