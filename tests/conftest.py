@@ -53,7 +53,9 @@ settings.load_profile("thorough" if THOROUGH else "short")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-contract", action="store_true", help="write docs/llm-datadist/conformance.md from this run")
+    parser.addoption(
+        "--write-contract", action="store_true", help="write docs/llm-datadist/conformance.md from this run"
+    )
     parser.addoption("--show-contract", action="store_true", help="print which test proves which item")
 
 

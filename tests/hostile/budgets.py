@@ -46,9 +46,7 @@ BUDGETS: dict[str, Budget] = {
     ),
     "reserved_notifications": Budget(32 * MIB, "bytes", "the same, for notifications"),
     "peak_memory": Budget(512 * MIB, "bytes", "resident memory that all peers together can cost"),
-    "mapped": Budget(
-        4, "times the memory of the host", "mapped memory of all peers, unless `remote_memory` is set"
-    ),
+    "mapped": Budget(4, "times the memory of the host", "mapped memory of all peers, unless `remote_memory` is set"),
     "pace": Budget(
         64 << 10,
         "bytes",

@@ -2,8 +2,8 @@
 
 An item is something that the original documentation specifies or uses (contract §19), or a line of the acceptance
 checklist (contract §20). A test names its items with `@pytest.mark.contract("19.allocate-cache", "20.16")`. `make
-conformance` runs all marked tests and writes `docs/llm-datadist/conformance.md`. Not for: the proofs (these are the marked tests),
-or whether the table is correct (`test_conformance.py`).
+conformance` runs all marked tests and writes `docs/llm-datadist/conformance.md`. Not for: the proofs (these are the
+marked tests), or whether the table is correct (`test_conformance.py`).
 """
 
 from __future__ import annotations

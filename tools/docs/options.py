@@ -52,8 +52,8 @@ In each row, the first line is the attribute of `LLMConfig`, and the second one 
 
 `init` ignores unknown keys, and logs one line at ERROR for each, with the nearest known key ([Logging](logging.md)).
 Setting an attribute of `LLMConfig` that does not exist logs the same kind of line. A name that looks like an option
-which the original does not have, such as `verify`, is refused ([contract §5.2](llm-datadist/contract.md#5.2)): `init` raises
-`LLM_PARAM_INVALID`, and the attribute raises `AttributeError`.
+which the original does not have, such as `verify`, is refused ([contract §5.2](llm-datadist/contract.md#5.2)): `init`
+raises `LLM_PARAM_INVALID`, and the attribute raises `AttributeError`.
 
 ### Options of the original
 """

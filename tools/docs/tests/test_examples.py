@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDES = ROOT / "docs" / "how-to"
+COMPATIBILITY = ROOT / "docs" / "llm-datadist"
 ELSEWHERE = {"transformers_torch.py", "guide_whole_loop.py"}
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 assert len(EXAMPLES) >= 2
@@ -55,7 +56,7 @@ def test_guide_two_processes_run() -> None:
 
 
 def test_guide_layer_by_layer_runs() -> None:
-    output, arrived = run_pair(ROOT / "docs" / "llm-datadist" / "layerwise-guide.md", "26001", "press enter to see what arrived")
+    output, arrived = run_pair(COMPATIBILITY / "layerwise-guide.md", "26001", "press enter to see what arrived")
     # 16 tokens of one head of 64 values of 2 bytes, in 8 tensors.
     assert f"LLM_SUCCESS [LayerProgress(layers_done=4, num_layers=4, bytes_done={8 * 16 * 64 * 2})] [None]" in output
     assert arrived.strip() == "[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]"
