@@ -20,6 +20,7 @@ from llm_datadist.option_table import (
     NATIVE_ROWS,
     OTHER_VARIABLES,
     TOKEN_VARIABLES,
+    native_default,
     native_meaning,
     rows,
     table,
@@ -39,10 +40,18 @@ def test_options_prints_every_option_with_type_default_and_meaning(capsys: pytes
     assert len(NATIVE_ROWS) > 20
     for row in NATIVE_ROWS:
         assert row.allowed.startswith(("a ", "true "))
-        facts = f"{row.allowed}; default: {row.default} {native_meaning(row)}"
+        facts = f"{row.allowed}; default: {native_default(row)} {native_meaning(row)}"
         assert " ".join(f"{row.native} {facts}".replace("`", "").split()) in text
     for variable in (*ENVIRONMENT.values(), *TOKEN_VARIABLES.values(), *OTHER_VARIABLES):
         assert variable in text
+
+
+def test_the_defaults_of_engine_are_in_its_units() -> None:
+    times = {row.native: native_default(row) for row in NATIVE_ROWS if row.allowed.startswith("a number of seconds")}
+    assert times == {"transfer_poll": "0.00005", "heartbeat": "1", "silence": "5", "pin_limit": "600", "timeout": "10"}
+    llm_datadist.Engine(**{name: float(default) for name, default in times.items()}).close()
+    defaults = {row.native: native_default(row) for row in NATIVE_ROWS}
+    assert (defaults["token_file"], defaults["streams"], defaults["listen"]) == ("as `token`", "0", "no listener")
 
 
 @pytest.mark.parametrize(

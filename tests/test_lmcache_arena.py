@@ -11,6 +11,7 @@ import multiprocessing
 import socket
 import sys
 import threading
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import LLMDataDist, LLMException
+from llm_datadist import Cancelled, Error
 from peers import LIMIT, eventually
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 SIZE = 1 << 18
-LIMIT_MS = int(LIMIT * 1000)
 _PROCESSES = multiprocessing.get_context("forkserver")
 
 
@@ -99,7 +99,7 @@ def ended(reader: Any, number: int) -> list[bool]:
 
 
 def test_ranges_are_read(near: Any, far: Far, memory: np.ndarray) -> None:
-    reader = load().ArenaReader(near, f"tcp://{far.address}", LIMIT_MS)
+    reader = load().ArenaReader(near, f"tcp://{far.address}", LIMIT)
     local, remote = [(100, 50), (4096, 8192)], [(2000, 50), (SIZE - 8192, 8192)]
     assert ended(reader, reader.submit(local, remote)) == [True, True]
     source = np.arange(SIZE // 2, dtype=np.uint16).view(np.uint8)
@@ -112,7 +112,7 @@ def test_ranges_are_read(near: Any, far: Far, memory: np.ndarray) -> None:
 
 
 def test_ranges_that_do_not_fit_are_refused(near: Any, far: Far, memory: np.ndarray) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    reader = load().ArenaReader(near, far.address, LIMIT)
     for local, remote in [
         ([], []),
         ([(0, 8)], []),
@@ -120,6 +120,7 @@ def test_ranges_that_do_not_fit_are_refused(near: Any, far: Far, memory: np.ndar
         ([(0, 0)], [(0, 0)]),
         ([(-1, 8)], [(0, 8)]),
         ([(SIZE - 4, 8)], [(0, 8)]),
+        ([(0, 8)], [(-1, 8)]),
     ]:
         with pytest.raises(ValueError, match="ranges"):
             reader.submit(local, remote)
@@ -129,10 +130,10 @@ def test_ranges_that_do_not_fit_are_refused(near: Any, far: Far, memory: np.ndar
 
 
 def test_a_peer_may_be_restarted(near: Any, far: Far) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    reader = load().ArenaReader(near, far.address, LIMIT)
     assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
     far.kill()
-    eventually(lambda: not near.is_linked(reader._cluster))
+    eventually(lambda: not reader._peer.alive)
     assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [False]
     again = Far(far.address)
     try:
@@ -143,19 +144,22 @@ def test_a_peer_may_be_restarted(near: Any, far: Far) -> None:
 
 
 def test_bad_arguments() -> None:
-    for url in ("tcp://host:", ":7600", "host:port", "[::1"):
-        with pytest.raises(ValueError, match=r"url=.* is not an address: give .* or \[ipv6\]:port"):
+    for url in ("tcp://host:", ":7600", "host:port", "[::1", "127.0.0.1", "tcp://[::1]", "::1"):
+        with pytest.raises(ValueError, match=r"url=.* is not an address: give host:port or \[ipv6\]:port"):
             load().Arena(url, 4096, 8, {})
-    for url in ("127.0.0.1", "tcp://[::1]", "::1"):
-        with pytest.raises(ValueError, match=r"url=.* has no port: give host:port or \[ipv6\]:port"):
-            load().Arena(url, 4096, 8, {})
-    with pytest.raises(ValueError, match="no option 'no_such'"):
-        load().Arena("127.0.0.1:0", 4096, 8, {"no_such": 1})
+    for options, text in [
+        ({"token_fil": "/token"}, 'did you mean "token_file"'),
+        ({"listen": "127.0.0.1:0"}, "'listen'"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            load().Arena("127.0.0.1:0", 4096, 8, options)
+    with pytest.raises(ValueError, match="copy_workers"):
+        load().Arena("127.0.0.1:0", 4096, 8, {"copy_workers": 0})
 
 
 def test_nobody_listens(near: Any) -> None:
-    with pytest.raises(LLMException, match=r"127\.0\.0\.1:1"):
-        load().ArenaReader(near, "127.0.0.1:1", 200)
+    with pytest.raises(Error, match=r"127\.0\.0\.1:1"):
+        load().ArenaReader(near, "127.0.0.1:1", 0.2)
 
 
 def skip_without(host: str) -> None:
@@ -173,7 +177,7 @@ def test_peers_are_reached_by_names_and_by_ipv6(near: Any, memory: np.ndarray, h
     far = Far(f"tcp://{host}:0")
     try:
         port = far.address.rpartition(":")[2]
-        reader = load().ArenaReader(near, f"tcp://{host}:{port}", LIMIT_MS)
+        reader = load().ArenaReader(near, f"tcp://{host}:{port}", LIMIT)
         assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
         assert memory[:8].any()
     finally:
@@ -181,19 +185,37 @@ def test_peers_are_reached_by_names_and_by_ipv6(near: Any, memory: np.ndarray, h
 
 
 @pytest.mark.parametrize("pointer", [0, -1])
-def test_a_failed_opening_does_not_keep_later_ones_from_working(memory: np.ndarray, pointer: int) -> None:
-    with pytest.raises((LLMException, ValueError)):
-        load().Arena("127.0.0.1:0", pointer, SIZE, {})
-    assert LLMDataDist.llm_engine_instance is None
-    load().Arena("127.0.0.1:0", memory.ctypes.data, SIZE, {}).close()
+def test_a_failed_opening_frees_the_port(memory: np.ndarray, pointer: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises((Error, ValueError)):
+        load().Arena(listen, pointer, SIZE, {})
+    with closing(load().Arena(listen, memory.ctypes.data, SIZE, {})) as opened:
+        assert opened.address == listen
 
 
-def test_the_engine_allows_the_reads_that_a_reader_promises(near: Any) -> None:
-    assert int(near._engine._engine_options["llm.MaxTransfers"]) > load()._MAX_TASKS == 65_536
+def test_a_process_may_have_several_arenas(near: Any, memory: np.ndarray) -> None:
+    other = np.full(SIZE, 7, np.uint8)
+    with closing(load().Arena("127.0.0.1:0", other.ctypes.data, SIZE, {})) as second:
+        reader = load().ArenaReader(near, second.address, LIMIT)
+        assert ended(reader, reader.submit([(8, 8)], [(0, 8)])) == [True]
+    assert memory[:24].tolist() == [0] * 8 + [7] * 8 + [0] * 8
+
+
+def test_the_engine_allows_the_reads_that_a_reader_promises(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[dict[str, Any]] = []
+    engine = load().Engine
+    monkeypatch.setattr(load(), "Engine", lambda **given: opened.append(given) or engine(**given))
+    for options in ({}, {"max_transfers": 7}):
+        load().Arena("127.0.0.1:0", memory.ctypes.data, SIZE, options).close()
+    assert opened[0]["max_transfers"] > load()._MAX_TASKS == 65_536
+    assert opened[1]["max_transfers"] == 7
 
 
 def test_the_log_says_why_a_read_failed(near: Any, far: Far, caplog: pytest.LogCaptureFixture) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    reader = load().ArenaReader(near, far.address, LIMIT)
     # The peer refuses what leaves its arena.
     assert ended(reader, reader.submit([(0, 8), (8, 8)], [(4, 8), (SIZE - 4, 8)])) == [False, False]
     record = next(record for record in caplog.records if record.name == "llm_datadist.lmcache")
@@ -205,9 +227,9 @@ def test_the_log_says_why_a_read_failed(near: Any, far: Far, caplog: pytest.LogC
 
 
 def test_the_log_says_why_a_read_was_not_started(near: Any, far: Far, caplog: pytest.LogCaptureFixture) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    reader = load().ArenaReader(near, far.address, LIMIT)
     far.kill()
-    eventually(lambda: not near.is_linked(reader._cluster))
+    eventually(lambda: not reader._peer.alive)
     assert reader.outcome(reader.submit([(0, 8)], [(8, 8)])) == [False]
     assert f"a read of the peer at {far.address} failed: 1 ranges, 8 bytes, the first at offset 8: " in caplog.text
     assert "cannot connect" in caplog.text
@@ -219,7 +241,7 @@ def test_a_dead_peer_does_not_flood_the_log(
 ) -> None:
     """The time of the reader stands still until the test moves it."""
     now = 100.0
-    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    reader = load().ArenaReader(near, far.address, LIMIT)
     monkeypatch.setattr(load(), "time", SimpleNamespace(monotonic=lambda: now))
 
     def fails() -> None:
@@ -242,29 +264,50 @@ def test_a_dead_peer_does_not_flood_the_log(
     assert lines()[2:] == [f"3 more reads of the peer at {far.address} failed"]
 
 
-def test_ctrl_c_while_a_reader_closes_waits_for_its_reads() -> None:
-    """The first wait is interrupted. The reader still waits for both reads, and raises `KeyboardInterrupt`."""
-    waits: list[int] = []
+class Read:
+    """A read that raises `failures` when it is waited for, one each time, and then ends unless it is `stuck`."""
 
-    class Read:
-        ended = cancelled = False
+    def __init__(self, *failures: type[BaseException], stuck: bool = False) -> None:
+        self.failures, self.stuck = list(failures), stuck
+        self.ended = self.cancelled = False
 
-        def cancel(self) -> None:
-            self.cancelled = True
+    def cancel(self) -> None:
+        self.cancelled = True
 
-        def done(self) -> bool:
-            return self.ended
+    def done(self) -> bool:
+        return self.ended
 
-        def exception(self, *_: int) -> None:
-            waits.append(1)
-            if len(waits) == 1:
-                raise KeyboardInterrupt
-            self.ended = True
+    def result(self, timeout: float) -> None:
+        assert 0 <= timeout <= 30
+        if self.failures:
+            raise self.failures.pop(0)
+        if self.stuck:
+            raise TimeoutError
+        self.ended = True
+        raise Cancelled
 
-    reads = [Read(), Read()]
+
+def closing_reader(*reads: Read) -> Any:
     reader = load().ArenaReader.__new__(load().ArenaReader)
     reader._lock, reader._left_out, reader._url = threading.Lock(), 0, "peer"
     reader._tasks = {number: (read, [(0, 8)]) for number, read in enumerate(reads)}
+    return reader
+
+
+def test_ctrl_c_while_a_reader_closes_waits_for_its_reads() -> None:
+    """The first wait is interrupted. The reader still waits for both reads, and raises `KeyboardInterrupt`."""
+    reads = Read(KeyboardInterrupt), Read()
     with pytest.raises(KeyboardInterrupt):
-        reader.close()
+        closing_reader(*reads).close()
     assert [(read.cancelled, read.ended) for read in reads] == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("failures", [(), (KeyboardInterrupt,), (KeyboardInterrupt, KeyboardInterrupt)])
+def test_memory_that_a_closed_reader_still_uses_is_logged(
+    failures: tuple[type[BaseException], ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    reads = Read(*failures, stuck=True), Read(stuck=True)
+    with pytest.raises(KeyboardInterrupt) if failures else nullcontext():
+        closing_reader(*reads).close()
+    assert [read.cancelled for read in reads] == [True, True]
+    assert "2 cancelled reads still use their memory" in caplog.text

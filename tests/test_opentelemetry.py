@@ -13,8 +13,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import Engine, Timeout
 from llm_datadist.integrations.opentelemetry import TransferSpans
+
+LIMIT = 60.0
 
 
 @pytest.fixture
@@ -26,23 +28,15 @@ def exported() -> tuple[InMemorySpanExporter, TransferSpans]:
 
 def test_transfers_are_spans(exported: tuple[InMemorySpanExporter, TransferSpans]) -> None:
     exporter, spans = exported
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.mem_pool_cfg = '{"memory_size": "16MiB"}'
-    engine = LLMDataDist(LLMRole.DECODER, 1)
-    engine.init(config.generate_options())
-    try:
-        manager = engine.cache_manager
-        cache = manager.allocate_blocks_cache(CacheDesc(2, [8, 4096], DataType.DT_INT8))
+    with Engine(pool="16MiB") as engine:
+        cache = engine.allocate("kv", blocks=8, tensors=2, shape=(4096,), dtype="uint8")
         before = time.time_ns()
-        copied = manager.copy_blocks_async(cache, {0: [1]})
-        copied.result()
-        failed = manager.pull_blocks_async(BlocksCacheKey(7), cache, [0], [1])
-        failure = failed.exception()
+        copied, failed = engine.copy(cache[1], cache[0]), engine.link("127.0.0.1:1", timeout=0.05)
+        copied.result(LIMIT)
+        with pytest.raises(Timeout) as failure:
+            failed.result(LIMIT)
         spans.record(copied, "copy", {"request": "r"})
-        spans.record(failed, "pull")
-    finally:
-        engine.finalize()
+        spans.record(failed, "link")
     good, bad = exporter.get_finished_spans()
     assert (good.name, dict(good.attributes or {})) == (
         "llm_datadist.copy",
@@ -55,7 +49,7 @@ def test_transfers_are_spans(exported: tuple[InMemorySpanExporter, TransferSpans
     assert abs(good.end_time - good.start_time - copied.nanos) <= 1000
     assert before - 1_000_000 <= good.end_time <= time.time_ns()
     assert bad.status.status_code == trace.StatusCode.ERROR
-    assert bad.status.description == str(failure)
+    assert bad.status.description == str(failure.value)
 
 
 def test_a_span_has_the_length_that_is_given(exported: tuple[InMemorySpanExporter, TransferSpans]) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Callable
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import Engine
 from llm_datadist.integrations.prometheus import EngineCollector
-from peers import free_ports, one_server, options
 
 if TYPE_CHECKING:
-    from peers import End, Ends, Peer
+    from collections.abc import Iterator
 
+LIMIT = 60.0  # for waits that end sooner unless something is broken
 DASHBOARD = Path(__file__).parents[1] / "docs" / "monitoring" / "dashboard.json"
 # Names of `integrations/vllm/metrics.py`. Prometheus adds the endings.
 VLLM = {
@@ -30,91 +32,125 @@ VLLM = {
 }
 
 
-def engine_with_a_cache() -> LLMDataDist:
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.mem_pool_cfg = config.host_mem_pool_cfg = '{"memory_size": "16MiB"}'
-    engine = LLMDataDist(LLMRole.PROMPT, 1)
-    engine.init(config.generate_options())
-    cache = engine.cache_manager.allocate_blocks_cache(CacheDesc(2, [8, 4096], DataType.DT_INT8))
-    engine.cache_manager.copy_blocks(cache, {0: [1, 2]})
-    return engine
+Open = Callable[..., Engine]
+IDLE = {"transport": "shm", "pools": "stream", "registered": "stream", "silent_ms": 1}
 
 
-def test_the_values_are_those_of_stats() -> None:
-    engine = engine_with_a_cache()
+@pytest.fixture
+def start() -> Iterator[Open]:
+    """A function that opens an engine with a cache, of which a block was copied twice."""
+    with ExitStack() as held:
+
+        def begin(name: str = "near", **given: Any) -> Engine:
+            engine = held.enter_context(Engine(pool="16MiB", host_pool="16MiB", name=name, **given))
+            cache = engine.allocate("kv", blocks=8, tensors=2, shape=(4096,), dtype="uint8")
+            engine.copy(cache[[1, 2]], cache[[0, 0]]).result(LIMIT)
+            return engine
+
+        yield begin
+
+
+def linked(start: Open, *names: str) -> Engine:
+    """Return an engine `near` that is linked with one engine for each name."""
+    near = start()
+    for name in names:
+        near.link(str(start(name, listen="127.0.0.1:0").address)).result(LIMIT)
+    return near
+
+
+def registry_of(*engines: Any) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
-    try:
-        stats = engine.stats()
-        value = registry.get_sample_value
-        for op, counted in stats["ops"].items():
-            labels = {"op": op}
-            assert value("llm_datadist_call_seconds_count", labels) == counted["calls"]
-            assert value("llm_datadist_call_seconds_sum", labels) == counted["total_nanos"] / 1e9
-            assert value("llm_datadist_call_failures_total", labels) == counted["failures"]
-            assert value("llm_datadist_moved_bytes_total", labels) == counted["bytes"]
-            for power in range(10, 37, 2):
-                shorter = sum(count for index, count in enumerate(counted["buckets"]) if index <= power)
-                bound = str(2**power / 1e9)
-                assert value("llm_datadist_call_seconds_bucket", {**labels, "le": bound}) == shorter
-        assert stats["ops"]["copy_blocks"]["calls"] == 1
-        for pool, state in stats["pools"].items():
-            assert value("llm_datadist_pool_used_bytes", {"pool": pool}) == state["used_bytes"]
-            assert value("llm_datadist_pool_failures_total", {"pool": pool}) == state["failures"]
-        assert value("llm_datadist_caches") == 1
-    finally:
-        engine.finalize()
+    registry.register(EngineCollector(*engines))
+    return registry
 
 
-def test_links_are_named(served: tuple[End, Peer]) -> None:
-    near, _ = served
-    text = generate_latest(EngineCollector(near.dist)).decode()
-    assert re.search(r'^llm_datadist_link\{cluster="2",.*\} 1.0$', text, re.MULTILINE)
-    assert 'llm_datadist_link_silent_seconds{cluster="2"}' in text
-    moved = re.findall(r'^llm_datadist_link_moved_bytes_total\{cluster="2",path="(\w+)"\} (\d)', text, re.MULTILINE)
-    assert sorted(path for path, _ in moved) == ["fabric", "mapped", "process", "rings", "sockets"]
+def reporting(engine: Engine, **changes: Any) -> Any:
+    """Return a stand-in for an engine, whose counters are those of `engine` with some changed."""
+    return SimpleNamespace(peers=engine.peers, stats=lambda: {**engine.stats(), **changes})
 
 
-def test_two_links_to_one_cluster_are_one_series_each(ends: Ends) -> None:
-    """Prometheus drops series with equal labels, so the links of a cluster are combined."""
-    given = options(llm__RankPort=free_ports())
-    far, near = ends.peer(given), ends.near(given)
-    for name in ("one", "two"):  # each communicator has a link of its own
-        comms = near.link(name, {1: 0, 2: 1}, one_server()), far.link(name, {1: 0, 2: 1}, one_server())
-        assert near.settled(comms[0]) == far.settled(comms[1]) == "OK"
-    links = near.dist.stats()["links"]
-    assert [link["cluster"] for link in links] == [2, 2]
-    families = list(EngineCollector(near.dist).collect())
+def test_the_values_are_those_of_stats(start: Open) -> None:
+    engine = start()
+    value = registry_of(engine).get_sample_value
+    stats = engine.stats()
+    for op, counted in stats["ops"].items():
+        labels = {"engine": "near", "op": op}
+        assert value("llm_datadist_call_seconds_count", labels) == counted["calls"]
+        assert value("llm_datadist_call_seconds_sum", labels) == counted["total_nanos"] / 1e9
+        assert value("llm_datadist_call_failures_total", labels) == counted["failures"]
+        assert value("llm_datadist_moved_bytes_total", labels) == counted["bytes"]
+        for power in range(10, 37, 2):
+            shorter = sum(count for index, count in enumerate(counted["buckets"]) if index <= power)
+            bound = str(2**power / 1e9)
+            assert value("llm_datadist_call_seconds_bucket", {**labels, "le": bound}) == shorter
+    assert stats["ops"]["copy_blocks"]["calls"] == 1
+    for pool, state in stats["pools"].items():
+        labels = {"engine": "near", "pool": pool}
+        assert value("llm_datadist_pool_used_bytes", labels) == state["used_bytes"]
+        assert value("llm_datadist_pool_failures_total", labels) == state["failures"]
+    assert value("llm_datadist_caches", {"engine": "near"}) == 1
+
+
+def test_several_engines_are_told_apart_by_name(start: Open) -> None:
+    one, two = start("one"), start("two")
+    registry = registry_of(one, two)
+    two.allocate("more", blocks=1, tensors=1, shape=(), dtype="uint8")
+    lines = generate_latest(registry).decode().splitlines()
+    assert len([line for line in lines if line.startswith("# TYPE llm_datadist_caches ")]) == 1
+    values = [registry.get_sample_value("llm_datadist_caches", {"engine": name}) for name in ("one", "two")]
+    assert values == [1, 2]
+    two.close()
+    values = [registry.get_sample_value("llm_datadist_caches", {"engine": name}) for name in ("one", "two")]
+    assert values == [1, None]
+
+
+def test_links_have_the_names_of_their_peers(start: Open) -> None:
+    text = generate_latest(registry_of(linked(start, "prefill"))).decode()
+    assert re.search(r'^llm_datadist_link\{engine="near",.*peer="prefill",.*\} 1.0$', text, re.MULTILINE)
+    assert 'llm_datadist_link_silent_seconds{engine="near",peer="prefill"}' in text
+    moved = r'^llm_datadist_link_moved_bytes_total\{engine="near",path="(\w+)",peer="prefill"\} \d'
+    assert sorted(re.findall(moved, text, re.MULTILINE)) == ["fabric", "mapped", "process", "rings", "sockets"]
+
+
+def test_two_peers_of_one_name_are_one_series_each(start: Open) -> None:
+    """Prometheus drops series with equal labels, so the links to peers of one name are combined."""
+    near = linked(start, "prefill", "prefill")
+    links = near.stats()["links"]
+    assert {link["cluster"] for link in links} == {peer.incarnation for peer in near.peers}
+    assert len(links) == 2
+    families = list(EngineCollector(near).collect())
     series = [(sample.name, *sample.labels.items()) for family in families for sample in family.samples]
     assert len(series) == len(set(series))
-    registry = CollectorRegistry()
     ages = iter([2500, 700])
     counted = [{**link, "silent_ms": next(ages), "paths": {"rings": {"transfers": 1, "bytes": 30}}} for link in links]
-    registry.register(EngineCollector(SimpleNamespace(stats=lambda: {**near.dist.stats(), "links": counted})))  # type: ignore[arg-type]
-    kind = {name: str(links[0][name]) for name in ("cluster", "transport", "pools", "registered")}  # type: ignore[literal-required]
-    assert registry.get_sample_value("llm_datadist_link", kind) == 2
-    assert registry.get_sample_value("llm_datadist_link_silent_seconds", {"cluster": "2"}) == 2.5
-    moved = {"cluster": "2", "path": "rings"}
-    assert registry.get_sample_value("llm_datadist_link_moved_bytes_total", moved) == 60
+    value = registry_of(reporting(near, links=counted)).get_sample_value
+    peer = {"engine": "near", "peer": "prefill"}
+    kind = {name: str(links[0][name]) for name in ("transport", "pools", "registered")}  # type: ignore[literal-required]
+    assert value("llm_datadist_link", {**peer, **kind}) == 2
+    assert value("llm_datadist_link_silent_seconds", peer) == 2.5
+    assert value("llm_datadist_link_moved_bytes_total", {**peer, "path": "rings"}) == 60
 
 
-def test_a_counter_does_not_fall_when_one_of_two_links_ends(dist: LLMDataDist) -> None:
+def test_a_peer_without_a_name_has_its_number(start: Open) -> None:
+    """As an engine that a `LLMDataDist` opened: its links are counted by cluster id."""
+    links = [{**IDLE, "cluster": 7, "paths": {}}]
+    value = registry_of(reporting(start(), links=links)).get_sample_value
+    assert value("llm_datadist_link_silent_seconds", {"engine": "near", "peer": "7"}) == 0.001
+
+
+def test_a_counter_does_not_fall_when_one_of_two_links_ends(start: Open) -> None:
     """`rate()` takes a counter that falls for a new one, and would count the other link twice."""
-    stats = dist.stats()
-    links: list[dict[str, object]] = []
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(SimpleNamespace(stats=lambda: {**stats, "links": links})))  # type: ignore[arg-type]
+    links: list[dict[str, Any]] = []
+    registry = registry_of(reporting(start(), links=links))
 
     def moved(*given: tuple[int, dict[str, int]]) -> list[float | None]:
-        """Return the counters of cluster 2, rings and sockets, for links with a cluster and the bytes of each path."""
-        kind = {"transport": "shm", "pools": "stream", "registered": "stream", "silent_ms": 1}
+        """Return the counters of peer 2, rings and sockets, for links with a peer and the bytes of each path."""
         links[:] = [
-            {"cluster": cluster, **kind, "paths": {path: {"bytes": moved} for path, moved in paths.items()}}
-            for cluster, paths in given
+            {**IDLE, "cluster": peer, "paths": {path: {"bytes": moved} for path, moved in paths.items()}}
+            for peer, paths in given
         ]
         samples = {
-            (sample.labels["cluster"], sample.labels["path"]): sample.value
+            (sample.labels["peer"], sample.labels["path"]): sample.value
             for family in registry.collect()
             for sample in family.samples
             if sample.name == "llm_datadist_link_moved_bytes_total"
@@ -129,22 +165,21 @@ def test_a_counter_does_not_fall_when_one_of_two_links_ends(dist: LLMDataDist) -
     assert moved((2, {"rings": 4})) == [4, None]
 
 
-def test_ucx_has_metrics_if_it_is_used(served: tuple[End, Peer]) -> None:
-    near, _ = served
-    stats = near.dist.stats()
-    assert not any("ucx" in family.name for family in EngineCollector(near.dist).collect())
-    state = {**stats["ucx"], "version": "1.22.0", "forced_closes": 7}
-    used = SimpleNamespace(stats=lambda: {**stats, "ucx": state})
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(used))  # type: ignore[arg-type]
-    assert registry.get_sample_value("llm_datadist_ucx_forced_closes_total") == 7
+def test_ucx_has_metrics_if_it_is_used(start: Open) -> None:
+    engine = start()
+    ucx = engine.stats()["ucx"]
+    assert not any("ucx" in family.name for family in EngineCollector(engine).collect())
+    used = {**ucx, "version": "1.22.0", "forced_closes": 7}
+    value = registry_of(reporting(engine, ucx=used)).get_sample_value
+    assert value("llm_datadist_ucx_forced_closes_total", {"engine": "near"}) == 7
     for name in ("reads", "failures", "renewals"):
-        assert registry.get_sample_value(f"llm_datadist_ucx_{name}_total") == stats["ucx"][name]  # type: ignore[literal-required]
+        assert value(f"llm_datadist_ucx_{name}_total", {"engine": "near"}) == ucx[name]  # type: ignore[literal-required]
 
 
-def test_an_engine_that_is_not_open_has_no_metrics() -> None:
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(LLMDataDist(LLMRole.PROMPT, 1)))
+def test_a_closed_engine_has_no_metrics(start: Open) -> None:
+    engine = start()
+    registry = registry_of(engine)
+    engine.close()
     assert generate_latest(registry) == b""
 
 
@@ -152,12 +187,8 @@ def endings(kind: str) -> list[str]:
     return {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}[kind]
 
 
-def test_the_dashboard_has_names_that_exist() -> None:
-    engine = engine_with_a_cache()
-    try:
-        kinds = {family.name: family.type for family in EngineCollector(engine).collect()}
-    finally:
-        engine.finalize()
+def test_the_dashboard_has_names_that_exist(start: Open) -> None:
+    kinds = {family.name: family.type for family in EngineCollector(linked(start, "prefill")).collect()}
     names = {name + end for name, kind in {**kinds, **VLLM}.items() for end in endings(kind)}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     used = {name for panel in panels for target in panel["targets"] for name in NAME.findall(target["expr"])}

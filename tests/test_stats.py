@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Any, Callable, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from llm_datadist import Engine
 from llm_datadist.stats import (
+    EngineStats,
     FabricStats,
     LinkStats,
     OpStats,
@@ -20,13 +22,14 @@ from llm_datadist.stats import (
     TableStats,
     VerifyStats,
 )
-from memory import desc
-from peers import Ends
 
 if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
 
-CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats]
+CLASSES = [
+    *(EngineStats, Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats)
+]
+LIMIT = 60.0
 
 
 def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:
@@ -52,26 +55,32 @@ def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:
 
 def test_every_field_of_a_real_answer_is_documented_and_no_other() -> None:
     seen: set[str] = set()
-    with Ends() as ends:
-        near, _ = ends.pair()
-        stats = near.dist.stats()
-        compare(stats, Stats, "stats", seen)
-        assert near.dist.cache_manager.stats().keys() == stats.keys()
-        assert set(stats["pools"]) == {"device", "host"}
-        told = re.findall(r"``(\w+)``", inspect.getsource(Stats).split("Calls by kind")[1].split('"""')[0])
-        assert list(stats["ops"]) == told
-    assert seen == {kind.__name__ for kind in CLASSES}
+    pools = {"pool": "1MiB", "host_pool": "1MiB"}
+    with Engine(name="near", **pools) as near, Engine(listen="127.0.0.1:0", **pools) as far:
+        near.link(str(far.address)).result(LIMIT)
+        stats = near.stats()
+    compare(stats, EngineStats, "stats", seen)
+    assert stats["engine"] == "near"
+    assert set(stats["pools"]) == {"device", "host"}
+    assert len(stats["links"]) == 1
+    told = re.findall(r"``(\w+)``", inspect.getsource(Stats).split("Calls by kind")[1].split(".")[0])
+    assert list(stats["ops"]) == told
+    assert seen == {kind.__name__ for kind in CLASSES} - {"Stats"}
 
 
-def test_percentiles_are_never_above_the_longest_call(dist: LLMDataDist) -> None:
-    manager = dist.cache_manager
-    blocks = manager.allocate_blocks_cache(desc())
-    for _ in range(200):
-        manager.copy_blocks(blocks, {0: [1]})
-    stats = dist.stats()
-    called = [name for name, op in stats["ops"].items() if op["calls"]]
-    assert {"allocate", "copy_blocks"} <= set(called)
-    for name, op in stats["ops"].items():
+def test_the_original_api_has_the_same_fields(dist: LLMDataDist) -> None:
+    compare(dist.stats(), Stats, "stats", set())
+    assert dist.cache_manager.stats().keys() == dist.stats().keys()
+
+
+def test_percentiles_are_never_above_the_longest_call() -> None:
+    with Engine(pool="1MiB") as engine:
+        cache = engine.allocate("kv", blocks=4, tensors=2, shape=(256,), dtype="uint8")
+        for _ in range(200):
+            engine.copy(cache[1], cache[0]).result(LIMIT)
+        ops = engine.stats()["ops"]
+    assert {"allocate", "copy_blocks"} <= {name for name, op in ops.items() if op["calls"]}
+    for name, op in ops.items():
         assert op["p50_nanos"] <= op["p99_nanos"] <= op["max_nanos"] <= op["total_nanos"], name
         assert len(op["buckets"]) == 40
         assert sum(op["buckets"]) == op["calls"], name
@@ -80,8 +89,4 @@ def test_percentiles_are_never_above_the_longest_call(dist: LLMDataDist) -> None
             last = max(at for at, count in enumerate(op["buckets"]) if count)
             assert op["max_nanos"].bit_length() == last, name
     # With one call, each percentile is the time of that call.
-    assert stats["ops"]["allocate"]["p50_nanos"] == stats["ops"]["allocate"]["max_nanos"]
-
-
-def test_a_pool_that_was_not_configured_is_absent(start: Callable[..., LLMDataDist]) -> None:
-    assert start({"llm.EnableCacheManager": "1"}).stats()["pools"] == {}
+    assert ops["allocate"]["p50_nanos"] == ops["allocate"]["max_nanos"]

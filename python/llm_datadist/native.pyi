@@ -35,7 +35,7 @@ from llm_datadist.errors import (
     Timeout,
     VerifyFailed,
 )
-from llm_datadist.stats import Stats
+from llm_datadist.stats import EngineStats
 
 __all__ = [
     "Busy",
@@ -474,7 +474,7 @@ class Engine:
             Error: no descriptor is left.
         """
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Return the counters of this engine as plain dicts and lists. Reading them does not interrupt transfers.
 
         Raises:

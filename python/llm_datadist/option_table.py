@@ -18,6 +18,7 @@ __all__ = [
     "TOKEN_VARIABLES",
     "Row",
     "is_known",
+    "native_default",
     "native_meaning",
     "rows",
     "table",
@@ -48,6 +49,8 @@ class Row(NamedTuple):
 
 
 _ROWS = [Row(*row) for row in _core.options()]
+
+_PER_SECOND = {"ms": 1_000, "µs": 1_000_000}
 
 NATIVE_ROWS = [row for row in _ROWS if row.native]
 """The options that ``Engine`` takes."""
@@ -96,7 +99,7 @@ def table(width: int) -> str:
                 lines += _entry(row, width)
     lines += _heading("Options of Engine")
     for row in NATIVE_ROWS:
-        facts = f"{row.allowed}; default: {row.default}"
+        facts = f"{row.allowed}; default: {native_default(row)}"
         lines += [row.native, *_indented(facts, width), *_indented(native_meaning(row), width), ""]
     lines += _heading("Environment variables")
     variables = {**ENVIRONMENT, **TOKEN_VARIABLES}
@@ -106,9 +109,21 @@ def table(width: int) -> str:
     return "\n".join(lines)
 
 
+def native_default(row: Row) -> str:
+    """Return the default of an option of ``Engine``, in Markdown. Times are seconds."""
+    number, _, unit = row.default.partition(" ")
+    if unit in _PER_SECOND:
+        return f"{int(number) / _PER_SECOND[unit]:.6f}".rstrip("0").rstrip(".")
+    names = {f"as `{other.attribute}`": f"as `{other.native}`" for other in NATIVE_ROWS if other.attribute}
+    return names.get(row.default, row.default)
+
+
 def native_meaning(row: Row) -> str:
     """Return what an option of ``Engine`` does, in Markdown."""
-    return f"As `{row.attribute}` of `LLMConfig`." if row.attribute else row.meaning
+    if not row.attribute:
+        return row.meaning
+    unit = ", in seconds" if row.allowed.startswith("a number of seconds") else ""
+    return f"As `{row.attribute}` of `LLMConfig`{unit}."
 
 
 def _heading(title: str) -> list[str]:

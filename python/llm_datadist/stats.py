@@ -1,4 +1,4 @@
-"""The types of the dicts that ``stats()`` returns (contract §7).
+"""The types of the dicts that ``Engine.stats`` and ``LLMDataDist.stats`` return.
 
 ``docs/stats.md`` is generated from these docstrings. ``tests/test_stats.py`` compares the types with a real result.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Optional, TypedDict
 
 __all__ = [
+    "EngineStats",
     "FabricStats",
     "LinkStats",
     "OpStats",
@@ -91,7 +92,7 @@ class TableStats(TypedDict):
     caches: int
     """Number of caches, including those that only a key still holds."""
     keys: int
-    """Number of keys that are bound to a cache."""
+    """Number of keys that are bound to a cache. Only the API of LLM-DataDist has keys."""
 
 
 class SwapInStats(TypedDict):
@@ -126,7 +127,7 @@ class LinkStats(TypedDict):
     """One current link."""
 
     cluster: int
-    """Cluster id of the peer."""
+    """Number of the peer: its ``incarnation``, or the cluster id of a ``LLMDataDist``."""
     address: str
     """Address of the peer."""
     transport: str
@@ -191,9 +192,10 @@ class Stats(TypedDict):
     table: TableStats
     """The cache table."""
     ops: dict[str, OpStats]
-    """Calls by kind: ``allocate``, ``deallocate``, ``remove_key``, ``register``, ``copy_cache``,
-    ``copy_blocks``,
-    ``swap_in``, ``swap_out``, ``link``, ``unlink``, ``pull``, ``push``, ``transfer_layer``, ``served``."""
+    """Calls by kind: ``allocate``, ``deallocate``, ``remove_key``, ``register``, ``copy_cache``, ``copy_blocks``,
+    ``swap_in``, ``swap_out``, ``link``, ``unlink``, ``pull``, ``push``, ``transfer_layer``, ``served``. A copy from the
+    host pool to the device pool is a ``swap_in``, the reverse a ``swap_out``, and any other copy of blocks
+    ``copy_blocks``. Each layer of a layer-wise push is a ``transfer_layer``. ``served`` are the requests of peers."""
     swap_in: SwapInStats
     """Number of swap-ins by path."""
     verify: VerifyStats
@@ -210,3 +212,10 @@ class Stats(TypedDict):
     """Bytes copied with streaming stores."""
     copy_workers: int
     """Number of threads that copy, including the calling thread."""
+
+
+class EngineStats(Stats):
+    """What ``Engine.stats`` returns: the fields of ``Stats``, and the name of the engine."""
+
+    engine: str
+    """Name of the engine."""

@@ -239,7 +239,7 @@ def test_wrong_times_to_close(engine: Engine) -> None:
 def test_stats_name_the_engine(engine: Engine) -> None:
     allocate(engine)
     stats = engine.stats()
-    assert (stats["engine"], stats["table"]["caches"]) == ("near", 1)  # type: ignore[typeddict-item]
+    assert (stats["engine"], stats["table"]["caches"]) == ("near", 1)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 2**32])

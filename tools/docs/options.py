@@ -18,6 +18,7 @@ from llm_datadist.option_table import (
     OTHER_VARIABLES,
     TOKEN_VARIABLES,
     Row,
+    native_default,
     native_meaning,
     rows,
 )
@@ -96,7 +97,7 @@ def page() -> str:
     """Returns the whole page."""
     text = HEAD + NATIVE_HEAD
     for row in NATIVE_ROWS:
-        text += f"| `{row.native}` | {row.allowed}; {row.default} | {cell(native_meaning(row))} |\n"
+        text += f"| `{row.native}` | {row.allowed}; {native_default(row)} | {cell(native_meaning(row))} |\n"
     text += LLM_CONFIG_HEAD + COLUMNS + "".join(line(row) for row in rows() if not row.own)
     text += "\n### Options of this package only\n" + COLUMNS + "".join(line(row) for row in rows() if row.own)
     text += ENVIRONMENT_HEAD

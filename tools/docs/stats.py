@@ -13,6 +13,7 @@ from pathlib import Path
 
 import llm_datadist.stats
 from llm_datadist.stats import (
+    EngineStats,
     FabricStats,
     LinkStats,
     OpStats,
@@ -25,25 +26,27 @@ from llm_datadist.stats import (
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "stats.md"
-CLASSES = (Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats)
+CLASSES = (
+    *(EngineStats, Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats),
+)
 HEAD = """# Statistics
 
 This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where
-time and memory go. `Engine.stats()` returns plain dicts, and so do `LLMDataDist.stats()` and the method `stats()` of
-both managers. `llm_datadist.stats` has a type for each dict. Counters start at 0 when the engine opens. Reading them
-does not interrupt transfers. The cluster of a link is the incarnation of a native peer.
+time and memory go. `Engine.stats()` returns plain dicts and lists. `LLMDataDist.stats()` and the method `stats()` of
+its managers return the same, without the name of the engine. `llm_datadist.stats` has a type for each dict. Counters
+start at 0 when the engine opens. Reading them does not interrupt transfers. The `cluster` of a link is the incarnation of a native
+peer.
 
 ```python
 from llm_datadist import Engine
 
-engine = Engine(pool="64MiB")
-kv = engine.allocate("kv", blocks=8, tensors=2, shape=(65536,), dtype="int8")
-engine.copy(kv[[1, 2]], kv[[0, 0]]).result()
+with Engine(pool="64MiB", name="prefill") as engine:
+    cache = engine.allocate("kv", blocks=8, tensors=2, shape=(65536,), dtype="uint8")
+    engine.copy(cache[[1, 2]], cache[[0, 0]]).result()
+    stats = engine.stats()
 
-stats = engine.stats()
-print(stats["pools"]["device"]["used_bytes"], stats["table"]["caches"], stats["links"])  # 1048576 1 []
+print(stats["engine"], stats["pools"]["device"]["used_bytes"], stats["links"])  # prefill 1048576 []
 print(stats["ops"]["copy_blocks"]["calls"], stats["ops"]["copy_blocks"]["bytes"])  # 1 262144
-engine.close()
 ```
 
 Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their
@@ -72,13 +75,13 @@ def documented() -> dict[str, dict[str, tuple[str, str]]]:
 
 def page() -> str:
     """Returns the whole page."""
-    text, classes = HEAD, documented()
+    text, classes = "", documented()
     for kind in CLASSES:
         text += f"\n## `{kind.__name__}`\n\n{' '.join((kind.__doc__ or '').split())}\n\n"
         text += "| field | type | meaning |\n| --- | --- | --- |\n"
         for name, (shown, meaning) in classes[kind.__name__].items():
-            text += f"| `{name}` | `{shown}` | {meaning.replace('``', '`')} |\n"
-    return text
+            text += f"| `{name}` | `{shown}` | {meaning} |\n"
+    return HEAD + text.replace("``", "`")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Addresses that users give to the integrations: host names, IPv4 and IPv6, with or without a port.
+"""Addresses that users give to the integrations: a host name, an IPv4 or an IPv6 address, and a port.
 
 The engine itself takes ``ip:port`` and ``[ipv6]:port`` only.
 """
@@ -17,15 +17,12 @@ __all__ = ["engine_address", "host_and_port", "listen_address"]
 _MAX_PORT = 65_535
 
 
-def host_and_port(name: str, text: str) -> tuple[str, int | None]:
+def host_and_port(name: str, text: str) -> tuple[str, int]:
     """Split an address into its host, without brackets, and its port.
 
     Args:
         name: name of the argument, for error texts.
-        text: ``host``, ``host:port``, ``ipv6``, ``[ipv6]`` or ``[ipv6]:port``. A host is a name or an IPv4 address.
-
-    Returns:
-        The host and the port, which is ``None`` if the text has none.
+        text: ``host:port`` or ``[ipv6]:port``. A host is a name or an IPv4 address.
 
     Raises:
         TypeError: the address is not a ``str``.
@@ -33,22 +30,17 @@ def host_and_port(name: str, text: str) -> tuple[str, int | None]:
     """
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a str, not {type(text).__name__}")
-    if text.startswith("["):
-        host, closed, rest = text[1:].partition("]")
-        valid = bool(closed) and _is_ipv6(host) and (not rest or rest.startswith(":"))
-        colon, port = bool(rest), rest[1:]
-    elif text.count(":") > 1:
-        # Where the address would end and a port begin cannot be known, so all of it is the address.
-        host, colon, port, valid = text, False, "", _is_ipv6(text)
-    else:
-        host, found, port = text.partition(":")
-        colon, valid = bool(found), bool(host)
-    if not valid or (colon and not _is_port(port)):
+    host, _, port = text.rpartition(":")
+    brackets = host.startswith("[") and host.endswith("]")
+    if brackets:
+        host = host[1:-1]
+    valid = _is_ipv6(host) if brackets else host and ":" not in host
+    if not valid or not _is_port(port):
         raise ValueError(
-            f"{name}={text!r} is not an address: give host, host:port, ipv6 or [ipv6]:port, with a port of 0 to "
-            f"{_MAX_PORT} and an IPv6 address without a zone"
+            f"{name}={text!r} is not an address: give host:port or [ipv6]:port, with a port of 0 to {_MAX_PORT} and an "
+            "IPv6 address without a zone"
         )
-    return host, int(port) if colon else None
+    return host, int(port)
 
 
 def engine_address(name: str, host: str, port: int) -> str:

@@ -1,9 +1,9 @@
 """Transfers as spans of OpenTelemetry.
 
-A program that polls the engine records each transfer when it learns of its end:
+A program records each transfer when it learns of its end:
 
     spans = TransferSpans()
-    for event in engine.poll():
+    for event in engine.events():
         if isinstance(event, Completed):
             spans.record(event.transfer, "pull", {"request": names[event.transfer]})
 
@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 
+from llm_datadist.native import Error
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from llm_datadist.events import Transfer
+    from llm_datadist.native import Transfer
 
 __all__ = ["TransferSpans"]
 
@@ -37,17 +39,24 @@ class TransferSpans:
     def __init__(self, tracer: Any = None) -> None:
         self._tracer = trace.get_tracer("llm_datadist") if tracer is None else tracer
 
-    def record(self, transfer: Transfer, name: str, attributes: Mapping[str, Any] | None = None) -> None:
+    def record(self, transfer: Transfer[Any], name: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Make a span of a transfer that has just ended. It ends now, and begins at the start of the transfer.
 
         Args:
             transfer: a transfer whose ``done()`` is ``True``.
             name: what it did; the span is called ``llm_datadist.<name>``.
             attributes: attributes of the span, beside ``llm_datadist.bytes``.
+
+        Raises:
+            TimeoutError: the transfer still runs.
         """
-        failure = transfer.exception()
+        failure = ""
+        try:
+            transfer.result(0)
+        except Error as error:
+            failure = str(error)
         figures = {"llm_datadist.bytes": transfer.bytes, **(attributes or {})}
-        self.add(name, transfer.nanos / _NANOS, figures, "" if failure is None else str(failure))
+        self.add(name, transfer.nanos / _NANOS, figures, failure)
 
     def add(self, name: str, seconds: float, attributes: Mapping[str, Any], failure: str = "") -> None:
         """Make a span that ends now.

@@ -1,10 +1,10 @@
-"""The counters of an engine for Prometheus: a collector for ``prometheus_client``.
+"""The counters of engines for Prometheus: a collector for ``prometheus_client``.
 
     from prometheus_client import REGISTRY, start_http_server
     REGISTRY.register(EngineCollector(engine))
     start_http_server(9400)
 
-The collector reads ``stats()`` when Prometheus asks, and nothing in between. After ``finalize`` it has no metrics. The
+The collector reads ``Engine.stats`` when Prometheus asks, and nothing in between. A closed engine has no metrics. The
 how-to page "Monitoring" lists them, and ``docs/monitoring/dashboard.json`` is a dashboard for Grafana.
 """
 
@@ -14,18 +14,20 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily as Count
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily as Histogram
 from prometheus_client.registry import Collector
 
-from llm_datadist import LLMException
+from llm_datadist.native import Closed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import Metric
 
-    from llm_datadist import LLMDataDist
-    from llm_datadist.stats import OpStats, PoolStats, Stats
+    from llm_datadist.native import Engine
+    from llm_datadist.stats import EngineStats, OpStats
 
 __all__ = ["EngineCollector"]
 
@@ -35,40 +37,55 @@ _NANOS = 1e9
 
 
 class EngineCollector(Collector):
-    """Makes the counters of one engine available to a registry of ``prometheus_client``.
+    """Makes the counters of engines available to a registry of ``prometheus_client``.
 
     Args:
-        engine: the engine. It may be initialized later.
+        engines: the engines, which should have different names. The label ``engine`` of every metric has the name.
     """
 
-    def __init__(self, engine: LLMDataDist) -> None:
-        self._engine = engine
-        self._moved = _Growing()
+    def __init__(self, *engines: Engine) -> None:
+        self._engines = [(engine, _Growing()) for engine in engines]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of this moment."""
-        try:
-            stats = self._engine.stats()
-        except (LLMException, RuntimeError):  # not initialized, or finalized
-            return
-        # Before the first metric, because the caller may stop in between.
-        moved = self._moved.grown(_moved_by(stats), {str(link["cluster"]) for link in stats["links"]})
-        yield from _calls(stats)
-        yield from _pools(stats)
-        yield from _tables(stats)
-        yield from _links(stats, moved)
-        yield from _ucx(stats)
+        found = _Families()
+        for engine, growing in self._engines:
+            try:
+                peers = engine.peers
+                stats = engine.stats()
+                peers += engine.peers  # a link may have ended or begun in between
+            except Closed:
+                continue
+            names = {peer.incarnation: peer.name for peer in peers}
+            of = {"engine": stats["engine"]}
+            _calls(found, of, stats)
+            _pools(found, of, stats)
+            _tables(found, of, stats)
+            _links(found, of, stats, names, growing)
+            _ucx(found, of, stats)
+        yield from found.families.values()
 
 
-def _calls(stats: Stats) -> Iterator[Metric]:
-    seconds = HistogramMetricFamily("llm_datadist_call_seconds", "Duration of the calls of a kind.", labels=["op"])
-    failures = CounterMetricFamily("llm_datadist_call_failures", "Calls of a kind that failed.", labels=["op"])
-    moved = CounterMetricFamily("llm_datadist_moved_bytes", "Bytes moved by calls that succeeded.", labels=["op"])
+class _Families:
+    """Metrics by name, each with the samples of all engines."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, Any] = {}
+
+    def add(self, kind: Any, name: str, text: str, labels: dict[str, str], *value: Any) -> None:
+        """Add a sample to a metric, and the metric if it is the first one."""
+        if name not in self.families:
+            self.families[name] = kind(f"llm_datadist_{name}", text, labels=list(labels))
+        self.families[name].add_metric(list(labels.values()), *value)
+
+
+def _calls(found: _Families, engine: dict[str, str], stats: EngineStats) -> None:
     for op, counted in stats["ops"].items():
-        seconds.add_metric([op], _buckets(counted), counted["total_nanos"] / _NANOS)
-        failures.add_metric([op], counted["failures"])
-        moved.add_metric([op], counted["bytes"])
-    yield from (seconds, failures, moved)
+        of = {**engine, "op": op}
+        seconds = (_buckets(counted), counted["total_nanos"] / _NANOS)
+        found.add(Histogram, "call_seconds", "Duration of the calls of a kind.", of, *seconds)
+        found.add(Count, "call_failures", "Calls of a kind that failed.", of, counted["failures"])
+        found.add(Count, "moved_bytes", "Bytes moved by calls that succeeded.", of, counted["bytes"])
 
 
 def _buckets(counted: OpStats) -> list[tuple[str, float]]:
@@ -81,49 +98,41 @@ def _buckets(counted: OpStats) -> list[tuple[str, float]]:
 
 
 _POOLS: dict[str, tuple[str, Any]] = {
-    "capacity_bytes": ("Bytes that can be allocated.", GaugeMetricFamily),
-    "used_bytes": ("Allocated bytes.", GaugeMetricFamily),
-    "peak_used_bytes": ("Largest number of allocated bytes so far.", GaugeMetricFamily),
-    "largest_free_run_bytes": ("Bytes of the largest request that would succeed now.", GaugeMetricFamily),
-    "released_bytes": ("Bytes of released caches that are still in use.", GaugeMetricFamily),
-    "failures": ("Requests refused for lack of free pages.", CounterMetricFamily),
+    "capacity_bytes": ("Bytes that can be allocated.", Gauge),
+    "used_bytes": ("Allocated bytes.", Gauge),
+    "peak_used_bytes": ("Largest number of allocated bytes so far.", Gauge),
+    "largest_free_run_bytes": ("Bytes of the largest request that would succeed now.", Gauge),
+    "released_bytes": ("Bytes of released caches that are still in use.", Gauge),
+    "failures": ("Requests refused for lack of free pages.", Count),
 }
 
 
-def _pools(stats: Stats) -> Iterator[Metric]:
-    for name, (text, kind) in _POOLS.items():
-        family = kind(f"llm_datadist_pool_{name}", text, labels=["pool"])
-        for pool, counted in stats["pools"].items():
-            family.add_metric([pool], _of(counted, name))
-        yield family
+def _pools(found: _Families, engine: dict[str, str], stats: EngineStats) -> None:
+    for pool, counted in stats["pools"].items():
+        for name, (text, kind) in _POOLS.items():
+            found.add(kind, f"pool_{name}", text, {**engine, "pool": pool}, counted[name])  # type: ignore[literal-required]
 
 
-def _of(counted: PoolStats, name: str) -> float:
-    values: dict[str, Any] = {**counted}
-    return float(values[name])
-
-
-def _tables(stats: Stats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("llm_datadist_caches", "Caches.", stats["table"]["caches"])
-    yield GaugeMetricFamily("llm_datadist_keys", "Keys that are bound to a cache.", stats["table"]["keys"])
+def _tables(found: _Families, engine: dict[str, str], stats: EngineStats) -> None:
+    found.add(Gauge, "caches", "Caches.", engine, stats["table"]["caches"])
+    found.add(Gauge, "keys", "Keys that are bound to a cache.", engine, stats["table"]["keys"])
     verify = stats["verify"]
-    yield CounterMetricFamily("llm_datadist_verified_blocks", "Blocks that were compared.", verify["blocks"])
-    yield CounterMetricFamily("llm_datadist_mismatched_blocks", "Blocks that differed.", verify["mismatches"])
+    found.add(Count, "verified_blocks", "Blocks that were compared.", engine, verify["blocks"])
+    found.add(Count, "mismatched_blocks", "Blocks that differed.", engine, verify["mismatches"])
 
 
-def _ucx(stats: Stats) -> Iterator[Metric]:
+def _ucx(found: _Families, engine: dict[str, str], stats: EngineStats) -> None:
     ucx = stats["ucx"]
     if ucx["version"] is not None:
-        yield CounterMetricFamily("llm_datadist_ucx_reads", "Reads by UCX that succeeded.", ucx["reads"])
-        failures = "Reads by UCX that failed or were given up."
-        yield CounterMetricFamily("llm_datadist_ucx_failures", failures, ucx["failures"])
-        closes = "Connections of UCX that were closed by force, to end a read."
-        yield CounterMetricFamily("llm_datadist_ucx_forced_closes", closes, ucx["forced_closes"])
-        yield CounterMetricFamily("llm_datadist_ucx_renewals", "Workers of UCX that were replaced.", ucx["renewals"])
+        found.add(Count, "ucx_reads", "Reads by UCX that succeeded.", engine, ucx["reads"])
+        found.add(Count, "ucx_failures", "Reads by UCX that failed or were given up.", engine, ucx["failures"])
+        text = "Connections of UCX that were closed by force, to end a read."
+        found.add(Count, "ucx_forced_closes", text, engine, ucx["forced_closes"])
+        found.add(Count, "ucx_renewals", "Workers of UCX that were replaced.", engine, ucx["renewals"])
 
 
 class _Growing:
-    """Keeps sums over the links of a cluster from falling when one of its links ends.
+    """Keeps sums over the links to the peers of a name from falling when one of these links ends.
 
     Prometheus takes a counter that falls for one that began again at 0, and would count the other links twice.
     """
@@ -133,45 +142,40 @@ class _Growing:
         self._last: dict[tuple[str, str], int] = {}
         self._ended: dict[tuple[str, str], int] = {}
 
-    def grown(self, sums: dict[tuple[str, str], int], clusters: set[str]) -> dict[tuple[str, str], int]:
-        """Return sums by cluster and path, each with what has ended while the cluster was listed.
+    def grown(self, sums: dict[tuple[str, str], int], peers: set[str]) -> dict[tuple[str, str], int]:
+        """Return sums by peer and path, each with what has ended while the peer was listed.
 
         Args:
             sums: the sums of the current links.
-            clusters: the clusters with a link. The others are forgotten, so they begin again at 0.
+            peers: the peers with a link. The others are forgotten, so they begin again at 0.
         """
         with self._lock:
-            last = {key: sum_ for key, sum_ in self._last.items() if key[0] in clusters}
+            last = {key: sum_ for key, sum_ in self._last.items() if key[0] in peers}
             self._last = {key: sums.get(key, 0) for key in {**last, **sums}}
             ended = {key: self._ended.get(key, 0) + max(last.get(key, 0) - now, 0) for key, now in self._last.items()}
             self._ended = ended
             return {key: now + ended[key] for key, now in self._last.items()}
 
 
-def _moved_by(stats: Stats) -> dict[tuple[str, str], int]:
-    """Return the bytes of the current links by cluster and path."""
+def _links(
+    found: _Families, engine: dict[str, str], stats: EngineStats, names: dict[int, str], growing: _Growing
+) -> None:
+    """Add the metrics of the links. Peers may have equal names, so values with equal labels are combined."""
+    kinds: Counter[tuple[str, ...]] = Counter()
+    silence: dict[str, float] = {}
     moved: Counter[tuple[str, str]] = Counter()
     for link in stats["links"]:
+        peer = names.get(link["cluster"], str(link["cluster"]))
+        kinds[peer, link["transport"], link["pools"], link["registered"]] += 1
+        silence[peer] = max(silence.get(peer, 0.0), link["silent_ms"] / 1000)
         for path, carried in link["paths"].items():
-            moved[str(link["cluster"]), path] += carried["bytes"]
-    return moved
-
-
-def _links(stats: Stats, moved: dict[tuple[str, str], int]) -> Iterator[Metric]:
-    """Yield the metrics of the links. A cluster may have several links, so values with equal labels are combined."""
-    kinds: Counter[tuple[str, ...]] = Counter()
-    silence: dict[tuple[str, ...], float] = {}
-    for link in stats["links"]:
-        cluster = str(link["cluster"])
-        kinds[cluster, link["transport"], link["pools"], link["registered"]] += 1
-        silence[cluster,] = max(silence.get((cluster,), 0.0), link["silent_ms"] / 1000)
-    labels = ["cluster", "transport", "pools", "registered"]
-    links = GaugeMetricFamily("llm_datadist_link", "Current links, by how bytes travel.", labels=labels)
-    text = "Time since the peer's last control message, of its most silent link."
-    silent = GaugeMetricFamily("llm_datadist_link_silent_seconds", text, labels=["cluster"])
-    text = "Bytes of pulls and pushes over the links of a cluster since it was linked, by path."
-    paths = CounterMetricFamily("llm_datadist_link_moved_bytes", text, labels=["cluster", "path"])
-    for family, values in ((links, kinds), (silent, silence), (paths, moved)):
-        for key, value in values.items():
-            family.add_metric(key, value)
-        yield family
+            moved[peer, path] += carried["bytes"]
+    for key, number in kinds.items():
+        of = dict(zip(("peer", "transport", "pools", "registered"), key))
+        found.add(Gauge, "link", "Current links, by how bytes travel.", {**engine, **of}, number)
+    for peer, seconds in silence.items():
+        text = "Time since the peer's last control message, of its most silent link."
+        found.add(Gauge, "link_silent_seconds", text, {**engine, "peer": peer}, seconds)
+    for (peer, path), sum_ in growing.grown(moved, set(silence)).items():
+        text = "Bytes of pulls and pushes over the links to a peer since it was linked, by path."
+        found.add(Count, "link_moved_bytes", text, {**engine, "peer": peer, "path": path}, sum_)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LlmDatadistChannelClient", "LlmDatadistChannelContext", "LlmDatadistChannelServer"]
 
-_TIMEOUT_MS = 30_000
+_TIMEOUT_S = 30.0
 
 
 class LlmDatadistChannelServer(TransferChannelServer):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class LlmDatadistChannelServer(TransferChannelServer):  # type: ignore[misc]
         listen_url: where the engine listens, ``host:port`` or ``[ipv6]:port``.
         advertise_url: where peers reach it.
         l1_memory_desc: the L1 memory.
-        engine_options: attributes of ``LLMConfig`` for the engine.
+        engine_options: keyword arguments of ``Engine``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LlmDatadistChannelClient(TransferChannelClient):  # type: ignore[misc]
     """
 
     def __init__(self, transfer_channel_server_url: str, arena: Arena) -> None:
-        self._reader = ArenaReader(arena, transfer_channel_server_url, _TIMEOUT_MS)
+        self._reader = ArenaReader(arena, transfer_channel_server_url, _TIMEOUT_S)
 
     def submit_read(
         self, local_addresses: list[TransferChannelAddress], remote_addresses: list[TransferChannelAddress]
@@ -81,7 +81,7 @@ class LlmDatadistChannelContext(TransferChannelContext):  # type: ignore[misc]
         l1_memory_desc: the L1 memory.
         listen_url: where the engine listens, ``host:port`` or ``[ipv6]:port``.
         advertise_url: where peers reach it.
-        engine_options: attributes of ``LLMConfig`` for the engine, for example ``{"link_token_file": "/path"}``.
+        engine_options: keyword arguments of ``Engine``, for example ``{"token_file": "/path"}``.
     """
 
     def __init__(

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole
-from llm_datadist.groups import GroupPart
 from llm_datadist.integrations.addresses import engine_address, host_and_port, listen_address
-from llm_datadist.integrations.engine_options import apply_engine_options
-from llm_datadist.integrations.interrupts import cancelled_if_interrupted
+from llm_datadist.native import Engine, Error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from llm_datadist.events import Transfer
+    from llm_datadist.native import Peer, Transfer
 
 __all__ = ["Arena", "ArenaReader", "address_of"]
 
 logger = logging.getLogger("llm_datadist.lmcache")
 
-_MODEL = 0
+_CACHE = "l1"
 _MAX_TASKS = 65_536
-# Calls besides reads: links. The engine refuses more calls than all of them together.
-_OTHER_CALLS = 4_096
-_RELINK_MS = 1000
+# Transfers besides reads: links. The engine refuses more transfers than all of them together.
+_OTHER_TRANSFERS = 4_096
+_RELINK_S = 1.0
+_CLOSE_S = 30.0
 # At most one line about failed reads of a peer in this time, because every read of a dead peer fails.
 _QUIET_S = 1.0
 Range = tuple[int, int]
@@ -38,16 +36,13 @@ def address_of(url: str) -> str:
     """Return the address for the engine of a URL with or without a scheme. A host name is looked up.
 
     Raises:
-        ValueError: there is no port, or the host cannot be looked up.
+        ValueError: the URL is invalid, or the host cannot be looked up.
     """
     return engine_address("url", *_host_and_port(url))
 
 
 def _host_and_port(url: str) -> tuple[str, int]:
-    host, port = host_and_port("url", url.split("://", 1)[-1])
-    if port is None:
-        raise ValueError(f"url={url!r} has no port: give host:port or [ipv6]:port")
-    return host, port
+    return host_and_port("url", url.split("://", 1)[-1])
 
 
 class Arena:
@@ -57,72 +52,60 @@ class Arena:
         listen_url: where peers reach this process, ``host:port`` or ``[ipv6]:port``; port 0 takes a free one.
         pointer: the first address of the arena.
         size: its bytes.
-        engine_options: attributes of ``LLMConfig`` for the engine.
+        engine_options: keyword arguments of ``Engine``, except ``listen``.
 
     Raises:
-        ValueError: an invalid URL, or an option that does not exist.
-        LLMException: the engine cannot be opened; for example, the process has one already.
+        TypeError: an option that does not exist.
+        ValueError: an invalid URL, or an invalid value of an option.
+        Error: the engine cannot be opened, for example because the address is in use.
     """
 
     def __init__(self, listen_url: str, pointer: int, size: int, engine_options: Mapping[str, Any]) -> None:
-        config = LLMConfig()
-        config.enable_cache_manager = True
-        config.listen_ip_info = listen_address("url", *_host_and_port(listen_url), logger)
-        config.max_transfers = _MAX_TASKS + _OTHER_CALLS
-        apply_engine_options(config, engine_options)
+        listen = listen_address("url", *_host_and_port(listen_url), logger)
         self.size = size
-        self._engine = LLMDataDist(LLMRole.MIX, secrets.randbits(63))
+        self._engine = Engine(listen=listen, **{"max_transfers": _MAX_TASKS + _OTHER_TRANSFERS, **engine_options})
         try:
-            self._engine.init(config.generate_options())
-            desc = CacheDesc(1, [1, size], DataType.DT_UINT8)
-            key = BlocksCacheKey(self._engine.cluster_id, _MODEL)
-            self._cache = self._engine.cache_manager.register_blocks_cache(desc, [pointer], key, True)
+            self._cache = self._engine.register(_CACHE, [pointer], blocks=1, shape=(size,), dtype="uint8")
         except BaseException:
-            self._engine.finalize()  # an engine that stays open would make every later attempt fail
+            self._engine.close()  # otherwise it would keep the port
             raise
 
     @property
     def address(self) -> str:
         """Where the engine listens, ``ip:port``."""
-        return str(self._engine.listen_ip_info)
+        return str(self._engine.address)
 
-    def link(self, url: str, timeout_ms: int) -> int:
-        """Link to the arena of a peer, and return its cluster.
+    def link(self, url: str, timeout: float) -> Peer:
+        """Link to the arena of a peer within ``timeout`` seconds, unless there is a link.
 
         Raises:
-            LLMException: as for ``ensure_link``.
+            Error: as the outcome of ``Engine.link``.
         """
-        peer = self._engine.ensure_link(address_of(url), timeout_ms=timeout_ms).result()
-        if peer is None:
-            raise RuntimeError(f"no peer at {url}")
-        return peer.cluster_id
+        return self._engine.link(address_of(url), timeout=timeout).result()
 
-    def is_linked(self, cluster: int) -> bool:
-        """Whether there is a link to a cluster."""
-        return any(peer.cluster_id == cluster for peer in self._engine.peers())
-
-    def read(self, cluster: int, local: Sequence[Range], remote: Sequence[Range], timeout_ms: int) -> Transfer:
+    def read(self, peer: Peer, local: Sequence[Range], remote: Sequence[Range], timeout: float) -> Transfer[None]:
         """Start to read ranges of a peer's arena into ranges of this one. A range is ``(offset, size)``.
 
         Raises:
             ValueError: the lists differ in length, or a pair in size, or a range leaves the arena.
-            LLMException: as for ``pull_group_async``.
+            Error: as for ``Engine.pull``.
         """
         if len(local) != len(remote) or not local:
             raise ValueError(
                 f"{len(local)} local and {len(remote)} remote ranges must be equally many, and at least one"
             )
-        key = BlocksCacheKey(cluster, _MODEL)
-        parts = []
+        here, there = self._cache[0], peer[_CACHE][0]
+        pairs = []
         for (offset, size), (peer_offset, peer_size) in zip(local, remote):
-            if size != peer_size or not 0 <= offset <= offset + size <= self.size or size <= 0:
+            if size != peer_size or not 0 <= offset <= offset + size <= self.size or size <= 0 or peer_offset < 0:
                 raise ValueError(f"ranges {(offset, size)} and {(peer_offset, peer_size)} do not fit {self.size} bytes")
-            parts.append(GroupPart(key, self._cache, [0], [0], src_offset=peer_offset, dst_offset=offset, length=size))
-        return self._engine.cache_manager.pull_group_async(parts, timeout_ms=timeout_ms)
+            to, of = (offset, offset + size), (peer_offset, peer_offset + size)
+            pairs.append((here.part(bytes=to), there.part(bytes=of)))
+        return self._engine.pull(pairs, timeout=timeout)
 
     def close(self) -> None:
         """Close the engine. Reads that run fail."""
-        self._engine.finalize()
+        self._engine.close()
 
 
 class ArenaReader:
@@ -131,22 +114,22 @@ class ArenaReader:
     Args:
         arena: the arena of this process.
         url: where the peer listens.
-        timeout_ms: time limit of linking and of each read, in milliseconds.
+        timeout: time limit of linking and of each read, in seconds.
 
     Raises:
-        LLMException: as for ``ensure_link``.
+        Error: as for ``Arena.link``.
     """
 
-    def __init__(self, arena: Arena, url: str, timeout_ms: int) -> None:
+    def __init__(self, arena: Arena, url: str, timeout: float) -> None:
         self._arena = arena
         self._url = url
-        self._timeout_ms = timeout_ms
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._tasks: dict[int, tuple[Transfer | None, Sequence[Range]]] = {}
+        self._tasks: dict[int, tuple[Transfer[None] | None, Sequence[Range]]] = {}
         self._quiet_until = 0.0
         self._left_out = 0
-        self._cluster = arena.link(url, timeout_ms)
+        self._peer = arena.link(url, timeout)
 
     def submit(self, local: Sequence[Range], remote: Sequence[Range]) -> int:
         """Start a read, and return its number. A peer that cannot be reached is the outcome of the read, and logged.
@@ -160,10 +143,10 @@ class ArenaReader:
             if len(self._tasks) >= _MAX_TASKS:
                 raise ValueError(f"{_MAX_TASKS} reads whose outcome nobody has asked for")
         try:
-            if not self._arena.is_linked(self._cluster):
-                self._cluster = self._arena.link(self._url, _RELINK_MS)
-            transfer: Transfer | None = self._arena.read(self._cluster, local, remote, self._timeout_ms)
-        except LLMException as error:
+            if not self._peer.alive:
+                self._peer = self._arena.link(self._url, _RELINK_S)
+            transfer: Transfer[None] | None = self._arena.read(self._peer, local, remote, self._timeout)
+        except Error as error:
             transfer = None
             self._log(remote, error)
         with self._lock:
@@ -184,14 +167,21 @@ class ArenaReader:
             if transfer is not None and not transfer.done():
                 return None
             del self._tasks[number]
-        failure = None if transfer is None else transfer.exception()
-        if failure is not None:
-            self._log(remote, failure)
-        # After a failure, no range of the group is known to be complete.
-        return [transfer is not None and failure is None] * len(remote)
+        arrived = False
+        if transfer is not None:
+            try:
+                transfer.result()
+                arrived = True
+            except Error as error:
+                self._log(remote, error)
+        # After a failure, no range of the read is known to be complete.
+        return [arrived] * len(remote)
 
     def close(self) -> None:
-        """Cancel the reads that run, and wait until nothing of them writes to the arena any more."""
+        """Cancel the reads that run, and wait until nothing of them writes to the arena any more, at most 30 s.
+
+        Ctrl-C does not shorten the wait: ``KeyboardInterrupt`` is raised after it. A second one ends it.
+        """
         with self._lock:
             tasks, self._tasks = self._tasks, {}
             left_out, self._left_out = self._left_out, 0
@@ -200,11 +190,19 @@ class ArenaReader:
         transfers = [transfer for transfer, _ in tasks.values() if transfer is not None]
         for transfer in transfers:
             transfer.cancel()
-        with cancelled_if_interrupted(transfers, logger):
-            for transfer in transfers:
-                transfer.exception()
+        end = time.monotonic() + _CLOSE_S
+        try:
+            _wait(transfers, end)
+        except BaseException:
+            _wait(transfers, end)
+            raise
+        finally:
+            running = sum(not transfer.done() for transfer in transfers)
+            if running:
+                text = "%d cancelled reads still use their memory: close the engine before you free it"
+                logger.error(text, running)
 
-    def _log(self, remote: Sequence[Range], reason: LLMException) -> None:
+    def _log(self, remote: Sequence[Range], reason: Error) -> None:
         """Log that a read failed, unless another line about this peer is less than a second old."""
         now = time.monotonic()
         with self._lock:
@@ -218,3 +216,10 @@ class ArenaReader:
         if remote:
             what += f", the first at offset {remote[0][0]}"
         logger.warning("a read of the peer at %s failed: %s: %s%s", self._url, what, reason, earlier)
+
+
+def _wait(transfers: Sequence[Transfer[None]], end: float) -> None:
+    """Wait until transfers have ended, whatever their outcome, at most until a time of ``time.monotonic``."""
+    for transfer in transfers:
+        with suppress(Error, TimeoutError):
+            transfer.result(max(0.0, end - time.monotonic()))
