@@ -156,7 +156,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
-	MYPYPATH=benches $(BIN)/mypy benches/serving_latency.py
+	MYPYPATH=benches $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py serving_latency.py transfer_latency.py)
 	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native
 	$(BIN)/python tools/mutants/run.py --check
 	$(BIN)/python -m pytest -q tools/lint tools/build/tests
@@ -254,7 +254,6 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to benches
 	cargo bench -p llm-datadist-capi --bench capi
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
-	$(BIN)/python benches/layerwise_latency.py
 	$(BIN)/python benches/serving_latency.py
 
 # BASE=commit to compare with; it is built in an environment of its own.

@@ -22,69 +22,47 @@ TOKEN = "a shared token of some length"  # noqa: S105 - not a secret
 ADDRESSES = (("10.231.8.1", "10.231.8.2"), ("10.231.9.1", "10.231.9.2"))
 PORT = 26000
 MIB = 1 << 20
-# Name: options of both sides.
+# Name: options of both sides, except "addresses", which is one of the owner.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "one link, one stream": {"link_streams": 1},
+    "one link, one stream": {"streams": 1},
     "one link": {},
-    "two links": {"link_addresses": ADDRESSES[1][1]},
+    "two links": {"addresses": ADDRESSES[1][1]},
 }
-LIMIT_MS = 120_000
+OWNER = f"{ADDRESSES[0][1]}:{PORT}"
+LIMIT_S = 120.0
 ANSWER = "answer: "
 
 
-def engine(role: str, cluster: int, options: dict[str, Any]) -> Any:
-    """Open an engine with a pool that holds the largest cache."""
-    from llm_datadist import LLMConfig, LLMDataDist, LLMRole  # noqa: PLC0415 - not in the parent
+def opened(role: str, order: dict[str, Any]) -> tuple[Any, Any]:
+    """Open an engine, and allocate its cache of blocks of one MiB."""
+    from llm_datadist.native import Engine  # noqa: PLC0415 - not in the parent
 
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.mem_pool_cfg = json.dumps({"memory_size": options.pop("pool")})
-    config.enable_remote_cache_accessible = True
-    config.link_token = TOKEN
-    config.sync_kv_timeout = LIMIT_MS
-    if role == "owner":
-        config.listen_ip_info = f"{ADDRESSES[0][1]}:{PORT}"
-    else:
-        options.pop("link_addresses", None)
-    for name, value in options.items():
-        setattr(config, name, value)
-    opened = LLMDataDist(LLMRole.MIX, cluster)
-    opened.init(config.generate_options())
-    return opened
+    options = {name: value for name, value in order["options"].items() if role == "owner" or name != "addresses"}
+    listen = OWNER if role == "owner" else None
+    engine = Engine(pool=f"{order['blocks'] + 8}MiB", listen=listen, token=TOKEN, timeout=LIMIT_S, **options)
+    return engine, engine.allocate("kv", blocks=order["blocks"], tensors=2, shape=(MIB // 2,), dtype="uint8")
 
 
 def serve(role: str) -> None:
     """Take orders from the parent, one JSON object a line, and answer each."""
-    from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo, Placement  # noqa: PLC0415
-
-    opened, cache = None, None
+    engine: Any = None
+    cache: Any = None
+    peer: Any = None
     for line in sys.stdin:
         order = json.loads(line)
         answer: Any = None
         if order["do"] == "open":
-            opened = engine(role, 1 if role == "caller" else 2, order["options"])
-        elif order["do"] == "allocate":
-            desc = CacheDesc(2, [order["blocks"], MIB // 2], DataType.DT_UINT8, Placement.DEVICE)
-            keys = BlocksCacheKey(2 if role == "owner" else 1)
-            cache = opened.cache_manager.allocate_blocks_cache(desc, keys)
+            engine, cache = opened(role, order)
         elif order["do"] == "link":
-            info = LLMClusterInfo()
-            info.remote_cluster_id = 2
-            info.append_local_ip_info(ADDRESSES[0][0], 0)
-            info.append_remote_ip_info(ADDRESSES[0][1], PORT)
-            _, [code] = opened.link_clusters([info], 10_000)
-            answer = str(code)
+            peer = engine.link(OWNER).result()
         elif order["do"] == "move":
-            blocks, manager = list(range(order["blocks"])), opened.cache_manager
+            here, there = (side[: order["blocks"]] for side in (cache, peer["kv"]))
             begin = time.perf_counter()
-            if order["way"] == "pull":
-                manager.pull_blocks(BlocksCacheKey(2), cache, blocks, blocks)
-            else:
-                manager.push_blocks(BlocksCacheKey(2), cache, blocks, blocks)
+            transfer = engine.pull(here, there) if order["way"] == "pull" else engine.push(there, here)
+            transfer.result()
             answer = time.perf_counter() - begin
         elif order["do"] == "close":
-            opened.finalize()
-            opened = cache = None
+            engine.close()
         print(ANSWER + json.dumps(answer), flush=True)
 
 
@@ -143,11 +121,8 @@ def measure(hosts: tuple[Host, Host], options: dict[str, Any], sizes: list[int])
     """Open both engines, and return the seconds of each transfer."""
     caller, _ = hosts
     for host in hosts:
-        host.ask("open", options={**options, "pool": (max(sizes) + 8) * MIB})
-        host.ask("allocate", blocks=max(sizes))
-    linked = caller.ask("link")
-    if not linked.endswith("LLM_SUCCESS"):
-        raise SystemExit(f"not linked: {linked}")
+        host.ask("open", options=options, blocks=max(sizes))
+    caller.ask("link")
     seconds = {}
     for way in ("pull", "push"):
         caller.ask("move", way=way, blocks=max(sizes))  # opens the streams
@@ -188,7 +163,10 @@ def main() -> None:
 def table(rounds: dict[str, list[dict[tuple[str, int], float]]], sizes: list[int], mbit: int) -> None:
     """Print the medians in MB/s, and their share of the rate of one link."""
     links = f"links of {mbit} Mbit/s" if mbit else "links without a limit"
-    share = lambda speed: f" ({speed / (mbit * 1e6 / 8):.2f})" if mbit else ""  # noqa: E731
+
+    def share(speed: float) -> str:
+        return f" ({speed / (mbit * 1e6 / 8):.2f})" if mbit else ""
+
     print(f"| MB/s, {links} | {' | '.join(SETTINGS)} | two links / one | one link / one stream |")
     print("| --- " * (len(SETTINGS) + 3) + "|")
     for way in ("pull", "push"):

@@ -2,8 +2,8 @@
 
 Each row is the median of its rounds, with the lowest and the highest round, and its goal. What a ratio compares was
 measured in the same rounds, in turn. `--only start,poll` selects parts. Each part runs in a process of its own, and the
-owner of the remote cache (`serving_peer.py`) in another. Not for: synchronous calls (`transfer_latency.py`,
-`python_overhead.py`) and the time until a layer arrives (`layerwise_latency.py`).
+owner of the remote cache (`serving_peer.py`) in another. Not for: calls that wait (`transfer_latency.py`,
+`python_overhead.py`) and the time until a layer arrives (`cargo bench --bench layerwise`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import numpy as np
-from serving_peer import OWNER, PAYLOAD, Near, Setting, linked, opened, rest, row_values
+from serving_peer import PATIENCE_S, PAYLOAD, Near, Setting, linked, opened, rest, row_values
 
-from llm_datadist import (
-    CacheDesc,
-    CacheKey,
-    DataType,
-    LayerDestination,
-    LLMDataDist,
-    LLMException,
-    LLMStatusCode,
-    TransferWithCacheKeyConfig,
-)
-from llm_datadist.events import Completed, Transfer
+from llm_datadist.native import Busy, Completed, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 MIB = 1 << 20
 LAYERS = 40
@@ -106,148 +96,126 @@ def start(size: Size) -> Iterator[Row]:
     count = 512
     with linked(Setting(blocks=count), count) as near:
         src, dst = (random.Random(seed).sample(range(count), count) for seed in (1, 2))  # noqa: S311
-        lists = {
-            "1 block, lists": (src[:1], dst[:1]),
-            "512 blocks, lists": (src, dst),
-            "512 blocks, int64 arrays": (np.array(src, np.int64), np.array(dst, np.int64)),
+        lists: dict[str, tuple[Any, Any]] = {
+            "1 block, lists": (dst[:1], src[:1]),
+            "512 blocks, lists": (dst, src),
+            "512 blocks, int64 arrays": (np.array(dst, np.int64), np.array(src, np.int64)),
         }
         figures: dict[str, list[float]] = {name: [] for name in lists}
         for _ in range(size.rounds):
-            for name, blocks in lists.items():
+            for name, (to, of) in lists.items():
                 times = []
                 for _ in range(size.calls):
-                    times.append(micros(lambda: near.manager.pull_blocks_async(near.key, near.cache, *blocks)))  # noqa: B023
-                    assert near.dist.drain()
-                    (ended,) = polled(near.dist, 1)
-                    ended.result()
+                    times.append(micros(lambda: near.engine.pull(near.cache[to], near.kv[of])))  # noqa: B023
+                    ends(near, 1)
                 figures[name].append(statistics.median(times))
         assert (near.view[dst] == row_values(count)[src][:, None]).all(), "a block arrived wrong"
         for name, values in figures.items():
-            yield Row(f"start pull_blocks_async, {name}", values, "us", at_most=20)
+            yield Row(f"start pull, {name}", values, "us", at_most=20)
 
 
-def poll(size: Size) -> Iterator[Row]:
-    """`LLMDataDist.poll` without events and with 64 of them."""
-    dist = opened(1, MIB)
-    manager = dist.cache_manager
-    cache = manager.allocate_blocks_cache(CacheDesc(1, [65, 64], DataType.DT_UINT8))
-    events: list[object] = []
+def events(size: Size) -> Iterator[Row]:
+    """`Engine.events` when nothing has happened, and with the ends of 64 transfers."""
+    engine, cache, _ = opened(Setting(block_bytes=64), 65)
+    found: list[object] = []
     empty, full = [], []
     for _ in range(size.rounds):
-        empty.append(micros(lambda: [dist.poll() for _ in range(size.calls)]) / size.calls)
+        empty.append(micros(lambda: [engine.events() for _ in range(size.calls)]) / size.calls)
         times = []
         for _ in range(size.calls):
-            running = {manager.copy_blocks_async(cache, {0: [block]}) for block in range(1, 65)}
-            assert dist.drain()
-            times.append(micros(lambda: events.extend(dist.poll())))
-            assert {event.transfer for event in events if isinstance(event, Completed)} == running
-            events.clear()
+            running = {engine.copy(cache[block], cache[0]) for block in range(1, 65)}
+            wait(running)
+            time.sleep(1e-3)  # an event may come a little later than the end
+            times.append(micros(lambda: found.extend(engine.events())))
+            assert {event.transfer for event in found if isinstance(event, Completed)} == running
+            found.clear()
         full.append(statistics.median(times))
-    yield Row("poll, nothing to report", empty, "us", at_most=1)
-    yield Row("poll, 64 completed transfers", full, "us", at_most=20)
-    dist.finalize()
+    yield Row("events, nothing has happened", empty, "us", at_most=1)
+    yield Row("events, 64 completed transfers", full, "us", at_most=20)
+    engine.close()
 
 
-def polled(dist: LLMDataDist, count: int) -> list[Transfer]:
-    """The transfers whose ends one `poll` reports."""
-    transfers = [event.transfer for event in dist.poll() if isinstance(event, Completed)]
-    assert len(transfers) == count
-    return transfers
+def wait(transfers: Iterable[Transfer[Any]]) -> None:
+    """Wait until transfers have ended, and leave their outcomes to `events`."""
+    for transfer in transfers:
+        while not transfer.done():
+            time.sleep(1e-4)
+
+
+def ends(near: Near, count: int) -> None:
+    """Take the events of as many transfers as they end."""
+    while count:
+        select.select([near.engine], [], [])
+        for event in near.engine.events():
+            if isinstance(event, Completed):
+                event.transfer.result()
+                count -= 1
 
 
 def many(transport: str) -> Callable[[Size], Iterator[Row]]:
-    """Pulls in flight from one thread, beside synchronous pulls of several threads."""
+    """Pulls in flight from one thread, beside threads that wait for each pull."""
 
     def measure(size: Size) -> Iterator[Row]:
         with linked(Setting(transport, size.pull_bytes, size.pulls // 4), size.pulls) as near:
-            sync: dict[int, list[float]] = {1: [], 2: [], 4: []}
-            asynchronous = []
+            waited: dict[int, list[float]] = {1: [], 2: [], 4: []}
+            flying = []
             for number in range(size.rounds + 1):
                 turns = []
-                for threads, figures in sync.items():
+                for threads, figures in waited.items():
                     figures.append(speed(near, size, partial(pulled, near, size, threads)))
                     turns.append(speed(near, size, partial(flown, near, size)))
-                asynchronous.append(statistics.median(turns))
+                flying.append(statistics.median(turns))
                 if number == 0:  # touches the memory for the first time
-                    asynchronous.clear()
-                    for figures in sync.values():
+                    flying.clear()
+                    for figures in waited.values():
                         figures.clear()
         each = f"{size.pull_bytes >> 20} MiB" if size.pull_bytes >= MIB else f"{size.pull_bytes >> 10} KiB"
         what = f"{size.pulls:,} pulls of {each}, {transport}"
-        for threads, figures in sync.items():
-            yield Row(f"{what}, pull_blocks, {threads} thread{'s' * (threads > 1)}", figures, "GB/s")
-        yield Row(f"{what}, all in flight from one thread", asynchronous, "GB/s")
-        best = max(sync.values(), key=statistics.median)
+        for threads, figures in waited.items():
+            yield Row(f"{what}, waiting for each, {threads} thread{'s' * (threads > 1)}", figures, "GB/s")
+        yield Row(f"{what}, all in flight from one thread", flying, "GB/s")
+        best = max(waited.values(), key=statistics.median)
         goal = 0.95 if transport == "shm" else None
-        yield Row(f"{what}, in flight / the best synchronous row", ratios(asynchronous, best), "ratio", at_least=goal)
+        yield Row(f"{what}, in flight / the best row that waits", ratios(flying, best), "ratio", at_least=goal)
 
     return measure
 
 
 def speed(near: Near, size: Size, turn: Callable[[], None]) -> float:
     """GB/s of pulling all blocks once. Checks the first and the last byte of each."""
-    ends = near.view[:, :: size.pull_bytes - 1]
-    ends[:] = 0
+    edges = near.view[:, :: size.pull_bytes - 1]
+    edges[:] = 0
     nanos = micros(turn) * 1e3
     expected = row_values(size.pulls // 4)[np.arange(size.pulls) % (size.pulls // 4)]
-    assert (ends == expected[:, None]).all(), "a block arrived wrong"
+    assert (edges == expected[:, None]).all(), "a block arrived wrong"
     return size.pulls * size.pull_bytes / nanos
 
 
+def pull(near: Near, size: Size, block: int) -> Transfer[None]:
+    """Start to pull one of all blocks."""
+    return near.engine.pull(near.cache[block], near.kv[block % (size.pulls // 4)])
+
+
 def pulled(near: Near, size: Size, threads: int) -> None:
-    """Pull all blocks with synchronous calls."""
+    """Pull all blocks with threads that wait for each pull."""
 
     def some(first: int) -> None:
         for block in range(first, size.pulls, threads):
-            near.manager.pull_blocks(near.key, near.cache, [block % (size.pulls // 4)], [block])
+            pull(near, size, block).result()
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(some, range(threads)))
 
 
 def flown(near: Near, size: Size) -> None:
-    """Pull all blocks with asynchronous calls, as a scheduler does: start them, then take the events."""
-    running = set()
+    """Pull all blocks as a scheduler does: start them, then take the events."""
     for block in range(size.pulls):
-        running.add(near.manager.pull_blocks_async(near.key, near.cache, [block % (size.pulls // 4)], [block]))
-    while running:
-        select.select([near.dist], [], [])
-        for event in near.dist.poll():
-            assert isinstance(event, Completed)
-            running.remove(event.transfer)
-            event.transfer.result()
-
-
-def notify(size: Size) -> Iterator[Row]:
-    """A pull that delivers a notification, beside one that releases a key. The owner polls between the rounds."""
-    # Two pulls in each round use up keys, two deliver notifications. All fit into the window.
-    count = min(size.calls, 400)
-    with linked(Setting(slots=2 * count), 64) as near:
-        manager = near.manager
-        slot = manager.allocate_cache(CacheDesc(1, [1, 16 << 10], DataType.DT_UINT8))
-        calls: dict[str, Callable[[int], None]] = {
-            "pull_cache that releases its key": lambda key: manager.pull_cache(CacheKey(OWNER, req_id=key), slot),
-            "pull_blocks with notify": lambda _: manager.pull_blocks(near.key, near.cache, [3], [5], notify=PAYLOAD),
-            "pull_cache with both": lambda key: manager.pull_cache(
-                CacheKey(OWNER, req_id=key + count), slot, notify=PAYLOAD
-            ),
-        }
-        figures: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(size.rounds):
-            first = int(near.ask("keys", 2 * count))
-            for name, call in calls.items():
-                times = [micros(lambda: call(first + number)) for number in range(count)]  # noqa: B023
-                figures[name].append(statistics.median(times))
-            assert int(near.ask("receive", 2 * count)) == 2 * count
-    names = list(figures)
-    for name in names:
-        yield Row(f"16 KiB, {name}", figures[name], "us")
-    for name, goal in ((names[1], 1.3), (names[2], None)):
-        yield Row(f"16 KiB, {name} / {names[0]}", ratios(figures[name], figures[names[0]]), "ratio", at_most=goal)
+        pull(near, size, block)
+    ends(near, size.pulls)
 
 
 def messages(transport: str, goal: int) -> Callable[[Size], Iterator[Row]]:
-    """Notifications of 64 bytes to a process that polls."""
+    """Messages of 64 bytes to a process that takes them as events."""
 
     def measure(size: Size) -> Iterator[Row]:
         figures = []
@@ -256,22 +224,20 @@ def messages(transport: str, goal: int) -> Callable[[Size], Iterator[Row]]:
                 near.tell("receive", size.messages)
                 started = time.perf_counter()
                 for _ in range(size.messages):
-                    while not accepted(near.dist):
+                    while not accepted(near):
                         time.sleep(50e-6)
                 assert int(near.answer()) == size.messages
                 figures.append(size.messages / (time.perf_counter() - started))
-        yield Row(f"notifications of {len(PAYLOAD)} bytes, {transport}", figures, "per second", at_least=goal)
+        yield Row(f"messages of {len(PAYLOAD)} bytes, {transport}", figures, "per second", at_least=goal)
 
     return measure
 
 
-def accepted(dist: LLMDataDist) -> bool:
-    """Send one notification, unless the window is full."""
+def accepted(near: Near) -> bool:
+    """Send one message, unless the window is full."""
     try:
-        dist.notify(OWNER, PAYLOAD)
-    except LLMException as error:
-        if error.status_code != LLMStatusCode.LLM_LINK_BUSY:
-            raise
+        near.peer.send(PAYLOAD)
+    except Busy:
         return False
     return True
 
@@ -296,15 +262,15 @@ def memory(size: Size) -> Iterator[Row]:
 def in_flight(size: Size, blocks: int) -> tuple[float, int]:
     """Bytes of one more transfer of this many blocks, and of its Python handle."""
     few, most = size.in_flight
-    running: list[Transfer] = []
+    running: list[Transfer[None]] = []
     taken = []
-    with linked(Setting("tcp", 8, 1), most * blocks) as near:
+    with linked(Setting("tcp", 8, 1), most * blocks, max_transfers=2 * most) as near:
         stop(near.owner.pid)
         for count in (few, most):
             while len(running) < count:
                 first = len(running) * blocks
                 to = list(range(first, first + blocks))
-                running.append(near.manager.pull_blocks_async(near.key, near.cache, [0] * blocks, to))
+                running.append(near.engine.pull(near.cache[to], near.kv[[0] * blocks]))
             time.sleep(0.2)  # until the workers have begun what they can
             fill_kept_lists(near)
             taken.append(allocated())
@@ -312,7 +278,7 @@ def in_flight(size: Size, blocks: int) -> tuple[float, int]:
         for transfer in running:
             transfer.cancel()
         os.kill(near.owner.pid, signal.SIGCONT)
-        assert near.dist.drain()
+        wait(running)
     before, after = taken
     return (after - before) / (most - few), sys.getsizeof(running[0])
 
@@ -320,17 +286,16 @@ def in_flight(size: Size, blocks: int) -> tuple[float, int]:
 def fill_kept_lists(near: Near) -> None:
     """Fill the store of freed lists of every size that the allocator of the engine keeps."""
     most = 1 << 18  # blocks: the longest list that is kept has 2 MiB, 8 bytes for each block
-    cache = near.manager.allocate_blocks_cache(CacheDesc(1, [most + 1, 1], DataType.DT_UINT8))
+    with near.engine.allocate("lists", blocks=most + 1, tensors=1, shape=(1,), dtype="uint8") as cache:
 
-    def copy(blocks: int) -> None:
-        # Other threads use the same rows, so the lists of several calls exist at the same time.
-        for _ in range(4):
-            near.manager.copy_blocks(cache, {most: list(range(blocks))})
+        def copy(blocks: int) -> None:
+            # Other threads use the same rows, so the lists of several calls exist at the same time.
+            for _ in range(4):
+                near.engine.copy(cache[:blocks], cache[[most] * blocks]).result()
 
-    with ThreadPoolExecutor(4) as pool:
-        for bits in range(11, 19):
-            list(pool.map(copy, [1 << bits] * 4))
-    near.manager.deallocate_blocks_cache(cache)
+        with ThreadPoolExecutor(4) as pool:
+            for bits in range(11, 19):
+                list(pool.map(copy, [1 << bits] * 4))
 
 
 def stop(process: int) -> None:
@@ -366,18 +331,18 @@ def idle(size: Size) -> Iterator[Row]:
     with linked(Setting(), 1) as near:
         time.sleep(size.idle_ms / 5e3)
         before = both_rest(near, size)
-        near.dist.fileno()
-        near.dist.poll()
+        near.engine.fileno()
+        near.engine.events()
         assert near.ask("greet", 1) == "1"
-        near.dist.notify(OWNER, PAYLOAD)
+        near.peer.send(PAYLOAD)
         assert near.ask("receive", 1) == "1"
-        while not near.dist.poll():
+        while not near.engine.events():
             time.sleep(0.001)
         time.sleep(size.idle_ms / 5e3)
         after = both_rest(near, size)
     what, unit = "CPU of two idle linked processes", f"ms/{size.idle_ms / 1e3:g} s"
-    yield Row(f"{what}, before the first poll", [before], unit)
-    yield Row(f"{what}, after fileno, poll and notifications", [after], unit)
+    yield Row(f"{what}, before the first call of events", [before], unit)
+    yield Row(f"{what}, after fileno, events and messages", [after], unit)
     # Single heartbeats differ by more than a fraction of a millisecond.
     yield Row(f"{what}, difference", [float(round(after - before))], unit, at_most=0)
 
@@ -397,42 +362,40 @@ def layers(size: Size) -> Iterator[Row]:
     thread takes alone.
     """
     apart = f"{size.layer_ms * 1e3:g} us apart"
-    rows = {
+    rows: dict[str, tuple[float, dict[str, float]]] = {
         "one after the other": (0.0, {}),
         apart: (size.layer_ms, {}),
-        f"{apart}, transfer_poll_us=1000": (size.layer_ms, {"llm.TransferPollUs": "1000"}),
+        f"{apart}, transfer_poll=1e-3": (size.layer_ms, {"transfer_poll": 1e-3}),
     }
-    figures: dict[str, list[float]] = {"begin": [], **{name: [] for name in rows}}
+    figures: dict[str, list[float]] = {"start": [], **{name: [] for name in rows}}
     for name, (pause_ms, options) in rows.items():
-        with linked(Setting(accessible=True, blocks=64, tensors=2 * LAYERS, block_bytes=4 << 10), 64, options) as near:
+        with linked(Setting(blocks=64, tensors=2 * LAYERS, block_bytes=4 << 10), 64, **options) as near:
             for _ in range(size.rounds):
                 begin, ready = layered(near, max(2, size.calls // 10), pause_ms)
                 if pause_ms and not options:
-                    figures["begin"].append(begin)
+                    figures["start"].append(begin)
                 figures[name].append(ready)
-    yield Row(f"begin_layers, one request of {LAYERS} layers", figures.pop("begin"), "us", at_most=100)
+    yield Row(f"start a layer-wise push of {LAYERS} layers", figures.pop("start"), "us", at_most=100)
     for name, values in figures.items():
-        yield Row(f"LayerTask.ready, layers {name}", values, "us", at_most=3)
+        yield Row(f"Transfer.ready, layers {name}", values, "us", at_most=3)
     yield Row("waking a sleeping process by a write to a pipe", wake_ups(size), "us")
 
 
 def layered(near: Near, requests: int, pause_ms: float) -> tuple[float, float]:
-    """The medians of the caller's microseconds to begin a request, and to report one of its layers."""
-    config = TransferWithCacheKeyConfig(near.key, range(LAYERS), range(LAYERS))
+    """The medians of the caller's microseconds to start a request, and to report one of its layers."""
     numbers = list(range(16))
     begins, readies = [], []
     clock = time.perf_counter_ns
     for _ in range(requests):
         started = clock()
-        task = near.manager.begin_layers(near.cache, [LayerDestination(config, numbers, numbers)])
+        push = near.engine.push(near.kv[numbers], near.cache[numbers], layerwise=True)
         begins.append((clock() - started) / 1e3)
         for layer in range(LAYERS):
             compute(pause_ms)
             started = clock()
-            task.ready(layer)
+            push.ready(layer)
             readies.append((clock() - started) / 1e3)
-        (transfer,) = task.transfers
-        assert transfer.result() is None
+        push.result()
     return statistics.median(begins), statistics.median(readies)
 
 
@@ -458,28 +421,51 @@ def compute(millis: float) -> None:
         pass
 
 
-def grants(size: Size) -> Iterator[Row]:
-    """What a grant costs its owner, and the pull of a reader."""
-    dist = opened(1, MIB)
-    manager = dist.cache_manager
-    cache = manager.allocate_blocks_cache(CacheDesc(1, [64, 64], DataType.DT_UINT8))
-    numbers = list(range(0, 64, 2))
-    given = [
-        statistics.median(micros(lambda: manager.grant(cache, numbers).revoke()) for _ in range(size.calls))
-        for _ in range(size.rounds)
-    ]
-    yield Row("grant of 32 blocks and its revoke", given, "us")
-    dist.finalize()
+def lending(size: Size) -> Iterator[Row]:
+    """What a grant costs its owner."""
+    engine, cache, _ = opened(Setting(block_bytes=64), 64)
+    rows = cache[::2]
+
+    def lent() -> float:
+        took = micros(lambda: engine.lend(rows, ttl=PATIENCE_S).revoke())
+        engine.events()
+        return took
+
+    figures = [statistics.median(lent() for _ in range(size.calls)) for _ in range(size.rounds)]
+    yield Row("lend 32 blocks, and revoke", figures, "us")
+    engine.close()
+
+
+def pulls(size: Size) -> Iterator[Row]:
+    """One pull alone, with a message to the owner's program, and under a grant, whose end the owner learns."""
+    count = min(size.calls, 400)  # the messages of a round fit into the window of the owner
+    figures: dict[str, list[float]] = {
+        name: [] for name in ("alone", "notify", "a known grant", "a new grant", "a new grant and notify")
+    }
     with linked(Setting(), 64) as near:
-        first, later, plain = [], [], []
+        (known,) = near.granted(1)
         for _ in range(size.rounds):
-            tokens = near.granted(size.calls)
-            pull = partial(near.manager.pull_blocks, near.key, near.cache, [1], [1])
-            plain.append(statistics.median(micros(pull) for _ in tokens))
-            first.append(statistics.median(micros(partial(pull, grant=token)) for token in tokens))
-            later.append(statistics.median(micros(partial(pull, grant=tokens[0])) for _ in tokens))
-        yield Row("pull_blocks of 16 KiB under a new grant / without one", ratios(first, plain), "ratio")
-        yield Row("pull_blocks of 16 KiB under a known grant / without one", ratios(later, plain), "ratio")
+            tokens = iter(near.granted(2 * count))
+            calls: dict[str, Callable[[], dict[str, Any]]] = {
+                "alone": dict,
+                "notify": lambda: {"notify": PAYLOAD},
+                "a known grant": lambda: {"grant": known, "last": False},
+                "a new grant": lambda: {"grant": next(tokens)},  # noqa: B023
+                "a new grant and notify": lambda: {"grant": next(tokens), "notify": PAYLOAD},  # noqa: B023
+            }
+            for name, extras in calls.items():
+                figures[name].append(statistics.median(one_pull(near, extras()) for _ in range(count)))
+            assert int(near.ask("receive", 2 * count)) == 2 * count
+    for name, values in figures.items():
+        yield Row(f"pull of 16 KiB, {name}", values, "us")
+    new = figures["a new grant"]
+    yield Row("pull of 16 KiB, notify / a new grant", ratios(figures["notify"], new), "ratio", at_most=1.3)
+    yield Row("pull of 16 KiB, a new grant and notify / a new grant", ratios([*figures.values()][-1], new), "ratio")
+
+
+def one_pull(near: Near, extras: dict[str, Any]) -> float:
+    """Microseconds of a pull of one block, with these arguments."""
+    return micros(lambda: near.engine.pull(near.cache[1], near.kv[1], **extras).result())
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
@@ -489,14 +475,14 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "start": start,
-    "poll": poll,
+    "events": events,
     "many": many("shm"),
     "many-tcp": many("tcp"),
-    "notify": notify,
+    "pulls": pulls,
     "messages": messages("shm", 200_000),
     "messages-tcp": messages("tcp", 50_000),
     "layers": layers,
-    "grants": grants,
+    "lending": lending,
     "memory": memory,
     "idle": idle,
 }
@@ -504,7 +490,7 @@ PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
 
 def main() -> None:
     """Print the table, or the rows of one part."""
-    parser = argparse.ArgumentParser(description="what asynchronous calls and notifications cost from Python")
+    parser = argparse.ArgumentParser(description="what transfers in flight, events and messages cost from Python")
     parser.add_argument("--quick", action="store_true", help="run everything once, without useful figures")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas (default: all)")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)

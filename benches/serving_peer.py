@@ -1,6 +1,7 @@
-"""The other process of `benches/serving_latency.py`: cluster 2, which owns a blocks cache and does what it is asked.
+"""Two linked engines for a benchmark: one in its process, and one in another process that does what it is asked.
 
-One line of its input is one command with its arguments, and one line of its output is the answer. Not for: figures.
+One line of input of the other process is one command with its arguments, and one line of its output is the answer. Used
+by `serving_latency.py` and `transfer_latency.py`. Not for: figures.
 """
 
 from __future__ import annotations
@@ -13,20 +14,18 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMClusterInfo, LLMDataDist, LLMRole
-from llm_datadist.events import Notification
+from llm_datadist.native import Cache, Engine, Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NEAR, OWNER = 1, 2
 PAYLOAD = bytes(range(64))
 # No call of a benchmark ends at a time limit.
-PATIENCE_MS = 600_000
+PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,8 @@ class Setting:
     transport: str = "shm"
     block_bytes: int = 16 << 10
     blocks: int = 64
-    slots: int = 0  # slots with a request key that exist at the same time
-    tensors: int = 1  # of the blocks caches
-    accessible: bool = False  # whether the engines are in remote-accessible mode
+    tensors: int = 1  # two for each layer, if there are several
+    registered: bool = False  # whether the caches are memory of the programs instead of pools
 
 
 def row_values(blocks: int) -> np.ndarray:
@@ -46,47 +44,36 @@ def row_values(blocks: int) -> np.ndarray:
     return (np.arange(blocks) % 251 + 1).astype(np.uint8)
 
 
-def opened(
-    cluster: int, pool: int, transport: str = "shm", accessible: bool = False, options: Optional[dict[str, str]] = None
-) -> LLMDataDist:
-    """Open an engine that listens at a free port."""
-    dist = LLMDataDist(LLMRole.MIX, cluster)
-    dist.init(
-        {
-            "llm.EnableCacheManager": "1",
-            "llm.MemPoolConfig": json.dumps({"memory_size": pool + (1 << 20), "page_shift": 12}),
-            "llm.listenIpInfo": "127.0.0.1:0",
-            "llm.LinkTransport": transport,
-            "llm.EnableRemoteCacheAccessible": str(int(accessible)),
-            "llm.LinkSilence": str(PATIENCE_MS),
-            "llm.SyncKvCacheWaitTime": str(PATIENCE_MS),
-            **(options or {}),
-        }
+def opened(setting: Setting, blocks: int, **options: Any) -> tuple[Engine, Cache, np.ndarray]:
+    """Open an engine that listens at a free port. Returns it, its cache "kv", and the bytes of the first tensor."""
+    shape, layer = (blocks, setting.block_bytes), min(2, setting.tensors)
+    engine = Engine(
+        pool=blocks * setting.block_bytes * setting.tensors + (1 << 20),
+        page="4KiB",
+        listen="127.0.0.1:0",
+        transport=setting.transport,
+        silence=PATIENCE_S,
+        timeout=PATIENCE_S,
+        **options,
     )
-    return dist
+    if setting.registered:
+        tensors = [np.zeros(shape, np.uint8) for _ in range(setting.tensors)]
+        return engine, engine.register("kv", tensors, tensors_per_layer=layer), tensors[0]
+    cache = engine.allocate(
+        "kv", blocks=blocks, tensors=setting.tensors, shape=shape[1:], dtype="uint8", tensors_per_layer=layer
+    )
+    return engine, cache, cache.tensors[0].numpy()
 
 
 class Near:
-    """The engine of this process, linked to the owner, with a blocks cache that pulls write."""
+    """The engine of this process, linked to the owner, with a cache that pulls write."""
 
-    def __init__(
-        self, setting: Setting, blocks: int, owner: subprocess.Popen[str], options: Optional[dict[str, str]] = None
-    ) -> None:
+    def __init__(self, setting: Setting, blocks: int, owner: subprocess.Popen[str], **options: Any) -> None:
         self.owner = owner
-        pool = (blocks * setting.tensors + 1) * setting.block_bytes
-        self.dist = opened(NEAR, pool, setting.transport, setting.accessible, options)
-        self.manager = self.dist.cache_manager
-        desc = CacheDesc(setting.tensors, [blocks, setting.block_bytes], DataType.DT_UINT8)
-        self.cache = self.manager.allocate_blocks_cache(desc)
-        self.view = self.manager.tensor_views(self.cache)[0].numpy()
-        self.key = BlocksCacheKey(OWNER, 0)
-        peer = LLMClusterInfo()
-        peer.remote_cluster_id = OWNER
-        peer.append_local_ip_info("127.0.0.1", 0)
-        peer.append_remote_ip_info("127.0.0.1", int(self.answer().rsplit(":", 1)[1]))
-        _, codes = self.dist.link_clusters([peer])
-        assert codes[0].name == "LLM_SUCCESS", codes
-        self.manager.pull_blocks(self.key, self.cache, [0], [0])
+        self.engine, self.cache, self.view = opened(setting, blocks, **options)
+        self.peer = self.engine.link(self.answer()).result()
+        self.kv = self.peer["kv"]
+        self.engine.pull(self.cache[0], self.kv[0]).result()
 
     def tell(self, *words: object) -> None:
         """Send the owner a command."""
@@ -112,15 +99,14 @@ class Near:
 
 
 @contextmanager
-def linked(setting: Setting, blocks: int, options: Optional[dict[str, str]] = None) -> Iterator[Near]:
+def linked(setting: Setting, blocks: int, **options: Any) -> Iterator[Near]:
     """Start the owner, link to it, and end both engines afterwards. `options` are those of this process alone."""
     order = [sys.executable, str(Path(__file__)), json.dumps(asdict(setting))]
     with subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:  # noqa: S603
         try:
-            near = Near(setting, blocks, owner, options)
+            near = Near(setting, blocks, owner, **options)
             yield near
-            near.view = np.empty(0)
-            near.dist.finalize()
+            near.engine.close()
         except BaseException:
             owner.kill()
             raise
@@ -130,43 +116,30 @@ class Owner:
     """The engine of the other process."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.requests = setting, 0
-        pool = (setting.blocks * setting.tensors + setting.slots) * setting.block_bytes
-        self.dist = opened(OWNER, pool, setting.transport, setting.accessible)
-        desc = CacheDesc(setting.tensors, [setting.blocks, setting.block_bytes], DataType.DT_UINT8)
-        self.blocks = self.dist.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(OWNER, 0))
-        self.dist.cache_manager.tensor_views(self.blocks)[0].numpy()[:] = row_values(setting.blocks)[:, None]
-
-    def keys(self, count: int) -> int:
-        """Allocate slots with new request keys. Returns the first request id; the others follow it."""
-        slot = CacheDesc(1, [1, self.setting.block_bytes], DataType.DT_UINT8)
-        first, self.requests = self.requests, self.requests + count
-        for request in range(first, first + count):
-            cache = self.dist.cache_manager.allocate_cache(slot, [CacheKey(OWNER, req_id=request)])
-            self.dist.cache_manager.deallocate_cache(cache)  # only the key holds it now
-        return first
+        self.engine, self.cache, view = opened(setting, setting.blocks)
+        view[:] = row_values(setting.blocks)[:, None]
 
     def grants(self, count: int) -> str:
         """Lend block 1 as often as asked. Returns the tokens."""
-        lent = [self.dist.cache_manager.grant(self.blocks, [1], PATIENCE_MS) for _ in range(count)]
+        lent = [self.engine.lend(self.cache[1], ttl=PATIENCE_S) for _ in range(count)]
         return ",".join(grant.token.hex() for grant in lent)
 
     def receive(self, count: int) -> int:
-        """Poll until as many notifications have arrived. Returns how many had the right payload."""
+        """Take events until as many messages have arrived. Returns how many had the right payload."""
         arrived = right = 0
         while arrived < count:
-            select.select([self.dist], [], [], 10.0)
-            payloads = [event.payload for event in self.dist.poll() if isinstance(event, Notification)]
+            select.select([self.engine], [], [], 10.0)
+            payloads = [event.data for event in self.engine.events() if isinstance(event, Message)]
             arrived += len(payloads)
             right += payloads.count(PAYLOAD)
         return right
 
     def greet(self, count: int) -> int:
-        """Open the descriptor, poll, and send notifications."""
-        self.dist.fileno()
-        self.dist.poll()
+        """Open the descriptor, take the events, and send messages."""
+        self.engine.fileno()
+        self.engine.events()
         for _ in range(count):
-            self.dist.notify(NEAR, PAYLOAD)
+            self.engine.peers[0].send(PAYLOAD)
         return count
 
     def rest(self, millis: int) -> float:
@@ -184,11 +157,11 @@ def rest(millis: int) -> float:
 def main() -> None:
     """Serve commands until the end of the input."""
     owner = Owner(Setting(**json.loads(sys.argv[1])))
-    print(owner.dist.listen_ip_info, flush=True)
+    print(owner.engine.address, flush=True)
     for line in sys.stdin:
         command, *numbers = line.split()
         print(getattr(owner, command)(*map(int, numbers)), flush=True)
-    owner.dist.finalize()
+    owner.engine.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark of asynchronous calls: every part runs, checks the bytes that it moves, and prints its rows.
+"""The benchmark of transfers in flight, events and messages: every part runs, checks its bytes, and prints its rows.
 
 Not for: figures, which no test asserts.
 """
@@ -18,43 +18,43 @@ LINE = re.compile(
     rf"(?: +(?P<goal>[<>]= {NUMBER}) (?P<met>met|MISSED))?"
 )
 ROWS = {
-    "start pull_blocks_async, 1 block, lists": ("us", "<= 20"),
-    "start pull_blocks_async, 512 blocks, lists": ("us", "<= 20"),
-    "start pull_blocks_async, 512 blocks, int64 arrays": ("us", "<= 20"),
-    "poll, nothing to report": ("us", "<= 1"),
-    "poll, 64 completed transfers": ("us", "<= 20"),
+    "start pull, 1 block, lists": ("us", "<= 20"),
+    "start pull, 512 blocks, lists": ("us", "<= 20"),
+    "start pull, 512 blocks, int64 arrays": ("us", "<= 20"),
+    "events, nothing has happened": ("us", "<= 1"),
+    "events, 64 completed transfers": ("us", "<= 20"),
     **{
         f"48 pulls of 64 KiB, {transport}, {what}": (unit, goal)
         for transport in ("shm", "tcp")
         for what, unit, goal in (
-            ("pull_blocks, 1 thread", "GB/s", None),
-            ("pull_blocks, 2 threads", "GB/s", None),
-            ("pull_blocks, 4 threads", "GB/s", None),
+            ("waiting for each, 1 thread", "GB/s", None),
+            ("waiting for each, 2 threads", "GB/s", None),
+            ("waiting for each, 4 threads", "GB/s", None),
             ("all in flight from one thread", "GB/s", None),
-            ("in flight / the best synchronous row", "ratio", ">= 0.95" if transport == "shm" else None),
+            ("in flight / the best row that waits", "ratio", ">= 0.95" if transport == "shm" else None),
         )
     },
-    "16 KiB, pull_cache that releases its key": ("us", None),
-    "16 KiB, pull_blocks with notify": ("us", None),
-    "16 KiB, pull_cache with both": ("us", None),
-    "16 KiB, pull_blocks with notify / pull_cache that releases its key": ("ratio", "<= 1.3"),
-    "16 KiB, pull_cache with both / pull_cache that releases its key": ("ratio", None),
-    "notifications of 64 bytes, shm": ("per second", ">= 200,000"),
-    "notifications of 64 bytes, tcp": ("per second", ">= 50,000"),
-    "begin_layers, one request of 40 layers": ("us", "<= 100"),
-    "LayerTask.ready, layers one after the other": ("us", "<= 3"),
-    "LayerTask.ready, layers 500 us apart": ("us", "<= 3"),
-    "LayerTask.ready, layers 500 us apart, transfer_poll_us=1000": ("us", "<= 3"),
+    "pull of 16 KiB, alone": ("us", None),
+    "pull of 16 KiB, notify": ("us", None),
+    "pull of 16 KiB, a known grant": ("us", None),
+    "pull of 16 KiB, a new grant": ("us", None),
+    "pull of 16 KiB, a new grant and notify": ("us", None),
+    "pull of 16 KiB, notify / a new grant": ("ratio", "<= 1.3"),
+    "pull of 16 KiB, a new grant and notify / a new grant": ("ratio", None),
+    "messages of 64 bytes, shm": ("per second", ">= 200,000"),
+    "messages of 64 bytes, tcp": ("per second", ">= 50,000"),
+    "start a layer-wise push of 40 layers": ("us", "<= 100"),
+    "Transfer.ready, layers one after the other": ("us", "<= 3"),
+    "Transfer.ready, layers 500 us apart": ("us", "<= 3"),
+    "Transfer.ready, layers 500 us apart, transfer_poll=1e-3": ("us", "<= 3"),
     "waking a sleeping process by a write to a pipe": ("us", None),
-    "grant of 32 blocks and its revoke": ("us", None),
-    "pull_blocks of 16 KiB under a new grant / without one": ("ratio", None),
-    "pull_blocks of 16 KiB under a known grant / without one": ("ratio", None),
+    "lend 32 blocks, and revoke": ("us", None),
     "memory of a transfer in flight, without its list of blocks": ("bytes", "<= 1,024"),
     "memory of a transfer in flight, each block of its list": ("bytes", None),
     "memory of a transfer in flight, with a list of one block": ("bytes", None),
     "memory of a transfer in flight, with a list of one block and its Python handle": ("bytes", None),
-    "CPU of two idle linked processes, before the first poll": ("ms/0.2 s", None),
-    "CPU of two idle linked processes, after fileno, poll and notifications": ("ms/0.2 s", None),
+    "CPU of two idle linked processes, before the first call of events": ("ms/0.2 s", None),
+    "CPU of two idle linked processes, after fileno, events and messages": ("ms/0.2 s", None),
     "CPU of two idle linked processes, difference": ("ms/0.2 s", "<= 0"),
 }
 
@@ -99,9 +99,9 @@ def test_the_median_decides_whether_a_goal_is_met(goal, figures, end):
 
 
 def test_parts_are_selected_by_name():
-    done = run("--quick", "--only", "poll")
+    done = run("--quick", "--only", "events")
     assert done.returncode == 0, done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()[1:]] == ["poll", "poll"]
-    wrong = run("--only", "poll,pole")
+    assert [line.split(",")[0] for line in done.stdout.splitlines()[1:]] == ["events", "events"]
+    wrong = run("--only", "events,event")
     assert wrong.returncode == 2
-    assert "['pole'] are not among start, poll, " in wrong.stderr
+    assert "['event'] are not among start, events, " in wrong.stderr

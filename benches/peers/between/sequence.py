@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Final, Literal
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from between.adapter import PULL, Case
 HEAD_DIM, ELEMENT = 128, 2
 HEAD = HEAD_DIM * ELEMENT  # bytes of one head of one token
 TOTAL_HEADS = 128
-NHD, HND = "NHD", "HND"
+NHD: Final = "NHD"
+HND: Final = "HND"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Rank:
     first: int
     end: int
     tokens: int
-    order: str = NHD
+    order: Literal["NHD", "HND"] = NHD
 
     @property
     def heads(self) -> int:

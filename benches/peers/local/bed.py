@@ -5,11 +5,11 @@ All systems read and write the same tensors. Not for: the copies of a system.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Literal, Optional
 
 import numpy as np
 
-from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
+from llm_datadist.native import Cache, Engine
 from rows import Row
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ class Bed:
         self.bytes = rows * block * tensors
         inside = op == "copy_blocks"  # from one half of a cache to the other
         held = rows * 2 if inside else rows
-        self.engine = engine(held * block * tensors + (tensors << 16), host=not inside)
-        self.manager = self.engine.cache_manager
-        device = self._cache(held, Placement.DEVICE)
-        host = device if inside else self._cache(held, Placement.HOST)
+        pool = held * block * tensors + (tensors << 16)
+        # The engine must not merge pages: for a series of huge pages, `collapse` merges them for all systems.
+        self.engine = Engine(pool=pool, host_pool=None if inside else pool, copy_workers=THREADS, huge_pages="off")
+        device = self._cache(held, "device")
+        host = device if inside else self._cache(held, "host")
         self.src, self.dst = (host, device) if op == "swap_in" else (device, host)
         order = np.random.default_rng(held)
         if inside:
@@ -52,15 +53,16 @@ class Bed:
         self.moves = self._moves()
         self.contents = self._contents()
 
-    def _cache(self, rows: int, placement: Placement) -> Cache:
-        desc = CacheDesc(self.num_tensors, [rows, self.block // 2], DataType.DT_BF16, placement)
-        key = BlocksCacheKey(1, 0) if placement == Placement.DEVICE else None
-        return self.manager.allocate_blocks_cache(desc, key)
+    def _cache(self, rows: int, pool: Literal["device", "host"]) -> Cache:
+        shape = (self.block // 2,)
+        return self.engine.allocate(
+            pool, blocks=rows, tensors=self.num_tensors, shape=shape, dtype="bfloat16", pool=pool
+        )
 
     def _words(self, cache: Cache) -> list[np.ndarray]:
         """Each tensor as rows of 64-bit words, over the same memory."""
         shape = (-1, self.block // WORD)
-        return [view.numpy().view(np.int64).reshape(shape) for view in self.manager.tensor_views(cache)]
+        return [view.numpy().view(np.int64).reshape(shape) for view in cache.tensors]
 
     def _contents(self) -> list[int]:
         """The sums of the first words of the source blocks, to detect writes to a source."""
@@ -68,7 +70,8 @@ class Bed:
 
     def _moves(self) -> np.ndarray:
         """(source, destination) addresses of every block, tensor after tensor."""
-        bases = np.array(list(zip(self.src.tensor_addrs, self.dst.tensor_addrs)), dtype=np.uint64)
+        pairs = [(src.address, dst.address) for src, dst in zip(self.src.tensors, self.dst.tensors)]
+        bases = np.array(pairs, dtype=np.uint64)
         rows = np.stack([self.src_rows, self.dst_rows], axis=1).astype(np.uint64) * np.uint64(self.block)
         return np.ascontiguousarray((bases[:, None, :] + rows[None, :, :]).reshape(-1, 2))
 
@@ -95,7 +98,7 @@ class Bed:
     def close(self) -> None:
         """Release the memory."""
         self.src_words, self.dst_words = [], []
-        self.engine.finalize()
+        self.engine.close()
 
 
 def reordered(bed: Bed, backwards: bool = False) -> np.ndarray:
@@ -106,23 +109,6 @@ def reordered(bed: Bed, backwards: bool = False) -> np.ndarray:
     else:
         order[bed.dst_rows] = bed.src_rows
     return order
-
-
-def engine(pool: int, host: bool) -> LLMDataDist:
-    """Open one of our engines, with the same number of threads as all systems."""
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.mem_pool_cfg = f'{{"memory_size": {pool}}}'
-    if host:
-        config.host_mem_pool_cfg = f'{{"memory_size": {pool}}}'
-    config.copy_workers = THREADS
-    options = config.generate_options()
-    if hasattr(LLMConfig, "huge_pages"):
-        # The engine must not merge pages: for a series of huge pages, `collapse` merges them for all systems.
-        options["llm.HugePages"] = "off"
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    dist.init(options)
-    return dist
 
 
 def fill(words: np.ndarray, order: np.random.Generator) -> None:

@@ -1,0 +1,56 @@
+"""The benchmarks of single calls from Python: each row has its figures, and the bytes that it moves are checked.
+
+Not for: figures, which no test asserts.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHES = Path(__file__).resolve().parents[1]
+BESIDE = [
+    "copy of one 16 KiB block",
+    "swap of one 16 KiB block",
+    "swap of 512 blocks of 16 KiB",
+    "pull of one 16 KiB block from a pool",
+    "pull of 512 blocks of 16 KiB from a pool",
+    "start of a pull of 512 blocks",
+    "layer-wise push of 40 layers, one 4 KiB block",
+    "allocate and free a cache of 80 tensors",
+]
+
+
+def table(program, *words):
+    """The rows of a program, without its two lines of heading: the name, and the figures."""
+    order = [sys.executable, str(BENCHES / program), *words]
+    done = subprocess.run(order, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603  (this benchmark)
+    assert done.returncode == 0, done.stderr
+    rows = [line.partition("  ") for line in done.stdout.splitlines()[2:]]
+    return {name.rstrip(): figures.split() for name, _, figures in rows}
+
+
+def test_each_native_call_has_its_ratio_to_the_call_of_the_original():
+    rows = table("python_overhead.py", "--rounds", "3", "--calls", "20")
+    assert list(rows) == BESIDE
+    for name, figures in rows.items():
+        if name.startswith("start"):
+            (native,) = figures
+            assert float(native) > 0
+            continue
+        native, original, ratio, spread = figures
+        low, high = map(float, spread.strip("()").split("-"))
+        assert min(float(native), float(original), low) > 0, name
+        assert low <= float(ratio) <= high, name
+
+
+@pytest.mark.parametrize("only", [[], ["registered"]])
+def test_each_transfer_is_timed_back_to_back_and_with_pauses(only):
+    rows = table("transfer_latency.py", "--calls", "20", "--block-kib", "4", *(["--only", *only] if only else []))
+    pauses = ("", ", 1 ms between calls")
+    settings = only or ["pool", "registered", "tcp"]
+    assert list(rows) == [f"{name}, {op}{pause}" for name in settings for pause in pauses for op in ("pull", "push")]
+    for name, figures in rows.items():
+        p50, p99, most = map(float, figures)
+        assert 0 < p50 <= p99 <= most, name
