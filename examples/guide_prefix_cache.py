@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
+from llm_datadist import Engine, KvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from llm_datadist import Cache
+    from llm_datadist.native import Cache
 
-BLOCK_TOKENS = 16
+LAYOUT = KvLayout(layers=4, block_tokens=16, heads=2, head_dim=64, dtype="float16")
 
 
 def block_keys(tokens: Sequence[int]) -> list[bytes]:
     """Return one key for each full block of a prompt."""
     key, keys = b"", []
-    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        block = np.asarray(tokens[start : start + BLOCK_TOKENS], np.int32)
+    for end in range(LAYOUT.block_tokens, len(tokens) + 1, LAYOUT.block_tokens):
+        block = array("i", tokens[end - LAYOUT.block_tokens : end])
         key = hashlib.sha256(key + block.tobytes()).digest()
         keys.append(key)
     return keys
@@ -31,10 +30,10 @@ def block_keys(tokens: Sequence[int]) -> list[bytes]:
 class PrefixCache:
     """Block ids of shared prefixes. Not thread-safe: call it from the scheduler's thread."""
 
-    def __init__(self, manager: Any, device: Cache, host: Cache) -> None:
-        self.manager, self.device, self.host = manager, device, host
-        self.free = list(range(device.cache_desc.batch_size))
-        self.free_host = list(range(host.cache_desc.batch_size))
+    def __init__(self, device: Cache, host: Cache) -> None:
+        self.copy, self.device, self.host = device.engine.copy, device, host
+        self.free = list(range(device.blocks))
+        self.free_host = list(range(host.blocks))
         self.users: dict[int, int] = {}  # device block in use -> number of requests
         self.key_of: dict[int, bytes] = {}  # published device block -> key
         self.block_of: dict[bytes, int] = {}  # key -> device block
@@ -49,7 +48,8 @@ class PrefixCache:
         self._make_room(len(keys) - hits + len(returning), keep=set(keys[:hits]))
         places = dict(zip(returning, self.free))
         if places:  # one call swaps all of them in
-            self.manager.swap_blocks(self.host, self.device, {self.host_of[key]: places[key] for key in returning})
+            host = [self.host_of[key] for key in places]
+            self.copy(self.device[list(places.values())], self.host[host]).result()
         del self.free[: len(places)]
         for key, block in places.items():
             self.free_host.append(self.host_of.pop(key))
@@ -77,7 +77,7 @@ class PrefixCache:
         shared = [block for block in blocks if self.users[block] > 1 or block in self.key_of]
         self._make_room(len(shared))
         copies = dict(zip(shared, self.free))
-        self.manager.copy_blocks(self.device, {block: [copy] for block, copy in copies.items()})
+        self.copy(self.device[list(copies.values())], self.device[shared]).result()
         del self.free[: len(copies)]
         self.fork(list(copies.values()))
         self.release(shared)
@@ -108,8 +108,8 @@ class PrefixCache:
             self.free_host.append(self.host_of.pop(key))  # the host pool is full: drop its oldest blocks
         saved = dict(zip(reversed(victims), self.free_host))  # blocks without a host block are dropped too
         if saved:  # one call swaps all of them out
-            pairs = np.array([(self.idle[key], slot) for key, slot in saved.items()])
-            self.manager.swap_blocks(self.device, self.host, pairs)
+            device = [self.idle[key] for key in saved]
+            self.copy(self.host[list(saved.values())], self.device[device]).result()
         del self.free_host[: len(saved)]
         for key in victims:
             block = self.idle.pop(key)
@@ -124,20 +124,11 @@ class PrefixCache:
 
 def main() -> None:
     """Serve requests. The model writes a number derived from the key into each block, so that hits can be checked."""
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.mem_pool_cfg = '{"memory_size": 16777216}'  # device pool, bytes
-    config.host_mem_pool_cfg = '{"memory_size": 16777216}'  # host pool, bytes, at most 20 GiB
-    engine = LLMDataDist(LLMRole.MIX, cluster_id=1)
-    engine.init(config.generate_options())
-    manager = engine.cache_manager
-
-    # 4 layers with one K and one V tensor each; a block holds 16 tokens of 2 heads of 64 values.
-    shape = [BLOCK_TOKENS, 2, 64]
-    device = manager.allocate_blocks_cache(CacheDesc(8, [24, *shape], DataType.DT_FLOAT16))
-    host = manager.allocate_blocks_cache(CacheDesc(8, [64, *shape], DataType.DT_FLOAT16, Placement.HOST))
-    tensors = [view.numpy() for view in manager.tensor_views(device)]  # no copy: arrays over the cache
-    cache = PrefixCache(manager, device, host)
+    engine = Engine(pool="16MiB", host_pool="16MiB")
+    device = engine.allocate("device", LAYOUT, blocks=24)
+    host = engine.allocate("host", LAYOUT, blocks=64, pool="host")
+    tensors = [tensor.numpy() for tensor in device.tensors]  # no copy: arrays over the cache
+    cache = PrefixCache(device, host)
 
     system = list(range(64))  # 4 blocks that all requests share
     for question in (1, 2, 3, 1):
@@ -161,8 +152,8 @@ def main() -> None:
     cache.release(first)
     cache.release(second)
     for op in ("swap_out", "swap_in", "copy_blocks"):
-        print(f"{op}: {manager.stats()['ops'][op]['calls']} calls, {manager.stats()['ops'][op]['bytes']:,} bytes")
-    engine.finalize()
+        print(f"{op}: {engine.stats()['ops'][op]['calls']} calls, {engine.stats()['ops'][op]['bytes']:,} bytes")
+    engine.close()
 
 
 if __name__ == "__main__":

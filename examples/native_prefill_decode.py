@@ -1,9 +1,10 @@
-"""Prefill and decode in two processes. Prefill is killed in the middle, and no request is lost.
+"""Prefill and decode in two processes. A grant expires, prefill is killed in the middle, and no request is lost.
 
 Decode keeps 32 requests in flight. Prefill computes each request into blocks of its cache and lends them. Decode pulls
-them under the grant and compares every byte. When half of the requests are done, decode kills prefill with SIGKILL,
-starts another one at the same address, links to it, and asks again for what was not pulled. Run it:
-`python examples/native_prefill_decode.py`. It exits with 1 if a byte is wrong or a request is lost.
+them under the grant and compares every byte. The first grant is so short that it expires before the pull. When half of
+the requests are done, decode kills prefill with SIGKILL, starts another one at the same address, links to it, and asks
+again for what was not pulled. Run it: `python examples/native_prefill_decode.py`. It exits with 1 if a byte is wrong,
+a request is lost, or a block is not free at the end.
 """
 
 from __future__ import annotations
@@ -64,25 +65,30 @@ class Prefill:
         self.lent: dict[Grant, list[int]] = {}
 
     def run(self) -> None:
-        """Serve until the other process closes the pipe."""
+        """Serve until the other process has closed the pipe, and every grant has ended."""
         print(self.engine.address, flush=True)
         with self.engine, selectors.DefaultSelector() as selector:
             selector.register(self.engine, selectors.EVENT_READ)
             selector.register(sys.stdin, selectors.EVENT_READ)
-            while all(key.fileobj is not sys.stdin for key, _ in selector.select()):
+            serve = True
+            while serve or self.lent:
+                if any(key.fileobj is sys.stdin for key, _ in selector.select()):
+                    selector.unregister(sys.stdin)
+                    serve = False
                 for event in self.engine.events():
                     if isinstance(event, Message):
                         self.compute(event.peer, json.loads(event.data))
                     elif isinstance(event, GrantClosed):
                         self.free += self.lent.pop(event.grant)
+        print(f"prefill: {len(self.free)} of {self.cache.blocks} blocks are free")
 
-    def compute(self, peer: Peer, request: dict[str, int]) -> None:
+    def compute(self, peer: Peer, request: dict[str, Any]) -> None:
         """Compute a request, lend its blocks and send their numbers and the token."""
         blocks = [self.free.pop() for _ in range(request["blocks"])]
         for number, tensor in enumerate(self.tensors):
             for position, block in enumerate(blocks):
                 tensor[block][:] = content(request["id"], position, number)
-        grant = self.engine.lend(self.cache[blocks], ttl=TTL_S)
+        grant = self.engine.lend(self.cache[blocks], ttl=request["ttl"])
         self.lent[grant] = blocks
         answer = {"id": request["id"], "blocks": blocks, "token": grant.token.hex()}
         try:
@@ -145,8 +151,12 @@ class Decode:
         peer = self.peer
         assert peer is not None
         answered = self.answers[request] = asyncio.get_running_loop().create_future()
-        peer.send(json.dumps({"id": request, "blocks": len(blocks)}).encode())
+        late = request == 0 and not self.failures  # for this example: the first grant expires before the pull
+        ttl = 0.1 if late else TTL_S
+        peer.send(json.dumps({"id": request, "blocks": len(blocks), "ttl": ttl}).encode())
         answer = await answered
+        if late:
+            await asyncio.sleep(3 * ttl)
         grant = bytes.fromhex(answer["token"])
         await self.engine.pull(self.cache[blocks], peer["kv"][answer["blocks"]], grant=grant)
 
@@ -179,12 +189,17 @@ class Decode:
             if self.done == REQUESTS // 2:
                 self.kill_prefill()
 
+    async def serve_all(self) -> None:
+        """Serve the first request, whose grant expires, before prefill can be killed. Then serve the others."""
+        places = asyncio.Semaphore(IN_FLIGHT)
+        await self.serve(0, places)
+        await asyncio.gather(*(self.serve(request, places) for request in range(1, REQUESTS)))
+
     async def run(self) -> None:
         """Serve all requests, and stop the prefill process."""
-        started, places = time.monotonic(), asyncio.Semaphore(IN_FLIGHT)
+        started = time.monotonic()
         await self.start_prefill()
-        watching = asyncio.create_task(self.watch())
-        serving = asyncio.gather(*(self.serve(request, places) for request in range(REQUESTS)))
+        watching, serving = asyncio.create_task(self.watch()), asyncio.create_task(self.serve_all())
         both: set[asyncio.Future[Any]] = {watching, serving}
         ended, _ = await asyncio.wait(both, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         if not ended:
@@ -195,7 +210,8 @@ class Decode:
         with contextlib.suppress(asyncio.CancelledError):
             await watching
         assert self.process is not None
-        self.process.communicate(timeout=START_LIMIT_S)  # closes its standard input, so it ends
+        output, _ = self.process.communicate(timeout=START_LIMIT_S)  # closes its standard input, so it ends
+        print(output, end="")
         self.engine.close()
         assert self.done == REQUESTS
         assert sorted(self.free) == list(range(IN_FLIGHT * MOST_BLOCKS)), "a block was lost"

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
-from llm_datadist import (
-    CacheDesc,
-    DataType,
-    LayerSynchronizer,
-    LLMClusterInfo,
-    LLMConfig,
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
-    TransferConfig,
-)
+from llm_datadist import Engine, KvLayout
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from llm_datadist import CacheTask
-
-PREFILL, DECODE = 1, 2
-LIMIT_S = 60
+LIMIT_S = 60.0
 LENGTHS = (200, 150, 310)  # prompts of one batch, padded on the left
 NEW_TOKENS = 24
 ROOM = 384
@@ -75,35 +61,21 @@ class EngineLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :tokens] for room in self._room)
 
 
-class ComputedLayers(LayerSynchronizer):
-    """One event for each layer, set when the model has updated its cache."""
-
-    def __init__(self, layers: int) -> None:
-        self.events = [threading.Event() for _ in range(layers)]
-
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
-        """Wait until a layer is computed."""
-        return self.events[layer_index].wait(LIMIT_S if timeout_in_millis is None else timeout_in_millis / 1000)
-
-
 class Node:
-    """An engine with one cache for the whole batch, a slot for each request."""
+    """An engine with one cache for the whole batch, a block for each request."""
 
-    def __init__(self, role: LLMRole, cluster: int) -> None:
-        heads, size = CONFIG.num_key_value_heads, CONFIG.hidden_size // CONFIG.num_attention_heads
-        config = LLMConfig()
-        config.enable_cache_manager = True
-        config.sync_kv_timeout = LIMIT_S * 1000
-        config.mem_pool_cfg = '{"memory_size": 67108864}'
-        if role == LLMRole.PROMPT:
-            config.listen_ip_info = "127.0.0.1:0"
-        self.dist = LLMDataDist(role, cluster)
-        self.dist.init(config.generate_options())
-        self.manager = self.dist.cache_manager
-        shape = [len(LENGTHS), heads, ROOM, size]
-        self.cache = self.manager.allocate_cache(CacheDesc(2 * CONFIG.num_hidden_layers, shape, DataType.DT_FLOAT))
-        self.tensors = [torch.from_dlpack(view).fill_(torch.nan) for view in self.manager.tensor_views(self.cache)]
-        self.slot_bytes = self.cache.cache_desc.size // len(LENGTHS)
+    def __init__(self, name: str) -> None:
+        layout = KvLayout(
+            layers=CONFIG.num_hidden_layers,
+            block_tokens=ROOM,
+            heads=CONFIG.num_key_value_heads,
+            head_dim=CONFIG.hidden_size // CONFIG.num_attention_heads,
+            dtype="float32",
+            order="HND",
+        )
+        self.engine = Engine(pool="64MiB", listen="127.0.0.1:0", name=name, timeout=LIMIT_S)
+        self.cache = self.engine.allocate("kv", layout, blocks=len(LENGTHS))
+        self.tensors = [torch.from_dlpack(tensor).fill_(torch.nan) for tensor in self.cache.tensors]
 
     def past(self, seen: int, computed: Callable[[int], None] = lambda _: None) -> Cache:
         """Return past key values of `seen` tokens for `transformers`. `computed` is notified of each layer."""
@@ -150,62 +122,43 @@ def decode(model: LlamaForCausalLM, past: Cache, logits: Any) -> Any:
 
 
 def run_prefill(pipe: Connection) -> None:
-    """Run the prefill process: compute, and send each computed layer to the addresses that decode names."""
-    node, model = Node(LLMRole.PROMPT, PREFILL), make_model()
-    pipe.send(node.dist.listen_ip_info)
-    slots = [TransferConfig(DECODE, addresses, None, slot) for slot, addresses in enumerate(received(pipe))]
-    layers = ComputedLayers(CONFIG.num_hidden_layers)
-    task = node.manager.transfer_cache_async(node.cache, layers, slots)
+    """Run the prefill process: compute, and send each computed layer to the cache of decode."""
+    node, model = Node("prefill"), make_model()
+    peer = node.engine.link(received(pipe), name="decode").result()
+    push = node.engine.push(peer["kv"][range(len(LENGTHS))], node.cache[:], layerwise=True)
     in_place: list[int] = []
 
     def computed(layer: int) -> None:
-        in_place.append(min(part.layers_done for part in task.progress()))
-        layers.events[layer].set()
+        in_place.append(push.bytes * CONFIG.num_hidden_layers // push.total if push.total else 0)
+        push.ready(layer)
 
     start = time.perf_counter()
     logits = prefill(model, node.past(0, computed))
     end = time.perf_counter()
-    succeed(task)
+    push.result(LIMIT_S)
     exposed_ms = (time.perf_counter() - end) * 1e3
     text = (
         f"prefill {(end - start) * 1e3:.1f} ms, last layer in place {exposed_ms:.2f} ms later; in place as computed: "
     )
     pipe.send((logits.numpy(), text + " ".join(map(str, in_place))))
-    received(pipe)  # decode is done
-    node.dist.finalize()
+    node.engine.close()
 
 
 def run_decode(pipe: Connection) -> tuple[Any, str]:
     """Run the decode process. Return the logits, and the report of prefill about the transfer."""
-    node, model = Node(LLMRole.DECODER, DECODE), make_model()
-    ip, _, port = received(pipe).rpartition(":")
-    peer = LLMClusterInfo()
-    peer.remote_cluster_id = PREFILL
-    peer.append_local_ip_info("127.0.0.1", 0)
-    peer.append_remote_ip_info(ip, int(port))
-    code, _ = node.dist.link_clusters([peer], LIMIT_S * 1000)
-    if code != LLMStatusCode.LLM_SUCCESS:
-        raise RuntimeError(f"the link gave {code.name}")
-    offsets = [slot * node.slot_bytes for slot in range(len(LENGTHS))]
-    pipe.send([[address + offset for address in node.cache.tensor_addrs] for offset in offsets])
+    node, model = Node("decode"), make_model()
+    pipe.send(node.engine.address)
     logits, text = received(pipe)
     made = decode(model, node.past(max(LENGTHS)), torch.from_numpy(logits))
-    pipe.send("done")
-    node.dist.finalize()
+    node.engine.close()
     return made, text
 
 
 def received(pipe: Connection) -> Any:
     """Wait for a message, at most `LIMIT_S`, or until the other process ends."""
     if not pipe.poll(LIMIT_S):
-        raise TimeoutError(f"no message within {LIMIT_S} s")
+        raise TimeoutError(f"no message within {LIMIT_S:g} s")
     return pipe.recv()
-
-
-def succeed(task: CacheTask) -> None:
-    """Wait until the transfer has ended, and raise if it did not succeed."""
-    if task.synchronize(LIMIT_S * 1000) != LLMStatusCode.LLM_SUCCESS:
-        raise RuntimeError(f"the transfer gave {task.get_results()}: {task.errors()}")
 
 
 def main() -> int:

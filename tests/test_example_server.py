@@ -1,6 +1,6 @@
 """The command `examples/asyncio_server`: its summary and exit status, its faults, and what its guide quotes.
 
-Not for: the calls in detail (`test_async_calls.py`, `test_notifications.py`), or speed.
+Not for: the calls in detail (`tests/native`), or speed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,11 +139,14 @@ def test_requests_outlive_a_link_that_is_dropped() -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_calls_that_the_engine_refuses_are_repeated(tmp_path: Path, transport: str) -> None:
     one_at_a_time = ("decode_server.py", "MAX_TRANSFERS = 8", "MAX_TRANSFERS = 1")
-    option = "config.max_transfers = max_transfers"
-    by_transport = ("blocks.py", option, f"{option}; config.link_transport = {transport!r}")
+    by_transport = (
+        "blocks.py",
+        "**options)\n        self.cache",
+        f"transport={transport!r}, **options)\n        self.cache",
+    )
     ended = run("--kill", folder=changed(tmp_path, one_at_a_time, by_transport))
     assert_all_is_right(ended, 256)
-    assert ended.number(r"LLM_LINK_BUSY and repeated: (\d+)") >= 1
+    assert ended.number(r"Busy and repeated: (\d+)") >= 1
 
 
 def test_one_wrong_word_is_noticed(tmp_path: Path) -> None:
@@ -156,8 +158,8 @@ def test_one_wrong_word_is_noticed(tmp_path: Path) -> None:
 
 
 def test_one_block_that_is_not_freed_is_noticed(tmp_path: Path) -> None:
-    release = "self._blocks.give_back(blocks)\n            self._work.set()"
-    leak = release.replace("(blocks)", "(blocks[_.request == 7:])")
+    release = "self._blocks.give_back(blocks)"
+    leak = "self._blocks.give_back(blocks[_.request == 7:])"
     ended = run(folder=changed(tmp_path, ("prefill_server.py", release, leak)))
     assert (ended.status, ended.errors) == (1, ""), ended.output
     assert "256 right, 0 wrong, 0 lost" in ended.output
@@ -165,35 +167,26 @@ def test_one_block_that_is_not_freed_is_noticed(tmp_path: Path) -> None:
 
 
 def test_blocks_that_are_freed_too_early_are_noticed(tmp_path: Path) -> None:
-    announce = "await self._announce(job, blocks)"
-    early = f"{announce}; self._release(job.ticket)"
-    ended = run(folder=changed(tmp_path, ("prefill_server.py", announce, early)))
+    lend, release = "await self._lend(job, blocks)", "self._blocks.give_back(blocks)"
+    early = (("prefill_server.py", release, "pass"), ("prefill_server.py", lend, f"{lend}; {release}"))
+    ended = run(folder=changed(tmp_path, *early))
     assert (ended.status, ended.errors) == (1, ""), ended.output
     assert ended.number(r"(\d+) wrong") >= 1
 
 
 def test_a_request_without_an_answer_is_noticed(tmp_path: Path) -> None:
-    answer = "send(front_end, request=request"
+    answer = "send(request=request"
     ended = run(folder=changed(tmp_path, ("decode_server.py", answer, f"request == 7 or {answer}"), SHORT_RUN))
     assert ended.status == 1
     assert "TimeoutError" in ended.errors
     assert ended.number(r"(\d+) lost") >= 1
 
 
-def connected(process: int) -> bool:
-    """Whether the front end has a TCP connection. It connects to decode when both servers have told it their ports."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    established = {row[9] for row in rows if row[3] == "01"}
-    with suppress(OSError):
-        return any(str(fd.readlink())[8:-1] in established for fd in Path(f"/proc/{process}/fd").iterdir())
-    return False
-
-
 def test_servers_end_when_the_front_end_is_killed() -> None:
     """Decode is in the middle of its requests, and cancels them."""
     process = start(EXAMPLE, "--requests", "1000000")
     try:
-        eventually(lambda: connected(process.pid), what="the first connection to decode")
+        eventually(lambda: len(members(process.pid)) == 3, what="the start of both servers")
         time.sleep(1)
         process.kill()
         output, errors = process.communicate(timeout=LIMIT)  # until the servers have closed their standard error

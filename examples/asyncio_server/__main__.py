@@ -18,59 +18,58 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blocks import BLOCK_BYTES, MOST_BLOCKS, TENSORS, blocks_needed, pool_bytes
-from messages import HOST, received, send
+from blocks import BLOCK_BYTES, LAYOUT, blocks_needed
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 START_LIMIT_S = 20.0
 LIMIT_S = 60.0
-POOL_LIMIT = 256 << 20
-MOST_IN_FLIGHT = POOL_LIMIT // pool_bytes(MOST_BLOCKS)
+MOST_IN_FLIGHT = 128
 
 
 class Server:
-    """A server process, and where it can be reached."""
+    """A server process, and the pipes to it."""
 
-    def __init__(self, name: str, process: Process, at: dict[str, Any]) -> None:
-        self.name, self.process, self.at = name, process, at
+    def __init__(self, name: str, process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._name, self._process, self._stdin, self._stdout = name, process, process.stdin, process.stdout
 
     @classmethod
     async def start(cls, name: str, *arguments: str) -> Server:
-        """Start a process and wait until it listens."""
+        """Start a process."""
         program = str(Path(__file__).with_name(f"{name}_server.py"))
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, program, *arguments, stdin=pipe, stdout=pipe)
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), START_LIMIT_S)
+        return cls(
+            name, await asyncio.create_subprocess_exec(sys.executable, program, *arguments, stdin=pipe, stdout=pipe)
+        )
+
+    def send(self, **message: Any) -> None:
+        """Send a message."""
+        self._stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def receive(self) -> dict[str, Any]:
+        """Wait for the next message."""
+        line = await self._stdout.readline()
         if not line:
-            raise RuntimeError(f"{name} ended before it listened")
-        return cls(name, process, json.loads(line))
+            raise RuntimeError(f"{self._name} has ended")
+        return dict(json.loads(line))
+
+    async def stop(self) -> dict[str, Any]:
+        """Close the pipe to the process, which then ends. Return its last message. Raises if it does not end well."""
+        self._stdin.close()
+        report = await asyncio.wait_for(self.receive(), START_LIMIT_S)
+        status = await asyncio.wait_for(self._process.wait(), START_LIMIT_S)
+        if status != 0:
+            raise RuntimeError(f"{self._name} ended with status {status}")
+        return report
 
     async def kill(self) -> None:
         """Kill the process with SIGKILL."""
         with suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
-
-    async def stop(self) -> bool:
-        """Close the pipe to the process, which then ends. Return whether it ends well."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            return await asyncio.wait_for(self.process.wait(), START_LIMIT_S) == 0
-        except asyncio.TimeoutError:
-            return False
-
-    async def report(self) -> dict[str, Any]:
-        """Ask the process for its free blocks and counts."""
-        reader, writer = await asyncio.open_connection(HOST, self.at["port"])
-        send(writer, do="report")
-        try:
-            return dict(json.loads(await reader.readline()))
-        finally:
-            writer.close()
+            self._process.kill()
+        await self._process.wait()
 
 
 class FrontEnd:
@@ -81,62 +80,56 @@ class FrontEnd:
         self._servers: dict[str, Server] = {}
         self.outcomes: dict[int, str] = {}
         self.reports: dict[str, dict[str, Any]] = {}
-        self.ended_well = False
 
     async def run(self) -> None:
         """Serve all requests, and stop the servers. They never outlive this call."""
         try:
-            await self._start("decode", str(self._options.in_flight))
-            await self._start("prefill")
-            reader, decode = await asyncio.open_connection(HOST, self._servers["decode"].at["port"])
-            send(decode, do="use_prefill", **self._servers["prefill"].at)
+            decode = self._servers["decode"] = await Server.start("decode", str(self._options.in_flight))
+            await self._start_prefill(decode)
             requests = iter(range(self._options.requests))
             for number in islice(requests, 2 * self._options.in_flight):  # half of them wait in decode
-                send(decode, do="serve", request=number)
-            async for answer in received(reader):
+                decode.send(do="serve", request=number)
+            while len(self.outcomes) < self._options.requests:
+                answer = await decode.receive()
                 self.outcomes[answer["request"]] = answer["outcome"]
                 if len(self.outcomes) == self._options.requests // 2:
                     await self._disturb(decode)
-                if len(self.outcomes) == self._options.requests:
-                    break
                 if (request := next(requests, None)) is not None:
-                    send(decode, do="serve", request=request)
-            self.reports = {name: await server.report() for name, server in self._servers.items()}
-            decode.close()
-            self.ended_well = all([await server.stop() for server in self._servers.values()])
+                    decode.send(do="serve", request=request)
+            for name, server in self._servers.items():
+                self.reports[name] = await server.stop()
         finally:
             for server in self._servers.values():
                 await server.kill()
 
-    async def _start(self, name: str, *arguments: str) -> None:
-        self._servers[name] = await Server.start(name, *arguments)
+    async def _start_prefill(self, decode: Server) -> None:
+        """Start a prefill process, and tell decode where it listens."""
+        prefill = self._servers["prefill"] = await Server.start("prefill")
+        listens = await asyncio.wait_for(prefill.receive(), START_LIMIT_S)
+        decode.send(do="use_prefill", **listens)
 
-    async def _disturb(self, decode: asyncio.StreamWriter) -> None:
+    async def _disturb(self, decode: Server) -> None:
         """Do in the middle of the run what the options ask for."""
         if self._options.cut:
-            send(decode, do="cut")
+            decode.send(do="cut")
         if self._options.kill:
             await self._servers["prefill"].kill()
-            await self._start("prefill")
-            send(decode, do="use_prefill", **self._servers["prefill"].at)
+            await self._start_prefill(decode)
 
 
 def summarize(front_end: FrontEnd, requests: int, seconds: float) -> bool:
     """Print what has happened, and return whether everything is right."""
     outcomes = Counter(front_end.outcomes.values())
     lost = requests - outcomes["right"] - outcomes["wrong"]
-    size = sum(blocks_needed(request) for request in front_end.outcomes) * TENSORS * BLOCK_BYTES
+    size = sum(blocks_needed(request) for request in front_end.outcomes) * LAYOUT.tensors * BLOCK_BYTES
     print(f"{outcomes['right']} right, {outcomes['wrong']} wrong, {lost} lost, {size >> 20} MiB in {seconds:.1f} s")
     decode = front_end.reports.get("decode", {"links": 0, "busy": 0, "failures": {}})
-    print(f"links: {decode['links']}; pulls that were refused with LLM_LINK_BUSY and repeated: {decode['busy']}")
+    print(f"links: {decode['links']}; calls that were refused with Busy and repeated: {decode['busy']}")
     print(f"requests computed again: {sum(decode['failures'].values())} {decode['failures'] or ''}".rstrip())
-    leaked = 0
     for name, report in front_end.reports.items():
         print(f"{name}: {report['free']} of {report['blocks']} blocks are free")
-        leaked += report["blocks"] - report["free"]
-    if not front_end.ended_well:
-        print("a server did not end well")
-    return outcomes["right"] == requests and leaked == 0 and front_end.ended_well
+    free = [report["free"] == report["blocks"] for report in front_end.reports.values()]
+    return outcomes["right"] == requests and free == [True, True]
 
 
 def main() -> int:

@@ -1,33 +1,29 @@
-"""An engine with one blocks cache, the list of its free blocks, and the KV of each request. Both processes use it.
+"""An engine with one cache, the list of its free blocks, and the KV of each request. Both processes use it.
 
 No model runs here. The KV of a request is a function of its number, so decode checks every byte without prefill.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
-from typing import Any, Optional
+from typing import Any, Callable, TypeVar
 
 import numpy as np
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import Busy, Engine, KvLayout
 
-PREFILL, DECODE = 1, 2
-"""Cluster ids."""
+Result = TypeVar("Result")
 
-TENSORS = 8
-"""K and V of four layers."""
+LAYOUT = KvLayout(layers=4, block_tokens=16, heads=4, head_dim=128, dtype="float16")
+BLOCK_BYTES = math.prod(LAYOUT.shape(1)) * 2
+"""Bytes of one block of one tensor."""
 
-BLOCK_SHAPE = [16, 4, 128]
-"""One block of one tensor: tokens, heads, dimension."""
-
-BLOCK_BYTES = math.prod(BLOCK_SHAPE) * 2
 MOST_BLOCKS = 16
 """Blocks of the longest request."""
 
-PAGE = 1 << 16
-"""Pool memory is allocated in pages, 64 KiB by default."""
+BUSY_PAUSES_S = 0.001, 0.05
+"""Shortest and longest pause before a call that was refused with `Busy` is repeated."""
 
 
 def blocks_needed(request: int) -> int:
@@ -40,44 +36,22 @@ def kv_of(request: int) -> Any:
 
     No two words are equal, within a request and between requests.
     """
-    shape = (TENSORS, blocks_needed(request), BLOCK_BYTES // 8)
+    shape = (LAYOUT.tensors, blocks_needed(request), BLOCK_BYTES // 8)
     words = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(request << 32)
     words *= np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(29)
     return words.reshape(shape)
 
 
-def pool_bytes(blocks: int) -> int:
-    """Return the size of a pool for a cache of that many blocks."""
-    return TENSORS * -(-blocks * BLOCK_BYTES // PAGE) * PAGE
-
-
 class Blocks:
-    """An engine, its cache, and the blocks that are free. Close it after use."""
+    """An engine, its cache, and the blocks that are free."""
 
-    def __init__(
-        self,
-        role: LLMRole,
-        cluster_id: int,
-        count: int,
-        key: Optional[BlocksCacheKey] = None,
-        listen: str = "",
-        max_transfers: int = 4096,
-    ) -> None:
-        config = LLMConfig()
-        config.enable_cache_manager = True
-        config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes(count)})
-        config.listen_ip_info = listen
-        config.max_transfers = max_transfers
-        self.engine = LLMDataDist(role, cluster_id)
-        self.engine.init(config.generate_options())
-        self.manager = self.engine.cache_manager
-        desc = CacheDesc(TENSORS, [count, *BLOCK_SHAPE], DataType.DT_FLOAT16)
-        self.cache = self.manager.allocate_blocks_cache(desc, key)
-        views = [view.numpy() for view in self.manager.tensor_views(self.cache)]
-        self._tensors = [view.reshape(count, -1).view(np.uint64) for view in views]
-        self.count = count
+    def __init__(self, name: str, count: int, **options: Any) -> None:
+        self.engine = Engine(pool=(count + 4) * BLOCK_BYTES * LAYOUT.tensors, name=name, **options)
+        self.cache = self.engine.allocate("kv", LAYOUT, blocks=count)
+        self._tensors = [tensor.numpy().reshape(count, -1).view(np.uint64) for tensor in self.cache.tensors]
         self._free = list(range(count))
+        self.busy = 0
 
     @property
     def free(self) -> int:
@@ -106,6 +80,13 @@ class Blocks:
         """Return whether the blocks have the KV of a request."""
         return all((tensor[blocks] == words).all() for tensor, words in zip(self._tensors, kv_of(request)))
 
-    def close(self) -> None:
-        """Stop the engine. Remove `engine.fileno()` from the event loop before."""
-        self.engine.finalize()
+    async def unless_busy(self, call: Callable[[], Result]) -> Result:
+        """Call the engine, and repeat the call as long as the engine refuses it. A refused call has done nothing."""
+        pause, longest = BUSY_PAUSES_S
+        while True:
+            try:
+                return call()
+            except Busy:  # noqa: PERF203  (few calls need a second iteration)
+                self.busy += 1
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, longest)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import sys
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Optional
 
-from blocks import DECODE, MOST_BLOCKS, PREFILL, Blocks, blocks_needed
-from messages import HOST, received, send, serve_until_parent_ends
+from blocks import MOST_BLOCKS, Blocks, blocks_needed
+from messages import received, send, until_first_ends
 
-from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMException, LLMRole, LLMStatusCode
-from llm_datadist.events import LinkDown, Notification
+from llm_datadist import Error, Message, PeerDown
 
 if TYPE_CHECKING:
-    from llm_datadist.events import Transfer
+    from llm_datadist import Peer, Rows, Transfer
 
 REQUEST_LIMIT_S = 20.0
 """Time limit of a request, with all attempts to serve it."""
@@ -29,13 +27,9 @@ REQUEST_LIMIT_S = 20.0
 ATTEMPT_LIMIT_S = 5.0
 """Time limit of one attempt: waiting for prefill, and the pull."""
 
-HELLO_LIMIT_S = 1.0
-LINK_LIMIT_MS = 500
+LINK_LIMIT_S = 0.5
 PAUSE_S = 0.02
 """Pause before something that has failed is tried again."""
-
-BUSY_PAUSES_S = 0.001, 0.05
-"""Shortest and longest pause before a call that was refused with LLM_LINK_BUSY is repeated."""
 
 MAX_TRANSFERS = 8
 """Pulls at a time. Much less than the requests in flight, so that the engine refuses some pulls in this example."""
@@ -45,51 +39,45 @@ class Decode:
     """A decode server with one engine and one event loop, for at most `in_flight` requests at a time."""
 
     def __init__(self, in_flight: int) -> None:
-        count = in_flight * MOST_BLOCKS
-        self._blocks = Blocks(LLMRole.DECODER, DECODE, count, max_transfers=MAX_TRANSFERS)
+        self._blocks = Blocks("decode", in_flight * MOST_BLOCKS, max_transfers=MAX_TRANSFERS)
         self._slots = asyncio.Semaphore(in_flight)
         self._requests: set[asyncio.Task[None]] = set()
-        self._announced: dict[str, asyncio.Future[list[int]]] = {}
-        self._prefill_port: Optional[int] = None
-        self._prefill: Optional[asyncio.StreamWriter] = None
+        self._answers: dict[int, asyncio.Future[Optional[tuple[Rows, bytes]]]] = {}
+        self._address = ""
+        self._prefill: Optional[Peer] = None
         self._linked = asyncio.Event()
-        self._link_number = 0
+        self._links = 0
         self._failures: Counter[str] = Counter()
-        self._busy = 0
         self._stopping = False
 
     async def run(self) -> None:
-        """Serve until the parent process ends."""
-        loop, events = asyncio.get_running_loop(), self._blocks.engine.fileno()
-        loop.add_reader(events, self._take_events)
-        try:
-            await serve_until_parent_ends(self._serve, self._keep_linked())
-        finally:
-            self._stopping = True
-            for request in self._requests:
-                request.cancel()
-            await asyncio.gather(*self._requests, return_exceptions=True)
-            loop.remove_reader(events)
-            self._blocks.close()
+        """Serve until the front end closes the pipe."""
+        with self._blocks.engine:
+            try:
+                await until_first_ends(self._front_end(), self._take_events(), self._keep_linked())
+            finally:
+                self._stopping = True
+                for request in self._requests:
+                    request.cancel()
+                await asyncio.gather(*self._requests, return_exceptions=True)
+            counts = {"links": self._links, "busy": self._blocks.busy, "failures": self._failures}
+            send(free=self._blocks.free, blocks=self._blocks.cache.blocks, **counts)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle the messages of one connection of the front end."""
-        async for message in received(reader):
+    async def _front_end(self) -> None:
+        """Handle the messages of the front end."""
+        async for message in received():
             if message["do"] == "serve":
-                request = asyncio.ensure_future(self._answer(message["request"], writer))
+                request = asyncio.ensure_future(self._serve(message["request"]))
                 self._requests.add(request)
                 request.add_done_callback(self._requests.discard)
             elif message["do"] == "use_prefill":
-                self._prefill_port = message["port"]
-            elif message["do"] == "cut":
-                self._end_link()
-            else:  # "report"
-                report = {"links": self._link_number, "busy": self._busy, "failures": self._failures}
-                send(writer, free=self._blocks.free, blocks=self._blocks.count, **report)
+                self._address = message["address"]
+            elif self._prefill is not None:  # "cut"
+                await self._blocks.unless_busy(self._prefill.close)
 
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _answer(self, request: int, front_end: asyncio.StreamWriter) -> None:
+    async def _serve(self, request: int) -> None:
         """Serve a request within its time limit, and report the outcome."""
         async with self._slots:
             blocks = self._blocks.take(blocks_needed(request))
@@ -101,168 +89,81 @@ class Decode:
                 outcome = "late"
             finally:
                 self._blocks.give_back(blocks)
-        send(front_end, request=request, outcome=outcome)
+        send(request=request, outcome=outcome)
 
     async def _fetch(self, request: int, blocks: list[int]) -> None:
         """Have a request computed and pull its KV. If that fails, have it computed again."""
         while True:
             await self._linked.wait()
             try:
-                await self._attempt(request, blocks)
-            except (LLMException, OSError, asyncio.TimeoutError) as error:
+                await asyncio.wait_for(self._attempt(request, blocks), ATTEMPT_LIMIT_S)
+            except (Error, OSError, asyncio.TimeoutError) as error:
                 if self._stopping:  # before Python 3.12, `wait_for` may raise a failure in place of a cancellation
                     raise asyncio.CancelledError from error
-                reason = error.status_code.name if isinstance(error, LLMException) else type(error).__name__
-                self._failures[reason] += 1
+                self._failures[type(error).__name__] += 1
                 await asyncio.sleep(PAUSE_S)
             else:
                 return
 
     async def _attempt(self, request: int, blocks: list[int]) -> None:
-        """Ask prefill for a request, wait for its announcement, and pull. Raises if that fails or takes too long."""
-        loop = asyncio.get_running_loop()
-        attempt = Attempt(secrets.token_hex(8), self._link_number, loop.time() + ATTEMPT_LIMIT_S)
-        announced = self._announced[attempt.ticket] = loop.create_future()
+        """Ask prefill for a request, wait for its answer, and pull. Raises if that fails."""
+        prefill, question = self._prefill, json.dumps({"request": request}).encode()
+        if prefill is None:
+            raise ConnectionError("prefill is not linked")
+        answer = self._answers[request] = asyncio.get_running_loop().create_future()
         try:
-            self._ask(attempt.ticket, request)
-            await self._pull(attempt, await asyncio.wait_for(announced, ATTEMPT_LIMIT_S), blocks)
-        except BaseException:
-            self._drop(attempt.ticket)  # no pull of this attempt runs any more
-            raise
+            await self._blocks.unless_busy(lambda: prefill.send(question))
+            computed = await answer
         finally:
-            del self._announced[attempt.ticket]
-
-    async def _pull(self, attempt: Attempt, theirs: list[int], ours: list[int]) -> None:
-        """Pull blocks of prefill. Prefill gets the ticket as a notification when all bytes are in place."""
-        manager, cache, ticket = self._blocks.manager, self._blocks.cache, attempt.ticket.encode()
-        pause, longest = BUSY_PAUSES_S
-        while True:
-            if attempt.link_number != self._link_number or not self._linked.is_set():
-                raise ConnectionError("the link over which the blocks were announced has ended")
-            left_ms = int((attempt.until - asyncio.get_running_loop().time()) * 1000)
-            if left_ms <= 0:
-                raise asyncio.TimeoutError
-            try:
-                await ended(
-                    manager.pull_blocks_async(
-                        BlocksCacheKey(PREFILL), cache, theirs, ours, timeout_ms=left_ms, notify=ticket
-                    )
-                )
-            except LLMException as error:
-                if error.status_code != LLMStatusCode.LLM_LINK_BUSY:
-                    raise
-                # Too many transfers here, or too many notifications that prefill has not polled. Nothing has moved.
-                self._busy += 1
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, longest)
-            else:
-                return
+            del self._answers[request]
+        if computed is None:
+            raise ConnectionError("the link has ended")
+        rows, token = computed
+        engine, to = self._blocks.engine, self._blocks.cache[blocks]
+        await ended(await self._blocks.unless_busy(lambda: engine.pull(to, rows, grant=token)))
 
     # ---------------------------------------------------------------------------------------------------- the link
 
-    def _take_events(self) -> None:
-        """Handle what has happened. The event loop calls it when the descriptor of the engine is readable."""
-        for event in self._blocks.engine.poll():
-            if isinstance(event, Notification):
-                self._take_announcement(**json.loads(event.payload))
-            elif isinstance(event, LinkDown):
-                self._lose_prefill(event.reason)
-
-    def _take_announcement(self, ticket: str, blocks: list[int]) -> None:
-        """Pass the blocks of prefill to the attempt that waits for them."""
-        announced = self._announced.get(ticket)
-        if announced is None or announced.done():
-            self._drop(ticket)  # the attempt has ended
-        else:
-            announced.set_result(blocks)
-
-    def _lose_prefill(self, reason: str) -> None:
-        """Fail the attempts that wait for prefill. Those that pull get the failure from the engine."""
-        self._linked.clear()
-        if self._prefill is not None:
-            self._prefill.close()  # `_keep_linked` notices
-            self._prefill = None
-        for announced in self._announced.values():
-            if not announced.done():
-                announced.set_exception(ConnectionError(reason))
-
-    def _ask(self, ticket: str, request: int) -> None:
-        """Have prefill compute a request. Raises if prefill is not linked."""
-        if self._prefill is None:
-            raise ConnectionError("prefill is not linked")
-        send(self._prefill, do="compute", ticket=ticket, request=request, cluster_id=DECODE)
-
-    def _drop(self, ticket: str) -> None:
-        """Have prefill free the blocks of a ticket. If the link has ended, prefill does so anyway."""
-        if self._prefill is not None:
-            send(self._prefill, do="drop", ticket=ticket)
+    async def _take_events(self) -> None:
+        """Handle what happens."""
+        async for event in self._blocks.engine:
+            if isinstance(event, Message):  # prefill has computed a request
+                computed = json.loads(event.data)
+                answer = self._answers.get(computed["request"])
+                if answer is not None and not answer.done():  # otherwise, the attempt has ended, and the grant expires
+                    answer.set_result((event.peer["kv"][computed["blocks"]], bytes.fromhex(computed["token"])))
+            elif isinstance(event, PeerDown) and event.peer == self._prefill:
+                self._prefill = None  # `_keep_linked` notices
+                self._linked.clear()
+                for answer in self._answers.values():  # attempts that pull get the failure from the engine
+                    if not answer.done():
+                        answer.set_result(None)
 
     async def _keep_linked(self) -> None:
         """Link to prefill, and link again after the link has ended."""
         while True:
-            if self._prefill_port is not None:
-                with suppress(OSError, asyncio.TimeoutError):
-                    await self._connect(self._prefill_port)
+            if self._address and self._prefill is None:
+                with suppress(Error):  # for example, nobody listens there yet
+                    await self._link()
             await asyncio.sleep(PAUSE_S)
 
-    async def _connect(self, port: int) -> None:
-        """Connect and link to prefill, and return when the link has ended. Raises if prefill cannot be reached."""
-        reader, writer = await asyncio.open_connection(HOST, port)
-        try:
-            send(writer, do="hello")
-            hello = await asyncio.wait_for(reader.readline(), HELLO_LIMIT_S)
-            if hello and self._link(json.loads(hello)["link"]):
-                self._prefill = writer
-                self._linked.set()
-                await reader.read()  # until prefill dies, or `_lose_prefill` closes the connection
-        finally:
-            self._end_link()
-            writer.close()
-
-    def _link(self, address: str) -> bool:
-        """Link to prefill, and return whether that succeeded.
-
-        This call blocks the event loop. Prefill has just answered, so it takes milliseconds.
-        """
-        ip, _, port = address.rpartition(":")
-        peer = prefill_cluster()
-        peer.append_local_ip_info(HOST, 0)
-        peer.append_remote_ip_info(ip, int(port))
-        code, _ = self._blocks.engine.link_clusters([peer], LINK_LIMIT_MS)
-        if code != LLMStatusCode.LLM_SUCCESS:
-            return False  # the log has the reason
-        self._link_number += 1
-        return True
-
-    def _end_link(self) -> None:
-        """End the link, if it has not ended yet, and handle its end before another one is made."""
-        self._blocks.engine.unlink_clusters([prefill_cluster()], force=True)
-        self._take_events()
+    async def _link(self) -> None:
+        link = self._blocks.engine.link
+        peer = await (await self._blocks.unless_busy(lambda: link(self._address, name="prefill", timeout=LINK_LIMIT_S)))
+        if peer.alive:  # otherwise, it has died meanwhile, and its `PeerDown` was taken
+            self._prefill = peer
+            self._linked.set()
+            self._links += 1
 
 
-class Attempt(NamedTuple):
-    """One attempt to serve a request: its ticket, the link that it uses, and its time limit on the loop's clock."""
-
-    ticket: str
-    link_number: int
-    until: float
-
-
-def prefill_cluster() -> LLMClusterInfo:
-    """Name the prefill cluster in calls about links."""
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = PREFILL
-    return cluster
-
-
-async def ended(transfer: Transfer) -> None:
+async def ended(transfer: Transfer[None]) -> None:
     """Await a transfer. If the coroutine is cancelled, first cancel the transfer, and wait until it uses no block."""
     try:
         await transfer
     finally:
         while not transfer.done():
             transfer.cancel()
-            with suppress(LLMException, asyncio.CancelledError):
+            with suppress(Error, asyncio.CancelledError):
                 await transfer
 
 

@@ -7,12 +7,11 @@ cache, and are later swapped in to other blocks. Not for: prompts (`prefill`).
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from generation import Generation
 from layouts import Rows
-from llm_datadist import LLMClusterInfo, LLMRole, LLMStatusCode
-from node import LIMIT_S, PREFILL, Node, Setup
+from node import Node, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,21 +35,17 @@ class Decode:
     def __init__(self, setup: Setup, pipe: Connection) -> None:
         self._work = setup.work
         self._model = setup.work.model()
-        self._paged = setup.layout == "paged"
         _, device_rows, host_rows = setup.rows
-        self._node = Node(setup, LLMRole.DECODER, device_rows, host_rows if self._paged else 0, pipe)
-        if self._paged:
-            self._host, self._host_rows = self._node.host_cache(host_rows), Rows(host_rows, seed=3)
+        self._node = Node(setup, "decode", device_rows, host_rows, pipe)
+        self._host_rows = Rows(host_rows, seed=3)
         self._made = Generation(setup.work.requests)
         self._out = self._in = 0
 
     def run(self) -> Served:
         """Serve every group to its end."""
-        try:
-            self._link(self._node.receive())
+        with self._node.engine as engine:
+            self._node.send(engine.address)
             self._serve()
-        finally:
-            self._node.close()
         return Served(self._made, self._out, self._in)
 
     def _serve(self) -> None:
@@ -73,17 +68,13 @@ class Decode:
                 self._arrive()
 
     def _grant(self, group: Sequence[int]) -> None:
-        """Reserve rows for a group, and send their block indices or slot addresses to prefill."""
-        layout, node = self._node.layout, self._node
-        places: dict[int, Any] = {}
+        """Reserve rows for a group, and send those of the prompts to prefill."""
+        layout, places = self._node.layout, {}
         for number in group:
             request = self._work.requests[number]
             rows = layout.rows.reserve(number, layout.rows_for(request.tokens))
-            if self._paged:
-                places[number] = rows[: layout.rows_for(len(request.prompt))]
-            else:
-                places[number] = [address + rows[0] * node.row_bytes for address in node.cache.tensor_addrs]
-        node.send(places)
+            places[number] = rows[: layout.rows_for(len(request.prompt))]
+        self._node.send(places)
 
     def _arrive(self) -> None:
         """Wait until prefill reports that a group has arrived, and take its first tokens and logits."""
@@ -104,33 +95,27 @@ class Decode:
 
     def _swap_out(self, group: Sequence[int]) -> None:
         """Move the unfinished requests of a group to the host, and free their device blocks."""
-        device = self._node.layout.rows
-        for number in [number for number in group if self._paged and number in device.of]:
+        device, host = self._node.layout.rows, self._node.host
+        if host is None:
+            return  # the contiguous layout keeps every request on the device
+        for number in [number for number in group if number in device.of]:
             blocks = device.of[number]
             to = self._host_rows.reserve(number, len(blocks))
-            self._node.manager.swap_blocks(self._node.cache, self._host, dict(zip(blocks, to)))
+            self._node.engine.copy(host[to], self._node.cache[blocks]).result()
             device.release(number)
             self._out += 1
 
     def _swap_in(self, group: Sequence[int]) -> None:
         """Move the unfinished requests of a group from the host to free device blocks."""
-        device = self._node.layout.rows
-        for number in [number for number in group if self._paged and number in self._host_rows.of]:
+        device, host = self._node.layout.rows, self._node.host
+        if host is None:
+            return
+        for number in [number for number in group if number in self._host_rows.of]:
             blocks = self._host_rows.of[number]
             to = device.reserve(number, len(blocks))
-            self._node.manager.swap_blocks(self._host, self._node.cache, dict(zip(blocks, to)))
+            self._node.engine.copy(self._node.cache[to], host[blocks]).result()
             self._host_rows.release(number)
             self._in += 1
-
-    def _link(self, address: str) -> None:
-        ip, _, port = address.rpartition(":")
-        peer = LLMClusterInfo()
-        peer.remote_cluster_id = PREFILL
-        peer.append_local_ip_info("127.0.0.1", 0)
-        peer.append_remote_ip_info(ip, int(port))
-        code, _ = self._node.dist.link_clusters([peer], int(LIMIT_S * 1000))
-        if code != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"linking to prefill at {address} gave {code.name}")
 
 
 def run(setup: Setup, pipe: Connection, result: Connection) -> None:

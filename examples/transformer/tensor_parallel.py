@@ -1,9 +1,9 @@
 """Prefill with two tensor-parallel ranks, decode with one or four (`python examples/transformer/tensor_parallel.py`).
 
 Each rank is a process with an engine, whose cache has its key-value heads only. The ranks of decode have other heads,
-blocks and orders than those of prefill. One `pull_blocks` for each request and rank converts. Compares every token and
-every bit of every logit with the same model in one process, and exits with 1 on any difference. Not for: the model
-(`model`), layer-wise transfer and swaps (`__main__`).
+blocks and orders than those of prefill. One pull for each request and rank converts. Compares every token and every
+bit of every logit with the same model in one process, and exits with 1 on any difference. Not for: the model (`model`),
+layer-wise transfer and swaps (`__main__`).
 """
 # ruff: noqa: E402  (the environment must be set before numpy is imported)
 
@@ -19,23 +19,13 @@ for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLI
 
 import multiprocessing as mp
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from generation import Generation, Workload, differences, in_one_process
 from layouts import Paged
-from llm_datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    DataType,
-    LLMClusterInfo,
-    LLMConfig,
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
-)
-from llm_datadist.kv_layout import KvLayout
+from llm_datadist import Engine, KvLayout
 from model import Model, Shape, Split
 
 if TYPE_CHECKING:
@@ -51,14 +41,13 @@ class Setup(NamedTuple):
     """One side of the transfer: how many ranks it has, and the blocks and the order of its caches."""
 
     name: str
-    first_cluster: int
     ranks: int
     block_tokens: int
-    order: str
+    order: Literal["NHD", "HND"]
 
 
-PREFILL = Setup("prefill", 1, 2, 16, "NHD")
-DECODES = (Setup("decode", 11, 1, 32, "HND"), Setup("decode", 21, 4, 8, "HND"))
+PREFILL = Setup("prefill", 2, 16, "NHD")
+DECODES = (Setup("decode", 1, 32, "HND"), Setup("decode", 4, 8, "HND"))
 
 
 def receive(pipe: Connection) -> Any:
@@ -72,35 +61,35 @@ class Rank:
     """A rank of one side: its engine, its part of the model, and a cache of its heads."""
 
     def __init__(self, setup: Setup, rank: int, work: Workload, others: list[Connection], transport: str) -> None:
-        shape, (_, first, ranks, block_tokens, order) = work.shape, setup
+        shape, (name, ranks, block_tokens, order) = work.shape, setup
         heads = range(shape.kv_heads * rank // ranks, shape.kv_heads * (rank + 1) // ranks)
         self.work, self.rank, self._others = work, rank, others
         self.model = Model(shape, work.seed, Split(heads, self._gather))
-        config = LLMConfig()
-        config.enable_cache_manager = True
-        config.link_transport = transport
-        config.mem_pool_cfg = '{"memory_size": "16MiB", "page_shift": 12}'
-        config.listen_ip_info = "127.0.0.1:0"  # 0: any free port
-        self.engine = LLMDataDist(LLMRole.PROMPT if setup == PREFILL else LLMRole.DECODER, first + rank)
-        self.engine.init(config.generate_options())
+        self.engine = Engine(
+            pool="16MiB",
+            listen="127.0.0.1:0",  # 0: any free port
+            name=f"{name} {rank}",
+            transport=transport,
+            timeout=LIMIT_S,
+        )
         layout = KvLayout(
-            block_tokens,
+            layers=shape.layers,
+            block_tokens=block_tokens,
+            heads=heads,
+            total_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            layers=range(shape.layers),
-            total_kv_heads=shape.kv_heads,
-            kv_heads=heads,
+            dtype="float32",
             order=order,
             model=f"{shape} {work.seed}",
         )
         blocks = sum(-(-request.tokens // block_tokens) for request in work.requests)
-        desc = CacheDesc.of_layout(layout, blocks, DataType.DT_FLOAT)
-        self.cache = self.engine.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(first + rank))
-        tensors: list[Array] = [view.numpy() for view in self.engine.cache_manager.tensor_views(self.cache)]
+        self.cache = self.engine.allocate("kv", layout, blocks=blocks)
+        tensors: list[Array] = [tensor.numpy() for tensor in self.cache.tensors]
         for tensor in tensors:
             tensor.fill(np.nan)  # a read of a token that was never written gives NaN
         if order == "HND":  # the model writes and reads [blocks, tokens, heads, head_dim]
             tensors = [tensor.transpose(0, 2, 1, 3) for tensor in tensors]
-        self.paged = Paged(tensors, seed=first + rank)
+        self.paged = Paged(tensors, seed=blocks + rank)
 
     def reserve(self, request: int, tokens: int) -> list[int]:
         """Reserve blocks for a request, and return them in the order of its tokens."""
@@ -125,23 +114,19 @@ def prefill(rank: Rank, pipe: Connection) -> None:
         for number in group:
             blocks[number] = rank.reserve(number, len(rank.work.requests[number].prompt))
         made.take(group, rank.model.forward(made.prompts(group), rank.paged))
-    pipe.send((rank.engine.listen_ip_info, blocks, made))
+    pipe.send((rank.engine.address, blocks, made))
     receive(pipe)
 
 
 def decode(rank: Rank, pipe: Connection) -> None:
     """Pull the prompts of all ranks of prefill, and generate the remaining tokens."""
     owners = receive(pipe)
-    link(rank.engine, [address for address, _, _ in owners])
-    keys = [BlocksCacheKey(PREFILL.first_cluster + index) for index in range(PREFILL.ranks)]
+    caches = [rank.engine.link(address).result()["kv"] for address, _, _ in owners]
     for number, request in enumerate(rank.work.requests):
-        src_blocks = [blocks[number] for _, blocks, _ in owners]
-        dst_blocks = rank.reserve(number, request.tokens)
-        tokens = range(len(request.prompt))
+        to = rank.cache[rank.reserve(number, request.tokens)].part(tokens=range(len(request.prompt)))
         # The heads, the blocks and the order of the two sides differ; the layouts of the caches say how.
-        rank.engine.cache_manager.pull_blocks(
-            keys, rank.cache, src_blocks, dst_blocks, src_tokens=tokens, dst_tokens=tokens, verify="full"
-        )
+        pairs = [(to, cache[blocks[number]]) for cache, (_, blocks, _) in zip(caches, owners)]
+        rank.engine.pull(pairs, verify="full").result()
     made = owners[0][2]  # with the first token of each request
     for group in rank.work.groups:
         while batch := made.step(group):
@@ -149,29 +134,12 @@ def decode(rank: Rank, pipe: Connection) -> None:
     pipe.send(made)
 
 
-def link(engine: LLMDataDist, addresses: list[str]) -> None:
-    """Link to the ranks of prefill."""
-    peers = []
-    for index, address in enumerate(addresses):
-        ip, _, port = address.rpartition(":")
-        peer = LLMClusterInfo()
-        peer.remote_cluster_id = PREFILL.first_cluster + index
-        peer.append_local_ip_info("127.0.0.1", 0)
-        peer.append_remote_ip_info(ip, int(port))
-        peers.append(peer)
-    code, codes = engine.link_clusters(peers, int(LIMIT_S * 1000))
-    if code != LLMStatusCode.LLM_SUCCESS:
-        raise RuntimeError(f"linking to {addresses} gave {codes}")
-
-
 def run(setup: Setup, number: int, work: Workload, pipes: list[Connection], transport: str) -> None:
     """Run the process of a rank. The first pipe is that to the command."""
     pipe, *others = pipes
     rank = Rank(setup, number, work, others, transport)
-    try:
+    with rank.engine:
         (prefill if setup == PREFILL else decode)(rank, pipe)
-    finally:
-        rank.engine.finalize()
 
 
 class Side:

@@ -1,6 +1,6 @@
-"""The stub of the native API: the example type-checks, and misuse is an error of the type checker.
+"""The stub of the native API: the examples type-check, and misuse is an error of the type checker.
 
-Not for: whether the stub is that of the module (`mypy.stubtest` in `make lint`).
+Not for: `examples/transformer`, or whether the stub is that of the module (mypy and `mypy.stubtest` in `make lint`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def mypy(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_example_is_typed() -> None:
-    code, output = mypy("examples/native_prefill_decode.py")
+def test_examples_are_typed() -> None:
+    programs = [*ROOT.glob("examples/*.py"), *ROOT.glob("examples/asyncio_server/*.py")]
+    assert len(programs) >= 8
+    code, output = mypy(*(str(path) for path in programs if path.name != "transformers_torch.py"))
     assert code == 0, output
 
 
