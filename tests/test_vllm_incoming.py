@@ -183,7 +183,7 @@ def test_groups_without_content_have_no_grants() -> None:
         ([lent(0, 0, [])], "part 0 has 0 lists of blocks and 0 of grants"),
         ([Lent("t", 0, 0, 0, [[7]], [[]], 0, False)], r"part 0 has \[0\] grants per KV cache group \(expected \[1\]\)"),
         ([Lent("t", 0, 0, 0, [[7]], [["aa"] * 2], 0, False)], r"\[2\] grants per KV cache group \(expected \[1\]\)"),
-        ([lent(0, 0, [[7]]), lent(0, 0, [[8]])], "part 0 from cluster 1 has other blocks than before"),
+        ([lent(0, 0, [[7]]), lent(0, 0, [[8]])], "part 0 from rank 1 has other blocks than before"),
     ],
 )
 def test_invalid_part_is_refused(parts: list[Lent], text: str) -> None:
@@ -200,7 +200,7 @@ def test_ranks_that_do_not_agree_are_refused() -> None:
     state.lent(1, lent(0, 0, [[7, 8]], layers=4))
     state.lent(3, lent(5, 0, [[1, 2]], layers=4))  # nobody has asked this one
     assert state.start() == []
-    with pytest.raises(ValueError, match="part 0 from cluster 2 has other blocks than before"):
+    with pytest.raises(ValueError, match="part 0 from rank 2 has other blocks than before"):
         state.lent(2, lent(0, 0, [[7, 9]], layers=4))
 
 

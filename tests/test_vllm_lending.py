@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llm_datadist import Busy, GrantEnded
 from llm_datadist.integrations.vllm.lending import MAX_EARLY, MAX_RECEIVES, Lending
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Lent, Ready
 from llm_datadist.integrations.vllm.step import Part, Send, Withdraw
 
 LEASE_S = 60.0
 EARLY_S = 10.0
-FIRST, SECOND = 1, 2
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    incarnation: int = 1
+
+
+FIRST: Any = Peer("first")
+SECOND: Any = Peer("second")
+RESTARTED: Any = Peer("first", 2)
 
 
 class Grant:
     """A grant of the engine."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, ttl: float) -> None:
         self.token = number.to_bytes(2, "big")
+        self.ttl = ttl
         self.ended: str | None = None
 
-    def revoke(self, *, wait: bool) -> None:
-        assert not wait, "the model's thread may be waiting"
+    def renew(self, ttl: float) -> None:
+        if self.ended:
+            raise GrantEnded
+        self.ttl = ttl
+
+    def revoke(self) -> None:
+        """Fail as a grant does when no transfer can wait for its reads. It has ended all the same."""
         self.ended = self.ended or "revoked"
+        raise Busy
 
 
 class Group:
@@ -36,11 +55,10 @@ class Group:
     def __init__(self) -> None:
         self.grants: list[Grant] = []
 
-    def grant(self, view: str, blocks: list[int], ttl_ms: int) -> list[Grant]:
+    def lend(self, view: str, blocks: list[int], ttl: float) -> list[Grant]:
         assert view
         assert blocks
-        assert ttl_ms > 0
-        self.grants.append(Grant(len(self.grants)))
+        self.grants.append(Grant(len(self.grants), ttl))
         return [self.grants[-1]]
 
 
@@ -49,21 +67,21 @@ class Prefill:
 
     def __init__(self) -> None:
         self.group = Group()
-        self.sent: list[tuple[int, Any]] = []
+        self.sent: list[tuple[Any, Any]] = []
         self.freed: list[tuple[str, bool]] = []
         groups: Any = [self.group]
         self.lending = Lending(
             groups,
             LEASE_S,
             EARLY_S,
-            lambda cluster, message: self.sent.append((cluster, message)),
+            lambda peer, message: self.sent.append((peer, message)),
             lambda request, expired: self.freed.append((request, expired)),
         )
 
-    def news(self, cluster: int = FIRST) -> list[Any]:
-        """Take what a cluster was sent since the last call."""
-        found = [message for to, message in self.sent if to == cluster]
-        self.sent = [(to, message) for to, message in self.sent if to != cluster]
+    def news(self, peer: Any = FIRST) -> list[Any]:
+        """Take what a peer was sent since the last call."""
+        found = [message for to, message in self.sent if to == peer]
+        self.sent = [(to, message) for to, message in self.sent if to != peer]
         return found
 
 
@@ -80,8 +98,8 @@ def ask(receive: int = 0, prompt: str = "64:p", view: str = "pages") -> Ask:
     return Ask("t", receive, view, prompt)
 
 
-def test_each_receive_of_a_cluster_gets_every_part_once(prefill: Prefill) -> None:
-    """A request for several completions is several receives of one cluster."""
+def test_each_receive_of_a_peer_gets_every_part_once(prefill: Prefill) -> None:
+    """A request for several completions is several receives of one peer."""
     prefill.lending.lend(part(last=False), 0)
     prefill.lending.heard(FIRST, ask(0), 0)
     prefill.lending.heard(FIRST, ask(1), 0)
@@ -100,7 +118,7 @@ def test_ask_with_other_prompt_or_view_is_refused(prefill: Prefill) -> None:
     assert "(first receive: view=pages, this one: view=heads)" in found[2].reason
 
 
-def test_a_cluster_that_has_reported_may_ask_again(prefill: Prefill) -> None:
+def test_a_peer_that_has_reported_may_ask_again(prefill: Prefill) -> None:
     prefill.lending.lend(part(computed=False), 0)
     prefill.lending.heard(FIRST, ask(0), 0)
     prefill.lending.heard(FIRST, Done("t", 2), 0)
@@ -114,7 +132,7 @@ def test_a_cluster_that_has_reported_may_ask_again(prefill: Prefill) -> None:
     assert [(type(one), one.receive) for one in prefill.news()] == [(Gone, 1)]
 
 
-def test_a_cluster_that_asks_again_has_not_reported(prefill: Prefill) -> None:
+def test_a_peer_that_asks_again_has_not_reported(prefill: Prefill) -> None:
     prefill.lending.lend(part(), 0)
     prefill.lending.finish(Send("r", "t"), 0)
     prefill.lending.heard(FIRST, Done("t", 2), 0)
@@ -122,6 +140,16 @@ def test_a_cluster_that_asks_again_has_not_reported(prefill: Prefill) -> None:
     prefill.lending.heard(SECOND, Done("t", 2), 0)
     assert prefill.freed == []
     prefill.lending.heard(FIRST, Done("t", 2), 0)
+    assert prefill.freed == [("r", False)]
+
+
+def test_a_rank_that_was_restarted_counts_once(prefill: Prefill) -> None:
+    prefill.lending.lend(part(), 0)
+    prefill.lending.finish(Send("r", "t"), 0)
+    for peer in (FIRST, RESTARTED):
+        prefill.lending.heard(peer, Done("t", 2), 0)
+    assert prefill.freed == []
+    prefill.lending.heard(SECOND, Done("t", 2), 0)
     assert prefill.freed == [("r", False)]
 
 
@@ -139,14 +167,16 @@ def test_a_step_that_was_not_computed_is_never_ready(prefill: Prefill) -> None:
 
 
 def test_grants_last_as_long_as_the_lease(prefill: Prefill) -> None:
-    """Those of the first parts were made while the prompt was computed. A later receive gets new ones."""
+    """Those of the first parts were made while the prompt was computed. A later receive renews them."""
     prefill.lending.lend(part(), 0)
     prefill.lending.heard(FIRST, ask(), 0)
+    assert [grant.ttl for grant in prefill.group.grants] == [LEASE_S]
     prefill.lending.finish(Send("r", "t"), 40)
-    prefill.lending.heard(SECOND, ask(), 50)
+    prefill.lending.heard(SECOND, ask(), 70)
+    assert [grant.ttl for grant in prefill.group.grants] == [40 + LEASE_S - 70]
     (first,), (second,) = prefill.news(FIRST), prefill.news(SECOND)
-    assert first.grants != second.grants
-    prefill.lending.heard(SECOND, Done("t", 1), 51)
+    assert first.grants == second.grants
+    prefill.lending.heard(SECOND, Done("t", 1), 71)
     assert {grant.ended for grant in prefill.group.grants} == {"revoked"}
     assert prefill.freed == [("r", False)]
 
@@ -189,7 +219,7 @@ def test_early_asks_expire_individually(prefill: Prefill) -> None:
     assert [type(one) for one in prefill.news(SECOND)] == [Lent]
 
 
-def test_a_cluster_cannot_displace_early_asks_of_others(prefill: Prefill) -> None:
+def test_a_peer_cannot_displace_early_asks_of_others(prefill: Prefill) -> None:
     prefill.lending.heard(SECOND, ask(), 0)
     for number in range(MAX_EARLY + 5):
         prefill.lending.heard(FIRST, Ask(f"unknown {number}", 0, "pages", "64:p"), 0)
@@ -208,7 +238,7 @@ def test_failed_withdrawn_part_does_not_end_loan(prefill: Prefill) -> None:
     assert [(type(one), one.part) for one in prefill.news()] == [(Lent, 1)]
 
 
-def test_the_receives_of_a_cluster_are_bounded(prefill: Prefill) -> None:
+def test_the_receives_of_a_peer_are_bounded(prefill: Prefill) -> None:
     prefill.lending.lend(part(), 0)
     for number in range(MAX_RECEIVES):
         prefill.lending.heard(FIRST, ask(number), 0)

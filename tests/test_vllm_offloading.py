@@ -1,19 +1,21 @@
-"""How the offloading worker opens its engine, without vLLM: stand-ins replace the classes that it extends.
+"""The offloading worker without vLLM: stand-ins replace the classes that it extends.
 
-Not for: the blocks that it moves (`integration-tests/vllm/test_offloading.py`).
+Not for: which blocks vLLM has it move (`integration-tests/vllm/test_offloading.py`).
 """
 
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from llm_datadist import CacheManager, LLMDataDist, LLMException
+from llm_datadist import Engine, Error, InvalidArgument, OutOfMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +26,7 @@ NAME = "llm_datadist.integrations.vllm.offloading"
 @pytest.fixture
 def offloading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stand_ins = {
-        "vllm.v1.kv_offload.base": {"OffloadingWorker": object, "TransferResult": tuple},
+        "vllm.v1.kv_offload.base": {"OffloadingWorker": object, "TransferResult": lambda *given: given},
         "vllm.v1.kv_offload.cpu.spec": {"CPUOffloadingSpec": object},
     }
     for name, contents in stand_ins.items():
@@ -37,48 +39,147 @@ def offloading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Tensor:
-    """The part of a torch tensor that the worker uses: 8 blocks of 64 bytes."""
+    """The part of a torch tensor that the worker and the engine use: 8 blocks of 64 bytes."""
 
     shape = (8, 64)
     device = SimpleNamespace(type="cpu")
 
-    def __init__(self) -> None:
-        self._memory = np.zeros(self.shape, np.int8)
+    def __init__(self, number: int, *, writable: bool = True) -> None:
+        self.memory = np.full(self.shape, number, np.int8)
+        self.memory.flags.writeable = writable
+        self.__array_interface__ = self.memory.__array_interface__
 
     def stride(self, axis: int) -> int:
-        return self._memory.strides[axis]
-
-    def data_ptr(self) -> int:
-        return self._memory.ctypes.data
+        return self.memory.strides[axis]
 
 
-def opened(offloading: Any, **engine_options: Any) -> Any:
-    tensors = [SimpleNamespace(tensor=Tensor()) for _ in range(2)]
-    groups = [[SimpleNamespace(tensor_idx=index) for index in range(2)]]
-    caches = SimpleNamespace(tensors=tensors, group_data_refs=groups)
-    return offloading.LlmDatadistOffloadingWorker(caches, 4, 2, engine_options)
+class Vllm:
+    """A worker of vLLM with two tensors, and four chunks of two blocks in host memory."""
+
+    def __init__(self, offloading: Any, *, writable: bool = True, **engine_options: Any) -> None:
+        self.tensors = [Tensor(number, writable=writable) for number in range(2)]
+        groups = [[SimpleNamespace(tensor_idx=index) for index in range(2)]]
+        caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=one) for one in self.tensors], group_data_refs=groups)
+        self.worker = offloading.LlmDatadistOffloadingWorker(caches, 4, 2, engine_options)
+
+    def contents(self, block: int) -> list[int]:
+        return [int(tensor.memory[block].sum()) for tensor in self.tensors]
 
 
-@pytest.mark.parametrize("step", ["register_blocks_cache", "allocate_blocks_cache", "poll"])
-def test_a_failed_opening_does_not_keep_later_ones_from_working(
-    offloading: Any, monkeypatch: pytest.MonkeyPatch, step: str
+def gpu(*blocks: int) -> Any:
+    return SimpleNamespace(block_ids=list(blocks), group_sizes=[len(blocks)], block_indices=[0])
+
+
+def chunks(*numbers: int) -> Any:
+    return SimpleNamespace(block_ids=list(numbers))
+
+
+def finished(worker: Any, *jobs: int) -> list[Any]:
+    """Wait for jobs, and return what the worker reports: numbers, success and bytes."""
+    worker.wait(set(jobs))
+    return [result[:3] for result in worker.get_finished()]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"writable": False}, InvalidArgument),
+        ({"host_pool": "64KiB"}, OutOfMemory),
+    ],
+)
+def test_a_failed_opening_closes_the_engine(
+    offloading: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], error: type[Exception]
 ) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise LLMException(f"{step} fails")
+    opened: list[Engine] = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LLMDataDist if step == "poll" else CacheManager, step, fails)
-        with pytest.raises(LLMException, match=f"{step} fails"):
-            opened(offloading)
-    assert LLMDataDist.llm_engine_instance is None
-    opened(offloading).shutdown()
+    def recorded(**options: Any) -> Engine:
+        opened.append(Engine(**options))
+        return opened[-1]
+
+    monkeypatch.setattr(offloading, "Engine", recorded)
+    with pytest.raises(error):
+        Vllm(offloading, **given)
+    assert [engine.closed for engine in opened] == [True]
 
 
-def test_jobs_that_shutdown_cancels_are_logged(
-    offloading: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = opened(offloading)
-    monkeypatch.setattr(LLMDataDist, "drain", lambda *_: False)
-    worker.shutdown()
-    assert "jobs of the offloading that run for longer than 60000 ms are cancelled" in caplog.text
-    assert LLMDataDist.llm_engine_instance is None
+def test_options_are_those_of_the_engine(offloading: Any) -> None:
+    with pytest.raises(TypeError, match="copy_workers"):
+        Vllm(offloading, copy_worker=2)
+    with pytest.raises(InvalidArgument, match="copy_workers"):
+        Vllm(offloading, copy_workers=0)
+
+
+def test_blocks_come_back_from_host_memory(offloading: Any) -> None:
+    vllm = Vllm(offloading)
+    for block in range(8):
+        for tensor in vllm.tensors:
+            tensor.memory[block] += block
+    before = [vllm.contents(block) for block in range(8)]
+    assert vllm.worker.submit_store(7, gpu(3, 1, 6), chunks(2, 0))
+    assert finished(vllm.worker, 7) == [(7, True, 3 * 2 * 64)]
+    assert vllm.worker.get_finished() == []
+    assert vllm.worker.submit_load(8, chunks(2), gpu(5, 4))
+    assert vllm.worker.submit_load(9, chunks(0), gpu(0))
+    assert sorted(finished(vllm.worker, 8, 9)) == [(8, True, 2 * 2 * 64), (9, True, 2 * 64)]
+    assert [vllm.contents(block) for block in (5, 4, 0)] == [before[3], before[1], before[6]]
+    vllm.worker.shutdown()
+
+
+def test_a_job_that_is_refused_is_logged(offloading: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm = Vllm(offloading)
+    assert not vllm.worker.submit_store(7, gpu(8), chunks(0))
+    assert "job 7 of the offloading was not started: " in caplog.text
+    assert vllm.worker.get_finished() == []
+    vllm.worker.shutdown()
+
+
+def test_more_jobs_than_max_transfers_run_one_after_another(offloading: Any) -> None:
+    """A job whose end vLLM has taken occupies nothing."""
+    vllm = Vllm(offloading, max_transfers=4)
+    for job in range(50):
+        assert vllm.worker.submit_store(job, gpu(3), chunks(2))
+        if job % 2:
+            assert len(finished(vllm.worker, job - 1, job)) == 2
+    vllm.worker.shutdown()
+
+
+def test_jobs_that_shutdown_cancels_are_logged(offloading: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm = Vllm(offloading)
+    cancelled, moved = Mock(nanos=1), Mock(nanos=1)
+    cancelled.result.side_effect = Error("the engine was closed")
+    vllm.worker._jobs = {cancelled: 5, moved: 6}
+    vllm.worker.shutdown()
+    assert "job 5 of the offloading failed: the engine was closed" in caplog.text
+    assert "job 6" not in caplog.text
+    assert vllm.worker._engine.closed
+
+
+def naive(chunks: list[int], sizes: list[int], firsts: list[int], per_chunk: int) -> list[int]:
+    rows, left = [], list(chunks)
+    for size, first in zip(sizes, firsts):
+        held: dict[int, int] = {}
+        for block in range(first, first + size):
+            if block // per_chunk not in held:
+                held[block // per_chunk] = left.pop(0)
+            rows.append(held[block // per_chunk] * per_chunk + block % per_chunk)
+    assert not left
+    return rows
+
+
+def test_rows_follow_the_count(offloading: Any) -> None:
+    """The host rows of a job are those of a count block by block."""
+    rng = random.Random(5)  # noqa: S311
+    for _ in range(500):
+        per_chunk = rng.randint(1, 4)
+        groups = [(rng.randint(0, 9), rng.randint(0, 20)) for _ in range(rng.randint(1, 3))]
+        sizes, firsts = [size for size, _ in groups], [first for _, first in groups]
+        needed = sum(len({(first + step) // per_chunk for step in range(size)}) for size, first in groups)
+        chunks = rng.sample(range(100), needed)
+        assert offloading.host_rows(chunks, sizes, firsts, per_chunk).tolist() == naive(
+            chunks, sizes, firsts, per_chunk
+        )
+
+
+def test_too_few_chunks_are_refused(offloading: Any) -> None:
+    with pytest.raises(ValueError, match=r"1 chunks do not hold groups of \[3\] blocks"):
+        offloading.host_rows([4], [3], [0], 2)

@@ -1,4 +1,4 @@
-"""Workers of the vLLM integration in processes of their own, because a process has one engine.
+"""Workers of the vLLM integration in processes of their own, as in vLLM.
 
 Not for: the scheduler's half, and vLLM itself.
 """
@@ -10,11 +10,10 @@ import multiprocessing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import Engine
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.pages import PageFormat
-from llm_datadist.integrations.vllm.ranks import Shard
-from llm_datadist.integrations.vllm.receiving import cluster_of
+from llm_datadist.integrations.vllm.ranks import Shard, engine_name
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.transfer_thread import Ended, TransferThread
 from peers import LIMIT
@@ -50,17 +49,12 @@ class _Worker:
         isa, block_size, tag = (given.pop(*pair) for pair in (("isa", "vec"), ("block_size", 32), ("tag", "model")))
         self.log = _Lines()
         logging.getLogger("vllm.llm_datadist").addHandler(self.log)
-        config = LLMConfig()
-        config.enable_cache_manager = True
-        config.listen_ip_info = "127.0.0.1:0"
-        config.link_transport = given.pop("transport", "auto")
-        cluster = cluster_of(name, rank)
-        self.engine = LLMDataDist(LLMRole.MIX, cluster)
-        self.engine.init(config.generate_options())
+        transport = given.pop("transport", "auto")
+        self.engine = Engine(listen="127.0.0.1:0", name=engine_name(name, rank), transport=transport)
         shard = Shard(rank, ranks, heads)
         self.pages = Pages(isa, block_size, shard.heads, BLOCKS)
         form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag)
-        caches = GroupCaches(self.engine.cache_manager, cluster, 0, form)
+        caches = GroupCaches(self.engine, 0, form)
         caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, form.page_bytes)
         settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
         self.exporter = _global_exporter() if settings.spans else None
@@ -68,7 +62,7 @@ class _Worker:
         self.ended = Ended()
 
     def address(self) -> str:
-        return str(self.engine.listen_ip_info)
+        return str(self.engine.address)
 
     def submit(self, step: Step) -> None:
         self.transfers.begin(step)
@@ -100,17 +94,17 @@ class _Worker:
         return "\n".join(self.log.lines)
 
     def peers(self) -> int:
-        return len(self.engine.peers())
+        return len(self.engine.peers)
 
-    def threads(self) -> int:
-        """Number of threads of the process, those of the engine included."""
-        return len(list(Path("/proc/self/task").iterdir()))
+    def threads(self) -> list[str]:
+        """The names of the threads of the process, those of the engine included."""
+        return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
     def tell(self, address: str, payloads: list[bytes]) -> None:
         """Send messages to the engine at an address."""
-        peer = self.engine.ensure_link(address).result()
+        peer = self.engine.link(address).result()
         for payload in payloads:
-            self.engine.notify(peer.cluster_id, payload)
+            peer.send(payload)
 
     def write(self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)) -> None:
         self.pages.write(blocks, tokens, whole, layers)
@@ -125,7 +119,7 @@ class _Worker:
 
     def close(self) -> None:
         self.transfers.close()
-        self.engine.finalize()
+        self.engine.close()
 
 
 def _global_exporter() -> Any:

@@ -35,7 +35,7 @@ MODULE = "broken_connectors"
 SYSTEMS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "llm_datadist, pool": ("LlmDatadistConnector", None, {}),
     "llm_datadist, registered": ("LlmDatadistConnector", None, {"kv_cache_in_pool": False}),
-    "llm_datadist, tcp": ("LlmDatadistConnector", None, {"engine_options": {"link_transport": "tcp"}}),
+    "llm_datadist, tcp": ("LlmDatadistConnector", None, {"engine_options": {"transport": "tcp"}}),
     "nothing moved": ("NothingPulled", MODULE, {}),
     "NIXL": ("NixlConnector", None, {}),
 }
@@ -92,7 +92,7 @@ def handover(model: str, system: str) -> dict[str, float]:
 def layerwise(model: str, system: str) -> dict[str, float]:
     """One request at a time, decode after prefill or together with it: from prefill's first token to decode's."""
     name, _, when = system.partition(", ")
-    extra = {"engine_options": {"link_transport": "tcp"}} if "tcp" in name else {}
+    extra = {"engine_options": {"transport": "tcp"}} if "tcp" in name else {}
     servers = [
         Server(
             model,

@@ -40,7 +40,7 @@ class _Broken(LlmDatadistConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register, and break the pulls."""
         super().register_kv_caches(kv_caches)
-        for group in self._of_worker.groups:
+        for group in self._worker.groups:
             group.__class__ = self.caches
 
 
@@ -57,11 +57,11 @@ class BlocksSwapped(_Broken):
 
 
 class _Reports(GroupCaches):
-    def pull_pages(self, owners: Any, pairs: Any, timeout_ms: int, layers: range | None = None) -> Any:
+    def pull_pages(self, owners: Any, pairs: Any, timeout: float, layers: range | None = None) -> Any:
         """Leave a mark when some layers of a prompt are read, and not all."""
         if layers is not None:
             _mark().touch()
-        return super().pull_pages(owners, pairs, timeout_ms, layers)
+        return super().pull_pages(owners, pairs, timeout, layers)
 
 
 class ReportsReads(_Broken):

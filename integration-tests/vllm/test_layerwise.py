@@ -80,7 +80,7 @@ def test_decode_reads_layers_before_prefill_has_computed_the_last(
 
 CASES: dict[str, dict[str, Any]] = {
     "one at a time": {},
-    "tcp": {"extra": {**LAYERWISE, "engine_options": {"link_transport": "tcp"}}, **CHUNKED},
+    "tcp": {"extra": {**LAYERWISE, "engine_options": {"transport": "tcp"}}, **CHUNKED},
     "registered memory": {"extra": {**LAYERWISE, "kv_cache_in_pool": False}},
     "two ranks": {"tensor_parallel_size": 2},
     "decode with two ranks": {"decode": {"tensor_parallel_size": 2}, **CHUNKED},

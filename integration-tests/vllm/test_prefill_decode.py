@@ -90,7 +90,7 @@ def test_a_broken_connector_is_noticed(start: Start, prompts: Prompts, expected:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "tcp": {"extra": {"engine_options": {"link_transport": "tcp"}}},
+    "tcp": {"extra": {"engine_options": {"transport": "tcp"}}},
     "registered memory": {"extra": {"kv_cache_in_pool": False}},
     "chunked prefill": {"max_num_batched_tokens": 256},
     "prefill with two ranks": {"prefill": {"tensor_parallel_size": 2}},

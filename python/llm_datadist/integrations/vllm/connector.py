@@ -5,10 +5,13 @@ vLLM makes one object in the scheduler and one in each worker. This class only p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -17,26 +20,40 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.v1.request import RequestStatus
 
 from llm_datadist.integrations.vllm import supported
-from llm_datadist.integrations.vllm.metadata import Address, StepMetadata
 from llm_datadist.integrations.vllm.metrics import PrometheusMetrics, TransferStats
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
+    from llm_datadist.integrations.vllm.step import Step
     from llm_datadist.integrations.vllm.transfer_thread import TransferThread
 
-__all__ = ["LlmDatadistConnector"]
+__all__ = ["Address", "LlmDatadistConnector", "StepMetadata"]
 
 # The KV caches in which vLLM keeps all blocks of a request until it ends.
 _KEPT = ("FullAttentionSpec", "MLAAttentionSpec")
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to the workers: the work of one step."""
+
+    step: Step
+
+
+@dataclass
+class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker to the scheduler: where its engine listens, ``host:port``."""
+
+    address: str
+
+
 class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A KV connector in which decode pulls the blocks of a request from prefill.
 
-    The methods are those of vLLM's ``KVConnectorBase_V1``, which documents when each is called.
+    The methods are those of vLLM's ``KVConnectorBase_V1``, which documents when each is called, and for which role.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -48,14 +65,15 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         ValueError: an invalid option.
     """
 
+    _scheduler: SchedulerSide  # only in the scheduler
+    _worker: WorkerSide  # only in a worker
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.parse(transfer.kv_connector_extra_config)
         supported.check_vllm(settings.allow_untested_vllm, supported.installed())
         _check_parallel(vllm_config.parallel_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         self._transfers: TransferThread | None = None
         if role == KVConnectorRole.SCHEDULER:
             specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -70,28 +88,28 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Address]) -> None:
         """Take the addresses of the workers."""
-        self._of_scheduler.set_addresses({rank: worker.address for rank, worker in metadata.items()})
+        self._scheduler.set_addresses({rank: worker.address for rank, worker in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
         """Take a request that was added."""
-        self._of_scheduler.arrived(request)
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens of the prompt come from prefill, and that they are loaded between steps."""
-        count = self._of_scheduler.tokens_to_load(request, num_computed_tokens)
+        count = self._scheduler.tokens_to_load(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take the blocks of a request that is received."""
-        self._of_scheduler.allocated(request, blocks.blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks.blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the work of this step."""
-        return StepMetadata(self._of_scheduler.take_step(scheduler_output))
+        return StepMetadata(self._scheduler.take_step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the requests that all workers have sent."""
-        self._of_scheduler.freed(connector_output.finished_sending or set())
+        self._scheduler.freed(connector_output.finished_sending or set())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether the blocks of a request are kept for decode, and what prefill returns."""
@@ -101,22 +119,22 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Do the same for a model with several KV cache groups."""
-        params = self._of_scheduler.finished(request, block_ids, request.status in _COMPLETE)
+        params = self._scheduler.finished(request, block_ids, request.status in _COMPLETE)
         return params is not None, params
 
     # ---- A worker.
 
     def get_mem_pool_context(self) -> Any:
         """Return the context in which vLLM allocates its KV cache."""
-        return self._of_worker.pool_memory()
+        return self._worker.pool_memory()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the KV cache with the engine."""
-        self._transfers = self._of_worker.register(kv_caches)
+        self._transfers = self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> Address:
         """Return where the engine of this worker listens."""
-        return Address(self._of_worker.address)
+        return Address(self._worker.address)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Revoke the grants of withdrawn requests, and lend the parts of this step, before the model runs."""
@@ -150,8 +168,9 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def shutdown(self) -> None:
         """Close the engine."""
-        if self._worker is not None:
-            self._worker.close()
+        worker: WorkerSide | None = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.close()
 
     # ---- The process that logs.
 
@@ -166,18 +185,6 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     ) -> PrometheusMetrics:
         """Return the metrics of this connector."""
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @property
-    def _of_scheduler(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise RuntimeError("this object belongs to a worker")
-        return self._scheduler
-
-    @property
-    def _of_worker(self) -> WorkerSide:
-        if self._worker is None:
-            raise RuntimeError("this object belongs to the scheduler")
-        return self._worker
 
     @property
     def _of_transfers(self) -> TransferThread:

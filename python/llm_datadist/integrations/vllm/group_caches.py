@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType
-from llm_datadist.groups import GroupPart
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llm_datadist import Cache, CacheManager
-    from llm_datadist.events import Grant, Transfer
-    from llm_datadist.integrations.vllm.pages import Packing, PageFormat
+    from llm_datadist.integrations.vllm.pages import PageFormat
+    from llm_datadist.native import Cache, CacheBuffer, Engine, Grant, Peer, RemoteCache, Rows, Transfer
 
-__all__ = ["HEADS", "PAGES", "VIEWS", "GroupCaches", "Owner", "Tokens"]
+__all__ = ["HEADS", "PAGES", "VIEWS", "GroupCaches", "Owner"]
 
 # The views of vLLM's pages.
 PAGES, HEADS = "pages", "heads"
@@ -22,65 +18,34 @@ VIEWS = {PAGES: 1, HEADS: 2}  # and how many caches each has
 
 @dataclass(frozen=True)
 class Owner:
-    """A rank of prefill that lends blocks of a request.
+    """A rank of prefill that lends blocks of a request."""
 
-    Attributes:
-        cluster: the cluster of its engine.
-        heads: the KV heads that it holds.
-        grants: a token for each cache of the view, for each KV cache group, or none for a group without content.
-    """
-
-    cluster: int
-    heads: range
+    peer: Peer  # its engine
+    heads: range  # the KV heads that it holds
+    # For each KV cache group, a token for each cache of the view. None for a group without content.
     grants: list[list[bytes]]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Consecutive tokens of a prompt, and where the lists of blocks begin on both sides.
-
-    Attributes:
-        first: the first token that is read.
-        end: the token after the last one.
-        src_first: the first token of the first block in prefill.
-        dst_first: the first token of the first block here.
-    """
-
-    first: int
-    end: int
-    src_first: int
-    dst_first: int
 
 
 class GroupCaches:
     """The caches of one group: the *pages* view, and the *heads* view of keys and values if the packing is known.
 
     Args:
-        manager: the cache manager of the engine.
-        cluster: the cluster of the engine.
+        engine: the engine.
         group: the number of the group.
         form: the format of the pages.
     """
 
-    def __init__(self, manager: CacheManager, cluster: int, group: int, form: PageFormat) -> None:
+    def __init__(self, engine: Engine, group: int, form: PageFormat) -> None:
         self.form = form
-        self._manager = manager
-        self._cluster = cluster
+        self._engine = engine
         self._group = group
-        self._packings = form.packings()
-        self._pages: Cache | None = None
-        self._heads: list[Cache] = []
+        self._caches: dict[str, list[Cache]] = {PAGES: [], HEADS: []}
 
-    def allocate(self, blocks: int) -> Any:
-        """Allocate the pages in the pool of the engine, layer after layer.
-
-        Returns:
-            The memory as one flat tensor of bytes, for ``torch.from_dlpack``.
-        """
-        layout = self.form.pages()
-        desc = CacheDesc.of_layout(layout, blocks, DataType.DT_UINT8)
-        self._pages = self._manager.allocate_blocks_cache(desc, self._key(self._cluster, PAGES, 0), contiguous=True)
-        return self._pages.buffer()
+    def allocate(self, blocks: int) -> CacheBuffer:
+        """Allocate the pages in the pool of the engine, layer after layer. Return their memory."""
+        pages = self._engine.allocate(self._name(PAGES, 0), self.form.pages(), blocks=blocks, contiguous=True)
+        self._caches[PAGES] = [pages]
+        return pages.buffer
 
     def register(self, addresses: list[int], blocks: int, stride: int) -> None:
         """Register the pages of the layers, unless ``allocate`` has made them.
@@ -93,116 +58,88 @@ class GroupCaches:
         Raises:
             RuntimeError: vLLM did not use the memory of ``allocate``.
         """
-        layout = self.form.pages()
-        if self._pages is None:
-            desc = CacheDesc(
-                layout.num_tensors, layout.shape(blocks), DataType.DT_UINT8, row_stride=stride, layout=layout
-            )
-            key = self._key(self._cluster, PAGES, 0)
-            self._pages = self._manager.register_blocks_cache(desc, addresses, key, True)
-        elif self._pages.tensor_addrs != addresses:
+        form, pages = self.form, self._caches[PAGES]
+        if not pages:
+            name = self._name(PAGES, 0)
+            pages.append(self._engine.register(name, addresses, form.pages(), blocks=blocks, stride=stride))
+        elif [tensor.address for tensor in pages[0].tensors] != addresses:
             raise RuntimeError('vLLM laid out its KV cache in another way; set "kv_cache_in_pool": false')
-        if stride != self.form.page_bytes:
+        if stride != form.page_bytes:
             return  # rows of heads do not have one stride then
-        rows, offset = blocks * len(self.form.heads), 0
-        for number, packing in enumerate(self._packings):
-            layout = self.form.heads_view(packing)
-            shape, key = layout.shape(rows), self._key(self._cluster, HEADS, number)
-            desc = CacheDesc(
-                layout.num_tensors, shape, DataType.DT_UINT8, row_stride=self.form.head_bytes, layout=layout
-            )
-            planes = [address + offset for address in addresses]
-            self._heads.append(self._manager.register_blocks_cache(desc, planes, key, True))
-            offset += self.form.head_bytes // 2
+        rows = blocks * len(form.heads)
+        for number, packing in enumerate(form.packings()):
+            name, layout = self._name(HEADS, number), form.heads_view(packing)
+            planes = [address + number * (form.head_bytes // 2) for address in addresses]
+            cache = self._engine.register(name, planes, layout, blocks=rows, stride=form.head_bytes)
+            self._caches[HEADS].append(cache)
 
-    def grant(self, view: str, blocks: list[int], ttl_ms: int) -> list[Grant]:
-        """Lend blocks to readers of a view, with one grant for each cache of the view.
+    def lend(self, view: str, blocks: list[int], ttl: float) -> list[Grant]:
+        """Lend blocks to readers of a view for ``ttl`` seconds, with one grant for each cache of the view.
 
         Raises:
             ValueError: this worker does not have the view.
-            LLMException: as for ``CacheManager.grant``.
+            Error: as for ``Engine.lend``.
         """
-        if view == PAGES:
-            caches, rows = [self._pages], blocks
-        else:
+        if view == HEADS:
             count = len(self.form.heads)
-            caches, rows = list(self._heads), [block * count + head for block in blocks for head in range(count)]
-        if not caches or caches[0] is None:
-            raise ValueError(f"the packing of vLLM's pages is not known ({self.form.isa!r})")
-        return [self._manager.grant(cache, rows, ttl_ms) for cache in caches if cache is not None]
+            blocks = [block * count + head for block in blocks for head in range(count)]
+        return [self._engine.lend(cache[blocks], ttl=ttl) for cache in self._of(view)]
 
     def pull_pages(
-        self, owners: list[Owner], pairs: list[tuple[int, int]], timeout_ms: int, layers: range | None = None
-    ) -> Transfer:
-        """Start to pull pages between equal block sizes.
+        self, owners: list[Owner], pairs: list[tuple[int, int]], timeout: float, layers: range | None = None
+    ) -> Transfer[None]:
+        """Start to pull pages between equal block sizes. Each pair is a block of prefill and a block here.
 
-        Args:
-            owners: the ranks that are read.
-            pairs: the source and the destination block of each page.
-            timeout_ms: time limit in milliseconds.
-            layers: the layers that are pulled from one owner with the same heads, or ``None`` for all layers.
+        ``layers`` are the only ones that are pulled. They need a single owner with the same heads.
         """
-        if self._pages is None:
-            raise RuntimeError("vLLM has not registered its KV cache")
-        src, dst = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        keys = [self._key(owner.cluster, PAGES, 0) for owner in owners]
-        grants = [owner.grants[self._group][0] for owner in owners]
-        if len(owners) == 1:
-            options: dict[str, Any] = {"grant": grants[0], "timeout_ms": timeout_ms}
-            if layers is not None:
-                options |= {"src_layer_range": layers, "dst_layer_range": layers, "tensor_num_per_layer": 1}
-            return self._manager.pull_blocks_async(keys[0], self._pages, src, dst, **options)
-        options = {"grant": grants, "timeout_ms": timeout_ms}
-        return self._manager.pull_blocks_async(keys, self._pages, [src] * len(owners), dst, **options)
+        (pages,) = self._of(PAGES)
+        src, dst = [pair[0] for pair in pairs], pages[[pair[1] for pair in pairs]]
+        # Pairs with the same destination are shares: each owner has some of its heads.
+        shares = [(dst, self._remote(owner, PAGES, 0)[src]) for owner in owners]
+        if layers is not None:
+            shares = [(ours.part(layers=layers), theirs.part(layers=layers)) for ours, theirs in shares]
+        return self._pull(shares, [owner.grants[self._group][0] for owner in owners], timeout)
 
     def pull_heads(
-        self, owners: list[Owner], src: list[int], dst: list[int], tokens: Tokens, timeout_ms: int
-    ) -> Transfer:
-        """Start to pull tokens between different block sizes.
+        self, owners: list[Owner], blocks: tuple[list[int], list[int]], tokens: range, size: int, timeout: float
+    ) -> Transfer[None]:
+        """Start to pull tokens between different block sizes. A block of prefill has ``size`` tokens.
 
-        Args:
-            owners: the ranks that are read.
-            src: consecutive blocks of the prompt in prefill.
-            dst: consecutive blocks of the prompt here.
-            tokens: the tokens that are read.
-            timeout_ms: time limit in milliseconds.
+        ``blocks`` are consecutive blocks of the prompt in prefill, and here. The first of each has the first token.
         """
-        if not self._heads:
-            raise ValueError(f"the packing of vLLM's pages is not known ({self.form.isa!r}); use equal block sizes")
-        parts = [
-            self._part(owner, number, packing, head, (src, dst), tokens)
-            for owner in owners
-            for head in self.form.heads
-            if head in owner.heads
-            for number, packing in enumerate(self._packings)
-        ]
-        return self._manager.pull_group_async(parts, timeout_ms=timeout_ms)
-
-    def _part(
-        self,
-        owner: Owner,
-        number: int,
-        packing: Packing,
-        head: int,
-        blocks: tuple[list[int], list[int]],
-        tokens: Tokens,
-    ) -> GroupPart:
         src, dst = blocks
-        unit = packing.unit  # one that is not full moves as a whole
-        src_heads, dst_heads = len(owner.heads), len(self.form.heads)
+        held, pairs, grants = self.form.heads, [], []
+        for owner in owners:
+            for head in [head for head in held if head in owner.heads]:
+                theirs = [block * len(owner.heads) + head - owner.heads.start for block in src]
+                ours = [block * len(held) + head - held.start for block in dst]
+                for number, (cache, packing) in enumerate(zip(self._of(HEADS), self.form.packings())):
+                    to = cache[ours].part(tokens=_units(tokens, self.form.block_size, packing.unit))
+                    remote = self._remote(owner, HEADS, number)
+                    pairs.append((to, remote[theirs].part(tokens=_units(tokens, size, packing.unit))))
+                    grants.append(owner.grants[self._group][number])
+        return self._pull(pairs, grants, timeout)
 
-        def of(first: int) -> tuple[int, int]:
-            return (tokens.first - first) // unit, -(-(tokens.end - first) // unit)
+    def _pull(self, pairs: list[tuple[Rows, Rows]], grants: list[bytes], timeout: float) -> Transfer[None]:
+        # Further parts, layers and receives of this engine may read under the same grants.
+        return self._engine.pull(pairs, grant=grants, last=False, timeout=timeout)
 
-        return GroupPart(
-            self._key(owner.cluster, HEADS, number),
-            self._heads[number],
-            [block * src_heads + head - owner.heads.start for block in src],
-            [block * dst_heads + head - self.form.heads.start for block in dst],
-            grant=owner.grants[self._group][number],
-            src_tokens=of(tokens.src_first),
-            dst_tokens=of(tokens.dst_first),
-        )
+    def _of(self, view: str) -> list[Cache]:
+        if not self._caches[view]:
+            raise ValueError(f"the packing of vLLM's pages is not known ({self.form.isa!r}); use equal block sizes")
+        return self._caches[view]
 
-    def _key(self, cluster: int, view: str, number: int) -> BlocksCacheKey:
-        return BlocksCacheKey(cluster, self._group * sum(VIEWS.values()) + (0 if view == PAGES else 1 + number))
+    def _remote(self, owner: Owner, view: str, number: int) -> RemoteCache:
+        return owner.peer[self._name(view, number)]
+
+    def _name(self, view: str, number: int) -> str:
+        return f"group {self._group}, {view} {number}"
+
+
+def _units(tokens: range, size: int, unit: int) -> range:
+    """Return the units of a packing that hold tokens, from the block with the first one on.
+
+    A unit moves as a whole, even if only some of its tokens are read.
+    """
+    first = tokens.start % size
+    return range(first // unit, -(-(first + len(tokens)) // unit))

@@ -28,21 +28,13 @@ MAX_SHOWN = 200
 
 @dataclass(frozen=True)
 class Handover:
-    """The location of the KV cache of one request.
+    """The location of the KV cache of one request."""
 
-    Attributes:
-        ticket: the name under which prefill lends the request.
-        engine_id: the engine id of the vLLM of prefill.
-        addresses: ``host:port`` of the engine of each tensor-parallel rank, in order.
-        prompt: a digest of the prompt (``prompt_digest``).
-        block_sizes: tokens in a block of prefill, for each KV cache group.
-    """
-
-    ticket: str
-    engine_id: str
-    addresses: list[str]
-    prompt: str
-    block_sizes: list[int]
+    ticket: str  # the name under which prefill lends the request
+    engine_id: str  # the engine id of the vLLM of prefill
+    addresses: list[str]  # ``host:port`` of the engine of each tensor-parallel rank, in order
+    prompt: str  # a digest of the prompt (``prompt_digest``)
+    block_sizes: list[int]  # tokens in a block of prefill, for each KV cache group
 
     def params(self) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` of the response of prefill."""
@@ -50,13 +42,10 @@ class Handover:
 
     @classmethod
     def parse(cls, params: Mapping[str, Any], block_sizes: list[int], prompt: str) -> Handover:
-        """Read the ``kv_transfer_params`` of a request to decode.
+        """Read the ``kv_transfer_params`` of a request to decode, which prefill has returned or the proxy has written.
 
-        Args:
-            params: what prefill has returned, or what the proxy has written. The proxy may leave out ``prompt`` and
-                ``block_sizes``: prefill compares the prompt before it lends blocks.
-            block_sizes: tokens in a block here, for each KV cache group.
-            prompt: the digest of the prompt here.
+        The proxy may leave out ``prompt`` and ``block_sizes``. They are those of this side then: prefill compares the
+        prompt before it lends blocks.
 
         Raises:
             ValueError: something is missing, has another type or an impossible value, or belongs to another prompt.
@@ -97,10 +86,7 @@ def ticket_of(params: Mapping[str, Any]) -> str | None:
 def prompt_digest(num_tokens: int, tokens: list[int] | None, adapter: str = "") -> str:
     """Return a digest of a prompt: its length, and a hash of its token ids and its LoRA adapter.
 
-    Args:
-        num_tokens: number of tokens.
-        tokens: the ids of the tokens; ``None`` for a prompt of embeddings, which are not compared.
-        adapter: the name of the LoRA adapter, if there is one.
+    A prompt of embeddings has no ids, and embeddings are not compared.
     """
     if tokens is None and not adapter:
         return f"{num_tokens}:"

@@ -23,30 +23,18 @@ MAX_AGAIN = 64
 
 @dataclass
 class LentPart:
-    """A part of the request, as the ranks of prefill lend it.
-
-    Attributes:
-        number: the number of the part.
-        first: the index of its first block.
-        blocks: the blocks in prefill, for each KV cache group.
-        wanted: the indexes that are missing here, for each KV cache group.
-        grants: the tokens of the grants, by cluster: a list for each KV cache group, with one token for each cache of
-            the view.
-        layers: how many layers each rank has in place.
-        pulled: number of layers that are in place here or being pulled.
-        pulling: whether a pull runs.
-        stale: whether a later part has the same blocks, because the request was preempted.
-    """
+    """A part of the request, as the ranks of prefill lend it."""
 
     number: int
-    first: int
-    blocks: list[list[int]]
-    wanted: list[list[int]]
+    first: int  # the index of its first block
+    blocks: list[list[int]]  # in prefill, for each KV cache group
+    wanted: list[list[int]]  # the indexes that are missing here, for each KV cache group
+    # The tokens of the grants, by rank of prefill: for each KV cache group, one token for each cache of the view.
     grants: dict[int, list[list[bytes]]] = field(default_factory=dict)
-    layers: dict[int, int] = field(default_factory=dict)
-    pulled: int = 0
-    pulling: bool = False
-    stale: bool = False
+    layers: dict[int, int] = field(default_factory=dict)  # how many layers each rank has in place
+    pulled: int = 0  # number of layers that are in place here or being pulled
+    pulling: bool = False  # whether a pull runs
+    stale: bool = False  # whether a later part has the same blocks, because the request was preempted
 
     @property
     def end(self) -> int:
@@ -54,12 +42,15 @@ class LentPart:
         return self.first + max(map(len, self.blocks))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pull:
-    """Layers of a part that can be pulled."""
+    """Layers of a part that are pulled, with one transfer for each KV cache group."""
 
     part: LentPart
     layers: range
+    transfers: int = 0  # number of transfers that run
+    nanos: int = 0  # the duration of the longest transfer that has ended
+    lost: bool = False  # whether grants have ended before a transfer had read all bytes
 
 
 class Incoming:
@@ -68,7 +59,7 @@ class Incoming:
     Args:
         missing: the indexes of the blocks that are needed, for each KV cache group.
         blocks: number of blocks of the whole prompt in prefill, the largest of all groups.
-        ranks: the clusters that are read. Each of them lends each part.
+        ranks: the ranks of prefill that are read. Each of them lends each part.
         view: through which view they are read.
         layers: number of layers.
         by_layers: whether layers can be pulled one after another. Otherwise a part is pulled when all are in place.
@@ -101,7 +92,7 @@ class Incoming:
         covered = [{index for part in coming for index in part.wanted[group]} for group in range(len(self._missing))]
         return any(missing - found for missing, found in zip(self._missing, covered))
 
-    def lent(self, cluster: int, message: Lent) -> bool:
+    def lent(self, rank: int, message: Lent) -> bool:
         """Take a part from a rank, and return whether this is progress.
 
         A rank may lend a part again, with other grants.
@@ -109,31 +100,31 @@ class Incoming:
         Raises:
             ValueError: the part does not fit this request, or contradicts another rank, or lacks a block.
         """
-        if cluster not in self._ranks:
+        if rank not in self._ranks:
             return False
         part = self._parts.get(message.part) or self._added(message)
         progress = False
         if part is not None:
             if (part.first, part.blocks) != (message.first, message.blocks):
-                raise ValueError(f"part {message.part} from cluster {cluster} has other blocks than before")
+                raise ValueError(f"part {message.part} from rank {rank} has other blocks than before")
             grants = message.tokens()
             given, expected = [len(of) for of in grants], [VIEWS[self._view] * any(blocks) for blocks in part.blocks]
             if given != expected:
                 raise ValueError(f"part {message.part} has {given} grants per KV cache group (expected {expected})")
-            progress = message.layers > part.layers.get(cluster, -1)
-            part.grants[cluster] = grants
-            part.layers[cluster] = message.layers
+            progress = message.layers > part.layers.get(rank, -1)
+            part.grants[rank] = grants
+            part.layers[rank] = message.layers
         # Each rank lends its parts in order, so no more follow. But prefill lends withdrawn parts again.
         if message.last and not self._withdrawn:
             self._check_end()
         return progress
 
-    def ready(self, cluster: int, number: int, layers: int) -> bool:
+    def ready(self, rank: int, number: int, layers: int) -> bool:
         """Note how many layers of a part a rank has in place, and return whether they are more than before."""
         part = self._parts.get(number)
-        if part is None or layers <= part.layers.get(cluster, layers) or part.layers[cluster] >= self._layers:
+        if part is None or layers <= part.layers.get(rank, layers) or part.layers[rank] >= self._layers:
             return False
-        part.layers[cluster] = layers
+        part.layers[rank] = layers
         return True
 
     def start(self) -> list[Pull]:

@@ -1,4 +1,4 @@
-"""The messages between the workers of prefill and decode. The engine carries them (``LLMDataDist.notify``).
+"""The messages between the workers of prefill and decode. The engine carries them (``Peer.send``).
 
 Decode asks for a request (``Ask``). Prefill lends its blocks in parts (``Lent``), and reports how many layers of each
 are computed (``Ready``). At the end decode sends ``Done``, even if it has read nothing. Each message is a JSON
@@ -24,45 +24,27 @@ _PAIR = 2
 
 @dataclass(frozen=True)
 class Ask:
-    """Decode asks for a request.
+    """Decode asks for a request."""
 
-    Attributes:
-        ticket: the name under which the request is lent.
-        receive: the number of the receive in decode. A cluster may have several receives with one ticket.
-        view: the view through which it reads.
-        prompt: the digest of its prompt.
-    """
-
-    ticket: str
-    receive: int
-    view: str
-    prompt: str
+    ticket: str  # the name under which the request is lent
+    receive: int  # the number of the receive in decode, which may have several with one ticket
+    view: str  # the view through which it reads
+    prompt: str  # the digest of its prompt
 
 
 @dataclass(frozen=True)
 class Lent:
-    """Prefill lends a part of a request.
-
-    Attributes:
-        ticket: the name under which the request is lent.
-        receive: the number in the ``Ask``.
-        part: the number of the part.
-        first: the index of the first block in the prompt.
-        blocks: the blocks, for each KV cache group. 0 is a block without content.
-        grants: tokens in hexadecimal digits, for each group and each cache of the view. Empty for a group without
-            content.
-        layers: how many layers are in place, from the first on.
-        last: whether the part reaches the end of the prompt.
-    """
+    """Prefill lends a part of a request."""
 
     ticket: str
-    receive: int
-    part: int
-    first: int
-    blocks: list[list[int]]
+    receive: int  # the number in the ``Ask``
+    part: int  # the number of the part
+    first: int  # the index of the first block in the prompt
+    blocks: list[list[int]]  # for each KV cache group; 0 is a block without content
+    # Tokens in hexadecimal digits, for each group and each cache of the view. Empty for a group without content.
     grants: list[list[str]] = field(repr=False)  # a log must not show them
-    layers: int
-    last: bool
+    layers: int  # how many layers are in place, from the first on
+    last: bool  # whether the part reaches the end of the prompt
 
     def tokens(self) -> list[list[bytes]]:
         """Return the tokens of the grants."""
@@ -88,15 +70,10 @@ class Gone:
 
 @dataclass(frozen=True)
 class Done:
-    """A rank of decode needs no more blocks of a request.
-
-    Attributes:
-        ticket: the name under which the request is lent.
-        readers: number of ranks of decode that must send ``Done`` before the worker of prefill frees the blocks.
-    """
+    """A rank of decode needs no more blocks of a request."""
 
     ticket: str
-    readers: int
+    readers: int  # how many ranks of decode must send ``Done`` before the worker of prefill frees the blocks
 
 
 Message = Union[Ask, Lent, Ready, Gone, Done]
@@ -121,31 +98,15 @@ def decode(payload: bytes) -> Message:
         given = None
     name = given.pop("is", None) if isinstance(given, dict) else None
     kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None or set(given) != {one.name for one in fields(kind)} or not all(map(_valid, given.items())):
+    names = {one.name for one in fields(kind)} if kind else set()
+    if kind is None or set(given) != names or not all(_VALID[name](value) for name, value in given.items()):
         raise ValueError("not a message of the connector")
     message: Message = kind(**given)
     return message
 
 
-def _valid(item: tuple[str, Any]) -> bool:
-    name, value = item
-    return bool(_VALID.get(name, _is_text)(value))
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _is_prompt(value: Any) -> bool:
-    return _is_text(value) and len(value) <= MAX_PROMPT
-
-
-def _is_view(value: Any) -> bool:
-    return _is_text(value) and value in VIEWS
-
-
-def _is_readers(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MAX_READERS
 
 
 def _is_number(value: Any) -> bool:
@@ -157,9 +118,8 @@ def _is_table(value: Any, valid: Callable[[Any], bool]) -> bool:
     return lists and all(valid(item) for row in value for item in row)
 
 
-def _is_parts(value: Any) -> bool:
-    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == _PAIR for pair in value)
-    return pairs and all(is_ticket(ticket) and _is_number(number) for ticket, number in value)
+def _is_part(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == _PAIR and is_ticket(value[0]) and _is_number(value[1])
 
 
 def _is_hex(token: Any) -> bool:
@@ -172,15 +132,16 @@ def _is_hex(token: Any) -> bool:
 
 _VALID: dict[str, Callable[[Any], bool]] = {
     "ticket": is_ticket,
-    "prompt": _is_prompt,
+    "prompt": lambda value: _is_text(value) and len(value) <= MAX_PROMPT,
+    "reason": _is_text,
+    "view": lambda value: _is_text(value) and value in VIEWS,
     "receive": _is_number,
-    "readers": _is_readers,
-    "view": _is_view,
     "part": _is_number,
     "first": _is_number,
     "layers": _is_number,
+    "readers": lambda value: type(value) is int and 0 < value <= MAX_READERS,
     "last": lambda value: isinstance(value, bool),
     "blocks": lambda value: _is_table(value, _is_number),
     "grants": lambda value: _is_table(value, _is_hex),
-    "parts": _is_parts,
+    "parts": lambda value: isinstance(value, list) and all(map(_is_part, value)),
 }

@@ -13,11 +13,7 @@ __all__ = ["PrometheusMetrics", "TransferStats"]
 
 
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
-    """The observations of one interval. vLLM sends ``data`` from the workers to the process that logs.
-
-    Args:
-        data: the observations, or ``None`` for none.
-    """
+    """The observations of one interval. vLLM sends ``data`` from the workers to the process that logs."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data or empty())
@@ -55,14 +51,7 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PrometheusMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics ``vllm:llm_datadist_*`` of one vLLM.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        metric_types: vLLM's classes of metrics.
-        labelnames: names of the labels.
-        per_engine_labelvalues: values of the labels, by engine.
-    """
+    """The metrics ``vllm:llm_datadist_*`` of one vLLM, which gives the arguments."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llm_datadist.integrations.vllm.receiving import Outcome
 
 __all__ = ["COUNTERS", "LISTS", "Observations"]
 
@@ -20,10 +23,10 @@ class Observations:
     def __init__(self) -> None:
         self._data = empty()
 
-    def received(self, receive_seconds: float, transfer_seconds: float, moved: int, blocks: int) -> None:
+    def received(self, outcome: Outcome) -> None:
         """Count a receive that succeeded."""
-        for name, value in zip(LISTS, (receive_seconds, transfer_seconds, moved, blocks)):
-            self._data[name].append(value)
+        for name in LISTS:
+            self._data[name].append(getattr(outcome, name))
 
     def count(self, name: str, by: float = 1) -> None:
         """Add to a counter."""

@@ -7,31 +7,27 @@ beside each other and beside the model, and vLLM polls for them.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole, Placement
-from llm_datadist.events import Completed
-from llm_datadist.integrations.engine_options import apply_engine_options
-from llm_datadist.integrations.vllm.chunks import host_rows
+from llm_datadist import Engine, Error
 from llm_datadist.integrations.vllm.supported import check_device, check_vllm, installed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from llm_datadist import Cache
-    from llm_datadist.events import Transfer
+    from llm_datadist.native import Rows, Transfer
 
-__all__ = ["LlmDatadistOffloadingSpec", "LlmDatadistOffloadingWorker"]
+__all__ = ["LlmDatadistOffloadingSpec", "LlmDatadistOffloadingWorker", "host_rows"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
-_CLUSTER = 1  # of an engine without peers
-_SLACK = 16 << 20
-_WAIT_MS = 60_000
+_SLACK = 16 << 20  # the engine rounds each tensor up to pages
+_WAIT_S = 60.0
 
 
 class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
@@ -43,11 +39,12 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         kv_caches: vLLM's KV cache.
         num_chunks: number of chunks in host memory.
         blocks_per_chunk: number of blocks in a chunk.
-        engine_options: attributes of ``LLMConfig`` for the engine.
+        engine_options: options of ``Engine``.
 
     Raises:
         RuntimeError: the KV cache has a layout that is not supported.
-        LLMException: the engine cannot be opened; for example, the host pool is larger than it may be.
+        Error: the engine cannot be opened; for example, there is no memory for the host pool.
+        TypeError: the engine has no such option.
     """
 
     def __init__(
@@ -56,68 +53,67 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         tensors = [entry.tensor for entry in kv_caches.tensors]
         _check_layout(tensors, kv_caches.group_data_refs)
         self._blocks_per_chunk = blocks_per_chunk
-        self._tensors = tensors  # the engine reads their memory
-        self._jobs: dict[Transfer, int] = {}
+        self._jobs: dict[Transfer[None], int] = {}
         rows, (blocks, page) = num_chunks * blocks_per_chunk, tensors[0].shape
-        self._engine = LLMDataDist(LLMRole.MIX, _CLUSTER)
+        self._engine = Engine(**{"host_pool": rows * page * len(tensors) + _SLACK, **engine_options})
         try:
-            self._engine.init(_options(rows * page * len(tensors), engine_options))
-            manager = self._engine.cache_manager
-            desc = CacheDesc(len(tensors), [blocks, page], DataType.DT_INT8)
-            self._device = manager.register_blocks_cache(desc, [tensor.data_ptr() for tensor in tensors])
-            host = CacheDesc(len(tensors), [rows, page], DataType.DT_INT8, Placement.HOST)
-            self._host = manager.allocate_blocks_cache(host)
-            self._engine.poll()
+            self._device = self._engine.register("device", tensors)
+            self._host = self._engine.allocate(
+                "host", blocks=rows, tensors=len(tensors), shape=(page,), dtype="int8", pool="host"
+            )
         except BaseException:
-            self._engine.finalize()  # an engine that stays open would make every later attempt fail
+            self._engine.close()
             raise
         text = "llm_datadist offloads %d tensors of %d blocks to %d rows of %d bytes"
         logger.info(text, len(tensors), blocks, rows, page)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Start to swap blocks out."""
-        return self._submit(job_id, (self._device, self._host), src_spec, dst_spec, store=True)
+        """Start to copy blocks to the host pool."""
+        blocks, rows = self._rows(src_spec, dst_spec)
+        return self._submit(job_id, rows, blocks)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Start to swap blocks in."""
-        return self._submit(job_id, (self._host, self._device), dst_spec, src_spec, store=False)
+        """Start to copy blocks back."""
+        blocks, rows = self._rows(dst_spec, src_spec)
+        return self._submit(job_id, blocks, rows)
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended since the last call."""
-        events = [event for event in self._engine.poll() if isinstance(event, Completed)]
-        return [self._result(event.transfer) for event in events]
+        return [self._result(transfer) for transfer in list(self._jobs) if transfer.done()]
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until the jobs have ended. ``get_finished`` reports them afterwards."""
         for transfer in [transfer for transfer, job in self._jobs.items() if job in job_ids]:
-            while not transfer.done():
-                self._engine.drain(_WAIT_MS)
+            with suppress(Error):
+                transfer.result()
 
     def shutdown(self) -> None:
-        """Close the engine, after the jobs that run."""
-        try:
-            if not self._engine.drain(_WAIT_MS):
-                logger.warning("jobs of the offloading that run for longer than %d ms are cancelled", _WAIT_MS)
-        finally:
-            self._engine.finalize()
+        """Close the engine, after the jobs that run. Those that run for longer than a minute are cancelled."""
+        self._engine.close(_WAIT_S)
+        self.get_finished()
 
-    def _submit(self, job_id: int, caches: tuple[Cache, Cache], gpu: Any, chunks: Any, *, store: bool) -> bool:
+    def _rows(self, gpu: Any, chunks: Any) -> tuple[Rows, Rows]:
+        """Return the rows of a job in vLLM's KV cache and in the host pool."""
         rows = host_rows(chunks.block_ids, gpu.group_sizes, gpu.block_indices, self._blocks_per_chunk)
-        blocks = np.asarray(gpu.block_ids, np.int64)
-        pairs = np.stack([blocks, rows] if store else [rows, blocks], axis=1)
+        return self._device[np.asarray(gpu.block_ids, np.int64)], self._host[rows]
+
+    def _submit(self, job_id: int, dst: Rows, src: Rows) -> bool:
         try:
-            transfer = self._engine.cache_manager.swap_blocks_async(*caches, pairs, timeout_ms=_WAIT_MS)
-        except LLMException as error:
+            transfer = self._engine.copy(dst, src, timeout=_WAIT_S)
+        except Error as error:
             logger.error("job %d of the offloading was not started: %s", job_id, error)  # noqa: TRY400 - it says all
             return False
         self._jobs[transfer] = job_id
         return True
 
-    def _result(self, transfer: Transfer) -> TransferResult:
-        job_id, failure = self._jobs.pop(transfer), transfer.exception()
-        if failure is not None:
-            logger.error("job %d of the offloading failed: %s", job_id, failure)
-        return TransferResult(job_id, failure is None, transfer.bytes, transfer.nanos / 1e9)
+    def _result(self, transfer: Transfer[None]) -> TransferResult:
+        job_id, success = self._jobs.pop(transfer), True
+        try:
+            transfer.result()
+        except Error as error:
+            success = False
+            logger.error("job %d of the offloading failed: %s", job_id, error)  # noqa: TRY400 - it says all
+        return TransferResult(job_id, success, transfer.bytes, transfer.nanos / 1e9)
 
 
 class LlmDatadistOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
@@ -125,9 +121,6 @@ class LlmDatadistOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     Besides the options of vLLM's ``CPUOffloadingSpec``, ``kv_connector_extra_config`` may have ``engine_options`` and
     ``allow_untested_vllm``, as for ``LlmDatadistConnector``.
-
-    Args:
-        config: vLLM's configuration of the offloading.
     """
 
     def __init__(self, config: Any) -> None:
@@ -144,6 +137,34 @@ class LlmDatadistOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
 
+def host_rows(
+    chunks: Sequence[int], group_sizes: Sequence[int], first_blocks: Sequence[int], blocks_per_chunk: int
+) -> np.ndarray:
+    """Return the host row of each block, in the order of the job.
+
+    vLLM offloads chunks of one or more blocks. A job lists the blocks of each KV cache group, which follow each other
+    in the request, and the chunks that hold them. The first block of a group may lie inside its first chunk.
+
+    Args:
+        chunks: the chunks of all groups, one group after the other.
+        group_sizes: number of blocks of each group.
+        first_blocks: the place of the first block of each group in its request.
+        blocks_per_chunk: number of blocks in a chunk.
+
+    Raises:
+        ValueError: the chunks do not hold as many blocks.
+    """
+    # Each block as its place in the list of chunks: a group begins with a chunk of its own.
+    places, taken = [np.empty(0, np.int64)], 0
+    for size, first in zip(group_sizes, first_blocks):
+        places.append(np.arange(size) + first % blocks_per_chunk + taken * blocks_per_chunk)
+        taken += -(-(first % blocks_per_chunk + size) // blocks_per_chunk) if size else 0
+    if taken > len(chunks):
+        raise ValueError(f"{len(chunks)} chunks do not hold groups of {list(group_sizes)} blocks")
+    chunk, inside = np.divmod(np.concatenate(places), blocks_per_chunk)
+    return np.asarray(chunks, np.int64)[chunk] * blocks_per_chunk + inside
+
+
 def _check_layout(tensors: list[Any], groups: list[Any]) -> None:
     """Refuse what is not one cache of the engine: pages of different sizes, gaps, or groups with tensors of their own.
 
@@ -157,12 +178,3 @@ def _check_layout(tensors: list[Any], groups: list[Any]) -> None:
     whole = set(range(len(tensors)))
     if any({ref.tensor_idx for ref in refs} != whole for refs in groups):
         raise RuntimeError("llm_datadist does not offload KV cache groups with tensors of their own")
-
-
-def _options(host_bytes: int, engine_options: Mapping[str, Any]) -> dict[str, str]:
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.mem_pool_cfg = f'{{"memory_size": {1 << 20}}}'
-    config.host_mem_pool_cfg = f'{{"memory_size": {(host_bytes + _SLACK) >> 20 << 20}}}'
-    apply_engine_options(config, engine_options)
-    return config.generate_options()

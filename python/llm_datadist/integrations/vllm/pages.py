@@ -13,51 +13,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm_datadist.kv_layout import KvLayout
+from llm_datadist import KvLayout
 
 __all__ = ["Packing", "PageFormat"]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the keys or values of one head of a page are packed: ``[outer, tokens / unit, unit * inner]`` elements.
+    """How the keys or values of one head of a page are packed: ``[outer, tokens / unit, unit * inner]`` elements."""
 
-    Attributes:
-        outer: number of parts into which the vectors of the tokens are split.
-        unit: number of consecutive tokens that are mixed with each other in a part.
-        inner: elements of one token in a part.
-    """
-
-    outer: int
-    unit: int
-    inner: int
+    outer: int  # number of parts into which the vectors of the tokens are split
+    unit: int  # number of consecutive tokens that are mixed with each other in a part
+    inner: int  # elements of one token in a part
 
 
 @dataclass(frozen=True)
 class PageFormat:
-    """The format of the pages of one KV cache group in one worker.
+    """The format of the pages of one KV cache group in one worker."""
 
-    Attributes:
-        layers: number of layers.
-        block_size: tokens in a block.
-        heads: the KV heads that the worker holds.
-        total_heads: number of KV heads of the model.
-        key_size: elements of a key.
-        value_size: elements of a value.
-        element_size: bytes of an element.
-        isa: vLLM's name of the packing, or an empty text if there are no separate keys and values.
-        tag: what both sides must have in common, beside the numbers.
-    """
-
-    layers: int
-    block_size: int
-    heads: range
-    total_heads: int
-    key_size: int
-    value_size: int
-    element_size: int
-    isa: str
-    tag: str
+    layers: int  # number of layers
+    block_size: int  # tokens in a block
+    heads: range  # the KV heads that the worker holds
+    total_heads: int  # number of KV heads of the model
+    key_size: int  # elements of a key
+    value_size: int  # elements of a value
+    element_size: int  # bytes of an element
+    isa: str  # vLLM's name of the packing, or an empty text if there are no separate keys and values
+    tag: str  # what both sides must have in common, beside the numbers
 
     @property
     def head_bytes(self) -> int:
@@ -72,11 +54,12 @@ class PageFormat:
     def pages(self) -> KvLayout:
         """Return the layout of the *pages* view."""
         return KvLayout(
-            1,
+            layers=self.layers,
+            block_tokens=1,
+            heads=self.heads,
+            total_heads=self.total_heads,
             head_dim=self.head_bytes,
-            layers=range(self.layers),
-            total_kv_heads=self.total_heads,
-            kv_heads=self.heads,
+            dtype="uint8",
             order="HND",
             kv="single",
             model=f"{self.tag}/{self.isa}/{self.block_size}",
@@ -99,10 +82,11 @@ class PageFormat:
     def heads_view(self, packing: Packing) -> KvLayout:
         """Return the layout of the *heads* view of the keys or the values."""
         return KvLayout(
-            self.block_size // packing.unit,
+            layers=self.layers,
+            block_tokens=self.block_size // packing.unit,
+            heads=packing.outer,
             head_dim=packing.unit * packing.inner * self.element_size,
-            layers=range(self.layers),
-            total_kv_heads=packing.outer,
+            dtype="uint8",
             order="HND",
             kv="single",
             model=f"{self.tag}/{self.isa}",

@@ -24,32 +24,17 @@ MAX_BLOCKS = 4096
 
 @dataclass
 class Prompt:
-    """A prompt, and how much of it is lent.
+    """A prompt, and how much of it is lent."""
 
-    Attributes:
-        ticket: the name under which it is lent.
-        digest: the digest of the prompt.
-        num_tokens: number of tokens of the prompt.
-        blocks: the blocks of its only KV cache group that vLLM has allocated so far.
-        lent: how many of its blocks are lent.
-        parts: how many parts it has had.
-    """
-
-    ticket: str
-    digest: str
+    ticket: str  # the name under which it is lent
+    digest: str  # the digest of the prompt
     num_tokens: int
-    blocks: list[int] = field(default_factory=list)
-    lent: int = 0
-    parts: int = 0
+    blocks: list[int] = field(default_factory=list)  # those of its only KV cache group that are allocated so far
+    lent: int = 0  # how many of its blocks are lent
+    parts: int = 0  # how many parts it has had
 
     def lend(self, groups: list[list[int]], end: int, *, computed: bool) -> list[Part]:
-        """Lend the blocks that are not lent yet, up to index ``end``.
-
-        Args:
-            groups: the blocks of the prompt, for each KV cache group.
-            end: the index of the first block that is not lent, the same for each group. A group may have fewer blocks.
-            computed: whether the blocks have their content already.
-        """
+        """Lend the blocks of each KV cache group that are not lent yet, up to index ``end``. A group may have fewer."""
         parts = []
         size = max(1, MAX_BLOCKS // len(groups))
         while self.lent < end:
@@ -62,11 +47,7 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts with a ticket that vLLM computes, by the id of the request.
-
-    Args:
-        block_size: tokens in a block of the only KV cache group.
-    """
+    """The prompts with a ticket that vLLM computes, by the id of the request. They have one KV cache group."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -81,11 +62,7 @@ class Prompts:
         return self._prompts.pop(request_id, None)
 
     def scheduled(self, output: Any) -> tuple[list[Withdraw], list[Part]]:
-        """Return what becomes of the prompts in a step: those that are preempted, and the parts that it computes.
-
-        Args:
-            output: vLLM's ``SchedulerOutput`` of the step.
-        """
+        """Return what becomes of the prompts in a step: those that are preempted, and the parts that it computes."""
         if not self._prompts:
             return [], []
         withdrawn = [self._preempted(name) for name in output.preempted_req_ids or () if name in self._prompts]
@@ -128,13 +105,7 @@ def prompt_of(request: Any, ticket: str) -> Prompt:
 
 
 def whole(prompt: Prompt, groups: Sequence[Sequence[int]], block_sizes: list[int]) -> list[Part]:
-    """Lend what is left of a prompt that has finished.
-
-    Args:
-        prompt: the prompt.
-        groups: its blocks, for each KV cache group.
-        block_sizes: tokens in a block, for each KV cache group.
-    """
+    """Lend what is left of a prompt that has finished, with its blocks and block sizes of each KV cache group."""
     counts = [-(-prompt.num_tokens // size) for size in block_sizes]
     blocks = [list(group[:count]) for group, count in zip(groups, counts)]
     return prompt.lend(blocks, max(counts), computed=True)

@@ -8,37 +8,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Shard", "Source", "heads_of"]
+__all__ = ["Shard", "Source", "engine_name", "heads_of"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a rank of decode has to do with one rank of prefill.
+    """What a rank of decode has to do with one rank of prefill."""
 
-    Attributes:
-        rank: the rank of prefill.
-        readers: number of decode ranks that read it, or that report for it.
-        reads: whether this rank reads blocks of it. Otherwise it only reports that prefill may free them.
-    """
-
-    rank: int
-    readers: int
-    reads: bool
+    rank: int  # the rank of prefill
+    readers: int  # number of decode ranks that read it, or that report for it
+    reads: bool  # whether this rank reads blocks of it; otherwise it only reports that prefill may free them
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of the KV cache that one worker holds.
+    """The part of the KV cache that one worker holds."""
 
-    Attributes:
-        rank: the tensor-parallel rank of the worker.
-        ranks: the tensor-parallel size.
-        total_heads: number of KV heads of the model.
-    """
-
-    rank: int
-    ranks: int
-    total_heads: int
+    rank: int  # the tensor-parallel rank of the worker
+    ranks: int  # the tensor-parallel size
+    total_heads: int  # number of KV heads of the model
 
     @property
     def heads(self) -> range:
@@ -46,13 +34,10 @@ class Shard:
         return heads_of(self.rank, self.ranks, self.total_heads)
 
     def sources(self, remote_ranks: int) -> list[Source]:
-        """Return the ranks of prefill that this worker of decode reads, or frees without reading.
+        """Return the ranks of prefill, ``remote_ranks`` in all, that this worker of decode reads or only frees.
 
         Each rank of prefill gets at least one reader, so that its blocks are freed. Readers are spread over the ranks
         that hold copies of one head.
-
-        Args:
-            remote_ranks: the tensor-parallel size of prefill.
         """
         reads = [_reads(Shard(reader, self.ranks, self.total_heads), remote_ranks) for reader in range(self.ranks)]
         found = []
@@ -65,13 +50,13 @@ class Shard:
         return found
 
 
+def engine_name(engine_id: str, rank: int) -> str:
+    """Return the name of the engine of a rank. Decode links to no engine with another name."""
+    return f"{engine_id}/{rank}"
+
+
 def heads_of(rank: int, ranks: int, total_heads: int) -> range:
     """Return the KV heads that a rank holds.
-
-    Args:
-        rank: the tensor-parallel rank.
-        ranks: the tensor-parallel size.
-        total_heads: number of KV heads of the model.
 
     Raises:
         ValueError: neither number divides the other.

@@ -11,27 +11,26 @@ import itertools
 import logging
 import time
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from llm_datadist import LLMException, LLMStatusCode
-from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner, Tokens
+from llm_datadist import Error, GrantEnded
+from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner
 from llm_datadist.integrations.vllm.incoming import Incoming
 from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Lent
-from llm_datadist.integrations.vllm.ranks import heads_of
+from llm_datadist.integrations.vllm.ranks import engine_name, heads_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
-    from llm_datadist import LLMDataDist
-    from llm_datadist.events import Transfer
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
     from llm_datadist.integrations.vllm.incoming import LentPart, Pull
     from llm_datadist.integrations.vllm.messages import Message, Ready
     from llm_datadist.integrations.vllm.ranks import Shard, Source
     from llm_datadist.integrations.vllm.step import Receive
+    from llm_datadist.native import Engine, Peer, Transfer
 
-__all__ = ["Outcome", "Receiving", "cluster_of"]
+__all__ = ["Outcome", "Receiving"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
@@ -39,59 +38,38 @@ logger = logging.getLogger("vllm.llm_datadist")
 MAX_REASON = 1000
 
 
-def cluster_of(engine_id: str, rank: int) -> int:
-    """Return the cluster id of the engine of a rank: 63 bits of a hash."""
-    digest = blake2b(f"{engine_id}/{rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """How a receive has ended.
+    """How a receive has ended."""
 
-    Attributes:
-        request: the id of the request.
-        failure: why it failed, or an empty text.
-        receive_seconds: time since the receive began.
-        transfer_seconds: sum of the durations of the pulls. A pull lasts as long as its longest transfer. Pulls that
-            overlap are added.
-        moved: bytes that were pulled, also those of parts that were withdrawn in the meantime.
-        blocks: number of blocks.
-    """
-
-    request: str
-    failure: str
-    receive_seconds: float
-    transfer_seconds: float
-    moved: int
-    blocks: int
+    request: str  # the id of the request
+    failure: str  # why it failed, or an empty text
+    receive_seconds: float  # time since the receive began
+    transfer_seconds: float  # sum of the durations of the pulls, also of those that overlap
+    bytes: int  # those that were pulled, also of parts that were withdrawn in the meantime
+    blocks: int  # number of blocks
 
 
 @dataclass
 class _Ongoing:
     receive: Receive
     number: int
-    sources: dict[int, Source]  # by cluster
     view: str
     incoming: Incoming
     begin: float
     deadline: float
-    links: dict[Transfer, int] = field(default_factory=dict)
-    pulls: dict[Transfer, _Running] = field(default_factory=dict)
+    peers: dict[Peer, Source] = field(default_factory=dict)  # those that are linked
+    links: dict[Transfer[Peer], Source] = field(default_factory=dict)
+    pulls: dict[Transfer[None], Pull] = field(default_factory=dict)
     blocks: int = 0
     moved: int = 0
     nanos: int = 0
     failure: str = ""
 
-
-@dataclass
-class _Running:
-    """A pull, with one transfer for each KV cache group."""
-
-    pull: Pull
-    transfers: int = 0
-    nanos: int = 0
-    lost: bool = False
+    def place(self, source: Source) -> tuple[str, str]:
+        """Return the address and the name of the engine of a rank of prefill."""
+        handover = self.receive.handover
+        return handover.addresses[source.rank], engine_name(handover.engine_id, source.rank)
 
 
 class Receiving:
@@ -102,17 +80,17 @@ class Receiving:
         groups: the caches of the KV cache groups.
         shard: the part of the KV cache that this worker holds.
         limit_s: how long a receive may take between two signs of progress, in seconds.
-        notify: sends a message to a cluster.
+        notify: sends a message to a peer.
         ended: takes the outcome of each receive that has blocks.
     """
 
     def __init__(
         self,
-        engine: LLMDataDist,
+        engine: Engine,
         groups: list[GroupCaches],
         shard: Shard,
         limit_s: float,
-        notify: Callable[[int, Message], None],
+        notify: Callable[[Peer, Message], None],
         ended: Callable[[Outcome], None],
     ) -> None:
         self._engine = engine
@@ -123,8 +101,9 @@ class Receiving:
         self._ended = ended
         self._ongoing: dict[str, _Ongoing] = {}
         self._by_ticket: dict[str, list[_Ongoing]] = {}
-        self._transfers: dict[Transfer, _Ongoing] = {}
-        self._linked: set[int] = set()
+        self._transfers: dict[Transfer[Any], _Ongoing] = {}
+        # The linked ranks of prefill, by address and name.
+        self._linked: dict[tuple[str, str], Peer] = {}
         self._numbers = itertools.count()
 
     def begin(self, receive: Receive, now: float) -> None:
@@ -140,77 +119,72 @@ class Receiving:
     def _begin(self, receive: Receive, now: float) -> None:
         handover = receive.handover
         ranks = len(handover.addresses)
-        wanted = self._shard.sources(ranks)
-        by_cluster = {cluster_of(handover.engine_id, source.rank): source for source in wanted}
+        sources = self._shard.sources(ranks)
         view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
-        reads = {cluster for cluster, source in by_cluster.items() if source.reads}
+        reads = {source.rank for source in sources if source.reads}
         # If the heads differ, the engine converts all layers of a part in one transfer.
         by_layers = (
             view == PAGES
             and len(self._groups) == 1
-            and [heads_of(by_cluster[cluster].rank, ranks, self._shard.total_heads) for cluster in reads]
-            == [self._shard.heads]
+            and [heads_of(rank, ranks, self._shard.total_heads) for rank in reads] == [self._shard.heads]
         )
         layers = max(group.form.layers for group in self._groups)
         blocks = max(-(-receive.num_tokens // size) for size in handover.block_sizes)
         incoming = Incoming(self._missing(receive, view), blocks, reads, view, layers, by_layers=by_layers)
         number = next(self._numbers) % MAX_NUMBER
-        ongoing = _Ongoing(receive, number, by_cluster, view, incoming, now, now + self._limit_s)
+        ongoing = _Ongoing(receive, number, view, incoming, now, now + self._limit_s)
         self._ongoing[receive.request] = ongoing
         self._by_ticket.setdefault(handover.ticket, []).append(ongoing)
-        for cluster in by_cluster:
-            if ongoing.failure:
-                return  # the receive has ended
-            if cluster in self._linked:
-                self._ask(ongoing, cluster)
+        for source in sources:
+            peer = self._linked.get(ongoing.place(source))
+            if peer is None:
+                self._link(ongoing, source)
             else:
-                self._link(ongoing, cluster, handover.addresses[by_cluster[cluster].rank])
+                ongoing.peers[peer] = source
+        for peer in list(ongoing.peers):
+            self._ask(ongoing, peer)
         self._proceed(ongoing)
 
-    def linked(self, cluster: int) -> None:
-        """Note that there is a link to a cluster."""
-        self._linked.add(cluster)
-
-    def unlinked(self, cluster: int) -> None:
-        """Fail the receives that wait for a cluster. Pulls that run end by themselves."""
-        self._linked.discard(cluster)
+    def unlinked(self, peer: Peer, reason: str) -> None:
+        """Fail the receives that wait for a peer. Pulls that run end by themselves."""
+        self._forget(peer)
         for ongoing in list(self._ongoing.values()):
-            if cluster in ongoing.sources and ongoing.incoming.waits and not self._dials(ongoing, cluster):
-                self._fail(ongoing, f"the link to cluster {cluster} broke")
+            if peer in ongoing.peers and ongoing.incoming.waits:
+                self._fail(ongoing, f"the link to {peer.name} broke: {reason}")
 
-    def heard(self, cluster: int, message: Lent | Ready | Gone) -> None:
+    def heard(self, peer: Peer, message: Lent | Ready | Gone) -> None:
         """Take news from prefill."""
         if isinstance(message, (Lent, Gone)):
-            asking = [one for one in self._asking(cluster, message.ticket) if one.number == message.receive]
+            asking = [one for one in self._asking(peer, message.ticket) if one.number == message.receive]
             for ongoing in asking:
                 if isinstance(message, Lent):
-                    self._lent(ongoing, cluster, message)
+                    self._lent(ongoing, peer, message)
                 else:
                     self._fail(ongoing, f"prefill does not lend it: {_printable(message.reason)}")
             return
         for ticket, number in message.parts:
-            for ongoing in self._asking(cluster, ticket):
-                if ongoing.incoming.ready(cluster, number, message.layers):
+            for ongoing in self._asking(peer, ticket):
+                if ongoing.incoming.ready(ongoing.peers[peer].rank, number, message.layers):
                     self._progressed(ongoing)
                     self._proceed(ongoing)
 
-    def completed(self, transfer: Transfer) -> None:
+    def completed(self, transfer: Transfer[Any], error: Error | None) -> None:
         """Take the end of a link call or a pull."""
         ongoing = self._transfers.pop(transfer, None)
         if ongoing is None:
             return
-        failure = transfer.exception()
         if transfer in ongoing.pulls:
-            self._pulled(ongoing, transfer, failure)
+            self._pulled(ongoing, transfer, error)
+        elif error is not None:
+            del ongoing.links[transfer]
+            self._fail(ongoing, str(error))
         else:
-            cluster = ongoing.links.pop(transfer)
-            if failure is not None:
-                self._fail(ongoing, str(failure))
-            else:
-                self._linked.add(cluster)
-                if not ongoing.failure:
-                    self._progressed(ongoing)
-                    self._ask(ongoing, cluster)
+            source, peer = ongoing.links.pop(transfer), transfer.result()
+            ongoing.peers[peer] = source
+            if peer.alive:
+                self._linked[ongoing.place(source)] = peer
+            self._progressed(ongoing)
+            self._ask(ongoing, peer)
         self._proceed(ongoing)
 
     def due(self, now: float) -> None:
@@ -233,34 +207,34 @@ class Receiving:
         sizes = receive.handover.block_sizes
         return [set(range(receive.first_token // size, -(-receive.num_tokens // size))) for size in sizes]
 
-    def _link(self, ongoing: _Ongoing, cluster: int, address: str) -> None:
-        transfer = self._engine.ensure_link(address, cluster_id=cluster, timeout_ms=self._left_ms(ongoing))
-        ongoing.links[transfer] = cluster
+    def _link(self, ongoing: _Ongoing, source: Source) -> None:
+        address, name = ongoing.place(source)
+        transfer = self._engine.link(address, name=name, timeout=self._left(ongoing))
+        ongoing.links[transfer] = source
         self._transfers[transfer] = ongoing
 
-    def _dials(self, ongoing: _Ongoing, cluster: int) -> bool:
-        return cluster in ongoing.links.values()
+    def _forget(self, peer: Peer) -> None:
+        self._linked = {place: other for place, other in self._linked.items() if other != peer}
 
-    def _ask(self, ongoing: _Ongoing, cluster: int) -> None:
+    def _ask(self, ongoing: _Ongoing, peer: Peer) -> None:
         """Ask a rank of prefill for the request, if it is read."""
-        if not ongoing.sources[cluster].reads or ongoing.incoming.complete:
+        if ongoing.failure or not ongoing.peers[peer].reads or ongoing.incoming.complete:
             return
         handover = ongoing.receive.handover
         try:
-            self._notify(cluster, Ask(handover.ticket, ongoing.number, ongoing.view, handover.prompt))
-        except LLMException as error:
-            # The link may have ended before the call that made it was reported. The next receive calls ensure_link
-            # again.
-            self._linked.discard(cluster)
+            self._notify(peer, Ask(handover.ticket, ongoing.number, ongoing.view, handover.prompt))
+        except Error as error:
+            # Its link has ended. The next receive links again.
+            self._forget(peer)
             self._fail(ongoing, str(error))
 
-    def _asking(self, cluster: int, ticket: str) -> list[_Ongoing]:
+    def _asking(self, peer: Peer, ticket: str) -> list[_Ongoing]:
         of_ticket = self._by_ticket.get(ticket, ())
-        return [ongoing for ongoing in of_ticket if cluster in ongoing.sources and not ongoing.failure]
+        return [ongoing for ongoing in of_ticket if peer in ongoing.peers and not ongoing.failure]
 
-    def _lent(self, ongoing: _Ongoing, cluster: int, message: Lent) -> None:
+    def _lent(self, ongoing: _Ongoing, peer: Peer, message: Lent) -> None:
         try:
-            wanted = ongoing.incoming.lent(cluster, message)
+            wanted = ongoing.incoming.lent(ongoing.peers[peer].rank, message)
         except ValueError as error:
             self._fail(ongoing, str(error))
             return
@@ -268,35 +242,35 @@ class Receiving:
             self._progressed(ongoing)
             self._proceed(ongoing)
 
-    def _pulled(self, ongoing: _Ongoing, transfer: Transfer, failure: BaseException | None) -> None:
+    def _pulled(self, ongoing: _Ongoing, transfer: Transfer[None], error: Error | None) -> None:
         """Take the end of one transfer of a pull."""
-        running = ongoing.pulls.pop(transfer)
-        running.transfers -= 1
-        running.nanos = max(running.nanos, transfer.nanos)
+        pull = ongoing.pulls.pop(transfer)
+        pull.transfers -= 1
+        pull.nanos = max(pull.nanos, transfer.nanos)
         ongoing.moved += transfer.bytes
-        if isinstance(failure, LLMException) and failure.status_code == LLMStatusCode.LLM_GRANT_ENDED:
-            running.lost = True
-        elif failure is not None:
-            self._fail(ongoing, str(failure))
-        if running.transfers:
+        if isinstance(error, GrantEnded):
+            pull.lost = True
+        elif error is not None:
+            self._fail(ongoing, str(error))
+        if pull.transfers:
             return
-        ongoing.nanos += running.nanos
-        if running.lost:
+        ongoing.nanos += pull.nanos
+        if pull.lost:
             # If prefill has preempted the request, it lends the blocks again. If only the grants have expired, it makes
             # new ones when decode asks again.
-            ongoing.incoming.lost(running.pull)
-            for cluster in [] if ongoing.failure else ongoing.sources:
-                self._ask(ongoing, cluster)
+            ongoing.incoming.lost(pull)
+            for peer in list(ongoing.peers):
+                self._ask(ongoing, peer)
         elif not ongoing.failure:
-            ongoing.blocks += ongoing.incoming.done(running.pull)
+            ongoing.blocks += ongoing.incoming.done(pull)
             self._progressed(ongoing)
 
     def _progressed(self, ongoing: _Ongoing) -> None:
         if not ongoing.failure:
             ongoing.deadline = time.monotonic() + self._limit_s
 
-    def _left_ms(self, ongoing: _Ongoing) -> int:
-        return max(1, int(1000 * (ongoing.deadline - time.monotonic())))
+    def _left(self, ongoing: _Ongoing) -> float:
+        return max(0.001, ongoing.deadline - time.monotonic())
 
     def _proceed(self, ongoing: _Ongoing) -> None:
         """Start the pulls that can run. End the receive when no pull runs, and it is complete or has failed."""
@@ -316,10 +290,10 @@ class Receiving:
         part, layers = pull.part, self._groups[0].form.layers
         ranks = len(ongoing.receive.handover.addresses)
         owners = [
-            Owner(cluster, heads_of(ongoing.sources[cluster].rank, ranks, self._shard.total_heads), grants)
-            for cluster, grants in part.grants.items()
+            Owner(peer, heads_of(source.rank, ranks, self._shard.total_heads), part.grants[source.rank])
+            for peer, source in ongoing.peers.items()
+            if source.rank in part.grants
         ]
-        running = _Running(pull)
         for number, (group, wanted) in enumerate(zip(self._groups, part.wanted)):
             if not wanted:
                 continue
@@ -329,14 +303,14 @@ class Receiving:
                 theirs, ours = part.blocks[number], ongoing.receive.blocks[number]
                 pairs = [(theirs[index - part.first], ours[index]) for index in wanted]
                 some = None if len(pull.layers) == layers or len(self._groups) > 1 else pull.layers
-                transfer = group.pull_pages(owners, pairs, self._left_ms(ongoing), some)
-            running.transfers += 1
-            ongoing.pulls[transfer] = running
+                transfer = group.pull_pages(owners, pairs, self._left(ongoing), some)
+            pull.transfers += 1
+            ongoing.pulls[transfer] = pull
             self._transfers[transfer] = ongoing
 
     def _pull_heads(
         self, group: GroupCaches, number: int, owners: list[Owner], ongoing: _Ongoing, part: LentPart
-    ) -> Transfer:
+    ) -> Transfer[None]:
         """Start to pull the tokens of a part between different block sizes."""
         receive = ongoing.receive
         size, theirs = group.form.block_size, receive.handover.block_sizes[number]
@@ -346,8 +320,7 @@ class Receiving:
         dst = receive.blocks[number][first // size : -(-end // size)]
         if not all(src) or not all(dst):
             raise ValueError(f"models with a sliding window need equal block sizes (prefill: {theirs}, decode: {size})")
-        tokens = Tokens(first, end, first // theirs * theirs, first // size * size)
-        return group.pull_heads(owners, src, dst, tokens, self._left_ms(ongoing))
+        return group.pull_heads(owners, (src, dst), range(first, end), theirs, self._left(ongoing))
 
     def _fail(self, ongoing: _Ongoing, failure: str) -> None:
         ongoing.failure = ongoing.failure or failure
@@ -362,21 +335,21 @@ class Receiving:
         others = [other for other in self._by_ticket.pop(ticket) if other is not ongoing]
         if others:
             self._by_ticket[ticket] = others
-        self._report_done(ongoing, {cluster for other in others for cluster in other.sources})
+        self._report_done(ongoing, {peer for other in others for peer in other.peers})
         took = time.monotonic() - ongoing.begin
         figures = (took, ongoing.nanos / 1e9, ongoing.moved, ongoing.blocks)
         self._report(ongoing.receive, ongoing.failure, figures)
 
-    def _report_done(self, ongoing: _Ongoing, still_read: set[int]) -> None:
+    def _report_done(self, ongoing: _Ongoing, still_read: set[Peer]) -> None:
         """Send ``Done`` to the ranks that no other receive reads. Without a link, the lease ends the loan."""
-        for cluster, source in ongoing.sources.items():
-            if cluster in self._linked and cluster not in still_read:
-                ticket = ongoing.receive.handover.ticket
+        ticket = ongoing.receive.handover.ticket
+        for peer, source in ongoing.peers.items():
+            if peer.alive and peer not in still_read:
                 try:
-                    self._notify(cluster, Done(ticket, source.readers))
-                except LLMException as error:
-                    text = "cannot send Done of %s to cluster %d, so its blocks wait for the end of the lease: %s"
-                    logger.warning(text, ticket, cluster, error)
+                    self._notify(peer, Done(ticket, source.readers))
+                except Error as error:
+                    text = "cannot send Done of %s to %s, so its blocks wait for the end of the lease: %s"
+                    logger.warning(text, ticket, peer.name, error)
 
     def _report(self, receive: Receive, failure: str, figures: tuple[float, float, int, int]) -> None:
         if failure:

@@ -81,10 +81,7 @@ class SchedulerSide:
     def allocated(self, request: Any, groups: Sequence[Sequence[Any]], external: int) -> None:
         """Take the blocks that vLLM has allocated for a request, and receive into those that need content.
 
-        Args:
-            request: the request.
-            groups: vLLM's blocks of each KV cache group, in the order of tokens.
-            external: number of tokens that come from prefill. If it is 0, prefill may free its blocks.
+        ``external`` tokens come from prefill. If there are none, prefill may free its blocks.
         """
         params = request.kv_transfer_params or {}
         if not self._consumer or not params.get("do_remote_prefill"):
@@ -103,12 +100,9 @@ class SchedulerSide:
         self._receive(request, handover, blocks if external else [], total - external)
 
     def finished(self, request: Any, groups: Sequence[Sequence[int]], complete: bool) -> dict[str, Any] | None:
-        """Decide what becomes of the blocks of a finished request.
+        """Decide what becomes of the blocks of a finished request, which ``groups`` has for each KV cache group.
 
-        Args:
-            request: the request.
-            groups: the numbers of its blocks in each KV cache group.
-            complete: whether the request has finished normally, so that the KV of its prompt is complete.
+        If it is not ``complete``, the request has not finished normally, and the KV of its prompt may lack something.
 
         Returns:
             The ``kv_transfer_params`` of the response, if the blocks must be kept for decode; ``None`` otherwise.
@@ -155,11 +149,7 @@ class SchedulerSide:
             self._taken.discard(self._lent.pop(name, ""))
 
     def take_step(self, output: Any) -> Step:
-        """Return the work for the workers, and begin to collect that of the next step.
-
-        Args:
-            output: vLLM's ``SchedulerOutput`` of the step.
-        """
+        """Return the work of the step of a ``SchedulerOutput``, and begin to collect that of the next one."""
         step, self._step = self._step, Step()
         withdrawn, parts = self._prompts.scheduled(output)
         step.withdrawn += withdrawn
@@ -169,18 +159,14 @@ class SchedulerSide:
     def _handover(self, request: Any) -> Handover | None:
         name = request.request_id
         if name not in self._handovers:
-            self._handovers[name] = self._parsed(request)
+            given = request.kv_transfer_params
+            try:
+                self._handovers[name] = Handover.parse(given, self._block_sizes, digest_of(request))
+            except ValueError as error:
+                # vLLM computes the prompt itself then.
+                logger.warning("request %s is not received from prefill: %s", name, error)
+                self._handovers[name] = None
         return self._handovers[name]
-
-    def _parsed(self, request: Any) -> Handover | None:
-        prompt = digest_of(request)
-        try:
-            handover = Handover.parse(request.kv_transfer_params, self._block_sizes, prompt)
-        except ValueError as error:
-            # vLLM computes the prompt itself then.
-            logger.warning("request %s is not received from prefill: %s", request.request_id, error)
-            return None
-        return handover
 
     def _receive(self, request: Any, handover: Handover, blocks: list[list[int]], first_token: int) -> None:
         total = request.num_prompt_tokens

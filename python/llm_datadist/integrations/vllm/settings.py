@@ -11,40 +11,26 @@ if TYPE_CHECKING:
 __all__ = ["Settings"]
 
 MAX_PORT = 65_535
-MAX_UINT32 = 2**32 - 1
+MAX_MS = 4_294_967_000  # the longest time of the engine
 MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The checked options of one vLLM.
+    """The checked options of one vLLM. The how-to page "vLLM" describes them."""
 
-    Attributes:
-        host: IP address at which the workers listen, and at which peers reach them.
-        port: port of rank 0 (0 to 65,535); rank *n* uses ``port + n``. 0 takes free ports.
-        lease_ms: how long prefill keeps the blocks of a request for decode, in milliseconds (uint32, above 0).
-        timeout_ms: in decode, how long a receive may go without progress (a link, a part that prefill lends, computed
-            layers, a completed pull); in prefill, how long decode may wait for blocks that prefill does not lend yet.
-            In milliseconds (uint32, above 0).
-        layers_per_read: number of layers after which prefill notifies decode, if decode reads while prefill computes
-            (1 to 2^31 - 1).
-        kv_cache_in_pool: whether vLLM's KV cache lies in the pool of the engine, if its layout allows that.
-        model_tag: name or version of the model. Both sides must have the same; by default it is not compared.
-        engine_options: attributes of ``LLMConfig`` for the engines of the workers.
-        spans: whether each receive is a span of OpenTelemetry.
-        allow_untested_vllm: whether a vLLM that was not tested is accepted.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    lease_ms: int = 60_000
+    host: str = "127.0.0.1"  # IP address at which the workers listen, and at which peers reach them
+    port: int = 0  # port of rank 0; rank n uses ``port + n``; 0 takes free ports
+    lease_ms: int = 60_000  # how long prefill keeps the blocks of a request for decode
+    # In decode: how long a receive may go without progress (a link, a part that prefill lends, computed layers, a
+    # completed pull). In prefill: how long decode may wait for blocks that prefill does not lend yet.
     timeout_ms: int = 10_000
-    layers_per_read: int = 8
-    kv_cache_in_pool: bool = True
-    model_tag: str = ""
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    spans: bool = False
-    allow_untested_vllm: bool = False
+    layers_per_read: int = 8  # number of layers after which prefill notifies decode, while it computes
+    kv_cache_in_pool: bool = True  # whether vLLM's KV cache lies in the pool of the engine, if its layout allows that
+    model_tag: str = ""  # name or version of the model, the same on both sides
+    engine_options: dict[str, Any] = field(default_factory=dict)  # options of ``Engine``
+    spans: bool = False  # whether each receive is a span of OpenTelemetry
+    allow_untested_vllm: bool = False  # whether a vLLM that was not tested is accepted
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
@@ -63,8 +49,8 @@ class Settings:
                 raise ValueError(f"option {name!r} must be of type {wanted.__name__}, not {value!r}")
         settings = cls(**given)
         _in_range("port", settings.port, 0, MAX_PORT)
-        _in_range("lease_ms", settings.lease_ms, 1, MAX_UINT32)
-        _in_range("timeout_ms", settings.timeout_ms, 1, MAX_UINT32)
+        _in_range("lease_ms", settings.lease_ms, 1, MAX_MS)
+        _in_range("timeout_ms", settings.timeout_ms, 1, MAX_MS)
         _in_range("layers_per_read", settings.layers_per_read, 1, MAX_INT32)
         if not settings.host:
             raise ValueError("option 'host' must not be empty")

@@ -13,72 +13,45 @@ __all__ = ["Part", "Receive", "Send", "Step", "Withdraw"]
 
 @dataclass
 class Receive:
-    """Have a worker of decode receive the blocks of a request.
+    """Have a worker of decode receive the blocks of a request."""
 
-    Attributes:
-        request: the id of the request here.
-        handover: where prefill has the blocks.
-        blocks: the blocks here, for each KV cache group, in the order of tokens; 0 for blocks that need no content.
-            Empty if nothing is to be read, but prefill may free its blocks.
-        first_token: the first token that is read. The earlier ones are in the prefix cache.
-        num_tokens: number of tokens of the prompt.
-    """
-
-    request: str
-    handover: Handover
+    request: str  # the id of the request here
+    handover: Handover  # where prefill has the blocks
+    # The blocks here, for each KV cache group, in the order of tokens; 0 for blocks that need no content. Empty if
+    # nothing is to be read, but prefill may free its blocks.
     blocks: list[list[int]]
-    first_token: int
-    num_tokens: int
+    first_token: int  # the first token that is read; the earlier ones are in the prefix cache
+    num_tokens: int  # number of tokens of the prompt
 
 
 @dataclass
 class Part:
-    """Have a worker of prefill lend some blocks of a prompt, one after another in the order of tokens.
+    """Have a worker of prefill lend some blocks of a prompt, one after another in the order of tokens."""
 
-    Attributes:
-        ticket: the name under which the request is lent.
-        prompt: the digest of the prompt.
-        number: the number of the part. Parts of one request that follow have larger ones.
-        first: the index of the first block in the prompt, the same for each KV cache group.
-        blocks: the blocks, for each KV cache group. 0 is a block without content, outside the window of a
-            sliding-window group.
-        computed: whether the blocks have their content. Otherwise this step computes it, layer after layer.
-        last: whether the part reaches the end of the prompt.
-    """
-
-    ticket: str
-    prompt: str
-    number: int
-    first: int
+    ticket: str  # the name under which the request is lent
+    prompt: str  # the digest of the prompt
+    number: int  # the number of the part; parts of one request that follow have larger ones
+    first: int  # the index of the first block in the prompt, the same for each KV cache group
+    # For each KV cache group. 0 is a block without content, outside the window of a sliding-window group.
     blocks: list[list[int]]
-    computed: bool
-    last: bool
+    computed: bool  # whether the blocks have their content; otherwise this step computes it, layer after layer
+    last: bool  # whether the part reaches the end of the prompt
 
 
 @dataclass
 class Send:
-    """Have a worker of prefill keep a request that has finished until decode has read it, or its lease ends.
+    """Have a worker of prefill keep a request that has finished until decode has read it, or its lease ends."""
 
-    Attributes:
-        request: the id of the request.
-        ticket: the name under which it is lent.
-    """
-
-    request: str
+    request: str  # the id of the request
     ticket: str
 
 
 @dataclass
 class Withdraw:
-    """Have a worker of prefill withdraw all parts of a request before the blocks are used for something else.
-
-    Attributes:
-        ticket: the name under which the request is lent.
-        ended: whether the request has ended. Otherwise it was preempted, and its blocks are lent again later.
-    """
+    """Have a worker of prefill withdraw all parts of a request before the blocks are used for something else."""
 
     ticket: str
-    ended: bool
+    ended: bool  # whether the request has ended; otherwise it was preempted, and its blocks are lent again later
 
 
 @dataclass

