@@ -1,17 +1,14 @@
-"""What the integrations share: the texts of addresses, and options."""
+"""What the integrations share: the texts of addresses."""
 
 from __future__ import annotations
 
 import logging
-import re
 import socket
 from typing import Any
 
 import pytest
 
-from llm_datadist import LLMConfig
 from llm_datadist.integrations.addresses import engine_address, host_and_port, listen_address
-from llm_datadist.integrations.engine_options import apply_engine_options
 
 
 @pytest.mark.parametrize(
@@ -102,12 +99,3 @@ def test_a_name_that_means_the_loopback_interface_is_reported(
 def test_an_ipv6_address_of_the_loopback_interface_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert listen_address("local_hostname", "::1", 7, logging.getLogger("a test")) == "[::1]:7"
     assert caplog.records == []
-
-
-def test_an_unknown_engine_option_is_named_with_the_nearest_one() -> None:
-    text = "engine_options: LLMConfig has no option 'link_tokn'; did you mean 'link_token'? llm-datadist options lists"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        apply_engine_options(LLMConfig(), {"link_tokn": "value"})
-    text = "engine_options: LLMConfig has no option 'anything'; llm-datadist options lists every option"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        apply_engine_options(LLMConfig(), {"anything": 1})
