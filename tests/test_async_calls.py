@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from conftest import options
-from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMException, LLMMismatchException, LLMStatusCode, Placement
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMException, LLMStatusCode, Placement
 from llm_datadist.events import Completed, Transfer
+from llm_datadist.status import LLMMismatchException
 from peers import GONE, INVALID, LIMIT, UNLINKED, End, Peer, by_blocks, by_slot, equal, eventually
 from peers import options as peer_options
 from peers.values import cache_key as key

@@ -502,11 +502,11 @@ def test_a_package_imported_again_works_with_its_own_classes() -> None:
     out = run_fresh(
         """
         import sys
-        import llm_datadist as first
+        from llm_datadist import LLMException
         for name in [name for name in sys.modules if name.split(".")[0] == "llm_datadist"]:
             del sys.modules[name]
         import llm_datadist as second
-        assert second.LLMException is not first.LLMException
+        assert second.LLMException is not LLMException
         dist = second.LLMDataDist(second.LLMRole.MIX, 1)
         dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
         made_of = second.CacheDesc(1, [4, 100], second.DataType.DT_INT8)

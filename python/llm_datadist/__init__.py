@@ -1,8 +1,9 @@
 """An engine for the KV cache of large language models: the native API, and the API of LLM-DataDist (contract §1.1).
 
 The package allocates caches in memory pools, copies and swaps their blocks, and moves them between processes and hosts.
-An import opens no device and no socket, starts no thread, and does not import numpy. This module defines the public
-names and registers their classes with the native module. ``__all__`` has the names of the original.
+An import opens no device and no socket, starts no thread, and does not import numpy. ``__all__`` has the names of the
+original. The first use of one of them imports ``llm_datadist.original``, so programs of the native API do not pay for
+it.
 """
 
 from __future__ import annotations
@@ -11,20 +12,7 @@ import atexit
 import os
 
 from llm_datadist import _core
-from llm_datadist._await import await_transfer as _await_transfer
 from llm_datadist._core import __version__ as __version__
-from llm_datadist._core import register_types as _register_types
-from llm_datadist.cache_manager import CacheManager as CacheManager  # importable, but not in __all__ (contract §1.1)
-from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
-from llm_datadist.data_type import DataType
-from llm_datadist.datadist import LLMDataDist
-from llm_datadist.engine_log import drain as _drain_log
-from llm_datadist.groups import GroupPart as GroupPart  # not in __all__: not in the original
-from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
-from llm_datadist.kv_layout import KvLayout as _KvLayout
-from llm_datadist.layer_tasks import LayerDestination as LayerDestination  # not in __all__: not in the original
-from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-from llm_datadist.log import error as _log_error
 from llm_datadist.native import Busy as Busy
 from llm_datadist.native import Cancelled as Cancelled
 from llm_datadist.native import Closed as Closed
@@ -48,19 +36,6 @@ from llm_datadist.native import Rows as Rows
 from llm_datadist.native import Timeout as Timeout
 from llm_datadist.native import Transfer as Transfer
 from llm_datadist.native import VerifyFailed as VerifyFailed
-from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
-from llm_datadist.tensors import Tensor, TensorDesc
-from llm_datadist.types import (
-    BlocksCacheKey,
-    Cache,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    MemInfo,
-    Memtype,
-    Placement,
-    RegisterMemStatus,
-)
 
 v2_list = [
     "LLMClusterInfo",
@@ -117,32 +92,39 @@ __all__ = [
     "TransferWithCacheKeyConfig",
 ]
 
+# Further names of `original` (contract §1.1), and modules that the original's import loads.
+_FURTHER = ("CacheManager", "GroupPart", "LayerDestination")
+_MODULES = ("configs", "data_type", "status")
+
+
+def _original() -> object:
+    from llm_datadist import original  # noqa: PLC0415  (imported when it is needed)
+
+    return original
+
+
+TYPE_CHECKING = False  # importing `typing` would take longer than this package
+if TYPE_CHECKING:
+    from llm_datadist.original import *
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            __import__(f"{__name__}.{name}")
+        elif name in __all__ or name in _FURTHER:
+            globals()[name] = getattr(_original(), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_FURTHER, *_MODULES})
+
+
 # Programs of the original read this variable after importing the package (contract §1.1).
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
 
+_core.register_types(_original)
 atexit.register(_core.native.close_all)
-
-_register_types(
-    LLMException=LLMException,
-    LLMMismatchException=LLMMismatchException,
-    LLMStatusCode=LLMStatusCode,
-    LLMRole=LLMRole,
-    DataType=DataType,
-    Placement=Placement,
-    CacheDesc=CacheDesc,
-    CacheKey=CacheKey,
-    CacheKeyByIdAndIndex=CacheKeyByIdAndIndex,
-    BlocksCacheKey=BlocksCacheKey,
-    Cache=Cache,
-    KvCache=KvCache,
-    LayerSynchronizer=LayerSynchronizer,
-    TransferConfig=TransferConfig,
-    TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
-    LayerDestination=LayerDestination,
-    KvLayout=_KvLayout,
-    GroupPart=GroupPart,
-    LLMClusterInfo=LLMClusterInfo,
-    log_error=_log_error,
-    drain_log=_drain_log,
-    await_transfer=_await_transfer,
-)
+# A forked child closes its copies of the parent's sockets, so that peers notice at once when the parent dies.
+os.register_at_fork(after_in_child=_core.abandon_sockets)

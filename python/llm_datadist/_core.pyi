@@ -4,7 +4,7 @@ Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an inte
 ``LLMException`` for all other failures. A ``bool`` is not an integer.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar, final
 
@@ -64,6 +64,7 @@ __all__ = [
     "check_uint32",
     "check_uint64",
     "close_log",
+    "import_numpy",
     "log_after_fork",
     "native",
     "open_log",
@@ -90,10 +91,18 @@ STATUS_CODES: dict[str, int]
 DATA_TYPES: dict[str, int]
 """Name → number of every element type (contract §3.2)."""
 
-def register_types(**classes: object) -> None:
-    """Register the classes of the Python package, and check that their numbers equal those of the engine.
+def import_numpy(call: str) -> ModuleType:
+    """Return numpy for ``call``.
 
-    A later call replaces the classes of an earlier one.
+    Raises:
+        ImportError: numpy is not installed. The text names the call and says how to install numpy.
+    """
+
+def register_types(load: Callable[[], object]) -> None:
+    """Register the function that returns the module with the classes of the original's API.
+
+    It is called when a class is first needed. The numbers of the classes must equal those of the engine. A later call
+    replaces the classes of an earlier one.
     """
 
 def abandon_sockets() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from llm_datadist import _core
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -75,8 +77,7 @@ _NUMPY_NAMES = {
 def __getattr__(name: str) -> object:
     if name not in ("dtype_to_np_dtype", "valid_np_dtypes", "np_dtype_to_dtype"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import numpy as np  # noqa: PLC0415  (imported when it is needed)
-
+    np = _core.import_numpy(f"{__name__}.{name}")
     forward = {data_type: getattr(np, numpy_name) for data_type, numpy_name in _NUMPY_NAMES.items()}
     backward = {np.dtype(kind): data_type for data_type, kind in forward.items() if data_type is not DataType.DT_BF16}
     globals().update(dtype_to_np_dtype=forward, valid_np_dtypes=list(forward.values()), np_dtype_to_dtype=backward)

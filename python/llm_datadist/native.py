@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Union
-
 from llm_datadist import _core
 from llm_datadist.errors import (
     Busy,
@@ -31,7 +29,7 @@ __all__ = [
     "Completed",
     "Engine",
     "Error",
-    "Event",
+    "Event",  # noqa: F822  (`__getattr__` makes it)
     "Grant",
     "GrantClosed",
     "GrantEnded",
@@ -70,4 +68,11 @@ Rows = _native.Rows
 TensorView = _native.TensorView
 Transfer = _native.Transfer
 
-Event = Union[Completed, Message, PeerUp, PeerDown, GrantClosed]  # type: ignore[valid-type]  # a class at run time
+
+def __getattr__(name: str) -> object:
+    if name != "Event":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from typing import Union  # noqa: PLC0415  (takes longer to import than this package)
+
+    globals()[name] = Union[Completed, Message, PeerUp, PeerDown, GrantClosed]
+    return globals()[name]

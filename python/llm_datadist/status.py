@@ -1,7 +1,7 @@
 """Status codes, the exceptions that carry them, and functions that raise these exceptions (contract §3.1).
 
-The engine chooses the code of a failure. At import, ``register_types`` compares its table of codes with the numbers
-here.
+The engine chooses the code of a failure. When it first needs one of these classes, it compares its table of codes with
+the numbers here.
 """
 
 from __future__ import annotations

@@ -80,9 +80,8 @@ class Tensor:
             return
         if isinstance(data, int) and not isinstance(data, bool):
             raise _no_handles()
-        import numpy as np  # noqa: PLC0415  (imported when it is needed)
-
-        _core.check_isinstance("data", data, [np.ndarray, Tensor, int], allow_none=False)
+        arrays = _core.import_numpy("Tensor").ndarray
+        _core.check_isinstance("data", data, [arrays, Tensor, int], allow_none=False)
         self._source, self._desc = data, _described(data, tensor_desc)
 
     @classmethod
@@ -227,13 +226,13 @@ def _torch_type(dtype: object) -> DataType:
 def _numpy_type(dtype: Any) -> DataType:
     if isinstance(dtype, DataType):
         return dtype
-    import numpy as np  # noqa: PLC0415  (imported when it is needed)
+    if dtype is None:
+        raise TypeError("dtype must not be None; give a dtype of torch or numpy, or a DataType")
+    numpy = _core.import_numpy(f"dtype={log.shown(dtype)}")
 
     from llm_datadist.data_type import np_dtype_to_dtype  # noqa: PLC0415  (it imports numpy)
 
-    if dtype is None:
-        raise TypeError("dtype must not be None; give a dtype of torch or numpy, or a DataType")
-    found = np_dtype_to_dtype.get(np.dtype(dtype))
+    found = np_dtype_to_dtype.get(numpy.dtype(dtype))
     if found is None:
         raise TypeError(f"dtype={log.shown(dtype)} has no DataType")
     return found

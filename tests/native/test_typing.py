@@ -48,6 +48,12 @@ for event in engine.events():
         event.payload  # E
     elif isinstance(event, GrantClosed):
         print(event.grant.token, event.reason == "done")
+
+import llm_datadist
+
+llm_datadist.Engine(listen=5)  # E
+llm_datadist.LLMDataDist(llm_datadist.LLMRole.MIX, "1")  # E
+llm_datadist.no_such_name  # E
 """
 
 

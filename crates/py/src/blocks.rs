@@ -11,6 +11,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{self, Any, held_int, inner_only_support, is_int, not_int, only_support, shown};
 use crate::error::{self, invalid, raise};
+use crate::numpy::import_numpy;
 use crate::{engine, index_arrays, raw};
 
 arguments! {
@@ -160,7 +161,8 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
         return index_arrays::pairs(name, given)?.ok_or_else(wrong);
     }
     let as_array = AS_ARRAY.get_or_try_init(py, || -> PyResult<_> {
-        Ok(py.import(intern!(py, "numpy"))?.getattr(intern!(py, "asarray"))?.unbind())
+        let numpy = import_numpy(py, &format!("an array as {name}"))?;
+        Ok(numpy.getattr(intern!(py, "asarray"))?.unbind())
     })?;
     let array = as_array.bind(py).call1((given,));
     let array = array.map_err(|error| if index_arrays::on_other_device(given) { wrong() } else { error })?;

@@ -13,6 +13,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use crate::arguments::{AddressesArg, DescArg};
 use crate::engine::ProcessOwned;
 use crate::error::raise;
+use crate::numpy::import_numpy;
 use crate::raw::{self, CachePart, DL_CPU};
 
 /// A CPU cache: memory of the caller that no engine knows.
@@ -163,7 +164,7 @@ impl TensorView {
     }
 
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+        import_numpy(slf.py(), "TensorView.numpy()")?.call_method1("asarray", (slf,))
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]

@@ -10,6 +10,7 @@ use pyo3::types::{PyMemoryView, PyType};
 use crate::cache::{TensorView, cpu_only};
 use crate::engine::ProcessOwned;
 use crate::error::raise;
+use crate::numpy::import_numpy;
 use crate::raw::{self, CachePart, DL_CPU, ExportsCache};
 
 /// All bytes of a contiguous cache. It is the base of the public class, which adds the buffer protocol.
@@ -66,7 +67,7 @@ impl FlatView {
     }
 
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+        import_numpy(slf.py(), "CacheBuffer.numpy()")?.call_method1("asarray", (slf,))
     }
 
     /// Python 3.12 and later have this method for every class with the buffer protocol.

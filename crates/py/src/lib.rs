@@ -33,6 +33,7 @@ mod local_cache;
 mod log;
 mod native;
 mod notify;
+mod numpy;
 mod operations;
 mod options;
 mod owners;
@@ -93,7 +94,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<transfer::LoopQueue>()?;
     module.add_class::<transfer::TransferHandle>()?;
     validators(module)?;
-    functions!(module, engine::abandon_sockets python_types::register_types);
+    functions!(module, engine::abandon_sockets numpy::import_numpy python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
     native::add_classes(module)?;
     module.add("CacheBuffer", cache_buffer::class(module.py())?)?;

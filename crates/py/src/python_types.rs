@@ -1,6 +1,7 @@
-//! The Python classes of the package, which it registers at import, and their members as core values.
+//! The Python classes of the original's API, and their members as core values.
 //!
-//! The binding never imports the package: dependencies point the other way.
+//! At import, the package registers a function that returns them. It is called when a class is first needed, because programs of
+//! the native API need none.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -8,14 +9,22 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use llm_datadist_core::{DataType, Placement, Role, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyType};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
 
 /// The first registration, which every call reads. One is leaked for each import.
-static FIRST: OnceLock<&'static PythonTypes> = OnceLock::new();
+static FIRST: OnceLock<&'static Registration> = OnceLock::new();
 /// Whether there is a later registration.
 static REPLACED: AtomicBool = AtomicBool::new(false);
 /// The latest registration, if there is a later one.
-static LATEST: Mutex<Option<&'static PythonTypes>> = Mutex::new(None);
+static LATEST: Mutex<Option<&'static Registration>> = Mutex::new(None);
+
+/// What one import of the package has registered.
+struct Registration {
+    /// Returns the module with the classes.
+    load: Py<PyAny>,
+    types: PyOnceLock<PythonTypes>,
+}
 
 /// The classes and enum members of the Python package that the binding uses.
 pub(crate) struct PythonTypes {
@@ -65,28 +74,22 @@ pub(crate) struct PythonTypes {
     roles: Vec<(Role, Py<PyAny>)>,
 }
 
-/// Registers the classes of the Python package, and checks that their numbers are those of the engine.
+/// Registers the function that returns the module with the classes.
 #[pyfunction]
-#[pyo3(signature = (**classes))]
-pub(crate) fn register_types(py: Python<'_>, classes: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
-    let none = PyDict::new(py);
-    let types = PythonTypes::new(classes.unwrap_or(&none))?;
+pub(crate) fn register_types(load: Py<PyAny>) {
     // The latest wins: a package that is imported again, after `sys.modules` was purged, works with its own classes.
-    let types: &'static PythonTypes = Box::leak(Box::new(types));
-    if FIRST.set(types).is_err() {
-        *LATEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(types);
+    let registered: &'static Registration =
+        Box::leak(Box::new(Registration { load, types: PyOnceLock::new() }));
+    if FIRST.set(registered).is_err() {
+        *LATEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(registered);
         REPLACED.store(true, Ordering::Release);
     }
-    Ok(())
 }
 
 impl PythonTypes {
-    fn new(classes: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let named = |name: &str| -> PyResult<Bound<'_, PyAny>> {
-            classes
-                .get_item(name)?
-                .ok_or_else(|| PyRuntimeError::new_err(format!("{name} was not registered")))
-        };
+    /// Reads the classes, and checks that their numbers are those of the engine.
+    fn new(module: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let named = |name: &str| module.getattr(name);
         let class = |name: &str| -> PyResult<Py<PyType>> { Ok(named(name)?.cast_into::<PyType>()?.unbind()) };
         Ok(PythonTypes {
             exception: class("LLMException")?,
@@ -124,13 +127,16 @@ impl PythonTypes {
     }
 
     /// Returns the types. Returns `Err` if the package was not imported.
-    pub(crate) fn get(_py: Python<'_>) -> PyResult<&'static PythonTypes> {
-        let types = if REPLACED.load(Ordering::Acquire) {
+    pub(crate) fn get(py: Python<'_>) -> PyResult<&'static PythonTypes> {
+        let registered = if REPLACED.load(Ordering::Acquire) {
             *LATEST.lock().unwrap_or_else(PoisonError::into_inner)
         } else {
             FIRST.get().copied()
         };
-        types.ok_or_else(|| PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"))
+        let Some(Registration { load, types }) = registered else {
+            return Err(PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"));
+        };
+        types.get_or_try_init(py, || Self::new(load.bind(py).call0()?.as_any()))
     }
 
     /// Returns the member of `LLMStatusCode` for `code`.

@@ -8,6 +8,7 @@ use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySlice, PyTuple
 use super::errors::{invalid, raise};
 use super::values::{index, wrong_type};
 use crate::convert::{Any, shown};
+use crate::numpy::import_numpy;
 use crate::{index_arrays, raw};
 
 /// What the index of a cache may be.
@@ -51,7 +52,8 @@ fn array(given: &Any<'_>) -> PyResult<Vec<i64>> {
     }
     let array = match index_arrays::any_flat("blocks", given, raise)? {
         None if given.hasattr(intern!(py, "__array_interface__"))? => {
-            let copy = py.import(intern!(py, "numpy"))?.call_method1(intern!(py, "array"), (given,))?;
+            let numpy = import_numpy(py, "an array as blocks")?;
+            let copy = numpy.call_method1(intern!(py, "array"), (given,))?;
             index_arrays::any_flat("blocks", &copy, raise)?
         }
         read => read,
