@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import llm_datadist
-from llm_datadist.__main__ import main
+from llm_datadist.commands.main import main
+from llm_datadist.commands.options import table
 from llm_datadist.option_table import (
     ENVIRONMENT,
     NATIVE_ROWS,
@@ -23,7 +24,6 @@ from llm_datadist.option_table import (
     native_default,
     native_meaning,
     rows,
-    table,
 )
 
 REPLAY = "replay --quiet --requests 10 --layers 1 --head-dim 8 --device-pool 8MiB --host-pool 16MiB"
@@ -172,3 +172,27 @@ def test_output_that_cannot_show_a_character_shows_a_question_mark() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)  # noqa: S603
     assert "default: 50 ?s" in done.stdout
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None  # its import then fails
+import llm_datadist.commands.main
+sys.exit(llm_datadist.commands.main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "errors"),
+    [
+        (["options"], ""),
+        (["doctor"], ""),
+        (["replay"], "llm-datadist: replay needs numpy: pip install llm-datadist[replay]\n"),
+        (["replay", "--help"], "llm-datadist: replay needs numpy: pip install llm-datadist[replay]\n"),
+    ],
+)
+def test_only_replay_needs_numpy(arguments: list[str], errors: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_NUMPY, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    assert (done.returncode, done.stderr) == (2 if errors else 0, errors)
+    assert bool(done.stdout) != bool(errors)

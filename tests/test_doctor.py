@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import llm_datadist
-from llm_datadist.__main__ import main
-from llm_datadist.doctor import cgroup, devices, fabrics, host, kernel_calls, libraries, limits, paths, report, trial
-from llm_datadist.doctor.finding import NOTE, OK, PROBLEM, Finding
-from llm_datadist.doctor.kernel_calls import KernelCalls
+from llm_datadist.commands.doctor import devices, host, kernel_calls, libraries, limits, paths, report
+from llm_datadist.commands.doctor.finding import NOTE, OK, PROBLEM, Finding
+from llm_datadist.commands.doctor.kernel_calls import KernelCalls
+from llm_datadist.commands.main import main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,7 +82,7 @@ def everything(root: Path, calls: KernelCalls = WORKS) -> list[Finding]:
     return [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
 
 
-class Ucx(fabrics.UcxLibrary):
+class Ucx(libraries.UcxLibrary):
     """A stand-in for a library that was loaded."""
 
     def __init__(self, version: tuple[int, int, int] | None = (1, 17, 0), reason: str | None = None) -> None:
@@ -113,8 +113,8 @@ def test_kernels_that_are_too_old_are_named(root: Path, version: str, verdict: s
 
 
 def test_limits_of_control_groups_of_version_2_are_the_lowest_of_all_groups_around(root: Path) -> None:
-    assert cgroup.memory_limit(root) is None
-    assert cgroup.cpu_limit(root) is None
+    assert host.memory_limit(root) is None
+    assert host.cpu_limit(root) is None
     write(root, "sys/fs/cgroup/service/engine/memory.max", "max")
     write(root, "sys/fs/cgroup/service/memory.max", str(3 * 2**30))
     write(root, "sys/fs/cgroup/memory.max", str(4 * 2**30))
@@ -133,17 +133,17 @@ def test_limits_of_control_groups_of_version_1_are_read(root: Path) -> None:
     write(root, "sys/fs/cgroup/memory/job/memory.limit_in_bytes", str(2**30))
     write(root, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "400000")
     write(root, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000")
-    assert cgroup.memory_limit(root) == 2**30
-    assert cgroup.cpu_limit(root) == 4.0
+    assert host.memory_limit(root) == 2**30
+    assert host.cpu_limit(root) == 4.0
     write(root, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "-1")
-    assert cgroup.cpu_limit(root) is None
+    assert host.cpu_limit(root) is None
 
 
 def test_a_group_outside_the_mounted_ones_is_not_followed(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/../../sibling")
     write(root, "sys/sibling/memory.max", "4096")
     (root / "sys/fs/cgroup").mkdir(parents=True)
-    assert cgroup.memory_limit(root) is None
+    assert host.memory_limit(root) is None
 
 
 @pytest.mark.parametrize(("files", "links"), [(1024, "244"), (50, "4"), (4095, "1,011")])
@@ -246,7 +246,7 @@ def test_several_cards_are_noted_but_no_bridges(root: Path) -> None:
     write(root, "sys/class/net/eth1/device/vendor", "0x15b3")
     found = named(devices.findings(root), "several networks")
     assert (found.value, found.verdict) == ("eth0, eth1", NOTE)
-    assert "link_addresses" in found.remedy
+    assert "option addresses" in found.remedy
 
 
 def test_rdma_devices_are_listed_with_their_ports(root: Path) -> None:
@@ -317,7 +317,7 @@ def test_ucx_is_used_only_with_a_device_a_library_and_a_token(root: Path) -> Non
 
 
 def test_ucx_that_is_missing_is_noted_only_beside_an_rdma_device(root: Path) -> None:
-    missing = fabrics.UcxLibrary("libucp_of_no_system.so.0")
+    missing = libraries.UcxLibrary("libucp_of_no_system.so.0")
     assert missing.version is None
     assert missing.reason is not None
     assert "libucp_of_no_system.so.0" in missing.reason
@@ -344,7 +344,7 @@ def test_versions_of_ucx_are_those_that_the_engine_accepts(
     monkeypatch.setattr(ctypes, "CDLL", Loaded)
     monkeypatch.delenv("UCX_HANDLE_ERRORS", raising=False)
     monkeypatch.setenv("UCX_MEM_EVENTS", "y")
-    found = fabrics.UcxLibrary()
+    found = libraries.UcxLibrary()
     assert found.version == version
     assert (found.reason is None) == usable
     assert "UCX_HANDLE_ERRORS" not in os.environ
@@ -467,13 +467,13 @@ def test_limit_of_file_sizes_is_a_note(root: Path) -> None:
     write(root, "proc/self/limits", re.sub(r"(Max file size +)unlimited", r"\g<1>1073741824", text))
     found = named(limits.findings(root, WORKS), "file size (ulimit -f)")
     assert (found.value, found.verdict) == ("1.0 GiB", NOTE)
-    assert "init fails if a pool is larger" in found.meaning
+    assert "no engine opens with a larger pool" in found.meaning
 
 
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.{0}, ({1}, {1}))
-from llm_datadist.__main__ import main
+from llm_datadist.commands.main import main
 sys.exit(main(["doctor"]))
 """
 
@@ -487,12 +487,12 @@ sys.exit(main(["doctor"]))
     ],
 )
 def test_limit_under_which_no_engine_opens_is_a_problem(name: str, value: int | None, text: str) -> None:
-    """The report opens an engine, so that it cannot say "0 problems" where every `init` fails."""
+    """The report opens an engine, so that it cannot say "0 problems" where no engine opens."""
     if value is None:
         used = "int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()"
         program = LIMITED.format(name, f"({used} + (16 << 20))")
         # The modules take address space themselves, so they are loaded before the limit is set.
-        program = "import resource, llm_datadist.doctor.cli\n" + program
+        program = "import resource, llm_datadist.commands.doctor.cli\n" + program
     else:
         program = LIMITED.format(name, value)
     command = [sys.executable, "-c", program]
@@ -505,7 +505,6 @@ def test_limit_under_which_no_engine_opens_is_a_problem(name: str, value: int | 
 
 
 def test_report_opens_an_engine_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trial.open_engine() is None
-    assert llm_datadist.LLMDataDist.llm_engine_instance is None
+    assert kernel_calls.open_engine() is None
     monkeypatch.setenv("LLM_DATADIST_TOKEN", "")
-    assert "LLM_DATADIST_TOKEN is set, but empty" in (trial.open_engine() or "")
+    assert "LLM_DATADIST_TOKEN is set, but empty" in (kernel_calls.open_engine() or "")

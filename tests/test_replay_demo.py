@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_datadist import LLMDataDist
-from llm_datadist.replay import cli, plain_copy, prefill, progress, report
-from llm_datadist.replay.cli import main
-from llm_datadist.replay.node import Calls, Node
-from llm_datadist.replay.serve import Outcome
-from llm_datadist.replay.trace import make_trace
+from llm_datadist.commands.replay import cli, node, prefill, report
+from llm_datadist.commands.replay.cli import main
+from llm_datadist.commands.replay.node import Calls, Node
+from llm_datadist.commands.replay.serve import Outcome
+from llm_datadist.commands.replay.trace import make_trace
+from test_replay_parts import corrupt
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300
@@ -65,25 +65,21 @@ def test_make_demo_ends_with_the_verdict(tmp_path, variables, kill):
     assert done.stderr.count("kill -9 ") == kill
     found = json.loads(path.read_text())
     assert (found["compared_bytes"], found["verdict"]) == (compared, verdict)
-    assert (found["late_pull"]["ended"], found["late_pull"]["code"]) == ("expired", "LLM_GRANT_ENDED")
+    assert (found["late_pull"]["ended"], found["late_pull"]["code"]) == ("expired", "grant_ended")
 
 
-def test_wrong_byte_is_the_verdict_of_the_command():
-    command = [sys.executable, "-m", "llm_datadist", "replay", *SMALL, "--requests", str(REQUESTS)]
-    command += ["--corrupt-pulled-at", "9", "--offer", "OFFER"]
-    done = subprocess.run(  # noqa: S603
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False
-    )
-    reason, verdict = done.stdout.splitlines()
-    assert done.returncode == 1
-    assert reason.startswith("replay: WRONG BYTE: request ")
-    assert re.fullmatch(r"FAIL [0-9]+ requests?, [0-9.]+ KiB compared, 1 wrong", verdict)
+def test_wrong_byte_is_the_verdict(capsys, monkeypatch):
+    corrupt(monkeypatch, pulled=9)
+    assert main([*SMALL, "--requests", str(REQUESTS), "--offer", "OFFER"]) == 1
+    said = capsys.readouterr()
+    assert re.fullmatch(r"replay: WRONG BYTE: request .*\n", said.err)
+    assert re.fullmatch(r"FAIL [0-9]+ requests?, [0-9.]+ KiB compared, 1 wrong\n", said.out)
 
 
 @pytest.fixture
 def replay(tmp_path, monkeypatch):
     """A function that runs a short replay, and returns its exit status and its results."""
-    monkeypatch.setattr(plain_copy, "_ROUNDS", 1)
+    monkeypatch.setattr(node, "_ROUNDS", 1)
 
     def run(*options):
         path = tmp_path / "results.json"
@@ -104,8 +100,8 @@ def test_engine_refuses_the_late_pull_and_nothing_else(replay, capsys, transport
 
 
 def test_late_pull_that_is_not_refused_fails_the_replay(replay, capsys, monkeypatch):
-    unguarded = lambda node, source, target, _token: node.pull_blocks([source], [target])  # noqa: E731
-    monkeypatch.setattr(Node, "pull_granted", unguarded)
+    pull = Node.pull
+    monkeypatch.setattr(Node, "pull", lambda self, peer, sources, targets, *_, **__: pull(self, peer, sources, targets))
     status, _ = replay()
     said = capsys.readouterr()
     assert status == 1
@@ -117,22 +113,22 @@ def worker(lines):
     return [
         sys.executable,
         "-c",
-        f"import sys\nfrom llm_datadist.replay import content, worker\n{lines}\nsys.exit(worker.main())",
+        f"import sys\nfrom llm_datadist.commands.replay import worker\n{lines}\nsys.exit(worker.main())",
     ]
 
 
 WRONG_GRANTED_BYTE = """
-grant = worker.Worker._grant
-def wrong(self, *given):
-    answer = grant(self, *given)
-    content.flip(self._rows, answer["slot"], 0, 5)
-    return answer
-worker.Worker._grant = wrong
+def damage(row):
+    row[5] ^= 0x40
+lend = worker.Worker._lend
+def wrong(self, slots, message):
+    damage(self._rows[0][slots[0]].view("uint8"))
+    return lend(self, slots, message)
+worker.Worker._lend = wrong
 """
 LASTING_GRANT = """
-worker.GRANT_LIMIT_S = 0
-grant = worker.Worker._grant
-worker.Worker._grant = lambda self, block, _, reuse: grant(self, block, 60_000, reuse)
+lend = worker.Worker._lend
+worker.Worker._lend = lambda self, slots, message: lend(self, slots, {**message, "ttl": 60.0})
 """
 
 
@@ -145,13 +141,14 @@ worker.Worker._grant = lambda self, block, _, reuse: grant(self, block, 60_000, 
             "WRONG BYTE: request 10: block 0 (granted, slot 0): tensor 0, first wrong byte at offset 5",
         ),
         (
-            "worker.Worker._grant = lambda *_: sys.exit(9)",
-            "the prefill process failed: it granted no block: it closed the channel",
+            f"{WRONG_GRANTED_BYTE}damage = lambda _: sys.exit(9)",
+            "the prefill process failed: it granted no block: PeerLost: the peer was finalized; it ended with exit ",
         ),
     ],
 )
 def test_fault_of_prefill_in_the_late_pull_fails_the_replay(replay, capsys, monkeypatch, lines, reason):
     monkeypatch.setattr(prefill, "COMMAND", worker(lines))
+    monkeypatch.setattr(prefill, "LATE_LIMIT_S", 1.0)
     assert replay()[0] == 1
     said = capsys.readouterr()
     assert f"replay: {reason}" in said.err
@@ -166,11 +163,19 @@ def test_an_interrupt_while_prefill_is_closed_still_closes_the_engine(replay, ca
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prefill.Prefill, "close", interrupted)
+    free, closed = Node.close, []
+
+    def watched(self):
+        leaked = free(self)
+        closed.append(self.engine.closed)
+        return leaked
+
+    monkeypatch.setattr(Node, "close", watched)
     assert replay() == (130, {})
     said = capsys.readouterr()
     assert said.err == "replay: interrupted\n"
     assert said.out.startswith("FAIL 10 requests")
-    assert LLMDataDist.llm_engine_instance is None
+    assert closed == [True]
 
 
 def test_help_and_the_module_list_every_exit_status(capsys):
@@ -195,16 +200,16 @@ def shown(monkeypatch):
         monkeypatch.delenv("TERM", raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(progress, "_IN_PLACE_S", 0)
-        monkeypatch.setattr(progress, "_LINES_S", 0)
+        monkeypatch.setattr(report, "_IN_PLACE_S", 0)
+        monkeypatch.setattr(report, "_LINES_S", 0)
         pulls = Calls()
-        display = progress.Progress(8000, pulls, 2**20, stream, quiet=False)
-        display.plain_copy = plain_copy.PlainCopy(4, 2**20, 2.5 * 2**30)
+        display = report.Progress(8000, pulls, 2**20, stream, quiet=False)
+        display.plain_copy = node.PlainCopy(4, 2**20, 2.5 * 2**30)
         display.start()
         for moved in (2**30, 2**20, 0):
             if moved:
                 pulls.add(500_000_000, 1, moved)
-            display(Outcome(requests=4000, verified_blocks=1536))
+            display(Outcome(requests=4000, blocks={"verified": 1536}))
         display.tell("word " * 30)
         return stream.getvalue()
 
@@ -247,11 +252,11 @@ def test_rate_is_never_shown_as_zero(moved, text):
 
 @pytest.mark.parametrize(("threads", "amount"), [(1, 64), (4, 4096), (64, 8), (3, 2**20)])
 def test_plain_copy_copies_and_measures(monkeypatch, threads, amount):
-    monkeypatch.setattr(plain_copy, "_ROUNDS", 3)
-    monkeypatch.setattr(plain_copy, "_ROUND_S", 0.001)
+    monkeypatch.setattr(node, "_ROUNDS", 3)
+    monkeypatch.setattr(node, "_ROUND_S", 0.001)
     sources = [np.full((6, 16), tensor + 1, np.uint64) for tensor in range(2)]
     targets = [np.zeros((4, 16), np.uint64) for _ in range(2)]
-    measured = plain_copy.measure(sources, targets, threads, amount)
+    measured = node.copy_plainly(sources, targets, threads, amount)
     assert measured.threads == threads
     assert measured.bytes_per_s > 0
     for source, target in zip(sources, targets):

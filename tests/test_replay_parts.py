@@ -1,19 +1,18 @@
-"""The parts of the replay command: traces, block table, contents, channel."""
+"""The parts of the replay command: traces, block table, contents."""
 
 import itertools
 import json
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llm_datadist.replay.channel import Channel, ChannelError
-from llm_datadist.replay.content import Pattern, Tail, flip
-from llm_datadist.replay.table import BlockTable
-from llm_datadist.replay.trace import Request, TraceError, describe, make_trace, read_trace
+from llm_datadist.commands.replay.content import Pattern, Tail
+from llm_datadist.commands.replay.node import Node
+from llm_datadist.commands.replay.serve import Server
+from llm_datadist.commands.replay.table import BlockTable
+from llm_datadist.commands.replay.trace import Request, TraceError, describe, make_trace, read_trace
 
 PUBLIC_TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl"
 public_trace = pytest.mark.shared_documents
@@ -115,6 +114,35 @@ def test_oldest_blocks_leave_first_and_prefixes_last():
     assert table.plan([1, 2, 3], 0) is None, "only the block 3 is idle"
 
 
+def flip(rows, slot, tensor, offset):
+    """Change one byte of a slot."""
+    rows[tensor][slot].view(np.uint8)[offset] ^= 0x40
+
+
+def corrupt(monkeypatch, *, hit=0, pulled=0):
+    """Have replays flip a byte of one hit, or of one pulled block, both counted from 1, before it is compared."""
+    carry_out, pull = Server._carry_out, Node.pull
+
+    def flip_one(places, index):
+        if 0 <= index < len(places):
+            flip(*places[index], tensor=1, offset=4099)
+
+    def with_wrong_hit(self, number, plan):
+        node, blocks = self._node, self.outcome.blocks
+        places = [(node.device_rows, slot) for _, slot in plan.hits]
+        places += [(node.host_rows, slot) for _, slot, _ in plan.swap_in]
+        flip_one(places, hit - 1 - blocks["device_hits"] - blocks["host_hits"])
+        carry_out(self, number, plan)
+
+    def with_wrong_pull(self, peer, sources, targets, *given, **more):
+        before = self.calls["pull blocks"].blocks
+        pull(self, peer, sources, targets, *given, **more)
+        flip_one([(self.device_rows, slot) for slot in targets], pulled - 1 - before)
+
+    monkeypatch.setattr(Server, "_carry_out", with_wrong_hit)
+    monkeypatch.setattr(Node, "pull", with_wrong_pull)
+
+
 def zeros(tensors, rows):
     return [np.zeros((rows, 8), dtype=np.uint64) for _ in range(tensors)]
 
@@ -144,60 +172,3 @@ def test_tail_changes_its_bytes_and_no_other():
     assert pattern.mismatch(rows, 0, 5, tail) is None
     wrong = pattern.mismatch(rows, 0, 5)
     assert (wrong.tensor, wrong.offset) == (0, 10)
-
-
-@pytest.fixture
-def pipes():
-    """The ends of two pipes: reading and writing, reading and writing."""
-    numbers = [*os.pipe(), *os.pipe()]
-    files = [open(number, "rwrw"[at] + "b", buffering=0) for at, number in enumerate(numbers)]  # noqa: PTH123, SIM115
-    yield files
-    for file in files:
-        file.close()
-
-
-def channel(reading, writing):
-    return Channel(reading.fileno(), writing.fileno())
-
-
-def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes):
-    to_left, from_right, to_right, from_left = pipes
-    large = {"text": "x" * 2**20}
-
-    def exchange(end):
-        end.send(large, 20.0)
-        return end.receive(20.0)
-
-    with ThreadPoolExecutor() as pool:
-        ends = [channel(to_left, from_left), channel(to_right, from_right)]
-        assert list(pool.map(exchange, ends)) == [large, large]
-
-
-def test_messages_are_taken_apart(pipes):
-    reading, writing, _, other = pipes
-    end = channel(reading, other)
-    writing.write(b'{"a":1}\n{"b":2}\n{"c"')
-    assert [end.receive(5.0), end.receive(5.0)] == [{"a": 1}, {"b": 2}]
-    writing.write(b":3}\n")
-    assert end.receive(5.0) == {"c": 3}
-    for line in (b"[1]\n", b"{\n", b"\xff\n", b"\n"):
-        writing.write(line)
-        with pytest.raises(ChannelError, match="sent an invalid message"):
-            channel(reading, other).receive(5.0)
-
-
-def test_waits_end_at_their_limit_and_with_the_other_process(pipes):
-    reading, writing, to_other, from_here = pipes
-    end = channel(reading, from_here)
-
-    def refused(text, call, *args):
-        with pytest.raises(ChannelError, match=text):
-            call(*args)
-
-    refused(r"did not answer within 0.05 s", end.receive, 0.05)
-    refused(r"accepted no message within 0.05 s", end.send, {"text": "x" * 2**20}, 0.05)
-    writing.write(b'{"half')
-    writing.close()
-    to_other.close()
-    refused("closed the channel", end.receive, 5.0)
-    refused(r"closed the channel \(Broken pipe\)", end.send, {}, 5.0)

@@ -64,7 +64,7 @@ def contents(path: Path) -> int:
         require(metadata[field], path, f"the metadata has no {field}")
     require(len(metadata.get_payload()) > 1000, path, "the metadata has no description")
     require(len(metadata.get_all("Classifier", [])) > 10, path, "the metadata lacks classifiers")
-    require("llm-datadist=llm_datadist.__main__:main" in scripts.replace(" ", ""), path, "no console script")
+    require("llm-datadist=llm_datadist.commands.main:main" in scripts.replace(" ", ""), path, "no console script")
     require(tags and all(tag.startswith("cp39-abi3-") for tag in tags), path, f"the tags are {tags}")
     return len(crates)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.doctor import measure
+from llm_datadist.commands.doctor import link
 from measured_link import rows
 from test_doctor_link import check_measured
 
@@ -21,5 +21,5 @@ pytestmark = pytest.mark.skipif(not LIBRARY, reason="needs a real UCX")
 
 def test_ucx_is_measured_where_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rows("ucx", LIBRARY, tmp_path, monkeypatch)
-    check_measured(found[measure.UCX], "fabric", "tcp")
-    assert "ucx" in found[measure.TCP]["unusable"]  # the other side insists on UCX
+    check_measured(found[link.UCX], "fabric", "tcp")
+    assert "ucx" in found[link.TCP]["unusable"]  # the other side insists on UCX

@@ -1,75 +1,8 @@
-"""The commands ``llm-datadist`` and ``python -m llm_datadist``: ``replay``, ``doctor``, ``options`` and ``--version``.
+"""The command ``python -m llm_datadist``."""
 
-Sub-commands are imported when they are called, so that the other commands do not import numpy.
-"""
-
-from __future__ import annotations
-
-import logging
-import shutil
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llm_datadist import __version__
-from llm_datadist.log import DATE_FORMAT, LOG_FORMAT
-from llm_datadist.standard_output import CommandParser, OutputError, complain, write
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_NARROWEST, _WIDEST = 40, 100
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name.
-
-    Args:
-        arguments: the arguments without the name of the program; those of the process by default.
-
-    Returns:
-        The exit status: 0 for success, 1 if the results cannot be written, 2 for wrong arguments, else the status of
-        the sub-command.
-    """
-    try:
-        return _run(arguments)
-    except OutputError as error:
-        complain(f"llm-datadist: {error}")
-        return 1
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    # Log lines go to standard error, because standard output is for results. Handlers that the program set stay.
-    logging.basicConfig(format=LOG_FORMAT, datefmt=DATE_FORMAT, stream=sys.stderr)
-    if options.command == "options":
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        from llm_datadist.option_table import table  # noqa: PLC0415  (only this command needs it)
-
-        write(table(min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)))
-        return 0
-    if options.command == "doctor":
-        from llm_datadist.doctor.cli import main as doctor  # noqa: PLC0415  (only this command needs it)
-
-        return doctor(rest)
-    from llm_datadist.replay.cli import main as replay  # noqa: PLC0415  (it imports numpy)
-
-    return replay(rest)
-
-
-def _parser() -> CommandParser:
-    called = Path(sys.argv[0]).name
-    program = "python -m llm_datadist" if called == "__main__.py" else "llm-datadist"
-    parser = CommandParser(prog=program, description="Commands of llm_datadist.")
-    parser.add_argument("--version", action="version", version=f"llm_datadist {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("replay", add_help=False, help="replay a request trace through a prefill and a decode process")
-    commands.add_parser("doctor", add_help=False, help="examine this host, or measure the link to another one")
-    commands.add_parser("options", help="print every option of an engine with its type, default and meaning")
-    return parser
-
+from llm_datadist.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,6 @@ __all__ = [
     "native_default",
     "native_meaning",
     "rows",
-    "table",
 ]
 
 
@@ -85,30 +84,6 @@ def is_known(key: str) -> bool:
     return key in KNOWN_KEYS or key.startswith("ge.")
 
 
-def table(width: int) -> str:
-    """Return every option and environment variable as plain text.
-
-    Args:
-        width: number of columns.
-    """
-    lines: list[str] = []
-    for own, title in ((False, "Options of the original"), (True, "Options of this package only")):
-        lines += _heading(title)
-        for row in rows():
-            if row.own == own:
-                lines += _entry(row, width)
-    lines += _heading("Options of Engine")
-    for row in NATIVE_ROWS:
-        facts = f"{row.allowed}; default: {native_default(row)}"
-        lines += [row.native, *_indented(facts, width), *_indented(native_meaning(row), width), ""]
-    lines += _heading("Environment variables")
-    variables = {**ENVIRONMENT, **TOKEN_VARIABLES}
-    meanings = {variable: f"replaces `{key}` where that is not given" for key, variable in variables.items()}
-    for variable, meaning in {**meanings, **OTHER_VARIABLES}.items():
-        lines += [variable, *_indented(meaning, width)]
-    return "\n".join(lines)
-
-
 def native_default(row: Row) -> str:
     """Return the default of an option of ``Engine``, in Markdown. Times are seconds."""
     number, _, unit = row.default.partition(" ")
@@ -124,20 +99,3 @@ def native_meaning(row: Row) -> str:
         return row.meaning
     unit = ", in seconds" if row.allowed.startswith("a number of seconds") else ""
     return f"As `{row.attribute}` of `LLMConfig`{unit}."
-
-
-def _heading(title: str) -> list[str]:
-    return [title, "=" * len(title), ""]
-
-
-def _entry(row: Row, width: int) -> list[str]:
-    key = f"  ({row.key})" if row.key else ""
-    facts = f"type: {' or '.join(row.types)}; default: {row.default}"
-    return [f"{row.attribute}{key}", *_indented(facts, width), *_indented(row.meaning, width), ""]
-
-
-def _indented(text: str, width: int) -> list[str]:
-    import textwrap  # noqa: PLC0415  (only the command needs it)
-
-    plain = text.replace("`", "")
-    return textwrap.wrap(plain, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)

@@ -415,6 +415,13 @@ def test_only_integrations_import_integrations() -> None:
     assert not wrong
 
 
+def test_commands_use_the_native_api_only() -> None:
+    inside = [path for path in python_files() if "commands" in path.parts]
+    used = {name for path in inside for name in python_imports(path) if "/commands/" not in name}
+    front = shown(PYTHON)
+    assert used == {f"{front}/{name}.py" for name in ("__init__", "native", "option_table")}
+
+
 @pytest.mark.skipif(STDLIB is None, reason="this Python does not list its standard library (needs 3.10)")
 def test_the_front_imports_only_the_standard_library_and_itself() -> None:
     """The integrations with a server also import that server, and nothing else imports them."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from llm_datadist.doctor.finding import NOTE, OK, PROBLEM, size
-from llm_datadist.doctor.paths import MEANINGS
+from llm_datadist.commands.doctor.finding import NOTE, OK, PROBLEM
+from llm_datadist.commands.doctor.paths import MEANINGS
+from llm_datadist.commands.output import aligned, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.doctor.finding import Finding
-    from llm_datadist.doctor.measure import Row
-    from llm_datadist.doctor.paths import PeerPath
+    from llm_datadist.commands.doctor.finding import Finding
+    from llm_datadist.commands.doctor.link import Row
+    from llm_datadist.commands.doctor.paths import PeerPath
 
 _MARKS = {OK: "ok", NOTE: "note", PROBLEM: "PROBLEM"}
 _MARK = max(map(len, _MARKS.values())) + 2
@@ -63,22 +64,9 @@ def _total(found: Sequence[Finding]) -> str:
 
 def measurements(address: str, rows: Sequence[Row], width: int) -> str:
     """Return the table of a measured link, and below it why paths were not used."""
-    heading = (
-        "path",
-        "moved by",
-        "16 KiB pull: us p50",
-        "p99",
-        "message and back: us p50",
-        "p99",
-        "pull GB/s",
-        "push GB/s",
-    )
-    cells = [heading, *(_cells(row) for row in rows)]
-    heads = [_split(text) for text in heading]
-    above, below = [head[0] for head in heads], [head[1] for head in heads]
-    table = [above, below, *cells[1:]]
-    widths = [max(len(line[column]) for line in table) for column in range(len(heading))]
-    lines = [f"link to {address}", "", *(_aligned(line, widths) for line in table)]
+    above = ("", "", "16 KiB pull", "", "message and back", "", "", "")
+    below = ("path", "moved by", "us p50", "p99", "us p50", "p99", "pull GB/s", "push GB/s")
+    lines = [f"link to {address}", "", *aligned([above, below, *map(_cells, rows)], left=2)]
     notes = [f"{row.name}: not usable: {row.unusable}" for row in rows if row.unusable is not None]
     notes += [f"{row.name}: no faster path, because {row.not_faster}" for row in rows if row.not_faster is not None]
     sizes = {count for row in rows for count in row.call_bytes or ()}
@@ -87,18 +75,6 @@ def measurements(address: str, rows: Sequence[Row], width: int) -> str:
     for note in notes:
         lines += ["", *_wrapped(note, "", _INDENT, width)]
     return "\n".join(lines)
-
-
-def _split(heading: str) -> tuple[str, str]:
-    """Split a heading at its colon into two lines."""
-    above, colon, below = heading.partition(": ")
-    return (above, below) if colon else ("", heading)
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    parts = [line[0].ljust(widths[0]), line[1].ljust(widths[1])]
-    parts += [cell.rjust(width) for cell, width in zip(line[2:], widths[2:])]
-    return "  ".join(parts).rstrip()
 
 
 def _cells(row: Row) -> Sequence[str]:

@@ -1,18 +1,22 @@
-"""The host: kernel, CPUs, memory, nodes of memory, user."""
+"""The host: kernel, CPUs, memory, limits of control groups (cgroups, version 1 and 2), user."""
 
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from llm_datadist.doctor import cgroup
-from llm_datadist.doctor.finding import NOTE, PROBLEM, Finding, field_of, names_in, size, text_of
+from llm_datadist.commands.doctor.finding import NOTE, PROBLEM, Finding, field_of, names_in, text_of
+from llm_datadist.commands.output import size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 _SECTION = "host"
 _ALL_USERS = 2**32 - 1
+_UNLIMITED_BYTES = 2**60
+"""Control groups of version 1 show a number near 2^63 if there is no limit."""
 
 
 def kernel_version(root: Path) -> tuple[int, int]:
@@ -47,7 +51,7 @@ def _counted(ranges: str) -> int:
 def _cpus(root: Path) -> Finding:
     online = _counted(text_of(root / "sys/devices/system/cpu/online") or "")
     usable = _counted(field_of(root / "proc/self/status", "Cpus_allowed_list") or "") or online
-    limit = cgroup.cpu_limit(root)
+    limit = cpu_limit(root)
     value = f"{usable} of {online or usable} usable"
     value += "" if limit is None else f", cgroup limit {limit:g}"
     model = field_of(root / "proc/cpuinfo", "model name")
@@ -65,13 +69,13 @@ def _kilobytes(root: Path, name: str) -> int | None:
 
 def _memory(root: Path) -> Finding:
     total, free = _kilobytes(root, "MemTotal"), _kilobytes(root, "MemAvailable")
-    limit = cgroup.memory_limit(root)
+    limit = memory_limit(root)
     value = "unknown" if total is None else size(total)
     value += "" if free is None else f", {size(free)} available"
     if limit is None or (total is not None and limit >= total):
         return Finding(_SECTION, "memory", value)
     meaning = "pools count as memory of the control group; the kernel ends a process that exceeds the limit"
-    remedy = "choose mem_pool_cfg and host_mem_pool_cfg below the limit, with room for the program"
+    remedy = "choose pool and host_pool below the limit, with room for the program"
     return Finding(_SECTION, "memory", f"{value}, cgroup limit {size(limit)}", NOTE, meaning, remedy)
 
 
@@ -90,7 +94,7 @@ def _user(root: Path) -> Finding:
     covered = re.findall(r"^\s*(\d+)\s+(\d+)\s+(\d+)\s*$", text_of(root / "proc/self/uid_map") or "", re.MULTILINE)
     if covered and sum(int(count) for _, _, count in covered) < _ALL_USERS:
         meaning = "this is a user namespace; processes outside it are not recognized as the same user"
-        remedy = "set a token on both sides of a link that leaves the namespace (link_token_file)"
+        remedy = "set a token on both sides of a link that leaves the namespace (token_file)"
         return Finding(_SECTION, "user", f"{value}, in a user namespace", NOTE, meaning, remedy)
     return Finding(_SECTION, "user", value)
 
@@ -107,3 +111,41 @@ def _container(root: Path) -> Finding:
         remedy = "share both namespaces between containers of one host (docs: Deployment, Containers)"
         return Finding(_SECTION, "container", ", ".join(kinds) or "a PID namespace", NOTE, meaning, remedy)
     return Finding(_SECTION, "container", "none found")
+
+
+def memory_limit(root: Path) -> int | None:
+    """Return the lowest limit of memory in bytes, or ``None`` if there is none."""
+    found = []
+    for folder in _folders(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = text_of(folder / name)
+            if text and re.fullmatch(r"[0-9]{1,20}", text) and int(text) < _UNLIMITED_BYTES:
+                found.append(int(text))
+    return min(found, default=None)
+
+
+def cpu_limit(root: Path) -> float | None:
+    """Return the lowest limit of CPU time in CPUs, or ``None`` if there is none."""
+    found = []
+    for folder in _folders(root, "cpu"):
+        quotas = (text_of(folder / "cpu.max") or "").split()
+        quotas = quotas or [text_of(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+        if len(quotas) == 2 and all(re.fullmatch(r"[0-9]{1,18}", part) for part in quotas) and int(quotas[1]):  # noqa: PLR2004
+            found.append(int(quotas[0]) / int(quotas[1]))
+    return min(found, default=None)
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders whose limits may apply: of each group of this process, and of the groups around it."""
+    mounted = root / "sys/fs/cgroup"
+    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        tops = [mounted / controllers, mounted / controller] if controllers else [mounted, mounted / "unified"]
+        inside = PurePosixPath("/" + path.strip("/"))
+        for top in tops:
+            for group in (inside, *inside.parents):
+                if ".." not in group.parts:
+                    yield top / str(group).lstrip("/")

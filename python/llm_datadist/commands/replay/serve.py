@@ -11,17 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from llm_datadist.replay.content import Pattern, Tail, flip, salt
-from llm_datadist.replay.geometry import STAGING_TOKENS
-from llm_datadist.replay.trace import MAX_ID, Request
+from llm_datadist.commands.replay.content import Pattern, Tail, salt
+from llm_datadist.commands.replay.trace import MAX_ID, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from llm_datadist.replay.content import Words
-    from llm_datadist.replay.node import Node, Staging
-    from llm_datadist.replay.prefill import Prefill, Restart
-    from llm_datadist.replay.table import BlockTable, Plan
+    from llm_datadist.commands.replay.node import Node
+    from llm_datadist.commands.replay.prefill import Prefill, Restart
+    from llm_datadist.commands.replay.table import BlockTable, Plan
 
 MS_PER_TOKEN = 25.0
 """Simulated milliseconds that a request takes for each token it generates."""
@@ -40,20 +38,18 @@ class Own(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A running request: its position in the trace, shared blocks, private blocks and staging cache."""
+    """A running request: its position in the trace, the request, its plan and its private blocks."""
 
     number: int
-    blocks: tuple[int, ...]
-    own: list[Own]
-    staging: Staging
-
-
-class Admitted(NamedTuple):
-    """A request with a plan whose blocks are being computed. The plan is not carried out yet."""
-
-    live: Live
     request: Request
     plan: Plan
+    own: list[Own]
+
+
+BLOCKS = (
+    "device_hits", "host_hits", "computed", "evicted", "dropped", "diverged", "private", "verified", "wrong",
+)  # fmt: skip
+"""What `Outcome` counts of blocks."""
 
 
 @dataclass
@@ -68,15 +64,7 @@ class Outcome:
     largest_blocks: int = 0
     finished_early: int = 0
     most_running: int = 0
-    device_hits: int = 0
-    host_hits: int = 0
-    computed: int = 0
-    evicted: int = 0
-    dropped: int = 0
-    diverged: int = 0
-    private_blocks: int = 0
-    verified_blocks: int = 0
-    wrong_blocks: int = 0
+    blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BLOCKS, 0))
     restarts: list[Restart] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"plan": 0.0, "write": 0.0, "verify": 0.0})
 
@@ -85,32 +73,16 @@ class Server:
     """Serves requests on a node, at most `concurrency` at a time, with blocks that a prefill process computes.
 
     `outcome` is updated while requests are served, so that it is also right when the replay fails.
-
-    `corrupt` is for tests. It has the numbers of a hit and of a pulled block, both counted from 1. One byte of each of
-    these blocks is flipped before the check.
     """
 
     def __init__(
-        self,
-        node: Node,
-        prefill: Prefill,
-        table: BlockTable,
-        concurrency: int,
-        seed: int,
-        outcome: Outcome,
-        corrupt: tuple[int | None, int | None] = (None, None),
+        self, node: Node, prefill: Prefill, table: BlockTable, concurrency: int, seed: int, outcome: Outcome
     ) -> None:
         self.outcome = outcome
-        shape = node.geometry
-        self._node = node
-        self._prefill = prefill
-        self._table = table
-        self._concurrency = concurrency
-        self._corrupt_hit, self._corrupt_pulled = corrupt
-        self._pattern = Pattern(shape.tensors, shape.row_bytes, seed)
-        self._staging_pattern = Pattern(shape.tensors, STAGING_TOKENS * shape.token_bytes, seed + 1)
+        self._node, self._prefill, self._table, self._concurrency = node, prefill, table, concurrency
+        self._pattern = Pattern(node.geometry.tensors, node.geometry.row_bytes, seed)
         self._running: list[tuple[float, int, Live]] = []
-        self._admitted: Admitted | None = None
+        self._admitted: Live | None = None
         self._next_private = MAX_ID + 1
 
     def run(self, requests: Sequence[Request], progress: Callable[[Outcome], None]) -> None:
@@ -142,63 +114,42 @@ class Server:
             return
         self._prefill.compute(number, [block for block, _ in plan.writes])
         self._serve_admitted()
-        live = Live(number, request.blocks, [], self._node.open_staging(number))
+        self._admitted = live = Live(number, request, plan, [])
         ends = request.arrival_ms + MS_PER_TOKEN * request.output_tokens
         heapq.heappush(self._running, (ends, number, live))
         self.outcome.most_running = max(self.outcome.most_running, len(self._running))
-        self._admitted = Admitted(live, request, plan)
 
     def _serve_admitted(self) -> None:
         """Carry out the latest plan. Plans are carried out in the order in which they are made."""
         if self._admitted is not None:
-            (live, request, plan), self._admitted = self._admitted, None
-            self._carry_out(live, plan)
-            self._generate(live, request, plan)
+            live, self._admitted = self._admitted, None
+            self._carry_out(live.number, live.plan)
+            self._generate(live)
 
     def _plan(self, request: Request, private: int) -> Plan | None:
         with self._timed("plan"):
             return self._table.plan(request.blocks, private)
 
-    def _carry_out(self, live: Live, plan: Plan) -> None:
-        node, outcome = self._node, self.outcome
-        if self._corrupt_hit is not None:
-            self._flip_hit(plan, self._corrupt_hit - outcome.device_hits - outcome.host_hits - 1)
-        node.swap_out(plan.swap_out)
-        node.swap_in(plan.swap_in)
-        self._prefill.bring(live.number, [slot for _, slot in plan.writes], live.staging)
-        if self._corrupt_pulled is not None:
-            self._flip(
-                [(node.device_rows, slot) for _, slot in plan.writes], self._corrupt_pulled - outcome.computed - 1
-            )
-        node.turn_staging(live.staging)
+    def _carry_out(self, number: int, plan: Plan) -> None:
+        self._node.swap_out(plan.swap_out)
+        self._node.swap_in(plan.swap_in)
+        self._prefill.bring(number, [slot for _, slot in plan.writes])
         with self._timed("verify"):
             for block, slot in plan.hits:
-                self.verify(live.number, block, slot, "device")
+                self.verify(number, block, slot, "device")
             for block, _, slot in plan.swap_in:
-                self.verify(live.number, block, slot, "host")
+                self.verify(number, block, slot, "host")
             for block, slot in plan.writes:
-                self.verify(live.number, block, slot, "pulled")
-        outcome.device_hits += len(plan.hits)
-        outcome.host_hits += len(plan.swap_in)
-        outcome.computed += len(plan.writes)
-        outcome.evicted += len(plan.evicted)
-        outcome.dropped += len(plan.dropped)
-        outcome.private_blocks += len(plan.private)
+                self.verify(number, block, slot, "pulled")
+        counts = [len(plan.hits), len(plan.swap_in), len(plan.writes), len(plan.evicted), len(plan.dropped)]
+        for name, count in zip(BLOCKS, counts):
+            self.outcome.blocks[name] += count
+        self.outcome.blocks["private"] += len(plan.private)
 
-    def _flip_hit(self, plan: Plan, index: int) -> None:
-        """Flip a byte in the block of hit `index` of this plan, if there is one, before any swap of the plan."""
-        places = [(self._node.device_rows, slot) for _, slot in plan.hits]
-        self._flip([*places, *((self._node.host_rows, slot) for _, slot, _ in plan.swap_in)], index)
-
-    def _flip(self, places: Sequence[tuple[Sequence[Words], int]], index: int) -> None:
-        if 0 <= index < len(places):
-            shape = self._node.geometry
-            flip(*places[index], tensor=shape.tensors - 1, offset=shape.row_bytes // 2 + 3)
-
-    def _generate(self, live: Live, request: Request, plan: Plan) -> None:
+    def _generate(self, live: Live) -> None:
         """Write the generated tokens of a request: into its copy of a partial last block, then into new blocks."""
-        node = self._node
-        slots = list(plan.private)
+        node, request = self._node, live.request
+        slots = list(live.plan.private)
         filled = request.input_tokens % node.geometry.tokens
         if filled and request.output_tokens:
             shared, copy = request.blocks[-1], slots.pop(0)
@@ -212,7 +163,7 @@ class Server:
                 self.verify(live.number, shared, source, "device, shared, after divergence")
                 self.verify(live.number, shared, copy, "device, private copy", tail=tail)
             live.own.append(Own(copy, shared, tail))
-            self.outcome.diverged += 1
+            self.outcome.blocks["diverged"] += 1
         with self._timed("write"):
             for slot in slots:
                 self._pattern.fill(node.device_rows, slot, self._next_private)
@@ -222,18 +173,13 @@ class Server:
     def _finish_first(self) -> None:
         """End the running request that is due first: verify its private blocks, and release all of its slots."""
         _, number, live = heapq.heappop(self._running)
-        if self._admitted is not None and self._admitted.live.number == number:
+        if self._admitted is live:
             self._serve_admitted()
         with self._timed("verify"):
             for own in live.own:
                 self.verify(number, own.content, own.slot, "device, private", tail=own.tail)
-            wrong = self._staging_pattern.mismatch(live.staging.rows, 1, number)
-        if wrong is not None:
-            self.outcome.wrong_blocks += 1
-            raise WrongByteError(f"request {number}: staging cache: {wrong}")
-        self._node.close_staging(live.staging)
         with self._timed("plan"):
-            self._table.release(live.blocks, [own.slot for own in live.own])
+            self._table.release(live.request.blocks, [own.slot for own in live.own])
 
     def _check_cached(self, number: int) -> None:
         device, host = self._table.cached()
@@ -244,26 +190,22 @@ class Server:
                 self.verify(number, block, slot, "host, last check", on_host=True)
 
     def verify(
-        self,
-        number: int,
-        block: int,
-        slot: int,
-        tier: str,
-        *,
-        tail: Tail | None = None,
-        on_host: bool = False,
+        self, number: int, block: int, slot: int, tier: str, *, tail: Tail | None = None, on_host: bool = False
     ) -> None:
         """Compare every byte of a block with what was written to it. Raises WrongByteError."""
         rows = self._node.host_rows if on_host else self._node.device_rows
         wrong = self._pattern.mismatch(rows, slot, block, tail)
-        self.outcome.verified_blocks += 1
+        self.outcome.blocks["verified"] += 1
         if wrong is not None:
-            self.outcome.wrong_blocks += 1
+            self.outcome.blocks["wrong"] += 1
             raise WrongByteError(
-                f"request {number}: block {block} ({tier}, slot {slot}): tensor {wrong.tensor}, "
-                f"first wrong byte at offset {wrong.offset}: "
-                f"expected 0x{wrong.expected:02x}, got 0x{wrong.got:02x}"
+                f"request {number}: block {block} ({tier}, slot {slot}): tensor {wrong.tensor}, first wrong byte at "
+                f"offset {wrong.offset}: expected 0x{wrong.expected:02x}, got 0x{wrong.got:02x}"
             )
+
+    def verify_granted(self, block: int, slot: int) -> None:
+        """Compare a block that was pulled after all requests. Raises WrongByteError."""
+        self.verify(self.outcome.requests, block, slot, "granted")
 
     @contextmanager
     def _timed(self, activity: str) -> Iterator[None]:

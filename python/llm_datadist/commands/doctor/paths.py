@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm_datadist.doctor import devices, libraries, limits
+from llm_datadist.commands.doctor import devices, libraries, limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from llm_datadist.doctor.fabrics import UcxLibrary
-    from llm_datadist.doctor.kernel_calls import KernelCalls
+    from llm_datadist.commands.doctor.kernel_calls import KernelCalls
+    from llm_datadist.commands.doctor.libraries import UcxLibrary
 
 SHARED, PROCESS, RINGS, SOCKETS, UCX = "mapped", "process", "rings", "sockets", "fabric"
 """Names of the paths in ``stats()["links"]``."""
@@ -26,21 +26,16 @@ MEANINGS = {
     SOCKETS: "sockets: the owner sends the bytes",
     UCX: "UCX: the reader reads the memory of the owner by RDMA",
 }
+ONLY_POOLS = "only pools can be mapped: allocate caches from a pool"
 
 
 @dataclass(frozen=True)
 class PeerPath:
-    """The path of one kind of peer.
+    """The path of one kind of peer."""
 
-    Args:
-        peer: the kind of peer, and of its memory.
-        path: name of the path, as in ``stats()``.
-        reasons: why no faster path is used; empty if this is the fastest one.
-    """
-
-    peer: str
-    path: str
-    reasons: tuple[str, ...] = ()
+    peer: str  # the kind of peer, and of its memory
+    path: str  # name of the path, as in `stats()`
+    reasons: tuple[str, ...] = ()  # why no faster path is used; empty if this is the fastest one
 
 
 def paths(root: Path, calls: KernelCalls, ucx: UcxLibrary, environment: Mapping[str, str]) -> list[PeerPath]:
@@ -56,10 +51,9 @@ def _pools(calls: KernelCalls) -> PeerPath:
 def _registered(root: Path, calls: KernelCalls) -> PeerPath:
     peer = "same host, registered memory"
     reason = limits.no_process_reads(root, calls)
-    shared = "only pools can be mapped: allocate caches from mem_pool_cfg"
     if reason is None:
-        return PeerPath(peer, PROCESS, (shared,))
-    return PeerPath(peer, SOCKETS if calls.shared_memory else RINGS, (reason, shared))
+        return PeerPath(peer, PROCESS, (ONLY_POOLS,))
+    return PeerPath(peer, SOCKETS if calls.shared_memory else RINGS, (reason, ONLY_POOLS))
 
 
 def _other_host(root: Path, ucx: UcxLibrary, environment: Mapping[str, str]) -> PeerPath:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist.doctor.finding import NOTE, Finding, names_in, text_of
+from llm_datadist.commands.doctor.finding import NOTE, Finding, names_in, text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def _interfaces(root: Path) -> list[Finding]:
     cards = [name for name in others if _is_up(folder / name) and (folder / name / "device").exists()]
     if len(cards) > 1:
         meaning = "a link uses one of these networks"
-        remedy = "link_addresses spreads large pulls and pushes over several (docs: Networks)"
+        remedy = "the option addresses spreads large pulls and pushes over several (docs: Networks)"
         found.append(Finding(_NETWORKS, "several networks", ", ".join(cards), NOTE, meaning, remedy))
     return found
 

@@ -77,11 +77,6 @@ def salt(request: int) -> int:
     return request % 255 + 1
 
 
-def flip(rows: Sequence[Words], slot: int, tensor: int, offset: int) -> None:
-    """Change one byte of a slot. Tests use this to check the verification."""
-    rows[tensor][slot].view(np.uint8)[offset] ^= 0x40
-
-
 def _key(block: int) -> np.uint64:
     key: np.uint64 = np.uint64((block + 1) * _ODD % 2**64)
     return key

@@ -6,18 +6,21 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from llm_datadist.doctor import devices, host
-from llm_datadist.doctor.finding import NOTE, PROBLEM, Finding, field_of, size, text_of
+from llm_datadist.commands.doctor import devices, host
+from llm_datadist.commands.doctor.finding import NOTE, PROBLEM, Finding, field_of, text_of
+from llm_datadist.commands.output import size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llm_datadist.doctor.kernel_calls import KernelCalls
+    from llm_datadist.commands.doctor.kernel_calls import KernelCalls
 
 _SECTION = "limits"
 _RESERVED, _FOR_EACH_LINK = 48, 4
 """Of n open files, an engine keeps 48; each incoming link takes four of the rest (docs/links.md, "Limits")."""
 _FEWEST_LINKS, _MOST_LINKS, _FEW_FILES = 4, 4096, 4096
+_TOO_LITTLE_SPACE = "no engine opens whose pools do not fit into it; pools of peers that do not fit go through sockets"
+_SMALL_FILES = "pools are files in memory, so no engine opens with a larger pool"
 _SYS_PTRACE = 19
 _ADMIN_ONLY, _NO_ATTACH = 2, 3
 """Values of Yama's ptrace_scope. 0 and 1 suffice: with 1, the engine permits the reads when it links."""
@@ -28,8 +31,8 @@ def findings(root: Path, calls: KernelCalls) -> list[Finding]:
     return [
         _open_files(root),
         _locked_memory(root),
-        _address_space(root),
-        _file_size(root),
+        _size_limit(root, "address space (ulimit -v)", "Max address space", _TOO_LITTLE_SPACE, "remove the limit"),
+        _size_limit(root, "file size (ulimit -f)", "Max file size", _SMALL_FILES, "set ulimit -f unlimited"),
         _shared_memory(root, calls),
         _process_reads(root, calls),
         *_huge_pages(root),
@@ -70,7 +73,9 @@ def _open_files(root: Path) -> Finding:
     if soft >= _FEW_FILES:
         return Finding(_SECTION, name, value)
     meaning = f"an engine accepts at most {links:,} links of peers"
-    return Finding(_SECTION, name, value, NOTE, meaning, "raise it before init, for example ulimit -n 65536")
+    return Finding(
+        _SECTION, name, value, NOTE, meaning, "raise it before the engine opens, for example ulimit -n 65536"
+    )
 
 
 def _locked_memory(root: Path) -> Finding:
@@ -79,26 +84,15 @@ def _locked_memory(root: Path) -> Finding:
     value = "unlimited or unknown" if soft is None else size(soft)
     if soft is None or devices.no_rdma(root) is not None:
         return Finding(_SECTION, name, value)
-    meaning = "an RDMA device pins whole pools; init fails, or sockets are used, if they exceed the limit"
+    meaning = "an RDMA device pins whole pools; the engine does not open, or sockets are used, if they exceed the limit"
     return Finding(_SECTION, name, value, NOTE, meaning, "set ulimit -l unlimited, or more than the sizes of the pools")
 
 
-def _address_space(root: Path) -> Finding:
-    name = "address space (ulimit -v)"
-    soft, _ = limit(root, "Max address space")
+def _size_limit(root: Path, name: str, resource: str, meaning: str, remedy: str) -> Finding:
+    soft, _ = limit(root, resource)
     if soft is None:
         return Finding(_SECTION, name, "unlimited")
-    meaning = "init fails if the pools do not fit into it; pools of peers that do not fit are read through sockets"
-    return Finding(_SECTION, name, size(soft), NOTE, meaning, "remove the limit")
-
-
-def _file_size(root: Path) -> Finding:
-    name = "file size (ulimit -f)"
-    soft, _ = limit(root, "Max file size")
-    if soft is None:
-        return Finding(_SECTION, name, "unlimited")
-    meaning = "pools are files in memory, so init fails if a pool is larger"
-    return Finding(_SECTION, name, size(soft), NOTE, meaning, "remove the limit (ulimit -f unlimited)")
+    return Finding(_SECTION, name, size(soft), NOTE, meaning, remedy)
 
 
 def _engine(calls: KernelCalls) -> Finding:
@@ -137,7 +131,7 @@ def _process_reads(root: Path, calls: KernelCalls) -> Finding:
     if reason is None:
         return Finding(_SECTION, name, value)
     meaning = f"{reason}; peers on this host read registered memory through sockets"
-    remedy = "allocate caches from mem_pool_cfg, or permit the reads (ptrace_scope 0 or 1, seccomp)"
+    remedy = "allocate caches from a pool, or permit the reads (ptrace_scope 0 or 1, seccomp)"
     return Finding(_SECTION, name, value, NOTE, meaning, remedy)
 
 

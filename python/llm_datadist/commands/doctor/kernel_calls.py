@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 from dataclasses import dataclass
 
-from llm_datadist.doctor.trial import open_engine
+from llm_datadist.native import Engine, Error
 
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK, _SEAL_FUTURE_WRITE = 0x0002, 0x0010
@@ -17,19 +18,12 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class KernelCalls:
-    """For each call, the reason why it fails, or ``None`` if it works.
+    """For each call, the reason why it fails, or ``None`` if it works."""
 
-    Args:
-        shared_memory: ``memfd_create``, and sealing such a file against writes of others.
-        process_read: ``process_vm_readv``, tried with this process.
-        process_handle: ``pidfd_open``, tried with this process.
-        engine: ``LLMDataDist.init``, with a pool and a listener.
-    """
-
-    shared_memory: str | None = None
-    process_read: str | None = None
-    process_handle: str | None = None
-    engine: str | None = None
+    shared_memory: str | None = None  # `memfd_create`, and sealing such a file against writes of others
+    process_read: str | None = None  # `process_vm_readv`, tried with this process
+    process_handle: str | None = None  # `pidfd_open`, tried with this process
+    engine: str | None = None  # `Engine`, with a pool and a listener
 
 
 def try_all() -> KernelCalls:
@@ -89,3 +83,35 @@ def _process_handle() -> str | None:
     except AttributeError:
         return "this Python has no pidfd_open"
     return None
+
+
+class _Errors(logging.Handler):
+    """Keeps the texts of lines at ERROR."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the text of a line."""
+        self.texts.append(record.getMessage())
+
+
+def open_engine() -> str | None:
+    """Open an engine with a pool and a listener, and close it. Return what fails, or ``None``.
+
+    Limits of the process may refuse what no single system call shows. Environment variables count as for every engine,
+    so that a token that cannot be read is found.
+    """
+    logger, errors = logging.getLogger("LLM_DATADIST"), _Errors()
+    propagate, logger.propagate = logger.propagate, False  # the report has the lines
+    logger.addHandler(errors)
+    try:
+        with Engine(pool="32MiB", listen="127.0.0.1:0"):
+            pass
+    except (Error, OSError, MemoryError, RuntimeError) as error:  # also a limit that Python meets first
+        return f"{type(error).__name__}: {error}"
+    finally:
+        logger.removeHandler(errors)
+        logger.propagate = propagate
+    return "; ".join(errors.texts) or None

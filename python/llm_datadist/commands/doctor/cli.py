@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import json
 import logging
 import os
 import re
@@ -22,24 +21,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist import LLMException, LLMStatusCode
-from llm_datadist.doctor import devices, fabrics, host, kernel_calls, libraries, limits, report
-from llm_datadist.doctor.finding import PROBLEM
-from llm_datadist.doctor.measure import MeasureError, Target, measure
-from llm_datadist.doctor.paths import paths
-from llm_datadist.doctor.probe import Choice
-from llm_datadist.doctor.serve import serve
-from llm_datadist.standard_output import CommandParser, OutputError, complain, write, write_results
+from llm_datadist.commands.doctor import devices, host, kernel_calls, libraries, limits, link, report
+from llm_datadist.commands.doctor.finding import PROBLEM
+from llm_datadist.commands.doctor.paths import paths
+from llm_datadist.commands.output import CommandParser, OutputError, complain, seconds, write, write_results
+from llm_datadist.native import Error, InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_STANDARD_OUTPUT = "-"
 _SERVED = "0.0.0.0:26500"
 _SECONDS = 10.0
 _LAST_PORT = 65535
 _NARROWEST, _WIDEST = 80, 120
-_BACKENDS = ("auto", "sockets", "ucx")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,13 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.serve is not None:
             return _serve(options)
         return _examine(options) if options.to is None else _measure(parser, options)
-    except MeasureError as error:
+    except link.MeasureError as error:
         return _failed(str(error), 2 if error.invalid else 1)
     except OutputError as error:
         return _failed(str(error), 1)
-    except LLMException as error:
-        status = 2 if error.status_code == LLMStatusCode.LLM_PARAM_INVALID else 1
-        return _failed(f"the engine failed: {error.status_code.name}: {error}", status)
+    except Error as error:
+        return _failed(f"the engine failed: {link.shown(error)}", 2 if isinstance(error, InvalidArgument) else 1)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
 
@@ -65,40 +58,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _examine(options: argparse.Namespace) -> int:
     """Print what was found on this host."""
     root, calls = Path("/"), kernel_calls.try_all()
-    ucx = fabrics.UcxLibrary(options.ucx_library or fabrics.UCX_LIBRARY)
+    ucx = libraries.UcxLibrary(options.ucx_library or libraries.UCX_LIBRARY)
     found = [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
     found += libraries.findings(root, ucx, os.environ)
     peers = paths(root, calls, ucx, os.environ)
     result = {"findings": [asdict(finding) for finding in found], "paths": [asdict(peer) for peer in peers]}
-    _print(options, report.findings(found, peers, _width()), result)
+    write_results(report.findings(found, peers, _width()), result, options.json)
     return int(any(finding.verdict == PROBLEM for finding in found))
 
 
 def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Measure the link and print the table."""
-    files = (options.token_file, options.ucx_library)
-    target = Target(_resolved(parser, options.to), options.seconds or _SECONDS, *files)
+    address, limit_s = _resolved(parser, options.to), options.seconds or _SECONDS
     logger = logging.getLogger("LLM_DATADIST")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # the table has the reasons of failures
     try:
-        rows = measure(target)
+        rows = link.measure(address, limit_s, _engine_options(options))
     finally:
         logger.setLevel(level)
-    result = {"peer": target.address, "seconds": target.seconds, "rows": [asdict(row) for row in rows]}
-    _print(options, report.measurements(target.address, rows, _width()), result)
+    result = {"peer": address, "seconds": limit_s, "rows": [asdict(row) for row in rows]}
+    write_results(report.measurements(address, rows, _width()), result, options.json)
     return 0
 
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve measurements. Ctrl-C is the usual end."""
-    files = (options.token_file, options.ucx_library)
-    choice = Choice(None, options.transfer_backend, *files, options.serve)
     try:
-        serve(choice, options.seconds)
+        link.serve({"listen": options.serve, **_engine_options(options)}, options.seconds)
     except KeyboardInterrupt:
         write("doctor: ended")
     return 0
+
+
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in ("token_file", "ucx_library", "backend")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _failed(text: str, status: int) -> int:
@@ -108,11 +103,6 @@ def _failed(text: str, status: int) -> int:
 
 def _width() -> int:
     return min(max(shutil.get_terminal_size((_WIDEST, 24)).columns, _NARROWEST), _WIDEST)
-
-
-def _print(options: argparse.Namespace, text: str, result: dict[str, Any]) -> None:
-    """Print the text, and write the JSON. With ``--json -``, standard output gets only the JSON."""
-    write_results(text, json.dumps(result, indent=2), options.json)
 
 
 def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
@@ -127,9 +117,9 @@ def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
     return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check(parser: CommandParser, options: argparse.Namespace) -> None:
     """Check that the options belong together."""
-    if options.serve is None and options.transfer_backend is not None:
+    if options.serve is None and options.backend is not None:
         parser.error("--transfer-backend belongs to --serve; --to measures every path")
     if options.serve is None and options.to is None:
         for name in ("token_file", "seconds"):
@@ -137,14 +127,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
                 parser.error(f"--{name.replace('_', '-')} belongs to --serve or --to")
     if options.serve is not None and options.json is not None:
         parser.error("--json belongs to a report or a measurement, not to --serve")
-    if options.json not in (None, _STANDARD_OUTPUT):
-        try:
-            Path(options.json).touch()
-        except OSError as error:
-            parser.error(f"--json: {error}")
+    parser.check_json(options.json)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = CommandParser(
         prog="llm-datadist doctor",
         description="Examine this host: devices, networks, libraries, limits, and which path the bytes of each kind of "
@@ -161,10 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     token = "file with the token of both sides; needed between hosts and between users"  # noqa: S105
     add("--token-file", type=_file, metavar="FILE", help=token)
     add("--ucx-library", type=_file, metavar="FILE", help="library of UCX (libucp.so.0, which the system finds)")
-    backend = "with --serve: what may move bytes between hosts (auto); ucx fails if UCX cannot be used"
-    add("--transfer-backend", choices=_BACKENDS, help=backend)
+    moved = "with --serve: what may move bytes between hosts (auto); ucx fails if UCX cannot be used"
+    add("--transfer-backend", dest="backend", choices=("auto", "sockets", "ucx"), help=moved)
     limit = f"how long to measure ({_SECONDS:g}), or to serve (until Ctrl-C)"
-    add("--seconds", type=_seconds, metavar="S", help=limit)
+    add("--seconds", type=seconds(5), metavar="S", help=limit)
     add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     return parser
 
@@ -190,9 +176,3 @@ def _file(text: str) -> str:
     if not text or not Path(text).exists():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     return str(Path(text).absolute())
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.001 to 99,999")
-    return float(text)

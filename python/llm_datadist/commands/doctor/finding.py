@@ -17,23 +17,14 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact.
+    """One fact."""
 
-    Args:
-        section: heading under which the report shows it.
-        name: what was examined.
-        value: what was found.
-        verdict: ``OK``, ``NOTE`` or ``PROBLEM``.
-        meaning: what it means for the engine, if the verdict is not ``OK``.
-        remedy: what to do, if the verdict is not ``OK``.
-    """
-
-    section: str
-    name: str
-    value: str
+    section: str  # heading under which the report shows it
+    name: str  # what was examined
+    value: str  # what was found
     verdict: str = OK
-    meaning: str = ""
-    remedy: str = ""
+    meaning: str = ""  # what it means for the engine, if the verdict is not `OK`
+    remedy: str = ""  # what to do then
 
 
 def text_of(file: Path) -> str | None:
@@ -56,11 +47,3 @@ def field_of(file: Path, name: str) -> str | None:
     """Return the value of a line ``name: value``, or ``None``."""
     match = re.search(rf"^{re.escape(name)}[ \t]*:[ \t]*(.*)$", text_of(file) or "", re.MULTILINE)
     return match[1].strip() if match else None
-
-
-def size(count: float) -> str:
-    """Return a number of bytes with a unit."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:,.1f} {unit}"
-    return f"{count:,.0f} B"
