@@ -310,8 +310,8 @@ class Engine:
 
         Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors, and the blocks of both have equal sizes.
         If both caches have a layout, each side is a sequence of tokens in place of a list of blocks: elements go where
-        the layout of ``dst`` has them, and the numbers of blocks may differ. A block may occur in ``dst`` twice if
-        nothing is converted; the last one counts.
+        the layout of ``dst`` has them. The numbers of blocks may differ if the rows of an end are narrowed by
+        ``tokens``. A block may occur in ``dst`` twice if nothing is converted; the last one counts.
 
         Until the transfer has ended, the blocks of ``dst`` must not be used. If it fails, they are undefined, except
         for those in ``Error.arrived``.
@@ -366,7 +366,8 @@ class Engine:
         wait for each other until their time limits.
 
         With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute
-        one layer while another one moves.
+        one layer while another one moves. Blocks move as they are, so the layouts of both caches must be the same in
+        all but their layers. If the rows of one end are narrowed by ``layers``, those of the other end must be, too.
 
         Args:
             dst: blocks of a peer that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several
@@ -583,15 +584,19 @@ class Cache:
     def free(self) -> Transfer[None]:
         """End the cache. Its name can be used again at once, and new transfers that name it fail with ``NotFound``.
 
-        The transfer ends when nothing touches the memory any more, neither this engine nor a peer. The memory of an
-        allocated cache returns to the pool when the last transfer and view is gone. Grants of the cache end with the
-        reason ``"released"``. Freeing a cache again, or after ``Engine.close``, ends at once.
+        The memory of an allocated cache returns to the pool when the last transfer and view of it is gone, so ``free``
+        has nothing to wait for: the transfer has ended when it is returned, and there is no ``Completed`` for it. The
+        transfer of a registered cache ends when nothing touches the memory any more, neither this engine nor a peer.
+        Grants of the cache end with the reason ``"released"``. Freeing a cache again, or after ``Engine.close``, ends
+        at once.
 
         Returns:
             The transfer. ``Timeout``: a peer that no longer answers may still read registered memory after
             ``Engine.timeout``. Keep the memory, and call ``free`` again.
 
         Raises:
+            Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The registered cache is freed;
+                call ``free`` again to learn when its memory may be used.
             Closed: this process is a forked child.
         """
 
@@ -861,10 +866,12 @@ class Grant:
         A reader may still be reading the blocks; its pull fails. Revoking a grant that has ended does nothing.
 
         Returns:
-            A transfer that ends when the reads that this engine serves have ended.
+            A transfer that ends when the reads that this engine serves have ended. If it serves none, it has ended when
+            it is returned, and there is no ``Completed`` for it.
 
         Raises:
-            Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The grant has ended.
+            Busy: reads are served, and ``max_transfers`` transfers run or have an outcome that was not taken. The grant
+                has ended.
             Closed: the engine is closed.
         """
 

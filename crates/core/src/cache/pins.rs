@@ -113,8 +113,7 @@ impl CallRows {
     fn pin_in_order(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
         let mut locked = self.lock()?;
         let passes = passes() && self.all(&locked, RowQueues::may_pass);
-        if self.all(&locked, |queues, used| queues.taken(used, passes).is_none()) {
-            self.0.iter().zip(locked.iter_mut()).for_each(|(rows, queues)| queues.take(&rows.used));
+        if self.take_if_free(&mut locked, passes) {
             drop(locked);
             return Ok(Pin(self));
         }
@@ -122,6 +121,23 @@ impl CallRows {
         let entered = self.enter_locked(&mut locked, passes, &readiness);
         drop(locked);
         self.waiting(entered, readiness)?.pin(deadline)
+    }
+
+    /// Takes the rows if they are free and no call waits for them. Returns `None` otherwise, or if there is no memory for their
+    /// counters.
+    pub fn pin_now(self) -> Option<Pin> {
+        let mut locked = self.lock().ok()?;
+        let free = self.take_if_free(&mut locked, false);
+        drop(locked);
+        free.then(|| Pin(self))
+    }
+
+    fn take_if_free(&self, locked: &mut [MutexGuard<'_, RowQueues>], passes: bool) -> bool {
+        let free = self.all(locked, |queues, used| queues.taken(used, passes).is_none());
+        if free {
+            self.0.iter().zip(locked.iter_mut()).for_each(|(rows, queues)| queues.take(&rows.used));
+        }
+        free
     }
 
     fn all(

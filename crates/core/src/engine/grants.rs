@@ -58,21 +58,24 @@ impl DataDist {
         if wait { self.resources.grants.wait_for_reads(grant, self.deadline()) } else { Ok(()) }
     }
 
-    /// Ends a grant at once, as [`revoke`](Self::revoke) does. The transfer ends once no read under the grant is served, and fails
-    /// with `Timeout` after `limit`, by default `sync_kv_timeout`.
+    /// Ends a grant at once, as [`revoke`](Self::revoke) does. Returns `None` if no read under the grant is served now. The transfer
+    /// ends once none is, and fails with `Timeout` after `limit`, by default `sync_kv_timeout`.
     ///
     /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does. The grant has ended after every error, too: giving
     /// memory back must not depend on room for one more transfer.
-    pub fn start_revoke(&self, grant: &Arc<Grant>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
+    pub fn start_revoke(&self, grant: &Arc<Grant>, limit: Option<Duration>) -> Result<Option<Arc<Transfer>>> {
         let (grants, revoked) = (self.resources.grants.clone(), grant.clone());
         grants.end(grant, GrantEnd::Revoked);
+        if !grants.serves_reads(grant) {
+            return Ok(None);
+        }
         let work = move |_: &Arc<Execution>, deadline| grants.wait_for_reads(&revoked, deadline).map(|()| 0);
         let work = AsyncWork {
             class: JobClass::Waits((grant.id().slot % 16) as u8),
             rows: CallRows::none(),
             work: Box::new(work),
         };
-        self.start_work(None, work, limit)
+        self.start_work(None, work, limit).map(Some)
     }
 
     /// Reports to the owner of a grant that this engine is done with it. Reporting again, or after the end, changes nothing.

@@ -25,7 +25,7 @@ pub use transfer::CallExtras;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::cache::{Cache, CallRows, all_rows, unpinned};
+use crate::cache::{Cache, all_rows, unpinned};
 use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::device::DeviceSet;
 use crate::error::Result;
@@ -265,19 +265,19 @@ impl DataDist {
         })
     }
 
-    /// Releases a cache, allocated or registered: from now on no call and no peer finds it. The transfer ends once no copy or
-    /// transfer of this process uses its memory; at once if it was allocated, because that memory returns to its pool by itself.
-    /// The caller may free registered memory once the transfer has succeeded. It fails with `Timeout` after `limit`, by default
-    /// `sync_kv_timeout`. An unknown id is not an error.
+    /// Releases a cache, allocated or registered: from now on no call and no peer finds it. An unknown id is not an error.
     ///
-    /// After an error, also `Err(Busy)` of this call, the cache is gone nevertheless, and the same call waits again.
-    pub fn start_free(&self, id: CacheId, limit: Option<Duration>) -> Result<Arc<Transfer>> {
-        let table = &self.resources.table;
-        table.deallocate(id);
-        let registered = table.unregister(id)?;
+    /// Returns `None` if it was allocated: its memory returns to the pool by itself. The transfer of a registered cache ends once no
+    /// copy or transfer of this process uses its memory, which the caller may free once the transfer has succeeded. It fails with
+    /// `Timeout` after `limit`, by default `sync_kv_timeout`. After an error, also `Err(Busy)` of this call, the cache is gone
+    /// nevertheless, and the same call waits again.
+    pub fn start_free(&self, id: CacheId, limit: Option<Duration>) -> Result<Option<Arc<Transfer>>> {
+        let Some(registered) = self.resources.table.unregister(id)? else {
+            self.deallocate(id)?;
+            return Ok(None);
+        };
         self.end_grants(id);
-        let op = if registered.is_some() { Op::Register } else { Op::Deallocate };
-        let rows = registered.as_ref().map_or_else(|| Ok(CallRows::none()), all_rows)?;
+        let rows = all_rows(&registered)?;
         let resources = Arc::downgrade(&self.resources);
         let work = move |execution: &Arc<Execution>, deadline| {
             execution.pin(deadline)?;
@@ -287,7 +287,8 @@ impl DataDist {
             Ok(0)
         };
         let class = JobClass::Calls(self.resources.config.cluster);
-        self.start_work(Some(op), AsyncWork { class, rows, work: Box::new(work) }, limit)
+        let work = AsyncWork { class, rows, work: Box::new(work) };
+        self.start_work(Some(Op::Register), work, limit).map(Some)
     }
 
     /// Returns the cache with this id.

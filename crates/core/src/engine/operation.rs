@@ -90,19 +90,36 @@ impl<'a> Operation<'a> {
         moved.map(|_| None).map_err(|error| with_fact(error, fact))
     }
 
-    /// Returns before the bytes move. Calls that meet in a row take turns in the order in which they were started.
+    /// Returns without waiting: before the bytes move, or once they are in place if they are few and neither a peer nor another
+    /// call has to be waited for. Calls that meet in a row take turns in the order in which they were started.
     ///
     /// Returns `Err` for what the arguments and the local caches decide, and `Err(Busy)` if too many transfers run or
     /// wait for their outcome to be taken. The [`Transfer`] has the outcome, and [`poll`](DataDist::poll) returns it.
     pub fn start(self) -> Result<Arc<Transfer>> {
         let Operation { engine, op, started, limit, fact, prepared } = self;
         let deadline = engine.limited(started, limit);
-        let transfer = prepared.and_then(|prepared| prepared.start(engine, op, deadline, true));
+        let transfer = prepared.and_then(|mut prepared| match prepared.run_now(engine, op, deadline)? {
+            Some(ended) => Ok(ended),
+            None => prepared.start(engine, op, deadline, true),
+        });
         transfer.map_err(|error| with_fact(error, fact))
     }
 }
 
 impl Prepared {
+    /// Runs the call on the calling thread if it is short and need not wait. Returns `None` otherwise.
+    fn run_now(&mut self, engine: &DataDist, op: Op, deadline: Deadline) -> Result<Option<Arc<Transfer>>> {
+        let resources = &engine.resources;
+        match self {
+            Prepared::Copy(copy) => engine.calls.run_now(op, || copy.run_now(resources, deadline)),
+            Prepared::Transfer(transfer) => engine.calls.run_now(op, || {
+                let link = engine.links.find_other(transfer.cluster, Deadline::after(Duration::ZERO)).ok()?;
+                transfer.run_now(resources, link, deadline).map(Ok)
+            }),
+            Prepared::Group(_) | Prepared::Copies(_) => Ok(None),
+        }
+    }
+
     /// Starts the call, whose end is an event if `event` is set.
     fn start(self, engine: &DataDist, op: Op, deadline: Deadline, event: bool) -> Result<Arc<Transfer>> {
         let resources = engine.resources.clone();

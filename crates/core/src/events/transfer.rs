@@ -13,7 +13,7 @@ use super::notification::PeerInfo;
 use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, SPIN_BEFORE_PARK, poll};
 
 /// How many bytes of a transfer are in place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,6 +45,8 @@ pub struct Transfer {
     started: Instant,
     /// Whether the outcome was taken. No lock: the event queue reads it under its own.
     taken: AtomicBool,
+    /// Whether there is an outcome. Changes under the lock.
+    ended: AtomicBool,
     /// The peer of the link that the call has made or found.
     /// In a box, because few calls have one.
     peer: OnceLock<Box<PeerInfo>>,
@@ -123,6 +125,7 @@ impl Transfer {
             queue,
             started: Instant::now(),
             taken: AtomicBool::new(!event),
+            ended: AtomicBool::new(false),
             peer: OnceLock::new(),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -232,6 +235,7 @@ impl Transfer {
         let (stop, at_end) = (state.stop.take(), state.at_end.take());
         // Queued under the lock, so that a thread that sees the outcome can take it out of the queue.
         self.queue.ended(self);
+        self.ended.store(true, Ordering::Release);
         self.changed.notify_all();
         drop(state);
         drop(stop);
@@ -253,20 +257,28 @@ impl Transfer {
 
     /// Whether the transfer has ended.
     pub fn done(&self) -> bool {
-        self.state.lock().outcome.is_some()
+        self.ended.load(Ordering::Acquire)
     }
 
     /// Waits until the transfer has ended. Returns `Ok(false)` once `deadline` has passed, and `Err` only if
     /// interrupted.
     pub fn wait(&self, deadline: Deadline) -> Result<bool> {
+        // A thread that sleeps takes longer to wake than a short call takes.
+        if poll(SPIN_BEFORE_PARK.min(deadline.left()), || self.done()) {
+            return Ok(true);
+        }
         let mut state = self.state.lock();
         while state.outcome.is_none() {
             if deadline.passed() {
                 return Ok(false);
             }
-            drop(self.changed.wait_timeout(state, deadline.wait_limit()));
-            deadline.interruption("waiting for a transfer")?;
-            state = self.state.lock();
+            state = self.changed.wait_timeout(state, deadline.wait_limit()).0;
+            // Asked only while the transfer runs, because the answer may take long: Python's is behind its GIL.
+            if state.outcome.is_none() {
+                drop(state);
+                deadline.interruption("waiting for a transfer")?;
+                state = self.state.lock();
+            }
         }
         Ok(true)
     }

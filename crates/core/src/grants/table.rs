@@ -278,10 +278,15 @@ impl Grants {
         }
     }
 
+    /// Whether this process serves a read under a grant. Once the grant has ended, no further read begins.
+    pub fn serves_reads(&self, grant: &Grant) -> bool {
+        grant.reads.load(Ordering::SeqCst) > 0
+    }
+
     /// Waits until this process serves no read under a grant, which has ended.
     pub fn wait_for_reads(&self, grant: &Grant, deadline: Deadline) -> Result<()> {
         let mut state = self.state.lock();
-        while grant.reads.load(Ordering::SeqCst) > 0 {
+        while self.serves_reads(grant) {
             drop(self.unread.wait_timeout(state, deadline.wait_limit()));
             deadline.waiting("waiting for reads of a revoked grant that this engine serves")?;
             state = self.state.lock();

@@ -70,6 +70,12 @@ impl Pieces {
         Ok(Pieces { template, ..Pieces::default() })
     }
 
+    /// Returns the number of bytes in one tensor. 2^64 - 1 stands for more.
+    pub(crate) fn bytes(&self) -> u64 {
+        let last = self.short.map_or(0, |piece| piece.len);
+        self.template.bytes().unwrap_or(u64::MAX).saturating_add(last)
+    }
+
     /// Returns `Err(InvalidArgument)` if a row has a number of 2^32 or above. This error comes after all others of the
     /// arguments.
     pub(crate) fn check_numbers(&self) -> Result<()> {

@@ -57,6 +57,15 @@ impl Link {
         describe(self, Name::of_cache(cache), deadline)
     }
 
+    /// Returns the remote cache with the name `name` if its stored description is current, as far as is visible from here.
+    pub(crate) fn known_now(&self, name: &RemoteCacheName) -> Option<Arc<KnownCache>> {
+        let name = match name {
+            RemoteCacheName::Name(name) => *name,
+            RemoteCacheName::Text(text) => Name::of_cache(self.view.id_of(text)?),
+        };
+        self.view.record(&name).filter(|known| self.view.current(known))
+    }
+
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner. Returns `Err(GrantEnded)` if the end of a grant is visible.
     pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {

@@ -92,6 +92,20 @@ struct CallStage {
     alarm: Option<Alarm>,
 }
 
+impl CallsOfEngine {
+    /// Counts a call, and ends its transfer.
+    pub(super) fn ended(&self, transfer: &Arc<Transfer>, op: Option<Op>, outcome: Result<u64>) {
+        let took = Duration::from_nanos(transfer.elapsed());
+        // Before anybody learns of the end, and may look at the counters.
+        if let Some(op) = op
+            && let Some(resources) = self.resources.upgrade()
+        {
+            resources.stats.counted(op, took, outcome.is_ok());
+        }
+        transfer.finish(outcome);
+    }
+}
+
 impl AsyncCall {
     /// Creates a call that waits for nothing yet.
     pub(super) fn new(
@@ -226,14 +240,7 @@ impl AsyncCall {
     /// Ends the call. Nothing of it may touch memory any more.
     fn end(&self, outcome: Result<u64>) {
         self.forget_alarm();
-        let took = Duration::from_nanos(self.transfer.elapsed());
-        // Before anybody learns of the end, and may look at the counters.
-        if let Some(op) = self.purpose.op
-            && let Some(resources) = self.engine.resources.upgrade()
-        {
-            resources.stats.counted(op, took, outcome.is_ok());
-        }
-        self.transfer.finish(outcome);
+        self.engine.ended(&self.transfer, self.purpose.op, outcome);
         self.engine.running.leave(self.key);
     }
 }

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::events::{CallsOfPeers, EventQueue, HeldEnd, MAX_HELD, Transfer};
 use crate::model::{ClusterId, Deadline};
 use crate::resources::Resources;
+use crate::stats::Op;
 
 /// The asynchronous calls of one engine.
 pub struct AsyncCalls {
@@ -57,6 +58,21 @@ impl AsyncCalls {
             return Err(error);
         }
         Ok(transfer)
+    }
+
+    /// Runs `call` as a call that has ended when it is returned. Returns `None` if `call` did not run, because it would have to wait.
+    pub(crate) fn run_now(
+        &self,
+        op: Op,
+        call: impl FnOnce() -> Option<Result<u64>>,
+    ) -> Result<Option<Arc<Transfer>>> {
+        let transfer = self.queue.start(true)?;
+        let Some(outcome) = call() else {
+            transfer.abandon();
+            return Ok(None);
+        };
+        self.engine.ended(&transfer, Some(op), outcome);
+        Ok(Some(transfer))
     }
 
     /// Waits until no call runs. Returns `false` once `deadline` has passed, and `Err` only if interrupted.

@@ -109,16 +109,13 @@ impl Call {
     /// have changed. Returns `Err(CacheNotFound)` after [`MAX_ATTEMPTS`] attempts.
     pub(crate) fn attempts(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
         let granted = self.open_grant().map_err(|error| self.named(error))?;
-        check_accessible(self.words, &self.resources, &self.local)?;
+        self.check_local()?;
         let mut known = match granted {
             Some(granted) => self.same_as_named(granted)?,
             None => self.remote_cache(Link::known)?,
         };
         for _ in 0..MAX_ATTEMPTS {
-            let (words, side) = self.words;
-            let remote = side.other().of(words.sides()).remote;
-            let open = validate::check_accessible(words, remote, known.remote.accessible);
-            let outcome = open.and_then(|()| attempt(&known));
+            let outcome = self.check_remote(&known).and_then(|()| attempt(&known));
             match outcome {
                 Ok(Moved::Bytes(bytes) | Moved::Equal(bytes)) => return Ok(bytes),
                 Ok(Moved::Stale) => {
@@ -139,6 +136,18 @@ impl Call {
         }
         let text = "the remote cache changed during every attempt";
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
+    }
+
+    /// Checks that peers may use the local cache, if this engine requires it.
+    pub(super) fn check_local(&self) -> Result<()> {
+        check_accessible(self.words, &self.resources, &self.local)
+    }
+
+    /// Checks that this engine may use the remote cache.
+    pub(super) fn check_remote(&self, known: &KnownCache) -> Result<()> {
+        let (words, side) = self.words;
+        let remote = side.other().of(words.sides()).remote;
+        validate::check_accessible(words, remote, known.remote.accessible)
     }
 
     /// Returns the grant as a name of the remote cache, if there is one.

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::SHORT_CALL;
 use super::async_call::Execution;
 use super::compared::{BLOCKS, Compared, block_sizes, differ, sample};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::checksums::Checksums;
+use crate::config::SwapInPath;
 use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
 use crate::error::Result;
 use crate::fallible;
@@ -84,6 +86,24 @@ impl LocalCopy {
         }
         let _pin = self.take_rows().pin(deadline)?;
         self.copy_all(resources, plans, &Arc::default(), deadline)
+    }
+
+    /// Does the same on the calling thread if the copy is short and need not wait. Returns `None` otherwise.
+    pub(crate) fn run_now(&mut self, resources: &Resources, deadline: Deadline) -> Option<Result<u64>> {
+        let LocalMoves::Equal(moves) = &self.moves else { return None };
+        let LocalCopy { src, dst, .. } = self;
+        let bytes = moves.pieces.bytes().saturating_mul(moves.num_tensors.into());
+        // A device or the staging ring may have to be waited for.
+        let host = src.tensors().host_addressable() && dst.tensors().host_addressable();
+        if bytes > SHORT_CALL || !host || self.staging.path == SwapInPath::Ring {
+            return None;
+        }
+        let (reads, writes) = ((src.clone(), moves.src_rows.clone()), (dst.clone(), moves.dst_rows.clone()));
+        let _pin = CallRows::copy(reads, writes).pin_now()?;
+        let copied = self.plan().and_then(|plans| {
+            if plans.is_empty() { Ok(0) } else { self.copy_all(resources, plans, &Arc::default(), deadline) }
+        });
+        Some(copied)
     }
 
     /// Takes the rows that are read and written.

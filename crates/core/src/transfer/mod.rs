@@ -45,3 +45,7 @@ pub(crate) use notify::notify;
 pub(crate) use peer_transfer::{PeerTransfer, used_rows};
 #[cfg(feature = "testing")]
 pub use verify::MOVED;
+
+/// Maximum number of bytes of a call that the caller runs while it starts it, if nothing has to be waited for. Handing such a
+/// call to a worker takes longer than copying the bytes.
+const SHORT_CALL: u64 = 16 << 10;

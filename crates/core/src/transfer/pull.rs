@@ -2,16 +2,20 @@
 
 use std::sync::Arc;
 
+use super::SHORT_CALL;
 use super::call::{Call, Moved};
 use super::stream::Streams;
-use crate::cache::RowUse;
-use crate::copy::{DataPath, HeldPins, Hops, Progress, STILL_READING, with_arrived_rows};
+use crate::cache::{CallRows, RowUse};
+use crate::copy::{DataPath, HeldPins, Hops, PathKind, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name, RowList};
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{NamedCache, WireUsedKey};
 use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity};
 use crate::validate::{CheckedTransfer, OwnerShare, PlannedTransfer};
+
+/// Maximum number of rows of a short pull, so that planning costs little if the pull then turns out to be long.
+const SHORT_ROWS: usize = 4;
 
 /// What is left to do once the bytes of a pull or push are in place.
 #[derive(Default)]
@@ -48,6 +52,34 @@ impl Call {
             end.used_key = Some(WireUsedKey::of_grant(grant.token.grant));
         }
         Ok((bytes, end))
+    }
+
+    /// Pulls a few bytes on the calling thread if that needs no answer of the peer and no other call: the stored description of the
+    /// remote cache is current, its memory is mapped, and the local rows are free. Returns `None` otherwise. The rows may have been
+    /// written then, as by every pull that has begun.
+    pub(super) fn pull_now(&self, checked: &CheckedTransfer) -> Option<u64> {
+        let rows = checked.rows().local_rows().ok().filter(|rows| rows.len() <= SHORT_ROWS)?;
+        let known = self.link.known_now(&self.name)?;
+        self.check_local().and_then(|()| self.check_remote(&known)).ok()?;
+        let PlannedTransfer { plans, read_tensors, .. } =
+            checked.plan(&known.remote, &OwnerShare::default()).ok()?;
+        let [plan] = &plans[..] else { return None };
+        let snapshot = PeerSnapshot::begin(&self.link.view, &known).ok()?;
+        let to = (self.local.tensors(), self.local.placement());
+        let at_once = snapshot.kind() == PathKind::Mapped && to.0.host_addressable();
+        let releases_key = read_tensors.is_some_and(|tensors| self.used_key(&known, tensors).is_some());
+        if !at_once || releases_key || plan.is_empty() || plan.bytes() > SHORT_CALL {
+            return None;
+        }
+        let writes = RowUse { writes: rows, ..RowUse::default() };
+        let pinned: HeldPins = Arc::new(CallRows::of(self.local.clone(), writes).pin_now()?);
+        self.resources.still_registered(&self.local).ok()?;
+        let read = snapshot.memory().read(self.job(plan), to, &Arc::default(), pinned).ok()?;
+        if snapshot.validate() != Validity::Valid || self.link.check().is_err() {
+            return None;
+        }
+        self.count(snapshot.kind(), read.bytes, false);
+        Some(read.bytes)
     }
 
     /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the

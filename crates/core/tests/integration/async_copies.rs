@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    Cache, CacheKind, CopyArgs, DataDist, Deadline, Error, ErrorKind, Event, Placement, Transfer,
+    Cache, CacheKind, CopyArgs, DataDist, Deadline, Error, ErrorKind, Event, Placement, SubRow, Transfer,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::fixtures::{Gated, Own, config, contents, desc, end, engine_on, fill, patterned};
+use crate::fixtures::{Gated, Own, config, contents, desc, end, engine_on, fill, patterned, pin_writes};
 
 const LONG: Duration = Duration::from_secs(60);
 const ROW: usize = 4096;
@@ -86,6 +86,49 @@ fn calls_that_meet_take_turns() {
     assert!(engine.drain(LONG).unwrap());
     let polled = bench.polled();
     assert_eq!(polled.iter().filter(|number| started.contains(number)).copied().collect::<Vec<_>>(), started);
+}
+
+/// A short copy between host memories needs no worker, so it has ended when it is returned. It waits in turn for rows that
+/// another call uses.
+#[test]
+fn a_short_copy_has_ended_when_it_is_returned() {
+    let mut config = config(4 << 20);
+    config.max_transfers = 2;
+    let engine = DataDist::open(config).unwrap();
+    let cache = |placement| engine.allocate(&desc(placement, 2, 16, ROW), CacheKind::Blocks, &[]).unwrap();
+    let (device, host) = (cache(Placement::Device), cache(Placement::Host));
+    let mut expected = patterned(3, 2, 16 * ROW);
+    fill(&host, &expected);
+    fill(&device, &expected);
+    let copy =
+        |from, to| engine.copy(&end(&device), &end(&host), &[(from, to)], SubRow::default(), None).start();
+
+    let first = copy(9, 0).unwrap();
+    assert!(first.done());
+    expected.iter_mut().for_each(|tensor| tensor.copy_within(9 * ROW..10 * ROW, 0));
+    assert!(contents(&device) == expected);
+    let same = engine.copy(&end(&device), &end(&device), &[(0, 5)], SubRow::default(), None).start().unwrap();
+    assert!(same.done());
+    expected.iter_mut().for_each(|tensor| tensor.copy_within(0..ROW, 5 * ROW));
+    // Both outcomes wait to be taken, so there is no room, and nothing moves.
+    assert_eq!(copy(1, 2).unwrap_err().kind(), ErrorKind::Busy);
+    assert!(contents(&device) == expected);
+    assert_eq!(first.outcome().unwrap().unwrap(), 2 * ROW as u64);
+    let events = engine.poll(9).unwrap();
+    assert!(matches!(&events[..], [Event::Completed(ended)] if Arc::ptr_eq(ended, &same)), "{events:?}");
+
+    let held = pin_writes(&host, vec![4], Deadline::after(LONG)).unwrap();
+    let waiting = copy(4, 6).unwrap();
+    assert!(!waiting.done());
+    let behind = copy(2, 6).unwrap();
+    assert!(!behind.done(), "it writes the same row later");
+    drop(held);
+    assert_eq!(outcome(&waiting).unwrap(), 2 * ROW as u64);
+    assert_eq!(outcome(&behind).unwrap(), 2 * ROW as u64);
+    expected.iter_mut().for_each(|tensor| tensor.copy_within(2 * ROW..3 * ROW, 6 * ROW));
+    assert!(contents(&device) == expected);
+    let calls = engine.stats().ops.iter().map(|(_, op)| op.calls).sum::<u64>();
+    assert_eq!(calls, 2 + 4, "two allocations and four copies");
 }
 
 /// The fact that a caller adds is in the error of a call that does not run or start.
@@ -223,10 +266,10 @@ fn a_cache_is_freed_when_its_calls_have_ended() {
     let copy = engine.swap_blocks(&own.end(), &end(device), &[(3, 3)]).start().unwrap();
     gate.wait_for(1);
     let behind = engine.swap_blocks(&own.end(), &end(device), &[(3, 3)]).start().unwrap();
-    let late = engine.start_free(id, Some(Duration::from_millis(1))).unwrap();
+    let late = engine.start_free(id, Some(Duration::from_millis(1))).unwrap().unwrap();
     assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound);
     assert_eq!(outcome(&late).unwrap_err().kind(), ErrorKind::Timeout);
-    let freed = engine.start_free(id, None).unwrap();
+    let freed = engine.start_free(id, None).unwrap().unwrap();
     assert!(!freed.done() && !copy.done());
     gate.open();
     assert_eq!(outcome(&freed).unwrap(), 0);
@@ -236,7 +279,7 @@ fn a_cache_is_freed_when_its_calls_have_ended() {
     assert_eq!(outcome(&behind).unwrap_err().kind(), ErrorKind::CacheNotFound);
     own.outside_untouched();
     for id in [id, device.id()] {
-        outcome(&engine.start_free(id, None).unwrap()).unwrap();
+        assert!(engine.start_free(id, None).unwrap().is_none(), "gone, or of the pool");
         assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound);
     }
 }

@@ -212,8 +212,9 @@ impl NativeCache {
 
     /// End the cache. Its name can be used again at once, and new transfers that name it fail with ``NotFound``.
     ///
-    /// The transfer ends when nothing touches the memory any more, neither this engine nor a peer. The memory of an allocated cache
-    /// returns to the pool when the last transfer and view is gone. Grants of the cache end with the reason
+    /// The memory of an allocated cache returns to the pool when the last transfer and view of it is gone, so ``free`` has nothing to
+    /// wait for: the transfer has ended when it is returned, and there is no ``Completed`` for it. The transfer of a registered cache
+    /// ends when nothing touches the memory any more, neither this engine nor a peer. Grants of the cache end with the reason
     /// ``"released"``. Freeing a cache again, or after ``Engine.close``, ends at once.
     ///
     /// Returns:
@@ -221,8 +222,8 @@ impl NativeCache {
     ///     Keep the memory, and call ``free`` again.
     ///
     /// Raises:
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The cache is freed; call ``free`` again to
-    ///         learn when its memory may be used.
+    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The registered cache is freed; call ``free``
+    ///         again to learn when its memory may be used.
     ///     Closed: this process is a forked child.
     fn free(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {
         let OwnCache { shared, id, .. } = &*self.own;
@@ -230,8 +231,10 @@ impl NativeCache {
             return NativeTransfer::ended(py, shared);
         }
         // Also while the engine closes, because transfers may still use the memory.
-        let transfer = shared.engine.attached_while_open(py, |engine| engine.start_free(*id, None))?;
-        NativeTransfer::started(py, shared, &transfer)
+        match shared.engine.attached_while_open(py, |engine| engine.start_free(*id, None))? {
+            Some(transfer) => NativeTransfer::started(py, shared, &transfer),
+            None => NativeTransfer::ended(py, shared),
+        }
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

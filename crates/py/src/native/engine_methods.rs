@@ -259,7 +259,8 @@ impl NativeEngine {
     ///
     /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors, and the blocks of both have equal sizes. If both caches
     /// have a layout, each side is a sequence of tokens in place of a list of blocks: elements go where the layout of ``dst`` has
-    /// them, and the numbers of blocks may differ. A block may occur in ``dst`` twice if nothing is converted; the last one counts.
+    /// them. The numbers of blocks may differ if the rows of an end are narrowed by ``tokens``. A block may occur in ``dst`` twice if
+    /// nothing is converted; the last one counts.
     ///
     /// Until the transfer has ended, the blocks of ``dst`` must not be used. If it fails, they are undefined, except for those in
     /// ``Error.arrived``.
@@ -315,8 +316,9 @@ impl NativeEngine {
     /// layers and heads that both hold. Until the transfer has ended, the blocks of ``src`` must not be written. If it fails, the
     /// blocks of ``dst`` are undefined.
     ///
-    /// With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute one layer
-    /// while another one moves.
+    /// With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute one layer while
+    /// another one moves. Blocks move as they are, so the layouts of both caches must be the same in all but their layers. If the rows
+    /// of one end are narrowed by ``layers``, those of the other end must be, too.
     ///
     /// Args:
     ///     dst: blocks of a peer that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several peers,

@@ -112,15 +112,18 @@ impl NativeGrant {
     /// A reader may still be reading the blocks; its pull fails. Revoking a grant that has ended does nothing.
     ///
     /// Returns:
-    ///     A transfer that ends when the reads that this engine serves have ended.
+    ///     A transfer that ends when the reads that this engine serves have ended. If it serves none, it has ended when it is
+    ///     returned, and there is no ``Completed`` for it.
     ///
     /// Raises:
-    ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The grant has ended.
+    ///     Busy: reads are served, and ``max_transfers`` transfers run or have an outcome that was not taken. The grant has ended.
     ///     Closed: the engine is closed.
     fn revoke(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {
         let revoke = |engine: &DataDist| engine.start_revoke(&self.grant, None);
-        let transfer = self.shared.engine.attached(py, revoke)?;
-        NativeTransfer::started(py, &self.shared, &transfer)
+        match self.shared.engine.attached(py, revoke)? {
+            Some(transfer) => NativeTransfer::started(py, &self.shared, &transfer),
+            None => NativeTransfer::ended(py, &self.shared),
+        }
     }
 
     fn __repr__(&self) -> String {

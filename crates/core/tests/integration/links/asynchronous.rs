@@ -10,7 +10,7 @@ use llm_datadist_core::{
 };
 
 use super::{Held, LONG, Pair, Way, config, device, each, link, of, open, open_gated, pairs, request, row};
-use crate::fixtures::{Gated, desc, eventually};
+use crate::fixtures::{Gated, desc, eventually, pin_writes};
 
 use CacheKind::{Batch, Blocks};
 
@@ -51,6 +51,48 @@ fn bytes_arrive_and_keys_are_released() {
         source.free(&pair.remote);
         into.free(&pair.local);
     });
+}
+
+/// A short pull from a mapped pool needs no answer of the peer once the cache is known, so it has ended when it is returned. It
+/// waits in turn for local rows that another call uses, and it never brings bytes of a cache that was freed.
+#[test]
+fn a_short_pull_has_ended_when_it_is_returned() {
+    let Pair { local, remote } = Pair::with(Way::Shm, |config| config.remote_accessible = true);
+    let source = Held::pool(&remote, &device(2, 8, 4096), Blocks);
+    let into = Held::pool(&local, &device(2, 8, 4096), Blocks);
+    let (bytes, mut expected) = (source.fill(1), into.fill(2));
+    let pull = |from: i64, to: i64| {
+        let rows = Rows::Blocks { remote: vec![from], local: vec![to] };
+        local.pull(of(2, row(&source, 0)), &into.end(), rows, Layers::ALL).start().unwrap()
+    };
+    let mut moved = |from: usize, to: usize| {
+        (0..2).for_each(|tensor| {
+            expected[tensor][to * 4096..][..4096].copy_from_slice(&bytes[tensor][from * 4096..][..4096]);
+        });
+        into.read() == expected
+    };
+    // The first pull asks for the description of the cache.
+    assert_eq!(outcome(&pull(1, 2)).unwrap(), 2 * 4096);
+    assert!(moved(1, 2));
+    let asked = local.stats().links[0].requests.calls;
+    let second = pull(3, 4);
+    assert!(second.done());
+    assert!(moved(3, 4));
+    assert_eq!(outcome(&second).unwrap(), 2 * 4096);
+    assert_eq!(local.stats().links[0].requests.calls, asked);
+
+    let held = pin_writes(&into.cache, vec![5], Deadline::after(LONG)).unwrap();
+    let waiting = pull(5, 5);
+    assert!(!waiting.done());
+    drop(held);
+    assert_eq!(outcome(&waiting).unwrap(), 2 * 4096);
+    assert!(moved(5, 5));
+
+    source.free(&remote);
+    let other = Held::pool(&remote, &device(2, 8, 4096), Blocks);
+    other.fill(9);
+    let gone = outcome(&pull(6, 6)).unwrap_err();
+    assert_eq!(gone.kind(), ErrorKind::CacheNotFound, "{gone}");
 }
 
 #[test]

@@ -219,14 +219,15 @@ fn a_revocation_ends_when_its_reads_have_ended() {
     gate.shut();
     let read = pull();
     gate.wait_for(1);
-    let late = remote.start_revoke(&grant, Some(std::time::Duration::from_millis(1))).unwrap();
+    let late = remote.start_revoke(&grant, Some(std::time::Duration::from_millis(1))).unwrap().unwrap();
     assert!(grant.ended().is_some());
     assert_eq!(outcome(&late).unwrap_err().kind(), ErrorKind::Timeout);
-    let revoked = remote.start_revoke(&grant, None).unwrap();
+    let revoked = remote.start_revoke(&grant, None).unwrap().unwrap();
     assert_eq!(remote.renew(&grant, LONG).unwrap_err().kind(), ErrorKind::GrantEnded);
     assert!(!revoked.done());
     gate.open();
     outcome(&revoked).unwrap();
+    assert!(remote.start_revoke(&grant, None).unwrap().is_none(), "no read is left");
     assert_eq!(outcome(&read).unwrap_err().kind(), ErrorKind::GrantEnded);
     assert_eq!(outcome(&pull()).unwrap_err().kind(), ErrorKind::GrantEnded);
     let ttl = std::time::Duration::ZERO;
