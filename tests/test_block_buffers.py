@@ -24,13 +24,12 @@ from layers import Transfer, launch, results
 from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole
 from memory import LE, MISMATCH, OOM, TE, VE, UserTensors, contents, desc, fill, raising, run_fresh, same
 from mistakes import fails
-from peers import LIMIT, OK, End, Peer, by_blocks, equal, kv_options, outcome
+from peers import OK, End, Peer, by_blocks, equal, kv_options, outcome
 from peers.values import cache_key as key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LIMIT_MS = int(LIMIT * 1000)
 WIDTHS = ["i2", "u2", "i4", "u4", "i8", "u8"]
 Form = Callable[["Sequence[int]"], Any]
 
@@ -119,9 +118,8 @@ class Pair:
         self.handle = near.held["near"].handle
 
     def call(self, name: str, src: Any, dst: Any) -> Any:
-        """Pull or push blocks; a name with `_async` waits for the outcome."""
-        made = getattr(self.near.manager, name)(key(by_blocks(2)), self.handle, src, dst)
-        return made.result(LIMIT_MS) if name.endswith("_async") else made
+        """Pull or push blocks."""
+        return getattr(self.near.manager, name)(key(by_blocks(2)), self.handle, src, dst)
 
     def bytes_after(self, name: str, src: Any, dst: Any) -> list[np.ndarray]:
         """The bytes of both caches after a call, from known contents."""
@@ -132,7 +130,7 @@ class Pair:
 
 
 SRC, DST = [3, 0, 39, 17, 5, 18], [10, 39, 0, 1, 2, 30]
-CALLS = ["pull_blocks", "push_blocks", "pull_blocks_async", "push_blocks_async"]
+CALLS = ["pull_blocks", "push_blocks"]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -144,18 +142,6 @@ def test_pulls_and_pushes(one_sided: tuple[End, Peer], call: str) -> None:
         for name, make in FORMS.items():
             for given in ((make(src), dst), (src, make(dst)), (make(src), make(dst)), (tuple(src), make(dst))):
                 assert equal(pair.bytes_after(call, *given), expected), name
-
-
-def test_groups(one_sided: tuple[End, Peer]) -> None:
-    pair = Pair(*one_sided)
-    for name in ("pull", "push"):
-        expected = pair.bytes_after(f"{name}_blocks", SRC, DST)
-        pair.near.fill("near", 1)
-        pair.far.fill("far", 2)
-        halves = [(SRC[part], DST[part]) for part in (slice(3), slice(3, None))]
-        parts = [(key(by_blocks(2)), pair.handle, np.array(src, "u4"), Tensor(np.array(dst))) for src, dst in halves]
-        getattr(pair.near.manager, f"{name}_group_async")(parts).result(LIMIT_MS)
-        assert equal([*pair.near.read("near"), *pair.far.read("far")], expected)
 
 
 def test_pull_of_a_slot_into_an_array_of_blocks(served: tuple[End, Peer]) -> None:
@@ -203,26 +189,19 @@ def copied(before: list[np.ndarray], source: list[np.ndarray], rows: Sequence[Se
 
 
 @pytest.mark.parametrize("make", PAIR_FORMS.values(), ids=list(PAIR_FORMS))
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_copies_and_swaps(manager: Any, make: Form, asynchronous: bool) -> None:
+def test_copies_and_swaps(manager: Any, make: Form) -> None:
     cache, user = manager.allocate_blocks_cache(desc(12, 64, 2)), UserTensors(12, 64, 2)
     cpu = user.cpu_cache()
 
-    def run(name: str, *given: Any) -> None:
-        if asynchronous:
-            getattr(manager, f"{name}_async")(*given).result(LIMIT_MS)
-        else:
-            getattr(manager, name)(*given)
-
     for rows in ([[0, 1], [2, 3], [2, 4]], [[5, 11]]):
         before = fill(cache, 1)
-        run("copy_blocks", cache, make(rows))
+        manager.copy_blocks(cache, make(rows))
         assert same(contents(cache), copied(before, before, rows))
         before = fill(cache, 2)
-        run("swap_blocks", cpu, cache, make(rows))
+        manager.swap_blocks(cpu, cache, make(rows))
         assert same(contents(cache), copied(before, user.arrays, rows))
         expected = copied(user.snapshot(), contents(cache), rows)
-        run("swap_blocks", cache, cpu, make(rows))
+        manager.swap_blocks(cache, cpu, make(rows))
         assert same(user.snapshot(), expected)
 
 
@@ -281,8 +260,7 @@ class Bench:
         return outcome(lambda: self.call(name, src, dst))
 
     def call(self, name: str, src: Any, dst: Any) -> Any:
-        made = getattr(self.manager, name)(BlocksCacheKey(2), self.cache, src, dst)
-        return made.result(LIMIT_MS) if name.endswith("_async") else made
+        return getattr(self.manager, name)(BlocksCacheKey(2), self.cache, src, dst)
 
 
 @pytest.fixture
@@ -552,17 +530,6 @@ def test_nothing_holds_an_array_after_the_call(bench: Bench) -> None:
     assert sys.getrefcount(base) == 2 + (sys.version_info < (3, 0))
 
 
-def test_an_asynchronous_call_copies_its_arrays(one_sided: tuple[End, Peer]) -> None:
-    pair = Pair(*one_sided)
-    expected = pair.bytes_after("pull_blocks", SRC, DST)
-    pair.near.fill("near", 1)
-    src, dst = np.array(SRC), np.array(DST)
-    transfer = pair.near.manager.pull_blocks_async(key(by_blocks(2)), pair.handle, src, dst)
-    src[:], dst[:] = 0, 20
-    transfer.result(LIMIT_MS)
-    assert equal(pair.near.read("near"), expected[: len(expected) // 2])
-
-
 @pytest.mark.parametrize("call", ["pull_blocks", "swap_blocks"])
 def test_an_array_that_does_not_fit_into_memory(call: str) -> None:
     run_fresh(f"""
@@ -671,7 +638,6 @@ class TestKvCacheManager:
             "src_blocks inner type only support ['int']",
         ),
         (lambda m, c, n: m.copy_blocks(c, {0: [1, n]}), "dict value inner type only support ['int']"),
-        (lambda m, c, n: m.grant(c, [0, n]), "blocks inner type only support ['int']"),
     ],
 )
 def test_integer_of_numpy_in_a_list_is_refused_with_its_position_and_a_remedy(

@@ -251,15 +251,11 @@ def test_the_first_failure_counts_and_no_result_is_never_success(
     assert task.get_results() == codes
 
 
-def test_a_task_has_no_events_and_is_not_drained(transfer: Transfer) -> None:
-    dist, steps = transfer.near.dist, Steps(allowed=0)
-    assert dist.poll() == []
-    task = transfer.start(steps)
-    steps.reached(0)
-    assert dist.drain(0), "it is no asynchronous call"
-    steps.allow()
-    assert results(task) == [OK]
-    assert dist.poll() == []
+def test_a_task_has_no_events(transfer: Transfer) -> None:
+    engine = transfer.near.engine
+    assert engine.events() == []
+    assert transfer.send() == [OK]
+    assert engine.events() == []
 
 
 def test_cancel_between_layers(ends: Ends, way: dict[str, Any]) -> None:

@@ -29,13 +29,6 @@ def test_offset_and_size(manager: Any, offset: int, size: int, source: Placement
     assert same(contents(src), from_)
 
 
-def test_a_waiting_copy_checks_its_limit(manager: Any) -> None:
-    """The public method has no limit, but the native one has, as the other calls have."""
-    cache = manager.allocate_cache(desc())
-    with pytest.raises(LLMException, match="timeout_ms"):
-        manager._engine.copy_cache(cache, cache, 0, 1, 0, -1, None, 0)
-
-
 @pytest.mark.contract("19.copy-cache-range", "20.8")
 @pytest.mark.parametrize("args", [(4, 0), (0, 4), (0, 0, 256), (0, 0, 1, 256), (3, 3, 2**64 - 3 * 256, 256)])
 def test_out_of_range(manager: Any, args: tuple[int, ...]) -> None:

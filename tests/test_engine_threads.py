@@ -136,7 +136,7 @@ def test_a_bound_caller_does_not_bind_the_threads_that_it_starts(opened: str) ->
         cache = manager.allocate_blocks_cache(CacheDesc(1, [64, 256 << 10], DataType.DT_INT8))
         blocks = {row: [32 + row] for row in range(32)}
         manager.copy_blocks(cache, blocks)
-        manager.copy_blocks_async(cache, blocks).result()
+        dist.engine.copy(cache.native[32:64], cache.native[:32]).result()
 
         def used():
             found = []

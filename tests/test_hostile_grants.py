@@ -11,7 +11,7 @@ import pytest
 from hostile import messages as m
 from hostile.client import GENERATIONS, Offer, Wire, ask, memory, payload
 from hostile.trial import PREY, PREY_BYTES, PREY_ROWS, SLACK, VICTIM, Trial, prey_of
-from peers import INVALID, OK, by_blocks, equal, pattern
+from peers import OK, by_blocks, equal, pattern
 from peers.values import Refused, code
 
 U32, U64 = 2**32 - 1, 2**64 - 1
@@ -173,7 +173,7 @@ def test_broken_ids_end_the_stream_alone() -> None:
         assert not trial.tender.ended, "the link itself goes on"
 
 
-@pytest.mark.parametrize(("wait", "outcome"), [(True, "LLM_TIMEOUT"), (False, OK)])
+@pytest.mark.parametrize(("wait", "outcome"), [(True, "timeout"), (False, OK)])
 def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limit(wait: bool, outcome: str) -> None:
     """It asks for bytes under a grant and does not read them: `revoke` waits for that read, and ends with a code.
 
@@ -195,6 +195,11 @@ def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limi
         told = m.read_reply(call.hear())
         assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
         trial.judge(links=2, streams=2, busy=2)
+
+
+def told_of(request: bytes) -> bytes:
+    """The answer of an owner that has a cache with the id 1: to a request by name, or about the cache."""
+    return m.found(1) if m.without_limit(request)[0] == m.FIND else m.described()
 
 
 LIES: dict[str, bytes] = {
@@ -220,7 +225,7 @@ def test_owners_that_lie_about_a_grant_fail_the_call_and_nothing_else() -> None:
 
         def serve(wire: Wire) -> None:
             while request := wire.hear():
-                wire.say(answer if m.without_limit(request).startswith(describes_grant) else m.described())
+                wire.say(answer if m.without_limit(request).startswith(describes_grant) else told_of(request))
 
         listener, _ = trial.listen(serve)
         trial.begin()
@@ -229,8 +234,8 @@ def test_owners_that_lie_about_a_grant_fail_the_call_and_nothing_else() -> None:
             token = b"LDG\x01" + (77).to_bytes(8, "little") + listener.peer.instance.to_bytes(8, "little")
             token += number.to_bytes(4, "little") + bytes(24)
             with pytest.raises(Refused) as caught:
-                trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], grant=token)
-            assert caught.value.code in {INVALID, "LLM_FAILED", "LLM_NOT_YET_LINK"}, (what, caught.value)
+                trial.victim.native_pull(77, "kv", "n", [0], [0], grant=token)
+            assert caught.value.code in {"invalid_argument", "failed", "not_linked"}, (what, caught.value)
         trial.judge(links=1, streams=2, busy=1)
         assert code(trial.join(41, "tcp").pull_blocks, by_blocks(VICTIM), "n", [0], [0]) == OK
 
@@ -239,17 +244,17 @@ def test_a_reader_asks_no_more_than_it_needs() -> None:
     """An owner refuses requests. The victim forgets a grant that has ended, and repeats no request without a reason."""
     with Trial(honest=["tcp"]) as trial:
         heard: list[str] = []
-        refuses_key = False
+        refuses_name = False
 
         def serve(wire: Wire) -> None:
             while request := wire.hear():
                 asked = m.without_limit(request)
-                what = "grant" if asked.startswith(describes_grant) else {0: "key", 1: "read"}[asked[0]]
+                what = "grant" if asked.startswith(describes_grant) else {0: "row", 1: "read", m.FIND: "name"}[asked[0]]
                 heard.append(what)
                 if what == "read":
                     wire.say(m.failed(GRANT_ENDED_KIND, "the grant has ended", []))
-                elif what == "key" and refuses_key:
-                    wire.say(m.failed(OUT_OF_MEMORY_KIND, "no memory", []))
+                elif what == "name":
+                    wire.say(m.failed(OUT_OF_MEMORY_KIND, "no memory", []) if refuses_name else m.found(1))
                 else:
                     wire.say(m.described(granted=[(0, 4)] if what == "grant" else []))
 
@@ -257,19 +262,19 @@ def test_a_reader_asks_no_more_than_it_needs() -> None:
         listener, _ = trial.listen(serve)
         trial.begin()
 
-        def pull(slot: int, model: int) -> str:
+        def pull(slot: int, cache: str) -> str:
             token = b"LDG\x01" + (77).to_bytes(8, "little") + listener.peer.instance.to_bytes(8, "little")
             token += slot.to_bytes(4, "little") + bytes(24)
             with pytest.raises(Refused) as caught:
-                trial.victim.pull_blocks(by_blocks(77, model), "n", [0], [0], grant=token)
+                trial.victim.native_pull(77, cache, "n", [0], [0], grant=token)
             return str(caught.value.code)
 
-        assert pull(1, 0) == "LLM_GRANT_ENDED"
-        assert heard == ["grant", "key", "read"]
-        assert pull(1, 0) == "LLM_GRANT_ENDED"
-        assert heard[3:] == ["grant", "read"], "the grant was forgotten, and the key was not"
+        assert pull(1, "kv") == "grant_ended"
+        assert heard == ["grant", "name", "row", "read"]
+        assert pull(1, "kv") == "grant_ended"
+        assert heard[4:] == ["grant", "read"], "the grant was forgotten, and the name was not"
         heard.clear()
-        refuses_key = True
-        assert pull(2, 1) not in {OK, "LLM_GRANT_ENDED"}
-        assert heard == ["grant", "key"], "only a key that is gone makes the victim ask for the grant again"
+        refuses_name = True
+        assert pull(2, "other") == "out_of_memory"
+        assert heard == ["grant", "name"], "only a name that is gone makes the victim ask for the grant again"
         trial.judge(links=1, streams=2, busy=1)

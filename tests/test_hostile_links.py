@@ -1,6 +1,6 @@
 """Peers that misbehave at the end of the handshake, where the metadata of the programs travels, or that end a link.
 
-Not for: stalled connections (`test_hostile_peers.py`), what an honest program may send (`test_ensure_link.py`).
+Not for: stalled connections (`test_hostile_peers.py`), what an honest program may send (`native/test_peers.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from hostile import messages as m
 from hostile.client import GENERATIONS, EndedError, Listener, Offer, Wire, dial_tcp, frame, header
 from hostile.client import Peer as Attacker
 from hostile.trial import GONE, TOKEN, Trial
-from peers import LINK_FAILED, OK, TIMEOUT, Ends, eventually, options
+from llm_datadist.native import Timeout
+from peers import LINK_FAILED, OK, Ends, eventually, options
 
 MAX_METADATA = 16 << 10
 # Too long, not UTF-8, and text that would not stay in its line of a log.
@@ -48,11 +49,10 @@ def test_metadata_of_peers_is_bounded(local: bool) -> None:
         liar = trial.link(99, local=local, stop="attached" if local else "welcome")
         liar.control.send(header(1 << 30))
         assert liar.control.ended()
-        trial.victim.set_metadata(bytes(MAX_METADATA))
-        # The longest one is accepted, in both directions.
+        # The longest one is accepted.
         link = trial.link(98, local=local, stop="attached" if local else "welcome")
         link.control.say(m.confirm(b"z" * MAX_METADATA, name=b"n" * 128))
-        assert m.read_entered(link.control.hear()) == bytes(MAX_METADATA)
+        assert m.read_entered(link.control.hear()) == b""
         assert b"z" * MAX_METADATA in [metadata for _, _, metadata in trial.victim.peers()]
         trial.judge(links=2, mapped=(5 * len(bodies) + 4) * GENERATIONS)
 
@@ -89,24 +89,28 @@ def test_nobody_gets_metadata_without_a_proof() -> None:
     """The engine neither sends metadata to a peer that has not proved its identity, nor reads any from it."""
     with Trial(honest=["tcp"]) as trial:
         secret = b"what only friends may know"
-        trial.victim.set_metadata(secret)
+        # An engine of the native API, which has metadata, in the process of the victim.
+        address = trial.victim.open_engine(listen="127.0.0.1:0", token=TOKEN, metadata=secret)
+        friend = trial.attacker(68).link_tcp(address)
+        trial.held.callback(friend.close)
+        assert friend.metadata == secret
         trial.begin()
         for purpose in (m.purpose_link(1), m.purpose_link(1, ensure=True)):
             stranger = Attacker(66, "another token of some length")
-            wire = dial_tcp(trial.victim.address)
+            wire = dial_tcp(address)
             trial.held.callback(wire.close)
             stranger.greet(wire, purpose, stop="proof")
             wire.say(m.confirm(b"me"))
             with pytest.raises((EndedError, OSError)) as caught:
                 wire.hear()
             assert secret.decode() not in str(caught.value)
-            early = dial_tcp(trial.victim.address)
+            early = dial_tcp(address)
             trial.held.callback(early.close)
             early.say(m.confirm(bytes(MAX_METADATA)))
             with pytest.raises((EndedError, OSError)):
                 early.hear()
             # In place of the proof.
-            wrong = dial_tcp(trial.victim.address)
+            wrong = dial_tcp(address)
             trial.held.callback(wrong.close)
             trial.attacker(67).greet(wrong, purpose, stop="hello")
             assert secret not in wrong.hear()
@@ -157,29 +161,30 @@ def _serve(_: Wire) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    "answer",
     [
-        (m.later("a link that never comes"), TIMEOUT),
-        (m.later("x" * 16000), TIMEOUT),
-        (m.entered(bytes(MAX_METADATA + 1)), TIMEOUT),
-        (m.entered(name=b"x" * 129), TIMEOUT),
-        (m.entered(name=b"\xff\xfe"), TIMEOUT),
-        (m.PING, TIMEOUT),
-        (b"\x09", TIMEOUT),
+        m.later("a link that never comes"),
+        m.later("x" * 16000),
+        m.entered(bytes(MAX_METADATA + 1)),
+        m.entered(name=b"x" * 129),
+        m.entered(name=b"\xff\xfe"),
+        m.PING,
+        b"\x09",
     ],
     ids=["later", "long reason", "long metadata", "long name", "no utf-8", "short", "unknown"],
 )
-def test_answers_that_are_no_link(ends: Ends, answer: bytes, expected: str) -> None:
+def test_answers_that_are_no_link(ends: Ends, answer: bytes) -> None:
     """The call dials until its deadline, and the engine keeps working."""
     near = ends.near(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
     far = ends.peer(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
     with Listener(Attacker(77, TOKEN), _serve) as listener:
         listener.answer_to_link = answer
-        assert near.ensure_links([listener.address], timeout_ms=500) == [expected]
+        with pytest.raises(Timeout):
+            near.engine.link(listener.address, timeout=0.5).result()
         assert near.link_clusters([(77, listener.address)])[1] == [LINK_FAILED]
-        assert near.dist.peers() == []
-        assert near.ensure_links([far.address]) == ["LLM_SUCCESS"]
-        assert [peer.cluster_id for peer in near.dist.peers()] == [far.cluster]
+        assert near.peers() == []
+        near.engine.link(far.address).result()
+        assert [cluster for cluster, _, _ in near.peers()] == [far.cluster]
 
 
 def resets(wire: Wire) -> None:

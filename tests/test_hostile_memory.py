@@ -169,10 +169,12 @@ def test_notifications_of_hostile_links_leave_room_for_others() -> None:
     """Hostile links fill the memory for notifications. An honest peer still delivers its own."""
     with Trial() as trial:
         honest = trial.join(40, "tcp")
+        trial.victim.native_allocate("found by name")
         assert trial.victim.polled() == []
         trial.begin()
         fill(trial, 33)
-        told = honest.timed("pull_blocks", by_blocks(VICTIM), "n", [0], [0], notify=b"with a pull")
+        honest.native_allocate("narrow")
+        told = honest.timed("native_pull", VICTIM, "found by name", "narrow", [0], [0], notify=b"with a pull")
         assert told[0] == OK, told
         honest.notify(VICTIM, b"alone")
         most = budgets.value("notification_memory") + 35 * part() + BESIDE

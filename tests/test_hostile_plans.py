@@ -261,11 +261,12 @@ INTO_GAPS: dict[str, tuple[bytes, int]] = {
 def test_plans_that_touch_gaps_between_rows_are_refused(verb: str) -> None:
     """What lies between the rows of a cache is not part of it."""
     with Trial(honest=["tcp"]) as trial:
-        trial.victim.make_rows("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, how="packed", keys=[by_blocks(0, 7)], seed=3)
+        trial.victim.native_register("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, seed=3)
         _, call = trial.fair_call()
-        reply = ask(call, m.describe(m.name_blocks(7)))
+        cache = int(ask(call, m.find(b"gaps"))["cache"])
+        name = m.name_row(cache)
+        reply = ask(call, m.describe(name))
         assert (reply["row_bytes"], reply["row_stride"]) == (GAP_ROW, GAP_STRIDE)
-        cache, name = int(reply["cache"]), m.name_blocks(7)
 
         def request(plan: bytes, count: int) -> bytes:
             if verb == "fetch":
@@ -284,9 +285,10 @@ def test_plans_that_touch_gaps_between_rows_are_refused(verb: str) -> None:
 
 def test_checksums_of_gaps_are_refused() -> None:
     with Trial(honest=["tcp"]) as trial:
-        trial.victim.make_rows("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, how="packed", keys=[by_blocks(0, 7)], seed=3)
+        trial.victim.native_register("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, seed=3)
         _, call = trial.fair_call()
-        cache, name = int(ask(call, m.describe(m.name_blocks(7)))["cache"]), m.name_blocks(7)
+        cache = int(ask(call, m.find(b"gaps"))["cache"])
+        name = m.name_row(cache)
         trial.begin()
 
         def asked(start: int, length: int) -> bytes:

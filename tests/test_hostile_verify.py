@@ -12,7 +12,7 @@ from peers.values import Refused, code
 from test_hostile_grants import GRANT_ENDED_KIND, INVALID_KIND, name_of
 
 U32, U64 = 2**32 - 1, 2**64 - 1
-FAILED = "LLM_VERIFY_FAILED"
+FAILED = "verify_failed"
 TIMEOUT_KIND = 3
 
 
@@ -117,16 +117,16 @@ def test_checksums_obey_grants() -> None:
 
 
 LIES: dict[str, tuple[bytes, set[str]]] = {
-    "wrong checksums": (m.sums(0, [1]), {"LLM_VERIFY_FAILED"}),
-    "too few": (m.sums(0, []), {"LLM_FAILED"}),
-    "too many": (m.sums(0, [1, 2]), {"LLM_FAILED"}),
-    "more than a message may have": (m.sums(0, [0] * ((1 << 16) + 1)), {"LLM_NOT_YET_LINK"}),
-    "fewer than announced": (m.sums(0, [1], U32), {"LLM_NOT_YET_LINK"}),
-    "without end": (m.sums(0, [1], U64), {"LLM_NOT_YET_LINK"}),
-    "another generation": (m.sums(U64, [1]), {"LLM_VERIFY_FAILED"}),
-    "stale for ever": (m.STALE, {"LLM_KV_CACHE_NOT_EXIST"}),
-    "done": (m.done(1), {"LLM_FAILED"}),
-    "half a reply": (m.sums(0, [U64])[:3], {"LLM_NOT_YET_LINK"}),
+    "wrong checksums": (m.sums(0, [1]), {"verify_failed"}),
+    "too few": (m.sums(0, []), {"failed"}),
+    "too many": (m.sums(0, [1, 2]), {"failed"}),
+    "more than a message may have": (m.sums(0, [0] * ((1 << 16) + 1)), {"not_linked"}),
+    "fewer than announced": (m.sums(0, [1], U32), {"not_linked"}),
+    "without end": (m.sums(0, [1], U64), {"not_linked"}),
+    "another generation": (m.sums(U64, [1]), {"verify_failed"}),
+    "stale for ever": (m.STALE, {"not_found"}),
+    "done": (m.done(1), {"failed"}),
+    "half a reply": (m.sums(0, [U64])[:3], {"not_linked"}),
 }
 
 
@@ -138,8 +138,8 @@ def test_owners_that_lie_about_checksums_fail_the_call_and_nothing_else() -> Non
         def serve(wire: Wire) -> None:
             while request := wire.hear():
                 kind = m.without_limit(request)[0]
-                if kind == 0:
-                    wire.say(m.described())
+                if kind in {0, m.FIND}:
+                    wire.say(m.found(1) if kind == m.FIND else m.described())
                 elif kind == 1:
                     wire.say(m.ready(512))
                     wire.send(payload(bytes(512)))
@@ -152,14 +152,15 @@ def test_owners_that_lie_about_checksums_fail_the_call_and_nothing_else() -> Non
         trial.begin()
         for what, (answer, expected) in LIES.items():  # noqa: B007  (`serve` sends it)
             with pytest.raises(Refused) as caught:
-                trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="full")
+                trial.victim.native_pull(77, "kv", "n", [0], [0], verify="full")
             assert caught.value.code in expected, (what, caught.value)
         answer = m.sums(0, [1])
         for what, (of_bytes, expected) in LIES.items():  # noqa: B007  (`serve` sends it)
             with pytest.raises(Refused) as caught:
-                trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="full")
+                trial.victim.native_pull(77, "kv", "n", [0], [0], verify="full")
             # If the lie has the form of a checksum, the blocks are compared, and differ.
             assert caught.value.code in expected | {FAILED}, (what, caught.value)
-        trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="off")
+        trial.victim.native_pull(77, "kv", "n", [0], [0], verify="off")
         trial.judge(links=1, streams=2, busy=1)
-        assert code(trial.join(41, "tcp").pull_blocks, by_blocks(VICTIM), "n", [0], [0], verify="full") == OK
+        honest = trial.join(41, "tcp", llm__Verify="full")
+        assert code(honest.pull_blocks, by_blocks(VICTIM), "n", [0], [0]) == OK

@@ -22,6 +22,7 @@ from llm_datadist import (
     LLMStatusCode,
     RegisterMemStatus,
 )
+from llm_datadist.native import InvalidArgument
 from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_fresh
 from mistakes import Row, check, coded, fails, info
 from peers import free_ports, refusing_port
@@ -420,9 +421,9 @@ WRONG_ADDRESSES = {
 @pytest.mark.parametrize("address", [*WRONG_ADDRESSES, "127.0.0.1:0", "[::1]:0"])
 def test_address_to_dial_says_what_is_wrong_with_it(begin: Callable[..., LLMDataDist], address: str) -> None:
     text = f'address="{address}" must be {PORTS.format(1)}{WRONG_ADDRESSES.get(address, "")}'
-    with pytest.raises(LLMException) as caught:
-        begin().ensure_link(address)
-    assert (str(caught.value), caught.value.status_code) == (text, INVALID)
+    with pytest.raises(InvalidArgument) as caught:
+        begin().engine.link(address)
+    assert (str(caught.value), caught.value.argument) == (text, "address")
 
 
 @pytest.mark.parametrize("address", ["[fe80::1%eth0]:26000", "localhost:26000"])

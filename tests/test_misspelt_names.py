@@ -17,8 +17,6 @@ from conftest import options
 from llm_datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
-    CacheManager,
-    KvCacheManager,
     LLMConfig,
     LLMDataDist,
     LLMException,
@@ -26,7 +24,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.option_table import KNOWN_KEYS, rows
-from llm_datadist.spelling import OWN_KEYWORDS, closest, edit_distance, nearest, report_unknown_pool_keys
+from llm_datadist.spelling import closest, edit_distance, nearest, report_unknown_pool_keys
 from memory import desc, run_fresh
 from peers import kv_options
 
@@ -179,7 +177,7 @@ def test_unknown_keyword_argument_of_a_pull_is_named_once(manager: Any, caplog: 
         for _ in range(3):
             with pytest.raises(LLMException, match="no link"):
                 manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, src_layer_rang=range(1), other=1)
-    listed = "dst_layer_range, layout, notify, src_layer_range, tensor_num_per_layer, verify"
+    listed = "dst_layer_range, src_layer_range, tensor_num_per_layer"
     ignored = [line for line in errors(caplog) if "ignores" in line]
     assert ignored == [
         "pull_cache() ignores the unknown keyword argument 'src_layer_rang'; did you mean 'src_layer_range'?",
@@ -203,79 +201,22 @@ def test_a_name_that_was_reported_is_not_looked_up_again(manager: Any, monkeypat
         manager.pull_cache(key, cache, src_cache_offset=0, a_new_name=0)
 
 
-NEAR = {
-    "grants": "grant",
-    "grnat": "grant",
-    "Grant": "grant",
-    "grants_done": "grant_done",
-    "grant_token": "grant",
-    "verifyy": "verify",
-    "verfy": "verify",
-    "notfy": "notify",
-    "src_token": "src_tokens",
-    "dst_offsets": "dst_offset",
-}
-
-
-@pytest.mark.parametrize("name", NEAR)
-@pytest.mark.parametrize("call", ["pull_blocks", "pull_blocks_async"])
-def test_keyword_argument_that_looks_like_one_of_this_package_raises(manager: Any, call: str, name: str) -> None:
-    """A pull with a misspelt ``grant`` must not run without the grant."""
-    cache = manager.allocate_blocks_cache(desc())
+@pytest.mark.parametrize("name", ["grant", "grants", "Grant_token", "verify", "VERIFYING", "notify", "checksum"])
+def test_keyword_argument_that_only_the_native_api_has_raises(manager: Any, name: str) -> None:
+    """A pull must not run without the grant that a program passes."""
+    blocks, cache = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
     calls = manager.stats()["ops"]["pull"]["calls"]
-    with pytest.raises(TypeError, match=f"{call}\\(\\) .*'{name}'") as caught:
-        getattr(manager, call)(BlocksCacheKey(2), cache, [0], [1], **{name: b"token"})
-    if call == "pull_blocks":
-        assert f"did you mean '{NEAR[name]}'?" in str(caught.value)
+    with pytest.raises(
+        TypeError, match=f"pull_blocks\\(\\) has no keyword argument '{name}'; LLMDataDist.engine.pull "
+    ):
+        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], **{name: b"value of it"})
+    with pytest.raises(TypeError, match=f"pull_cache\\(\\) has no keyword argument '{name}'; ") as caught:
+        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, **{name: b"value of it"})
+    assert "value of it" not in str(caught.value)
     assert manager.stats()["ops"]["pull"]["calls"] == calls
 
 
-@pytest.mark.parametrize("name", ["checksum", "NOTIFY", "VERIFYING", "notification"])
-def test_keyword_argument_that_asks_for_a_protection_raises(manager: Any, name: str) -> None:
-    cache = manager.allocate_blocks_cache(desc())
-    with pytest.raises(TypeError, match=f"pull_blocks\\(\\) has no keyword argument '{name}'; "):
-        manager.pull_blocks(BlocksCacheKey(2), cache, [0], [1], **{name: b"value"})
-
-
-def test_the_token_of_a_grant_is_never_ignored(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
-    blocks, cache = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
-    token = manager.grant(blocks, [0]).token
-    with pytest.raises(LLMException, match="no link"):
-        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=None)
-    for given in (token, [None, token]):
-        with pytest.raises(TypeError, match=r"'permit', and its value is a grant; did you mean 'grant'\?") as caught:
-            manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=given)
-        assert repr(token) not in str(caught.value)
-    with pytest.raises(TypeError, match=r"pull_cache\(\) takes no permit: grants are for blocks \(pull_blocks\)"):
-        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, permit=token)
-    assert repr(token) not in caplog.text
-
-
-@pytest.mark.parametrize("name", ["grant", "grants"])
-def test_pull_of_a_slot_says_that_grants_are_for_blocks(manager: Any, name: str) -> None:
-    cache = manager.allocate_cache(desc())
-    with pytest.raises(TypeError, match=rf"pull_cache\(\) takes no {name}: grants are for blocks \(pull_blocks\)"):
-        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, **{name: b"token"})
-
-
-def test_synchronous_pull_says_where_its_time_limit_is(manager: Any) -> None:
-    cache, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    text = r"{0}\(\) has no keyword argument 'timeout_ms'; use {0}_async\(timeout_ms=...\) or LLMConfig.sync_kv_timeout"
-    with pytest.raises(TypeError, match=text.format("pull_cache")):
-        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, timeout_ms=5)
-    with pytest.raises(TypeError, match=text.format("pull_blocks")):
-        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], timeout_ms=5)
-
-
-@pytest.mark.parametrize("name", ["src_tokens", "dst_offset", "timeout_ms"])
-def test_keyword_argument_of_another_call_raises(manager: Any, name: str) -> None:
-    cache = manager.allocate_cache(desc())
-    with pytest.raises(TypeError, match=f"pull_cache\\(\\) has no keyword argument '{name}'; "):
-        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, **{name: 1})
-
-
-@pytest.mark.parametrize("name", ["grant", "verify", "verifi", "notify"])
-def test_kv_cache_manager_refuses_what_only_the_other_manager_can_do(name: str) -> None:
+def test_kv_cache_manager_refuses_what_only_the_native_api_has() -> None:
     cluster = LLMDataDist(LLMRole.DECODER, 1)
     cluster.init(kv_options())
     try:
@@ -285,44 +226,7 @@ def test_kv_cache_manager_refuses_what_only_the_other_manager_can_do(name: str) 
             (manager.pull_blocks, (BlocksCacheKey(2), blocks, [0], [0])),
             (manager.pull_cache, (CacheKeyByIdAndIndex(2, 1), blocks)),
         ):
-            said = r"takes no grant: grants are for CacheManager.pull_blocks"
-            with pytest.raises(TypeError, match=said if name == "grant" else f"has no keyword argument '{name}'; "):
-                call(*arguments, **{name: None})
+            with pytest.raises(TypeError, match="has no keyword argument 'grant'; "):
+                call(*arguments, grant=None)
     finally:
         cluster.finalize()
-
-
-@pytest.mark.parametrize(
-    "call",
-    ["pull_blocks_async", "pull_cache_async", "push_blocks", "push_cache", "pull_group", "push_group_async", "grant"],
-)
-def test_calls_of_this_package_take_no_unknown_keyword_argument(call: str) -> None:
-    found = inspect.signature(getattr(CacheManager, call)).parameters.values()
-    assert not any(one.kind is one.VAR_KEYWORD for one in found)
-
-
-def test_own_keyword_arguments_are_given_by_name_only() -> None:
-    """A later argument of the original cannot collide with them."""
-    found = {
-        (name, one.name): one.kind
-        for name, method in inspect.getmembers(CacheManager, inspect.isfunction)
-        for one in inspect.signature(method).parameters.values()
-        if one.name in OWN_KEYWORDS
-    }
-    assert len(found) > 50
-    assert {name for name, kind in found.items() if kind is not inspect.Parameter.KEYWORD_ONLY} == set()
-
-
-def test_own_keyword_arguments_are_those_of_the_signatures() -> None:
-    """A keyword argument that is added to a pull must be protected against misspelling as well."""
-    original = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}
-    found: set[str] = set()
-    for call in ("pull_cache", "pull_blocks"):
-        method = getattr(CacheManager, call)
-        found |= set(inspect.signature(method).parameters) - set(
-            inspect.signature(getattr(KvCacheManager, call)).parameters
-        )
-        asynchronous = set(inspect.signature(getattr(CacheManager, f"{call}_async")).parameters)
-        assert asynchronous - {"timeout_ms"} == set(inspect.signature(method).parameters) - {"kwargs"}
-    found -= {*original, "cache", "src_cache_key", "dst_cache", "src_blocks", "dst_blocks"}
-    assert found | {"timeout_ms", "grants_done"} == OWN_KEYWORDS

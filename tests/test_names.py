@@ -132,12 +132,16 @@ SIGNATURES = {
 OF_CLASS: dict[str, dict[str, str]] = {
     "CacheManager": {
         **SIGNATURES,
-        # `contiguous`, and which part of every block moves, are additions of this package.
-        "allocate_cache": "cache_desc, cache_keys=(), contiguous=False",
-        "allocate_blocks_cache": "cache_desc, blocks_cache_key=None, contiguous=False",
         "deallocate_blocks_cache": "cache",
-        "copy_blocks": "cache, copy_block_info, src_offset=0, dst_offset=0, length=None",
-        "swap_blocks": "src_cache, dst_cache, src_to_dst, src_offset=0, dst_offset=0, length=None",
+        "pull_cache": "cache_key, cache, batch_index=0, size=-1, src_layer_range=None, dst_layer_range=None, "
+        "tensor_num_per_layer=2, **kwargs",
+        "pull_blocks": "src_cache_key, dst_cache, src_blocks=(), dst_blocks=(), src_layer_range=None, "
+        "dst_layer_range=None, tensor_num_per_layer=2, **kwargs",
+        "push_cache": "dst_cache_key, src_cache, src_batch_index=0, src_layer_range=None, dst_layer_range=None, "
+        "size=-1, tensor_num_per_layer=2",
+        "push_blocks": "dst_cache_key, src_cache, src_blocks=(), dst_blocks=(), src_layer_range=None, "
+        "dst_layer_range=None, tensor_num_per_layer=2",
+        "swap_blocks": "src_cache, dst_cache, src_to_dst",
     },
     "KvCacheManager": {
         **SIGNATURES,
@@ -168,31 +172,11 @@ def test_signatures(class_name: str) -> None:
 def test_additions_that_are_no_names_of_the_star_import() -> None:
     for name, module in [
         ("CacheManager", "cache_manager"),
-        ("GroupPart", "groups"),
+        ("Engine", "native"),
         ("KvLayout", "native"),
-        ("LayerDestination", "layer_tasks"),
     ]:
         assert getattr(llm_datadist, name) is getattr(importlib.import_module(f"llm_datadist.{module}"), name)
         assert name not in llm_datadist.__all__
-
-
-LAYOUT_ARGUMENTS = {
-    "push_blocks": ["src_tokens", "dst_tokens", "layout"],
-    "push_blocks_async": ["src_tokens", "dst_tokens", "layout"],
-    "push_cache": ["layout"],
-    "push_cache_async": ["layout"],
-    "pull_group": ["layout"],
-    "pull_group_async": ["layout"],
-    "push_group": ["layout"],
-    "push_group_async": ["layout"],
-}
-
-
-@pytest.mark.parametrize("name", LAYOUT_ARGUMENTS)
-def test_arguments_about_layouts_are_optional(name: str) -> None:
-    found = inspect.signature(getattr(llm_datadist.CacheManager, name)).parameters
-    assert [found[argument].default for argument in LAYOUT_ARGUMENTS[name]] == [None] * len(LAYOUT_ARGUMENTS[name])
-    assert inspect.signature(llm_datadist.CacheDesc).parameters["layout"].default is None
 
 
 def test_what_the_kv_cache_manager_has_not() -> None:
@@ -270,7 +254,7 @@ def sections_of(documented: str) -> dict[str, list[str]]:
 
 
 PUBLIC_CLASSES = [
-    value for value in (getattr(llm_datadist, name) for name in (*llm_datadist.__all__, "CacheManager", "GroupPart"))
+    value for value in (getattr(llm_datadist, name) for name in (*llm_datadist.__all__, "CacheManager"))
     if inspect.isclass(value) and value.__module__.startswith("llm_datadist.")
 ]  # fmt: skip
 

@@ -31,7 +31,7 @@ def test_what_was_pushed_is_the_peers_own(one_sided: tuple[End, Peer]) -> None:
 def test_one_tensor_and_the_default_of_two_a_layer_is_no_layer(
     one_sided: tuple[End, Peer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing moves, which is no error. A WARNING says so, and the peer gets no notification of bytes that it lacks."""
+    """Nothing moves, which is no error. A WARNING says so."""
     near, far = one_sided
     caplog.set_level(logging.WARNING, logger="LLM_DATADIST")
     cache = far.allocate("f", 1, 64, 1, seed=1)
@@ -46,19 +46,16 @@ def test_one_tensor_and_the_default_of_two_a_layer_is_no_layer(
         return lines
 
     handles, mine = cache_key(by_slot(2, cache)), near.held["b"].handle
-    assert code(near.manager.push_cache, handles, near.held["n"].handle, notify=b"arrived") == OK
+    assert code(near.manager.push_cache, handles, near.held["n"].handle) == OK
     (line,) = warnings()
     assert "cluster 2 " in line, line
     assert "num_tensors=1, tensor_num_per_layer=2); pass tensor_num_per_layer=1" in line, line
-    assert code(near.manager.push_blocks, cache_key(by_blocks(2)), mine, [0], [0], notify=b"arrived") == OK
-    assert len(warnings()) == 1
-    near.manager.push_blocks_async(cache_key(by_blocks(2)), mine, [0], [0], notify=b"arrived").result(10_000)
+    assert code(near.manager.push_blocks, cache_key(by_blocks(2)), mine, [0], [0]) == OK
     assert len(warnings()) == 1
     assert equal(far.read("f"), pattern(1, 1, 1, 64)), "no layer, but bytes"
     assert equal(far.read("fb"), pattern(1, 1, 2, 64)), "no layer, but bytes"
-    near.manager.push_cache(handles, near.held["n"].handle, tensor_num_per_layer=1, notify=b"arrived")
+    near.manager.push_cache(handles, near.held["n"].handle, tensor_num_per_layer=1)
     assert equal(far.read("f"), pattern(2, 1, 1, 64))
-    assert far.polled() == [(1, b"arrived")], "only with the bytes"
     assert warnings() == []
 
 
@@ -128,7 +125,8 @@ def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str
 @pytest.mark.parametrize("pushed", [False, True])
 def test_a_destination_named_many_times_has_the_last_block(ends: Ends, transport: str, pushed: bool) -> None:
     """The last of 70,000 writes of one block counts, on each path. Blocks in between stay unchanged."""
-    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999)
+    way = {"llm__LinkTransport": transport, "llm__Verify": "full", "llm__SyncKvCacheWaitTime": 9999}
+    near, far = ends.pair(accessible=True, **way)
     far.allocate("f", 64, 24, 1, blocks=True, keys=[by_blocks(2)], seed=1)
     near.allocate("n", 64, 24, 1, blocks=True, seed=2)
     src = [at % 61 for at in range(70_000)] + [5, 6, 7, 8]
@@ -136,27 +134,12 @@ def test_a_destination_named_many_times_has_the_last_block(ends: Ends, transport
     key, mine = cache_key(by_blocks(2)), near.held["n"].handle
     if pushed:
         read, expected = near.read("n"), far.read("f")
-        near.manager.push_blocks(key, mine, src, dst, tensor_num_per_layer=1, verify="full")
+        near.manager.push_blocks(key, mine, src, dst, tensor_num_per_layer=1)
         written = far.read("f")
     else:
         read, expected = far.read("f"), near.read("n")
-        near.manager.pull_blocks(key, mine, src, dst, verify="full")
+        near.manager.pull_blocks(key, mine, src, dst)
         written = near.read("n")
     for block, row in zip((5, 6, 7, 8), (10, 11, 9, 12)):
         expected[0][row] = read[0][block]
     assert equal(written, expected)
-
-
-def test_parts_of_many_blocks_may_go_to_one_block(ends: Ends) -> None:
-    """The last one wins."""
-    near, far = ends.pair(accessible=True)
-    count, row_bytes, length = 300, 256, 96
-    far.allocate("far", 8, row_bytes, 2, blocks=True, keys=[by_blocks(0)], seed=1)
-    near.allocate("near", count, row_bytes, 2, blocks=True, seed=2)
-    expected, source = far.read("far"), near.read("near")
-    near.manager.push_blocks(
-        cache_key(by_blocks(2)), near.held["near"].handle, list(range(count)), [7] * count, length=length
-    )
-    for target, ours in zip(expected, source):
-        target[7][:length] = ours[count - 1][:length]
-    assert equal(far.read("far"), expected)

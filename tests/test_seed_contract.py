@@ -28,7 +28,6 @@ from peers import (
     pattern,
     together,
 )
-from peers.values import cache_key
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS, Gate, Pair, config, sent, synchronizer
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
@@ -86,25 +85,20 @@ def test_sync_kv_timeout_ends_the_wait_of_a_copy(ends: Ends) -> None:
     near.allocate("slots", 2, 64, 1)
     near.allocate("blocks", 2, 64, 1, blocks=True)
     slots, blocks = (near.held[name].handle for name in ("slots", "blocks"))
-    limit_ms = int(LIMIT * 1000)
 
-    def pulls() -> list[Any]:
+    def pulls() -> None:
         """Pulls into row 0 of both caches."""
-        return [
-            near.manager.pull_cache_async(cache_key(source), slots, timeout_ms=limit_ms),
-            near.manager.pull_blocks_async(cache_key(by_blocks(2)), blocks, [0], [0], timeout_ms=limit_ms),
-        ]
+        code(near.pull_cache, source, "slots")
+        code(near.pull_blocks, by_blocks(2), "blocks", [0], [0])
 
-    for pull in pulls():
-        pull.result(limit_ms)
-    with far.stopped():  # a pull from a stopped peer has its rows until the limit of the pull
-        held = pulls()
+    pulls()
+    # A pull from a stopped peer has its row until its own limit, and others wait behind it.
+    with far.stopped(), meanwhile(*[pulls] * 4):
         for copy in (
             lambda: near.manager.copy_cache(slots, slots, 1, 0),
             lambda: near.manager.copy_blocks(blocks, {0: [1]}),
         ):
             eventually(lambda copy=copy: code(copy) == LLMStatusCode.LLM_TIMEOUT.name, what="a copy that timed out")
-        assert all(pull.cancel() for pull in held)
 
 
 @pytest.mark.contract("19.allocate-cache", "19.deallocate-cache", "19.remove-cache-key", "19.allocate-blocks-cache")

@@ -93,7 +93,7 @@ __all__ = [
 ]
 
 # Further names of `original` (contract §1.1), and modules that the original's import loads.
-_FURTHER = ("CacheManager", "GroupPart", "LayerDestination")
+_FURTHER = ("CacheManager",)
 _MODULES = ("configs", "data_type", "status")
 
 

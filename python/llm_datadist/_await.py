@@ -25,7 +25,7 @@ class _Loop:
     """The transfers that one event loop awaits. Its reader is installed only while there are any."""
 
     def __init__(self) -> None:
-        self._queue = _core.LoopQueue()
+        self._queue = _core.native.LoopQueue()
         self._awaited: dict[int, list[Future[None]]] = {}
 
     async def wait(self, loop: AbstractEventLoop, transfer: Any) -> None:

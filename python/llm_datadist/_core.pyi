@@ -4,16 +4,16 @@ Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an inte
 ``LLMException`` for all other failures. A ``bool`` is not an integer.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, ClassVar, Generic, TypeVar, final
+from typing import Any, TypeVar, final
 
 from typing_extensions import CapsuleType, Self, TypeAlias
 
+from llm_datadist import native as native_api
 from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.kv_cache_manager import KvCache
-from llm_datadist.kv_layout import KvLayout
 from llm_datadist.layerwise import LayerSynchronizer
 from llm_datadist.stats import Stats
 from llm_datadist.status import LLMException, LLMStatusCode
@@ -22,25 +22,12 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Cache
 __all__ = [
     "DATA_TYPES",
     "STATUS_CODES",
-    "CacheBuffer",
     "CacheCalls",
-    "Completed",
     "DataDist",
-    "Events",
-    "Grant",
-    "GrantEnded",
-    "Grants",
     "KvCaches",
-    "LayerTask",
-    "LinkDown",
-    "LinkUp",
-    "LoopQueue",
     "LooseCache",
     "ManagedCache",
-    "Notification",
-    "Peer",
     "TensorView",
-    "Transfer",
     "TransferTask",
     "__version__",
     "abandon_sockets",
@@ -51,7 +38,6 @@ __all__ = [
     "check_int32",
     "check_int64",
     "check_isinstance",
-    "check_kv_layout",
     "check_layer_range",
     "check_list_int32",
     "check_list_int64",
@@ -75,10 +61,7 @@ __all__ = [
 ]
 
 _Value = TypeVar("_Value")
-_Outcome = TypeVar("_Outcome")
 _Class: TypeAlias = type[Any] | list[type[Any]] | tuple[type[Any], ...]
-_AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
-_Tokens: TypeAlias = range | tuple[int, int]
 
 __version__: str
 
@@ -145,6 +128,12 @@ class DataDist:
     def close(self) -> None:
         """Close the engine. Calls in progress end normally. Memory stays mapped as long as a view of it exists."""
 
+    def native_engine(self) -> native_api.Engine:
+        """Return the engine of the native API over this engine, always the same object."""
+
+    def native_cache(self, cache: Cache) -> native_api.Cache:
+        """Return the cache of the native API that a blocks cache of this engine is."""
+
     def stats(self) -> Stats:
         """Return every counter of the engine."""
 
@@ -206,53 +195,27 @@ class DataDist:
     ) -> TransferTask:
         """Start a layer-wise transfer. The caller reports which layers are ready (contract §8)."""
 
-    def begin_layers(
-        self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
-    ) -> LayerTask:
-        """Start a layer-wise transfer whose layers the caller reports; ``destinations`` has ``LayerDestination``s."""
-
     def tensor_views(self, cache: Cache) -> list[TensorView]:
         """Return a view of every tensor of a cache."""
 
     def remap(self) -> None:
         """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator (contract §7.17)."""
 
-    def huge_page_bytes(self) -> dict[str, int]:
-        """Return the bytes of the ``device`` and the ``host`` pool that are in huge pages. The call is slow."""
-
-    def notify(self, cluster_id: int, payload: bytes | bytearray) -> None:
-        """Send a message to a linked cluster."""
-
-    def set_metadata(self, metadata: bytes | bytearray) -> None:
-        """Set the metadata that peers of later links receive."""
-
-    def peers(self) -> list[Peer]:
-        """Return the peers of all links."""
-
     def sync_kv_timeout(self) -> int:
         """Return the limit of one call in milliseconds."""
 
 @final
-class CacheCalls(Generic[_Outcome]):
-    """The caches of an engine in CacheManager mode (contract §7).
+class CacheCalls:
+    """The caches of an engine in CacheManager mode (contract §7). Calls return once the bytes are in place."""
 
-    A call that moves bytes returns once they are in place, or starts and returns a ``Transfer``. Calls that start,
-    groups, and the calls of several owners raise ``LLM_LINK_BUSY`` if ``max_transfers`` calls run or have an outcome
-    that was not taken. ``timeout_ms`` is in milliseconds (uint32, above 0), and ``None`` means ``sync_kv_timeout``.
-    """
+    def __new__(cls, native: DataDist) -> Self:
+        """Make the object for the engine ``native``."""
 
-    def __new__(cls, native: DataDist, starts: bool) -> Self:
-        """Make the object for the engine ``native``. With ``starts``, its calls that move bytes start."""
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
+        """Allocate a continuous cache (contract §7.1)."""
 
-    def allocate_cache(
-        self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], contiguous: bool
-    ) -> ManagedCache:
-        """Allocate a continuous cache (contract §7.1); with ``contiguous``, as one range of bytes."""
-
-    def allocate_blocks_cache(
-        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None, contiguous: bool
-    ) -> ManagedCache:
-        """Allocate a blocks cache (contract §7.3); with ``contiguous``, as one range of bytes."""
+    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None) -> ManagedCache:
+        """Allocate a blocks cache (contract §7.3)."""
 
     def deallocate_cache(self, cache: Cache) -> None:
         """Drop the reference by id of a continuous cache (contract §7.2)."""
@@ -290,11 +253,7 @@ class CacheCalls(Generic[_Outcome]):
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
+    ) -> None:
         """Read a batch slot of a peer into a local slot (contract §7.12)."""
 
     def pull_blocks(
@@ -306,16 +265,7 @@ class CacheCalls(Generic[_Outcome]):
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
-        grant_done: bool,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        part: tuple[int, int, int | None] | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
+    ) -> None:
         """Read blocks of a peer into local blocks (contract §7.13)."""
 
     def push_cache(
@@ -327,11 +277,7 @@ class CacheCalls(Generic[_Outcome]):
         dst_layer_range: range | None,
         size: int,
         tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
+    ) -> None:
         """Write a batch slot to a peer (contract §7.14)."""
 
     def push_blocks(
@@ -343,14 +289,7 @@ class CacheCalls(Generic[_Outcome]):
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        layout: str | None,
-        part: tuple[int, int, int | None] | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
+    ) -> None:
         """Write blocks to a peer (contract §7.15)."""
 
     def copy_cache(
@@ -362,439 +301,14 @@ class CacheCalls(Generic[_Outcome]):
         offset: int,
         size: int,
         req_id: int | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
+    ) -> None:
         """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot (contract §7.9)."""
 
-    def copy_blocks(
-        self,
-        cache: Cache,
-        copy_block_info: dict[int, list[int]] | Any,
-        part: tuple[int, int, int | None] | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]] | Any) -> None:
         """Copy blocks inside one cache (contract §7.10)."""
 
-    def swap_blocks(
-        self,
-        src_cache: Cache,
-        dst_cache: Cache,
-        src_to_dst: dict[int, int] | Any,
-        part: tuple[int, int, int | None] | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int] | Any) -> None:
         """Copy blocks between host and device (contract §7.11)."""
-
-    def pull_owners(
-        self,
-        src_cache_keys: list[Any] | tuple[_AnyKey, ...],
-        dst_cache: Cache,
-        src_blocks: list[Any] | tuple[Any, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
-        grant_done: bool,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        part: tuple[int, int, int | None] | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
-        """Pull one sequence from several owners; ``src_blocks`` has one list of blocks for each."""
-
-    def push_owners(
-        self,
-        dst_cache_keys: list[BlocksCacheKey] | tuple[BlocksCacheKey, ...],
-        src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[Any] | tuple[Any, ...] | Any,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        src_tokens: _Tokens | None,
-        dst_tokens: _Tokens | None,
-        layout: str | None,
-        part: tuple[int, int, int | None] | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
-        """Push one sequence to several owners; ``dst_blocks`` has one list of blocks for each."""
-
-    def pull_group(
-        self,
-        parts: Any,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        grants_done: bool,
-        layout: str | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
-        """Pull several caches.
-
-        ``parts`` has ``(key, cache, src_blocks, dst_blocks[, grant])`` or ``GroupPart`` items.
-        """
-
-    def push_group(
-        self,
-        parts: Any,
-        notify: bytes | bytearray | None,
-        verify: str | None,
-        layout: str | None,
-        timeout_ms: int | None,
-    ) -> _Outcome:
-        """Push several caches.
-
-        ``parts`` has ``(key, cache, src_blocks, dst_blocks)`` or ``GroupPart`` items.
-        """
-
-@final
-class Transfer:
-    """An asynchronous call. The original does not have this class.
-
-    The ``_async`` methods of ``CacheManager`` and ``LLMDataDist.ensure_link`` make it.
-
-    Any number of threads may use it. Dropping it does not end the call. ``await transfer`` waits without a thread, and
-    returns or raises what ``result`` does. The outcome stays in the object, also after ``finalize``. Taking it with
-    ``result``, ``exception`` or ``await`` removes its event from ``LLMDataDist.poll``.
-
-    Raises:
-        LLMException: in a forked child, every method and property raises ``LLM_FAILED`` (contract §16).
-    """
-
-    @property
-    def number(self) -> int:
-        """A number that no other asynchronous call of this process has."""
-
-    @property
-    def bytes(self) -> int:
-        """The number of bytes that are known to be in place; final once the call has ended.
-
-        A push learns it only at its end. If the call failed, the destination is undefined all the same.
-        """
-
-    @property
-    def nanos(self) -> int:
-        """Nanoseconds from the start of the call, waiting included, to its end, or until now."""
-
-    def done(self) -> bool:
-        """Return whether the call has ended. Then nothing of it touches memory of this process any more."""
-
-    def result(self, timeout_ms: int | None = None) -> Peer | None:
-        """Wait until the call has ended, and raise its failure. Ctrl-C interrupts the wait.
-
-        Args:
-            timeout_ms: time limit of the wait in milliseconds (uint32); 0 does not wait, and ``None`` waits without
-                limit.
-
-        Returns:
-            The peer for ``LLMDataDist.ensure_link``; ``None`` for every other call.
-
-        Raises:
-            TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
-            ValueError: ``timeout_ms`` is outside uint32.
-            TimeoutError: ``timeout_ms`` passed. The call goes on.
-            LLMException: the failure of the call: a code of the call without ``_async``, ``LLM_FAILED`` if it was
-                cancelled, or ``LLM_ENGINE_FINALIZED`` if ``finalize`` ended it. The attribute ``arrived`` lists the
-                destination rows that are known to be complete.
-        """
-
-    def exception(self, timeout_ms: int | None = None) -> LLMException | None:
-        """Wait as ``result`` does, and return the failure, or ``None`` if the call succeeded.
-
-        Args:
-            timeout_ms: as for ``result``.
-
-        Raises:
-            TypeError, ValueError, TimeoutError: as for ``result``.
-        """
-
-    def cancel(self) -> bool:
-        """Cancel the call, without waiting for its end.
-
-        A call that waits for its rows or for a thread ends at once. A call that waits for a peer ends within 100 ms. A
-        copy of memory that has begun is finished first. A push whose bytes the peer reads ends when the peer has
-        answered or the link has broken. Until the call has ended, it may touch its rows.
-
-        Returns:
-            ``True``: the call will end with ``LLM_FAILED``, or with ``LLM_ENGINE_FINALIZED`` if ``finalize`` comes
-            first. ``False``: its outcome can no longer change, also because it has begun to deliver a notification.
-        """
-
-    def cancelled(self) -> bool:
-        """Return whether ``cancel`` has ended the call, or will end it."""
-
-    def progress(self) -> tuple[int, int]:
-        """Return the bytes in place and the bytes in total; ``(0, 0)`` until the call has begun.
-
-        A push reports 0 bytes in place until it has ended. After a success, both numbers are equal.
-        """
-
-    def __await__(self) -> Generator[Any]: ...
-
-@final
-class Completed:
-    """The event that an asynchronous call has ended. ``LLMDataDist.poll`` returns it, once for each call.
-
-    It comes for every call that returns a ``Transfer``, ``LLMDataDist.ensure_link`` included. The original does not
-    have this class. It supports ``match``: ``case Completed(transfer)``.
-    """
-
-    __match_args__: ClassVar[tuple[str, ...]] = ("transfer",)
-
-    @property
-    def transfer(self) -> Transfer:
-        """The call: the object that the ``_async`` method returned."""
-
-@final
-class Peer:
-    """The other end of a link. The original does not have this class."""
-
-    @property
-    def cluster_id(self) -> int:
-        """Its cluster id (uint64)."""
-
-    @property
-    def incarnation(self) -> int:
-        """A number that its engine has drawn at ``init`` (uint64): a restarted peer has another one."""
-
-    @property
-    def address(self) -> str:
-        """Its address, as in the log."""
-
-    @property
-    def transport(self) -> str:
-        """How bytes move: ``"shm"`` or ``"tcp"``."""
-
-    @property
-    def metadata(self) -> bytes:
-        """The metadata that the peer's program had set when the link was made: at most 16 KiB, and empty by default.
-
-        It comes from ``LLMDataDist.set_metadata``, or from the argument ``metadata`` of ``ensure_link``.
-        """
-
-    def __eq__(self, other: object, /) -> bool: ...
-    def __ne__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
-
-@final
-class Notification:
-    """The event that a peer has sent a message (``LLMDataDist.notify``, or the argument ``notify`` of a call).
-
-    The original does not have this class. It supports ``match``: ``case Notification(cluster_id, payload)``.
-    """
-
-    __match_args__: ClassVar[tuple[str, ...]] = ("cluster_id", "payload")
-
-    @property
-    def cluster_id(self) -> int:
-        """The cluster that sent it (uint64)."""
-
-    @property
-    def payload(self) -> bytes:
-        """What it sent: at most 64 KiB."""
-
-@final
-class LinkUp:
-    """The event that a link was made, by either side. The original does not have this class."""
-
-    __match_args__: ClassVar[tuple[str, ...]] = ("peer",)
-
-    @property
-    def peer(self) -> Peer:
-        """The other end."""
-
-@final
-class LinkDown:
-    """The event that a link has ended, for whatever reason. The original does not have this class.
-
-    One event stands for all links to the peer that have ended since the last ``LLMDataDist.poll``. Calls over the link
-    fail, and the ``Completed`` of each may come before or after this event. A peer that has ended does not report that
-    it is done with a grant (``grant_done``): the blocks stay lent until the time limit of the grant, unless
-    ``Grant.revoke`` ends it.
-    """
-
-    __match_args__: ClassVar[tuple[str, ...]] = ("peer", "reason", "unacknowledged")
-
-    @property
-    def peer(self) -> Peer:
-        """The other end."""
-
-    @property
-    def reason(self) -> str:
-        """Why the link ended, for people: one cause may have several texts, so do not compare them."""
-
-    @property
-    def unacknowledged(self) -> int:
-        """Number of messages of ``LLMDataDist.notify`` that the peer has not confirmed. Each may have arrived or not.
-
-        If the event stands for several links to the peer that have ended, it is the sum.
-        """
-
-@final
-class Grant:
-    """Blocks of a cache that are lent for a limited time. ``CacheManager.grant`` makes it.
-
-    Two objects are equal if they stand for the same grant. Dropping the object does not end the grant. The original
-    does not have this class.
-    """
-
-    @property
-    def token(self) -> bytes:
-        """The 48 bytes by which readers name the grant. Nobody can guess it."""
-
-    @property
-    def ended(self) -> str | None:
-        """Why it has ended: ``"expired"``, ``"revoked"``, ``"done"`` or ``"released"``; ``None`` if it has not."""
-
-    def revoke(self, *, wait: bool = True) -> None:
-        """End the grant, and wait for the reads under it that this engine serves. Ctrl-C interrupts the wait.
-
-        A reader in another process of this host may still be reading; its pull fails. A grant that has ended before is
-        not an error.
-
-        Args:
-            wait: whether to wait for these reads. If it is ``False``, they may go on, and their pulls fail as well.
-
-        Raises:
-            TypeError: ``wait`` is not a ``bool``.
-            LLMException: ``LLM_TIMEOUT``: such a read took longer than ``sync_kv_timeout``, and the grant has ended;
-                ``LLM_ENGINE_FINALIZED``: the engine was finalized; ``LLM_FAILED``: a forked child (contract §16).
-        """
-
-    def __eq__(self, other: object, /) -> bool: ...
-    def __ne__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
-
-@final
-class GrantEnded:
-    """The event that a grant of this engine has ended. The original does not have this class."""
-
-    __match_args__: ClassVar[tuple[str, ...]] = ("grant", "reason")
-
-    @property
-    def grant(self) -> Grant:
-        """The grant, equal to the object that ``CacheManager.grant`` has returned."""
-
-    @property
-    def reason(self) -> str:
-        """Why it has ended: ``"expired"``, ``"revoked"``, ``"done"`` or ``"released"``."""
-
-@final
-class Grants:
-    """The calls of an engine about grants. The original does not have them."""
-
-    def __new__(cls, native: DataDist) -> Grants:
-        """Make the object for the engine ``native``."""
-
-    def grant(self, cache: Cache, blocks: list[int] | tuple[int, ...] | Any, ttl_ms: int, readers: int) -> Grant:
-        """Lend blocks for ``ttl_ms`` milliseconds, or until ``readers`` readers have reported."""
-
-    def release(self, token: bytes) -> None:
-        """Report to the owner of a grant that this engine is done with it."""
-
-@final
-class LoopQueue:
-    """A queue that wakes an event loop when asynchronous calls that it awaits have ended."""
-
-    def __new__(cls) -> LoopQueue:
-        """Make an empty queue.
-
-        Raises:
-            LLMException: ``LLM_FAILED``: no file descriptor is left.
-        """
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while a call is queued. It belongs to the queue."""
-
-    def add(self, transfer: object) -> int | None:
-        """Have the end of a transfer, of either API, queued. Return its number, or ``None`` if it has ended already.
-
-        Raises:
-            LLMException: ``LLM_OUT_OF_MEMORY``: no memory; ``LLM_FAILED``: in a forked child.
-        """
-
-    def take(self) -> list[int]:
-        """Remove and return the numbers of the queued calls."""
-
-@final
-class Events:
-    """The events of an engine in CacheManager mode. The original does not have them."""
-
-    def __new__(cls, native: DataDist) -> Events:
-        """Make the object for the engine ``native``."""
-
-    def ensure_link(
-        self, address: str, metadata: bytes | bytearray | None, cluster_id: int | None, timeout_ms: int
-    ) -> Transfer:
-        """Start to link to the engine at ``ip:port``, unless there is a link to it."""
-
-    def poll(self, max_events: int) -> list[Completed | Notification | LinkUp | LinkDown | GrantEnded]:
-        """Return at most ``max_events`` (uint32) events, and remove them. The call never waits."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while ``poll`` has something to return. It belongs to the engine."""
-
-    def drain(self, timeout_ms: int | None) -> bool:
-        """Wait until no asynchronous call runs. Return whether that is so.
-
-        Args:
-            timeout_ms: time limit in milliseconds (uint32), or ``None``.
-        """
-
-@final
-class LayerTask:
-    """A layer-wise transfer whose layers the caller reports. ``CacheManager.begin_layers`` makes it.
-
-    The original does not have this class. Any number of threads may use it. The task itself has no end and no event;
-    each of its transfers has. Dropping the task ends the transfers that still wait for a layer, with ``LLM_FAILED``,
-    because nobody can report layers any more. Transfers whose layers are all ready go on.
-
-    Raises:
-        LLMException: in a forked child, every method raises ``LLM_FAILED`` (contract §16).
-    """
-
-    @property
-    def transfers(self) -> tuple[Transfer, ...]:
-        """The transfer of each destination, in the order of the destinations.
-
-        ``progress`` returns the bytes of the layers in place, and of all layers once the destination was found. The
-        exception of a failed transfer names the cluster, the layer and, if there was a link, the address of the peer.
-        """
-
-    def ready(self, layer: int) -> None:
-        """Report that a layer is computed. It is sent to every destination that needs it; see ``begin_layers``.
-
-        Layers may come in any order and from any thread. The call neither waits nor releases the GIL. The source rows
-        must not be written from now on until the transfers that need them have ended. Once a transfer has ended,
-        nothing of it is sent any more; reporting further layers is allowed, also after ``finalize``.
-
-        Args:
-            layer: index of the layer in the source cache. A layer that no destination needs is allowed.
-
-        Raises:
-            TypeError: ``layer`` is not an ``int``.
-            LLMException: ``LLM_PARAM_INVALID``: the cache has no such layer, or it was reported before, by ``ready`` or
-                ``fail``. Nothing changes.
-        """
-
-    def fail(self, layer: int, reason: str) -> None:
-        """Report that a layer will never be computed. Transfers that need it end with ``LLM_PARAM_INVALID``.
-
-        Other transfers go on. A layer that is being sent is finished first.
-
-        Args:
-            layer: index of the layer in the source cache.
-            reason: text for the exceptions of these transfers. At most 500 characters are kept.
-
-        Raises:
-            TypeError: ``layer`` is not an ``int``, or ``reason`` not a ``str``.
-            LLMException: as for ``ready``.
-        """
 
 @final
 class TransferTask:
@@ -833,8 +347,8 @@ class TransferTask:
     def progress(self) -> list[tuple[int, int, int]]:
         """Return for each config the layers in place, all of its layers, and the bytes in place."""
 
-    def transfers(self) -> list[Transfer]:
-        """Return the transfer of each config, to wait for its end in a coroutine. ``poll`` reports no event for it."""
+    def transfers(self) -> list[Any]:
+        """Return what an event loop can wait for, one for each config (``LoopQueue`` of the native API)."""
 
     @property
     def timeout_in_millis(self) -> int | None:
@@ -992,55 +506,6 @@ class TensorView:
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return the type and id of the device in DLPack's numbers: CPU, 0."""
 
-@final
-class CacheBuffer:
-    """All bytes of a contiguous cache as one flat view without a copy. ``Cache.buffer`` makes it (contract §4.3).
-
-    It is an array of ``uint8`` of shape ``(nbytes,)``, writable, for ``memoryview``, ``numpy.frombuffer``,
-    ``torch.from_dlpack`` and similar functions. Pool memory stays mapped as long as the view, or an array made from it,
-    exists. Memory of a registered or CPU cache belongs to the caller, and no view keeps it alive. The original does not
-    have this class.
-    """
-
-    def __new__(cls, view: TensorView) -> CacheBuffer:
-        """Make the buffer of the cache to which ``view`` belongs.
-
-        Raises:
-            LLMException: ``LLM_PARAM_INVALID``: the cache is not contiguous, or it is registered memory with gaps
-                between rows.
-        """
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-
-    def numpy(self) -> Any:
-        """Return a ``numpy.ndarray`` of ``uint8`` over the same memory."""
-
-    def __buffer__(self, flags: int, /) -> memoryview:
-        """Return a ``memoryview`` of the bytes."""
-
-    def __dlpack__(
-        self,
-        *,
-        stream: None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> CapsuleType:
-        """Return a DLPack capsule, in the layout of version 1 if ``max_version`` allows it.
-
-        Raises:
-            BufferError: the caller asks for a stream, a device other than the CPU, or a copy.
-        """
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the type and id of the device in DLPack's numbers: CPU, 0."""
-
 def check_isinstance(
     arg_name: str,
     arg_value: _Value,
@@ -1117,13 +582,6 @@ def check_option(name: str, arg_value: int | str) -> None:
 
 def check_cache_key(cache_key: CacheKey) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given (contract §7)."""
-
-def check_kv_layout(layout: KvLayout) -> None:
-    """Check the values of a ``KvLayout`` whose attributes are set, without the sizes of a cache.
-
-    Raises:
-        LLMException: ``LLM_PARAM_INVALID``: an invalid value.
-    """
 
 def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
     """Raise unless the value is a ``range`` of step 1 with ``0 <= start < stop`` (contract §4.10).

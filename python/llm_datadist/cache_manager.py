@@ -23,10 +23,10 @@ __all__ = ["CacheManager"]
 class CacheManager(PullPushCalls):
     """The caches of an engine in CacheManager mode (contract §7). ``LLMDataDist.cache_manager`` returns it.
 
-    Any number of threads may use a manager. Calls whose names end in ``_async`` and ``begin_layers`` start a transfer
-    and return at once. When any other call returns, the bytes are in place. "Remote-accessible mode" is the option
-    ``llm.EnableRemoteCacheAccessible``. ``sync_kv_timeout`` is the time limit of a call in milliseconds (1000 by
-    default).
+    Any number of threads may use a manager. ``transfer_cache_async`` starts a transfer and returns at once. When any
+    other call returns, the bytes are in place. ``LLMDataDist.engine`` and ``Cache.native`` have what the original
+    lacks. "Remote-accessible mode" is the option ``llm.EnableRemoteCacheAccessible``. ``sync_kv_timeout`` is the time
+    limit of a call in milliseconds (1000 by default).
 
     Each list of blocks may be an array of shape ``(n,)``, which the original does not accept: a buffer
     (``array.array``, a numpy array, a ``memoryview``) or a DLPack tensor in CPU memory, pinned or not, with native
@@ -44,7 +44,7 @@ class CacheManager(PullPushCalls):
     """
 
     def __init__(self, native: _core.DataDist, options: dict[str, str]) -> None:
-        super().__init__(native)
+        super().__init__(native, _core.CacheCalls(native))
         self._enable_remote_cache_accessible = options.get("llm.EnableRemoteCacheAccessible") == "1"
         self._is_call_linked = False
 
@@ -59,7 +59,6 @@ class CacheManager(PullPushCalls):
         self,
         cache_desc: CacheDesc,
         cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = (),
-        contiguous: bool = False,
     ) -> Cache:
         """Allocate a continuous cache from the pool of its placement (contract §7.1).
 
@@ -70,20 +69,17 @@ class CacheManager(PullPushCalls):
             cache_desc: tensors of shape ``[batch slots, ...]``, together fewer than 2^63 bytes.
             cache_keys: key *i* names batch slot *i*. A placeholder (``req_id = 2**64 - 1``) names nothing, trailing
                 slots may be left out, and of equal keys the last one counts.
-            contiguous: whether all tensors are one range of bytes, in order and without gaps, for ``Cache.buffer``.
-                Only the first address is then page-aligned. The original does not have this argument.
 
         Returns:
-            The cache: ``num_tensors`` addresses, page-aligned unless ``contiguous``. The contents are undefined.
+            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
             TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, more keys than slots, or a
-                key that names a live cache; ``LLM_OUT_OF_MEMORY``: the pool is full, or no free run of it is long
-                enough for a contiguous cache. Nothing stays allocated.
+                key that names a live cache; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
         """
-        handle = self._engine.allocate_cache(cache_desc, cache_keys, contiguous)
+        handle = self._engine.allocate_cache(cache_desc, cache_keys)
         return made_cache(handle, cache_desc, self)
 
     @logged
@@ -121,9 +117,7 @@ class CacheManager(PullPushCalls):
         self._native.remove_cache_key(cache_key)
 
     @logged
-    def allocate_blocks_cache(
-        self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None, contiguous: bool = False
-    ) -> Cache:
+    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None) -> Cache:
         """Allocate a blocks cache from the pool of its placement (contract §7.3).
 
         ``with manager.allocate_blocks_cache(...) as cache:`` deallocates the cache at the end of the block.
@@ -131,10 +125,9 @@ class CacheManager(PullPushCalls):
         Args:
             cache_desc: tensors of shape ``[blocks, ...]``.
             blocks_cache_key: key of the whole cache, one for each model. Its cluster id is ignored.
-            contiguous: as for ``allocate_cache``.
 
         Returns:
-            The cache: ``num_tensors`` addresses, page-aligned unless ``contiguous``. The contents are undefined.
+            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -142,7 +135,7 @@ class CacheManager(PullPushCalls):
             LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, or a key whose model has a
                 blocks cache already; ``LLM_OUT_OF_MEMORY``: as for ``allocate_cache``. Nothing stays allocated.
         """
-        handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key, contiguous)
+        handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key)
         return made_cache(handle, cache_desc, self, blocks=True)
 
     @logged
@@ -275,17 +268,13 @@ class CacheManager(PullPushCalls):
                 slot; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id, None)
+        self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
     def copy_blocks(
         self,
         cache: Cache,
         copy_block_info: Union[dict[int, list[int]], Any],
-        *,
-        src_offset: int = 0,
-        dst_offset: int = 0,
-        length: Optional[int] = None,
     ) -> None:
         """Copy blocks inside one cache, in every tensor (contract §7.10).
 
@@ -296,20 +285,15 @@ class CacheManager(PullPushCalls):
             cache: a blocks cache.
             copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
                 rows ``(source, destination)``.
-            src_offset: as for ``push_blocks``.
-            dst_offset: as for ``push_blocks``. It must equal ``src_offset``, or be at least ``length`` bytes away from
-                it, because the two byte ranges must not overlap in part.
-            length: as for ``push_blocks``.
 
         Raises:
             TypeError: an argument has the wrong type.
             AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``: a continuous cache, an index outside the blocks, or a part that exceeds
-                a block or overlaps itself;
+            LLMException: ``LLM_PARAM_INVALID``: a continuous cache, or an index outside the blocks;
                 ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_blocks(cache, copy_block_info, (src_offset, dst_offset, length), None)
+        self._engine.copy_blocks(cache, copy_block_info)
 
     @logged
     def swap_blocks(
@@ -317,10 +301,6 @@ class CacheManager(PullPushCalls):
         src_cache: Cache,
         dst_cache: Cache,
         src_to_dst: Union[dict[int, int], Any],
-        *,
-        src_offset: int = 0,
-        dst_offset: int = 0,
-        length: Optional[int] = None,
     ) -> None:
         """Copy blocks between a host and a device cache, in every tensor (contract §7.11).
 
@@ -331,20 +311,17 @@ class CacheManager(PullPushCalls):
             dst_cache: blocks cache that is written.
             src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
                 ``(source, destination)``.
-            src_offset: as for ``push_blocks``.
-            dst_offset: as for ``push_blocks``.
-            length: as for ``push_blocks``.
 
         Raises:
             TypeError: an argument has the wrong type.
             AttributeError: an argument is ``None``.
             LLMMismatchException: an ``LLMException`` with ``LLM_PARAM_INVALID`` that is a ``ValueError`` as well: a
-                continuous cache, an index outside the blocks, different block sizes or numbers of tensors, a part that
-                exceeds a block, or placements that are not one ``HOST`` and one ``DEVICE``.
+                continuous cache, an index outside the blocks, different block sizes or numbers of tensors, or
+                placements that are not one ``HOST`` and one ``DEVICE``.
             LLMException: ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows
                 for longer than ``sync_kv_timeout``.
         """
-        self._engine.swap_blocks(src_cache, dst_cache, src_to_dst, (src_offset, dst_offset, length), None)
+        self._engine.swap_blocks(src_cache, dst_cache, src_to_dst)
 
     @logged
     def transfer_cache_async(
@@ -449,17 +426,6 @@ class CacheManager(PullPushCalls):
         """
         self._check_open()
         return self._native.tensor_views(cache)
-
-    def huge_page_bytes(self) -> dict[str, int]:
-        """Return the bytes of each pool, ``"device"`` and ``"host"``, that are in huge pages now (contract §7).
-
-        The kernel examines the whole process, which takes milliseconds or more. The original does not have this method.
-
-        Raises:
-            LLMException: ``LLM_ENGINE_FINALIZED``.
-        """
-        self._check_open()
-        return self._native.huge_page_bytes()
 
     def set_is_call_linked(self) -> None:
         """Note that ``LLMDataDist.link`` was called (contract §7.18). It has no other effect."""

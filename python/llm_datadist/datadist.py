@@ -13,7 +13,6 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.caches import release_on_exit
 from llm_datadist.cluster_info import LLMRole
 from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
-from llm_datadist.engine_events import EngineEvents
 from llm_datadist.init_options import (
     BACKEND,
     CACHE_MANAGER,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from llm_datadist.cluster_info import LLMClusterInfo
+    from llm_datadist.native import Engine
     from llm_datadist.stats import Stats
 
 __all__ = ["LLMDataDist"]
@@ -48,7 +48,7 @@ _NOT_OPEN = "this LLMDataDist is not initialized; call init first"
 _MOST_CLUSTERS = 16
 
 
-class LLMDataDist(EngineEvents):
+class LLMDataDist:
     """An engine for KV caches (contract §6). At most one instance of a process is initialized at a time.
 
     An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls ``finalize`` at the end
@@ -219,8 +219,8 @@ class LLMDataDist(EngineEvents):
 
         The call has no effect if the object is not initialized. It waits for layer-wise transfers as long as at least
         one of their layers arrives within each ``sync_kv_timeout``. Unfinished configs then get
-        ``LLM_ENGINE_FINALIZED``. Asynchronous calls end with that code at once, and their events are dropped. Managers,
-        caches and cache ids of the engine are invalid afterwards. Memory stays mapped as long as a view of it exists.
+        ``LLM_ENGINE_FINALIZED``. Transfers of ``engine`` end at once, and its events are dropped. Managers, caches and
+        cache ids of the engine are invalid afterwards. Memory stays mapped as long as a view of it exists.
         ``finalize`` must not run at the same time as other calls. In a forked child, the engine of the parent stays as
         it is.
         """
@@ -274,6 +274,27 @@ class LLMDataDist(EngineEvents):
         if self._kv_cache_manager is None:
             raise RuntimeError(_NOT_OPEN)
         return self._kv_cache_manager
+
+    @property
+    def engine(self) -> Engine:
+        """The native ``llm_datadist.Engine`` over the same engine: the same object until ``finalize``.
+
+        The two share pools, links, statistics and threads, so everything that the original lacks is here: transfers
+        that are started, groups, grants, layouts, links on demand and messages. Its calls raise the exceptions of the
+        native API. ``Cache.native`` names a cache of the cache manager in them. ``events`` returns news about links and
+        grants from the first use of this property on. The original does not have this property.
+
+        Its name, which its peers see, is ``"cluster <id>"``. A peer that is an ``LLMDataDist`` keeps its cluster id
+        when it restarts, so a ``Peer`` of it then stands for the new process. A native engine links only to one with
+        ``llm.EnableRemoteCacheAccessible``. ``Engine.close`` closes both; call ``finalize`` in its place.
+
+        Raises:
+            RuntimeError: not initialized.
+            LLMException: ``LLM_PARAM_INVALID``: KvCacheManager mode; ``LLM_FAILED``: forked after ``init``.
+        """
+        native = self._check_initialized()
+        raise_if_false(self._enable_cache_mgr, "engine needs {}=1", CACHE_MANAGER)
+        return native.native_engine()
 
     @property
     def listen_ip_info(self) -> Optional[str]:
@@ -503,13 +524,6 @@ class LLMDataDist(EngineEvents):
         """
         return self._check_initialized().stats()
 
-    def _asynchronous(self, call: str) -> _core.Events:
-        self._check_initialized()
-        raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, CACHE_MANAGER)
-        if self._cache_manager is None:
-            raise RuntimeError(_NOT_OPEN)
-        return self._cache_manager._open_events()  # noqa: SLF001  (the events of the same engine)
-
     def _by_rank(self, call: str) -> _core.DataDist:
         native = self._check_initialized()
         raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, CACHE_MANAGER)
@@ -582,5 +596,3 @@ def _forget_parent() -> None:
 
 atexit.register(_shutdown_handler)
 os.register_at_fork(after_in_child=_forget_parent)
-# A forked child closes its copies of the parent's sockets, so that peers notice at once when the parent dies.
-os.register_at_fork(after_in_child=_core.abandon_sockets)

@@ -308,12 +308,11 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             tensor_num_per_layer: tensors of one layer (uint32, above 0).
             src_cache_offset: bytes to skip at the start of the remote slot (int64, 0 or above); ``None`` for 0.
             dst_cache_offset: bytes to skip at the start of the local slot (int64, 0 or above); ``None`` for 0.
-            **kwargs: ignored, as in the original. Each name is logged once at ERROR. A name that resembles a keyword
-                argument which only ``CacheManager`` has raises ``TypeError``.
+            **kwargs: ignored, as in the original. Each name is logged once at ERROR.
 
         Raises:
-            TypeError: an argument has the wrong type, or a keyword argument is unknown and looks like ``grant``,
-                ``verify`` or another addition of this package.
+            TypeError: an argument has the wrong type, or a keyword argument asks for what only the native API has, such
+                as ``grant``.
             ValueError: an integer is outside its width, or an offset is below 0.
             AttributeError: ``cache_key`` or ``kv_cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: another role, a cache in ``HOST`` memory, a blocks cache, a range
@@ -516,7 +515,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 released.
         """
         view = self._engine.tensor_view(cache, tensor_index)
-        return [Tensor._of_view(view, cache.cache_desc._data_type_of(tensor_index))]  # noqa: SLF001  (made here only)
+        return [Tensor._of_view(view, cache.cache_desc.data_type)]  # noqa: SLF001  (made here only)
 
 
 def _check_uint64_blocks(copy_block_info: Union[dict[int, list[int]], Any]) -> None:

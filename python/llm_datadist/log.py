@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "is_grant_token", "logged", "shown", "warn"]
+__all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "shown", "warn"]
 
 # The layout that contract §15 states.
 _PROCESS = "%(name)s(%(process)d,%(processName)s)"
@@ -130,15 +130,6 @@ _LONGEST = 500
 _WIDEST_BITS = 512
 
 
-# The first bytes of every token of a grant. The log hides tokens, because a reader of the log could use them.
-_GRANT = b"LDG\x01"
-
-
-def is_grant_token(value: object) -> bool:
-    """Return whether a value begins as the token of a grant does."""
-    return isinstance(value, bytes) and value.startswith(_GRANT)
-
-
 def shown(value: object) -> str:
     """Return the ``repr`` of a value for a message, shortened if it is long. Never raises."""
     try:
@@ -157,8 +148,6 @@ def _brief(value: object, depth: int) -> str:
         return f"[{text}]" if isinstance(value, list) else f"({text})"
     if isinstance(value, int) and value.bit_length() > _WIDEST_BITS:
         return f"<{type(value).__name__} of {value.bit_length()} bits>"
-    if is_grant_token(value):
-        return "<token of a grant>"
     # A subclass keeps its own repr, because that of `Secret` hides the value.
     if isinstance(value, (str, bytes)) and type(value) in (str, bytes):
         value = value[: _LONGEST + 1]

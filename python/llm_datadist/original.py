@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from llm_datadist._await import await_transfer
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.engine_log import drain as drain_log
-from llm_datadist.groups import GroupPart
 from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
-from llm_datadist.kv_layout import KvLayout
-from llm_datadist.layer_tasks import LayerDestination
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as log_error
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
@@ -28,8 +24,7 @@ from llm_datadist.types import (
     RegisterMemStatus,
 )
 
-# `CacheManager` is importable, but not in the original's `__all__` (contract §1.1). `GroupPart` and `LayerDestination`
-# are not in the original.
+# `CacheManager` is importable, but not in the original's `__all__` (contract §1.1).
 __all__ = [
     "BlocksCacheKey",
     "Cache",
@@ -39,7 +34,6 @@ __all__ = [
     "CacheManager",
     "CacheTask",
     "DataType",
-    "GroupPart",
     "KvCache",
     "KvCacheManager",
     "LLMClusterInfo",
@@ -48,7 +42,6 @@ __all__ = [
     "LLMException",
     "LLMRole",
     "LLMStatusCode",
-    "LayerDestination",
     "LayerSynchronizer",
     "LlmConfig",
     "MemInfo",

@@ -2,8 +2,7 @@
 
 Unknown options and unknown keyword arguments of the original's pulls are ignored (contract §5.2, §7.12). Each is logged
 at ERROR, so that the default level of the log shows it. A name that resembles one which only this package has raises an
-exception, because no program of the original contains it, and the call would run without what it asks for. The rule is
-the same for options, attributes and keyword arguments (``resembles``).
+exception, because no program of the original contains it, and the call would run without what it asks for.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LISTED",
-    "OWN_KEYWORDS",
     "check_keywords",
     "closest",
     "edit_distance",
@@ -28,24 +26,6 @@ __all__ = [
     "report_unknown_pool_keys",
     "resembles",
 ]
-
-OWN_KEYWORDS = frozenset(
-    {
-        "dst_offset",
-        "dst_tokens",
-        "grant",
-        "grant_done",
-        "grants_done",
-        "layout",
-        "length",
-        "notify",
-        "src_offset",
-        "src_tokens",
-        "timeout_ms",
-        "verify",
-    }
-)
-"""Keyword arguments of pulls that the original does not have."""
 
 LISTED = "llm-datadist options lists every option"
 """What to do about an unknown option that resembles no valid one."""
@@ -102,14 +82,18 @@ def nearest(name: str, known: Collection[str]) -> Optional[str]:
 
 
 def resembles(name: str, known: Collection[str], own: Collection[str]) -> bool:
-    """Return whether an unknown name resembles one that only this package has (contract §5.2, §7.12).
+    """Return whether an unknown name resembles one that only this package has (contract §5.2).
 
     Args:
         name: the name.
         known: the valid names.
         own: the names that only this package has. They need not be valid here.
     """
-    return closest(name, {*known, *own}) in own or any(part in name.casefold().replace("_", "") for part in _OWN_PARTS)
+    return closest(name, {*known, *own}) in own or _asks_for_own(name)
+
+
+def _asks_for_own(name: str) -> bool:
+    return any(part in name.casefold().replace("_", "") for part in _OWN_PARTS)
 
 
 def refusal(name: str, known: Collection[str], remedy: str) -> str:
@@ -131,55 +115,34 @@ def report_unknown(kind: str, given: Iterable[str], known: Collection[str], reme
             log.error("unknown %s %s is ignored; %s", kind, log.shown(name), _advice(name, known, remedy))
 
 
-def check_keywords(call: Callable[..., Any], given: Mapping[str, object]) -> None:
+def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
     """Refuse or report the unknown keyword arguments of a pull (contract §7.12).
 
     Args:
         call: the method. Its keyword-only parameters are the valid names.
-        given: the arguments whose names are not parameters of the method.
+        given: the names that are not parameters of the method.
 
     Raises:
-        TypeError: a name resembles one that only this package has (``resembles``), or a value is the token of a grant.
+        TypeError: a name asks for something that only the native API has, such as a grant.
     """
     # First, because an ignored name may come with every pull of a program of the original.
-    unseen = [name for name, value in given.items() if (call.__qualname__, name) not in _reported or _has_token(value)]
+    unseen = [name for name in given if (call.__qualname__, name) not in _reported]
     if not unseen:
         return
     import inspect  # noqa: PLC0415  (only mistakes need it)
 
     parameters = inspect.signature(call).parameters.values()
     known = frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
-    listed = "its keyword arguments are " + ", ".join(sorted(known))
     for name in unseen:
-        if _has_token(given[name]) or resembles(name, known, OWN_KEYWORDS):
-            raise TypeError(_refused(call, name, known, listed, token=_has_token(given[name])))
+        if _asks_for_own(name):
+            text = (
+                f"{call.__name__}() has no keyword argument {log.shown(name)}; LLMDataDist.engine.pull takes grants, "
+            )
+            raise TypeError(f"{text}messages and ways to verify")
         if len(_reported) < _MAX_REMEMBERED:
             _reported.add((call.__qualname__, name))
-        advice = _advice(name, known, listed)
+        advice = _advice(name, known, "its keyword arguments are " + ", ".join(sorted(known)))
         log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, log.shown(name), advice)
-
-
-def _has_token(value: object) -> bool:
-    """Return whether an argument is the token of a grant, or a list of them."""
-    if isinstance(value, (list, tuple)):
-        return any(map(log.is_grant_token, value))
-    return log.is_grant_token(value)
-
-
-def _refused(call: Callable[..., Any], name: str, known: frozenset[str], listed: str, *, token: bool) -> str:
-    """Return the text for a keyword argument that must not be ignored."""
-    called, kv_cache_manager = call.__name__, call.__qualname__.startswith("KvCacheManager.")
-    meant = "grant" if token else closest(name, known | OWN_KEYWORDS)
-    if meant == "grant" and "grant" not in known:
-        taker = "CacheManager.pull_blocks" if kv_cache_manager else "blocks (pull_blocks)"
-        return f"{called}() takes no {log.shown(name)[1:-1]}: grants are for {taker}"
-    if meant == "timeout_ms":
-        asynchronous = "" if kv_cache_manager else f"{called}_async(timeout_ms=...) or "
-        advice = f"use {asynchronous}LLMConfig.sync_kv_timeout"
-        return f"{called}() has no keyword argument {log.shown(name)}; {advice}"
-    if token:
-        return f"{called}() has no keyword argument {log.shown(name)}, and its value is a grant; did you mean 'grant'?"
-    return f"{called}() has no keyword argument {refusal(name, known, listed)}"
 
 
 def _advice(name: str, known: Collection[str], remedy: str) -> str:

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Optional, Union
 from llm_datadist import _core
 from llm_datadist._core import check_layer_range
 from llm_datadist.arguments import refuse_none
-from llm_datadist.cache_parts import DescOfParts
 from llm_datadist.caches import CacheHandle
 from llm_datadist.data_type import DataType
-from llm_datadist.kv_layout import KvLayout
 from llm_datadist.log import shown
 from llm_datadist.status import LLMException, LLMStatusCode, NamedIntEnum, raise_if_false
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llm_datadist.cache_manager import CacheManager
+    from llm_datadist.native import Cache as NativeCache
 
 __all__ = [
     "BlocksCacheKey",
@@ -76,8 +75,8 @@ class PushType(Enum):
     CACHE_KEY_BY_ID = 2
 
 
-class CacheDesc(DescOfParts):
-    """The descriptor of a cache: ``num_tensors`` equal tensors of ``shape``, or those of ``of_parts`` (contract §4.2).
+class CacheDesc:
+    """The descriptor of a cache: ``num_tensors`` equal tensors of ``shape`` (contract §4.2).
 
     Args:
         num_tensors: number of tensors (uint32); usually two for each layer.
@@ -88,13 +87,6 @@ class CacheDesc(DescOfParts):
         batch_dim_index: index of the dimension of batch slots or blocks. Calls that use slots need 0 (contract §12.1).
         seq_len_dim_index: index of the dimension of the sequence length, or -1 (int32). It has no effect.
         kv_tensor_format: name of a layout. It has no effect.
-        row_stride: bytes from the start of one row (batch slot or block) of a tensor to the start of the next (uint64),
-            for padded pages and packed layers; ``None`` if rows follow each other. It must be at least the bytes of a
-            row, a multiple of the element size, and give all tensors together, gaps included, less than 2^63 bytes,
-            which is checked when the descriptor is used. The bytes between two rows do not belong to the cache, and no
-            call touches them. The original does not have this argument.
-        layout: what the rows mean, a ``KvLayout``, or ``None``. Pulls and pushes then convert between different layouts
-            (contract §4.2). The original does not have this argument.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -111,8 +103,6 @@ class CacheDesc(DescOfParts):
         batch_dim_index: int = 0,
         seq_len_dim_index: int = -1,
         kv_tensor_format: Optional[str] = None,
-        row_stride: Optional[int] = None,
-        layout: Optional[KvLayout] = None,
     ) -> None:
         _core.check_uint32("num_tensors", num_tensors)
         _core.check_isinstance("shape", shape, [list, tuple], int)
@@ -121,9 +111,6 @@ class CacheDesc(DescOfParts):
         _core.check_isinstance("batch_dim_index", batch_dim_index, int)
         _core.check_int32("seq_len_dim_index", seq_len_dim_index)
         _core.check_isinstance("kv_tensor_format", kv_tensor_format, str)
-        if row_stride is not None:
-            _core.check_uint64("row_stride", row_stride)
-        _core.check_isinstance("layout", layout, KvLayout)
         _core.check_dimensions(len(shape), batch_dim_index, seq_len_dim_index)
         _core.check_list_int64("shape", shape)
         self._num_tensors = num_tensors
@@ -134,8 +121,6 @@ class CacheDesc(DescOfParts):
         self._batch_size = shape[batch_dim_index]
         self._seq_len_dim_index = seq_len_dim_index
         self._kv_tensor_format = kv_tensor_format
-        self._row_stride = row_stride
-        self._layout = layout
         self._size: Optional[int] = None
         # Contract §18.2: the call decides whether a cache is a blocks cache, and no call changes this attribute.
         self._is_blocks = False
@@ -181,41 +166,8 @@ class CacheDesc(DescOfParts):
         return self._kv_tensor_format
 
     @property
-    def row_stride(self) -> Optional[int]:
-        """Bytes from the start of one row to the start of the next; ``None`` if rows follow each other."""
-        return self._row_stride
-
-    @property
-    def layout(self) -> Optional[KvLayout]:
-        """What the rows mean, or ``None``. The original does not have this property."""
-        return self._layout
-
-    @classmethod
-    def of_layout(
-        cls, layout: KvLayout, num_blocks: int, data_type: DataType, placement: Placement = Placement.DEVICE
-    ) -> CacheDesc:
-        """Return the descriptor of a cache of ``num_blocks`` blocks, or batch slots, with this layout.
-
-        Its tensors and shape are those of the layout (``KvLayout.num_tensors``, ``KvLayout.shape``). The original does
-        not have this method.
-
-        Args:
-            layout: what the rows mean.
-            num_blocks: number of rows (int64).
-            data_type: element type.
-            placement: the memory that holds the cache.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: ``num_blocks`` is outside int64.
-        """
-        _core.check_isinstance("layout", layout, KvLayout, allow_none=False)
-        _core.check_isinstance("num_blocks", num_blocks, int, allow_none=False)
-        return cls(layout.num_tensors, layout.shape(num_blocks), data_type, placement, layout=layout)
-
-    @property
     def size(self) -> int:
-        """Bytes of one tensor (the first one) without gaps between its rows, computed on first access (contract §4.2).
+        """Bytes of one tensor, computed on first access (contract §4.2).
 
         Raises:
             ValueError: a dimension is outside int64, because the shape was changed.
@@ -239,6 +191,13 @@ class CacheDesc(DescOfParts):
         """
         self._shape[dim_index] = dim_value  # type: ignore[index]
         self._size = None
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheDesc(num_tensors={self._num_tensors}, shape={self._shape}, data_type={self._data_type}, "
+            f"placement={self._placement}, batch_dim_index={self._batch_dim_index}, "
+            f"seq_len_dim_index={self._seq_len_dim_index},kv_tensor_format={self._kv_tensor_format})"
+        )
 
 
 def _key_arguments(
@@ -545,31 +504,21 @@ class Cache(CacheHandle):
         cache._handle = handle
         return cache
 
-    def buffer(self) -> _core.CacheBuffer:
-        """Return one flat view of all bytes of the cache, without a copy (contract §4.3).
+    @property
+    def native(self) -> NativeCache:
+        """The cache of the native API (``llm_datadist.native.Cache``) over the same memory, for ``LLMDataDist.engine``.
 
-        A server can make its single big tensor from it: ``torch.from_dlpack(cache.buffer())`` is a ``uint8`` tensor of
-        shape ``(num_tensors * cache_desc.size,)``, in which tensor *i* starts at byte ``i * cache_desc.size``. The view
-        also has the buffer protocol, for ``memoryview`` and ``numpy.frombuffer``. It is writable.
-
-        Pool memory stays mapped as long as the view, or an array made from it, exists, as for
-        ``CacheManager.tensor_views``. The original does not have this method.
-
-        Returns:
-            The view. The cache was allocated with ``contiguous=True``, or has one tensor.
+        It has no layout, and one tensor in each layer. Its name is for people: peers cannot find it by that name. Each
+        use makes a new object; none of them keeps the cache. The original does not have this property.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``: the cache is not contiguous, or memory of the caller is not mapped
-                readable and writable; ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_FEATURE_NOT_ENABLED``:
-                the CPU cannot address the memory; ``LLM_ENGINE_FINALIZED``: the engine was finalized.
+            LLMException: ``LLM_PARAM_INVALID``: this is not a blocks cache; ``LLM_KV_CACHE_NOT_EXIST``: the cache was
+                released, or belongs to no engine; ``LLM_ENGINE_FINALIZED``: the engine was finalized.
         """
-        if isinstance(self._handle, _core.LooseCache):
-            return _core.CacheBuffer(self._handle.views()[0])
         if self._cache_manager is None:
-            text = f"{self} belongs to no engine, so it has no buffer"
+            text = f"{self} belongs to no engine, so there is no native cache"
             raise LLMException(text, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        # Without the log lines of the public method.
-        return _core.CacheBuffer(self._cache_manager._native.tensor_views(self)[0])  # noqa: SLF001
+        return self._cache_manager._native.native_cache(self)  # noqa: SLF001  (the engine of this manager)
 
     @property
     def tensor_addrs(self) -> Sequence[int]:

@@ -343,6 +343,7 @@ class Peer:
     def __init__(self, cluster: int, token: str | None, *, instance: int | None = None) -> None:
         self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
         self.party = m.party(cluster, self.instance)
+        self.name = f"cluster {cluster}".encode()  # by which tests recognize it
         self.key = (token or "").encode()  # the key that authenticates it
         self.host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self.patience = LIMIT  # time limit of a step of its greetings, in seconds
@@ -392,7 +393,7 @@ class Peer:
             if stop == "half confirm":
                 link.control.send(frame(m.confirm(bytes(1000)))[:500])
             if stop in {"confirm", "up"}:
-                link.control.say(m.confirm())
+                link.control.say(m.confirm(name=self.name))
             if stop == "up":
                 link.metadata = m.read_entered(link.control.hear())
         except BaseException:
@@ -477,7 +478,7 @@ class Listener:
             self.doors[1].listen(256)
         self.links: list[Link] = []
         self.wires: list[Wire] = []
-        self.answer_to_link = m.entered()
+        self.answer_to_link = m.entered(name=peer.name)
         self.deaf: threading.Event | None = None  # no greeting is answered until it is set
         self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
         for thread in list(self.threads):

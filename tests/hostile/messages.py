@@ -303,9 +303,12 @@ def checksums(name: bytes, cache: int, plan: bytes, written: bool = False, limit
     return uint(limit_ms) + uint(9) + name + sint(cache) + plan + flag(written)
 
 
+FIND = 11
+
+
 def find(name: bytes, limit_ms: int = NEVER) -> bytes:
     """Request 11: ask for the id of the cache with this name."""
-    return uint(limit_ms) + uint(11) + blob(name)
+    return uint(limit_ms) + uint(FIND) + blob(name)
 
 
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:
@@ -341,6 +344,11 @@ def ready(count: int) -> bytes:
 
 def done(count: int = 0) -> bytes:
     return uint(2) + uint(count)
+
+
+def found(cache: int) -> bytes:
+    """Reply 8: the cache with this id has the name."""
+    return uint(8) + sint(cache)
 
 
 def unreachable(reason: str) -> bytes:

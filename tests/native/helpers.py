@@ -130,6 +130,17 @@ BAD_TIMES: list[Any] = [float("nan"), float("inf"), -float("inf"), -1, -0.5]
 NO_TIMES: list[Any] = [True, False, "1", b"1", [1.0], 1j, object()]
 
 
+def accepted(call: Callable[[], Any], *wrong: type[BaseException]) -> bool:
+    """Make a call, or wait for the transfer that it returns. Return False if it raises one of these exceptions."""
+    try:
+        returned = call()
+        if isinstance(returned, Transfer):
+            returned.result(LIMIT)
+    except wrong:
+        return False
+    return True
+
+
 def check_times(call: Callable[[Any], Any], name: str = "timeout", *, zero: bool = False) -> None:
     """Every wrong time must be refused; `zero` says whether 0 is allowed."""
     for wrong in BAD_TIMES if zero else [*BAD_TIMES, 0, 0.0]:

@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.native import Grant, GrantClosed, GrantEnded, InvalidArgument, NotFound, PeerUp
+from llm_datadist.native import (
+    Busy,
+    Engine,
+    Grant,
+    GrantClosed,
+    GrantEnded,
+    InvalidArgument,
+    NotFound,
+    PeerDown,
+    PeerLost,
+    PeerUp,
+    Timeout,
+    Transfer,
+)
 
 from .helpers import (
     BLOCKS,
@@ -321,3 +334,113 @@ def test_many_grants_end_with_their_events(pair: Pair) -> None:
     seen = of(GrantClosed, gather(pair.far, lambda seen: len(of(GrantClosed, seen)) >= 2000))
     assert {event.grant for event in seen} == set(grants)
     assert {event.reason for event in seen} == {"expired"}
+
+
+def test_pull_under_a_large_grant_asks_once_what_it_lends(pair: Pair, carried_by: str) -> None:
+    """The description of 4,200 ranges is not kept, so each pull asks for it."""
+    shape: dict[str, Any] = {"tensors": 1, "shape": (64,), "dtype": "uint8"}
+    few, many = pair.near.allocate("few", blocks=4, **shape), pair.far.allocate("many", blocks=8400, **shape)
+    token = pair.far.lend(many[:8400:2], ttl=LIMIT).token
+    pull = lambda: pair.near.pull(few[[0]], pair.peer["many"][[8398]], grant=token, last=False).result(LIMIT)  # noqa: E731
+    pull()
+    before = pair.near.stats()["links"][0]["requests"]["calls"]
+    pull()
+    # Over TCP the owner is also asked for the bytes.
+    asked = pair.near.stats()["links"][0]["requests"]["calls"] - before
+    assert asked == (2 if carried_by == "tcp" else 1)
+
+
+def test_registered_memory_is_lent_until_it_is_free(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    arrays = [np.full((4, 96), 7, np.uint8) for _ in range(4)]
+    own = pair.far.register("own", arrays)
+    grant = pair.far.lend(own[[3]], ttl=LIMIT)
+    pair.near.pull(mine[[0]], pair.peer["own"][[3]], grant=grant.token, last=False).result(LIMIT)
+    own.free().result(LIMIT)
+    assert next_of(pair.far, GrantClosed).reason == "released"
+    fails(GrantEnded, lambda: pair.near.pull(mine[[0]], pair.peer["own"][[3]], grant=grant.token))
+
+
+def test_grant_gives_no_access(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    hidden = pair.far.register("hidden", [np.zeros((4, 96), np.uint8) for _ in range(4)], shared=False)
+    token = pair.far.lend(hidden[[1]], ttl=LIMIT).token
+    fails(NotFound, lambda: pair.near.pull(mine[[0]], pair.peer["hidden"][[1]], grant=token))
+
+
+def test_grants_end_in_the_order_of_their_time(pair: Pair) -> None:
+    _, theirs = pair.caches()
+    late, early, never = (pair.far.lend(theirs[[0]], ttl=ttl) for ttl in (0.4, 0.05, 3600.0))
+    seen = of(GrantClosed, gather(pair.far, lambda seen: len(of(GrantClosed, seen)) == 2))
+    assert [(event.grant, event.reason) for event in seen] == [(early, "expired"), (late, "expired")]
+    assert never.ended is None
+
+
+def test_number_of_grants_is_limited(engine: Engine) -> None:
+    """Ends that nobody has taken count."""
+    cache = allocate(engine)
+    for _ in range(2):
+        grants = [engine.lend(cache[[0]], ttl=3600.0) for _ in range(65_536)]
+        error = fails(Busy, lambda: engine.lend(cache[[0]], ttl=3600.0))
+        assert "65536" in str(error)
+        for grant in grants:
+            grant.revoke().result(LIMIT)
+        fails(Busy, lambda: engine.lend(cache[[0]], ttl=3600.0))
+        assert len({grant.token for grant in grants}) == len(of(GrantClosed, engine.events(65_536))) == 65_536
+    engine.lend(cache[[0]], ttl=1.0)
+
+
+def test_reader_that_dies_has_not_finished(start: Open, begin_far: Callable[..., Far], carried_by: str) -> None:
+    owner, reader = start(listen="127.0.0.1:0", transport=carried_by), start(transport=carried_by)
+    kv, mine = allocate(owner), allocate(reader)
+    grant, other = owner.lend(kv[[1]], ttl=LIMIT, readers=2), begin_far(transport=carried_by)
+    other.do("kv = allocate(engine)")
+    other.do(f"peer = engine.link({owner.address!r}).result(LIMIT)")
+    token = {"grant": grant.token}
+    other.do(f"engine.pull(kv[[0]], peer['kv'][[1]], grant={grant.token!r}, last=False).result(LIMIT)")
+    other.kill()
+    assert owner.address is not None
+    peer = reader.link(owner.address).result(LIMIT)
+    reader.pull(mine[[0]], peer["kv"][[1]], **token).result(LIMIT)
+    next_of(owner, PeerDown)
+    assert grant.ended is None
+
+
+def test_owner_that_stops_or_dies(start: Open, far: Far) -> None:
+    """The generation is in memory that the reader maps, so a stopped owner does not hold up its check."""
+    near = start(silence=600.0)
+    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
+    ended, lasting = far.do("grants = [engine.lend(kv[[1]], ttl=60.0) for _ in range(2)]; [g.token for g in grants]")
+    for token in (ended, lasting):
+        near.pull(mine[[0]], peer["kv"][[1]], grant=token, last=False).result(LIMIT)
+    far.do("grants[0].revoke().result(LIMIT)")
+    with far.stopped():
+        fails(GrantEnded, lambda: near.pull(mine[[0]], peer["kv"][[1]], grant=ended))
+    far.kill()
+    next_of(near, PeerDown)
+    fails(PeerLost, lambda: near.pull(mine[[0]], peer["kv"][[1]], grant=lasting))
+
+
+def outcome(transfer: Transfer[None]) -> Timeout | None:
+    """Return how late a transfer was."""
+    try:
+        transfer.result(LIMIT)
+    except Timeout as late:
+        return late
+    return None
+
+
+def test_no_block_counts_as_arrived_if_the_grant_may_have_ended(start: Open, begin_far: Callable[..., Far]) -> None:
+    """The owner stops in the middle of a pull over TCP. What came before the time limit proves nothing of the grant."""
+    options: dict[str, Any] = {"pool": "40MiB", "transport": "tcp", "silence": 600.0}
+    shape: dict[str, Any] = {"blocks": 16, "tensors": 1, "shape": (2 << 20,), "dtype": "uint8"}
+    near, far = start(**options), begin_far(**options)
+    mine = near.allocate("kv", **shape)
+    far.do(f"kv = engine.allocate('kv', **{shape!r})")
+    token = far.do("engine.lend(kv[:], ttl=60.0).token")
+    remote = near.link(far.address).result(LIMIT)["kv"][:16]
+    for _ in range(3):
+        pull = near.pull(mine[:], remote, grant=token, last=False, timeout=0.5)
+        with far.stopped():
+            ended = outcome(pull)
+        assert ended is None or ended.arrived == [], ended

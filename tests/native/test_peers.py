@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from llm_datadist.native import (
     Busy,
     Cancelled,
+    Closed,
     Completed,
     Engine,
     Message,
@@ -25,6 +27,7 @@ from llm_datadist.native import (
 from .helpers import (
     LIMIT,
     Model,
+    accepted,
     allocate,
     check_times,
     closed,
@@ -40,6 +43,7 @@ from .helpers import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import ExitStack
 
     from .conftest import Open, Pair
     from .helpers import Far
@@ -388,3 +392,90 @@ def test_attributes_cannot_be_set(pair: Pair) -> None:
     for name in names:
         with pytest.raises(AttributeError):
             setattr(pair.peer, name, 1)
+
+
+def test_bytes_of_waiting_messages_are_bounded(pair: Pair) -> None:
+    large = bytes(65536)
+    for _ in range(64):
+        pair.peer.send(large)
+    with pytest.raises(Busy):
+        pair.peer.send(b"x")
+    assert messages(pair.far, 64) == [large] * 64
+
+
+def test_room_for_messages_does_not_shrink(pair: Pair) -> None:
+    """Thousands of messages, some with pulls, are taken while they arrive. There is as much room as before."""
+    mine, _ = pair.caches()
+    pulls: list[Any] = []
+    sent = got = 0
+    while sent < 6000:
+        if accepted(lambda: pair.peer.send(b"x"), Busy):
+            sent += 1
+        else:
+            got += len(of(Message, pair.far.events()))
+        if sent % 10 == 0:
+            pulls.append(pair.near.pull(mine[[0]], pair.peer["kv"][[1]], notify=b"y"))
+            got += len(of(Message, pair.far.events()))
+    sent += sum(accepted(lambda pull=pull: pull, Busy) for pull in pulls)  # type: ignore[misc]
+    gather(pair.far, lambda seen: len(of(Message, seen)) >= sent - got)
+
+    for _ in range(1024):
+        # The last report of what was taken may still be on its way. Nobody takes any now, so smaller room stays full.
+        eventually(lambda: accepted(lambda: pair.peer.send(b"x"), Busy))
+
+
+def test_transfers_do_not_wait_for_a_worker_of_messages(pair: Pair) -> None:
+    """More pulls with messages than workers, and a plain message between them."""
+    mine, _ = pair.caches(blocks=64, shape=(4096,))
+    pulls = []
+    for block in range(64):
+        pulls.append(pair.near.pull(mine[[block]], pair.peer["kv"][[block]], notify=b"call"))
+        pair.peer.send(b"plain")
+    for pull in pulls:
+        pull.result(LIMIT)
+    assert sorted(messages(pair.far, 128)) == [b"call"] * 64 + [b"plain"] * 64
+
+
+def test_messages_of_a_link_that_broke_are_still_there(start: Open, far: Far) -> None:
+    near = start(listen="127.0.0.1:0")
+    allocate(near)
+    far.do(f"peer = engine.link({near.address!r}).result(LIMIT)")
+    far.do("for number in range(19): peer.send(bytes([number]))")
+    # It comes behind the others, so they have all arrived when the pull has ended.
+    far.do("engine.pull(kv[[0]], peer['kv'][[0]], notify=bytes([19])).result(LIMIT)")
+    far.kill()
+    eventually(lambda: near.peers == [])
+    assert messages(near, 20) == [bytes([number]) for number in range(20)]
+
+
+def silent_addresses(held: ExitStack, count: int) -> list[str]:
+    """Addresses that take connections and never answer."""
+    doors = [held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128)) for _ in range(count)]
+    return [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+
+
+def test_silent_addresses_do_not_hold_up_others(start: Open, held: ExitStack) -> None:
+    near, far = start(), start(listen="127.0.0.1:0")
+    calls = [near.link(at, timeout=600.0) for at in silent_addresses(held, 48)]
+    # The calls to silent addresses keep their threads for much longer.
+    near.link(address(far)).result(LIMIT)
+    assert not any(call.done() for call in calls)
+    assert all(call.cancel() for call in calls)
+    for call in calls:
+        fails(Cancelled, lambda call=call: call)  # type: ignore[misc]
+
+
+def test_time_of_a_link_counts_from_the_call(start: Open, held: ExitStack) -> None:
+    """More calls than there are workers: those that wait for one end in time as well."""
+    near, (silent,) = start(), silent_addresses(held, 1)
+    for call in [near.link(silent, timeout=0.4) for _ in range(80)]:
+        error = fails(Timeout, lambda call=call: call)  # type: ignore[misc]
+        assert error.facts["address"] == silent
+
+
+def test_closing_ends_calls_of_link(start: Open, held: ExitStack) -> None:
+    near, silent = start(), silent_addresses(held, 1)
+    calls = [near.link(at, timeout=600.0) for at in [*silent, "127.0.0.1:1"] * 20]
+    near.close()
+    for call in calls:
+        fails(Closed, lambda call=call: call)  # type: ignore[misc]

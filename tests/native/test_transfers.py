@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import random
 import threading
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from .helpers import (
     ROW,
     TENSORS,
     Model,
+    accepted,
     allocate,
     blocks_of,
     check_times,
@@ -252,6 +255,21 @@ def test_stopped_peer(start: Open, far: Far) -> None:
         assert error.code == "timeout"
         fails(Timeout, lambda: near.push(peer["kv"][[2]], mine[[1]], timeout=0.2))
     near.pull(mine[[1]], peer["kv"][[2]]).result(LIMIT)
+
+
+def test_other_transfers_go_on_while_a_peer_is_stopped(start: Open, far: Far) -> None:
+    """Sixty pulls wait for the peer. A copy of other blocks does not, and a cancelled pull frees its blocks at once."""
+    near = start(transport="tcp", silence=600.0)
+    mine = allocate(near, seed=1, blocks=64)
+    peer = near.link(far.address).result(LIMIT)
+    near.pull(mine[[0]], peer["kv"][[0]]).result(LIMIT)
+    with far.stopped():
+        waiting = [near.pull(mine[[block]], peer["kv"][[0]]) for block in range(60)]
+        near.copy(mine[[63]], mine[[62]]).result(LIMIT)
+        assert all(pull.cancel() for pull in waiting)
+        for pull in waiting:
+            fails(Cancelled, lambda pull=pull: pull)  # type: ignore[misc]
+        near.copy(mine[[0]], mine[[62]]).result(LIMIT)
 
 
 def test_most_transfers(start: Open) -> None:
@@ -650,6 +668,104 @@ def test_layers_wait_as_long_as_the_program_computes(pair: Pair) -> None:
         push.result(0.3)
     assert not isinstance(caught.value, Timeout)
     push.cancel()
+
+
+def test_layers_from_many_threads(pair: Pair) -> None:
+    """Every layer is accepted from exactly one thread."""
+    mine, theirs = pair.caches(tensors=64, shape=(16,))
+    model = Model(theirs).write([1], Model(mine), [2])
+    push, taken = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True), list[int]()
+
+    def report(seed: int) -> None:
+        for layer in random.Random(seed).sample(range(64), 64):  # noqa: S311
+            if accepted(lambda layer=layer: push.ready(layer), InvalidArgument):  # type: ignore[misc]
+                taken.append(layer)
+
+    threads = [threading.Thread(target=report, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    push.result(LIMIT)
+    assert sorted(taken) == list(range(64))
+    model.check(theirs)
+
+
+def test_source_of_layers_may_be_freed(pair: Pair) -> None:
+    """Its memory stays until the push has ended, though the handle is kept."""
+    pair.caches()
+    used = lambda: pair.near.stats()["pools"]["device"]["used_bytes"]  # noqa: E731
+    before = used()
+    for end in ("ready", "cancel"):
+        source = allocate(pair.near, "source", seed=5)
+        push = pair.near.push(pair.peer["kv"][[1]], source[[2]], layerwise=True)
+        push.ready(0)
+        source.free().result(LIMIT)
+        assert used() > before
+        if end == "cancel":
+            push.cancel()
+            fails(Cancelled, lambda: push)  # noqa: B023
+        else:
+            for layer in (1, 2, 3):
+                push.ready(layer)
+            push.result(LIMIT)
+        eventually(lambda: used() == before)
+
+
+def test_late_layer_at_a_stopped_peer(start: Open, far: Far) -> None:
+    near = start(silence=600.0)
+    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
+    push = near.push(peer["kv"][[1]], mine[[2]], layerwise=True, timeout=0.3)
+    eventually(lambda: push.total > 0)
+    with far.stopped():
+        for layer in range(4):
+            push.ready(layer)
+        sleep(1)  # the peer may still read the layers, so the push ends when it answers
+    assert "layer" in fails(Timeout, lambda: push).facts
+
+
+def test_killed_peer_ends_a_push_of_layers(start: Open, far: Far, carried_by: str) -> None:
+    near = start(transport=carried_by)
+    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
+    push = near.push(peer["kv"][[1]], mine[[2]], layerwise=True)
+    push.ready(0)
+    eventually(lambda: push.bytes == ROW)
+    far.kill()
+    for layer in (3, 1, 2):
+        push.ready(layer)
+    fails(PeerLost, lambda: push)
+
+
+def test_engine_closes_while_threads_report_layers(start: Open) -> None:
+    """Each push ends, with success only if all its layers arrived."""
+    near, far = start(), start(listen="127.0.0.1:0")
+    mine, _ = allocate(near, blocks=32), allocate(far, blocks=32)
+    assert far.address is not None
+    remote = near.link(far.address).result(LIMIT)["kv"]
+    pushes = [near.push(remote[[n]], mine[[n]], layerwise=True) for n in range(32)]
+
+    def report(first: int) -> None:
+        for layer in range(TENSORS):
+            for push in pushes[first::4]:
+                push.ready(layer)
+
+    threads = [threading.Thread(target=report, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    near.close()
+    for thread in threads:
+        thread.join(LIMIT)
+    for push in pushes:
+        assert not accepted(lambda push=push: push, Closed) or push.bytes == TENSORS * ROW  # type: ignore[misc]
+
+
+def test_pairs_of_a_killed_peer(start: Open, far: Far) -> None:
+    near = start()
+    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
+    pairs = [(mine[[n]], peer["kv"][[n]]) for n in range(4)]
+    near.pull(pairs).result(LIMIT)
+    far.kill()
+    fails(PeerLost, lambda: near.pull(pairs))
 
 
 # Layouts

@@ -22,7 +22,7 @@ with Connection(int(sys.argv[1])) as pipe, suppress(EOFError):
         except EOFError:
             raise
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
-            code = error.status_code.name if isinstance(error, LLMException) else ""
+            code = error.status_code.name if isinstance(error, LLMException) else getattr(error, "code", "")
             answer = None, (type(error).__name__, code, str(error), traceback.format_exc())
         pipe.send(answer)
 end.finalize()

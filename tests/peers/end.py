@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import re
 import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from llm_datadist import (
+    Cache,
     CacheDesc,
     DataType,
     KvCache,
@@ -23,7 +25,7 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
 )
-from llm_datadist.events import GrantEnded, LinkDown, Notification
+from llm_datadist.native import Engine, Message, PeerDown
 
 from .process import Process, _over
 from .rows import RowsWithGaps
@@ -33,9 +35,9 @@ from .values import GRACE, LIMIT, OK, by_blocks, cache_key, equal, outcome, patt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.kv_layout import KvLayout
-
     from .values import Key
+
+_Event = TypeVar("_Event")
 
 
 @dataclass
@@ -67,6 +69,12 @@ def _info(peer: Sequence[Any]) -> LLMClusterInfo:
     return info
 
 
+def _cluster(peer: Any) -> int:
+    """The cluster, which engines of `LLMDataDist` and hostile peers have in their names; -1 for another name."""
+    found = re.fullmatch(r"cluster (\d+)", peer.name)
+    return int(found[1]) if found else -1
+
+
 def _layers(kwargs: dict[str, Any]) -> dict[str, Any]:
     names = {"src_layers": "src_layer_range", "dst_layers": "dst_layer_range", "n": "tensor_num_per_layer"}
     made = {names.get(name, name): value for name, value in kwargs.items()}
@@ -94,6 +102,7 @@ class End(RowsWithGaps, Process):
         self.dist: Any = None
         self.held: dict[str, Held] = {}
         self.granted: dict[bytes, Any] = {}
+        self.opened: list[Engine] = []
 
     @property
     def manager(self) -> Any:
@@ -110,6 +119,8 @@ class End(RowsWithGaps, Process):
     def finalize(self) -> None:
         self.held.clear()
         self.granted.clear()
+        while self.opened:
+            self.opened.pop().close()
         if self.dist is not None:
             self.dist.finalize()
 
@@ -126,62 +137,74 @@ class End(RowsWithGaps, Process):
     def stats(self) -> Any:
         return self.dist.stats()
 
-    def notify(self, cluster: int, payload: bytes) -> None:
-        self.dist.notify(cluster, payload)
+    @property
+    def engine(self) -> Any:
+        """The engine of the native API."""
+        return self.dist.engine
 
-    def ensure_links(self, addresses: list[str], **given: Any) -> list[str]:
-        """`ensure_link` to each address, all at once. Returns the code of each call."""
-        calls = [self.dist.ensure_link(address, **given) for address in addresses]
-        failures = [call.exception(int(LIMIT * 1000)) for call in calls]
-        return [OK if failure is None else failure.status_code.name for failure in failures]
+    def notify(self, cluster: int, payload: bytes) -> None:
+        """Send a message to the program of a peer."""
+        self.peer_of(cluster).send(payload)
+
+    def peer_of(self, cluster: int) -> Any:
+        return next(peer for peer in self.engine.peers if _cluster(peer) == cluster)
 
     def peers(self) -> list[tuple[int, int, bytes]]:
         """Returns the cluster, the incarnation and the metadata of each peer."""
-        return [(peer.cluster_id, peer.incarnation, peer.metadata) for peer in self.dist.peers()]
+        return [(_cluster(peer), peer.incarnation, peer.metadata) for peer in self.engine.peers]
 
-    def set_metadata(self, metadata: bytes) -> None:
-        self.dist.set_metadata(metadata)
+    def _events(self, kind: type[_Event]) -> list[_Event]:
+        """Returns the events of this kind, and drops the others."""
+        return [event for event in self.engine.events(10_000) if isinstance(event, kind)]
 
     def downs(self) -> list[tuple[int, str]]:
-        """`poll`. Returns the cluster and the reason of each link that has ended, and drops other events."""
-        events = self.dist.poll(10_000)
-        return [(event.peer.cluster_id, event.reason) for event in events if isinstance(event, LinkDown)]
+        """Returns the cluster and the reason of each link that has ended, and drops other events."""
+        return [(_cluster(event.peer), event.reason) for event in self._events(PeerDown)]
 
     def polled(self, first: int | None = None) -> list[tuple[int, bytes]]:
-        """`poll`. Returns the cluster and the payload of each notification, and drops other events.
+        """Returns the cluster and the bytes of each message, and drops other events.
 
-        With `first`, returns only that many bytes of each payload. Few whole payloads exist at a time then, so that the
+        With `first`, returns only that many bytes of each message. Few whole messages exist at a time then, so that the
         heap of Python stays small: it rarely shrinks, which tests of the memory of the engine would see.
         """
         got: list[tuple[int, bytes]] = []
-        while events := self.dist.poll(10_000 if first is None else 32):
-            got += [(event.cluster_id, event.payload[:first]) for event in events if isinstance(event, Notification)]
+        while events := self.engine.events(10_000 if first is None else 32):
+            got += [(_cluster(event.peer), event.data[:first]) for event in events if isinstance(event, Message)]
         return got
 
-    def grant(self, name: str, blocks: list[int], ttl_ms: int = 60_000, readers: int = 1) -> bytes:
-        """`grant`. Returns the token, by which the other methods name the grant."""
-        grant = self.manager.grant(self.held[name].handle, blocks, ttl_ms, readers)
+    def grant(self, name: str, blocks: list[int], ttl: float = 60.0, readers: int = 1) -> bytes:
+        """Lend blocks. Returns the token, by which the other methods name the grant."""
+        grant = self.engine.lend(self._native(name)[blocks], ttl=ttl, readers=readers)
         self.granted[grant.token] = grant
-        return grant.token
-
-    def release_grant(self, token: bytes) -> None:
-        self.dist.release_grant(token)
+        return bytes(grant.token)
 
     def revoke(self, token: bytes, *, wait: bool = True) -> None:
-        self.granted[token].revoke(wait=wait)
-
-    def revoke_and_paint(self, token: bytes, name: str, value: int) -> None:
-        """End a grant, and then reuse the memory of its cache."""
-        self.revoke(token)
-        self.paint(name, value)
+        ended = self.granted[token].revoke()
+        if wait:
+            ended.result(LIMIT)
 
     def grant_ended(self, token: bytes) -> str | None:
         return self.granted[token].ended
 
-    def grant_ends(self) -> list[tuple[bytes, str]]:
-        """`poll`. Returns the token and the reason of each grant that has ended, and drops other events."""
-        events = self.dist.poll(10_000)
-        return [(event.grant.token, event.reason) for event in events if isinstance(event, GrantEnded)]
+    def _native(self, name: str) -> Any:
+        handle = self.held[name].handle
+        return handle.native if isinstance(handle, Cache) else handle
+
+    def open_engine(self, **given: Any) -> str | None:
+        """Open an engine of the native API beside this one. Returns where it listens."""
+        made = Engine(**given)
+        self.opened.append(made)
+        return made.address
+
+    def native_pull(self, cluster: int, cache: str, name: str, src: list[int], dst: list[int], **given: Any) -> None:
+        """Pull blocks of the cache that is called `cache` at a peer."""
+        rows = self.peer_of(cluster)[cache][src]
+        self.engine.pull(self._native(name)[dst], rows, **given).result(LIMIT)
+
+    def native_allocate(self, name: str, rows: int = 4, row_bytes: int = 256, tensors: int = 2, seed: int = 0) -> None:
+        """Allocate a cache that peers find by its name."""
+        made = self.engine.allocate(name, blocks=rows, tensors=tensors, shape=(row_bytes,), dtype="uint8")
+        self._hold(name, made, [tensor.numpy() for tensor in made.tensors], seed)
 
     def links(self) -> list[Any]:
         return self.dist.stats()["links"]
@@ -189,32 +212,14 @@ class End(RowsWithGaps, Process):
     def used(self, pool: str = "device") -> int:
         return self.dist.stats()["pools"][pool]["used_bytes"]
 
-    def allocate(
-        self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), seed=None, contiguous=False
-    ) -> int:
+    def allocate(self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), seed=None) -> int:
         """Allocate a cache under a name and return its id. `keys`: one for each slot, or one for a blocks cache."""
         desc, given = _desc(rows, row_bytes, tensors, host), [cache_key(key) for key in keys]
-        manager, how = self.manager, {"contiguous": True} if contiguous else {}
         if blocks:
-            handle = manager.allocate_blocks_cache(desc, *given, **how)
+            handle = self.manager.allocate_blocks_cache(desc, *given)
         else:
-            handle = manager.allocate_cache(desc, given, **how)
+            handle = self.manager.allocate_cache(desc, given)
         return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
-
-    def allocate_layout(
-        self, name, layout: KvLayout | None, rows: int, data_type: str = "DT_UINT16", *,
-        keys=(), slots=False, host=False, shape: Sequence[int] | None = None, tensors: int = 0,
-    ) -> int:  # fmt: skip
-        """Allocate a blocks cache, or batch slots, with a KV layout. Without one, `tensors` have the `shape`."""
-        placement, element = Placement.HOST if host else Placement.DEVICE, DataType[data_type]
-        if layout is None:
-            desc = CacheDesc(tensors, [rows, *(shape or ())], element, placement)
-        else:
-            desc = CacheDesc.of_layout(layout, rows, element, placement)
-        given: Any = [cache_key(key) for key in keys]
-        manager = self.manager
-        handle = manager.allocate_cache(desc, given) if slots else manager.allocate_blocks_cache(desc, *given)
-        return self._hold(name, handle, [_over(at, rows, desc.size // rows) for at in _addresses(handle)], None)
 
     def write(self, name: str, tensors: Sequence[np.ndarray]) -> None:
         """Set the bytes of a cache."""
@@ -239,7 +244,7 @@ class End(RowsWithGaps, Process):
         self.held[name] = Held(handle, arrays)
         if seed is not None:
             self.fill(name, seed)
-        return handle.cache_id
+        return handle.cache_id if isinstance(handle, (Cache, KvCache)) else 0
 
     def make(self, name: str, *args: Any, registered: bool = False, **kwargs: Any) -> int:
         """`register` with remote access, or `allocate`."""
@@ -340,7 +345,7 @@ class End(RowsWithGaps, Process):
         self.manager.push_blocks(cache_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
 
     def recorded(self, method: str, *args: Any, **kwargs: Any) -> tuple[str, str, list[Any]]:
-        """Call a method of the cache manager, an asynchronous one to its end. Return its code, text and arrived rows.
+        """Call a method of the cache manager. Return its code, text and arrived rows.
 
         `"$name"` stands for a cache, what `by_blocks` and the like make for a key, and a pair for a layer range.
         """
@@ -348,17 +353,11 @@ class End(RowsWithGaps, Process):
         named = {
             name: range(*value) if name.endswith("_range") else self._given(value) for name, value in kwargs.items()
         }
-
-        def call() -> None:
-            result = getattr(self.manager, method)(*given, **named)
-            if method.endswith("_async"):
-                result.result(int(LIMIT * 1000))
-
         arrived: list[Any] = []
 
         def noted() -> None:
             try:
-                call()
+                getattr(self.manager, method)(*given, **named)
             except LLMException as error:
                 arrived.extend(error.arrived)
                 raise

@@ -8,25 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from kv_model import latent, layout, rank
 from peers import by_blocks, by_request, by_slot
 
 if TYPE_CHECKING:
     import random
 
-    from llm_datadist.kv_layout import KvLayout
-
 NEAR, FAR = 1, 2  # the clusters of the two engines
 SHAPES = [(4, 256, 2), (8, 1000, 4), (3, 4096, 1), (16, 64, 6), (6, 16 << 10, 2)]
-LAYOUTS = [
-    layout(),
-    layout(order="HND"),
-    layout(8),
-    layout(16, rank(0, 2)),
-    layout(16, layers=range(1, 3)),
-    layout(16, kv="k_then_v"),
-    latent(16),
-]
 MAX_CACHES = 8  # of one engine
 WRONG_NUMBERS = [-1, 2**31, 2**33, 1 << 62]
 
@@ -43,7 +31,6 @@ class Cache:
     blocks: bool
     host: bool
     registered: bool
-    of: Optional[KvLayout]
     key: Any  # by which the peer names it, or None
     number: int = 0  # the cache id
     released: bool = False
@@ -66,7 +53,7 @@ class Calls:
         self.chance = chance
         self.accessible = accessible  # whether a slot is named by cache id and index, or by a request
         # Few, so that two caches often match.
-        self.shapes, self.layouts = chance.sample(SHAPES, 2), chance.sample(LAYOUTS, 2)
+        self.shapes = chance.sample(SHAPES, 2)
         self.caches: list[Cache] = []
         self.made = 0
 
@@ -108,14 +95,9 @@ class Calls:
         if chance.random() < 0.9:
             model = chance.randrange(6)
             key = by_blocks(owner, model) if blocks else by_request(owner, chance.randrange(4), model)
-        if blocks and chance.random() < 0.3:
-            of, rows = chance.choice(self.layouts), chance.randrange(3, 7)
-            cache = Cache(name, owner, rows, 0, 0, True, host, False, of, key)
-            keys = [key] if key else []
-            return Call(owner, "allocate_layout", (name, of, rows), {"keys": keys, "host": host}, cache)
         rows, row_bytes, tensors = chance.choice(self.shapes)
         registered = chance.random() < 0.3
-        cache = Cache(name, owner, rows, row_bytes, tensors, blocks, host, registered, None, key)
+        cache = Cache(name, owner, rows, row_bytes, tensors, blocks, host, registered, key)
         keys = [key] * (1 if blocks else chance.randrange(1, rows + 1)) if key else []
         if not blocks and keys:
             keys = [by_request(owner, 10 * chance.randrange(4) + slot, key[3]) for slot in range(len(keys))]
@@ -154,13 +136,13 @@ class Calls:
         pairs: dict[int, list[int]] = {}
         for _ in range(self.chance.randrange(1, 6)):
             pairs.setdefault(self._row(cache), []).append(self._row(cache))
-        return self._recorded(cache.owner, "copy_blocks", [f"${cache.name}", pairs], self._part(cache))
+        return self._recorded(cache.owner, "copy_blocks", [f"${cache.name}", pairs])
 
     def _swap(self) -> Call:
         src = self._any(blocks=True)
         dst = self._like(src, src.owner, host=not src.host)
         pairs = {self._row(src): self._row(dst) for _ in range(self.chance.randrange(1, 6))}
-        return self._recorded(src.owner, "swap_blocks", [f"${src.name}", f"${dst.name}", pairs], self._part(src))
+        return self._recorded(src.owner, "swap_blocks", [f"${src.name}", f"${dst.name}", pairs])
 
     # transfers
 
@@ -170,7 +152,7 @@ class Calls:
         by_number = self.accessible != (self.chance.random() < 0.05)
         key = by_slot(far.owner, far.number, self._row(far)) if by_number else self._key(far)
         args = [key, f"${near.name}", self._row(near), self._size(near)]
-        return self._recorded(near.owner, "pull_cache", args, self._layers(near) | self._verify())
+        return self._recorded(near.owner, "pull_cache", args, self._layers(near))
 
     def _pull_blocks(self) -> Call:
         chance = self.chance
@@ -179,32 +161,27 @@ class Calls:
         near = self._like(far, NEAR + FAR - far.owner, blocks=True)
         if of_slot:
             rows = self._rows(near)
-            return self._recorded(
-                near.owner, "pull_blocks", [self._key(far), f"${near.name}", [], rows], self._verify()
-            )
+            return self._recorded(near.owner, "pull_blocks", [self._key(far), f"${near.name}", [], rows])
         src = self._rows(far)
         dst = self._rows(near, len(src))
-        more = self._layers(near) | self._verify() | (self._tokens() if far.of and near.of else self._part(near))
+        more = self._layers(near)
         return self._recorded(near.owner, "pull_blocks", [self._key(far), f"${near.name}", src, dst], more)
 
     def _push_cache(self) -> Call:
         far = self._any(blocks=False)
         near = self._like(far, NEAR + FAR - far.owner)
         key = by_slot(far.owner, far.number, self._row(far))
-        more = self._layers(near) | self._verify()
-        return self._recorded(near.owner, "push_cache", [key, f"${near.name}", self._row(near)], more)
+        return self._recorded(near.owner, "push_cache", [key, f"${near.name}", self._row(near)], self._layers(near))
 
     def _push_blocks(self) -> Call:
         far = self._any(blocks=True)
         near = self._like(far, NEAR + FAR - far.owner)
         dst = self._rows(far)
         src = self._rows(near, len(dst))
-        more = self._layers(near) | self._verify() | (self._tokens() if far.of and near.of else self._part(near))
+        more = self._layers(near)
         return self._recorded(near.owner, "push_blocks", [self._key(far), f"${near.name}", src, dst], more)
 
     def _recorded(self, engine: int, method: str, args: list[Any], kwargs: Optional[dict[str, Any]] = None) -> Call:
-        if self.chance.random() < 0.2:
-            method += "_async"
         return Call(engine, "recorded", (method, *args), kwargs or {})
 
     # arguments
@@ -226,7 +203,7 @@ class Calls:
             for cache in self.caches
             if (cache.owner, cache.blocks, cache.released) == (owner, blocks, False)
             and host in (None, cache.host)
-            and (cache.row_bytes, cache.tensors, cache.of is None) == (other.row_bytes, other.tensors, other.of is None)
+            and (cache.row_bytes, cache.tensors) == (other.row_bytes, other.tensors)
         ]
         if alike and self.chance.random() < 0.92:
             return self.chance.choice(alike)
@@ -255,31 +232,15 @@ class Calls:
         return rows
 
     def _size(self, cache: Cache, *, zero: bool = False) -> int:
-        row_bytes = cache.row_bytes or 512
+        row_bytes = cache.row_bytes
         if self.chance.random() < 0.04:
             return self.chance.choice([0, -2, row_bytes + 1, *WRONG_NUMBERS])
         if zero:
             return self.chance.choice([0, 1, row_bytes // 2, row_bytes - 1])
         return self.chance.choice([-1, -1, 1, row_bytes // 2, row_bytes])
 
-    def _part(self, cache: Cache) -> dict[str, int]:
-        if self.chance.random() < 0.8 or not cache.row_bytes:
-            return {}
-        half = cache.row_bytes // 2
-        part = {"src_offset": self.chance.choice([0, 1, half]), "dst_offset": self.chance.choice([0, 1, half])}
-        return part | ({"length": self.chance.choice([1, half, half - 1, cache.row_bytes])})
-
-    def _tokens(self) -> dict[str, Any]:
-        if self.chance.random() < 0.5:
-            return {}
-        ranges = {}
-        for name in self.chance.choice([["src_tokens"], ["dst_tokens"], ["src_tokens", "dst_tokens"]]):
-            first = self.chance.randrange(20)
-            ranges[name] = (first, first + self.chance.choice([1, 7, 16, 24]))
-        return ranges
-
     def _layers(self, cache: Cache) -> dict[str, Any]:
-        if self.chance.random() < 0.8 or not cache.tensors:
+        if self.chance.random() < 0.8:
             return {}
         each = self.chance.choice([1, 2])
         layers = max(cache.tensors // each, 1)
@@ -288,6 +249,3 @@ class Calls:
             first = self.chance.randrange(layers)
             given[f"{name}_layer_range"] = (first, self.chance.randrange(first + 1, layers + 2))
         return given
-
-    def _verify(self) -> dict[str, str]:
-        return {"verify": self.chance.choice(["full", "sample", "off"])} if self.chance.random() < 0.2 else {}

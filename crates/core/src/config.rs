@@ -287,7 +287,7 @@ pub struct Config {
     pub role: Role,
     /// Cluster id of the engine. A native engine draws it when it is opened.
     pub cluster: ClusterId,
-    /// The name that peers see: at most 128 bytes of printable text, or empty for none.
+    /// The name that peers see: at most 128 bytes of printable text. Empty: `cluster <id>`, if it is not a native engine.
     pub name: String,
     /// What peers read about the engine, at most 16 KiB. `DataDist::set_metadata` replaces it.
     pub metadata: Vec<u8>,

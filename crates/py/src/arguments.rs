@@ -12,7 +12,6 @@ use pyo3::types::{PyBool, PyList};
 
 use crate::convert::{self, Any, Width, any_int, only_support, shown};
 use crate::error::{invalid, raise};
-use crate::kv_layout;
 use crate::python_types::PythonTypes;
 
 /// Declares wrappers of arguments. Only the file that declares a wrapper can access the object in it; all other
@@ -76,7 +75,7 @@ impl DescArg<'_, '_> {
         if kind == CacheKind::Batch && !keys.is_empty() {
             slot_dim(&self.0)?;
         }
-        Ok(CacheDesc { kv_layout: kv_layout::of_desc(&self.0)?, ..convert::desc(&self.0)? })
+        convert::desc(&self.0)
     }
 }
 
@@ -84,11 +83,6 @@ impl IntArg<'_, '_> {
     /// An integer of this width.
     pub(crate) fn int<T: Width>(self, name: &str) -> PyResult<T> {
         convert::int(name, &self.0)
-    }
-
-    /// An integer without a documented width.
-    pub(crate) fn any(self, name: &str) -> PyResult<i64> {
-        convert::any_int(name, &self.0)
     }
 
     /// An integer of this width, or `None`.

@@ -5,16 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::ops::Range;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{CacheDesc, DataType, Error, Placement, TensorDesc};
+use llm_datadist_core::{CacheDesc, DataType, Error, Placement};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{
-    PyBool, PyBytes, PyDict, PyInt, PyList, PyRange, PyRangeMethods, PyString, PyTuple, PyType,
-};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 
 use crate::error::{invalid, raise};
 use crate::python_types::PythonTypes;
@@ -194,38 +191,18 @@ pub(crate) fn required(name: &str, value: &Any<'_>, class: &Py<PyType>, class_na
     }
 }
 
-/// Reads a `CacheDesc` without its layout (`kv_layout`). It is read at each call, because `update_dim` may change its shape.
+/// Reads a `CacheDesc`. It is read at each call, because `update_dim` may change its shape.
 pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
     let py = value.py();
-    let parts = value.getattr(intern!(py, "_parts"))?;
-    if !parts.is_empty()? {
-        return of_parts(value, &listed("parts", &parts)?);
-    }
     Ok(CacheDesc {
         num_tensors: num_tensors(value)?,
         shape: shape(&value.getattr(intern!(py, "_shape"))?)?,
         data_type: data_type(&value.getattr(intern!(py, "_data_type"))?)?,
         placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
-        row_stride: optional_int("row_stride", &value.getattr(intern!(py, "_row_stride"))?)?,
+        row_stride: None,
         kv_layout: None,
         tensors: Vec::new(),
     })
-}
-
-/// Reads a `CacheDesc` whose tensors differ.
-fn of_parts(value: &Any<'_>, parts: &[Any<'_>]) -> PyResult<CacheDesc> {
-    let py = value.py();
-    let placement = placement(&value.getattr(intern!(py, "_placement"))?)?;
-    let tensors = parts.iter().map(|part| {
-        Ok(TensorDesc {
-            count: num_tensors(part)?,
-            shape: shape(&part.getattr(intern!(py, "_shape"))?)?,
-            data_type: data_type(&part.getattr(intern!(py, "_data_type"))?)?,
-            row_stride: optional_int("row_stride", &part.getattr(intern!(py, "_row_stride"))?)?,
-        })
-    });
-    let tensors = gathered(py, parts.len(), tensors)?;
-    CacheDesc::of_tensors(tensors, placement).map_err(|error| raise(py, &error))
 }
 
 /// Reads the number of tensors of a `CacheDesc`.
@@ -320,27 +297,4 @@ pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, St
         Ok((key, value))
     };
     options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
-}
-
-/// Reads a `range` of step 1, or a list or tuple of its two ends.
-pub(crate) fn range<T: Width>(name: &str, value: &Any<'_>) -> PyResult<Range<T>> {
-    let py = value.py();
-    let wrong = || only_support(name, "['range', 'a pair of int']", value);
-    if let Ok(range) = value.cast::<PyRange>() {
-        // A step that does not fit 64 bits is not 1.
-        if range.step().ok() != Some(1) {
-            return Err(invalid(py, name, shown(value), "a range of step 1"));
-        }
-        let end = |which| int(name, &range.getattr(which)?);
-        return Ok(end(intern!(py, "start"))?..end(intern!(py, "stop"))?);
-    }
-    let pair = match (value.cast::<PyTuple>(), value.cast::<PyList>()) {
-        (Ok(tuple), _) => tuple.clone(),
-        (_, Ok(list)) => list.to_tuple(),
-        _ => return Err(wrong()),
-    };
-    if pair.len() != 2 {
-        return Err(wrong());
-    }
-    Ok(int(name, &pair.get_item(0)?)?..int(name, &pair.get_item(1)?)?)
 }

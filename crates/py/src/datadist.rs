@@ -1,13 +1,12 @@
-//! The engine class that Python calls: links, layers, messages and counters. `caches` has the calls of its caches.
+//! The engine class that Python calls: links, layers and counters. `caches` has the calls of its caches.
 //!
 //! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
-use std::sync::Arc;
-
 use llm_datadist_core::bindings::options::config_from_texts;
-use llm_datadist_core::{ClusterId, DataDist as CoreDataDist, End, Placement};
+use llm_datadist_core::{ClusterId, DataDist as CoreDataDist, End};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyList, PyString};
 
 use crate::arguments::{FlagArg, IntArg, RoleArg, TextArg};
 use crate::blocks::BlocksArg;
@@ -15,23 +14,20 @@ use crate::cache::TensorView;
 use crate::convert;
 use crate::engine::Engine;
 use crate::error::{raise, raise_of};
-use crate::events::PeerHandle;
 use crate::keys::KeyArg;
-use crate::layer_task::LayerTaskHandle;
-use crate::layer_task_arguments::{self, DestinationsArg};
 use crate::layerwise_arguments::{self, CheckedArguments, ConfigsArg, RawArguments, SynchronizerArg};
 use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
-use crate::notify::NotifyArg;
+use crate::native::{NativeCache, NativeEngine};
 use crate::task::TransferTask;
-use crate::transfer::TransferHandles;
 use crate::{log, stats};
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct DataDist {
     engine: Engine,
-    transfers: Arc<TransferHandles>,
+    /// The same engine in the native API, once it was asked for.
+    native: PyOnceLock<Py<NativeEngine>>,
 }
 
 #[pymethods]
@@ -50,7 +46,7 @@ impl DataDist {
         let raises = raise_of(config.mode);
         let engine = Engine::open(py, config, raises);
         log::drain(py)?;
-        Ok(DataDist { engine: engine?, transfers: Arc::default() })
+        Ok(DataDist { engine: engine?, native: PyOnceLock::new() })
     }
 
     #[getter]
@@ -61,8 +57,25 @@ impl DataDist {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let reported = log::drain(py);
         self.engine.close(py);
-        self.transfers.clear();
+        if let Some(native) = self.native.get(py) {
+            native.get().shared.end(py);
+        }
         reported
+    }
+
+    /// Returns the engine of the native API over the same engine.
+    fn native_engine(&self, py: Python<'_>) -> PyResult<Py<NativeEngine>> {
+        self.engine.attached(py, |_| Ok(()))?;
+        let native = self.native.get_or_try_init(py, || NativeEngine::of_original(py, &self.engine))?;
+        Ok(native.clone_ref(py))
+    }
+
+    /// Returns the cache of the native API that a blocks cache of this engine is.
+    fn native_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<NativeCache> {
+        let py = cache.py();
+        let id = cache.blocks("cache")?.own_id(&self.engine)?;
+        let made = self.engine.attached(py, |engine| engine.find(id))?;
+        Ok(NativeCache::of_original(&self.native_engine(py)?.get().shared, &made))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -179,22 +192,6 @@ impl DataDist {
         self.engine.enter(src_cache.py(), start).map(|task| TransferTask::new(task, self.engine.codes()))
     }
 
-    fn begin_layers(
-        &self,
-        cache: CacheArg<'_, '_>,
-        destinations: DestinationsArg<'_, '_>,
-        layer_timeout_ms: IntArg<'_, '_>,
-        tensor_num_per_layer: IntArg<'_, '_>,
-    ) -> PyResult<LayerTaskHandle> {
-        let py = cache.py();
-        let numbers = (layer_timeout_ms, tensor_num_per_layer);
-        let call = layer_task_arguments::begin(&self.engine, cache, destinations, numbers)?;
-        let blocks = call.num_blocks() + call.to.len();
-        let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.layer_timeout);
-        let task = self.engine.start(py, blocks, begin)?;
-        LayerTaskHandle::new(py, task, &self.transfers, self.engine.codes())
-    }
-
     fn tensor_views(&self, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
         cache.typed("cache")?;
         let end = cache.end(&self.engine)?;
@@ -208,29 +205,6 @@ impl DataDist {
         self.engine.enter(py, CoreDataDist::remap)
     }
 
-    fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let measure = |engine: &CoreDataDist| {
-            Ok(Placement::ALL.map(|placement| (placement.to_string(), engine.huge_bytes(placement))))
-        };
-        self.engine.enter(py, measure)?.into_py_dict(py)
-    }
-
-    fn notify(&self, cluster_id: IntArg<'_, '_>, payload: NotifyArg<'_, '_>) -> PyResult<()> {
-        let cluster = ClusterId(cluster_id.int("cluster_id")?);
-        let message = payload.bytes("payload")?.ok_or_else(|| payload.missing("payload"))?;
-        self.engine.enter(payload.py(), |engine| engine.notify(cluster, message))
-    }
-
-    fn set_metadata(&self, metadata: NotifyArg<'_, '_>) -> PyResult<()> {
-        let bytes = metadata.bytes("metadata")?.ok_or_else(|| metadata.missing("metadata"))?;
-        self.engine.enter(metadata.py(), |engine| engine.set_metadata(bytes))
-    }
-
-    fn peers(&self, py: Python<'_>) -> PyResult<Vec<Py<PeerHandle>>> {
-        let peers = self.engine.enter(py, |engine| Ok(engine.peers()))?;
-        peers.iter().map(|peer| PeerHandle::of(py, peer)).collect()
-    }
-
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
         let limit = self.engine.enter(py, |engine| Ok(engine.config().sync_timeout.as_millis()))?;
         Ok(limit.try_into().unwrap_or(u32::MAX))
@@ -241,10 +215,5 @@ impl DataDist {
     /// Returns the engine.
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
-    }
-
-    /// Returns the handles of its asynchronous calls.
-    pub(crate) fn transfers(&self) -> &Arc<TransferHandles> {
-        &self.transfers
     }
 }

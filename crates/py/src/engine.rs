@@ -69,11 +69,17 @@ impl<T: Send + Sync> Drop for ProcessOwned<T> {
 /// Counts the engines of this process, so that each has a unique number.
 static OPENED: AtomicU64 = AtomicU64::new(0);
 
-/// The engine that a Python object holds: open, or closed for good.
+/// The engine that a Python object holds: open, or closed for good. The objects of both APIs may share one, and fail with other
+/// exceptions.
 pub(crate) struct Engine {
-    process: u32,
     codes: Codes,
     raise: Raise,
+    opened: Arc<OpenedEngine>,
+}
+
+/// What all references to an engine share.
+struct OpenedEngine {
+    process: u32,
     cluster: ClusterId,
     one_sided: bool,
     mode: Mode,
@@ -91,17 +97,21 @@ impl Engine {
         remember_process();
         crate::log::install();
         let engine = detached(py, raise, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
-        Ok(Engine {
+        let opened = OpenedEngine {
             process: this_process(),
-            codes,
-            raise,
             cluster,
             one_sided,
             mode,
             number: OPENED.fetch_add(1, Ordering::Relaxed),
             closing: AtomicBool::new(false),
             open: RwLock::new(Some(ProcessOwned::new(Arc::new(engine)))),
-        })
+        };
+        Ok(Engine { codes, raise, opened: Arc::new(opened) })
+    }
+
+    /// Returns the same engine for callers whose calls fail with the exceptions of `raise`.
+    pub(crate) fn failing_with(&self, raise: Raise) -> Self {
+        Engine { codes: self.codes, raise, opened: self.opened.clone() }
     }
 
     /// Runs `call` on the engine, detached from the interpreter, and maps its error.
@@ -153,30 +163,30 @@ impl Engine {
 
     /// Returns its cluster id.
     pub(crate) fn cluster(&self) -> ClusterId {
-        self.cluster
+        self.opened.cluster
     }
 
     /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
     pub(crate) fn one_sided(&self) -> bool {
-        self.one_sided
+        self.opened.one_sided
     }
 
     /// Returns which manager it serves.
     pub(crate) fn mode(&self) -> Mode {
-        self.mode
+        self.opened.mode
     }
 
     /// Returns its number, which no other engine of this process ever has.
     pub(crate) fn number(&self) -> u64 {
-        self.number
+        self.opened.number
     }
 
     /// Closes the engine. Later calls fail, running calls end normally, and memory lives as long as views of it.
     pub(crate) fn close(&self, py: Python<'_>) {
         // In a forked child the lock may be held forever, so nothing is done there.
-        if self.process == this_process() {
+        if self.opened.process == this_process() {
             py.detach(|| {
-                let held = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+                let held = self.opened.open.write().unwrap_or_else(PoisonError::into_inner).take();
                 held.map(|engine| {
                     // Other threads may still be in calls of the engine, and keep it for a while.
                     let _ = engine.get().map(|engine| engine.end_transfers());
@@ -190,7 +200,7 @@ impl Engine {
     /// handler raises meanwhile, the engine stays as it is, and refuses calls.
     pub(crate) fn close_within(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
         let open = if limit.is_zero() { None } else { self.held().ok() };
-        self.closing.store(true, Ordering::Release);
+        self.opened.closing.store(true, Ordering::Release);
         if let Some(engine) = open {
             // This reference ends before `close`, so that the engine ends there.
             detached(py, self.raise, move || engine.drain(limit))?;
@@ -201,7 +211,7 @@ impl Engine {
 
     /// Whether calls are refused: the engine was closed, or closes, or belongs to the parent of this process.
     pub(crate) fn closed(&self) -> bool {
-        self.is_inherited() || self.closing.load(Ordering::Acquire) || !self.is_open()
+        self.is_inherited() || self.opened.closing.load(Ordering::Acquire) || !self.is_open()
     }
 
     /// Whether it was opened in this process and not closed yet.
@@ -211,18 +221,22 @@ impl Engine {
 
     /// Whether this process is a forked child of the one that opened the engine.
     pub(crate) fn is_inherited(&self) -> bool {
-        self.process != this_process()
+        self.opened.process != this_process()
     }
 
     fn engine(&self) -> Result<Arc<DataDist>> {
-        if self.closing.load(Ordering::Acquire) && !self.is_inherited() { Err(closed()) } else { self.held() }
+        if self.opened.closing.load(Ordering::Acquire) && !self.is_inherited() {
+            Err(closed())
+        } else {
+            self.held()
+        }
     }
 
     fn held(&self) -> Result<Arc<DataDist>> {
         if self.is_inherited() {
             return Err(forked());
         }
-        match self.open.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        match self.opened.open.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
             Some(engine) => engine.get().map(Arc::clone),
             None => Err(closed()),
         }

@@ -50,12 +50,6 @@ pub(crate) fn invalid(py: Python<'_>, name: &str, value: impl std::fmt::Display,
     raise(py, &Error::argument(name, value, allowed))
 }
 
-/// Adds to an error of an item of the list called `name` where it is, if Python can (3.11 and later).
-pub(crate) fn of_item(py: Python<'_>, name: &str, index: usize, error: PyErr) -> PyErr {
-    let _ = error.value(py).call_method1("add_note", (format!("in {name}[{index}]"),));
-    error
-}
-
 /// Makes an argument error a `ValueError` as well, as `swap_blocks` promises (contract §17.11).
 #[cold]
 pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {

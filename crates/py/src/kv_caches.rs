@@ -3,7 +3,7 @@
 //! The same engine carries them out. Roles are checked in the Python package; other differences are in `core::config::Mode`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheKind, CallExtras, End, Error, ErrorKind, Layers, Rows};
+use llm_datadist_core::{CacheKind, End, Error, ErrorKind, Layers, Rows};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -44,7 +44,7 @@ impl KvCaches {
             let why = "only an engine of LLMRole.PROMPT names its caches";
             return Err(nameless(desc.py(), "cache_keys", why));
         }
-        self.engine().allocate(desc, CacheKind::Batch, &keys, false)
+        self.engine().allocate(desc, CacheKind::Batch, &keys)
     }
 
     fn allocate_blocks_cache(
@@ -60,7 +60,7 @@ impl KvCaches {
             let why = "an engine of LLMRole.DECODER does not name its blocks caches";
             return Err(nameless(desc.py(), "blocks_cache_key", why));
         }
-        self.engine().allocate(desc, CacheKind::Blocks, key.map(Some).as_slice(), false)
+        self.engine().allocate(desc, CacheKind::Blocks, key.map(Some).as_slice())
     }
 
     fn deallocate_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
@@ -198,7 +198,7 @@ fn pull_cache(
     let layers = layers(given)?;
     let local = cache.slots("kv_cache")?;
     let rows = Rows::Slot { local: row, remote_offset, local_offset, size };
-    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers, extras: CallExtras::default() })
+    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §9.1).
@@ -220,13 +220,7 @@ fn pull_blocks(
     checked(validate::equally_many(("prompt_blocks", remote.len()), ("decoder_blocks", local.len())))?;
     let layers = layers(given)?;
     let from = key.name()?;
-    Ok(Pull {
-        from,
-        to: cache.end(engine)?,
-        rows: Rows::Blocks { remote, local },
-        layers,
-        extras: CallExtras::default(),
-    })
+    Ok(Pull { from, to: cache.end(engine)?, rows: Rows::Blocks { remote, local }, layers })
 }
 
 /// Reads which layers a pull moves.

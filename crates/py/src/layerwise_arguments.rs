@@ -59,7 +59,9 @@ pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResul
     let py = given.src_cache.py();
     let refused = |error: Error| raise(py, &error);
     let src_cache = given.src_cache;
-    let desc = on_device("src_cache", engine, src_cache)?;
+    src_cache.required("src_cache", engine.mode())?;
+    let desc = src_cache.desc()?;
+    validate::on_device("src_cache", desc.placement).map_err(refused)?;
     let mut args = lists(given.blocks)?;
     validate::block_lists(&args).map_err(refused)?;
     let layer_timeout = given.layer_synchronizer.read(&mut args)?;
@@ -72,17 +74,9 @@ pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResul
     Ok(CheckedArguments { from: source.cache.end(engine)?, args, to, layer_timeout })
 }
 
-/// Rows 1 and 2: returns the descriptor of a source, which must be in memory of the device.
-pub(crate) fn on_device(name: &str, engine: &Engine, cache: CacheArg<'_, '_>) -> PyResult<CacheDesc> {
-    cache.required(name, engine.mode())?;
-    let desc = cache.desc()?;
-    validate::on_device(name, desc.placement).map_err(|error| raise(cache.py(), &error))?;
-    Ok(desc)
-}
-
 /// The source of a layer-wise transfer.
-pub(crate) struct LayerSource<'a, 'py> {
-    pub(crate) cache: CacheWithHandle<'a, 'py>,
+struct LayerSource<'a, 'py> {
+    cache: CacheWithHandle<'a, 'py>,
     local: CacheLayout,
     layers: u32,
     py: Python<'py>,
@@ -90,7 +84,7 @@ pub(crate) struct LayerSource<'a, 'py> {
 
 impl<'a, 'py> LayerSource<'a, 'py> {
     /// Row 12: counts the layers of the cache.
-    pub(crate) fn new(cache: CacheArg<'a, 'py>, desc: &CacheDesc, tensors_per_layer: u32) -> PyResult<Self> {
+    fn new(cache: CacheArg<'a, 'py>, desc: &CacheDesc, tensors_per_layer: u32) -> PyResult<Self> {
         let py = cache.py();
         let refused = |error: Error| raise(py, &error);
         let (geometry, _) = MixedSizes::checked(desc).map_err(refused)?;
@@ -101,7 +95,7 @@ impl<'a, 'py> LayerSource<'a, 'py> {
     }
 
     /// Checks lists against the cache.
-    pub(crate) fn lists(&self, args: &LayerwiseArgs) -> PyResult<()> {
+    fn lists(&self, args: &LayerwiseArgs) -> PyResult<()> {
         if args.src_blocks.is_empty() && self.local.kind == CacheKind::Batch {
             self.cache.slots_first()?;
         }
@@ -109,12 +103,7 @@ impl<'a, 'py> LayerSource<'a, 'py> {
     }
 
     /// Rows 13 and 13a: reads a config.
-    pub(crate) fn destination(
-        &self,
-        config: &Any<'_>,
-        args: &LayerwiseArgs,
-        engine: &Engine,
-    ) -> PyResult<Destination> {
+    fn destination(&self, config: &Any<'_>, args: &LayerwiseArgs, engine: &Engine) -> PyResult<Destination> {
         let to = destination(config, self.layers, engine.one_sided())?;
         validate::destination(self.local, args, &to).map_err(|error| raise(self.py, &error))?;
         Ok(to)
@@ -153,28 +142,19 @@ impl<'py> ConfigsArg<'_, 'py> {
     /// Row 10: the configs, each of the class of the engine's mode.
     fn configs(self, engine: &Engine) -> PyResult<Vec<Any<'py>>> {
         let configs = convert::listed("transfer_configs", &self.0)?;
+        let types = PythonTypes::get(self.py())?;
+        let (class, allowed) = if engine.one_sided() {
+            (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
+        } else {
+            (&types.transfer_config, "['TransferConfig']")
+        };
         for (at, config) in configs.iter().enumerate() {
-            checked_config(config, engine, |allowed| {
-                inner_only_support("transfer_configs", at, allowed, config)
-            })?;
+            if !convert::instance(config, class)? {
+                return Err(inner_only_support("transfer_configs", at, allowed, config));
+            }
         }
         Ok(configs)
     }
-}
-
-/// Checks that a config has the class of the engine's mode. `wrong` makes the error from the allowed class.
-pub(crate) fn checked_config(
-    config: &Any<'_>,
-    engine: &Engine,
-    wrong: impl FnOnce(&str) -> PyErr,
-) -> PyResult<()> {
-    let types = PythonTypes::get(config.py())?;
-    let (class, allowed) = if engine.one_sided() {
-        (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
-    } else {
-        (&types.transfer_config, "['TransferConfig']")
-    };
-    if convert::instance(config, class)? { Ok(()) } else { Err(wrong(allowed)) }
 }
 
 /// Reads a config.

@@ -9,34 +9,24 @@ mod blocks;
 mod cache;
 mod cache_buffer;
 mod caches;
-mod call_extras;
 mod checks;
 mod convert;
 mod copy_arguments;
 mod datadist;
 mod engine;
-mod engine_events;
 mod error;
-mod events;
-mod grants;
-mod groups;
 mod handles;
 mod index_arrays;
 mod keys;
 mod kv_caches;
-mod kv_layout;
-mod layer_task;
-mod layer_task_arguments;
 mod layerwise_arguments;
 mod links;
 mod local_cache;
 mod log;
 mod native;
-mod notify;
 mod numpy;
 mod operations;
 mod options;
-mod owners;
 mod pull_push_arguments;
 mod python_types;
 #[expect(
@@ -45,12 +35,8 @@ mod python_types;
               numbers read from lists that `gil_used` below keeps other threads from changing"
 )]
 mod raw;
-mod selection;
 mod stats;
-mod sub_rows;
 mod task;
-mod token_ranges;
-mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
 use llm_datadist_embed::KeptLists;
@@ -79,25 +65,12 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cache::TensorView>()?;
     module.add_class::<caches::CacheCalls>()?;
     module.add_class::<datadist::DataDist>()?;
-    module.add_class::<engine_events::EngineEvents>()?;
-    module.add_class::<events::LinkDownEvent>()?;
-    module.add_class::<events::LinkUpEvent>()?;
-    module.add_class::<events::NotificationEvent>()?;
-    module.add_class::<events::PeerHandle>()?;
-    module.add_class::<grants::GrantEndedEvent>()?;
-    module.add_class::<grants::GrantHandle>()?;
-    module.add_class::<grants::GrantMethods>()?;
     module.add_class::<kv_caches::KvCaches>()?;
-    module.add_class::<layer_task::LayerTaskHandle>()?;
     module.add_class::<task::TransferTask>()?;
-    module.add_class::<transfer::Completed>()?;
-    module.add_class::<transfer::LoopQueue>()?;
-    module.add_class::<transfer::TransferHandle>()?;
     validators(module)?;
     functions!(module, engine::abandon_sockets numpy::import_numpy python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
     native::add_classes(module)?;
-    module.add("CacheBuffer", cache_buffer::class(module.py())?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("STATUS_CODES", status_codes(module.py())?)?;
     module.add("DATA_TYPES", data_types(module.py())?)
@@ -112,7 +85,7 @@ fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
         checks::check_list_int32 checks::check_list_int64 checks::check_list_uint64
         checks::check_positive_or_set_default
         checks::check_uint8 checks::check_uint16 checks::check_uint32 checks::check_uint64 checks::tensor_bytes
-        kv_layout::check_kv_layout options::check_mem_utilization options::check_option options::option_rows
+        options::check_mem_utilization options::check_option options::option_rows
     );
     Ok(())
 }

@@ -239,12 +239,6 @@ impl RanksArg<'_, '_> {
     }
 }
 
-/// Reads the address of a peer: `ip:port` or `[ipv6]:port`.
-pub(crate) fn address(value: TextArg<'_, '_>) -> PyResult<SocketAddr> {
-    let given = value.text("address")?;
-    validate::peer_address("address", &given).map_err(|error| raise(value.py(), &error))
-}
-
 /// Reads the address at which to listen from now on; `None` for no listener.
 pub(crate) fn listen(value: Option<&Bound<'_, PyString>>) -> PyResult<Option<SocketAddr>> {
     let Some(value) = value else { return Ok(None) };

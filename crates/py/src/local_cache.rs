@@ -148,8 +148,13 @@ impl CacheWithHandle<'_, '_> {
         if let Ok(loose) = self.handle.cast::<LooseCache>() {
             return loose.get().end().map_err(|error| raise(py, &error));
         }
+        self.own_id(engine).map(End::Managed)
+    }
+
+    /// Returns its id. `engine` must have made it.
+    pub(crate) fn own_id(&self, engine: &Engine) -> PyResult<CacheId> {
         let other = || Error::new(ErrorKind::CacheNotFound, "the cache was made by another engine");
-        self.id(engine)?.map(End::Managed).ok_or_else(|| raise(py, &other()))
+        self.id(engine)?.ok_or_else(|| raise(self.cache.py(), &other()))
     }
 
     fn managed(&self) -> Option<&ManagedCache> {

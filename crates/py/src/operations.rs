@@ -1,30 +1,28 @@
 //! The operations that the calls of both managers perform once their arguments are checked.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, DataDist, Deadline, Operation, Result};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CallExtras, DataDist, Operation, Result};
 use pyo3::prelude::*;
 
 use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
-use crate::engine::{self, Engine};
+use crate::engine::Engine;
 use crate::error::raise;
-use crate::pull_push_arguments::Pull;
+use crate::pull_push_arguments::{Pull, Push};
 use crate::{log, raw};
 
 /// Calls with more blocks detach from the interpreter while they start.
 const MANY_BLOCKS: usize = 4096;
 
 impl Engine {
-    /// Runs an operation. Another thread can close the engine while this one waits for a group: that ends the group.
+    /// Runs an operation, and waits for its end.
     pub(crate) fn run(
         &self,
         py: Python<'_>,
         operation: impl FnOnce(&DataDist) -> Operation<'_> + Send,
     ) -> PyResult<()> {
-        let Some(group) = self.enter(py, |engine| operation(engine).run_or_begin())? else { return Ok(()) };
-        engine::waiting(py, raise, Deadline::after(Duration::MAX), |deadline| group.join(deadline))
+        self.enter(py, |engine| operation(engine).run())
     }
 
     /// Starts a call on `blocks` blocks. It detaches from the interpreter only if they are many.
@@ -39,9 +37,16 @@ impl Engine {
 
     /// Pulls, and waits for the bytes.
     pub(crate) fn pull(&self, py: Python<'_>, pull: Pull) -> PyResult<()> {
-        let Pull { from, to, rows, layers, extras } = pull;
-        let pulled = self.run(py, |engine| engine.pull_with(from, &to, rows, layers, extras));
+        let Pull { from, to, rows, layers } = pull;
+        let pulled = self.run(py, |engine| engine.pull_with(from, &to, rows, layers, CallExtras::default()));
         log::after_transfer(py, pulled)
+    }
+
+    /// Pushes, and waits for the bytes.
+    pub(crate) fn push(&self, py: Python<'_>, push: Push) -> PyResult<()> {
+        let Push { from, to, rows, layers } = push;
+        let pushed = self.run(py, |engine| engine.push_with(&from, to, rows, layers, CallExtras::default()));
+        log::after_transfer(py, pushed)
     }
 
     /// Releases a cache that this engine made. `None` stands for a cache that it did not make.
@@ -49,19 +54,17 @@ impl Engine {
         self.enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
-    /// Allocates, as one range of bytes if `contiguous`; the descriptor and keys are of the right types.
+    /// Allocates; the descriptor and keys are of the right types.
     pub(crate) fn allocate(
         &self,
         desc: DescArg<'_, '_>,
         kind: CacheKind,
         keys: &[Option<CacheKey>],
-        contiguous: bool,
     ) -> PyResult<ManagedCache> {
         let py = desc.py();
         let desc = desc.read(kind, keys)?;
         let made = |cache: Arc<Cache>| ManagedCache::of(self.number(), &cache);
-        let allocate = if contiguous { DataDist::allocate_contiguous } else { DataDist::allocate };
-        self.enter(py, |engine| allocate(engine, &desc, kind, keys).map(made))
+        self.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
     }
 
     /// Registers memory of the caller; the descriptor and keys are of the right types.

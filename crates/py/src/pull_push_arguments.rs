@@ -3,22 +3,18 @@
 //! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{
-    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, RemoteName, Rows, Words,
-};
+use llm_datadist_core::{End, Error, ErrorKind, LayerRange, Layers, Mode, RemoteName, Rows, Words};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyRangeMethods, PyString};
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
-use crate::call_extras::{self, GivenExtras, GivenGrant};
 use crate::convert::{Any, int, only_support, shown};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
-use crate::selection::{GivenSelection, Selection};
 
 arguments! {
     /// A range of layers, or `None`.
@@ -35,8 +31,6 @@ pub(crate) struct Pull {
     pub(crate) rows: Rows,
     /// The layers of both.
     pub(crate) layers: Layers,
-    /// What it does beside moving bytes.
-    pub(crate) extras: CallExtras,
 }
 
 /// The checked arguments of a push.
@@ -54,26 +48,12 @@ pub(crate) struct Push {
 /// The unchecked arguments of a call that choose layers: of the source, of the destination, and tensors per layer.
 pub(crate) type GivenLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
 
-/// The unchecked keyword arguments of a pull of blocks.
-#[derive(Clone, Copy)]
-pub(crate) struct BlocksOptions<'a, 'py> {
-    /// `src_layer_range`, `dst_layer_range` and `tensor_num_per_layer`.
-    pub(crate) layers: GivenLayers<'a, 'py>,
-    /// `notify`, `verify` and `layout`.
-    pub(crate) extras: GivenExtras<'a, 'py>,
-    /// `grant` and `grant_done`; `None` for a part of a call, whose grant is read with the part.
-    pub(crate) grant: Option<GivenGrant<'a, 'py>>,
-    /// `src_tokens`, `dst_tokens`, and the part of every block.
-    pub(crate) selected: GivenSelection<'a, 'py>,
-}
-
 /// Checks the arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
     engine: &Engine,
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     given: GivenLayers<'_, '_>,
-    extras: GivenExtras<'_, '_>,
 ) -> PyResult<Pull> {
     let allowed: &[KeyClass] =
         if engine.one_sided() { &[KeyClass::Row] } else { &[KeyClass::Cache, KeyClass::Row] };
@@ -85,9 +65,7 @@ pub(crate) fn pull_cache(
     let per_layer = per_layer(given.2)?;
     key.check_ids()?;
     let layers = pull_layers(given, per_layer)?;
-    let extras = call_extras::without_grant(extras)?;
-    let from = key.name()?;
-    Ok(Pull { from, to: local.end(engine)?, rows: Rows::slot(row, size), layers, extras })
+    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows: Rows::slot(row, size), layers })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §7.13).
@@ -95,7 +73,7 @@ pub(crate) fn pull_blocks(
     engine: &Engine,
     (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
-    options: BlocksOptions<'_, '_>,
+    given: GivenLayers<'_, '_>,
 ) -> PyResult<Pull> {
     let allowed = [KeyClass::Blocks, KeyClass::Cache, KeyClass::Row];
     let key = src_cache_key.of("src_cache_key", &allowed)?;
@@ -104,22 +82,16 @@ pub(crate) fn pull_blocks(
     let local = dst_blocks.listed_or_none("dst_blocks")?;
     let cache = dst_cache.blocks("dst_cache")?;
     let local = at_least_one("dst_blocks", local, dst_blocks)?;
-    let per_layer = per_layer(options.layers.2)?;
-    let selected = Selection::of(options.selected)?;
+    let per_layer = per_layer(given.2)?;
     let rows = if key.is(KeyClass::Blocks) {
-        selected.pull(at_least_one("src_blocks", remote, src_blocks)?, local)
+        Rows::Blocks { remote: at_least_one("src_blocks", remote, src_blocks)?, local }
     } else {
-        selected.refused_for_slot(dst_cache.py())?;
         no_blocks(remote, src_blocks)?;
         key.check_ids()?;
         Rows::SlotToBlocks { local }
     };
-    let layers = pull_layers(options.layers, per_layer)?;
-    let extras = match options.grant {
-        Some(grant) => call_extras::of_blocks(options.extras, grant)?,
-        None => call_extras::without_grant(options.extras)?,
-    };
-    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers, extras })
+    let layers = pull_layers(given, per_layer)?;
+    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers })
 }
 
 /// Checks the arguments of `push_cache` (contract §7.14).
@@ -145,7 +117,6 @@ pub(crate) fn push_blocks(
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     layers: GivenLayers<'_, '_>,
-    selected: Selection,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_blocks")?;
     let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
@@ -156,7 +127,7 @@ pub(crate) fn push_blocks(
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
     let layers = push_layers(layers)?;
     let to = key.name()?;
-    let rows = selected.push(listed("src_blocks", local, src_blocks)?, remote);
+    let rows = Rows::Blocks { remote, local: listed("src_blocks", local, src_blocks)? };
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 

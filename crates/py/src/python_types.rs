@@ -50,20 +50,12 @@ pub(crate) struct PythonTypes {
     pub(crate) transfer_config: Py<PyType>,
     /// `TransferWithCacheKeyConfig`.
     pub(crate) transfer_key_config: Py<PyType>,
-    /// `LayerDestination`.
-    pub(crate) layer_destination: Py<PyType>,
-    /// `KvLayout`.
-    pub(crate) kv_layout: Py<PyType>,
-    /// `GroupPart`.
-    pub(crate) group_part: Py<PyType>,
     /// `LLMClusterInfo`.
     pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
     pub(crate) log_error: Py<PyAny>,
     /// Called to hand the engine's lines to the log.
     pub(crate) drain_log: Py<PyAny>,
-    /// Called with a transfer; returns a coroutine that ends with it.
-    pub(crate) await_transfer: Py<PyAny>,
     /// Members of `LLMStatusCode`, in the order of `StatusCode::ALL`.
     status: Vec<Py<PyAny>>,
     /// Members of `DataType`, in the order of `DataType::ALL`.
@@ -103,13 +95,9 @@ impl PythonTypes {
             layer_synchronizer: class("LayerSynchronizer")?,
             transfer_config: class("TransferConfig")?,
             transfer_key_config: class("TransferWithCacheKeyConfig")?,
-            layer_destination: class("LayerDestination")?,
-            kv_layout: class("KvLayout")?,
-            group_part: class("GroupPart")?,
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
             drain_log: named("drain_log")?.unbind(),
-            await_transfer: named("await_transfer")?.unbind(),
             status: members(
                 &named("LLMStatusCode")?,
                 StatusCode::ALL.iter().map(|code| (code.name(), code.value())),

@@ -13,8 +13,8 @@ use pyo3::prelude::*;
 use crate::arguments::IntArg;
 use crate::engine::{self, ProcessOwned};
 use crate::error::{Codes, exception, raise};
+use crate::native::TaskTransfer;
 use crate::python_types::PythonTypes;
-use crate::transfer::TransferHandle;
 
 /// The handle of one transfer. Dropping it ends the destinations that still wait for a layer.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -109,9 +109,8 @@ impl TransferTask {
         Ok(progress.into_iter().map(|one| (one.layers, one.of_layers, one.bytes)).collect())
     }
 
-    fn transfers(&self, py: Python<'_>) -> PyResult<Vec<TransferHandle>> {
-        let handle = |transfer| TransferHandle::without_event(transfer, self.codes);
-        Ok(self.task(py)?.transfers().iter().map(handle).collect())
+    fn transfers(&self, py: Python<'_>) -> PyResult<Vec<TaskTransfer>> {
+        Ok(self.task(py)?.transfers().iter().map(|transfer| TaskTransfer(transfer.clone())).collect())
     }
 
     /// Returns the time limit that is passed to the synchronizer: its attribute at the start of the transfer.

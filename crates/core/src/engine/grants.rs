@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::copies::room_for_lists;
 use super::{DataDist, End};
 use crate::cache::CallRows;
-use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::error::{Error, Result, ensure};
 use crate::events::Transfer;
 use crate::grants::{Grant, RowRanges};
 use crate::model::{GrantEnd, GrantToken};
@@ -76,17 +76,5 @@ impl DataDist {
             work: Box::new(work),
         };
         self.start_work(None, work, limit).map(Some)
-    }
-
-    /// Reports to the owner of a grant that this engine is done with it. Reporting again, or after the end, changes nothing.
-    /// Returns `Err(GrantEnded)` if this incarnation of the owner never gave the grant.
-    pub fn release_grant(&self, token: &GrantToken) -> Result<()> {
-        if self.resources.config.cluster == token.cluster {
-            return Err(Error::new(ErrorKind::InvalidArgument, "a grant of this engine has no reader here"));
-        }
-        let deadline = self.deadline();
-        let link = self.links.find_other(token.cluster, deadline)?;
-        let _active = link.begin()?;
-        link.release_grant(token, deadline)
     }
 }

@@ -92,6 +92,9 @@ impl DataDist {
         config.links.token_file = None;
         if config.native {
             config.cluster = ClusterId(draw_instance()?);
+        } else if config.name.is_empty() {
+            // By which peers with the native API can tell which engine it is.
+            config.name = format!("cluster {}", config.cluster);
         }
         let number = EngineNumber::next();
         let resources = Arc::new(Resources::open(number, config, devices)?);

@@ -61,16 +61,6 @@ impl<'a> Operation<'a> {
     /// Moves the bytes, and returns once they are in place. A group runs on a thread of the engine meanwhile, and an
     /// interruption cancels it. Returns `Err(Busy)` for a group if too many transfers run or wait for their outcome to be taken.
     pub fn run(self) -> Result<()> {
-        let (fact, interrupted) = (self.fact, self.engine.interrupted);
-        let group = self.run_or_begin()?;
-        let forever = Deadline::after(Duration::MAX).watched(interrupted);
-        group.map_or(Ok(()), |group| group.join(forever)).map_err(|error| with_fact(error, fact))
-    }
-
-    /// Does what [`run`](Self::run) does, but does not wait for a group: returns its [`Transfer`], whose end is no event.
-    /// The caller [joins](Transfer::join) it without a reference to the engine. So another thread can close the engine meanwhile,
-    /// which ends the group.
-    pub fn run_or_begin(self) -> Result<Option<Arc<Transfer>>> {
         let Operation { engine, op, started, limit, fact, prepared } = self;
         let deadline = engine.deadline_since(started, limit);
         let moved = match prepared {
@@ -81,13 +71,15 @@ impl<'a> Operation<'a> {
                 .and_then(|link| transfer.run(engine.resources.clone(), link, None, deadline)),
             // A group is counted when it ends. One that is refused or does not start is not counted.
             Ok(group) => {
+                let forever = Deadline::after(Duration::MAX).watched(engine.interrupted);
                 let begun = group.start(engine, op, engine.limited(started, limit), false);
-                return begun.map(Some).map_err(|error| with_fact(error, fact));
+                let ended = begun.and_then(|group| group.join(forever));
+                return ended.map_err(|error| with_fact(error, fact));
             }
             Err(error) => Err(error),
         };
         engine.resources.stats.counted(op, started.elapsed(), moved.is_ok());
-        moved.map(|_| None).map_err(|error| with_fact(error, fact))
+        moved.map(drop).map_err(|error| with_fact(error, fact))
     }
 
     /// Returns without waiting: before the bytes move, or once they are in place if they are few and neither a peer nor another

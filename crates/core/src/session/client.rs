@@ -287,14 +287,6 @@ impl Link {
         Ok(())
     }
 
-    /// Tells the owner of a grant that this side is done with it.
-    pub(crate) fn release_grant(self: &Arc<Self>, token: &GrantToken, deadline: Deadline) -> Result<()> {
-        self.check_token(token)?;
-        // Whether or not it succeeds, this side probably does not pull under the grant any more.
-        self.view.forget(&Name::Grant(token.grant));
-        self.finish(Some(WireUsedKey::of_grant(token.grant)), deadline)
-    }
-
     /// Checks that the grant under which a cache was described has not ended, as far as this process sees.
     pub(crate) fn check_grant(&self, known: &KnownCache) -> Result<()> {
         let Some((grant, _)) = known.granted.as_ref().filter(|_| !self.view.grant_lasts(known)) else {

@@ -50,4 +50,4 @@ pub use layerwise::{
 pub use rows::Rows;
 pub use text_names::{cache_name, engine_name};
 pub(crate) use values::{clipped, decimal, fault_of_ip, ip_address, one_of, shown_range, within};
-pub use values::{dimensions, one_address, peer_address, peer_port, socket_address, timeout_ms, verify};
+pub use values::{dimensions, one_address, peer_address, peer_port, socket_address, verify};

@@ -3,7 +3,6 @@
 //! Each rule is written once. The checks return `Err(InvalidArgument)` for a value that breaks their rule.
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
 
 use crate::error::{Error, Result, ensure};
 use crate::model::Verify;
@@ -51,12 +50,6 @@ pub(crate) fn fault_of_ip(ip: &str) -> &'static str {
 /// Checks the port of a peer to which a link is made.
 pub fn peer_port(at: SocketAddr) -> Result<()> {
     ensure(at.port() > 0, || Error::out_of_range("port", 0, "1 to 65535").with("address", at))
-}
-
-/// Checks the time limit of an asynchronous call in milliseconds, and returns it.
-pub fn timeout_ms(millis: u32) -> Result<Duration> {
-    ensure(millis > 0, || Error::out_of_range("timeout_ms", millis, "1 to 4294967295"))?;
-    Ok(Duration::from_millis(millis.into()))
 }
 
 /// Checks that a link names exactly one address of its local or remote `side`.

@@ -1,6 +1,6 @@
 //! Caches whose tensors are one range of bytes of a pool.
 //!
-//! Views and peers: `tests/test_contiguous.py`. Copies: `tests/test_row_geometry.py`. Failed allocations: `allocation_failures.rs`.
+//! Views and peers: `tests/native/test_buffers.py`. Copies: `tests/native/test_strides.py`. Failed allocations: `allocation_failures.rs`.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Tasks whose layers the caller reports: the outcome and the one event of each destination, compared with a naive model,
 //! and in every order of several threads. `task.rs` covers what they share with the tasks of `transfer_cache_async`, and
-//! `tests/test_begin_layers.py` the bytes.
+//! `tests/native/test_transfers.py` the bytes.
 #![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
 
 use std::collections::BTreeSet;

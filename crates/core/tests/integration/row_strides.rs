@@ -1,7 +1,7 @@
 //! Rows with gaps between them: sizes, plans of peers that touch a gap, and copies on the simulated device.
 //!
 //! `transfer.rs` compares the requests and plans of pulls and pushes with a model, gaps and parts of rows included.
-//! `tests/test_row_geometry.py` has the transports.
+//! `tests/native/test_strides.py` has the transports.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -91,6 +91,11 @@ impl NativeCache {
         Ok(Self::of(shared, name, layout, &cache, tensors_per_layer))
     }
 
+    /// Returns the native object of a cache that a call of the original's API made. It has no name that peers know.
+    pub(crate) fn of_original(shared: &Arc<EngineShared>, cache: &Cache) -> Self {
+        Self::of(shared, format!("cache {}", cache.id()), None, cache, 1)
+    }
+
     fn of(
         shared: &Arc<EngineShared>,
         name: String,

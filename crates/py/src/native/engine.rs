@@ -5,6 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 use super::shared::EngineShared;
+use crate::engine::Engine;
 
 /// An open engine: pools, caches, links to peers, and threads.
 ///
@@ -47,6 +48,16 @@ use super::shared::EngineShared;
 pub(crate) struct NativeEngine {
     /// What its caches, peers, transfers and grants hold as well.
     pub(crate) shared: Arc<EngineShared>,
+}
+
+impl NativeEngine {
+    /// Returns the native object of an engine that the original's API has opened.
+    pub(crate) fn of_original(py: Python<'_>, engine: &Engine) -> PyResult<Py<Self>> {
+        let shared = EngineShared::of_original(py, engine)?;
+        let native = Bound::new(py, NativeEngine { shared })?;
+        native.get().shared.set_python(native.as_any())?;
+        Ok(native.unbind())
+    }
 }
 
 /// Without the Python object, nobody can close the engine.

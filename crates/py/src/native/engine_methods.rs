@@ -71,8 +71,8 @@ impl NativeEngine {
     ///
     /// It can still be read when the engine is closed, but nobody listens there any more.
     #[getter]
-    fn address(&self) -> Option<&str> {
-        self.shared.address.as_deref()
+    fn address(&self, py: Python<'_>) -> Option<String> {
+        self.shared.address(py)
     }
 
     /// The default time limit of a call in seconds. It can still be read when the engine is closed.
@@ -536,9 +536,9 @@ impl NativeEngine {
         awaiting(slf, "leave")
     }
 
-    fn __repr__(&self) -> String {
-        let EngineShared { name, address, engine, .. } = &*self.shared;
-        let address = address.as_ref().map_or("None".to_owned(), |address| format!("'{address}'"));
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let EngineShared { name, engine, .. } = &*self.shared;
+        let address = self.shared.address(py).map_or("None".to_owned(), |address| format!("'{address}'"));
         format!(
             "Engine(name='{name}', address={address}, closed={})",
             if engine.closed() { "True" } else { "False" }
@@ -552,7 +552,7 @@ impl NativeEngine {
         let py = given.py();
         let at =
             validate::peer_address("address", &text("address", given)?).map_err(|error| raise(py, &error))?;
-        if self.shared.address.as_deref() == Some(&*at.to_string()) {
+        if self.shared.address(py).as_deref() == Some(&*at.to_string()) {
             return Err(invalid(py, "address", at, "that of another engine"));
         }
         Ok(at)

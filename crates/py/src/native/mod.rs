@@ -17,6 +17,7 @@ mod errors;
 mod events;
 mod grant;
 mod layout;
+mod loop_queue;
 mod moved_rows;
 mod optional_arg;
 mod options;
@@ -35,8 +36,10 @@ use pyo3::prelude::*;
 use crate::cache::TensorView;
 use crate::cache_buffer;
 
+pub(crate) use cache::NativeCache;
+pub(crate) use engine::NativeEngine;
+pub(crate) use loop_queue::TaskTransfer;
 pub(crate) use shared::EngineShared;
-pub(crate) use transfer::NativeTransfer;
 
 /// Adds the module `native` with the classes.
 pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -50,6 +53,8 @@ pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
     native.add_class::<events::TransferEnded>()?;
     native.add_class::<grant::NativeGrant>()?;
     native.add_class::<layout::NativeLayout>()?;
+    native.add_class::<loop_queue::LoopQueue>()?;
+    native.add_class::<TaskTransfer>()?;
     native.add_class::<peer::NativePeer>()?;
     native.add_class::<remote_cache::NativeRemoteCache>()?;
     native.add_class::<rows::BlockRows>()?;

@@ -33,8 +33,8 @@ pub(crate) struct EngineShared {
     pub(crate) name: String,
     /// The time limit of calls without a `timeout`.
     pub(crate) timeout: Duration,
-    /// The address at which it listens, or listened until it was closed.
-    pub(crate) address: Option<String>,
+    /// The address at which it listened when this was made.
+    first_address: Option<String>,
     /// The handles of transfers whose outcome was not taken, by number. A layer-wise one is a weak reference: if the program drops
     /// it, nobody can report its layers.
     pub(crate) transfers: Handles<u64, Py<PyAny>>,
@@ -61,11 +61,32 @@ impl EngineShared {
                 return Err(error);
             }
         };
-        let (transfers, grants, python) = (Handles::default(), Handles::default(), OnceLock::new());
-        let shared = Arc::new(EngineShared { engine, name, timeout, address, transfers, grants, python });
+        let shared = Arc::new(Self::new(engine, name, timeout, address));
         opened_engines().push((this_process(), Arc::downgrade(&shared)));
         forget_closed(py)?;
         Ok(shared)
+    }
+
+    /// Returns what the native objects of an engine share that the original's API has opened, and closes.
+    pub(crate) fn of_original(py: Python<'_>, engine: &Engine) -> PyResult<Arc<Self>> {
+        let (config, address) = engine.attached(py, |engine| {
+            // From now on, news about links and grants are kept.
+            engine.poll(0)?;
+            Ok((engine.config().clone(), engine.listening().map(|address| address.to_string())))
+        })?;
+        Ok(Arc::new(Self::new(engine.failing_with(raise), config.name, config.sync_timeout, address)))
+    }
+
+    fn new(engine: Engine, name: String, timeout: Duration, first_address: Option<String>) -> Self {
+        let (transfers, grants, python) = (Handles::default(), Handles::default(), OnceLock::new());
+        EngineShared { engine, name, timeout, first_address, transfers, grants, python }
+    }
+
+    /// Returns the address at which the engine listens, or listened until it was closed. Only `switch_role` of the original's API
+    /// changes it.
+    pub(crate) fn address(&self, py: Python<'_>) -> Option<String> {
+        let address = self.engine.attached(py, |engine| Ok(engine.listening()));
+        address.map_or_else(|_| self.first_address.clone(), |at| at.map(|at| at.to_string()))
     }
 
     /// Sets the Python object, of which a weak reference is kept.

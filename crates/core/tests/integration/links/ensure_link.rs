@@ -1,6 +1,6 @@
 //! Links on demand: what counts as linked, which of two connections is kept, and how an attempt ends.
 //!
-//! `session/dials.rs` checks the decision in every order of its steps; `tests/test_ensure_link.py` covers arguments and
+//! `session/dials.rs` checks the decision in every order of its steps; `tests/native/test_peers.py` covers arguments and
 //! separate processes.
 
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener};

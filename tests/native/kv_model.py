@@ -2,7 +2,6 @@
 
 A sequence is an array `[layer, plane, token, head, element]` of a whole model, with planes for keys and values (one
 plane in a latent model). The model places elements token by token, and uses nothing of a `KvLayout` but its fields.
-Not for: making caches (`peers.End.allocate_layout`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist.kv_layout import KvLayout
+from llm_datadist.native import Cache, Engine, KvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from peers import End
 
 LAYERS, HEADS, DIM = 3, 8, 4
 
@@ -29,14 +26,15 @@ def sequence(tokens: int, seed: int, *, heads: int = HEADS, layers: int = LAYERS
 
 def layout(tokens: int = 16, heads: tuple[int, int] | None = None, **given: Any) -> KvLayout:
     """Return a layout of the model of this file; `given` replaces other arguments."""
-    return KvLayout(
-        tokens, **{"head_dim": DIM, "layers": range(LAYERS), "total_kv_heads": HEADS, **given}, kv_heads=heads
-    )
+    held = {"heads": HEADS} if heads is None else {"heads": range(*heads), "total_heads": HEADS}
+    return KvLayout(**{"layers": LAYERS, "head_dim": DIM, "dtype": "uint16", "block_tokens": tokens, **held, **given})
 
 
 def latent(tokens: int = 16, **given: Any) -> KvLayout:
     """Return a latent layout."""
-    return KvLayout(tokens, head_dim=DIM, kv="latent", **{"layers": range(LAYERS), **given})
+    return KvLayout(
+        **{"layers": LAYERS, "head_dim": DIM, "dtype": "uint16", "kv": "latent", "block_tokens": tokens, **given}
+    )
 
 
 def rank(index: int, of: int, total: int = HEADS) -> tuple[int, int]:
@@ -49,10 +47,8 @@ def rank(index: int, of: int, total: int = HEADS) -> tuple[int, int]:
 
 def blank(of: KvLayout, rows: int, fill: int) -> list[np.ndarray]:
     """Return the bytes of a cache in which every byte is `fill`."""
-    tensors = (of.layers.stop - of.layers.start) * (2 if of.kv == "separate" else 1)
-    heads = of.kv_heads.stop - of.kv_heads.start
-    row = of.tokens_per_block * heads * DIM * 2 * (2 if of.kv == "k_then_v" else 1)
-    return [np.full((rows, row), fill, np.uint8) for _ in range(tensors)]
+    row = of.block_tokens * len(of.heads) * DIM * 2 * (2 if of.kv == "k_then_v" else 1)
+    return [np.full((rows, row), fill, np.uint8) for _ in range(len(of.layers) * (2 if of.kv == "separate" else 1))]
 
 
 def put(
@@ -60,31 +56,43 @@ def put(
     src: int = 0, dst: int = 0, count: int | None = None,
 ) -> Sequence[np.ndarray]:  # fmt: skip
     """Write `count` tokens of a sequence, from `src` on, at position `dst` of the sequence in `blocks`."""
-    heads = range(of.kv_heads.start, of.kv_heads.stop)
     for step in range(whole.shape[2] - src if count is None else count):
-        block, at = blocks[(dst + step) // of.tokens_per_block], (dst + step) % of.tokens_per_block
-        for local, layer in enumerate(range(of.layers.start, of.layers.stop)):
+        block, at = blocks[(dst + step) // of.block_tokens], (dst + step) % of.block_tokens
+        for local, layer in enumerate(of.layers):
             for plane in range(whole.shape[1]):
                 tensor = tensors[2 * local + plane if of.kv == "separate" else local]
                 row = tensor[block].view(np.uint16)
                 if of.kv == "k_then_v":
                     row = row.reshape(2, -1)[plane]
-                for number, head in enumerate(heads):
+                for number, head in enumerate(of.heads):
                     nhd = of.order == "NHD"
-                    place = at * len(heads) + number if nhd else number * of.tokens_per_block + at
+                    place = at * len(of.heads) + number if nhd else number * of.block_tokens + at
                     row[place * DIM : (place + 1) * DIM] = whole[layer, plane, src + step, head]
     return tensors
 
 
-def owner(end: Any, name: str, of: KvLayout, blocks: Sequence[int], whole: np.ndarray, **given: Any) -> None:
-    """Allocate a cache at `end` that holds a sequence in `blocks`."""
-    rows = max(blocks) + 2
-    end.allocate_layout(name, of, rows, **given)
-    end.write(name, put(blank(of, rows, 0xAA), of, blocks, whole))
+def write(cache: Cache, tensors: Sequence[np.ndarray]) -> None:
+    """Set the bytes of a cache."""
+    for view, made in zip(cache.tensors, tensors):
+        view.numpy().reshape(len(made), -1).view(np.uint8)[:] = made
 
 
-def reader(end: End | Any, name: str, of: KvLayout, rows: int, **given: Any) -> list[np.ndarray]:
-    """Allocate a cache at `end` in which every byte is 0x55. Return these bytes."""
-    end.allocate_layout(name, of, rows, **given)
-    end.paint(name, 0x55)
-    return blank(of, rows, 0x55)
+def holds(cache: Cache, tensors: Sequence[np.ndarray]) -> bool:
+    """Whether a cache has these bytes."""
+    views = [view.numpy() for view in cache.tensors]
+    assert len(views) == len(tensors) > 0
+    return all((view.reshape(len(made), -1).view(np.uint8) == made).all() for view, made in zip(views, tensors))
+
+
+def owner(engine: Engine, name: str, of: KvLayout, blocks: Sequence[int], whole: np.ndarray) -> Cache:
+    """Allocate a cache that holds a sequence in `blocks`."""
+    cache = engine.allocate(name, of, blocks=max(blocks) + 2)
+    write(cache, put(blank(of, max(blocks) + 2, 0xAA), of, blocks, whole))
+    return cache
+
+
+def reader(engine: Engine, name: str, of: KvLayout, rows: int) -> tuple[Cache, list[np.ndarray]]:
+    """Allocate a cache in which every byte is 0x55. Return it, and these bytes."""
+    cache, made = engine.allocate(name, of, blocks=rows), blank(of, rows, 0x55)
+    write(cache, made)
+    return cache, made

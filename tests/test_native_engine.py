@@ -1,0 +1,221 @@
+"""`LLMDataDist.engine` and `Cache.native`: one engine with both APIs. Not for: the native API itself (`native/`)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey, Cache, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from llm_datadist.native import (
+    Closed,
+    Completed,
+    Engine,
+    GrantClosed,
+    InvalidArgument,
+    Message,
+    NotFound,
+    PeerDown,
+    PeerUp,
+)
+from memory import UserTensors, desc, fill, tensors
+from peers import LIMIT, OK, by_blocks, equal, eventually, kv_options, options
+
+if TYPE_CHECKING:
+    from peers import End, Ends, Peer
+
+
+def refused(code: LLMStatusCode, call: Callable[[], Any]) -> None:
+    with pytest.raises(LLMException) as caught:
+        call()
+    assert caught.value.status_code is code, caught.value
+
+
+def test_life_of_the_engine(start: Callable[..., LLMDataDist]) -> None:
+    with pytest.raises(RuntimeError):
+        _ = LLMDataDist(LLMRole.PROMPT, 3).engine
+    dist = start(options(listen="127.0.0.1:0"), cluster_id=3)
+    engine = dist.engine
+    assert isinstance(engine, Engine)
+    assert engine is dist.engine
+    assert (engine.name, engine.address, engine.timeout, engine.closed) == (
+        "cluster 3",
+        dist.listen_ip_info,
+        5.0,
+        False,
+    )
+    dist.switch_role(LLMRole.DECODER, {"llm.listenIpInfo": "127.0.0.1:0"})
+    assert engine.address == dist.listen_ip_info
+    cache = dist.cache_manager.allocate_blocks_cache(desc())
+    copy = engine.copy(cache.native[[1]], cache.native[[0]])
+    copy.result(LIMIT)
+    dist.finalize()
+    assert engine.closed
+    assert copy.result(0) is None, "handles keep their outcomes"
+    with pytest.raises(Closed):
+        engine.events()
+    with pytest.raises(RuntimeError):
+        _ = dist.engine
+    dist.init(options())
+    assert dist.engine is not engine
+    assert dist.engine.events() == []
+
+
+def test_kv_cache_manager_mode_has_none(start: Callable[..., LLMDataDist]) -> None:
+    dist = start(kv_options(), role=LLMRole.DECODER)
+    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: dist.engine)
+
+
+def test_both_use_one_pool_and_one_table(dist: LLMDataDist) -> None:
+    manager, engine = dist.cache_manager, dist.engine
+    device, host = manager.allocate_blocks_cache(desc()), engine.allocate("host", blocks=4, tensors=2, shape=(256,),
+                                                                          dtype="uint8", pool="host")  # fmt: skip
+    assert {name: pool["used_bytes"] > 0 for name, pool in dist.stats()["pools"].items() if pool} == {
+        "device": True,
+        "host": True,
+    }
+    written, native = fill(device, 1), device.native
+    assert [tensor.address for tensor in native.tensors] == list(device.tensor_addrs)
+    assert (native.blocks, native.pool, native.layout, native.engine) == (4, "device", None, engine)
+    engine.copy([(host[[3, 0]], native[[0, 1]]), (native[[2]], host[[3]])]).result(LIMIT)
+    for array, theirs, before in zip(tensors(device), host.tensors, written):
+        assert (theirs.numpy()[[3, 0]] == before[[0, 1]]).all()
+        assert (array[2] == before[0]).all()
+    manager.copy_blocks(device, {2: [3]})
+    engine.copy(native[[0]], native[[3]]).result(LIMIT)
+    assert engine.stats()["ops"]["copy_blocks"] == dist.stats()["ops"]["copy_blocks"]
+
+
+def test_caches_of_every_origin(dist: LLMDataDist) -> None:
+    manager, user = dist.cache_manager, UserTensors(4, 64, 2)
+    registered = manager.register_blocks_cache(user.describe(), user.addrs)
+    native = registered.native
+    assert [np.asarray(tensor).ctypes.data for tensor in native.tensors] == user.addrs
+    slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
+    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: slots.native)
+    by_hand = Cache(blocks.cache_id, desc(), [], manager, False, True)
+    assert by_hand.native.tensors[0].address == blocks.tensor_addrs[0]
+    kept = blocks.native
+    manager.deallocate_blocks_cache(blocks)
+    for cache in (blocks, by_hand, user.cpu_cache()):
+        refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda cache=cache: cache.native)  # type: ignore[misc]
+    with pytest.raises(NotFound):
+        _ = kept.tensors
+    native.free().result(LIMIT)
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: registered.native)
+    left = manager.allocate_blocks_cache(desc())
+    dist.finalize()
+    refused(LLMStatusCode.LLM_ENGINE_FINALIZED, lambda: left.native)
+    with pytest.raises(TypeError):
+        pickle.dumps(kept)
+
+
+def test_events_and_messages(pair: tuple[End, Peer]) -> None:
+    """What one process has of the other is named after its cluster."""
+    near, far = pair
+    assert far.polled() == []
+    (peer,) = near.engine.peers
+    assert (peer.name, peer.address) == ("cluster 2", far.address)
+    peer.send(b"hello")
+    eventually(lambda: far.polled() == [(1, b"hello")])
+    near.allocate("n", 4, 96, 2, blocks=True)
+    rows = near.held["n"].handle.native[[1, 2]]
+    grant = near.engine.lend(rows, ttl=LIMIT)
+    grant.revoke().result(LIMIT)
+    copy = near.engine.copy(rows, rows)
+    far.kill()
+    seen: list[Any] = []
+    eventually(lambda: seen.extend(near.engine.events()) or any(isinstance(event, PeerDown) for event in seen))
+    kinds = [type(event) for event in seen]
+    assert {kinds.count(kind) for kind in (GrantClosed, Completed, PeerDown)} == {1}
+    assert [event.peer.name for event in seen if isinstance(event, PeerDown)] == ["cluster 2"]
+    assert next(event.transfer for event in seen if isinstance(event, Completed)) is copy
+
+
+def test_links_of_both_apis(ends: Ends) -> None:
+    """A link of either API serves the calls of both. The native caches of an `LLMDataDist` have names at its peers."""
+    far, near = ends.peer(options(accessible=True)), ends.near(options(accessible=True))
+    assert near.engine.events() == []
+    peer = near.engine.link(far.address).result(LIMIT)
+    assert [event.peer for event in near.engine.events() if isinstance(event, PeerUp)] == [peer]
+    far.allocate("f", 4, 96, 2, blocks=True, keys=[by_blocks(0)], seed=2)
+    far.native_allocate("named", 4, 96, 2, seed=3)
+    near.allocate("n", 4, 96, 2, blocks=True)
+    near.pull_blocks(by_blocks(2), "n", [1], [0])
+    near.native_pull(2, "named", "n", [2], [1], notify=b"pulled")
+    for ours, theirs, named in zip(near.read("n"), far.read("f"), far.read("named")):
+        assert (ours[0] == theirs[1]).all()
+        assert (ours[1] == named[2]).all()
+    assert far.polled() == [(1, b"pulled")]
+    native = near.held["n"].handle.native
+    with pytest.raises(NotFound):
+        near.engine.pull(native[[0]], peer["cache 1"][[0]]).result(LIMIT)
+    assert near.unlink_clusters([far.at])[0] == OK
+    assert not peer.alive
+
+
+def test_native_engine_beside_the_class(ends: Ends) -> None:
+    """An engine of the native API and an `LLMDataDist` exchange blocks in both directions, by native names."""
+    far = ends.peer(options(accessible=True))
+    far.native_allocate("kv", 4, 96, 2, seed=3)
+    with Engine(pool="1MiB", timeout=LIMIT) as engine:
+        kv = engine.allocate("kv", blocks=4, tensors=2, shape=(96,), dtype="uint8")
+        peer = engine.link(far.address).result(LIMIT)
+        engine.pull(kv[:], peer["kv"][:4]).result(LIMIT)
+        assert equal([tensor.numpy() for tensor in kv.tensors], far.read("kv"))
+
+
+def test_errors_are_those_of_the_native_api(dist: LLMDataDist) -> None:
+    cache = dist.cache_manager.allocate_blocks_cache(desc())
+    with pytest.raises(InvalidArgument) as caught:
+        dist.engine.copy(cache.native[[0]], cache.native[[99]])
+    assert caught.value.argument == "src"
+    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: dist.cache_manager.copy_blocks(cache, {0: [99]}))
+
+
+def test_closing_the_engine_closes_both(start: Callable[..., LLMDataDist]) -> None:
+    dist = start()
+    cache = dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
+    dist.engine.close()
+    refused(LLMStatusCode.LLM_ENGINE_FINALIZED, lambda: dist.cache_manager.copy_blocks(cache, {0: [1]}))
+    dist.finalize()
+    dist.init(options())
+    dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
+
+
+def test_dropping_the_native_objects_changes_nothing(dist: LLMDataDist) -> None:
+    cache = dist.cache_manager.allocate_blocks_cache(desc())
+    assert dist.engine.events() == []
+    _ = cache.native
+    dist.cache_manager.copy_blocks(cache, {0: [1]})
+    assert not dist.engine.closed
+
+
+def test_forked_child(dist: LLMDataDist) -> None:
+    engine = dist.engine
+    cache = dist.cache_manager.allocate_blocks_cache(desc())
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for call in (lambda: dist.engine, lambda: cache.native):
+                refused(LLMStatusCode.LLM_FAILED, call)
+            with pytest.raises(Closed):
+                engine.events()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert engine.events() == []
+
+
+def test_message_before_the_first_use(ends: Ends) -> None:
+    """Messages that came before are kept; news of links come from the first use on."""
+    near, far = ends.pair()
+    far.notify(1, b"early")
+    received: list[bytes] = []
+    eventually(lambda: received.extend(e.data for e in near.engine.events() if isinstance(e, Message)) or received)
+    assert received == [b"early"]
