@@ -66,7 +66,7 @@ impl DataDist {
     pub fn start_revoke(&self, grant: &Arc<Grant>, limit: Option<Duration>) -> Result<Option<Arc<Transfer>>> {
         let (grants, revoked) = (self.resources.grants.clone(), grant.clone());
         grants.end(grant, GrantEnd::Revoked);
-        if !grants.serves_reads(grant) {
+        if !grant.is_read() {
             return Ok(None);
         }
         let work = move |_: &Arc<Execution>, deadline| grants.wait_for_reads(&revoked, deadline).map(|()| 0);

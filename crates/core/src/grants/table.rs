@@ -106,6 +106,11 @@ impl Grant {
         self.cache
     }
 
+    /// Whether this process serves a read under the grant. Once the grant has ended, no further read begins.
+    pub fn is_read(&self) -> bool {
+        self.reads.load(Ordering::SeqCst) > 0
+    }
+
     /// Returns the rows that are lent.
     pub fn rows(&self) -> &RowRanges {
         &self.rows
@@ -278,15 +283,10 @@ impl Grants {
         }
     }
 
-    /// Whether this process serves a read under a grant. Once the grant has ended, no further read begins.
-    pub fn serves_reads(&self, grant: &Grant) -> bool {
-        grant.reads.load(Ordering::SeqCst) > 0
-    }
-
     /// Waits until this process serves no read under a grant, which has ended.
     pub fn wait_for_reads(&self, grant: &Grant, deadline: Deadline) -> Result<()> {
         let mut state = self.state.lock();
-        while self.serves_reads(grant) {
+        while grant.is_read() {
             drop(self.unread.wait_timeout(state, deadline.wait_limit()));
             deadline.waiting("waiting for reads of a revoked grant that this engine serves")?;
             state = self.state.lock();
