@@ -21,7 +21,8 @@ import pytest
 
 from ids import short
 from layers import FAILED, WAIT, Steps, Transfer, layer_threads, layers_done, names, results
-from llm_datadist import CacheTask, LLMException, LLMStatusCode, layerwise
+from llm_datadist import CacheTask, LLMException, LLMStatusCode
+from llm_datadist.original import layerwise
 from memory import UINT32_MAX
 from peers import INVALID, LIMIT, OK, TIMEOUT, Ends, eventually
 

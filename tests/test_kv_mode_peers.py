@@ -21,7 +21,7 @@ from llm_datadist import (
     LLMRole,
     TransferConfig,
 )
-from llm_datadist.tensors import create_npu_tensors
+from llm_datadist.original.tensors import create_npu_tensors
 from peers import (
     GONE,
     INVALID,

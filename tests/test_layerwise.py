@@ -13,7 +13,7 @@ import pytest
 
 from layers import Far, Steps, Transfer, launch, names, results
 from llm_datadist import BlocksCacheKey, LLMStatusCode, TransferConfig, TransferWithCacheKeyConfig
-from llm_datadist.layerwise import LayerProgress
+from llm_datadist.original.layerwise import LayerProgress
 from peers import GONE, INVALID, OK, UNLINKED, Ends, equal, eventually, pattern
 
 PLACES = list(itertools.product([False, True], repeat=3))  # source registered, destination on the host, registered

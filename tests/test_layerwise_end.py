@@ -169,7 +169,7 @@ def test_threads_at_work_survive_the_end_of_the_interpreter(ends: Ends) -> None:
     for _ in range(5):
         status, _, err = decoder.run("""
             import random
-            from llm_datadist import layerwise
+            from llm_datadist.original import layerwise
             layerwise.drain = lambda engine: None
             for _ in range(6):
                 go(Model(random.choice([0, 0.0005, 0.002])))
@@ -187,7 +187,7 @@ def test_a_task_after_its_engine_was_closed_at_exit(ends: Ends) -> None:
         steps.reached(2)
         def last():
             print(task.synchronize(5000).name, results(task), task.done(), task.cancel())
-        import llm_datadist.datadist as module
+        import llm_datadist.original.datadist as module
         atexit.unregister(module._shutdown_handler)
         atexit.register(last)
         atexit.register(module._shutdown_handler)

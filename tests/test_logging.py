@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from llm_datadist import CacheKey, KvCacheManager, LLMClusterInfo, LLMDataDist, LLMException, LLMStatusCode
-from llm_datadist.cache_manager import CacheManager
-from llm_datadist.log import logged
+from llm_datadist.original.cache_manager import CacheManager
+from llm_datadist.original.logged_calls import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
 

@@ -24,7 +24,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.option_table import KNOWN_KEYS, rows
-from llm_datadist.spelling import closest, edit_distance, nearest, report_unknown_pool_keys
+from llm_datadist.original.spelling import closest, edit_distance, nearest, report_unknown_pool_keys
 from memory import desc, run_fresh
 from peers import kv_options
 

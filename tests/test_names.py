@@ -171,7 +171,7 @@ def test_signatures(class_name: str) -> None:
 
 def test_additions_that_are_no_names_of_the_star_import() -> None:
     for name, module in [
-        ("CacheManager", "cache_manager"),
+        ("CacheManager", "v2.cache_manager"),
         ("Engine", "native"),
         ("KvLayout", "native"),
     ]:

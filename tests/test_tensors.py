@@ -13,7 +13,7 @@ import pytest
 
 from llm_datadist import DataType, LLMException, LLMStatusCode, Tensor, TensorDesc
 from llm_datadist.data_type import dtype_to_np_dtype
-from llm_datadist.tensors import create_npu_tensors
+from llm_datadist.original.tensors import create_npu_tensors
 from memory import LE, TE, at, in_fresh_process, raising
 
 NUMBERS = [kind for kind in DataType if kind not in (DataType.DT_BF16, DataType.DT_STRING)]
@@ -153,7 +153,7 @@ def test_unusable_arguments_and_memory_that_is_not_there_are_refused() -> None:
 FAKE = """
 import sys, types
 import numpy as np
-from llm_datadist.tensors import create_npu_tensors
+from llm_datadist.original.tensors import create_npu_tensors
 assert "torch" not in sys.modules
 torch = types.ModuleType("torch")
 class dtype:

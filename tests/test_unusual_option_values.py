@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import DataType, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
-from llm_datadist.option_properties import OPTIONS
+from llm_datadist.original.option_properties import OPTIONS
 from memory import LE, VE, run_fresh
 from mistakes import fails
 

@@ -2,8 +2,7 @@
 
 The package allocates caches in memory pools, copies and swaps their blocks, and moves them between processes and hosts.
 An import opens no device and no socket, starts no thread, and does not import numpy. ``__all__`` has the names of the
-original. The first use of one of them imports ``llm_datadist.original``, so programs of the native API do not pay for
-it.
+original. The first use of one of them imports ``llm_datadist.original``, so native programs do not pay for it.
 """
 
 from __future__ import annotations
@@ -92,20 +91,20 @@ __all__ = [
     "TransferWithCacheKeyConfig",
 ]
 
-# Further names of `original` (contract §1.1), and modules that the original's import loads.
+# Further names of `original.names` (contract §1.1), and modules that the original's import loads.
 _FURTHER = ("CacheManager",)
 _MODULES = ("configs", "data_type", "status")
 
 
 def _original() -> object:
-    from llm_datadist import original  # noqa: PLC0415  (imported when it is needed)
+    from llm_datadist.original import names  # noqa: PLC0415  (imported when it is needed)
 
-    return original
+    return names
 
 
 TYPE_CHECKING = False  # importing `typing` would take longer than this package
 if TYPE_CHECKING:
-    from llm_datadist.original import *
+    from llm_datadist.original.names import *
 else:
 
     def __getattr__(name: str) -> object:

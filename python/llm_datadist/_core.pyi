@@ -11,13 +11,13 @@ from typing import Any, TypeVar, final
 from typing_extensions import CapsuleType, Self, TypeAlias
 
 from llm_datadist import native as native_api
-from llm_datadist.configs import LLMClusterInfo, LLMRole
-from llm_datadist.data_type import DataType
-from llm_datadist.kv_cache_manager import KvCache
-from llm_datadist.layerwise import LayerSynchronizer
+from llm_datadist.original.configs import LLMClusterInfo, LLMRole
+from llm_datadist.original.data_type import DataType
+from llm_datadist.original.kv_cache_manager import KvCache
+from llm_datadist.original.layerwise import LayerSynchronizer
+from llm_datadist.original.status import LLMException, LLMStatusCode
+from llm_datadist.original.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.stats import Stats
-from llm_datadist.status import LLMException, LLMStatusCode
-from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = [
     "DATA_TYPES",

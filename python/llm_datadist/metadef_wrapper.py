@@ -1,6 +1,6 @@
 """The numbers of the element types, under the import path of a native module of the original (contract §3.2)."""
 
-from llm_datadist.data_type import DataType
+from llm_datadist.original.data_type import DataType
 
 DT_FLOAT: int = DataType.DT_FLOAT.value
 DT_FLOAT16: int = DataType.DT_FLOAT16.value

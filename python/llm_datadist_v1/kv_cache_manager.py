@@ -1,5 +1,5 @@
-"""Re-exports of ``llm_datadist.kv_cache_manager`` under the path of the first generation (contract §1.3)."""
+"""Re-exports of ``llm_datadist.original.kv_cache_manager`` under the path of the first generation (contract §1.3)."""
 
-from llm_datadist.kv_cache_manager import KvCacheManager
+from llm_datadist.original.kv_cache_manager import KvCacheManager
 
 __all__ = ["KvCacheManager"]

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llm_datadist.option_properties import OPTIONS
 from llm_datadist.option_table import (
     ENVIRONMENT,
     NATIVE_ROWS,
@@ -22,7 +21,8 @@ from llm_datadist.option_table import (
     native_meaning,
     rows,
 )
-from llm_datadist.option_types import Checked, Option, OwnOption
+from llm_datadist.original.option_properties import OPTIONS
+from llm_datadist.original.option_types import Checked, Option, OwnOption
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """# Options
@@ -71,7 +71,7 @@ A variable is read only if the option is absent. An option that is given wins, w
 STUB_HEAD = """# Written by tools/docs/options.py.
 from typing import Any, Optional
 
-from llm_datadist.option_types import (
+from llm_datadist.original.option_types import (
     {names},
 )
 
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     old = []
-    for name, text in (("docs/options.md", page()), ("python/llm_datadist/option_properties.pyi", stub())):
+    for name, text in (("docs/options.md", page()), ("python/llm_datadist/original/option_properties.pyi", stub())):
         if check and (ROOT / name).read_text(encoding="utf-8") != text:
             old.append(name)
         elif not check:

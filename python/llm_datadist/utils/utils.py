@@ -14,7 +14,7 @@ from llm_datadist._core import (
     check_uint32,
     check_uint64,
 )
-from llm_datadist.arguments import check_dict
+from llm_datadist.original.arguments import check_dict
 
 __all__ = [
     "check_dict",

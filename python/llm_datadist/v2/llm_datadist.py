@@ -1,6 +1,6 @@
-"""Re-exports of ``llm_datadist.datadist`` under the path that existing clients import (contract §1.2)."""
+"""Re-exports of ``llm_datadist.original.datadist`` under the path that existing clients import (contract §1.2)."""
 
-from llm_datadist.datadist import LLMDataDist, _shutdown_handler
-from llm_datadist.engine_config import EngineConfig
+from llm_datadist.original.datadist import LLMDataDist, _shutdown_handler
+from llm_datadist.original.engine_config import EngineConfig
 
 __all__ = ["EngineConfig", "LLMDataDist", "_shutdown_handler"]

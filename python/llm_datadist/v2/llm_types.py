@@ -1,9 +1,9 @@
 """Re-exports of ``types`` and ``layerwise`` under the path that existing clients import (contract §1.2)."""
 
-from llm_datadist.data_type import DataType
-from llm_datadist.kv_cache_manager import KvCache
-from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-from llm_datadist.types import (
+from llm_datadist.original.data_type import DataType
+from llm_datadist.original.kv_cache_manager import KvCache
+from llm_datadist.original.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from llm_datadist.original.types import (
     BlocksCacheKey,
     Cache,
     CacheDesc,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Optional
 
 from llm_datadist import _core
-from llm_datadist.init_options import listen_address
+from llm_datadist.original.init_options import listen_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.data_type import DataType
+    from llm_datadist.original.data_type import DataType
 
 __all__ = [
     "calc_tensor_size",

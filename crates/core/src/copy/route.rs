@@ -66,6 +66,11 @@ pub struct Staging {
 impl Staging {
     /// For copies without a block size: buffers of 1 MiB, and no forced route.
     pub const DEFAULT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+
+    /// Whether the configuration forces the staging ring, also between memories of the host.
+    pub fn forces_ring(&self) -> bool {
+        self.path == SwapInPath::Ring
+    }
 }
 
 /// Memory at one end of a copy, and its placement.

@@ -8,7 +8,6 @@ use super::async_call::Execution;
 use super::compared::{BLOCKS, Compared, block_sizes, differ, sample};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::checksums::Checksums;
-use crate::config::SwapInPath;
 use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
 use crate::error::Result;
 use crate::fallible;
@@ -95,7 +94,7 @@ impl LocalCopy {
         let bytes = moves.pieces.bytes().saturating_mul(moves.num_tensors.into());
         // A device or the staging ring may have to be waited for.
         let host = src.tensors().host_addressable() && dst.tensors().host_addressable();
-        if bytes > SHORT_CALL || !host || self.staging.path == SwapInPath::Ring {
+        if bytes > SHORT_CALL || !host || self.staging.forces_ring() {
             return None;
         }
         let (reads, writes) = ((src.clone(), moves.src_rows.clone()), (dst.clone(), moves.dst_rows.clone()));

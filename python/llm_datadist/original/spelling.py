@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from llm_datadist import log
-from llm_datadist.option_types import read_json
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.option_types import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -98,7 +99,7 @@ def _asks_for_own(name: str) -> bool:
 
 def refusal(name: str, known: Collection[str], remedy: str) -> str:
     """Return the end of an error text: the unknown name, and the nearest valid one or else ``remedy``."""
-    return f"{log.shown(name)}; {_advice(name, known, remedy)}"
+    return f"{shown(name)}; {_advice(name, known, remedy)}"
 
 
 def report_unknown(kind: str, given: Iterable[str], known: Collection[str], remedy: str) -> None:
@@ -112,7 +113,7 @@ def report_unknown(kind: str, given: Iterable[str], known: Collection[str], reme
     """
     for name in given:
         if name not in known:
-            log.error("unknown %s %s is ignored; %s", kind, log.shown(name), _advice(name, known, remedy))
+            log.error("unknown %s %s is ignored; %s", kind, shown(name), _advice(name, known, remedy))
 
 
 def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
@@ -135,19 +136,17 @@ def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
     known = frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     for name in unseen:
         if _asks_for_own(name):
-            text = (
-                f"{call.__name__}() has no keyword argument {log.shown(name)}; LLMDataDist.engine.pull takes grants, "
-            )
+            text = f"{call.__name__}() has no keyword argument {shown(name)}; LLMDataDist.engine.pull takes grants, "
             raise TypeError(f"{text}messages and ways to verify")
         if len(_reported) < _MAX_REMEMBERED:
             _reported.add((call.__qualname__, name))
         advice = _advice(name, known, "its keyword arguments are " + ", ".join(sorted(known)))
-        log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, log.shown(name), advice)
+        log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, shown(name), advice)
 
 
 def _advice(name: str, known: Collection[str], remedy: str) -> str:
     best = nearest(name, known)
-    return remedy if best is None else f"did you mean {log.shown(best)}?"
+    return remedy if best is None else f"did you mean {shown(best)}?"
 
 
 def report_unknown_pool_keys(options: Mapping[str, object]) -> None:

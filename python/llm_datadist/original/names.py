@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from llm_datadist.cache_manager import CacheManager
-from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
-from llm_datadist.data_type import DataType
-from llm_datadist.datadist import LLMDataDist
 from llm_datadist.engine_log import drain as drain_log
-from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
-from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as log_error
-from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
-from llm_datadist.tensors import Tensor, TensorDesc
-from llm_datadist.types import (
+from llm_datadist.original.cache_manager import CacheManager
+from llm_datadist.original.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
+from llm_datadist.original.data_type import DataType
+from llm_datadist.original.datadist import LLMDataDist
+from llm_datadist.original.kv_cache_manager import KvCache, KvCacheManager
+from llm_datadist.original.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from llm_datadist.original.status import LLMException, LLMMismatchException, LLMStatusCode, Status
+from llm_datadist.original.tensors import Tensor, TensorDesc
+from llm_datadist.original.types import (
     BlocksCacheKey,
     Cache,
     CacheDesc,

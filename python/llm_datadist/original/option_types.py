@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, overload
 
-from llm_datadist import _core, log
-from llm_datadist.cluster_info import trans_str_ip
-from llm_datadist.status import raise_if_false
+from llm_datadist import _core
+from llm_datadist.original.cluster_info import trans_str_ip
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.status import raise_if_false
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,7 +187,7 @@ class SyncTimeout(Option[Union[int, str, None]]):
     def _check_value(self, value: Any) -> None:
         if isinstance(value, str):
             digits = value.isascii() and value.isdigit()
-            raise_if_false(digits, "sync_kv_timeout={} is not a decimal number of milliseconds", log.shown(value))
+            raise_if_false(digits, "sync_kv_timeout={} is not a decimal number of milliseconds", shown(value))
             value = int(value)
         _core.check_option(self.name, value)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any, Optional
 
-from llm_datadist import _core, log
-from llm_datadist.cluster_info import LLMRole, trans_str_ip
-from llm_datadist.option_types import read_json
-from llm_datadist.status import raise_if_false
+from llm_datadist import _core
+from llm_datadist.original.cluster_info import LLMRole, trans_str_ip
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.option_types import read_json
+from llm_datadist.original.status import raise_if_false
 
 __all__ = ["ClusterConfig", "EngineConfig"]
 
@@ -102,7 +103,7 @@ class EngineConfig:
         raise_if_false(
             listen is None or len(listeners) == len(device_ids),
             "{}={} does not give one ip:port for each of {} devices",
-            *(_LISTEN, log.shown(listen), len(device_ids)),
+            *(_LISTEN, shown(listen), len(device_ids)),
         )
         return cls(ClusterConfig(device_ids, listeners))
 
@@ -134,7 +135,7 @@ class EngineConfig:
         """
         _core.check_isinstance(_LISTEN, listen_ip_info, str, allow_none=False)
         ip, colon, port = listen_ip_info.partition(":")
-        text = log.shown(listen_ip_info)
+        text = shown(listen_ip_info)
         raise_if_false(ip and colon and ":" not in port, "{}={} is not of the form ip:port", _LISTEN, text)
         if not (port.isascii() and port.isdigit()):
             raise ValueError(f"{_LISTEN}={text}: the port is not a decimal number")
@@ -158,7 +159,7 @@ def listens_at(cluster_info: str) -> Optional[str]:
         ip, port = trans_str_ip(listeners[0]["ip"]), int(listeners[0]["port"])
         return f"{socket.inet_ntoa(ip.to_bytes(4, 'little'))}:{port}"
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
-        raise_if_false(False, "{}={} cannot be read: {}", _CLUSTER_INFO, log.shown(cluster_info), error)
+        raise_if_false(False, "{}={} cannot be read: {}", _CLUSTER_INFO, shown(cluster_info), error)
         raise  # never reached
 
 
@@ -172,5 +173,5 @@ def _device_ids(text: Optional[str]) -> list[int]:
     _core.check_isinstance(_DEVICE, text, str)
     entries = (text or "").split(";")
     numbers = all(re.fullmatch("[0-9]{1,10}", entry) for entry in entries)
-    raise_if_false(numbers, "{}={} is not a list of device numbers separated by ;", _DEVICE, log.shown(text))
+    raise_if_false(numbers, "{}={} is not a list of device numbers separated by ;", _DEVICE, shown(text))
     return [int(entry) for entry in entries]

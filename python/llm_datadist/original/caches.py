@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, cast
 
 from llm_datadist import _core, log
-from llm_datadist.arguments import refuse_none
-from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.original.arguments import refuse_none
+from llm_datadist.original.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
 
+    from llm_datadist.original.types import CacheDesc, CacheKey
     from llm_datadist.stats import Stats
-    from llm_datadist.types import CacheDesc, CacheKey
 
 __all__ = [
     "CacheHandle",

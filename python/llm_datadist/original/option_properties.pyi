@@ -1,7 +1,7 @@
 # Written by tools/docs/options.py.
 from typing import Any, Optional
 
-from llm_datadist.option_types import (
+from llm_datadist.original.option_types import (
     Checked,
     ClusterInfo,
     DeviceId,

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from llm_datadist import _core, log
 from llm_datadist._await import wait_for_end
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.status import LLMException, LLMStatusCode, raise_if_false
+from llm_datadist.original.types import BlocksCacheKey, CacheKeyByIdAndIndex
 from llm_datadist.threads import name_this_thread
-from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from llm_datadist.kv_cache_manager import KvCache
-    from llm_datadist.types import Cache
+    from llm_datadist.original.kv_cache_manager import KvCache
+    from llm_datadist.original.types import Cache
 
 __all__ = ["CacheTask", "LayerProgress", "LayerSynchronizer", "TransferConfig", "TransferWithCacheKeyConfig"]
 
@@ -216,7 +217,7 @@ class TransferWithCacheKeyConfig(_SourceLayers):
     def src_batch_index(self, src_batch_index: int) -> None:
         if isinstance(self._cache_key, BlocksCacheKey):
             text = "src_batch_index={} must be 0, because cache_key is a BlocksCacheKey"
-            raise_if_false(src_batch_index == 0, text, log.shown(src_batch_index))
+            raise_if_false(src_batch_index == 0, text, shown(src_batch_index))
         _core.check_uint32("src_batch_index", src_batch_index)
         self._src_batch_index = src_batch_index
 

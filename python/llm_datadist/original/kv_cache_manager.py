@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist import _core, layerwise
-from llm_datadist.arguments import refuse_none
-from llm_datadist.caches import CacheHandle, EngineCaches
-from llm_datadist.cluster_info import LLMRole
-from llm_datadist.log import logged
-from llm_datadist.spelling import check_keywords
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
-from llm_datadist.tensors import Tensor
-from llm_datadist.types import CacheDesc, Placement
+from llm_datadist import _core
+from llm_datadist.original import layerwise
+from llm_datadist.original.arguments import refuse_none
+from llm_datadist.original.caches import CacheHandle, EngineCaches
+from llm_datadist.original.cluster_info import LLMRole
+from llm_datadist.original.logged_calls import logged
+from llm_datadist.original.spelling import check_keywords
+from llm_datadist.original.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
+from llm_datadist.original.tensors import Tensor
+from llm_datadist.original.types import CacheDesc, Placement
 
 if TYPE_CHECKING:
-    from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig
-    from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+    from llm_datadist.original.layerwise import CacheTask, LayerSynchronizer, TransferConfig
+    from llm_datadist.original.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["KvCache", "KvCacheManager"]
 

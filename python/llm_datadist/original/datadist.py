@@ -7,32 +7,33 @@ import os
 import threading
 from typing import TYPE_CHECKING, ClassVar, Optional, Union
 
-from llm_datadist import _core, engine_log, init_options, layerwise, log
-from llm_datadist.arguments import check_dict
-from llm_datadist.cache_manager import CacheManager
-from llm_datadist.caches import release_on_exit
-from llm_datadist.cluster_info import LLMRole
-from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
-from llm_datadist.init_options import (
+from llm_datadist import _core, engine_log, log
+from llm_datadist.original import init_options, layerwise
+from llm_datadist.original.arguments import check_dict
+from llm_datadist.original.cache_manager import CacheManager
+from llm_datadist.original.caches import release_on_exit
+from llm_datadist.original.cluster_info import LLMRole
+from llm_datadist.original.engine_config import ClusterConfig, EngineConfig, listens_at
+from llm_datadist.original.init_options import (
     BACKEND,
     CACHE_MANAGER,
     LISTEN,
     LISTEN_TOO,
     LOCAL_RESOURCES,
 )
-from llm_datadist.kv_cache_manager import KvCacheManager
-from llm_datadist.log import logged
-from llm_datadist.spelling import report_unknown_pool_keys
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
-from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
+from llm_datadist.original.kv_cache_manager import KvCacheManager
+from llm_datadist.original.logged_calls import logged, shown
+from llm_datadist.original.spelling import report_unknown_pool_keys
+from llm_datadist.original.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
+from llm_datadist.original.types import RegisterMemStatus, int_to_mem_status_dict
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from llm_datadist.cluster_info import LLMClusterInfo
     from llm_datadist.native import Engine
+    from llm_datadist.original.cluster_info import LLMClusterInfo
     from llm_datadist.stats import Stats
 
 __all__ = ["LLMDataDist"]
@@ -481,7 +482,7 @@ class LLMDataDist:
             raise_if_false(
                 listen in (None, now, self._engine_options[LISTEN]),
                 "{}={} differs from {}; {} does not allow another address",
-                *(LISTEN, log.shown(listen), now, BACKEND),
+                *(LISTEN, shown(listen), now, BACKEND),
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
             listen = now

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Optional, Union
 
-from llm_datadist import _core, log
-from llm_datadist.status import NamedIntEnum
+from llm_datadist import _core
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.status import NamedIntEnum
 
 if TYPE_CHECKING:
     from typing_extensions import TypeAlias
@@ -42,7 +43,7 @@ def trans_str_ip(ip: Union[str, int]) -> int:
     try:
         return int.from_bytes(socket.inet_aton(ip), "little")
     except (OSError, ValueError) as error:  # ValueError: a NUL, or a character without an encoding
-        text = f"ip={log.shown(ip)} is not an IPv4 address; host names are not resolved (socket.gethostbyname does)"
+        text = f"ip={shown(ip)} is not an IPv4 address; host names are not resolved (socket.gethostbyname does)"
         raise RuntimeError(text) from error
 
 
@@ -147,7 +148,7 @@ def _ipv6(ip: str) -> str:
     try:
         return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, ip))
     except (OSError, ValueError) as error:  # ValueError: a NUL, or a character without an encoding
-        text = f"ip={log.shown(ip)} is not an IPv6 address; write it without brackets, port and zone, such as '::1'"
+        text = f"ip={shown(ip)} is not an IPv6 address; write it without brackets, port and zone, such as '::1'"
         raise RuntimeError(text) from error
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist import _core, log
-from llm_datadist.data_type import DataType
-from llm_datadist.status import LLMException, LLMStatusCode
-from llm_datadist.types import CacheDesc, Placement
+from llm_datadist import _core
+from llm_datadist.original.data_type import DataType
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.status import LLMException, LLMStatusCode
+from llm_datadist.original.types import CacheDesc, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,7 +141,7 @@ def _no_handles() -> LLMException:
 
 def _described(array: Any, desc: Optional[TensorDesc]) -> TensorDesc:
     """Return the descriptor of ``array``. If ``desc`` is given, the array must match it."""
-    from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype  # noqa: PLC0415  (they import numpy)
+    from llm_datadist.original.data_type import dtype_to_np_dtype, np_dtype_to_dtype  # noqa: PLC0415  (they import numpy)
 
     if not array.flags.c_contiguous:
         raise RuntimeError("the array is not C-contiguous; numpy.ascontiguousarray makes one that is")
@@ -219,7 +220,7 @@ _TORCH_NAMES = {
 def _torch_type(dtype: object) -> DataType:
     name = str(dtype).rpartition(".")[2]
     if name not in _TORCH_NAMES:
-        raise TypeError(f"dtype={log.shown(dtype)} has no DataType")
+        raise TypeError(f"dtype={shown(dtype)} has no DataType")
     return _TORCH_NAMES[name]
 
 
@@ -228,11 +229,11 @@ def _numpy_type(dtype: Any) -> DataType:
         return dtype
     if dtype is None:
         raise TypeError("dtype must not be None; give a dtype of torch or numpy, or a DataType")
-    numpy = _core.import_numpy(f"dtype={log.shown(dtype)}")
+    numpy = _core.import_numpy(f"dtype={shown(dtype)}")
 
-    from llm_datadist.data_type import np_dtype_to_dtype  # noqa: PLC0415  (it imports numpy)
+    from llm_datadist.original.data_type import np_dtype_to_dtype  # noqa: PLC0415  (it imports numpy)
 
     found = np_dtype_to_dtype.get(numpy.dtype(dtype))
     if found is None:
-        raise TypeError(f"dtype={log.shown(dtype)} has no DataType")
+        raise TypeError(f"dtype={shown(dtype)} has no DataType")
     return found

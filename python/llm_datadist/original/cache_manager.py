@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist import _core, layerwise
-from llm_datadist.log import logged, shown
-from llm_datadist.pull_push import PullPushCalls
-from llm_datadist.status import raise_if_false
-from llm_datadist.types import MemInfo, Memtype, made_cache
+from llm_datadist import _core
+from llm_datadist.original import layerwise
+from llm_datadist.original.logged_calls import logged, shown
+from llm_datadist.original.pull_push import PullPushCalls
+from llm_datadist.original.status import raise_if_false
+from llm_datadist.original.types import MemInfo, Memtype, made_cache
 
 if TYPE_CHECKING:
-    from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-    from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
+    from llm_datadist.original.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+    from llm_datadist.original.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
 
 __all__ = ["CacheManager"]
 

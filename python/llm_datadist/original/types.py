@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Optional, Union
 
 from llm_datadist import _core
 from llm_datadist._core import check_layer_range
-from llm_datadist.arguments import refuse_none
-from llm_datadist.caches import CacheHandle
-from llm_datadist.data_type import DataType
-from llm_datadist.log import shown
-from llm_datadist.status import LLMException, LLMStatusCode, NamedIntEnum, raise_if_false
+from llm_datadist.original.arguments import refuse_none
+from llm_datadist.original.caches import CacheHandle
+from llm_datadist.original.data_type import DataType
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.status import LLMException, LLMStatusCode, NamedIntEnum, raise_if_false
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.cache_manager import CacheManager
     from llm_datadist.native import Cache as NativeCache
+    from llm_datadist.original.cache_manager import CacheManager
 
 __all__ = [
     "BlocksCacheKey",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llm_datadist.option_table import Row, rows
-from llm_datadist.option_types import (
+from llm_datadist.original.option_types import (
     Checked,
     ClusterInfo,
     DeviceId,

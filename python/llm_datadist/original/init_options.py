@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 
-from llm_datadist import _core, log
+from llm_datadist import _core
 from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, OWN_KEYS, TOKEN_VARIABLES, is_known
-from llm_datadist.spelling import LISTED, refusal, report_unknown, resembles
-from llm_datadist.status import LLMException, raise_if_false, raise_if_true
+from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.spelling import LISTED, refusal, report_unknown, resembles
+from llm_datadist.original.status import LLMException, raise_if_false, raise_if_true
 
 __all__ = [
     "BACKEND",
@@ -97,7 +98,7 @@ def check_graph_memory(size: object) -> None:
     """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits. It has an effect in KvCacheManager mode only."""
     _core.check_isinstance("ge.flowGraphMemMaxSize", size, str)
     if isinstance(size, str):
-        text = log.shown(size)
+        text = shown(size)
         raise_if_false("," not in size, "ge.flowGraphMemMaxSize={} has several entries; one is allowed", text)
         digits = size.isascii() and size.isdigit()
         raise_if_false(digits, "ge.flowGraphMemMaxSize={} is not a decimal number of bytes", text)
@@ -110,8 +111,8 @@ def listen_address(info: str) -> tuple[str, str]:
     plain = bool(ip) and not set(ip) & set(":[]")
     bracketed = ip.startswith("[") and ip.endswith("]") and ip != "[]"
     form = "{}={} is not of the form ip:port or [ipv6]:port, such as 127.0.0.1:26000 or [::1]:26000"
-    raise_if_false(colon and (plain or bracketed), form, LISTEN, log.shown(info))
+    raise_if_false(colon and (plain or bracketed), form, LISTEN, shown(info))
     if not (port.isascii() and port.isdigit()):
-        raise ValueError(f"{LISTEN}={log.shown(info)}: the port is not a decimal number")
+        raise ValueError(f"{LISTEN}={shown(info)}: the port is not a decimal number")
     _core.check_uint16("listen port", int(port))
     return ip, port

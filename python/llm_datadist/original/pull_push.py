@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core
-from llm_datadist.caches import EngineCaches
-from llm_datadist.log import logged
-from llm_datadist.spelling import check_keywords
+from llm_datadist.original.caches import EngineCaches
+from llm_datadist.original.logged_calls import logged
+from llm_datadist.original.spelling import check_keywords
 
 if TYPE_CHECKING:
-    from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
+    from llm_datadist.original.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["PullPushCalls"]
 
