@@ -271,8 +271,8 @@ bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, t
 	.venv-peers/bin/python -m compileall -q python/llm_datadist # pip compiles the packages of the peers, too
 	.venv-peers/bin/python benches/peers $(PEERS)
 
-sanitize: check-test-tools build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers
-	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_cpp.py tests/test_cpp_install.py
+sanitize: check-test-tools build capi $(VENV)/.test-tools  ## the C and C++ programs with the address and undefined-behaviour sanitizers
+	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_c.py tests/test_cpp.py tests/test_cpp_install.py
 
 header:  ## write the C header anew
 	LLM_DATADIST_WRITE_HEADER=1 cargo test -p llm-datadist-capi header

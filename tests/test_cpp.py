@@ -36,7 +36,7 @@ from cpp_programs import (
     listed,
     run,
 )
-from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern, stop_process
+from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, options, pattern, stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,14 +108,9 @@ def cpp(built: Callable[..., Path]) -> Iterator[Callable[..., Cpp]]:
             end.process.kill()
 
 
-# Calls of this process, or their asynchronous twins, whose outcomes it awaits.
-twins = pytest.mark.parametrize("calls", ["sync", "async"])
-
-
-def pair(cpp: Callable[..., Cpp], calls: str = "sync", **given: Any) -> tuple[Cpp, Cpp]:
-    """Two linked processes: 1 linked to 2. The first one makes calls of the given kind."""
+def pair(cpp: Callable[..., Cpp], **given: Any) -> tuple[Cpp, Cpp]:
+    """Two linked processes: 1 linked to 2."""
     near, far = cpp(1).open(**given), cpp(2, DECODER).open(**given)
-    assert near.ask("calls", calls) == [SUCCESS]
     assert near.ask("link", 2, far.port) == [SUCCESS, SUCCESS], near.reason
     return near, far
 
@@ -128,9 +123,8 @@ def refused(end: Cpp, rows: list[tuple[str, str, str]]) -> None:
 
 
 @pytest.mark.contract("19.cpp-push-kv-cache", "19.cpp-codes")
-@twins
-def test_what_a_transfer_refuses(cpp: Callable[..., Cpp], calls: str) -> None:
-    near, far = pair(cpp, calls)
+def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
+    near, far = pair(cpp)
     target = far.make("f", 4, 5, 40, 2)
     far.make("narrow", 4, 5, 39, 2)
     near.make("n", 4, 5, 40, 1)
@@ -165,17 +159,14 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp], calls: str) -> None:
     refused(near, rows)
     assert equal(far.read("f"), pattern(2, 4, 5, 40))
     assert equal(near.read("n"), pattern(1, 4, 5, 40))
-    # Asynchronous calls start if only a link or a cache of the peer is wrong: clusters 7 and 9, cache 99, slot 5.
-    assert near.ask("started") == [SUCCESS, "4" if calls == "async" else "0"]
     assert far.ask("deallocate", target) == [SUCCESS]
     assert near.ask("push n 2 1 0 0 -1") == [GONE]
     assert near.ask("pull 2 1 0 n 0 -1") == [GONE]
 
 
 @pytest.mark.contract("19.cpp-codes")
-@twins
-def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp], calls: str) -> None:
-    near, far = pair(cpp, calls, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
+def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
+    near, far = pair(cpp, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
     near.make("n", 2, 2, 8, 1)
     far.make("f", 2, 2, 8, 2)
     try:
@@ -188,10 +179,8 @@ def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp], calls: str) -> 
 
 
 @pytest.mark.contract("19.cpp-push-kv-cache")
-@twins
-def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp], calls: str) -> None:
+def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp]) -> None:
     mix, decoder = cpp(1, MIX).open(), cpp(2, DECODER).open()
-    assert mix.ask("calls", calls) == decoder.ask("calls", calls) == [SUCCESS]
     assert mix.ask("link", 2, decoder.port) == [SUCCESS, SUCCESS]
     assert mix.ask("set_role", DECODER)[0] == LINKED
     mix.make("c", 2, 2, 8, 1)
@@ -236,10 +225,8 @@ def test_links(cpp: Callable[..., Cpp]) -> None:
 
 
 @pytest.mark.contract("19.cpp-copy-kv-cache")
-@twins
-def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp], calls: str) -> None:
+def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp]) -> None:
     end = cpp(1).open()
-    assert end.ask("calls", calls) == [SUCCESS]
     end.make("a", 2, 4, 16, 1)
     end.make("b", 2, 5, 16, 2)
     end.make("own", 2, 4, 16, 3, "register", HOST)
@@ -264,10 +251,8 @@ def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp], calls: str) -> Non
 
 
 @pytest.mark.contract("19.cpp-copy-kv-cache", "19.cpp-codes")
-@twins
-def test_what_a_copy_refuses(cpp: Callable[..., Cpp], calls: str) -> None:
+def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
     end = cpp(1).open()
-    assert end.ask("calls", calls) == [SUCCESS]
     names = (("a", 2, 4, 16), ("narrow", 2, 4, 15), ("few", 1, 4, 16))
     for name, tensors, rows, size in names:
         end.make(name, tensors, rows, size, 1)
@@ -307,7 +292,6 @@ def test_what_a_copy_refuses(cpp: Callable[..., Cpp], calls: str) -> None:
     assert end.ask("claim a 1 4 0") == [SUCCESS]
     assert end.ask("place a", HOST) == [SUCCESS]
     refused(end, [(INVALID, "host memory", "copy a narrow 0 0 0 8")])
-    assert end.ask("started") == [SUCCESS, "1" if calls == "async" else "0"], "a copy is refused before it starts"
 
 
 @pytest.mark.contract("19.cpp-types")
@@ -383,12 +367,10 @@ def test_a_python_process_links_pulls_from_and_pushes_to_the_class(
 @pytest.mark.contract("19.cpp-push-kv-cache")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("blocks", [False, True])
-@twins
 def test_the_class_links_pulls_from_and_pushes_to_a_python_process(
-    ends: Ends, cpp: Callable[..., Cpp], blocks: bool, transport: str, calls: str
+    ends: Ends, cpp: Callable[..., Cpp], blocks: bool, transport: str
 ) -> None:
     far, near = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
-    assert near.ask("calls", calls) == [SUCCESS]
     keys = [by_blocks(9)] if blocks else []
     target = far.make("f", 5, 40, 4, blocks=blocks, keys=keys, seed=1)
     near.make("n", 4, 5, 40, 2, "register" if transport == "tcp" else "allocate")
@@ -426,90 +408,3 @@ def test_a_python_process_in_the_other_mode_is_told_why(ends: Ends, cpp: Callabl
 
 def test_many_threads_use_one_object(built: Callable[..., Path]) -> None:
     assert run([built("threads")]) == "done\n"
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_transfers_and_events(built: Callable[..., Path], compiler: str) -> None:
-    assert run([built("asynchronous", compiler)]) == "done\n"
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_notifications_and_events_of_links(built: Callable[..., Path], compiler: str) -> None:
-    assert run([built("notifications", compiler)]) == "done\n"
-
-
-NOTIFICATION = "2"
-
-
-def word(message: bytes) -> str:
-    """A message, as the program reads and writes it."""
-    return f"-{message.hex()}"
-
-
-def received(end: Cpp, count: int, most: int = 100) -> list[tuple[int, bytes]]:
-    """Wait for messages. Return them with their clusters; other events are not expected."""
-    got: list[tuple[int, bytes]] = []
-
-    def enough() -> bool:
-        status, *events = end.ask("poll", most)
-        assert status == SUCCESS
-        assert len(events) <= most
-        for event in events:
-            kind, cluster, payload = event.split(":")
-            assert kind == NOTIFICATION, event
-            got.append((int(cluster), bytes.fromhex(payload[1:])))
-        return len(got) >= count
-
-    eventually(enough)
-    return got
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_messages_between_the_class_and_a_python_process(ends: Ends, cpp: Callable[..., Cpp], transport: str) -> None:
-    near, far = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
-    assert near.link_clusters([far.at])[0] == OK
-    sent = [bytes([number % 256]) * (number % 40) for number in range(300)]
-    for message in sent:
-        near.notify(2, message)
-        assert far.ask("notify", 9, word(message)) == [SUCCESS], far.reason
-    assert received(far, 300, most=7) == [(9, message) for message in sent]
-    got: list[tuple[int, bytes]] = []
-    eventually(lambda: got.extend(near.polled()) or len(got) >= 300)
-    assert got == [(2, message) for message in sent]
-    # Zero bytes and messages of the longest size arrive as they are.
-    longest = bytes(range(256)) * 256
-    near.notify(2, longest)
-    near.notify(2, b"")
-    assert received(far, 2) == [(9, longest), (9, b"")]
-    refused(far, [(INVALID, "65537", f"notify 9 {word(longest + b'x')}"), (UNLINKED, "7", "notify 7 -")])
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_messages_come_with_transfers_between_the_class_and_a_python_process(
-    ends: Ends, cpp: Callable[..., Cpp], transport: str
-) -> None:
-    near, far = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
-    assert far.ask("calls", "async") == [SUCCESS]
-    target = near.make("n", 5, 40, 4, seed=1)
-    far.make("f", 4, 5, 40, 2)
-    theirs, ours = pattern(2, 4, 5, 40), pattern(1, 4, 5, 40)
-    assert near.link_clusters([far.at])[0] == OK
-    calls = [
-        ("pull", 9, target, 0, "f", 1, -1),
-        ("push", "f", 9, target, 2, 3, -1),
-        ("pull_blocks", 9, target, 0, "f", listed([4]), listed([0])),
-        ("push_blocks", "f", 9, target, 0, listed([4]), listed([3])),
-    ]
-    for number, call in enumerate(calls):
-        assert far.ask("notify", 9, word(b"before")) == [SUCCESS], far.reason
-        assert far.ask("note", word(bytes([number]))) == [SUCCESS]
-        assert far.ask(*call) == [SUCCESS], far.reason
-        # When the call succeeds, its message is there, behind the earlier one.
-        assert near.polled() == [(2, b"before"), (2, bytes([number]))]
-    for tensor in range(4):
-        theirs[tensor][1] = ours[tensor][0]
-        ours[tensor][2] = theirs[tensor][3]
-        theirs[tensor][0] = ours[tensor][4]
-        ours[tensor][3] = theirs[tensor][4]
-    assert equal(near.read("n"), ours)
-    assert equal(far.read("f"), theirs)

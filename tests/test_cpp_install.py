@@ -67,7 +67,7 @@ def test_every_method_links_and_runs(built: Callable[..., Path], compiler: str) 
 
 def test_a_program_of_a_newer_header_is_refused(tmp_path: Path) -> None:
     header = shutil.copytree(INCLUDE, tmp_path / "include") / "llm_datadist" / "llm_datadist_c.h"
-    text, count = re.subn("LLM_DATADIST_ABI_VERSION 4\n", "LLM_DATADIST_ABI_VERSION 5\n", header.read_text())
+    text, count = re.subn("LLM_DATADIST_ABI_VERSION 5\n", "LLM_DATADIST_ABI_VERSION 6\n", header.read_text())
     assert count == 1
     header.write_text(text)
     source = tmp_path / "newer.cpp"
@@ -80,8 +80,8 @@ def test_a_program_of_a_newer_header_is_refused(tmp_path: Path) -> None:
     found = ["-I", tmp_path / "include", f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
     status, _, reason = run([build(COMPILERS[0], tmp_path / "newer", [source], *found)]).partition(" ")
     assert status == FAILED
+    assert "version 6" in reason
     assert "version 5" in reason
-    assert "version 4" in reason
 
 
 # -- the interface beneath, and the install --------------------------------------------------------------------------
@@ -137,28 +137,13 @@ def pkg_config(libraries: Path, *asked: str) -> str:
     return run(["pkg-config", *asked, "llm_datadist"], env=environment).strip()
 
 
-def guide_program(folder: Path, name: str = "prefill_and_decode") -> Path:
-    """A C++ program of the guide, as a file."""
+def guide_program(folder: Path) -> Path:
+    """The C++ program of the guide, as a file."""
     guide = (ROOT / "docs" / "llm-datadist" / "cpp-programs.md").read_text(encoding="utf-8")
-    names = ("prefill_and_decode", "asynchronous_copies", "messages")
-    texts = re.findall(r"```cpp\n(.*?)```", guide, re.DOTALL)
-    assert len(texts) == len(names)
-    source = folder / f"{name}.cpp"
-    source.write_text(dict(zip(names, texts))[name], encoding="utf-8")
+    (text,) = re.findall(r"```cpp\n(.*?)```", guide, re.DOTALL)
+    source = folder / "program.cpp"
+    source.write_text(text, encoding="utf-8")
     return source
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_the_asynchronous_program_of_the_guide_runs(compiler: str, tmp_path: Path) -> None:
-    source = guide_program(tmp_path, "asynchronous_copies")
-    assert run([build(compiler, tmp_path / "program", [source])]) == "copied 32768 bytes\n" * 3
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_the_program_with_messages_of_the_guide_runs(compiler: str, tmp_path: Path) -> None:
-    pulled, ended = run([build(compiler, tmp_path / "program", [guide_program(tmp_path, "messages")])]).splitlines()
-    assert pulled == "cluster 2 has pulled request 7"
-    assert ended == "the link to cluster 2 has ended: the peer unlinked"
 
 
 def check_guide_output(output: str) -> None:
@@ -250,7 +235,7 @@ def installation(library: str = "lib", include: str = "include", documents: str 
     names = ["libllm_datadist.so", SONAME, f"libllm_datadist.so.{VERSION}", "libllm_datadist.a"]
     names += ["pkgconfig/llm_datadist.pc"]
     names += [f"cmake/llm_datadist/llm_datadist{part}.cmake" for part in ("Config", "ConfigVersion")]
-    names_of_headers = [f"llm_datadist{part}" for part in ("", "_c", "_transfer", "_types")]
+    names_of_headers = [f"llm_datadist{part}" for part in ("", "_c", "_types")]
     headers = [f"{include}/llm_datadist/{name}.h" for name in names_of_headers]
     licenses = [f"{documents}/{name}" for name in ("LICENSE", "THIRD-PARTY-LICENSES")]
     return {*(f"{library}/{name}" for name in names), *headers, *licenses}

@@ -197,7 +197,7 @@ class End {
     if (command == "write" || command == "read") {
       return Content(command, words, said);
     }
-    return Transfers(command, words, said);
+    return Transfers(command, words);
   }
 
   // Bytes of every tensor in hexadecimal.
@@ -220,38 +220,7 @@ class End {
     return LLM_SUCCESS;
   }
 
-  // Runs a call, or starts its asynchronous twin and waits for the outcome.
-  template <typename Call, typename Start>
-  Status Outcome(Call call, Start start) {
-    if (!asynchronous_) {
-      return call();
-    }
-    Transfer transfer;
-    const Status status = start(transfer);
-    if (status != LLM_SUCCESS) {
-      if (transfer.Number() != 0U) {
-        std::cerr << "a call that was refused has handed out a transfer" << std::endl;
-        std::exit(3);
-      }
-      return status;
-    }
-    ++started_;
-    return transfer.Wait(60000);
-  }
-
-  Status Transfers(const std::string &command, std::istringstream &words, std::ostringstream &said) {
-    if (command == "calls") {
-      asynchronous_ = Next<std::string>(words) == "async";
-      return LLM_SUCCESS;
-    }
-    // The number of transfers that have started.
-    if (command == "started") {
-      said << " " << std::dec << started_;
-      return LLM_SUCCESS;
-    }
-    if (command == "notify" || command == "note" || command == "poll") {
-      return Messages(command, words, said);
-    }
+  Status Transfers(const std::string &command, std::istringstream &words) {
     if (command == "pull" || command == "pull_blocks") {
       return Pull(command, words);
     }
@@ -265,41 +234,6 @@ class End {
     std::exit(2);
   }
 
-  // Messages in hexadecimal, each behind a dash, so that an empty one is a word.
-  Status Messages(const std::string &command, std::istringstream &words, std::ostringstream &said) {
-    if (command == "notify") {
-      const auto cluster = Next<uint64_t>(words);
-      return engine_.Notify(cluster, Plain(Next<std::string>(words)));
-    }
-    if (command == "note") {
-      note_.reset(new std::string(Plain(Next<std::string>(words))));
-      return LLM_SUCCESS;
-    }
-    std::vector<Event> events;
-    const Status status = engine_.Poll(Next<size_t>(words), events);
-    for (const Event &event : events) {
-      said << std::dec << " " << static_cast<uint32_t>(event.kind) << ":" << event.cluster_id << ":-";
-      for (const char byte : event.payload) {
-        said << kDigits[static_cast<uint8_t>(byte) >> 4U] << kDigits[static_cast<uint8_t>(byte) & 15U];
-      }
-    }
-    return status;
-  }
-
-  static std::string Plain(const std::string &word) {
-    std::string bytes;
-    for (size_t at = 1; at < word.size(); at += 2) {
-      bytes.push_back(static_cast<char>(std::stoi(word.substr(at, 2), nullptr, 16)));
-    }
-    return bytes;
-  }
-
-  // The message of the next asynchronous pull or push, or null.
-  const std::string *Note() {
-    used_ = std::move(note_);
-    return used_.get();
-  }
-
   Status Pull(const std::string &command, std::istringstream &words) {
     const CacheIndex src = Index(words);
     const Cache &dst = Named(words);
@@ -307,18 +241,12 @@ class End {
       const auto row = Next<uint32_t>(words);
       const auto size = Next<int64_t>(words);
       const auto ext = Ext(words);
-      return Outcome([&] { return engine_.PullKvCache(src, dst, row, size, ext); },
-                     [&](Transfer &to) {
-                       return engine_.PullKvCacheAsync(src, dst, to, row, size, ext, 0, Note());
-                     });
+      return engine_.PullKvCache(src, dst, row, size, ext);
     }
     const auto from = List(words);
     const auto into = List(words);
     const auto ext = Ext(words);
-    return Outcome([&] { return engine_.PullKvBlocks(src, dst, from, into, ext); },
-                   [&](Transfer &to) {
-                     return engine_.PullKvBlocksAsync(src, dst, from, into, to, ext, 0, Note());
-                   });
+    return engine_.PullKvBlocks(src, dst, from, into, ext);
   }
 
   Status Push(const std::string &command, std::istringstream &words) {
@@ -328,18 +256,12 @@ class End {
       const auto row = Next<uint32_t>(words);
       const auto size = Next<int64_t>(words);
       const auto ext = Ext(words);
-      return Outcome([&] { return engine_.PushKvCache(src, dst, row, size, ext); },
-                     [&](Transfer &to) {
-                       return engine_.PushKvCacheAsync(src, dst, to, row, size, ext, 0, Note());
-                     });
+      return engine_.PushKvCache(src, dst, row, size, ext);
     }
     const auto from = List(words);
     const auto into = List(words);
     const auto ext = Ext(words);
-    return Outcome([&] { return engine_.PushKvBlocks(src, dst, from, into, ext); },
-                   [&](Transfer &to) {
-                     return engine_.PushKvBlocksAsync(src, dst, from, into, to, ext, 0, Note());
-                   });
+    return engine_.PushKvBlocks(src, dst, from, into, ext);
   }
 
   Status Copy(const std::string &command, std::istringstream &words) {
@@ -350,23 +272,17 @@ class End {
       const auto into = Next<uint32_t>(words);
       const auto offset = Next<uint64_t>(words);
       const auto size = Next<int64_t>(words);
-      return Outcome([&] { return engine_.CopyKvCache(src, dst, from, into, offset, size); },
-                     [&](Transfer &to) { return engine_.CopyKvCacheAsync(src, dst, to, from, into, offset, size); });
+      return engine_.CopyKvCache(src, dst, from, into, offset, size);
     }
     const auto from = List(words);
     std::vector<std::vector<uint64_t>> lists(Next<size_t>(words));
     for (auto &list : lists) {
       list = List(words);
     }
-    return Outcome([&] { return engine_.CopyKvBlocks(src, dst, from, lists); },
-                   [&](Transfer &to) { return engine_.CopyKvBlocksAsync(src, dst, from, lists, to); });
+    return engine_.CopyKvBlocks(src, dst, from, lists);
   }
 
   LlmDataDist engine_;
-  bool asynchronous_ = false;
-  size_t started_ = 0U;
-  std::unique_ptr<std::string> note_;
-  std::unique_ptr<std::string> used_;
   std::map<std::string, Cache> caches_;
   std::vector<std::unique_ptr<std::vector<uint8_t>>> memory_;
 };

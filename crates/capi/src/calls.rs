@@ -4,9 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{
-    Adopted, CacheId, DataDist, Deadline, End, Error, ErrorKind, PeerAddress, Result, StatusCode, Transfer,
-};
+use llm_datadist_core::{Adopted, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
 
 use crate::failure;
 use crate::objects::{Object, OpenEngine};
@@ -90,47 +88,4 @@ pub(crate) fn named(engine: &DataDist, id: i64, stated: cpp::Stated<'_>) -> Resu
     let cache = engine.find(CacheId(id))?;
     cpp::stated(cache.layout()?, cache.addrs(), stated)?;
     Ok(End::Loose(cache))
-}
-
-/// Returns the limit that a program gives in milliseconds.
-pub(crate) fn limit(timeout_ms: i32) -> Result<Duration> {
-    let millis = u64::try_from(timeout_ms).map_err(|_| {
-        let text = format!("timeout_ms={timeout_ms} is out of range (0 to 2147483647)");
-        Error::new(ErrorKind::InvalidArgument, text)
-    })?;
-    Ok(Duration::from_millis(millis))
-}
-
-/// Returns the limit of an asynchronous call; `None` for 0, which stands for the limit of the synchronous call.
-pub(crate) fn transfer_limit(timeout_ms: i32) -> Result<Option<Duration>> {
-    Ok(Some(limit(timeout_ms)?).filter(|limit| !limit.is_zero()))
-}
-
-/// `Drain`.
-pub(crate) fn drain(engine: &DataDist, timeout_ms: i32) -> Result<()> {
-    if engine.drain(limit(timeout_ms)?)? {
-        return Ok(());
-    }
-    let text = "timeout_ms passed while waiting for transfers to end";
-    Err(Error::new(ErrorKind::Timeout, text).with("limit_ms", timeout_ms))
-}
-
-/// `Transfer::Wait`: returns the outcome of a transfer, and takes it; `None` if the transfer still runs.
-pub(crate) fn wait(transfer: &Transfer, timeout_ms: i32) -> Result<Option<()>> {
-    transfer.wait(Deadline::after(limit(timeout_ms)?).named("timeout_ms"))?;
-    outcome(transfer)
-}
-
-/// `Transfer::Result`: like [`wait`], without waiting.
-pub(crate) fn outcome(transfer: &Transfer) -> Result<Option<()>> {
-    Ok(transfer.outcome().transpose()?.map(|_bytes| ()))
-}
-
-/// Returns the status with which a transfer has ended.
-pub(crate) fn ended(transfer: &Transfer) -> u32 {
-    failure::status(match transfer.outcome() {
-        Some(Ok(_bytes)) => StatusCode::Success,
-        Some(Err(error)) => StatusCode::of_cpp(error.kind()),
-        None => StatusCode::WaitProcessTimeout,
-    })
 }

@@ -1,14 +1,33 @@
-//! The status of a call, and the reason of the last failure of each thread. A panic becomes a failure.
+//! The status of a call, and the last failure of each thread. A panic becomes a failure.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::panic::{self, AssertUnwindSafe};
 
-use llm_datadist_core::{Error, ErrorKind, Result, StatusCode};
+use llm_datadist_core::{Error, ErrorClass, ErrorKind, ErrorWords, Result, StatusCode};
+
+/// Why a call failed.
+#[derive(Default)]
+struct Failure {
+    reason: CString,
+    code: CString,
+    argument: CString,
+}
 
 thread_local! {
-    /// The reason of the last failure of this thread.
-    static REASON: RefCell<CString> = RefCell::default();
+    /// The last failure of this thread.
+    static LAST: RefCell<Failure> = RefCell::default();
+}
+
+/// A text about the last failure of a thread.
+#[derive(Clone, Copy)]
+pub(crate) enum FailureText {
+    /// The whole text.
+    Reason,
+    /// The word that tells kinds of one status apart. Empty after a call of the C++ class.
+    Code,
+    /// The argument that the failure is about, or nothing.
+    Argument,
 }
 
 /// Runs `call`. A panic becomes an error (`no_panic_leaves_the_library`).
@@ -25,7 +44,7 @@ pub(crate) fn caught<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
     })
 }
 
-/// Runs `call` and returns its status. Keeps the reason of a failure for [`reason`]. A panic is `LLM_FAILED`.
+/// Runs `call` of the C++ class and returns its status. Keeps the reason of a failure. A panic is `LLM_FAILED`.
 pub(crate) fn guarded(call: impl FnOnce() -> Result<()>) -> u32 {
     guarded_as(StatusCode::of_cpp, call)
 }
@@ -41,19 +60,31 @@ pub(crate) fn guarded_as(code: fn(ErrorKind) -> StatusCode, call: impl FnOnce() 
     }
 }
 
-/// Like [`guarded`], for a call that asks a transfer for its outcome. `None` is `LLM_WAIT_PROC_TIMEOUT`: the transfer
-/// still runs. No outcome has that status.
-pub(crate) fn guarded_outcome(call: impl FnOnce() -> Result<Option<()>>) -> u32 {
-    let mut running = false;
-    let outcome = guarded(|| {
-        running = call()?.is_none();
-        Ok(())
-    });
-    if running {
-        keep("the transfer still runs");
-        return status(StatusCode::WaitProcessTimeout);
+/// Runs `call` of the native API and returns its status, which is 0 for a success. Keeps what the failure is about.
+pub(crate) fn native(call: impl FnOnce() -> Result<()>) -> u32 {
+    caught(call).err().map_or(0, |error| {
+        let words = ErrorWords(&error);
+        let (reason, argument) = (words.to_string(), words.argument().unwrap_or_default());
+        replace(Failure { reason: text(&reason), code: text(words.code()), argument: text(argument) });
+        class_status(words.class())
+    })
+}
+
+/// Returns the status of a failure of the native API. `abi` has the names of the numbers.
+pub(crate) fn class_status(class: ErrorClass) -> u32 {
+    match class {
+        ErrorClass::InvalidArgument => 1,
+        ErrorClass::NotFound => 2,
+        ErrorClass::OutOfMemory => 3,
+        ErrorClass::Timeout => 4,
+        ErrorClass::PeerLost => 5,
+        ErrorClass::Busy => 6,
+        ErrorClass::GrantEnded => 7,
+        ErrorClass::VerifyFailed => 8,
+        ErrorClass::Closed => 9,
+        ErrorClass::Cancelled => 10,
+        ErrorClass::Error => 11,
     }
-    outcome
 }
 
 /// Returns the number that C compares.
@@ -62,14 +93,26 @@ pub(crate) fn status(code: StatusCode) -> u32 {
 }
 
 /// Keeps the reason of a failure.
-pub(crate) fn keep(text: &str) {
-    let text = CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default();
-    // Fails only while the thread ends.
-    let _ = REASON.try_with(|reason| reason.replace(text));
+pub(crate) fn keep(reason: &str) {
+    replace(Failure { reason: text(reason), ..Failure::default() });
 }
 
-/// Returns the reason of the last failure of this thread. It is valid until the next failure.
-pub(crate) fn reason() -> *const c_char {
+fn replace(failure: Failure) {
     // Fails only while the thread ends.
-    REASON.try_with(|reason| reason.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+    let _ = LAST.try_with(|last| last.replace(failure));
+}
+
+fn text(text: &str) -> CString {
+    CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default()
+}
+
+/// Returns a text about the last failure of this thread. It is valid until the next failure.
+pub(crate) fn last(which: FailureText) -> *const c_char {
+    let of = |failure: &Failure| match which {
+        FailureText::Reason => failure.reason.as_ptr(),
+        FailureText::Code => failure.code.as_ptr(),
+        FailureText::Argument => failure.argument.as_ptr(),
+    };
+    // Fails only while the thread ends.
+    LAST.try_with(|last| of(&last.borrow())).unwrap_or(c"".as_ptr())
 }

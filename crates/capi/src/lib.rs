@@ -1,8 +1,8 @@
 //! `libllm_datadist`: the engine for C and C++.
 //!
 //! Each function converts its arguments, finds the engine of its handle, makes one call, and keeps the reason of a failure.
-//! It decides nothing: `core::validate` has the rules. `include/llm_datadist/llm_datadist.h` is the C++ class, with its names
-//! and defaults, and `llm_datadist_c.h` is the generated C header.
+//! It decides nothing: `core::native` and `core::validate` have the rules. `include/llm_datadist/llm_datadist_c.h` is the generated
+//! C header, with the native API and what the C++ class needs. `llm_datadist.h` is that class, with its names and defaults.
 
 // Tests of the library may panic; the library may not.
 #![cfg_attr(
@@ -20,10 +20,11 @@
 pub mod abi;
 mod calls;
 mod failure;
+mod handles;
 mod log;
+mod native;
 mod objects;
 mod polled_events;
-mod transfer_handles;
 
 use llm_datadist_embed::KeptLists;
 

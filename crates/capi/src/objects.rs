@@ -1,10 +1,6 @@
 //! The objects of the C++ class: each has a handle, and an engine while it is initialized.
-//!
-//! A handle is a number that is used only once in a process. So a handle that was freed or never returned is
-//! refused (`invalid_handles_are_refused_by_every_call`).
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use llm_datadist_core::bindings::cpp::Options;
@@ -29,53 +25,12 @@ pub(crate) struct OpenEngine {
     pub(crate) options: Options,
 }
 
-/// The objects of one process, by handle.
-#[derive(Default)]
-pub(crate) struct Objects(RwLock<BTreeMap<u64, Arc<Object>>>);
-
-/// The last handle that this process, or the one that forked it, has returned.
-static LAST: AtomicU64 = AtomicU64::new(0);
-/// The last handle that existed when this process was forked.
-static INHERITED: AtomicU64 = AtomicU64::new(0);
-
-/// Records, in a forked child, that the handles so far belong to its parent.
-pub(crate) fn forked() {
-    INHERITED.store(LAST.load(Ordering::Relaxed), Ordering::Relaxed);
-}
-
-impl Objects {
-    /// Creates an object and returns its handle.
-    pub(crate) fn create(&self, cluster: ClusterId, role: i32) -> u64 {
-        let object =
-            Object { cluster, role: role.into(), open: RwLock::default(), opening: Mutex::default() };
-        let handle = LAST.fetch_add(1, Ordering::Relaxed) + 1;
-        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::new(object));
-        handle
-    }
-
-    /// Removes an object. Its engine is closed.
-    pub(crate) fn free(&self, handle: u64) -> Result<()> {
-        let object = self.0.write().unwrap_or_else(PoisonError::into_inner).remove(&handle);
-        object.map(|object| object.close()).ok_or_else(|| unknown(handle))
-    }
-
-    /// Returns the object of a handle.
-    pub(crate) fn get(&self, handle: u64) -> Result<Arc<Object>> {
-        let found = self.0.read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned();
-        found.ok_or_else(|| unknown(handle))
-    }
-}
-
-fn unknown(handle: u64) -> Error {
-    let text = if (1..=INHERITED.load(Ordering::Relaxed)).contains(&handle) {
-        "there is no such handle in this process, which was forked after the handle was made"
-    } else {
-        "there is no such handle: it was freed, or never returned"
-    };
-    Error::new(ErrorKind::Closed, text).with("handle", handle)
-}
-
 impl Object {
+    /// Creates an object without an engine.
+    pub(crate) fn new(cluster: ClusterId, role: i32) -> Arc<Self> {
+        Arc::new(Object { cluster, role: role.into(), open: RwLock::default(), opening: Mutex::default() })
+    }
+
     /// Opens the engine, unless it is open.
     pub(crate) fn open(&self, open: impl FnOnce() -> Result<OpenEngine>) -> Result<()> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,14 +42,9 @@ impl Object {
         Ok(())
     }
 
-    /// Closes the engine, which ends its asynchronous calls. Later calls fail; synchronous calls that have begun end
-    /// normally.
+    /// Closes the engine. Later calls fail; calls that have begun end normally.
     pub(crate) fn close(&self) {
-        let open = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(open) = open {
-            // Now, because a call of another thread may keep the engine for a while.
-            open.engine.end_transfers();
-        }
+        drop(self.open.write().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Returns the number of the role for the next `Initialize`, which may be invalid.

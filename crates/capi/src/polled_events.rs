@@ -1,54 +1,43 @@
-//! The events that each thread has polled last.
+//! What the structures of C point to: the events and peers that each thread has got last, and their texts.
 //!
-//! They own the messages and texts that the structures of C point to, so the program has nothing to free. A program that has
-//! no memory to copy them puts them back.
+//! The library owns them, so the program has nothing to free.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Weak};
+use std::ffi::{CString, c_char};
+use std::sync::Arc;
 
-use llm_datadist_core::{Error, ErrorKind, Event, EventQueue, Result};
+use llm_datadist_core::{Error, ErrorKind, Event, EventQueue, PeerInfo, Result};
 
-/// The events of one poll.
+/// What the structures of one call point to.
 #[derive(Default)]
-struct PolledEvents {
-    /// The queue that they come from. It keeps the address of the queue from being used again.
-    queue: Weak<EventQueue>,
-    events: Vec<Event>,
+pub(crate) struct PointedTo {
+    /// The events of the call.
+    pub(crate) events: Vec<Event>,
+    /// The peers of the call.
+    pub(crate) peers: Vec<PeerInfo>,
+    texts: Vec<CString>,
+}
+
+impl PointedTo {
+    /// Returns a text as C sees it.
+    pub(crate) fn text(&mut self, text: &str) -> *const c_char {
+        self.texts.push(CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default());
+        self.texts.last().map_or(c"".as_ptr(), |text| text.as_ptr())
+    }
 }
 
 thread_local! {
-    static LAST: RefCell<PolledEvents> = RefCell::default();
+    static LAST: RefCell<PointedTo> = RefCell::default();
 }
 
-/// Keeps events until the next call in this thread. If the thread is about to end and cannot keep them, puts them back and
-/// returns `Err`.
-pub(crate) fn keep(queue: &Arc<EventQueue>, events: Vec<Event>) -> Result<()> {
-    let mut given = Some(PolledEvents { queue: Arc::downgrade(queue), events });
-    let before = LAST.try_with(|last| given.take().map(|polled| last.replace(polled)));
+/// Keeps what a call points to until the next call in this thread. If the thread is about to end and cannot keep it, puts the events
+/// back into `queue` and returns `Err`.
+pub(crate) fn keep(queue: &Arc<EventQueue>, pointed_to: PointedTo) -> Result<()> {
+    let mut given = Some(pointed_to);
+    let before = LAST.try_with(|last| given.take().map(|given| last.replace(given)));
     // Dropped only now, when nothing is borrowed.
     drop(before);
     let Some(kept_by_nobody) = given else { return Ok(()) };
     queue.put_back(kept_by_nobody.events.into_iter());
-    Err(Error::new(ErrorKind::Closed, "a thread that ends cannot poll"))
-}
-
-/// Puts the last `count` of the kept events back into `queue`. Returns `Err(InvalidArgument)` if they are fewer, or of another
-/// queue.
-pub(crate) fn put_back(queue: &Arc<EventQueue>, count: usize) -> Result<()> {
-    let done = LAST.try_with(|last| {
-        let mut last = last.borrow_mut();
-        let known = std::ptr::eq(last.queue.as_ptr(), Arc::as_ptr(queue));
-        let kept = if known { last.events.len() } else { 0 };
-        let Some(first) = kept.checked_sub(count) else { return Err(too_many(count, kept)) };
-        queue.put_back(last.events.drain(first..));
-        Ok(())
-    });
-    done.unwrap_or_else(|_| Err(too_many(count, 0)))
-}
-
-fn too_many(count: usize, kept: usize) -> Error {
-    let text = format!(
-        "num_events={count} is out of range (0 to {kept}, which the last poll of this thread returned)"
-    );
-    Error::new(ErrorKind::InvalidArgument, text)
+    Err(Error::new(ErrorKind::Closed, "a thread that ends cannot get events"))
 }

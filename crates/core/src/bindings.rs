@@ -26,7 +26,7 @@ pub mod validate {
 pub mod options {
     pub use crate::options::{
         OPTIONS, OptionRow, OptionValue, check_native_names, check_number, check_text, config_from_texts,
-        config_from_values, mem_utilization,
+        config_from_values, mem_utilization, value_of_text,
     };
 }
 

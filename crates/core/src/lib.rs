@@ -2,7 +2,7 @@
 //! specific to Python.
 //!
 //! ```text
-//!  operations   engine   transfer
+//!  operations   native   engine   transfer
 //!  sessions     session   resources   stats   events
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
 //!  parts        cache   grants   pool   device   memory   net   protocol   token_file
@@ -13,111 +13,81 @@
 //! A module uses only modules of its own row or of rows below. `docs/architecture.md` has the exact table, which
 //! `tools/lint/test_architecture.py` checks. The modules are private; this page is the whole interface:
 //!
-//! - **Open an engine:** [`DataDist::open`] with a [`Config`]: [`Role`], [`ClusterId`], [`Mode`],
-//!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices
-//!   [`KernelChoice`], [`SwapInPath`] and [`HugeChoice`].
-//! - **Describe and hold memory:** [`CacheDesc`] ([`DataType`], [`Placement`], [`CacheKind`]), [`CacheKey`],
-//!   [`CacheLayout`] with a [`Geometry`]; a [`KvLayout`] ([`TokenOrder`], [`KvPlanes`], [`KvLayoutNames`]) with a [`KvGeometry`];
-//!   a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
-//! - **Copy and swap:** [`End`], [`CopyArgs`].
-//! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
-//! - **Pull and push:** [`RemoteName`] with a [`Name`] or a text ([`RemoteCacheName`]), [`Rows`], [`Layers`] of
-//!   [`LayerRange`]s; groups of [`GroupMember`]s and [`CopyMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
-//! - **Run or start them:** each of these calls is an [`Operation`]. [`Operation::run`] waits for it, and [`Operation::start`] returns
-//!   a [`Transfer`] with its [`TransferProgress`]. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
-//! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`CacheTask`] with its
-//!   [`Outcome`]s and the [`LayerProgress`] of each.
+//! - **Open an engine:** [`DataDist::open`] with [`Config::native`]: [`PoolConfig`], [`LinkConfig`] with [`Token`] and
+//!   [`TransportChoice`], and the choices [`KernelChoice`], [`SwapInPath`], [`HugeChoice`] and [`Verify`].
+//! - **Caches by name:** [`OwnCache::allocate`] and [`OwnCache::register`] of [`Adopted`] memory, described by a [`CacheForm`]; a
+//!   [`KvLayout`] says what blocks mean. [`PeerCache`] names a cache of a peer.
+//! - **Rows:** [`OwnCache::rows`] and [`PeerCache::rows`] select blocks, and [`BlockRows::with_part`] the part of them that moves.
+//! - **Copy, pull, push:** [`OwnPairs`] and [`PeerPairs`] of rows, with [`PairExtras`]. Each call returns a [`Transfer`] at once, or a
+//!   [`LayerTask`] for a push whose layers the program reports. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`], and an
+//!   [`AwaitQueue`] wakes an event loop.
+//! - **Peers:** [`DataDist::ensure_link`], [`DataDist::notify`], [`DataDist::start_unlink`]; [`DataDist::grant`] lends blocks.
 //! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`FabricState`]).
 //!   The log is `tracing` events with targets `llm_datadist::*`.
-//! - **Errors:** [`Error`] with its [`ErrorKind`], argument, facts and [`ArrivedRows`]; [`Words`] for the arguments in its text; [`StatusCode`] for the bindings.
+//! - **Errors:** [`Error`] with its [`ErrorKind`], argument, facts and [`ArrivedRows`], and in [`ErrorWords`] its [`ErrorClass`].
+//!
+//! The other items are for the layer of the original's API and its C++ class: clusters with a [`Role`] and a [`ClusterId`], caches
+//! with [`CacheKey`]s, [`End`]s of copies, [`Operation`]s that run or start, [`CacheTask`]s and [`StatusCode`]s.
 //!
 //! [`bindings`] serves `crates/py` and `crates/capi` alone. The feature `testing` adds the module `testing`,
 //! which opens the private modules to tests and benchmarks.
 //!
 //! # Example
 //!
-//! ```
-//! use llm_datadist_core::*;
-//!
-//! let mut config = Config::new(Role::Prompt, ClusterId(1));
-//! config.device_pool = Some(PoolConfig { memory_size: 1 << 20, page_shift: 16 });
-//! let engine = DataDist::open(config)?;
-//! let desc = CacheDesc {
-//!     num_tensors: 2,
-//!     shape: vec![8, 1024],
-//!     data_type: DataType::Float16,
-//!     placement: Placement::Device,
-//!     row_stride: None,
-//!     kv_layout: None,
-//!     tensors: vec![],
-//! };
-//! let cache = engine.allocate(&desc, CacheKind::Blocks, &[])?;
-//! engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2)]).run()?;
-//! engine.deallocate(cache.id())?;
-//! # drop(cache);
-//! assert_eq!(engine.stats().device_pool.unwrap().pool.used_bytes, 0);
-//! # Ok::<(), Error>(())
-//! ```
-//!
-//! Two engines, here in one process, usually in two. One listens; the other links, pulls and pushes.
+//! Two engines, here in one process, usually in two.
 //!
 //! ```
+//! use std::sync::Arc;
 //! use std::time::Duration;
 //! use llm_datadist_core::*;
 //!
-//! let open = |role, cluster, listen: Option<&str>| {
-//!     let mut config = Config::new(role, ClusterId(cluster));
+//! let open = |name: &str, listen: Option<&str>| {
+//!     let mut config = Config { name: name.into(), ..Config::native() };
 //!     config.device_pool = Some(PoolConfig { memory_size: 1 << 20, page_shift: 16 });
-//!     config.remote_accessible = true; // caches are named by id, and a pull leaves them in place
 //!     config.links.listen = listen.map(|address| address.parse().unwrap());
-//!     DataDist::open(config)
+//!     DataDist::open(config).map(Arc::new)
 //! };
-//! let prefill = open(Role::Prompt, 1, Some("127.0.0.1:0"))?;
-//! let decode = open(Role::Decoder, 2, None)?;
-//! let desc = CacheDesc {
-//!     num_tensors: 2,
-//!     shape: vec![8, 64],
-//!     data_type: DataType::Float16,
-//!     placement: Placement::Device,
-//!     row_stride: None,
-//!     kv_layout: None,
-//!     tensors: vec![],
-//! };
-//! let theirs = prefill.allocate(&desc, CacheKind::Batch, &[])?;
-//! let ours = decode.allocate(&desc, CacheKind::Batch, &[])?;
+//! let (prefill, decode) = (open("prefill", Some("127.0.0.1:0"))?, open("decode", None)?);
+//! // Two layers of one tensor each, with eight blocks of 64 elements.
+//! let form = CacheForm::plain(2, vec![8, 64], DataType::Float16, Placement::Device, None)?;
+//! let theirs = OwnCache::allocate(prefill.clone(), &prefill, "kv", &form, false)?;
+//! let ours = OwnCache::allocate(decode.clone(), &decode, "kv", &form, false)?;
+//! let soon = || Deadline::after(Duration::from_secs(5));
 //!
+//! // Copy blocks 0 and 1 to blocks 4 and 5, in all tensors. The destination comes first.
+//! let (dst, src) = (ours.rows([4, 5]), ours.rows([0, 1]));
+//! let copies = OwnPairs::checked(&*decode, [(&dst, &src)].into_iter())?;
+//! copies.copy(&decode, &PairExtras::default())?.join(soon())?;
+//!
+//! // Link, and pull a block by the name of the cache, under a grant of its owner.
 //! let address = prefill.listening().expect("it listens");
-//! let peer = PeerAddress { cluster: ClusterId(1), remote: vec![address], local: vec![] };
-//! for linked in decode.link_clusters(&[peer.clone()], Duration::from_secs(3)) {
-//!     linked?;
-//! }
-//! // Slot 3 of the peer into slot 0 of this engine: 128 bytes in each of two tensors.
-//! let slot = |row| RemoteName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
-//! let here = End::Managed(ours.id());
-//! decode.pull(slot(3), &here, Rows::slot(0, -1), Layers::ALL).run()?;
-//! // Push the second tensor only, back into slot 7.
-//! let second = LayerRange { first: 1, end: 2 };
-//! let layers = Layers { src: Some(second), dst: Some(second), tensors_per_layer: 1 };
-//! decode.push(&here, slot(7), Rows::slot(0, -1), layers).run()?;
-//! let link = &decode.stats().links[0];
-//! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
+//! let linking = decode.ensure_link(address, Duration::from_secs(5), EnsureOptions::default())?;
+//! linking.join(soon())?;
+//! let peer = linking.peer().expect("the peer of a success");
+//! let grant = prefill.grant(&theirs.end(), &[3], Duration::from_secs(30), 1)?;
+//! let token = prefill.grant_token(&grant); // a program sends it to its readers
+//! let remote = PeerCache::new(decode.clone(), peer, "kv")?;
+//! let (dst, src) = (ours.rows([7]), remote.rows([3]));
+//! let pull = PeerPairs::checked(&*decode, PeerCall::Pull, [(&dst, &src)].into_iter())?;
+//! let grants = vec![Some(GrantUse { token, done: true })];
+//! let pulled = pull.start(&decode, PairExtras { grants, ..PairExtras::default() })?;
+//! pulled.join(soon())?;
+//! assert_eq!(pulled.progress().done, 2 * 128);
 //!
-//! // Layer by layer, while the next one is computed: the code that computes reports which layer is ready.
-//! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
-//! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }.into(), first_layer: Some(0) };
-//! let src_layers = LayerRange { first: 0, end: 2 };
-//! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
-//! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
-//! task.layers().into_iter().try_for_each(|layer| task.ready(layer))?;
-//! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
-//! assert!(matches!(task.outcomes()[0], Outcome::Done));
+//! // Push layer by layer: the code that computes reports which layer is ready.
+//! let (dst, src) = (remote.rows([5]), ours.rows([7]));
+//! let push = PeerPairs::checked(&*decode, PeerCall::Push, [(&dst, &src)].into_iter())?;
+//! let task = push.start_layers(&decode, PairExtras { notify: Some(b"request 7".into()), ..PairExtras::default() })?;
+//! (0..2).try_for_each(|layer| task.ready(layer))?;
+//! task.transfers()[0].join(soon())?;
+//! let events = prefill.poll(100)?;
+//! assert!(events.iter().any(|event| matches!(event, Event::Notification(message) if message.payload == b"request 7")));
 //!
 //! // An error explains the cause in its text and as values.
-//! let error = decode.pull(slot(8), &here, Rows::slot(0, -1), Layers::ALL).run().unwrap_err();
-//! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
-//! assert_eq!(StatusCode::from(error.kind()).name(), "LLM_KV_CACHE_NOT_EXIST");
-//! assert_eq!(error.fact("cluster"), Some("1"));
-//! assert_eq!(decode.unlink_clusters(&[peer], Duration::from_secs(3), false).len(), 1);
+//! let (dst, src) = (ours.rows([7]), PeerCache::new(decode.clone(), peer, "other")?.rows([3]));
+//! let pull = PeerPairs::checked(&*decode, PeerCall::Pull, [(&dst, &src)].into_iter())?;
+//! let error = pull.start(&decode, PairExtras::default())?.join(soon()).unwrap_err();
+//! assert_eq!(ErrorWords(&error).class(), ErrorClass::NotFound);
 //! # Ok::<(), Error>(())
 //! ```
 
@@ -153,6 +123,7 @@ mod huge_pages;
 #[expect(unsafe_code, reason = "the only module of the core that dereferences addresses")]
 mod memory;
 mod model;
+mod native;
 mod net;
 mod options;
 mod plan;
@@ -189,6 +160,10 @@ pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
     GrantToken, GrantUse, KvGeometry, KvLayout, KvLayoutNames, KvPlanes, MixedSizes, NO_ID, Name, Placement,
     RemoteCacheName, RowSizes, SubRow, TensorDesc, TokenOrder, Verify, Words, tensor_bytes,
+};
+pub use native::{
+    BlockRows, CacheForm, ElementTypes, EngineName, ErrorClass, ErrorWords, MAX_SECONDS, OwnCache, OwnPairs,
+    PairExtras, PeerCache, PeerCall, PeerPairs, RowsCache, RowsOfPair, RowsPart, lent_cache, pool_named,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

@@ -5,7 +5,6 @@
 #ifndef LLM_DATADIST_LLM_DATADIST_H_
 #define LLM_DATADIST_LLM_DATADIST_H_
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -14,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "llm_datadist/llm_datadist_transfer.h"
 #include "llm_datadist/llm_datadist_types.h"
 
 namespace llm_datadist {
@@ -62,8 +60,7 @@ class LlmDataDist {
     return llm_datadist_initialize(handle_, list.data(), list.size());
   }
 
-  // Closes the engine, and first ends all transfers that run, with LLM_FAILED. Do not call it while other calls are
-  // running.
+  // Closes the engine. Do not call it while other calls are running.
   void Finalize() { (void)llm_datadist_finalize(handle_); }
 
   // Changes the role. OPTION_LISTEN_IP_INFO names the address to listen at, and is required for the role
@@ -192,188 +189,9 @@ class LlmDataDist {
   // for any port. Returns 0 without a listener.
   uint16_t ListeningPort() const { return llm_datadist_listening(handle_); }
 
-  // The methods below are additions to the original. A method with Async in its name starts what the method without
-  // it does, and returns without waiting. It has the same arguments and checks, and hands a handle to `transfer`.
-  // The arguments may be destroyed when it returns. Memory of the program that a copy names by address must stay
-  // readable and writable until the transfer has ended.
-  //
-  // The transfer ends within timeout_ms milliseconds from the call; 0 stands for OPTION_SYNC_CACHE_WAIT_TIME, and
-  // values below 0 are LLM_PARAM_INVALID. What the arguments and the caches of this object decide is returned at
-  // once, with the status of the method without Async. LLM_LINK_BUSY: too many transfers run, or wait for their
-  // outcome to be taken. After any failure nothing has started, and `transfer` is unchanged. Every other failure, a
-  // missing link too, is the outcome of the transfer, which Poll and Transfer::Result return.
-  //
-  // Transfers and calls that meet in a row of a cache take turns in the order in which they were started.
-  //
-  // Pulls and pushes deliver *notification, unless it is null: Poll of the peer returns it once the bytes are in
-  // place, behind all earlier messages of Notify. A transfer that succeeds has delivered it once. If the peer has too
-  // many messages that it has not polled, the transfer moves nothing and ends with LLM_LINK_BUSY. A message of more
-  // than 64 KiB is LLM_PARAM_INVALID at once.
-
-  // Starts PullKvCache.
-  Status PullKvCacheAsync(const CacheIndex &src_cache_index, const Cache &dst_cache, Transfer &transfer,
-                          uint32_t batch_index = 0U, int64_t size = -1, const KvCacheExtParam &ext_param = {},
-                          int32_t timeout_ms = 0, const std::string *notification = nullptr) {
-    const auto src = view::Of(src_cache_index);
-    const auto dst = view::Of(dst_cache);
-    const auto ext = view::Of(ext_param, notification);
-    return Started(transfer, [&](uint64_t *number) {
-      return llm_datadist_pull_cache_async(handle_, &src, &dst, batch_index, size, &ext, timeout_ms, number);
-    });
-  }
-
-  // Starts PullKvBlocks.
-  Status PullKvBlocksAsync(const CacheIndex &src_cache_index, const Cache &dst_cache,
-                           const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
-                           Transfer &transfer, const KvCacheExtParam &ext_param = {}, int32_t timeout_ms = 0,
-                           const std::string *notification = nullptr) {
-    const auto src = view::Of(src_cache_index);
-    const auto dst = view::Of(dst_cache);
-    const auto ext = view::Of(ext_param, notification);
-    return Started(transfer, [&](uint64_t *number) {
-      return llm_datadist_pull_blocks_async(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext,
-                                            timeout_ms, number);
-    });
-  }
-
-  // Starts CopyKvCache.
-  Status CopyKvCacheAsync(const Cache &src_cache, const Cache &dst_cache, Transfer &transfer,
-                          uint32_t src_batch_index = 0U, uint32_t dst_batch_index = 0U, uint64_t offset = 0U,
-                          int64_t size = -1, int32_t timeout_ms = 0) {
-    const auto src = view::Of(src_cache);
-    const auto dst = view::Of(dst_cache);
-    return Started(transfer, [&](uint64_t *number) {
-      return llm_datadist_copy_cache_async(handle_, &src, &dst, src_batch_index, dst_batch_index, offset, size,
-                                           timeout_ms, number);
-    });
-  }
-
-  // Starts CopyKvBlocks.
-  Status CopyKvBlocksAsync(const Cache &src_cache, const Cache &dst_cache, const std::vector<uint64_t> &src_blocks,
-                           const std::vector<std::vector<uint64_t>> &dst_blocks_list, Transfer &transfer,
-                           int32_t timeout_ms = 0) {
-    const auto lists = view::Of(dst_blocks_list);
-    const auto src = view::Of(src_cache);
-    const auto dst = view::Of(dst_cache);
-    return Started(transfer, [&](uint64_t *number) {
-      return llm_datadist_copy_blocks_async(handle_, &src, &dst, view::Of(src_blocks), lists.data(), lists.size(),
-                                            timeout_ms, number);
-    });
-  }
-
-  // Starts PushKvCache.
-  Status PushKvCacheAsync(const Cache &src_cache, const CacheIndex &dst_cache_index, Transfer &transfer,
-                          uint32_t src_batch_index = 0U, int64_t size = -1, const KvCacheExtParam &ext_param = {},
-                          int32_t timeout_ms = 0, const std::string *notification = nullptr) {
-    const auto src = view::Of(src_cache);
-    const auto dst = view::Of(dst_cache_index);
-    const auto ext = view::Of(ext_param, notification);
-    return Started(transfer, [&](uint64_t *number) {
-      return llm_datadist_push_cache_async(handle_, &src, &dst, src_batch_index, size, &ext, timeout_ms, number);
-    });
-  }
-
-  // Starts PushKvBlocks.
-  Status PushKvBlocksAsync(const Cache &src_cache, const CacheIndex &dst_cache_index,
-                           const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
-                           Transfer &transfer, const KvCacheExtParam &ext_param = {}, int32_t timeout_ms = 0,
-                           const std::string *notification = nullptr) {
-    const auto src = view::Of(src_cache);
-    const auto dst = view::Of(dst_cache_index);
-    const auto ext = view::Of(ext_param, notification);
-    return Started(transfer, [&](uint64_t *number) {
-      return llm_datadist_push_blocks_async(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext,
-                                            timeout_ms, number);
-    });
-  }
-
-  // Sends a message of at most 64 KiB to the program of a linked cluster, whose Poll returns it. Does not wait for
-  // the peer. Messages over one link arrive in order, each at most once; if the link breaks, its event counts those
-  // that the peer has not confirmed. LLM_LINK_BUSY: the peer has not polled 1,024 messages, or 4 MiB of them.
-  // LLM_NOT_YET_LINK: there is no link, or it broke. LLM_PARAM_INVALID: the message is too long, or the cluster is
-  // this one. After any failure nothing is sent. Any thread may call it.
-  Status Notify(uint64_t cluster_id, const std::string &payload) {
-    if (!view::Understood()) {
-      return LLM_FAILED;
-    }
-    return llm_datadist_notify(handle_, cluster_id, view::Bytes(payload), payload.size());
-  }
-
-  // Replaces `events` by at most max_events events, in the order in which they happened. Never waits: without
-  // events it returns LLM_SUCCESS and an empty list. Each event is returned once, to one caller. Events of links are
-  // kept only after the first call of Poll or EventDescriptor, and only the latest ones of each peer. Any thread may
-  // call it. If there is no memory, std::bad_alloc is thrown: `events` has the events so far, and the others stay.
-  Status Poll(size_t max_events, std::vector<Event> &events) {
-    events.clear();
-    if (!view::Understood()) {
-      return LLM_FAILED;
-    }
-    constexpr size_t kAtOnce = 64U;
-    LlmDatadistEvent polled[kAtOnce];
-    size_t asked = 0U;
-    size_t count = 0U;
-    do {
-      asked = std::min(max_events - events.size(), kAtOnce);
-      // Space first, so that only copying a message or a text can fail below.
-      if (events.capacity() - events.size() < asked) {
-        events.reserve(std::max(2U * events.size(), events.size() + asked));
-      }
-      const Status status = llm_datadist_poll(handle_, asked, polled, &count);
-      if (status != LLM_SUCCESS) {
-        // The program must not overlook the events that it got, and the next call fails again.
-        return events.empty() ? status : LLM_SUCCESS;
-      }
-      Undelivered rest{handle_, count};
-      for (size_t at = 0U; at < count; ++at) {
-        events.push_back(view::Of(polled[at]));
-        --rest.count;
-      }
-    } while (count == asked && events.size() < max_events);
-    return LLM_SUCCESS;
-  }
-
-  // Sets `descriptor` to a file descriptor that is readable while Poll has something to return, for poll, select or
-  // epoll. It belongs to the engine, which closes it in Finalize, and it is the same for every call. Do not read,
-  // write or close it. Any thread may call the method. LLM_FAILED if the process has no descriptor left.
-  Status EventDescriptor(int &descriptor) {
-    return view::Understood() ? llm_datadist_event_descriptor(handle_, &descriptor) : LLM_FAILED;
-  }
-
-  // Waits until no transfer runs, at most timeout_ms milliseconds; 0 does not wait. Returns LLM_TIMEOUT if one still
-  // runs then, and LLM_PARAM_INVALID for values below 0. Events stay for Poll. Any thread may call it.
-  Status Drain(int32_t timeout_ms) {
-    return view::Understood() ? llm_datadist_drain(handle_, timeout_ms) : LLM_FAILED;
-  }
-
  private:
   // Larger numbers of tensors are refused, so their addresses need no space.
   static constexpr uint32_t kMostTensors = 1U << 24U;
-
-  // The last events of a poll that the program does not have yet. An exception returns them to the queue.
-  struct Undelivered {
-    ~Undelivered() {
-      if (count != 0U) {
-        (void)llm_datadist_unpoll(handle, count);
-      }
-    }
-
-    const uint64_t handle;
-    size_t count;
-  };
-
-  // Has `start` start a transfer, and hands its handle to `transfer`.
-  template <typename Start>
-  static Status Started(Transfer &transfer, Start start) {
-    if (!view::Understood()) {
-      return LLM_FAILED;
-    }
-    uint64_t number = 0U;
-    const Status status = start(&number);
-    if (status == LLM_SUCCESS) {
-      transfer = Transfer(number);
-    }
-    return status;
-  }
 
   const uint64_t handle_;
 };

@@ -8,6 +8,12 @@
 #include <stdint.h>
 
 /**
+ * The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
+ * its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
+ */
+#define LLM_DATADIST_ABI_VERSION 5
+
+/**
  * Level of errors, the most severe one.
  */
 #define LLM_DATADIST_LOG_ERROR 1
@@ -28,35 +34,129 @@
 #define LLM_DATADIST_LOG_DEBUG 4
 
 /**
- * The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
- * its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
+ * The status of a call of the native API: the call succeeded.
  */
-#define LLM_DATADIST_ABI_VERSION 4
+#define LLM_DATADIST_SUCCESS 0
+
+/**
+ * A value that is not allowed, or rows that do not fit the other cache. Correct the program.
+ */
+#define LLM_DATADIST_INVALID_ARGUMENT 1
+
+/**
+ * The cache was freed, or the peer has none of this name.
+ */
+#define LLM_DATADIST_NOT_FOUND 2
+
+/**
+ * There is no room in a pool, or no memory.
+ */
+#define LLM_DATADIST_OUT_OF_MEMORY 3
+
+/**
+ * The time limit has passed.
+ */
+#define LLM_DATADIST_TIMEOUT 4
+
+/**
+ * There is no link, it has ended, or it was not made. Link again, ask again.
+ */
+#define LLM_DATADIST_PEER_LOST 5
+
+/**
+ * Too many transfers, grants or messages. Take events, and try again.
+ */
+#define LLM_DATADIST_BUSY 6
+
+/**
+ * The grant has ended.
+ */
+#define LLM_DATADIST_GRANT_ENDED 7
+
+/**
+ * Bytes that have moved differ from their source.
+ */
+#define LLM_DATADIST_VERIFY_FAILED 8
+
+/**
+ * The engine was closed, or a handle is not valid any more.
+ */
+#define LLM_DATADIST_CLOSED 9
+
+/**
+ * The program has cancelled the transfer.
+ */
+#define LLM_DATADIST_CANCELLED 10
+
+/**
+ * Every other failure.
+ */
+#define LLM_DATADIST_ERROR 11
+
+/**
+ * The transfer still runs. No transfer ends with this status.
+ */
+#define LLM_DATADIST_RUNNING 12
 
 /**
  * Maximum number of bytes of a message for a peer.
  */
-#define LLM_DATADIST_MAX_NOTIFICATION (64 << 10)
+#define LLM_DATADIST_MAX_MESSAGE (64 << 10)
 
 /**
- * The kind of an event: a transfer has ended.
+ * Number of bytes of the token of a grant.
  */
-#define LLM_DATADIST_EVENT_COMPLETED 1
+#define LLM_DATADIST_TOKEN_SIZE 48
 
 /**
- * The kind of an event: a peer has sent a message.
+ * Number of bytes that every address of an engine fits into, with its null byte.
  */
-#define LLM_DATADIST_EVENT_NOTIFICATION 2
+#define LLM_DATADIST_ADDRESS_SIZE 64
 
 /**
- * The kind of an event: a link was made, by either side.
+ * Flag of a cache: its tensors follow each other without gaps.
  */
-#define LLM_DATADIST_EVENT_LINK_UP 3
+#define LLM_DATADIST_CONTIGUOUS 1
+
+/**
+ * Flag of a registered cache: peers cannot find it.
+ */
+#define LLM_DATADIST_NOT_SHARED 2
+
+/**
+ * Flag of a push: `llm_datadist_transfer_ready` reports each layer.
+ */
+#define LLM_DATADIST_LAYERWISE 1
+
+/**
+ * Flag of a pull: it is not the last one of this engine under its grants.
+ */
+#define LLM_DATADIST_MORE_PULLS 2
+
+/**
+ * The kind of an event: a transfer has ended, and nobody has taken its outcome.
+ */
+#define LLM_DATADIST_COMPLETED 1
+
+/**
+ * The kind of an event: the program at a peer has sent a message.
+ */
+#define LLM_DATADIST_MESSAGE 2
+
+/**
+ * The kind of an event: a link was made, by either end.
+ */
+#define LLM_DATADIST_PEER_UP 3
 
 /**
  * The kind of an event: a link has ended, for whatever reason.
  */
-#define LLM_DATADIST_EVENT_LINK_DOWN 4
+#define LLM_DATADIST_PEER_DOWN 4
+
+/**
+ * The kind of an event: a grant of this engine has ended. Its blocks may be written again.
+ */
+#define LLM_DATADIST_GRANT_CLOSED 5
 
 /**
  * One option. Both texts end in a null byte.
@@ -161,6 +261,292 @@ typedef struct {
 } LlmDatadistRegisterCfg;
 
 /**
+ * Receives one line of the log: its level, the part of the engine that it comes from, its text, and `user_data`. The texts
+ * end in a null byte and are valid during the call.
+ */
+typedef void (*LlmDatadistLogCallback)(int32_t level, const char *target, const char *text, void *user_data);
+
+/**
+ * A range from `first` to before `end`. If both are 0, it stands for all.
+ */
+typedef struct {
+  /**
+   * The first one.
+   */
+  uint64_t first;
+  /**
+   * The one after the last one.
+   */
+  uint64_t end;
+} LlmDatadistRange;
+
+/**
+ * What the bytes of a block mean: one or two tensors for each layer.
+ */
+typedef struct {
+  /**
+   * The layers of the model that the cache holds.
+   */
+  LlmDatadistRange layers;
+  /**
+   * The key-value heads that the cache holds. All of them: those of `total_heads`.
+   */
+  LlmDatadistRange heads;
+  /**
+   * Number of key-value heads of the model; 0: as many as `heads` has.
+   */
+  uint32_t total_heads;
+  /**
+   * Number of tokens in a block.
+   */
+  uint32_t block_tokens;
+  /**
+   * Number of elements of one head of one token.
+   */
+  uint32_t head_dim;
+  /**
+   * Order of the dimensions of a block: `"NHD"` (tokens, heads, elements), the default, or `"HND"`.
+   */
+  const char *order;
+  /**
+   * Where keys and values are: `"separate"` (two tensors for each layer), the default, `"k_then_v"`, `"latent"` or `"single"`.
+   */
+  const char *kv;
+  /**
+   * Name or version of the model. Both ends of a transfer must have the same. By default none.
+   */
+  const char *model;
+  /**
+   * Must be 0.
+   */
+  uint64_t reserved[4];
+} LlmDatadistKvLayout;
+
+/**
+ * What a cache is.
+ */
+typedef struct {
+  /**
+   * Number of blocks. A block is one row of every tensor.
+   */
+  uint64_t blocks;
+  /**
+   * What the blocks mean, or null. Then `shape` and `tensors` describe them.
+   */
+  const LlmDatadistKvLayout *layout;
+  /**
+   * Element type: `"float16"`, `"bfloat16"`, `"float32"`, `"float64"`, `"int8"` to `"int64"`, `"uint8"` to `"uint64"`, `"bool"`.
+   */
+  const char *dtype;
+  /**
+   * Dimensions of one block of one tensor.
+   */
+  const int64_t *shape;
+  /**
+   * Number of dimensions in `shape`.
+   */
+  size_t num_dims;
+  /**
+   * Number of tensors. 0 if there is a layout, and for registered memory, whose addresses are counted.
+   */
+  uint32_t tensors;
+  /**
+   * Number of consecutive tensors that form a layer, 1 by default. 0 if there is a layout.
+   */
+  uint32_t tensors_per_layer;
+  /**
+   * Pool: `"device"`, the default, or `"host"`.
+   */
+  const char *pool;
+  /**
+   * Bytes from one block to the next in each tensor of registered memory. By default there are no gaps.
+   */
+  uint64_t stride;
+  /**
+   * `LLM_DATADIST_CONTIGUOUS` for `llm_datadist_allocate`, `LLM_DATADIST_NOT_SHARED` for `llm_datadist_register`, or 0.
+   */
+  uint32_t flags;
+  /**
+   * Must be 0.
+   */
+  uint64_t reserved[4];
+} LlmDatadistForm;
+
+/**
+ * Blocks of a cache of this engine, or of a peer.
+ */
+typedef struct {
+  /**
+   * A cache of this engine, or 0.
+   */
+  uint64_t cache;
+  /**
+   * The peer, if `cache` is 0.
+   */
+  uint64_t peer;
+  /**
+   * The name of the peer's cache, or null if it is of this engine.
+   */
+  const char *name;
+  /**
+   * Blocks, in order.
+   */
+  const uint32_t *blocks;
+  /**
+   * Number of blocks.
+   */
+  size_t num_blocks;
+  /**
+   * Layers of the cache, counted from 0.
+   */
+  LlmDatadistRange layers;
+  /**
+   * Tokens of the sequence that the blocks hold. Both caches need a layout.
+   */
+  LlmDatadistRange tokens;
+  /**
+   * Bytes of every block in each tensor. Not together with `tokens`.
+   */
+  LlmDatadistRange bytes;
+  /**
+   * Must be 0.
+   */
+  uint64_t reserved[2];
+} LlmDatadistRows;
+
+/**
+ * Rows that are written, and rows that are read: block `i` of `src` goes to block `i` of `dst`.
+ */
+typedef struct {
+  /**
+   * The rows that are written.
+   */
+  LlmDatadistRows dst;
+  /**
+   * The rows that are read.
+   */
+  LlmDatadistRows src;
+  /**
+   * Pull: the token of the grant that lends `src`, or null.
+   */
+  const uint8_t *token;
+  /**
+   * Must be 0.
+   */
+  uint64_t reserved[2];
+} LlmDatadistPair;
+
+/**
+ * What a copy, pull or push does beside moving bytes.
+ */
+typedef struct {
+  /**
+   * Pull and push: the message that the peer's program gets when the bytes are in place, or null. All pairs then name one peer.
+   */
+  const uint8_t *message;
+  /**
+   * Number of bytes of `message`.
+   */
+  size_t message_size;
+  /**
+   * How the bytes are compared: `"off"`, `"sample"` or `"full"`. By default as the engine does.
+   */
+  const char *verify;
+  /**
+   * Time limit in seconds, of a layer-wise push for each layer. 0: that of the engine.
+   */
+  double timeout;
+  /**
+   * `LLM_DATADIST_LAYERWISE` for a push, `LLM_DATADIST_MORE_PULLS` for a pull, or 0.
+   */
+  uint32_t flags;
+  /**
+   * Must be 0.
+   */
+  uint64_t reserved[4];
+} LlmDatadistCall;
+
+/**
+ * Another engine, as long as it runs. A program that restarts is another peer.
+ */
+typedef struct {
+  /**
+   * The random number that the engine drew when it was opened. Calls name the peer by it.
+   */
+  uint64_t peer;
+  /**
+   * The name that the peer's program has given to its engine.
+   */
+  const char *name;
+  /**
+   * The address of the peer.
+   */
+  const char *address;
+  /**
+   * How bytes move: `"shm"` or `"tcp"`.
+   */
+  const char *transport;
+  /**
+   * The option `metadata` of the peer's engine.
+   */
+  const uint8_t *metadata;
+  /**
+   * Number of bytes of `metadata`.
+   */
+  size_t metadata_size;
+  /**
+   * 0 in this version.
+   */
+  uint64_t reserved[2];
+} LlmDatadistPeer;
+
+/**
+ * Something that has happened. Fields that do not belong to the kind are 0 or null.
+ */
+typedef struct {
+  /**
+   * `LLM_DATADIST_COMPLETED` or another kind. A program ignores kinds that it does not know.
+   */
+  uint32_t kind;
+  /**
+   * Completed: the status with which the transfer has ended. `llm_datadist_transfer_result` has the reason.
+   */
+  uint32_t status;
+  /**
+   * Completed: the transfer. The program may have freed its handle.
+   */
+  uint64_t transfer;
+  /**
+   * Message, peer up and peer down: the peer.
+   */
+  LlmDatadistPeer peer;
+  /**
+   * Message: its bytes.
+   */
+  const uint8_t *message;
+  /**
+   * Number of bytes of `message`.
+   */
+  size_t message_size;
+  /**
+   * Peer down: why, for people. Grant closed: `"done"`, `"expired"`, `"revoked"` or `"released"`.
+   */
+  const char *reason;
+  /**
+   * Peer down: number of messages to the peer whose arrival it has not confirmed. Each may have arrived or not.
+   */
+  uint64_t unconfirmed;
+  /**
+   * Grant closed: its token.
+   */
+  uint8_t token[LLM_DATADIST_TOKEN_SIZE];
+  /**
+   * 0 in this version.
+   */
+  uint64_t reserved[4];
+} LlmDatadistEvent;
+
+/**
  * One batch slot of a peer's cache.
  */
 typedef struct {
@@ -209,7 +595,7 @@ typedef struct {
 } LlmDatadistCache;
 
 /**
- * Layers to read and to write, and a message for the peer. Both ends of a range are included; -1 and -1 stand for all layers.
+ * Layers to read and to write. Both ends of a range are included; -1 and -1 stand for all layers.
  */
 typedef struct {
   /**
@@ -233,18 +619,9 @@ typedef struct {
    */
   uint8_t tensor_num_per_layer;
   /**
-   * Message that the program of the peer gets once the bytes are in place; null for none. Must be null for functions that
-   * wait.
-   */
-  const uint8_t *notify;
-  /**
-   * Number of bytes of `notify`, at most `LLM_DATADIST_MAX_NOTIFICATION`.
-   */
-  size_t notify_size;
-  /**
    * Must be 0.
    */
-  uint64_t reserved[2];
+  uint64_t reserved[4];
 } LlmDatadistExtParam;
 
 /**
@@ -260,76 +637,6 @@ typedef struct {
    */
   size_t count;
 } LlmDatadistBlocks;
-
-/**
- * An event of an engine, which the library writes. Fields that do not belong to the kind of the event are 0 or null. Texts
- * end in a null byte. The library owns the message and the texts, and `llm_datadist_poll` says how long they are valid.
- */
-typedef struct {
-  /**
-   * One of `LLM_DATADIST_EVENT_COMPLETED` and the other kinds. A program ignores kinds that it does not know.
-   */
-  uint32_t kind;
-  /**
-   * Completed: status with which the transfer ended.
-   */
-  uint32_t status;
-  /**
-   * Completed: handle of the transfer. The program may have freed it.
-   */
-  uint64_t transfer;
-  /**
-   * Completed: number of bytes that are known to be in place.
-   */
-  uint64_t bytes;
-  /**
-   * Completed: nanoseconds from the start of the transfer to its end.
-   */
-  uint64_t nanos;
-  /**
-   * All kinds but completed: cluster id of the peer.
-   */
-  uint64_t cluster_id;
-  /**
-   * Notification: the message.
-   */
-  const uint8_t *payload;
-  /**
-   * Notification: number of bytes of the message.
-   */
-  size_t payload_size;
-  /**
-   * Link up and down: a number that the engine of the peer has drawn when it was opened. A restarted peer has another one.
-   */
-  uint64_t incarnation;
-  /**
-   * Link up and down: address of the peer, as in the log.
-   */
-  const char *address;
-  /**
-   * Link up and down: how bytes move, `shm` or `tcp`.
-   */
-  const char *transport;
-  /**
-   * Link down: why the link ended.
-   */
-  const char *reason;
-  /**
-   * Link down: number of messages of `llm_datadist_notify` that the peer has not confirmed. It may have got the first of
-   * them.
-   */
-  uint64_t unacknowledged;
-  /**
-   * 0 in this version.
-   */
-  uint64_t reserved[4];
-} LlmDatadistEvent;
-
-/**
- * Receives one line of the log: its level, the part of the engine that it comes from, its text, and `user_data`. The texts
- * end in a null byte and are valid during the call.
- */
-typedef void (*LlmDatadistLogCallback)(int32_t level, const char *target, const char *text, void *user_data);
 
 #ifdef __cplusplus
 extern "C" {
@@ -359,6 +666,18 @@ uint32_t llm_datadist_free(uint64_t handle);
 const char *llm_datadist_last_error(void);
 
 /**
+ * Returns the word that tells the failures of one status of the native API apart, such as `name_taken`; otherwise like
+ * `llm_datadist_last_error`.
+ */
+const char *llm_datadist_last_error_code(void);
+
+/**
+ * Returns the argument that the last failure of the native API is about, such as `dst`, or an empty text; otherwise like
+ * `llm_datadist_last_error`.
+ */
+const char *llm_datadist_last_error_argument(void);
+
+/**
  * Opens the engine. Has no effect while it is open.
  *
  * # Safety
@@ -367,8 +686,7 @@ const char *llm_datadist_last_error(void);
 uint32_t llm_datadist_initialize(uint64_t handle, const LlmDatadistOption *options, size_t num_options);
 
 /**
- * Closes the engine. Has no effect unless it is open. First ends all transfers, with `LLM_FAILED`. Their handles still answer
- * afterwards; events that were not polled are dropped.
+ * Closes the engine. Has no effect unless it is open.
  */
 uint32_t llm_datadist_finalize(uint64_t handle);
 
@@ -458,163 +776,6 @@ uint32_t llm_datadist_unregister_cache(uint64_t handle,
                                        int64_t cache_id);
 
 /**
- * Starts what `llm_datadist_pull_cache` does, without waiting for it. Writes the handle of the transfer to `transfer`;
- * `llm_datadist_transfer_free` frees it. An addition to the original, as all functions for transfers and events.
- *
- * The transfer ends within `timeout_ms` milliseconds from this call; 0 stands for the time limit of the synchronous call.
- * The structures and lists of the call may be freed when it returns.
- *
- * What the arguments and the caches of this engine decide is returned at once, with the codes of the synchronous call.
- * `LLM_LINK_BUSY`: too many transfers run, or wait for their outcome to be taken. After any failure, nothing has started and
- * nothing is written. Every other failure, a missing link too, is the outcome of the transfer, which `llm_datadist_poll` and
- * `llm_datadist_transfer_result` return.
- *
- * If `ext_param` has a message, the program of the peer gets it after the bytes are in place, before the transfer succeeds, and
- * behind all messages that `llm_datadist_notify` accepted before. A transfer that succeeds has delivered it once. One that fails
- * has not, unless the link broke or the time limit passed before the peer had confirmed it; then the reason of the failure says
- * so. If the peer has too many messages that it has not polled, the transfer ends with `LLM_LINK_BUSY` and has moved nothing.
- *
- * Any thread may call it. Calls that meet in a row of a cache take turns in the order in which they were started.
- *
- * # Safety
- * The pointers refer to valid structures, and `transfer` to space for a handle.
- */
-uint32_t llm_datadist_pull_cache_async(uint64_t handle,
-                                       const LlmDatadistCacheIndex *src,
-                                       const LlmDatadistCache *dst,
-                                       uint32_t batch_index,
-                                       int64_t size,
-                                       const LlmDatadistExtParam *ext_param,
-                                       int32_t timeout_ms,
-                                       uint64_t *transfer);
-
-/**
- * Starts what `llm_datadist_pull_blocks` does; otherwise like `llm_datadist_pull_cache_async`.
- *
- * # Safety
- * See `llm_datadist_pull_cache_async`. The lists are valid.
- */
-uint32_t llm_datadist_pull_blocks_async(uint64_t handle,
-                                        const LlmDatadistCacheIndex *src,
-                                        const LlmDatadistCache *dst,
-                                        LlmDatadistBlocks src_blocks,
-                                        LlmDatadistBlocks dst_blocks,
-                                        const LlmDatadistExtParam *ext_param,
-                                        int32_t timeout_ms,
-                                        uint64_t *transfer);
-
-/**
- * Starts what `llm_datadist_push_cache` does; otherwise like `llm_datadist_pull_cache_async`.
- *
- * # Safety
- * See `llm_datadist_pull_cache_async`.
- */
-uint32_t llm_datadist_push_cache_async(uint64_t handle,
-                                       const LlmDatadistCache *src,
-                                       const LlmDatadistCacheIndex *dst,
-                                       uint32_t src_batch_index,
-                                       int64_t size,
-                                       const LlmDatadistExtParam *ext_param,
-                                       int32_t timeout_ms,
-                                       uint64_t *transfer);
-
-/**
- * Starts what `llm_datadist_push_blocks` does; otherwise like `llm_datadist_pull_cache_async`.
- *
- * # Safety
- * See `llm_datadist_pull_cache_async`. The lists are valid.
- */
-uint32_t llm_datadist_push_blocks_async(uint64_t handle,
-                                        const LlmDatadistCache *src,
-                                        const LlmDatadistCacheIndex *dst,
-                                        LlmDatadistBlocks src_blocks,
-                                        LlmDatadistBlocks dst_blocks,
-                                        const LlmDatadistExtParam *ext_param,
-                                        int32_t timeout_ms,
-                                        uint64_t *transfer);
-
-/**
- * Starts what `llm_datadist_copy_cache` does; otherwise like `llm_datadist_pull_cache_async`.
- *
- * # Safety
- * See `llm_datadist_pull_cache_async`. Where the id of a structure is -1, one tensor stays readable and writable at each
- * address until the transfer has ended.
- */
-uint32_t llm_datadist_copy_cache_async(uint64_t handle,
-                                       const LlmDatadistCache *src,
-                                       const LlmDatadistCache *dst,
-                                       uint32_t src_batch_index,
-                                       uint32_t dst_batch_index,
-                                       uint64_t offset,
-                                       int64_t size,
-                                       int32_t timeout_ms,
-                                       uint64_t *transfer);
-
-/**
- * Starts what `llm_datadist_copy_blocks` does; otherwise like `llm_datadist_pull_cache_async`.
- *
- * # Safety
- * See `llm_datadist_copy_cache_async`. The lists are valid.
- */
-uint32_t llm_datadist_copy_blocks_async(uint64_t handle,
-                                        const LlmDatadistCache *src,
-                                        const LlmDatadistCache *dst,
-                                        LlmDatadistBlocks src_blocks,
-                                        const LlmDatadistBlocks *dst_blocks_list,
-                                        size_t num_lists,
-                                        int32_t timeout_ms,
-                                        uint64_t *transfer);
-
-/**
- * Writes at most `max_events` events to `events`, in the order in which they happened, and their number to `num_events`.
- * Never waits. Without events it succeeds, and writes 0.
- *
- * The message and the texts of the events are valid until the next call of `llm_datadist_poll` or `llm_datadist_unpoll` in
- * this thread, for any object, and at most until the thread ends. The program does not free them.
- *
- * An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. Events of links are
- * kept only after the first call of this function or of `llm_datadist_event_descriptor`, and only the latest ones of each peer.
- * After a failure no event is lost. Any thread may call it.
- *
- * # Safety
- * `events` points to space for `max_events` events, and `num_events` to space for a number.
- */
-uint32_t llm_datadist_poll(uint64_t handle,
-                           size_t max_events,
-                           LlmDatadistEvent *events,
-                           size_t *num_events);
-
-/**
- * Puts the last `num_events` events of the last `llm_datadist_poll` of this thread back, in front of the queue, because the
- * program had no memory for them. The next `llm_datadist_poll` of any thread returns them again.
- *
- * `LLM_PARAM_INVALID` if that call has returned fewer events, or was for another object. Then nothing has changed.
- */
-uint32_t llm_datadist_unpoll(uint64_t handle,
-                             size_t num_events);
-
-/**
- * Writes a file descriptor to `descriptor`. It is readable while `llm_datadist_poll` has something to return, so that
- * `poll`, `select` or `epoll` can wait for it.
- *
- * The descriptor belongs to the engine, and is the same for every call. The program must not read from it, write to it or
- * close it. Closing the engine closes it: first remove it from what waits for it. A program that `exec` starts does not
- * inherit it. Any thread may call the function. It fails with `LLM_FAILED` if the process has no descriptor left.
- *
- * # Safety
- * `descriptor` points to space for a number.
- */
-uint32_t llm_datadist_event_descriptor(uint64_t handle,
-                                       int *descriptor);
-
-/**
- * Waits until no transfer of the engine runs, at most `timeout_ms` milliseconds; 0 does not wait. `LLM_TIMEOUT` if one still
- * runs then. Events stay in the queue. Any thread may call it.
- */
-uint32_t llm_datadist_drain(uint64_t handle,
-                            int32_t timeout_ms);
-
-/**
  * Sends lines of `max_level` and more severe ones to `callback`. Null removes the callback. A process has one callback for
  * all objects.
  *
@@ -634,69 +795,321 @@ uint32_t llm_datadist_set_log_callback(LlmDatadistLogCallback callback,
                                        int32_t max_level);
 
 /**
- * Sends a message of at most `LLM_DATADIST_MAX_NOTIFICATION` bytes to the program of a linked cluster, whose
- * `llm_datadist_poll` returns it. An addition to the original.
- *
- * Does not wait for the peer: it returns when the message is in the window of the link. Messages over one link arrive in order,
- * each at most once. If the link breaks, its event counts the messages that the peer has not confirmed. The message may be freed
- * when the function returns.
- *
- * `LLM_LINK_BUSY` if the peer has not polled 1,024 messages, or 4 MiB of them; `LLM_NOT_YET_LINK` if there is no link, or it
- * broke; `LLM_PARAM_INVALID` if the message is too long, or `cluster_id` is that of this object. Then nothing is sent. Any thread
- * may call it.
+ * Allocates a cache from a pool, and writes its handle to `cache`. Peers find it by `name`: 1 to 128 bytes of printable text that no
+ * other cache of the engine has. The contents are undefined.
  *
  * # Safety
- * `payload` points to `size` bytes. Null is an empty message.
+ * `name` ends in a null byte, `form` points to a valid structure, and `cache` to space for a handle.
  */
-uint32_t llm_datadist_notify(uint64_t handle,
-                             uint64_t cluster_id,
-                             const uint8_t *payload,
-                             size_t size);
+uint32_t llm_datadist_allocate(uint64_t engine,
+                               const char *name,
+                               const LlmDatadistForm *form,
+                               uint64_t *cache);
+
+/**
+ * Makes a cache of memory of the program: `tensors` has the address of each tensor. Otherwise like `llm_datadist_allocate`.
+ *
+ * # Safety
+ * See `llm_datadist_allocate`. `tensors` points to `num_tensors` addresses. At each of them, one tensor stays readable and writable
+ * until the transfer of `llm_datadist_cache_free` has succeeded, or the engine is closed.
+ */
+uint32_t llm_datadist_register(uint64_t engine,
+                               const char *name,
+                               void *const *tensors,
+                               size_t num_tensors,
+                               const LlmDatadistForm *form,
+                               uint64_t *cache);
+
+/**
+ * Writes the address of every tensor of a cache to `tensors`. Block `i` begins at `i` times the bytes of a block, or the stride.
+ *
+ * # Safety
+ * `tensors` points to space for `num_tensors` addresses.
+ */
+uint32_t llm_datadist_cache_tensors(uint64_t cache,
+                                    void **tensors,
+                                    size_t num_tensors);
+
+/**
+ * Ends a cache, and writes the handle of a transfer to `transfer`. Its name can be used again at once, and new transfers that name it
+ * fail with `LLM_DATADIST_NOT_FOUND`. Grants of the cache end.
+ *
+ * The transfer ends when nothing touches the memory any more, neither this engine nor a peer. With `LLM_DATADIST_TIMEOUT`, a peer
+ * that does not answer may still read registered memory: keep it, and call the function again. `LLM_DATADIST_BUSY`: the cache is
+ * freed; call the function again to learn when its memory may be used. The handle is invalid once the transfer has succeeded.
+ *
+ * # Safety
+ * `transfer` points to space for a handle.
+ */
+uint32_t llm_datadist_cache_free(uint64_t cache,
+                                 uint64_t *transfer);
+
+/**
+ * Starts to copy blocks inside an engine, within a cache or between two, and writes the handle of the transfer to `transfer`;
+ * `llm_datadist_transfer_free` frees it. The pairs are copied in their order.
+ *
+ * What the arguments and the caches of this engine decide is returned at once; nothing has started then. `LLM_DATADIST_BUSY`: too
+ * many transfers run, or have an outcome that nobody took. Every other failure is the outcome of the transfer. The structures and
+ * lists of the call may be freed when it returns.
+ *
+ * # Safety
+ * `pairs` points to `num_pairs` valid structures, `call` to one or is null for the defaults, and `transfer` to space for a handle.
+ */
+uint32_t llm_datadist_copy(uint64_t engine,
+                           const LlmDatadistPair *pairs,
+                           size_t num_pairs,
+                           const LlmDatadistCall *call,
+                           uint64_t *transfer);
+
+/**
+ * Starts to read blocks of peers into blocks of this engine; otherwise like `llm_datadist_copy`. The pairs succeed or fail together.
+ *
+ * If both caches of a pair have a layout, elements go where the layout of `dst` has them. If all pairs have the same `dst` and all
+ * caches have layouts, each layer and head is read from one pair whose cache holds it. Until the transfer has ended, the blocks of
+ * `dst` must not be used; if it fails, they are undefined. With a token, the pull fails with `LLM_DATADIST_GRANT_ENDED` if the grant
+ * ended before all bytes were read.
+ *
+ * # Safety
+ * See `llm_datadist_copy`.
+ */
+uint32_t llm_datadist_pull(uint64_t engine,
+                           const LlmDatadistPair *pairs,
+                           size_t num_pairs,
+                           const LlmDatadistCall *call,
+                           uint64_t *transfer);
+
+/**
+ * Starts to write blocks of this engine into blocks of peers, under the rules of `llm_datadist_pull`. The blocks of `src` must not be
+ * written until the transfer has ended.
+ *
+ * With `LLM_DATADIST_LAYERWISE`, a layer moves when `llm_datadist_transfer_ready` is called for it. All pairs then have one local
+ * cache, and rows of whole blocks.
+ *
+ * # Safety
+ * See `llm_datadist_copy`.
+ */
+uint32_t llm_datadist_push(uint64_t engine,
+                           const LlmDatadistPair *pairs,
+                           size_t num_pairs,
+                           const LlmDatadistCall *call,
+                           uint64_t *transfer);
+
+/**
+ * Opens an engine, and writes its handle to `engine`. `llm_datadist_engine_close` closes it. Both texts of an option end in a null
+ * byte.
+ *
+ * The options are those of the Python class `Engine`, as texts: `pool`, `host_pool`, `page`, `listen`, `name`, `metadata`, `token`,
+ * `token_file`, `accept_remote`, `timeout`, `verify`, and what `llm-datadist options` lists. A size is `"64MiB"` or a number of
+ * bytes, a time is a number of seconds, and a flag is `true` or `false`. Unknown names are refused.
+ *
+ * A process may have several engines. Any thread may call the functions for an engine. A forked child has none of the engines,
+ * caches and transfers of its parent, and may open its own.
+ *
+ * # Safety
+ * `options` points to `num_options` options, and `engine` to space for a handle.
+ */
+uint32_t llm_datadist_engine_open(const LlmDatadistOption *options,
+                                  size_t num_options,
+                                  uint64_t *engine);
+
+/**
+ * Closes an engine: ends its transfers, links and grants, frees its caches and their handles, and releases the pools. The handle is
+ * invalid from the start of the call.
+ *
+ * Transfers that still run after `timeout` seconds, 0 or above, end with `LLM_DATADIST_CLOSED`. Their handles answer until they are
+ * freed. Events that nobody took are dropped. The event descriptor is closed: first remove it from what waits for it.
+ */
+uint32_t llm_datadist_engine_close(uint64_t engine,
+                                   double timeout);
+
+/**
+ * Writes the address at which the engine listens to `address`, with the port that was taken, as a text that ends in a null byte. It
+ * is empty without the option `listen`. `LLM_DATADIST_ADDRESS_SIZE` bytes are enough.
+ *
+ * # Safety
+ * `address` points to space for `size` characters.
+ */
+uint32_t llm_datadist_engine_address(uint64_t engine,
+                                     char *address,
+                                     size_t size);
+
+/**
+ * Writes a file descriptor to `descriptor`. It is readable while `llm_datadist_events` has something to return, so that `poll`,
+ * `select` or `epoll` can wait for it.
+ *
+ * The descriptor belongs to the engine, and is the same for every call. The program must not read from it, write to it or
+ * close it. A program that `exec` starts does not inherit it.
+ *
+ * # Safety
+ * `descriptor` points to space for a number.
+ */
+uint32_t llm_datadist_event_descriptor(uint64_t engine,
+                                       int *descriptor);
+
+/**
+ * Writes at most `max_events` events to `events`, oldest first, and their number to `num_events`. Never waits: without events it
+ * succeeds, and writes 0.
+ *
+ * What the events point to is valid until the next call of `llm_datadist_events` or `llm_datadist_peers` in this thread, for any
+ * engine, and at most until the thread ends. The program does not free it.
+ *
+ * An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. In another thread, the
+ * event may come before the call that started the transfer has returned. After a failure no event is lost.
+ *
+ * # Safety
+ * `events` points to space for `max_events` events, and `num_events` to space for a number.
+ */
+uint32_t llm_datadist_events(uint64_t engine,
+                             size_t max_events,
+                             LlmDatadistEvent *events,
+                             size_t *num_events);
+
+/**
+ * Writes at most `max_peers` of the peers that are linked now to `peers`, and the number of all of them to `num_peers`. What the
+ * structures point to is valid as for `llm_datadist_events`.
+ *
+ * # Safety
+ * `peers` points to space for `max_peers` structures, or is null if that is 0, and `num_peers` to space for a number.
+ */
+uint32_t llm_datadist_peers(uint64_t engine,
+                            size_t max_peers,
+                            LlmDatadistPeer *peers,
+                            size_t *num_peers);
+
+/**
+ * Starts to link with the engine that listens at an address, `ip:port` or `[ipv6]:port`, unless a link to it exists. Writes the handle
+ * of a transfer to `transfer`; `llm_datadist_transfer_peer` returns its peer.
+ *
+ * Both ends may call it. While nobody listens, the engine tries again until `timeout` seconds have passed; 0 stands for the time limit
+ * of the engine. If `name` is not null, the peer must have it.
+ *
+ * # Safety
+ * The texts end in a null byte, and `transfer` points to space for a handle.
+ */
+uint32_t llm_datadist_link(uint64_t engine,
+                           const char *address,
+                           const char *name,
+                           double timeout,
+                           uint64_t *transfer);
+
+/**
+ * Starts to end the link to a peer, and writes the handle of a transfer to `transfer`. Transfers that run are finished first. This end
+ * has dropped the link when the transfer ends, whatever its outcome. A peer that is not linked is no error.
+ *
+ * # Safety
+ * `transfer` points to space for a handle.
+ */
+uint32_t llm_datadist_peer_close(uint64_t engine,
+                                 uint64_t peer,
+                                 double timeout,
+                                 uint64_t *transfer);
+
+/**
+ * Sends a message of at most `LLM_DATADIST_MAX_MESSAGE` bytes to the program of a peer, whose `llm_datadist_events` returns it. Never
+ * waits.
+ *
+ * Messages of one peer arrive in order, each at most once. `LLM_DATADIST_BUSY`: the peer's program has not taken 1,024 messages or
+ * 4 MiB. `LLM_DATADIST_PEER_LOST`: there is no link to this peer. Nothing was sent then.
+ *
+ * # Safety
+ * `message` points to `size` bytes. Null is an empty message.
+ */
+uint32_t llm_datadist_send(uint64_t engine,
+                           uint64_t peer,
+                           const uint8_t *message,
+                           size_t size);
+
+/**
+ * Lends blocks of a cache of this engine to readers for `ttl` seconds, and writes the token of the grant to `token`, which has space
+ * for `LLM_DATADIST_TOKEN_SIZE` bytes. Sends nothing: the program gives the token to the readers, which pass it to
+ * `llm_datadist_pull`.
+ *
+ * While the grant lasts, the program must not write to the blocks. It ends when its time has passed, when `readers` readers have
+ * finished their last pull, by `llm_datadist_revoke`, or when the cache is freed. Then comes the event `LLM_DATADIST_GRANT_CLOSED`.
+ * `readers` is 1 to 4,096. A grant does not keep others out: a peer can pull the blocks without it.
+ *
+ * # Safety
+ * `rows` points to a valid structure, and `token` to its space.
+ */
+uint32_t llm_datadist_lend(uint64_t engine,
+                           const LlmDatadistRows *rows,
+                           double ttl,
+                           uint32_t readers,
+                           uint8_t *token);
+
+/**
+ * Lets a grant of this engine last at least until `ttl` seconds from now. `LLM_DATADIST_GRANT_ENDED` if it has ended.
+ *
+ * # Safety
+ * `token` points to a token.
+ */
+uint32_t llm_datadist_renew(uint64_t engine,
+                            const uint8_t *token,
+                            double ttl);
+
+/**
+ * Ends a grant of this engine. When the call returns, no pull under it succeeds any more, so the blocks may be written. Writes the
+ * handle of a transfer to `transfer`, which ends when the reads that this engine serves have ended. `LLM_DATADIST_GRANT_ENDED` if the
+ * grant has ended before.
+ *
+ * # Safety
+ * `token` points to a token, and `transfer` to space for a handle.
+ */
+uint32_t llm_datadist_revoke(uint64_t engine,
+                             const uint8_t *token,
+                             uint64_t *transfer);
 
 /**
  * Returns whether the transfer has ended, so that nothing of it touches memory any more. Does not take its outcome.
  *
  * Also returns true for an invalid handle, of which `llm_datadist_transfer_result` says why it is invalid. It never fails, so
- * the reason of the last failure stays. Any thread may call it.
+ * the last failure stays.
  */
 bool llm_datadist_transfer_done(uint64_t transfer);
 
 /**
- * Waits until the transfer has ended, at most `timeout_ms` milliseconds, and returns its outcome like
- * `llm_datadist_transfer_result`. 0 does not wait. Any thread may call it, and several may wait for the same transfer.
+ * Waits until the transfer has ended, at most `timeout` seconds, 0 or above, and returns its outcome like
+ * `llm_datadist_transfer_result`. Several threads may wait for the same transfer.
  */
-uint32_t llm_datadist_transfer_wait(uint64_t transfer,
-                                    int32_t timeout_ms);
+uint32_t llm_datadist_transfer_wait(uint64_t transfer, double timeout);
 
 /**
- * Returns the status with which the transfer has ended, or `LLM_WAIT_PROC_TIMEOUT` while it runs. Never waits.
+ * Returns the status with which the transfer has ended, or `LLM_DATADIST_RUNNING` while it runs. Never waits.
  *
- * No transfer ends with `LLM_WAIT_PROC_TIMEOUT`. A transfer whose time limit has passed ends with `LLM_TIMEOUT`. One that was
- * cancelled, or that the end of its engine has ended, ends with `LLM_FAILED`. After a failure, the contents of the rows that
- * it writes are undefined, and `llm_datadist_last_error` has the reason. An invalid handle is `LLM_FAILED` too.
- *
- * The function takes the outcome: `llm_datadist_poll` no longer returns it. The transfer keeps it, so that the function may be
- * called again. Any thread may call it.
+ * After a failure, the contents of the rows that it writes are undefined, and `llm_datadist_last_error` has the reason. The function
+ * takes the outcome: `llm_datadist_events` no longer returns it. The transfer keeps it, so that the function may be called again.
  */
 uint32_t llm_datadist_transfer_result(uint64_t transfer);
 
 /**
- * Cancels the transfer. Never waits: a transfer that has begun ends a little later, and its event reports this. Returns true
- * if it will end with `LLM_FAILED`, and false if its outcome can no longer change or the handle is invalid. It never fails, so
- * the reason of the last failure stays. Any thread may call it.
+ * Cancels the transfer. Never waits: a transfer that has begun ends a little later. Returns true if it will end with
+ * `LLM_DATADIST_CANCELLED`, and false if its outcome can no longer change or the handle is invalid. It never fails, so the last
+ * failure stays.
  */
 bool llm_datadist_transfer_cancel(uint64_t transfer);
 
 /**
- * Returns whether `llm_datadist_transfer_cancel` has ended the transfer, or will end it. It never fails, so the reason of the
- * last failure stays. Any thread may call it.
+ * Reports that a layer is computed, and starts to send it. Never waits. Only for a push with `LLM_DATADIST_LAYERWISE`.
+ *
+ * Layers are counted from 0, and may come in any order and from any thread. From now on the layer must not be written until the
+ * transfer has ended. It succeeds when all layers of its rows were reported and are in place. Reporting a layer after the transfer
+ * has failed does nothing.
  */
-bool llm_datadist_transfer_cancelled(uint64_t transfer);
+uint32_t llm_datadist_transfer_ready(uint64_t transfer,
+                                     uint32_t layer);
+
+/**
+ * Writes the peer of a transfer of `llm_datadist_link` that has succeeded to `peer`.
+ *
+ * # Safety
+ * `peer` points to space for a number.
+ */
+uint32_t llm_datadist_transfer_peer(uint64_t transfer, uint64_t *peer);
 
 /**
  * Writes the number of bytes that are known to be in place to `done`, and the number of bytes of the whole transfer to
- * `total`, which is 0 until the transfer is planned. Both are final once the transfer has ended. A push learns only at its end
- * how many bytes are in place. An invalid handle is `LLM_FAILED`. Any thread may call it.
+ * `total`, which is 0 until it is known. Both are final once the transfer has ended. A push learns only at its end how many bytes
+ * are in place.
  *
  * # Safety
  * Both pointers refer to space for a number.
@@ -707,13 +1120,14 @@ uint32_t llm_datadist_transfer_progress(uint64_t transfer,
 
 /**
  * Returns the nanoseconds from the start of the transfer to its end, or until now while it runs; 0 for an invalid handle. It
- * never fails, so the reason of the last failure stays. Any thread may call it.
+ * never fails, so the last failure stays.
  */
 uint64_t llm_datadist_transfer_nanos(uint64_t transfer);
 
 /**
- * Frees the handle of a transfer, which it neither cancels nor waits for. The event of the transfer is still returned. Any
- * thread may call it, also before the transfer has ended and after its engine was closed.
+ * Frees the handle of a transfer, which it neither cancels nor waits for. The event of the transfer is still returned. A layer-wise
+ * push whose layers were not all reported is cancelled, because nobody could report them any more. May be called before the transfer
+ * has ended, and after its engine was closed.
  */
 uint32_t llm_datadist_transfer_free(uint64_t transfer);
 

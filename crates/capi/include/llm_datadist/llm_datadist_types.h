@@ -38,8 +38,6 @@ constexpr Status LLM_FEATURE_NOT_ENABLED = 0x5010B019U;
 constexpr Status LLM_TIMEOUT = 0x5010B01AU;
 constexpr Status LLM_LINK_BUSY = 0x5010B01BU;
 constexpr Status LLM_OUT_OF_MEMORY = 0x5010B01CU;
-// A grant has ended. Only the Python interface has grants: the class never returns this status.
-constexpr Status LLM_GRANT_ENDED = 0x4C440001U;
 // Bytes of a transfer differ from those of its source (option "llm.Verify").
 constexpr Status LLM_VERIFY_FAILED = 0x4C440002U;
 
@@ -165,42 +163,6 @@ enum class LogLevel : int32_t {
 // Receives one line of the log: its level, the part of the engine that it comes from, and its text.
 using LogCallback = std::function<void(LogLevel level, const char *target, const char *text)>;
 
-// The kind of an event. A program ignores kinds that it does not know.
-enum class EventKind : uint32_t {
-  kCompleted = LLM_DATADIST_EVENT_COMPLETED,        // a transfer has ended
-  kNotification = LLM_DATADIST_EVENT_NOTIFICATION,  // a peer has sent a message
-  kLinkUp = LLM_DATADIST_EVENT_LINK_UP,             // a link was made, by either side
-  kLinkDown = LLM_DATADIST_EVENT_LINK_DOWN          // a link has ended, for whatever reason
-};
-
-// An addition to the original: something that has happened. Fields that do not belong to the kind are 0 or empty.
-struct Event {
-  EventKind kind = EventKind::kCompleted;
-  // kCompleted. The fields are final.
-  Status status = LLM_FAILED;  // with which the transfer ended; Transfer::Result has the reason of a failure
-  uint64_t transfer = 0U;      // Transfer::Number
-  uint64_t bytes = 0U;         // that are known to be in place
-  uint64_t nanos = 0U;         // from the start of the transfer to its end, in nanoseconds
-  // All other kinds.
-  uint64_t cluster_id = 0U;  // of the peer
-  // kNotification.
-  std::string payload;  // the bytes of the message
-  // kLinkUp and kLinkDown.
-  uint64_t incarnation = 0U;  // drawn by the engine of the peer when it was opened: a restarted peer has another one
-  std::string address;        // of the peer, as in the log
-  std::string transport;      // how bytes move: shm or tcp
-  // kLinkDown.
-  std::string reason;            // why the link ended
-  uint64_t unacknowledged = 0U;  // messages of Notify that the peer has not confirmed; some may have arrived
-  uint8_t reserved[200U - 4U * sizeof(std::string)] = {};
-};
-
-// An addition to the original: how far a transfer is, in bytes.
-struct TransferProgress {
-  uint64_t done = 0U;   // that are known to be in place. A push learns this only at its end
-  uint64_t total = 0U;  // of the whole transfer; 0 until the transfer is planned
-};
-
 // Layouts that programs and libraries of different versions share.
 namespace layout {
 constexpr size_t Rounded(size_t bytes, size_t align) { return (bytes + align - 1U) / align * align; }
@@ -213,7 +175,6 @@ static_assert(sizeof(KvCacheExtParam) == 144U, "layout of KvCacheExtParam");
 static_assert(sizeof(RegisterCfg) == 128U, "layout of RegisterCfg");
 static_assert(sizeof(IpInfo) == Rounded(sizeof(std::string) + 2U + 128U, 8U), "layout of IpInfo");
 static_assert(sizeof(ClusterInfo) == 16U + 2U * kList + 128U, "layout of ClusterInfo");
-static_assert(sizeof(Event) == 256U, "layout of Event");
 }  // namespace layout
 
 // Structures of the C interface. They are views, valid while the structures that they were made of do not
@@ -237,13 +198,9 @@ inline LlmDatadistCacheIndex Of(const CacheIndex &index) {
   return {index.cluster_id, index.cache_id, index.batch_index, {}};
 }
 
-inline const uint8_t *Bytes(const std::string &payload) { return reinterpret_cast<const uint8_t *>(payload.data()); }
-
-inline LlmDatadistExtParam Of(const KvCacheExtParam &ext, const std::string *notification = nullptr) {
-  const uint8_t *notify = notification == nullptr ? nullptr : Bytes(*notification);
-  const size_t size = notification == nullptr ? 0U : notification->size();
+inline LlmDatadistExtParam Of(const KvCacheExtParam &ext) {
   return {ext.src_layer_range.first, ext.src_layer_range.second, ext.dst_layer_range.first,
-          ext.dst_layer_range.second, ext.tensor_num_per_layer, notify, size, {}};
+          ext.dst_layer_range.second, ext.tensor_num_per_layer, {}};
 }
 
 inline LlmDatadistRegisterCfg Of(const RegisterCfg &) { return {}; }
@@ -257,27 +214,6 @@ inline std::vector<LlmDatadistBlocks> Of(const std::vector<std::vector<uint64_t>
     list.push_back(Of(blocks));
   }
   return list;
-}
-
-inline std::string Text(const char *text) { return text == nullptr ? std::string() : std::string(text); }
-
-inline Event Of(const LlmDatadistEvent &event) {
-  Event made;
-  made.kind = static_cast<EventKind>(event.kind);
-  made.status = event.status;
-  made.transfer = event.transfer;
-  made.bytes = event.bytes;
-  made.nanos = event.nanos;
-  made.cluster_id = event.cluster_id;
-  if (event.payload_size != 0U) {
-    made.payload.assign(reinterpret_cast<const char *>(event.payload), event.payload_size);
-  }
-  made.incarnation = event.incarnation;
-  made.address = Text(event.address);
-  made.transport = Text(event.transport);
-  made.reason = Text(event.reason);
-  made.unacknowledged = event.unacknowledged;
-  return made;
 }
 
 inline std::vector<LlmDatadistOption> Of(const std::map<std::string, std::string> &options) {

@@ -1,11 +1,11 @@
-//! The arguments that the synchronous and the asynchronous calls share, so that both have the same rules.
+//! The arguments that several calls of the C++ class share.
 
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{
-    CacheId, CacheIndex, CopyArgs, DataDist, End, Error, ErrorKind, ExtParam, Operation, Result,
+    CacheId, CacheIndex, CopyArgs, DataDist, End, ErrorKind, ExtParam, Operation, Result,
 };
 
-use super::raw::{self, CallExtension};
+use super::raw;
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 
 /// Returns the arguments that both pulls share.
@@ -16,7 +16,7 @@ pub(super) unsafe fn pulled(
     src: *const LlmDatadistCacheIndex,
     dst: *const LlmDatadistCache,
     ext: *const LlmDatadistExtParam,
-) -> Result<(CacheIndex, CacheId, CallExtension)> {
+) -> Result<(CacheIndex, CacheId, ExtParam)> {
     // SAFETY: the caller's promise.
     let src = unsafe { raw::index("src_cache_index", src) }?;
     // SAFETY: the caller's promise.
@@ -34,7 +34,7 @@ pub(super) unsafe fn pushed(
     src: *const LlmDatadistCache,
     dst: *const LlmDatadistCacheIndex,
     ext: *const LlmDatadistExtParam,
-) -> Result<(CacheId, CacheIndex, CallExtension)> {
+) -> Result<(CacheId, CacheIndex, ExtParam)> {
     // SAFETY: the caller's promise.
     let src = unsafe { raw::push_source(src) }?;
     // SAFETY: the caller's promise.
@@ -42,15 +42,6 @@ pub(super) unsafe fn pushed(
     // SAFETY: the caller's promise.
     let ext = unsafe { raw::ext_param(ext) }?;
     Ok((src, dst, ext))
-}
-
-/// Returns the layers of a call that waits, which delivers no message.
-pub(super) fn layers_alone(ext: &CallExtension) -> Result<ExtParam> {
-    if ext.notify.is_some() {
-        let text = "ext_param.notify must be null for a call that waits";
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
-    }
-    Ok(ext.layers)
 }
 
 /// Returns the operation `CopyKvCache`. Its other arguments are checked first as far as they do not depend on the caches.

@@ -1,59 +1,71 @@
 //! The functions that C calls. Each converts its arguments, makes one call, and writes the results.
 //!
-//! Every function that returns `uint32_t` returns a status (`LLM_SUCCESS` is 0). After any other status, the calling thread
+//! Every function that returns `uint32_t` returns a status, and 0 is a success. After any other status, the calling thread
 //! can get the reason from `llm_datadist_last_error`. A null pointer for a required argument, a handle that was freed, and
 //! a panic are statuses as well, never a crash. A pointer that is neither null nor valid is undefined behaviour, as
 //! everywhere in C.
 //!
-//! Pointers are converted in `raw`; `types` has the structures, `transfers` and `async_transfers` the calls that move bytes,
-//! `transfer_handle` has the handles of asynchronous calls, `notifications` messages for peers, `events` what has happened, and
-//! `log` the log.
+//! The files `native_*` have the native API, and the other files what the C++ class calls. Pointers are converted in `raw` and
+//! `native_raw`; `types` and `native_types` have the structures, and `log` the log of both.
+
+#[macro_use]
+mod types;
 
 mod arguments;
-mod async_transfers;
-mod events;
 mod log;
-mod notifications;
+mod native_caches;
+mod native_calls;
+mod native_engines;
+mod native_events;
+mod native_links;
+mod native_raw;
+mod native_transfers;
+mod native_types;
 pub(crate) mod process;
 mod raw;
-mod transfer_handle;
 mod transfers;
-mod types;
 
 use std::ffi::c_char;
 
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode};
 
-pub use async_transfers::{
-    llm_datadist_copy_blocks_async, llm_datadist_copy_cache_async, llm_datadist_pull_blocks_async,
-    llm_datadist_pull_cache_async, llm_datadist_push_blocks_async, llm_datadist_push_cache_async,
-};
-pub use events::{llm_datadist_drain, llm_datadist_event_descriptor, llm_datadist_poll, llm_datadist_unpoll};
 pub use log::{
     LLM_DATADIST_LOG_DEBUG, LLM_DATADIST_LOG_ERROR, LLM_DATADIST_LOG_INFO, LLM_DATADIST_LOG_WARNING,
     LlmDatadistLogCallback, llm_datadist_set_log_callback,
 };
-pub use notifications::llm_datadist_notify;
-pub use transfer_handle::{
-    llm_datadist_transfer_cancel, llm_datadist_transfer_cancelled, llm_datadist_transfer_done,
-    llm_datadist_transfer_free, llm_datadist_transfer_nanos, llm_datadist_transfer_progress,
-    llm_datadist_transfer_result, llm_datadist_transfer_wait,
+pub use native_caches::{
+    llm_datadist_allocate, llm_datadist_cache_free, llm_datadist_cache_tensors, llm_datadist_register,
 };
+pub use native_calls::{llm_datadist_copy, llm_datadist_pull, llm_datadist_push};
+pub use native_engines::{
+    llm_datadist_engine_address, llm_datadist_engine_close, llm_datadist_engine_open,
+    llm_datadist_event_descriptor,
+};
+pub use native_events::{llm_datadist_events, llm_datadist_peers};
+pub use native_links::{
+    llm_datadist_lend, llm_datadist_link, llm_datadist_peer_close, llm_datadist_renew, llm_datadist_revoke,
+    llm_datadist_send,
+};
+pub use native_transfers::{
+    llm_datadist_transfer_cancel, llm_datadist_transfer_done, llm_datadist_transfer_free,
+    llm_datadist_transfer_nanos, llm_datadist_transfer_peer, llm_datadist_transfer_progress,
+    llm_datadist_transfer_ready, llm_datadist_transfer_result, llm_datadist_transfer_wait,
+};
+pub use native_types::*;
 pub use transfers::{
     llm_datadist_copy_blocks, llm_datadist_copy_cache, llm_datadist_pull_blocks, llm_datadist_pull_cache,
     llm_datadist_push_blocks, llm_datadist_push_cache,
 };
 pub use types::{
-    LLM_DATADIST_ABI_VERSION, LLM_DATADIST_EVENT_COMPLETED, LLM_DATADIST_EVENT_LINK_DOWN,
-    LLM_DATADIST_EVENT_LINK_UP, LLM_DATADIST_EVENT_NOTIFICATION, LLM_DATADIST_MAX_NOTIFICATION,
-    LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,
-    LlmDatadistEvent, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption, LlmDatadistRegisterCfg,
+    LLM_DATADIST_ABI_VERSION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
+    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
+    LlmDatadistRegisterCfg,
 };
 
 use crate::calls;
-use crate::failure::{self, caught, guarded, guarded_as};
-use crate::objects::OpenEngine;
+use crate::failure::{self, FailureText, caught, guarded, guarded_as};
+use crate::objects::{Object, OpenEngine};
 
 /// Returns the `LLM_DATADIST_ABI_VERSION` of the library. A program that was compiled with a higher version must not use
 /// the library.
@@ -68,7 +80,7 @@ pub extern "C" fn llm_datadist_new(cluster_id: u64, role: i32) -> u64 {
     let mut handle = 0;
     guarded(|| {
         crate::log::install(log::current);
-        handle = process::current().objects.create(ClusterId(cluster_id), role);
+        handle = process::current().objects.add(Object::new(ClusterId(cluster_id), role));
         Ok(())
     });
     handle
@@ -77,14 +89,28 @@ pub extern "C" fn llm_datadist_new(cluster_id: u64, role: i32) -> u64 {
 /// Frees an object, and closes its engine if it is open, as `llm_datadist_finalize` does.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_free(handle: u64) -> u32 {
-    guarded(|| process::current().objects.free(handle))
+    guarded(|| process::current().objects.remove(handle).map(|object| object.close()))
 }
 
 /// Returns the reason of the last call of this thread that failed. The text is valid until the next call of this thread
 /// that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_last_error() -> *const c_char {
-    failure::reason()
+    failure::last(FailureText::Reason)
+}
+
+/// Returns the word that tells the failures of one status of the native API apart, such as `name_taken`; otherwise like
+/// `llm_datadist_last_error`.
+#[unsafe(no_mangle)]
+pub extern "C" fn llm_datadist_last_error_code() -> *const c_char {
+    failure::last(FailureText::Code)
+}
+
+/// Returns the argument that the last failure of the native API is about, such as `dst`, or an empty text; otherwise like
+/// `llm_datadist_last_error`.
+#[unsafe(no_mangle)]
+pub extern "C" fn llm_datadist_last_error_argument() -> *const c_char {
+    failure::last(FailureText::Argument)
 }
 
 /// Opens the engine. Has no effect while it is open.
@@ -105,8 +131,7 @@ pub unsafe extern "C" fn llm_datadist_initialize(
     })
 }
 
-/// Closes the engine. Has no effect unless it is open. First ends all transfers, with `LLM_FAILED`. Their handles still answer
-/// afterwards; events that were not polled are dropped.
+/// Closes the engine. Has no effect unless it is open.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_finalize(handle: u64) -> u32 {
     guarded(|| {

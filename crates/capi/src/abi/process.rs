@@ -1,23 +1,55 @@
-//! What belongs to one process: its objects, its transfers and its log callback. A forked child starts with none.
+//! What belongs to one process: its handles and its log callback. A forked child starts with none.
 //!
 //! The threads of the parent do not exist in the child, so a lock that one of them held is never released there.
 //! Therefore the child leaves the parent's state alone, and makes its own when it first needs it
 //! (`child_has_no_handles_of_its_parent_and_may_create_its_own`).
 
 use std::ptr::null_mut;
-use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::{Arc, RwLock};
 
+use llm_datadist_core::Result;
+
+use crate::handles::{self, CACHES, ENGINES, HandleTable, OBJECTS, TRANSFERS};
 use crate::log::Recipient;
-use crate::objects::{self, Objects};
-use crate::transfer_handles::{self, TransferHandles};
+use crate::native::{HeldCache, HeldEngine, HeldTransfer};
+use crate::objects::Object;
 
 /// The state of one process.
-#[derive(Default)]
 pub(crate) struct Process {
-    pub(crate) objects: Objects,
-    pub(crate) transfers: TransferHandles,
+    pub(crate) objects: HandleTable<Arc<Object>>,
+    pub(crate) engines: HandleTable<Arc<HeldEngine>>,
+    pub(crate) caches: HandleTable<Arc<HeldCache>>,
+    pub(crate) transfers: HandleTable<HeldTransfer>,
     pub(crate) log: RwLock<Option<Recipient>>,
+}
+
+impl Process {
+    fn new() -> Self {
+        Process {
+            objects: HandleTable::new(&OBJECTS),
+            engines: HandleTable::new(&ENGINES),
+            caches: HandleTable::new(&CACHES),
+            transfers: HandleTable::new(&TRANSFERS),
+            log: RwLock::new(None),
+        }
+    }
+
+    /// Returns a handle for a cache. Frees those of caches that are gone.
+    pub(crate) fn add_cache(&self, cache: Arc<HeldCache>) -> u64 {
+        self.caches.retain(|cache| !cache.is_gone());
+        self.caches.add(cache)
+    }
+
+    /// Returns the cache of a handle, unless it is gone.
+    pub(crate) fn cache(&self, handle: u64) -> Result<Arc<HeldCache>> {
+        let cache = self.caches.get(handle)?;
+        if !cache.is_gone() {
+            return Ok(cache);
+        }
+        self.caches.retain(|cache| !cache.is_gone());
+        self.caches.get(handle)
+    }
 }
 
 /// Null until this process needs it.
@@ -31,7 +63,7 @@ pub(crate) fn current() -> &'static Process {
         return unsafe { &*found };
     }
     watch_forks();
-    let made = Box::into_raw(Box::<Process>::default());
+    let made = Box::into_raw(Box::new(Process::new()));
     match CURRENT.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: as above.
         Ok(_) => unsafe { &*made },
@@ -47,8 +79,7 @@ pub(crate) fn current() -> &'static Process {
 /// Runs in a forked child before anything else.
 pub(crate) fn forked() {
     CURRENT.store(null_mut(), Ordering::Release);
-    objects::forked();
-    transfer_handles::forked();
+    handles::forked();
     llm_datadist_core::bindings::abandon_sockets();
 }
 

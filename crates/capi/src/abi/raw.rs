@@ -4,22 +4,21 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
 use std::slice;
 
-use llm_datadist_core::bindings::{cpp, fallible};
+use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, DataDist, End, Error, ErrorKind,
     ExtParam, PeerAddress, Result,
 };
 
 use super::types::{
-    LLM_DATADIST_MAX_NOTIFICATION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
-    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
-    LlmDatadistRegisterCfg, Reserved,
+    LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,
+    LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption, LlmDatadistRegisterCfg, Reserved,
 };
 use crate::calls;
 
 #[cold]
-fn refused(name: &str, what: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("{name} is {what}"))
+pub(super) fn refused(name: &str, what: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("{name} is {what}")).of_argument(name)
 }
 
 /// Returns `Err` if no list of `count` values can be at `first`.
@@ -68,7 +67,7 @@ pub(super) unsafe fn whole<T: Copy + Reserved>(name: &str, at: *const T) -> Resu
     Ok(structure)
 }
 
-fn known(name: &str, structure: &impl Reserved) -> Result<()> {
+pub(super) fn known(name: &str, structure: &impl Reserved) -> Result<()> {
     if structure.reserved().iter().all(|&word| word == 0) {
         return Ok(());
     }
@@ -79,7 +78,7 @@ fn known(name: &str, structure: &impl Reserved) -> Result<()> {
 ///
 /// # Safety
 /// `text` is null, or such a text that does not change during `'a`.
-unsafe fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str> {
+pub(super) unsafe fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str> {
     readable(name, text, 1)?;
     // SAFETY: not null, checked above; that it ends is the caller's promise.
     let text = unsafe { CStr::from_ptr(text) };
@@ -244,44 +243,16 @@ pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Resu
     })
 }
 
-/// What the structure of the last parameter of a pull or a push asks for.
-pub(super) struct CallExtension {
-    /// Layers to move.
-    pub(super) layers: ExtParam,
-    /// Message for the peer.
-    pub(super) notify: Option<Vec<u8>>,
-}
-
 /// # Safety
-/// See [`value`], and [`list`] for the message.
-pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<CallExtension> {
+/// See [`value`].
+pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<ExtParam> {
     // SAFETY: the caller's promise.
     let ext = unsafe { whole("ext_param", at) }?;
-    let layers = ExtParam {
+    Ok(ExtParam {
         src_layer_range: (ext.src_first, ext.src_last),
         dst_layer_range: (ext.dst_first, ext.dst_last),
         tensor_num_per_layer: ext.tensor_num_per_layer,
-    };
-    if ext.notify.is_null() && ext.notify_size == 0 {
-        return Ok(CallExtension { layers, notify: None });
-    }
-    // SAFETY: the caller's promise.
-    let notify = unsafe { message("notify", ext.notify, ext.notify_size) }?;
-    Ok(CallExtension { layers, notify: Some(notify) })
-}
-
-/// Returns a copy of a message for a peer. One that is too long is not accessed.
-///
-/// # Safety
-/// See [`list`].
-pub(super) unsafe fn message(name: &str, first: *const u8, size: usize) -> Result<Vec<u8>> {
-    if size > LLM_DATADIST_MAX_NOTIFICATION {
-        let allowed = format!("at most {LLM_DATADIST_MAX_NOTIFICATION} bytes");
-        return Err(Error::argument(&format!("len({name})"), size, allowed));
-    }
-    // SAFETY: the caller's promise.
-    let bytes = unsafe { list(name, first, size) }?;
-    fallible::collect("a notification", bytes.iter().copied())
+    })
 }
 
 /// # Safety

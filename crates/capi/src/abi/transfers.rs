@@ -1,4 +1,4 @@
-//! The functions that move bytes: pulls, pushes and copies.
+//! The functions of the C++ class that move bytes: pulls, pushes and copies.
 
 use llm_datadist_core::CopyArgs;
 
@@ -21,7 +21,7 @@ pub unsafe extern "C" fn llm_datadist_pull_cache(
     entered(handle, |open| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
-        open.engine.pull_kv_cache(src, dst, batch_index, size, arguments::layers_alone(&ext)?, None)?.run()
+        open.engine.pull_kv_cache(src, dst, batch_index, size, ext)?.run()
     })
 }
 
@@ -43,7 +43,7 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks(
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        open.engine.pull_kv_blocks(src, dst, blocks, arguments::layers_alone(&ext)?, None)?.run()
+        open.engine.pull_kv_blocks(src, dst, blocks, ext)?.run()
     })
 }
 
@@ -63,9 +63,7 @@ pub unsafe extern "C" fn llm_datadist_push_cache(
     entered(handle, |open| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
-        open.engine
-            .push_kv_cache(src, dst, src_batch_index, size, arguments::layers_alone(&ext)?, None)?
-            .run()
+        open.engine.push_kv_cache(src, dst, src_batch_index, size, ext)?.run()
     })
 }
 
@@ -87,7 +85,7 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        open.engine.push_kv_blocks(src, dst, blocks, arguments::layers_alone(&ext)?, None)?.run()
+        open.engine.push_kv_blocks(src, dst, blocks, ext)?.run()
     })
 }
 

@@ -1,4 +1,4 @@
-//! The structures of the C interface. A list is a pointer and a count; a null pointer is an empty list.
+//! The structures that the C++ class uses. A list is a pointer and a count; a null pointer is an empty list.
 //!
 //! Structures end in reserved words, so that a later version can add fields without changing the size of a structure or the
 //! stride of a list. The words are 0 in this version. Other values are refused, because they ask for something that this
@@ -11,7 +11,7 @@ use std::ffi::c_char;
 
 /// The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
 /// its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
-pub const LLM_DATADIST_ABI_VERSION: u32 = 4;
+pub const LLM_DATADIST_ABI_VERSION: u32 = 5;
 
 /// A structure that a later version may extend.
 pub(super) trait Reserved {
@@ -19,6 +19,7 @@ pub(super) trait Reserved {
     fn reserved(&self) -> &[u64];
 }
 
+/// Makes structures that a later version may extend.
 macro_rules! reserved {
     ($($structure:ty),*) => {
         $(impl Reserved for $structure {
@@ -97,7 +98,7 @@ pub struct LlmDatadistCacheIndex {
     pub reserved: [u64; 4],
 }
 
-/// Layers to read and to write, and a message for the peer. Both ends of a range are included; -1 and -1 stand for all layers.
+/// Layers to read and to write. Both ends of a range are included; -1 and -1 stand for all layers.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistExtParam {
@@ -111,13 +112,8 @@ pub struct LlmDatadistExtParam {
     pub dst_last: i32,
     /// Number of tensors of one layer.
     pub tensor_num_per_layer: u8,
-    /// Message that the program of the peer gets once the bytes are in place; null for none. Must be null for functions that
-    /// wait.
-    pub notify: *const u8,
-    /// Number of bytes of `notify`, at most `LLM_DATADIST_MAX_NOTIFICATION`.
-    pub notify_size: usize,
     /// Must be 0.
-    pub reserved: [u64; 2],
+    pub reserved: [u64; 4],
 }
 
 /// How memory is registered. There are no settings yet.
@@ -166,55 +162,4 @@ pub struct LlmDatadistBlocks {
     pub blocks: *const u64,
     /// Number of blocks.
     pub count: usize,
-}
-
-/// Maximum number of bytes of a message for a peer.
-pub const LLM_DATADIST_MAX_NOTIFICATION: usize = 64 << 10;
-
-/// The kind of an event: a transfer has ended.
-pub const LLM_DATADIST_EVENT_COMPLETED: u32 = 1;
-
-/// The kind of an event: a peer has sent a message.
-pub const LLM_DATADIST_EVENT_NOTIFICATION: u32 = 2;
-
-/// The kind of an event: a link was made, by either side.
-pub const LLM_DATADIST_EVENT_LINK_UP: u32 = 3;
-
-/// The kind of an event: a link has ended, for whatever reason.
-pub const LLM_DATADIST_EVENT_LINK_DOWN: u32 = 4;
-
-/// An event of an engine, which the library writes. Fields that do not belong to the kind of the event are 0 or null. Texts
-/// end in a null byte. The library owns the message and the texts, and `llm_datadist_poll` says how long they are valid.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct LlmDatadistEvent {
-    /// One of `LLM_DATADIST_EVENT_COMPLETED` and the other kinds. A program ignores kinds that it does not know.
-    pub kind: u32,
-    /// Completed: status with which the transfer ended.
-    pub status: u32,
-    /// Completed: handle of the transfer. The program may have freed it.
-    pub transfer: u64,
-    /// Completed: number of bytes that are known to be in place.
-    pub bytes: u64,
-    /// Completed: nanoseconds from the start of the transfer to its end.
-    pub nanos: u64,
-    /// All kinds but completed: cluster id of the peer.
-    pub cluster_id: u64,
-    /// Notification: the message.
-    pub payload: *const u8,
-    /// Notification: number of bytes of the message.
-    pub payload_size: usize,
-    /// Link up and down: a number that the engine of the peer has drawn when it was opened. A restarted peer has another one.
-    pub incarnation: u64,
-    /// Link up and down: address of the peer, as in the log.
-    pub address: *const c_char,
-    /// Link up and down: how bytes move, `shm` or `tcp`.
-    pub transport: *const c_char,
-    /// Link down: why the link ended.
-    pub reason: *const c_char,
-    /// Link down: number of messages of `llm_datadist_notify` that the peer has not confirmed. It may have got the first of
-    /// them.
-    pub unacknowledged: u64,
-    /// 0 in this version.
-    pub reserved: [u64; 4],
 }

@@ -6,15 +6,16 @@ use std::ptr::{from_ref, null};
 use super::{ALL, Engine, INDEX, LOCAL, cache, desc, peer, reason, refused};
 use crate::abi::{
     LLM_DATADIST_ABI_VERSION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
-    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistEvent, LlmDatadistExtParam, LlmDatadistIp,
-    LlmDatadistOption, LlmDatadistRegisterCfg, llm_datadist_abi_version, llm_datadist_allocate_cache,
-    llm_datadist_copy_cache, llm_datadist_link_clusters, llm_datadist_pull_cache, llm_datadist_push_cache,
-    llm_datadist_register_cache,
+    LlmDatadistCacheIndex, LlmDatadistCall, LlmDatadistCluster, LlmDatadistEvent, LlmDatadistExtParam,
+    LlmDatadistForm, LlmDatadistIp, LlmDatadistKvLayout, LlmDatadistOption, LlmDatadistPair, LlmDatadistPeer,
+    LlmDatadistRange, LlmDatadistRegisterCfg, LlmDatadistRows, llm_datadist_abi_version,
+    llm_datadist_allocate_cache, llm_datadist_copy_cache, llm_datadist_link_clusters,
+    llm_datadist_pull_cache, llm_datadist_push_cache, llm_datadist_register_cache,
 };
 
 #[test]
-fn structures_have_the_layout_of_version_4() {
-    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (4, 4));
+fn structures_have_the_layout_of_version_5() {
+    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (5, 5));
     macro_rules! layout {
         ($structure:ident, $size:literal: $($field:ident $offset:literal),*) => {
             assert_eq!(size_of::<$structure>(), $size);
@@ -26,14 +27,21 @@ fn structures_have_the_layout_of_version_4() {
     layout!(LlmDatadistCacheDesc, 56: placement 0, num_tensors 4, data_type 8, num_dims 12, shape 16, reserved 24);
     layout!(LlmDatadistCache, 112: cache_id 0, addrs 8, num_addrs 16, desc 24, reserved 80);
     layout!(LlmDatadistCacheIndex, 56: cluster_id 0, cache_id 8, batch_index 16, reserved 24);
-    layout!(LlmDatadistExtParam, 56: src_first 0, src_last 4, dst_first 8, dst_last 12, tensor_num_per_layer 16);
-    layout!(LlmDatadistExtParam, 56: notify 24, notify_size 32, reserved 40);
+    layout!(LlmDatadistExtParam, 56: src_first 0, src_last 4, dst_first 8, dst_last 12, tensor_num_per_layer 16, reserved 24);
     layout!(LlmDatadistRegisterCfg, 128: reserved 0);
     layout!(LlmDatadistIp, 48: ip 0, port 8, reserved 16);
     layout!(LlmDatadistCluster, 72: remote_cluster_id 0, local 8, num_local 16, remote 24, num_remote 32, reserved 40);
-    layout!(LlmDatadistEvent, 128: kind 0, status 4, transfer 8, bytes 16, nanos 24, cluster_id 32, payload 40);
-    layout!(LlmDatadistEvent, 128: payload_size 48, incarnation 56, address 64, transport 72, reason 80);
-    layout!(LlmDatadistEvent, 128: unacknowledged 88, reserved 96);
+    layout!(LlmDatadistRange, 16: first 0, end 8);
+    layout!(LlmDatadistKvLayout, 104: layers 0, heads 16, total_heads 32, block_tokens 36, head_dim 40, order 48, kv 56);
+    layout!(LlmDatadistKvLayout, 104: model 64, reserved 72);
+    layout!(LlmDatadistForm, 104: blocks 0, layout 8, dtype 16, shape 24, num_dims 32, tensors 40, tensors_per_layer 44);
+    layout!(LlmDatadistForm, 104: pool 48, stride 56, flags 64, reserved 72);
+    layout!(LlmDatadistRows, 104: cache 0, peer 8, name 16, blocks 24, num_blocks 32, layers 40, tokens 56, bytes 72, reserved 88);
+    layout!(LlmDatadistPair, 232: dst 0, src 104, token 208, reserved 216);
+    layout!(LlmDatadistCall, 72: message 0, message_size 8, verify 16, timeout 24, flags 32, reserved 40);
+    layout!(LlmDatadistPeer, 64: peer 0, name 8, address 16, transport 24, metadata 32, metadata_size 40, reserved 48);
+    layout!(LlmDatadistEvent, 192: kind 0, status 4, transfer 8, peer 16, message 80, message_size 88, reason 96);
+    layout!(LlmDatadistEvent, 192: unconfirmed 104, token 112, reserved 160);
 }
 
 #[test]
@@ -46,7 +54,7 @@ fn reserved_words_must_be_zero() {
     let late_cache = LlmDatadistCache { reserved: LATER, ..whole };
     let late_desc =
         LlmDatadistCache { desc: LlmDatadistCacheDesc { reserved: LATER, ..whole.desc }, ..whole };
-    let late_ext = LlmDatadistExtParam { reserved: [0, 1], ..ALL };
+    let late_ext = LlmDatadistExtParam { reserved: LATER, ..ALL };
     // SAFETY: everything lives here.
     unsafe {
         let mut allocate = |desc: &LlmDatadistCacheDesc| {

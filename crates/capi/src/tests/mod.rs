@@ -1,20 +1,19 @@
-//! The C interface as C calls it: invalid handles and pointers, panics, forks, reserved words, transfers and events; and its
-//! header.
+//! The C interface as C calls it: the native API, invalid handles and pointers, panics, forks and reserved words; and its header.
 //!
 //! Part of the crate, because Rust cannot link a library for C. Not for: bytes that calls move, and peers that do not answer
-//! (`tests/test_cpp.py`).
+//! (`tests/test_cpp.py`, `tests/test_c.py`).
 
-mod asynchronous;
 mod forks;
 mod handles;
 mod header;
 mod layout;
 mod log;
-mod notifications;
+mod native;
+mod native_arguments;
+mod native_events;
 mod pointers;
 
-use std::ffi::{CStr, CString};
-use std::ptr::null;
+use std::ffi::{CStr, CString, c_char};
 
 use llm_datadist_core::StatusCode;
 
@@ -27,8 +26,13 @@ use crate::failure;
 
 /// Why the last call of this thread failed.
 fn reason() -> String {
-    // SAFETY: the text ends in a null byte and stays until the next failure of this thread.
-    unsafe { CStr::from_ptr(llm_datadist_last_error()) }.to_str().unwrap().to_owned()
+    text(llm_datadist_last_error())
+}
+
+/// A text of the library.
+fn text(text: *const c_char) -> String {
+    // SAFETY: it ends in a null byte, and the test reads it before the call that ends it.
+    unsafe { CStr::from_ptr(text) }.to_str().unwrap().to_owned()
 }
 
 /// Checks that a call failed with this code, and that its reason contains `facts`.
@@ -94,9 +98,7 @@ const ALL: LlmDatadistExtParam = LlmDatadistExtParam {
     dst_first: -1,
     dst_last: -1,
     tensor_num_per_layer: 2,
-    notify: null(),
-    notify_size: 0,
-    reserved: [0; 2],
+    reserved: [0; 4],
 };
 
 const LOCAL: LlmDatadistIp = LlmDatadistIp { ip: c"127.0.0.1".as_ptr(), port: 1, reserved: [0; 4] };

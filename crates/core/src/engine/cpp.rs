@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use super::links::{each, link_failed};
 use super::operation::Operation;
-use super::transfer::CallExtras;
 use super::{DataDist, End, RemoteName};
 use crate::config::Role;
 use crate::error::Result;
@@ -37,10 +36,9 @@ impl DataDist {
         batch_index: u32,
         size: i64,
         ext: ExtParam,
-        notify: Option<Vec<u8>>,
     ) -> Result<Operation<'_>> {
         validate::copy_size(size)?;
-        self.pull_kv(src, dst, Rows::slot(batch_index, size), ext, notify)
+        self.pull_kv(src, dst, Rows::slot(batch_index, size), ext)
     }
 
     /// Pulls blocks of a peer's cache, pair by pair (contract, C++ §4, `PullKvBlocks`).
@@ -50,28 +48,20 @@ impl DataDist {
         dst: CacheId,
         (src_blocks, dst_blocks): (&[u64], &[u64]),
         ext: ExtParam,
-        notify: Option<Vec<u8>>,
     ) -> Result<Operation<'_>> {
         validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
         let remote = validate::cpp::blocks("src_blocks", src_blocks)?;
         let rows = Rows::AnyKind { remote, local: validate::cpp::blocks("dst_blocks", dst_blocks)? };
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
-        self.pull_kv(src, dst, rows, ext, notify)
+        self.pull_kv(src, dst, rows, ext)
     }
 
-    fn pull_kv(
-        &self,
-        src: CacheIndex,
-        dst: CacheId,
-        rows: Rows,
-        ext: ExtParam,
-        notify: Option<Vec<u8>>,
-    ) -> Result<Operation<'_>> {
+    fn pull_kv(&self, src: CacheIndex, dst: CacheId, rows: Rows, ext: ExtParam) -> Result<Operation<'_>> {
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
         let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
-        Ok(self.pull_with(src.name(), &End::Managed(dst), rows, layers, notified(notify)))
+        Ok(self.pull(src.name(), &End::Managed(dst), rows, layers))
     }
 
     /// Pushes blocks into a peer's cache, pair by pair (contract, C++ §4, `PushKvBlocks`).
@@ -81,7 +71,6 @@ impl DataDist {
         dst: CacheIndex,
         (src_blocks, dst_blocks): (&[u64], &[u64]),
         ext: ExtParam,
-        notify: Option<Vec<u8>>,
     ) -> Result<Operation<'_>> {
         validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
         let local = validate::cpp::blocks("src_blocks", src_blocks)?;
@@ -91,7 +80,7 @@ impl DataDist {
         self.other(dst.cluster)?;
         let cache = self.resources.table.find(src)?;
         let layers = validate::push_kv_blocks(cache.layout()?, ext)?;
-        Ok(self.push_with(&End::Managed(src), dst.name(), rows, layers, notified(notify)))
+        Ok(self.push(&End::Managed(src), dst.name(), rows, layers))
     }
 
     /// Does `PushKvCache` of the original's documentation: not in the decoder role, only whole slots, and
@@ -103,14 +92,13 @@ impl DataDist {
         src_batch_index: u32,
         size: i64,
         ext: ExtParam,
-        notify: Option<Vec<u8>>,
     ) -> Result<Operation<'_>> {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
         let local = self.resources.table.find(src)?;
         let layers = validate::push_kv_cache(local.layout()?, ext)?;
         let rows = Rows::slot(src_batch_index, -1);
-        Ok(self.push_with(&End::Managed(src), dst.name(), rows, layers, notified(notify)))
+        Ok(self.push(&End::Managed(src), dst.name(), rows, layers))
     }
 
     /// Does the same as [`link_clusters`](Self::link_clusters), but every peer must name exactly one local
@@ -131,10 +119,6 @@ impl DataDist {
     pub(super) fn pushing_role(&self) -> Role {
         if self.resources.config.links.both_ways { Role::Mix } else { self.role() }
     }
-}
-
-fn notified(notify: Option<Vec<u8>>) -> CallExtras {
-    CallExtras { notify, ..CallExtras::default() }
 }
 
 impl CacheIndex {

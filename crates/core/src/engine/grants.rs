@@ -43,6 +43,15 @@ impl DataDist {
         GrantToken { cluster, incarnation, grant: grant.id() }
     }
 
+    /// Returns the grant of this engine that a token names. Returns `Err(GrantEnded)` if it has ended.
+    pub fn find_grant(&self, token: &GrantToken) -> Result<Arc<Grant>> {
+        let own = (self.resources.config.cluster, self.links.incarnation());
+        ensure((token.cluster, token.incarnation) == own, || {
+            Error::invalid("token is not that of a grant of this engine").of_argument("token")
+        })?;
+        self.resources.grants.find(&token.grant)
+    }
+
     /// Extends a grant: from now on it lasts for `ttl`, unless it lasts longer already. Returns `Err(GrantEnded)` if it has ended.
     pub fn renew(&self, grant: &Arc<Grant>, ttl: Duration) -> Result<()> {
         validate::grant_ttl(ttl)?;
@@ -58,16 +67,16 @@ impl DataDist {
         if wait { self.resources.grants.wait_for_reads(grant, self.deadline()) } else { Ok(()) }
     }
 
-    /// Ends a grant at once, as [`revoke`](Self::revoke) does. Returns `None` if no read under the grant is served now. The transfer
-    /// ends once none is, and fails with `Timeout` after `limit`, by default `sync_kv_timeout`.
+    /// Ends a grant at once, as [`revoke`](Self::revoke) does. The transfer ends once no read under the grant is served, and fails
+    /// with `Timeout` after `limit`, by default `sync_kv_timeout`. If none is served now, it has ended, and there is no event.
     ///
     /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does. The grant has ended after every error, too: giving
     /// memory back must not depend on room for one more transfer.
-    pub fn start_revoke(&self, grant: &Arc<Grant>, limit: Option<Duration>) -> Result<Option<Arc<Transfer>>> {
+    pub fn start_revoke(&self, grant: &Arc<Grant>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
         let (grants, revoked) = (self.resources.grants.clone(), grant.clone());
         grants.end(grant, GrantEnd::Revoked);
         if !grant.is_read() {
-            return Ok(None);
+            return Ok(Transfer::succeeded());
         }
         let work = move |_: &Arc<Execution>, deadline| grants.wait_for_reads(&revoked, deadline).map(|()| 0);
         let work = AsyncWork {
@@ -75,6 +84,6 @@ impl DataDist {
             rows: CallRows::none(),
             work: Box::new(work),
         };
-        self.start_work(None, work, limit).map(Some)
+        self.start_work(None, work, limit)
     }
 }

@@ -270,14 +270,14 @@ impl DataDist {
 
     /// Releases a cache, allocated or registered: from now on no call and no peer finds it. An unknown id is not an error.
     ///
-    /// Returns `None` if it was allocated: its memory returns to the pool by itself. The transfer of a registered cache ends once no
-    /// copy or transfer of this process uses its memory, which the caller may free once the transfer has succeeded. It fails with
-    /// `Timeout` after `limit`, by default `sync_kv_timeout`. After an error, also `Err(Busy)` of this call, the cache is gone
-    /// nevertheless, and the same call waits again.
-    pub fn start_free(&self, id: CacheId, limit: Option<Duration>) -> Result<Option<Arc<Transfer>>> {
+    /// The memory of an allocated cache returns to the pool by itself, so the transfer has ended, and there is no event. The transfer
+    /// of a registered cache ends once no copy or transfer of this process uses its memory, which the caller may free once the
+    /// transfer has succeeded. It fails with `Timeout` after `limit`, by default `sync_kv_timeout`. After an error, also `Err(Busy)`
+    /// of this call, the cache is gone nevertheless, and the same call waits again.
+    pub fn start_free(&self, id: CacheId, limit: Option<Duration>) -> Result<Arc<Transfer>> {
         let Some(registered) = self.resources.table.unregister(id)? else {
             self.deallocate(id)?;
-            return Ok(None);
+            return Ok(Transfer::succeeded());
         };
         self.end_grants(id);
         let rows = all_rows(&registered)?;
@@ -291,7 +291,7 @@ impl DataDist {
         };
         let class = JobClass::Calls(self.resources.config.cluster);
         let work = AsyncWork { class, rows, work: Box::new(work) };
-        self.start_work(Some(Op::Register), work, limit).map(Some)
+        self.start_work(Some(Op::Register), work, limit)
     }
 
     /// Returns the cache with this id.

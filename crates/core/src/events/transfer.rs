@@ -37,6 +37,18 @@ pub(super) trait Reports: Send + Sync + std::fmt::Debug {
     fn give_back(&self);
 }
 
+/// Where a transfer reports its end that nobody waits for.
+#[derive(Debug)]
+struct Nobody;
+
+impl Reports for Nobody {
+    fn ended(&self, _: &Arc<Transfer>) {}
+
+    fn taken(&self) {}
+
+    fn give_back(&self) {}
+}
+
 /// One asynchronous call.
 #[derive(Debug)]
 pub struct Transfer {
@@ -130,6 +142,18 @@ impl Transfer {
             state: Mutex::default(),
             changed: Condvar::new(),
         })
+    }
+
+    /// Creates the record of an operation that had nothing to wait for. It has succeeded, and its end is no event.
+    pub(crate) fn succeeded() -> Arc<Self> {
+        let transfer = Transfer::new(Arc::new(Nobody), false);
+        transfer.finish(Ok(0));
+        transfer
+    }
+
+    /// Whether the end is or will be an event, unless somebody takes the outcome first.
+    pub fn has_event(&self) -> bool {
+        !self.is_taken()
     }
 
     /// Returns a number that no other transfer of this process has.

@@ -134,6 +134,27 @@ impl KvLayout {
         if self.kv == KvPlanes::Separate { 2 } else { 1 }
     }
 
+    /// Returns the number of tensors of a cache.
+    pub fn num_tensors(&self) -> u64 {
+        u64::from(self.tensors_per_layer()) * self.layers.len() as u64
+    }
+
+    /// Returns the shape of one tensor of `blocks` blocks.
+    pub fn shape(&self, blocks: u64) -> Vec<i64> {
+        let KvLayout { tokens_per_block, heads, head_dim, order, kv, .. } = self;
+        let heads = heads.end - heads.start;
+        let mut shape = vec![i64::try_from(blocks).unwrap_or(i64::MAX)];
+        shape.extend((*kv == KvPlanes::KThenV).then_some(2));
+        let inner = match (kv, order) {
+            (KvPlanes::Latent, _) => [Some(*tokens_per_block), None],
+            (_, TokenOrder::Nhd) => [Some(*tokens_per_block), Some(heads)],
+            (_, TokenOrder::Hnd) => [Some(heads), Some(*tokens_per_block)],
+        };
+        shape.extend(inner.into_iter().flatten().map(i64::from));
+        shape.push(i64::from(*head_dim));
+        shape
+    }
+
     /// Returns the number of vectors that a head of a token has in one layer: 2 for a key and a value.
     pub fn vectors(&self) -> u32 {
         match self.kv {

@@ -20,4 +20,4 @@ pub use row::OptionRow;
 pub use rules::{link_token, mem_utilization};
 pub use table::OPTIONS;
 pub use texts::config_from_texts;
-pub use values::{OptionValue, check_native_names, config_from_values};
+pub use values::{OptionValue, check_native_names, config_from_values, value_of_text};

@@ -65,6 +65,19 @@ pub fn config_from_values(
     Ok(config)
 }
 
+/// Reads a text as a value of an option: `true` or `false`, a number, or the text itself. A text that has another form stays one,
+/// which [`config_from_values`] refuses.
+pub fn value_of_text(name: &str, text: &str) -> OptionValue {
+    let row = OPTIONS.iter().find(|row| row.native == name);
+    let value = match row.map(|row| row.kind) {
+        Some(OptionKind::Flag(_)) => text.parse().ok().map(OptionValue::Flag),
+        Some(OptionKind::Count(..) | OptionKind::Size(..)) => text.parse().ok().map(OptionValue::Int),
+        Some(OptionKind::Time(..)) => text.parse().ok().map(OptionValue::Float),
+        _ => None,
+    };
+    value.unwrap_or_else(|| OptionValue::Text(text.to_owned()))
+}
+
 /// Checks that every name is one of the native API. The error names the nearest one.
 pub fn check_native_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Result<()> {
     let valid = || OPTIONS.iter().map(|row| row.native).filter(|name| !name.is_empty());

@@ -266,10 +266,10 @@ fn a_cache_is_freed_when_its_calls_have_ended() {
     let copy = engine.swap_blocks(&own.end(), &end(device), &[(3, 3)]).start().unwrap();
     gate.wait_for(1);
     let behind = engine.swap_blocks(&own.end(), &end(device), &[(3, 3)]).start().unwrap();
-    let late = engine.start_free(id, Some(Duration::from_millis(1))).unwrap().unwrap();
+    let late = engine.start_free(id, Some(Duration::from_millis(1))).unwrap();
     assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound);
     assert_eq!(outcome(&late).unwrap_err().kind(), ErrorKind::Timeout);
-    let freed = engine.start_free(id, None).unwrap().unwrap();
+    let freed = engine.start_free(id, None).unwrap();
     assert!(!freed.done() && !copy.done());
     gate.open();
     assert_eq!(outcome(&freed).unwrap(), 0);
@@ -279,7 +279,8 @@ fn a_cache_is_freed_when_its_calls_have_ended() {
     assert_eq!(outcome(&behind).unwrap_err().kind(), ErrorKind::CacheNotFound);
     own.outside_untouched();
     for id in [id, device.id()] {
-        assert!(engine.start_free(id, None).unwrap().is_none(), "gone, or of the pool");
+        let freed = engine.start_free(id, None).unwrap();
+        assert!(freed.done() && !freed.has_event(), "gone, or of the pool");
         assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound);
     }
 }

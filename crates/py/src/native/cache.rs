@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Adopted, Cache, CacheKind, Error, ErrorKind, Placement, Result};
+use llm_datadist_core::{Adopted, Cache, CacheKind, DataDist, Error, ErrorKind, OwnCache, Result, RowsCache};
 use pyo3::prelude::*;
 
 use super::EngineShared;
-use super::cache_form::{self, CacheForm, GivenForm};
-use super::cache_names::{OwnCache, RowsCache};
+use super::cache_form::{self, GivenForm};
 use super::errors::raise;
 use super::layout::NativeLayout;
-use super::rows::BlockRows;
+use super::rows::NativeRows;
 use super::tensors::{self, GivenTensors};
 use super::transfer::NativeTransfer;
 use super::values::wrong_type;
@@ -28,6 +27,7 @@ use crate::{cache_buffer, raw};
 /// the cache.
 #[pyclass(frozen, mapping, name = "Cache", module = "llm_datadist.native")]
 pub(crate) struct NativeCache {
+    shared: Arc<EngineShared>,
     own: Arc<OwnCache>,
     layout: Option<Py<NativeLayout>>,
 }
@@ -52,14 +52,10 @@ impl NativeCache {
     ) -> PyResult<Self> {
         let (py, name) = (name.py(), cache_name(name)?);
         let given = GivenForm { layout, shape, dtype, tensors_per_layer, pool };
-        let CacheForm { desc, tensors_per_layer } = cache_form::allocated(given, blocks, tensors)?;
-        let cache = shared.engine.enter(py, |engine| {
-            if !engine.has_pool(desc.placement) {
-                return Err(no_pool(desc.placement));
-            }
-            engine.allocate_named(&name, &desc, contiguous)
-        })?;
-        Ok(Self::of(shared, name, layout, &cache, tensors_per_layer))
+        let form = cache_form::allocated(given, blocks, tensors)?;
+        let allocate =
+            |engine: &DataDist| OwnCache::allocate(shared.clone(), engine, &name, &form, contiguous);
+        Ok(Self::of(shared, layout, shared.engine.enter(py, allocate)?))
     }
 
     /// Does `Engine.register`.
@@ -80,41 +76,26 @@ impl NativeCache {
         let (py, name) = (name.py(), cache_name(name)?);
         let tensors = tensors::read(given_tensors)?;
         let given = GivenForm { layout, shape, dtype, tensors_per_layer, pool };
-        let CacheForm { desc, tensors_per_layer } = cache_form::registered(given, &tensors, blocks, stride)?;
+        let form = cache_form::registered(given, &tensors, blocks, stride)?;
         let (addresses, kept) = match tensors {
             GivenTensors::Addresses(addresses) => (addresses, Vec::new()),
             GivenTensors::Objects(objects) => (objects.addresses, objects.kept),
         };
-        let adopted = raw::adopt(&desc, CacheKind::Blocks, &addresses).map_err(|error| raise(py, &error))?;
-        let adopted = kept_by(adopted, kept);
-        let cache = shared.engine.enter(py, |engine| engine.register_named(&name, adopted, visible))?;
-        Ok(Self::of(shared, name, layout, &cache, tensors_per_layer))
+        let adopted =
+            raw::adopt(&form.desc, CacheKind::Blocks, &addresses).map_err(|error| raise(py, &error))?;
+        let adopted = (kept_by(adopted, kept), visible);
+        let register = |engine: &DataDist| OwnCache::register(shared.clone(), engine, &name, &form, adopted);
+        Ok(Self::of(shared, layout, shared.engine.enter(py, register)?))
     }
 
     /// Returns the native object of a cache that a call of the original's API made. It has no name that peers know.
     pub(crate) fn of_original(shared: &Arc<EngineShared>, cache: &Cache) -> Self {
-        Self::of(shared, format!("cache {}", cache.id()), None, cache, 1)
+        let own = OwnCache::of(shared.clone(), &format!("cache {}", cache.id()), cache, (1, None));
+        Self::of(shared, None, own)
     }
 
-    fn of(
-        shared: &Arc<EngineShared>,
-        name: String,
-        layout: GivenLayout<'_, '_>,
-        cache: &Cache,
-        tensors_per_layer: u32,
-    ) -> Self {
-        let own = OwnCache {
-            shared: shared.clone(),
-            id: cache.id(),
-            name,
-            placement: cache.placement(),
-            blocks: cache.rows(),
-            row_bytes: cache.longest_row(),
-            tensors: cache.num_tensors(),
-            tensors_per_layer,
-            block_tokens: layout.map(|layout| layout.get().layout().tokens_per_block),
-        };
-        NativeCache { own: Arc::new(own), layout: layout.map(|layout| layout.clone().unbind()) }
+    fn of(shared: &Arc<EngineShared>, layout: GivenLayout<'_, '_>, own: Arc<OwnCache>) -> Self {
+        NativeCache { shared: shared.clone(), own, layout: layout.map(|layout| layout.clone().unbind()) }
     }
 
     /// Runs `read` on the cache, unless it was freed.
@@ -123,7 +104,7 @@ impl NativeCache {
         py: Python<'_>,
         read: impl FnOnce(&Arc<Cache>) -> Result<T> + Send,
     ) -> PyResult<T> {
-        self.own.shared.engine.enter(py, |engine| read(&engine.find(self.own.id)?))
+        self.shared.engine.enter(py, |engine| read(&engine.find(self.own.id)?))
     }
 }
 
@@ -171,7 +152,7 @@ impl NativeCache {
     ///     Closed: the program has dropped the engine.
     #[getter]
     fn engine<'py>(&self, py: Python<'py>) -> PyResult<Any<'py>> {
-        self.own.shared.python(py)
+        self.shared.python(py)
     }
 
     /// A view of each tensor. Its first dimension is the blocks.
@@ -207,8 +188,8 @@ impl NativeCache {
     ///         without integers of 16, 32 or 64 bits, or outside host memory.
     ///     InvalidArgument: a negative number or one above 2**32 - 1; a slice or range that does not end inside the cache. Another
     ///         block that the cache does not have is found by the call that uses the rows.
-    fn __getitem__(slf: &Bound<'_, Self>, blocks: &Any<'_>) -> PyResult<BlockRows> {
-        BlockRows::of(slf.as_any(), RowsCache::Own(slf.get().own.clone()), blocks)
+    fn __getitem__(slf: &Bound<'_, Self>, blocks: &Any<'_>) -> PyResult<NativeRows> {
+        NativeRows::of(slf.as_any(), RowsCache::Own(slf.get().own.clone()), blocks)
     }
 
     fn __len__(&self) -> PyResult<usize> {
@@ -231,15 +212,13 @@ impl NativeCache {
     ///         again to learn when its memory may be used.
     ///     Closed: this process is a forked child.
     fn free(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {
-        let OwnCache { shared, id, .. } = &*self.own;
+        let NativeCache { shared, own, .. } = self;
         if !shared.engine.is_open() && !shared.engine.is_inherited() {
             return NativeTransfer::ended(py, shared);
         }
         // Also while the engine closes, because transfers may still use the memory.
-        match shared.engine.attached_while_open(py, |engine| engine.start_free(*id, None))? {
-            Some(transfer) => NativeTransfer::started(py, shared, &transfer),
-            None => NativeTransfer::ended(py, shared),
-        }
+        let transfer = shared.engine.attached_while_open(py, |engine| engine.start_free(own.id, None))?;
+        NativeTransfer::started(py, shared, &transfer)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -275,14 +254,4 @@ fn kept_by(adopted: Adopted, objects: Vec<Py<PyAny>>) -> Adopted {
 #[cold]
 fn not_contiguous() -> Error {
     Error::argument("contiguous", "False", "True in Engine.allocate, so that there are no gaps in the cache")
-}
-
-#[cold]
-fn no_pool(placement: Placement) -> Error {
-    let option = match placement {
-        Placement::Device => "pool=",
-        Placement::Host => "host_pool=",
-    };
-    let required = format!("that of a pool of this engine; open it with {option}");
-    Error::argument("pool", format_args!("'{placement}'"), required)
 }

@@ -1,6 +1,6 @@
-//! The names of element types, as numpy and torch have them.
+//! Reads element types, which numpy and torch name in several ways.
 
-use llm_datadist_core::DataType;
+use llm_datadist_core::{DataType, ElementTypes};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
@@ -9,42 +9,17 @@ use super::errors::invalid;
 use super::values::wrong_type;
 use crate::convert::{Any, shown};
 
-/// The element types of the native API by name. The first name of a type is the one that is shown.
-const NAMES: [(&str, DataType); 14] = [
-    ("float16", DataType::Float16),
-    ("bfloat16", DataType::Bf16),
-    ("float32", DataType::Float),
-    ("float64", DataType::Double),
-    ("int8", DataType::Int8),
-    ("int16", DataType::Int16),
-    ("int32", DataType::Int32),
-    ("int64", DataType::Int64),
-    ("uint8", DataType::Uint8),
-    ("uint16", DataType::Uint16),
-    ("uint32", DataType::Uint32),
-    ("uint64", DataType::Uint64),
-    ("bool", DataType::Bool),
-    ("bool_", DataType::Bool), // the class of numpy 1
-];
-
 /// What torch writes before the name of a type.
 const TORCH: &str = "torch.";
-
-/// The names of all types, for errors.
-const ALLOWED: &str = "\"float16\", \"bfloat16\", \"float32\", \"float64\", \"int8\" to \"int64\", \"uint8\" to \"uint64\" or \"bool\"";
-
-/// Returns the name of a type; that of the original's API for a type that the native API does not have.
-pub(crate) fn name(data_type: DataType) -> &'static str {
-    NAMES.iter().find(|(_, of)| *of == data_type).map_or(data_type.name(), |(name, _)| name)
-}
 
 /// Reads a type: its name, or an object with such a name, such as a type of numpy or torch, or a member of `DataType`.
 pub(crate) fn read(argument: &str, value: &Any<'_>) -> PyResult<DataType> {
     let named = text_of(value)?.ok_or_else(|| wrong_type(argument, "the name of an element type", value))?;
     let text = named.to_string_lossy();
     let word = text.strip_prefix(TORCH).unwrap_or(&text);
-    let found = NAMES.iter().find(|(name, of)| *name == word || of.name() == word).map(|(_, of)| *of);
-    found.ok_or_else(|| invalid(value.py(), argument, format_args!("\"{}\"", shown(&named)), ALLOWED))
+    let allowed = ElementTypes::ALLOWED;
+    let unknown = || invalid(value.py(), argument, format_args!("\"{}\"", shown(&named)), allowed);
+    ElementTypes::find(word).ok_or_else(unknown)
 }
 
 /// Returns the name of what was given as a type; `None` if it has none.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{Config, EnsureOptions};
+use llm_datadist_core::{Config, EnsureOptions, PeerCall};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,7 +18,6 @@ use super::errors::{invalid, raise};
 use super::events;
 use super::grant::{self, NativeGrant};
 use super::layout::NativeLayout;
-use super::moved_rows::PeerCall;
 use super::optional_arg::OptionalArg;
 use super::options::GivenOptions;
 use super::peer::NativePeer;

@@ -4,12 +4,11 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{DataDist, End, Grant, GrantEnd, GrantToken};
+use llm_datadist_core::{DataDist, End, ErrorWords, Grant, GrantEnd, GrantToken};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::errors::renamed;
-use super::rows::BlockRows;
+use super::rows::NativeRows;
 use super::shared::EngineShared;
 use super::transfer::NativeTransfer;
 use super::values;
@@ -23,22 +22,22 @@ pub(crate) struct NativeGrant {
     shared: Arc<EngineShared>,
     grant: Arc<Grant>,
     token: GrantToken,
-    rows: Py<BlockRows>,
+    rows: Py<NativeRows>,
 }
 
 impl NativeGrant {
     /// Lends `rows`, of the cache `end`, for `ttl` or until this many readers are done.
     pub(crate) fn lend(
         shared: &Arc<EngineShared>,
-        (rows, end): (&Bound<'_, BlockRows>, &End),
+        (rows, end): (&Bound<'_, NativeRows>, &End),
         ttl: Duration,
         readers: u32,
     ) -> PyResult<Py<Self>> {
         let py = rows.py();
         let lend = |engine: &DataDist| {
             let readers = usize::try_from(readers).unwrap_or(usize::MAX);
-            let lent = engine.grant(end, rows.get().blocks(), ttl, readers);
-            let grant = lent.map_err(|error| renamed(error, "blocks", "rows"))?;
+            let lent = engine.grant(end, rows.get().rows.blocks(), ttl, readers);
+            let grant = lent.map_err(|error| ErrorWords::renamed(error, "blocks", "rows"))?;
             Ok((engine.grant_token(&grant), grant))
         };
         // Attached to the interpreter until the object is known, so that nobody takes the event of its end before.
@@ -78,7 +77,7 @@ impl NativeGrant {
 
     /// The blocks that are lent.
     #[getter]
-    fn rows(&self, py: Python<'_>) -> Py<BlockRows> {
+    fn rows(&self, py: Python<'_>) -> Py<NativeRows> {
         self.rows.clone_ref(py)
     }
 
@@ -120,10 +119,8 @@ impl NativeGrant {
     ///     Closed: the engine is closed.
     fn revoke(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {
         let revoke = |engine: &DataDist| engine.start_revoke(&self.grant, None);
-        match self.shared.engine.attached(py, revoke)? {
-            Some(transfer) => NativeTransfer::started(py, &self.shared, &transfer),
-            None => NativeTransfer::ended(py, &self.shared),
-        }
+        let transfer = self.shared.engine.attached(py, revoke)?;
+        NativeTransfer::started(py, &self.shared, &transfer)
     }
 
     fn __repr__(&self) -> String {

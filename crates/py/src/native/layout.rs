@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{DataType, KvLayout, KvLayoutNames, KvPlanes, TokenOrder};
+use llm_datadist_core::{DataType, ElementTypes, KvLayout, KvLayoutNames, KvPlanes, TokenOrder};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -57,27 +57,6 @@ impl NativeLayout {
         self.data_type
     }
 
-    /// Returns the number of tensors of a cache.
-    pub(crate) fn num_tensors(&self) -> u64 {
-        u64::from(self.layout.tensors_per_layer()) * self.layout.layers.len() as u64
-    }
-
-    /// Returns the shape of one tensor of `blocks` blocks.
-    pub(crate) fn shape_of(&self, blocks: u64) -> Vec<i64> {
-        let KvLayout { tokens_per_block, heads, head_dim, order, kv, .. } = &self.layout;
-        let heads = heads.end - heads.start;
-        let mut shape = vec![i64::try_from(blocks).unwrap_or(i64::MAX)];
-        shape.extend((*kv == KvPlanes::KThenV).then_some(2));
-        let inner = match (kv, order) {
-            (KvPlanes::Latent, _) => [Some(*tokens_per_block), None],
-            (_, TokenOrder::Nhd) => [Some(*tokens_per_block), Some(heads)],
-            (_, TokenOrder::Hnd) => [Some(heads), Some(*tokens_per_block)],
-        };
-        shape.extend(inner.into_iter().flatten().map(i64::from));
-        shape.push(i64::from(*head_dim));
-        shape
-    }
-
     /// Returns all arguments by name.
     fn arguments<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let KvLayout { tokens_per_block, heads, total_heads, head_dim, order, kv, layers, model } =
@@ -88,7 +67,7 @@ impl NativeLayout {
         arguments.set_item(intern!(py, "heads"), python_range(py, heads)?)?;
         arguments.set_item(intern!(py, "total_heads"), total_heads)?;
         arguments.set_item(intern!(py, "head_dim"), head_dim)?;
-        arguments.set_item(intern!(py, "dtype"), dtypes::name(self.data_type))?;
+        arguments.set_item(intern!(py, "dtype"), ElementTypes::name(self.data_type))?;
         arguments.set_item(intern!(py, "order"), order.name())?;
         arguments.set_item(intern!(py, "kv"), kv.name())?;
         arguments.set_item(intern!(py, "model"), model)?;
@@ -168,7 +147,7 @@ impl NativeLayout {
     /// The name of the element type, such as ``"bfloat16"``.
     #[getter]
     fn dtype(&self) -> &'static str {
-        dtypes::name(self.data_type)
+        ElementTypes::name(self.data_type)
     }
 
     /// The order of dimensions in a block.
@@ -192,7 +171,7 @@ impl NativeLayout {
     /// The number of tensors of a cache with this layout: one or two for each layer.
     #[getter]
     fn tensors(&self) -> u64 {
-        self.num_tensors()
+        self.layout.num_tensors()
     }
 
     /// Return the shape of one tensor of ``blocks`` blocks.
@@ -205,7 +184,7 @@ impl NativeLayout {
     ///     InvalidArgument: ``blocks`` is negative or above 2**63 - 1.
     #[pyo3(signature = (blocks, /))]
     fn shape(&self, blocks: &Any<'_>) -> PyResult<Vec<i64>> {
-        Ok(self.shape_of(int("blocks", blocks, 0..=i64::MAX.cast_unsigned())?))
+        Ok(self.layout.shape(int("blocks", blocks, 0..=i64::MAX.cast_unsigned())?))
     }
 
     /// Return a layout in which some arguments are replaced, for ``copy.replace``.

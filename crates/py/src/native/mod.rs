@@ -1,14 +1,13 @@
 //! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events and `KvLayout`.
 //!
-//! They convert Python values, call the core, and raise the exceptions of `llm_datadist.errors`. `core::validate` has the rules
-//! for arguments; it gets the argument names of this API.
+//! They convert Python values, call the core, and raise the exceptions of `llm_datadist.errors`. `core::native` and
+//! `core::validate` have the rules for arguments.
 
 #![allow(clippy::doc_markdown, reason = "the comments of classes and methods are the docstrings of Python")]
 
 mod block_indices;
 mod cache;
 mod cache_form;
-mod cache_names;
 mod call;
 mod dtypes;
 mod engine;
@@ -18,7 +17,6 @@ mod events;
 mod grant;
 mod layout;
 mod loop_queue;
-mod moved_rows;
 mod optional_arg;
 mod options;
 mod peer;
@@ -57,7 +55,7 @@ pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
     native.add_class::<TaskTransfer>()?;
     native.add_class::<peer::NativePeer>()?;
     native.add_class::<remote_cache::NativeRemoteCache>()?;
-    native.add_class::<rows::BlockRows>()?;
+    native.add_class::<rows::NativeRows>()?;
     native.add_class::<transfer::NativeTransfer>()?;
     native.add_function(wrap_pyfunction!(shared::close_all, &native)?)?;
     native.add_class::<TensorView>()?;

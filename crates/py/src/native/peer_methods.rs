@@ -1,14 +1,10 @@
 //! What peers do.
 
-use std::sync::Arc;
-
-use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{DataDist, PeerInfo};
+use llm_datadist_core::{DataDist, ErrorWords, PeerCache, PeerInfo};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::cache_names::PeerCache;
-use super::errors::{raise, renamed};
+use super::errors::raise;
 use super::peer::NativePeer;
 use super::remote_cache::NativeRemoteCache;
 use super::transfer::NativeTransfer;
@@ -64,11 +60,9 @@ impl NativePeer {
     ///     InvalidArgument: the name is empty or longer than 128 bytes of UTF-8.
     fn __getitem__(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<NativeRemoteCache> {
         let text = cache.extract::<String>().map_err(|_| wrong_type("cache", "a str", cache))?;
-        validate::cache_name(&text).map_err(|error| raise(cache.py(), &error))?;
         let NativePeer { shared, info } = slf.get();
-        let (shared, peer, name) = (shared.clone(), info.name.clone(), text.into());
-        let cache = PeerCache { shared, cluster: info.cluster, peer, name };
-        Ok(NativeRemoteCache::new(slf.as_any(), Arc::new(cache)))
+        let cache = PeerCache::new(shared.clone(), info, &text).map_err(|error| raise(cache.py(), &error))?;
+        Ok(NativeRemoteCache::new(slf, cache))
     }
 
     /// Send a message to the peer's program, which gets it as the event ``Message``. The call never waits.
@@ -91,7 +85,7 @@ impl NativePeer {
         let bytes = values::bytes("message", message)?;
         self.shared.engine.enter(py, |engine| {
             let sent = engine.notify(self.info.cluster, bytes);
-            sent.map_err(|error| renamed(error, "notify", "message"))
+            sent.map_err(|error| ErrorWords::renamed(error, "notify", "message"))
         })
     }
 

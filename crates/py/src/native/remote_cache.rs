@@ -3,10 +3,11 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use llm_datadist_core::{PeerCache, RowsCache};
 use pyo3::prelude::*;
 
-use super::cache_names::{PeerCache, RowsCache};
-use super::rows::BlockRows;
+use super::peer::NativePeer;
+use super::rows::NativeRows;
 use crate::convert::Any;
 
 /// A cache of a peer, by its name: ``peer["kv"]``. Making it sends nothing.
@@ -16,13 +17,13 @@ use crate::convert::Any;
 /// for ``Cache``. Two objects are equal if peer and name are equal.
 #[pyclass(frozen, mapping, name = "RemoteCache", module = "llm_datadist.native")]
 pub(crate) struct NativeRemoteCache {
-    peer: Py<PyAny>,
+    peer: Py<NativePeer>,
     cache: Arc<PeerCache>,
 }
 
 impl NativeRemoteCache {
-    /// Creates the object for `cache`. `peer` is the Python object of its peer.
-    pub(crate) fn new(peer: &Any<'_>, cache: Arc<PeerCache>) -> Self {
+    /// Creates the object for `cache` of `peer`.
+    pub(crate) fn new(peer: &Bound<'_, NativePeer>, cache: Arc<PeerCache>) -> Self {
         NativeRemoteCache { peer: peer.clone().unbind(), cache }
     }
 }
@@ -37,7 +38,7 @@ impl NativeRemoteCache {
 
     /// The peer that owns the cache.
     #[getter]
-    fn peer(&self, py: Python<'_>) -> Py<PyAny> {
+    fn peer(&self, py: Python<'_>) -> Py<NativePeer> {
         self.peer.clone_ref(py)
     }
 
@@ -48,8 +49,8 @@ impl NativeRemoteCache {
     ///         dimension, without integers of 16, 32 or 64 bits, or outside host memory.
     ///     InvalidArgument: a negative number or one above 2**32 - 1; a slice without an end, because the number of blocks is not
     ///         known here.
-    fn __getitem__(slf: &Bound<'_, Self>, blocks: &Any<'_>) -> PyResult<BlockRows> {
-        BlockRows::of(slf.as_any(), RowsCache::Peer(slf.get().cache.clone()), blocks)
+    fn __getitem__(slf: &Bound<'_, Self>, blocks: &Any<'_>) -> PyResult<NativeRows> {
+        NativeRows::of(slf.as_any(), RowsCache::Peer(slf.get().cache.clone()), blocks)
     }
 
     fn __eq__(&self, other: &Self) -> bool {
@@ -63,6 +64,6 @@ impl NativeRemoteCache {
     }
 
     fn __repr__(&self) -> String {
-        format!("<RemoteCache '{}' of peer '{}'>", self.cache.name, self.cache.peer)
+        format!("<RemoteCache '{}' of peer '{}'>", self.cache.name, self.peer.get().info.name)
     }
 }

@@ -1,16 +1,14 @@
 //! `Rows`: blocks of a cache, and the part of them that moves.
 
-use std::fmt::{self, Write};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
-use std::sync::Arc;
 
+use llm_datadist_core::{BlockRows, RowsCache};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use super::block_indices;
-use super::cache_names::RowsCache;
-use super::errors::invalid;
+use super::errors::{invalid, raise};
 use super::spans;
 use crate::convert::{Any, shown};
 
@@ -19,60 +17,33 @@ use crate::convert::{Any, shown};
 /// ``cache[...]`` makes it, for local and remote caches alike. It does not keep the cache. Two objects are equal if they have
 /// the same cache, the same blocks in the same order, and the same part of them.
 #[pyclass(frozen, name = "Rows", module = "llm_datadist.native")]
-pub(crate) struct BlockRows {
+pub(crate) struct NativeRows {
     /// The object on which `[...]` was called.
     object: Py<PyAny>,
-    cache: RowsCache,
-    /// Shared by all parts of these rows, because a list may be long.
-    blocks: Arc<Vec<i64>>,
-    part: RowsPart,
+    /// What the core gets.
+    pub(crate) rows: BlockRows,
 }
 
-/// The part of every block that moves. `None` stands for all.
-#[derive(Clone, Default, PartialEq, Eq, Hash)]
-pub(crate) struct RowsPart {
-    /// Layers of the cache, counted from 0.
-    pub(crate) layers: Option<Range<u32>>,
-    /// Tokens of the sequence that the blocks hold in their order.
-    pub(crate) tokens: Option<Range<u64>>,
-    /// Bytes of every block in each tensor.
-    pub(crate) bytes: Option<Range<u64>>,
-}
-
-impl BlockRows {
+impl NativeRows {
     /// Reads the index of `object`, which stands for `cache`.
     pub(crate) fn of(object: &Any<'_>, cache: RowsCache, blocks: &Any<'_>) -> PyResult<Self> {
         let count = match &cache {
             RowsCache::Own(cache) => Some(cache.blocks),
             RowsCache::Peer(_) => None,
         };
-        let blocks = Arc::new(block_indices::read(blocks, count)?);
-        Ok(BlockRows { object: object.clone().unbind(), cache, blocks, part: RowsPart::default() })
+        let rows = BlockRows::new(cache, block_indices::read(blocks, count)?);
+        Ok(NativeRows { object: object.clone().unbind(), rows })
     }
 
-    /// Returns the cache.
-    pub(crate) fn cache(&self) -> &RowsCache {
-        &self.cache
-    }
-
-    /// Returns the blocks. The calls of the core check whether the cache has them.
-    pub(crate) fn blocks(&self) -> &[i64] {
-        &self.blocks
-    }
-
-    /// Returns the part of every block that moves.
-    pub(crate) fn part(&self) -> &RowsPart {
-        &self.part
-    }
-
-    /// Returns the part, narrowed to the spans that are given.
+    /// Returns the rows, narrowed to the spans that are given.
     fn narrowed(
         &self,
+        py: Python<'_>,
         layers: Given<'_, '_>,
         tokens: Given<'_, '_>,
         bytes: Given<'_, '_>,
-    ) -> PyResult<RowsPart> {
-        let mut part = self.part.clone();
+    ) -> PyResult<BlockRows> {
+        let mut part = self.rows.part().clone();
         let all = self.extent();
         if let Some(layers) = layers {
             let range = once("layers", layers, part.layers.is_none(), all.layers)?;
@@ -84,19 +55,13 @@ impl BlockRows {
         if let Some(bytes) = bytes {
             part.bytes = Some(once("bytes", bytes, part.bytes.is_none(), all.bytes)?);
         }
-        match (&part.tokens, &part.bytes, tokens.or(bytes)) {
-            (Some(tokens), Some(bytes), Some(given)) => {
-                let allowed = format!("left out beside tokens={tokens:?}");
-                Err(invalid(given.py(), "bytes", format_args!("{bytes:?}"), &allowed))
-            }
-            _ => Ok(part),
-        }
+        self.rows.with_part(part).map_err(|error| raise(py, &error))
     }
 
     /// Returns where open slices end. Nothing is known about a cache of a peer.
     fn extent(&self) -> KnownEnds {
-        let RowsCache::Own(cache) = &self.cache else { return KnownEnds::default() };
-        let tokens = |of_block| u64::from(of_block) * self.blocks.len() as u64;
+        let RowsCache::Own(cache) = self.rows.cache() else { return KnownEnds::default() };
+        let tokens = |of_block| u64::from(of_block) * self.rows.blocks().len() as u64;
         let (layers, bytes) = (Some(cache.layers()), Some(cache.row_bytes));
         KnownEnds { layers, tokens: cache.block_tokens.map(tokens), bytes }
     }
@@ -130,7 +95,7 @@ fn below_2_32(given: &Any<'_>, range: &Range<u64>) -> PyResult<Range<u32>> {
 }
 
 #[pymethods]
-impl BlockRows {
+impl NativeRows {
     /// The cache to which the blocks belong.
     #[getter(cache)]
     fn cache_object(&self, py: Python<'_>) -> Py<PyAny> {
@@ -139,7 +104,7 @@ impl BlockRows {
 
     /// Return the number of blocks.
     fn __len__(&self) -> usize {
-        self.blocks.len()
+        self.rows.blocks().len()
     }
 
     /// Return the same blocks, narrowed. A range has step 1 and is not empty: ``range``, ``slice`` or a pair.
@@ -169,48 +134,21 @@ impl BlockRows {
         if layers.is_none() && tokens.is_none() && bytes.is_none() {
             return Err(PyTypeError::new_err("part() needs layers, tokens or bytes"));
         }
-        let part = self.narrowed(layers, tokens, bytes)?;
-        let (object, cache) = (self.object.clone_ref(py), self.cache.clone());
-        Ok(BlockRows { object, cache, blocks: self.blocks.clone(), part })
+        let rows = self.narrowed(py, layers, tokens, bytes)?;
+        Ok(NativeRows { object: self.object.clone_ref(py), rows })
     }
 
     fn __eq__(&self, other: &Self) -> bool {
-        self.cache == other.cache && self.blocks == other.blocks && self.part == other.part
+        self.rows == other.rows
     }
 
     fn __hash__(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (&self.cache, &self.blocks, &self.part).hash(&mut hasher);
+        self.rows.hash(&mut hasher);
         hasher.finish()
     }
 
     fn __repr__(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl fmt::Display for BlockRows {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        /// Number of blocks that are shown of a list.
-        const SHOWN: usize = 8;
-        let (shown, RowsPart { layers, tokens, bytes }) = (self.blocks.len().min(SHOWN), &self.part);
-        write!(f, "<Rows of '{}': ", self.cache.name())?;
-        if self.blocks.len() > SHOWN {
-            write!(f, "{} ", self.blocks.len())?;
-        }
-        f.write_str("blocks [")?;
-        for (at, block) in self.blocks[..shown].iter().enumerate() {
-            write!(f, "{}{block}", if at == 0 { "" } else { ", " })?;
-        }
-        f.write_str(if self.blocks.len() > SHOWN { ", ...]" } else { "]" })?;
-        if let Some(layers) = layers {
-            write!(f, ", layers {} to {}", layers.start, layers.end - 1)?;
-        }
-        for (name, range) in [("tokens", tokens), ("bytes", bytes)] {
-            if let Some(range) = range {
-                write!(f, ", {name} {} to {}", range.start, range.end - 1)?;
-            }
-        }
-        f.write_char('>')
+        self.rows.to_string()
     }
 }

@@ -5,14 +5,13 @@
 
 use std::fmt;
 
-use llm_datadist_core::DataType;
 use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{DataType, ElementTypes};
 use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyMemoryView, PyString, PyTuple};
 
-use super::dtypes;
 use super::errors::{invalid, raise};
 use super::values::{index, int, wrong_type};
 use crate::cache::{dlpack_type, typestr};
@@ -328,7 +327,7 @@ impl fmt::Display for TensorForm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a tensor of shape {:?}", self.shape)?;
         match self.data_type {
-            Some(data_type) => write!(f, " and {}", dtypes::name(data_type))?,
+            Some(data_type) => write!(f, " and {}", ElementTypes::name(data_type))?,
             None => write!(f, " with elements of {} bytes", self.item_bytes)?,
         }
         self.row_stride.map_or(Ok(()), |stride| write!(f, ", with blocks {stride} bytes apart"))

@@ -96,7 +96,9 @@ impl NativeTransfer {
 
     fn kept(py: Python<'_>, shared: &Arc<EngineShared>, transfer: &Arc<Transfer>) -> PyResult<Py<Self>> {
         let handle = Py::new(py, Self::new(shared, Some(transfer)))?;
-        shared.transfers.insert(transfer.number(), handle.clone_ref(py).into_any());
+        if transfer.has_event() {
+            shared.transfers.insert(transfer.number(), handle.clone_ref(py).into_any());
+        }
         Ok(handle)
     }
 

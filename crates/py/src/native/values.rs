@@ -6,6 +6,7 @@ use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use llm_datadist_core::MAX_SECONDS;
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,9 +14,6 @@ use pyo3::types::{PyBool, PyByteArray, PyBytes, PyFloat, PyInt};
 
 use super::errors::{invalid, raise};
 use crate::convert::{self, Any, shown};
-
-/// Maximum number of seconds of a time: 2^32 - 1 milliseconds.
-const MAX_SECONDS: u64 = 4_294_967;
 
 /// Creates the `TypeError` for an argument that must be `allowed`.
 #[cold]

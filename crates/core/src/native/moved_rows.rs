@@ -1,19 +1,20 @@
-//! What two `Rows` say together: which blocks and which part of them a call of the core moves.
+//! What two [`BlockRows`] say together: which blocks and which part of them a call of the core moves.
 
 use std::ops::Range;
 
-use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{Error, ErrorKind, LayerRange, Layers, Result, Rows, SubRow};
-
+use super::block_rows::BlockRows;
 use super::cache_names::RowsCache;
-use super::rows::BlockRows;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::SubRow;
+use crate::validate::{LayerRange, Layers, Rows};
 
 /// Name of the lists in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
 
 /// Whether the local rows are written or read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PeerCall {
+pub enum PeerCall {
     /// The rows of this engine are written.
     Pull,
     /// The rows of this engine are read.
@@ -22,7 +23,7 @@ pub(crate) enum PeerCall {
 
 /// Returns the rows and the layers of a pull or push. `local` is of this engine and has `tensors_per_layer` tensors in each
 /// layer; `remote` is of a peer. The core checks them against both caches.
-pub(crate) fn with_peer(
+pub(super) fn with_peer(
     call: PeerCall,
     local: &BlockRows,
     remote: &BlockRows,
@@ -53,7 +54,7 @@ pub(crate) fn with_peer(
 
 /// Returns the pairs of a copy within this engine, each with its source first, and the part of every block. A copy moves
 /// whole layers, and no tokens.
-pub(crate) fn within_engine(dst: &BlockRows, src: &BlockRows) -> Result<(Vec<(i64, i64)>, SubRow)> {
+pub(super) fn within_engine(dst: &BlockRows, src: &BlockRows) -> Result<(Vec<(i64, i64)>, SubRow)> {
     for (name, rows) in [("dst", dst), ("src", src)] {
         if rows.part().layers.is_some() || rows.part().tokens.is_some() {
             return Err(Error::argument(name, rows, "rows without layers and tokens in a copy"));

@@ -1,0 +1,199 @@
+//! What rows need to know about the cache that they belong to, of this engine or of a peer.
+
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::ptr;
+use std::sync::Arc;
+
+use super::cache_form::CacheForm;
+use crate::cache::Cache;
+use crate::engine::{DataDist, End, RemoteName};
+use crate::error::Result;
+use crate::events::PeerInfo;
+use crate::memory::Adopted;
+use crate::model::{CacheId, ClusterId, Placement};
+use crate::validate;
+
+/// An engine of which caches and peers are. Its address identifies it, and its name is shown.
+pub trait EngineName: Send + Sync {
+    /// Returns the name that peers and errors show.
+    fn name(&self) -> &str;
+}
+
+impl EngineName for DataDist {
+    fn name(&self) -> &str {
+        &self.config().name
+    }
+}
+
+/// A cache of this engine, without keeping it alive.
+#[derive(Clone)]
+pub struct OwnCache {
+    /// The engine.
+    pub engine: Arc<dyn EngineName>,
+    /// Its id, which no other cache of the engine ever has.
+    pub id: CacheId,
+    /// Its name.
+    pub name: String,
+    /// The pool.
+    pub placement: Placement,
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Bytes of a block in one tensor, without gaps.
+    pub row_bytes: u64,
+    /// Number of tensors.
+    pub tensors: u32,
+    /// Number of tensors in one layer.
+    pub tensors_per_layer: u32,
+    /// Number of tokens in a block, if the cache has a layout.
+    pub block_tokens: Option<u32>,
+}
+
+impl OwnCache {
+    /// Allocates a cache of `engine`, which `owner` stands for. It is `contiguous` if there are no gaps between its tensors.
+    pub fn allocate(
+        owner: Arc<dyn EngineName>,
+        engine: &DataDist,
+        name: &str,
+        form: &CacheForm,
+        contiguous: bool,
+    ) -> Result<Arc<Self>> {
+        form.check_pool(engine)?;
+        let cache = engine.allocate_named(name, &form.desc, contiguous)?;
+        Ok(Self::of(owner, name, &cache, form.layers()))
+    }
+
+    /// Registers memory as a cache of `engine`, which `owner` stands for. Peers find it if it is `shared`.
+    pub fn register(
+        owner: Arc<dyn EngineName>,
+        engine: &DataDist,
+        name: &str,
+        form: &CacheForm,
+        (adopted, shared): (Adopted, bool),
+    ) -> Result<Arc<Self>> {
+        let cache = engine.register_named(name, adopted, shared)?;
+        Ok(Self::of(owner, name, &cache, form.layers()))
+    }
+
+    /// Describes a cache of `engine`, with the number of tensors in one layer and of tokens in one block, if it has a layout.
+    pub fn of(
+        engine: Arc<dyn EngineName>,
+        name: &str,
+        cache: &Cache,
+        (tensors_per_layer, block_tokens): (u32, Option<u32>),
+    ) -> Arc<Self> {
+        Arc::new(OwnCache {
+            engine,
+            id: cache.id(),
+            name: name.to_owned(),
+            placement: cache.placement(),
+            blocks: cache.rows(),
+            row_bytes: cache.longest_row(),
+            tensors: cache.num_tensors(),
+            tensors_per_layer,
+            block_tokens,
+        })
+    }
+
+    /// Returns it as one end of a call of the engine.
+    pub fn end(&self) -> End {
+        End::Managed(self.id)
+    }
+
+    /// Returns the number of its layers.
+    pub fn layers(&self) -> u64 {
+        u64::from(self.tensors / self.tensors_per_layer.max(1))
+    }
+}
+
+impl fmt::Debug for OwnCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnCache").field("id", &self.id).field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl PartialEq for OwnCache {
+    fn eq(&self, other: &Self) -> bool {
+        ptr::addr_eq(Arc::as_ptr(&self.engine), Arc::as_ptr(&other.engine)) && self.id == other.id
+    }
+}
+
+impl Eq for OwnCache {}
+
+impl Hash for OwnCache {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.id.hash(state);
+    }
+}
+
+/// A cache of a peer, by its name there. Each call asks the peer which cache has this name, unless that is known.
+#[derive(Clone)]
+pub struct PeerCache {
+    /// The engine that knows the peer.
+    pub engine: Arc<dyn EngineName>,
+    /// The cluster id of the peer. A native engine has its incarnation as cluster id, and no other one ever has it.
+    pub cluster: ClusterId,
+    /// The name of the cache.
+    pub name: Arc<str>,
+}
+
+impl PeerCache {
+    /// Names a cache of `peer`, which is a peer of `engine`. Sends nothing. Returns `Err(InvalidArgument)` if no cache can have the
+    /// name.
+    pub fn new(engine: Arc<dyn EngineName>, peer: &PeerInfo, name: &str) -> Result<Arc<Self>> {
+        Self::of_cluster(engine, peer.cluster, name)
+    }
+
+    /// Names a cache of the engine with this cluster id, which need not be a peer now; otherwise like [`new`](Self::new).
+    pub fn of_cluster(engine: Arc<dyn EngineName>, cluster: ClusterId, name: &str) -> Result<Arc<Self>> {
+        validate::cache_name(name)?;
+        Ok(Arc::new(PeerCache { engine, cluster, name: name.into() }))
+    }
+
+    /// Returns what calls of the engine name it by.
+    pub fn remote_name(&self) -> RemoteName<Arc<str>> {
+        RemoteName { cluster: self.cluster, name: self.name.clone() }
+    }
+}
+
+impl fmt::Debug for PeerCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerCache")
+            .field("cluster", &self.cluster)
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl PartialEq for PeerCache {
+    fn eq(&self, other: &Self) -> bool {
+        self.cluster == other.cluster && self.name == other.name
+    }
+}
+
+impl Eq for PeerCache {}
+
+impl Hash for PeerCache {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.cluster, &self.name).hash(state);
+    }
+}
+
+/// The cache that rows belong to.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum RowsCache {
+    /// One of this engine.
+    Own(Arc<OwnCache>),
+    /// One of a peer.
+    Peer(Arc<PeerCache>),
+}
+
+impl RowsCache {
+    /// Returns its name.
+    pub fn name(&self) -> &str {
+        match self {
+            RowsCache::Own(cache) => &cache.name,
+            RowsCache::Peer(cache) => &cache.name,
+        }
+    }
+}

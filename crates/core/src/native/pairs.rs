@@ -1,0 +1,244 @@
+//! Copies, pulls and pushes of pairs of rows: what the rows must be, and which call of the engine moves them.
+
+use std::ptr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::block_rows::{BlockRows, RowsPart};
+use super::cache_names::{EngineName, OwnCache, PeerCache, RowsCache};
+use super::moved_rows::{self, PeerCall};
+use crate::engine::{CallExtras, CopyMember, DataDist, GroupMember, LayerReceiver};
+use crate::error::{Error, Result};
+use crate::events::Transfer;
+use crate::fallible;
+use crate::model::{GrantUse, Verify, Words};
+use crate::transfer::LayerTask;
+use crate::validate::{Destination, LayerRange, LayerwiseArgs, Target};
+
+/// Name of the lists in out-of-memory errors.
+const PAIRS: &str = "the pairs of a call";
+
+/// The destination and the source of a pair.
+pub type RowsOfPair<'a> = (&'a BlockRows, &'a BlockRows);
+
+/// What a call does beside moving bytes.
+#[derive(Clone, Debug, Default)]
+pub struct PairExtras {
+    /// The grants under which a pull reads: one entry for each pair, or none for no grants.
+    pub grants: Vec<Option<GrantUse>>,
+    /// The message for the peer.
+    pub notify: Option<Vec<u8>>,
+    /// How the bytes are compared; as the engine does if `None`.
+    pub verify: Option<Verify>,
+    /// The time limit of the call, or of each layer; that of the engine if `None`.
+    pub limit: Option<Duration>,
+}
+
+/// Pairs of rows of one engine.
+pub struct OwnPairs<'a>(Vec<OwnPair<'a>>);
+
+/// A pair of rows, and the caches to which they belong.
+struct OwnPair<'a> {
+    rows: RowsOfPair<'a>,
+    caches: (&'a OwnCache, &'a OwnCache),
+}
+
+/// Pairs of rows, of which one side belongs to an engine, and the other one to its peers.
+pub struct PeerPairs<'a> {
+    call: PeerCall,
+    pairs: Vec<PeerPair<'a>>,
+}
+
+/// One pair of rows of a call with a peer, and the caches to which they belong.
+struct PeerPair<'a> {
+    local: &'a BlockRows,
+    own: &'a Arc<OwnCache>,
+    remote: &'a BlockRows,
+    of_peer: &'a PeerCache,
+}
+
+impl<'a> OwnPairs<'a> {
+    /// Checks that both sides of each pair are of `engine`.
+    pub fn checked(
+        engine: &dyn EngineName,
+        pairs: impl ExactSizeIterator<Item = RowsOfPair<'a>>,
+    ) -> Result<Self> {
+        each(pairs, |(dst, src)| {
+            let caches = (own("dst", dst)?, own("src", src)?);
+            same_engine(engine, "dst", &*caches.0.engine)?;
+            same_engine(engine, "src", &*caches.1.engine)?;
+            Ok(OwnPair { rows: (dst, src), caches: (caches.0, caches.1) })
+        })
+        .map(OwnPairs)
+    }
+
+    /// Starts to copy. `engine` is that of the rows.
+    pub fn copy(&self, engine: &DataDist, extras: &PairExtras) -> Result<Arc<Transfer>> {
+        let parts = each(self.0.iter(), |pair| {
+            let ((dst, src), (to, from)) = (pair.rows, pair.caches);
+            let (pairs, part) = moved_rows::within_engine(dst, src)?;
+            Ok(CopyMember { dst: to.end(), src: from.end(), pairs, part })
+        })?;
+        let copies = match &parts[..] {
+            [CopyMember { dst, src, pairs, part }] => engine.copy(dst, src, pairs, *part, extras.verify),
+            _ => engine.copy_group(&parts, extras.verify),
+        };
+        copies.within(extras.limit).start()
+    }
+}
+
+impl<'a> PeerPairs<'a> {
+    /// Checks that one side of each pair is of `engine`, and the other one of a peer of it.
+    pub fn checked(
+        engine: &dyn EngineName,
+        call: PeerCall,
+        pairs: impl ExactSizeIterator<Item = RowsOfPair<'a>>,
+    ) -> Result<Self> {
+        let (own_name, peer_name) = match call {
+            PeerCall::Pull => ("dst", "src"),
+            PeerCall::Push => ("src", "dst"),
+        };
+        let pairs = each(pairs, |(dst, src)| {
+            let (local, remote) = if call == PeerCall::Pull { (dst, src) } else { (src, dst) };
+            let (own, of_peer) = (own(own_name, local)?, of_peer(peer_name, remote)?);
+            same_engine(engine, own_name, &*own.engine)?;
+            same_engine(engine, peer_name, &*of_peer.engine)?;
+            Ok(PeerPair { local, own, remote, of_peer })
+        })?;
+        Ok(PeerPairs { call, pairs })
+    }
+
+    /// Starts the pull or push. `engine` is that of the rows.
+    pub fn start(&self, engine: &DataDist, extras: PairExtras) -> Result<Arc<Transfer>> {
+        let PairExtras { grants, notify, verify, limit } = extras;
+        let extras = CallExtras { notify, verify, words: Words::NATIVE, ..CallExtras::default() };
+        let mut members = fallible::with_capacity(PAIRS, self.pairs.len())?;
+        for (index, pair) in self.pairs.iter().enumerate() {
+            let moved = moved_rows::with_peer(self.call, pair.local, pair.remote, pair.own.tensors_per_layer);
+            let (rows, layers) = moved.map_err(|error| of_part(error, index, self.pairs.len()))?;
+            let (remote, grant) = (pair.of_peer.remote_name(), grants.get(index).copied().flatten());
+            members.push(GroupMember { remote, local: pair.own.end(), rows, layers, grant });
+        }
+        let operation = match (self.call, members.len() == 1, are_shares(&self.pairs)) {
+            (PeerCall::Pull, false, true) => engine.pull_owners(members, extras),
+            (PeerCall::Push, false, true) => engine.push_owners(members, extras),
+            (PeerCall::Pull, false, false) => engine.pull_group(members, extras),
+            (PeerCall::Push, false, false) => engine.push_group(members, extras),
+            (call, true, _) => {
+                let GroupMember { remote, local, rows, layers, grant } = members.remove(0);
+                let extras = CallExtras { grant, ..extras };
+                match call {
+                    PeerCall::Pull => engine.pull_with(remote, &local, rows, layers, extras),
+                    PeerCall::Push => engine.push_with(&local, remote, rows, layers, extras),
+                }
+            }
+        };
+        operation.within(limit).start()
+    }
+
+    /// Starts a push of which the caller reports each layer. `engine` is that of the rows. A push takes no grants.
+    pub fn start_layers(&self, engine: &DataDist, extras: PairExtras) -> Result<LayerTask> {
+        let PairExtras { notify, verify, limit, .. } = extras;
+        let extras = CallExtras { notify, verify, words: Words::NATIVE, ..CallExtras::default() };
+        let first = self.pairs.first().ok_or_else(|| Error::argument("len(dst)", 0, "at least 1"))?;
+        let receivers = each(self.pairs.iter(), |pair| receiver(pair, first.own))?;
+        engine.begin_push(&first.own.end(), receivers, limit, extras)
+    }
+}
+
+/// Returns the cache of rows that `engine` may lend: whole blocks of a cache of it.
+pub fn lent_cache<'a>(engine: &dyn EngineName, rows: &'a BlockRows) -> Result<&'a Arc<OwnCache>> {
+    let cache = own("rows", rows)?;
+    same_engine(engine, "rows", &*cache.engine)?;
+    if *rows.part() != RowsPart::default() {
+        return Err(Error::argument("rows", rows, "rows of whole blocks"));
+    }
+    Ok(cache)
+}
+
+/// Runs `read` for each pair. An error says which one it is about, if there are several.
+fn each<P, T>(pairs: impl ExactSizeIterator<Item = P>, read: impl Fn(P) -> Result<T>) -> Result<Vec<T>> {
+    let count = pairs.len();
+    let part = |(index, pair)| read(pair).map_err(|error| of_part(error, index, count));
+    fallible::try_collect(PAIRS, pairs.enumerate().map(part))
+}
+
+/// Adds to an error which one of this many pairs it is about.
+fn of_part(error: Error, index: usize, pairs: usize) -> Error {
+    if pairs > 1 { error.with("part", index) } else { error }
+}
+
+/// Whether the pairs name the same rows of this engine, so that the caches of the peers hold shares of them: some layers and heads
+/// each, which only layouts tell.
+fn are_shares(pairs: &[PeerPair<'_>]) -> bool {
+    let [first, others @ ..] = pairs else { return false };
+    let same = |pair: &PeerPair<'_>| ptr::eq(first.local, pair.local) || first.local == pair.local;
+    let narrowed =
+        |pair: &PeerPair<'_>| [pair.local, pair.remote].iter().any(|rows| rows.part().layers.is_some());
+    first.own.block_tokens.is_some() && others.iter().all(same) && !pairs.iter().any(narrowed)
+}
+
+/// Returns one destination of a layer-wise push of layers of `cache`.
+fn receiver(pair: &PeerPair<'_>, cache: &OwnCache) -> Result<LayerReceiver> {
+    if **pair.own != *cache {
+        return Err(Error::argument("src", pair.local, "rows of one cache in a layer-wise push"));
+    }
+    for (name, rows) in [("src", pair.local), ("dst", pair.remote)] {
+        if rows.part().tokens.is_some() || rows.part().bytes.is_some() {
+            return Err(Error::argument(name, rows, "rows of whole blocks in a layer-wise push"));
+        }
+    }
+    let (read, written) = (&pair.local.part().layers, &pair.remote.part().layers);
+    if read.is_some() != written.is_some() {
+        let required = "rows with layers if src has layers, and without if it has none";
+        return Err(Error::argument("dst", pair.remote, required));
+    }
+    let all = 0..u32::try_from(pair.own.layers()).unwrap_or(u32::MAX);
+    let read = read.clone().unwrap_or(all);
+    if let Some(written) = written.as_ref().filter(|written| written.len() != read.len()) {
+        let many = format!("{} layers", written.len());
+        return Err(Error::argument("dst", many, format!("{}, as many as src has", read.len())));
+    }
+    let target = Target::Cache {
+        name: pair.of_peer.name.clone().into(),
+        first_layer: written.as_ref().map(|written| written.start),
+    };
+    let src_layers = LayerRange { first: read.start, end: read.end };
+    let args = LayerwiseArgs {
+        src_blocks: unsigned(pair.local)?,
+        dst_blocks: unsigned(pair.remote)?,
+        dst_block_bytes: None,
+        tensors_per_layer: pair.own.tensors_per_layer,
+    };
+    let to = Destination { cluster: pair.of_peer.cluster, target, src_layers, src_row: 0 };
+    Ok(LayerReceiver { to, args })
+}
+
+fn unsigned(rows: &BlockRows) -> Result<Vec<u64>> {
+    fallible::collect(PAIRS, rows.blocks().iter().map(|block| block.unsigned_abs()))
+}
+
+fn own<'a>(name: &str, rows: &'a BlockRows) -> Result<&'a Arc<OwnCache>> {
+    match rows.cache() {
+        RowsCache::Own(cache) => Ok(cache),
+        RowsCache::Peer(_) => Err(Error::argument(name, rows, "rows of a cache of this engine")),
+    }
+}
+
+fn of_peer<'a>(name: &str, rows: &'a BlockRows) -> Result<&'a PeerCache> {
+    match rows.cache() {
+        RowsCache::Peer(cache) => Ok(cache),
+        RowsCache::Own(_) => {
+            Err(Error::argument(name, rows, "rows of a cache of a peer, such as peer[\"kv\"]"))
+        }
+    }
+}
+
+/// Checks that the rows given as the argument `name` are of `engine`.
+fn same_engine(engine: &dyn EngineName, name: &str, of: &dyn EngineName) -> Result<()> {
+    if ptr::addr_eq(engine, of) {
+        return Ok(());
+    }
+    let other = format!("rows of engine '{}'", of.name());
+    Err(Error::argument(name, other, format!("rows of engine '{}'", engine.name())))
+}
