@@ -320,6 +320,15 @@ fn failed_call_loses_no_event() {
 }
 
 #[test]
+fn peer_of_another_name_is_not_linked() {
+    let (one, two) = (Node::new(&[]), Node::new(&[("name", "two")]));
+    let (status, wrong) = link(&one, &two, c"three".as_ptr());
+    assert_eq!(status, 0, "{}", reason());
+    fails(llm_datadist_transfer_wait(wrong, LONG), LLM_DATADIST_PEER_LOST, &["'two'", "'three'"]);
+    assert_eq!(text(llm_datadist_last_error_code()), "link_failed");
+}
+
+#[test]
 fn links_come_and_go() {
     let linked = Linked::new();
     let (mut peers, mut count) = ([EMPTY.peer; 2], 0);
@@ -331,10 +340,6 @@ fn links_come_and_go() {
     assert!(["shm", "tcp"].contains(&text(two.transport).as_str()));
     // SAFETY: this thread has not asked again.
     assert_eq!(unsafe { slice::from_raw_parts(two.metadata, two.metadata_size) }, b"about two");
-    let other = Node::new(&[]);
-    let (status, wrong) = link(&other, &linked.two, c"three".as_ptr());
-    assert_eq!(status, 0, "{}", reason());
-    fails(llm_datadist_transfer_wait(wrong, LONG), LLM_DATADIST_PEER_LOST, &["three"]);
     // SAFETY: a handle lives in `started`.
     succeeds(started(|out| unsafe { llm_datadist_peer_close(linked.one.engine, linked.to_two, LONG, out) }));
     for (node, peer) in [(&linked.one, linked.to_two), (&linked.two, linked.to_one)] {
