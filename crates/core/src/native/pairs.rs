@@ -4,6 +4,8 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use super::block_rows::{BlockRows, RowsPart};
 use super::cache_names::{EngineName, OwnCache, PeerCache, RowsCache};
 use super::moved_rows::{self, PeerCall};
@@ -17,6 +19,9 @@ use crate::validate::{Destination, LayerRange, LayerwiseArgs, Target};
 
 /// Name of the lists in out-of-memory errors.
 const PAIRS: &str = "the pairs of a call";
+
+/// One value for each pair. Most calls have one pair, which needs no memory.
+type OfEach<T> = SmallVec<[T; 1]>;
 
 /// The destination and the source of a pair.
 pub type RowsOfPair<'a> = (&'a BlockRows, &'a BlockRows);
@@ -35,7 +40,7 @@ pub struct PairExtras {
 }
 
 /// Pairs of rows of one engine.
-pub struct OwnPairs<'a>(Vec<OwnPair<'a>>);
+pub struct OwnPairs<'a>(OfEach<OwnPair<'a>>);
 
 /// A pair of rows, and the caches to which they belong.
 struct OwnPair<'a> {
@@ -46,7 +51,7 @@ struct OwnPair<'a> {
 /// Pairs of rows, of which one side belongs to an engine, and the other one to its peers.
 pub struct PeerPairs<'a> {
     call: PeerCall,
-    pairs: Vec<PeerPair<'a>>,
+    pairs: OfEach<PeerPair<'a>>,
 }
 
 /// One pair of rows of a call with a peer, and the caches to which they belong.
@@ -112,25 +117,26 @@ impl<'a> PeerPairs<'a> {
     pub fn start(&self, engine: &DataDist, extras: PairExtras) -> Result<Arc<Transfer>> {
         let PairExtras { grants, notify, verify, limit } = extras;
         let extras = CallExtras { notify, verify, words: Words::NATIVE, ..CallExtras::default() };
-        let mut members = fallible::with_capacity(PAIRS, self.pairs.len())?;
-        for (index, pair) in self.pairs.iter().enumerate() {
+        let member = |(index, pair): (usize, &PeerPair<'a>)| {
             let moved = moved_rows::with_peer(self.call, pair.local, pair.remote, pair.own.tensors_per_layer);
             let (rows, layers) = moved.map_err(|error| of_part(error, index, self.pairs.len()))?;
             let (remote, grant) = (pair.of_peer.remote_name(), grants.get(index).copied().flatten());
-            members.push(GroupMember { remote, local: pair.own.end(), rows, layers, grant });
-        }
-        let operation = match (self.call, members.len() == 1, are_shares(&self.pairs)) {
-            (PeerCall::Pull, false, true) => engine.pull_owners(members, extras),
-            (PeerCall::Push, false, true) => engine.push_owners(members, extras),
-            (PeerCall::Pull, false, false) => engine.pull_group(members, extras),
-            (PeerCall::Push, false, false) => engine.push_group(members, extras),
-            (call, true, _) => {
-                let GroupMember { remote, local, rows, layers, grant } = members.remove(0);
-                let extras = CallExtras { grant, ..extras };
-                match call {
-                    PeerCall::Pull => engine.pull_with(remote, &local, rows, layers, extras),
-                    PeerCall::Push => engine.push_with(&local, remote, rows, layers, extras),
-                }
+            Ok(GroupMember { remote, local: pair.own.end(), rows, layers, grant })
+        };
+        let operation = if let [pair] = &self.pairs[..] {
+            let GroupMember { remote, local, rows, layers, grant } = member((0, pair))?;
+            let extras = CallExtras { grant, ..extras };
+            match self.call {
+                PeerCall::Pull => engine.pull_with(remote, &local, rows, layers, extras),
+                PeerCall::Push => engine.push_with(&local, remote, rows, layers, extras),
+            }
+        } else {
+            let members = fallible::try_collect(PAIRS, self.pairs.iter().enumerate().map(member))?;
+            match (self.call, are_shares(&self.pairs)) {
+                (PeerCall::Pull, true) => engine.pull_owners(members, extras),
+                (PeerCall::Push, true) => engine.push_owners(members, extras),
+                (PeerCall::Pull, false) => engine.pull_group(members, extras),
+                (PeerCall::Push, false) => engine.push_group(members, extras),
             }
         };
         operation.within(limit).start()
@@ -142,7 +148,7 @@ impl<'a> PeerPairs<'a> {
         let extras = CallExtras { notify, verify, words: Words::NATIVE, ..CallExtras::default() };
         let first = self.pairs.first().ok_or_else(|| Error::argument("len(dst)", 0, "at least 1"))?;
         let receivers = each(self.pairs.iter(), |pair| receiver(pair, first.own))?;
-        engine.begin_push(&first.own.end(), receivers, limit, extras)
+        engine.begin_push(&first.own.end(), receivers.into_vec(), limit, extras)
     }
 }
 
@@ -157,10 +163,13 @@ pub fn lent_cache<'a>(engine: &dyn EngineName, rows: &'a BlockRows) -> Result<&'
 }
 
 /// Runs `read` for each pair. An error says which one it is about, if there are several.
-fn each<P, T>(pairs: impl ExactSizeIterator<Item = P>, read: impl Fn(P) -> Result<T>) -> Result<Vec<T>> {
+fn each<P, T>(pairs: impl ExactSizeIterator<Item = P>, read: impl Fn(P) -> Result<T>) -> Result<OfEach<T>> {
     let count = pairs.len();
-    let part = |(index, pair)| read(pair).map_err(|error| of_part(error, index, count));
-    fallible::try_collect(PAIRS, pairs.enumerate().map(part))
+    let mut all = fallible::inline_with_capacity(PAIRS, count)?;
+    for (index, pair) in pairs.enumerate() {
+        all.push(read(pair).map_err(|error| of_part(error, index, count))?);
+    }
+    Ok(all)
 }
 
 /// Adds to an error which one of this many pairs it is about.

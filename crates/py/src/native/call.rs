@@ -143,18 +143,15 @@ fn extras(py: Python<'_>, pairs: usize, given: &GivenExtras<'_, '_>) -> PyResult
     Ok(PairExtras { grants, notify, verify, limit })
 }
 
-/// Returns the grant of each pair.
+/// Returns the grant of each pair, or none for no grants.
 fn grants(
     py: Python<'_>,
     pairs: usize,
     given: Option<&Any<'_>>,
     done: bool,
 ) -> PyResult<Vec<Option<GrantUse>>> {
+    let Some(given) = given else { return Ok(Vec::new()) };
     let mut grants = convert::room(py, pairs)?;
-    let Some(given) = given else {
-        grants.resize(pairs, None);
-        return Ok(grants);
-    };
     if let Ok(bytes) = given.cast::<PyBytes>() {
         let token = GrantToken::from_bytes(bytes.as_bytes()).map_err(|error| raise(py, &error))?;
         grants.resize(pairs, Some(GrantUse { token, done }));
