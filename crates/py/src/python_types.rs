@@ -124,7 +124,12 @@ impl PythonTypes {
         let Some(Registration { load, types }) = registered else {
             return Err(PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"));
         };
-        types.get_or_try_init(py, || Self::new(load.bind(py).call0()?.as_any()))
+        if let Some(types) = types.get(py) {
+            return Ok(types);
+        }
+        // Read before the cell is locked: the import runs Python code, which may come back here.
+        let read = Self::new(load.bind(py).call0()?.as_any())?;
+        Ok(types.get_or_init(py, || read))
     }
 
     /// Returns the member of `LLMStatusCode` for `code`.

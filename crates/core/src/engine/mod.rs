@@ -318,7 +318,7 @@ impl DataDist {
 
     /// Waits until no asynchronous call runs. Returns `false` once `limit` has passed, and `Err` only if interrupted.
     pub fn drain(&self, limit: Duration) -> Result<bool> {
-        self.calls.drain(Deadline::after(limit).named("timeout_ms").watched(self.interrupted))
+        self.calls.drain(Deadline::after(limit).named("timeout").watched(self.interrupted))
     }
 
     /// Ends all asynchronous calls and layer-wise transfers with an error of kind `Closed` and refuses new ones, because the
@@ -428,9 +428,9 @@ impl DataDist {
         let Config { native, sync_timeout, .. } = &self.resources.config;
         let deadline = Deadline::since(begin, limit.unwrap_or(*sync_timeout));
         match limit {
-            _ if *native => deadline.named("timeout"),
-            Some(_) => deadline.named("timeout_ms"),
-            None => deadline,
+            // Calls of the original's API have no limit of their own.
+            None if !*native => deadline,
+            _ => deadline.named("timeout"),
         }
     }
 }

@@ -90,56 +90,62 @@ impl<'a> Operation<'a> {
     pub fn start(self) -> Result<Arc<Transfer>> {
         let Operation { engine, op, started, limit, fact, prepared } = self;
         let deadline = engine.limited(started, limit);
-        let transfer = prepared.and_then(|mut prepared| match prepared.run_now(engine, op, deadline)? {
-            Some(ended) => Ok(ended),
-            None => prepared.start(engine, op, deadline, true),
-        });
+        let transfer = prepared.and_then(|prepared| prepared.start(engine, op, deadline, true));
         transfer.map_err(|error| with_fact(error, fact))
     }
 }
 
 impl Prepared {
-    /// Runs the call on the calling thread if it is short and need not wait. Returns `None` otherwise.
-    fn run_now(&mut self, engine: &DataDist, op: Op, deadline: Deadline) -> Result<Option<Arc<Transfer>>> {
-        let resources = &engine.resources;
-        match self {
-            Prepared::Copy(copy) => engine.calls.run_now(op, || copy.run_now(resources, deadline)),
-            Prepared::Transfer(transfer) => engine.calls.run_now(op, || {
-                let link = engine.links.find_other(transfer.cluster, Deadline::after(Duration::ZERO)).ok()?;
-                transfer.run_now(resources, link, deadline).map(Ok)
-            }),
-            Prepared::Group(_) | Prepared::Copies(_) => Ok(None),
-        }
-    }
-
-    /// Starts the call, whose end is an event if `event` is set.
+    /// Starts the call, whose end is an event if `event` is set. A short one that need not wait has ended when it is returned.
     fn start(self, engine: &DataDist, op: Op, deadline: Deadline, event: bool) -> Result<Arc<Transfer>> {
         let resources = engine.resources.clone();
-        let calls_peer = matches!(self, Prepared::Transfer(..) | Prepared::Group(..));
-        let AsyncWork { class, rows, work } = match self {
+        let own = resources.config.cluster;
+        match self {
             Prepared::Copy(mut copy) => {
-                let (class, rows) = (JobClass::Calls(resources.config.cluster), copy.take_rows());
+                let begun = engine.calls.begin(event)?;
+                let begun = match begun.run_now(op, own, || copy.run_now(&resources, deadline)) {
+                    Ok(ended) => return Ok(ended),
+                    Err(begun) => begun,
+                };
+                let rows = copy.take_rows();
                 let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {
                     copy.run(&resources, Some(execution.as_ref()), deadline)
                 });
-                AsyncWork { class, rows, work }
+                begun.start(purpose(op, JobClass::Calls(own), deadline, event), rows, work)
             }
             Prepared::Transfer(transfer) => {
+                let (begun, cluster) = (engine.calls.begin(event)?, transfer.cluster);
+                let link = engine.links.finder().for_later(cluster);
+                let now = || transfer.run_now(&resources, link.known()?, deadline);
+                let begun = match begun.run_now(op, cluster, now) {
+                    Ok(ended) => return Ok(ended),
+                    Err(begun) => begun,
+                };
                 let rows = CallRows::of(transfer.local.clone(), used_rows(&transfer.checked)?);
-                let class = JobClass::Calls(transfer.cluster);
-                let link = engine.links.finder().for_later(transfer.cluster);
+                let outgoing = Some(resources.outgoing_calls.begin());
                 let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {
                     let link = link.find(deadline)?;
                     transfer.run(resources, link, Some(execution.clone()), deadline)
                 });
-                AsyncWork { class, rows, work }
+                let purpose = purpose(op, JobClass::Calls(cluster), deadline, event);
+                begun.start(CallPurpose { outgoing, ..purpose }, rows, work)
             }
-            Prepared::Group(group) | Prepared::Copies(group) => group?,
-        };
-        let outgoing = calls_peer.then(|| engine.resources.outgoing_calls.begin());
-        let purpose = CallPurpose { op: Some(op), class, deadline, outgoing, dials: None, event };
-        engine.calls.start(purpose, rows, work)
+            Prepared::Group(group) => {
+                let AsyncWork { class, rows, work } = group?;
+                let outgoing = Some(resources.outgoing_calls.begin());
+                let purpose = CallPurpose { outgoing, ..purpose(op, class, deadline, event) };
+                engine.calls.start(purpose, rows, work)
+            }
+            Prepared::Copies(copies) => {
+                let AsyncWork { class, rows, work } = copies?;
+                engine.calls.start(purpose(op, class, deadline, event), rows, work)
+            }
+        }
     }
+}
+
+fn purpose(op: Op, class: JobClass, deadline: Deadline, event: bool) -> CallPurpose {
+    CallPurpose { op: Some(op), class, deadline, outgoing: None, dials: None, event }
 }
 
 fn with_fact(error: Error, fact: Option<(&'static str, u64)>) -> Error {

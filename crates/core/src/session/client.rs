@@ -273,8 +273,13 @@ impl Link {
     }
 
     /// Checks that this peer gave the grant of a token. Returns `Err(InvalidArgument)` if another cluster gave it, and
-    /// `Err(GrantEnded)` if the peer was restarted since.
+    /// `Err(GrantEnded)` if the peer was restarted since. A native engine that was restarted is another cluster, so nobody knows which
+    /// of both it is.
     pub(crate) fn check_token(&self, token: &GrantToken) -> Result<()> {
+        if token.cluster != self.peer.cluster && self.peer.is_native() {
+            let text = "this peer did not give the grant: its owner was restarted, or is another peer";
+            return Err(self.named(Error::new(ErrorKind::GrantEnded, text)));
+        }
         if token.cluster != self.peer.cluster {
             let text =
                 format!("the grant is from cluster {}, and the key names another cluster", token.cluster);

@@ -59,6 +59,13 @@ pub struct Peer {
 }
 
 impl Peer {
+    /// Whether it is a native engine, whose incarnation is its cluster id.
+    pub(super) fn is_native(&self) -> bool {
+        self.cluster.0 == self.instance
+    }
+}
+
+impl Peer {
     /// Checks that the engine has the name `expected`, if it is given. Otherwise returns `Err(LinkFailed)`.
     pub(super) fn check_name(&self, expected: Option<&str>) -> Result<()> {
         let Some(expected) = expected.filter(|expected| **expected != *self.name) else { return Ok(()) };

@@ -7,7 +7,8 @@ use super::async_call::{AsyncCall, CallPurpose, CallsOfEngine, Work};
 use super::clock::Alarmed;
 use super::executor::{ExecutorHandle, Job, JobClass};
 use super::running_calls::{RunningCall, RunningCalls};
-use crate::cache::CallRows;
+use super::slot_map::SlotKey;
+use crate::cache::{CallRows, Pin};
 use crate::error::{Error, Result};
 use crate::events::{CallsOfPeers, EventQueue, HeldEnd, MAX_HELD, Transfer};
 use crate::model::{ClusterId, Deadline};
@@ -45,34 +46,17 @@ impl AsyncCalls {
         &self.engine.executor
     }
 
-    /// Starts a call that runs `work` on a worker once `rows` are free.
-    pub(crate) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
-        let transfer = self.queue.start(purpose.event)?;
-        let started = self.running().reserve().and_then(|key| {
-            let call = AsyncCall::new(&transfer, &self.engine, key, purpose, work);
-            let entered = self.running().enter(key, call.clone()).and_then(|()| call.wait_for(rows));
-            entered.inspect_err(|_| self.running().leave(key))
-        });
-        if let Err(error) = started {
-            transfer.abandon();
-            return Err(error);
-        }
-        Ok(transfer)
+    /// Makes room for a call, whose end is an event if `event` is set.
+    pub(crate) fn begin(&self, event: bool) -> Result<BegunCall<'_>> {
+        let transfer = self.queue.start(event)?;
+        let reserved = self.running().reserve();
+        let key = reserved.inspect_err(|_| transfer.abandon())?;
+        Ok(BegunCall { calls: self, transfer, key, used: false })
     }
 
-    /// Runs `call` as a call that has ended when it is returned. Returns `None` if `call` did not run, because it would have to wait.
-    pub(crate) fn run_now(
-        &self,
-        op: Op,
-        call: impl FnOnce() -> Option<Result<u64>>,
-    ) -> Result<Option<Arc<Transfer>>> {
-        let transfer = self.queue.start(true)?;
-        let Some(outcome) = call() else {
-            transfer.abandon();
-            return Ok(None);
-        };
-        self.engine.ended(&transfer, Some(op), outcome);
-        Ok(Some(transfer))
+    /// Starts a call that runs `work` on a worker once `rows` are free.
+    pub(crate) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
+        self.begin(purpose.event)?.start(purpose, rows, work)
     }
 
     /// Waits until no call runs. Returns `false` once `deadline` has passed, and `Err` only if interrupted.
@@ -85,6 +69,76 @@ impl AsyncCalls {
     pub fn close(&self) {
         self.running().close();
         self.queue.close();
+    }
+}
+
+/// A call for which there is room in the event queue and among the calls that run. Drop gives it back, unless the call was started or
+/// has ended.
+pub(crate) struct BegunCall<'a> {
+    calls: &'a AsyncCalls,
+    transfer: Arc<Transfer>,
+    key: SlotKey,
+    used: bool,
+}
+
+/// A call that its caller runs while it starts it, for those who wait for the ends of calls.
+#[derive(Debug)]
+struct ShortCall {
+    transfer: Arc<Transfer>,
+    /// The cluster that it calls, or that of the engine.
+    cluster: ClusterId,
+}
+
+impl BegunCall<'_> {
+    /// Starts the call, which runs `work` on a worker once `rows` are free.
+    pub(crate) fn start(mut self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
+        let (engine, running) = (&self.calls.engine, self.calls.running());
+        let call = AsyncCall::new(&self.transfer, engine, self.key, purpose, work);
+        running.enter(self.key, call.clone())?;
+        call.wait_for(rows)?;
+        self.used = true;
+        Ok(self.transfer.clone())
+    }
+
+    /// Runs `run` on the calling thread, and returns the transfer, which has ended. `run` returns the outcome and the rows that the
+    /// call has. If it returns `None`, the call has to wait, so it must be started.
+    pub(crate) fn run_now(
+        mut self,
+        op: Op,
+        cluster: ClusterId,
+        run: impl FnOnce() -> Option<(Result<u64>, Option<Pin>)>,
+    ) -> std::result::Result<Arc<Transfer>, Self> {
+        let (engine, running) = (&self.calls.engine, self.calls.running());
+        let short = Arc::new(ShortCall { transfer: self.transfer.clone(), cluster });
+        if running.enter(self.key, short).is_err() {
+            return Err(self);
+        }
+        let Some((outcome, pin)) = run() else { return Err(self) };
+        // In the order of `Execution`: the calls that wait for the rows are notified after the end of this one was reported.
+        let _ready = pin.map(Pin::release);
+        engine.ended(&self.transfer, Some(op), outcome);
+        running.leave(self.key);
+        self.used = true;
+        Ok(self.transfer.clone())
+    }
+}
+
+impl Drop for BegunCall<'_> {
+    fn drop(&mut self) {
+        if !self.used {
+            self.calls.running().leave(self.key);
+            self.transfer.abandon();
+        }
+    }
+}
+
+impl RunningCall for ShortCall {
+    fn close(&self) {
+        self.transfer.close();
+    }
+
+    fn transfer_with(&self, cluster: ClusterId) -> Option<&Arc<Transfer>> {
+        (self.cluster == cluster).then_some(&self.transfer)
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::SHORT_CALL;
 use super::async_call::Execution;
 use super::compared::{BLOCKS, Compared, block_sizes, differ, sample};
-use crate::cache::{Cache, CallRows, RowUse};
+use crate::cache::{Cache, CallRows, Pin, RowUse};
 use crate::checksums::Checksums;
 use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
 use crate::error::Result;
@@ -87,8 +87,13 @@ impl LocalCopy {
         self.copy_all(resources, plans, &Arc::default(), deadline)
     }
 
-    /// Does the same on the calling thread if the copy is short and need not wait. Returns `None` otherwise.
-    pub(crate) fn run_now(&mut self, resources: &Resources, deadline: Deadline) -> Option<Result<u64>> {
+    /// Does the same on the calling thread, and returns the rows as well, if the copy is short and need not wait. Returns `None`
+    /// otherwise.
+    pub(crate) fn run_now(
+        &mut self,
+        resources: &Resources,
+        deadline: Deadline,
+    ) -> Option<(Result<u64>, Option<Pin>)> {
         let LocalMoves::Equal(moves) = &self.moves else { return None };
         let LocalCopy { src, dst, .. } = self;
         let bytes = moves.pieces.bytes().saturating_mul(moves.num_tensors.into());
@@ -98,11 +103,11 @@ impl LocalCopy {
             return None;
         }
         let (reads, writes) = ((src.clone(), moves.src_rows.clone()), (dst.clone(), moves.dst_rows.clone()));
-        let _pin = CallRows::copy(reads, writes).pin_now()?;
+        let pin = CallRows::copy(reads, writes).pin_now()?;
         let copied = self.plan().and_then(|plans| {
             if plans.is_empty() { Ok(0) } else { self.copy_all(resources, plans, &Arc::default(), deadline) }
         });
-        Some(copied)
+        Some((copied, Some(pin)))
     }
 
     /// Takes the rows that are read and written.

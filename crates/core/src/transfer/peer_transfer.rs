@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::async_call::Execution;
 use super::call::Call;
 use super::pull::TransferEnd;
-use crate::cache::{Cache, RowUse};
+use crate::cache::{Cache, Pin, RowUse};
 use crate::error::Result;
 use crate::model::{ClusterId, Deadline, GrantUse, RemoteCacheName, Verify};
 use crate::plan::Side;
@@ -51,13 +51,14 @@ impl PeerTransfer {
         self.call(resources, link, execution, deadline).transfer(&self)
     }
 
-    /// Moves the bytes on the calling thread if the transfer is a short pull that need not wait. Returns `None` otherwise.
+    /// Moves the bytes on the calling thread, and returns the rows as well, if the transfer is a short pull that need not wait. Returns
+    /// `None` otherwise.
     pub(crate) fn run_now(
         &self,
         resources: &Arc<Resources>,
         link: Arc<Link>,
         deadline: Deadline,
-    ) -> Option<u64> {
+    ) -> Option<(Result<u64>, Option<Pin>)> {
         let asks_peer = self.notify.is_some() || self.grant.is_some() || self.verify != Verify::Off;
         if asks_peer || self.checked.local_side() == Side::Source {
             return None;
@@ -65,10 +66,10 @@ impl PeerTransfer {
         let started = Instant::now();
         let call = self.call(resources.clone(), link, None, deadline);
         let _active = call.link.begin().ok()?;
-        let bytes = call.pull_now(&self.checked)?;
+        let (bytes, pin) = call.pull_now(&self.checked)?;
         call.link.stats.count_transfers(1, started.elapsed(), Some(bytes));
         resources.stats.add_bytes(Op::Pull, bytes);
-        Some(bytes)
+        Some((Ok(bytes), pin))
     }
 
     /// Returns the call that moves the bytes, with arguments as in [`run`](Self::run).

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::SHORT_CALL;
 use super::call::{Call, Moved};
 use super::stream::Streams;
-use crate::cache::{CallRows, RowUse};
+use crate::cache::{CallRows, Pin, RowUse};
 use crate::copy::{DataPath, HeldPins, Hops, PathKind, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name, RowList};
@@ -57,8 +57,10 @@ impl Call {
     /// Pulls a few bytes on the calling thread if that needs no answer of the peer and no other call: the stored description of the
     /// remote cache is current, its memory is mapped, and the local rows are free. Returns `None` otherwise. The rows may have been
     /// written then, as by every pull that has begun.
-    pub(super) fn pull_now(&self, checked: &CheckedTransfer) -> Option<u64> {
-        let rows = checked.rows().local_rows().ok().filter(|rows| rows.len() <= SHORT_ROWS)?;
+    pub(super) fn pull_now(&self, checked: &CheckedTransfer) -> Option<(u64, Option<Pin>)> {
+        if checked.rows().num_blocks() > SHORT_ROWS {
+            return None;
+        }
         let known = self.link.known_now(&self.name)?;
         self.check_local().and_then(|()| self.check_remote(&known)).ok()?;
         let PlannedTransfer { plans, read_tensors, .. } =
@@ -71,15 +73,15 @@ impl Call {
         if !at_once || releases_key || plan.is_empty() || plan.bytes() > SHORT_CALL {
             return None;
         }
-        let writes = RowUse { writes: rows, ..RowUse::default() };
-        let pinned: HeldPins = Arc::new(CallRows::of(self.local.clone(), writes).pin_now()?);
+        let writes = RowUse { writes: checked.rows().local_rows().ok()?, ..RowUse::default() };
+        let pin = Arc::new(CallRows::of(self.local.clone(), writes).pin_now()?);
         self.resources.still_registered(&self.local).ok()?;
-        let read = snapshot.memory().read(self.job(plan), to, &Arc::default(), pinned).ok()?;
+        let read = snapshot.memory().read(self.job(plan), to, &Arc::default(), pin.clone()).ok()?;
         if snapshot.validate() != Validity::Valid || self.link.check().is_err() {
             return None;
         }
         self.count(snapshot.kind(), read.bytes, false);
-        Some(read.bytes)
+        Some((read.bytes, Arc::into_inner(pin)))
     }
 
     /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the

@@ -157,7 +157,7 @@ fn a_call_that_waits_is_cancelled_or_late_at_once() {
     assert_eq!((ended.kind(), cancelled.cancelled()), (ErrorKind::Cancelled, true));
     let error = outcome(&late).unwrap_err();
     assert_eq!((error.kind(), error.fact("limit_ms")), (ErrorKind::Timeout, Some("20")), "{error}");
-    assert!(error.to_string().starts_with("timeout_ms passed"), "{error}");
+    assert!(error.to_string().starts_with("timeout passed"), "{error}");
     // The call behind waits for nobody any more: it copies.
     bench.gate.wait_for(2);
     assert!(!first.done());

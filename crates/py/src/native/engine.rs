@@ -48,13 +48,15 @@ use crate::engine::Engine;
 pub(crate) struct NativeEngine {
     /// What its caches, peers, transfers and grants hold as well.
     pub(crate) shared: Arc<EngineShared>,
+    /// Whether the engine ends with this object. That of an `LLMDataDist` ends with the latter.
+    pub(crate) ends: bool,
 }
 
 impl NativeEngine {
     /// Returns the native object of an engine that the original's API has opened.
     pub(crate) fn of_original(py: Python<'_>, engine: &Engine) -> PyResult<Py<Self>> {
         let shared = EngineShared::of_original(py, engine)?;
-        let native = Bound::new(py, NativeEngine { shared })?;
+        let native = Bound::new(py, NativeEngine { shared, ends: false })?;
         native.get().shared.set_python(native.as_any())?;
         Ok(native.unbind())
     }
@@ -63,6 +65,8 @@ impl NativeEngine {
 /// Without the Python object, nobody can close the engine.
 impl Drop for NativeEngine {
     fn drop(&mut self) {
-        Python::try_attach(|py| self.shared.end(py));
+        if self.ends {
+            Python::try_attach(|py| self.shared.end(py));
+        }
     }
 }

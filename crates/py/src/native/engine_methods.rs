@@ -57,7 +57,7 @@ impl NativeEngine {
         let arguments = [pool, host_pool, page, listen, token, token_file, accept_remote, timeout, verify];
         let config = GivenOptions { arguments, options, name }.config(py)?;
         let metadata = metadata.given().map_or_else(|| Ok(Vec::new()), |given| bytes("metadata", &given))?;
-        Ok(NativeEngine { shared: EngineShared::open(py, Config { metadata, ..config })? })
+        Ok(NativeEngine { shared: EngineShared::open(py, Config { metadata, ..config })?, ends: true })
     }
 
     /// The name that peers see. It can still be read when the engine is closed.
