@@ -108,7 +108,7 @@ class Engine:
         page: size of a page of both pools: a power of two from 1 KiB to 1 GiB. Every tensor takes whole pages.
         listen: address at which peers can link to this engine: ``"ip:port"`` or ``"[ipv6]:port"``. Port 0 takes a free
             port; ``address`` returns it. ``None``: nobody can link to this engine, but it can link to others.
-        name: name that peers and log lines show: 1 to 128 bytes of UTF-8, printable. By default
+        name: name that peers (``Peer.name``) and statistics show: 1 to 128 bytes of UTF-8, printable. By default
             ``"<host name>/<process id>/<number>"``. Names need not be unique.
         metadata: bytes that peers read as ``Peer.metadata``, at most 16 KiB.
         token: secret that both ends of a link must have, at least 16 characters. ``None``: that of ``token_file`` or
@@ -211,7 +211,7 @@ class Engine:
                 or they are given beside a layout.
             InvalidArgument: the name is in use; a number is out of range; the engine has no such pool; the cache would
                 have 2**63 bytes or more.
-            OutOfMemory: the pool has no room. The error says how many bytes were asked for and are free.
+            OutOfMemory: the pool has no room. The error has the bytes that were asked for, and those that are free.
             Closed: the engine is closed.
         """
 
@@ -249,7 +249,7 @@ class Engine:
             stride: bytes from the start of one block to the start of the next in each tensor, at least the bytes of a
                 block. Only for addresses; by default, blocks follow each other without gaps.
             tensors_per_layer: number of consecutive tensors that form a layer, as for ``allocate``.
-            pool: the kind of memory, which statistics count it as.
+            pool: the pool with which statistics and copies count the memory: ``"device"`` or ``"host"``.
             shared: whether peers may use the cache. If it is false, they cannot find it.
 
         Raises:
@@ -280,7 +280,8 @@ class Engine:
                 is copied. If a copy fails later, the pairs before it are in place.
             src: blocks that are read, as many as ``dst`` has. Left out if ``dst`` is a list.
             verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
-            timeout: seconds within which the copy must begin. It is then finished. ``None``: ``Engine.timeout``.
+            timeout: seconds within which the copy must begin. A copy that has begun is finished. ``None``:
+                ``Engine.timeout``.
 
         Returns:
             The transfer. Its outcome may be ``InvalidArgument``, ``NotFound`` (a cache was freed), ``Timeout``,
@@ -319,8 +320,8 @@ class Engine:
         Args:
             dst: local blocks that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several
                 peers. The pairs succeed or fail together. If all pairs have the same ``dst`` and all caches have
-                layouts, each head of each layer is read from one pair. If several pairs hold it,
-                the engine takes the one with the fewest heads to read so far, and among equals the first in the list.
+                layouts, each head of each layer is read from one pair. If several pairs hold it, the engine takes the
+                one with the fewest heads to read so far, and among equals the first in the list.
             src: blocks of a peer that are read. Left out if ``dst`` is a list.
             grant: token of a grant that lends ``src``. The pull fails if the grant ended before all bytes were read.
                 For a list of pairs: one token for all of them, or a list with a token or ``None`` for each.
@@ -420,14 +421,14 @@ class Engine:
         """Lend blocks of this engine to readers for a limited time. The call sends nothing.
 
         The program sends ``Grant.token`` to the readers, which pass it to ``pull``. While the grant lasts, the program
-        must not write to the blocks. A pull under the grant fails if the grant ended
-        before the pull had read all its bytes.
+        must not write to the blocks. A pull under the grant fails if the grant ended before the pull had read all its
+        bytes.
 
         The grant ends when ``ttl`` seconds have passed, when ``readers`` readers have finished their last pull, by
-        ``Grant.revoke``, or when the cache is freed. ``events`` then returns ``GrantClosed``. Reuse the blocks
-        after that event, not by a clock of your own.
+        ``Grant.revoke``, or when the cache is freed. ``events`` then returns ``GrantClosed``. Reuse the blocks after
+        that event or after ``revoke``, not by a clock of your own.
 
-        A grant does not keep others out: a peer can pull the blocks without it, unchecked.
+        A grant does not restrict access: a peer can pull the blocks without the token, and such a pull is not checked.
 
         Args:
             rows: local blocks that are lent, at least one. Their order does not matter.
@@ -485,9 +486,9 @@ class Engine:
     def close(self, timeout: float | None = 0.0) -> None:
         """Close the engine: end all transfers, links and grants, and release the pools.
 
-        Transfers that run after ``timeout`` end with ``Closed``. Handles of ended transfers keep their outcomes. No
-        event comes any more, and an ``async for`` over the engine ends. Memory that views use stays valid until they
-        are gone. Closing again does nothing.
+        Transfers that still run when ``timeout`` has passed end with ``Closed``. Handles of ended transfers keep their
+        outcomes. No event comes any more, and an ``async for`` over the engine ends. Memory that views use stays valid
+        until they are gone. Closing again does nothing.
 
         Args:
             timeout: seconds to wait for running transfers, 0 or above. ``None``: ``Engine.timeout``. New transfers are
@@ -586,13 +587,13 @@ class Cache:
 
         The memory of an allocated cache returns to the pool when the last transfer and view of it is gone, so ``free``
         has nothing to wait for: the transfer has ended when it is returned, and there is no ``Completed`` for it. The
-        transfer of a registered cache ends when nothing touches the memory any more, neither this engine nor a peer.
-        Grants of the cache end with the reason ``"released"``. Freeing a cache again, or after ``Engine.close``, ends
-        at once.
+        transfer of a registered cache ends when no transfer of this engine, and no request of a peer that it serves,
+        uses the memory any more. A pull of a peer that still reads the memory by process id fails. Grants of the cache
+        end with the reason ``"released"``. Freeing a cache again, or after ``Engine.close``, ends at once.
 
         Returns:
-            The transfer. ``Timeout``: a peer that no longer answers may still read registered memory after
-            ``Engine.timeout``. Keep the memory, and call ``free`` again.
+            The transfer. ``Timeout``: registered memory is still in use after ``Engine.timeout``, for example because a
+            peer that reads the bytes of a push does not answer. Keep the memory, and call ``free`` again.
 
         Raises:
             Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The registered cache is freed;
@@ -734,7 +735,7 @@ class Peer:
         """Start to end the link.
 
         Transfers of this engine that run over it are finished first; new ones fail with ``PeerLost``. Both ends get
-        ``PeerDown``. The peer is told, and may link again. Closing a peer that is not linked ends at once.
+        ``PeerDown``. The peer is notified, and may link again. Closing a peer that is not linked ends at once.
 
         Args:
             timeout: seconds to wait until the peer has confirmed. ``None``: ``Engine.timeout``. This end has dropped
@@ -791,8 +792,8 @@ class Transfer(Generic[_T_co]):
         Raises:
             TypeError: ``timeout`` has the wrong type.
             InvalidArgument: ``timeout`` is negative or not finite, or it is the outcome of the transfer.
-            TimeoutError: ``timeout`` has passed and the transfer goes on. If the error is also a ``Timeout``, it is the
-                outcome of the transfer.
+            TimeoutError: ``timeout`` has passed and the transfer continues. If the error is also a ``Timeout``, it is
+                the outcome of the transfer.
             Error: the outcome of the transfer, as the call that started it describes.
         """
 

@@ -5,6 +5,7 @@ The table is that of the engine (``_core.options``).
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from llm_datadist import _core
@@ -54,6 +55,16 @@ _PER_SECOND = {"ms": 1_000, "µs": 1_000_000}
 NATIVE_ROWS = [row for row in _ROWS if row.native]
 """The options that ``Engine`` takes."""
 
+_LLM_CONFIG_UNIT = re.compile(r",? in (?:milli|micro)seconds")
+_LLM_CONFIG_RANGE = re.compile(r" \(\d+ to \d+\)")
+_NATIVE_NAMES = {
+    "init": "Engine",
+    "register_*": "register",
+    "listen_ip_info": "listen",
+    **{row.attribute: row.native for row in NATIVE_ROWS if row.attribute},
+}
+"""Name in a meaning of ``LLMConfig`` → name in the native API."""
+
 ENVIRONMENT = {row.key: row.variable for row in _ROWS if row.variable}
 """Option → environment variable that ``init`` reads if the option is not given."""
 
@@ -94,8 +105,13 @@ def native_default(row: Row) -> str:
 
 
 def native_meaning(row: Row) -> str:
-    """Return what an option of ``Engine`` does, in Markdown."""
+    """Return what an option of ``Engine`` does, in Markdown, and its name in ``LLMConfig``.
+
+    The meaning of a row names the options and units of ``LLMConfig``.
+    """
     if not row.attribute:
         return row.meaning
-    unit = ", in seconds" if row.allowed.startswith("a number of seconds") else ""
-    return f"As `{row.attribute}` of `LLMConfig`{unit}."
+    meaning = _LLM_CONFIG_UNIT.sub("", _LLM_CONFIG_RANGE.sub("", row.meaning))
+    for old, new in _NATIVE_NAMES.items():
+        meaning = meaning.replace(f"`{old}`", f"`{new}`")
+    return f"{meaning} `LLMConfig`: `{row.attribute}`."

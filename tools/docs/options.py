@@ -40,7 +40,8 @@ COLUMNS = """
 NATIVE_HEAD = """
 ## Options of `Engine`
 
-Times are in seconds, and sizes in bytes. An unknown name raises `TypeError`, which names the most similar option.
+Times are in seconds, and sizes in bytes. An unknown name raises `TypeError`, which names the most similar option. Where
+`LLMConfig` has the same option, the meaning ends with its name there.
 
 | name | values and default | meaning |
 | --- | --- | --- |

@@ -102,9 +102,9 @@ pub unsafe extern "C" fn llm_datadist_cache_tensors(
 /// Ends a cache, and writes the handle of a transfer to `transfer`. Its name can be used again at once, and new transfers that name it
 /// fail with `LLM_DATADIST_NOT_FOUND`. Grants of the cache end.
 ///
-/// The transfer ends when nothing touches the memory any more, neither this engine nor a peer. With `LLM_DATADIST_TIMEOUT`, a peer
-/// that does not answer may still read registered memory: keep it, and call the function again. `LLM_DATADIST_BUSY`: the cache is
-/// freed; call the function again to learn when its memory may be used. The handle is invalid once the transfer has succeeded.
+/// The transfer ends when no transfer of this engine, and no request of a peer that it serves, uses registered memory any more. With
+/// `LLM_DATADIST_TIMEOUT`, it is still in use: keep it, and call the function again. `LLM_DATADIST_BUSY`: the cache is freed; call
+/// the function again to learn when its memory may be used. The handle is invalid once the transfer has succeeded.
 ///
 /// # Safety
 /// `transfer` points to space for a handle.

@@ -87,19 +87,19 @@ options! {
     /// Number of threads that copy, the calling thread included (1 to 256).
     ("copy_workers", "llm.CopyWorkers", 9).native("copy_workers").default("4")
         .takes(Count(1, 256, |config, count| config.copy_workers = Some(count as usize)));
-    /// Maximum number of asynchronous calls that run or whose outcome was not taken (1 to 1048576).
+    /// Maximum number of transfers of the native API that run or whose outcome was not taken (1 to 1048576).
     ("max_transfers", "llm.MaxTransfers", 9).native("max_transfers").default("4096")
         .takes(Count(1, 1 << 20, |config, count| config.max_transfers = count as usize));
-    /// How long a thread that has run an asynchronous call polls for the next one before it sleeps, in microseconds (0
-    /// to 10000). Starting a call or reporting a layer is faster while a thread polls. No thread polls if the thread
-    /// that calls `init` may use only one CPU.
+    /// How long a thread that has run a transfer polls for the next one before it sleeps, in microseconds (0 to 10000).
+    /// Starting a transfer or reporting a layer is faster while a thread polls. No thread polls if the thread that calls
+    /// `init` may use only one CPU.
     ("transfer_poll_us", "llm.TransferPollUs", 9).native("transfer_poll").default("50 µs")
         .takes(Time(0, 10_000, Micros, |config, time| config.transfer_poll = time));
     /// Path of swap-ins: `"direct"` is one copy, `"ring"` copies through a staging ring, `"auto"` chooses.
     ("swap_in_path", "llm.SwapInPath", 9).native("swap_in_path").default("`\"auto\"`")
         .takes(Text(|config, name, text| one_of(name, text, &SWAP_IN_PATHS).map(|path| config.swap_in = path)));
     /// How thoroughly pulls, pushes, layer-wise transfers, copies and swaps compare the moved bytes with their source:
-    /// `"off"`, `"sample"` (one block in 64), `"full"` (every block). The argument `verify` of a pull, push or group
+    /// `"off"`, `"sample"` (one block in 64), `"full"` (every block). In the native API, the argument `verify` of a call
     /// overrides it.
     ("verify", "llm.Verify", 11).native("verify").default("`\"off\"`")
         .takes(Text(|config, _, text| verify(text).map(|how| config.verify = how)));

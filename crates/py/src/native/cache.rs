@@ -200,12 +200,13 @@ impl NativeCache {
     ///
     /// The memory of an allocated cache returns to the pool when the last transfer and view of it is gone, so ``free`` has nothing to
     /// wait for: the transfer has ended when it is returned, and there is no ``Completed`` for it. The transfer of a registered cache
-    /// ends when nothing touches the memory any more, neither this engine nor a peer. Grants of the cache end with the reason
-    /// ``"released"``. Freeing a cache again, or after ``Engine.close``, ends at once.
+    /// ends when no transfer of this engine, and no request of a peer that it serves, uses the memory any more. A pull of a peer that
+    /// still reads the memory by process id fails. Grants of the cache end with the reason ``"released"``. Freeing a cache again, or
+    /// after ``Engine.close``, ends at once.
     ///
     /// Returns:
-    ///     The transfer. ``Timeout``: a peer that no longer answers may still read registered memory after ``Engine.timeout``.
-    ///     Keep the memory, and call ``free`` again.
+    ///     The transfer. ``Timeout``: registered memory is still in use after ``Engine.timeout``, for example because a peer that reads
+    ///     the bytes of a push does not answer. Keep the memory, and call ``free`` again.
     ///
     /// Raises:
     ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken. The registered cache is freed; call ``free``
