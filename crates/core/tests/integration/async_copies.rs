@@ -1,15 +1,18 @@
 //! Asynchronous copies and swaps within one engine: order, limits, cancellation, and the queue of outcomes.
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
     Cache, CacheKind, CopyArgs, DataDist, Deadline, Error, ErrorKind, Event, Placement, SubRow, Transfer,
+    Verify,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fixtures::{Gated, Own, config, contents, desc, end, engine_on, fill, patterned, pin_writes};
+use crate::moved::after_the_move;
 
 const LONG: Duration = Duration::from_secs(60);
 const ROW: usize = 4096;
@@ -129,6 +132,51 @@ fn a_short_copy_has_ended_when_it_is_returned() {
     assert!(contents(&device) == expected);
     let calls = engine.stats().ops.iter().map(|(_, op)| op.calls).sum::<u64>();
     assert_eq!(calls, 2 + 4, "two allocations and four copies");
+}
+
+/// A short copy that another thread runs is waited for, and its event comes before that of a copy that waited for its rows.
+#[test]
+fn a_short_copy_in_progress_is_a_running_transfer() {
+    let mut config = config(4 << 20);
+    config.verify = Verify::Full;
+    let engine = DataDist::open(config).unwrap();
+    let cache = |placement| engine.allocate(&desc(placement, 2, 16, ROW), CacheKind::Blocks, &[]).unwrap();
+    let (device, host) = (cache(Placement::Device), cache(Placement::Host));
+    fill(&host, &patterned(3, 2, 16 * ROW));
+    fill(&device, &patterned(5, 2, 16 * ROW));
+    let copy = |from, to| {
+        engine.copy(&end(&device), &end(&host), &[(from, to)], SubRow::default(), None).start().unwrap()
+    };
+    let ((begins, begun), (go, gate)) = (channel(), channel());
+    after_the_move(&device, move |_| {
+        begins.send(()).unwrap();
+        gate.recv().unwrap();
+    });
+    std::thread::scope(|scope| {
+        let short = scope.spawn(|| copy(9, 0));
+        begun.recv().unwrap();
+        assert!(!engine.drain(Duration::from_millis(20)).unwrap(), "it has not ended");
+        let behind = copy(1, 0);
+        assert!(!behind.done(), "it writes the same row later");
+        go.send(()).unwrap();
+        let short = short.join().unwrap();
+        assert!(engine.drain(LONG).unwrap());
+        let ended: Vec<Arc<Transfer>> = engine
+            .poll(9)
+            .unwrap()
+            .into_iter()
+            .map(|event| match event {
+                Event::Completed(transfer) => transfer,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(
+            ended.iter().map(|ended| ended.number()).collect::<Vec<_>>(),
+            [short.number(), behind.number()]
+        );
+        assert!(ended.iter().all(|ended| ended.outcome().unwrap().is_ok()));
+    });
+    assert!(contents(&device)[0][..ROW] == contents(&host)[0][ROW..2 * ROW]);
 }
 
 /// The fact that a caller adds is in the error of a call that does not run or start.
