@@ -141,7 +141,7 @@ SLOW_RUST = a_plan_takes broken_streams damaged_messages deadlines ensure_link k
 	payload races reader_threads row_strides short_windows silent_memory streams task transport verification
 fast: build $(VENV)/.test-tools  ## the tests that take under a minute
 	cargo test --quiet --locked -p llm-datadist-core --lib --test integration -- $(addprefix --skip ,$(SLOW_RUST))
-	$(BIN)/python -m pytest -q -n 3 -m "not serial and not root" $(filter-out $(shell sed /^\#/d tests/slow.txt),$(wildcard tests/test_*.py))
+	$(BIN)/python -m pytest -q -n 3 -m "not serial and not root" $(filter-out $(shell sed /^\#/d tests/slow.txt),$(wildcard tests/test_*.py tests/native/test_*.py))
 
 conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the contract and write docs/llm-datadist/conformance.md
 	$(BIN)/python -m pytest -q -m contract --write-contract

@@ -346,7 +346,7 @@ cache = manager.allocate_cache(desc, [CacheKey(0, 1)])
         "dist.finalize()",
         "cache.me = cache",
         "import builtins; builtins.kept = cache",
-        "import atexit, llm_datadist.original.datadist as d; atexit.unregister(d._shutdown_handler)",
+        "import atexit, llm_datadist; atexit.unregister(llm_datadist._run_if_loaded)",
         "LLMDataDist.llm_engine_instance = None; sys.modules.clear()",
         "del dist, manager",
         "sys.exit(0)",

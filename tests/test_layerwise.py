@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +16,9 @@ from layers import Far, Steps, Transfer, launch, names, results
 from llm_datadist import BlocksCacheKey, LLMStatusCode, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.original.layerwise import LayerProgress
 from peers import GONE, INVALID, OK, UNLINKED, Ends, equal, eventually, pattern
+
+if TYPE_CHECKING:
+    from peers import End, Peer
 
 PLACES = list(itertools.product([False, True], repeat=3))  # source registered, destination on the host, registered
 
@@ -58,6 +62,26 @@ def test_bytes_arrive_between_all_placements_and_origins(ends: Ends, way: dict[s
         assert equal(near.read("n"), source), "a transfer changed its source"
         near.release("n")
         far.release("f")
+
+
+def test_addresses_in_gaps_are_refused(served: tuple[End, Peer]) -> None:
+    """In each row, 240 bytes that belong to no tensor follow the rows of the four tensors."""
+    near, far = served
+    first, *others = far.native_register("f", 8, 100, 640, 4, seed=1)
+    near.allocate("n", 8, 100, 4, blocks=True, seed=2)
+    assert first + 300 == others[-1]
+    for offset, block, text in (
+        (400, 0, "lies in no cache"),  # the first byte of a gap
+        (639, 0, "lies in no cache"),
+        (1, 0, "exceeds the row"),
+        (640, 7, r"dst_block_indices\[0\]=7"),  # one row after the last one
+    ):
+        for addresses in ([first + offset, *others], [first + offset] * 4):
+            task = launch(near, "n", [TransferConfig(2, addresses, range(2), 0)], src=[3], dst=[block])
+            assert results(task) == [INVALID], offset
+            assert re.search(text, str(task.errors()[0])), task.errors()
+    assert equal(far.read("f"), pattern(1, 4, 8, 100))
+    far.check_gaps("f")
 
 
 def test_a_blocks_cache_without_lists_sends_its_first_block(ends: Ends, way: dict[str, Any]) -> None:

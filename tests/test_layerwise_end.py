@@ -188,7 +188,6 @@ def test_a_task_after_its_engine_was_closed_at_exit(ends: Ends) -> None:
         def last():
             print(task.synchronize(5000).name, results(task), task.done(), task.cancel())
         import llm_datadist.original.datadist as module
-        atexit.unregister(module._shutdown_handler)
         atexit.register(last)
         atexit.register(module._shutdown_handler)
     """)

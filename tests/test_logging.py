@@ -179,7 +179,7 @@ def test_manager_calls_log_their_start_and_success() -> None:
         for step in ("start", "success"):
             assert any(line["message"].startswith(f"[{method}] {step}") for line in found), (method, step)
     assert {line["level"] for line in found} == {"INFO"}
-    assert not any(line["file"].endswith("log.py") for line in found)
+    assert {(line["file"], line["function"]) for line in found} == {("<string>", "<module>")}
 
 
 def test_lines_name_the_place_that_logged(shown: pytest.LogCaptureFixture) -> None:

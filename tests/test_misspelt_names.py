@@ -24,7 +24,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.option_table import KNOWN_KEYS, rows
-from llm_datadist.original.spelling import closest, edit_distance, nearest, report_unknown_pool_keys
+from llm_datadist.original.spelling import OWN_KEYWORDS, closest, edit_distance, nearest, report_unknown_pool_keys
 from memory import desc, run_fresh
 from peers import kv_options
 
@@ -201,9 +201,16 @@ def test_a_name_that_was_reported_is_not_looked_up_again(manager: Any, monkeypat
         manager.pull_cache(key, cache, src_cache_offset=0, a_new_name=0)
 
 
-@pytest.mark.parametrize("name", ["grant", "grants", "Grant_token", "verify", "VERIFYING", "notify", "checksum"])
+ASKS_FOR_NATIVE = [
+    *sorted(OWN_KEYWORDS),
+    *["grants", "grnat", "Grant", "Grant_token", "verifyy", "verfy", "VERIFYING", "notfy", "NOTIFY", "notification"],
+    *["checksum", "src_token", "dst_offsets", "lenght", "layouts", "timeout_m"],
+]
+
+
+@pytest.mark.parametrize("name", ASKS_FOR_NATIVE)
 def test_keyword_argument_that_only_the_native_api_has_raises(manager: Any, name: str) -> None:
-    """A pull must not run without the grant that a program passes."""
+    """A pull with a misspelt `grant` must not run without the grant, and one with an offset not from the start."""
     blocks, cache = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
     calls = manager.stats()["ops"]["pull"]["calls"]
     with pytest.raises(
@@ -214,6 +221,37 @@ def test_keyword_argument_that_only_the_native_api_has_raises(manager: Any, name
         manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, **{name: b"value of it"})
     assert "value of it" not in str(caught.value)
     assert manager.stats()["ops"]["pull"]["calls"] == calls
+
+
+def test_the_token_of_a_grant_is_never_ignored(dist: LLMDataDist, caplog: pytest.LogCaptureFixture) -> None:
+    manager: Any = dist.cache_manager
+    blocks, cache = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
+    token = dist.engine.lend(blocks.native[[0]], ttl=60).token
+    caplog.set_level(logging.INFO, logger="LLM_DATADIST")
+    with pytest.raises(LLMException, match="no link"):
+        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=None)
+    for given in (token, [None, token]):
+        with pytest.raises(TypeError, match=r"no keyword argument 'permit'; LLMDataDist.engine.pull ") as caught:
+            manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=given)
+        assert repr(token) not in str(caught.value)
+    with pytest.raises(TypeError, match=r"pull_cache\(\) has no keyword argument 'permit'; LLMDataDist.engine.pull "):
+        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, permit=token)
+    assert caplog.text.count("<token of a grant>") == 3
+    assert repr(token[32:40])[2:-1] not in caplog.text
+
+
+def test_tokens_are_not_logged(dist: LLMDataDist, caplog: pytest.LogCaptureFixture) -> None:
+    manager: Any = dist.cache_manager
+    blocks = manager.allocate_blocks_cache(desc())
+    token = dist.engine.lend(blocks.native[[0]], ttl=60).token
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        for given in (token, [token], {"of the request": token}):
+            with pytest.raises(TypeError, match="no keyword argument 'grant'"):
+                manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], grant=given)
+            with pytest.raises(TypeError):
+                manager.pull_blocks(BlocksCacheKey(2), blocks, given, [1])
+    assert caplog.text.count("<token of a grant>") == 6
+    assert repr(token[32:40])[2:-1] not in caplog.text
 
 
 def test_kv_cache_manager_refuses_what_only_the_native_api_has() -> None:

@@ -19,6 +19,7 @@ from llm_datadist.native import (
     Message,
     NotFound,
     PeerDown,
+    PeerLost,
     PeerUp,
 )
 from memory import UserTensors, desc, fill, tensors
@@ -166,6 +167,30 @@ def test_native_engine_beside_the_class(ends: Ends) -> None:
         peer = engine.link(far.address).result(LIMIT)
         engine.pull(kv[:], peer["kv"][:4]).result(LIMIT)
         assert equal([tensor.numpy() for tensor in kv.tensors], far.read("kv"))
+
+
+def test_a_call_uses_only_the_link_over_which_it_was_started(ends: Ends) -> None:
+    """A pull waits for its rows while the peer is killed and another process takes its place."""
+    settings = options(pool=64 << 20)
+    far, near = ends.peer(settings), ends.near(settings)
+    near.link_clusters([far.at])
+    mine = near.engine.allocate("kv", blocks=4, tensors=1, shape=(8 << 20,), dtype="uint8")
+    far.native_allocate("kv", 4, 8 << 20, 1)
+    theirs = near.peer_of(2)["kv"]
+    far.stop()  # so that it answers nothing, even if the copies end early
+    copies = [near.engine.copy(mine[[1]], mine[[0]]) for _ in range(40)]
+    waiting = near.engine.pull(mine[[1]], theirs[[0]], timeout=LIMIT)
+    far.kill()
+    other = ends.peer(settings)
+    other.native_allocate("kv", 4, 8 << 20, 1, seed=5)
+    near.link_clusters([other.at])
+    assert near.engine.peers
+    for copy in copies:
+        copy.result(LIMIT)
+    with pytest.raises(PeerLost):
+        waiting.result(LIMIT)
+    near.engine.pull(mine[[1]], near.peer_of(2)["kv"][[0]]).result(LIMIT)
+    assert (mine.tensors[0].numpy()[1] == other.read("kv")[0][0]).all()
 
 
 def test_errors_are_those_of_the_native_api(dist: LLMDataDist) -> None:

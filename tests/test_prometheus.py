@@ -131,11 +131,11 @@ def test_two_peers_of_one_name_are_one_series_each(start: Open) -> None:
     assert value("llm_datadist_link_moved_bytes_total", {**peer, "path": "rings"}) == 60
 
 
-def test_a_peer_without_a_name_has_its_number(start: Open) -> None:
+def test_a_link_of_a_cluster_has_the_name_of_its_peer(start: Open) -> None:
     """As an engine that a `LLMDataDist` opened: its links are counted by cluster id."""
     links = [{**IDLE, "cluster": 7, "paths": {}}]
     value = registry_of(reporting(start(), links=links)).get_sample_value
-    assert value("llm_datadist_link_silent_seconds", {"engine": "near", "peer": "7"}) == 0.001
+    assert value("llm_datadist_link_silent_seconds", {"engine": "near", "peer": "cluster 7"}) == 0.001
 
 
 def test_a_counter_does_not_fall_when_one_of_two_links_ends(start: Open) -> None:
@@ -155,7 +155,7 @@ def test_a_counter_does_not_fall_when_one_of_two_links_ends(start: Open) -> None
             for sample in family.samples
             if sample.name == "llm_datadist_link_moved_bytes_total"
         }
-        return [samples.get(("2", path)) for path in ("rings", "sockets")]
+        return [samples.get(("cluster 2", path)) for path in ("rings", "sockets")]
 
     assert moved((2, {"rings": 30}), (2, {"rings": 100, "sockets": 5})) == [130, 5]
     assert moved((2, {"rings": 30}), (3, {"rings": 7})) == [130, 5]

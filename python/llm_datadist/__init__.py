@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 
 from llm_datadist import _core
 from llm_datadist._core import __version__ as __version__
@@ -123,7 +124,18 @@ else:
 # Programs of the original read this variable after importing the package (contract §1.1).
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
 
+
+def _run_if_loaded(hook: str) -> None:
+    """Call a function of ``original.datadist`` if that module is loaded: only then can there be an ``LLMDataDist``."""
+    call = getattr(sys.modules.get(f"{__name__}.original.datadist"), hook, None)
+    if call is not None:
+        call()
+
+
 _core.register_types(_original)
 atexit.register(_core.native.close_all)
+# Registered here, so that what the program registers after the import runs first, with an engine that is still open.
+atexit.register(_run_if_loaded, "_shutdown_handler")
 # A forked child closes its copies of the parent's sockets, so that peers notice at once when the parent dies.
 os.register_at_fork(after_in_child=_core.abandon_sockets)
+os.register_at_fork(after_in_child=lambda: _run_if_loaded("_forget_parent"))

@@ -1,8 +1,7 @@
 """The errors of the native API.
 
 Every failure of an engine raises a subclass of ``Error``. If Python has an exception with the same meaning, the
-subclass derives from it too. A wrong
-type of an argument and an unknown keyword are ``TypeError``.
+subclass derives from it too. A wrong type of an argument and an unknown keyword are ``TypeError``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "warn"]
+__all__ = ["DATE_FORMAT", "LOGGING_FILES", "LOG_FORMAT", "error", "get_logger", "info", "warn"]
 
 # The layout that contract §15 states.
 _PROCESS = "%(name)s(%(process)d,%(processName)s)"
@@ -28,8 +28,8 @@ DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 _NAME = "LLM_DATADIST"
 _LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
 
-LOGGED_FILE = "<logged>"
-"""The file of the wrappers of ``original.logged_calls``. They are no callers."""
+LOGGING_FILES = {os.path.normcase(file) for file in (__file__, logging.__file__)}
+"""Files whose frames are no callers: a line of the log names none of them. ``original.logged_calls`` adds its own."""
 
 _logger: Optional[logging.Logger] = None
 _lock = threading.RLock()  # re-entrant, for signal handlers
@@ -76,7 +76,7 @@ def _make_logger() -> logging.Logger:
 
 
 def _find_caller(stack_info: bool = False, stack_level: int = 1) -> tuple[str, int, str, Optional[str]]:
-    """Return file, line, function and stack text of the first caller outside ``logging``, this file and ``logged``."""
+    """Return file, line, function and stack text of the first caller outside ``LOGGING_FILES``."""
     frame = _outside(sys._getframe())  # noqa: SLF001  (what `inspect.currentframe` returns)
     for _ in range(stack_level - 1):
         frame = _outside(frame.f_back) if frame is not None else None
@@ -87,8 +87,7 @@ def _find_caller(stack_info: bool = False, stack_level: int = 1) -> tuple[str, i
 
 
 def _outside(frame: Optional[FrameType]) -> Optional[FrameType]:
-    own = (__file__, logging.__file__, LOGGED_FILE)
-    while frame is not None and os.path.normcase(frame.f_code.co_filename) in own:
+    while frame is not None and os.path.normcase(frame.f_code.co_filename) in LOGGING_FILES:
         frame = frame.f_back
     return frame
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llm_datadist.native import Event
 
 LIMIT = 60.0  # for waits that end sooner unless something is broken
+THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")
 BLOCKS, TENSORS, ROW = 16, 4, 96
 Kind = TypeVar("Kind")
 

@@ -15,6 +15,7 @@ from llm_datadist.native import (
     Closed,
     Completed,
     Engine,
+    GrantEnded,
     Message,
     Peer,
     PeerDown,
@@ -325,6 +326,7 @@ def test_restart_at_the_same_address(start: Open, begin_far: Callable[..., Far])
     old_far.do("up = next_of(engine, PeerUp); up.peer.send(b'from the old one')")
     before = gather(near, lambda seen: bool(of(Message, seen)))
     old_rows = old["kv"][[3]]
+    token = old_far.do(f"grant = engine.lend(kv[[3]], ttl={LIMIT}); bytes(grant.token)")
     hanging = near.push(old_rows, mine[[3]], layerwise=True)
     old_far.kill()
     new_far = begin_far(name="far", listen=old_far.address)
@@ -337,6 +339,7 @@ def test_restart_at_the_same_address(start: Open, begin_far: Callable[..., Far])
     fails(PeerLost, lambda: near.push(old_rows, mine[[1]]))
     fails(PeerLost, lambda: old.send(b"for the old one"))
     assert old["kv"] != new["kv"]
+    fails(GrantEnded, lambda: near.pull(mine[[1]], new["kv"][[3]], grant=token))
     near.pull(mine[[1]], new["kv"][[2]]).result(LIMIT)
     assert contents(mine)[0][96:192] == new_far.do("contents(kv)")[0][2 * 96 : 3 * 96]
     new.send(b"for the new one")

@@ -16,14 +16,15 @@ import pytest
 
 from llm_datadist.native import Cache, Engine, Error, GrantEnded, InvalidArgument, Rows
 
-from .helpers import LIMIT, fails, refused
+from .helpers import LIMIT, THOROUGH, fails, refused
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair
 
 TRANSPORTS = ["auto", "tcp"]
 HOW = ("pool", "contiguous", "padded", "packed")
-ROUNDS, POISON = 14, 0xA5
+ROUNDS = 60 if THOROUGH else 14
+POISON = 0xA5
 
 
 def strided(memory: np.ndarray, first: int, rows: int, size: int, stride: int) -> np.ndarray:
@@ -71,6 +72,11 @@ class Strided:
         for number, (array, twin) in enumerate(zip(self.arrays, self.twin)):
             assert (array == twin).all(), f"{what}: tensor {number} of {self}"
         assert self.gaps() == self.around == [0] * len(self.memory), f"{what}: a gap of {self}"
+
+    def free(self) -> None:
+        """End the cache. Its memory in the pool is free only when no array of it is left."""
+        self.arrays.clear()
+        self.cache.free().result(LIMIT)
 
     def __repr__(self) -> str:
         return f"{self.how}, {len(self.arrays)} tensors of {self.rows} blocks of {self.size}"
@@ -127,8 +133,8 @@ def test_pulls_and_pushes_agree_with_numpy(pair: Pair, verb: str, verify: Any) -
         move(src, dst, given)
         here.check(number)
         there.check(number)
-        here.cache.free().result(LIMIT)
-        there.cache.free().result(LIMIT)
+        here.free()
+        there.free()
 
 
 def test_copies_agree_with_numpy(start: Open) -> None:
@@ -149,8 +155,8 @@ def test_copies_agree_with_numpy(start: Open) -> None:
             for twin in dst.twin:
                 twin[to] = twin[at]
         dst.check(number)
-        src.cache.free().result(LIMIT)
-        dst.cache.free().result(LIMIT)
+        src.free()
+        dst.free()
 
 
 def test_layers_agree_with_numpy(pair: Pair) -> None:
@@ -172,8 +178,8 @@ def test_layers_agree_with_numpy(pair: Pair) -> None:
             target[written] = source[read]
         here.check(number)
         there.check(number)
-        here.cache.free().result(LIMIT)
-        there.cache.free().result(LIMIT)
+        here.free()
+        there.free()
 
 
 def test_blocks_with_gaps_under_a_grant(pair: Pair) -> None:

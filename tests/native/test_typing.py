@@ -54,6 +54,10 @@ import llm_datadist
 llm_datadist.Engine(listen=5)  # E
 llm_datadist.LLMDataDist(llm_datadist.LLMRole.MIX, "1")  # E
 llm_datadist.no_such_name  # E
+
+from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
+
+print(dtype_to_np_dtype[llm_datadist.DataType.DT_INT8], np_dtype_to_dtype.keys(), valid_np_dtypes[0])
 """
 
 

@@ -16,8 +16,13 @@ class RowsWithGaps:
         super().__init__()
         self.poisoned: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
-    def native_register(self, name: str, rows: int, row_bytes: int, stride: int, tensors: int, *, seed: int) -> None:
-        """Register tensors whose rows alternate in one range of memory, with poison before, between and after them."""
+    def native_register(
+        self, name: str, rows: int, row_bytes: int, stride: int, tensors: int, *, seed: int
+    ) -> list[int]:
+        """Register tensors whose rows alternate in one range of memory, with poison before, between and after them.
+
+        Return the address of each tensor.
+        """
         end: Any = self
         memory, in_row = np.full(128 + rows * stride, POISON, np.uint8), np.zeros(128 + rows * stride, bool)
         firsts = range(64, 64 + tensors * row_bytes, row_bytes)
@@ -26,6 +31,7 @@ class RowsWithGaps:
             np.lib.stride_tricks.as_strided(in_row[at:], (rows, row_bytes), (stride, 1))[:] = True
         self.poisoned[name] = memory, in_row
         end._hold(name, end.engine.register(name, arrays), arrays, seed)
+        return [int(array.ctypes.data) for array in arrays]
 
     def check_gaps(self, name: str) -> None:
         """Raise if a byte of a gap has changed."""

@@ -422,6 +422,37 @@ def test_commands_use_the_native_api_only() -> None:
     assert used == {f"{front}/{name}.py" for name in ("__init__", "native", "option_table")}
 
 
+def package_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import from the package, also of those for annotations. ``import m`` has no name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found = [("." * node.level + (node.module or ""), alias.name) for alias in node.names]
+        else:
+            found = [(alias.name, "") for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from ((module, name) for module, name in found if module.startswith((".", "llm_datadist")))
+
+
+def test_integrations_and_examples_use_the_native_api_only() -> None:
+    """And commands. Each name is checked, because `llm_datadist` itself also has the names of the original."""
+    front = tree_of(PYTHON / "__init__.py").body
+    native = {alias.name for node in front if isinstance(node, ast.ImportFrom) for alias in node.names}
+    modules = ("llm_datadist.native", "llm_datadist.option_table", "llm_datadist.stats")
+    folders = ("llm_datadist.commands", "llm_datadist.integrations")
+    examples = [path for path in (ROOT / "examples").rglob("*.py") if not path.name.startswith("lldd_")]
+    inside = [path for path in python_files() if {"commands", "integrations"} & set(path.parts)]
+    assert len(examples) > 10
+    assert {"Engine", "__version__"} <= native
+    found, wrong = 0, []
+    for path in [*examples, *inside]:
+        for module, name in package_names(tree_of(path)):
+            found += 1
+            allowed = name in native if module == "llm_datadist" else module in modules or module.startswith(folders)
+            if not allowed:
+                wrong.append(f"{shown(path)}: {module} {name}")
+    assert found > 100, "hardly any import was found"
+    assert not wrong, wrong
+
+
 @pytest.mark.skipif(STDLIB is None, reason="this Python does not list its standard library (needs 3.10)")
 def test_the_front_imports_only_the_standard_library_and_itself() -> None:
     """The integrations with a server also import that server, and nothing else imports them."""
@@ -519,4 +550,6 @@ def test_the_readers_understand_what_they_read() -> None:
     methods = pymethods("fn a() {}\n#[pymethods]\nimpl B {\n fn c() {}\n}\nfn d() {}\n")
     assert methods.split() == ["#[pymethods]", "impl", "B", "{", "fn", "c()", "{}"]
     assert production("fn a() {}\n#[cfg(test)]\nmod tests {\n}\n") == "fn a() {}\n"
+    code = "import llm_datadist.v2\nfrom llm_datadist import A as B\nfrom . import c\nimport os"
+    assert list(package_names(ast.parse(code))) == [("llm_datadist.v2", ""), ("llm_datadist", "A"), (".", "c")]
     assert list(imports(ast.parse("import os\ndef f():\n    import numpy\n"))) == [("os", True, 1), ("numpy", False, 3)]

@@ -165,7 +165,7 @@ def _links(
     silence: dict[str, float] = {}
     moved: Counter[tuple[str, str]] = Counter()
     for link in stats["links"]:
-        peer = names.get(link["cluster"], str(link["cluster"]))
+        peer = names.get(link["cluster"], f"cluster {link['cluster']}")
         kinds[peer, link["transport"], link["pools"], link["registered"]] += 1
         silence[peer] = max(silence.get(peer, 0.0), link["silent_ms"] / 1000)
         for path, carried in link["paths"].items():

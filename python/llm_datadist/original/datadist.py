@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 from typing import TYPE_CHECKING, ClassVar, Optional, Union
@@ -593,7 +592,3 @@ def _forget_parent() -> None:
         LLMDataDist._life = threading.RLock()  # noqa: SLF001
         LLMDataDist.llm_engine_instance = None
         LLMDataDist._process = process  # noqa: SLF001
-
-
-atexit.register(_shutdown_handler)
-os.register_at_fork(after_in_child=_forget_parent)

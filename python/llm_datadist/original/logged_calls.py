@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from enum import IntEnum
 from itertools import islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Callable, TypeVar, cast
 
-from llm_datadist.log import LOGGED_FILE, get_logger, info
+from llm_datadist.log import LOGGING_FILES, get_logger, info
 from llm_datadist.original.arguments import clarify  # noqa: F401  (used by the text of `_LOGGED`)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["logged", "shown"]
+__all__ = ["is_grant_token", "logged", "shown"]
 
 # The values of `inspect.CO_VARARGS` and `inspect.CO_VARKEYWORDS`, because that module takes long to import.
 _VARARGS, _VARKEYWORDS = 0x04, 0x08
@@ -26,6 +27,13 @@ _MOST_ITEMS = 8
 _DEEPEST = 3
 _LONGEST = 500
 _WIDEST_BITS = 512
+# The first bytes of every token of a grant. The log hides tokens, because a reader of the log could use them.
+_GRANT = b"LDG\x01"
+
+
+def is_grant_token(value: object) -> bool:
+    """Return whether a value begins as the token of a grant does."""
+    return isinstance(value, bytes) and value.startswith(_GRANT)
 
 
 def shown(value: object) -> str:
@@ -46,6 +54,8 @@ def _brief(value: object, depth: int) -> str:
         return f"[{text}]" if isinstance(value, list) else f"({text})"
     if isinstance(value, int) and value.bit_length() > _WIDEST_BITS:
         return f"<{type(value).__name__} of {value.bit_length()} bits>"
+    if is_grant_token(value):
+        return "<token of a grant>"
     # A subclass keeps its own repr, because that of `Secret` hides the value.
     if isinstance(value, (str, bytes)) and type(value) in (str, bytes):
         value = value[: _LONGEST + 1]
@@ -74,6 +84,8 @@ def logged(method, plain, with_log):
             raise
     return {name}
 """
+_LOGGED_FILE = "<logged>"
+LOGGING_FILES.update(map(os.path.normcase, (__file__, _LOGGED_FILE)))
 
 
 def logged(method: _Call) -> _Call:
@@ -130,7 +142,7 @@ def _wrapper_of(method: Callable[..., Any]) -> Callable[..., Any]:
         info=int(logging.INFO),
     )
     made: dict[str, Callable[..., Any]] = {}
-    exec(compile(text, LOGGED_FILE, "exec"), globals(), made)  # noqa: S102  (names of our own methods only)
+    exec(compile(text, _LOGGED_FILE, "exec"), globals(), made)  # noqa: S102  (names of our own methods only)
     return made["logged"]
 
 

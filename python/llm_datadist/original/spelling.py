@@ -2,7 +2,8 @@
 
 Unknown options and unknown keyword arguments of the original's pulls are ignored (contract §5.2, §7.12). Each is logged
 at ERROR, so that the default level of the log shows it. A name that resembles one which only this package has raises an
-exception, because no program of the original contains it, and the call would run without what it asks for.
+exception, because no program of the original contains it, and the call would run without what it asks for. The rule is
+the same for options, attributes and keyword arguments (``resembles``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from llm_datadist import log
-from llm_datadist.original.logged_calls import shown
+from llm_datadist.original.logged_calls import is_grant_token, shown
 from llm_datadist.original.option_types import read_json
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LISTED",
+    "OWN_KEYWORDS",
     "check_keywords",
     "closest",
     "edit_distance",
@@ -27,6 +29,24 @@ __all__ = [
     "report_unknown_pool_keys",
     "resembles",
 ]
+
+OWN_KEYWORDS = frozenset(
+    {
+        "dst_offset",
+        "dst_tokens",
+        "grant",
+        "grant_done",
+        "grants_done",
+        "layout",
+        "length",
+        "notify",
+        "src_offset",
+        "src_tokens",
+        "timeout_ms",
+        "verify",
+    }
+)
+"""Keyword arguments of pulls that ask for what the original does not have. The native API has it."""
 
 LISTED = "llm-datadist options lists every option"
 """What to do about an unknown option that resembles no valid one."""
@@ -83,18 +103,14 @@ def nearest(name: str, known: Collection[str]) -> Optional[str]:
 
 
 def resembles(name: str, known: Collection[str], own: Collection[str]) -> bool:
-    """Return whether an unknown name resembles one that only this package has (contract §5.2).
+    """Return whether an unknown name resembles one that only this package has (contract §5.2, §7.12).
 
     Args:
         name: the name.
         known: the valid names.
         own: the names that only this package has. They need not be valid here.
     """
-    return closest(name, {*known, *own}) in own or _asks_for_own(name)
-
-
-def _asks_for_own(name: str) -> bool:
-    return any(part in name.casefold().replace("_", "") for part in _OWN_PARTS)
+    return closest(name, {*known, *own}) in own or any(part in name.casefold().replace("_", "") for part in _OWN_PARTS)
 
 
 def refusal(name: str, known: Collection[str], remedy: str) -> str:
@@ -116,18 +132,18 @@ def report_unknown(kind: str, given: Iterable[str], known: Collection[str], reme
             log.error("unknown %s %s is ignored; %s", kind, shown(name), _advice(name, known, remedy))
 
 
-def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
+def check_keywords(call: Callable[..., Any], given: Mapping[str, object]) -> None:
     """Refuse or report the unknown keyword arguments of a pull (contract §7.12).
 
     Args:
         call: the method. Its keyword-only parameters are the valid names.
-        given: the names that are not parameters of the method.
+        given: the arguments whose names are not parameters of the method.
 
     Raises:
-        TypeError: a name asks for something that only the native API has, such as a grant.
+        TypeError: a name resembles one of ``OWN_KEYWORDS`` (``resembles``), or a value is the token of a grant.
     """
     # First, because an ignored name may come with every pull of a program of the original.
-    unseen = [name for name in given if (call.__qualname__, name) not in _reported]
+    unseen = [name for name, value in given.items() if (call.__qualname__, name) not in _reported or _has_token(value)]
     if not unseen:
         return
     import inspect  # noqa: PLC0415  (only mistakes need it)
@@ -135,13 +151,18 @@ def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
     parameters = inspect.signature(call).parameters.values()
     known = frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     for name in unseen:
-        if _asks_for_own(name):
+        if _has_token(given[name]) or resembles(name, known, OWN_KEYWORDS):
             text = f"{call.__name__}() has no keyword argument {shown(name)}; LLMDataDist.engine.pull takes grants, "
-            raise TypeError(f"{text}messages and ways to verify")
+            raise TypeError(f"{text}parts of blocks, layouts, messages, ways to verify and time limits")
         if len(_reported) < _MAX_REMEMBERED:
             _reported.add((call.__qualname__, name))
         advice = _advice(name, known, "its keyword arguments are " + ", ".join(sorted(known)))
         log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, shown(name), advice)
+
+
+def _has_token(value: object) -> bool:
+    """Return whether an argument is the token of a grant, or a list with one."""
+    return any(map(is_grant_token, value)) if isinstance(value, (list, tuple)) else is_grant_token(value)
 
 
 def _advice(name: str, known: Collection[str], remedy: str) -> str:
