@@ -82,7 +82,11 @@ static void open_node(Node *node, const char *name, const char *transport, const
       .blocks = BLOCKS, .dtype = "float32", .shape = shape, .num_dims = 1, .tensors = TENSORS, .tensors_per_layer = 2};
   CHECK_STATUS(llm_datadist_engine_open(options, listen == NULL ? 6 : 7, &node->engine), LLM_DATADIST_SUCCESS);
   CHECK_STATUS(llm_datadist_allocate(node->engine, "kv", &form, &node->cache), LLM_DATADIST_SUCCESS);
-  CHECK_STATUS(llm_datadist_cache_tensors(node->cache, (void **)node->tensors, TENSORS), LLM_DATADIST_SUCCESS);
+  void *addresses[TENSORS];
+  CHECK_STATUS(llm_datadist_cache_tensors(node->cache, addresses, TENSORS), LLM_DATADIST_SUCCESS);
+  for (int tensor = 0; tensor < TENSORS; ++tensor) {
+    node->tensors[tensor] = addresses[tensor];
+  }
   CHECK_STATUS(llm_datadist_event_descriptor(node->engine, &node->descriptor), LLM_DATADIST_SUCCESS);
 }
 

@@ -1,5 +1,5 @@
-// Every method of the class once, with the types and the order of arguments of contract, C++ §4. The file must compile in every dialect and without exceptions, and link without optimisation. Not for: what the
-// calls do (end.cpp).
+// Every method of the class once, with the types and the order of arguments of contract, C++ §4. The file must compile in
+// every dialect and without exceptions, and link without optimisation. Not for: what the calls do (end.cpp).
 #include <cstdlib>
 
 #include "llm_datadist/llm_datadist.h"

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::options::{OptionValue, config_from_values, value_of_text};
@@ -17,7 +17,10 @@ pub(crate) struct HeldEngine {
     name: String,
     /// Whether calls are refused, because the engine closes.
     closing: AtomicBool,
-    open: RwLock<Option<Arc<DataDist>>>,
+    /// Held shared by each call, so that `close` waits for it. Taken before `starting`.
+    open: RwLock<Option<DataDist>>,
+    /// Held shared from the start of a transfer until its handle exists.
+    starting: RwLock<()>,
 }
 
 impl EngineName for HeldEngine {
@@ -39,32 +42,45 @@ impl HeldEngine {
         let metadata = metadata.unwrap_or_default().into_bytes();
         let engine = DataDist::open(Config { name: name?, metadata, ..config })?;
         let name = engine.config().name.clone();
-        let open = RwLock::new(Some(Arc::new(engine)));
-        Ok(Arc::new(HeldEngine { name, closing: AtomicBool::new(false), open }))
+        let (open, starting) = (RwLock::new(Some(engine)), RwLock::default());
+        Ok(Arc::new(HeldEngine { name, closing: AtomicBool::new(false), open, starting }))
     }
 
-    /// Returns the engine, unless it is closed or closes.
-    pub(crate) fn engine(&self) -> Result<Arc<DataDist>> {
-        if self.closing.load(Ordering::Acquire) { Err(closed()) } else { self.held() }
+    /// Runs `call` on the engine, unless it is closed or closes. The engine stays open until `call` has returned, which must not wait
+    /// (`close_waits_for_calls_that_have_begun`).
+    pub(crate) fn run<T>(&self, call: impl FnOnce(&DataDist) -> Result<T>) -> Result<T> {
+        if self.closing.load(Ordering::Acquire) { Err(closed()) } else { self.run_until_closed(call) }
     }
 
-    /// Does the same as [`engine`](Self::engine), also while it closes.
-    pub(crate) fn held(&self) -> Result<Arc<DataDist>> {
-        self.open.read().unwrap_or_else(PoisonError::into_inner).clone().ok_or_else(closed)
+    /// Does the same as [`run`](Self::run), also while the engine closes.
+    pub(crate) fn run_until_closed<T>(&self, call: impl FnOnce(&DataDist) -> Result<T>) -> Result<T> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        call(open.as_ref().ok_or_else(closed)?)
     }
 
-    /// Refuses new calls, waits for transfers that run at most `limit`, and closes the engine.
+    /// Returns a guard for the time from the start of a transfer until its handle exists, inside of [`run`](Self::run).
+    pub(crate) fn starting(&self) -> RwLockReadGuard<'_, ()> {
+        self.starting.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until every transfer that has started has a handle. That is soon, because starts do not wait.
+    pub(crate) fn wait_for_handles(&self) {
+        drop(self.starting.write().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Refuses new calls, waits for transfers that run at most `limit`, and closes the engine. When it returns, nothing of the
+    /// engine is left.
     pub(crate) fn close(&self, limit: Duration) -> Result<()> {
         self.closing.store(true, Ordering::Release);
-        if !limit.is_zero() {
-            self.held()?.drain(limit)?;
-        }
-        let open = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(engine) = open {
-            // Now, because a call of another thread may keep the engine for a while.
-            engine.end_transfers();
-        }
-        Ok(())
+        let drained = if limit.is_zero() {
+            Ok(())
+        } else {
+            self.run_until_closed(|engine| engine.drain(limit).map(drop))
+        };
+        let engine = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+        // Without the lock, so that other calls are refused at once.
+        drop(engine);
+        drained
     }
 }
 
@@ -95,10 +111,9 @@ impl HeldCache {
         Arc::new(HeldCache { engine, own, freed: Mutex::default() })
     }
 
-    /// Ends the cache. It may be called again, until the transfer has succeeded.
-    pub(crate) fn free(&self) -> Result<Arc<Transfer>> {
-        // Also while the engine closes, because transfers may still use the memory.
-        let transfer = self.engine.held()?.start_free(self.own.id, None)?;
+    /// Ends the cache of `engine`. It may be called again, until the transfer has succeeded.
+    pub(crate) fn free(&self, engine: &DataDist) -> Result<Arc<Transfer>> {
+        let transfer = engine.start_free(self.own.id, None)?;
         *self.freed.lock().unwrap_or_else(PoisonError::into_inner) = Some(transfer.clone());
         Ok(transfer)
     }

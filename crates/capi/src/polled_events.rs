@@ -6,6 +6,7 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::fallible;
 use llm_datadist_core::{Error, ErrorKind, Event, EventQueue, PeerInfo, Result};
 
 /// What the structures of one call point to.
@@ -19,6 +20,14 @@ pub(crate) struct PointedTo {
 }
 
 impl PointedTo {
+    /// Returns what points to nothing yet, with room for this many texts.
+    pub(crate) fn with_room(texts: usize) -> Result<Self> {
+        Ok(PointedTo {
+            texts: fallible::with_capacity("the texts of events", texts)?,
+            ..PointedTo::default()
+        })
+    }
+
     /// Returns a text as C sees it.
     pub(crate) fn text(&mut self, text: &str) -> *const c_char {
         self.texts.push(CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default());
@@ -39,5 +48,5 @@ pub(crate) fn keep(queue: &Arc<EventQueue>, pointed_to: PointedTo) -> Result<()>
     drop(before);
     let Some(kept_by_nobody) = given else { return Ok(()) };
     queue.put_back(kept_by_nobody.events.into_iter());
-    Err(Error::new(ErrorKind::Closed, "a thread that ends cannot get events"))
+    Err(Error::new(ErrorKind::System, "a thread that ends cannot get events"))
 }

@@ -8,8 +8,9 @@
 #include <stdint.h>
 
 /**
- * The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
- * its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
+ * The version of this interface; 5 is the first one that was published. It grows when a function is added or a reserved word is
+ * used. A library serves programs of the versions from 5 to its own. A library that cannot do so has another name
+ * (`libllm_datadist.so.1`).
  */
 #define LLM_DATADIST_ABI_VERSION 5
 
@@ -285,7 +286,7 @@ typedef struct {
  */
 typedef struct {
   /**
-   * The layers of the model that the cache holds.
+   * The layers of the model that the cache holds, at least one. Here both 0 does not stand for all: it is refused.
    */
   LlmDatadistRange layers;
   /**
@@ -487,7 +488,7 @@ typedef struct {
    */
   const char *transport;
   /**
-   * The option `metadata` of the peer's engine.
+   * The option `metadata` of the peer's engine. That of a Python engine may contain null bytes.
    */
   const uint8_t *metadata;
   /**
@@ -900,7 +901,8 @@ uint32_t llm_datadist_push(uint64_t engine,
  *
  * The options are those of the Python class `Engine`, as texts: `pool`, `host_pool`, `page`, `listen`, `name`, `metadata`, `token`,
  * `token_file`, `accept_remote`, `timeout`, `verify`, and what `llm-datadist options` lists. A size is `"64MiB"` or a number of
- * bytes, a time is a number of seconds, and a flag is `true` or `false`. Unknown names are refused.
+ * bytes, a time is a number of seconds, and a flag is `true` or `false`. `metadata` is text without null bytes. Unknown names are
+ * refused, and so is an option that is given twice.
  *
  * A process may have several engines. Any thread may call the functions for an engine. A forked child has none of the engines,
  * caches and transfers of its parent, and may open its own.
@@ -953,11 +955,11 @@ uint32_t llm_datadist_event_descriptor(uint64_t engine,
  * What the events point to is valid until the next call of `llm_datadist_events` or `llm_datadist_peers` in this thread, for any
  * engine, and at most until the thread ends. The program does not free it.
  *
- * An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. In another thread, the
- * event may come before the call that started the transfer has returned. After a failure no event is lost.
+ * An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. After a failure no event
+ * is lost.
  *
  * # Safety
- * `events` points to space for `max_events` events, and `num_events` to space for a number.
+ * `events` points to space for `max_events` events, or is null if that is 0, and `num_events` to space for a number.
  */
 uint32_t llm_datadist_events(uint64_t engine,
                              size_t max_events,

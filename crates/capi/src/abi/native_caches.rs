@@ -3,9 +3,11 @@
 use std::ffi::{c_char, c_void};
 use std::ptr::with_exposed_provenance_mut;
 
+use llm_datadist_core::bindings::fallible;
 use llm_datadist_core::{Adopted, CacheKind, Error, OwnCache};
 
 use super::native_engines::entered;
+use super::native_transfers::kept;
 use super::native_types::{LLM_DATADIST_CONTIGUOUS, LLM_DATADIST_NOT_SHARED, LlmDatadistForm};
 use super::{native_raw, process, raw};
 use crate::failure::native;
@@ -60,7 +62,8 @@ pub unsafe extern "C" fn llm_datadist_register(
         let tensors = unsafe { raw::list("tensors", tensors, num_tensors) }?;
         // SAFETY: the caller's promise.
         let (form, flags) = unsafe { native_raw::form(form, LLM_DATADIST_NOT_SHARED, Some(tensors.len())) }?;
-        let addresses: Vec<u64> = tensors.iter().map(|tensor| tensor.expose_provenance() as u64).collect();
+        let addresses = tensors.iter().map(|tensor| tensor.expose_provenance() as u64);
+        let addresses = fallible::collect("the addresses of tensors", addresses)?;
         if let Some(at) = addresses.iter().position(|&address| address == 0) {
             return Err(raw::refused(&format!("tensors[{at}]"), "null"));
         }
@@ -92,10 +95,12 @@ pub unsafe extern "C" fn llm_datadist_cache_tensors(
         }
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("tensors", tensors, num_tensors) }?;
-        let made = held.engine.engine()?.find(held.own.id)?;
-        let address = |address: &u64| with_exposed_provenance_mut(usize::try_from(*address).unwrap_or(0));
-        out.put_each(made.addrs().iter().map(address));
-        Ok(())
+        held.engine.run(|open| {
+            let made = open.find(held.own.id)?;
+            let address = |address: &u64| with_exposed_provenance_mut(usize::try_from(*address).unwrap_or(0));
+            out.put_each(made.addrs().iter().map(address));
+            Ok(())
+        })
     })
 }
 
@@ -113,7 +118,11 @@ pub unsafe extern "C" fn llm_datadist_cache_free(cache: u64, transfer: *mut u64)
     native(|| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
-        out.put(&[super::native_transfers::kept(process::current().cache(cache)?.free()?)]);
-        Ok(())
+        let held = process::current().cache(cache)?;
+        // Also while the engine closes, because transfers may still use the memory.
+        held.engine.run_until_closed(|open| {
+            out.put(&[kept(&held.engine, || held.free(open))?]);
+            Ok(())
+        })
     })
 }

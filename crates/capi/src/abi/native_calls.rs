@@ -89,7 +89,7 @@ unsafe fn moved(
         let GivenPairs { rows, tokens } = unsafe { native_raw::pairs(kind, held, pairs, count) }?;
         // SAFETY: the caller's promise.
         let extras = || unsafe { native_raw::extras(kind, call, &tokens) };
-        out.put(&[kept(started(held, open, kind, &rows, extras)?)]);
+        out.put(&[kept(held, || started(held, open, kind, &rows, extras))?]);
         Ok(())
     })
 }

@@ -16,7 +16,8 @@ use crate::native::HeldEngine;
 ///
 /// The options are those of the Python class `Engine`, as texts: `pool`, `host_pool`, `page`, `listen`, `name`, `metadata`, `token`,
 /// `token_file`, `accept_remote`, `timeout`, `verify`, and what `llm-datadist options` lists. A size is `"64MiB"` or a number of
-/// bytes, a time is a number of seconds, and a flag is `true` or `false`. Unknown names are refused.
+/// bytes, a time is a number of seconds, and a flag is `true` or `false`. `metadata` is text without null bytes. Unknown names are
+/// refused, and so is an option that is given twice.
 ///
 /// A process may have several engines. Any thread may call the functions for an engine. A forked child has none of the engines,
 /// caches and transfers of its parent, and may open its own.
@@ -100,6 +101,6 @@ pub unsafe extern "C" fn llm_datadist_event_descriptor(engine: u64, descriptor: 
 pub(super) fn entered(engine: u64, call: impl FnOnce(&Arc<HeldEngine>, &DataDist) -> Result<()>) -> u32 {
     native(|| {
         let held = process::current().engines.get(engine)?;
-        call(&held, &*held.engine()?)
+        held.run(|open| call(&held, open))
     })
 }

@@ -15,17 +15,21 @@ use crate::failure;
 use crate::handles::TRANSFERS;
 use crate::polled_events::{self, PointedTo};
 
+/// Maximum number of texts of an event, and of a peer.
+const TEXTS_OF_EVENT: usize = 3;
+const TEXTS_OF_PEER: usize = 2;
+
 /// Writes at most `max_events` events to `events`, oldest first, and their number to `num_events`. Never waits: without events it
 /// succeeds, and writes 0.
 ///
 /// What the events point to is valid until the next call of `llm_datadist_events` or `llm_datadist_peers` in this thread, for any
 /// engine, and at most until the thread ends. The program does not free it.
 ///
-/// An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. In another thread, the
-/// event may come before the call that started the transfer has returned. After a failure no event is lost.
+/// An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. After a failure no event
+/// is lost.
 ///
 /// # Safety
-/// `events` points to space for `max_events` events, and `num_events` to space for a number.
+/// `events` points to space for `max_events` events, or is null if that is 0, and `num_events` to space for a number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_events(
     engine: u64,
@@ -33,14 +37,21 @@ pub unsafe extern "C" fn llm_datadist_events(
     events: *mut LlmDatadistEvent,
     num_events: *mut usize,
 ) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held, open| {
         // SAFETY: the caller's promise.
         let count = unsafe { raw::Out::new("num_events", num_events, 1) }?;
-        count.put(&[0]);
         // SAFETY: the caller's promise.
-        let outs = unsafe { raw::Out::new("events", events, max_events) }?;
+        let outs = unsafe { raw::Out::of_list("events", events, max_events) }?;
         let polled = open.poll(max_events)?;
-        let mut pointed_to = PointedTo::default();
+        held.wait_for_handles();
+        let room = PointedTo::with_room(polled.len().saturating_mul(TEXTS_OF_EVENT));
+        let mut pointed_to = match room {
+            Ok(room) => room,
+            Err(error) => {
+                open.events().put_back(polled.into_iter());
+                return Err(error);
+            }
+        };
         let tokens = |event: &Event| match event {
             Event::GrantEnded(grant, _) => open.grant_token(grant).to_bytes(),
             _ => [0; LLM_DATADIST_TOKEN_SIZE],
@@ -72,15 +83,16 @@ pub unsafe extern "C" fn llm_datadist_peers(
     entered(engine, |_, open| {
         // SAFETY: the caller's promise.
         let count = unsafe { raw::Out::new("num_peers", num_peers, 1) }?;
-        let (linked, mut pointed_to) = (open.peers(), PointedTo::default());
-        if max_peers > 0 {
-            // SAFETY: the caller's promise.
-            let outs = unsafe { raw::Out::new("peers", peers, max_peers) }?;
-            outs.put_each(linked.iter().map(|info| peer(info, &mut pointed_to)));
-        }
-        count.put(&[linked.len()]);
+        // SAFETY: the caller's promise.
+        let outs = unsafe { raw::Out::of_list("peers", peers, max_peers) }?;
+        let linked = open.peers();
+        let all = linked.len();
+        let mut pointed_to = PointedTo::with_room(all.min(max_peers).saturating_mul(TEXTS_OF_PEER))?;
+        outs.put_each(linked.iter().map(|info| peer(info, &mut pointed_to)));
         pointed_to.peers = linked;
-        polled_events::keep(open.events(), pointed_to)
+        polled_events::keep(open.events(), pointed_to)?;
+        count.put(&[all]);
+        Ok(())
     })
 }
 

@@ -27,7 +27,7 @@ pub unsafe extern "C" fn llm_datadist_link(
     timeout: f64,
     transfer: *mut u64,
 ) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held, open| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         // SAFETY: the caller's promise.
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn llm_datadist_link(
         }
         let limit = native_raw::limit(timeout)?.unwrap_or(open.config().sync_timeout);
         let options = EnsureOptions { name: name.map(str::to_owned), ..EnsureOptions::default() };
-        out.put(&[kept(open.ensure_link(at, limit, options)?)]);
+        out.put(&[kept(held, || open.ensure_link(at, limit, options))?]);
         Ok(())
     })
 }
@@ -57,10 +57,11 @@ pub unsafe extern "C" fn llm_datadist_peer_close(
     timeout: f64,
     transfer: *mut u64,
 ) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held, open| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
-        out.put(&[kept(open.start_unlink(ClusterId(peer), false, native_raw::limit(timeout)?)?)]);
+        let limit = native_raw::limit(timeout)?;
+        out.put(&[kept(held, || open.start_unlink(ClusterId(peer), false, limit))?]);
         Ok(())
     })
 }
@@ -135,12 +136,12 @@ pub unsafe extern "C" fn llm_datadist_renew(engine: u64, token: *const u8, ttl: 
 /// `token` points to a token, and `transfer` to space for a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_revoke(engine: u64, token: *const u8, transfer: *mut u64) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held, open| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         // SAFETY: the caller's promise.
         let grant = open.find_grant(&unsafe { native_raw::token(token) }?)?;
-        out.put(&[kept(open.start_revoke(&grant, None)?)]);
+        out.put(&[kept(held, || open.start_revoke(&grant, None))?]);
         Ok(())
     })
 }

@@ -190,9 +190,15 @@ pub(super) unsafe fn extras(
     at: *const LlmDatadistCall,
     tokens: &[Option<GrantToken>],
 ) -> Result<(PairExtras, bool)> {
-    let grants = |done| tokens.iter().map(move |token| token.map(|token| GrantUse { token, done })).collect();
+    let grants = |done| {
+        if tokens.iter().all(Option::is_none) {
+            return Ok(Vec::new());
+        }
+        let uses = tokens.iter().map(|token| token.map(|token| GrantUse { token, done }));
+        fallible::collect("the grants of a call", uses)
+    };
     if at.is_null() {
-        return Ok((PairExtras { grants: grants(true), ..PairExtras::default() }, false));
+        return Ok((PairExtras { grants: grants(true)?, ..PairExtras::default() }, false));
     }
     // SAFETY: the caller's promise.
     let given = unsafe { raw::whole("call", at) }?;
@@ -212,7 +218,7 @@ pub(super) unsafe fn extras(
         // SAFETY: the caller's promise.
         (_, size) => Some(unsafe { message(given.message, size) }?),
     };
-    let grants = grants(given.flags & LLM_DATADIST_MORE_PULLS == 0);
+    let grants = grants(given.flags & LLM_DATADIST_MORE_PULLS == 0)?;
     let extras = PairExtras { grants, notify, verify, limit: limit(given.timeout)? };
     Ok((extras, given.flags & LLM_DATADIST_LAYERWISE != 0))
 }

@@ -1,11 +1,11 @@
 //! The functions that ask, cancel and free one transfer. They need no engine, and any thread may call them.
 
-use llm_datadist_core::{Deadline, Error, Result};
+use llm_datadist_core::{Deadline, Error, Result, Transfer};
 
 use super::native_types::LLM_DATADIST_RUNNING;
 use super::{native_raw, process, raw};
 use crate::failure::{caught, keep, native};
-use crate::native::HeldTransfer;
+use crate::native::{HeldEngine, HeldTransfer};
 
 /// Returns whether the transfer has ended, so that nothing of it touches memory any more. Does not take its outcome.
 ///
@@ -20,9 +20,9 @@ pub extern "C" fn llm_datadist_transfer_done(transfer: u64) -> bool {
 /// `llm_datadist_transfer_result`. Several threads may wait for the same transfer.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_transfer_wait(transfer: u64, timeout: f64) -> u32 {
-    outcome(transfer, |held| {
+    outcome(transfer, |transfer| {
         let deadline = Deadline::after(native_raw::seconds("timeout", timeout)?);
-        held.transfer.wait(deadline).map(drop)
+        transfer.wait(deadline).map(drop)
     })
 }
 
@@ -109,19 +109,25 @@ pub extern "C" fn llm_datadist_transfer_free(transfer: u64) -> u32 {
     native(|| process::current().transfers.remove(transfer).map(drop))
 }
 
-/// Returns a handle for a transfer that has just started.
-pub(super) fn kept(transfer: impl Into<HeldTransfer>) -> u64 {
-    let held = transfer.into();
-    process::current().transfers.add_numbered(held.transfer.number(), held)
+/// Starts a transfer of `engine`, and returns a handle for it. `llm_datadist_events` returns its event only afterwards
+/// (`handle_exists_before_the_event_is_returned`).
+pub(super) fn kept<T: Into<HeldTransfer>>(
+    engine: &HeldEngine,
+    start: impl FnOnce() -> Result<T>,
+) -> Result<u64> {
+    let _starting = engine.starting();
+    let held: HeldTransfer = start()?.into();
+    Ok(process::current().transfers.add_numbered(held.transfer.number(), held))
 }
 
 /// Runs `wait`, and returns the outcome of a transfer as a status.
-fn outcome(transfer: u64, wait: impl FnOnce(&HeldTransfer) -> Result<()>) -> u32 {
+fn outcome(transfer: u64, wait: impl FnOnce(&Transfer) -> Result<()>) -> u32 {
     let mut running = false;
     let status = native(|| {
-        let held = found(transfer)?;
-        wait(&held)?;
-        let outcome = held.transfer.outcome();
+        // Without what reports its layers, so that freeing the handle cancels a layer-wise push meanwhile.
+        let transfer = found(transfer)?.transfer;
+        wait(&transfer)?;
+        let outcome = transfer.outcome();
         running = outcome.is_none();
         outcome.transpose().map(drop)
     });

@@ -77,7 +77,7 @@ pub struct LlmDatadistRange {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistKvLayout {
-    /// The layers of the model that the cache holds.
+    /// The layers of the model that the cache holds, at least one. Here both 0 does not stand for all: it is refused.
     pub layers: LlmDatadistRange,
     /// The key-value heads that the cache holds. All of them: those of `total_heads`.
     pub heads: LlmDatadistRange,
@@ -193,7 +193,7 @@ pub struct LlmDatadistPeer {
     pub address: *const c_char,
     /// How bytes move: `"shm"` or `"tcp"`.
     pub transport: *const c_char,
-    /// The option `metadata` of the peer's engine.
+    /// The option `metadata` of the peer's engine. That of a Python engine may contain null bytes.
     pub metadata: *const u8,
     /// Number of bytes of `metadata`.
     pub metadata_size: usize,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
+use std::ptr::NonNull;
 use std::slice;
 
 use llm_datadist_core::bindings::cpp;
@@ -101,6 +102,18 @@ impl<T: Copy> Out<T> {
         Ok(Out { first, count })
     }
 
+    /// Does the same for a list, which may be null if it is empty.
+    ///
+    /// # Safety
+    /// See [`new`](Self::new).
+    pub(super) unsafe fn of_list(name: &str, first: *mut T, count: usize) -> Result<Self> {
+        if count == 0 {
+            return Ok(Out { first: NonNull::dangling().as_ptr(), count });
+        }
+        // SAFETY: the caller's promise.
+        unsafe { Self::new(name, first, count) }
+    }
+
     /// Writes as many of `values` as fit.
     pub(super) fn put(&self, values: &[T]) {
         let count = self.count.min(values.len());
@@ -140,7 +153,9 @@ pub(super) unsafe fn options(
         let key = unsafe { text("the key of an option", option.key) }?;
         // SAFETY: the caller's promise.
         let value = unsafe { text(key, option.value) }?;
-        texts.insert(key.to_owned(), value.to_owned());
+        if texts.insert(key.to_owned(), value.to_owned()).is_some() {
+            return Err(refused(key, "given twice"));
+        }
     }
     Ok(texts)
 }

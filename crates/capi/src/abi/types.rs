@@ -9,8 +9,9 @@
 
 use std::ffi::c_char;
 
-/// The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
-/// its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
+/// The version of this interface; 5 is the first one that was published. It grows when a function is added or a reserved word is
+/// used. A library serves programs of the versions from 5 to its own. A library that cannot do so has another name
+/// (`libllm_datadist.so.1`).
 pub const LLM_DATADIST_ABI_VERSION: u32 = 5;
 
 /// A structure that a later version may extend.

@@ -10,6 +10,7 @@ mod layout;
 mod log;
 mod native;
 mod native_arguments;
+mod native_closing;
 mod native_events;
 mod pointers;
 

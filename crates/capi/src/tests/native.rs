@@ -1,6 +1,7 @@
-//! Engines, caches and transfers of the native API: their handles, the ends of transfers, and what outlives an engine.
+//! Engines, caches and transfers of the native API: their handles, and the ends of transfers.
 //!
-//! Not for: wrong arguments (`native_arguments`), messages and links (`native_events`), and peers that do not answer or die
+//! Not for: wrong arguments (`native_arguments`), messages and links (`native_events`), the ends of engines (`native_closing`), and
+//! peers that do not answer or die
 //! (`tests/c/native.c`).
 
 use std::ffi::{CString, c_void};
@@ -387,34 +388,4 @@ fn full_queue_refuses_transfers() {
     fails(node.try_copy(3, 0).0, LLM_DATADIST_BUSY, &[]);
     assert_eq!(llm_datadist_transfer_wait(transfers[1], LONG), 0);
     node.copy(3, 0);
-}
-
-/// The end of an engine ends its transfers. Their handles answer until they are freed.
-#[test]
-fn transfers_outlive_their_engine() {
-    let node = Node::new(&[]);
-    let ended = node.copy(1, 0);
-    assert_eq!(llm_datadist_transfer_wait(ended, LONG), 0);
-    let running: Vec<u64> = (0..200).map(|_| node.copy(2, 0)).collect();
-    assert_eq!(llm_datadist_engine_close(node.engine, 0.0), 0, "{}", reason());
-    for transfer in running {
-        assert!(llm_datadist_transfer_done(transfer), "nothing runs after the end");
-        let status = llm_datadist_transfer_result(transfer);
-        if status != 0 {
-            fails(status, LLM_DATADIST_CLOSED, &["the engine was closed"]);
-        }
-        assert_eq!(llm_datadist_transfer_free(transfer), 0);
-    }
-    assert_eq!(llm_datadist_transfer_result(ended), 0);
-    assert_eq!(progress(ended).1, (TENSORS * BLOCK) as u64);
-    assert_eq!(llm_datadist_transfer_free(ended), 0);
-}
-
-/// With time, an engine waits for its transfers.
-#[test]
-fn closing_with_a_limit_waits_for_transfers() {
-    let node = Node::new(&[]);
-    let running: Vec<u64> = (0..200).map(|_| node.copy(2, 0)).collect();
-    assert_eq!(llm_datadist_engine_close(node.engine, LONG), 0, "{}", reason());
-    assert!(running.into_iter().all(|transfer| llm_datadist_transfer_result(transfer) == 0), "{}", reason());
 }

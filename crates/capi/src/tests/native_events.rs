@@ -33,7 +33,7 @@ const EMPTY: LlmDatadistEvent = LlmDatadistEvent {
     reserved: [7; 4],
 };
 
-fn events(node: &Node, most: usize) -> Vec<LlmDatadistEvent> {
+pub(super) fn events(node: &Node, most: usize) -> Vec<LlmDatadistEvent> {
     let (mut events, mut count) = (vec![EMPTY; most], 77);
     // SAFETY: the list has space for as many events as are asked for.
     let status = unsafe { llm_datadist_events(node.engine, most, events.as_mut_ptr(), &raw mut count) };
@@ -83,9 +83,9 @@ fn messages(node: &Node, count: usize, most: usize) -> Vec<Vec<u8>> {
 }
 
 /// Two linked engines, and each as the peer of the other one.
-struct Linked {
-    one: Node,
-    two: Node,
+pub(super) struct Linked {
+    pub(super) one: Node,
+    pub(super) two: Node,
     /// What `one` calls `two`.
     to_two: u64,
     /// What `two` calls `one`.
@@ -107,7 +107,7 @@ fn link(one: &Node, two: &Node, name: *const std::ffi::c_char) -> (u32, u64) {
 }
 
 impl Linked {
-    fn new() -> Linked {
+    pub(super) fn new() -> Linked {
         let (one, two) =
             (Node::new(&[("name", "one")]), Node::new(&[("name", "two"), ("metadata", "about two")]));
         let (status, transfer) = link(&one, &two, c"two".as_ptr());
@@ -152,10 +152,23 @@ impl Linked {
         started(|out| unsafe { llm_datadist_pull(self.one.engine, &raw const pair, 1, call, out) })
     }
 
-    fn push(&self, dst: &'static [u32], src: &'static [u32], call: &LlmDatadistCall) -> (u32, u64) {
+    pub(super) fn push(
+        &self,
+        dst: &'static [u32],
+        src: &'static [u32],
+        call: &LlmDatadistCall,
+    ) -> (u32, u64) {
         let pair = pair(self.remote(dst), self.one.rows(src));
         // SAFETY: everything lives here.
         started(|out| unsafe { llm_datadist_push(self.one.engine, &raw const pair, 1, call, out) })
+    }
+
+    /// Starts a push whose layers, 0 and 1, nobody has reported.
+    pub(super) fn layerwise_push(&self) -> u64 {
+        let (status, push) =
+            self.push(&[4], &[2], &LlmDatadistCall { flags: LLM_DATADIST_LAYERWISE, ..CALL });
+        assert_eq!(status, 0, "{}", reason());
+        push
     }
 }
 
@@ -174,8 +187,7 @@ fn pulls_and_pushes_move_bytes_between_engines() {
     assert!(linked.two.has(7, 1, 3) && linked.two.has(6, 2, 6));
     assert_eq!(messages(&linked.two, 1, 9), [b"pushed"]);
     // The layers 0 and 1 have two tensors each.
-    let (status, push) = linked.push(&[4], &[2], &LlmDatadistCall { flags: LLM_DATADIST_LAYERWISE, ..CALL });
-    assert_eq!(status, 0, "{}", reason());
+    let push = linked.layerwise_push();
     assert_eq!(llm_datadist_transfer_ready(push, 1), 0, "{}", reason());
     fails(llm_datadist_transfer_ready(push, 1), LLM_DATADIST_INVALID_ARGUMENT, &["layer"]);
     fails(llm_datadist_transfer_ready(push, 2), LLM_DATADIST_INVALID_ARGUMENT, &["layer"]);
@@ -190,7 +202,7 @@ fn pulls_and_pushes_move_bytes_between_engines() {
 #[test]
 fn freeing_the_handle_of_a_layerwise_push_cancels_it() {
     let linked = Linked::new();
-    let (_, push) = linked.push(&[4], &[2], &LlmDatadistCall { flags: LLM_DATADIST_LAYERWISE, ..CALL });
+    let push = linked.layerwise_push();
     assert_eq!(llm_datadist_transfer_free(push), 0, "{}", reason());
     let ended = awaited(&linked.one, LLM_DATADIST_COMPLETED, (1, 9), |event| (event.transfer, event.status));
     assert_eq!(ended, [(push, LLM_DATADIST_CANCELLED)]);
@@ -316,7 +328,11 @@ fn failed_call_loses_no_event() {
     // SAFETY: null is refused, before an event is taken.
     let status = unsafe { llm_datadist_events(linked.two.engine, 1, null_mut(), &raw mut count) };
     fails(status, LLM_DATADIST_INVALID_ARGUMENT, &["events is null"]);
-    assert_eq!((count, messages(&linked.two, 1, 9)), (0, vec![b"kept".to_vec()]));
+    assert_eq!((count, messages(&linked.two, 1, 9)), (7, vec![b"kept".to_vec()]));
+    // Null is space for no event.
+    // SAFETY: nothing is written to the list.
+    let status = unsafe { llm_datadist_events(linked.two.engine, 0, null_mut(), &raw mut count) };
+    assert_eq!((status, count), (0, 0), "{}", reason());
 }
 
 #[test]

@@ -206,7 +206,7 @@ impl Words {
             remote: "src",
             blocks: Argument::Within { parameter: "src", place: "src", noun: "block" },
             block: Argument::Within { parameter: "src", place: "src", noun: "block" },
-            layers: Argument::Within { parameter: "src", place: "src.part(layers=)", noun: "" },
+            layers: Argument::Within { parameter: "src", place: "the layer range of src", noun: "" },
             tensors: Argument::Within { parameter: "src", place: "src", noun: "" },
             tokens: Argument::Within { parameter: "src", place: "src", noun: "tokens" },
             offset: Argument::Within { parameter: "src", place: "src", noun: "byte offset" },
@@ -219,7 +219,7 @@ impl Words {
             remote: "dst",
             blocks: Argument::Within { parameter: "dst", place: "dst", noun: "block" },
             block: Argument::Within { parameter: "dst", place: "dst", noun: "block" },
-            layers: Argument::Within { parameter: "dst", place: "dst.part(layers=)", noun: "" },
+            layers: Argument::Within { parameter: "dst", place: "the layer range of dst", noun: "" },
             tensors: Argument::Within { parameter: "dst", place: "dst", noun: "" },
             tokens: Argument::Within { parameter: "dst", place: "dst", noun: "tokens" },
             offset: Argument::Within { parameter: "dst", place: "dst", noun: "byte offset" },
@@ -230,10 +230,10 @@ impl Words {
         entries: "blocks",
         written_range: "the range of dst",
         copies: "copies",
-        token_ranges: "src.part(tokens=), dst.part(tokens=)",
+        token_ranges: "the tokens of src, the tokens of dst",
         need_of_tokens: "caches with KV layouts",
         one_layout: "describe both caches, or neither",
-        not_accessible: "was registered with shared=False",
+        not_accessible: "was registered as not shared",
     };
 
     /// Returns the words of the source, and those of the destination.

@@ -64,11 +64,11 @@ impl CacheForm {
     pub(super) fn check_pool(&self, engine: &DataDist) -> Result<()> {
         let placement = self.desc.placement;
         let option = match placement {
-            Placement::Device => "pool=",
-            Placement::Host => "host_pool=",
+            Placement::Device => "pool",
+            Placement::Host => "host_pool",
         };
         ensure(engine.has_pool(placement), || {
-            let required = format!("that of a pool of this engine; open it with {option}");
+            let required = format!("that of a pool of this engine; open it with the option {option}");
             Error::argument("pool", format_args!("'{placement}'"), required)
         })
     }

@@ -214,8 +214,8 @@ fn receiver(pair: &PeerPair<'_>, cache: &OwnCache) -> Result<LayerReceiver> {
     };
     let src_layers = LayerRange { first: read.start, end: read.end };
     let args = LayerwiseArgs {
-        src_blocks: unsigned(pair.local)?,
-        dst_blocks: unsigned(pair.remote)?,
+        src_blocks: unsigned(pair.local.blocks())?,
+        dst_blocks: unsigned(pair.remote.blocks())?,
         dst_block_bytes: None,
         tensors_per_layer: pair.own.tensors_per_layer,
     };
@@ -223,8 +223,9 @@ fn receiver(pair: &PeerPair<'_>, cache: &OwnCache) -> Result<LayerReceiver> {
     Ok(LayerReceiver { to, args })
 }
 
-fn unsigned(rows: &BlockRows) -> Result<Vec<u64>> {
-    fallible::collect(PAIRS, rows.blocks().iter().map(|block| block.unsigned_abs()))
+/// Returns the blocks as the core counts them. A negative one becomes one that no cache has.
+fn unsigned(blocks: &[i64]) -> Result<Vec<u64>> {
+    fallible::collect(PAIRS, blocks.iter().map(|&block| u64::try_from(block).unwrap_or(u64::MAX)))
 }
 
 fn own<'a>(name: &str, rows: &'a BlockRows) -> Result<&'a Arc<OwnCache>> {
@@ -237,9 +238,7 @@ fn own<'a>(name: &str, rows: &'a BlockRows) -> Result<&'a Arc<OwnCache>> {
 fn of_peer<'a>(name: &str, rows: &'a BlockRows) -> Result<&'a PeerCache> {
     match rows.cache() {
         RowsCache::Peer(cache) => Ok(cache),
-        RowsCache::Own(_) => {
-            Err(Error::argument(name, rows, "rows of a cache of a peer, such as peer[\"kv\"]"))
-        }
+        RowsCache::Own(_) => Err(Error::argument(name, rows, "rows of a cache of a peer")),
     }
 }
 
@@ -250,4 +249,14 @@ fn same_engine(engine: &dyn EngineName, name: &str, of: &dyn EngineName) -> Resu
     }
     let other = format!("rows of engine '{}'", of.name());
     Err(Error::argument(name, other, format!("rows of engine '{}'", engine.name())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::unsigned;
+
+    #[test]
+    fn negative_block_is_no_block_of_any_cache() {
+        assert_eq!(unsigned(&[0, 7, -1, -7, i64::MIN]).unwrap(), [0, 7, u64::MAX, u64::MAX, u64::MAX]);
+    }
 }

@@ -165,7 +165,7 @@ fn caches_of_a_transfer() {
     says(
         &transfer(Source, one(), Layers::ALL, private),
         ("the remote cache was registered with remote_accessible False", None),
-        ("dst was registered with shared=False", Some("dst")),
+        ("dst was registered as not shared", Some("dst")),
     );
     says(
         &transfer(Destination, one(), Layers::ALL, remote(spec(4, 10, 32))),
@@ -206,22 +206,22 @@ fn layers_of_a_transfer() {
     says(
         &pull(layers(Some((0, 3)), Some((0, 2)), 1)),
         ("src_layer_range names 3 tensors and 2 are written", Some("src_layer_range")),
-        ("src.part(layers=) names 3 tensors and 2 are written", Some("src")),
+        ("the layer range of src names 3 tensors and 2 are written", Some("src")),
     );
     says(
         &push(layers(Some((0, 3)), None, 1)),
         ("src_layer_range was given without dst_layer_range", Some("dst_layer_range")),
-        ("src.part(layers=) was given without dst.part(layers=)", Some("dst")),
+        ("the layer range of src was given without the layer range of dst", Some("dst")),
     );
     says(
         &push(layers(Some((2, 2)), Some((0, 1)), 1)),
         ("src_layer_range=2..2 must be a range of at least one layer", Some("src_layer_range")),
-        ("src.part(layers=): 2..2 must be a range of at least one layer", Some("src")),
+        ("the layer range of src: 2..2 must be a range of at least one layer", Some("src")),
     );
     says(
         &push(layers(Some((0, 2)), Some((0, 3)), 1)),
         ("src_layer_range has 2 layers and dst_layer_range 3", None),
-        ("src.part(layers=) has 2 layers and dst.part(layers=) 3", None),
+        ("the layer range of src has 2 layers and the layer range of dst 3", None),
     );
     says(
         &pull(layers(None, None, 0)),
@@ -327,7 +327,7 @@ fn lists_of_several_owners_hold_equally_many_tokens() {
         "the lists of the owners hold different numbers of tokens, 16 and 32: name the tokens that move";
     for (words, ranges) in [
         (Words::ORIGINAL, "(src_tokens, dst_tokens)"),
-        (Words::NATIVE, "(src.part(tokens=), dst.part(tokens=))"),
+        (Words::NATIVE, "(the tokens of src, the tokens of dst)"),
     ] {
         assert_eq!(checked(words).unwrap_err().to_string(), format!("{text} {ranges}"));
     }
