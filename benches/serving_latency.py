@@ -353,7 +353,6 @@ def both_rest(near: Near, size: Size) -> float:
     return rest(size.idle_ms) + float(near.answer())
 
 
-# A part is one more function that yields rows, and one more line here.
 def layers(size: Size) -> Iterator[Row]:
     """The caller's time for one request of 40 layers, whose destination is the owner's cache.
 
@@ -473,6 +472,7 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(above, below)]
 
 
+# A part is one more function that yields rows, and one more line here.
 PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "start": start,
     "events": events,

@@ -98,6 +98,8 @@ def main() -> None:
     decode(address)
     ours.close()  # prefill ends
     process.join(LIMIT_S)
+    if process.exitcode != 0:
+        raise SystemExit(f"prefill did not end in order: its exit code is {process.exitcode}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 
+from conftest import options
 from llm_datadist.commands import output
 from llm_datadist.commands.doctor import kernel_calls, limits, link, report
 from llm_datadist.commands.doctor.link import Row
@@ -28,6 +29,8 @@ from peers import eventually, refusing_port, stop_process
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import ExitStack
+
+    from llm_datadist import LLMDataDist
 
 DOCTOR = [sys.executable, "-m", "llm_datadist", "doctor"]
 LIMIT_S = 60
@@ -158,6 +161,12 @@ def test_an_address_in_use_is_a_failure_of_the_engine() -> None:
     assert "doctor: the engine failed: Error: cannot listen at" in done.stderr
 
 
+def test_a_wrong_address_has_no_advice_about_the_other_side() -> None:
+    with pytest.raises(link.MeasureError, match="cannot link to nonsense: InvalidArgument: ") as raised:
+        link.measure("nonsense", 0.1, {})
+    assert "--serve" not in str(raised.value)
+
+
 def test_nobody_listens() -> None:
     address = f"127.0.0.1:{refusing_port()}"
     done = to(address)
@@ -169,6 +178,15 @@ def test_nobody_listens() -> None:
 def test_another_program_with_an_engine_is_not_measured() -> None:
     with Engine(listen="127.0.0.1:0", metadata=b"of this test") as engine:
         done = to(str(engine.address))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "start `llm-datadist doctor --serve` there" in done.stderr
+
+
+@pytest.mark.parametrize("accessible", [True, False])
+def test_a_program_of_the_original_api_is_not_measured(start: Callable[..., LLMDataDist], accessible: bool) -> None:
+    given = {"llm__listenIpInfo": "127.0.0.1:0", "llm__EnableRemoteCacheAccessible": str(int(accessible))}
+    dist = start(options(**given))
+    done = to(str(dist.listen_ip_info))
     assert (done.returncode, done.stdout) == (1, "")
     assert "start `llm-datadist doctor --serve` there" in done.stderr
 

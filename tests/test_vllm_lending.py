@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist import Busy, GrantEnded
+from llm_datadist import Busy, Error, GrantEnded, OutOfMemory
 from llm_datadist.integrations.vllm.lending import MAX_EARLY, MAX_RECEIVES, Lending
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Lent, Ready
 from llm_datadist.integrations.vllm.step import Part, Send, Withdraw
@@ -31,6 +31,8 @@ RESTARTED: Any = Peer("first", 2)
 class Grant:
     """A grant of the engine."""
 
+    revoke_error: type[Error] = Busy
+
     def __init__(self, number: int, ttl: float) -> None:
         self.token = number.to_bytes(2, "big")
         self.ttl = ttl
@@ -44,7 +46,7 @@ class Grant:
     def revoke(self) -> None:
         """Fail as a grant does when no transfer can wait for its reads. It has ended all the same."""
         self.ended = self.ended or "revoked"
-        raise Busy
+        raise self.revoke_error
 
 
 class Group:
@@ -178,6 +180,17 @@ def test_grants_last_as_long_as_the_lease(prefill: Prefill) -> None:
     assert first.grants == second.grants
     prefill.lending.heard(SECOND, Done("t", 1), 71)
     assert {grant.ended for grant in prefill.group.grants} == {"revoked"}
+    assert prefill.freed == [("r", False)]
+
+
+def test_all_grants_end_whatever_revoke_raises(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Grant, "revoke_error", OutOfMemory)
+    prefill.lending.lend(part(last=False), 0)
+    prefill.lending.lend(part(1, first=2), 0)
+    prefill.lending.heard(FIRST, ask(), 0)
+    prefill.lending.finish(Send("r", "t"), 0)
+    prefill.lending.heard(FIRST, Done("t", 1), 0)
+    assert [grant.ended for grant in prefill.group.grants] == ["revoked"] * 2
     assert prefill.freed == [("r", False)]
 
 

@@ -10,13 +10,16 @@ import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from llm_datadist import OutOfMemory
 from llm_datadist.integrations.vllm import messages, register
+from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.handover import Handover, digest_of, prompt_digest
 from llm_datadist.integrations.vllm.lending import MAX_READY
+from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, heads_of
 from llm_datadist.integrations.vllm.receiving import Receiving
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
@@ -453,6 +456,24 @@ def test_prompts_for_other_adapters_differ() -> None:
     assert digest_of(request) == prompt_digest(100, [1] * 100, "a")
 
 
+def test_a_lend_that_fails_leaves_no_grant() -> None:
+    grants: list[Mock] = []
+
+    def lend(*_: Any, **__: Any) -> Mock:
+        if grants:
+            raise OutOfMemory("for the second cache of the view")
+        grants.append(Mock(ended=None))
+        return grants[-1]
+
+    engine: Any = MagicMock(lend=lend)
+    form = PageFormat(2, 32, range(2), 2, 4, 4, 2, "vec", "model")
+    caches = GroupCaches(engine, 0, form)
+    caches.register([4096, 8192], 8, form.page_bytes)
+    with pytest.raises(OutOfMemory):
+        caches.lend("heads", [3], 1.0)
+    grants[0].revoke.assert_called_once_with()
+
+
 def test_options_are_checked() -> None:
     assert Settings.parse({}) == Settings()
     assert Settings.parse({"port": 26000}).listen_address(3) == "127.0.0.1:26003"
@@ -466,6 +487,7 @@ def test_options_are_checked() -> None:
         ({"timeout_ms": 4_294_967_001}, "timeout_ms=4294967001 is out of range"),
         ({"host": ""}, "'host' must not be empty"),
         ({"engine_options": []}, "must be of type dict"),
+        ({"engine_options": {"name": "x"}}, "option 'engine_options' must not have 'name'"),
         ({"layers_per_read": 0}, "layers_per_read=0 is out of range (1 to 2147483647)"),
         ({"spans": 1}, "option 'spans' must be of type bool, not 1"),
     ]:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from llm_datadist import PeerLost
+from llm_datadist import Busy, PeerLost, Timeout
 from llm_datadist.integrations.vllm.handover import Handover
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone
 from llm_datadist.integrations.vllm.ranks import Shard
@@ -22,6 +22,8 @@ class Decode:
     """The receives of a worker, with the links that it has asked for and the messages that it has sent."""
 
     def __init__(self) -> None:
+        self.unreachable: set[str] = set()  # addresses at which a link call raises at once
+        self.peers: dict[str, Mock] = {}
         self.links: list[Mock] = []
         self.sent: list[tuple[Any, Any]] = []
         self.outcomes: list[Any] = []
@@ -32,9 +34,12 @@ class Decode:
 
     def _link(self, address: str, *, name: str, timeout: float) -> Mock:
         assert timeout > 0
+        if address in self.unreachable:
+            raise Busy("no more link calls")
         link = Mock()
-        link.result.return_value = Mock(address=address, alive=True)
-        link.result.return_value.name = name
+        # Link calls to one engine have the same peer.
+        peer = link.result.return_value = self.peers.setdefault(address, Mock(address=address, alive=True))
+        peer.name = name
         self.links.append(link)
         return link
 
@@ -43,9 +48,9 @@ class Decode:
             raise PeerLost("there is no link")
         self.sent.append((peer, message))
 
-    def begin(self, request: str, engine: str = NAME) -> None:
-        handover = Handover("t", engine, [f"{engine}:1"], "100:", [32])
-        self.receiving.begin(Receive(request, handover, [[1, 2, 3, 4]], 0, 100), 0.0)
+    def begin(self, request: str, engine: str = NAME, *, ports: tuple[int, ...] = (1,), blocks: bool = True) -> None:
+        handover = Handover("t", engine, [f"{engine}:{port}" for port in ports], "100:", [32])
+        self.receiving.begin(Receive(request, handover, [[1, 2, 3, 4]] if blocks else [], 0, 100), 0.0)
 
     def link_up(self) -> Any:
         """Report the newest link call as successful. Return the peer."""
@@ -116,6 +121,49 @@ def test_done_is_sent_when_the_last_receive_of_a_ticket_ends(decode: Decode) -> 
         assert not any(isinstance(sent, Done) for _, sent in decode.sent)
         decode.receiving.heard(peer, Gone("t", message.receive, "over"))
     assert [type(message) for _, message in decode.sent] == [Ask, Ask, Done]
+
+
+def kinds(decode: Decode) -> list[type]:
+    return [type(message) for _, message in decode.sent]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_done_waits_for_a_receive_of_the_ticket_that_is_still_linking(decode: Decode, blocks: bool) -> None:
+    """Whether or not the first receive, which ends, had blocks to read."""
+    decode.begin("one", blocks=blocks)
+    decode.begin("two")
+    first, second = decode.links
+    decode.receiving.completed(first, None)
+    if blocks:
+        decode.receiving.heard(first.result(), Gone("t", decode.sent[0][1].receive, "over"))
+    assert Done not in kinds(decode)
+    decode.receiving.completed(second, None)
+    assert kinds(decode)[-1] is Ask
+    decode.receiving.heard(second.result(), Gone("t", decode.sent[-1][1].receive, "over"))
+    assert kinds(decode).count(Done) == 1
+
+
+def test_a_receive_that_cannot_link_sends_the_done_that_was_left_to_it(decode: Decode) -> None:
+    decode.begin("one", blocks=False)
+    decode.begin("two")
+    first, second = decode.links
+    decode.receiving.completed(first, None)
+    assert decode.sent == []
+    decode.receiving.completed(second, Timeout("no answer"))
+    assert [(to, type(message)) for to, message in decode.sent] == [(first.result(), Done)]
+    assert [outcome.failure for outcome in decode.outcomes] == ["no answer"]
+
+
+def test_linked_ranks_get_done_although_a_link_call_raises(decode: Decode) -> None:
+    decode.begin("one", ports=(1, 2))
+    first, second = decode.links
+    decode.receiving.completed(second, None)
+    decode.receiving.completed(first, Timeout("no answer"))
+    decode.sent.clear()
+    decode.unreachable.add(f"{NAME}:1")
+    decode.begin("two", ports=(1, 2))
+    assert [(to, type(message)) for to, message in decode.sent] == [(second.result(), Done)]
+    assert [outcome.failure for outcome in decode.outcomes] == ["no answer", "no more link calls"]
 
 
 def test_reason_of_a_peer_is_fit_for_the_log(decode: Decode) -> None:

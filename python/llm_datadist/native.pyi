@@ -873,6 +873,7 @@ class Grant:
         Raises:
             Busy: reads are served, and ``max_transfers`` transfers run or have an outcome that was not taken. The grant
                 has ended.
+            OutOfMemory: reads are served, and there is no memory for the transfer. The grant has ended.
             Closed: the engine is closed.
         """
 

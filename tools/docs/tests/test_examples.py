@@ -6,11 +6,14 @@ Not for: the calls in detail; `examples/transformer` (`tests/test_transformer.py
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import runpy
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -45,6 +48,17 @@ def test_prefill_and_decode_survive_an_expired_grant_and_a_killed_peer() -> None
 
 def test_program_of_the_original_api_runs() -> None:
     assert "pulled 2 blocks of 8 tensors from cluster 1" in run([str(ROOT / "examples" / "lldd_two_processes.py")])
+
+
+def test_program_of_the_original_api_fails_with_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = runpy.run_path(str(ROOT / "examples" / "lldd_two_processes.py"))["main"].__globals__
+    context = MagicMock()
+    context.Pipe.return_value = MagicMock(), MagicMock()
+    context.Process.return_value.exitcode = 1
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setitem(program, "decode", lambda _: None)
+    with pytest.raises(SystemExit, match="exit code is 1"):
+        program["main"]()
 
 
 def test_readme_example_runs() -> None:

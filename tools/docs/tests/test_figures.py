@@ -156,7 +156,7 @@ def test_performance_page_is_short_with_the_figures_of_its_tables() -> None:
     (lists, arrays) = re.findall(r"starts in ([\d.]+) µs with lists and ([\d.]+) µs with arrays", others)[0]
     text = short["start of an asynchronous pull of 512 blocks"]
     assert text.startswith(f"{float(lists):.0f} to {float(arrays):.0f} µs")
-    (polled,) = re.findall(r"`poll` takes ([\d.]+) µs without events", others)
+    (polled,) = re.findall(r"`events` takes ([\d.]+) µs without events", others)
     assert f"takes {float(polled):.1f} µs" in text
 
     (link,) = re.findall(r"`link_clusters` to a live peer takes ([\d.]+) ms", " ".join(PERFORMANCE.split()))

@@ -116,6 +116,7 @@ impl NativeGrant {
     ///
     /// Raises:
     ///     Busy: reads are served, and ``max_transfers`` transfers run or have an outcome that was not taken. The grant has ended.
+    ///     OutOfMemory: reads are served, and there is no memory for the transfer. The grant has ended.
     ///     Closed: the engine is closed.
     fn revoke(&self, py: Python<'_>) -> PyResult<Py<NativeTransfer>> {
         let revoke = |engine: &DataDist| engine.start_revoke(&self.grant, None);

@@ -162,7 +162,9 @@ def _measured(address: str, options: dict[str, Any], parts: dict[str, str], limi
         try:
             peer = engine.link(address, timeout=LINK_LIMIT_S).result()
         except Error as error:
-            raise MeasureError(f"cannot link to {address}: {shown(error)}") from error
+            # The peer refuses engines like this one: it is an ``LLMDataDist`` that is not remote-accessible.
+            hint = f"; {_START}" if isinstance(error, InvalidArgument) and error.argument is None else ""
+            raise MeasureError(f"cannot link to {address}: {shown(error)}{hint}") from error
         reason = refusal(peer.metadata)
         if reason is not None:
             raise MeasureError(f"cannot measure {address}: {reason}")

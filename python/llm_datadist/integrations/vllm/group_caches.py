@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from llm_datadist import Error
 
 if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.pages import PageFormat
     from llm_datadist.native import Cache, CacheBuffer, Engine, Grant, Peer, RemoteCache, Rows, Transfer
 
-__all__ = ["HEADS", "PAGES", "VIEWS", "GroupCaches", "Owner"]
+__all__ = ["HEADS", "PAGES", "VIEWS", "GroupCaches", "Owner", "revoke_all"]
 
 # The views of vLLM's pages.
 PAGES, HEADS = "pages", "heads"
@@ -83,7 +86,14 @@ class GroupCaches:
         if view == HEADS:
             count = len(self.form.heads)
             blocks = [block * count + head for block in blocks for head in range(count)]
-        return [self._engine.lend(cache[blocks], ttl=ttl) for cache in self._of(view)]
+        grants: list[Grant] = []
+        try:
+            for cache in self._of(view):
+                grants.append(self._engine.lend(cache[blocks], ttl=ttl))  # noqa: PERF401 - those before an error count
+        except Exception:
+            revoke_all(grants)
+            raise
+        return grants
 
     def pull_pages(
         self, owners: list[Owner], pairs: list[tuple[int, int]], timeout: float, layers: range | None = None
@@ -134,6 +144,14 @@ class GroupCaches:
 
     def _name(self, view: str, number: int) -> str:
         return f"group {self._group}, {view} {number}"
+
+
+def revoke_all(grants: list[Grant]) -> None:
+    """End grants. This does not wait for the reads that run, which fail."""
+    for grant in grants:
+        with suppress(Error):  # the grant has ended all the same
+            if not grant.ended:
+                grant.revoke()
 
 
 def _units(tokens: range, size: int, unit: int) -> range:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_datadist import Busy, GrantEnded
+from llm_datadist import GrantEnded
+from llm_datadist.integrations.vllm.group_caches import revoke_all
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Lent, Ready
 
 if TYPE_CHECKING:
@@ -50,10 +50,7 @@ class _LentPart:
 
     def revoke(self) -> None:
         """End the grants. This does not wait for the reads that run, which fail."""
-        for grant in self.all_grants():
-            with suppress(Busy):  # the grant has ended all the same
-                if not grant.ended:
-                    grant.revoke()
+        revoke_all(self.all_grants())
         self.grants = []
 
 

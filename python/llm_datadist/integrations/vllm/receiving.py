@@ -135,12 +135,12 @@ class Receiving:
         ongoing = _Ongoing(receive, number, view, incoming, now, now + self._limit_s)
         self._ongoing[receive.request] = ongoing
         self._by_ticket.setdefault(handover.ticket, []).append(ongoing)
-        for source in sources:
-            peer = self._linked.get(ongoing.place(source))
+        # The linked ranks first: they get ``Done`` even if a link call to another one fails at once.
+        linked = {source: self._linked.get(ongoing.place(source)) for source in sources}
+        ongoing.peers.update({peer: source for source, peer in linked.items() if peer is not None})
+        for source, peer in linked.items():
             if peer is None:
                 self._link(ongoing, source)
-            else:
-                ongoing.peers[peer] = source
         for peer in list(ongoing.peers):
             self._ask(ongoing, peer)
         self._proceed(ongoing)
@@ -176,7 +176,11 @@ class Receiving:
         if transfer in ongoing.pulls:
             self._pulled(ongoing, transfer, error)
         elif error is not None:
-            del ongoing.links[transfer]
+            source = ongoing.links.pop(transfer)
+            peer = self._linked.get(ongoing.place(source))
+            if peer is not None:
+                # Another receive has linked to the rank. If it has ended, this one sends ``Done``.
+                ongoing.peers[peer] = source
             self._fail(ongoing, str(error))
         else:
             source, peer = ongoing.links.pop(transfer), transfer.result()
@@ -335,16 +339,17 @@ class Receiving:
         others = [other for other in self._by_ticket.pop(ticket) if other is not ongoing]
         if others:
             self._by_ticket[ticket] = others
-        self._report_done(ongoing, {peer for other in others for peer in other.peers})
+        read = [(other, source) for other in others for source in (*other.peers.values(), *other.links.values())]
+        self._report_done(ongoing, {other.place(source) for other, source in read})
         took = time.monotonic() - ongoing.begin
         figures = (took, ongoing.nanos / 1e9, ongoing.moved, ongoing.blocks)
         self._report(ongoing.receive, ongoing.failure, figures)
 
-    def _report_done(self, ongoing: _Ongoing, still_read: set[Peer]) -> None:
-        """Send ``Done`` to the ranks that no other receive reads. Without a link, the lease ends the loan."""
+    def _report_done(self, ongoing: _Ongoing, still_read: set[tuple[str, str]]) -> None:
+        """Send ``Done`` to the ranks that no other receive reads or dials. Without a link, the lease ends the loan."""
         ticket = ongoing.receive.handover.ticket
         for peer, source in ongoing.peers.items():
-            if peer.alive and peer not in still_read:
+            if peer.alive and ongoing.place(source) not in still_read:
                 try:
                     self._notify(peer, Done(ticket, source.readers))
                 except Error as error:

@@ -28,7 +28,7 @@ class Settings:
     layers_per_read: int = 8  # number of layers after which prefill notifies decode, while it computes
     kv_cache_in_pool: bool = True  # whether vLLM's KV cache lies in the pool of the engine, if its layout allows that
     model_tag: str = ""  # name or version of the model, the same on both sides
-    engine_options: dict[str, Any] = field(default_factory=dict)  # options of ``Engine``
+    engine_options: dict[str, Any] = field(default_factory=dict)  # options of ``Engine``, except ``name``
     spans: bool = False  # whether each receive is a span of OpenTelemetry
     allow_untested_vllm: bool = False  # whether a vLLM that was not tested is accepted
 
@@ -37,7 +37,7 @@ class Settings:
         """Check ``kv_connector_extra_config``.
 
         Raises:
-            ValueError: an unknown option, a value of another type, or a number out of range.
+            ValueError: an unknown option, a value of another type, a number out of range, or a name of the engine.
         """
         defaults = {option.name: getattr(cls(), option.name) for option in fields(cls)}
         for name, value in given.items():
@@ -54,6 +54,8 @@ class Settings:
         _in_range("layers_per_read", settings.layers_per_read, 1, MAX_INT32)
         if not settings.host:
             raise ValueError("option 'host' must not be empty")
+        if "name" in settings.engine_options:
+            raise ValueError("option 'engine_options' must not have 'name': the connector names the engines")
         return settings
 
     def listen_address(self, rank: int) -> str:
