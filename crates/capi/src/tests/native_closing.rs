@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::native::{BLOCK, LONG, Node, TENSORS, fails, progress};
 use super::native_events::{Linked, events};
 use super::reason;
-use crate::abi::*;
+use crate::abi::{process, *};
 use crate::native::HeldEngine;
 
 /// Whether the engine refuses calls, because it closes or is closed.
@@ -104,6 +104,27 @@ fn handle_exists_before_the_event_is_returned() {
                 ended += 1;
             }
         }
+    });
+}
+
+/// The start of a transfer has posted its event, and its handle comes later.
+#[test]
+fn events_wait_for_the_handles_of_transfers_that_have_started() {
+    let node = Node::new(&[]);
+    let held = process::current().engines.get(node.engine).unwrap();
+    node.copy(1, 0);
+    let (made, (begun, begins)) = (AtomicBool::new(false), mpsc::channel());
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _starting = held.starting();
+            begun.send(()).unwrap();
+            // Time for a call that does not wait.
+            thread::sleep(Duration::from_millis(100));
+            made.store(true, Ordering::SeqCst);
+        });
+        begins.recv().unwrap();
+        events(&node, 9);
+        assert!(made.load(Ordering::SeqCst), "the event came before the handle");
     });
 }
 
