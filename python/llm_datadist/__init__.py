@@ -1,4 +1,4 @@
-"""An engine for the KV cache of large language models: the native API, and the API of LLM-DataDist (contract §1.1).
+"""An engine for the KV cache of large language models: the native API, and the API of LLM-DataDist.
 
 The package allocates caches in memory pools, copies and swaps their blocks, and moves them between processes and hosts.
 An import opens no device and no socket, starts no thread, and does not import numpy. ``__all__`` has the names of the

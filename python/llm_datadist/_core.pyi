@@ -69,10 +69,10 @@ native: ModuleType
 """The classes of the native API. ``llm_datadist.native`` has them and says what they do."""
 
 STATUS_CODES: dict[str, int]
-"""Name → number of every status code (contract §3.1)."""
+"""Name → number of every status code."""
 
 DATA_TYPES: dict[str, int]
-"""Name → number of every element type (contract §3.2)."""
+"""Name → number of every element type."""
 
 def import_numpy(call: str) -> ModuleType:
     """Return numpy for ``call``.
@@ -108,7 +108,7 @@ def log_after_fork() -> None:
 
 @final
 class DataDist:
-    """An open engine (contract §6, §7).
+    """An open engine.
 
     Every method raises ``LLM_ENGINE_FINALIZED`` after ``close``, and ``LLM_FAILED`` in a process forked after it
     was opened.
@@ -147,7 +147,7 @@ class DataDist:
         needs_local: bool,
         one_local: bool,
     ) -> list[LLMStatusCode]:
-        """Link to peers within ``timeout`` milliseconds, and return one code for each (contract §6.8).
+        """Link to peers within ``timeout`` milliseconds, and return one code for each.
 
         With ``needs_local``, the call raises if an entry has no local address. With ``one_local``, an entry that does
         not have exactly one local address gets ``LLM_PARAM_INVALID``.
@@ -161,28 +161,28 @@ class DataDist:
         always_force: bool,
         strict: bool,
     ) -> list[LLMStatusCode]:
-        """End links, and return one code for each (contract §6.8).
+        """End links, and return one code for each.
 
-        With ``strict``, the code of a cluster that is not linked is ``LLM_NOT_YET_LINK`` (contract §9.3).
+        With ``strict``, the code of a cluster that is not linked is ``LLM_NOT_YET_LINK``.
         """
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Enter a communicator and return its number (contract §6.5)."""
+        """Enter a communicator and return its number."""
 
     def unlink(self, comm_id: int) -> None:
-        """Leave a communicator (contract §6.6)."""
+        """Leave a communicator."""
 
     def comm_status(self, comm_id: int) -> int:
-        """Return the state of a communicator, as the number of a ``RegisterMemStatus`` (contract §6.7)."""
+        """Return the state of a communicator, as the number of a ``RegisterMemStatus``."""
 
     def switch_role(self, role: LLMRole, listen: str | None) -> None:
-        """Change the role, and listen at ``listen``; ``None`` stops the listener (contract §6.9)."""
+        """Change the role, and listen at ``listen``; ``None`` stops the listener."""
 
     def check_link(self, remote_cluster_id: int) -> None:
-        """Raise unless the peer answers within ``sync_kv_timeout`` (contract §6.11)."""
+        """Raise unless the peer answers within ``sync_kv_timeout``."""
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key (contract §7.5)."""
+        """Unbind a key."""
 
     def transfer_cache_async(
         self,
@@ -193,35 +193,35 @@ class DataDist:
         dst_block_indices: list[int] | tuple[int, ...] | Any | None,
         dst_block_memory_size: int | None,
     ) -> TransferTask:
-        """Start a layer-wise transfer. The caller reports which layers are ready (contract §8)."""
+        """Start a layer-wise transfer. The caller reports which layers are ready."""
 
     def tensor_views(self, cache: Cache) -> list[TensorView]:
         """Return a view of every tensor of a cache."""
 
     def remap(self) -> None:
-        """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator (contract §7.17)."""
+        """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator."""
 
     def sync_kv_timeout(self) -> int:
         """Return the limit of one call in milliseconds."""
 
 @final
 class CacheCalls:
-    """The caches of an engine in CacheManager mode (contract §7). Calls return once the bytes are in place."""
+    """The caches of an engine in CacheManager mode. Calls return once the bytes are in place."""
 
     def __new__(cls, native: DataDist) -> Self:
         """Make the object for the engine ``native``."""
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
-        """Allocate a continuous cache (contract §7.1)."""
+        """Allocate a continuous cache."""
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None) -> ManagedCache:
-        """Allocate a blocks cache (contract §7.3)."""
+        """Allocate a blocks cache."""
 
     def deallocate_cache(self, cache: Cache) -> None:
-        """Drop the reference by id of a continuous cache (contract §7.2)."""
+        """Drop the reference by id of a continuous cache."""
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Release a blocks cache (contract §7.4)."""
+        """Release a blocks cache."""
 
     def register_cache(
         self,
@@ -230,7 +230,7 @@ class CacheCalls:
         cache_keys: list[CacheKey] | tuple[CacheKey, ...],
         remote_accessible: bool | None,
     ) -> ManagedCache:
-        """Register memory of the caller as a continuous cache (contract §7.6)."""
+        """Register memory of the caller as a continuous cache."""
 
     def register_blocks_cache(
         self,
@@ -239,10 +239,10 @@ class CacheCalls:
         blocks_cache_key: BlocksCacheKey | None,
         remote_accessible: bool | None,
     ) -> ManagedCache:
-        """Register memory of the caller as a blocks cache (contract §7.7)."""
+        """Register memory of the caller as a blocks cache."""
 
     def unregister_cache(self, cache_id: int) -> None:
-        """Remove a registered cache (contract §7.8)."""
+        """Remove a registered cache."""
 
     def pull_cache(
         self,
@@ -254,7 +254,7 @@ class CacheCalls:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
     ) -> None:
-        """Read a batch slot of a peer into a local slot (contract §7.12)."""
+        """Read a batch slot of a peer into a local slot."""
 
     def pull_blocks(
         self,
@@ -266,7 +266,7 @@ class CacheCalls:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
     ) -> None:
-        """Read blocks of a peer into local blocks (contract §7.13)."""
+        """Read blocks of a peer into local blocks."""
 
     def push_cache(
         self,
@@ -278,7 +278,7 @@ class CacheCalls:
         size: int,
         tensor_num_per_layer: int,
     ) -> None:
-        """Write a batch slot to a peer (contract §7.14)."""
+        """Write a batch slot to a peer."""
 
     def push_blocks(
         self,
@@ -290,7 +290,7 @@ class CacheCalls:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
     ) -> None:
-        """Write blocks to a peer (contract §7.15)."""
+        """Write blocks to a peer."""
 
     def copy_cache(
         self,
@@ -302,13 +302,13 @@ class CacheCalls:
         size: int,
         req_id: int | None,
     ) -> None:
-        """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot (contract §7.9)."""
+        """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot."""
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]] | Any) -> None:
-        """Copy blocks inside one cache (contract §7.10)."""
+        """Copy blocks inside one cache."""
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int] | Any) -> None:
-        """Copy blocks between host and device (contract §7.11)."""
+        """Copy blocks between host and device."""
 
 @final
 class TransferTask:
@@ -374,7 +374,7 @@ class LooseCache:
     """A CPU cache: host memory of the caller, which must stay valid as long as this object exists."""
 
     def __new__(cls, cache_desc: CacheDesc, addrs: list[int]) -> LooseCache:
-        """Check sizes and addresses (contract §4.3).
+        """Check sizes and addresses.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``: not one address for each tensor, an address of 0, or an invalid shape.
@@ -389,7 +389,7 @@ class LooseCache:
 
 @final
 class KvCaches:
-    """The calls of a ``KvCacheManager`` (contract §9.1).
+    """The calls of a ``KvCacheManager``.
 
     The errors are those of ``DataDist``.
     """
@@ -406,7 +406,7 @@ class KvCaches:
         """Allocate a blocks cache. A key is refused unless ``may_name``."""
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Drop the reference by id of a cache (contract §9.1)."""
+        """Drop the reference by id of a cache."""
 
     def release(self, cache: KvCache) -> None:
         """Do the same as ``deallocate_cache`` without checks, for a handle whose class is known."""
@@ -423,7 +423,7 @@ class KvCaches:
         src_cache_offset: int | None,
         dst_cache_offset: int | None,
     ) -> None:
-        """Read a batch slot of a peer into a local slot (contract §9.1)."""
+        """Read a batch slot of a peer into a local slot."""
 
     def pull_blocks(
         self,
@@ -435,7 +435,7 @@ class KvCaches:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
     ) -> None:
-        """Read blocks of a peer into local blocks (contract §9.1)."""
+        """Read blocks of a peer into local blocks."""
 
     def copy_cache(
         self,
@@ -514,10 +514,10 @@ def check_isinstance(
     extra_fmt: str = "",
     allow_none: bool = True,
 ) -> _Value:
-    """Return ``arg_value`` if it is an instance of ``classes``, and its elements of ``inner_class`` (contract §2)."""
+    """Return ``arg_value`` if it is an instance of ``classes``, and its elements of ``inner_class``."""
 
 def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: _Class) -> None:
-    """Raise unless every element is an instance of ``inner_class`` (contract §2)."""
+    """Raise unless every element is an instance of ``inner_class``."""
 
 def check_dict(
     arg_name: str,
@@ -526,7 +526,7 @@ def check_dict(
     v_class: _Class,
     v_inner_class: _Class | None = None,
 ) -> None:
-    """Raise unless keys, values and, with ``v_inner_class``, elements of values have these classes (contract §2)."""
+    """Raise unless keys, values and, with ``v_inner_class``, elements of values have these classes."""
 
 def check_uint8(arg_name: str, arg_value: int) -> None:
     """Raise unless the value is an integer from 0 to 2^8 - 1."""
@@ -556,13 +556,13 @@ def check_list_uint64(arg_name: str, arg_values: Iterable[int]) -> None:
     """Raise unless every element is an integer from 0 to 2^64 - 1."""
 
 def check_positive_or_set_default(arg_name: str, arg_value: int | None, default: int = -1) -> int:
-    """Return ``default`` for ``None``, else the value, which must be an integer from 0 to 2^63 - 1 (contract §2)."""
+    """Return ``default`` for ``None``, else the value, which must be an integer from 0 to 2^63 - 1."""
 
 def check_dimensions(rank: int, batch_dim_index: int, seq_len_dim_index: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the indices are valid for a shape of ``rank`` dimensions (contract §4.2)."""
+    """Raise ``LLM_PARAM_INVALID`` unless the indices are valid for a shape of ``rank`` dimensions."""
 
 def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int:
-    """Return the size of one tensor in bytes (contract §4.2).
+    """Return the size of one tensor in bytes.
 
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
@@ -572,7 +572,7 @@ def options() -> list[tuple[str, str, list[str], str, str, bool, str, str, str]]
     """Return every option of an engine, with the fields of ``option_table.Row``."""
 
 def check_option(name: str, arg_value: int | str) -> None:
-    """Raise unless the property ``name`` of an ``LlmConfig`` may have the value (contract §5).
+    """Raise unless the property ``name`` of an ``LlmConfig`` may have the value.
 
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: a number is out of range (in the unit of the property), or a text breaks
@@ -581,10 +581,10 @@ def check_option(name: str, arg_value: int | str) -> None:
     """
 
 def check_cache_key(cache_key: CacheKey) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given (contract §7)."""
+    """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given."""
 
 def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
-    """Raise unless the value is a ``range`` of step 1 with ``0 <= start < stop`` (contract §4.10).
+    """Raise unless the value is a ``range`` of step 1 with ``0 <= start < stop``.
 
     ``None`` is accepted with ``allow_none``.
 
@@ -594,4 +594,4 @@ def check_layer_range(name: str, layer_range: range | None, allow_none: bool = T
     """
 
 def check_mem_utilization(arg_value: float) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is from 0.0 to 1.0 (contract §5)."""
+    """Raise ``LLM_PARAM_INVALID`` unless the value is from 0.0 to 1.0."""

@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.original.configs`` under the path that existing clients import (contract §1.2)."""
+"""Re-exports of ``llm_datadist.original.configs`` under the path that existing clients import."""
 
 from llm_datadist.original.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole, trans_str_ip
 

@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.original.data_type`` under the path that existing clients import (contract §1.2)."""
+"""Re-exports of ``llm_datadist.original.data_type`` under the path that existing clients import."""
 
 from typing import TYPE_CHECKING
 

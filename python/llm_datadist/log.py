@@ -1,4 +1,4 @@
-"""The logger of the package, which both APIs use (contract §15).
+"""The logger of the package, which both APIs use.
 
 Programs configure the logger through the standard ``logging`` module. If the program has set no level, the environment
 variable ``ASCEND_GLOBAL_LOG_LEVEL`` sets it: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR; ERROR when unset. It is read once.
@@ -36,7 +36,7 @@ _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger ``LLM_DATADIST``, which is set up on first use (contract §15).
+    """Return the logger ``LLM_DATADIST``, which is set up on first use.
 
     The configuration of the program is kept: a level that was set stays, and a handler on standard output is added only
     if neither this logger nor the root logger has a handler. Records propagate to the root logger.
@@ -100,15 +100,15 @@ def _stack_text(frame: FrameType) -> str:
 
 
 def info(message: str, *args: object) -> None:
-    """Log ``message % args`` at INFO (contract §15)."""
+    """Log ``message % args`` at INFO."""
     get_logger().info(message, *args)
 
 
 def warn(message: str, *args: object) -> None:
-    """Log ``message % args`` at WARNING (contract §15)."""
+    """Log ``message % args`` at WARNING."""
     get_logger().warning(message, *args)
 
 
 def error(message: str, *args: object) -> None:
-    """Log ``message % args`` at ERROR (contract §15)."""
+    """Log ``message % args`` at ERROR."""
     get_logger().error(message, *args)

@@ -1,4 +1,4 @@
-"""The numbers of the element types, under the import path of a native module of the original (contract §3.2)."""
+"""The numbers of the element types, under the import path of a native module of the original."""
 
 from llm_datadist.original.data_type import DataType
 

@@ -78,7 +78,7 @@ OTHER_VARIABLES = {
 """Environment variable without an option → its meaning."""
 
 KNOWN_KEYS = frozenset(row.key for row in _ROWS if row.key)
-"""Every key that ``init`` reads, or that the original knows and ``init`` ignores (contract §5.2)."""
+"""Every key that ``init`` reads, or that the original knows and ``init`` ignores."""
 
 OWN_KEYS = frozenset(row.key for row in _ROWS if row.own and row.key)
 """Every key that the original lacks."""
@@ -91,7 +91,7 @@ def rows() -> list[Row]:
 
 
 def is_known(key: str) -> bool:
-    """Return whether ``key`` is an option of the engine or of the original, or starts with ``ge.`` (contract §5.2)."""
+    """Return whether ``key`` is an option of the engine or of the original, or starts with ``ge.``."""
     return key in KNOWN_KEYS or key.startswith("ge.")
 
 

@@ -1,4 +1,4 @@
-"""The names of ``llm_datadist`` under the import path of the first generation (contract §1.3).
+"""The names of ``llm_datadist`` under the import path of the first generation.
 
 Every name is the same object as in ``llm_datadist``, so that exceptions and codes of both import paths are equal. The
 native module ``llm_wrapper`` of the original does not exist here.

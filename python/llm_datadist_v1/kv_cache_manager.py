@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.original.kv_cache_manager`` under the path of the first generation (contract §1.3)."""
+"""Re-exports of ``llm_datadist.original.kv_cache_manager`` under the path of the first generation."""
 
 from llm_datadist.original.kv_cache_manager import KvCacheManager
 

@@ -1,6 +1,6 @@
 """Argument checks, and error texts that are completed so that the caller can correct the call.
 
-The native module checks arguments in the order of the contract (§0.3). Two of its texts lack facts: the one about an
+The native module checks arguments in the order of the contract. Two of its texts lack facts: the one about an
 attribute of ``None``, and the one about an array that it cannot use. ``clarify`` adds them.
 """
 
@@ -19,13 +19,13 @@ _OF_NONE = "'NoneType' object has no attribute"
 
 
 def refuse_none(name: str, value: object) -> None:
-    """Raise ``AttributeError`` with the name of the argument if ``value`` is ``None`` (contract §0.3)."""
+    """Raise ``AttributeError`` with the name of the argument if ``value`` is ``None``."""
     if value is None:
         raise AttributeError(_must_not_be_none([name]))
 
 
 def check_dict(arg_name: str, value: Any, k_class: Any, v_class: Any, v_inner_class: Any = None) -> None:
-    """Check that ``value`` is a dict with keys and values of these classes (contract §2).
+    """Check that ``value`` is a dict with keys and values of these classes.
 
     Args:
         arg_name: name of the argument, which every error text contains.

@@ -1,4 +1,4 @@
-"""``CacheManager``: allocate, register, copy, swap, pull, push and transfer caches (contract §7, §8).
+"""``CacheManager``: allocate, register, copy, swap, pull, push and transfer caches.
 
 Every method is one call into the engine, which checks the arguments in the order of the contract.
 """
@@ -23,7 +23,7 @@ __all__ = ["CacheManager"]
 
 
 class CacheManager(EngineCaches[_core.CacheCalls]):
-    """The caches of an engine in CacheManager mode (contract §7). ``LLMDataDist.cache_manager`` returns it.
+    """The caches of an engine in CacheManager mode. ``LLMDataDist.cache_manager`` returns it.
 
     Any number of threads may use a manager. ``transfer_cache_async`` starts a transfer and returns at once. When any
     other call returns, the bytes are in place. ``LLMDataDist.engine`` and ``Cache.native`` have what the original
@@ -33,7 +33,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
     Each list of blocks may be an array of shape ``(n,)``, which the original does not accept: a buffer
     (``array.array``, a numpy array, a ``memoryview``) or a DLPack tensor in CPU memory, pinned or not, with native
     integers of 16, 32 or 64 bits and any strides. A negative number, and one above int64, raises ``LLM_PARAM_INVALID``
-    with its position. ``range``, ``bytes``, and arrays of other types or shapes raise ``TypeError`` (contract §7.13).
+    with its position. ``range``, ``bytes``, and arrays of other types or shapes raise ``TypeError``.
 
     Args:
         native: the engine.
@@ -42,7 +42,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
     Raises:
         LLMException: every method except ``check_cache_key`` and ``set_is_call_linked`` raises
             ``LLM_ENGINE_FINALIZED``, before any other check, once the engine is finalized. ``LLM_FAILED`` is a failure
-            that no other code names (contract §0.3, §7).
+            that no other code names.
     """
 
     def __init__(self, native: _core.DataDist, options: dict[str, str]) -> None:
@@ -62,10 +62,10 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         cache_desc: CacheDesc,
         cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = (),
     ) -> Cache:
-        """Allocate a continuous cache from the pool of its placement (contract §7.1).
+        """Allocate a continuous cache from the pool of its placement.
 
-        The id of the cache and each of its keys hold the memory. It is released when all of these references are gone
-        (contract §12.3). ``with manager.allocate_cache(...) as cache:`` deallocates the cache at the end of the block.
+        The id of the cache and each of its keys hold the memory. It is released when all of these references are gone.
+        ``with manager.allocate_cache(...) as cache:`` deallocates the cache at the end of the block.
 
         Args:
             cache_desc: tensors of shape ``[batch slots, ...]``, together fewer than 2^63 bytes.
@@ -86,7 +86,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def deallocate_cache(self, cache: Cache) -> None:
-        """Drop the reference that the id of a continuous cache holds (contract §7.2).
+        """Drop the reference that the id of a continuous cache holds.
 
         The memory is released when no key holds it either. A cache that does not exist, a cache that was released, and
         a registered cache are not an error: nothing is released.
@@ -104,7 +104,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, and release its cache if that was the last reference (contract §7.5).
+        """Unbind a key, and release its cache if that was the last reference.
 
         A key that does not exist is not an error. Keys of registered caches stay.
 
@@ -120,7 +120,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None) -> Cache:
-        """Allocate a blocks cache from the pool of its placement (contract §7.3).
+        """Allocate a blocks cache from the pool of its placement.
 
         ``with manager.allocate_blocks_cache(...) as cache:`` deallocates the cache at the end of the block.
 
@@ -142,7 +142,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Release a blocks cache and its key at once (contract §7.4).
+        """Release a blocks cache and its key at once.
 
         A cache that does not exist, a CPU cache and a registered cache are not an error: nothing is released.
 
@@ -165,7 +165,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = (),
         remote_accessible: Optional[bool] = None,
     ) -> Cache:
-        """Register memory of the caller as a continuous cache (contract §7.6).
+        """Register memory of the caller as a continuous cache.
 
         The memory must be valid, readable and writable until ``unregister_cache`` has returned.
         ``with manager.register_cache(...) as cache:`` unregisters the cache at the end of the block.
@@ -199,7 +199,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         blocks_cache_key: Optional[BlocksCacheKey] = None,
         remote_accessible: Optional[bool] = None,
     ) -> Cache:
-        """Register memory of the caller as a blocks cache (contract §7.7).
+        """Register memory of the caller as a blocks cache.
 
         The rules for the memory are those of ``register_cache``.
 
@@ -223,7 +223,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def unregister_cache(self, cache_id: int) -> None:
-        """Remove a registration and its keys (contract §7.8).
+        """Remove a registration and its keys.
 
         An unknown id and the id of an allocated cache are not an error: nothing is removed. The call is allowed at any
         time. It waits for transfers that use the memory, up to ``sync_kv_timeout``.
@@ -249,7 +249,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         size: int = -1,
         req_id: Optional[int] = None,
     ) -> None:
-        """Copy one range of a batch slot to the same range of another, in every tensor (contract §7.9).
+        """Copy one range of a batch slot to the same range of another, in every tensor.
 
         Every pair of placements is accepted. The ranges may overlap.
 
@@ -274,7 +274,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def copy_blocks(self, cache: Cache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
-        """Copy blocks inside one cache, in every tensor (contract §7.10).
+        """Copy blocks inside one cache, in every tensor.
 
         The result is the same as if the pairs were copied one after the other, in the order given. All indices are
         checked before any byte is copied.
@@ -295,7 +295,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Union[dict[int, int], Any]) -> None:
-        """Copy blocks between a host and a device cache, in every tensor (contract §7.11).
+        """Copy blocks between a host and a device cache, in every tensor.
 
         The placements give the direction. The two caches may have different numbers of blocks.
 
@@ -329,10 +329,10 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         tensor_num_per_layer: int = 2,
         **kwargs: Any,
     ) -> None:
-        """Read a batch slot of a linked cluster into a local slot (contract §7.12).
+        """Read a batch slot of a linked cluster into a local slot.
 
         Outside remote-accessible mode, a successful pull of every tensor uses the key up, and the owner drops that
-        reference (contract §12.3).
+        reference.
 
         Args:
             cache_key: the remote slot, by its key, or by cache id and slot. In remote-accessible mode only the latter.
@@ -375,7 +375,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         tensor_num_per_layer: int = 2,
         **kwargs: Any,
     ) -> None:
-        """Read blocks of a linked cluster, or a slot that is split into blocks, into local blocks (contract §7.13).
+        """Read blocks of a linked cluster, or a slot that is split into blocks, into local blocks.
 
         A pull of a slot uses up its key, as in ``pull_cache``. A pull of blocks does not.
 
@@ -414,9 +414,9 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         size: int = -1,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Write a local batch slot into a slot of a linked cluster (contract §7.14), in remote-accessible mode.
+        """Write a local batch slot into a slot of a linked cluster, in remote-accessible mode.
 
-        A push of all layers releases the key of the local slot, if it has one (contract §12.3). After a failure, part
+        A push of all layers releases the key of the local slot, if it has one. After a failure, part
         of the remote slot may be written.
 
         Args:
@@ -453,7 +453,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         dst_layer_range: Optional[range] = None,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Write local blocks into blocks of a linked cluster (contract §7.15), in remote-accessible mode.
+        """Write local blocks into blocks of a linked cluster, in remote-accessible mode.
 
         Args:
             dst_cache_key: the remote blocks cache.
@@ -490,7 +490,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         dst_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
-        """Send the layers of a cache, each as soon as it is ready (contract §7.16, §8).
+        """Send the layers of a cache, each as soon as it is ready.
 
         The call returns at once. A thread calls ``layer_synchronizer`` for each layer that a config needs, in ascending
         order. A layer that is ready is sent to every config that needs it. A slow or failed config delays no others.
@@ -515,13 +515,13 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             raised or exceeded its ``timeout_in_millis``, or sending a layer took longer than ``sync_kv_timeout``;
             ``LLM_KV_CACHE_NOT_EXIST``: a cache does not exist; ``LLM_NOT_YET_LINK``; ``LLM_ENGINE_FINALIZED``;
             ``LLM_FAILED``: cancelled, or another failure; ``None``: the transfer stopped before any of its layers
-            became ready (contract §8.3).
+            became ready.
 
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: an integer is outside its width.
-            LLMException: ``LLM_PARAM_INVALID``: a check of contract §8.1 failed, for example for a cache in ``HOST``
-                memory, blocks into a slot, or layers outside the cache; ``LLM_FAILED``: no thread could be started.
+            LLMException: ``LLM_PARAM_INVALID``: for example a cache in ``HOST`` memory, blocks into a slot, or layers
+                outside the cache; ``LLM_FAILED``: no thread could be started.
         """
         self._check_open()
         return layerwise.start(
@@ -536,7 +536,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def remap_registered_memory(self, mem_infos: Union[MemInfo, list[MemInfo]]) -> None:
-        """Accept that registered memory has moved to other pages (contract §7.17).
+        """Accept that registered memory has moved to other pages.
 
         It does nothing, because peers look up addresses with every transfer.
 
@@ -557,7 +557,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
     @logged
     def tensor_views(self, cache: Cache) -> list[_core.TensorView]:
-        """Return a view of every tensor, without a copy, for numpy and ``from_dlpack`` (contract §7).
+        """Return a view of every tensor, without a copy, for numpy and ``from_dlpack``.
 
         ``view.numpy()`` returns an array. Pool memory stays mapped as long as a view of it, or an array made from one,
         exists, even after a deallocation. Memory of a registered or CPU cache belongs to the caller, and no view keeps
@@ -580,7 +580,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         return self._native.tensor_views(cache)
 
     def set_is_call_linked(self) -> None:
-        """Note that ``LLMDataDist.link`` was called (contract §7.18). It has no other effect."""
+        """Note that ``LLMDataDist.link`` was called. It has no other effect."""
         self._is_call_linked = True
 
 

@@ -1,7 +1,4 @@
-"""Base classes of the handles ``Cache`` and ``KvCache`` and of the managers of both modes.
-
-Contract §4.3, §4.4, §7 and §9 state the rules of the two modes.
-"""
+"""Base classes of the handles ``Cache`` and ``KvCache`` and of the managers of both modes."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class EngineCaches(Generic[_Calls]):
 
     @staticmethod
     def check_cache_key(cache_key: CacheKey) -> None:
-        """Check that exactly one of ``req_id`` and ``prefix_id`` differs from ``2**64 - 1`` (contract §7).
+        """Check that exactly one of ``req_id`` and ``prefix_id`` differs from ``2**64 - 1``.
 
         Args:
             cache_key: the key to check.
@@ -87,7 +84,7 @@ class EngineCaches(Generic[_Calls]):
         _core.check_cache_key(cache_key)
 
     def stats(self) -> Stats:
-        """Return the counters of the engine as plain dicts (contract §7).
+        """Return the counters of the engine as plain dicts.
 
         ``llm_datadist.stats.Stats`` documents every field. The original does not have this method.
 
@@ -99,7 +96,7 @@ class EngineCaches(Generic[_Calls]):
 
 
 class CacheHandle:
-    """The base of the cache handles ``Cache`` and ``KvCache`` (contract §4.3, §4.4).
+    """The base of the cache handles ``Cache`` and ``KvCache``.
 
     A handle is a context manager: ``with manager.allocate_cache(...) as cache:`` releases the cache at the end of the
     block, as described at ``__exit__``.
@@ -133,14 +130,14 @@ class CacheHandle:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        """Release the cache: deallocate an allocated one, unregister a registered one (contract §4.3).
+        """Release the cache: deallocate an allocated one, unregister a registered one.
 
         A cache that was released already, a cache of a finalized engine and a CPU cache are not an error: nothing is
-        done. Keys of a continuous cache hold its memory beyond the block (contract §12.3).
+        done. Keys of a continuous cache hold its memory beyond the block.
 
         If the block raised, its exception propagates, and a failure of the release is only logged at ERROR. Otherwise
         that failure is raised. The memory of a registered cache must then stay valid until a further call of
-        ``CacheManager.unregister_cache`` succeeds (contract §7.8).
+        ``CacheManager.unregister_cache`` succeeds.
 
         Raises:
             LLMException: ``LLM_TIMEOUT``: peers used registered memory for longer than ``sync_kv_timeout``;

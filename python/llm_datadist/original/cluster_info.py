@@ -1,4 +1,4 @@
-"""Addresses of clusters, and the description of a peer that a link call takes (contract §4.1)."""
+"""Addresses of clusters, and the description of a peer that a link call takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IPV4_BITS = 32
 
 
 class LLMRole(NamedIntEnum):
-    """The role of a cluster (contract §3.3, §6)."""
+    """The role of a cluster."""
 
     PROMPT = 1
     DECODER = 2
@@ -27,7 +27,7 @@ class LLMRole(NamedIntEnum):
 
 
 def trans_str_ip(ip: Union[str, int]) -> int:
-    """Return an IPv4 address as a little-endian 32-bit integer; an integer is returned as it is (contract §4.1).
+    """Return an IPv4 address as a little-endian 32-bit integer; an integer is returned as it is.
 
     Args:
         ip: an address by the rules of ``inet_aton`` (``"127.1"`` is one), or an integer.
@@ -48,9 +48,9 @@ def trans_str_ip(ip: Union[str, int]) -> int:
 
 
 class LLMClusterInfo:
-    """A peer: its cluster id and the addresses of both ends (contract §4.1).
+    """A peer: its cluster id and the addresses of both ends.
 
-    Link and unlink calls take it (contract §6.8). An address is kept as ``(ip, port)``. An IPv4 address is a
+    Link and unlink calls take it. An address is kept as ``(ip, port)``. An IPv4 address is a
     little-endian 32-bit integer. An IPv6 address, which the original does not support, is kept as its shortest text.
     """
 
@@ -62,7 +62,7 @@ class LLMClusterInfo:
 
     @property
     def remote_cluster_id(self) -> Optional[int]:
-        """Cluster id of the peer (uint64); ``None`` until set (contract §4.1). Link and unlink calls need it.
+        """Cluster id of the peer (uint64); ``None`` until set. Link and unlink calls need it.
 
         Raises:
             TypeError: the value is not an ``int``, or is ``None``.
@@ -77,7 +77,7 @@ class LLMClusterInfo:
 
     @property
     def remote_role_type(self) -> Union[LLMRole, int, None]:
-        """Role of the peer; ``None`` until set (contract §4.1). It has no effect.
+        """Role of the peer; ``None`` until set. It has no effect.
 
         Raises:
             TypeError: the value is not an ``LLMRole``, ``int`` or ``None``.
@@ -91,16 +91,16 @@ class LLMClusterInfo:
 
     @property
     def local_ip_info_list(self) -> list[Address]:
-        """Addresses of this side, as ``(ip, port)`` (contract §4.1)."""
+        """Addresses of this side, as ``(ip, port)``."""
         return self._local_ip_info_list
 
     @property
     def remote_ip_info_list(self) -> list[Address]:
-        """Addresses of the peer, as ``(ip, port)`` (contract §4.1)."""
+        """Addresses of the peer, as ``(ip, port)``."""
         return self._remote_ip_info_list
 
     def append_local_ip_info(self, ip: Union[str, int], port: int) -> None:
-        """Add an address of this side (contract §4.1). ``link_clusters`` needs exactly one (contract §6.8).
+        """Add an address of this side. ``link_clusters`` needs exactly one.
 
         Args:
             ip: an IPv4 address by the rules of ``inet_aton``, an IPv6 address, or a little-endian integer, which is
@@ -115,7 +115,7 @@ class LLMClusterInfo:
         self._local_ip_info_list.append(_address(ip, port))
 
     def append_remote_ip_info(self, ip: Union[str, int], port: int) -> None:
-        """Add the address where the peer listens (contract §4.1, §6.8).
+        """Add the address where the peer listens.
 
         Args:
             ip: as for ``append_local_ip_info``.

@@ -1,4 +1,4 @@
-"""The options of an engine, as properties of one object (contract §5).
+"""The options of an engine, as properties of one object.
 
 Setters check one value each; ``LLMDataDist.init`` reads the texts that ``LlmConfig.generate_options`` writes.
 """
@@ -18,7 +18,7 @@ __all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"
 
 
 class LlmConfig(OptionProperties):
-    """The options of an engine (contract §5). ``generate_options`` writes them for ``LLMDataDist.init``.
+    """The options of an engine. ``generate_options`` writes them for ``LLMDataDist.init``.
 
     A setter keeps the old value if it raises. ``init`` checks the content of a text. Where ``None`` is allowed, it
     unsets the option, but a key that was written stays in the dict. Assigning an attribute that does not exist has no
@@ -26,7 +26,7 @@ class LlmConfig(OptionProperties):
 
     Raises:
         AttributeError: the assigned attribute does not exist, and its name resembles that of an option which the
-            original does not have, such as ``verify`` or ``link_token`` (contract §5.2).
+            original does not have, such as ``verify`` or ``link_token``.
         TypeError: a setter was given a value of a wrong type.
         ValueError: a setter was given an integer outside its width, or ``cluster_info`` a text that is not JSON.
         RuntimeError: ``cluster_info`` was given an invalid address.
@@ -51,9 +51,9 @@ class LlmConfig(OptionProperties):
 
     @property
     def ge_options(self) -> dict[str, str]:
-        """Further keys and texts, which are written before all others (contract §5).
+        """Further keys and texts, which are written before all others.
 
-        The getter returns the live dict. ``init`` ignores keys that it does not know (contract §5.2).
+        The getter returns the live dict. ``init`` ignores keys that it does not know.
 
         Raises:
             AttributeError: the value is ``None``.
@@ -68,11 +68,11 @@ class LlmConfig(OptionProperties):
 
     @property
     def options(self) -> dict[str, str]:
-        """The result of ``generate_options``, with the same errors (contract §5)."""
+        """The result of ``generate_options``, with the same errors."""
         return self.generate_options()
 
     def generate_options(self) -> dict[str, str]:
-        """Write the options into one dict and return it: the same dict on every call (contract §5).
+        """Write the options into one dict and return it: the same dict on every call.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``: the list in ``device_id`` was emptied after it was set.
@@ -84,7 +84,7 @@ class LlmConfig(OptionProperties):
         return self._options
 
     def gen_options(self) -> dict[str, str]:
-        """Return the result of ``generate_options``, with the same errors (contract §5)."""
+        """Return the result of ``generate_options``, with the same errors."""
         return self.generate_options()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Element types of a cache and the numpy types that correspond to them (contract §3.2).
+"""Element types of a cache and the numpy types that correspond to them.
 
 numpy is imported on the first access to one of the tables of its types.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DataType(Enum):
-    """Element type of a tensor (contract §3.2)."""
+    """Element type of a tensor."""
 
     DT_FLOAT = 0
     DT_FLOAT16 = 1
@@ -42,7 +42,7 @@ _dwrapper_dtype_to_python_dtype = {data_type.value: data_type for data_type in D
 
 
 def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
-    """Return the element type with that number (contract §3.2).
+    """Return the element type with that number.
 
     Args:
         wrapper_dtype: the value of a member of ``DataType``.

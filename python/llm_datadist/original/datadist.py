@@ -1,4 +1,4 @@
-"""``LLMDataDist``: the life cycle of an engine, its links and its managers (contract §6)."""
+"""``LLMDataDist``: the life cycle of an engine, its links and its managers."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ _MOST_CLUSTERS = 16
 
 
 class LLMDataDist:
-    """An engine for KV caches (contract §6). At most one instance of a process is initialized at a time.
+    """An engine for KV caches. At most one instance of a process is initialized at a time.
 
     An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls ``finalize`` at the end
     of the block, as described at ``__exit__``; ``init`` is called inside the block.
 
     Args:
         role: the role of the cluster. In CacheManager mode it is a label; in KvCacheManager mode it decides which calls
-            are allowed (contract §9.1).
+            are allowed.
         cluster_id: id of the cluster, unique among the engines that link to each other (uint64).
 
     Raises:
         TypeError: ``role`` is not an ``LLMRole``, or ``cluster_id`` is not an ``int``.
         ValueError: ``cluster_id`` is outside uint64.
-        LLMException: calls in a process that was forked after ``init`` raise ``LLM_FAILED`` (contract §16).
+        LLMException: calls in a process that was forked after ``init`` raise ``LLM_FAILED``.
     """
 
     llm_engine_instance: ClassVar[Optional[LLMDataDist]] = None
-    """The initialized instance of the process, or ``None`` (contract §6). A forked child begins with ``None``."""
+    """The initialized instance of the process, or ``None``. A forked child begins with ``None``."""
 
     # The process to which `llm_engine_instance` and `_life` belong.
     _process: ClassVar[int] = os.getpid()
@@ -90,7 +90,7 @@ class LLMDataDist:
 
     @property
     def cluster_id(self) -> int:
-        """Id of the cluster (uint64). The property works in any state (contract §6)."""
+        """Id of the cluster (uint64). The property works in any state."""
         return self._cluster_id
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class LLMDataDist:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        """Call ``finalize``, also if the block raised (contract §6.3).
+        """Call ``finalize``, also if the block raised.
 
         An instance that was never initialized, or was finalized already, is not an error. If the block
         raised, its exception propagates, and a failure of ``finalize`` is only logged at ERROR. Otherwise that failure
@@ -124,16 +124,16 @@ class LLMDataDist:
         release_on_exit(self.finalize, error, self)
 
     def init(self, options: dict[str, str]) -> None:
-        """Open the engine (contract §6.2).
+        """Open the engine.
 
         The call has no effect on an initialized object, and may be repeated after a failure. In a forked child it opens
-        an engine of the child's own, also on an object that the parent initialized (contract §16). Unknown keys are
+        an engine of the child's own, also on an object that the parent initialized. Unknown keys are
         ignored, and each is logged at ERROR with the nearest known key. Keys that start with ``ge.`` are not. A key
-        that resembles an option which the original does not have is an error (contract §5.2).
+        that resembles an option which the original does not have is an error.
 
         Args:
             options: keys and texts, usually from ``LLMConfig.generate_options``. The dict is copied; in KvCacheManager
-                mode ``llm.ClusterInfo`` is stored in it after a success (contract §17.48). Environment variables are
+                mode ``llm.ClusterInfo`` is stored in it after a success. Environment variables are
                 read for options that are absent: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
                 ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and
                 ``HCCL_CONNECT_TIMEOUT`` (seconds) if ``llm.LinkTotalTime`` is absent or 0.
@@ -203,7 +203,7 @@ class LLMDataDist:
             engine_log.stop()
 
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
-        """Add ``llm.ClusterInfo``. If it is given, take the listen address from it (contract §9.7)."""
+        """Add ``llm.ClusterInfo``. If it is given, take the listen address from it."""
         if _CLUSTER_INFO in resolved:
             listen = listens_at(resolved[_CLUSTER_INFO]) if self._role == LLMRole.PROMPT else None
             if listen is not None:
@@ -215,7 +215,7 @@ class LLMDataDist:
         return EngineConfig.from_engine_options(self._role == LLMRole.PROMPT, self._engine_options).cluster_config
 
     def finalize(self) -> None:
-        """Close the engine: end all links, and release pools and registrations (contract §6.3).
+        """Close the engine: end all links, and release pools and registrations.
 
         The call has no effect if the object is not initialized. It waits for layer-wise transfers as long as at least
         one of their layers arrives within each ``sync_kv_timeout``. Unfinished configs then get
@@ -249,7 +249,7 @@ class LLMDataDist:
 
     @property
     def cache_manager(self) -> CacheManager:
-        """The manager in CacheManager mode: the same object until ``finalize`` (contract §6.4).
+        """The manager in CacheManager mode: the same object until ``finalize``.
 
         Raises:
             RuntimeError: not initialized.
@@ -263,7 +263,7 @@ class LLMDataDist:
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
-        """The manager in KvCacheManager mode: the same object until ``finalize`` (contract §6.4).
+        """The manager in KvCacheManager mode: the same object until ``finalize``.
 
         Raises:
             RuntimeError: not initialized.
@@ -298,7 +298,7 @@ class LLMDataDist:
 
     @property
     def listen_ip_info(self) -> Optional[str]:
-        """Address at which the engine listens, as ``"ip:port"`` with the bound port (contract §6.2).
+        """Address at which the engine listens, as ``"ip:port"`` with the bound port.
 
         ``None`` without a listener. Use it to tell peers the port if ``llm.listenIpInfo`` has port 0. The original does
         not have this property.
@@ -310,10 +310,10 @@ class LLMDataDist:
 
     @logged
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Enter a communicator of 2 to 4 clusters; each member makes this call (contract §6.5).
+        """Enter a communicator of 2 to 4 clusters; each member makes this call.
 
         The call returns at once. Links are made in the background (``query_register_mem_status``). Afterwards, the
-        default of ``remote_accessible`` is ``False`` (contract §7.6).
+        default of ``remote_accessible`` is ``False``.
 
         Args:
             comm_name: name of the communicator, 1 to 127 characters, the same at every member.
@@ -340,7 +340,7 @@ class LLMDataDist:
 
     @logged
     def unlink(self, comm_id: int) -> None:
-        """Leave a communicator and end its links (contract §6.6).
+        """Leave a communicator and end its links.
 
         Args:
             comm_id: the result of ``link`` (uint64).
@@ -357,7 +357,7 @@ class LLMDataDist:
 
     @logged
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the state of a communicator (contract §6.7).
+        """Return the state of a communicator.
 
         Args:
             comm_id: the result of ``link`` (uint64).
@@ -380,7 +380,7 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: Union[list[LLMClusterInfo], tuple[LLMClusterInfo, ...]], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to listening peers, in parallel (contract §6.8). A link that fails does not raise an exception.
+        """Link to listening peers, in parallel. A link that fails does not raise an exception.
 
         Args:
             clusters: the peers. Each has a cluster id, one remote address and one local address; the local one is not
@@ -391,7 +391,7 @@ class LLMDataDist:
             ``(code, codes)``: ``codes`` has the code of each cluster, in order, and ``code`` is the last one that is
             not ``LLM_SUCCESS``. The log has the reasons. An empty ``clusters`` gives ``(LLM_PARAM_INVALID, [])``. In
             KvCacheManager mode, so does a role other than ``LLMRole.DECODER``, and more than 16 clusters give
-            ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
+            ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])``.
 
         Raises:
             RuntimeError: not initialized.
@@ -415,7 +415,7 @@ class LLMDataDist:
         timeout: int = 3000,
         force: bool = False,
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """End links, whichever side made them, but not those of a communicator (contract §6.8).
+        """End links, whichever side made them, but not those of a communicator.
 
         Args:
             clusters: the peers. Each has a cluster id and one remote address. With ``force``, and with the transfer
@@ -428,7 +428,7 @@ class LLMDataDist:
             notified is ``LLM_UNLINK_FAILED`` (``LLM_NOTIFY_PROMPT_UNLINK_FAILED`` in KvCacheManager mode), and that of
             a peer that does not answer is ``LLM_TIMEOUT``. This side has then dropped the link. The entry of a cluster
             that is not linked is ``LLM_SUCCESS``. In KvCacheManager mode it is ``LLM_NOT_YET_LINK``, which does not
-            count in ``code``, and more than 16 clusters give ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
+            count in ``code``, and more than 16 clusters give ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])``.
 
         Raises:
             RuntimeError: not initialized.
@@ -448,7 +448,7 @@ class LLMDataDist:
 
     @logged
     def switch_role(self, role: LLMRole, switch_options: Optional[dict[str, str]] = None) -> None:
-        """Change the role and the address at which the engine listens (contract §6.9).
+        """Change the role and the address at which the engine listens.
 
         Args:
             role: the new role. In KvCacheManager mode it must differ from the current one.
@@ -461,7 +461,7 @@ class LLMDataDist:
             ValueError: the port is not a uint16.
             LLMException: ``LLM_EXIST_LINK``: a link exists, or a communicator is ``PREPARING``;
                 ``LLM_PARAM_INVALID``: the address is not of the form ``ip:port``, a key resembles an option which the
-                original does not have (contract §5.2), or, in KvCacheManager mode, the role is the current one, or
+                original does not have, or, in KvCacheManager mode, the role is the current one, or
                 ``PROMPT`` has no address;
                 ``LLM_FEATURE_NOT_ENABLED``: another address with transfer backend ``hixl``, or, in KvCacheManager
                 mode, ``init`` had no ``llm.EnableSwitchRole``; ``LLM_FAILED``: the address cannot be bound.
@@ -492,7 +492,7 @@ class LLMDataDist:
 
     @logged
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Check that a linked peer answers within ``sync_kv_timeout`` (contract §6.11).
+        """Check that a linked peer answers within ``sync_kv_timeout``.
 
         The call exists in KvCacheManager mode only, for ``LLMRole.DECODER``.
 
@@ -515,7 +515,7 @@ class LLMDataDist:
         native.check_link(remote_cluster_id)
 
     def stats(self) -> Stats:
-        """Return the counters of the engine as plain dicts (contract §7).
+        """Return the counters of the engine as plain dicts.
 
         ``llm_datadist.stats.Stats`` documents every field. The original does not have this method.
 
@@ -530,7 +530,7 @@ class LLMDataDist:
         return native
 
     def _refused(self, clusters: object, *, links: bool) -> Optional[LLMStatusCode]:
-        """Return the code of a link call that KvCacheManager mode refuses, else ``None`` (contract §9.3)."""
+        """Return the code of a link call that KvCacheManager mode refuses, else ``None``."""
         if self._enable_cache_mgr:
             return None
         if links and self._role != LLMRole.DECODER:
@@ -542,7 +542,7 @@ class LLMDataDist:
         return None
 
     def _check_switch(self, role: LLMRole, listen: Optional[str]) -> None:
-        """Raise if the role cannot be switched in KvCacheManager mode (contract §6.9)."""
+        """Raise if the role cannot be switched in KvCacheManager mode."""
         raise_if_false(role != self._role, "role={} is the current role", role)
         prompt = role == LLMRole.PROMPT
         raise_if_true(prompt and listen is None, "{} needs {} in switch_options", role, LISTEN)
@@ -564,7 +564,7 @@ class LLMDataDist:
 
 
 def _last_failing(codes: list[LLMStatusCode], harmless: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> LLMStatusCode:
-    """Return the code of a whole call: that of the last cluster that failed (contract §6.8)."""
+    """Return the code of a whole call: that of the last cluster that failed."""
     if not codes:
         log.error("clusters is empty; give at least one LLMClusterInfo")
         return LLMStatusCode.LLM_PARAM_INVALID
@@ -573,7 +573,7 @@ def _last_failing(codes: list[LLMStatusCode], harmless: LLMStatusCode = LLMStatu
 
 
 def _shutdown_handler() -> None:
-    """Finalize the active instance when the interpreter exits; an ``LLMException`` is only logged (contract §6.10)."""
+    """Finalize the active instance when the interpreter exits; an ``LLMException`` is only logged."""
     instance = LLMDataDist.llm_engine_instance
     if instance is None:
         return

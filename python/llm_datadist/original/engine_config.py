@@ -1,4 +1,4 @@
-"""``EngineConfig`` and ``ClusterConfig``: the description of the cluster in KvCacheManager mode (contract §9.7).
+"""``EngineConfig`` and ``ClusterConfig``: the description of the cluster in KvCacheManager mode.
 
 ``init`` makes ``llm.ClusterInfo`` from other options, because programs of the original read it afterwards. It does not
 write the description of the machine that the original writes (``ge.resourceConfigPath``).
@@ -23,7 +23,7 @@ _LISTEN = "llm.listenIpInfo"
 
 
 class ClusterConfig:
-    """The devices of a cluster, and the address at which it listens for each (contract §9.7).
+    """The devices of a cluster, and the address at which it listens for each.
 
     Args:
         device_ids: the devices, in the order of their ranks.
@@ -47,14 +47,14 @@ class ClusterConfig:
 
     @property
     def rank_id_to_device_id(self) -> dict[int, int]:
-        """Rank to device id (contract §9.7)."""
+        """Rank to device id."""
         return dict(enumerate(self._device_ids))
 
     def __repr__(self) -> str:
         return f"ClusterConfig(device_ids={self._device_ids}, listen_ip_info={self._listen_ip_info})"
 
     def to_json(self, cluster_id: int) -> str:
-        """Return the text of ``llm.ClusterInfo`` for the cluster with this id (contract §9.7)."""
+        """Return the text of ``llm.ClusterInfo`` for the cluster with this id."""
         import json  # noqa: PLC0415  (imported when it is needed)
 
         info: dict[str, Any] = {
@@ -67,7 +67,7 @@ class ClusterConfig:
 
 
 class EngineConfig:
-    """The part of an engine's options that describes its cluster (contract §9.7).
+    """The part of an engine's options that describes its cluster.
 
     Args:
         cluster_config: the devices and listeners of the cluster.
@@ -83,7 +83,7 @@ class EngineConfig:
 
     @classmethod
     def from_engine_options(cls, is_prompt: bool, options: dict[str, str]) -> EngineConfig:
-        """Read ``ge.exec.deviceId`` and, for a prompt cluster that listens, ``llm.listenIpInfo`` (contract §9.7).
+        """Read ``ge.exec.deviceId`` and, for a prompt cluster that listens, ``llm.listenIpInfo``.
 
         Args:
             is_prompt: whether the role is ``LLMRole.PROMPT``.
@@ -109,7 +109,7 @@ class EngineConfig:
 
     @classmethod
     def gen_cluster_info_if_not_exist(cls, cluster_id: int, role: LLMRole, options: dict[str, str]) -> None:
-        """Add ``llm.ClusterInfo`` to ``options`` unless it is present (contract §9.7).
+        """Add ``llm.ClusterInfo`` to ``options`` unless it is present.
 
         Args:
             cluster_id: id of the cluster (uint64).
@@ -125,7 +125,7 @@ class EngineConfig:
 
     @staticmethod
     def parse_listen_ip_info(listen_ip_info: str) -> tuple[int, int]:
-        """Return the address in ``ip:port`` as a little-endian integer, and the port (contract §9.7).
+        """Return the address in ``ip:port`` as a little-endian integer, and the port.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``: the text is not of that form.

@@ -1,4 +1,4 @@
-"""Derives options from those given to ``LLMDataDist.init`` and from the environment (contract §6.2).
+"""Derives options from those given to ``LLMDataDist.init`` and from the environment.
 
 The engine checks the values (``_core.DataDist``).
 """
@@ -34,7 +34,7 @@ BACKEND = "llm.TransferBackend"
 
 
 def resolve(options: dict[str, str], role: str) -> dict[str, str]:
-    """Return a copy of ``options`` with the options derived from them (contract §6.2, steps 5 to 10)."""
+    """Return a copy of ``options`` with the options derived from them."""
     resolved = {**options, "llm.Role": role}
     for option, variable in ENVIRONMENT.items():
         if os.environ.get(variable):
@@ -60,7 +60,7 @@ def resolve(options: dict[str, str], role: str) -> dict[str, str]:
 
 
 def check_names(options: dict[str, str]) -> None:
-    """Log one line at ERROR for each unknown key, or refuse it (contract §5.2).
+    """Log one line at ERROR for each unknown key, or refuse it.
 
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: a key resembles an option which the original does not have.
@@ -105,7 +105,7 @@ def check_graph_memory(size: object) -> None:
 
 
 def listen_address(info: str) -> tuple[str, str]:
-    """Return the address and the port of ``ip:port`` or ``[ipv6]:port``, both as text (contract §6.2, step 10)."""
+    """Return the address and the port of ``ip:port`` or ``[ipv6]:port``, both as text."""
     _core.check_isinstance(LISTEN, info, str, allow_none=False)
     ip, colon, port = info.rpartition(":")
     plain = bool(ip) and not set(ip) & set(":[]")

@@ -1,4 +1,4 @@
-"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine in KvCacheManager mode (contract §9).
+"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine in KvCacheManager mode.
 
 The manager checks the role. The engine makes all other checks, in the order of the contract.
 """
@@ -28,7 +28,7 @@ _UINT64_MAX = 2**64 - 1
 
 
 class KvCache(CacheHandle):
-    """The handle of a cache in KvCacheManager mode (contract §4.4).
+    """The handle of a cache in KvCacheManager mode.
 
     A ``KvCacheManager`` or ``create_cpu_cache`` makes it. Dropping the last handle deallocates the cache, unless the
     cache was deallocated or its manager is finalized. Its keys still hold the memory. ``with
@@ -64,7 +64,7 @@ class KvCache(CacheHandle):
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: Union[list[int], list[list[int]]]) -> KvCache:
-        """Make a blocks cache over host memory of the caller, for ``KvCacheManager.swap_blocks`` (contract §4.4).
+        """Make a blocks cache over host memory of the caller, for ``KvCacheManager.swap_blocks``.
 
         The memory must stay valid, readable and writable while the handle is used.
 
@@ -151,21 +151,20 @@ def _one_per_tensor(addrs: list[int], num_tensors: int) -> None:
 
 
 class KvCacheManager(EngineCaches["_core.KvCaches"]):
-    """The caches of an engine in KvCacheManager mode (contract §9). ``LLMDataDist.kv_cache_manager`` returns it.
+    """The caches of an engine in KvCacheManager mode. ``LLMDataDist.kv_cache_manager`` returns it.
 
-    Any number of threads may use a manager, which the original does not allow (contract §9.4). All calls are
+    Any number of threads may use a manager, which the original does not allow. All calls are
     synchronous except ``transfer_cache_async``: when a call returns, the bytes are in place. ``sync_kv_timeout`` is the
     time limit of a call in milliseconds (1000 by default).
 
     Args:
         native: the engine.
-        role: the role of the cluster. It decides which calls are allowed (contract §9.1).
+        role: the role of the cluster. It decides which calls are allowed.
 
     Raises:
         TypeError: ``role`` is not an ``LLMRole``, or ``native`` is not an engine.
         LLMException: every method except ``is_initialized`` and ``check_cache_key`` raises ``LLM_ENGINE_FINALIZED``,
-            before any other check, once the engine is finalized. ``LLM_FAILED`` is a failure that no other code names
-            (contract §0.3, §9).
+            before any other check, once the engine is finalized. ``LLM_FAILED`` is a failure that no other code names.
     """
 
     def __init__(self, native: _core.DataDist, role: LLMRole) -> None:
@@ -177,7 +176,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         return f"KvCacheManager(initialized={self._initialized}, role={self._role})"
 
     def _check_role(self, role: LLMRole, call: str) -> None:
-        """Raise unless the engine is open and has the role that may make the call (contract §9)."""
+        """Raise unless the engine is open and has the role that may make the call."""
         self._check_open()
         raise_if_false(self._role == role, "{} needs {}, and the role is {}", call, role, self._role)
 
@@ -191,17 +190,17 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         return cache
 
     def is_initialized(self) -> bool:
-        """Return whether the engine is open: ``True`` until ``finalize`` (contract §9)."""
+        """Return whether the engine is open: ``True`` until ``finalize``."""
         return self._initialized
 
     @logged
     def allocate_cache(
         self, cache_desc: CacheDesc, cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = ()
     ) -> KvCache:
-        """Allocate a continuous cache in device memory (contract §9.1, §7.1).
+        """Allocate a continuous cache in device memory.
 
         The id of the cache and each of its keys hold the memory. It is released when all of these references are gone:
-        a cache that was deallocated can still be pulled by its keys (contract §12.3).
+        a cache that was deallocated can still be pulled by its keys.
 
         Args:
             cache_desc: tensors of shape ``[batch slots, ...]`` with the placement ``DEVICE``.
@@ -225,7 +224,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None
     ) -> KvCache:
-        """Allocate a blocks cache in device memory (contract §9.1, §7.3).
+        """Allocate a blocks cache in device memory.
 
         Args:
             cache_desc: tensors of shape ``[blocks, ...]`` with the placement ``DEVICE``.
@@ -246,10 +245,10 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
     @logged
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Drop the reference that the id of a continuous cache holds, or release a blocks cache (contract §9.1, §7.2).
+        """Drop the reference that the id of a continuous cache holds, or release a blocks cache.
 
         A continuous cache is released when no key holds it either. A blocks cache and its key are released at once. A
-        cache that does not exist is not an error (contract §17.5).
+        cache that does not exist is not an error.
 
         Args:
             cache: a cache in ``DEVICE`` memory. Its ``per_device_tensor_addrs`` become empty.
@@ -264,7 +263,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
     @logged
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, and release its cache if that was the last reference (contract §9.1, §7.5).
+        """Unbind a key, and release its cache if that was the last reference.
 
         The call is for ``LLMRole.PROMPT``. A key that does not exist is not an error.
 
@@ -294,10 +293,10 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         dst_cache_offset: Optional[int] = None,
         **kwargs: Any,
     ) -> None:
-        """Read a batch slot of a linked prompt cluster into a local slot (contract §9.1, §7.12).
+        """Read a batch slot of a linked prompt cluster into a local slot.
 
         The call is for ``LLMRole.DECODER``. A successful pull of every tensor uses up the key: the owner drops that
-        reference. Pulls of a part of the layers use up the key once every tensor was pulled (contract §12.3).
+        reference. Pulls of a part of the layers use up the key once every tensor was pulled.
 
         Args:
             cache_key: the remote slot, by its key, or by cache id and slot.
@@ -342,7 +341,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         tensor_num_per_layer: int = 2,
         **kwargs: Any,
     ) -> None:
-        """Read blocks of a linked prompt cluster into local blocks (contract §9.1, §7.13).
+        """Read blocks of a linked prompt cluster into local blocks.
 
         The call is for ``LLMRole.DECODER``.
 
@@ -381,7 +380,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         size: int = -1,
         req_id: Optional[int] = None,
     ) -> None:
-        """Copy one range of a batch slot to the same range of another, in every tensor (contract §9.1, §7.9).
+        """Copy one range of a batch slot to the same range of another, in every tensor.
 
         Both caches are in device memory. The ranges may overlap.
 
@@ -406,7 +405,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
     @logged
     def copy_blocks(self, cache: KvCache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
-        """Copy blocks inside one cache in device memory, in every tensor (contract §9.1, §7.10).
+        """Copy blocks inside one cache in device memory, in every tensor.
 
         The result is the same as if the pairs were copied one after the other, in the order given. All indices are
         checked before any byte is copied.
@@ -435,7 +434,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
     @logged
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: Union[dict[int, int], Any]) -> None:
-        """Copy blocks between a host and a device cache, in every tensor (contract §9.1, §7.11).
+        """Copy blocks between a host and a device cache, in every tensor.
 
         The placements give the direction. The two caches may have different numbers of blocks.
 
@@ -466,7 +465,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         dst_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
-        """Send the layers of a cache, each as soon as it is ready (contract §8, §9.1).
+        """Send the layers of a cache, each as soon as it is ready.
 
         The call is for ``LLMRole.PROMPT``. It works as ``CacheManager.transfer_cache_async``.
 
@@ -488,8 +487,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: an integer is outside its width.
-            LLMException: ``LLM_PARAM_INVALID``: another role, or a check of contract §8.1 failed; ``LLM_FAILED``: no
-                thread could be started.
+            LLMException: ``LLM_PARAM_INVALID``: another role, or for example a cache in ``HOST`` memory, blocks into a
+                slot, or layers outside the cache; ``LLM_FAILED``: no thread could be started.
         """
         self._check_role(LLMRole.PROMPT, "transfer_cache_async")
         blocks = (src_block_indices, dst_block_indices, dst_block_memory_size)
@@ -497,7 +496,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
     @logged
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """Return one tensor of a cache without a copy (contract §9.1, §9.6).
+        """Return one tensor of a cache without a copy.
 
         Pool memory stays mapped as long as the tensor exists. Memory of a CPU cache belongs to the caller.
 
@@ -520,7 +519,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
 
 def _check_uint64_blocks(copy_block_info: Union[dict[int, list[int]], Any]) -> None:
-    """Raise ``ValueError`` for an index outside uint64 (contract §9.1)."""
+    """Raise ``ValueError`` for an index outside uint64."""
     if isinstance(copy_block_info, dict):
         for source, destinations in copy_block_info.items():
             for index in (source, *destinations):

@@ -1,4 +1,4 @@
-"""The layer-wise asynchronous transfer: its configs, the synchronizer, and the task (contract §4.9 to §4.13, §8).
+"""The layer-wise asynchronous transfer: its configs, the synchronizer, and the task.
 
 Each transfer has one daemon thread that calls the synchronizer of the program. The thread waits for a layer, reports it
 to the engine, and waits for the next one. Meanwhile the engine sends the layers that are ready.
@@ -32,7 +32,7 @@ _LONGEST = 500
 
 
 class LayerSynchronizer(ABC):
-    """Reports when the layers of a source cache are ready to be sent (contract §4.9). Programs derive from it.
+    """Reports when the layers of a source cache are ready to be sent. Programs derive from it.
 
     A class or an instance may set two attributes, ``tensor_num_per_layer`` and ``timeout_in_millis``, which the
     original does not have.
@@ -46,10 +46,10 @@ class LayerSynchronizer(ABC):
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
-        """Wait until a layer is ready (contract §4.9, §8.3).
+        """Wait until a layer is ready.
 
         The thread of the transfer calls this once for each layer that a config needs, in ascending order. If it raises,
-        the configs that still need the layer end with the timeout code (contract §8.3, §8.4).
+        the configs that still need the layer end with the timeout code.
 
         Args:
             layer_index: index of the layer in the source cache.
@@ -67,11 +67,11 @@ class _SourceLayers:
 
     @property
     def src_layer_range(self) -> Optional[range]:
-        """Layers that are read; ``None`` for all (contract §4.11, §4.12).
+        """Layers that are read; ``None`` for all.
 
         Raises:
             TypeError: the value is not a ``range`` or ``None``.
-            LLMException: ``LLM_PARAM_INVALID``: no layers, a step other than 1, or a start below 0 (contract §4.10).
+            LLMException: ``LLM_PARAM_INVALID``: no layers, a step other than 1, or a start below 0.
         """
         return self._src_layer_range
 
@@ -82,7 +82,7 @@ class _SourceLayers:
 
 
 class TransferConfig(_SourceLayers):
-    """A destination of a layer-wise transfer, by address (contract §4.11).
+    """A destination of a layer-wise transfer, by address.
 
     Setters repeat the checks of the constructor.
 
@@ -152,7 +152,7 @@ class TransferConfig(_SourceLayers):
 
 
 class TransferWithCacheKeyConfig(_SourceLayers):
-    """A destination of a layer-wise transfer, by key, for remote-accessible mode (contract §4.12).
+    """A destination of a layer-wise transfer, by key, for remote-accessible mode.
 
     Args:
         cache_key: the remote blocks cache or slot. The attribute ``dst_cluster_id`` is the cluster of this key; a key
@@ -229,7 +229,7 @@ class TransferWithCacheKeyConfig(_SourceLayers):
 
 
 class LayerProgress(NamedTuple):
-    """Progress of the transfer to one destination (contract §4.13). The original does not have this class."""
+    """Progress of the transfer to one destination. The original does not have this class."""
 
     layers_done: int
     """Number of layers that are in place at the destination."""
@@ -240,7 +240,7 @@ class LayerProgress(NamedTuple):
 
 
 class CacheTask:
-    """A layer-wise transfer (contract §4.13, §8.4). ``transfer_cache_async`` makes it.
+    """A layer-wise transfer. ``transfer_cache_async`` makes it.
 
     Any number of threads may use a task. Every list that a method returns has one entry for each config, in the order
     of the configs. Dropping the task does not end the transfer. In a coroutine, ``await task`` returns the result of
@@ -256,7 +256,7 @@ class CacheTask:
         return f"CacheTask(done={self.done()}, layers_done=[{progress}])"
 
     def synchronize(self, timeout_in_millis: Optional[int] = None) -> LLMStatusCode:
-        """Wait until the transfer has ended (contract §4.13, §8.4). Ctrl-C interrupts the wait.
+        """Wait until the transfer has ended. Ctrl-C interrupts the wait.
 
         Args:
             timeout_in_millis: time limit in milliseconds (uint32); 0 does not wait, and ``None`` waits without limit.
@@ -279,7 +279,7 @@ class CacheTask:
         return next((code for code in codes if code), unknown)
 
     def get_results(self, timeout_in_millis: Optional[int] = None) -> list[Optional[LLMStatusCode]]:
-        """Wait as ``synchronize`` does, and return the result of each config (contract §4.13, §8.4).
+        """Wait as ``synchronize`` does, and return the result of each config.
 
         Args:
             timeout_in_millis: as for ``synchronize``.
@@ -297,7 +297,7 @@ class CacheTask:
         return [self._native.timeout_code for _ in self._native.results()]
 
     def cancel(self) -> bool:
-        """End the transfer (contract §4.13). Unfinished configs get ``LLM_FAILED``.
+        """End the transfer. Unfinished configs get ``LLM_FAILED``.
 
         A layer that is being sent still arrives.
 
@@ -307,15 +307,15 @@ class CacheTask:
         return self._native.cancel()
 
     def done(self) -> bool:
-        """Return whether the transfer has ended, so that no further byte is sent (contract §4.13)."""
+        """Return whether the transfer has ended, so that no further byte is sent."""
         return self._native.done()
 
     def progress(self) -> list[LayerProgress]:
-        """Return the layers and bytes of each config that are in place so far (contract §4.13)."""
+        """Return the layers and bytes of each config that are in place so far."""
         return [LayerProgress(*carried) for carried in self._native.progress()]
 
     def errors(self) -> list[Optional[LLMException]]:
-        """Return why each config is unfinished: its failure, or the layer that it waits for (contract §4.13).
+        """Return why each config is unfinished: its failure, or the layer that it waits for.
 
         A config that waits for a layer states for how many milliseconds. The entry is ``None`` for a config that ended
         with success, and for one whose result is ``None``. The exceptions are returned, not raised.

@@ -1,4 +1,4 @@
-"""Logs the start and the success of a call (contract §15), and shows the values of its arguments."""
+"""Logs the start and the success of a call, and shows the values of its arguments."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LOGGING_FILES.update(map(os.path.normcase, (__file__, _LOGGED_FILE)))
 
 
 def logged(method: _Call) -> _Call:
-    """Log ``[method] start`` with every argument, and ``[method] success``, at INFO (contract §15).
+    """Log ``[method] start`` with every argument, and ``[method] success``, at INFO.
 
     If the call returns ``(code, codes)`` with a code other than success, that code is logged in place of ``success``.
     A ``req_id`` that was given is part of both lines. While INFO is off, logging costs one comparison.

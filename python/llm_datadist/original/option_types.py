@@ -1,4 +1,4 @@
-"""The kinds of properties of ``LlmConfig``: which values each accepts, and which keys it writes (contract §5)."""
+"""The kinds of properties of ``LlmConfig``: which values each accepts, and which keys it writes."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class MemUtilization(Option[float]):
 
 
 class ClusterInfo(Option[str]):
-    """``cluster_info``: a JSON text. The setter converts its addresses to integers (contract §4.1)."""
+    """``cluster_info``: a JSON text. The setter converts its addresses to integers."""
 
     _none = False
 

@@ -1,6 +1,6 @@
 """Reports of unknown options, attributes and keyword arguments, with the nearest valid name.
 
-Unknown options and unknown keyword arguments of the original's pulls are ignored (contract §5.2, §7.12). Each is logged
+Unknown options and unknown keyword arguments of the original's pulls are ignored. Each is logged
 at ERROR, so that the default level of the log shows it. A name that resembles one which only this package has raises an
 exception, because no program of the original contains it, and the call would run without what it asks for. The rule is
 the same for options, attributes and keyword arguments (``resembles``).
@@ -103,7 +103,7 @@ def nearest(name: str, known: Collection[str]) -> Optional[str]:
 
 
 def resembles(name: str, known: Collection[str], own: Collection[str]) -> bool:
-    """Return whether an unknown name resembles one that only this package has (contract §5.2, §7.12).
+    """Return whether an unknown name resembles one that only this package has.
 
     Args:
         name: the name.
@@ -133,7 +133,7 @@ def report_unknown(kind: str, given: Iterable[str], known: Collection[str], reme
 
 
 def check_keywords(call: Callable[..., Any], given: Mapping[str, object]) -> None:
-    """Refuse or report the unknown keyword arguments of a pull (contract §7.12).
+    """Refuse or report the unknown keyword arguments of a pull.
 
     Args:
         call: the method. Its keyword-only parameters are the valid names.
@@ -171,7 +171,7 @@ def _advice(name: str, known: Collection[str], remedy: str) -> str:
 
 
 def report_unknown_pool_keys(options: Mapping[str, object]) -> None:
-    """Log one line at ERROR for each unknown key of a memory pool (contract §5.1)."""
+    """Log one line at ERROR for each unknown key of a memory pool."""
     for option in _POOLS:
         text = options.get(option)
         try:

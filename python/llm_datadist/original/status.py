@@ -1,4 +1,4 @@
-"""Status codes, the exceptions that carry them, and functions that raise these exceptions (contract §3.1).
+"""Status codes, the exceptions that carry them, and functions that raise these exceptions.
 
 The engine chooses the code of a failure. When it first needs one of these classes, it compares its table of codes with
 the numbers here.
@@ -36,7 +36,7 @@ class NamedIntEnum(IntEnum):
 
 
 class LLMStatusCode(NamedIntEnum):
-    """The result of a call (contract §3.1). A code compares with an ``int`` and prints as ``LLMStatusCode.LLM_…``."""
+    """The result of a call. A code compares with an ``int`` and prints as ``LLMStatusCode.LLM_…``."""
 
     LLM_SUCCESS = 0
     LLM_FAILED = 0xFFFFFFFF
@@ -72,7 +72,7 @@ class LLMStatusCode(NamedIntEnum):
 
 
 class LLMException(RuntimeError):  # noqa: N818  (the public name)
-    """A failed call (contract §0.3, §3.1). ``status_code`` is the kind of failure, and the text is its reason.
+    """A failed call. ``status_code`` is the kind of failure, and the text is its reason.
 
     Args:
         *args: as for ``RuntimeError``; the first is the text.
@@ -86,7 +86,7 @@ class LLMException(RuntimeError):  # noqa: N818  (the public name)
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """The code that was passed to the constructor (contract §3.1)."""
+        """The code that was passed to the constructor."""
         return self._status_code
 
     @property
@@ -94,17 +94,17 @@ class LLMException(RuntimeError):  # noqa: N818  (the public name)
         """Rows that a failed pull or push has written: ``[(tensor, [(first row, row after the last), ...]), ...]``.
 
         A row is a batch slot or a block of the destination. All bytes of these rows are in place. The list is empty for
-        every other failure. The original does not have this attribute (contract §3.1).
+        every other failure. The original does not have this attribute.
         """
         return self._arrived
 
 
 class LLMMismatchException(LLMException, ValueError):  # noqa: N818  (named like the class it refines)
-    """Arguments of ``swap_blocks`` that do not match; also a ``ValueError`` (contract §7.11, §17.11)."""
+    """Arguments of ``swap_blocks`` that do not match; also a ``ValueError``."""
 
 
 class Status:
-    """A status code as an object (contract §3.1).
+    """A status code as an object.
 
     Args:
         status: the code.
@@ -131,7 +131,7 @@ _BY_VALUE = {int(code): code for code in LLMStatusCode if code is not LLMStatusC
 
 
 def code_2_status(code: int) -> LLMStatusCode:
-    """Return the ``LLMStatusCode`` with the value ``code`` (contract §3.1).
+    """Return the ``LLMStatusCode`` with the value ``code``.
 
     The result is ``LLM_FAILED`` for -1, and for a number that is not the value of a member.
     """
@@ -139,7 +139,7 @@ def code_2_status(code: int) -> LLMStatusCode:
 
 
 def handle_llm_status(code: int, func_name: str, other_info: object) -> None:
-    """Raise an exception unless ``code`` is 0 (contract §3.1).
+    """Raise an exception unless ``code`` is 0.
 
     Args:
         code: the number of a status code.
@@ -161,7 +161,7 @@ def raise_if_false(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is falsy (contract §3.1).
+    """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is falsy.
 
     Args:
         pred: the condition.
@@ -186,7 +186,7 @@ def raise_if_true(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is truthy (contract §3.1).
+    """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is truthy.
 
     The arguments are those of ``raise_if_false``.
 

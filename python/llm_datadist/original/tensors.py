@@ -1,4 +1,4 @@
-"""Tensors: ``Tensor`` and ``TensorDesc`` (contract §9.5, §9.6), and arrays over addresses.
+"""Tensors: ``Tensor`` and ``TensorDesc``, and arrays over addresses.
 
 numpy is imported when a function here needs it. This module never imports torch: a caller that passes a torch dtype has
 imported it already.
@@ -24,7 +24,7 @@ __all__ = ["Tensor", "TensorDesc", "create_npu_tensors"]
 
 
 class TensorDesc:
-    """Element type and shape of a tensor (contract §9.5).
+    """Element type and shape of a tensor.
 
     Args:
         dtype: element type, or ``None``.
@@ -53,7 +53,7 @@ class TensorDesc:
 
 
 class Tensor:
-    """A tensor in host memory (contract §9.6). It shares the memory of ``data`` and keeps it alive.
+    """A tensor in host memory. It shares the memory of ``data`` and keeps it alive.
 
     The native handles of the original do not exist here.
 
@@ -93,7 +93,7 @@ class Tensor:
 
     @classmethod
     def from_tensor_tuple(cls, tensor_tuple: tuple[int, int, list[int]]) -> Tensor:
-        """Raise an exception, because the native handles of the original do not exist here (contract §9.6).
+        """Raise an exception, because the native handles of the original do not exist here.
 
         Raises:
             TypeError: ``tensor_tuple`` is not a tuple.
@@ -103,7 +103,7 @@ class Tensor:
         raise _no_handles()
 
     def numpy(self, copy: bool = False) -> Any:
-        """Return the tensor as a numpy array (contract §9.6).
+        """Return the tensor as a numpy array.
 
         Args:
             copy: whether the array has memory of its own; otherwise it is a view. ``DT_BF16`` is always widened to
@@ -127,7 +127,7 @@ class Tensor:
 
     @property
     def tensor_desc(self) -> TensorDesc:
-        """Element type and shape (contract §9.5)."""
+        """Element type and shape."""
         return self._desc
 
     def __repr__(self) -> str:
@@ -169,7 +169,7 @@ def _widened(array: Any) -> Any:
 
 
 def create_npu_tensors(shape: Sequence[int], dtype: Any, addrs: list[int]) -> list[Any]:
-    """Make one tensor over each address, without a copy and without ownership of the memory (contract §9.6).
+    """Make one tensor over each address, without a copy and without ownership of the memory.
 
     The memory must stay valid while the tensors are used. Memory of an allocated cache may be reused after its
     deallocation, and ``finalize`` unmaps it. ``tensor_views`` and ``get_cache_tensors`` return tensors that keep the

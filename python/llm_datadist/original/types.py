@@ -1,4 +1,4 @@
-"""The value classes of the API: descriptors, keys, the handle of a cache, and enumerations (contract §3.3, §4).
+"""The value classes of the API: descriptors, keys, the handle of a cache, and enumerations.
 
 The native module checks the arguments of constructors. Descriptors and keys can be copied and pickled; a handle belongs
 to its process.
@@ -43,14 +43,14 @@ _UINT64_MAX = 2**64 - 1
 
 
 class Placement(NamedIntEnum):
-    """The memory that holds a cache (contract §3.3). In this package both are host memory, in pools of their own."""
+    """The memory that holds a cache. In this package both are host memory, in pools of their own."""
 
     HOST = 0
     DEVICE = 1
 
 
 class RegisterMemStatus(Enum):
-    """State of a communicator (contract §3.3, §6.7)."""
+    """State of a communicator."""
 
     OK = 0
     PREPARING = 1
@@ -61,14 +61,14 @@ int_to_mem_status_dict = {status.value: status for status in RegisterMemStatus}
 
 
 class Memtype(Enum):
-    """Kind of memory of a ``MemInfo`` (contract §3.3)."""
+    """Kind of memory of a ``MemInfo``."""
 
     MEM_TYPE_DEVICE = 0
     MEM_TYPE_HOST = 1
 
 
 class PushType(Enum):
-    """The kind of key that names the destination of a push (contract §3.3). No call uses it."""
+    """The kind of key that names the destination of a push. No call uses it."""
 
     NO_CACHE_KEY = 0
     BLOCKS_CACHE_KEY = 1
@@ -76,7 +76,7 @@ class PushType(Enum):
 
 
 class CacheDesc:
-    """The descriptor of a cache: ``num_tensors`` equal tensors of ``shape`` (contract §4.2).
+    """The descriptor of a cache: ``num_tensors`` equal tensors of ``shape``.
 
     Args:
         num_tensors: number of tensors (uint32); usually two for each layer.
@@ -84,7 +84,7 @@ class CacheDesc:
             blocks. A ``list`` is kept, not copied, and ``update_dim`` may change it.
         data_type: element type. ``None`` is accepted, but fails when the size is needed.
         placement: the memory that holds the cache.
-        batch_dim_index: index of the dimension of batch slots or blocks. Calls that use slots need 0 (contract §12.1).
+        batch_dim_index: index of the dimension of batch slots or blocks. Calls that use slots need 0.
         seq_len_dim_index: index of the dimension of the sequence length, or -1 (int32). It has no effect.
         kv_tensor_format: name of a layout. It has no effect.
 
@@ -167,7 +167,7 @@ class CacheDesc:
 
     @property
     def size(self) -> int:
-        """Bytes of one tensor, computed on first access (contract §4.2).
+        """Bytes of one tensor, computed on first access.
 
         Raises:
             ValueError: a dimension is outside int64, because the shape was changed.
@@ -179,7 +179,7 @@ class CacheDesc:
         return self._size
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
-        """Change one dimension of a ``list`` shape, and discard the computed ``size`` (contract §4.2).
+        """Change one dimension of a ``list`` shape, and discard the computed ``size``.
 
         Args:
             dim_index: index of the dimension.
@@ -205,7 +205,7 @@ def _key_arguments(
 ) -> dict[str, int]:
     """Return the arguments of a key by name.
 
-    A positional argument overrides a keyword, and ``cluster_id`` overrides ``prompt_cluster_id`` (contract §4.5, §4.6).
+    A positional argument overrides a keyword, and ``cluster_id`` overrides ``prompt_cluster_id``.
     """
     limit = len(positions)
     count = len(args) + len(kwargs)
@@ -226,7 +226,7 @@ def _key_arguments(
 
 
 class CacheKey:
-    """The name of one batch slot of a continuous cache, by its request or by its prefix (contract §4.6).
+    """The name of one batch slot of a continuous cache, by its request or by its prefix.
 
     The signature is ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``. ``prompt_cluster_id`` is an
     older keyword for ``cluster_id``. All are uint64. A ``prefix_id`` other than ``2**64 - 1`` makes it a prefix key,
@@ -282,7 +282,7 @@ class CacheKey:
 
 
 class BlocksCacheKey:
-    """The name of the blocks cache of a model (contract §4.5).
+    """The name of the blocks cache of a model.
 
     The signature is ``BlocksCacheKey(cluster_id, model_id=0)``. ``prompt_cluster_id`` is an older keyword for
     ``cluster_id``. Both are uint64. Keys compare and hash by identity.
@@ -324,12 +324,12 @@ class BlocksCacheKey:
 
 
 class CacheKeyByIdAndIndex:
-    """The name of one batch slot, by the id of its cache (contract §4.7).
+    """The name of one batch slot, by the id of its cache.
 
     Args:
         cluster_id: the cluster that owns the cache (uint64).
         cache_id: id of the cache at its owner (int64). In remote-accessible mode, 0 or less means the cache of request
-            key 0 of model 0 (contract §12.4).
+            key 0 of model 0.
         batch_index: batch slot (uint32).
 
     Raises:
@@ -368,7 +368,7 @@ class CacheKeyByIdAndIndex:
 
 
 class MemInfo:
-    """A range of memory, for ``remap_registered_memory`` (contract §4.8, §7.17).
+    """A range of memory, for ``remap_registered_memory``.
 
     Args:
         mem_type: kind of memory.
@@ -404,7 +404,7 @@ class MemInfo:
 
 
 class Cache(CacheHandle):
-    """The handle of a cache in CacheManager mode (contract §4.3).
+    """The handle of a cache in CacheManager mode.
 
     A ``CacheManager`` or ``create_cpu_cache`` makes it. Dropping a handle frees nothing. A handle is a context
     manager: ``with manager.allocate_blocks_cache(...) as cache:`` releases the cache at the end of the block. It
@@ -479,7 +479,7 @@ class Cache(CacheHandle):
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
-        """Make a blocks cache over host memory of the caller, for ``CacheManager.swap_blocks`` (contract §4.3).
+        """Make a blocks cache over host memory of the caller, for ``CacheManager.swap_blocks``.
 
         The memory must stay valid, readable and writable while the handle is used.
 

@@ -1,1 +1,1 @@
-"""Import paths that existing clients use (contract §1.2). Re-exports only."""
+"""Import paths that existing clients use. Re-exports only."""

@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.log`` under the path that existing clients import (contract §1.2, §15)."""
+"""Re-exports of ``llm_datadist.log`` under the path that existing clients import."""
 
 from llm_datadist.log import LOG_FORMAT, _find_caller, error, get_logger, info, warn
 

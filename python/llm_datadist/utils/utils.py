@@ -1,4 +1,4 @@
-"""Re-exports of the argument validators (contract §2) under the path that existing clients import."""
+"""Re-exports of the argument validators under the path that existing clients import."""
 
 from llm_datadist._core import (
     check_inner,

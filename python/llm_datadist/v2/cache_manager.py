@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.original.cache_manager`` under the path that existing clients import (contract §1.2)."""
+"""Re-exports of ``llm_datadist.original.cache_manager`` under the path that existing clients import."""
 
 from llm_datadist.original.cache_manager import CacheManager
 

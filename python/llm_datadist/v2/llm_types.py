@@ -1,4 +1,4 @@
-"""Re-exports of ``types`` and ``layerwise`` under the path that existing clients import (contract §1.2)."""
+"""Re-exports of ``types`` and ``layerwise`` under the path that existing clients import."""
 
 from llm_datadist.original.data_type import DataType
 from llm_datadist.original.kv_cache_manager import KvCache

@@ -1,4 +1,4 @@
-"""Functions of the original's ``llm_utils``, under the import path that existing clients use (contract §1.2).
+"""Functions of the original's ``llm_utils``, under the import path that existing clients use.
 
 These parts of the original do not exist here: the functions and classes that pack arguments for its native module
 (``pack_*``, ``CacheDescParser``, ``clone_cache_desc``, ``verify_cache_shape``, ``to_data_type``), and its transfer
@@ -29,17 +29,17 @@ _NO_ID = 2**64 - 1
 
 
 def is_invalid_id(value: int) -> bool:
-    """Return whether ``value`` is ``2**64 - 1``, which means "no request id" or "no prefix id" (contract §0)."""
+    """Return whether ``value`` is ``2**64 - 1``, which means "no request id" or "no prefix id"."""
     return value == _NO_ID
 
 
 def is_valid_id(value: int) -> bool:
-    """Return whether ``value`` is the id of a request or of a prefix (contract §0)."""
+    """Return whether ``value`` is the id of a request or of a prefix."""
     return value != _NO_ID
 
 
 def layer_range_to_tensor_indices(layer_range: Optional[range], tensor_num_per_layer: int) -> list[int]:
-    """Return the indices of the tensors that belong to a range of layers (contract §7.12).
+    """Return the indices of the tensors that belong to a range of layers.
 
     Args:
         layer_range: the layers. ``None`` and an empty range mean all layers, for which the result is ``[]``.
@@ -51,7 +51,7 @@ def layer_range_to_tensor_indices(layer_range: Optional[range], tensor_num_per_l
 
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
-    """Return the address and the port of ``ip:port`` (contract §6.2, step 10).
+    """Return the address and the port of ``ip:port``.
 
     Args:
         listen_ip_info: the text. An IPv6 address is written as ``[ip]:port``, and is returned in brackets.
@@ -66,7 +66,7 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
 
 
 def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
-    """Return the size of one tensor in bytes (contract §4.2).
+    """Return the size of one tensor in bytes.
 
     Args:
         shape: dimensions, outermost first.
