@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+import llm_datadist  # `llm_datadist.native` by name, because packages that `make differential` compares with lack it
 from llm_datadist import (
     Cache,
     CacheDesc,
@@ -25,7 +26,6 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
 )
-from llm_datadist.native import Engine, Message, PeerDown
 
 from .process import Process, _over
 from .rows import RowsWithGaps
@@ -102,7 +102,7 @@ class End(RowsWithGaps, Process):
         self.dist: Any = None
         self.held: dict[str, Held] = {}
         self.granted: dict[bytes, Any] = {}
-        self.opened: list[Engine] = []
+        self.opened: list[llm_datadist.native.Engine] = []
 
     @property
     def manager(self) -> Any:
@@ -159,7 +159,7 @@ class End(RowsWithGaps, Process):
 
     def downs(self) -> list[tuple[int, str]]:
         """Returns the cluster and the reason of each link that has ended, and drops other events."""
-        return [(_cluster(event.peer), event.reason) for event in self._events(PeerDown)]
+        return [(_cluster(event.peer), event.reason) for event in self._events(llm_datadist.native.PeerDown)]
 
     def polled(self, first: int | None = None) -> list[tuple[int, bytes]]:
         """Returns the cluster and the bytes of each message, and drops other events.
@@ -169,7 +169,11 @@ class End(RowsWithGaps, Process):
         """
         got: list[tuple[int, bytes]] = []
         while events := self.engine.events(10_000 if first is None else 32):
-            got += [(_cluster(event.peer), event.data[:first]) for event in events if isinstance(event, Message)]
+            got += [
+                (_cluster(event.peer), event.data[:first])
+                for event in events
+                if isinstance(event, llm_datadist.native.Message)
+            ]
         return got
 
     def grant(self, name: str, blocks: list[int], ttl: float = 60.0, readers: int = 1) -> bytes:
@@ -192,7 +196,7 @@ class End(RowsWithGaps, Process):
 
     def open_engine(self, **given: Any) -> str | None:
         """Open an engine of the native API beside this one. Returns where it listens."""
-        made = Engine(**given)
+        made = llm_datadist.native.Engine(**given)
         self.opened.append(made)
         return made.address
 
