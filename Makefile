@@ -55,8 +55,7 @@ help:  ## list the targets
 KILL_AT = $(if $(filter 1,$(KILL)),half,$(filter-out 0,$(KILL)))
 
 demo: demo-plan build  ## replay a request trace through two processes, and kill one of them (TRACE=file, KILL=0, REPLAY="options")
-	@$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") $(if $(KILL_AT),--kill-prefill-at $(KILL_AT)) \
-		--offer "Next: make example runs a transformer in two processes, bit-identical to one." $(REPLAY)
+	@$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") $(if $(KILL_AT),--kill-prefill-at $(KILL_AT)) $(REPLAY)
 
 demo-plan:
 	@echo "make demo:"
@@ -155,6 +154,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples/asyncio_server
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
 	MYPYPATH=benches $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py serving_latency.py transfer_latency.py)
 	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native

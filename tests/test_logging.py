@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import threading
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist import CacheKey, KvCacheManager, LLMClusterInfo, LLMDataDist, LLMException, LLMStatusCode
-from llm_datadist.original.cache_manager import CacheManager
+from llm_datadist import CacheKey, LLMClusterInfo, LLMDataDist, LLMException, LLMStatusCode
 from llm_datadist.original.logged_calls import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
@@ -285,19 +283,3 @@ def test_a_logged_method_gets_its_arguments(level: int, caplog: pytest.LogCaptur
             example.strict(1, thrid=2)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="positional argument"):
             example.strict(1, 2)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("owner", [CacheManager, KvCacheManager, LLMDataDist])
-def test_a_logged_method_has_the_parameters_of_its_own(owner: type) -> None:
-    logged_methods = [method for method in vars(owner).values() if inspect.isfunction(method)]
-    pairs = [(method, method.__wrapped__) for method in logged_methods if hasattr(method, "__wrapped__")]
-    assert pairs
-    for method, own in pairs:
-        made = inspect.signature(method, follow_wrapped=False).parameters.values()
-        its = [of for of in inspect.signature(own).parameters.values() if of.kind is of.POSITIONAL_OR_KEYWORD]
-        assert [(of.name, of.kind) for of in made if of.kind is not of.VAR_KEYWORD] == [
-            (of.name, of.kind) for of in its
-        ]
-        assert method.__defaults__ == own.__defaults__
-        assert inspect.signature(method) == inspect.signature(own)
-        assert (method.__doc__, method.__qualname__) == (own.__doc__, own.__qualname__)

@@ -15,13 +15,6 @@ from llm_datadist.commands.replay import node, prefill
 from llm_datadist.commands.replay.cli import main
 from test_replay_parts import GOOD, PUBLIC_TRACE, corrupt, public_trace, write_trace
 
-
-@pytest.fixture(autouse=True)
-def short_copy(monkeypatch):
-    """The plain copy at the start of a replay takes a moment instead of a second."""
-    monkeypatch.setattr(node, "_ROUNDS", 1)
-
-
 # 16 KiB a block, pools under pressure.
 SMALL = ["--layers", "1", "--head-dim", "8", "--device-pool", "8MiB", "--host-pool", "20MiB", "--quiet"]
 
@@ -46,10 +39,9 @@ def _failed(capsys, *options):
         [],
         ["--device-pool", "6MiB", "--host-pool", "9MiB"],
         ["--device-pool", "6MiB", "--host-pool", "16KiB"],
-        ["--dtype", "bfloat16", "--swap-in", "direct", "--workers", "1"],
-        ["--dtype", "float32", "--swap-in", "ring", "--workers", "2", "--device-pool", "14MiB"],
-        ["--dtype", "int8", "--layers", "3", "--heads", "2", "--head-dim", "3", "--concurrency", "1"],
-        ["--dtype", "int8", "--block-tokens", "24", "--head-dim", "7", "--requests", "80", "--device-pool", "2MiB"],
+        ["--heads", "2", "--device-pool", "14MiB"],
+        ["--layers", "3", "--heads", "2", "--head-dim", "3", "--concurrency", "1"],
+        ["--block-tokens", "12", "--head-dim", "7", "--requests", "80", "--device-pool", "4MiB"],
         ["--transport", "tcp"],
         ["--block-tokens", "8", "--requests", "80", "--device-pool", "6MiB"],  # more blocks than one message holds
         ["--block-tokens", "128", "--concurrency", "64", "--seed", "9"],
@@ -62,15 +54,12 @@ def test_replay_ends_with_every_byte_right(tmp_path, capsys, options):
     assert found["leaked_bytes"] == other["leaked_bytes"] == 0
     assert requests == (80 if "--requests" in options else 150)
     assert blocks["device_hits"] > 0
-    assert blocks["diverged"] > 0
     assert calls["swap out"]["blocks"] > 0
     assert calls["swap in"]["blocks"] == blocks["host_hits"]
-    for name in ("swap in", "swap out", "copy blocks"):
+    for name in ("swap in", "swap out"):
         assert calls[name]["bytes"] == engine["ops"][name.replace(" ", "_")]["bytes"], "counted on both sides"
     assert calls["pull blocks"]["blocks"] == blocks["computed"] > 0
-    assert other["computed"] == blocks["computed"] + 2, "also those of the late pull"
-    pulled = sum(calls[name]["bytes"] for name in ("pull blocks", "pull granted"))
-    assert pulled == engine["ops"]["pull"]["bytes"] == other["link"]["transfers"]["bytes"]
+    assert calls["pull blocks"]["bytes"] == engine["ops"]["pull"]["bytes"] == other["link"]["transfers"]["bytes"]
     assert calls["pull blocks"]["calls"] <= requests - found["requests_too_large"]
     assert other["link"]["transport"] == ("tcp" if "tcp" in options else "shm")
     assert other["restarts"] == []
@@ -78,7 +67,7 @@ def test_replay_ends_with_every_byte_right(tmp_path, capsys, options):
         total = blocks["device_hits"] + blocks["host_hits"] + blocks["computed"]
         assert total == found["setting"]["block_references"]
     text = capsys.readouterr().out
-    for shown in ("swapped in from host", "pulled from prefill", "\npull blocks ", "\nplain copy ", "\ntransport "):
+    for shown in ("swapped in from host", "pulled from prefill", "\npull blocks ", "\ntransport "):
         assert shown in text
     assert all(len(line) <= 80 for line in text.splitlines())
     assert text.splitlines()[-1] == found["verdict"]
@@ -136,18 +125,18 @@ def test_start_of_the_public_trace_is_replayed(tmp_path):
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """A function that makes prefill processes run these lines before they compute, and answer `slots`."""
+    """A function that makes prefill processes run these lines before they compute, or `work` in place of it."""
 
-    def start(lines, slots="real(self, number, blocks)", first=""):
+    def start(lines, work="real(self, number, first, blocks)", first=""):
         script = f"""
 import os, signal, sys, time
 from pathlib import Path
 from llm_datadist.commands.replay import worker
 real = worker.Worker._compute
 {first}
-def compute(self, number, blocks):
+def compute(self, number, first, blocks):
 {textwrap.indent(lines, "    ")}
-    return {slots}
+    {work}
 worker.Worker._compute = compute
 sys.exit(worker.main())
 """
@@ -168,7 +157,6 @@ def test_killed_prefill_is_replaced_in_the_middle_of_a_pull(tmp_path, capsys, at
     assert restart["gap_ms"] > 0
     assert found["leaked_bytes"] == found["prefill"]["leaked_bytes"] == 0
     assert found["calls"]["pull blocks"]["blocks"] >= found["blocks"]["computed"]
-    assert found["prefill"]["computed"] >= found["blocks"]["computed"]
     for shown in (
         f"in the middle of the pull of request {request}\n",
         f"decode: lost prefill at request {request}: PeerLost: ",
@@ -203,7 +191,8 @@ def test_prefill_that_ends_or_hangs_is_replaced(tmp_path, capsys, monkeypatch, f
     monkeypatch.setattr(prefill, "_GRACE_S", 0.1)
     once = f"once = Path({str(tmp_path / 'once')!r})\nif number == 50 and not once.exists():\n    once.touch()\n"
     faulty(f"{once}    {fault}")
-    found = _replay(tmp_path, "--requests", "100", "--prefill-limit", "6")
+    monkeypatch.setattr(prefill, "ANSWER_LIMIT_S", 6.0)
+    found = _replay(tmp_path, "--requests", "100")
     restart = found["prefill"]["restarts"][0]
     assert restart["ended"].endswith(ended)
     assert reason in restart["reason"]
@@ -237,37 +226,34 @@ sys.stdin.read()
         ),
         (ANSWERING, "it sent an invalid message: b'{}'"),
         (ANSWERING.replace("{}", "hello"), "it sent an invalid message: b'hello'"),
-        (ANSWERING.replace("b'{}'", 'b\'{"computed": [], "slots": []}\''), "it sent an invalid message: b'{"),
+        (ANSWERING.replace("b'{}'", 'b\'{"computed": [], "blocks": 1}\''), "it sent an invalid message: b'{"),
     ],
 )
 def test_prefill_that_does_not_start_ends_the_replay(monkeypatch, capsys, script, reason):
     monkeypatch.setattr(prefill, "COMMAND", [sys.executable, "-c", script])
     if "sleep" in script:
-        monkeypatch.setattr(prefill, "START_LIMIT_S", 0.5)
+        monkeypatch.setattr(prefill, "ANSWER_LIMIT_S", 0.5)
         monkeypatch.setattr(prefill, "_GRACE_S", 0.1)
-    said = _failed(capsys, "--requests", "20", "--prefill-limit", "0.5" if "sleep" in script else "30").err
+    said = _failed(capsys, "--requests", "20").err
     assert f"replay: the prefill process failed: {reason}" in said
 
 
 WRONG_SLOT_BYTE = """
-slots = real(self, number, blocks)
-if slots and number >= 30:
-    self._rows[1][slots[-1]].view("uint8")[77] ^= 0x40
+real(self, number, first, blocks)
+if number >= 30:
+    self._rows[1][len(blocks) - 1].view("uint8")[77] ^= 0x40
 """
 
 
 @pytest.mark.parametrize(
-    ("lines", "slots", "reason"),
-    [
-        (WRONG_SLOT_BYTE, "slots", "(pulled, slot "),
-        ("", "[slot + (number == 30) for slot in real(self, number, blocks)]", "(pulled, slot "),
-    ],
+    ("lines", "work"),
+    [(WRONG_SLOT_BYTE, "pass"), ("", "real(self, number, first + (number == 30 and len(blocks) > 1), blocks)")],
 )
-def test_wrong_bytes_of_prefill_are_found(faulty, capsys, lines, slots, reason):
-    faulty(lines, slots)
+def test_wrong_bytes_of_prefill_are_found(faulty, capsys, lines, work):
+    faulty(lines, work)
     said = _failed(capsys, "--requests", "100")
     assert "replay: WRONG BYTE: request " in said.err
-    assert reason in said.err
+    assert "(pulled, slot " in said.err
     assert re.fullmatch(r"FAIL .*, 1 wrong\n", said.out)
 
 
@@ -283,14 +269,14 @@ def test_leak_of_prefill_is_found(faulty, capsys):
 
 
 def test_leak_of_decode_is_found(monkeypatch, capsys):
-    copy = node.Node.copy_block
+    pull = node.Node.pull
 
-    def leaking(self, source, target):
-        copy(self, source, target)
+    def leaking(self, *given, **more):
+        pull(self, *given, **more)
         if not self.engine.stats()["table"]["caches"] > 2:
             self.engine.allocate("leaked", **ONE_PAGE)
 
-    monkeypatch.setattr(node.Node, "copy_block", leaking)
+    monkeypatch.setattr(node.Node, "pull", leaking)
     said = _failed(capsys, "--requests", "5").err
     assert "replay: LEAK: decode: 4,096 bytes in use after all was freed" in said
 
@@ -303,16 +289,14 @@ def test_leak_of_decode_is_found(monkeypatch, capsys):
         (["--device-pool", "64KiB"], "--device-pool: 65,536 bytes do not hold one block"),
         (["--host-pool", "4KiB"], "--host-pool: 4,096 bytes do not hold one block"),
         *[(["--layers", text], f"'{text}' is not a whole number from 1 to 1,024") for text in ("0", "-1")],
-        *[(["--workers", text], f"'{text}' is not a whole number from 1 to 256") for text in ("0", "257")],
         *[([f"--{name}", "0"], "'0' is not a whole number") for name in ("requests", "kill-prefill-at")],
         *[([f"--{name}", "2.5"], "'2.5' is not a whole number") for name in ("heads", "head-dim")],
-        *[([f"--{name}", "other"], "invalid choice") for name in ("dtype", "swap-in", "transport")],
-        (["--dtype", "int8", "--block-tokens", "1", "--head-dim", "1"], "must be a multiple of 8"),
+        (["--transport", "other"], "invalid choice"),
+        (["--block-tokens", "1", "--head-dim", "1"], "must be a multiple of 8"),
         (["no-such-file.jsonl"], "no-such-file.jsonl"),
         (["any.jsonl", "--block-tokens", "16"], "a trace file has blocks of 512 tokens"),
         (["--json", "no-such-folder/results"], "--json: "),
         (["--kill-prefill-at", "21", "--requests", "20"], "--kill-prefill-at: the trace has only 20 requests"),
-        (["--prefill-limit", "0"], "'0' is not a number of seconds"),
         (["--no-such-option"], "unrecognized arguments"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_datadist.commands.replay.content import Pattern, Tail
+from llm_datadist.commands.replay.content import Pattern
 from llm_datadist.commands.replay.node import Node
 from llm_datadist.commands.replay.serve import Server
 from llm_datadist.commands.replay.table import BlockTable
@@ -134,9 +134,9 @@ def corrupt(monkeypatch, *, hit=0, pulled=0):
         flip_one(places, hit - 1 - blocks["device_hits"] - blocks["host_hits"])
         carry_out(self, number, plan)
 
-    def with_wrong_pull(self, peer, sources, targets, *given, **more):
+    def with_wrong_pull(self, peer, targets, *given, **more):
         before = self.calls["pull blocks"].blocks
-        pull(self, peer, sources, targets, *given, **more)
+        pull(self, peer, targets, *given, **more)
         flip_one([(self.device_rows, slot) for slot in targets], pulled - 1 - before)
 
     monkeypatch.setattr(Server, "_carry_out", with_wrong_hit)
@@ -159,16 +159,3 @@ def test_every_wrong_byte_is_found():
     assert pattern.mismatch(rows, 2, 78) is not None
     rows[0], rows[1] = rows[1], rows[0]
     assert pattern.mismatch(rows, 2, 77) is not None
-
-
-def test_tail_changes_its_bytes_and_no_other():
-    pattern, rows = Pattern(tensors=2, row_bytes=64, seed=1), zeros(2, 1)
-    pattern.fill(rows, 0, 5)
-    before = [tensor.view(np.uint8).copy() for tensor in rows]
-    tail = Tail(10, 30, salt=200)
-    pattern.append(rows, 0, tail)
-    for old, tensor in zip(before, rows):
-        assert list(np.flatnonzero(old != tensor.view(np.uint8))) == list(range(10, 30))
-    assert pattern.mismatch(rows, 0, 5, tail) is None
-    wrong = pattern.mismatch(rows, 0, 5)
-    assert (wrong.tensor, wrong.offset) == (0, 10)

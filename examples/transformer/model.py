@@ -58,6 +58,7 @@ class Cache(Protocol):
 
     def read(self, layer: int, request: int, tokens: int) -> tuple[Array, Array]:
         """Return keys and values of the first `tokens` positions, as C-contiguous arrays."""
+        raise NotImplementedError
 
 
 class Split(NamedTuple):

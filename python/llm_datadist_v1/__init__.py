@@ -4,33 +4,8 @@ Every name is the same object as in ``llm_datadist``, so that exceptions and cod
 native module ``llm_wrapper`` of the original does not exist here.
 """
 
-from llm_datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    CacheTask,
-    DataType,
-    KvCache,
-    KvCacheManager,
-    LayerSynchronizer,
-    LLMClusterInfo,
-    LLMConfig,
-    LlmConfig,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    MemInfo,
-    Memtype,
-    Placement,
-    RegisterMemStatus,
-    Status,
-    Tensor,
-    TensorDesc,
-    TransferConfig,
-    TransferWithCacheKeyConfig,
-)
+# ruff: noqa: F405  (every name of `__all__` is one of `llm_datadist`)
+from llm_datadist import *  # noqa: F403
 
 __all__ = [  # noqa: RUF022  (the order of the contract)
     "LLMClusterInfo",

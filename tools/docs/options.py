@@ -9,7 +9,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist.option_table import (
     ENVIRONMENT,
@@ -22,7 +22,9 @@ from llm_datadist.option_table import (
     rows,
 )
 from llm_datadist.original.option_properties import OPTIONS
-from llm_datadist.original.option_types import Checked, Option, OwnOption
+
+if TYPE_CHECKING:
+    from llm_datadist.original.option_types import Option
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """# Options
@@ -70,16 +72,15 @@ A variable is read only if the option is absent. An option that is given wins, w
 
 
 STUB_HEAD = """# Written by tools/docs/options.py.
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
-from llm_datadist.original.option_types import (
-    {names},
-)
+from llm_datadist.original.option_types import Option
 
 OPTIONS: tuple[Option[Any], ...]
 
 class OptionProperties:
 """
+CLASSES = {"list": "list[int]", "tuple": "tuple[int, ...]"}
 
 
 def cell(meaning: str) -> str:
@@ -108,20 +109,16 @@ def page() -> str:
 
 
 def annotation(option: Option[Any], types: list[str]) -> str:
-    """Returns the class of a property, with the type of its value where the class leaves that open."""
-    name = type(option).__name__
-    if type(option) not in (Checked, Option, OwnOption):
-        return name
-    unset = type(option) is Option and types == ["int"]
-    return f"{name}[Optional[{types[0]}]]" if unset else f"{name}[{types[0]}]"
+    """Returns the class of a property, with the type of its value."""
+    names = [CLASSES.get(name, name) for name in types]
+    kind = names[0] if len(names) == 1 else f"Union[{', '.join(names)}]"
+    return f"Option[Optional[{kind}]]" if option.initial is None else f"Option[{kind}]"
 
 
 def stub() -> str:
     """Returns the stub of the properties of `LLMConfig`."""
     types = {row.attribute: row.types for row in rows()}
-    names = sorted({"Option", *(type(option).__name__ for option in OPTIONS)})
-    text = STUB_HEAD.format(names=",\n    ".join(names))
-    return text + "".join(f"    {option.name}: {annotation(option, types[option.name])}\n" for option in OPTIONS)
+    return STUB_HEAD + "".join(f"    {option.name}: {annotation(option, types[option.name])}\n" for option in OPTIONS)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Optional, TextIO
+from typing import TYPE_CHECKING, Any, Callable, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -127,18 +127,12 @@ def write_results(text: str, results: Mapping[str, Any], destination: str | None
 
 
 def complain(text: str) -> None:
-    """Print a text to standard error."""
-    tell(sys.stderr, text + "\n")
-
-
-def tell(stream: Optional[TextIO], text: str) -> None:
-    """Write a text to standard error, or to a stream in its place. If that fails, nothing is left to report to."""
-    if stream is not None:
+    """Print a text to standard error. If that fails, nothing is left to report to."""
+    if sys.stderr is not None:
         try:
-            stream.write(text)
-            stream.flush()
+            print(text, file=sys.stderr, flush=True)  # noqa: T201  (a command prints)
         except OSError:
-            _discard(stream)
+            _discard(sys.stderr)
 
 
 def _discard(stream: TextIO) -> None:

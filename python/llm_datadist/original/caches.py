@@ -158,12 +158,9 @@ class CacheHandle:
 
 
 def release_on_exit(release: Any, error: Optional[BaseException], of: object) -> None:
-    """Call ``release`` at the end of a ``with`` block. A failure does not hide the exception that the block raised.
+    """Call ``release`` at the end of the ``with`` block of an object.
 
-    Args:
-        release: the call to make.
-        error: the exception that the block raised, or ``None``. If it is given, a failure is only logged at ERROR.
-        of: the object of the ``with`` statement, for the log.
+    If the block raised ``error``, a failure is only logged at ERROR, so that it does not hide that exception.
     """
     try:
         release()

@@ -56,7 +56,7 @@ def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
 
 
 # numpy has no bfloat16. Arrays of DT_BF16 hold the raw bits as float16; the reverse table maps float16 to DT_FLOAT16.
-_NUMPY_NAMES = {
+NUMPY_NAMES = {
     DataType.DT_FLOAT: "float32",
     DataType.DT_FLOAT16: "float16",
     DataType.DT_BF16: "float16",
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> object:
     if name not in ("dtype_to_np_dtype", "valid_np_dtypes", "np_dtype_to_dtype"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     np = _core.import_numpy(f"llm_datadist.data_type.{name}")
-    forward = {data_type: getattr(np, numpy_name) for data_type, numpy_name in _NUMPY_NAMES.items()}
+    forward = {data_type: getattr(np, numpy_name) for data_type, numpy_name in NUMPY_NAMES.items()}
     backward = {np.dtype(kind): data_type for data_type, kind in forward.items() if data_type is not DataType.DT_BF16}
     globals().update(dtype_to_np_dtype=forward, valid_np_dtypes=list(forward.values()), np_dtype_to_dtype=backward)
     return globals()[name]

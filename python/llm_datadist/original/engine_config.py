@@ -7,10 +7,11 @@ write the description of the machine that the original writes (``ge.resourceConf
 from __future__ import annotations
 
 import re
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from llm_datadist import _core
 from llm_datadist.original.cluster_info import LLMRole, trans_str_ip
+from llm_datadist.original.init_options import LISTEN, listen_address
 from llm_datadist.original.logged_calls import shown
 from llm_datadist.original.option_types import read_json
 from llm_datadist.original.status import raise_if_false
@@ -19,39 +20,20 @@ __all__ = ["ClusterConfig", "EngineConfig"]
 
 _CLUSTER_INFO = "llm.ClusterInfo"
 _DEVICE = "ge.exec.deviceId"
-_LISTEN = "llm.listenIpInfo"
 
 
-class ClusterConfig:
-    """The devices of a cluster, and the address at which it listens for each.
+class ClusterConfig(NamedTuple):
+    """The devices of a cluster, and the address at which it listens for each."""
 
-    Args:
-        device_ids: the devices, in the order of their ranks.
-        listen_ip_info: ``(ip, port)`` for each device, the address as a little-endian integer; empty without a
-            listener.
-    """
-
-    def __init__(self, device_ids: list[int], listen_ip_info: list[tuple[int, int]]) -> None:
-        self._device_ids = list(device_ids)
-        self._listen_ip_info = list(listen_ip_info)
-
-    @property
-    def device_ids(self) -> list[int]:
-        """Ids of the devices, in the order of their ranks."""
-        return list(self._device_ids)
-
-    @property
-    def listen_ip_info(self) -> list[tuple[int, int]]:
-        """``(ip, port)`` for each device, the address as a little-endian integer; empty without a listener."""
-        return list(self._listen_ip_info)
+    device_ids: list[int]
+    """Ids of the devices, in the order of their ranks."""
+    listen_ip_info: list[tuple[int, int]]
+    """``(ip, port)`` for each device, the address as a little-endian integer; empty without a listener."""
 
     @property
     def rank_id_to_device_id(self) -> dict[int, int]:
         """Rank to device id."""
-        return dict(enumerate(self._device_ids))
-
-    def __repr__(self) -> str:
-        return f"ClusterConfig(device_ids={self._device_ids}, listen_ip_info={self._listen_ip_info})"
+        return dict(enumerate(self.device_ids))
 
     def to_json(self, cluster_id: int) -> str:
         """Return the text of ``llm.ClusterInfo`` for the cluster with this id."""
@@ -59,27 +41,18 @@ class ClusterConfig:
 
         info: dict[str, Any] = {
             "cluster_id": cluster_id,
-            "logic_device_id": [f"0:0:{device}:0" for device in self._device_ids],
+            "logic_device_id": [f"0:0:{device}:0" for device in self.device_ids],
         }
-        if self._listen_ip_info:
-            info["listen_ip_info"] = [{"ip": ip, "port": port} for ip, port in self._listen_ip_info]
+        if self.listen_ip_info:
+            info["listen_ip_info"] = [{"ip": ip, "port": port} for ip, port in self.listen_ip_info]
         return json.dumps(info)
 
 
-class EngineConfig:
-    """The part of an engine's options that describes its cluster.
+class EngineConfig(NamedTuple):
+    """The part of an engine's options that describes its cluster."""
 
-    Args:
-        cluster_config: the devices and listeners of the cluster.
-    """
-
-    def __init__(self, cluster_config: ClusterConfig) -> None:
-        self._cluster_config = cluster_config
-
-    @property
-    def cluster_config(self) -> ClusterConfig:
-        """The devices and listeners of the cluster."""
-        return self._cluster_config
+    cluster_config: ClusterConfig
+    """The devices and listeners of the cluster."""
 
     @classmethod
     def from_engine_options(cls, is_prompt: bool, options: dict[str, str]) -> EngineConfig:
@@ -97,13 +70,13 @@ class EngineConfig:
             TypeError: an option is not a ``str``.
         """
         device_ids = _device_ids(options.get(_DEVICE))
-        listen = options.get(_LISTEN) if is_prompt else None
-        _core.check_isinstance(_LISTEN, listen, str)
+        listen = options.get(LISTEN) if is_prompt else None
+        _core.check_isinstance(LISTEN, listen, str)
         listeners = [] if listen is None else [cls.parse_listen_ip_info(entry) for entry in listen.split(";")]
         raise_if_false(
             listen is None or len(listeners) == len(device_ids),
             "{}={} does not give one ip:port for each of {} devices",
-            *(_LISTEN, shown(listen), len(device_ids)),
+            *(LISTEN, shown(listen), len(device_ids)),
         )
         return cls(ClusterConfig(device_ids, listeners))
 
@@ -133,13 +106,7 @@ class EngineConfig:
             RuntimeError: the address is not an IPv4 address.
             TypeError: ``listen_ip_info`` is not a ``str``.
         """
-        _core.check_isinstance(_LISTEN, listen_ip_info, str, allow_none=False)
-        ip, colon, port = listen_ip_info.partition(":")
-        text = shown(listen_ip_info)
-        raise_if_false(ip and colon and ":" not in port, "{}={} is not of the form ip:port", _LISTEN, text)
-        if not (port.isascii() and port.isdigit()):
-            raise ValueError(f"{_LISTEN}={text}: the port is not a decimal number")
-        _core.check_uint16("listen port", int(port))
+        ip, port = listen_address(listen_ip_info)
         return trans_str_ip(ip), int(port)
 
 

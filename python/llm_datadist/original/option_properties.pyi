@@ -1,61 +1,48 @@
 # Written by tools/docs/options.py.
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
-from llm_datadist.original.option_types import (
-    Checked,
-    ClusterInfo,
-    DeviceId,
-    Flag,
-    MemUtilization,
-    Option,
-    OwnOption,
-    SwitchRole,
-    SyncTimeout,
-    Token,
-    Uint32,
-    WrittenIfEmpty,
-)
+from llm_datadist.original.option_types import Option
 
 OPTIONS: tuple[Option[Any], ...]
 
 class OptionProperties:
-    device_id: DeviceId
-    sync_kv_timeout: SyncTimeout
+    device_id: Option[Optional[Union[int, list[int], tuple[int, ...]]]]
+    sync_kv_timeout: Option[Optional[Union[int, str]]]
     deploy_res_path: Option[str]
     buf_pool_cfg: Option[str]
     mem_pool_cfg: Option[str]
     host_mem_pool_cfg: Option[str]
-    enable_cache_manager: Flag
-    enable_remote_cache_accessible: Flag
+    enable_cache_manager: Option[bool]
+    enable_remote_cache_accessible: Option[bool]
     listen_ip_info: Option[str]
-    link_total_time: Checked[int]
-    link_retry_count: Checked[int]
-    rdma_traffic_class: Uint32
-    rdma_service_level: Uint32
-    local_comm_res: WrittenIfEmpty
-    transfer_backend: WrittenIfEmpty
-    global_resource_config: WrittenIfEmpty
-    copy_workers: OwnOption[int]
-    max_transfers: OwnOption[int]
-    transfer_poll_us: OwnOption[int]
-    swap_in_path: OwnOption[str]
-    verify: OwnOption[str]
-    copy_kernel: OwnOption[str]
-    huge_pages: OwnOption[str]
-    link_token: Token
-    link_token_file: OwnOption[str]
-    link_accept_remote: Flag
-    link_heartbeat: OwnOption[int]
-    link_silence: OwnOption[int]
-    link_pin_limit: OwnOption[int]
-    link_transport: OwnOption[str]
-    ucx_library: OwnOption[str]
-    link_streams: OwnOption[int]
-    link_addresses: OwnOption[str]
-    link_remote_memory: OwnOption[int]
-    rank_port: OwnOption[int]
-    rank_hosts: OwnOption[str]
-    cluster_info: ClusterInfo
+    link_total_time: Option[int]
+    link_retry_count: Option[int]
+    rdma_traffic_class: Option[Optional[int]]
+    rdma_service_level: Option[Optional[int]]
+    local_comm_res: Option[str]
+    transfer_backend: Option[str]
+    global_resource_config: Option[str]
+    copy_workers: Option[Optional[int]]
+    max_transfers: Option[Optional[int]]
+    transfer_poll_us: Option[Optional[int]]
+    swap_in_path: Option[Optional[str]]
+    verify: Option[Optional[str]]
+    copy_kernel: Option[Optional[str]]
+    huge_pages: Option[Optional[str]]
+    link_token: Option[Optional[str]]
+    link_token_file: Option[Optional[str]]
+    link_accept_remote: Option[bool]
+    link_heartbeat: Option[Optional[int]]
+    link_silence: Option[Optional[int]]
+    link_pin_limit: Option[Optional[int]]
+    link_transport: Option[Optional[str]]
+    ucx_library: Option[Optional[str]]
+    link_streams: Option[Optional[int]]
+    link_addresses: Option[Optional[str]]
+    link_remote_memory: Option[Optional[int]]
+    rank_port: Option[Optional[int]]
+    rank_hosts: Option[Optional[str]]
+    cluster_info: Option[str]
     output_max_size: Option[Optional[int]]
-    enable_switch_role: SwitchRole
-    mem_utilization: MemUtilization
+    enable_switch_role: Option[bool]
+    mem_utilization: Option[float]

@@ -1,8 +1,8 @@
-"""The kinds of properties of ``LlmConfig``: which values each accepts, and which keys it writes."""
+"""The properties of ``LlmConfig``: which values each accepts, and which keys it writes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, overload
+from typing import TYPE_CHECKING, Any, Callable, Generic, Optional, TypeVar, Union, overload
 
 from llm_datadist import _core
 from llm_datadist.original.cluster_info import trans_str_ip
@@ -14,22 +14,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.option_table import Row
 
-__all__ = [
-    "Checked",
-    "ClusterInfo",
-    "DeviceId",
-    "Flag",
-    "MemUtilization",
-    "Option",
-    "OwnOption",
-    "Secret",
-    "SwitchRole",
-    "SyncTimeout",
-    "Token",
-    "Uint32",
-    "WrittenIfEmpty",
-    "read_json",
-]
+__all__ = ["Option", "Secret", "read_json"]
 
 # Most levels of nested JSON. The engine has the same limit (contract §17).
 _DEEPEST_JSON = 64
@@ -67,8 +52,68 @@ class Secret(str):
         return "'(not shown)'"
 
 
+def _device_id(value: Any) -> Any:
+    ids = _ids(value)
+    raise_if_false(len(ids), "device_id={} names no device; give at least one", value)
+    for device_id in ids:
+        _core.check_option("device_id", device_id)
+    return value
+
+
+def _ids(value: Any) -> Union[list[int], tuple[int, ...]]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _sync_timeout(value: Any) -> Any:
+    """Check milliseconds, as a number or as a text."""
+    number = value
+    if isinstance(value, str):
+        digits = value.isascii() and value.isdigit()
+        raise_if_false(digits, "sync_kv_timeout={} is not a decimal number of milliseconds", shown(value))
+        number = int(value)
+    _core.check_option("sync_kv_timeout", number)
+    return value
+
+
+def _cluster_info(value: str) -> str:
+    """Convert the addresses in a JSON text to integers."""
+    import json  # noqa: PLC0415  (imported when it is needed)
+
+    description = read_json(value)
+    _core.check_isinstance("cluster_info", description, dict, allow_none=False)
+    addresses = description.get("listen_ip_info", [])
+    _core.check_isinstance("cluster_info listen_ip_info", addresses, list, dict, allow_none=False)
+    for info in addresses:
+        if "ip" in info:
+            _core.check_isinstance("cluster_info listen_ip_info ip", info["ip"], [str, int], allow_none=False)
+            info["ip"] = trans_str_ip(info["ip"])
+    return json.dumps(description)
+
+
+def _checked_by(check: Callable[..., None], *name: str) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        check(*name, value)
+        return value
+
+    return checked
+
+
 _Value = TypeVar("_Value")
 _CLASSES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple)}
+
+# Options of the original that may not be unset, each with a function that checks a value and returns what to keep.
+_RULES: dict[str, Callable[[Any], Any]] = {
+    "cluster_info": _cluster_info,
+    "device_id": _device_id,
+    "link_retry_count": _checked_by(_core.check_option, "link_retry_count"),
+    "link_total_time": _checked_by(_core.check_option, "link_total_time"),
+    "mem_utilization": _checked_by(_core.check_mem_utilization),
+    "rdma_service_level": _checked_by(_core.check_uint32, "rdma_service_level"),
+    "rdma_traffic_class": _checked_by(_core.check_uint32, "rdma_traffic_class"),
+    "sync_kv_timeout": _sync_timeout,
+}
+_WRITTEN_IF_EMPTY = ("global_resource_config", "local_comm_res", "transfer_backend")
+_INITIAL = {"link_retry_count": 1, "link_total_time": 0, "mem_utilization": 0.95}
 
 
 class Option(property, Generic[_Value]):
@@ -78,15 +123,9 @@ class Option(property, Generic[_Value]):
 
     Args:
         row: the option.
-        initial: the value that the getter returns while the option is not set.
     """
 
-    # Whether `None` may be assigned, which unsets the option.
-    _none = True
-    # Whether an empty text is written.
-    _empty = False
-
-    def __init__(self, row: Row, initial: Any = None) -> None:
+    def __init__(self, row: Row) -> None:
         super().__init__()
         self.__doc__ = row.meaning.replace("`", "``")
         self.key = row.key
@@ -94,7 +133,11 @@ class Option(property, Generic[_Value]):
         self.name = row.attribute
         self.attribute = f"_{row.attribute}"
         self._allowed = [_CLASSES[name] for name in row.types]
-        self._initial: _Value = initial
+        own_rule = _checked_by(_core.check_option, self.name) if row.own and row.types != ["bool"] else None
+        self._rule = own_rule or _RULES.get(self.name)
+        # What the getter returns while the option is not set.
+        unset = {"bool": False, "str": None if row.own else ""}.get(row.types[0]) if len(row.types) == 1 else None
+        self.initial: Any = _INITIAL.get(self.name, unset)
 
     @overload
     def __get__(self, config: None, owner: Optional[type] = None) -> Option[_Value]: ...
@@ -104,141 +147,25 @@ class Option(property, Generic[_Value]):
         if config is None:
             return self
         value: Optional[_Value] = getattr(config, self.attribute)
-        return self._initial if value is None else value
+        return self.initial if value is None else value
 
     def __set__(self, config: object, value: Optional[_Value]) -> None:
-        _core.check_isinstance(self.name, value, self._allowed, allow_none=self._none)
-        self._check_value(value)
-        setattr(config, self.attribute, value)
-
-    def _check_value(self, value: Any) -> None:
-        """Raise if a value of the right type is not allowed."""
+        _core.check_isinstance(self.name, value, self._allowed, allow_none=self.name not in _RULES)
+        kept = value if value is None or self._rule is None else self._rule(value)
+        setattr(config, self.attribute, kept)
 
     def entries(self, config: object) -> Iterator[tuple[str, str]]:
         """Yield the keys and texts to write."""
         value = getattr(config, self.attribute)
-        if value is not None and (self._empty or value != ""):
-            yield self.key, self._text(value)
-
-    def _text(self, value: Any) -> str:
-        """Return the text of a value."""
-        return str(value)
-
-
-class WrittenIfEmpty(Option[str]):
-    """A text that is written even if it is empty."""
-
-    _empty = True
-
-
-class Flag(Option[bool]):
-    """An option that is written as ``"1"`` or ``"0"``."""
-
-    def _text(self, value: Any) -> str:
-        return "1" if value else "0"
-
-
-class SwitchRole(Flag):
-    """``enable_switch_role``, which is written only if it is ``True``."""
-
-    def entries(self, config: object) -> Iterator[tuple[str, str]]:
-        """Yield the key and ``"1"``, or nothing."""
-        return (entry for entry in super().entries(config) if entry[1] == "1")
-
-
-class Uint32(Option[Optional[int]]):
-    """A uint32."""
-
-    _none = False
-
-    def _check_value(self, value: Any) -> None:
-        _core.check_uint32(self.name, value)
-
-
-class DeviceId(Option[Union[int, list[int], tuple[int, ...], None]]):
-    """``device_id``: the id of one device, or a list of ids."""
-
-    _none = False
-
-    def _check_value(self, value: Any) -> None:
-        raise_if_false(len(self._ids(value)), "device_id={} names no device; give at least one", value)
-        for device_id in self._ids(value):
-            _core.check_option(self.name, device_id)
-
-    def entries(self, config: object) -> Iterator[tuple[str, str]]:
-        """Yield the key of all devices and that of the first one."""
-        value = getattr(config, self.attribute)
-        if value is not None:
-            self._check_value(value)  # the caller may have changed the list since it was set
-            ids = self._ids(value)
+        if value is None or (value == "" and self.name not in _WRITTEN_IF_EMPTY):
+            return
+        if self.name == "device_id":
+            _device_id(value)  # the caller may have changed the list since it was set
+            ids = _ids(value)
             yield self.key, ";".join(str(device_id) for device_id in ids)
             yield "ge.session_device_id", str(ids[0])
-
-    @staticmethod
-    def _ids(value: Any) -> Union[list[int], tuple[int, ...]]:
-        return value if isinstance(value, (list, tuple)) else (value,)
-
-
-class SyncTimeout(Option[Union[int, str, None]]):
-    """``sync_kv_timeout``: milliseconds, as a number or as a text."""
-
-    _none = False
-
-    def _check_value(self, value: Any) -> None:
-        if isinstance(value, str):
-            digits = value.isascii() and value.isdigit()
-            raise_if_false(digits, "sync_kv_timeout={} is not a decimal number of milliseconds", shown(value))
-            value = int(value)
-        _core.check_option(self.name, value)
-
-
-class Checked(Option[_Value]):
-    """An option whose value the engine checks."""
-
-    _none = False
-
-    def _check_value(self, value: Any) -> None:
-        if value is not None:
-            _core.check_option(self.name, value)
-
-
-class MemUtilization(Option[float]):
-    """``mem_utilization``: a share from 0.0 to 1.0."""
-
-    _none = False
-
-    def _check_value(self, value: Any) -> None:
-        _core.check_mem_utilization(value)
-
-
-class ClusterInfo(Option[str]):
-    """``cluster_info``: a JSON text. The setter converts its addresses to integers."""
-
-    _none = False
-
-    def __set__(self, config: object, value: Optional[str]) -> None:
-        import json  # noqa: PLC0415  (imported when it is needed)
-
-        _core.check_isinstance(self.name, value, str, allow_none=False)
-        description = read_json(value or "")
-        _core.check_isinstance("cluster_info", description, dict, allow_none=False)
-        addresses = description.get("listen_ip_info", [])
-        _core.check_isinstance("cluster_info listen_ip_info", addresses, list, dict, allow_none=False)
-        for info in addresses:
-            if "ip" in info:
-                _core.check_isinstance("cluster_info listen_ip_info ip", info["ip"], [str, int], allow_none=False)
-                info["ip"] = trans_str_ip(info["ip"])
-        super().__set__(config, json.dumps(description))
-
-
-class OwnOption(Checked[Optional[_Value]]):
-    """An option that the original lacks."""
-
-    _none = True
-
-
-class Token(OwnOption[str]):
-    """``link_token``, whose value is never shown."""
-
-    def _text(self, value: Any) -> str:
-        return Secret(value)
+        elif self._allowed == [bool]:
+            if value or self.name != "enable_switch_role":  # which is written only if it is true
+                yield self.key, "1" if value else "0"
+        else:
+            yield self.key, Secret(value) if self.name == "link_token" else str(value)

@@ -2,8 +2,7 @@
 
 Unknown options and unknown keyword arguments of the original's pulls are ignored. Each is logged
 at ERROR, so that the default level of the log shows it. A name that resembles one which only this package has raises an
-exception, because no program of the original contains it, and the call would run without what it asks for. The rule is
-the same for options, attributes and keyword arguments (``resembles``).
+exception, because no program of the original contains it, and the call would run without what it asks for.
 """
 
 from __future__ import annotations
@@ -84,32 +83,20 @@ def closest(name: str, known: Collection[str]) -> Optional[str]:
     The case of letters counts only between equally near names, of which the first in alphabetical order is returned.
     """
     folded = name.casefold()
-    near = [other for other in known if abs(len(other.casefold()) - len(folded)) <= _MAX_EDITS]
-    distances = ((edit_distance(folded, other.casefold()), edit_distance(name, other), other) for other in near)
+    distances = ((edit_distance(folded, other.casefold()), edit_distance(name, other), other) for other in known)
     edits, _, best = min(distances, default=(_MAX_EDITS + 1, 0, None))
     return best if edits <= _MAX_EDITS else None
 
 
 def nearest(name: str, known: Collection[str]) -> Optional[str]:
-    """Return the ``closest`` known name, else one that ``name`` contains or that shares most of its characters.
-
-    ``None`` if there is none.
-    """
+    """Return the ``closest`` known name, else one that shares most of its characters; ``None`` if there is none."""
     import difflib  # noqa: PLC0415  (only mistakes need it)
 
-    contained = max((other for other in known if other in name), key=len, default=None)
-    alike = difflib.get_close_matches(name, sorted(known), 1, _ALIKE)
-    return closest(name, known) or contained or next(iter(alike), None)
+    return closest(name, known) or next(iter(difflib.get_close_matches(name, sorted(known), 1, _ALIKE)), None)
 
 
 def resembles(name: str, known: Collection[str], own: Collection[str]) -> bool:
-    """Return whether an unknown name resembles one that only this package has.
-
-    Args:
-        name: the name.
-        known: the valid names.
-        own: the names that only this package has. They need not be valid here.
-    """
+    """Return whether an unknown name resembles one of ``own``, which only this package has, valid here or not."""
     return closest(name, {*known, *own}) in own or any(part in name.casefold().replace("_", "") for part in _OWN_PARTS)
 
 
@@ -119,13 +106,9 @@ def refusal(name: str, known: Collection[str], remedy: str) -> str:
 
 
 def report_unknown(kind: str, given: Iterable[str], known: Collection[str], remedy: str) -> None:
-    """Log one line at ERROR for each unknown name.
+    """Log one line at ERROR for each unknown name of a kind such as ``"option"``.
 
-    Args:
-        kind: the kind of name, for the text, such as ``"option"``.
-        given: the names that the program gave. Values are never logged, because they may be secret.
-        known: the valid names.
-        remedy: the end of the line if no valid name is near.
+    Values are never logged, because they may be secret. ``remedy`` is the end of the line if no valid name is near.
     """
     for name in given:
         if name not in known:
@@ -135,9 +118,7 @@ def report_unknown(kind: str, given: Iterable[str], known: Collection[str], reme
 def check_keywords(call: Callable[..., Any], given: Mapping[str, object]) -> None:
     """Refuse or report the unknown keyword arguments of a pull.
 
-    Args:
-        call: the method. Its keyword-only parameters are the valid names.
-        given: the arguments whose names are not parameters of the method.
+    The keyword-only parameters of the method ``call`` are the valid names.
 
     Raises:
         TypeError: a name resembles one of ``OWN_KEYWORDS`` (``resembles``), or a value is the token of a grant.

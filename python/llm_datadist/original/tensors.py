@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core
-from llm_datadist.original.data_type import DataType
+from llm_datadist.original.data_type import NUMPY_NAMES, DataType
 from llm_datadist.original.logged_calls import shown
 from llm_datadist.original.status import LLMException, LLMStatusCode
 from llm_datadist.original.types import CacheDesc, Placement
@@ -200,28 +200,17 @@ def create_npu_tensors(shape: Sequence[int], dtype: Any, addrs: list[int]) -> li
     return [torch.from_dlpack(view) for view in views]
 
 
-_TORCH_NAMES = {
-    "float32": DataType.DT_FLOAT,
-    "float16": DataType.DT_FLOAT16,
-    "bfloat16": DataType.DT_BF16,
-    "int8": DataType.DT_INT8,
-    "int16": DataType.DT_INT16,
-    "uint16": DataType.DT_UINT16,
-    "uint8": DataType.DT_UINT8,
-    "int32": DataType.DT_INT32,
-    "int64": DataType.DT_INT64,
-    "uint32": DataType.DT_UINT32,
-    "uint64": DataType.DT_UINT64,
-    "bool": DataType.DT_BOOL,
-    "float64": DataType.DT_DOUBLE,
-}
+# torch has a type of its own for DT_BF16, and calls numpy's bool_ bool.
+_TORCH_NAMES = {of: name.rstrip("_") for of, name in NUMPY_NAMES.items()}
+_TORCH_NAMES[DataType.DT_BF16] = "bfloat16"
+_TORCH_TYPES = {name: of for of, name in _TORCH_NAMES.items()}
 
 
 def _torch_type(dtype: object) -> DataType:
     name = str(dtype).rpartition(".")[2]
-    if name not in _TORCH_NAMES:
+    if name not in _TORCH_TYPES:
         raise TypeError(f"dtype={shown(dtype)} has no DataType")
-    return _TORCH_NAMES[name]
+    return _TORCH_TYPES[name]
 
 
 def _numpy_type(dtype: Any) -> DataType:

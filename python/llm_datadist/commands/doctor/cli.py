@@ -1,38 +1,26 @@
-"""Options of ``llm-datadist doctor`` and its exit status.
-
-| exit status | meaning                                                                                       |
-| ----------- | --------------------------------------------------------------------------------------------- |
-| 0           | no problem was found; the default path was measured; or ``--serve`` has ended                 |
-| 1           | a problem was found, the peer cannot be measured, the engine failed, or a result was not written |
-| 2           | the options cannot be used                                                                    |
-| 130         | a measurement was interrupted by Ctrl-C                                                       |
-"""
+"""Options of ``llm-datadist doctor``, and its exit status (docs/cli.md)."""
 
 from __future__ import annotations
 
-import argparse
-import ipaddress
 import logging
 import os
-import re
 import shutil
 import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.commands.doctor import devices, host, kernel_calls, libraries, limits, link, report
+from llm_datadist.commands.doctor import devices, engine, host, link, report
 from llm_datadist.commands.doctor.finding import PROBLEM
-from llm_datadist.commands.doctor.paths import paths
 from llm_datadist.commands.output import CommandParser, OutputError, complain, seconds, write, write_results
 from llm_datadist.native import Error, InvalidArgument
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 _SERVED = "0.0.0.0:26500"
 _SECONDS = 10.0
-_LAST_PORT = 65535
 _NARROWEST, _WIDEST = 80, 120
 
 
@@ -57,13 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _examine(options: argparse.Namespace) -> int:
     """Print what was found on this host."""
-    root, calls = Path("/"), kernel_calls.try_all()
-    ucx = libraries.UcxLibrary(options.ucx_library or libraries.UCX_LIBRARY)
-    found = [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
-    found += libraries.findings(root, ucx, os.environ)
-    peers = paths(root, calls, ucx, os.environ)
-    result = {"findings": [asdict(finding) for finding in found], "paths": [asdict(peer) for peer in peers]}
-    write_results(report.findings(found, peers, _width()), result, options.json)
+    root = Path("/")
+    found = [*host.findings(root), *devices.findings(root), *engine.findings(root, _engine_options(options))]
+    result = {"findings": [asdict(finding) for finding in found]}
+    write_results(report.findings(found, _width()), result, options.json)
     return int(any(finding.verdict == PROBLEM for finding in found))
 
 
@@ -110,8 +95,8 @@ def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
     name, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        parser.error(f"--to: the host of {address!r} is not known: {error}")
+    except (OSError, ValueError, OverflowError) as error:
+        parser.error(f"--to: {address!r} is not HOST:PORT or [IPV6]:PORT of a known host: {error}")
     # By default, `--serve` listens at an IPv4 address.
     family, *_, place = min(found, key=lambda one: one[0] != socket.AF_INET)
     return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
@@ -133,46 +118,27 @@ def _check(parser: CommandParser, options: argparse.Namespace) -> None:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="llm-datadist doctor",
-        description="Examine this host: devices, networks, libraries, limits, and which path the bytes of each kind of "
-        "peer would take and why not a faster one. With --to, measure the link to another machine, on which --serve "
-        "runs.",
+        description="Examine this host: limits, networks, RDMA devices, and how an engine reads another process. With "
+        "--to, measure the link to another machine, on which --serve runs.",
         epilog="Exit status: 0 if no problem was found or the link was measured; 1 for a problem, a peer that cannot "
         "be measured or a failure of the engine; 2 for options that cannot be used; 130 for Ctrl-C.",
     )
     add = parser.add_mutually_exclusive_group().add_argument
     served = f"wait for measurements at this address until Ctrl-C ({_SERVED}); port 0 takes a free port"
-    add("--serve", nargs="?", const=_SERVED, type=_served, metavar="IP:PORT", help=served)
-    add("--to", type=_address, metavar="HOST:PORT", help="measure the link to this address in about ten seconds")
+    add("--serve", nargs="?", const=_SERVED, metavar="IP:PORT", help=served)
+    add("--to", metavar="HOST:PORT", help="measure the link to this address in about ten seconds")
     add = parser.add_argument
     token = "file with the token of both sides; needed between hosts and between users"  # noqa: S105
-    add("--token-file", type=_file, metavar="FILE", help=token)
-    add("--ucx-library", type=_file, metavar="FILE", help="library of UCX (libucp.so.0, which the system finds)")
+    add("--token-file", type=os.path.abspath, metavar="FILE", help=token)
+    add(
+        "--ucx-library",
+        type=os.path.abspath,
+        metavar="FILE",
+        help="library of UCX (libucp.so.0, which the system finds)",
+    )
     moved = "with --serve: what may move bytes between hosts (auto); ucx fails if UCX cannot be used"
     add("--transfer-backend", dest="backend", choices=("auto", "sockets", "ucx"), help=moved)
     limit = f"how long to measure ({_SECONDS:g}), or to serve (until Ctrl-C)"
     add("--seconds", type=seconds(5), metavar="S", help=limit)
     add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     return parser
-
-
-def _address(text: str, least_port: int = 1) -> str:
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]+):([0-9]{1,5})", text)
-    if not match or not least_port <= int(match[2]) <= _LAST_PORT:
-        form = f"HOST:PORT or [IPV6]:PORT with a port from {least_port} to {_LAST_PORT}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
-    return text
-
-
-def _served(text: str) -> str:
-    name = _address(text, 0).rpartition(":")[0]
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} has a host name; an IP address is needed") from None
-    return text
-
-
-def _file(text: str) -> str:
-    if not text or not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
-    return str(Path(text).absolute())

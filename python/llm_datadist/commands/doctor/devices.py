@@ -1,4 +1,4 @@
-"""Networks, RDMA devices and accelerators."""
+"""Networks and RDMA devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_datadist.commands.doctor.finding import NOTE, Finding, names_in, text_o
 if TYPE_CHECKING:
     from pathlib import Path
 
-_NETWORKS, _ACCELERATORS = "networks", "accelerators"
+_NETWORKS = "networks"
 _RDMA = "sys/class/infiniband"
 _LOOPBACK = "772"
 """Number of the type of a loopback interface in ``/sys/class/net``."""
@@ -17,7 +17,7 @@ _LOOPBACK = "772"
 
 def findings(root: Path) -> list[Finding]:
     """Return the facts about devices."""
-    return [*_interfaces(root), *_rdma(root), *_accelerators(root)]
+    return [*_interfaces(root), *_rdma(root)]
 
 
 def no_rdma(root: Path) -> str | None:
@@ -46,14 +46,7 @@ def _interfaces(root: Path) -> list[Finding]:
         remedy = "in a container, attach a network or share that of the host"
         shown = ", ".join(others) or "none"
         return [Finding(_NETWORKS, "interfaces", shown, NOTE, meaning, remedy)]
-    found = [Finding(_NETWORKS, name, _interface(folder / name)) for name in others]
-    # Bridges and virtual interfaces have no device.
-    cards = [name for name in others if _is_up(folder / name) and (folder / name / "device").exists()]
-    if len(cards) > 1:
-        meaning = "a link uses one of these networks"
-        remedy = "the option addresses spreads large pulls and pushes over several (docs: Networks)"
-        found.append(Finding(_NETWORKS, "several networks", ", ".join(cards), NOTE, meaning, remedy))
-    return found
+    return [Finding(_NETWORKS, name, _interface(folder / name)) for name in others]
 
 
 def _is_up(folder: Path) -> bool:
@@ -86,17 +79,3 @@ def _rdma(root: Path) -> list[Finding]:
         remedy = "check the cable and the driver; in a container, pass /dev/infiniband"
         found.append(Finding(_NETWORKS, "RDMA devices", "not usable", NOTE, f"{reason}; sockets are used", remedy))
     return found
-
-
-def _accelerators(root: Path) -> list[Finding]:
-    kinds = {"NVIDIA": "nvidia[0-9]*", "Ascend": "davinci[0-9]*"}
-    found = []
-    for kind, pattern in kinds.items():
-        names = names_in(root / "dev", pattern)
-        if kind == "NVIDIA":
-            names = names or names_in(root / "proc/driver/nvidia/gpus")
-        if names:
-            meaning = "this version does not use accelerators; caches are in host memory"
-            remedy = "nothing, or copy between the device and a cache in your program"
-            found.append(Finding(_ACCELERATORS, kind, ", ".join(names), NOTE, meaning, remedy))
-    return found or [Finding(_ACCELERATORS, "NVIDIA, Ascend", "none found; this version uses none")]

@@ -1,13 +1,12 @@
 """Measures the link to another machine, one path after the other, and serves such measurements on that machine.
 
 Each choice of options opens an engine, links, measures and closes it. Pulls write into the pool of this engine, and
-pushes into that of the peer: registered memory is only read. The end that serves returns messages.
+pushes into that of the peer: registered memory is only read.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import select
@@ -17,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from llm_datadist import __version__
-from llm_datadist.commands.doctor import devices, paths
+from llm_datadist.commands.doctor import devices
 from llm_datadist.commands.output import percentiles, write
-from llm_datadist.native import Engine, Error, InvalidArgument, Message, PeerDown, PeerLost, PeerUp, Timeout
+from llm_datadist.native import Engine, Error, InvalidArgument, PeerDown, PeerLost, PeerUp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,10 +30,13 @@ CACHE_BYTES = BLOCK_BYTES * BLOCKS
 POOL, REGISTERED = "pool", "registered"
 """Names of the two caches of each end, and of their memory."""
 DEFAULT, DEFAULT_REGISTERED, TCP, UCX = "default", "default, registered memory", "TCP", "UCX"
-LINK_LIMIT_S, CALL_LIMIT_S, MESSAGE_LIMIT_S = 3.0, 10.0, 5.0
+LINK_LIMIT_S, CALL_LIMIT_S = 3.0, 10.0
+
+METADATA = b"llm-datadist doctor 1"
+"""What an engine of this command says to its peers; the number changes with the caches."""
 
 _START = "start `llm-datadist doctor --serve` there, and give its address"
-_FORMAT, _NAME, _FILL = 1, "llm-datadist doctor", 0x5A
+_FILL = 0x5A
 _LONGEST_WAIT_S = 1.0
 _MOST_SAMPLES = 20_000
 _FIRST_BLOCKS, _GROWTH = 4, 4
@@ -58,7 +59,6 @@ class Row:
     transport: str = ""  # how the link carries messages, as `stats()` names it
     moved_by: list[str] = field(default_factory=list)  # the paths that moved the bytes, as `stats()` names them
     pull_us: Optional[tuple[float, float]] = None  # median and 99th percentile of pulls of one block of 16 KiB
-    message_us: Optional[tuple[float, float]] = None  # the same of a message to the program of the peer and back
     pull_gb_s: Optional[float] = None  # rate of large pulls
     push_gb_s: Optional[float] = None  # rate of large pushes
     call_bytes: Optional[tuple[int, int]] = None  # bytes of one large pull and of one large push
@@ -76,12 +76,7 @@ def serve(options: dict[str, Any], seconds: float | None) -> None:
         while until is None or time.monotonic() < until:
             left = _LONGEST_WAIT_S if until is None else max(until - time.monotonic(), 0)
             for event in _events(engine, min(left, _LONGEST_WAIT_S)):
-                if isinstance(event, Message):
-                    try:
-                        event.peer.send(event.data)
-                    except Error:
-                        continue  # the link has ended, or its peer takes no events
-                elif isinstance(event, (PeerUp, PeerDown)):
+                if isinstance(event, (PeerUp, PeerDown)):
                     write(f"doctor: {event.peer.address}: {'linked' if isinstance(event, PeerUp) else 'ended'}")
 
 
@@ -101,7 +96,7 @@ def measure(address: str, seconds: float, given: dict[str, Any]) -> list[Row]:
     # UCX is not used with peers that share memory, so these links must not look for shared memory. A backend needs a
     # listener.
     over = {**given, "transport": "tcp", "listen": "127.0.0.1:0"}
-    if (rows[0].transport, rows[0].moved_by) != ("tcp", [paths.SOCKETS]):  # otherwise it would be measured twice
+    if (rows[0].transport, rows[0].moved_by) != ("tcp", ["sockets"]):  # otherwise it would be measured twice
         rows += _optional(address, {**over, "backend": "sockets"}, TCP, limit_s)
     reason = None if "UCX_TLS" in os.environ else devices.no_rdma(Path("/"))  # the variable may allow other transports
     if reason is not None:
@@ -109,22 +104,8 @@ def measure(address: str, seconds: float, given: dict[str, Any]) -> list[Row]:
     return rows + _optional(address, {**over, "backend": "ucx"}, UCX, limit_s)
 
 
-def refusal(metadata: bytes) -> str | None:
-    """Return why the peer with this metadata cannot be measured, or ``None``. The metadata is not trusted."""
-    try:
-        found: Any = json.loads(metadata)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("program") != _NAME:
-        return f"another program with an engine answers; {_START}"
-    if found.get("format") != _FORMAT:
-        return "the other side runs another version of `llm-datadist doctor`; use the same version on both sides"
-    return None
-
-
 def _opened(options: dict[str, Any]) -> Engine:
-    metadata = json.dumps({"program": _NAME, "format": _FORMAT, "version": __version__}).encode()
-    return Engine(pool=2 * CACHE_BYTES, metadata=metadata, timeout=CALL_LIMIT_S, **options)
+    return Engine(pool=2 * CACHE_BYTES, metadata=METADATA, timeout=CALL_LIMIT_S, **options)
 
 
 def _allocate(engine: Engine) -> dict[str, Cache]:
@@ -163,11 +144,12 @@ def _measured(address: str, options: dict[str, Any], parts: dict[str, str], limi
             peer = engine.link(address, timeout=LINK_LIMIT_S).result()
         except Error as error:
             # The peer refuses engines like this one: it is an ``LLMDataDist`` that is not remote-accessible.
-            hint = f"; {_START}" if isinstance(error, InvalidArgument) and error.argument is None else ""
-            raise MeasureError(f"cannot link to {address}: {shown(error)}{hint}") from error
-        reason = refusal(peer.metadata)
-        if reason is not None:
-            raise MeasureError(f"cannot measure {address}: {reason}")
+            refused = isinstance(error, InvalidArgument)
+            hint = f"; {_START}" if refused and error.argument is None else ""
+            invalid = refused and error.argument is not None
+            raise MeasureError(f"cannot link to {address}: {shown(error)}{hint}", invalid=invalid) from error
+        if peer.metadata != METADATA:
+            raise MeasureError(f"cannot measure {address}: another program, or another version of this one; {_START}")
         try:
             caches = _allocate(engine)
             return [Measurement(engine, peer, caches, memory).row(name, limit_s) for name, memory in parts.items()]
@@ -185,38 +167,20 @@ class Measurement:
 
     def __init__(self, engine: Engine, peer: Peer, caches: dict[str, Cache], memory: str) -> None:
         self._engine, self._peer, self._caches, self._memory = engine, peer, caches, memory
-        self._messages = 0
 
     def row(self, name: str, limit_s: float) -> Row:
         """Measure for this time."""
         before = self._link()["paths"]
         self._pull(_FIRST_BLOCKS, verify="full")
-        phase_s = limit_s / 4
+        phase_s = limit_s / 3
         pull_bytes, pull_gb_s = rate(self._pull, phase_s)
         push_bytes, push_gb_s = rate(self._push, phase_s)
         pull_us = percentiles(samples_us(lambda: self._pull(1), phase_s))
-        message_us = percentiles(samples_us(self.message, phase_s))
         link = self._link()
         moved = [path for path, now in link["paths"].items() if now["transfers"] > before[path]["transfers"]]
         not_faster = _not_faster(moved, link) if name in (DEFAULT, DEFAULT_REGISTERED) else None
         call_bytes = (pull_bytes, push_bytes)
-        return Row(
-            name, link["transport"], moved, pull_us, message_us, pull_gb_s, push_gb_s, call_bytes, not_faster=not_faster
-        )
-
-    def message(self) -> None:
-        """Send a message, and wait until the program of the peer has returned it."""
-        self._messages += 1
-        payload = b"%d" % self._messages
-        self._peer.send(payload)
-        until = time.monotonic() + MESSAGE_LIMIT_S
-        while (left := until - time.monotonic()) > 0:
-            for event in _events(self._engine, left):
-                if isinstance(event, Message) and event.data == payload:
-                    return
-                if isinstance(event, PeerDown):
-                    raise PeerLost(f"the link has ended: {event.reason}", code="not_linked")
-        raise Timeout("the peer did not return a message", code="timeout")
+        return Row(name, link["transport"], moved, pull_us, pull_gb_s, push_gb_s, call_bytes, not_faster=not_faster)
 
     def _link(self) -> Any:
         for link in self._engine.stats()["links"]:
@@ -233,13 +197,9 @@ class Measurement:
 
 
 def _not_faster(moved: list[str], link: Any) -> str | None:
-    reason: str | None = link["refusal"] or link["sockets_reason"]
-    if paths.SOCKETS in moved:
-        return reason
-    if paths.RINGS in moved:
-        # Rings also carry short transfers of registered memory that could be read by process id.
-        return reason if "stream" in (link["pools"], link["registered"]) else paths.ONLY_POOLS
-    return paths.ONLY_POOLS if paths.PROCESS in moved else None
+    if {"mapped", "fabric"} & set(moved):
+        return None
+    return link["refusal"] or link["sockets_reason"] or "only pools can be mapped: allocate caches from a pool"
 
 
 def samples_us(call: Callable[[], None], limit_s: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""The findings, the paths and the measurements as plain text."""
+"""The findings and the measurements as plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from llm_datadist.commands.doctor.finding import NOTE, OK, PROBLEM
-from llm_datadist.commands.doctor.paths import MEANINGS
 from llm_datadist.commands.output import aligned, size
 
 if TYPE_CHECKING:
@@ -14,14 +13,13 @@ if TYPE_CHECKING:
 
     from llm_datadist.commands.doctor.finding import Finding
     from llm_datadist.commands.doctor.link import Row
-    from llm_datadist.commands.doctor.paths import PeerPath
 
 _MARKS = {OK: "ok", NOTE: "note", PROBLEM: "PROBLEM"}
 _MARK = max(map(len, _MARKS.values())) + 2
 _INDENT = 4
 
 
-def findings(found: Sequence[Finding], peers: Sequence[PeerPath], width: int) -> str:
+def findings(found: Sequence[Finding], width: int) -> str:
     """Return the report about this host."""
     column = max(len(finding.name) for finding in found) + 2
     lines: list[str] = []
@@ -35,19 +33,7 @@ def findings(found: Sequence[Finding], peers: Sequence[PeerPath], width: int) ->
         if finding.verdict != OK:
             lines += _wrapped(f"Meaning: {finding.meaning}.", " " * len(head), len(head), width)
             lines += _wrapped(f"To do: {finding.remedy}.", " " * len(head), len(head), width)
-    lines += ["", "path of the bytes, by peer", *_paths(peers, width), "", _total(found)]
-    return "\n".join(lines)
-
-
-def _paths(peers: Sequence[PeerPath], width: int) -> list[str]:
-    column = max(len(peer.peer) for peer in peers) + 2
-    lines = []
-    for peer in peers:
-        head = f"  {peer.peer:<{column}}"
-        lines += _wrapped(MEANINGS[peer.path], head, len(head), width)
-        for reason in peer.reasons:
-            lines += _wrapped(f"Not faster, because {reason}.", " " * len(head), len(head), width)
-    return lines
+    return "\n".join([*lines, "", _total(found)])
 
 
 def _wrapped(text: str, head: str, indent: int, width: int) -> list[str]:
@@ -64,8 +50,8 @@ def _total(found: Sequence[Finding]) -> str:
 
 def measurements(address: str, rows: Sequence[Row], width: int) -> str:
     """Return the table of a measured link, and below it why paths were not used."""
-    above = ("", "", "16 KiB pull", "", "message and back", "", "", "")
-    below = ("path", "moved by", "us p50", "p99", "us p50", "p99", "pull GB/s", "push GB/s")
+    above = ("", "", "16 KiB pull", "", "", "")
+    below = ("path", "moved by", "us p50", "p99", "pull GB/s", "push GB/s")
     lines = [f"link to {address}", "", *aligned([above, below, *map(_cells, rows)], left=2)]
     notes = [f"{row.name}: not usable: {row.unusable}" for row in rows if row.unusable is not None]
     notes += [f"{row.name}: no faster path, because {row.not_faster}" for row in rows if row.not_faster is not None]
@@ -79,8 +65,7 @@ def measurements(address: str, rows: Sequence[Row], width: int) -> str:
 
 def _cells(row: Row) -> Sequence[str]:
     if row.unusable is not None:
-        return (row.name, "not usable", *["-"] * 6)
-    times = [*(row.pull_us or ()), *(row.message_us or ())]
+        return (row.name, "not usable", *["-"] * 4)
     rates = [row.pull_gb_s or 0.0, row.push_gb_s or 0.0]
     moved_by = f"{', '.join(row.moved_by)} ({row.transport})"
-    return (row.name, moved_by, *(f"{time:,.1f}" for time in times), *(f"{rate:.3g}" for rate in rates))
+    return (row.name, moved_by, *(f"{time:,.1f}" for time in row.pull_us or ()), *(f"{rate:.3g}" for rate in rates))

@@ -1,28 +1,17 @@
-"""Options of ``llm-datadist replay``, one replay from start to end, and its exit status.
-
-| exit status | meaning                                                                                    |
-| ----------- | ------------------------------------------------------------------------------------------ |
-| 0           | every request was served, and every byte was correct                                       |
-| 1           | a wrong byte, a leak, a late pull that is not refused, a failure of engine or prefill, or  |
-|             | a result that was not written                                                              |
-| 2           | the options or the trace cannot be used                                                    |
-| 3           | every byte was correct, but some requests did not fit the device pool and were not served  |
-| 130         | Ctrl-C interrupted the replay                                                              |
-"""
+"""Options of ``llm-datadist replay``, one replay from start to end, and its exit status (docs/cli.md)."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.commands.output import STANDARD_OUTPUT, CommandParser, complain, seconds, size, write, write_results
-from llm_datadist.commands.replay import node, report, trace
-from llm_datadist.commands.replay.geometry import DTYPES, POOLS, PREFILL_REQUESTS, Geometry
-from llm_datadist.commands.replay.prefill import LatePullError, Prefill, PrefillError, shown
+from llm_datadist.commands.output import STANDARD_OUTPUT, CommandParser, complain, write, write_results
+from llm_datadist.commands.replay import report, trace
+from llm_datadist.commands.replay.node import POOLS, Geometry, Node
+from llm_datadist.commands.replay.prefill import Prefill, PrefillError, shown
 from llm_datadist.commands.replay.serve import Outcome, Server, WrongByteError
 from llm_datadist.commands.replay.table import BlockTable
 from llm_datadist.commands.replay.worker import Setup
@@ -35,7 +24,6 @@ BUILT_IN_REQUESTS = 8_000
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LARGEST_POOL = 20 * 2**30
 _HALF_WAY = 0
-_MOST_WORKERS = 256  # limit of the engine (`copy_workers`)
 _NOT_SERVED = 3
 
 
@@ -43,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Replay a trace with the options in ``arguments``, print the results and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    geometry = Geometry(options.layers, options.heads, options.head_dim, options.dtype, options.block_tokens)
+    geometry = Geometry(options.layers, options.heads, options.head_dim, options.block_tokens)
     blocks = _check(parser, options, geometry)
     outcome, found = Outcome(), None
     try:
@@ -54,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, problem = 130, "interrupted"
     except WrongByteError as error:
         status, problem = 1, f"WRONG BYTE: {error}"
-    except LatePullError as error:
-        status, problem = 1, f"LATE PULL: {error}"
     except PrefillError as error:
         status, problem = 1, f"the prefill process failed: {error}"
     except Error as error:
@@ -63,11 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdict = report.verdict(outcome, geometry.block_bytes, passed=not status)
     if found is not None:
         write_results(report.table(found), {**found, "verdict": verdict}, options.json)
-    say = complain if options.json == STANDARD_OUTPUT else write  # then standard output gets only the JSON
     if problem:
         complain(f"replay: {problem}")
-    elif options.offer:
-        say(options.offer)
+    say = complain if options.json == STANDARD_OUTPUT else write  # then standard output gets only the JSON
     say(verdict)
     return status
 
@@ -81,60 +65,41 @@ def replay(
 ) -> dict[str, Any]:
     """Replay requests and return the results. `outcome` has counters also if the replay fails.
 
-    Raises WrongByteError, LatePullError, PrefillError, Error.
+    Raises WrongByteError, PrefillError, Error.
     """
-    given = {"swap_in_path": options.swap_in, "copy_workers": options.workers, "transport": options.transport}
-    engine_options = {name: value for name, value in given.items() if value not in (None, "auto")}
-    # The pool of prefill holds the largest requests that decode can serve.
+    # The pool of prefill holds the largest request that decode can serve.
     largest = min(max(len(request.blocks) for request in requests), blocks[0])
-    setup = Setup(geometry, options.seed, PREFILL_REQUESTS * largest, engine_options)
-    decode = node.Node(geometry, blocks, (options.device_pool, options.host_pool), engine_options)
-    progress = report.Progress(
-        len(requests), decode.calls["pull blocks"], geometry.block_bytes, sys.stderr, quiet=options.quiet
-    )
-    prefill = Prefill(decode, setup, options.prefill_limit, progress.tell, outcome.restarts, options.kill_prefill_at)
-    server = Server(decode, prefill, BlockTable(*blocks), options.concurrency, options.seed, outcome)
+    setup = Setup(geometry, options.seed, largest, options.transport)
+    decode = Node(geometry, blocks, (options.device_pool, options.host_pool), options.transport)
+    prefill = Prefill(decode, setup, complain, outcome.restarts, options.kill_prefill_at)
     try:
-        usual = min(sum(len(request.blocks) for request in requests) // len(requests), blocks[0])
-        threads = decode.engine.stats()["copy_workers"]
-        copied = node.copy_plainly(decode.host_rows, decode.device_rows, threads, usual * geometry.block_bytes)
-        amount, progress.plain_copy = size(copied.bytes_at_a_time), copied
-        limit = report.rate(copied.bytes_per_s)
-        progress.note(f"memory limit: {limit} GiB/s, by a plain copy ({threads} threads, {amount} at a time)")
+        server = Server(decode, prefill, BlockTable(*blocks), options.concurrency, options.seed, outcome)
         prefill.start()
-        start = progress.start()
-        server.run(requests, progress)
+        pulls, start = decode.calls["pull blocks"], time.monotonic()
+        server.run(requests, report.Progress(len(requests), pulls, geometry.block_bytes, quiet=options.quiet))
         wall_s = time.monotonic() - start
-        refusal = prefill.pull_late(outcome.requests, server.verify_granted, progress.note)
-        other = prefill.end()
+        other = {**prefill.end(), "restarts": [asdict(restart) for restart in outcome.restarts]}
         stats = decode.engine.stats()
     finally:
-        # Nested, because Ctrl-C may interrupt each of them.
-        try:
-            progress.close()
+        try:  # nested, because Ctrl-C may interrupt each of them
+            prefill.close()
         finally:
-            try:
-                prefill.close()
-            finally:
-                leaked = decode.close()
-    other.update(waited_s=prefill.waited_s, restarts=[asdict(restart) for restart in outcome.restarts])
-    more = {"engine": stats, "plain_copy": copied._asdict(), "late_pull": refusal, "leaked_bytes": leaked}
+            leaked = decode.close()
     setting = _setting(options, geometry, blocks, requests)
-    setting.update(prefill_pool_bytes=setup.pool_bytes, prefill_blocks=setup.blocks)
-    return report.results(setting, outcome, decode.calls, other, wall_s, **more)
+    more = {"prefill": other, "engine": stats, "leaked_bytes": leaked}
+    return report.results(setting, outcome, decode.calls, wall_s, **more)
 
 
 def _setting(
     options: argparse.Namespace, geometry: Geometry, blocks: tuple[int, int], requests: list[trace.Request]
 ) -> dict[str, Any]:
-    names = ("layers", "heads", "head_dim", "dtype", "block_tokens", "concurrency", "seed", "swap_in", "workers")
+    names = ("layers", "heads", "head_dim", "block_tokens", "concurrency", "seed", "transport", "kill_prefill_at")
     return {
         "trace": options.trace or f"built-in, seed {options.seed}",
         **trace.describe(requests),
-        **{name: getattr(options, name) for name in (*names, "transport", "kill_prefill_at")},
+        **{name: getattr(options, name) for name in names},
         "block_bytes": geometry.block_bytes,
         "scale": report.scale(geometry),
-        "real_model": report.REAL_MODEL,
         **{f"{name}_pool_bytes": getattr(options, f"{name}_pool") for name in POOLS},
         **{f"{name}_blocks": count for name, count in zip(POOLS, blocks)},
     }
@@ -206,13 +171,10 @@ def _parser() -> CommandParser:
     for name, kind, default, metavar, meaning in _WITH_DEFAULT:
         choices = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": metavar}
         add(f"--{name}", default=default, help=f"{meaning} (%(default)s)", **choices)
-    workers = f"threads of each process that copy, 1 to {_MOST_WORKERS} (default of the engine: 4)"
-    add("--workers", type=_whole(1, _MOST_WORKERS), metavar="N", help=workers)
     killed = "kill the prefill process during the pull of request N, or of the middle one"
     add("--kill-prefill-at", type=_whole_or_half, metavar="N|half", help=killed)
     add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     add("--quiet", action="store_true", help="show no progress")
-    add("--offer", help=argparse.SUPPRESS)  # a line before the verdict, if every byte was right
     return parser
 
 
@@ -243,11 +205,8 @@ _WITH_DEFAULT: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("block-tokens", _whole(1, 2**20), 512, "N", "tokens in a block"),
     ("layers", _whole(1, 1024), 4, "N", "layers, with a K and a V tensor each"),
     ("heads", _whole(1, 1024), 1, "N", "KV heads"),
-    ("head-dim", _whole(1, 4096), 16, "N", "elements of a head"),
-    ("dtype", tuple(DTYPES), "float16", "", "element type"),
+    ("head-dim", _whole(1, 4096), 16, "N", "elements of a head, each of 2 bytes"),
     ("concurrency", _whole(1, 10**5), 16, "N", "requests that run at a time"),
     ("seed", _whole(0, 2**63), 1, "N", "seed of trace and contents"),
-    ("swap-in", ("auto", "direct", "ring"), "auto", "", "path from host to device"),
     ("transport", ("auto", "shm", "tcp"), "auto", "", "transport of pulls"),
-    ("prefill-limit", seconds(4), 30.0, "S", "time limit of an answer of prefill in seconds"),
 )

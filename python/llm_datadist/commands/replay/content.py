@@ -30,14 +30,6 @@ class Mismatch(NamedTuple):
     got: int
 
 
-class Tail(NamedTuple):
-    """The part of a block that a request changed in its copy: bytes `start` to `stop` of each row, and the salt."""
-
-    start: int
-    stop: int
-    salt: int
-
-
 class Pattern:
     """The expected bytes of blocks. A block has one row of `row_bytes` bytes (a multiple of 8) in each tensor."""
 
@@ -53,28 +45,14 @@ class Pattern:
         for template, tensor in zip(self._template, rows):
             np.add(template, key, out=tensor[slot])
 
-    def append(self, rows: Sequence[Words], slot: int, tail: Tail) -> None:
-        """Replace every byte of the tail by a different one."""
-        for tensor in rows:
-            piece = tensor[slot].view(np.uint8)[tail.start : tail.stop]
-            np.bitwise_xor(piece, np.uint8(tail.salt), out=piece)
-
-    def mismatch(self, rows: Sequence[Words], slot: int, block: int, tail: Tail | None = None) -> Mismatch | None:
-        """Compare every byte of the slot with the block and its tail. Return the first wrong byte, or None."""
+    def mismatch(self, rows: Sequence[Words], slot: int, block: int) -> Mismatch | None:
+        """Compare every byte of the slot with the block. Return the first wrong byte, or None."""
         np.add(self._template, _key(block), out=self._expected)
-        if tail is not None:
-            piece = self._expected.view(np.uint8)[:, tail.start : tail.stop]
-            np.bitwise_xor(piece, np.uint8(tail.salt), out=piece)
         for index, tensor in enumerate(rows):
             np.not_equal(tensor[slot], self._expected[index], out=self._differs)
             if self._differs.any():
                 return _first_wrong(index, self._expected[index], tensor[slot])
         return None
-
-
-def salt(request: int) -> int:
-    """Return a byte other than 0, so that a tail differs from the bytes that it replaces."""
-    return request % 255 + 1
 
 
 def _key(block: int) -> np.uint64:

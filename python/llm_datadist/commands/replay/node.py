@@ -1,19 +1,17 @@
-"""The caches of a process of a replay, and the calls of decode's engine, each of which is timed."""
+"""The shape of a block, the caches of a process of a replay, and decode's calls of the engine, each timed."""
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from llm_datadist.commands.replay.geometry import PAGE_BYTES, Geometry
-from llm_datadist.native import Engine
+from llm_datadist.native import Engine, KvLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from llm_datadist.commands.replay.content import Words
     from llm_datadist.native import Cache, Peer
@@ -21,13 +19,55 @@ if TYPE_CHECKING:
 CACHE = "blocks"
 """Name of the cache of the prefill process, and of decode's cache on the device."""
 
+POOLS = ("device", "host")
+"""Names of decode's two pools, in the order of every pair of sizes."""
+
+PAGE_BYTES = 4096
+"""Size of a page of every pool."""
+
 LIMIT_S = 10.0
 """Time limit of a copy, a pull or a link; long enough for a machine under load."""
 
-_ROUNDS = 60
-_ROUND_S, _PAUSE_S = 0.01, 0.005  # other processes interrupt most longer rounds, even with pauses between them
-_WORD = 8
-_SETTLE_S = 1.0
+_ELEMENT_BYTES = 2
+_RING_BLOCKS = 4  # blocks of device memory that are kept free for the staging ring of a swap-in
+_SETTLE_S, _PAUSE_S = 1.0, 0.005
+
+
+class Geometry(NamedTuple):
+    """The shape of a block: K and V of `layers` layers, `tokens` tokens of `heads` x `head_dim` elements (float16)."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors."""
+        return 2 * self.layers
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block in one tensor."""
+        return self.tokens * self.heads * self.head_dim * _ELEMENT_BYTES
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all tensors."""
+        return self.tensors * self.row_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of a device pool that the staging ring of a swap-in takes."""
+        return _RING_BLOCKS * self.pool_bytes(1)
+
+    def pool_bytes(self, blocks: int) -> int:
+        """Return the bytes of the smallest pool for a cache of that many blocks."""
+        return self.tensors * (-(-blocks * self.row_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+    def blocks(self, pool_bytes: int) -> int:
+        """Return how many blocks the largest cache in a pool has."""
+        return max(pool_bytes // self.tensors // PAGE_BYTES * PAGE_BYTES // self.row_bytes, 0)
 
 
 def allocate(
@@ -37,7 +77,9 @@ def allocate(
 
     All of its memory is touched. Otherwise, the first pass through a pool would include the time of page faults.
     """
-    cache = engine.allocate(name, geometry.layout, blocks=blocks, pool=pool)
+    layers, heads, head_dim, tokens = geometry
+    layout = KvLayout(layers=layers, block_tokens=tokens, heads=heads, head_dim=head_dim, dtype="float16")
+    cache = engine.allocate(name, layout, blocks=blocks, pool=pool)
     views = [np.asarray(tensor.numpy()).reshape(blocks, -1).view(np.uint64) for tensor in cache.tensors]
     for view in views:
         view.fill(0)
@@ -62,14 +104,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.nanoseconds: list[int] = []
-        self.total_ns = self.blocks = self.bytes = 0
-
-    def add(self, nanoseconds: int, blocks: int, size: int) -> None:
-        """Record one call that took `nanoseconds` and moved `blocks` blocks with `size` bytes in total."""
-        self.nanoseconds.append(nanoseconds)
-        self.total_ns += nanoseconds
-        self.blocks += blocks
-        self.bytes += size
+        self.blocks = self.bytes = 0
 
 
 class Node:
@@ -79,24 +114,14 @@ class Node:
         geometry: the shape of a block.
         blocks: blocks of the device cache and of the host cache.
         pools: bytes of the pools.
-        options: further options of the engine.
+        transport: the option ``transport`` of the engine.
     """
 
-    def __init__(
-        self, geometry: Geometry, blocks: tuple[int, int], pools: tuple[int, int], options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, geometry: Geometry, blocks: tuple[int, int], pools: tuple[int, int], transport: str) -> None:
         self.geometry = geometry
-        self.calls = {name: Calls() for name in ("pull blocks", "pull granted", "swap out", "swap in", "copy blocks")}
-        device, host = pools
-        self.engine = Engine(
-            pool=device,
-            host_pool=host,
-            page=PAGE_BYTES,
-            listen="127.0.0.1:0",
-            name="decode",
-            timeout=LIMIT_S,
-            **options,
-        )
+        self.calls = {name: Calls() for name in ("pull blocks", "swap out", "swap in")}
+        shared: dict[str, Any] = {"page": PAGE_BYTES, "timeout": LIMIT_S, "transport": transport}
+        self.engine = Engine(pool=pools[0], host_pool=pools[1], listen="127.0.0.1:0", name="decode", **shared)
         try:
             self._device, self.device_rows = allocate(self.engine, CACHE, geometry, blocks[0])
             self._host, self.host_rows = allocate(self.engine, "host blocks", geometry, blocks[1], "host")
@@ -104,20 +129,10 @@ class Node:
             self.engine.close()
             raise
 
-    def pull(
-        self,
-        peer: Peer,
-        sources: Sequence[int],
-        targets: Sequence[int],
-        token: bytes | None = None,
-        started: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Pull blocks of prefill into device slots, with the token of a grant or without one.
-
-        `started` is called while the pull is running.
-        """
-        with self._timed("pull blocks" if token is None else "pull granted", len(sources)):
-            transfer = self.engine.pull(self._device[targets], peer[CACHE][sources], grant=token)
+    def pull(self, peer: Peer, targets: Sequence[int], started: Callable[[], None] = lambda: None) -> None:
+        """Pull the first blocks of prefill into device slots. `started` is called while the pull is running."""
+        with self._timed("pull blocks", len(targets)):
+            transfer = self.engine.pull(self._device[targets], peer[CACHE][: len(targets)])
             started()
             transfer.result()
 
@@ -128,10 +143,6 @@ class Node:
     def swap_in(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy blocks from host to device slots. `moves` has (block id, source slot, destination slot)."""
         self._copy("swap in", self._device, self._host, moves)
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one device block to another device slot."""
-        self._copy("copy blocks", self._device, self._device, [(0, source, target)])
 
     def close(self) -> int:
         """Free both caches and close the engine. Return the bytes that the pools still count as used."""
@@ -149,48 +160,10 @@ class Node:
 
     @contextmanager
     def _timed(self, name: str, blocks: int) -> Iterator[None]:
-        """Time the block, and record the call if it succeeds."""
+        """Time a call, and record it if it succeeds."""
         start = time.perf_counter_ns()
         yield
-        self.calls[name].add(time.perf_counter_ns() - start, blocks, blocks * self.geometry.block_bytes)
-
-
-class PlainCopy(NamedTuple):
-    """The rate of `threads` threads that copied `bytes_at_a_time` at a time: the fastest of many rounds."""
-
-    threads: int
-    bytes_at_a_time: int
-    bytes_per_s: float
-
-
-def copy_plainly(sources: Sequence[Words], targets: Sequence[Words], threads: int, amount: int) -> PlainCopy:
-    """Copy from some tensors to others for about a second. This overwrites the targets.
-
-    Args:
-        sources: a (blocks, words) view of each tensor.
-        targets: as many tensors.
-        threads: number of threads, each of which copies its share without waiting for the others.
-        amount: bytes that all threads together copy at a time, as one pull would.
-    """
-    pairs = [(source.reshape(-1), target.reshape(-1)) for source, target in zip(sources, targets)]
-    share = max(amount // threads // _WORD, 1)
-
-    def copy(thread: int) -> int:
-        until, copied, step = time.perf_counter() + _ROUND_S, 0, thread
-        while not copied or time.perf_counter() < until:
-            source, target = pairs[step % len(pairs)]
-            words = min(share, len(source), len(target))
-            start, place = (step * share % (len(side) - words + 1) for side in (source, target))
-            np.copyto(target[place : place + words], source[start : start + words])
-            copied += words * _WORD
-            step += threads
-        return copied
-
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            copied = sum(pool.map(copy, range(threads)))
-            best = max(best, copied / (time.perf_counter() - start))
-            time.sleep(_PAUSE_S)
-    return PlainCopy(threads, share * threads * _WORD, best)
+        call = self.calls[name]
+        call.nanoseconds.append(time.perf_counter_ns() - start)
+        call.blocks += blocks
+        call.bytes += blocks * self.geometry.block_bytes

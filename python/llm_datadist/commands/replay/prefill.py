@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.native import Error, GrantEnded, Message, Peer, PeerDown, PeerLost, PeerUp, Timeout
+from llm_datadist.native import Error, Message, Peer, PeerDown, PeerLost, PeerUp, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,24 +31,15 @@ COMMAND = [sys.executable, "-m", "llm_datadist.commands.replay.worker"]
 MOST_RESTARTS = 3
 """Limit of restarts, after which the replay fails."""
 
-START_LIMIT_S = 30.0
-"""Time limit of the start of the process, unless the time limit of an answer is longer."""
+ANSWER_LIMIT_S = 30.0
+"""Time limit of the start of the process, and of each of its answers."""
 
-LATE_LIMIT_S = 10.0
-"""Time limit of the wait for the end of a grant."""
-
-_BLOCK, _LATER_BLOCK, _SLOT = 0, 1, 0
-_LONG_S, _SHORT_S = 30.0, 0.1
 _MOST_BLOCKS = 2048  # in a message, which has at most 64 KiB
 _EXIT_LIMIT_S, _GRACE_S, _POLL_S = 10.0, 2.0, 0.1
 
 
 class PrefillError(Exception):
     """The prefill process failed. The text gives the reason."""
-
-
-class LatePullError(Exception):
-    """A pull under a grant that has expired was not refused. The text says what happened instead."""
 
 
 @dataclass
@@ -73,7 +64,6 @@ class Prefill:
     Args:
         node: the node that pulls the blocks.
         setup: the setup of the process.
-        limit_s: time limit of an answer in seconds.
         tell: shows a line of text.
         restarts: each loss of the process is added here.
         kill_at: the request (from 1) during whose pull the process is killed, or the first one after it that pulls.
@@ -83,20 +73,14 @@ class Prefill:
         self,
         node: Node,
         setup: Setup,
-        limit_s: float,
         tell: Callable[[str], None],
         restarts: list[Restart],
         kill_at: int | None = None,
     ) -> None:
         self.waited_s = 0.0
-        self.computed = 0
-        self._node, self._setup, self._limit_s, self._tell = node, setup, limit_s, tell
+        self._node, self._setup, self._tell = node, setup, tell
         self._restarts, self._kill_at = restarts, kill_at
-        self._asked: dict[int, list[int]] = {}
-        self._pulled: list[int] = []  # requests whose blocks prefill may overwrite; sent with the next request
-        self._slots: dict[int, list[int]] = {}
-        self._token = b""
-        self._expired: dict[int, str] = {}
+        self._computed: dict[int, int] = {}  # request → number of its blocks
         self._report: dict[str, Any] | None = None
         self._killed, self._lost_at = False, 0.0
         self._process: subprocess.Popen[bytes] | None = None
@@ -108,71 +92,41 @@ class Prefill:
         with self._failing("did not start"):
             self._start()
 
-    def compute(self, number: int, blocks: Sequence[int]) -> None:
-        """Ask for the blocks of a request, without waiting for them."""
-        if blocks:
-            self._asked[number] = list(blocks)
-            self._ask(number)
-
-    def bring(self, number: int, targets: Sequence[int]) -> None:
-        """Pull the blocks of a request into slots of the node, in order.
+    def bring(self, number: int, blocks: Sequence[int], targets: Sequence[int]) -> None:
+        """Have the process compute the blocks of a request, and pull them into slots of the node, in order.
 
         If the process is lost meanwhile, it is replaced and the request is recomputed. Raises PrefillError after
         more than `MOST_RESTARTS` losses.
         """
-        while number in self._asked:
+        pulled = not blocks
+        while not pulled:
             try:
                 if self._process is None:
                     self._start()
-                    for asked in self._asked:
-                        self._ask(asked)
+                self._compute(number, blocks)
                 self._pull(number, targets)
-                self._forget(number)
+                pulled = True
             except (PeerLost, Timeout) as error:  # noqa: PERF203  (a loss is rare)
                 self._lose(number, error)
         recovered = [restart for restart in self._restarts if restart.gap_ms is None]
-        if recovered:
+        if blocks and recovered:
             gap_s = time.monotonic() - self._lost_at
             for restart in recovered:
                 restart.gap_ms = gap_s * 1e3
             since = "the kill" if recovered[0].kill else "the loss"
             self._tell(f"decode: request {number + 1:,} was recomputed and pulled, {gap_s:.2f} s after {since}")
 
-    def pull_late(self, number: int, verify: Callable[[int, int], None], note: Callable[[str], None]) -> dict[str, str]:
-        """Pull a block under a grant in time, and then too late, which the engine must refuse. Return the refusal.
-
-        A server may reuse blocks when their grant has ended. A pull that comes later would return the bytes of another
-        request. `verify` compares a block with a slot. Raises PrefillError, LatePullError.
-        """
-        self._node.pull(self.peer, self._granted(number, _LONG_S), [_SLOT], self._token)
-        verify(_BLOCK, _SLOT)
-        note(f"grant: prefill grants a block for {_LONG_S:g} s, decode pulls it: every byte is right")
-        self._forget(number)
-        late, ttl = number + 1, f"{_SHORT_S * 1e3:g} ms"
-        slots = self._granted(late, _SHORT_S)
-        note(f"grant: prefill grants it for {ttl}, then reuses it; decode pulls it too late")
-        try:
-            self._wait(lambda: late in self._expired, LATE_LIMIT_S)
-        except Timeout:
-            raise LatePullError(f"the grant of {ttl} did not end") from None
-        try:
-            self._node.pull(self.peer, slots, [_SLOT], self._token)
-        except GrantEnded as error:
-            note(f"grant: refused: {shown(error)}")
-            return {"ended": self._expired[late], "code": error.code, "error": str(error)}
-        raise LatePullError("a pull under a grant that had expired was not refused")
-
     def end(self) -> dict[str, Any]:
         """Have the process free its cache, end it, and return its report. Raises PrefillError."""
         links = [link for link in self._node.engine.stats()["links"] if link["cluster"] == self.peer.incarnation]
         with self._failing("gave no report"):
             self.peer.send(b'{"end": true}')
-            self._wait(lambda: self._report is not None, self._limit_s)
+            self._wait(lambda: self._report is not None)
             self.peer.close().result()
         ended = self._stop(_EXIT_LIMIT_S)
         if ended != _exit_text(0):
             raise PrefillError(f"after its report: {ended}")
-        return {**(self._report or {}), "computed": self.computed, "link": links[0] if links else {}}
+        return {**(self._report or {}), "waited_s": self.waited_s, "link": links[0] if links else {}}
 
     def close(self) -> None:
         """End the process if it is still running."""
@@ -185,35 +139,39 @@ class Prefill:
             raise PeerLost("it is not running", code="not_linked")
         return self._peer
 
-    # -- messages ----------------------------------------------------------------------------------------------
-
-    def _ask(self, number: int, **grant: Any) -> None:
-        """Ask for blocks. That the peer is lost is ignored here, because the wait for the answer finds it."""
-        blocks = self._asked[number]
-        with contextlib.suppress(PeerLost):
+    def _compute(self, number: int, blocks: Sequence[int]) -> None:
+        """Have the process write blocks into its first slots, and wait until it has."""
+        start = time.monotonic()
+        try:
             for first in range(0, len(blocks), _MOST_BLOCKS):
-                some, self._pulled, free = blocks[first : first + _MOST_BLOCKS], [], self._pulled
-                message = {"compute": number, "blocks": some, "free": free, **grant}
-                self.peer.send(json.dumps(message, separators=(",", ":")).encode())
+                message = {"compute": number, "first": first, "blocks": blocks[first : first + _MOST_BLOCKS]}
+                self.peer.send(json.dumps(message).encode())
+            self._wait(lambda: self._computed.get(number) == len(blocks))
+        finally:
+            self.waited_s += time.monotonic() - start
 
-    def _answer(self, number: int) -> list[int]:
-        """Wait until all blocks of a request are computed, and return their slots."""
-        asked = len(self._asked[number])
-        self._wait(lambda: len(self._slots.get(number, ())) == asked, self._limit_s)
-        return self._slots[number]
+    def _pull(self, number: int, targets: Sequence[int]) -> None:
+        process = self._process
+        if self._kill_at is None or number + 1 < self._kill_at or process is None:
+            self._node.pull(self.peer, targets)
+            return
+        self._kill_at = None
+        self._tell(f"kill -9 {process.pid}: the prefill process, in the middle of the pull of request {number + 1:,}")
 
-    def _forget(self, number: int) -> None:
-        """Let prefill overwrite the blocks of a request."""
-        del self._asked[number], self._slots[number]
-        self._pulled.append(number)
+        def kill() -> None:
+            self._killed, self._lost_at = True, time.monotonic()
+            process.kill()
 
-    def _wait(self, found: Callable[[], bool], limit_s: float) -> None:
+        self._node.pull(self.peer, targets, started=kill)
+        self._wait(lambda: False)  # the pull was faster than the kill, so the loss has yet to be seen
+
+    def _wait(self, found: Callable[[], bool]) -> None:
         """Take events until something is found. Raises PeerLost if the process is lost, Timeout."""
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + ANSWER_LIMIT_S
         while not found():
             left_s = until - time.monotonic()
             if left_s <= 0:
-                raise Timeout(f"it did not answer within {limit_s:g} s", code="timeout")
+                raise Timeout(f"it did not answer within {ANSWER_LIMIT_S:g} s", code="timeout")
             if self._down or self._process is None or (self._peer is None and self._process.poll() is not None):
                 raise PeerLost(self._down or "it ended before it had linked", code="not_linked")
             select.select([self._node.engine], [], [], min(left_s, _POLL_S))
@@ -227,61 +185,25 @@ class Prefill:
             self._down = event.reason
         elif isinstance(event, Message) and event.peer == self._peer:
             try:
-                self._read(json.loads(event.data))
+                message = json.loads(event.data)
+                if "computed" in message:
+                    self._computed[message["computed"]] = message["blocks"]
+                else:
+                    self._report = {"leaked_bytes": message["leaked_bytes"]}
             except (ValueError, KeyError, TypeError):
                 raise PrefillError(f"it sent an invalid message: {event.data[:80]!r}") from None
-
-    def _read(self, message: dict[str, Any]) -> None:
-        if "computed" in message:
-            self._slots.setdefault(message["computed"], []).extend(message["slots"])
-            self._token = bytes.fromhex(message["token"])
-            self.computed += len(message["slots"])
-        elif "expired" in message:
-            self._expired[message["expired"]] = message["reason"]
-        else:
-            self._report = {"leaked_bytes": message["leaked_bytes"], **message}
-
-    def _pull(self, number: int, targets: Sequence[int]) -> None:
-        """Wait until a request is computed, and pull it."""
-        start, process = time.monotonic(), self._process
-        try:
-            slots = self._answer(number)
-        finally:
-            self.waited_s += time.monotonic() - start
-        if self._kill_at is None or number + 1 < self._kill_at or process is None:
-            self._node.pull(self.peer, slots, targets)
-            return
-        self._kill_at = None
-        self._tell(f"kill -9 {process.pid}: the prefill process, in the middle of the pull of request {number + 1:,}")
-
-        def kill() -> None:
-            self._killed, self._lost_at = True, time.monotonic()
-            process.kill()
-
-        self._node.pull(self.peer, slots, targets, started=kill)
-        self._wait(lambda: False, self._limit_s)  # the pull was faster than the kill, so the loss has yet to be seen
-
-    def _granted(self, number: int, ttl: float) -> list[int]:
-        """Have the process compute a block and lend it, and write another one over it when the grant has expired."""
-        self._asked[number] = [_BLOCK]
-        with self._failing("granted no block"):
-            self._ask(number, ttl=ttl, reuse=_LATER_BLOCK)
-            return self._answer(number)
-
-    # -- the process -------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Start the process, and wait until it has linked."""
         self._name, self._peer, self._down = f"prefill {secrets.token_hex(8)}", None, ""
-        self._slots.clear()
-        self._pulled.clear()
+        self._computed.clear()
         self._process = subprocess.Popen(  # noqa: S603  (this interpreter, this package)
             [*COMMAND, json.dumps([*self._setup, self._node.engine.address, self._name])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # so that Ctrl-C reaches decode alone; the process ends with its input
         )
-        self._wait(lambda: self._peer is not None, max(self._limit_s, START_LIMIT_S))
+        self._wait(lambda: self._peer is not None)
 
     def _stop(self, limit_s: float) -> str:
         """Close the input of the process, at whose end it ends, and return how it ended."""

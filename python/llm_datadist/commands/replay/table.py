@@ -88,10 +88,6 @@ class BlockTable:
                 self._idle[block] = None
         self._free_device.extend(reversed(private))
 
-    def device_slot(self, block: int) -> int:
-        """Return the device slot of a block. Raises KeyError if the block is not on the device."""
-        return self._device[block]
-
     def cached(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the slots of all blocks on the device and of all blocks on the host, by block id."""
         return dict(self._device), dict(self._host)

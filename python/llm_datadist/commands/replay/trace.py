@@ -21,7 +21,7 @@ FILE_BLOCK_TOKENS = 512
 """Tokens that one id of a trace file stands for."""
 
 MAX_ID = 2**62 - 1
-"""Largest id of a shared block; larger ones name the private blocks of running requests."""
+"""Largest id of a block."""
 
 _REQUIRED = ("timestamp", "input_length", "output_length", "hash_ids")
 
