@@ -378,7 +378,13 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         trial.begin()
         rings = [link.ringed_call() for _ in range(MAX_RINGS)]
         unreadable = frame(b"unreadable")
-        for before, said in ((b"", frame(m.RING_OFFER)), (b"", unreadable), (unreadable[:-4], unreadable[-4:])):
+        offered = frame(m.RING_OFFER)
+        for before, said in (
+            (b"", offered),
+            (b"", unreadable),
+            (unreadable[:-4], unreadable[-4:]),
+            (offered, b"behind"),
+        ):
             wire = link.call(rings=True)
             wire.socket.sendall(before)
             send_lingering(wire.socket, said)
@@ -387,7 +393,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         time.sleep(SILENCE + 3)
         for ring in rings:
             assert ring.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=MAX_RINGS + 3, busy=1, mapped=GENERATIONS)
+        trial.judge(links=1, streams=MAX_RINGS + 4, busy=1, mapped=GENERATIONS)
         assert not trial.tender.ended, "the link itself goes on"
     while LINGERING:
         LINGERING.pop().close()

@@ -29,7 +29,7 @@ BUDGETS: dict[str, Budget] = {
     "link_streams": Budget(128, "call streams", "call streams of one link"),
     "link_descriptors": Budget(2, "descriptors", "file descriptors of one link, in addition to its call streams"),
     "unwanted_descriptors": Budget(
-        48, "descriptors", "descriptors that peers sent in place of memory, and that are not closed yet"
+        300, "descriptors", "descriptors that peers sent in place of memory, and that are not closed yet"
     ),
     "common_memory": Budget(
         288 * MIB,

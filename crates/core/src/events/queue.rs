@@ -96,14 +96,14 @@ impl EventQueue {
     /// Without `event`, the end is no event, and takes no room in the list.
     pub(crate) fn start(self: &Arc<Self>, event: bool) -> Result<Arc<Transfer>> {
         self.reserve(1, event)?;
-        Ok(Transfer::new(self.clone(), event))
+        Ok(Transfer::new(Some(self.clone()), event))
     }
 
     /// Creates the records of `count` transfers that start now, all or none, as [`start`](Self::start) does.
     pub(crate) fn start_all(self: &Arc<Self>, count: usize, event: bool) -> Result<Vec<Arc<Transfer>>> {
         let mut transfers = fallible::with_capacity(EVENTS, count)?;
         self.reserve(count, event)?;
-        transfers.extend((0..count).map(|_| Transfer::new(self.clone(), event)));
+        transfers.extend((0..count).map(|_| Transfer::new(Some(self.clone()), event)));
         Ok(transfers)
     }
 

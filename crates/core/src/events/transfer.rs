@@ -37,23 +37,12 @@ pub(super) trait Reports: Send + Sync + std::fmt::Debug {
     fn give_back(&self);
 }
 
-/// Where a transfer reports its end that nobody waits for.
-#[derive(Debug)]
-struct Nobody;
-
-impl Reports for Nobody {
-    fn ended(&self, _: &Arc<Transfer>) {}
-
-    fn taken(&self) {}
-
-    fn give_back(&self) {}
-}
-
 /// One asynchronous call.
 #[derive(Debug)]
 pub struct Transfer {
     number: u64,
-    queue: Arc<dyn Reports>,
+    /// `None` if nobody waits for its end.
+    queue: Option<Arc<dyn Reports>>,
     started: Instant,
     /// Whether the outcome was taken. No lock: the event queue reads it under its own.
     taken: AtomicBool,
@@ -131,7 +120,7 @@ impl State {
 impl Transfer {
     /// Creates the record of a call that starts now, and that has room in `queue`. Without `event`, its outcome counts
     /// as taken from the start.
-    pub(super) fn new(queue: Arc<dyn Reports>, event: bool) -> Arc<Self> {
+    pub(super) fn new(queue: Option<Arc<dyn Reports>>, event: bool) -> Arc<Self> {
         Arc::new(Transfer {
             number: STARTED.fetch_add(1, Ordering::Relaxed),
             queue,
@@ -146,7 +135,7 @@ impl Transfer {
 
     /// Creates the record of an operation that had nothing to wait for. It has succeeded, and its end is no event.
     pub(crate) fn succeeded() -> Arc<Self> {
-        let transfer = Transfer::new(Arc::new(Nobody), false);
+        let transfer = Transfer::new(None, false);
         transfer.finish(Ok(0));
         transfer
     }
@@ -167,7 +156,7 @@ impl Transfer {
         state.stop = None;
         // A transfer that has ended, because the engine closes, gives its room back with its event.
         if state.outcome.is_none() {
-            self.queue.give_back();
+            self.queue.iter().for_each(|queue| queue.give_back());
         }
     }
 
@@ -258,7 +247,7 @@ impl Transfer {
         state.nanos = self.elapsed();
         let (stop, at_end) = (state.stop.take(), state.at_end.take());
         // Queued under the lock, so that a thread that sees the outcome can take it out of the queue.
-        self.queue.ended(self);
+        self.queue.iter().for_each(|queue| queue.ended(self));
         self.ended.store(true, Ordering::Release);
         self.changed.notify_all();
         drop(state);
@@ -327,7 +316,7 @@ impl Transfer {
     pub fn outcome(&self) -> Option<Result<u64>> {
         let outcome = self.peek()?;
         if self.take() {
-            self.queue.taken();
+            self.queue.iter().for_each(|queue| queue.taken());
         }
         Some(outcome)
     }

@@ -29,6 +29,8 @@ use crate::protocol::{HEADER, Header};
 
 /// Maximum number of descriptors that one frame carries.
 pub const MAX_DESCRIPTORS: usize = 8;
+/// Maximum number of descriptors that the kernel delivers at once (`SCM_MAX_FD`).
+const MAX_SENT: usize = 253;
 
 /// Bytes allocated for a body before any of it has arrived. Later steps grow with what has arrived.
 const FIRST_STEP: usize = 64 << 10;
@@ -62,7 +64,7 @@ impl Stream {
             return Err(Error::new(ErrorKind::System, text).with("limit", limit));
         }
         // The first bytes carry the descriptors. The rest of the frame follows without any.
-        let mut transmission = Transmission::new(self, Way::Out, deadline);
+        let mut transmission = Transmission::new(self, self.frame_carrier(), Way::Out, deadline);
         let first = transmission.next(0, || self.push_with(frame, descriptors))?;
         self.send_from(frame, first, false, deadline)
     }
@@ -74,7 +76,7 @@ impl Stream {
         while sent < frame.len() {
             let step = match descriptors {
                 [_, ..] if sent == 0 => self.push_with(frame, descriptors),
-                _ => self.push(&frame[sent..], false),
+                _ => self.push(self.frame_carrier(), &frame[sent..], false),
             };
             match step {
                 Ok(StepResult::Bytes(bytes)) => sent += bytes,
@@ -97,10 +99,11 @@ impl Stream {
     }
 
     fn send_from(&self, frame: &[u8], from: usize, more: bool, deadline: Deadline) -> Result<()> {
-        let mut transmission = Transmission::new(self, Way::Out, deadline);
+        let mut transmission = Transmission::new(self, self.frame_carrier(), Way::Out, deadline);
         let mut sent = from;
         while sent < frame.len() {
-            sent += transmission.next(sent as u64, || self.push(&frame[sent..], more))?;
+            sent +=
+                transmission.next(sent as u64, || self.push(self.frame_carrier(), &frame[sent..], more))?;
         }
         Ok(())
     }
@@ -111,6 +114,7 @@ impl Stream {
     /// The thread polls for `poll_time` and yields to other threads before it sleeps. Descriptors of the frame
     /// are closed. After a header that cannot be read, a refusal may still be sent but nothing can be
     /// received (`a_refusal_answers_another_version`).
+    #[cfg(feature = "testing")]
     pub fn receive(
         &self,
         limit: usize,
@@ -118,12 +122,17 @@ impl Stream {
         deadline: Deadline,
     ) -> Result<Option<(u8, Vec<u8>)>> {
         // The kernel closes descriptors for which the call provides no room.
-        self.frame(limit, poll_time, deadline, |rest| self.pull(rest), |_| Ok(((), deadline)))
-            .map(|frame| frame.map(|(kind, body, ())| (kind, body)))
+        self.frame(
+            limit,
+            poll_time,
+            deadline,
+            |rest| self.pull(self.frame_carrier(), rest),
+            |_| Ok(((), deadline)),
+        )
+        .map(|frame| frame.map(|(kind, body, ())| (kind, body)))
     }
 
-    /// As [`receive`](Self::receive), for requests and replies. Once the length of the body is known, `admit` is
-    /// called with it. `admit` returns a value to hold for as long as the body exists, and the deadline by
+    /// Receives the next frame without descriptors. Once the length of the body is known, `admit` is called with it. `admit` returns a value to hold for as long as the body exists, and the deadline by
     /// which all of the body must have arrived.
     pub fn receive_admitted<T>(
         &self,
@@ -132,7 +141,7 @@ impl Stream {
         deadline: Deadline,
         admit: impl FnOnce(usize) -> Result<(T, Deadline)>,
     ) -> Result<Option<(u8, Vec<u8>, T)>> {
-        self.frame(limit, poll_time, deadline, |rest| self.pull(rest), admit)
+        self.frame(limit, poll_time, deadline, |rest| self.pull(self.frame_carrier(), rest), admit)
     }
 
     /// Receives the next frame with its memory files, at most [`MAX_DESCRIPTORS`]. Other descriptors are closed.
@@ -155,7 +164,7 @@ impl Stream {
         if !self.usable()? {
             return Ok(None);
         }
-        let mut transmission = Transmission::new(self, Way::In, deadline);
+        let mut transmission = Transmission::new(self, self.frame_carrier(), Way::In, deadline);
         transmission.poll_time = poll_time;
         let (mut header, mut filled) = ([0; HEADER], 0);
         while filled < HEADER {
@@ -173,7 +182,7 @@ impl Stream {
         // The rest of a refused body is not awaited, so nothing more is received. But a reply may still be
         // sent.
         let (held, deadline) = admit(header.length).inspect_err(|_| self.unreadable())?;
-        let mut transmission = Transmission::new(self, Way::In, deadline);
+        let mut transmission = Transmission::new(self, self.frame_carrier(), Way::In, deadline);
         let (mut body, mut got) = (Vec::new(), 0);
         while got < header.length {
             if got == body.len() {
@@ -208,7 +217,8 @@ impl Stream {
         let mut away = [0; 4096];
         while got < length {
             let most = away.len().min(length - got);
-            got += transmission.next((HEADER + got) as u64, || self.pull(&mut away[..most]))?;
+            got += transmission
+                .next((HEADER + got) as u64, || self.pull(self.frame_carrier(), &mut away[..most]))?;
         }
         Err(error)
     }
@@ -216,16 +226,7 @@ impl Stream {
 
 /// The system calls. None of them sleeps.
 impl Stream {
-    fn push(&self, bytes: &[u8], more: bool) -> io::Result<StepResult> {
-        self.push_by(self.frame_carrier(), bytes, more)
-    }
-
-    /// Sends bytes among the payload.
-    pub(super) fn push_payload(&self, bytes: &[u8], more: bool) -> io::Result<StepResult> {
-        self.push_by(self.payload_carrier(), bytes, more)
-    }
-
-    fn push_by(&self, carrier: &dyn Carrier, bytes: &[u8], more: bool) -> io::Result<StepResult> {
+    pub(super) fn push(&self, carrier: &dyn Carrier, bytes: &[u8], more: bool) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
         let moved = outcome(carrier.send(self.as_fd(), &self.garbled(&bytes[..most]), more))?;
         Ok(self.passed(Way::Out, moved))
@@ -244,16 +245,7 @@ impl Stream {
         Ok(self.passed(Way::Out, sent))
     }
 
-    pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<StepResult> {
-        self.pull_by(self.frame_carrier(), rest)
-    }
-
-    /// Receives bytes among the payload.
-    pub(super) fn pull_payload(&self, rest: &mut [u8]) -> io::Result<StepResult> {
-        self.pull_by(self.payload_carrier(), rest)
-    }
-
-    fn pull_by(&self, carrier: &dyn Carrier, rest: &mut [u8]) -> io::Result<StepResult> {
+    pub(super) fn pull(&self, carrier: &dyn Carrier, rest: &mut [u8]) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
         let got = carrier.receive(self.as_fd(), &mut rest[..most]);
         self.received(rest, got)
@@ -262,18 +254,14 @@ impl Stream {
     /// Receives bytes with descriptors, and adds those that are memory to `files`.
     pub(super) fn pull_with(&self, rest: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<StepResult> {
         if !self.frame_carrier().carries_descriptors() {
-            return self.pull(rest);
+            return self.pull(self.frame_carrier(), rest);
         }
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
         if discard_queue::is_full() {
-            // Who closes the socket last also closes the descriptors in it. Without a number for the copy, the kernel would also
-            // have none for them, and would close them at once.
-            if let Ok(socket) = self.socket.try_clone() {
-                discard_queue::discard(socket);
-            }
             return Err(Errno::TOOMANYREFS.into());
         }
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        // The kernel would close descriptors without room at once, on this thread.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_SENT))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let message = recvmsg(&self.socket, &mut [IoSliceMut::new(&mut rest[..most])], &mut control, flags);

@@ -36,10 +36,7 @@ impl Inbox {
     pub fn take(&mut self, stream: &Stream, limit: usize, expected: bool) -> Result<Arrival> {
         while self.filled < HEADER {
             let rest = &mut self.header[self.filled..];
-            let kept = &mut self.descriptors;
-            let step =
-                |stream: &Stream| if expected { stream.pull_with(rest, kept) } else { stream.pull(rest) };
-            match stream.step(step)? {
+            match receive(stream, rest, &mut self.descriptors, expected)? {
                 StepResult::Bytes(bytes) => self.filled += bytes,
                 StepResult::NotYet => return Ok(Arrival::Partial),
                 StepResult::Ended if self.filled == 0 => return Ok(Arrival::Ended),
@@ -55,11 +52,8 @@ impl Inbox {
         self.body.resize(header.length, 0);
         while self.filled < HEADER + header.length {
             let rest = &mut self.body[self.filled - HEADER..];
-            let kept = &mut self.descriptors;
             // A peer may also attach descriptors to the body.
-            let step =
-                |stream: &Stream| if expected { stream.pull_with(rest, kept) } else { stream.pull(rest) };
-            match stream.step(step)? {
+            match receive(stream, rest, &mut self.descriptors, expected)? {
                 StepResult::Bytes(bytes) => self.filled += bytes,
                 StepResult::NotYet => return Ok(Arrival::Partial),
                 StepResult::Ended => return Err(stream.ended(self.filled as u64)),
@@ -69,4 +63,11 @@ impl Inbox {
         let (body, descriptors) = (std::mem::take(&mut self.body), std::mem::take(&mut self.descriptors));
         Ok(Arrival::Frame((header.kind, body, descriptors)))
     }
+}
+
+/// Receives bytes of a frame, and adds its memory files to `kept` if they are `expected`.
+fn receive(stream: &Stream, rest: &mut [u8], kept: &mut Vec<OwnedFd>, expected: bool) -> Result<StepResult> {
+    stream.step(|stream| {
+        if expected { stream.pull_with(rest, kept) } else { stream.pull(stream.frame_carrier(), rest) }
+    })
 }

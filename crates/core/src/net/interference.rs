@@ -9,18 +9,24 @@ use super::step::Way;
 /// What happens to the bytes of one stream on their way through its socket.
 pub trait Interference: Debug + Send + Sync {
     /// Returns how many of `len` bytes may pass now; `None` while the stream stalls.
-    fn allow(&self, way: Way, len: usize) -> io::Result<Option<usize>>;
+    fn allow(&self, _way: Way, len: usize) -> io::Result<Option<usize>> {
+        Ok(Some(len))
+    }
 
     /// Returns how many of the windows with lengths `lens` may pass now. `skip` bytes of the first one have
     /// passed already.
-    fn allow_windows(&self, way: Way, lens: &[u64], skip: u64) -> io::Result<Option<usize>>;
+    fn allow_windows(&self, _way: Way, lens: &[u64], _skip: u64) -> io::Result<Option<usize>> {
+        Ok(Some(lens.len()))
+    }
 
     /// Changes bytes of frames, which are about to be sent or have been received.
     fn garble(&self, way: Way, bytes: &mut [u8]);
 
     /// Counts bytes that have passed.
-    fn passed(&self, way: Way, bytes: usize);
+    fn passed(&self, _way: Way, _bytes: usize) {}
 
     /// Whether no bytes pass any more.
-    fn stalled(&self, way: Way) -> bool;
+    fn stalled(&self, _way: Way) -> bool {
+        false
+    }
 }

@@ -59,25 +59,27 @@ impl Stream {
 
     /// Sends padding, which may leave together with the windows that follow.
     pub fn send_padding(&self, deadline: Deadline) -> Result<()> {
-        let (mut transmission, mut sent) = (Transmission::of_payload(self, Way::Out, deadline), 0);
-        let padding = self.payload_carrier().padding(Way::Out);
+        let (carrier, mut sent) = (self.payload_carrier(), 0);
+        let mut transmission = Transmission::new(self, carrier, Way::Out, deadline);
+        let padding = carrier.padding(Way::Out);
         while sent < padding {
             let rest = &[0; MAX_PADDING][sent..padding];
-            sent += transmission.next(sent as u64, || self.push_payload(rest, true))?;
+            sent += transmission.next(sent as u64, || self.push(carrier, rest, true))?;
         }
         Ok(())
     }
 
     /// Receives and discards padding. Bytes other than zeros end the stream with `Err(NotLinked)`.
     pub fn receive_padding(&self, deadline: Deadline) -> Result<()> {
-        let mut transmission = Transmission::of_payload(self, Way::In, deadline);
+        let carrier = self.payload_carrier();
+        let mut transmission = Transmission::new(self, carrier, Way::In, deadline);
         if self.about.same_host {
             transmission.poll_time = super::POLL_TIME;
         }
         let (mut bytes, mut done) = ([0; MAX_PADDING], 0);
-        let padding = self.payload_carrier().padding(Way::In);
+        let padding = carrier.padding(Way::In);
         while done < padding {
-            done += transmission.next(done as u64, || self.pull_payload(&mut bytes[done..padding]))?;
+            done += transmission.next(done as u64, || self.pull(carrier, &mut bytes[done..padding]))?;
         }
         if bytes.iter().all(|byte| *byte == 0) {
             return Ok(());
@@ -88,11 +90,12 @@ impl Stream {
 
     /// Receives `bytes` bytes and discards them.
     pub fn discard_payload(&self, bytes: u64, deadline: Deadline) -> Result<()> {
-        let mut transmission = Transmission::of_payload(self, Way::In, deadline);
+        let carrier = self.payload_carrier();
+        let mut transmission = Transmission::new(self, carrier, Way::In, deadline);
         let (mut scratch, mut done) = ([0; DISCARDED], 0);
         while done < bytes {
             let most = usize::try_from(bytes - done).map_or(DISCARDED, |left| left.min(DISCARDED));
-            done += transmission.next(done, || self.pull_payload(&mut scratch[..most]))? as u64;
+            done += transmission.next(done, || self.pull(carrier, &mut scratch[..most]))? as u64;
         }
         Ok(())
     }
@@ -100,7 +103,7 @@ impl Stream {
     fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline, done: &mut u64) -> Result<()> {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
-        let mut transmission = Transmission::of_payload(self, way, deadline);
+        let mut transmission = Transmission::new(self, self.payload_carrier(), way, deadline);
         let mut polls = if way == Way::In && self.about.same_host && !self.has_rings() { POLLS } else { 0 };
         if polls > 0 || (way == Way::In && left <= MAX_POLLED) {
             transmission.poll_time = super::POLL_TIME;

@@ -6,13 +6,13 @@
 use std::borrow::Cow;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, ioctl_fionread};
 use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{Shutdown, shutdown};
 
@@ -35,7 +35,7 @@ const CLOSED: u8 = 2;
 #[derive(Debug)]
 pub struct Stream {
     _close_on_fork: CloseOnFork,
-    pub(super) socket: OwnedFd,
+    pub(super) socket: Arc<OwnedFd>,
     /// What carries frames and payload, unless the socket does.
     rings: OnceLock<Box<StreamRings>>,
     pub about: About,
@@ -45,6 +45,21 @@ pub struct Stream {
     pub faults: Option<Box<dyn Interference>>,
     /// The minimum pace of the peer, if there is one.
     pub(super) pace: Mutex<Option<Pace>>,
+    /// Dropped after the socket, because fields drop in order.
+    unreceived: Unreceived,
+}
+
+/// A socket with descriptors that were not received. The kernel closes them with the socket, on another thread
+/// (`descriptors_behind_a_frame_hold_nobody_up`).
+#[derive(Debug, Default)]
+struct Unreceived(Option<Arc<OwnedFd>>);
+
+impl Drop for Unreceived {
+    fn drop(&mut self) {
+        if let Some(socket) = self.0.take().and_then(Arc::into_inner) {
+            discard_queue::discard(socket);
+        }
+    }
 }
 
 /// What a transport knows about a connection that it made.
@@ -68,12 +83,13 @@ impl Stream {
     pub fn new(socket: OwnedFd, about: About) -> Stream {
         Stream {
             _close_on_fork: CloseOnFork::new(&socket),
-            socket,
+            socket: Arc::new(socket),
             rings: OnceLock::new(),
             about,
             state: AtomicU8::new(OPEN),
             faults: None,
             pace: Mutex::default(),
+            unreceived: Unreceived::default(),
         }
     }
 
@@ -91,11 +107,26 @@ impl Stream {
         Ok(())
     }
 
-    /// Forbids the peer to send more descriptors.
-    pub fn refuse_descriptors(&self) {
+    /// Forbids the peer to send more descriptors. Ends the stream with `Err(NotLinked)` if it has sent some behind the frame for
+    /// which they were permitted.
+    pub fn refuse_descriptors(&self) -> Result<()> {
         if self.about.carries_descriptors {
             take_descriptors(self.socket.as_fd(), false);
+            if self.has_unreceived() == Some(true) {
+                let text = "the peer sent descriptors that this side has not asked for";
+                return Err(self.over(text).with("peer", &self.about.peer));
+            }
         }
+        Ok(())
+    }
+
+    /// Whether descriptors lie in the socket that were not received. `None` if the kernel does not tell.
+    fn has_unreceived(&self) -> Option<bool> {
+        if ioctl_fionread(&self.socket) == Ok(0) {
+            return Some(false);
+        }
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", self.socket.as_raw_fd())).ok()?;
+        Some(info.split_once("scm_fds:")?.1.split_whitespace().next()? != "0")
     }
 
     /// Has all further frames and payload go through `memory`. Both sides must do this at the same place of the stream.
@@ -283,6 +314,18 @@ impl Stream {
             faults.passed(way, bytes);
         }
         moved
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.about.carries_descriptors {
+            // Nothing more can arrive afterwards.
+            let _ = shutdown(&self.socket, Shutdown::Both);
+            if self.has_unreceived() != Some(false) {
+                self.unreceived = Unreceived(Some(self.socket.clone()));
+            }
+        }
     }
 }
 

@@ -37,17 +37,8 @@ impl<'a> Transmission<'a> {
     /// Interval at which a transmission checks its deadline and for an interruption while bytes move.
     const ASK: Duration = Duration::from_millis(100);
 
-    /// Begins to move a frame.
-    pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transmission::over(stream, stream.frame_carrier(), way, deadline)
-    }
-
-    /// Begins to move payload.
-    pub(super) fn of_payload(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transmission::over(stream, stream.payload_carrier(), way, deadline)
-    }
-
-    fn over(stream: &'a Stream, carrier: &'a dyn Carrier, way: Way, deadline: Deadline) -> Self {
+    /// Begins to move a frame or payload, which `carrier` carries.
+    pub(super) fn new(stream: &'a Stream, carrier: &'a dyn Carrier, way: Way, deadline: Deadline) -> Self {
         Transmission {
             stream,
             carrier,

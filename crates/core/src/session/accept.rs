@@ -11,13 +11,14 @@ use std::sync::Arc;
 
 use super::call_streams;
 use super::handshake::{self, ChallengedPeer};
-use super::link::{Kind, Link, Peer};
+use super::link::{Kind, Link};
 use super::peer_memory::{PeerMemory, TakenMemory};
 use super::refusals::{Reason, Refusal};
 use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::PeerInfo;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedFrame, Stream};
 use crate::protocol::{
@@ -25,20 +26,18 @@ use crate::protocol::{
     METADATA_LIMIT, Purpose, RingOffer,
 };
 
-/// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
-#[derive(Debug)]
-pub(super) struct PendingStream {
-    stream: Arc<Stream>,
+/// A connection that is not yet a link or a stream of a link.
+#[derive(Clone)]
+pub(super) struct Connection {
+    pub(super) stream: Arc<Stream>,
     /// Whether it arrived at the local socket.
-    local: bool,
+    pub(super) local: bool,
     /// The deadline of the handshake.
-    until: Deadline,
-    step: Step,
+    pub(super) until: Deadline,
 }
 
 /// The message for which a connection waits.
-#[derive(Debug)]
-enum Step {
+pub(super) enum Step {
     /// The hello, which identifies the peer.
     Hello,
     /// The proof of the peer.
@@ -54,27 +53,23 @@ enum Step {
 }
 
 /// A call stream that is about to join its link.
-#[derive(Debug)]
-struct NewCallStream {
+pub(super) struct NewCallStream {
     link: Arc<Link>,
     /// Whether this side will be the caller.
     reverse: bool,
 }
 
 /// A link in the making.
-#[derive(Debug)]
-struct Making {
+pub(super) struct Making {
     id: u64,
     kind: Kind,
-    peer: Peer,
+    peer: PeerInfo,
 }
 
-/// The state of a connection after a step.
+/// What follows a step.
 pub(super) enum Next {
-    /// It waits for its next message.
-    Wait(PendingStream),
-    /// It waits for its next message, and the peer is authenticated.
-    Proven(PendingStream),
+    /// The connection waits for its next message.
+    Wait(Step),
     /// A server thread performs the next step.
     Long(LongStep),
     /// The handshake is finished. If the connection became a link or a stream of a link, that now holds the
@@ -83,78 +78,74 @@ pub(super) enum Next {
 }
 
 /// A step that may take long.
-pub(super) struct LongStep {
-    pending: Making,
-    stream: Arc<Stream>,
-    until: Deadline,
-    what: What,
-}
-
-enum What {
+pub(super) enum LongStep {
     /// Map the memory that the peer offers.
-    Take(Attach, Vec<OwnedFd>),
-    /// Enter the link.
-    Enter(ReadableMemory),
+    Take(Making, Attach, Vec<OwnedFd>),
+    /// Enter the link. Such a step must not be interrupted.
+    Enter(Making, ReadableMemory),
 }
 
-impl PendingStream {
+impl Step {
+    /// Whether the peer is authenticated.
+    pub(super) fn is_proven(&self) -> bool {
+        !matches!(self, Step::Hello | Step::Proof(_))
+    }
+
     /// Whether descriptors may arrive with the next frame.
     pub(super) fn expects_descriptors(&self) -> bool {
-        matches!(self.step, Step::Attach(_) | Step::Ring(_))
+        matches!(self, Step::Attach(_) | Step::Ring(_))
     }
 
     /// The longest body of the next frame.
     pub(super) fn limit(&self) -> usize {
-        if matches!(self.step, Step::Confirm(..)) { METADATA_LIMIT } else { HANDSHAKE_LIMIT }
-    }
-
-    pub(super) fn new(stream: Arc<Stream>, local: bool, until: Deadline) -> PendingStream {
-        PendingStream { stream, local, until, step: Step::Hello }
+        if matches!(self, Step::Confirm(..)) { METADATA_LIMIT } else { HANDSHAKE_LIMIT }
     }
 
     /// Performs the step for which `frame` is the message.
-    pub(super) fn step(self, shared: &Arc<Shared>, frame: ReceivedFrame) -> Result<Next, Refusal> {
-        let PendingStream { stream, local, until, step } = self;
-        let (kind, body, descriptors) = frame;
+    pub(super) fn advance(
+        self,
+        shared: &Arc<Shared>,
+        connection: &Connection,
+        (kind, body, descriptors): ReceivedFrame,
+    ) -> Result<Next, Refusal> {
+        let stream = &connection.stream;
         if protocol::is_refusal(kind) {
-            return Err(given_up(shared, &step, (kind, &body)));
+            return Err(given_up(shared, &self, (kind, &body)));
         }
-        match step {
+        match self {
             Step::Hello => {
-                let (challenged, answer) = greeted(shared, &stream, (kind, body))?;
+                let (challenged, answer) = greeted(shared, stream, (kind, body))?;
                 stream.send_now(&answer, &[])?;
-                Ok(Next::Wait(PendingStream { stream, local, until, step: Step::Proof(challenged) }))
+                Ok(Next::Wait(Step::Proof(challenged)))
             }
             Step::Proof(mut challenged) => {
-                let proven = challenged.prove(&stream, &shared.me, (kind, &body));
-                let pending = PendingStream { stream, local, until, step: Step::Hello };
-                let admitted = proven.and_then(|proven| admit(shared, pending, &challenged, proven));
+                let proven = challenged.prove(stream, &shared.me, (kind, &body));
+                let admitted = proven.and_then(|proven| admit(shared, connection, &challenged, proven));
                 admitted.map_err(|refusal| of_member(shared, &challenged.hello, refusal))
             }
-            Step::Attach(pending) => {
-                stream.refuse_descriptors();
+            Step::Attach(making) => {
+                stream.refuse_descriptors()?;
                 let offered: Attach = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                Ok(Next::Long(LongStep { pending, stream, until, what: What::Take(offered, descriptors) }))
+                Ok(Next::Long(LongStep::Take(making, offered, descriptors)))
             }
             Step::Ring(call) => {
-                stream.refuse_descriptors();
+                stream.refuse_descriptors()?;
                 let RingOffer = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 let (link, ringed) = (call.link.clone(), call.link.ringed(!call.reverse));
-                let answer = || call_streams::take_rings(&link, &stream, &descriptors, ringed);
-                call.enter(shared, &stream, answer).map(|()| Next::Done)
+                let answer = || call_streams::take_rings(&link, stream, &descriptors, ringed);
+                call.enter(shared, stream, answer).map(|()| Next::Done)
             }
-            Step::Attached(pending, memory) => {
+            Step::Attached(making, memory) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 shared.note_readers();
-                let step = Step::Confirm(pending, Some(memory.seen_as(seen)));
-                Ok(Next::Proven(PendingStream { stream, local, until, step }))
+                Ok(Next::Wait(Step::Confirm(making, Some(memory.seen_as(seen)))))
             }
-            Step::Confirm(mut pending, memory) => {
+            Step::Confirm(mut making, memory) => {
                 let confirm: Confirm = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                pending.peer.name = confirm.name.into();
-                pending.peer.metadata = confirm.metadata.0;
-                let memory = shared.readable_memory(&stream, memory, confirm.fabric.as_ref())?;
-                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(memory) }))
+                making.peer.name = confirm.name.into();
+                making.peer.metadata = confirm.metadata.0;
+                let memory = shared.readable_memory(stream, memory, confirm.fabric.as_ref())?;
+                Ok(Next::Long(LongStep::Enter(making, memory)))
             }
         }
     }
@@ -162,26 +153,19 @@ impl PendingStream {
 
 impl LongStep {
     /// Performs the step, on a server thread.
-    pub(super) fn run(self, shared: &Arc<Shared>) -> Result<Next, Refusal> {
-        let LongStep { pending, stream, until, what } = self;
-        match what {
-            What::Take(attach, descriptors) => {
-                let memory = TakenMemory::take(&shared.resources, &attach, descriptors, &stream, until);
+    pub(super) fn run(
+        self,
+        shared: &Arc<Shared>,
+        Connection { stream, until, .. }: &Connection,
+    ) -> Result<Next, Refusal> {
+        match self {
+            LongStep::Take(making, attach, descriptors) => {
+                let memory = TakenMemory::take(&shared.resources, &attach, descriptors, stream, *until);
                 stream.send_now(&protocol::encode(&memory.report())?, &[])?;
-                let step = Step::Attached(pending, memory);
-                Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
+                Ok(Next::Wait(Step::Attached(making, memory)))
             }
-            What::Enter(memory) => enter(shared, &stream, pending, memory).map(|()| Next::Done),
+            LongStep::Enter(making, memory) => enter(shared, stream, making, memory).map(|()| Next::Done),
         }
-    }
-
-    /// Whether this step makes the connection a link. Such a step must not be interrupted.
-    pub(super) fn enters(&self) -> bool {
-        matches!(self.what, What::Enter(..))
-    }
-
-    pub(super) fn stream(&self) -> &Arc<Stream> {
-        &self.stream
     }
 }
 
@@ -211,7 +195,7 @@ fn given_up(shared: &Arc<Shared>, step: &Step, (kind, body): (u8, &[u8])) -> Ref
 /// only learn the name of the local socket.
 fn admit(
     shared: &Arc<Shared>,
-    PendingStream { stream, local, until, .. }: PendingStream,
+    Connection { stream, local, .. }: &Connection,
     challenged: &ChallengedPeer,
     proven: bool,
 ) -> Result<Next, Refusal> {
@@ -219,7 +203,7 @@ fn admit(
     let welcome = |local, secret| challenged.welcome(&shared.me, local, secret);
     match &challenged.hello.purpose {
         Purpose::Call { link, reverse, rings } => {
-            admit_call(shared, (stream, local, until), challenged, (*link, *reverse, *rings))
+            admit_call(shared, stream, challenged, (*link, *reverse, *rings))
         }
         Purpose::Meet => {
             // With `llm.LinkAcceptRemote` a peer of another user may be admitted; the secret is only for
@@ -244,9 +228,9 @@ fn admit(
                 return Ok(Next::Done);
             }
             if !proven {
-                return Err(challenged.unproven(&stream, &shared.me));
+                return Err(challenged.unproven(stream, &shared.me));
             }
-            if local && shared.resources.config.links.transport == TransportChoice::Tcp {
+            if *local && shared.resources.config.links.transport == TransportChoice::Tcp {
                 let text = "llm.LinkTransport=tcp: this side links over TCP only";
                 return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
             }
@@ -254,15 +238,15 @@ fn admit(
             // The peer sends its offer right after it has received the welcome.
             stream.expect_descriptors()?;
             stream.send_now(&welcome(None, false)?, &[])?;
-            let (instance, address) = (challenged.hello.from.instance, stream.about.peer.clone());
-            let peer = Peer { cluster, instance, name: "".into(), address, metadata: Arc::default() };
-            let pending = Making { id: *link, kind, peer };
+            let (name, address, transport) = ("".into(), stream.about.peer.clone(), stream.about.transport);
+            let (incarnation, metadata) = (challenged.hello.from.instance, Arc::default());
+            let peer = PeerInfo { cluster, incarnation, name, address, transport, metadata };
+            let making = Making { id: *link, kind, peer };
             if !stream.about.carries_descriptors {
-                let step = Step::Confirm(pending, None);
-                return Ok(Next::Proven(PendingStream { stream, local, until, step }));
+                return Ok(Next::Wait(Step::Confirm(making, None)));
             }
             PeerMemory::offer(&shared.resources, |frame, descriptors| stream.send_now(frame, descriptors))?;
-            Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Attach(pending) }))
+            Ok(Next::Wait(Step::Attach(making)))
         }
     }
 }
@@ -270,7 +254,7 @@ fn admit(
 /// Handles a stream for calls over an existing link.
 fn admit_call(
     shared: &Arc<Shared>,
-    (stream, local, until): (Arc<Stream>, bool, Deadline),
+    stream: &Arc<Stream>,
     challenged: &ChallengedPeer,
     (link, reverse, rings): (u64, bool, bool),
 ) -> Result<Next, Refusal> {
@@ -280,12 +264,12 @@ fn admit_call(
     let call = NewCallStream { link, reverse };
     let welcome = challenged.welcome(&shared.me, None, false)?;
     if !rings || !stream.about.carries_descriptors {
-        return call.enter(shared, &stream, || stream.send_now(&welcome, &[])).map(|()| Next::Done);
+        return call.enter(shared, stream, || stream.send_now(&welcome, &[])).map(|()| Next::Done);
     }
     // The peer sends its ring right after it has received the welcome.
     stream.expect_descriptors()?;
     stream.send_now(&welcome, &[])?;
-    Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Ring(call) }))
+    Ok(Next::Wait(Step::Ring(call)))
 }
 
 impl NewCallStream {
@@ -312,16 +296,15 @@ impl NewCallStream {
 fn enter(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
-    pending: Making,
+    Making { id, kind, peer }: Making,
     memory: ReadableMemory,
 ) -> Result<(), Refusal> {
-    let Making { id, kind, peer } = pending;
     let cluster = peer.cluster;
     if stream.is_closed() {
         let text = "the connection was dropped before its link was complete";
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
-    let view = RemoteView::new(memory, shared.pushes.to((cluster, peer.instance)));
+    let view = RemoteView::new(memory, shared.pushes.to((cluster, peer.incarnation)));
     let bounds = (shared.server.budget(), shared.resources.config.links.silence);
     let link = Link::new(id, kind, peer, view, stream.clone(), None, bounds);
     // Held until the answer is sent: another thread may find the link, and must not send before the answer.

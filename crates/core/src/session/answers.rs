@@ -9,7 +9,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::asked_blocks::AskedBlocks;
 use super::link::Link;
 use super::message_io::send_message;
 use super::peer_memory::location;
@@ -18,15 +17,15 @@ use crate::budget::BudgetShare;
 use crate::cache::{Cache, Origin, Pin, RowUse};
 use crate::checksums::Checksums;
 use crate::copy::{DataPath, Progress, StreamPath, StreamSum, with_arrived_rows};
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
 use crate::model::{Deadline, Geometry, Name, RowSizes, TensorSpan};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{
-    self, EntryVersion, MESSAGE_LIMIT, NamedCache, Payload, Reply, Request, Timed, WireCache, WireLayout,
-    WireLocation, WirePlan, WireSizes, WireUsedKey,
+    self, EntryVersion, MAX_CHECKSUMS, MAX_HASHED, MESSAGE_LIMIT, NamedCache, Payload, Reply, Request, Timed,
+    WireCache, WireLayout, WireLocation, WirePlan, WireSizes, WireUsedKey,
 };
 use crate::resources::{MemoryLocation, Resources};
 use crate::stats::Op;
@@ -118,7 +117,7 @@ impl RequestContext<'_> {
             }
             Request::WritePart { write, range } => self.write_part(write, range),
             Request::Checksums { cache, plan, side } => {
-                self.answer_with(|| self.checksums(&cache, AskedBlocks::new(plan, side)?, digest?))
+                self.answer_with(|| self.checksums(&cache, plan, side, digest?))
             }
             Request::Locate { addrs } => self.answer_with(move || self.locate(&addrs)),
             Request::Find { name } => {
@@ -142,7 +141,7 @@ impl RequestContext<'_> {
             let Some(WireUsedKey { cache, first, count }) = used_key else { return Ok(()) };
             match cache.name {
                 Name::Grant(grant) => {
-                    let reader = (self.link.peer.cluster, self.link.peer.instance);
+                    let reader = (self.link.peer.cluster, self.link.peer.incarnation);
                     ended = self.resources.grants.report(&grant, reader)?;
                     Ok(())
                 }
@@ -176,17 +175,25 @@ impl RequestContext<'_> {
         Ok(Some((cache, pin, Some(read))))
     }
 
-    /// Hashes bytes of a cache as they are now. Under a grant, checks that it lends them and has not ended. `request` is the digest
-    /// of the request.
-    fn checksums(&self, named: &NamedCache, asked: AskedBlocks, request: u64) -> Result<Reply> {
-        let check = |_: &Cache, geometry| asked.check_bounds(geometry);
-        let begun = self.begin_read(named, asked.tensors(), check, |sizes| asked.rows(sizes))?;
+    /// Hashes the pairs of a plan, of which a cache here is one side, as they are now. Under a grant, checks that it lends them and
+    /// has not ended. `request` is the digest of the request.
+    fn checksums(&self, named: &NamedCache, plan: WirePlan, side: Side, request: u64) -> Result<Reply> {
+        let plan = CopyPlan::try_from(plan)?;
+        let check = |_: &Cache, geometry| check_hashed(&plan, side, geometry);
+        let touched = |sizes| plan.touched_rows(side, sizes);
+        let begun = self.begin_read(named, plan.tensors_at(side), check, touched)?;
         let Some((cache, _pin, granted)) = begun else { return Ok(Reply::Stale) };
-        let reply = asked.reply(self.resources, (named.name, &cache), request, self.deadline)?;
+        let found = self.resources.resolve(named.name)?;
+        if found.cache.id() != cache.id() {
+            return Ok(Reply::Stale);
+        }
+        let checksums = Checksums::bound_to(named.name, cache.id(), found.generation, request)?;
+        let (memory, blocks) = ((cache.tensors(), cache.placement()), (&plan, side));
+        let sums = self.resources.copy_engine.block_sums(memory, blocks, checksums, self.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
         // Hashing took time in which the caller could not be expected to read.
         self.stream.restart_pace();
-        Ok(reply)
+        Ok(Reply::Checksums { generation: found.generation, sums })
     }
 
     /// Describes a cache and the location of its memory.
@@ -333,6 +340,26 @@ fn read_frame(
     let request = share.charged(|| protocol::open(kind, &body))?;
     share.freed(body.len() as u64);
     Ok((request, share))
+}
+
+/// Checks that a cache has the tensors of a request for checksums, and that the pairs lie inside them and touch no gap between rows.
+/// There are at most [`MAX_CHECKSUMS`], and all together have at most [`MAX_HASHED`] bytes. A single pair may have as many bytes as a
+/// tensor, in each tensor. So a request takes a bounded time, even if its caller is gone.
+fn check_hashed(plan: &CopyPlan, side: Side, geometry: Geometry) -> Result<()> {
+    let pairs = plan.num_pairs();
+    ensure(pairs <= MAX_CHECKSUMS, || {
+        let text = "a request for checksums asks for too many pairs";
+        Error::invalid(text).with("pairs", pairs).with("limit", MAX_CHECKSUMS)
+    })?;
+    check_plan(plan, side, geometry)?;
+    let one = if pairs == 1 { geometry.tensor_bytes() } else { 0 };
+    // A plan has at least one tensor.
+    let most = (MAX_HASHED / u64::from(plan.num_tensors()).max(1)).max(one);
+    let bytes = plan.tensor_bytes();
+    ensure(bytes <= most, || {
+        let text = "a request for checksums asks for too many bytes";
+        Error::invalid(text).with("bytes", bytes).with("limit", most)
+    })
 }
 
 /// Returns the digest of a request for checksums as this side has understood it. 0 for other requests. `Err` also if its plan

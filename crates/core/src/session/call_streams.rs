@@ -164,7 +164,7 @@ impl Link {
             opened => opened,
         };
         let (stream, welcome) = opened?;
-        if welcome.from.instance == self.peer.instance {
+        if welcome.from.instance == self.peer.incarnation {
             return Ok(stream);
         }
         let text = "another process answers at the address of the peer: it was restarted; link again";
@@ -203,7 +203,7 @@ fn offer_rings(
 ) -> Result<Option<Error>> {
     stream.send_with(&protocol::encode(&RingOffer)?, &[descriptor.as_fd()], deadline)?;
     let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
-    stream.refuse_descriptors();
+    stream.refuse_descriptors()?;
     match answer {
         RingAnswer::Used => stream.use_rings(joined(rings, &descriptors)?),
         RingAnswer::Refused { reason } => return Ok(Some(Error::new(ErrorKind::System, reason))),

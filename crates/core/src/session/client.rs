@@ -45,15 +45,18 @@ impl Link {
             RemoteCacheName::Name(name) => return describe(self, *name, deadline),
             RemoteCacheName::Text(text) => text,
         };
-        if let Some(cache) = self.view.id_of(text) {
+        let known = self.view.names.lock().get(&**text);
+        if let Some(cache) = known {
             match describe(self, Name::of_cache(cache), deadline) {
-                Err(error) if error.kind() == ErrorKind::CacheNotFound => self.view.forget_name(text),
+                Err(error) if error.kind() == ErrorKind::CacheNotFound => {
+                    self.view.names.lock().remove(&**text);
+                }
                 described => return described,
             }
         }
         let reply = self.ask(&Request::Find { name: (**text).to_owned() }, deadline)?;
         let Reply::Found { cache } = reply else { return Err(self.unexpected(&reply)) };
-        self.view.remember_name(text, cache);
+        self.view.names.lock().remember(text.clone(), cache);
         describe(self, Name::of_cache(cache), deadline)
     }
 
@@ -61,15 +64,17 @@ impl Link {
     pub(crate) fn known_now(&self, name: &RemoteCacheName) -> Option<Arc<KnownCache>> {
         let name = match name {
             RemoteCacheName::Name(name) => *name,
-            RemoteCacheName::Text(text) => Name::of_cache(self.view.id_of(text)?),
+            RemoteCacheName::Text(text) => Name::of_cache(self.view.names.lock().get(&**text)?),
         };
-        self.view.record(&name).filter(|known| self.view.current(known))
+        let known = self.view.records.lock().get(&name);
+        known.filter(|known| self.view.current(known))
     }
 
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner. Returns `Err(GrantEnded)` if the end of a grant is visible.
     pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
-        match self.view.record(&name) {
+        let known = self.view.records.lock().get(&name);
+        match known {
             Some(known) if self.view.current(&known) => Ok(known),
             known => {
                 known.map_or(Ok(()), |known| self.check_grant(&known))?;
@@ -276,7 +281,7 @@ impl Link {
     /// `Err(GrantEnded)` if the peer was restarted since. A native engine that was restarted is another cluster, so nobody knows which
     /// of both it is.
     pub(crate) fn check_token(&self, token: &GrantToken) -> Result<()> {
-        if token.cluster != self.peer.cluster && self.peer.is_native() {
+        if token.cluster != self.peer.cluster && self.peer.cluster.0 == self.peer.incarnation {
             let text = "this peer did not give the grant: its owner was restarted, or is another peer";
             return Err(self.named(Error::new(ErrorKind::GrantEnded, text)));
         }
@@ -285,7 +290,7 @@ impl Link {
                 format!("the grant is from cluster {}, and the key names another cluster", token.cluster);
             return Err(self.named(Error::new(ErrorKind::InvalidArgument, text)));
         }
-        if token.incarnation != self.peer.instance {
+        if token.incarnation != self.peer.incarnation {
             let text = "the owner of the grant was restarted, which ended all its grants";
             return Err(self.named(Error::new(ErrorKind::GrantEnded, text)));
         }

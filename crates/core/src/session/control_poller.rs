@@ -1,12 +1,11 @@
 //! The descriptors on which the control thread waits. Other threads add and remove listeners here.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use hashbrown::HashMap;
 use rustix::event::EventfdFlags;
 
-use super::poller::{Poller, Watching};
+use super::poller::{Poller, Watching, next_number};
 use crate::error::Result;
 use crate::memory::EventFd;
 use crate::net::Listener;
@@ -19,7 +18,6 @@ pub(super) struct ControlPoller {
     pub(super) poller: Poller,
     /// Signalled when links have changed, a handshake step is done, or the engine closes.
     bell: Arc<EventFd>,
-    numbers: AtomicU64,
     pub(super) listeners: Mutex<HashMap<u64, Arc<dyn Listener>>>,
     /// Whether the thread has been started.
     started: Mutex<bool>,
@@ -30,8 +28,7 @@ impl ControlPoller {
         let poller = Poller::new()?;
         let bell = Arc::new(EventFd::new("an eventfd", EventfdFlags::empty())?);
         poller.add("the descriptor that wakes a thread", &*bell, BELL, Watching::Always)?;
-        let (numbers, listeners) = (AtomicU64::new(BELL), Mutex::default());
-        Ok(ControlPoller { poller, bell, numbers, listeners, started: Mutex::default() })
+        Ok(ControlPoller { poller, bell, listeners: Mutex::default(), started: Mutex::default() })
     }
 
     pub(super) fn bell(&self) -> &Arc<EventFd> {
@@ -50,7 +47,7 @@ impl ControlPoller {
 
     /// Accepts connections at `listener` until [`leave`](Self::leave) is called with the returned number.
     pub(super) fn listen(&self, listener: Arc<dyn Listener>) -> Result<u64> {
-        let number = self.number();
+        let number = next_number();
         self.poller.add("a listener", listener.readiness(), number, Watching::Always)?;
         self.listeners.lock().insert(number, listener);
         Ok(number)
@@ -62,10 +59,5 @@ impl ControlPoller {
         let Some(listener) = self.listeners.lock().remove(&number) else { return };
         self.poller.remove(listener.readiness());
         listener.close();
-    }
-
-    /// Returns a poller number that was not used before.
-    pub(super) fn number(&self) -> u64 {
-        self.numbers.fetch_add(1, Ordering::Relaxed) + 1
     }
 }

@@ -8,14 +8,14 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 
 use super::control_poller::{BELL, ControlPoller};
 use super::limits::Connections;
 use super::link::{HUNG_UP, Link};
 use super::membership;
 use super::pending::PendingStreams;
-use super::poller::Watching;
+use super::poller::{Watching, next_number};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::EventFd;
@@ -75,7 +75,7 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
         };
         match accepted {
             Ok(Accepted::Stream(stream)) => {
-                let pending = (control.number(), local);
+                let pending = (next_number(), local);
                 watch.pending.enter(shared, &control.poller, pending, *stream);
             }
             Ok(Accepted::Nobody | Accepted::Closed) => return,
@@ -98,9 +98,8 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
 /// The state that only the control thread uses.
 struct Watch {
     pending: PendingStreams,
+    /// The watched links, by their numbers.
     links: HashMap<u64, Watched>,
-    /// The poller number of each watched link, keyed by [`Link::key`].
-    numbers: HashMap<usize, u64>,
     beat: Instant,
     /// The time until which no connection is accepted.
     resting: Option<Instant>,
@@ -116,7 +115,6 @@ impl Watch {
         Watch {
             pending: PendingStreams::new(limits.pending, bell),
             links: HashMap::new(),
-            numbers: HashMap::new(),
             beat: Instant::now(),
             resting: None,
         }
@@ -144,14 +142,12 @@ impl Watch {
     fn give_up(&mut self, control: &ControlPoller, shared: &Arc<Shared>, number: u64) {
         if number == BELL {
             std::thread::sleep(PAUSE);
-            self.numbers = self.links.iter().map(|(&number, watched)| (watched.link.key(), number)).collect();
             return control.bell().signal();
         }
         if !self.links.contains_key(&number) && !self.pending.has(number) {
             return self.rest(control, PAUSE);
         }
         if let Some(Watched { link, .. }) = self.links.remove(&number) {
-            self.numbers.remove(&link.key());
             control.poller.remove(link.control.stream());
             membership::link_died(
                 shared,
@@ -165,28 +161,22 @@ impl Watch {
 
     /// Watches exactly the given links from now on.
     fn change(&mut self, control: &ControlPoller, shared: &Arc<Shared>, links: Vec<Arc<Link>>) {
-        let mut before = std::mem::take(&mut self.numbers);
+        let kept: HashSet<u64> = links.iter().map(|link| link.number).collect();
+        for (_, gone) in self.links.extract_if(|number, _| !kept.contains(number)) {
+            control.poller.remove(gone.link.control.stream());
+            shared.server.release(gone.link);
+        }
         for link in links {
-            if let Some(number) = before.remove(&link.key()) {
-                self.numbers.insert(link.key(), number);
+            if self.links.contains_key(&link.number) {
                 continue;
             }
-            let number = control.number();
-            match control.poller.add("its control stream", link.control.stream(), number, Watching::Always) {
-                Ok(()) => {
-                    self.numbers.insert(link.key(), number);
-                    self.links.insert(number, Watched { link, inbox: Inbox::default() });
-                }
+            let stream = link.control.stream();
+            match control.poller.add("its control stream", stream, link.number, Watching::Always) {
+                Ok(()) => drop(self.links.insert(link.number, Watched { link, inbox: Inbox::default() })),
                 Err(error) => {
                     membership::link_died(shared, &link, &error.to_string());
                     shared.server.release(link);
                 }
-            }
-        }
-        for number in before.into_values() {
-            if let Some(gone) = self.links.remove(&number) {
-                control.poller.remove(gone.link.control.stream());
-                shared.server.release(gone.link);
             }
         }
     }
@@ -205,7 +195,6 @@ impl Watch {
         }
         if !link.alive() {
             self.links.remove(&number);
-            self.numbers.remove(&link.key());
             control.poller.remove(link.control.stream());
             shared.server.release(link);
         }

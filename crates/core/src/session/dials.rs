@@ -45,23 +45,13 @@ impl Dials {
     }
 }
 
-/// What the accepting side does with a confirmed connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Decision {
-    /// It enters the link.
-    Enter,
-    /// It has a link to the peer already.
-    IsLinked,
-    /// It keeps the connection that it is making itself.
-    KeepOwn,
-}
-
-/// Decides about a connection from the engine `peer` to the engine `own`, which has a working link to it, or `dials` it.
-pub(super) fn decide(linked: bool, dials: bool, own: EngineId, peer: EngineId) -> Decision {
+/// Decides about a connection from the engine `peer` to the engine `own`, which has a working link to it, or `dials` it. Returns why
+/// the engine `own` does not enter the link, or `None` if it enters it.
+pub(super) fn decide(linked: bool, dials: bool, own: EngineId, peer: EngineId) -> Option<&'static str> {
     match (linked, dials && own < peer) {
-        (true, _) => Decision::IsLinked,
-        (false, true) => Decision::KeepOwn,
-        (false, false) => Decision::Enter,
+        (true, _) => Some("there is a link already"),
+        (false, true) => Some("this side is making the link"),
+        (false, false) => None,
     }
 }
 
@@ -104,7 +94,7 @@ mod tests {
             match self.calls[side] {
                 Call::Confirmed if accept => {
                     let linked = self.linked[other].is_some();
-                    let enters = decide(linked, self.dials[other], id(other), id(side)) == Decision::Enter;
+                    let enters = decide(linked, self.dials[other], id(other), id(side)).is_none();
                     if enters {
                         self.linked[other] = Some(side);
                     }

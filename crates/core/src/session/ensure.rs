@@ -2,7 +2,6 @@
 //!
 //! `dials` explains which connection is kept when both sides dial.
 
-use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -11,8 +10,7 @@ use rustix::io::Errno;
 
 use super::control_thread;
 use super::establish::LinkRequest;
-use super::link::{Kind, Link};
-use super::registry::DialTarget;
+use super::link::{Kind, Link, check_name};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::PeerInfo;
@@ -44,36 +42,31 @@ pub(crate) fn check_metadata(metadata: &[u8]) -> Result<()> {
 
 /// A link that is made later, or found. Does not keep the engine alive.
 pub(crate) struct LinkOnDemand {
-    shared: Weak<Shared>,
-    address: SocketAddr,
-    asked: Option<ClusterId>,
+    pub(super) shared: Weak<Shared>,
+    pub(super) address: SocketAddr,
+    pub(super) asked: Option<ClusterId>,
     /// `None` for what the engine tells every peer.
-    metadata: Option<Arc<Vec<u8>>>,
+    pub(super) metadata: Option<Arc<Vec<u8>>>,
     /// The name that the engine must have, if it is given.
-    name: Option<String>,
+    pub(super) name: Option<String>,
 }
 
 impl LinkOnDemand {
-    pub(super) fn new(
-        shared: &Arc<Shared>,
-        address: SocketAddr,
-        asked: Option<ClusterId>,
-        metadata: Option<Arc<Vec<u8>>>,
-        name: Option<String>,
-    ) -> Self {
-        LinkOnDemand { shared: Arc::downgrade(shared), address, asked, metadata, name }
-    }
-
     /// Makes the link, and returns the peer. Calls `commit` before this side enters a new link; if that fails, there is
     /// none. An attempt that fails for a reason that may pass is repeated until `deadline`.
     pub(crate) fn make(&self, commit: &dyn Fn() -> Result<()>, deadline: Deadline) -> Result<PeerInfo> {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
-        let reached = Cell::new(None);
-        let made = self.make_before(&shared, commit, &reached, deadline);
+        let metadata = self.metadata.clone().unwrap_or_else(|| shared.metadata());
+        let request = LinkRequest {
+            name: self.name.as_deref(),
+            commit,
+            ..LinkRequest::new(self.asked, Kind::Ensured, metadata)
+        };
+        let made = self.make_before(&shared, &request, deadline);
         // The link may have been there before, or the peer may have made it.
-        let made = made.and_then(|link| link.peer.check_name(self.name.as_deref()).map(|()| link));
-        made.map(|link| PeerInfo::clone(link.peer_info())).map_err(|error| {
-            let cluster = self.asked.or(reached.get().map(|(cluster, _)| cluster));
+        let made = made.and_then(|link| check_name(&link.peer, self.name.as_deref()).map(|()| link));
+        made.map(|link| PeerInfo::clone(&link.peer)).map_err(|error| {
+            let cluster = self.asked.or(request.reached.get().map(|(cluster, _)| cluster));
             let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
             error.with("address", self.address)
         })
@@ -82,18 +75,14 @@ impl LinkOnDemand {
     fn make_before(
         &self,
         shared: &Arc<Shared>,
-        commit: &dyn Fn() -> Result<()>,
-        reached: &Cell<Option<(ClusterId, u64)>>,
+        request: &LinkRequest<'_>,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         control_thread::start(shared)?;
         let mut pause = PAUSES.0;
         loop {
-            reached.set(None);
-            let metadata = self.metadata.clone().unwrap_or_else(|| shared.metadata());
-            let (asked, kind, name) = (self.asked, Kind::Ensured, self.name.as_deref());
-            let request = LinkRequest { asked, comm: None, kind, name, metadata, commit, reached };
-            let error = match shared.connect(&Address::Tcp(self.address), &request, deadline) {
+            request.reached.set(None);
+            let error = match shared.connect(&Address::Tcp(self.address), request, deadline) {
                 Ok(link) => return Ok(link),
                 Err(error) => error,
             };
@@ -101,8 +90,8 @@ impl LinkOnDemand {
                 return Err(error);
             }
             // The peer may have made the link, and may listen nowhere.
-            let asked = self.asked.map_or(DialTarget::None, DialTarget::Cluster);
-            let wanted = reached.get().map_or(asked, DialTarget::Engine);
+            let asked = self.asked.map(|cluster| (cluster, None));
+            let wanted = request.reached.get().map(|(cluster, instance)| (cluster, Some(instance))).or(asked);
             if let Some(link) =
                 shared.registry.await_link(wanted, shared.silence_limit(), deadline.at_most(pause))?
             {

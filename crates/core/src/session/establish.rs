@@ -5,11 +5,10 @@
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use super::dial::{ANSWERED_AS, Dialer};
 use super::handshake::{self, Key};
-use super::link::{ANSWER_TIME, EngineId, Kind, Link, Peer};
+use super::link::{ANSWER_TIME, EngineId, Kind, Link, check_name};
 use super::message_io;
 use super::peer_addresses::PeerAddresses;
 use super::peer_memory::{self, PeerMemory};
@@ -18,6 +17,7 @@ use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::{Mode, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::PeerInfo;
 use crate::fabric::EngineFabric;
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
@@ -43,10 +43,22 @@ pub(super) struct LinkRequest<'a> {
     /// Called before this side enters the link. If it fails, there is no link.
     pub(super) commit: &'a dyn Fn() -> Result<()>,
     /// The engine that has answered, for links on demand.
-    pub(super) reached: &'a Cell<Option<EngineId>>,
+    pub(super) reached: Cell<Option<EngineId>>,
 }
 
 impl LinkRequest<'_> {
+    pub(super) fn new(asked: Option<ClusterId>, kind: Kind, metadata: Arc<Vec<u8>>) -> Self {
+        LinkRequest {
+            asked,
+            comm: None,
+            kind,
+            name: None,
+            metadata,
+            commit: &|| Ok(()),
+            reached: Cell::new(None),
+        }
+    }
+
     fn purpose(&self, link: u64, probe_local: bool) -> Purpose {
         Purpose::Link { link, comm: self.comm.cloned(), probe_local, ensure: self.kind == Kind::Ensured }
     }
@@ -179,8 +191,9 @@ impl Shared {
         let memory = self.readable_memory(&stream, memory, fabric.as_ref())?;
         dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
-        let peer = Peer { cluster, instance, name: name.into(), address, metadata: metadata.0 };
-        peer.check_name(request.name)?;
+        let (name, transport, metadata) = (name.into(), stream.about.transport, metadata.0);
+        let peer = PeerInfo { cluster, incarnation: instance, name, address, transport, metadata };
+        check_name(&peer, request.name)?;
         let view = RemoteView::new(memory, self.pushes.to((cluster, instance)));
         let bounds = (self.server.budget(), self.resources.config.links.silence);
         let link = Link::new(id, kind, peer, view, Arc::new(stream), Some(dialer), bounds);
@@ -196,8 +209,7 @@ impl Shared {
         let (name, metadata) = (self.resources.config.name.clone(), BoundedBytes(request.metadata.clone()));
         let confirm = Confirm { name, metadata, fabric: self.fabric_offer(stream) };
         message_io::send_message(stream, &confirm, deadline)?;
-        let answer: LinkAnswer =
-            message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
+        let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, deadline)?;
         if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
         }
@@ -252,9 +264,9 @@ impl Shared {
     /// with the same cluster id is linked and its link works, returns `Err`
     /// (`nobody_takes_the_place_of_a_link_that_works`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
-        let Peer { cluster, instance, .. } = &link.peer;
+        let PeerInfo { cluster, incarnation, .. } = &*link.peer;
         for (stale, alive) in self.registry.enroll(link, self.silence_limit())? {
-            let again = stale.peer.instance == *instance;
+            let again = stale.peer.incarnation == *incarnation;
             let why = replaced_because(link, &stale);
             if alive && !again && !stale.control.stream().abandoned() {
                 let (before, silent) = (&stale.peer.address, stale.control.silent().as_millis());

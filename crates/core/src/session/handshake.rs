@@ -125,11 +125,10 @@ pub(super) fn dial(
     let frame = hello(me, asked, purpose)?;
     stream.send(&frame, deadline)?;
     let hello = &frame[HEADER..];
-    let challenge: Challenge =
-        message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
+    let challenge: Challenge = message_io::receive_message(stream, HANDSHAKE_LIMIT, deadline)?;
     let mac = keyed(key, b"dialer", hello, &challenge)?.finalize().into_bytes().into();
     message_io::send_message(stream, &Proof { mac }, deadline)?;
-    let welcome: Welcome = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
+    let welcome: Welcome = message_io::receive_message(stream, HANDSHAKE_LIMIT, deadline)?;
     let expected = acceptor(key, hello, &challenge, &welcome)?;
     if expected.verify_slice(&welcome.mac).is_err() {
         return Err(other_token("the peer at this address", &stream.about.peer));

@@ -1,5 +1,7 @@
-//! Descriptions of remote caches, as their owners sent them, and the limit on how many a link stores.
+//! Descriptions of remote caches, as their owners sent them, and the limit on what a link stores.
 
+use std::borrow::Borrow;
+use std::hash::Hash;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
@@ -18,93 +20,79 @@ use crate::validate::RemoteCache;
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 10;
 /// Maximum number of bytes of all descriptions that a link stores.
 const MAX_STORED_BYTES: u64 = 4 << 20;
-/// Maximum number of grants that a link stores.
-const MAX_GRANTS: usize = 256;
+/// Maximum number of names of caches that a link stores.
+const MAX_NAMES: u64 = 1024;
 /// Bytes that a description takes beside its lists.
 const RECORD_BYTES: u64 =
     (size_of::<KnownCache>() + size_of::<BudgetShare>() + 2 * size_of::<(Name, Arc<KnownCache>)>()) as u64;
 
-/// The descriptions that a link stores.
-pub(super) type KnownCaches = Records<Arc<KnownCache>>;
-
-/// A bounded map. Each entry has a number of bytes.
+/// A map of what is known of a peer. Each entry has a weight, and all together have at most a given weight.
 #[derive(Debug)]
-pub(super) struct Records<T> {
-    entries: HashMap<Name, (T, u64)>,
-    bytes: u64,
-    /// Number of entries whose name is a grant.
-    grants: usize,
+pub(super) struct Known<K, V> {
+    entries: HashMap<K, (V, u64)>,
+    weight: u64,
+    most: u64,
 }
 
-impl<T> Default for Records<T> {
-    fn default() -> Self {
-        Records { entries: HashMap::new(), bytes: 0, grants: 0 }
-    }
-}
+/// The descriptions that a link stores. Their weights are their bytes.
+pub(super) type KnownCaches = Known<Name, Arc<KnownCache>>;
+/// The ids of named caches, as the peer reported them. Their owner may have released them since.
+pub(super) type KnownNames = Known<Arc<str>, CacheId>;
 
-impl<T> Records<T> {
-    pub(super) fn get(&self, name: &Name) -> Option<&T> {
-        self.entries.get(name).map(|(value, _)| value)
+impl<K: Eq + Hash, V: Clone> Known<K, V> {
+    fn new(most: u64) -> Self {
+        Known { entries: HashMap::new(), weight: 0, most }
     }
 
-    /// Stores `value`, which takes `bytes` bytes: at most [`MAX_STORED_BYTES`]. If there is no room for it, discards an arbitrary half
-    /// of the others. If it is a grant and there are [`MAX_GRANTS`], first discards the grants that do not `last`. If all of them
-    /// last, discards all grants. Each discarded one costs a request when it is next needed.
-    fn insert(&mut self, name: Name, value: T, bytes: u64, last: impl Fn(&T) -> bool) {
-        self.remove(&name);
-        let granted = is_grant(&name);
-        if granted && self.grants >= MAX_GRANTS {
-            self.retain(|name, value| !is_grant(name) || last(value));
+    pub(super) fn get<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> Option<V>
+    where
+        K: Borrow<Q>,
+    {
+        self.entries.get(key).map(|(value, _)| value.clone())
+    }
+
+    /// Stores `value` if there is memory. If all would weigh too much, first forgets all others. Each costs a request when it is
+    /// next needed.
+    fn insert(&mut self, key: K, value: V, weight: u64) {
+        self.remove(&key);
+        if self.weight + weight > self.most {
+            (self.entries, self.weight) = (HashMap::new(), 0);
         }
-        if granted && self.grants >= MAX_GRANTS {
-            self.retain(|name, _| !is_grant(name));
-        }
-        while self.bytes + bytes > MAX_STORED_BYTES && !self.entries.is_empty() {
-            let mut kept = true;
-            self.retain(|_, _| {
-                kept = !kept;
-                kept
-            });
-        }
-        self.bytes += bytes;
-        self.grants += usize::from(granted);
-        self.entries.insert(name, (value, bytes));
-    }
-
-    fn retain(&mut self, mut keeps: impl FnMut(&Name, &T) -> bool) {
-        self.entries.retain(|name, (value, bytes)| {
-            let kept = keeps(name, value);
-            self.bytes -= if kept { 0 } else { *bytes };
-            self.grants -= usize::from(!kept && is_grant(name));
-            kept
-        });
-    }
-
-    pub(super) fn remove(&mut self, name: &Name) {
-        if let Some((_, bytes)) = self.entries.remove(name) {
-            self.bytes -= bytes;
-            self.grants -= usize::from(is_grant(name));
+        if self.entries.try_reserve(1).is_ok() {
+            self.weight += weight;
+            self.entries.insert(key, (value, weight));
         }
     }
-}
 
-fn is_grant(name: &Name) -> bool {
-    matches!(name, Name::Grant(_))
+    pub(super) fn remove<Q: Eq + Hash + ?Sized>(&mut self, key: &Q)
+    where
+        K: Borrow<Q>,
+    {
+        self.weight -= self.entries.remove(key).map_or(0, |(_, weight)| weight);
+    }
 }
 
 impl KnownCaches {
-    /// Stores a description, unless it is too long or the budget of the peer has no memory for it. `last` returns whether the grant
-    /// of another one has not ended, as far as this process sees.
-    pub(super) fn remember(
-        &mut self,
-        name: Name,
-        known: Arc<KnownCache>,
-        last: impl Fn(&KnownCache) -> bool,
-    ) {
+    pub(super) fn of_link() -> Self {
+        Known::new(MAX_STORED_BYTES)
+    }
+
+    /// Stores a description, unless it is too long or the budget of the peer has no memory for it.
+    pub(super) fn remember(&mut self, name: Name, known: Arc<KnownCache>) {
         let share = known.share.clone();
         if share.used() <= MAX_DESCRIPTION_BYTES && share.keep(RECORD_BYTES).is_ok() {
-            self.insert(name, known, share.used(), |known| last(known));
+            self.insert(name, known, share.used());
         }
+    }
+}
+
+impl KnownNames {
+    pub(super) fn of_link() -> Self {
+        Known::new(MAX_NAMES)
+    }
+
+    pub(super) fn remember(&mut self, name: Arc<str>, cache: CacheId) {
+        self.insert(name, cache, 1);
     }
 }
 
@@ -141,50 +129,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_bytes_than_are_kept_cost_half_of_the_names() {
-        let name = |number: u64| Name::Row { cache: CacheId(number.cast_signed()), row: 0 };
-        let (mut records, mut least) = (Records::default(), usize::MAX);
-        let (bytes, most) = (1 << 10, MAX_STORED_BYTES >> 10);
-        for number in 0..3 * most {
-            records.insert(name(number), number, bytes, |_| true);
-            assert!(
-                records.bytes <= MAX_STORED_BYTES && records.bytes == bytes * records.entries.len() as u64
-            );
-            if number >= most {
-                least = least.min(records.entries.len());
-            }
+    fn at_most_a_given_weight_is_kept() {
+        let mut known = Known::new(1000);
+        for number in 0..300_u64 {
+            known.insert(number, number, 10);
+            assert_eq!(known.get(&number), Some(number));
+            assert!(known.weight <= 1000 && known.weight == 10 * known.entries.len() as u64);
         }
-        assert_eq!(least as u64, most / 2 + 1);
-        // The same name replaces what was stored, and a long description makes as much room as it needs.
-        records.insert(name(0), 1, MAX_STORED_BYTES, |_| true);
-        records.insert(name(0), 2, MAX_STORED_BYTES, |_| true);
-        assert_eq!(
-            (records.get(&name(0)), records.entries.len(), records.bytes),
-            (Some(&2), 1, MAX_STORED_BYTES)
-        );
-        records.remove(&name(0));
-        assert_eq!(records.bytes, 0);
-    }
-
-    #[test]
-    fn at_most_256_grants_are_kept_and_those_that_have_ended_go_first() {
-        let name = |slot| Name::Grant(GrantId { slot, generation: 0, secret: [0; 16] });
-        let cache = Name::Row { cache: CacheId(1), row: 0 };
-        let mut records = Records::default();
-        records.insert(cache, false, 100, |_| true);
-        let most = u32::try_from(MAX_GRANTS).unwrap();
-        // Only the grant 7 lasts.
-        (0..=most).for_each(|slot| records.insert(name(slot), slot == 7, 10, |lasts| *lasts));
-        assert_eq!((records.grants, records.entries.len(), records.bytes), (2, 3, 120));
-        assert_eq!((records.get(&name(7)), records.get(&name(most))), (Some(&true), Some(&false)));
-        // There is room for 256 that last. The same grant again takes no further room.
-        (0..most).chain(0..2).for_each(|slot| records.insert(name(slot), true, 10, |lasts| *lasts));
-        assert_eq!((records.grants, records.get(&name(most))), (MAX_GRANTS, None));
-        // If all of them last, all are discarded.
-        records.insert(name(most), true, 10, |lasts| *lasts);
-        assert_eq!((records.grants, records.entries.len(), records.bytes), (1, 2, 110));
-        records.remove(&name(most));
-        assert_eq!((records.grants, records.bytes), (0, 100));
-        assert!(records.get(&cache).is_some(), "other descriptions stay");
+        assert_eq!(known.entries.len(), 100, "as many as there is room for");
+        // The same key replaces what was stored, and needs no further room.
+        known.insert(250, 1, 10);
+        assert_eq!((known.get(&250), known.entries.len(), known.weight), (Some(1), 100, 1000));
+        known.remove(&250);
+        assert_eq!((known.get(&250), known.weight), (None, 990));
+        known.insert(1, 2, 1000);
+        assert_eq!((known.get(&1), known.entries.len(), known.weight), (Some(2), 1, 1000));
     }
 }

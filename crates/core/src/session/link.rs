@@ -15,6 +15,7 @@ use super::dial::Dialer;
 use super::limits::{ahead, body_time};
 use super::notification_window::Notifications;
 use super::peer_memory::PeerMemory;
+use super::poller::next_number;
 use super::remote_view::RemoteView;
 use super::served::Served;
 use crate::budget::{Budget, BudgetShare, PeerBudget};
@@ -42,36 +43,11 @@ pub enum Kind {
     Ensured,
 }
 
-/// The identity of the peer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Peer {
-    /// Its cluster id, as the peer reported it.
-    pub cluster: ClusterId,
-    /// A random number that is chosen when an engine is opened. It distinguishes a restarted peer from its
-    /// predecessor.
-    pub instance: u64,
-    /// The name of its engine; empty if it has none.
-    pub name: Arc<str>,
-    /// Its address, for logs and errors.
-    pub address: String,
-    /// The metadata of its program.
-    pub metadata: Arc<Vec<u8>>,
-}
-
-impl Peer {
-    /// Whether it is a native engine, whose incarnation is its cluster id.
-    pub(super) fn is_native(&self) -> bool {
-        self.cluster.0 == self.instance
-    }
-}
-
-impl Peer {
-    /// Checks that the engine has the name `expected`, if it is given. Otherwise returns `Err(LinkFailed)`.
-    pub(super) fn check_name(&self, expected: Option<&str>) -> Result<()> {
-        let Some(expected) = expected.filter(|expected| **expected != *self.name) else { return Ok(()) };
-        let text = format!("the peer at {} is named '{}', not '{expected}'", self.address, self.name);
-        Err(Error::new(ErrorKind::LinkFailed, text).permanent())
-    }
+/// Checks that the engine `peer` has the name `expected`, if it is given. Otherwise returns `Err(LinkFailed)`.
+pub(super) fn check_name(peer: &PeerInfo, expected: Option<&str>) -> Result<()> {
+    let Some(expected) = expected.filter(|expected| **expected != *peer.name) else { return Ok(()) };
+    let text = format!("the peer at {} is named '{}', not '{expected}'", peer.address, peer.name);
+    Err(Error::new(ErrorKind::LinkFailed, text).permanent())
 }
 
 /// The cluster id and the instance number of an engine.
@@ -82,10 +58,10 @@ pub(super) type EngineId = (ClusterId, u64);
 pub struct Link {
     /// The id of the link, the same on both sides.
     pub(super) id: u64,
+    /// A number that no other link of this process has, and no other descriptor that the control thread watches.
+    pub(super) number: u64,
     pub(super) kind: Kind,
-    pub(crate) peer: Peer,
-    /// The peer as the program sees it.
-    info: Arc<PeerInfo>,
+    pub(crate) peer: Arc<PeerInfo>,
     broken: OnceLock<(Instant, String)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
@@ -104,25 +80,17 @@ impl Link {
     pub(super) fn new(
         id: u64,
         kind: Kind,
-        peer: Peer,
+        peer: PeerInfo,
         view: RemoteView,
         control: Arc<Stream>,
         dialer: Option<Dialer>,
         (budget, silence): (&Arc<Budget>, Duration),
     ) -> Arc<Link> {
-        let info = Arc::new(PeerInfo {
-            cluster: peer.cluster,
-            incarnation: peer.instance,
-            name: peer.name.clone(),
-            address: peer.address.clone(),
-            transport: control.about.transport,
-            metadata: peer.metadata.clone(),
-        });
         Arc::new(Link {
             id,
+            number: next_number(),
             kind,
-            peer,
-            info,
+            peer: Arc::new(peer),
             broken: OnceLock::new(),
             closed: AtomicBool::new(false),
             control: ControlChannel::new(control),
@@ -133,11 +101,6 @@ impl Link {
             budget: PeerBudget::new(budget),
             stats: LinkStats::default(),
         })
-    }
-
-    /// Describes the peer for the program.
-    pub(super) fn peer_info(&self) -> &Arc<PeerInfo> {
-        &self.info
     }
 
     /// Whether the peer has dialled this side for the link, or both sides belong to a communicator.
@@ -156,15 +119,10 @@ impl Link {
         self.notifications.end();
         let reason = self.broken.get().map_or(why, |(_, why)| why).to_owned();
         LinkEnd {
-            peer: PeerInfo::clone(&self.info),
+            peer: PeerInfo::clone(&self.peer),
             reason,
             unacknowledged: self.notifications.unacknowledged(),
         }
-    }
-
-    /// Returns a number that no other link has while this one exists.
-    pub(super) fn key(&self) -> usize {
-        std::ptr::from_ref(self).addr()
     }
 
     /// Begins a pull or push. An unlink waits until the returned guard is dropped. Returns `Err` with

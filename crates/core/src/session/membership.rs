@@ -3,7 +3,6 @@
 //! The member with the higher rank dials repeatedly until `link_total_time` has passed. A member that was
 //! linked before and is gone is searched for without a time limit, with longer pauses.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -282,10 +281,8 @@ impl Communicator {
             let left = if deadline.passed() { self.limit } else { deadline.left() };
             let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one attempt");
             let kind = Kind::Communicator(self.id);
-            let (commit, reached) = (|| Ok(()), Cell::new(None));
-            let (asked, comm, metadata) = (Some(member.cluster), Some(&comm), shared.metadata());
-            let request =
-                LinkRequest { asked, comm, kind, name: None, metadata, commit: &commit, reached: &reached };
+            let request = LinkRequest::new(Some(member.cluster), kind, shared.metadata());
+            let request = LinkRequest { comm: Some(&comm), ..request };
             let error = match shared.connect(&address, &request, limit) {
                 Ok(link) => return Ok(link),
                 Err(error) => error,

@@ -29,17 +29,14 @@ pub(crate) fn send_message_before<T: Serialize>(
     stream.send_before(&protocol::encode(message)?, deadline)
 }
 
-/// Receives one message of at most `limit` bytes. Polls the stream for `poll_time` before it sleeps. Returns
-/// `Err` with the error of the peer if a refusal arrives instead, and with `NotLinked` if the stream has
-/// ended.
+/// Receives one message of at most `limit` bytes. Returns `Err` with the error of the peer if a refusal arrives instead, and with
+/// `NotLinked` if the stream has ended.
 pub(crate) fn receive_message<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,
-    poll_time: Duration,
     deadline: Deadline,
 ) -> Result<T> {
-    let (kind, body) = stream.receive(limit, poll_time, deadline)?.ok_or_else(|| ended(stream))?;
-    protocol::open(kind, &body)
+    receive_message_with(stream, limit, deadline).map(|(message, _)| message)
 }
 
 /// Receives a reply of at most `limit` bytes as [`receive_message`] does. Also returns the memory that it takes, which `admit`

@@ -12,7 +12,6 @@
 mod accept;
 mod answered_writes;
 mod answers;
-mod asked_blocks;
 mod call_pool;
 mod call_slots;
 mod call_streams;
@@ -27,7 +26,6 @@ mod ensure;
 mod establish;
 mod handshake;
 mod known_cache;
-mod known_names;
 mod limits;
 mod link;
 mod listeners;
@@ -66,7 +64,6 @@ pub(crate) use peer_memory::location;
 pub(crate) use peer_snapshot::{BEING_PUSHED, PeerSnapshot, Validity};
 pub(crate) use shared::own;
 
-use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -129,10 +126,7 @@ impl Links {
         let _linking = self.shared.registry.lock_linking(peer.cluster, deadline)?;
         self.shared.unless_linked(peer.cluster, deadline)?;
         control_thread::start(&self.shared)?;
-        let (commit, reached) = (|| Ok(()), Cell::new(None));
-        let (asked, kind, metadata) = (Some(peer.cluster), Kind::Outgoing, self.shared.metadata());
-        let (commit, reached) = (&commit, &reached);
-        let request = LinkRequest { asked, comm: None, kind, name: None, metadata, commit, reached };
+        let request = LinkRequest::new(Some(peer.cluster), Kind::Outgoing, self.shared.metadata());
         self.shared.connect(&address, &request, deadline).map(|_| ())
     }
 
@@ -145,7 +139,7 @@ impl Links {
         metadata: Option<Arc<Vec<u8>>>,
         name: Option<String>,
     ) -> LinkOnDemand {
-        LinkOnDemand::new(&self.shared, address, asked, metadata, name)
+        LinkOnDemand { shared: Arc::downgrade(&self.shared), address, asked, metadata, name }
     }
 
     /// Sets the metadata for the peers of later links.

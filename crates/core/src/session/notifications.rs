@@ -191,7 +191,7 @@ impl Link {
         let source: Weak<dyn NotificationSource> = weak;
         let new = messages.into_iter().map(|BoundedBytes(message)| {
             let share = self.budget.notification(message.len() as u64 + NOTIFICATION_BYTES)?;
-            Ok(Notification::new(self.peer_info().clone(), message, source.clone(), share))
+            Ok(Notification::new(self.peer.clone(), message, source.clone(), share))
         });
         let new = fallible::try_collect("notifications", new).map_err(|refused| {
             let text =

@@ -55,10 +55,10 @@ impl PeerMemory {
         PeerMemory::offer(resources, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
         let (offered, descriptors): (Attach, _) =
             message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
-        stream.refuse_descriptors();
+        stream.refuse_descriptors()?;
         let memory = TakenMemory::take(resources, &offered, descriptors, stream, deadline);
         message_io::send_message(stream, &memory.report(), deadline)?;
-        let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
+        let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, deadline)?;
         Ok(memory.seen_as(seen))
     }
 

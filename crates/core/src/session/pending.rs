@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::accept::{LongStep, Next, PendingStream};
+use super::accept::{Connection, LongStep, Next, Step};
 use super::handshake::HANDSHAKE_TIME;
 use super::poller::{Poller, Watching};
 use super::refusals::{Reason, Refusal};
@@ -32,17 +32,18 @@ pub(super) struct PendingStreams {
     all: BTreeMap<u64, PendingEntry>,
 }
 
-#[derive(Debug)]
 struct PendingEntry {
-    stream: Arc<Stream>,
-    proven: bool,
-    /// Whether the control thread watches it for the handshake. A link made from it is watched separately.
-    watched: bool,
-    /// A server thread is making a link of it, so it must not be dropped any more.
+    connection: Connection,
+    /// The message for which the control thread watches it, of which a part may have arrived. `None` while a thread performs a step.
+    waits: Option<(Step, Inbox)>,
+    /// A thread makes a link of it. So it must not be dropped any more, and the control thread watches it as that of the link.
     enters: bool,
-    /// `None` while a server thread performs a step.
-    waiting: Option<(PendingStream, Inbox)>,
-    until: Deadline,
+}
+
+impl PendingEntry {
+    fn is_proven(&self) -> bool {
+        self.waits.as_ref().is_none_or(|(step, _)| step.is_proven())
+    }
 }
 
 /// The results of the steps that server threads have performed, by the number of the connection.
@@ -71,7 +72,7 @@ impl PendingStreams {
 
     /// Returns the time until the oldest connection must be dropped.
     pub(super) fn next_limit(&self) -> Option<Duration> {
-        self.all.values().find(|entry| !entry.enters).map(|entry| entry.until.left())
+        self.all.values().find(|entry| !entry.enters).map(|entry| entry.connection.until.left())
     }
 
     /// Adds a connection. `local` says that it arrived at the local socket.
@@ -90,11 +91,9 @@ impl PendingStreams {
         if let Err(error) = poller.add("the connection", &*stream, number, Watching::Always) {
             return refuse(shared, &stream, &error.into());
         }
-        let waiting = Some((PendingStream::new(stream.clone(), local, until), Inbox::default()));
-        self.all.insert(
-            number,
-            PendingEntry { stream, proven: false, watched: true, enters: false, waiting, until },
-        );
+        let connection = Connection { stream, local, until };
+        let waits = Some((Step::Hello, Inbox::default()));
+        self.all.insert(number, PendingEntry { connection, waits, enters: false });
     }
 
     /// Returns how long to wait before the next connection is accepted, if the limit is reached and the
@@ -105,7 +104,7 @@ impl PendingStreams {
             return None;
         }
         let (_, entry) = self.victim()?;
-        let age = HANDSHAKE_TIME.saturating_sub(entry.until.left());
+        let age = HANDSHAKE_TIME.saturating_sub(entry.connection.until.left());
         MIN_HANDSHAKE_TIME.checked_sub(age).filter(|left| !left.is_zero())
     }
 
@@ -113,8 +112,8 @@ impl PendingStreams {
     /// the limit are authenticated and have not finished, it is the oldest of those.
     fn victim(&self) -> Option<(u64, &PendingEntry)> {
         let waiting = || self.all.iter().filter(|(_, entry)| !entry.enters);
-        let proven = waiting().filter(|(_, entry)| entry.proven).count();
-        let first = |proven: bool| waiting().find(|(_, entry)| entry.proven == proven);
+        let proven = waiting().filter(|(_, entry)| entry.is_proven()).count();
+        let first = |proven: bool| waiting().find(|(_, entry)| entry.is_proven() == proven);
         let stalled = if proven > self.most / 2 { first(true) } else { None };
         stalled.or_else(|| first(false)).or_else(|| first(true)).map(|(&number, entry)| (number, entry))
     }
@@ -131,26 +130,27 @@ impl PendingStreams {
     /// Drops the connections whose deadline has passed.
     pub(super) fn expire(&mut self, shared: &Shared, poller: &Poller) {
         while let Some((&number, entry)) = self.all.iter().find(|(_, entry)| !entry.enters) {
-            if !entry.until.passed() {
+            let until = entry.connection.until;
+            if !until.passed() {
                 return;
             }
-            let late = entry.until.error("waiting for the handshake of the peer");
+            let late = until.error("waiting for the handshake of the peer");
             self.end(shared, poller, number, Some(&Refusal::new(Reason::Late, late)));
         }
     }
 
     /// Reads what has arrived on the connection `number`, and performs the next step.
     pub(super) fn read(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
-        let Some(entry) = self.all.get_mut(&number) else { return };
-        let Some((pending, mut inbox)) = entry.waiting.take() else { return };
-        let next = match inbox.take(&entry.stream, pending.limit(), pending.expects_descriptors()) {
-            Ok(Arrival::Partial) => {
-                entry.waiting = Some((pending, inbox));
-                return;
-            }
+        let Some(PendingEntry { connection, waits, .. }) = self.all.get_mut(&number) else { return };
+        let Some((step, inbox)) = waits else { return };
+        let next = match inbox.take(&connection.stream, step.limit(), step.expects_descriptors()) {
+            Ok(Arrival::Partial) => return,
             // A connection that its peer closes was not refused; it may be the probe of a load balancer.
             Ok(Arrival::Ended) => return self.end(shared, poller, number, None),
-            Ok(Arrival::Frame(frame)) => pending.step(shared, frame),
+            Ok(Arrival::Frame(frame)) => match waits.take() {
+                Some((step, _)) => step.advance(shared, connection, frame),
+                None => return,
+            },
             // The peer has given up its attempt, or ended.
             Err(error) if error.is_hang_up() => {
                 tracing::debug!(target: "llm_datadist::links", "a connection ended during its handshake: {error}");
@@ -158,7 +158,7 @@ impl PendingStreams {
             }
             Err(error) => Err(Refusal::unreadable(error)),
         };
-        self.apply(shared, poller, number, next);
+        self.apply(shared, poller, number, next, true);
     }
 
     /// Takes back the connections for which server threads have performed a step.
@@ -166,44 +166,54 @@ impl PendingStreams {
         loop {
             // One at a time, so that a panic loses no other.
             let Some((number, next)) = self.returned.steps.lock().pop() else { return };
-            if self.has(number) {
-                self.apply(shared, poller, number, next);
-            }
+            self.apply(shared, poller, number, next, false);
         }
     }
 
-    fn apply(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
+    /// Continues after a step of a connection, which the poller still has if it is `watched`.
+    fn apply(
+        &mut self,
+        shared: &Arc<Shared>,
+        poller: &Poller,
+        number: u64,
+        next: Result<Next, Refusal>,
+        watched: bool,
+    ) {
+        let Some(PendingEntry { connection, waits, enters }) = self.all.get_mut(&number) else { return };
+        let stream = &*connection.stream;
+        // Data that arrives meanwhile waits in the socket.
+        if watched && !matches!(next, Ok(Next::Wait(_))) {
+            poller.remove(stream);
+        }
         match next {
-            Ok(Next::Wait(pending)) => self.wait(shared, poller, number, pending),
-            Ok(Next::Proven(pending)) => {
-                if let Some(entry) = self.all.get_mut(&number) {
-                    entry.proven = true;
+            Ok(Next::Wait(step)) => {
+                let added = if watched {
+                    Ok(())
+                } else {
+                    poller.add("the connection", stream, number, Watching::Always)
+                };
+                match added {
+                    Ok(()) => *waits = Some((step, Inbox::default())),
+                    Err(error) => self.end(shared, poller, number, Some(&error.into())),
                 }
-                self.wait(shared, poller, number, pending);
             }
             Ok(Next::Long(step)) => {
-                if let Some(entry) = self.all.get_mut(&number) {
-                    (entry.proven, entry.enters) = (true, step.enters());
-                    // Data that arrives meanwhile waits in the socket.
-                    entry.unwatch(poller);
-                }
-                self.have_done(shared, number, step);
+                *enters = matches!(step, LongStep::Enter(..));
+                let connection = connection.clone();
+                self.have_done(shared, number, connection, step);
             }
-            Ok(Next::Done) => {
-                if let Some(mut entry) = self.all.remove(&number) {
-                    entry.unwatch(poller);
-                }
-            }
+            Ok(Next::Done) => drop(self.all.remove(&number)),
             Err(refusal) => self.end(shared, poller, number, Some(&refusal)),
         }
     }
 
     /// Has a server thread perform `work`.
-    fn have_done(&self, shared: &Arc<Shared>, number: u64, work: LongStep) {
-        let (weak, returned, stream) = (Arc::downgrade(shared), self.returned.clone(), work.stream().clone());
+    fn have_done(&self, shared: &Arc<Shared>, number: u64, connection: Connection, work: LongStep) {
+        let (weak, returned, stream) =
+            (Arc::downgrade(shared), self.returned.clone(), connection.stream.clone());
         let step = Box::new(move || {
             if let Some(shared) = weak.upgrade() {
-                let next = guarded("performing a step of a handshake", || work.run(&shared));
+                let next = guarded("performing a step of a handshake", || work.run(&shared, &connection));
                 let panicked = || Error::new(ErrorKind::System, "a step of the handshake panicked");
                 returned.push(number, next.unwrap_or_else(|| Err(panicked().into())));
             }
@@ -214,50 +224,35 @@ impl PendingStreams {
         }
     }
 
-    fn wait(&mut self, shared: &Shared, poller: &Poller, number: u64, pending: PendingStream) {
-        let Some(entry) = self.all.get_mut(&number) else { return };
-        entry.waiting = Some((pending, Inbox::default()));
-        if entry.watched {
-            return;
-        }
-        entry.watched = true;
-        if let Err(error) = poller.add("the connection", &*entry.stream, number, Watching::Always) {
-            entry.watched = false;
-            self.end(shared, poller, number, Some(&error.into()));
-        }
-    }
-
     /// Drops the connection `number`, if there is one, because its handling has panicked.
     pub(super) fn give_up(&mut self, shared: &Shared, poller: &Poller, number: u64) {
+        let Some(entry) = self.all.get(&number) else { return };
+        poller.remove(&*entry.connection.stream);
         let error = Error::new(ErrorKind::System, "the handling of the connection panicked");
         self.end(shared, poller, number, Some(&error.into()));
     }
 
     fn end(&mut self, shared: &Shared, poller: &Poller, number: u64, refusal: Option<&Refusal>) {
-        let Some(mut entry) = self.all.remove(&number) else { return };
-        entry.unwatch(poller);
+        let Some(PendingEntry { connection, waits, .. }) = self.all.remove(&number) else { return };
+        if waits.is_some() {
+            poller.remove(&*connection.stream);
+        }
         match refusal {
-            Some(refusal) => refuse(shared, &entry.stream, refusal),
-            None => entry.stream.close(),
+            Some(refusal) => refuse(shared, &connection.stream, refusal),
+            None => connection.stream.close(),
         }
     }
 
     /// Drops all connections when the engine closes. One that is becoming a link is left open: the link sends
     /// a goodbye before it ends.
     pub(super) fn close(&mut self, poller: &Poller) {
-        for mut entry in std::mem::take(&mut self.all).into_values() {
-            entry.unwatch(poller);
-            if !entry.enters {
-                entry.stream.close();
+        for entry in std::mem::take(&mut self.all).into_values() {
+            if entry.waits.is_some() {
+                poller.remove(&*entry.connection.stream);
             }
-        }
-    }
-}
-
-impl PendingEntry {
-    fn unwatch(&mut self, poller: &Poller) {
-        if std::mem::take(&mut self.watched) {
-            poller.remove(&*self.stream);
+            if !entry.enters {
+                entry.connection.stream.close();
+            }
         }
     }
 }

@@ -5,6 +5,7 @@
 //! (`what_was_removed_wakes_nobody_though_a_copy_is_held_open`).
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::event::Timespec;
@@ -85,6 +86,12 @@ impl Poller {
         }
         Ok(())
     }
+}
+
+/// Returns a number that no other descriptor or link of this process has. Lower numbers are for descriptors that each set has once.
+pub(super) fn next_number() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(7);
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
 /// Maximum number of descriptors reported by one wait.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use hashbrown::{HashMap, HashSet};
 
 use super::communicator::{CommStatus, Communicator};
-use super::dials::{self, Decision, Dials};
+use super::dials::{self, Dials};
 use super::limits::Connections;
 use super::link::{EngineId, Kind, Link, broken};
 use super::refusals::{Reason, Refusal};
@@ -65,14 +65,6 @@ pub(super) enum DialStart<Guard> {
     Linked(Arc<Link>),
     /// The attempt is recorded until the guard is dropped.
     Dials(Guard),
-}
-
-/// Whose link a call waits for.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum DialTarget {
-    Engine(EngineId),
-    Cluster(ClusterId),
-    None,
 }
 
 impl Registry {
@@ -134,22 +126,22 @@ impl Registry {
     pub(super) fn begin_dial(&self, to: EngineId, silence_limit: Duration) -> Result<DialStart<impl Drop>> {
         let mut entries = self.entries.lock();
         entries.open_for(Kind::Ensured)?;
-        if let Some(link) = entries.working(DialTarget::Engine(to), silence_limit) {
+        if let Some(link) = entries.working(to.0, Some(to.1), silence_limit) {
             return Ok(DialStart::Linked(link.clone()));
         }
         // The peer would enter a link that this side then refuses.
-        if let Some(rival) = entries.working(DialTarget::Cluster(to.0), silence_limit) {
+        if let Some(rival) = entries.working(to.0, None, silence_limit) {
             return Err(taken((to, Kind::Ensured), rival));
         }
         entries.dials.begin(to);
         Ok(DialStart::Dials(OnDrop(move || self.entries.lock().dials.end(to))))
     }
 
-    /// Waits until a link works that is `wanted`. Returns `None` once `deadline` has passed, and `Err` if the caller was
-    /// interrupted or the engine closes.
+    /// Waits until a link to this cluster works, if one is `wanted`, and to this instance, if one is given. Returns `None` once
+    /// `deadline` has passed, and `Err` if the caller was interrupted or the engine closes.
     pub(super) fn await_link(
         &self,
-        wanted: DialTarget,
+        wanted: Option<(ClusterId, Option<u64>)>,
         silence_limit: Duration,
         deadline: Deadline,
     ) -> Result<Option<Arc<Link>>> {
@@ -158,7 +150,9 @@ impl Registry {
             if entries.closed {
                 return Err(Error::closed());
             }
-            if let Some(link) = entries.working(wanted, silence_limit) {
+            let working =
+                wanted.and_then(|(cluster, instance)| entries.working(cluster, instance, silence_limit));
+            if let Some(link) = working {
                 return Ok(Some(link.clone()));
             }
             if deadline.passed() {
@@ -198,7 +192,7 @@ impl Registry {
         // Checked under the lock, so that one of two simultaneous links is refused. The check of the socket
         // does not wait.
         if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(silence_limit)) {
-            return Err(taken(((link.peer.cluster, link.peer.instance), link.kind), rival));
+            return Err(taken(((link.peer.cluster, link.peer.incarnation), link.kind), rival));
         }
         let (stale, kept): (Vec<Arc<Link>>, _) =
             all.drain(..).partition(|old| !old.alive() || replaces(link, old));
@@ -210,7 +204,7 @@ impl Registry {
         for (old, _) in &stale {
             self.events.link_down(old.end_info(replaced_because(link, old)));
         }
-        self.events.link_up(PeerInfo::clone(link.peer_info()));
+        self.events.link_up(PeerInfo::clone(&link.peer));
         drop(entries);
         self.changed.notify_all();
         self.control.signal();
@@ -305,7 +299,7 @@ impl Registry {
     pub(super) fn by_id(&self, cluster: ClusterId, instance: u64, id: u64) -> Option<Arc<Link>> {
         let entries = self.entries.lock();
         let all = entries.links.get(&cluster)?;
-        all.iter().find(|link| link.id == id && link.peer.instance == instance && link.alive()).cloned()
+        all.iter().find(|link| link.id == id && link.peer.incarnation == instance && link.alive()).cloned()
     }
 
     /// Returns all links, for the control thread. `None` once the engine is closed.
@@ -420,7 +414,7 @@ impl Registry {
             .values()
             .flatten()
             .filter(|link| link.alive())
-            .map(|link| PeerInfo::clone(link.peer_info()))
+            .map(|link| PeerInfo::clone(&link.peer))
             .collect()
     }
 
@@ -464,28 +458,24 @@ impl Entries {
         }
     }
 
-    /// Returns a working link that is `wanted`.
-    fn working(&self, wanted: DialTarget, silence_limit: Duration) -> Option<&Arc<Link>> {
-        let (cluster, instance) = match wanted {
-            DialTarget::Engine((cluster, instance)) => (cluster, Some(instance)),
-            DialTarget::Cluster(cluster) => (cluster, None),
-            DialTarget::None => return None,
-        };
-        let is_wanted = |link: &&Arc<Link>| instance.is_none_or(|instance| link.peer.instance == instance);
+    /// Returns a working link to `cluster`, and to this instance, if one is given.
+    fn working(
+        &self,
+        cluster: ClusterId,
+        instance: Option<u64>,
+        silence_limit: Duration,
+    ) -> Option<&Arc<Link>> {
+        let is_wanted = |link: &&Arc<Link>| instance.is_none_or(|instance| link.peer.incarnation == instance);
         self.links.get(&cluster)?.iter().find(|link| is_wanted(link) && link.works(silence_limit))
     }
 
     /// Decides whether this side enters a link on demand that a peer makes. Returns `Err` with `AlreadyLinked` if another
     /// link is kept.
     fn may_enter(&self, link: &Link, own: EngineId, silence_limit: Duration) -> Result<()> {
-        let peer = (link.peer.cluster, link.peer.instance);
-        let linked = self.working(DialTarget::Engine(peer), silence_limit).is_some();
-        let why = match dials::decide(linked, self.dials.to(peer), own, peer) {
-            Decision::Enter => return Ok(()),
-            Decision::IsLinked => "there is a link already",
-            Decision::KeepOwn => "this side is making the link",
-        };
-        Err(Error::new(ErrorKind::AlreadyLinked, why))
+        let peer = (link.peer.cluster, link.peer.incarnation);
+        let linked = self.working(peer.0, Some(peer.1), silence_limit).is_some();
+        let refused = dials::decide(linked, self.dials.to(peer), own, peer);
+        refused.map_or(Ok(()), |why| Err(Error::new(ErrorKind::AlreadyLinked, why)))
     }
 
     /// Counts the links that peers or communicators made, except those to `cluster`.
@@ -520,7 +510,8 @@ fn usable(all: &[Arc<Link>], silence_limit: Duration) -> Option<&Arc<Link>> {
     let responsive = |link: &&Arc<Link>| link.alive() && link.control.silent() < silence_limit;
     let Some(oldest) = all.iter().find(responsive) else { return all.iter().rev().find(|link| link.alive()) };
     // Among several communicators with one process, the latest is used (contract §6.5).
-    let same_process = |link: &&Arc<Link>| responsive(link) && link.peer.instance == oldest.peer.instance;
+    let same_process =
+        |link: &&Arc<Link>| responsive(link) && link.peer.incarnation == oldest.peer.incarnation;
     let ranked = |link: &&Arc<Link>| matches!(link.kind, Kind::Communicator(_));
     if ranked(&oldest) {
         all.iter().rev().find(|link| ranked(link) && same_process(link))
@@ -531,12 +522,12 @@ fn usable(all: &[Arc<Link>], silence_limit: Duration) -> Option<&Arc<Link>> {
 
 /// Whether a living link leads to the same process as another one.
 fn is_same_peer(link: &Link, other: &Link) -> bool {
-    link.alive() && link.peer.instance == other.peer.instance
+    link.alive() && link.peer.incarnation == other.peer.incarnation
 }
 
 /// Returns why `link` replaces `old`.
 pub(super) fn replaced_because(link: &Link, old: &Link) -> &'static str {
-    if link.peer.instance == old.peer.instance {
+    if link.peer.incarnation == old.peer.incarnation {
         "the peer linked again"
     } else {
         "the peer was restarted and linked again"
@@ -545,12 +536,12 @@ pub(super) fn replaced_because(link: &Link, old: &Link) -> &'static str {
 
 /// Whether `link` would replace `other`, a link to the same cluster.
 fn replaces(link: &Link, other: &Link) -> bool {
-    other.kind == link.kind || other.peer.instance != link.peer.instance
+    other.kind == link.kind || other.peer.incarnation != link.peer.incarnation
 }
 
 /// Returns the error for a link whose place a working link has.
 fn taken(((cluster, instance), kind): (EngineId, Kind), rival: &Link) -> Error {
-    let text = if rival.peer.instance == instance {
+    let text = if rival.peer.incarnation == instance {
         format!("cluster {cluster} is linked already, and its link works")
     } else {
         format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")

@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use super::known_cache::{KnownCache, KnownCaches};
-use super::known_names::KnownNames;
+use super::known_cache::{KnownCache, KnownCaches, KnownNames};
 use super::peer_memory::{PeerMemory, Readable};
 use super::pushes_in_flight::PushesInFlight;
 use crate::copy::{PathKind, PeerTensors, ReadAccess};
 use crate::error::Result;
 use crate::fabric::PeerFabric;
 use crate::memory::{PeerGenerations, TensorBytes};
-use crate::model::{CacheId, Name};
+use crate::model::Name;
 use crate::protocol::{EntryVersion, WireLocation};
 use crate::resources::MemoryLocation;
 use crate::sync::Mutex;
@@ -33,15 +32,16 @@ pub(super) enum ReadableMemory {
 #[derive(Debug)]
 pub(crate) struct RemoteView {
     memory: ReadableMemory,
-    records: Mutex<KnownCaches>,
-    names: Mutex<KnownNames>,
+    pub(super) records: Mutex<KnownCaches>,
+    pub(super) names: Mutex<KnownNames>,
     /// The pushes to the engine of the peer, over any link.
     pushes: Arc<PushesInFlight>,
 }
 
 impl RemoteView {
     pub(super) fn new(memory: ReadableMemory, pushes: Arc<PushesInFlight>) -> RemoteView {
-        RemoteView { memory, records: Mutex::default(), names: Mutex::default(), pushes }
+        let (records, names) = (Mutex::new(KnownCaches::of_link()), Mutex::new(KnownNames::of_link()));
+        RemoteView { memory, records, names, pushes }
     }
 
     /// Has new links wait until the memory is unmapped, and ends reads by UCX, because the link has broken.
@@ -116,34 +116,14 @@ impl RemoteView {
         }
     }
 
-    /// Returns the stored description of a remote cache.
-    pub(super) fn record(&self, name: &Name) -> Option<Arc<KnownCache>> {
-        self.records.lock().get(name).cloned()
-    }
-
     /// Stores the description of a remote cache if there is room.
     pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
-        self.records.lock().remember(name, known, |known| self.grant_lasts(known));
+        self.records.lock().remember(name, known);
     }
 
     /// Removes the description of a remote cache.
     pub(crate) fn forget(&self, name: &Name) {
         self.records.lock().remove(name);
-    }
-
-    /// Returns the id of the cache with a name, as the peer last reported it.
-    pub(super) fn id_of(&self, name: &str) -> Option<CacheId> {
-        self.names.lock().get(name)
-    }
-
-    /// Stores the id of the cache with a name.
-    pub(super) fn remember_name(&self, name: &Arc<str>, cache: CacheId) {
-        self.names.lock().insert(name, cache);
-    }
-
-    /// Removes the id of the cache with a name.
-    pub(super) fn forget_name(&self, name: &str) {
-        self.names.lock().remove(name);
     }
 
     /// Whether the cache is unchanged since its owner described it, and the grant by which it was described lasts, as far as

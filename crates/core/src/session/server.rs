@@ -20,7 +20,7 @@ use super::call_slots::{CallSlot, Slots};
 use super::handshake::HANDSHAKE_TIME;
 use super::limits::Connections;
 use super::link::Link;
-use super::poller::{Poller, Watching};
+use super::poller::{Poller, Watching, next_number};
 use super::refusals::{Reason, Refusal, Refusals};
 use super::registry::Registry;
 use crate::budget::Budget;
@@ -39,7 +39,6 @@ const IDLE_EXIT: Duration = Duration::from_secs(10);
 /// Poller numbers of the event descriptors. Streams have higher numbers.
 const WORK: u64 = 0;
 const CLOSED: u64 = 1;
-const FIRST: u64 = 2;
 
 /// The threads that answer peers, and their work.
 pub(super) struct Server {
@@ -59,47 +58,29 @@ pub(super) struct Server {
 
 #[derive(Default)]
 struct State {
-    /// The streams on which peers may send requests, by poller number.
-    calls: HashMap<u64, CallStream>,
-    last: u64,
+    jobs: Jobs,
     /// Number of threads, including those that are starting.
     threads: usize,
     /// Number of threads that are at work.
     busy: usize,
-    /// The slots in which jobs run, and the jobs that wait for one, keyed by [`Link::key`].
-    slots: Slots<usize, ServerJob>,
-    /// Jobs that have a slot and wait for a thread.
-    ready: VecDeque<(ServerJob, CallSlot)>,
-    /// Handshake steps that wait for a thread. `working` counts the threads that perform one.
-    work: VecDeque<HandshakeStep>,
+    /// Number of threads that perform a handshake step.
     working: usize,
-    /// Links that have ended and are to be dropped.
-    ended: Vec<Arc<Link>>,
     is_closed: bool,
 }
 
-/// Everything that waits for a thread, or for a request.
-struct Taken {
+/// Everything that waits for a thread, or for a request. Dropped without the lock.
+#[derive(Default)]
+struct Jobs {
+    /// The streams on which peers may send requests, by poller number.
     calls: HashMap<u64, CallStream>,
-    work: VecDeque<HandshakeStep>,
-    #[expect(dead_code, reason = "dropped without the lock")]
-    slots: Slots<usize, ServerJob>,
-    #[expect(dead_code, reason = "dropped without the lock")]
+    /// The slots in which jobs run, and the jobs that wait for one, by the number of the link.
+    slots: Slots<u64, ServerJob>,
+    /// Jobs that have a slot and wait for a thread.
     ready: VecDeque<(ServerJob, CallSlot)>,
-    #[expect(dead_code, reason = "dropped without the lock")]
+    /// Handshake steps that wait for a thread.
+    work: VecDeque<HandshakeStep>,
+    /// Links that have ended and are to be dropped.
     ended: Vec<Arc<Link>>,
-}
-
-impl State {
-    fn take(&mut self) -> Taken {
-        Taken {
-            calls: std::mem::take(&mut self.calls),
-            work: std::mem::take(&mut self.work),
-            slots: std::mem::take(&mut self.slots),
-            ready: std::mem::take(&mut self.ready),
-            ended: std::mem::take(&mut self.ended),
-        }
-    }
 }
 
 /// A handshake step that may take long.
@@ -153,7 +134,7 @@ impl Server {
     /// [`watch`](Self::watch) must follow.
     pub(super) fn admit(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<(), Refusal> {
         let full = |error| Refusal::new(Reason::Full, error);
-        if self.state.lock().calls.len() >= self.limits.calls
+        if self.state.lock().jobs.calls.len() >= self.limits.calls
             && link.served.count(|_| true) >= Connections::OF_EACH
         {
             let error = Error::new(
@@ -168,16 +149,13 @@ impl Server {
     /// Answers the requests on `stream`, which `link` knows, until the stream ends.
     pub(super) fn watch(self: &Arc<Self>, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<()> {
         stream.demand_pace(self.answers.silence());
-        let mut state = self.state.lock();
-        state.last = state.last.max(FIRST) + 1;
-        let number = state.last;
-        state.calls.insert(number, CallStream { link: link.clone(), stream: stream.clone() });
-        drop(state);
+        let (number, call) = (next_number(), CallStream { link: link.clone(), stream: stream.clone() });
+        self.state.lock().jobs.calls.insert(number, call);
         // A request may have arrived already. If the link has ended meanwhile, its streams are closed, and
         // the poller reports that too.
         let watched = self.poller.add("a call stream", &**stream, number, watching(stream));
         watched.and_then(|()| self.ensure_idle_thread()).inspect_err(|_| {
-            self.state.lock().calls.remove(&number);
+            self.state.lock().jobs.calls.remove(&number);
             self.poller.remove(&**stream);
             link.served.remove(stream);
         })
@@ -187,8 +165,8 @@ impl Server {
     pub(super) fn dial(self: &Arc<Self>, link: &Arc<Link>) {
         let mut state = self.state.lock();
         let job = ServerJob::Dial(link.clone());
-        let Some(job) = state.slots.enter(link.key(), job, false) else { return };
-        state.ready.push_back(job);
+        let Some(job) = state.jobs.slots.enter(link.number, job, false) else { return };
+        state.jobs.ready.push_back(job);
         drop(state);
         self.work.signal();
         if let Err(error) = self.ensure_idle_thread() {
@@ -198,14 +176,14 @@ impl Server {
 
     /// Has a thread perform a handshake step. Returns `Err` with `System` if no thread can be started for it.
     pub(super) fn work(self: &Arc<Self>, step: HandshakeStep) -> Result<()> {
-        self.state.lock().work.push_back(step);
+        self.state.lock().jobs.work.push_back(step);
         self.work.signal();
         self.ensure_idle_thread()
     }
 
     /// Has a thread drop a link that has ended: unmapping the memory of a peer may take long.
     pub(super) fn release(self: &Arc<Self>, link: Arc<Link>) {
-        self.state.lock().ended.push(link);
+        self.state.lock().jobs.ended.push(link);
         self.work.signal();
         // If no thread can be started, the link is dropped with the next piece of work.
         let _ = self.ensure_idle_thread();
@@ -215,7 +193,7 @@ impl Server {
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.is_closed = true;
-        let taken = state.take();
+        let taken = std::mem::take(&mut state.jobs);
         drop(state);
         self.closed.signal();
         for call in taken.calls.into_values() {
@@ -296,7 +274,8 @@ impl Server {
     /// Ends all links with the reason, because no thread can wait for their requests. The control thread notices their end. The next
     /// link starts another thread, which tries again.
     fn fail(&self, error: &Error) {
-        let (links, taken) = (self.registry.all().unwrap_or_default(), self.state.lock().take());
+        let links = self.registry.all().unwrap_or_default();
+        let taken = std::mem::take(&mut self.state.lock().jobs);
         if links.is_empty() && taken.calls.is_empty() && taken.work.is_empty() {
             return;
         }
@@ -321,15 +300,15 @@ impl Server {
         let mut worked = false;
         loop {
             let mut state = self.state.lock();
-            if let Some((job, slot)) = state.ready.pop_front() {
+            if let Some((job, slot)) = state.jobs.ready.pop_front() {
                 drop(state);
                 self.run_jobs(job, slot);
                 worked = true;
                 continue;
             }
-            let next = if state.working < MAX_STEPS { state.work.pop_front() } else { None };
+            let next = if state.working < MAX_STEPS { state.jobs.work.pop_front() } else { None };
             let Some(step) = next else {
-                let ended = std::mem::take(&mut state.ended);
+                let ended = std::mem::take(&mut state.jobs.ended);
                 drop(state);
                 if !ended.is_empty() {
                     let _at_work = self.work_begins();
@@ -352,9 +331,9 @@ impl Server {
     /// ended.
     fn answer(self: &Arc<Self>, number: u64) -> bool {
         let mut state = self.state.lock();
-        let Some(call) = state.calls.get(&number).cloned() else { return false };
-        let (link, extra) = (call.link.key(), call.link.served.writes.any());
-        if let Some((job, slot)) = state.slots.enter(link, ServerJob::Answer(number, call), extra) {
+        let Some(call) = state.jobs.calls.get(&number).cloned() else { return false };
+        let (link, extra) = (call.link.number, call.link.served.writes.any());
+        if let Some((job, slot)) = state.jobs.slots.enter(link, ServerJob::Answer(number, call), extra) {
             drop(state);
             self.run_jobs(job, slot);
         }
@@ -378,7 +357,7 @@ impl Server {
                     guarded("opening a stream to a peer", || self.take_dial(&link));
                 }
             }
-            next = self.state.lock().slots.leave(link.key(), slot);
+            next = self.state.lock().jobs.slots.leave(link.number, slot);
         }
     }
 
@@ -396,7 +375,7 @@ impl Server {
             }
             // Stop if another job waits for this slot, or if no request follows at once. The next request of
             // the same call often arrives within microseconds.
-            if self.state.lock().slots.wanted(link.key(), slot) || !stream.readable_within(POLL_TIME) {
+            if self.state.lock().jobs.slots.wanted(link.number, slot) || !stream.readable_within(POLL_TIME) {
                 break true;
             }
         };
@@ -405,7 +384,7 @@ impl Server {
 
     fn end_call(&self, number: u64, CallStream { link, stream }: &CallStream) {
         self.poller.remove(&**stream);
-        self.state.lock().calls.remove(&number);
+        self.state.lock().jobs.calls.remove(&number);
         stream.close();
         link.served.remove(stream);
     }

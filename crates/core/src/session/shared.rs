@@ -101,7 +101,7 @@ impl Shared {
 
     pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         let link = self.registry.find(cluster, self.silence_limit(), deadline)?;
-        if link.peer.instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
+        if link.peer.incarnation == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
     }
 }
 

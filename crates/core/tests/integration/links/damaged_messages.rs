@@ -1,7 +1,6 @@
 //! Messages with one flipped bit: a call over TCP ends with an error or with the correct bytes, and no other byte and no
 //! other key changes.
 
-use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -62,14 +61,6 @@ struct CallStream {
 const NO_CALLS: usize = usize::MAX / 2;
 
 impl Interference for CallStream {
-    fn allow(&self, _: Direction, len: usize) -> io::Result<Option<usize>> {
-        Ok(Some(len))
-    }
-
-    fn allow_windows(&self, _: Direction, lens: &[u64], _: u64) -> io::Result<Option<usize>> {
-        Ok(Some(lens.len()))
-    }
-
     fn garble(&self, way: Direction, bytes: &mut [u8]) {
         if way != Direction::Out || !bytes.starts_with(b"LD") {
             return;
@@ -89,12 +80,6 @@ impl Interference for CallStream {
                 bytes[bit / 8] ^= 1 << (bit % 8);
             }
         }
-    }
-
-    fn passed(&self, _: Direction, _: usize) {}
-
-    fn stalled(&self, _: Direction) -> bool {
-        false
     }
 }
 

@@ -1,6 +1,5 @@
 //! Call streams with rings: which calls use them, and how many streams of a link have them.
 
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -116,24 +115,10 @@ impl Transport for Prevented {
 struct GarbledOffers;
 
 impl Interference for GarbledOffers {
-    fn allow(&self, _: Direction, len: usize) -> io::Result<Option<usize>> {
-        Ok(Some(len))
-    }
-
-    fn allow_windows(&self, _: Direction, lens: &[u64], _: u64) -> io::Result<Option<usize>> {
-        Ok(Some(lens.len()))
-    }
-
     fn garble(&self, way: Direction, bytes: &mut [u8]) {
         if way == Direction::Out && *bytes == protocol::encode(&RingOffer).unwrap() {
             bytes.fill(0xFF);
         }
-    }
-
-    fn passed(&self, _: Direction, _: usize) {}
-
-    fn stalled(&self, _: Direction) -> bool {
-        false
     }
 }
 

@@ -1,6 +1,7 @@
 //! File descriptors that travel with a frame.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -11,6 +12,7 @@ use llm_datadist_core::testing::net::{Address, MAX_DESCRIPTORS, Stream, Unix};
 use llm_datadist_core::testing::protocol::{MESSAGE, MESSAGE_LIMIT};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::set_socket_linger;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::{body, connected, each, frame, soon, unique};
 use crate::child_process::{self, report};
@@ -157,6 +159,39 @@ fn stuck() {
 #[test]
 fn descriptors_that_never_close_are_bounded() {
     assert_eq!(child_process::run("transport::descriptors::stuck", "stuck"), ["done"]);
+}
+
+/// Neither the thread that receives nor the one that drops a stream closes what the peer has sent.
+#[test]
+fn descriptors_behind_a_frame_hold_nobody_up() {
+    let begun = Instant::now();
+    let (_, local, remote) = connected(&Unix, &Address::Unix(unique("behind")));
+    remote.expect_descriptors().unwrap();
+    local.send(&frame(b"permitted"), soon()).unwrap();
+    let (fd, behind) = lingering();
+    local.send_with(&frame(b"behind"), &[fd.as_fd()], soon()).unwrap();
+    drop(fd);
+    let (_, text, _) = remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
+    assert_eq!(text, b"permitted");
+    let refused = remote.refuse_descriptors().unwrap_err();
+    assert!(refused.to_string().contains("not asked for"), "{refused}");
+    assert!(remote.is_closed());
+    drop(remote);
+
+    // More than a frame may carry.
+    let (_, local, remote) = connected(&Unix, &Address::Unix(unique("many")));
+    remote.expect_descriptors().unwrap();
+    let (fd, many) = lingering();
+    let fds = [fd.as_fd(); MAX_DESCRIPTORS + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS + 1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    sendmsg(&local, &[IoSlice::new(&frame(b"many"))], &mut control, SendFlags::empty()).unwrap();
+    drop(fd);
+    assert!(remote.receive_with(MESSAGE_LIMIT, soon()).is_ok_and(|frame| frame.unwrap().2.is_empty()));
+    drop(remote);
+    assert!(begun.elapsed() < LINGER / 2, "this thread has closed a descriptor");
+    drop((behind, many));
 }
 
 /// Returns a socket whose last `close` waits until the other end is closed, and that end, which reads nothing of what was sent.
