@@ -37,7 +37,7 @@ use hand::{Flat, LOOPS, Shuffle, loop_over, median, timed};
 use llm_datadist_core::testing::copy::{CopyEngine, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{Region, Tensors};
-use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan};
+use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence};
 use llm_datadist_core::{
     CacheDesc, ClusterId, Config, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement,
     Role, TokenOrder, Words,
@@ -226,7 +226,7 @@ impl Bed {
         let src = Side::new(case.geometry(&case.src, rows, tensors), tensors, 0x5EED_0001);
         let dst = Side::new(case.geometry(&case.dst, rows, tensors), tensors, 0x5EED_0002);
         let part = KvPart::common(src.geometry.layout(), dst.geometry.layout()).unwrap();
-        let plan = LayoutPlan::new(&src.sequence(), &dst.sequence(), &part).unwrap();
+        let plans = CopyPlan::between_layouts(&src.sequence(), &dst.sequence(), &part).unwrap();
         let places = || {
             let addrs = || src.tensors.addrs().iter().zip(dst.tensors.addrs());
             let at = |side: &Side, addr: u64, block: u64| addr + block * side.geometry.row_stride();
@@ -238,7 +238,7 @@ impl Bed {
             places
         };
         let (nest, flat) = (case.nest(places()), flat(case, &places()));
-        let bed = Bed { src, dst, plans: plan.plans, flat, nest };
+        let bed = Bed { src, dst, plans, flat, nest };
         assert_eq!(bed.bytes(), (bed.flat.moves.len() * bed.flat.len) as u64);
         bed
     }
@@ -363,10 +363,9 @@ fn main() {
     );
     let mut config = Config::new(Role::Mix, ClusterId(1));
     config.copy_workers = options.workers;
+    let engine = CopyEngine::new(&config, DeviceSet::host_only());
     for &mib in &options.mib {
         for case in cases().iter().filter(|case| options.only.as_ref().is_none_or(|only| case.name == only)) {
-            // Each case learns by itself which kernel is fastest.
-            let engine = CopyEngine::new(&config, DeviceSet::host_only()).unwrap();
             compare(case, &options, mib, &engine);
         }
     }
@@ -390,7 +389,7 @@ fn planning() {
             let dst =
                 KvSequence { geometry: &dst, blocks: &dst_blocks, tokens: None, words: &Words::ORIGINAL.src };
             let part = KvPart::common(src.geometry.layout(), dst.geometry.layout()).unwrap();
-            drop(std::hint::black_box(LayoutPlan::new(&src, &dst, &part).unwrap()));
+            drop(std::hint::black_box(CopyPlan::between_layouts(&src, &dst, &part).unwrap()));
         };
         let mut times: Vec<f64> = (0..101).map(|_| timed(plan)).collect();
         println!("{name:24} {:9.0}", median(&mut times) * 1e6);

@@ -65,7 +65,7 @@ fn main() {
     let adopted = unsafe { Adopted::new(&desc, CacheKind::Blocks, &[memory.as_mut_ptr() as u64]) };
     let dst = Arc::new(Tensors::adopted(adopted.unwrap()));
     let config = Config::new(Role::Prompt, ClusterId(1));
-    let engine = CopyEngine::new(&config, DeviceSet::host_only()).unwrap();
+    let engine = CopyEngine::new(&config, DeviceSet::host_only());
     for (blocks, block, calls, pauses) in [
         (1, 4 << 10, 4000, true),
         (1, 16 << 10, 4000, true),

@@ -29,7 +29,6 @@ LINK_OPTIONS = (*LINK_INTEGERS, *LINK_TEXTS, "link_accept_remote", "link_remote_
 CHOICES = {
     "swap_in_path": ("auto", "direct", "ring"),
     "verify": ("off", "sample", "full"),
-    "copy_kernel": ("auto", "plain", "streaming"),
     "huge_pages": ("auto", "off", "eager"),
 }
 ADDITIONS = ("copy_workers", "max_transfers", "transfer_poll_us", *CHOICES)
@@ -138,7 +137,6 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "transfer_poll_us": (-1, 10_001, 2**64),
         "swap_in_path": ("Ring", "fast", " ring", "nan", "", "\ud800", LONG),
         "verify": ("Full", "on", " off", "samples", "", "full\0", "\ud800", LONG),
-        "copy_kernel": ("Plain", "avx", "streaming ", "nan", "", "plain\0"),
         "huge_pages": ("Auto", "on", "merge", "merge_registered", "eager ", "1", "", "off\0", "\ud800", LONG),
         LINK_INTEGERS: (-1, 2**31, 2**70),
         ("link_heartbeat", "link_pin_limit", "link_silence", "rank_port"): (0,),

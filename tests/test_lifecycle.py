@@ -142,7 +142,7 @@ def test_init_again_with_the_same_dictionary_starts_from_nothing(again: str) -> 
             ({**options(), f"llm.{key}": "nan"}, LE)
             for key in (
                 *("EnableCacheManager", "EnableRemoteCacheAccessible", "SyncKvCacheWaitTime", "LinkRetryCount"),
-                *("LinkTotalTime", "RdmaTrafficClass", "RdmaServiceLevel", "CopyWorkers", "SwapInPath", "CopyKernel"),
+                *("LinkTotalTime", "RdmaTrafficClass", "RdmaServiceLevel", "CopyWorkers", "SwapInPath"),
             )
         ],
         *[({**options(), "ge.exec.deviceId": bad}, LE) for bad in ("nan", "0;1", "9" * 40)],

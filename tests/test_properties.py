@@ -88,7 +88,6 @@ class Meeting:
                 pool(HOST_PAGES << PAGE_SHIFT, PAGE_SHIFT),
                 llm__SwapInPath=draw(st.sampled_from(["auto", "direct", "ring"])),
                 llm__CopyWorkers=draw(st.sampled_from(["1", "2", "7"])),
-                llm__CopyKernel=draw(st.sampled_from(["auto", "plain", "streaming"])),
             )
         )
         self.manager = self.dist.cache_manager

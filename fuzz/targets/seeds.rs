@@ -222,7 +222,7 @@ fn texts() {
     let options: [(&str, &[u8]); 4] = [
         ("cache-manager", b"\0llm.EnableCacheManager=1\nllm.EnableRemoteCacheAccessible=1\nllm.MemPoolConfig={\"memory_size\":1048576,\"page_shift\":16}\nllm.SyncKvCacheWaitTime=500\nge.exec.deviceId=0\n"),
         ("links", b"\x01llm.ListenIpInfo=127.0.0.1:0\nllm.LinkToken=sixteen-characters-at-least\nllm.LinkHeartbeat=100\nllm.LinkSilence=400\nllm.LinkTransport=tcp\nllm.LinkStreams=4\nllm.LinkAcceptRemote=1\nllm.RankPort=16666\nllm.RankHosts={\"1\":\"127.0.0.1:5\"}\nllm.LinkTotalTime=3\nllm.LinkRetryCount=2\n"),
-        ("copies", b"\x02llm.CopyWorkers=4\nllm.SwapInPath=ring\nllm.CopyKernel=plain\nllm.HugePages=off\nllm.MemoryUtilization=0.5\nge.flowGraphMemMaxSize=1048576\nllm.RdmaTrafficClass=132\nenv.HCCL_CONNECT_TIMEOUT=120\n"),
+        ("copies", b"\x02llm.CopyWorkers=4\nllm.SwapInPath=ring\nllm.HugePages=off\nllm.MemoryUtilization=0.5\nge.flowGraphMemMaxSize=1048576\nllm.RdmaTrafficClass=132\nenv.HCCL_CONNECT_TIMEOUT=120\n"),
         ("class", b"\x01llm.DeviceId=0\nllm.BufPoolCfg={\"buf_pool_size\":4194304}\nllm.EnableSwitchRole=1\nllm.TransferBackend=hixl\nllm.ListenIpInfo=127.0.0.1:0\nllm.LocalCommRes=x\n"),
     ];
     for (name, text) in options {

@@ -67,7 +67,6 @@ ROLES = frozenset(
         "llm-layers",  # asks a synchronizer of the program whether a layer is ready
         "llm-log",  # passes log lines of the engine to the logging of the program
         "llm-read",  # reads the memory of another process
-        "llm-ring",  # drains the buffers of a swap
         "llm-search",  # connects to the members of a communicator
         "llm-serve",  # answers the calls of peers
         "llm-stream",  # transfers one of the TCP streams of a large pull

@@ -29,8 +29,6 @@ def settings(chance: random.Random, *, accessible: bool) -> dict[str, str]:
     more: dict[str, Any] = {"llm__LinkTransport": chance.choice(["auto", "tcp"])}
     if chance.random() < 0.3:
         more["llm__Verify"] = chance.choice(["full", "sample"])
-    if chance.random() < 0.2:
-        more["llm__CopyKernel"] = chance.choice(["plain", "streaming"])
     return options(accessible=accessible, pool=POOL, **more)
 
 

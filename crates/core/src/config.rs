@@ -111,18 +111,6 @@ pub enum SwapInPath {
     Ring,
 }
 
-/// Kernel for copies in host memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KernelChoice {
-    /// The kernel that was measured to be faster for the size of the copy.
-    #[default]
-    Auto,
-    /// Ordinary stores, through the CPU caches.
-    Plain,
-    /// Streaming stores, which bypass the CPU caches, if the CPU has them.
-    Streaming,
-}
-
 /// How memory is put into huge pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugeChoice {
@@ -316,8 +304,6 @@ pub struct Config {
     pub copy_workers: Option<usize>,
     /// Route of swap-ins.
     pub swap_in: SwapInPath,
-    /// Kernel for copies in host memory.
-    pub kernel: KernelChoice,
     /// How memory is put into huge pages.
     pub huge_pages: HugeChoice,
     /// How thoroughly calls compare the bytes that they have moved with their source, unless the call overrides it.
@@ -358,7 +344,6 @@ impl Config {
             remote_accessible: false,
             copy_workers: None,
             swap_in: SwapInPath::Auto,
-            kernel: KernelChoice::Auto,
             huge_pages: HugeChoice::Auto,
             verify: Verify::Off,
             links: LinkConfig::default(),

@@ -14,7 +14,7 @@
 //! `tools/lint/test_architecture.py` checks. The modules are private; this page is the whole interface:
 //!
 //! - **Open an engine:** [`DataDist::open`] with [`Config::native`]: [`PoolConfig`], [`LinkConfig`] with [`Token`] and
-//!   [`TransportChoice`], and the choices [`KernelChoice`], [`SwapInPath`], [`HugeChoice`] and [`Verify`].
+//!   [`TransportChoice`], and the choices [`SwapInPath`], [`HugeChoice`] and [`Verify`].
 //! - **Caches by name:** [`OwnCache::allocate`] and [`OwnCache::register`] of [`Adopted`] memory, described by a [`CacheForm`]; a
 //!   [`KvLayout`] says what blocks mean. [`PeerCache`] names a cache of a peer.
 //! - **Rows:** [`OwnCache::rows`] and [`PeerCache::rows`] select blocks, and [`BlockRows::with_part`] the part of them that moves.
@@ -143,8 +143,8 @@ mod validate;
 
 pub use cache::{Cache, TableState};
 pub use config::{
-    Backend, Config, FabricConfig, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share,
-    SwapInPath, Token, TransportChoice,
+    Backend, Config, FabricConfig, HugeChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
+    TransportChoice,
 };
 pub use engine::{
     CacheIndex, CallExtras, CopyMember, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, Operation,

@@ -115,7 +115,7 @@ impl Resources {
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let regions = [&host, &device].map(|arena| arena.as_ref().map(|arena| arena.shared()));
-        let copy_engine = CopyEngine::of_process(engine, &config, devices)?;
+        let copy_engine = CopyEngine::of_process(engine, &config, devices);
         let eager = config.huge_pages == HugeChoice::Eager;
         let merged =
             if eager { commit_pools(regions.clone(), &copy_engine)? } else { <[Merged; 2]>::default() };

@@ -146,7 +146,7 @@ class LLMDataDist:
             LLMException: ``LLM_FAILED``: another object of the process is initialized, or the address cannot be
                 bound; ``LLM_PARAM_INVALID``: an option, the role or the token is invalid or missing;
                 ``LLM_OUT_OF_MEMORY``, or ``LLM_DEVICE_OUT_OF_MEMORY`` in KvCacheManager mode: the system has no memory
-                for a pool; ``LLM_FEATURE_NOT_ENABLED``: the CPU lacks the stores that ``llm.CopyKernel`` names.
+                for a pool.
         """
         _forget_parent()  # the C library's `fork` runs no hooks of Python
         if self._is_initialized and self._opened_by == os.getpid():

@@ -27,7 +27,6 @@ class OptionProperties:
     transfer_poll_us: Option[Optional[int]]
     swap_in_path: Option[Optional[str]]
     verify: Option[Optional[str]]
-    copy_kernel: Option[Optional[str]]
     huge_pages: Option[Optional[str]]
     link_token: Option[Optional[str]]
     link_token_file: Option[Optional[str]]

@@ -12,8 +12,6 @@ pub(super) struct CopyThreads {
     pub(super) copiers: Arc<WorkerThreads>,
     /// They wait for streams, which copiers must not do.
     pub(super) streamers: Arc<WorkerThreads>,
-    /// They empty the staging rings.
-    pub(super) drainers: Arc<WorkerThreads>,
     pub(super) readers: Arc<ReaderThreads>,
 }
 
@@ -23,7 +21,6 @@ impl CopyThreads {
         CopyThreads {
             copiers: Arc::new(WorkerThreads::new("llm-copy")),
             streamers: Arc::new(WorkerThreads::new("llm-stream")),
-            drainers: Arc::new(WorkerThreads::new("llm-ring")),
             readers: Arc::new(ReaderThreads::new()),
         }
     }

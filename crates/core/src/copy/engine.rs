@@ -6,14 +6,14 @@
 use std::sync::Arc;
 
 use super::copy_threads::CopyThreads;
+use super::counted_bytes::CountedBytes;
 use super::host_buffers::HostBuffers;
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
+use super::reader_threads::Readers;
 use super::route::{PlacedTensors, Route, Staging};
-use super::tuner::{Source, Tuner};
-use super::unit_job::Work;
+use super::staging_ring::RingOwner;
 use super::workers::Workers;
-use super::{reader_threads, staging_ring};
 use crate::config::Config;
 use crate::device::DeviceSet;
 use crate::error::{Error, ErrorKind, Result};
@@ -23,24 +23,16 @@ use crate::plan::CopyPlan;
 use crate::sync::Mutex;
 use crate::threads::EngineNumber;
 
-/// Result of a copy that succeeded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CopyOutcome {
-    /// Bytes moved. Each byte counts once.
-    pub bytes: u64,
-    /// Route that the bytes took.
-    pub route: Route,
-}
-
 /// Runs plans on persistent worker threads.
 #[derive(Debug)]
 pub struct CopyEngine {
-    devices: DeviceSet,
+    pub(super) devices: DeviceSet,
     workers: Workers,
-    readers: reader_threads::Readers,
-    tuner: Arc<Tuner>,
-    ring: staging_ring::RingOwner,
-    host_buffers: Arc<HostBuffers>,
+    pub(super) readers: Readers,
+    counted: Arc<CountedBytes>,
+    ring: RingOwner,
+    /// For bytes that a device and a path cannot pass to each other directly.
+    pub(super) host_buffers: Arc<HostBuffers>,
     /// Threads that wait for streams, which copy workers must not do.
     streamers: Workers,
     /// Kept for the engines that open while this one is open.
@@ -48,41 +40,33 @@ pub struct CopyEngine {
 }
 
 impl CopyEngine {
-    /// Creates an engine over `devices` with the workers and kernels that `config` selects, on the threads that all engines of this
-    /// process share.
-    ///
-    /// Returns `Err(NotEnabled)` if this CPU does not have the kernel that `config` forces.
-    pub(crate) fn of_process(engine: EngineNumber, config: &Config, devices: DeviceSet) -> Result<Self> {
+    /// Creates an engine over `devices` with the workers that `config` selects, on the threads that all engines of this process
+    /// share.
+    pub(crate) fn of_process(engine: EngineNumber, config: &Config, devices: DeviceSet) -> Self {
         Self::on(CopyThreads::of_process(), engine, config, devices)
     }
 
     /// Creates an engine with threads of its own.
     #[cfg(any(test, feature = "testing"))]
-    pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
+    pub fn new(config: &Config, devices: DeviceSet) -> Self {
         Self::on(Arc::new(CopyThreads::new()), EngineNumber::next(), config, devices)
     }
 
-    fn on(
-        threads: Arc<CopyThreads>,
-        engine: EngineNumber,
-        config: &Config,
-        devices: DeviceSet,
-    ) -> Result<Self> {
-        let tuner = Tuner::new(config.kernel)?;
+    fn on(threads: Arc<CopyThreads>, engine: EngineNumber, config: &Config, devices: DeviceSet) -> Self {
         let warned = Arc::default();
         let count = config.copy_workers.unwrap_or(Config::DEFAULT_WORKERS);
         let workers = Workers::new(&threads.copiers, engine, count, Arc::clone(&warned));
         let streams = config.links.max_streams(1 + config.links.addresses.len());
-        Ok(CopyEngine {
+        CopyEngine {
             devices,
-            readers: reader_threads::Readers::new(&threads.readers, engine, workers.count()),
+            readers: Readers::new(&threads.readers, engine, workers.count()),
             workers,
-            tuner: Arc::new(tuner),
-            ring: staging_ring::RingOwner::new(&threads.drainers, engine),
+            counted: Arc::default(),
+            ring: RingOwner::default(),
             host_buffers: Arc::default(),
             streamers: Workers::new(&threads.streamers, engine, streams, warned),
             _threads: threads,
-        })
+        }
     }
 
     /// Returns the workers that run the parts of a transfer through several streams.
@@ -90,48 +74,21 @@ impl CopyEngine {
         &self.streamers
     }
 
-    /// Sets whether copies, streams and the staging ring behave as if no thread could be started.
+    /// Sets whether copies and streams behave as if no thread could be started.
     #[cfg(feature = "testing")]
     pub fn refuse_threads(&self, refuse: bool) {
         self.workers.refuse_threads(refuse);
         self.streamers.refuse_threads(refuse);
-        self.ring.refuse_threads(refuse);
     }
 
-    /// Number of threads that copy, including the calling thread.
-    pub fn worker_count(&self) -> usize {
-        self.workers.count()
-    }
-
-    /// Runs units `0..units` of `work`, which is not a copy, on the copy workers and the calling thread.
-    /// Returns when no thread touches `work` any more (see [`Workers::run`]).
-    pub fn spread(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
-        self.workers.run(work, units, limit)
-    }
-
-    /// Returns the threads that read memory of other processes.
-    pub(super) fn readers(&self) -> &reader_threads::Readers {
-        &self.readers
-    }
-
-    /// Returns the threads that copy.
-    pub(super) fn copy_workers(&self) -> &Workers {
+    /// Returns the threads that copy, including the calling thread.
+    pub fn workers(&self) -> &Workers {
         &self.workers
     }
 
-    /// Returns the buffers for bytes that a device and a path cannot pass to each other directly.
-    pub(super) fn host_buffers(&self) -> &Arc<HostBuffers> {
-        &self.host_buffers
-    }
-
-    /// Returns the devices whose memory the engine copies.
-    pub(super) fn devices(&self) -> &DeviceSet {
-        &self.devices
-    }
-
-    /// Returns the choice of kernels, which also counts the bytes of all copies.
-    pub fn tuner(&self) -> &Arc<Tuner> {
-        &self.tuner
+    /// Returns the bytes of all copies.
+    pub fn counted(&self) -> &Arc<CountedBytes> {
+        &self.counted
     }
 
     /// Bytes of device memory that the staging ring holds.
@@ -153,7 +110,7 @@ impl CopyEngine {
         opened.ok_or_else(|| Error::new(ErrorKind::System, "the peer's process was not opened"))
     }
 
-    /// Moves every byte of `plan` within this process.
+    /// Moves every byte of `plan` within this process, and returns the route that the bytes took.
     ///
     /// The caller must hold pins on both ends until this returns. Memory of a peer is read by a [`DataPath`](super::DataPath).
     /// `progress` records which bytes are in place. `limit` decides whether a copy that has begun is finished. An error carries the
@@ -166,7 +123,7 @@ impl CopyEngine {
         staging: Staging,
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
-    ) -> Result<CopyOutcome> {
+    ) -> Result<Route> {
         let limit = limit.into();
         let route = super::route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_present(Access::Read)?;
@@ -178,17 +135,16 @@ impl CopyEngine {
             src: src.0.clone(),
             dst: dst.0.clone(),
             copier: device.clone(),
-            tuner: self.tuner.clone(),
-            source: if route == Route::Ring { Source::Buffer } else { Source::Own },
+            counted: self.counted.clone(),
             progress: progress.clone(),
             // The caller holds the pins.
             held: progress.clone(),
         };
         let ended = match route {
             Route::Direct => copy.direct(&self.workers, limit),
-            Route::Ring => self.ring.run(&copy, device.as_ref(), staging.buffer_bytes, limit),
+            Route::Ring => self.ring.run(copy, (device.as_ref(), &self.workers), staging.buffer_bytes, limit),
         };
         ended.map_err(|error| with_copied_bytes(error, progress, bytes))?;
-        Ok(CopyOutcome { bytes, route })
+        Ok(route)
     }
 }

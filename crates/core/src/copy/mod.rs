@@ -3,6 +3,7 @@
 
 mod block_sums;
 mod copy_threads;
+mod counted_bytes;
 mod engine;
 mod host_buffers;
 mod limit;
@@ -13,25 +14,18 @@ mod route;
 mod run;
 mod short_windows;
 mod staging_ring;
-mod stream_sum;
-mod tuner;
 mod unit_job;
 mod window_batch;
+mod window_sum;
 mod workers;
 
-pub use engine::{CopyEngine, CopyOutcome};
+pub use engine::CopyEngine;
 pub use limit::Limit;
-#[cfg(feature = "testing")]
-pub use paths::PathOutcome;
 pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{ReadAccess, Route, Staging, takes_rings};
 pub use run::HeldPins;
-pub use stream_sum::StreamSum;
-#[cfg(feature = "testing")]
-pub use tuner::Source;
-#[cfg(feature = "testing")]
-pub use tuner::Tuner;
 pub use unit_job::STILL_READING;
 #[cfg(feature = "testing")]
 pub use unit_job::Work;
+pub use window_sum::WindowSum;

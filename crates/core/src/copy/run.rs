@@ -4,21 +4,20 @@
 //! are found by arithmetic, so nothing is stored per unit, block or tensor.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use smallvec::SmallVec;
 
+use super::counted_bytes::CountedBytes;
 use super::reader_threads::Readers;
-use super::tuner::{Source, Tuner};
 use super::unit_job::Work;
 use super::workers::Workers;
 use super::{Limit, Progress};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
+use crate::memory::Tensors;
 use crate::memory::kernels::Kernel;
-use crate::memory::{Tensors, Window, faulted};
 use crate::model::Deadline;
-use crate::plan::{CopyPlan, Piece, Side, Span};
+use crate::plan::{CopyPlan, Side, Span};
 
 /// Copies of at most this many bytes run on the calling thread. A sleeping worker needs about 50 µs to start.
 /// In that time the caller copies half a MiB that is not cached, or a whole MiB that is.
@@ -36,8 +35,7 @@ pub(super) struct Copying {
     pub(super) src: Arc<Tensors>,
     pub(super) dst: Arc<Tensors>,
     pub(super) copier: Arc<dyn Copier>,
-    pub(super) tuner: Arc<Tuner>,
-    pub(super) source: Source,
+    pub(super) counted: Arc<CountedBytes>,
     /// Records which bytes are in place.
     pub(super) progress: Arc<Progress>,
     /// Kept until nothing touches the memory any more.
@@ -74,34 +72,6 @@ impl Copying {
         let count = units.count();
         readers.run(pid, units.work(), count, most, limits)
     }
-
-    pub(super) fn read_window(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
-        read_window(&self.plan, &self.src, index, piece)
-    }
-
-    pub(super) fn write_window(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
-        write_window(&self.plan, &self.dst, index, piece)
-    }
-}
-
-/// Returns the window of `src` that a piece of the `index`-th tensor of `plan` reads.
-pub(super) fn read_window<'a>(
-    plan: &CopyPlan,
-    src: &'a Tensors,
-    index: usize,
-    piece: Piece,
-) -> Result<Window<'a>> {
-    src.window(plan.tensors(Side::Source).tensor(index), piece.src, piece.len)
-}
-
-/// Returns the window of `dst` that a piece of the `index`-th tensor of `plan` writes.
-pub(super) fn write_window<'a>(
-    plan: &CopyPlan,
-    dst: &'a Tensors,
-    index: usize,
-    piece: Piece,
-) -> Result<Window<'a>> {
-    dst.window(plan.tensors(Side::Destination).tensor(index), piece.dst, piece.len)
 }
 
 /// A direct copy, cut into units.
@@ -111,10 +81,8 @@ struct CopyUnits {
     total: u64,
     /// Bytes of a unit.
     unit: u64,
-    /// Number of pieces in all tensors.
-    pieces: u64,
-    /// Average size of a piece in bytes, for the choice of the kernel.
-    piece: u64,
+    /// Maximum number of entries that are copied together.
+    batch: usize,
 }
 
 impl CopyUnits {
@@ -123,9 +91,9 @@ impl CopyUnits {
         let (least, most) = copying.copier.unit();
         let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(least, most.max(least));
         let pieces = copying.plan.num_pieces().saturating_mul(copying.plan.num_tensors().into());
-        let piece = total.checked_div(pieces).unwrap_or(0);
+        let batch = copying.copier.batch().min(usize::try_from(pieces).unwrap_or(usize::MAX));
         // Whole pages, so that a cut piece stays aligned for the kernels.
-        CopyUnits { total, unit: unit.next_multiple_of(4096), pieces, piece, copying }
+        CopyUnits { total, unit: unit.next_multiple_of(4096), batch, copying }
     }
 
     fn count(&self) -> usize {
@@ -141,24 +109,12 @@ impl CopyUnits {
     }
 
     fn run(&self, index: usize) -> Result<()> {
-        let Copying { plan, copier, tuner, source, progress, .. } = &self.copying;
+        let Copying { plan, src, dst, copier, counted, progress, .. } = &self.copying;
         let from = index as u64 * self.unit;
         let to = (from + self.unit).min(self.total);
-        let learns = copier.uses_kernels();
-        let kernel = if learns { tuner.choose(*source, self.total, self.piece) } else { Kernel::PLAIN };
-        let most = copier.batch();
-        // The first touch fills a mapping of another process page by page, which says nothing about kernels.
-        // Copies that are too small to learn from skip the check for page faults, because it takes longer
-        // than copying a block.
-        let times = learns && Tuner::learns(self.total);
-        let asks = times && *source == Source::Peer;
-        let started = times.then(Instant::now);
-        // Two more, because the first and the last piece may be cut.
-        let about = ((to - from) / self.piece.max(1)).saturating_add(2).min(self.pieces);
-        let about = usize::try_from(about).unwrap_or(usize::MAX);
+        let kernel = Kernel::for_bytes(self.total);
         // One copy needs no list of its own.
-        let mut batch: SmallVec<[Copy<'_>; 1]> = SmallVec::with_capacity(most.min(about));
-        let (src, dst) = (&self.copying.src, &self.copying.dst);
+        let mut batch: SmallVec<[Copy<'_>; 1]> = SmallVec::with_capacity(self.batch);
         plan.spans(from, to).try_for_each(|(tensor, span)| {
             let Span { len, count, .. } = span;
             let [read, written] = Side::BOTH.map(|side| plan.tensors(side).tensor(tensor));
@@ -166,19 +122,15 @@ impl CopyUnits {
                 src: src.windows(read, span.src, len, (count, span.src_step))?,
                 dst: dst.windows(written, span.dst, len, (count, span.dst_step))?,
             });
-            if batch.len() == most {
+            if batch.len() == self.batch {
                 copier.copy(&batch, kernel)?;
                 batch.clear();
             }
             Ok(())
         })?;
         copier.copy(&batch, kernel)?;
-        match started {
-            Some(started) if !(asks && faulted()) => {
-                tuner.learn(*source, self.total, self.piece, kernel, to - from, started.elapsed());
-            }
-            _ if learns => tuner.count(kernel, to - from),
-            _ => {}
+        if copier.uses_kernels() {
+            counted.add(kernel, to - from);
         }
         progress.done(from, to);
         Ok(())

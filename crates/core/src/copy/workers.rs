@@ -74,21 +74,7 @@ impl Workers {
         self.count
     }
 
-    /// Queues `task` for a worker thread and returns at once. Returns `Err`, and drops the task, if there is no thread and none
-    /// can be started.
-    pub(super) fn spawn(&self, task: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        self.add([self.boxed(task)].into())
-    }
-
-    /// Returns a task that runs for the engine.
-    fn boxed(&self, task: impl FnOnce() + Send + 'static) -> Box<dyn FnOnce() + Send> {
-        let engine = self.engine;
-        Box::new(move || {
-            let _engine = engine.on_this_thread();
-            task();
-        })
-    }
-
+    /// Queues tasks for the threads. Returns `Err`, and drops the tasks, if there is no thread and none can be started.
     fn add(&self, mut tasks: Closures) -> io::Result<()> {
         #[cfg(feature = "testing")]
         if self.refused.load(Ordering::SeqCst) {
@@ -111,9 +97,12 @@ impl Workers {
     /// does all of the work (`without_threads_for_copies_the_caller_moves_all_bytes`).
     pub(super) fn start(&self, work: Arc<dyn Work>, units: usize, helpers: usize) -> SharedJob {
         let job = Arc::new(UnitJob::new(work, units));
-        let help = |_| {
-            let job = job.clone();
-            self.boxed(move || job.help())
+        let help = |_| -> Box<dyn FnOnce() + Send> {
+            let (engine, job) = (self.engine, job.clone());
+            Box::new(move || {
+                let _engine = engine.on_this_thread();
+                job.help();
+            })
         };
         if helpers > 0
             && let Err(error) = self.add((0..helpers).map(help).collect())
@@ -150,7 +139,7 @@ impl Drop for Workers {
     }
 }
 
-/// Maximum number of threads beside the calling one. At least one, for spawned tasks.
+/// Maximum number of threads beside the calling one. At least one, for jobs that a caller starts and does not run at once.
 fn most_helpers(count: usize) -> usize {
     count.saturating_sub(1).max(1)
 }

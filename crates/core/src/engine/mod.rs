@@ -332,7 +332,7 @@ impl DataDist {
     pub fn stats(&self) -> Snapshot {
         let (swap_in_direct, swap_in_ring) = self.resources.stats.swap_ins();
         let (verified_blocks, mismatched_blocks) = self.resources.stats.verified();
-        let (plain_bytes, streaming_bytes) = self.resources.copy_engine.tuner().bytes();
+        let (plain_bytes, streaming_bytes) = self.resources.copy_engine.counted().bytes();
         Snapshot {
             device_pool: self.resources.pool(Placement::Device).map(|arena| self.report(arena)),
             host_pool: self.resources.pool(Placement::Host).map(|arena| self.report(arena)),
@@ -345,7 +345,7 @@ impl DataDist {
             ring_bytes: self.resources.copy_engine.ring_bytes(),
             plain_bytes,
             streaming_bytes,
-            copy_workers: self.resources.copy_engine.worker_count() as u64,
+            copy_workers: self.resources.copy_engine.workers().count() as u64,
             ucx: self.fabric(),
             links: self.links.states(),
         }

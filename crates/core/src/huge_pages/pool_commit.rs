@@ -67,7 +67,11 @@ impl PoolCommit {
         let shared = Arc::new(self);
         let commit = shared.clone();
         // No deadline: this is work and no wait, and it takes as long as the memory is large.
-        engine.spread(Arc::new(move |part| commit.part(part)), parts, Deadline::after(Duration::MAX))?;
+        engine.workers().run(
+            Arc::new(move |part| commit.part(part)),
+            parts,
+            Deadline::after(Duration::MAX),
+        )?;
         Ok(shared.merged())
     }
 

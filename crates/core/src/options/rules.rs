@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::config::{
-    Backend, Config, HugeChoice, KernelChoice, LinkConfig, SwapInPath, Token, TransportChoice,
-};
+use crate::config::{Backend, Config, HugeChoice, LinkConfig, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, Result, ensure};
 use crate::validate::{clipped, ip_address, json, one_of, peer_address};
 
@@ -22,8 +20,6 @@ const PATH_BYTES: usize = 4095;
 /// The words of options, and what they choose.
 pub(super) const SWAP_IN_PATHS: [(&str, SwapInPath); 3] =
     [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
-pub(super) const COPY_KERNELS: [(&str, KernelChoice); 3] =
-    [("auto", KernelChoice::Auto), ("plain", KernelChoice::Plain), ("streaming", KernelChoice::Streaming)];
 pub(super) const HUGE_PAGES: [(&str, HugeChoice); 3] =
     [("auto", HugeChoice::Auto), ("off", HugeChoice::Off), ("eager", HugeChoice::Eager)];
 pub(super) const LINK_TRANSPORTS: [(&str, TransportChoice); 3] =

@@ -8,8 +8,8 @@ use super::row::OptionKind::{Count, Flag, Size, Text, Time};
 use super::row::OptionRow;
 use super::row::TimeUnit::{Micros, Millis, Seconds};
 use super::rules::{
-    BACKENDS, COPY_KERNELS, HUGE_PAGES, LINK_TRANSPORTS, SWAP_IN_PATHS, addresses, heartbeat, link_token,
-    path, rank_hosts, rank_port, remote_memory, token_file, total_time, transfer_backend,
+    BACKENDS, HUGE_PAGES, LINK_TRANSPORTS, SWAP_IN_PATHS, addresses, heartbeat, link_token, path, rank_hosts,
+    rank_port, remote_memory, token_file, total_time, transfer_backend,
 };
 use crate::config::Mode;
 use crate::validate::{one_of, socket_address, verify};
@@ -103,10 +103,6 @@ options! {
     /// overrides it.
     ("verify", "llm.Verify", 11).native("verify").default("`\"off\"`")
         .takes(Text(|config, _, text| verify(text).map(|how| config.verify = how)));
-    /// How bytes are copied: `"plain"` uses ordinary stores, `"streaming"` uses stores that bypass the caches of the
-    /// CPU, `"auto"` chooses.
-    ("copy_kernel", "llm.CopyKernel", 10).native("copy_kernel").default("`\"auto\"`")
-        .takes(Text(|config, name, text| one_of(name, text, &COPY_KERNELS).map(|kernel| config.kernel = kernel)));
     /// Whether memory is put into huge pages. `"auto"`: the kernel decides; one hint is logged if peers read registered
     /// memory from small pages, which takes twice as long. `"off"`: the same without the hint. `"eager"`: `init`
     /// commits and merges the pools, and `register_*` merges its memory.

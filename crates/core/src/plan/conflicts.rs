@@ -3,6 +3,7 @@
 //! Plans made in this process never do so (`order`). The check needs memory in proportion to the plan or to
 //! the range it writes, whichever is less.
 
+use super::bit_set::BitSet;
 use super::spans::{Span, common_divisor};
 use super::template::Template;
 use crate::error::{Error, Result};
@@ -106,34 +107,21 @@ fn check_positions(template: &Template) -> Result<()> {
     if written().is_sorted_by(|a, b| a < b) {
         return Ok(());
     }
-    let (count, most) = (template.pairs.len(), written().fold(0, u32::max));
-    let first = template.spans.first().map_or(0, |span| span.dst);
-    let again = |position: u32| {
-        Err(written_twice(first.saturating_add(template.dst_unit.saturating_mul(position.into()))))
-    };
-    let words = most as usize / 64 + 1;
+    let (count, most) = (template.pairs.len(), written().fold(0, u32::max).into());
     // A bitmap up to the last block costs less than sorting, unless most of its bits would belong to blocks
     // that are not in the list.
-    if words <= (count / 2).max(count.saturating_mul(8).min(1 << 17)) {
-        let mut bits = fallible::filled(CHECK, 0u64, words)?;
-        for block in written() {
-            // No block number exceeds `most`, so every one has its bit.
-            if let Some(word) = bits.get_mut(block as usize / 64) {
-                let bit = 1 << (block % 64);
-                if *word & bit != 0 {
-                    return again(block);
-                }
-                *word |= bit;
-            }
-        }
-        return Ok(());
-    }
-    let mut sorted = fallible::collect(CHECK, written())?;
-    sorted.sort_unstable();
-    match sorted.windows(2).find(|two| two[0] == two[1]) {
-        Some(two) => again(two[0]),
-        None => Ok(()),
-    }
+    let twice = if BitSet::words(most) <= (count / 2).max(count.saturating_mul(8).min(1 << 17)) {
+        let mut bits = BitSet::new(CHECK, most)?;
+        written().find(|&block| !bits.add(block.into()))
+    } else {
+        let mut sorted = fallible::collect(CHECK, written())?;
+        sorted.sort_unstable();
+        sorted.windows(2).find(|two| two[0] == two[1]).map(|two| two[0])
+    };
+    twice.map_or(Ok(()), |position| {
+        let first = template.spans.first().map_or(0, |span| span.dst);
+        Err(written_twice(first.saturating_add(template.dst_unit.saturating_mul(position.into()))))
+    })
 }
 
 /// The positions that a span writes: `count` pieces of `len` bytes, `step` bytes apart, in ascending order from
@@ -179,18 +167,14 @@ struct WrittenExtent {
 
 impl WrittenExtent {
     /// Returns `None` if nothing is written.
-    fn of(mut written: impl Iterator<Item = WrittenSpan>) -> Option<WrittenExtent> {
-        let first = written.next()?;
-        let grid = if first.count > 1 { first.step } else { 0 };
-        let mut extent = WrittenExtent { low: first.low, end: first.end(), grid, pieces: first.count };
-        for span in written {
-            extent.low = extent.low.min(span.low);
-            extent.end = extent.end.max(span.end());
-            let step = if span.count > 1 { span.step } else { 0 };
-            extent.grid = common_divisor(common_divisor(extent.grid, step), first.low.abs_diff(span.low));
-            extent.pieces = extent.pieces.saturating_add(span.count);
-        }
-        Some(extent)
+    fn of(written: impl Iterator<Item = WrittenSpan>) -> Option<WrittenExtent> {
+        let of_span = |span: WrittenSpan| WrittenExtent {
+            low: span.low,
+            end: span.end(),
+            grid: if span.count > 1 { span.step } else { 0 },
+            pieces: span.count,
+        };
+        written.map(of_span).reduce(|all, next| all.joined(&next))
     }
 
     /// Returns what two lists of spans write.
@@ -250,36 +234,18 @@ fn check_written<I: Iterator<Item = WrittenSpan>>(
     extent.check_size(plan_bytes)?;
     let (of_bits, of_list) = extent.needed();
     fallible::temporary(|| {
-        if of_bits <= of_list {
-            by_bits(written(), extent.low, extent.grid, extent.units())
-        } else {
-            by_sorting(written(), extent.pieces)
-        }
+        if of_bits <= of_list { by_bits(written(), &extent) } else { by_sorting(written(), extent.pieces) }
     })
 }
 
 /// Checks with one bit for each unit of the grid. Every piece starts on the grid, so two pieces that share a
 /// unit share its first byte.
-fn by_bits(written: impl Iterator<Item = WrittenSpan>, low: u64, grid: u64, units: u64) -> Result<()> {
-    let words = usize::try_from(units.div_ceil(64)).unwrap_or(usize::MAX);
-    let mut bits = fallible::filled(CHECK, 0u64, words)?;
-    for (start, end) in written.flat_map(WrittenSpan::pieces) {
-        let (mut unit, last) = ((start - low) / grid, (end - 1 - low) / grid);
-        while unit <= last {
-            let (word, bit) = (unit / 64, unit % 64);
-            let count = (64 - bit).min(last - unit + 1);
-            let mask = (u64::MAX >> (64 - count)) << bit;
-            // The last unit of the last piece has the highest number, so every unit has its word.
-            if let Some(word) = usize::try_from(word).ok().and_then(|at| bits.get_mut(at)) {
-                if *word & mask != 0 {
-                    return Err(written_twice(start));
-                }
-                *word |= mask;
-            }
-            unit += count;
-        }
-    }
-    Ok(())
+fn by_bits(written: impl Iterator<Item = WrittenSpan>, extent: &WrittenExtent) -> Result<()> {
+    let unit = |position: u64| (position - extent.low) / extent.grid;
+    let mut bits = BitSet::new(CHECK, unit(extent.end - 1))?;
+    let mut pieces = written.flat_map(WrittenSpan::pieces);
+    let twice = pieces.find(|&(start, end)| !bits.add_all(unit(start), unit(end - 1)));
+    twice.map_or(Ok(()), |(start, _)| Err(written_twice(start)))
 }
 
 /// Checks by sorting the pieces.

@@ -6,6 +6,7 @@
 //! layouts (`layouts`), each block takes several pieces, which a template stores once for all blocks. `validate` checks the
 //! bounds of local requests, `untrusted` those of a peer's plan, and `memory::Window` checks both again.
 
+mod bit_set;
 mod compared;
 mod conflicts;
 mod copy_plan;
@@ -27,9 +28,7 @@ mod untrusted;
 
 pub use compared::{BlockSizes, PartLimits};
 pub use copy_plan::{CopyPlan, Plans};
-pub use layouts::{
-    KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model, moved_tokens, no_block_left_over,
-};
+pub use layouts::{KvPart, KvSequence, assign_owners, check_same_model, moved_tokens, no_block_left_over};
 pub use order::CacheCount;
 pub(crate) use range_list::RangeList;
 pub use request::{Moves, Pieces};

@@ -81,9 +81,7 @@ pub(super) fn repeated(mut template: Template, most: usize) -> Result<Template> 
     if template.pairs.len() <= 1 {
         return Ok(template);
     }
-    let mut pairs = std::mem::take(&mut template.pairs).into_vec();
-    sorting::pairs_by_source(&mut pairs)?;
-    template.pairs = pairs.into();
+    sorting::by_source(&mut template.pairs)?;
     let spans = if scattered(&template.pairs) { None } else { joined(template.first_pieces(), most)? };
     Ok(spans.map_or(template, Template::of_spans))
 }

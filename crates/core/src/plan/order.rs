@@ -6,6 +6,7 @@
 
 use hashbrown::{HashMap, HashSet};
 
+use super::bit_set::BitSet;
 use super::spans::PLAN;
 use super::template::Pairs;
 use crate::error::Result;
@@ -43,7 +44,7 @@ pub(super) fn keep_last(pairs: &mut Pairs) -> Result<()> {
 
 /// A set of blocks: a bitmap if they are dense, as blocks of a cache are, else a hash set.
 enum BlockSet {
-    Dense(Vec<u64>),
+    Dense(BitSet),
     Sparse(HashSet<u32>),
 }
 
@@ -52,9 +53,8 @@ impl BlockSet {
     fn of(pairs: &[(u32, u32)]) -> Result<BlockSet> {
         let most = pairs.iter().fold(0, |most, &(_, dst)| dst.max(most));
         // A bit is much cheaper than a hash entry. Up to one word for each block, the bitmap is also smaller.
-        let words = most as usize / 64 + 1;
-        if words <= pairs.len() {
-            return fallible::filled(PLAN, 0, words).map(BlockSet::Dense);
+        if BitSet::words(most.into()) <= pairs.len() {
+            return BitSet::new(PLAN, most.into()).map(BlockSet::Dense);
         }
         let mut set = HashSet::new();
         let room = set.try_reserve(pairs.len());
@@ -66,21 +66,14 @@ impl BlockSet {
     fn add(&mut self, block: u32) -> bool {
         match self {
             BlockSet::Sparse(set) => set.insert(block),
-            BlockSet::Dense(bits) => {
-                let Some(word) = bits.get_mut(block as usize / 64) else { return true };
-                let new = *word & (1 << (block % 64)) == 0;
-                *word |= 1 << (block % 64);
-                new
-            }
+            BlockSet::Dense(bits) => bits.add(block.into()),
         }
     }
 
     fn has(&self, block: u32) -> bool {
         match self {
             BlockSet::Sparse(set) => set.contains(&block),
-            BlockSet::Dense(bits) => {
-                bits.get(block as usize / 64).is_some_and(|word| word & (1 << (block % 64)) != 0)
-            }
+            BlockSet::Dense(bits) => bits.has(block.into()),
         }
     }
 }

@@ -5,62 +5,24 @@ use crate::error::Result;
 use crate::fallible;
 
 /// Sorts pairs by the block that they read, and pairs that read the same block by the block that they write.
-///
-/// Lists of blocks are long and their numbers differ in few bits. So long lists are sorted by radix, in a
-/// fraction of the time of a comparison sort (`tests/integration/plan.rs` compares the results).
-fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
-    const MIN_RADIX: usize = 512;
-    if pairs.len() < MIN_RADIX {
-        pairs.sort_unstable();
-        return Ok(());
-    }
-    let (all, any) = pairs.iter().fold((u32::MAX, 0), |(all, any), &(src, _)| (all & src, any | src));
-    let differing = all ^ any;
-    let (low, high) = (differing.trailing_zeros(), u32::BITS - differing.leading_zeros());
-    // As few digits as possible, but no more values of a digit than there are pairs (at least 8 bits, at most
-    // 16).
-    let most = pairs.len().ilog2().clamp(8, 16);
-    let digits = high.saturating_sub(low).div_ceil(most);
-    let width = high.saturating_sub(low).div_ceil(digits.max(1));
-    let mut dealt = fallible::copied(PLAN, pairs)?;
-    let mut next = fallible::filled(PLAN, 0usize, 1 << width)?;
-    for pass in 0..digits {
-        let shift = low + pass * width;
-        let digit = |&(src, _): &(u32, u32)| (src >> shift) as usize & ((1 << width) - 1);
-        next.fill(0);
-        for pair in pairs.iter() {
-            next[digit(pair)] += 1;
-        }
-        let mut start = 0;
-        for entry in &mut next {
-            start += std::mem::replace(entry, start);
-        }
-        for pair in pairs.iter() {
-            let entry = &mut next[digit(pair)];
-            dealt[*entry] = *pair;
-            *entry += 1;
-        }
-        std::mem::swap(pairs, &mut dealt);
-    }
-    for fan in pairs.chunk_by_mut(|a, b| a.0 == b.0) {
-        fan.sort_unstable_by_key(|pair| pair.1);
+pub(super) fn by_source(pairs: &mut [(u32, u32)]) -> Result<()> {
+    if !pairs.is_sorted() && !placed(pairs)? {
+        // One comparison of 64 bits is faster than two of 32.
+        pairs.sort_unstable_by_key(|&(src, dst)| (u64::from(src) << 32) | u64::from(dst));
     }
     Ok(())
 }
 
-/// Sorts pairs as [`by_source`] does. If no block is read twice, two passes over a table suffice.
-pub(super) fn pairs_by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
-    /// Largest number of source blocks per pair for which the table below is used.
+/// Sorts pairs in two passes over a table (benches/results/log.md, "Sorting by placing"). Returns `false`, and changes nothing, if
+/// a block is read twice or the numbers are sparse.
+fn placed(pairs: &mut [(u32, u32)]) -> Result<bool> {
+    /// Largest number of source blocks per pair for which the table is used.
     const MAX_SPARSENESS: usize = 4;
-    /// Marks a position without a destination. A list that writes this block number is sorted by comparison
-    /// instead.
+    /// Marks a position without a destination. The table is not used for a list that writes this block number.
     const NOWHERE: u32 = u32::MAX;
-    if pairs.is_sorted() {
-        return Ok(());
-    }
     let most = pairs.iter().fold(0, |most, &(src, _)| src.max(most));
     let Some(room) = usize::try_from(most).ok().filter(|&most| most < MAX_SPARSENESS * pairs.len()) else {
-        return by_source(pairs);
+        return Ok(false);
     };
     // One position for each source block.
     let mut to = fallible::filled(PLAN, NOWHERE, room + 1)?;
@@ -73,7 +35,7 @@ pub(super) fn pairs_by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
         }
     }
     if !once {
-        return by_source(pairs);
+        return Ok(false);
     }
     // Every position is stored, and the next store overwrites an empty one. This avoids a branch that the
     // processor could not predict.
@@ -84,5 +46,5 @@ pub(super) fn pairs_by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
         }
         filled += usize::from(dst != NOWHERE);
     }
-    Ok(())
+    Ok(true)
 }

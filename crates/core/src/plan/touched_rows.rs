@@ -1,5 +1,6 @@
 //! Lists the rows that a plan touches.
 
+use super::bit_set::BitSet;
 use super::copy_plan::CopyPlan;
 use super::range_list::RangeList;
 use super::side::Side;
@@ -25,7 +26,7 @@ impl CopyPlan {
 fn rows(templates: &[Template], side: Side, row_stride: u64) -> Result<Vec<u64>> {
     if let [template] = templates
         && let Some(positions) = positions(template, side)
-        && let Some(rows) = rows_of_positions(&positions, side, row_stride)?
+        && let Some(rows) = rows_by_bitmap(&positions, side, row_stride)?
     {
         return Ok(rows);
     }
@@ -74,25 +75,6 @@ fn positions(template: &Template, side: Side) -> Option<Positions<'_>> {
     Some(Positions { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
 }
 
-/// Returns the rows of positions, or `None` if a list of ranges takes less memory.
-fn rows_of_positions(positions: &Positions<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
-    let sorted = rows_if_sorted(positions, side, row_stride)?;
-    if sorted.is_some() { Ok(sorted) } else { rows_by_bitmap(positions, side, row_stride) }
-}
-
-/// Returns the rows if they are in ascending order and each position is inside one row.
-fn rows_if_sorted(positions: &Positions<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
-    let Positions { pairs, first, unit, len } = *positions;
-    let numbers = || pairs.iter().map(|&pair| u64::from(side.of(pair)));
-    let starts = || numbers().map(|number| first + unit * number);
-    // The positions of a template are as far into a row as the first one if they are a row apart.
-    let in_rows = starts().next().is_some_and(|start| start % row_stride + len <= row_stride);
-    if !in_rows || !(unit == row_stride || pairs.len() == 1) || !numbers().is_sorted_by(|a, b| a < b) {
-        return Ok(None);
-    }
-    fallible::collect(ROWS, starts().map(|start| start / row_stride)).map(Some)
-}
-
 /// Returns the rows of `positions` by marking one bit for each row, which takes a fraction of the time and
 /// memory of sorting. `None` if the bitmap has more words than there are positions, or if a position may touch
 /// more than two rows.
@@ -100,16 +82,13 @@ fn rows_by_bitmap(positions: &Positions<'_>, side: Side, row_stride: u64) -> Res
     let Positions { pairs, first, unit, len } = *positions;
     let numbers = || pairs.iter().map(|&pair| u64::from(side.of(pair)));
     let end = numbers().fold(0, u64::max) * unit + first + len;
-    let words = usize::try_from(end.div_ceil(row_stride).div_ceil(64)).unwrap_or(usize::MAX);
-    if len > row_stride || words > pairs.len() {
+    let last = (end - 1) / row_stride;
+    if len > row_stride || BitSet::words(last) > pairs.len() {
         return Ok(None);
     }
-    let mut bits = fallible::filled(ROWS, 0u64, words)?;
+    let mut rows = BitSet::new(ROWS, last)?;
     let mut set = |row: u64| {
-        // No row lies beyond the end of the positions, so every row has its word.
-        if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
-            *word |= 1 << (row % 64);
-        }
+        rows.add(row);
     };
     if unit == row_stride && first % row_stride + len <= row_stride {
         numbers().for_each(|number| set(first / row_stride + number));
@@ -119,12 +98,5 @@ fn rows_by_bitmap(positions: &Positions<'_>, side: Side, row_stride: u64) -> Res
             set((start + (len - 1)) / row_stride);
         }
     }
-    let mut rows = fallible::with_capacity(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
-    for (at, mut word) in (0u64..).step_by(64).zip(bits) {
-        while word != 0 {
-            rows.push(at + u64::from(word.trailing_zeros()));
-            word &= word - 1;
-        }
-    }
-    Ok(Some(rows))
+    rows.into_list(ROWS).map(Some)
 }

@@ -16,7 +16,7 @@ use super::request_context::{RequestContext, RequestFailure, bounded, check_plan
 use crate::budget::BudgetShare;
 use crate::cache::{Cache, Origin, Pin, RowUse};
 use crate::checksums::Checksums;
-use crate::copy::{DataPath, Progress, StreamPath, StreamSum, with_arrived_rows};
+use crate::copy::{DataPath, Progress, StreamPath, WindowSum, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
@@ -272,7 +272,7 @@ impl RequestContext<'_> {
         let Some((generation, sum)) = sum else { return Ok(()) };
         self.answer_with(|| {
             granted.map_or(Ok(()), GrantedRead::finish)?;
-            Ok(Reply::Checksums { generation, sums: sum.into_iter().map(StreamSum::value).collect() })
+            Ok(Reply::Checksums { generation, sums: sum.into_iter().map(WindowSum::value).collect() })
         })
     }
 
@@ -283,10 +283,10 @@ impl RequestContext<'_> {
         name: Name,
         cache: &Cache,
         digest: Option<Result<u64>>,
-    ) -> Result<(u64, Option<StreamSum>)> {
+    ) -> Result<(u64, Option<WindowSum>)> {
         let generation = self.resources.resolve(name)?.generation;
         let bound = |digest: Result<u64>| Checksums::bound_to(name, cache.id(), generation, digest?);
-        let sum = digest.map(|digest| bound(digest).and_then(|checksums| StreamSum::new(&checksums)));
+        let sum = digest.map(|digest| bound(digest).and_then(|checksums| WindowSum::new(checksums)));
         Ok((generation, sum.transpose()?))
     }
 
@@ -317,9 +317,10 @@ impl RequestContext<'_> {
         // The pin outlives this call if the kernel may still write to the rows afterwards.
         let read = (&tensors).read(self.job(&plan), to, &progress, Arc::new(pin));
         match read {
-            Ok(outcome) => {
-                self.resources.stats.add_bytes(Op::Served, outcome.bytes);
-                Ok(Reply::Done { bytes: outcome.bytes })
+            Ok(_) => {
+                let bytes = plan.bytes();
+                self.resources.stats.add_bytes(Op::Served, bytes);
+                Ok(Reply::Done { bytes })
             }
             // The kernel permitted this when the link was made, and refuses it now.
             Err(error) if error.kind() == ErrorKind::NotEnabled => {

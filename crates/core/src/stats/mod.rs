@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::cache::TableState;
-use crate::copy::{CopyOutcome, Route};
+use crate::copy::Route;
 use crate::error::Result;
 use crate::model::ClusterId;
 use crate::pool::PoolState;
@@ -203,10 +203,10 @@ impl Stats {
     }
 
     /// Counts the bytes that a copy moved and, for a swap-in, its route.
-    pub fn count_copy(&self, op: Op, outcome: &CopyOutcome) {
-        self.ops[op as usize].add_bytes(outcome.bytes);
+    pub fn count_copy(&self, op: Op, bytes: u64, route: Route) {
+        self.ops[op as usize].add_bytes(bytes);
         if op == Op::SwapIn {
-            let way = if outcome.route == Route::Ring { &self.ring } else { &self.direct };
+            let way = if route == Route::Ring { &self.ring } else { &self.direct };
             way.fetch_add(1, Ordering::Relaxed);
         }
     }

@@ -8,7 +8,7 @@ use super::async_call::Execution;
 use super::compared::{BLOCKS, Compared, block_sizes, differ, sample};
 use crate::cache::{Cache, CallRows, Pin, RowUse};
 use crate::checksums::Checksums;
-use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
+use crate::copy::{Limit, Progress, Route, Staging};
 use crate::error::Result;
 use crate::fallible;
 use crate::model::{CacheLayout, Deadline, Name, RowList, Verify};
@@ -159,23 +159,23 @@ impl LocalCopy {
         let verifies = self.verify != Verify::Off;
         // Positions of a plan that runs alone and is not compared are those of the whole copy.
         let alone = plans.len() == 1 && !verifies;
-        let mut all = CopyOutcome { bytes: 0, route: Route::Direct };
+        let (mut all, mut route) = (0, Route::Direct);
         let mut limit = Limit::Start(deadline);
         for plan in plans {
-            let compared = verifies.then(|| plan.clone());
+            let (bytes, compared) = (plan.bytes(), verifies.then(|| plan.clone()));
             let part = if alone { progress } else { &Arc::default() };
-            let outcome = resources.copy_engine.run(plan, from, to, self.staging, limit, part)?;
+            route = resources.copy_engine.run(plan, from, to, self.staging, limit, part)?;
             if let Some(plan) = compared {
                 self.compare(resources, &plan, limit)?;
             }
             if !alone {
-                progress.done(all.bytes, all.bytes + outcome.bytes);
+                progress.done(all, all + bytes);
                 limit = Limit::Start(Deadline::after(Duration::MAX));
             }
-            all = CopyOutcome { bytes: all.bytes + outcome.bytes, ..outcome };
+            all += bytes;
         }
-        resources.stats.count_copy(self.op, &all);
-        Ok(all.bytes)
+        resources.stats.count_copy(self.op, all, route);
+        Ok(all)
     }
 
     /// Compares what `plan` has copied: all of it, or a sample. Returns `Err(VerifyFailed)` if a block differs.

@@ -76,12 +76,12 @@ impl Call {
         let writes = RowUse { writes: checked.rows().local_rows().ok()?, ..RowUse::default() };
         let pin = Arc::new(CallRows::of(self.local.clone(), writes).pin_now()?);
         self.resources.still_registered(&self.local).ok()?;
-        let read = snapshot.memory().read(self.job(plan), to, &Arc::default(), pin.clone()).ok()?;
+        snapshot.memory().read(self.job(plan), to, &Arc::default(), pin.clone()).ok()?;
         if snapshot.validate() != Validity::Valid || self.link.check().is_err() {
             return None;
         }
-        self.count(snapshot.kind(), read.bytes, false);
-        Some((read.bytes, Arc::into_inner(pin)))
+        self.count(snapshot.kind(), plan.bytes(), false);
+        Some((plan.bytes(), Arc::into_inner(pin)))
     }
 
     /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the
@@ -235,9 +235,8 @@ impl Call {
                 return Ok(None);
             }
         }
-        let outcome = read?;
-        self.count(snapshot.kind(), outcome.bytes, outcome.hops == Hops::Two);
-        Ok(Some(Moved::Bytes(outcome.bytes)))
+        self.count(snapshot.kind(), plan.bytes(), read? == Hops::Two);
+        Ok(Some(Moved::Bytes(plan.bytes())))
     }
 
     /// Receives the bytes through streams, of which `first` may be the first one. On this path the owner reads, under its own

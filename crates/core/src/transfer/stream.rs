@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::call::{Call, Moved};
 use crate::checksums::Checksums;
-use crate::copy::{DataPath, PathKind, Progress, StreamPath, StreamSum};
+use crate::copy::{DataPath, PathKind, Progress, StreamPath, WindowSum};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
@@ -187,9 +187,9 @@ impl Streams {
     }
 
     /// Begins the checksum of the bytes that answer `request`.
-    fn sum(&self, request: &Request) -> Result<StreamSum> {
+    fn sum(&self, request: &Request) -> Result<WindowSum> {
         let (name, KnownCache { cache, at, .. }) = (self.call.name_to_read(&self.known), &*self.known);
-        StreamSum::new(&Checksums::bound_to(name, *cache, at.generation, digest(request)?)?)
+        WindowSum::new(Checksums::bound_to(name, *cache, at.generation, digest(request)?)?)
     }
 
     /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. Also returns the path that

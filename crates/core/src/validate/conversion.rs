@@ -13,7 +13,7 @@ use crate::model::{
     Words,
 };
 use crate::plan::{
-    KvPart, KvSequence, LayoutPlan, Plans, REQUEST, Side, check_same_model, moved_tokens, no_block_left_over,
+    CopyPlan, KvPart, KvSequence, Plans, REQUEST, Side, check_same_model, moved_tokens, no_block_left_over,
 };
 
 /// The cache of this engine that a pull writes or a push reads.
@@ -201,7 +201,7 @@ impl TokenMove<'_> {
     pub(super) fn plan(&self, parts: &[KvPart]) -> Result<PlannedTransfer> {
         let mut plans = Vec::new();
         for part in parts {
-            for plan in LayoutPlan::new(&self.src, &self.dst, part)?.plans {
+            for plan in CopyPlan::between_layouts(&self.src, &self.dst, part)? {
                 fallible::push(REQUEST, &mut plans, plan)?;
             }
         }

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
-    CacheCount, CopyPlan, KvPart, KvSequence, LayoutPlan, Moves, Piece, Pieces, Side, Span, Template,
-    Templates, TensorSteps,
+    CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side, Span, Template, Templates,
+    TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, NamedCache, Reply, Request, Run, WireCache, WireLocation,
@@ -154,7 +154,7 @@ fn planning_between_layouts_fails_whole() {
         let dst =
             KvSequence { geometry: &dst, blocks: &backwards, tokens: None, words: &Words::ORIGINAL.dst };
         let part = KvPart { layers: 0..2, heads };
-        only_fails("between layouts", 3, || LayoutPlan::new(&src, &dst, &part));
+        only_fails("between layouts", 3, || CopyPlan::between_layouts(&src, &dst, &part));
     }
 }
 

@@ -134,8 +134,7 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     crate::fixtures::fill(&host, &bytes);
     let pairs: Vec<_> = (0..5).map(|row| (row, row)).collect();
     engine.swap_blocks(&crate::fixtures::end(&host), &crate::fixtures::end(&far), &pairs).run().unwrap();
-    let copies =
-        CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::with_device(device)).unwrap();
+    let copies = CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::with_device(device));
     let blocks = [(0, 40_000), (39_000, 100_001)];
     let template = |dst_unit, pairs: Vec<(u32, u32)>, src, len| {
         let spans = vec![Span { src, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }];

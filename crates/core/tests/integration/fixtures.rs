@@ -473,7 +473,7 @@ pub fn share_rings(local: &Stream, remote: &Stream) {
 
 /// A copy engine with its defaults, and counters of its own.
 pub fn copy_engine() -> CopyEngine {
-    CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::host_only()).unwrap()
+    CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::host_only())
 }
 
 /// A copy engine whose workers all tests share that count nothing.

@@ -76,5 +76,4 @@ mod task;
 mod token_file;
 mod transfer;
 mod transport;
-mod tuner;
 mod words;

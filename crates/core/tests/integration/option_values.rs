@@ -9,7 +9,7 @@ use llm_datadist_core::testing::config::{LinkConfig, Token, TransportChoice};
 use llm_datadist_core::testing::options::OptionValue::{self, Flag, Float, Int};
 use llm_datadist_core::testing::options::{OPTIONS, check_native_names, config_from_values};
 use llm_datadist_core::{
-    Backend, Config, FabricConfig, HugeChoice, KernelChoice, Mode, PoolConfig, Result, SwapInPath, Verify,
+    Backend, Config, FabricConfig, HugeChoice, Mode, PoolConfig, Result, SwapInPath, Verify,
 };
 
 use crate::arguments::refused;
@@ -58,7 +58,6 @@ fn every_option_sets_its_value() {
         ("max_transfers", Int(1)),
         ("transfer_poll", Float(0.000_05)),
         ("swap_in_path", text("ring")),
-        ("copy_kernel", text("plain")),
         ("verify", text("full")),
         ("huge_pages", text("eager")),
     ];
@@ -70,7 +69,6 @@ fn every_option_sets_its_value() {
         max_transfers: 1,
         transfer_poll: Duration::from_micros(50),
         swap_in: SwapInPath::Ring,
-        kernel: KernelChoice::Plain,
         verify: Verify::Full,
         huge_pages: HugeChoice::Eager,
         links: LinkConfig {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::config::{LinkConfig, Token, TransportChoice};
 use llm_datadist_core::testing::options::{self, cpp};
 use llm_datadist_core::{
-    Backend, ClusterId, Config, FabricConfig, HugeChoice, KernelChoice, PoolConfig, Result, Role, SwapInPath,
+    Backend, ClusterId, Config, FabricConfig, HugeChoice, PoolConfig, Result, Role, SwapInPath,
 };
 
 use crate::arguments::refused;
@@ -88,8 +88,7 @@ fn local_options() {
     assert_eq!((config.role, config.cluster), (Role::Prompt, ClusterId(7)));
     assert_eq!((config.sync_timeout, config.device_id), (Duration::from_secs(1), 0));
     assert_eq!((config.device_pool, config.host_pool, config.remote_accessible), (None, None, false));
-    assert_eq!((config.swap_in, config.kernel), (SwapInPath::Auto, KernelChoice::Auto));
-    assert_eq!(config.huge_pages, HugeChoice::Auto);
+    assert_eq!((config.swap_in, config.huge_pages), (SwapInPath::Auto, HugeChoice::Auto));
     assert_eq!((config.max_transfers, config.transfer_poll), (4096, Duration::from_micros(50)));
 
     let config = read(&[
@@ -101,7 +100,6 @@ fn local_options() {
         ("llm.MaxTransfers", "1048576"),
         ("llm.TransferPollUs", "10000"),
         ("llm.SwapInPath", "ring"),
-        ("llm.CopyKernel", "plain"),
         ("llm.RdmaTrafficClass", "4294967295"),
         ("llm.RdmaServiceLevel", "0"),
         ("unknown", "whatever"),
@@ -111,7 +109,7 @@ fn local_options() {
     assert_eq!((config.device_id, config.copy_workers), (i32::MAX as u32, Some(256)));
     assert_eq!((config.max_transfers, config.transfer_poll), (1 << 20, Duration::from_millis(10)));
     assert!(config.remote_accessible);
-    assert_eq!((config.swap_in, config.kernel), (SwapInPath::Ring, KernelChoice::Plain));
+    assert_eq!(config.swap_in, SwapInPath::Ring);
     for (word, choice) in [("auto", HugeChoice::Auto), ("off", HugeChoice::Off), ("eager", HugeChoice::Eager)]
     {
         assert_eq!(read(&[("llm.HugePages", word)]).unwrap().huge_pages, choice);
@@ -207,7 +205,6 @@ fn malformed_values_are_refused() {
         ("llm.EnableCacheManager", "llm.EnableCacheManager", &["2", "01", "yes", "True"]),
         ("llm.EnableRemoteCacheAccessible", "llm.EnableRemoteCacheAccessible", &["2", "10"]),
         ("llm.SwapInPath", "swap_in_path", &["Auto", "ring ", "directly"]),
-        ("llm.CopyKernel", "copy_kernel", &["PLAIN", "fast"]),
         ("llm.HugePages", "huge_pages", &["Auto", "merge-registered"]),
         ("llm.TransferBackend", "llm.TransferBackend", &["HIXL", "nixl"]),
         ("llm.LinkAcceptRemote", "llm.LinkAcceptRemote", &["2", "yes"]),
@@ -322,7 +319,7 @@ fn rank_hosts() {
 }
 
 /// Wrong values of options, in the order in which the options are read.
-const WRONG: [(&str, &str, &str); 32] = [
+const WRONG: [(&str, &str, &str); 31] = [
     ("llm.MemPoolConfig", "x", "option=mem_pool_cfg"),
     ("llm.HostMemPoolConfig", "x", "option=host_mem_pool_cfg"),
     ("llm.EnableCacheManager", "x", "llm.EnableCacheManager"),
@@ -352,7 +349,6 @@ const WRONG: [(&str, &str, &str); 32] = [
     ("llm.CopyWorkers", "x", "llm.CopyWorkers"),
     ("llm.TransferPollUs", "x", "llm.TransferPollUs"),
     ("llm.SwapInPath", "x", "swap_in_path"),
-    ("llm.CopyKernel", "x", "copy_kernel"),
     ("llm.Verify", "x", "verify"),
     ("llm.HugePages", "x", "huge_pages"),
 ];

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{
-    CopyEngine, CopyOutcome, DataPath, PathJob, PathOutcome, PeerTensors, Progress, Staging,
+    CopyEngine, DataPath, Hops, PathJob, PeerTensors, Progress, Route, Staging,
 };
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
@@ -190,7 +190,7 @@ fn soon() -> Deadline {
 
 fn engine(workers: usize) -> CopyEngine {
     let config = Config { copy_workers: Some(workers), ..config(1 << 20) };
-    CopyEngine::new(&config, DeviceSet::host_only()).unwrap()
+    CopyEngine::new(&config, DeviceSet::host_only())
 }
 
 fn run(
@@ -199,7 +199,7 @@ fn run(
     src: &Arc<Tensors>,
     dst: &Arc<Tensors>,
     progress: &Arc<Progress>,
-) -> llm_datadist_core::Result<CopyOutcome> {
+) -> llm_datadist_core::Result<Route> {
     let (from, to) = ((src, Placement::Device), (dst, Placement::Host));
     engine.run(plan(pairs), from, to, STRAIGHT, soon(), progress)
 }
@@ -211,7 +211,7 @@ fn read(
     mut src: &PeerTensors,
     dst: (&Arc<Tensors>, Placement),
     progress: &Arc<Progress>,
-) -> llm_datadist_core::Result<PathOutcome> {
+) -> llm_datadist_core::Result<Hops> {
     let plan = &plan(pairs);
     let job = PathJob { copy_engine: engine, plan, deadline: soon() };
     src.read(job, dst, progress, Arc::new(()))
@@ -238,9 +238,9 @@ fn both_ways_of_reading_bring_the_bytes_of_the_peer() {
         for workers in [1, 2, 4] {
             let (buffer, tensors) = local();
             let progress = Arc::new(Progress::default());
-            let outcome =
+            let hops =
                 read(&engine(workers), &pairs(), &remote, (&tensors, Placement::Host), &progress).unwrap();
-            assert_eq!((outcome.bytes, progress.bytes()), (plan.bytes(), plan.bytes()));
+            assert_eq!((hops, progress.bytes()), (Hops::One, plan.bytes()));
             let mut expected = vec![0xEE; TENSORS * TENSOR];
             for (src, dst) in pairs() {
                 for tensor in 0..TENSORS {

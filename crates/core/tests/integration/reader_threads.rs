@@ -27,7 +27,7 @@ const SHORT: Duration = Duration::from_millis(60);
 const LONG: Duration = Duration::from_secs(60);
 
 fn engine() -> CopyEngine {
-    CopyEngine::new(&Config { copy_workers: Some(4), ..config(1 << 20) }, DeviceSet::host_only()).unwrap()
+    CopyEngine::new(&Config { copy_workers: Some(4), ..config(1 << 20) }, DeviceSet::host_only())
 }
 
 fn own_pid() -> i32 {
@@ -75,18 +75,19 @@ impl Read {
 
     fn run(&self, engine: &CopyEngine, limit: Duration) -> Result<()> {
         let (to, deadline) = ((&self.to, Placement::Host), Deadline::after(limit));
-        let bytes = match &self.from {
+        let progress = Arc::default();
+        match &self.from {
             Source::Peer(from) => {
                 let job = PathJob { copy_engine: engine, plan: &self.plan, deadline };
                 let mut path = from;
-                path.read(job, to, &Arc::default(), self.pins.clone())?.bytes
+                path.read(job, to, &progress, self.pins.clone())?;
             }
             Source::Own(from) => {
                 let from = (from, Placement::Host);
-                engine.run(self.plan.clone(), from, to, Staging::DEFAULT, deadline, &Arc::default())?.bytes
+                engine.run(self.plan.clone(), from, to, Staging::DEFAULT, deadline, &progress)?;
             }
-        };
-        assert_eq!(bytes, self.plan.bytes());
+        }
+        assert_eq!(progress.bytes(), self.plan.bytes());
         assert!(self.dst.read(0, self.len()) == self.src.read(0, self.len()));
         Ok(())
     }

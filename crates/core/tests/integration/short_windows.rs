@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::checksums::Checksums;
-use llm_datadist_core::testing::copy::{Progress, StreamSum};
+use llm_datadist_core::testing::copy::{Progress, WindowSum};
 use llm_datadist_core::testing::memory;
 use llm_datadist_core::testing::plan::{CopyPlan, Span, Template, TensorSteps};
 use llm_datadist_core::{CacheId, Deadline, Error, ErrorKind, Name};
@@ -69,8 +69,8 @@ fn bound() -> Checksums {
     Checksums::bound_to(Name::Row { cache: CacheId(3), row: 1 }, CacheId(3), 7, 0).unwrap()
 }
 
-fn sum() -> StreamSum {
-    StreamSum::new(&bound()).unwrap()
+fn sum() -> WindowSum {
+    WindowSum::new(bound()).unwrap()
 }
 
 /// The checksum of a range of a plan, byte by byte.
@@ -193,7 +193,7 @@ fn through_buffers(spans: &[Span]) -> (u64, u64) {
         receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Arc::default()).unwrap();
     });
     let copied = |(plain, streaming): (u64, u64)| plain + streaming;
-    (copied(sender.tuner().bytes()), copied(receiver.tuner().bytes()))
+    (copied(sender.counted().bytes()), copied(receiver.counted().bytes()))
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn windows_of_two_tensors_are_not_joined() {
         receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Arc::default()).unwrap();
     });
     // As one window, they would not go through the buffer.
-    assert_eq!(sender.tuner().bytes(), (1600, 0));
+    assert_eq!(sender.counted().bytes(), (1600, 0));
     let expected: Vec<u8> =
         (0..16).flat_map(|tensor| (0..100).map(move |at| pattern(4, tensor, at))).collect();
     assert!(buffer.read(0, 1600) == expected);

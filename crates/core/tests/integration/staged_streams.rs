@@ -60,7 +60,7 @@ impl Side {
     fn new(on_device: bool, fill: impl Fn(usize, usize) -> u8) -> Side {
         let gate = Gated::new(HostReach::Staged);
         let devices = DeviceSet::with_device(gate.clone());
-        let engine = CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), devices).unwrap();
+        let engine = CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), devices);
         let (kept, host) = tensors_over(TENSORS, ROWS, ROW, fill);
         if !on_device {
             return Side { gate, engine, tensors: host, _kept: Some(kept) };

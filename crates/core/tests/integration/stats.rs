@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::stats::{BUCKETS, Counters};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, CallExtras, ClusterId, CopyArgs, DataDist, End, ErrorKind, GroupMember,
-    KernelChoice, Layers, Name, OpState, Placement, RemoteName, Rows, SwapInPath,
+    Layers, Name, OpState, Placement, RemoteName, Rows, SwapInPath,
 };
 use llm_datadist_testing::SimDevice;
 
@@ -150,28 +151,18 @@ fn swap_ins_are_counted_by_their_way() {
 }
 
 #[test]
-fn kernels_are_counted_and_forced() {
-    let have_streaming =
-        llm_datadist_core::testing::memory::kernels::Kernel::all().iter().any(|kernel| kernel.streams());
-    for kernel in [KernelChoice::Plain, KernelChoice::Streaming, KernelChoice::Auto] {
-        let mut config = config(32 << 20);
-        config.kernel = kernel;
-        let Ok(engine) = DataDist::open(config) else {
-            assert!(kernel == KernelChoice::Streaming && !have_streaming);
-            continue;
-        };
-        let cache = engine.allocate(&desc(Device, 2, 64, 128 << 10), Blocks, &[]).unwrap();
-        let pairs: Vec<_> = (0..32).map(|row| (row, 63 - row)).collect();
-        for _ in 0..3 {
-            engine.copy_blocks(&End::Managed(cache.id()), &pairs).run().unwrap();
-        }
-        let (plain, streaming) = (engine.stats().plain_bytes, engine.stats().streaming_bytes);
-        assert_eq!(plain + streaming, 3 * 2 * 32 * (128 << 10));
-        match kernel {
-            KernelChoice::Plain => assert_eq!(streaming, 0),
-            KernelChoice::Streaming => assert_eq!(plain, 0),
-            KernelChoice::Auto => assert!(plain > 0 && (streaming > 0) == have_streaming, "both are tried"),
-        }
+fn large_calls_use_streaming_stores() {
+    let streams = Kernel::all().iter().any(|kernel| kernel.streams());
+    let engine = DataDist::open(config(32 << 20)).unwrap();
+    let cache = engine.allocate(&desc(Device, 2, 64, 128 << 10), Blocks, &[]).unwrap();
+    let mut expected = [0_u64; 2];
+    // The calls copy 3.75, 4 and 8 MiB.
+    for (rows, large) in [(15, false), (16, true), (32, true)] {
+        let pairs: Vec<_> = (0..rows).map(|row| (row, 63 - row)).collect();
+        engine.copy_blocks(&End::Managed(cache.id()), &pairs).run().unwrap();
+        expected[usize::from(large && streams)] += 2 * (pairs.len() as u64) * (128 << 10);
+        let stats = engine.stats();
+        assert_eq!([stats.plain_bytes, stats.streaming_bytes], expected, "{rows} rows");
     }
 }
 

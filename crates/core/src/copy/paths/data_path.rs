@@ -9,7 +9,7 @@ use crate::copy::route::PlacedTensors;
 use crate::copy::run::HeldPins;
 use crate::device::HostReach;
 use crate::error::Result;
-use crate::memory::{Reach, Tensors};
+use crate::memory::Reach;
 use crate::model::Deadline;
 use crate::plan::{CopyPlan, Side};
 
@@ -30,16 +30,7 @@ pub struct PathJob<'a> {
     pub deadline: Deadline,
 }
 
-/// Result of a read that succeeded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PathOutcome {
-    /// Bytes moved. Each byte counts once.
-    pub bytes: u64,
-    /// How they reached the destination.
-    pub hops: Hops,
-}
-
-/// A path for the bytes of one plan, seen from one end.
+/// A path for the bytes of one plan, seen from the engine that receives them.
 pub trait DataPath {
     /// Returns the kind of the path.
     fn kind(&self) -> PathKind;
@@ -48,7 +39,7 @@ pub trait DataPath {
     /// engine's device reaches host memory.
     fn hops(&self, end: Side, memory: Reach, device: HostReach) -> Option<Hops>;
 
-    /// Moves the bytes into `dst`, and records in `arrived` which are in place.
+    /// Moves the bytes into `dst`, records in `arrived` which are in place, and returns how they reached `dst`.
     ///
     /// The caller holds the pins of the rows of `dst`. The owner pins its own rows if it sends them. No one pins rows
     /// that are read in place; the caller checks afterwards that they were unchanged (`session::peer_snapshot`).
@@ -62,11 +53,5 @@ pub trait DataPath {
         dst: PlacedTensors<'_>,
         arrived: &Arc<Progress>,
         held: HeldPins,
-    ) -> Result<PathOutcome>;
-
-    /// Moves the bytes out of `src`, at the engine that owns them. The default does nothing: on paths in place, the other engine
-    /// reads the bytes itself.
-    fn send(&mut self, _job: PathJob<'_>, _src: &Arc<Tensors>) -> Result<()> {
-        Ok(())
-    }
+    ) -> Result<Hops>;
 }

@@ -21,8 +21,6 @@ mod staged_copier;
 mod staged_stream;
 mod stream;
 
-#[cfg(feature = "testing")]
-pub use data_path::PathOutcome;
 pub use data_path::{DataPath, Hops, PathJob};
 pub use path_kind::PathKind;
 pub use peer_tensors::PeerTensors;

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
+use super::data_path::{DataPath, Hops, PathJob};
 use super::path_kind::PathKind;
 use super::staged_copier::StagedCopier;
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::route::{self, PlacedTensors};
 use crate::copy::run::{Copying, HeldPins};
-use crate::copy::tuner::Source;
 use crate::device::{Copier, FabricReader, HostReach, ProcessReader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, FabricRegion, PeerProcess, Reach, Tensors};
@@ -35,7 +34,7 @@ impl PeerTensors {
     /// Returns what copies from this memory into host memory.
     fn reader(&self, job: PathJob<'_>, arrived: &Progress) -> Arc<dyn Copier> {
         match self {
-            PeerTensors::Mapped(_) => job.copy_engine.devices().at(Placement::Host).clone(),
+            PeerTensors::Mapped(_) => job.copy_engine.devices.at(Placement::Host).clone(),
             PeerTensors::Process(_, process) => Arc::new(ProcessReader::new(process.clone())),
             PeerTensors::Fabric(_, region) => {
                 Arc::new(FabricReader::new(region.clone(), job.deadline, arrived.silence))
@@ -51,7 +50,7 @@ impl PeerTensors {
         hops: Hops,
         arrived: &Progress,
     ) -> Arc<dyn Copier> {
-        let devices = job.copy_engine.devices();
+        let devices = &job.copy_engine.devices;
         match hops {
             Hops::One if dst.0.host_addressable() => self.reader(job, arrived),
             // The device reads the source itself.
@@ -59,7 +58,7 @@ impl PeerTensors {
             Hops::Two => Arc::new(StagedCopier {
                 first: self.reader(job, arrived),
                 second: devices.at(dst.1).clone(),
-                buffers: job.copy_engine.host_buffers().clone(),
+                buffers: job.copy_engine.host_buffers.clone(),
             }),
         }
     }
@@ -89,9 +88,9 @@ impl DataPath for &PeerTensors {
         dst: PlacedTensors<'_>,
         arrived: &Arc<Progress>,
         held: HeldPins,
-    ) -> Result<PathOutcome> {
+    ) -> Result<Hops> {
         let copy_engine = job.copy_engine;
-        let device = copy_engine.devices().at(dst.1).host_reach();
+        let device = copy_engine.devices.at(dst.1).host_reach();
         let Some(hops) = self.hops(Side::Destination, dst.0.reach(), device) else {
             return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
         };
@@ -101,22 +100,21 @@ impl DataPath for &PeerTensors {
             src: self.tensors().clone(),
             dst: dst.0.clone(),
             copier: self.copier(job, dst, hops, arrived),
-            tuner: copy_engine.tuner().clone(),
-            source: Source::Peer,
+            counted: copy_engine.counted().clone(),
             progress: arrived.clone(),
             held,
         };
         let bytes = copy.plan.bytes();
         let read = match self {
-            PeerTensors::Mapped(_) => copy.direct(copy_engine.copy_workers(), job.deadline.into()),
+            PeerTensors::Mapped(_) => copy.direct(copy_engine.workers(), job.deadline.into()),
             // On the reader threads, because a kernel call cannot be interrupted while the memory does not respond.
             PeerTensors::Process(_, process) => {
-                copy.read(copy_engine.readers(), process.pid(), copy_engine.worker_count(), job.deadline)
+                copy.read(&copy_engine.readers, process.pid(), copy_engine.workers().count(), job.deadline)
             }
             // On the calling thread, because copy workers must not wait for a network.
             PeerTensors::Fabric(..) => copy.run_inline(job.deadline.into()),
         };
         read.map_err(|error| with_copied_bytes(error, arrived, bytes))?;
-        Ok(PathOutcome { bytes, hops })
+        Ok(hops)
     }
 }

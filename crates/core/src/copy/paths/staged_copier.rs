@@ -5,14 +5,11 @@
 
 use std::sync::Arc;
 
-use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffer, HostBuffers};
+use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffers, PackedWindows, WINDOWS};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
-use crate::memory::Window;
 use crate::memory::kernels::Kernel;
-
-/// Maximum number of windows that pass the buffer together.
-const WINDOWS: usize = 1024;
+use crate::plan::Side;
 
 /// A copier in two hops.
 #[derive(Debug)]
@@ -27,12 +24,22 @@ pub(super) struct StagedCopier {
 impl Copier for StagedCopier {
     fn copy(&self, batch: &[Copy<'_>], _: Kernel) -> Result<()> {
         let buffer = self.buffers.take()?;
-        let mut hops =
-            StagedWindows { copier: self, buffer: &buffer, first: Vec::new(), second: Vec::new(), bytes: 0 };
+        // Both have the same bytes of the buffer, so they make their copies at the same windows, the first hop first.
+        let mut first = PackedWindows::new(&*self.first, &buffer, Side::Source);
+        let mut second = PackedWindows::new(&*self.second, &buffer, Side::Destination);
         for (src, dst) in batch.iter().flat_map(|copy| copy.pairs()) {
-            hops.add(src, dst)?;
+            let mut done = 0;
+            while done < src.len() {
+                if first.room() == 0 {
+                    first.flush().and_then(|_| second.flush())?;
+                }
+                let part = src.part(done, first.room());
+                first.add(part)?;
+                second.add(dst.part(done, part.len()))?;
+                done += part.len();
+            }
         }
-        hops.run()
+        first.flush().and_then(|_| second.flush()).map(drop)
     }
 
     fn batch(&self) -> usize {
@@ -45,43 +52,5 @@ impl Copier for StagedCopier {
 
     fn uses_kernels(&self) -> bool {
         false
-    }
-}
-
-/// The windows that pass the buffer together.
-struct StagedWindows<'a> {
-    copier: &'a StagedCopier,
-    buffer: &'a HostBuffer,
-    first: Vec<Copy<'a>>,
-    second: Vec<Copy<'a>>,
-    bytes: u64,
-}
-
-impl<'a> StagedWindows<'a> {
-    /// Adds a copy. Runs both hops whenever the buffer is full.
-    fn add(&mut self, src: Window<'a>, dst: Window<'a>) -> Result<()> {
-        let mut done = 0;
-        while done < src.len() {
-            if self.bytes == BUFFER_BYTES || self.first.len() == WINDOWS {
-                self.run()?;
-            }
-            let part = src.part(done, BUFFER_BYTES - self.bytes);
-            let between = self.buffer.window(self.bytes, part.len())?;
-            self.first.push(Copy::one(part, between));
-            self.second.push(Copy::one(between, dst.part(done, part.len())));
-            (self.bytes, done) = (self.bytes + part.len(), done + part.len());
-        }
-        Ok(())
-    }
-
-    /// Makes both hops of what was added.
-    fn run(&mut self) -> Result<()> {
-        // The second hop reads the buffer next, so ordinary stores keep it in the caches.
-        self.copier.first.copy(&self.first, Kernel::PLAIN)?;
-        self.copier.second.copy(&self.second, Kernel::PLAIN)?;
-        self.first.clear();
-        self.second.clear();
-        self.bytes = 0;
-        Ok(())
     }
 }

@@ -5,23 +5,19 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::data_path::PathJob;
-use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffer};
+use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffer, PackedWindows};
 use crate::copy::progress::{Progress, with_copied_bytes};
-use crate::copy::stream_sum::StreamSum;
+use crate::copy::window_sum::WindowSum;
 use crate::copy::workers::SharedJob;
-use crate::device::{Copy, Device};
+use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::kernels::Kernel;
-use crate::memory::{Tensors, Window};
+use crate::memory::Tensors;
 use crate::model::{Deadline, Placement};
 use crate::net::{PADDING_INTERVAL, Stream, padding_at};
 use crate::plan::{CopyPlan, Side};
 use crate::sync::Mutex;
 
 const _: () = assert!(PADDING_INTERVAL.is_multiple_of(BUFFER_BYTES), "a buffer never crosses padding");
-
-/// Maximum number of windows in one batch for the device.
-const WINDOWS: usize = 1024;
 
 /// One end of a plan, in memory of a device.
 #[derive(Clone)]
@@ -58,12 +54,12 @@ pub(super) struct StagedRange<'a> {
 
 impl StagedRange<'_> {
     /// Sends the bytes from memory of a device.
-    pub(super) fn send(&self, src: &Arc<Tensors>, mut sum: Option<&mut StreamSum>) -> Result<()> {
+    pub(super) fn send(&self, src: &Arc<Tensors>, mut sum: Option<&mut WindowSum>) -> Result<()> {
         let (stream, range, PathJob { copy_engine, deadline, .. }) = (self.stream, &self.range, self.job);
         let end = self.device_end(Side::Source, src);
         let (progress, total) = (Progress::default(), range.end - range.start);
         let mut cuts = cuts(range).peekable();
-        let mut spare = Some(copy_engine.host_buffers().take()?);
+        let mut spare = Some(copy_engine.host_buffers.take()?);
         // The stream has nothing to send yet, so this thread runs the first hop itself.
         let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, 0));
         let mut filling = first.transpose()?;
@@ -72,10 +68,10 @@ impl StagedRange<'_> {
                 let buffer = hop.finish()?;
                 let next = cuts.peek().map(|next| self.hop(&end, next.clone(), &mut spare, 1));
                 filling = next.transpose()?;
-                begin(range, &cut, deadline, || stream.send_padding(deadline))?;
+                begin(range, cut.start, deadline, || stream.send_padding(deadline))?;
                 let window = buffer.window(0, cut.end - cut.start)?;
                 if let Some(sum) = &mut sum {
-                    sum.add(&[window.into()])?;
+                    sum.add(window.into())?;
                 }
                 stream.send_windows(&[window], deadline)?;
                 progress.done(cut.start, cut.end);
@@ -95,8 +91,8 @@ impl StagedRange<'_> {
         let mut spare = None;
         let mut receive = || -> Result<()> {
             for cut in cuts(range) {
-                let buffer = spare.take().map_or_else(|| copy_engine.host_buffers().take(), Ok)?;
-                begin(range, &cut, deadline, || stream.receive_padding(deadline))?;
+                let buffer = spare.take().map_or_else(|| copy_engine.host_buffers.take(), Ok)?;
+                begin(range, cut.start, deadline, || stream.receive_padding(deadline))?;
                 let received = {
                     let window = buffer.window(0, cut.end - cut.start)?;
                     stream.receive_counted(&[window], deadline, &mut 0)
@@ -114,7 +110,7 @@ impl StagedRange<'_> {
     }
 
     fn device_end(&self, end: Side, tensors: &Arc<Tensors>) -> DeviceEnd {
-        let device = self.job.copy_engine.devices().at(Placement::Device).clone();
+        let device = self.job.copy_engine.devices.at(Placement::Device).clone();
         DeviceEnd { plan: self.job.plan.clone(), end, tensors: tensors.clone(), device }
     }
 
@@ -127,7 +123,7 @@ impl StagedRange<'_> {
         helpers: usize,
     ) -> Result<Hop> {
         let copy_engine = self.job.copy_engine;
-        let buffer = spare.take().map_or_else(|| copy_engine.host_buffers().take(), Ok)?;
+        let buffer = spare.take().map_or_else(|| copy_engine.host_buffers.take(), Ok)?;
         let buffer = Arc::new(Mutex::new(Some(buffer)));
         let (end, kept) = (end.clone(), buffer.clone());
         let work = move |_| {
@@ -136,7 +132,7 @@ impl StagedRange<'_> {
             *kept.lock() = Some(buffer);
             hopped
         };
-        Ok(Hop { job: copy_engine.copy_workers().start(Arc::new(work), 1, helpers), buffer })
+        Ok(Hop { job: copy_engine.workers().start(Arc::new(work), 1, helpers), buffer })
     }
 }
 
@@ -149,18 +145,19 @@ fn cuts(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
     })
 }
 
-/// Checks the deadline before every cut but the first, and moves padding if it precedes the cut.
-fn begin(
+/// Begins the bytes from `at` on: checks the deadline, unless they are the first ones, and moves padding if it precedes them.
+pub(super) fn begin(
     range: &Range<u64>,
-    cut: &Range<u64>,
+    at: u64,
     deadline: Deadline,
     padding: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    let into = cut.start - range.start;
+    let into = at - range.start;
     if into > 0 {
+        // A stream that always has bytes, or room for them, never waits. So the deadline is checked here.
         deadline.waiting("moving bytes through a stream")?;
     }
-    if padding_at(into, range.end - cut.start) { padding() } else { Ok(()) }
+    if padding_at(into, range.end - at) { padding() } else { Ok(()) }
 }
 
 /// Waits until a buffer is emptied, notes its bytes as in place, and returns the buffer.
@@ -174,31 +171,12 @@ fn emptied(emptying: Option<(Range<u64>, Hop)>, progress: &Progress) -> Result<O
 impl DeviceEnd {
     /// Has the device copy the bytes `cut` of the plan between its memory and the start of the buffer.
     fn hop(&self, cut: &Range<u64>, buffer: &HostBuffer) -> Result<()> {
-        let (mut copies, mut at) = (Vec::new(), 0);
+        let mut packed = PackedWindows::new(&*self.device, buffer, self.end);
         for (tensor, span) in self.plan.spans(cut.start, cut.end) {
             let (number, (start, step)) = (self.plan.tensors(self.end).tensor(tensor), span.start(self.end));
-            for window in self.tensors.windows(number, start, span.len, (span.count, step))?.iter() {
-                if copies.len() == WINDOWS {
-                    self.copy(&mut copies)?;
-                }
-                let between = buffer.window(at, window.len())?;
-                copies.push(self.one(window, between));
-                at += window.len();
-            }
+            let windows = self.tensors.windows(number, start, span.len, (span.count, step))?;
+            windows.iter().try_for_each(|window| packed.add(window))?;
         }
-        self.copy(&mut copies)
-    }
-
-    fn one<'a>(&self, window: Window<'a>, between: Window<'a>) -> Copy<'a> {
-        match self.end {
-            Side::Source => Copy::one(window, between),
-            Side::Destination => Copy::one(between, window),
-        }
-    }
-
-    fn copy(&self, copies: &mut Vec<Copy<'_>>) -> Result<()> {
-        self.device.copy(copies, Kernel::PLAIN)?;
-        copies.clear();
-        Ok(())
+        packed.flush().map(drop)
     }
 }

@@ -9,20 +9,21 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
+use super::data_path::{DataPath, Hops, PathJob};
 use super::path_kind::PathKind;
-use super::staged_stream::StagedRange;
+use super::staged_stream::{StagedRange, begin};
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::route::PlacedTensors;
 use crate::copy::run::HeldPins;
 use crate::copy::short_windows::ShortWindowBuffer;
-use crate::copy::stream_sum::{SUMMED_BYTES, StreamSum};
 use crate::copy::window_batch::{PlanEnd, WindowBatch};
+use crate::copy::window_sum::WindowSum;
 use crate::device::HostReach;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::kernels::Kernel;
 use crate::memory::{Access, Reach, Tensors};
 use crate::model::Deadline;
-use crate::net::{PADDING_INTERVAL, Stream, padding_at};
+use crate::net::{PADDING_INTERVAL, Stream};
 use crate::plan::{CopyPlan, Side};
 
 /// The bytes `range` of a plan, through one stream.
@@ -31,7 +32,7 @@ pub struct StreamPath<'a> {
     /// Positions in the plan. Other streams may carry other ranges at the same time.
     pub range: Range<u64>,
     /// The checksum of the bytes, to which the end adds them in the order of the plan.
-    pub sum: Option<&'a mut StreamSum>,
+    pub sum: Option<&'a mut WindowSum>,
 }
 
 impl StreamPath<'_> {
@@ -72,7 +73,7 @@ impl DataPath for StreamPath<'_> {
         (dst, _): PlacedTensors<'_>,
         arrived: &Arc<Progress>,
         _held: HeldPins,
-    ) -> Result<PathOutcome> {
+    ) -> Result<Hops> {
         let hops = Self::check(Side::Destination, dst)?;
         inside(job.plan, &self.range)?;
         match (hops, &self.sum) {
@@ -84,11 +85,13 @@ impl DataPath for StreamPath<'_> {
                 Err(Error::new(ErrorKind::System, "the CPU cannot hash what a device has received"))
             }
         }?;
-        Ok(PathOutcome { bytes: self.range.end - self.range.start, hops })
+        Ok(hops)
     }
+}
 
+impl StreamPath<'_> {
     /// Sends the bytes. An error carries how many were sent.
-    fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
+    pub fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
         let hops = Self::check(Side::Source, src)?;
         inside(job.plan, &self.range)?;
         match hops {
@@ -99,22 +102,21 @@ impl DataPath for StreamPath<'_> {
             }
         }
     }
-}
 
-impl StreamPath<'_> {
     fn send_batches(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
         let (stream, range, PathJob { copy_engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let sent = Progress::default();
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Source, tensors: src, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine.tuner(), &range));
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine));
         let padding = || stream.send_padding(deadline);
         in_batches(&end, range, &sent, deadline, padding, |batch, _| {
             if let Some(sum) = &mut self.sum {
-                sum.add(&batch.runs)?;
+                batch.runs.iter().try_for_each(|&run| sum.add(run))?;
             }
             if short.prepare(batch) {
-                return stream.send_windows(&[short.gather(batch)?], deadline);
+                short.copy(batch, Side::Source, batch.bytes, Kernel::cached())?;
+                return stream.send_windows(&[short.window(batch)?], deadline);
             }
             batch.list_windows(&mut windows);
             stream.send_windows(&windows, deadline)
@@ -125,23 +127,28 @@ impl StreamPath<'_> {
         let (stream, range, PathJob { copy_engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Destination, tensors: dst, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine.tuner(), &range));
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine));
+        // What is hashed is read again at once.
+        let kernel = Kernel::for_bytes(if self.sum.is_some() { 0 } else { range.end - range.start });
         let padding = || stream.receive_padding(deadline);
         in_batches(&end, range, arrived, deadline, padding, |batch, done| {
             if short.prepare(batch) {
                 let mut bytes = 0;
                 let received = stream.receive_counted(&[short.window(batch)?], deadline, &mut bytes);
-                *done = short.scatter(batch, bytes, self.sum.is_some())?;
+                *done = short.copy(batch, Side::Destination, bytes, kernel)?;
                 received?;
             } else {
                 batch.list_windows(&mut windows);
                 stream.receive_counted(&windows, deadline, done)?;
             }
             // The bytes as they are in place, not as they came.
-            self.sum.as_mut().map_or(Ok(()), |sum| sum.add(&batch.runs))
+            self.sum.as_mut().map_or(Ok(()), |sum| batch.runs.iter().try_for_each(|&run| sum.add(run)))
         })
     }
 }
+
+/// Bytes that move between two times of hashing, so that they are still in the CPU caches.
+const SUMMED_BYTES: u64 = 256 << 10;
 
 fn max_bytes(summed: bool) -> u64 {
     if summed { SUMMED_BYTES } else { PADDING_INTERVAL }
@@ -169,12 +176,8 @@ fn in_batches<'a>(
             let text = "the plan has no piece at this position";
             return Err(Error::new(ErrorKind::System, text).with("at", at));
         }
-        // A stream that always has bytes, or room for them, never waits. So the deadline is checked here.
-        let in_time =
-            if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a stream") };
-        let begun = in_time.and_then(|()| if padding_at(into, range.end - at) { padding() } else { Ok(()) });
         let mut done = 0;
-        if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
+        if let Err(error) = begin(&range, at, deadline, &padding).and_then(|()| moved(&batch, &mut done)) {
             progress.done(at, at + done);
             return Err(with_copied_bytes(error, progress, of_bytes));
         }

@@ -1,5 +1,4 @@
-//! Copy kernels for `x86_64` with AVX2, which process one piece at a time or four pages at once, and
-//! prefetch.
+//! Copy kernels for `x86_64` with AVX2, which process four pages at once, and prefetch.
 //!
 //! Whole steps of 128 bytes are copied through registers. The bytes before the first aligned byte of a
 //! destination, and those after the last step, are copied as in the C library. No address outside the windows
@@ -17,7 +16,7 @@ use super::plain::{Copy, RawCopies, RawCopy, RawRun, plain};
 
 /// Bytes of one step: two cache lines, copied by four loads and four stores.
 const STEP: usize = 128;
-/// Number of stripes of the interleaved kernel, which is the number of pages that it processes at once.
+/// Number of stripes, which is the number of pages that are processed at once.
 const STRIPES: usize = 4;
 /// Prefetch distance of a single stripe in bytes. At the end of a piece it reaches into the next one.
 const AHEAD: usize = 1024;
@@ -36,14 +35,14 @@ fn head(piece: RawCopy) -> usize {
     piece.to.align_offset(64).min(piece.len)
 }
 
-/// Copies one piece after the other or, if `STRIPED` is set, four stripes at once, which belong to one long piece or to
-/// four short ones. Prefetches the pieces that follow. Uses streaming stores if `STREAM` is set.
+/// Copies four stripes at once, which belong to one long piece or to four short ones, and other pieces one after the
+/// other. Prefetches the pieces that follow. Uses streaming stores if `STREAM` is set.
 ///
 /// # Safety
 ///
 /// Every entry of `batch` is sound (`kernels::sound`), and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn copy<const STREAM: bool, const STRIPED: bool>(batch: &[Copy<'_>]) {
+pub(super) unsafe fn copy<const STREAM: bool>(batch: &[Copy<'_>]) {
     if batch.first().is_some_and(|first| batch.iter().all(|entry| short(entry, first))) {
         for (index, entry) in batch.iter().enumerate() {
             let next = batch.get(index + 1).unwrap_or(entry);
@@ -59,7 +58,7 @@ pub(super) unsafe fn copy<const STREAM: bool, const STRIPED: bool>(batch: &[Copy
     let mut count = fill(&mut group, &mut pieces);
     while count > 0 {
         let (now, next) = ([0, 1, 2, 3].map(|at| group[at]), [4, 5, 6, 7].map(|at| group[at]));
-        if STRIPED && alike(now) {
+        if alike(now) {
             // SAFETY: the pieces are those of sound entries. They do not overlap, and have the same length and
             // alignment, because they are `alike`.
             unsafe { together::<STREAM>(now, next) };
@@ -67,7 +66,7 @@ pub(super) unsafe fn copy<const STREAM: bool, const STRIPED: bool>(batch: &[Copy
             for (index, piece) in now.into_iter().enumerate().take(count) {
                 let ahead = [1, STRIPES][usize::from(piece.len <= AHEAD / STRIPES)];
                 // SAFETY: the piece belongs to a sound entry.
-                unsafe { single::<STREAM, STRIPED>(piece, group[index + ahead]) };
+                unsafe { single::<STREAM>(piece, group[index + ahead]) };
             }
         }
         group.copy_within(STRIPES.., 0);
@@ -133,14 +132,14 @@ fn alike(four: [RawCopy; STRIPES]) -> bool {
     (1..CUT).contains(&first.len) && four.iter().all(fits)
 }
 
-/// Copies one piece, long ones as four stripes if `STRIPED` is set.
+/// Copies one piece, a long one as four stripes.
 ///
 /// # Safety
 ///
 /// `from..from + len` is readable and `to..to + len` is writable. `next` is readable. The CPU has AVX2.
 #[target_feature(enable = "avx2")]
-unsafe fn single<const STREAM: bool, const STRIPED: bool>(piece: RawCopy, next: RawCopy) {
-    if STRIPED && piece.len >= CUT && !piece.overlaps() {
+unsafe fn single<const STREAM: bool>(piece: RawCopy, next: RawCopy) {
+    if piece.len >= CUT && !piece.overlaps() {
         // SAFETY: as promised by the caller, and the two do not overlap.
         unsafe { cut::<STREAM>(piece, next) };
     } else if STREAM && !piece.overlaps() {

@@ -3,10 +3,10 @@
 //! A streaming store does not read the destination line before overwriting it. This saves a third of the
 //! memory traffic, and leaves the caches to the model. Ordinary stores are faster where the copy fits the
 //! caches. A core falls short of the speed of its memory mainly because it waits at the first lines of every
-//! page. So the kernels of `avx2` prefetch the next piece, or process four pages at once.
+//! page. So the kernels of `avx2` process four pages at once, and prefetch.
 //!
-//! The copy engine chooses the kernel (`copy::tuner`). Each kernel is tested against a byte-by-byte
-//! twin in `tests/integration/kernels.rs`.
+//! [`Kernel::for_bytes`] is the rule that chooses. Each kernel is tested against a byte-by-byte twin in
+//! `tests/integration/kernels.rs`.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -17,6 +17,16 @@ use plain::{RawCopies, plain};
 
 use super::Reach;
 use crate::error::{Error, ErrorKind, Result};
+
+/// Copies of fewer bytes in total use ordinary stores: about a core's share of the last-level cache (1.4 to 5 MiB on servers).
+///
+/// A machine reports the size of the whole cache, but other cores and other virtual machines use it too. So this number is the same
+/// everywhere, and counts the bytes of one call, however many threads copy them.
+///
+/// Measured (`benches/results/log.md`, "Small totals"): with the destination read once after the copy, ordinary stores were faster
+/// below 1 to 4 MiB in blocks of 64 KiB and more, and below 4 to 16 MiB in smaller ones. In calls of 128 MiB, streaming stores
+/// were faster by 20 to 50 % for every size of block ("The tuner against fixed kernels").
+const STREAM_FROM: u64 = 4 << 20;
 
 /// A copy kernel that this CPU supports. All kernels except [`Kernel::PLAIN`] can be obtained only from
 /// [`Kernel::all`].
@@ -29,8 +39,6 @@ enum Stores {
     #[cfg(target_arch = "x86_64")]
     PlainStriped,
     #[cfg(target_arch = "x86_64")]
-    Streaming,
-    #[cfg(target_arch = "x86_64")]
     StreamingStriped,
 }
 
@@ -40,21 +48,31 @@ impl Kernel {
 
     /// Returns every kernel that this CPU supports.
     ///
-    /// On `x86_64` with AVX2 there are four: [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn,
-    /// which belong to one piece or to four; streaming stores that copy one piece after the other and
-    /// prefetch the next one; and streaming stores to four pages in turn. Elsewhere only `PLAIN` exists.
+    /// On `x86_64` with AVX2 there are three: [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn,
+    /// which belong to one piece or to four; and streaming stores to four pages in turn. Elsewhere only `PLAIN` exists.
     pub fn all() -> &'static [Kernel] {
         #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx2") {
-            const AVX2: [Kernel; 4] = [
-                Kernel::PLAIN,
-                Kernel(Stores::PlainStriped),
-                Kernel(Stores::Streaming),
-                Kernel(Stores::StreamingStriped),
-            ];
+            const AVX2: [Kernel; 3] =
+                [Kernel::PLAIN, Kernel(Stores::PlainStriped), Kernel(Stores::StreamingStriped)];
             return &AVX2;
         }
         &[Kernel::PLAIN]
+    }
+
+    /// Returns the kernel for a copy of `total` bytes, of which each call of [`copy_all`] may copy a part: streaming stores if the
+    /// bytes are more than the caches hold for whoever reads them next.
+    pub fn for_bytes(total: u64) -> Kernel {
+        Self::all()
+            .iter()
+            .copied()
+            .rfind(|kernel| total >= STREAM_FROM || !kernel.streams())
+            .unwrap_or(Self::PLAIN)
+    }
+
+    /// Returns the kernel for bytes that are read again at once, and so should stay in the CPU caches.
+    pub fn cached() -> Kernel {
+        Self::for_bytes(0)
     }
 
     /// Returns whether the stores of this kernel bypass the caches.
@@ -64,7 +82,7 @@ impl Kernel {
             #[cfg(target_arch = "x86_64")]
             Stores::PlainStriped => false,
             #[cfg(target_arch = "x86_64")]
-            Stores::Streaming | Stores::StreamingStriped => true,
+            Stores::StreamingStriped => true,
         }
     }
 
@@ -75,8 +93,6 @@ impl Kernel {
             Stores::Plain => "plain",
             #[cfg(target_arch = "x86_64")]
             Stores::PlainStriped => "plain, four pages",
-            #[cfg(target_arch = "x86_64")]
-            Stores::Streaming => "streaming",
             #[cfg(target_arch = "x86_64")]
             Stores::StreamingStriped => "streaming, four pages",
         }
@@ -109,13 +125,10 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every entry is sound, as checked above. The CPU has AVX2, because only `Kernel::all` creates
         // this value, after it has detected AVX2.
-        Stores::PlainStriped => unsafe { avx2::copy::<false, true>(batch) },
+        Stores::PlainStriped => unsafe { avx2::copy::<false>(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Stores::Streaming => unsafe { avx2::copy::<true, false>(batch) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Stores::StreamingStriped => unsafe { avx2::copy::<true, true>(batch) },
+        Stores::StreamingStriped => unsafe { avx2::copy::<true>(batch) },
     }
     Ok(())
 }

@@ -12,5 +12,4 @@ mod tokens;
 
 pub use owners::assign_owners;
 pub use part::{KvPart, check_same_model};
-pub use planner::LayoutPlan;
 pub use tokens::{KvSequence, moved_tokens, no_block_left_over};

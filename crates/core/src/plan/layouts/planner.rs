@@ -18,28 +18,25 @@ use crate::model::{KvGeometry, KvPlanes};
 /// Up to this many equal runs of tokens become plain spans, because a template would save nothing.
 const MAX_PLAIN_RUNS: usize = 2;
 
-/// A move between two caches, which may have different KV layouts.
-///
-/// The plans write different bytes and may run in any order. Source and destination are different caches.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayoutPlan {
-    /// One plan, or one for the keys and one for the values if only one side has them in tensors of their own. None if
-    /// there are no tokens to move.
-    pub plans: Vec<CopyPlan>,
-}
-
-impl LayoutPlan {
-    /// Plans the move of `part` of some tokens of `src` to `dst`.
+impl CopyPlan {
+    /// Plans the move of `part` of some tokens of `src` to `dst`, two caches that may have different KV layouts.
+    ///
+    /// Returns one plan, or one for the keys and one for the values if only one side has them in tensors of their own. They write
+    /// different bytes and may run in any order. There are none if there are no tokens to move.
     ///
     /// Returns `Err(InvalidArgument)` if the layouts are of different models or element types, if one side does not
     /// hold all of `part`, if a token range exceeds its blocks or both have different lengths, or if a block is not
     /// a row of its cache or occurs twice in the destination.
-    pub fn new(src: &KvSequence<'_>, dst: &KvSequence<'_>, part: &KvPart) -> Result<LayoutPlan> {
+    pub fn between_layouts(
+        src: &KvSequence<'_>,
+        dst: &KvSequence<'_>,
+        part: &KvPart,
+    ) -> Result<Vec<CopyPlan>> {
         check_same_model(src.geometry, dst.geometry)?;
         part.check_inside(src.geometry.layout(), dst.geometry.layout())?;
         let runs = token_runs(src, dst)?;
         if runs.is_empty() {
-            return Ok(LayoutPlan { plans: Vec::new() });
+            return Ok(Vec::new());
         }
         let pair = LayoutPair { src: src.geometry, dst: dst.geometry, part };
         let plan = |planes: Planes| {
@@ -47,13 +44,7 @@ impl LayoutPlan {
             let tensors = (planes.src.tensors, planes.dst.tensors);
             CopyPlan::new(planes.num_tensors, tensors, SmallVec::from_vec(templates).into())
         };
-        Ok(LayoutPlan { plans: fallible::try_collect(PLAN, pair.planes().into_iter().map(plan))? })
-    }
-
-    /// Returns the bytes that the plans copy.
-    #[cfg(feature = "testing")]
-    pub fn bytes(&self) -> u64 {
-        self.plans.iter().map(CopyPlan::bytes).sum()
+        fallible::try_collect(PLAN, pair.planes().into_iter().map(plan))
     }
 }
 

@@ -95,12 +95,11 @@ fn plans_in_messages_move_what_the_twin_moves() {
     let seen = std::cell::Cell::new((0u32, 0u32));
     let outcome = TestRunner::new(proptest_cases(3000)).run(&cases(), |case| {
         let part = part(&case);
-        let mut plan = case.plan(&part).unwrap();
-        let templates = plan.plans.iter().any(repeats);
-        let sent = plan.plans.clone();
-        plan.plans = sent.iter().map(received).collect();
-        prop_assert!(case.moved(&plan) == case.twin(&part), "the received plan moves other elements");
-        for (sent, received) in sent.iter().zip(&plan.plans) {
+        let sent = case.plan(&part).unwrap();
+        let templates = sent.iter().any(repeats);
+        let received: Vec<_> = sent.iter().map(received).collect();
+        prop_assert!(case.moved(&received) == case.twin(&part), "the received plan moves other elements");
+        for (sent, received) in sent.iter().zip(&received) {
             prop_assert_eq!(pieces(sent), pieces(received), "in the same order");
             let rows = |plan: &CopyPlan| {
                 (
@@ -130,7 +129,7 @@ fn a_plan_and_its_bytes_go_through_a_stream() {
     let engine = shared_copy_engine();
     for case in [there, back] {
         let part = part(&case);
-        let plans = case.plan(&part).unwrap().plans;
+        let plans = case.plan(&part).unwrap();
         assert!(plans.iter().all(repeats));
         let ((source, src), (expected, _)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &case.twin(&part), &source, &expected);
@@ -163,7 +162,7 @@ fn pairs_have_equal_checksums_on_both_sides() {
     let positions = (cases(), any::<prop::sample::Index>(), any::<u32>(), prop::option::of(any::<u64>()));
     let outcome = TestRunner::new(proptest_cases(600)).run(&positions, |(case, element, bit, sample)| {
         let part = part(&case);
-        let plans = case.plan(&part).unwrap().plans;
+        let plans = case.plan(&part).unwrap();
         let moved = case.twin(&part);
         let ((source, src), (copied, dst)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &moved, &source, &copied);
@@ -203,7 +202,7 @@ fn pairs_have_equal_checksums_on_both_sides() {
 fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
     let hnd = KvLayout { order: TokenOrder::Hnd, ..rank(8, 2, 0) };
     let case = between(whole(rank(8, 2, 0), 6), whole(hnd, 6));
-    let plan = &case.plan(&part(&case)).unwrap().plans[0];
+    let plan = &case.plan(&part(&case)).unwrap()[0];
     let template = &plan.templates()[0];
     assert_eq!((template.pairs.len(), template.spans.len()), (6, 4));
     let (source, src) = memory(&case.src, 1);
@@ -242,7 +241,7 @@ fn pairs_on_a_device_have_the_checksums_of_their_bytes() {
     let (src, dst) = (TensorSteps { first: 0, step: 2 }, TensorSteps { first: 0, step: 1 });
     let plan = CopyPlan::from_templates(2, src, dst, fixtures::listed(vec![template])).unwrap();
     let config = Config::new(Role::Mix, ClusterId(1));
-    let copies = CopyEngine::new(&config, DeviceSet::with_device(device)).unwrap();
+    let copies = CopyEngine::new(&config, DeviceSet::with_device(device));
     let sums = |cache, placement| {
         copies.block_sums((tensors(cache), placement), (&plan, Side::Source), bound(), soon()).unwrap()
     };
@@ -269,7 +268,7 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
         |(case, (bytes, pairs, read, random))| {
             let (local, side) = if read { (Side::Source, &case.src) } else { (Side::Destination, &case.dst) };
             let sizes = BlockSizes { local, rows: rows_of(side), most: u64::MAX };
-            for plan in case.plan(&part(&case)).unwrap().plans {
+            for plan in case.plan(&part(&case)).unwrap() {
                 let all = plan.compared(sizes, None).unwrap();
                 let (mut found, mut blocks) = (BTreeMap::new(), 0);
                 for part in all.parts(PartLimits { bytes, pairs }) {
@@ -312,7 +311,7 @@ fn plans_with_too_many_pieces_are_not_sent() {
     let sent = |src: Holder, mut dst: Holder, stride: u64| {
         dst.row_stride = stride;
         let case = between(src, dst);
-        let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
+        let plan = case.plan(&part(&case)).unwrap().remove(0);
         (plan.num_pieces(), WirePlan::try_from(&plan))
     };
     let (nhd, hnd) = (TokenOrder::Nhd, TokenOrder::Hnd);
@@ -338,7 +337,7 @@ fn plans_with_too_many_pieces_are_not_sent() {
     };
     let mut case = between(rows_with_gaps(nhd), rows_with_gaps(hnd));
     (case.src.tokens, case.dst.tokens) = (Some(0..4100 * 16 + 5), Some(0..4100 * 16 + 5));
-    let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
+    let plan = case.plan(&part(&case)).unwrap().remove(0);
     assert_eq!((plan.templates().len(), plan.num_pieces()), (2, 4100 * 256 + 80));
     assert!(CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).is_ok());
     // Blocks inside larger ones, at distances without a common divisor, cannot be checked for overlaps.
@@ -360,7 +359,7 @@ fn runs_of_several_lengths_share_the_spans_of_a_message() {
     // Groups of 12 tokens, of which each two change positions.
     let swapped = |size: u64, count: u64| (0..count).map(|k| ((k / size) ^ 1) * size + k % size).collect();
     let case = between(tokens(3, (0..80_000).collect()), tokens(2, swapped(6, 120_000)));
-    let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
+    let plan = case.plan(&part(&case)).unwrap().remove(0);
     let forms: Vec<_> =
         plan.templates().iter().map(|template| (template.pairs.len(), template.spans.len())).collect();
     assert_eq!(forms, [(1, 40_000), (80_000, 1)]);
