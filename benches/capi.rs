@@ -108,7 +108,6 @@ fn main() {
         placement: Placement::Device,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     };
     let cache = engine.allocate(&desc, CacheKind::Batch, &[]).unwrap();
     let end = End::Managed(cache.id());

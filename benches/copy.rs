@@ -99,7 +99,6 @@ impl Bed {
                 placement,
                 row_stride: None,
                 kv_layout: None,
-                tensors: Vec::new(),
             };
             engine.allocate(&desc, kind, &[]).unwrap()
         };

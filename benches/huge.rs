@@ -81,7 +81,6 @@ fn desc(placement: Placement, mib: u64, block: u64) -> CacheDesc {
         placement,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     }
 }
 

@@ -118,7 +118,6 @@ fn desc(placement: Placement, block: u64) -> CacheDesc {
         placement,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     }
 }
 

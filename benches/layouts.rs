@@ -117,7 +117,6 @@ impl Case {
             placement: Placement::Host,
             row_stride: None,
             kv_layout: None,
-            tensors: Vec::new(),
         };
         let layout = KvLayout {
             tokens_per_block: self.tokens_per_block,
@@ -175,11 +174,11 @@ struct Side {
 
 impl Side {
     fn new(geometry: KvGeometry, tensors: u32, seed: u64) -> Side {
-        let tensor_bytes = geometry.rows() * geometry.row_stride();
+        let tensor_bytes = geometry.geometry().tensor_bytes();
         let bytes = tensor_bytes * u64::from(tensors);
         let region = Arc::new(Region::shared("bench", bytes).unwrap());
         let memory = Tensors::contiguous(region, 0, tensors, tensor_bytes, ()).unwrap();
-        let order = Shuffle(seed).order(geometry.rows());
+        let order = Shuffle(seed).order(geometry.geometry().rows());
         let side = Side {
             blocks: order.into_iter().map(|block| block as u64).collect(),
             geometry,
@@ -229,7 +228,8 @@ impl Bed {
         let plans = CopyPlan::between_layouts(&src.sequence(), &dst.sequence(), &part).unwrap();
         let places = || {
             let addrs = || src.tensors.addrs().iter().zip(dst.tensors.addrs());
-            let at = |side: &Side, addr: u64, block: u64| addr + block * side.geometry.row_stride();
+            let at =
+                |side: &Side, addr: u64, block: u64| addr + block * side.geometry.geometry().row_stride();
             let blocks = src.blocks.iter().zip(&dst.blocks);
             let pairs = blocks.flat_map(|(&s, &d)| addrs().map(move |(&from, &to)| (from, to, s, d)));
             let mut places: Vec<_> =

@@ -59,7 +59,6 @@ fn main() {
         placement: Placement::Host,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     };
     // SAFETY: `memory` outlives every copy, and nothing else touches it.
     let adopted = unsafe { Adopted::new(&desc, CacheKind::Blocks, &[memory.as_mut_ptr() as u64]) };

@@ -85,7 +85,6 @@ fn one_round(rows: u64) -> [f64; 5] {
         placement: Placement::Host,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     };
     let geometry = Geometry::new(&desc).unwrap();
     let layout = CacheLayout { geometry, kind: CacheKind::Batch, placement: Placement::Host };
@@ -96,7 +95,7 @@ fn one_round(rows: u64) -> [f64; 5] {
         for cache in 0..KEYS / rows {
             let keys: Vec<_> = (0..rows).map(|row| (row, key(cache * rows + row))).collect();
             let tensors = Tensors::carved(region.clone(), [0, 4096], rows, ()).unwrap();
-            caches.push(table.allocate(&desc, layout, tensors, &keys).unwrap().id());
+            caches.push(table.allocate(None, &keys, &desc, layout, tensors).unwrap().id());
         }
     });
     assert_eq!(table.state().keys, KEYS);

@@ -49,7 +49,6 @@ impl Kv {
             placement,
             row_stride: None,
             kv_layout: None,
-            tensors: Vec::new(),
         };
         let cache = engine.allocate(&desc, CacheKind::Blocks, &[Some(KEY)]).unwrap();
         Kv { end: End::Managed(cache.id()), addrs: cache.addrs().to_vec(), rows, len }

@@ -30,15 +30,7 @@ pub fn config(cluster: u64, transport: &str, mib: u64, page_shift: u32) -> Confi
 
 pub fn desc(rows: u64, bytes: u64, num_tensors: u32, placement: Placement) -> CacheDesc {
     let shape = vec![rows as i64, bytes as i64];
-    CacheDesc {
-        num_tensors,
-        shape,
-        data_type: DataType::Uint8,
-        placement,
-        row_stride: None,
-        kv_layout: None,
-        tensors: Vec::new(),
-    }
+    CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement, row_stride: None, kv_layout: None }
 }
 
 pub fn address(cluster: ClusterId, port: u16) -> PeerAddress {

@@ -70,7 +70,6 @@ impl Rank {
             placement: Placement::Device,
             row_stride: None,
             kv_layout: Some(Box::new(layout)),
-            tensors: Vec::new(),
         }
     }
 

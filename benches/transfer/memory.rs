@@ -41,7 +41,6 @@ pub fn desc(rows: u64, len: u64) -> CacheDesc {
         placement: Placement::Device,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     }
 }
 

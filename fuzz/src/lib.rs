@@ -130,9 +130,6 @@ fn reply(body: &[u8]) {
                 }
                 Err(error) => refused_as(&error, &[ErrorKind::NotLinked]),
             }
-            if let Err(error) = record.mixed_sizes() {
-                refused_as(&error, &[ErrorKind::NotLinked]);
-            }
             let (WireLocation::Pool { runs, .. } | WireLocation::Process { runs }) = &record.location else {
                 return;
             };

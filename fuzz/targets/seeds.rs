@@ -9,10 +9,10 @@ use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Comm, Confirm, ControlMessage, EnteredLink,
     EntryVersion, Hello, LinkAnswer, NamedCache, Party, Proof, Purpose, Reply, Request, RingAnswer,
-    RingOffer, Run, Timed, Welcome, WireCache, WireLayout, WireLocation, WirePlan, WireSizes, WireTemplates,
+    RingOffer, Run, Timed, Welcome, WireCache, WireLayout, WireLocation, WirePlan, WireTemplates,
     WireUsedKey,
 };
-use llm_datadist_core::{Error, ErrorKind};
+use llm_datadist_core::{Error, ErrorKind, KvLayout, KvPlanes, TokenOrder};
 use serde::Serialize;
 
 const GRANT: GrantId = GrantId { slot: 1, generation: 2, secret: [3; 16] };
@@ -138,26 +138,24 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         location: WireLocation::Process {
             runs: vec![Run { start: 4096, step: 1 << 23, count: 3 }, Run { start: 1, step: 0, count: 1 }],
         },
-        mixed: vec![],
         layout: None,
         granted: vec![],
     };
-    let sizes = |first, row_bytes, row_stride| WireSizes { first, row_bytes, row_stride };
-    let mixed = WireCache { mixed: vec![sizes(0, 65536, 66048), sizes(3, 8192, 9000)], ..record.clone() };
     let granted = WireCache { granted: vec![(0, 3), (5, 6)], ..record.clone() };
     add(8, "described", frame(&Reply::Described(record.clone())));
     add(8, "described-granted", frame(&Reply::Described(granted)));
-    add(8, "described-mixed", frame(&Reply::Described(mixed)));
     let layout = WireLayout {
         data_type: 1,
-        tokens_per_block: 16,
-        heads: 8..16,
-        total_heads: 16,
-        head_dim: 128,
-        order: 1,
-        planes: 0,
-        layers: 0..2,
-        model: "a model".into(),
+        layout: KvLayout {
+            tokens_per_block: 16,
+            heads: 8..16,
+            total_heads: 16,
+            head_dim: 128,
+            order: TokenOrder::Hnd,
+            kv: KvPlanes::Separate,
+            layers: 0..2,
+            model: "a model".into(),
+        },
     };
     add(8, "described-layout", frame(&Reply::Described(WireCache { layout: Some(layout), ..record })));
     add(8, "found", frame(&Reply::Found { cache: CacheId(3) }));

@@ -2,7 +2,7 @@
 
 The tests use this package to play peers that misbehave. `postcard` has the encoding, `messages` has every message,
 `client` has sockets, frames and greetings, `trial` has the honest peers that must not notice an attack, and `budgets`
-has the limits of what an attack may cost. The client implements version 17 of the protocol, as follows.
+has the limits of what an attack may cost. The client implements version 18 of the protocol, as follows.
 
 Two engines exchange frames over TCP, or over a Unix stream socket with an abstract name. A frame is a header of eight
 bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and a body. Kind 1 is a message: one value

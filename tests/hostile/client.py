@@ -29,7 +29,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 17
+VERSION = 18
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
 CHECKSUM = 8  # bytes of the checksum that ends the body of a message

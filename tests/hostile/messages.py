@@ -367,13 +367,11 @@ def sums(generation: int, values: list[int], count: int | None = None) -> bytes:
 def described(
     *,
     location: bytes = HIDDEN,
-    mixed: Sequence[tuple[int, int, int]] = (),
     granted: Sequence[tuple[int, int]] = (),
     **given: int,
 ) -> bytes:
     """Reply 0: a cache of 2 tensors of 4 blocks of 256 bytes without gaps or layout, unless other numbers are given.
 
-    `mixed` has a run of equal tensors in each entry: its first tensor, the bytes of a row, and the row stride.
     `granted` has the ranges of rows that a grant lends, and `num_granted` is their number, if it is to be wrong.
     """
     cache = {"place": 0, "generation": 0, "tensors": 2, "rows": 4, "row_bytes": 256, "placement": 0, "allocated": 1}
@@ -381,10 +379,9 @@ def described(
     names = uint(0) + uint(cache["place"]) + uint(cache["generation"]) + sint(cache.get("cache", 1))
     stride = cache.get("row_stride", cache["row_bytes"])
     sizes = uint(0) + uint(cache["tensors"]) + uint(cache["rows"]) + uint(cache["row_bytes"]) + uint(stride)
-    runs = uint(len(mixed)) + b"".join(uint(first) + uint(row) + uint(stride) for first, row, stride in mixed)
     rows = uint(cache.get("num_granted", len(granted))) + b"".join(uint(first) + uint(end) for first, end in granted)
     flags = bytes([True, cache["placement"], cache["allocated"], True])
-    return names + sizes + flags + location + runs + uint(0) + rows
+    return names + sizes + flags + location + uint(0) + rows
 
 
 def _read_described(reader: Reader) -> dict[str, Any]:
@@ -399,7 +396,6 @@ def _read_described(reader: Reader) -> dict[str, Any]:
         reader.byte()  # the region
     if where < 2:
         reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
-    reader.many(lambda: (reader.uint(), reader.uint(), reader.uint()))
     if reader.flag():
         return told  # a layout follows
     told["granted"] = reader.many(lambda: (reader.uint(), reader.uint()))

@@ -86,6 +86,6 @@ pub(crate) fn register(engine: &DataDist, adopted: Adopted) -> Result<CacheId> {
 /// Returns the cache that a structure names by its id. What the structure states otherwise must agree with it.
 pub(crate) fn named(engine: &DataDist, id: i64, stated: cpp::Stated<'_>) -> Result<End> {
     let cache = engine.find(CacheId(id))?;
-    cpp::stated(cache.layout()?, cache.addrs(), stated)?;
+    cpp::stated(cache.layout(), cache.addrs(), stated)?;
     Ok(End::Loose(cache))
 }

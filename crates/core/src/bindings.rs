@@ -12,8 +12,8 @@ pub mod fallible {
 pub mod validate {
     pub use crate::validate::{
         batch_cache, block_bytes_alone, block_lists, blocks_cache, cache_name, copy_size, destination,
-        dimensions, equally_many, kv_layout, layerwise, not_empty, on_device, one_address, peer_address,
-        push_size, push_spans, socket_address, tensors_per_layer, verify, whole_layers,
+        dimensions, equally_many, layerwise, not_empty, on_device, one_address, peer_address, push_size,
+        push_spans, socket_address, tensors_per_layer, verify, whole_layers,
     };
 
     /// The rules for the table of a communicator.

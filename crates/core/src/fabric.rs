@@ -11,7 +11,7 @@ use llm_datadist_ucx::{Counts, Error as UcxError, Fabric, Options};
 
 use crate::config::{Backend, FabricConfig};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{FabricRegion, Region, SharedRegion, TensorBytes, Tensors, load_ucx};
+use crate::memory::{FabricRegion, Region, SharedRegion, Tensors, load_ucx};
 use crate::protocol::{BoundedBytes, FabricOffer, FabricPool, MAX_OFFER_BYTES, Run};
 
 /// The name under which the system finds the library.
@@ -151,14 +151,14 @@ impl PeerFabric {
         self.pools.iter().flatten().for_each(|pool| pool.end());
     }
 
-    /// Returns `count` tensors of these `bytes` in pool `pool` of the peer, and that pool; `None` if the peer offers no such
+    /// Returns `count` tensors of `bytes` bytes in pool `pool` of the peer, and that pool; `None` if the peer offers no such
     /// pool. Returns `Err` if the location is invalid.
     pub fn tensors(
         &self,
         pool: u8,
         runs: &[Run],
         count: u32,
-        bytes: impl Into<TensorBytes>,
+        bytes: u64,
     ) -> Result<Option<(Arc<Tensors>, Arc<FabricRegion>)>> {
         let Some(Some(region)) = self.pools.get(usize::from(pool)) else { return Ok(None) };
         Tensors::of_fabric(region.clone(), Run::unpack(runs, count)?, bytes)

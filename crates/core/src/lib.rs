@@ -158,8 +158,8 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, GrantUse, KvGeometry, KvLayout, KvLayoutNames, KvPlanes, MixedSizes, NO_ID, Name, Placement,
-    RemoteCacheName, RowSizes, SubRow, TensorDesc, TokenOrder, Verify, Words, tensor_bytes,
+    GrantToken, GrantUse, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, RemoteCacheName, RowSizes,
+    SubRow, TokenOrder, Verify, Words, tensor_bytes,
 };
 pub use native::{
     BlockRows, CacheForm, ElementTypes, EngineName, ErrorClass, ErrorWords, MAX_SECONDS, OwnCache, OwnPairs,

@@ -15,7 +15,7 @@ use crate::fallible;
 use crate::grants::{self, Grants};
 use crate::huge_pages::{Merged, SmallPageHint, commit_pools};
 use crate::memory::{self, Generations, MapBudget};
-use crate::model::{Name, Placement, TensorSpan};
+use crate::model::{Name, Placement};
 use crate::pool::Arena;
 use crate::stats::Stats;
 use crate::threads::EngineNumber;
@@ -55,21 +55,6 @@ pub enum MemoryLocation {
     Process(Vec<u64>),
     /// In memory that another process cannot read: device memory that the CPU cannot address.
     Hidden,
-}
-
-impl MemoryLocation {
-    /// Returns the location of some of the tensors only. `Err(OutOfMemory)` if the list cannot be allocated.
-    pub fn only(self, TensorSpan { first, step, count }: TensorSpan) -> Result<MemoryLocation> {
-        let only = |list: Vec<u64>| {
-            let picked = list.iter().skip(first as usize).step_by(step.max(1) as usize).take(count as usize);
-            fallible::collect_growing(TENSORS, count as usize, picked.copied())
-        };
-        Ok(match self {
-            MemoryLocation::Pool(placement, offsets) => MemoryLocation::Pool(placement, only(offsets)?),
-            MemoryLocation::Process(addrs) => MemoryLocation::Process(only(addrs)?),
-            MemoryLocation::Hidden => MemoryLocation::Hidden,
-        })
-    }
 }
 
 /// Counts the calls of this engine to peers, from before they wait for a row until they end.

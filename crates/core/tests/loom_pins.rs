@@ -16,15 +16,7 @@ use loom::thread;
 
 fn cache() -> Arc<Cache> {
     let (shape, data_type, placement) = (vec![2, 1], DataType::Uint8, Placement::Host);
-    let desc = CacheDesc {
-        num_tensors: 1,
-        shape,
-        data_type,
-        placement,
-        row_stride: None,
-        kv_layout: None,
-        tensors: Vec::new(),
-    };
+    let desc = CacheDesc { num_tensors: 1, shape, data_type, placement, row_stride: None, kv_layout: None };
     // SAFETY: no byte of it is ever copied.
     Cache::loose(unsafe { Adopted::new(&desc, CacheKind::Blocks, &[4096]) }.unwrap())
 }

@@ -105,11 +105,6 @@ impl TensorView {
         view.ok_or_else(|| Error::argument("tensor_index", index, "a tensor of the cache"))
     }
 
-    /// Returns the number of the tensor in its cache.
-    fn number(&self) -> u32 {
-        u32::try_from(self.index).unwrap_or(u32::MAX)
-    }
-
     /// Returns the cache that the tensor belongs to.
     pub(crate) fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
         self.cache.get().map_err(|error| raise(py, &error))
@@ -134,7 +129,7 @@ pub(crate) fn cpu_only(
 impl TensorView {
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.cache(py)?.shape_of(self.number()))
+        PyTuple::new(py, self.cache(py)?.shape())
     }
 
     #[getter]
@@ -144,7 +139,7 @@ impl TensorView {
 
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> PyResult<u64> {
-        let geometry = self.cache(py)?.sizes_of(self.number());
+        let geometry = self.cache(py)?.geometry();
         Ok(geometry.rows() * geometry.row_bytes())
     }
 
@@ -153,12 +148,12 @@ impl TensorView {
         let cache = self.cache(py)?;
         let interface = PyDict::new(py);
         interface.set_item("version", 3)?;
-        interface.set_item("shape", PyTuple::new(py, cache.shape_of(self.number()))?)?;
-        if let Some(strides) = raw::strides_with_gaps(cache, self.number()) {
-            let bytes = cache.data_type_of(self.number()).bytes().cast_signed();
+        interface.set_item("shape", PyTuple::new(py, cache.shape())?)?;
+        if let Some(strides) = raw::strides_with_gaps(cache) {
+            let bytes = cache.data_type().bytes().cast_signed();
             interface.set_item("strides", PyTuple::new(py, strides.iter().map(|stride| stride * bytes))?)?;
         }
-        interface.set_item("typestr", typestr(cache.data_type_of(self.number()))?)?;
+        interface.set_item("typestr", typestr(cache.data_type())?)?;
         interface.set_item("data", (cache.addrs()[self.index], false))?;
         Ok(interface)
     }
@@ -178,7 +173,7 @@ impl TensorView {
     ) -> PyResult<Bound<'py, PyAny>> {
         cpu_only(stream, dl_device, copy)?;
         let cache = self.cache(py)?;
-        let part = CachePart::OneTensor(self.index, dlpack_type(cache.data_type_of(self.number()))?);
+        let part = CachePart::OneTensor(self.index, dlpack_type(cache.data_type())?);
         raw::capsule(py, cache, part, max_version.is_some_and(|(major, _)| major >= 1))
     }
 
@@ -189,8 +184,8 @@ impl TensorView {
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let cache = self.cache(py)?;
-        let (name, address) = (cache.data_type_of(self.number()).name(), cache.addrs()[self.index]);
-        let shape = cache.shape_of(self.number());
+        let (name, address) = (cache.data_type().name(), cache.addrs()[self.index]);
+        let shape = cache.shape();
         Ok(format!("TensorView(shape={shape:?}, data_type=DataType.{name}, address={address:#x})"))
     }
 }

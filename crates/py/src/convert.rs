@@ -201,7 +201,6 @@ pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
         placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     })
 }
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CacheLayout, ClusterId, Destination, End, Error, LayerRange, Layers, LayerwiseArgs,
-    MixedSizes, Target, Words,
+    CacheDesc, CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers,
+    LayerwiseArgs, Target, Words,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -87,7 +87,7 @@ impl<'a, 'py> LayerSource<'a, 'py> {
     fn new(cache: CacheArg<'a, 'py>, desc: &CacheDesc, tensors_per_layer: u32) -> PyResult<Self> {
         let py = cache.py();
         let refused = |error: Error| raise(py, &error);
-        let (geometry, _) = MixedSizes::checked(desc).map_err(refused)?;
+        let geometry = Geometry::new(desc).map_err(refused)?;
         let layers = validate::whole_layers(geometry, tensors_per_layer).map_err(refused)?;
         let cache = cache.local()?;
         let local = CacheLayout { geometry, kind: cache.kind()?, placement: desc.placement };

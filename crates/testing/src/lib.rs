@@ -15,7 +15,7 @@
 //! use llm_datadist_core::testing::memory::{Adopted, Tensors, Window};
 //! use llm_datadist_core::{CacheDesc, CacheKind, DataType, Placement};
 //! let bytes = vec![0u8; 4];
-//! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host, row_stride: None, kv_layout: None, tensors: Vec::new() };
+//! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host, row_stride: None, kv_layout: None };
 //! // SAFETY: `bytes` outlives everything made from the value.
 //! let adopted = unsafe { Adopted::new(&desc, CacheKind::Batch, &[bytes.as_ptr() as u64]) }.unwrap();
 //! let tensors: Tensors = Tensors::adopted(adopted);
@@ -28,7 +28,7 @@
 //!
 //! ```compile_fail,E0133
 //! use llm_datadist_core::{Adopted, CacheDesc, CacheKind, DataType, Placement};
-//! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host, row_stride: None, kv_layout: None, tensors: Vec::new() };
+//! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host, row_stride: None, kv_layout: None };
 //! let _ = Adopted::new(&desc, CacheKind::Batch, &[4096]);
 //! ```
 //!

@@ -8,8 +8,8 @@ use std::time::Duration;
 use llm_datadist_core::bindings::{fallible, validate};
 use llm_datadist_core::{
     BlockRows, CacheForm, ClusterId, DataType, ElementTypes, Error, ErrorWords, Geometry, GrantToken,
-    GrantUse, KvLayout, KvLayoutNames, KvPlanes, MAX_SECONDS, PairExtras, PeerCache, Placement, Result,
-    RowsCache, RowsPart, TokenOrder, pool_named,
+    GrantUse, KvLayout, KvPlanes, MAX_SECONDS, PairExtras, PeerCache, Placement, Result, RowsCache, RowsPart,
+    TokenOrder, pool_named,
 };
 
 use super::native_types::{
@@ -335,6 +335,6 @@ unsafe fn layout(at: *const LlmDatadistKvLayout) -> Result<KvLayout> {
         layers: range32("layers", given.layers)?.unwrap_or(0..0),
         model: model.unwrap_or_default().to_owned(),
     };
-    validate::kv_layout(&layout, KvLayoutNames::NATIVE)?;
+    layout.check_ranges()?;
     Ok(layout)
 }

@@ -4,13 +4,12 @@
 
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::row_queues::RowQueues;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Adopted, Tensors};
-use crate::model::{
-    CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, KvGeometry, MixedSizes, Placement,
-    TensorSpan,
-};
+use crate::model::{CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, KvGeometry, Placement};
 use crate::sync::Mutex;
 
 /// The provider of a cache's memory.
@@ -24,39 +23,15 @@ pub enum Origin {
     Loose,
 }
 
-/// The dimensions of a tensor. Up to [`INLINE_DIMENSIONS`] of them need no separate allocation.
-#[derive(Debug)]
-enum Shape {
-    Inline(u8, [i64; INLINE_DIMENSIONS]),
-    Heap(Box<[i64]>),
-}
-
-/// Maximum number of dimensions that are stored inside the cache.
-const INLINE_DIMENSIONS: usize = 4;
-
-impl Shape {
-    fn of(dims: &[i64]) -> Self {
-        match u8::try_from(dims.len()) {
-            Ok(count) if dims.len() <= INLINE_DIMENSIONS => {
-                let mut inline = [0; INLINE_DIMENSIONS];
-                inline[..dims.len()].copy_from_slice(dims);
-                Shape::Inline(count, inline)
-            }
-            _ => Shape::Heap(dims.into()),
-        }
-    }
-}
-
-/// A group of tensors under one id. Most caches have equal tensors.
+/// A group of equal tensors under one id.
 #[derive(Debug)]
 pub struct Cache {
     id: CacheId,
     /// The name by which peers find it.
     name: Option<Arc<str>>,
     origin: Origin,
-    /// The sizes are those of tensor 0 if the tensors differ; [`Tensors::mixed`] has all sizes then.
     layout: CacheLayout,
-    shape: Shape,
+    shape: SmallVec<[i64; 4]>,
     data_type: DataType,
     kv: Option<Arc<KvGeometry>>,
     remote_accessible: bool,
@@ -93,7 +68,7 @@ impl Cache {
             name,
             origin,
             layout,
-            shape: Shape::of(&desc.shape),
+            shape: desc.shape[..].into(),
             data_type: desc.data_type,
             kv,
             remote_accessible,
@@ -116,40 +91,14 @@ impl Cache {
         self.origin
     }
 
-    /// Returns the sizes, kind and placement of a cache whose tensors are equal. `Err(InvalidArgument)` if they differ, for
-    /// calls that do not support such caches.
-    pub fn layout(&self) -> Result<CacheLayout> {
-        let Some(mixed) = self.mixed() else { return Ok(self.layout) };
-        Err(Error::invalid("this call needs a cache whose tensors are equal")
-            .with("cache_id", self.id)
-            .with("tensors", mixed.num_tensors())
-            .with("runs", mixed.runs().len()))
-    }
-
-    /// Returns the kind and the placement with the sizes of tensor 0.
-    pub fn layout_of_first(&self) -> CacheLayout {
+    /// Returns the sizes, kind and placement.
+    pub fn layout(&self) -> CacheLayout {
         self.layout
     }
 
-    /// Returns the sizes of all tensors if they differ.
-    pub fn mixed(&self) -> Option<&Arc<MixedSizes>> {
-        self.tensors.mixed()
-    }
-
-    /// Returns the sizes of tensor 0.
-    #[cfg(feature = "testing")]
+    /// Returns the sizes.
     pub fn geometry(&self) -> Geometry {
         self.layout.geometry
-    }
-
-    /// Returns the sizes of a tensor.
-    pub fn sizes_of(&self, tensor: u32) -> Geometry {
-        self.mixed().map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry)
-    }
-
-    /// Returns the sizes that some tensors have in common. `Err(InvalidArgument)` if their rows differ.
-    pub fn common_sizes(&self, tensors: TensorSpan) -> Result<Geometry> {
-        self.mixed().map_or(Ok(self.layout.geometry), |mixed| mixed.common(tensors))
     }
 
     /// Returns the number of tensors.
@@ -157,20 +106,14 @@ impl Cache {
         self.layout.geometry.num_tensors()
     }
 
-    /// Returns the number of rows, that is batch slots or blocks, which is the same for all tensors.
+    /// Returns the number of rows, that is batch slots or blocks, in each tensor.
     pub fn rows(&self) -> u64 {
         self.layout.geometry.rows()
     }
 
-    /// Returns the bytes of the longest row.
-    pub fn longest_row(&self) -> u64 {
-        let Some(mixed) = self.mixed() else { return self.layout.geometry.row_bytes() };
-        mixed.runs().iter().map(|run| run.geometry.row_bytes()).max().unwrap_or(0)
-    }
-
     /// Returns the bytes of all tensors, gaps between rows included.
     pub fn bytes(&self) -> u64 {
-        self.mixed().map_or_else(|| self.layout.geometry.bytes(), |mixed| mixed.bytes())
+        self.layout.geometry.bytes()
     }
 
     /// Returns whether a row is a batch slot or a block.
@@ -184,24 +127,11 @@ impl Cache {
     }
 
     /// Returns the dimensions of a tensor, outermost first.
-    pub fn shape_of(&self, tensor: u32) -> &[i64] {
-        self.mixed().map_or_else(|| self.shape(), |mixed| &mixed.run(tensor).shape)
-    }
-
-    /// Returns the element type of a tensor.
-    pub fn data_type_of(&self, tensor: u32) -> DataType {
-        self.mixed().map_or(self.data_type, |mixed| mixed.run(tensor).data_type)
-    }
-
-    /// Returns the dimensions of tensor 0, outermost first.
     pub fn shape(&self) -> &[i64] {
-        match &self.shape {
-            Shape::Inline(count, dims) => &dims[..usize::from(*count)],
-            Shape::Heap(dims) => dims,
-        }
+        &self.shape
     }
 
-    /// Returns the element type of tensor 0.
+    /// Returns the element type.
     pub fn data_type(&self) -> DataType {
         self.data_type
     }
@@ -239,10 +169,10 @@ impl Cache {
     /// Returns the address of the first byte of all tensors together, which are
     /// [`bytes`](Self::bytes) long. Makes the checks of [`check_views`](Self::check_views) first.
     /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless the cache was allocated as one range of bytes,
-    /// or has one tensor, and if its tensors differ or there are gaps between rows that the engine did not allocate.
+    /// or has one tensor, and if there are gaps between rows that the engine did not allocate.
     pub fn one_range(&self) -> Result<u64> {
         self.check_views()?;
-        let rows = self.layout()?.geometry.row_sizes();
+        let rows = self.geometry().row_sizes();
         if rows.has_gaps() && self.origin != Origin::Allocated {
             return Err(Error::invalid(
                 "registered memory has gaps between the rows that are not part of the cache",

@@ -15,7 +15,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::cache::Cache;
 use super::readiness::{OnReady, Readiness};
-use super::row_queues::{MAX_COUNTERS, PINS, RowQueues, RowUse, UsedRows};
+use super::row_queues::{PINS, RowQueues, RowUse, counter_shift};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{Deadline, RowList};
@@ -29,7 +29,7 @@ pub struct CallRows(SmallVec<[CacheRows; 1]>);
 #[derive(Debug)]
 struct CacheRows {
     cache: Arc<Cache>,
-    used: UsedRows,
+    used: RowUse,
     /// The call in the queues of the cache, if it waits there or has waited.
     waiter: Option<u32>,
 }
@@ -48,7 +48,7 @@ pub struct WaitingCall {
 
 impl CacheRows {
     fn new(cache: Arc<Cache>, used: RowUse) -> Self {
-        CacheRows { cache, used: used.into(), waiter: None }
+        CacheRows { cache, used, waiter: None }
     }
 
     /// Locks the rows of the cache. `Err(OutOfMemory)` if their counters cannot be allocated.
@@ -101,16 +101,12 @@ impl CallRows {
     /// Takes the rows for a call of this engine, and waits for them in turn. Returns `Err` of kind `Timeout` once
     /// `deadline` has passed, and of kind `Interrupted` if the caller was interrupted while it waited.
     pub fn pin(self, deadline: Deadline) -> Result<Pin> {
-        self.pin_in_order(deadline, || false)
+        self.pin_for_peer(deadline, || false)
     }
 
     /// Takes the rows for a request of a peer; otherwise like [`pin`](Self::pin). It passes calls that only wait, if
     /// `passes` says so under the locks of the caches, and if none of them was passed too often.
     pub fn pin_for_peer(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
-        self.pin_in_order(deadline, passes)
-    }
-
-    fn pin_in_order(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
         let mut locked = self.lock()?;
         let passes = passes() && self.all(&locked, RowQueues::may_pass);
         if self.take_if_free(&mut locked, passes) {
@@ -140,11 +136,7 @@ impl CallRows {
         free
     }
 
-    fn all(
-        &self,
-        locked: &[MutexGuard<'_, RowQueues>],
-        holds: impl Fn(&RowQueues, &UsedRows) -> bool,
-    ) -> bool {
+    fn all(&self, locked: &[MutexGuard<'_, RowQueues>], holds: impl Fn(&RowQueues, &RowUse) -> bool) -> bool {
         self.0.iter().zip(locked).all(|(rows, queues)| holds(queues, &rows.used))
     }
 
@@ -278,7 +270,7 @@ impl Pin {
 
     /// Returns whether the call writes any of the rows.
     pub fn writes(&self) -> bool {
-        self.0.0.iter().any(|rows| !rows.used.writes().is_empty())
+        self.0.0.iter().any(|rows| !rows.used.writes.is_empty())
     }
 
     /// Gives back the rows and the caches. The calls that may begin now are notified when the result is dropped.
@@ -317,9 +309,5 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
 /// Returns the number of consecutive rows that share one pin counter. To pin all of them, naming one is
 /// enough.
 pub fn rows_of_a_pin(cache: &Cache) -> u64 {
-    let mut shift = 0;
-    while cache.rows() >> shift > MAX_COUNTERS {
-        shift += 1;
-    }
-    1 << shift
+    1 << counter_shift(cache.rows())
 }

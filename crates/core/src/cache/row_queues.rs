@@ -5,7 +5,6 @@
 //! of the row conflicts with it. The open entries of a queue are at its front, so each operation touches only entries
 //! whose state changes (`tests/integration/row_queues.rs` compares with a naive reference model).
 
-use std::slice;
 use std::sync::Arc;
 
 use super::readiness::Readiness;
@@ -23,7 +22,7 @@ pub(super) const PINS: &str = "the pins of a cache";
 
 /// Maximum number of counters for one cache. With more rows, neighbouring rows share a counter, and then
 /// exclude each other too.
-pub(super) const MAX_COUNTERS: u64 = 1 << 20;
+const MAX_COUNTERS: u64 = 1 << 20;
 
 /// How many requests of peers may pass a waiting call in one row. Beyond that, they wait behind it.
 const MAX_PASSES: u16 = 1024;
@@ -37,48 +36,6 @@ pub struct RowUse {
     pub reads: RowList,
     /// Rows that are written. A row in both lists is used as written.
     pub writes: RowList,
-}
-
-/// A [`RowUse`] that takes little memory in most calls, which only read or only write.
-#[derive(Debug)]
-pub(super) enum UsedRows {
-    Read(u64),
-    Write(u64),
-    Reads(Box<[u64]>),
-    Writes(Box<[u64]>),
-    Both(Box<RowUse>),
-}
-
-impl UsedRows {
-    pub(super) fn reads(&self) -> &[u64] {
-        match self {
-            UsedRows::Read(row) => slice::from_ref(row),
-            UsedRows::Reads(reads) => reads,
-            UsedRows::Write(_) | UsedRows::Writes(_) => &[],
-            UsedRows::Both(both) => &both.reads,
-        }
-    }
-
-    pub(super) fn writes(&self) -> &[u64] {
-        match self {
-            UsedRows::Read(_) | UsedRows::Reads(_) => &[],
-            UsedRows::Write(row) => slice::from_ref(row),
-            UsedRows::Writes(writes) => writes,
-            UsedRows::Both(both) => &both.writes,
-        }
-    }
-}
-
-impl From<RowUse> for UsedRows {
-    fn from(used: RowUse) -> Self {
-        match (&used.reads[..], &used.writes[..]) {
-            (&[row], []) => UsedRows::Read(row),
-            ([], &[row]) => UsedRows::Write(row),
-            (_, []) => UsedRows::Reads(used.reads.into_boxed_slice()),
-            ([], _) => UsedRows::Writes(used.writes.into_boxed_slice()),
-            _ => UsedRows::Both(Box::new(used)),
-        }
-    }
 }
 
 /// The rows of one cache, with the calls that use them and wait for them.
@@ -143,15 +100,22 @@ impl Row {
     }
 }
 
+/// Returns by how many bits the number of a row is shifted to that of its counter, in a cache of `rows` rows.
+pub(super) fn counter_shift(rows: u64) -> u32 {
+    let mut shift = 0;
+    while rows >> shift > MAX_COUNTERS {
+        shift += 1;
+    }
+    shift
+}
+
 impl RowQueues {
     /// Allocates the counters for a cache of `rows` rows, once.
     pub(super) fn prepare(&mut self, rows: u64) -> Result<()> {
         if !self.rows.is_empty() {
             return Ok(());
         }
-        while rows >> self.shift > MAX_COUNTERS {
-            self.shift += 1;
-        }
+        self.shift = counter_shift(rows);
         (self.unused_entry, self.unused_waiter) = (NONE, NONE);
         let free = Row { users: 0, first: NONE, last: NONE };
         self.rows = fallible::filled(PINS, free, self.index(rows) + 1)?;
@@ -170,25 +134,25 @@ impl RowQueues {
 
     /// Returns a row that keeps a call from taking its rows now: one that another call uses, or for which another
     /// call waits that this one does not pass.
-    pub(super) fn taken(&self, used: &UsedRows, passes: bool) -> Option<u64> {
+    pub(super) fn taken(&self, used: &RowUse, passes: bool) -> Option<u64> {
         let taken = |row: u64, writes| {
             let row = self.rows[self.index(row)];
             let last_peer = if passes { self.last_that_passes(row) } else { row.last };
             !row.admits(writes) || self.conflicts(row.first, last_peer, writes)
         };
-        let written = used.writes().iter().find(|row| taken(**row, true));
-        written.or_else(|| used.reads().iter().find(|row| taken(**row, false))).copied()
+        let written = used.writes.iter().find(|row| taken(**row, true));
+        written.or_else(|| used.reads.iter().find(|row| taken(**row, false))).copied()
     }
 
     /// Whether a request of a peer may pass the calls that wait for its rows. It passes all or none: otherwise a call
     /// could go before it in one row and behind it in another.
-    pub(super) fn may_pass(&self, used: &UsedRows) -> bool {
+    pub(super) fn may_pass(&self, used: &RowUse) -> bool {
         let may_pass = |row: u64, writes| {
             let next = self.entries.get(self.first_passed(self.index(row)) as usize);
             next.is_none_or(|next| !(writes || next.writes) || next.passed < MAX_PASSES)
         };
-        used.writes().iter().all(|row| may_pass(*row, true))
-            && used.reads().iter().all(|row| may_pass(*row, false))
+        used.writes.iter().all(|row| may_pass(*row, true))
+            && used.reads.iter().all(|row| may_pass(*row, false))
     }
 
     /// Returns the last of the entries at the front of a queue that are requests of peers.
@@ -216,15 +180,15 @@ impl RowQueues {
     }
 
     /// Takes rows that [`taken`](Self::taken) has found free.
-    pub(super) fn take(&mut self, used: &UsedRows) {
-        for &row in used.writes() {
+    pub(super) fn take(&mut self, used: &RowUse) {
+        for &row in &used.writes {
             let row = self.index(row);
             if self.rows[row].users != WRITER {
                 self.rows[row].users = WRITER;
                 self.note_pass(self.first_passed(row), true);
             }
         }
-        for &row in used.reads() {
+        for &row in &used.reads {
             let row = self.index(row);
             // A WRITER here is this call itself.
             if self.rows[row].users != WRITER {
@@ -254,9 +218,9 @@ impl RowQueues {
     }
 
     /// Puts a call into the queues of all its rows. It may [`begin`](Self::begin) once nothing blocks `readiness`.
-    pub(super) fn enter(&mut self, used: &UsedRows, passes: bool, readiness: &Arc<Readiness>) -> Result<u32> {
+    pub(super) fn enter(&mut self, used: &RowUse, passes: bool, readiness: &Arc<Readiness>) -> Result<u32> {
         let waiter = self.new_waiter(used, passes, readiness)?;
-        for (rows, writes) in [(used.writes(), true), (used.reads(), false)] {
+        for (rows, writes) in [(&used.writes, true), (&used.reads, false)] {
             for &row in rows {
                 self.enter_row(waiter, self.index(row), writes);
             }
@@ -269,8 +233,8 @@ impl RowQueues {
 
     /// Makes room for a waiter and its entries, and returns the waiter.
     #[expect(clippy::cast_possible_truncation, reason = "fewer waiters than fit into memory")]
-    fn new_waiter(&mut self, used: &UsedRows, passes: bool, readiness: &Arc<Readiness>) -> Result<u32> {
-        fallible::grow(PINS, &mut self.entries, used.reads().len() + used.writes().len())?;
+    fn new_waiter(&mut self, used: &RowUse, passes: bool, readiness: &Arc<Readiness>) -> Result<u32> {
+        fallible::grow(PINS, &mut self.entries, used.reads.len() + used.writes.len())?;
         fallible::grow(PINS, &mut self.waiters, 1)?;
         let unlisted = self.waiters.len() + 1 - self.ready.len();
         fallible::grow(PINS, &mut self.ready, unlisted)?;
@@ -337,13 +301,13 @@ impl RowQueues {
     }
 
     /// Takes the rows of a call that nothing blocks, and removes its entries.
-    pub(super) fn begin(&mut self, waiter: u32, used: &UsedRows) {
+    pub(super) fn begin(&mut self, waiter: u32, used: &RowUse) {
         self.remove(waiter, |_, _| ());
-        for &row in used.writes() {
+        for &row in &used.writes {
             let row = self.index(row);
             self.rows[row].users = WRITER;
         }
-        for &row in used.reads() {
+        for &row in &used.reads {
             let row = self.index(row);
             if self.rows[row].users != WRITER {
                 self.rows[row].users += 1;
@@ -399,15 +363,15 @@ impl RowQueues {
     }
 
     /// Gives back the rows of a call. Returns whether [`take_ready`](Self::take_ready) has a call.
-    pub(super) fn release(&mut self, used: &UsedRows) -> bool {
-        for &row in used.reads() {
+    pub(super) fn release(&mut self, used: &RowUse) -> bool {
+        for &row in &used.reads {
             let row = self.index(row);
             if self.rows[row].users != WRITER {
                 self.rows[row].users -= 1;
                 self.row_released(row);
             }
         }
-        for &row in used.writes() {
+        for &row in &used.writes {
             let row = self.index(row);
             if self.rows[row].users == WRITER {
                 self.rows[row].users = 0;

@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 use hashbrown::HashMap;
+use smallvec::SmallVec;
 
 use self::pulled::Pulled;
 use super::cache::{Cache, Origin};
@@ -86,34 +87,17 @@ struct TableEntry {
 
 /// The keys of a cache's rows. Usually there is only one; it needs no separate allocation, because each extra
 /// memory access costs time when caches are visited in random order.
-#[derive(Debug)]
-enum RowKeys {
-    One(Option<CacheKey>),
-    Many(Vec<Option<CacheKey>>),
-}
+type RowKeys = SmallVec<[Option<CacheKey>; 1]>;
 
-impl RowKeys {
-    fn of(keys: &[(u64, CacheKey)]) -> Result<Self> {
-        Ok(match keys {
-            [] => RowKeys::One(None),
-            &[(0, key)] => RowKeys::One(Some(key)),
-            keys => {
-                let rows = keys.iter().map(|&(row, _)| row + 1).max().unwrap_or(0);
-                let mut by_row = fallible::filled(TABLE, None, usize::try_from(rows).unwrap_or(0))?;
-                for &(row, key) in keys {
-                    by_row[usize::try_from(row).unwrap_or(usize::MAX)] = Some(key);
-                }
-                RowKeys::Many(by_row)
-            }
-        })
+fn keys_by_row(keys: &[(u64, CacheKey)]) -> Result<RowKeys> {
+    let at = |row: u64| usize::try_from(row).unwrap_or(usize::MAX);
+    let rows = keys.iter().map(|&(row, _)| at(row) + 1).max().unwrap_or(0);
+    let mut by_row: RowKeys = fallible::inline_with_capacity(TABLE, rows)?;
+    by_row.resize(rows, None);
+    for &(row, key) in keys {
+        by_row[at(row)] = Some(key);
     }
-
-    fn all(&self) -> &[Option<CacheKey>] {
-        match self {
-            RowKeys::One(key) => std::slice::from_ref(key),
-            RowKeys::Many(keys) => keys,
-        }
-    }
+    Ok(by_row)
 }
 
 /// Number of caches and keys in a table.
@@ -143,56 +127,58 @@ impl Table {
         Table { state: Mutex::new(state) }
     }
 
-    /// Adds an allocated cache under a new id, and binds its keys.
+    /// Adds an allocated cache under a new id and, if it is given, a name, and binds its keys.
     ///
     /// `keys` are as [`validate::bindings`](crate::validate::bindings) returns them, each only once. On `Err`
-    /// nothing has changed; it is of kind [`ErrorKind::KeyTaken`] if a key already names another cache.
+    /// nothing has changed; it is of kind [`ErrorKind::KeyTaken`] if a live cache has the name or one of the keys.
     pub fn allocate(
         &self,
+        name: Option<&str>,
+        keys: &[(u64, CacheKey)],
         desc: &CacheDesc,
         layout: CacheLayout,
         tensors: Tensors,
-        keys: &[(u64, CacheKey)],
     ) -> Result<Arc<Cache>> {
-        self.enter(OnBoundKey::Refuse, None, keys, |id| {
-            Cache::new((id, None), Origin::Allocated, desc, layout, tensors, true)
+        self.enter(OnBoundKey::Refuse, name, keys, |named| {
+            Cache::new(named, Origin::Allocated, desc, layout, tensors, true)
         })
     }
 
-    /// Adds the caller's memory as a cache under a new id, and binds its keys. A key that names another cache
-    /// names this one from now on. On `Err` nothing has changed.
+    /// Adds the caller's memory as [`allocate`](Self::allocate) does. But a key that names another cache names this one from now
+    /// on.
     pub fn register(
         &self,
-        adopted: Adopted,
+        name: Option<&str>,
         keys: &[(u64, CacheKey)],
+        adopted: Adopted,
         remote_accessible: bool,
     ) -> Result<Arc<Cache>> {
         let (desc, layout) = (adopted.desc().clone(), adopted.layout());
         let tensors = Tensors::adopted(adopted);
-        self.enter(OnBoundKey::Replace, None, keys, |id| {
-            Cache::new((id, None), Origin::Registered, &desc, layout, tensors, remote_accessible)
+        self.enter(OnBoundKey::Replace, name, keys, |named| {
+            Cache::new(named, Origin::Registered, &desc, layout, tensors, remote_accessible)
         })
     }
 
     fn enter(
         &self,
         on_bound_key: OnBoundKey,
-        name: Option<&Arc<str>>,
+        name: Option<&str>,
         keys: &[(u64, CacheKey)],
-        build: impl FnOnce(CacheId) -> Cache,
+        build: impl FnOnce((CacheId, Option<Arc<str>>)) -> Cache,
     ) -> Result<Arc<Cache>> {
-        let by_row = RowKeys::of(keys)?;
+        let (by_row, name) = (keys_by_row(keys)?, name.map(Arc::<str>::from));
         // Declared before the lock, so that caches released by a replaced key drop after the lock is
         // released.
         let mut released: Vec<TableEntry> = Vec::new();
         let mut state = self.state.lock();
         if on_bound_key == OnBoundKey::Refuse
-            && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
+            && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.1)))
         {
             let text = format!("{key} already names a live cache");
             return Err(Error::new(ErrorKind::KeyTaken, text).with("cache_id", other.cache.id()));
         }
-        name.map_or(Ok(()), |name| state.check_name(name))?;
+        name.as_ref().map_or(Ok(()), |name| state.check_name(name))?;
         let replaced = state.replaced(keys);
         // Everything that allocates memory happens before the first change.
         state.make_room(keys)?;
@@ -205,11 +191,11 @@ impl Table {
         }
         let id = CacheId(state.last_id + 1);
         state.last_id = id.0;
-        let cache = Arc::new(build(id));
+        let cache = Arc::new(build((id, name.clone())));
         let bound = u32::try_from(keys.len()).unwrap_or(u32::MAX);
         let index = state.insert(TableEntry { cache: cache.clone(), held: true, bound, keys: by_row });
         state.ids.insert(id, index);
-        state.names.extend(name.map(|name| (name.clone(), index)));
+        state.names.extend(name.map(|name| (name, index)));
         for &(row, key) in keys {
             state.keys.insert(key, (index, u32::try_from(row).unwrap_or(u32::MAX)));
         }
@@ -231,7 +217,7 @@ impl Table {
     #[cfg(feature = "testing")]
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         let state = self.state.lock();
-        let found = state.named(key).map(|(entry, row)| (entry.cache.clone(), row));
+        let found = state.named(key).map(|(_, entry, row)| (entry.cache.clone(), row));
         found.ok_or_else(|| no_key(key))
     }
 
@@ -259,7 +245,8 @@ impl Table {
     /// effect on unknown keys and keys of registered caches (contract §7.5).
     pub fn remove_key(&self, key: CacheKey) {
         let mut state = self.state.lock();
-        let allocated = state.named(key).is_some_and(|(entry, _)| entry.cache.origin() == Origin::Allocated);
+        let allocated =
+            state.named(key).is_some_and(|(_, entry, _)| entry.cache.origin() == Origin::Allocated);
         let released = if allocated { state.unbind(key) } else { None };
         state.note_released(released.as_ref());
         drop(state);
@@ -337,16 +324,17 @@ impl State {
         self.entries.get_mut(index as usize)?.as_mut()
     }
 
-    fn named(&self, key: CacheKey) -> Option<(&TableEntry, u32)> {
+    /// Returns the entry that a key names, with its index, and the row in it.
+    fn named(&self, key: CacheKey) -> Option<(EntryIndex, &TableEntry, u32)> {
         let &(index, row) = self.keys.get(&key)?;
-        Some((self.entry(index)?, row))
+        Some((index, self.entry(index)?, row))
     }
 
     /// Returns the caches that `keys` name now, each with the first such key and their number.
     fn replaced(&self, keys: &[(u64, CacheKey)]) -> BTreeMap<CacheId, (CacheKey, usize)> {
         let mut replaced = BTreeMap::new();
         for &(_, key) in keys {
-            if let Some((other, _)) = self.named(key) {
+            if let Some((_, other, _)) = self.named(key) {
                 replaced.entry(other.cache.id()).or_insert((key, 0)).1 += 1;
             }
         }
@@ -382,7 +370,7 @@ impl State {
     /// Removes a cache and all its keys.
     fn remove(&mut self, index: EntryIndex) -> Option<TableEntry> {
         let entry = self.take(index)?;
-        for (row, key) in entry.keys.all().iter().enumerate() {
+        for (row, key) in entry.keys.iter().enumerate() {
             if let Some(key) = key
                 && let Some(&(named, at)) = self.keys.get(key)
                 && (named, at as usize) == (index, row)

@@ -12,7 +12,7 @@ use crate::memory;
 use crate::model::{CacheLayout, Placement, SubRow, Verify, Words};
 use crate::plan::Moves;
 use crate::stats::Op;
-use crate::transfer::{LocalCopy, LocalMoves};
+use crate::transfer::LocalCopy;
 use crate::validate::{self, CopyArgs};
 
 /// Calls with fewer blocks skip the check whether there is memory for their lists.
@@ -47,14 +47,8 @@ impl DataDist {
     ) -> Operation<'_> {
         Operation::new(self, Op::CopyCache, || {
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let mixed = src.mixed().is_some() || dst.mixed().is_some();
-            let moves = LocalMoves::checked(&src, &dst, |src, dst| {
-                let moves = check(src, dst, args)?;
-                if mixed { validate::whole_slots(src, dst, args).map(|()| moves) } else { Ok(moves) }
-            })?;
-            rows_alike(Words::ORIGINAL, &src, &dst)?;
-            let (op, staging, verify) = (Op::CopyCache, Staging::DEFAULT, self.resources.config.verify);
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
+            let moves = check(src.layout(), dst.layout(), args)?;
+            self.prepared(Op::CopyCache, (src, dst), moves, Staging::DEFAULT)
         })
     }
 
@@ -74,10 +68,8 @@ impl DataDist {
                 Mode::CacheManager => validate::copy_blocks,
                 Mode::KvCacheManager => validate::copy_rows,
             };
-            let moves = LocalMoves::checked(&src, &src, |cache, _| check(cache, pairs, part))?;
-            let (op, dst, staging) = (Op::CopyBlocks, src.clone(), Staging::DEFAULT);
-            let verify = self.resources.config.verify;
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
+            let moves = check(src.layout(), pairs, part)?;
+            self.prepared(Op::CopyBlocks, (src.clone(), src), moves, Staging::DEFAULT)
         })
     }
 
@@ -94,9 +86,8 @@ impl DataDist {
             room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = LocalMoves::equal(validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?)?;
-            let (op, staging, verify) = (Op::CopyBlocks, Staging::DEFAULT, self.resources.config.verify);
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
+            let moves = validate::copy_kv_blocks(src.layout(), dst.layout(), &pairs)?;
+            self.prepared(Op::CopyBlocks, (src, dst), moves, Staging::DEFAULT)
         })
     }
 
@@ -124,10 +115,9 @@ impl DataDist {
                 Mode::CacheManager => validate::swap_blocks,
                 Mode::KvCacheManager => validate::swap_rows,
             };
-            let moves = LocalMoves::checked(&src, &dst, |src, dst| check(src, dst, pairs, part))?;
-            rows_alike(Words::ORIGINAL, &src, &dst)?;
-            let (staging, verify) = (self.swap_staging(&src), self.resources.config.verify);
-            Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
+            let moves = check(src.layout(), dst.layout(), pairs, part)?;
+            let staging = self.swap_staging(&src);
+            self.prepared(op, (src, dst), moves, staging)
         })
     }
 
@@ -164,24 +154,34 @@ impl DataDist {
         verify: Option<Verify>,
     ) -> Result<LocalCopy> {
         room_for_lists(pairs.len())?;
-        let one_cache = Arc::ptr_eq(&src, &dst);
-        let moves = LocalMoves::checked(&src, &dst, |src, dst| {
-            if one_cache {
-                validate::copy_within(Words::NATIVE, src, pairs, part)
-            } else {
-                validate::copy_between(Words::NATIVE, src, dst, pairs, part)
-            }
-        })?;
-        rows_alike(Words::NATIVE, &src, &dst)?;
+        let moves = if Arc::ptr_eq(&src, &dst) {
+            validate::copy_within(Words::NATIVE, src.layout(), pairs, part)
+        } else {
+            validate::copy_between(Words::NATIVE, src.layout(), dst.layout(), pairs, part)
+        }?;
+        check_rows(&src, &dst, &moves)?;
         let op = op_between(&dst, &src);
         let staging = if op == Op::CopyBlocks { Staging::DEFAULT } else { self.swap_staging(&src) };
         let verify = verify.unwrap_or(self.resources.config.verify);
         Ok(LocalCopy { op, src, dst, moves, staging, verify })
     }
 
+    /// Returns a copy of the original's API.
+    fn prepared(
+        &self,
+        op: Op,
+        (src, dst): (Arc<Cache>, Arc<Cache>),
+        moves: Moves,
+        staging: Staging,
+    ) -> Result<Prepared> {
+        check_rows(&src, &dst, &moves)?;
+        let verify = self.resources.config.verify;
+        Ok(Prepared::Copy(LocalCopy { op, src, dst, moves, staging, verify }))
+    }
+
     /// Returns how bytes pass between host and device memory.
     fn swap_staging(&self, src: &Cache) -> Staging {
-        Staging { path: self.resources.config.swap_in, buffer_bytes: src.longest_row() }
+        Staging { path: self.resources.config.swap_in, buffer_bytes: src.geometry().row_bytes() }
     }
 
     pub(super) fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
@@ -192,6 +192,12 @@ impl DataDist {
     }
 }
 
+/// Checks that a copy keeps the meaning of the rows, and that a plan can name them.
+fn check_rows(src: &Cache, dst: &Cache, moves: &Moves) -> Result<()> {
+    validate::local_rows_alike(src.kv().map(|kv| &**kv), dst.kv().map(|kv| &**kv))?;
+    moves.pieces.check_numbers()
+}
+
 /// Returns as what a copy between two caches is counted.
 fn op_between(dst: &Cache, src: &Cache) -> Op {
     match (src.placement(), dst.placement()) {
@@ -199,11 +205,6 @@ fn op_between(dst: &Cache, src: &Cache) -> Op {
         (Placement::Device, Placement::Host) => Op::SwapOut,
         _ => Op::CopyBlocks,
     }
-}
-
-/// Checks that a copy or swap between caches of this engine keeps the meaning of the rows.
-fn rows_alike(words: &Words, src: &Cache, dst: &Cache) -> Result<()> {
-    validate::local_rows_alike(words, src.kv().map(|kv| &**kv), dst.kv().map(|kv| &**kv))
 }
 
 /// Returns `Err(OutOfMemory)` if the lists of a call with this many blocks need more memory than this process

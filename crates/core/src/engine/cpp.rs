@@ -60,7 +60,7 @@ impl DataDist {
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
+        let layers = validate::pull_kv_layers(local.layout().geometry, ext)?;
         Ok(self.pull(src.name(), &End::Managed(dst), rows, layers))
     }
 
@@ -79,7 +79,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
         let cache = self.resources.table.find(src)?;
-        let layers = validate::push_kv_blocks(cache.layout()?, ext)?;
+        let layers = validate::push_kv_blocks(cache.layout(), ext)?;
         Ok(self.push(&End::Managed(src), dst.name(), rows, layers))
     }
 
@@ -96,7 +96,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
         let local = self.resources.table.find(src)?;
-        let layers = validate::push_kv_cache(local.layout()?, ext)?;
+        let layers = validate::push_kv_cache(local.layout(), ext)?;
         let rows = Rows::slot(src_batch_index, -1);
         Ok(self.push(&End::Managed(src), dst.name(), rows, layers))
     }

@@ -22,7 +22,7 @@ impl DataDist {
     pub fn grant(&self, cache: &End, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Arc<Grant>> {
         room_for_lists(blocks.len())?;
         let cache = self.source(cache)?;
-        let rows = RowRanges::of(validate::grant(cache.layout_of_first(), blocks, ttl, readers)?)?;
+        let rows = RowRanges::of(validate::grant(cache.layout(), blocks, ttl, readers)?)?;
         let (ranges, allowed) = (rows.ranges().len(), format!("at most {MAX_RANGES}"));
         ensure(ranges <= MAX_RANGES, || Error::argument("the number of runs of blocks", ranges, allowed))?;
         let grants = &self.resources.grants;

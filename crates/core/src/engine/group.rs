@@ -130,11 +130,6 @@ impl DataDist {
     ) -> Operation<'_> {
         let read_owners = owners && local_side == Side::Destination;
         let prepare = || {
-            ensure(!read_owners || !extras.raw_layout, || {
-                Error::invalid(
-                    "several owners of one cache need KV layouts: layout=\"raw\" must not be given",
-                )
-            })?;
             let (mut parts, used) = self.parts(local_side, members, owners, &extras)?;
             report_each_grant_once(&mut parts)?;
             let first = &parts[0].transfer.local;

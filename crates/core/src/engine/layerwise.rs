@@ -10,7 +10,7 @@ use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{Verify, Words};
+use crate::model::{CacheLayout, Verify, Words};
 use crate::plan::Side;
 use crate::session;
 use crate::transfer::{
@@ -62,9 +62,9 @@ impl DataDist {
                 return CacheTask::start(&self.tasks, 0, deliveries, limit, layer_timeout);
             }
         };
-        let rows = Arc::new(layer_rows(&local, args)?);
-        to.iter().try_for_each(|to| validate::destination(local.layout_of_first(), args, to))?;
-        let num_layers = validate::whole_layers(local.sizes_of(0), args.tensors_per_layer)?;
+        let rows = Arc::new(validate::layerwise(local.layout(), args)?);
+        to.iter().try_for_each(|to| validate::destination(local.layout(), args, to))?;
+        let num_layers = validate::whole_layers(local.geometry(), args.tensors_per_layer)?;
         let delivery = |to: Destination| {
             let (cluster, layers) = (to.cluster, to.src_layers);
             let beside =
@@ -89,7 +89,7 @@ impl DataDist {
         layer_timeout: Option<Duration>,
     ) -> Result<LayerTask> {
         let beside = Beside { notice: None, verify: self.resources.config.verify, words: Words::ORIGINAL };
-        let (num_layers, deliveries) = self.deliveries(from, to, beside, layer_rows)?;
+        let (num_layers, deliveries) = self.deliveries(from, to, beside, validate::layerwise)?;
         let layer = self.resources.config.sync_timeout;
         let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: layer_timeout };
         LayerTask::begin(&self.calls, num_layers, deliveries, limits)
@@ -113,9 +113,7 @@ impl DataDist {
         let verify = self.verify(&extras);
         let notice = extras.notify.map(|message| layer_notice(&to, message)).transpose()?;
         let beside = Beside { notice: notice.clone(), verify, words: extras.words };
-        let rows = |local: &Cache, args: &LayerwiseArgs| {
-            validate::layers_of_blocks(extras.words, local.layout_of_first(), args)
-        };
+        let rows = |local, args: &LayerwiseArgs| validate::layers_of_blocks(extras.words, local, args);
         let (num_layers, deliveries) = self.deliveries(from, to, beside, rows)?;
         let layer = limit.unwrap_or(self.resources.config.sync_timeout);
         let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: None };
@@ -128,18 +126,18 @@ impl DataDist {
         from: &End,
         to: Vec<LayerReceiver>,
         mut beside: Beside,
-        rows: impl Fn(&Cache, &LayerwiseArgs) -> Result<LayerRows>,
+        rows: impl Fn(CacheLayout, &LayerwiseArgs) -> Result<LayerRows>,
     ) -> Result<(u32, Vec<Delivery>)> {
         let first = to.first().ok_or_else(|| Error::argument("len(destinations)", 0, "at least 1"))?;
         let per_layer = first.args.tensors_per_layer;
         let local = self.source(from)?;
-        let num_layers = validate::whole_layers(local.sizes_of(0), per_layer)?;
+        let num_layers = validate::whole_layers(local.geometry(), per_layer)?;
         let delivery = |LayerReceiver { to, args }: LayerReceiver| {
             ensure(args.tensors_per_layer == per_layer, || {
                 Error::argument("tensors_per_layer", args.tensors_per_layer, per_layer)
             })?;
-            let rows = rows(&local, &args)?;
-            validate::destination(local.layout_of_first(), &args, &to)?;
+            let rows = rows(local.layout(), &args)?;
+            validate::destination(local.layout(), &args, &to)?;
             self.other(to.cluster)?;
             let (cluster, layers) = (to.cluster, to.src_layers);
             // Only the first one reserves room for the notification.
@@ -184,12 +182,4 @@ fn layer_notice(to: &[LayerReceiver], message: Vec<u8>) -> Result<Arc<LayerNotic
     let cluster = cluster
         .ok_or_else(|| Error::invalid("notify needs destinations of one cluster").of_argument("notify"))?;
     Ok(LayerNotice::new(cluster, message))
-}
-
-/// Returns which rows of each layer move.
-fn layer_rows(local: &Cache, args: &LayerwiseArgs) -> Result<LayerRows> {
-    if local.mixed().is_some() {
-        validate::no_block_bytes(args)?;
-    }
-    validate::layerwise(local.layout_of_first(), args)
 }

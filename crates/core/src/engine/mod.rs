@@ -40,7 +40,7 @@ use crate::sync::Mutex;
 use crate::threads::EngineNumber;
 use crate::token_file;
 use crate::transfer::{AsyncCalls, AsyncWork, CallPurpose, Execution, Executor, GrantClock, JobClass};
-use crate::validate::{self, Pools};
+use crate::validate;
 
 /// One end of a copy, as the caller names it.
 #[derive(Clone, Debug)]
@@ -179,25 +179,14 @@ impl DataDist {
         contiguous: bool,
     ) -> Result<Arc<Cache>> {
         self.resources.stats.timed(Op::Allocate, || {
-            let pools = Pools {
-                host: self.resources.pool(Placement::Host).is_some(),
-                device: self.resources.pool(Placement::Device).is_some(),
-            };
-            let request = validate::allocate(desc, kind, keys, pools)?;
+            let (layout, keys) = validate::allocate(desc, kind, keys, self.has_pool(desc.placement))?;
             let (table, arena) = (&self.resources.table, self.resources.arena(desc.placement)?);
             // Before memory is taken. The table checks it again, because another call may take the name meanwhile.
             name.map_or(Ok(()), |name| table.check_name(name))?;
-            let tensors = match (&request.mixed, contiguous) {
-                (Some(_), true) => Err(validate::contiguous_mixed()),
-                (Some(sizes), false) => arena.allocate_mixed(sizes),
-                (None, true) => arena.allocate_contiguous(&request.layout.geometry),
-                (None, false) => arena.allocate(&request.layout.geometry),
-            };
+            let sizes = &layout.geometry;
+            let tensors = if contiguous { arena.allocate_contiguous(sizes) } else { arena.allocate(sizes) };
             let tensors = tensors.map_err(|error| self.resources.with_released(error, desc.placement))?;
-            match name {
-                Some(name) => table.allocate_named(name, desc, request.layout, tensors),
-                None => table.allocate(desc, request.layout, tensors, &request.keys),
-            }
+            table.allocate(name, &keys, desc, layout, tensors)
         })
     }
 
@@ -246,10 +235,7 @@ impl DataDist {
                 let deadline = self.deadline();
                 adopted.merge(|| deadline.interruption("putting registered memory into huge pages"))?;
             }
-            match name {
-                Some(name) => table.register_named(name, adopted, access),
-                None => table.register(adopted, &validate::bindings(keys)?, access),
-            }
+            table.register(name, &validate::bindings(keys)?, adopted, access)
         })
     }
 

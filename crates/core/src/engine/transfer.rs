@@ -27,15 +27,13 @@ pub struct CallExtras {
     pub grant: Option<GrantUse>,
     /// How thoroughly it checks the bytes that it has moved; as the engine is configured if `None`.
     pub verify: Option<Verify>,
-    /// Whether rows move as they are, whatever KV layouts the two caches have.
-    pub raw_layout: bool,
     /// The words for arguments in the texts of its errors; by default those of the original's API.
     pub words: &'static Words,
 }
 
 impl Default for CallExtras {
     fn default() -> Self {
-        CallExtras { notify: None, grant: None, verify: None, raw_layout: false, words: Words::ORIGINAL }
+        CallExtras { notify: None, grant: None, verify: None, words: Words::ORIGINAL }
     }
 }
 
@@ -139,12 +137,7 @@ impl DataDist {
         validate::caller_name(&remote.name)?;
         let local = self.source(local)?;
         room_for_lists(rows.num_blocks())?;
-        let cache = LocalCache {
-            layout: local.layout_of_first(),
-            mixed: local.mixed().cloned(),
-            kv: local.kv().cloned(),
-            raw: extras.raw_layout,
-        };
+        let cache = LocalCache { layout: local.layout(), kv: local.kv().cloned() };
         let checked = CheckedTransfer::new(extras.words, local_side, cache, rows, layers)?;
         Ok((local, checked))
     }

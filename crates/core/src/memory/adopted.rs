@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKind, CacheLayout, MixedSizes};
-use crate::validate::{self};
+use crate::model::{CacheDesc, CacheKind, CacheLayout};
+use crate::validate;
 
 /// Addresses of the caller's own memory, one per tensor.
 ///
@@ -16,7 +16,6 @@ use crate::validate::{self};
 pub struct Adopted {
     desc: CacheDesc,
     layout: CacheLayout,
-    mixed: Option<Arc<MixedSizes>>,
     addrs: Arc<Vec<u64>>,
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -31,9 +30,9 @@ impl Adopted {
     /// it, is used in a copy. Gaps between rows are not touched. If tensors share bytes with other tensors, their pins do not
     /// exclude each other. Copies between them stay inside the given memory, but their order is undefined.
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
-        let (layout, mixed) = validate::addresses(desc, kind, addrs)?;
+        let layout = validate::addresses(desc, kind, addrs)?;
         let addrs = Arc::new(fallible::copied(super::window::ADDRESSES, addrs)?);
-        Ok(Adopted { desc: desc.clone(), layout, mixed, addrs, owner: None })
+        Ok(Adopted { desc: desc.clone(), layout, addrs, owner: None })
     }
 
     /// Keeps `owner`, to which the memory belongs, until the last cache, transfer and view of the memory is gone. It may be
@@ -48,14 +47,9 @@ impl Adopted {
         &self.desc
     }
 
-    /// Returns the sizes, kind and placement. The sizes are those of tensor 0 if the tensors differ.
+    /// Returns the sizes, kind and placement.
     pub fn layout(&self) -> CacheLayout {
         self.layout
-    }
-
-    /// Returns the sizes of all tensors if they differ.
-    pub fn mixed(&self) -> Option<&Arc<MixedSizes>> {
-        self.mixed.as_ref()
     }
 
     /// Returns the shared list with the address of every tensor.

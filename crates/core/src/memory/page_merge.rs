@@ -97,14 +97,13 @@ impl Region {
 impl Adopted {
     /// Advises the kernel to use huge pages for these addresses, and merges what is present, unit by unit, as
     /// far as possible. Returns the bytes that now lie in huge pages. Memory with gaps between rows is left alone,
-    /// because the gaps are not the caller's, and so is a cache whose tensors differ.
+    /// because the gaps are not the caller's.
     ///
     /// Calls `check` before the first of every 32 units in a contiguous range, and returns its error if it
     /// fails.
     pub(crate) fn merge(&self, mut check: impl FnMut() -> Result<()>) -> Result<u64> {
         let (mut merged, geometry) = (0, self.layout().geometry);
-        let addrs =
-            if geometry.row_sizes().has_gaps() || self.mixed().is_some() { &[] } else { self.addrs() };
+        let addrs = if geometry.row_sizes().has_gaps() { &[] } else { self.addrs() };
         for (start, end) in units_within(ranges(addrs, geometry.tensor_bytes())) {
             // SAFETY: the advice does not change any contents, and the kernel reports addresses that are not
             // mapped.
@@ -122,7 +121,7 @@ impl Adopted {
 
 impl Tensors {
     /// Returns the addresses of all whole units inside the caller's memory; empty if the memory is not the
-    /// caller's, if it has gaps between rows, or if the tensors differ.
+    /// caller's, or if it has gaps between rows.
     pub fn whole_units(&self) -> Vec<u64> {
         let addrs = if self.adopted_whole() { self.addrs() } else { &[] };
         let spans = units_within(ranges(addrs, self.tensor_bytes()));

@@ -13,51 +13,15 @@ use super::smaps;
 use super::window::{Access, Reach, Window, Windows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{Geometry, MixedSizes};
-
-/// The bytes of each tensor of a cache.
-#[derive(Clone, Debug)]
-pub enum TensorBytes {
-    /// All have the same number.
-    Equal(u64),
-    /// They differ.
-    Mixed(Arc<MixedSizes>),
-}
-
-impl TensorBytes {
-    /// Returns the bytes of a tensor.
-    fn of(&self, tensor: u32) -> u64 {
-        match self {
-            TensorBytes::Equal(bytes) => *bytes,
-            TensorBytes::Mixed(sizes) => sizes.run(tensor).geometry.tensor_bytes(),
-        }
-    }
-
-    /// Returns the bytes of the smallest tensor, and the sizes of all if they differ.
-    fn split(self) -> (u64, Option<Arc<MixedSizes>>) {
-        match self {
-            TensorBytes::Equal(bytes) => (bytes, None),
-            TensorBytes::Mixed(sizes) => (sizes.smallest_tensor(), Some(sizes)),
-        }
-    }
-}
-
-impl From<u64> for TensorBytes {
-    /// Returns equal tensors of so many bytes.
-    fn from(bytes: u64) -> Self {
-        TensorBytes::Equal(bytes)
-    }
-}
+use crate::model::Geometry;
 
 /// The tensors of one cache. They have arbitrary addresses, and one owner, which is dropped with this value.
 pub struct Tensors {
     /// Shared with the caller's handles, because a copy of the list might fail after the cache has been
     /// created.
     addrs: Arc<Vec<u64>>,
-    /// The bytes of each tensor, or of the smallest one if they differ.
+    /// The bytes of each tensor.
     tensor_bytes: u64,
-    /// The sizes of all tensors if they differ.
-    mixed: Option<Arc<MixedSizes>>,
     /// Whether each tensor starts where the one before it ends, because the owner was asked for that. Tensors
     /// that happen to lie so do not count.
     contiguous: bool,
@@ -82,12 +46,12 @@ impl Tensors {
     pub fn carved(
         region: Arc<Region>,
         offsets: impl IntoIterator<Item = u64>,
-        tensor_bytes: impl Into<TensorBytes>,
+        tensor_bytes: u64,
         owner: impl Any + Send + Sync,
     ) -> Result<Tensors> {
         let reach = if region.host_addressable() { Reach::Host } else { Reach::Device };
         let range = (region.base(), region.len());
-        Tensors::inside(range, offsets, tensor_bytes.into(), reach, Arc::new((owner, region)))
+        Tensors::inside(range, offsets, tensor_bytes, reach, Arc::new((owner, region)))
     }
 
     /// Creates `count` tensors as [`carved`](Self::carved) does, one after the other from `offset` on, without
@@ -110,24 +74,18 @@ impl Tensors {
     pub fn mapped(
         region: Arc<PeerMapping>,
         offsets: impl IntoIterator<Item = u64>,
-        tensor_bytes: impl Into<TensorBytes>,
+        tensor_bytes: u64,
     ) -> Result<Tensors> {
         let range = (region.base(), region.len());
-        Tensors::inside(range, offsets, tensor_bytes.into(), Reach::HostRead, region)
+        Tensors::inside(range, offsets, tensor_bytes, Reach::HostRead, region)
     }
 
     /// Creates read-only tensors of `tensor_bytes` bytes at the addresses `addrs` of another process, which
     /// the CPU cannot dereference. Returns `Err` of kind [`ErrorKind::System`] if a tensor exceeds the
     /// address space. Any other invalid address is reported when it is read.
-    pub fn of_process(
-        process: Arc<PeerProcess>,
-        addrs: Vec<u64>,
-        tensor_bytes: impl Into<TensorBytes>,
-    ) -> Result<Tensors> {
-        let tensor_bytes = tensor_bytes.into();
-        let beyond = |&(tensor, addr): &(u32, &u64)| addr.checked_add(tensor_bytes.of(tensor)).is_none();
-        if let Some((tensor, addr)) = (0..).zip(&addrs).find(beyond) {
-            let text = format!("{} bytes at {addr:#x} exceed the address space", tensor_bytes.of(tensor));
+    pub fn of_process(process: Arc<PeerProcess>, addrs: Vec<u64>, tensor_bytes: u64) -> Result<Tensors> {
+        if let Some(addr) = addrs.iter().find(|addr| addr.checked_add(tensor_bytes).is_none()) {
+            let text = format!("{tensor_bytes} bytes at {addr:#x} exceed the address space");
             return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
         }
         Ok(Tensors::new(Arc::new(addrs), tensor_bytes, Reach::Process, Some(process)))
@@ -138,19 +96,18 @@ impl Tensors {
     pub fn of_fabric(
         region: Arc<FabricRegion>,
         offsets: impl IntoIterator<Item = u64>,
-        tensor_bytes: impl Into<TensorBytes>,
+        tensor_bytes: u64,
     ) -> Result<Tensors> {
         let range = (region.base(), region.len());
-        Tensors::inside(range, offsets, tensor_bytes.into(), Reach::Fabric, region)
+        Tensors::inside(range, offsets, tensor_bytes, Reach::Fabric, region)
     }
 
     /// Creates tensors over the caller's own memory.
     #[expect(clippy::needless_pass_by_value, reason = "takes over the caller's promise")]
     pub fn adopted(adopted: Adopted) -> Tensors {
         let geometry = adopted.layout().geometry;
-        let equal = || TensorBytes::Equal(geometry.tensor_bytes());
-        let bytes = adopted.mixed().cloned().map_or_else(equal, TensorBytes::Mixed);
         let rows = AdoptedRows { unmapped: Default::default(), geometry };
+        let bytes = geometry.tensor_bytes();
         let tensors = Tensors::new(adopted.shared_addrs(), bytes, Reach::Host, adopted.owner());
         Tensors { adopted: Some(rows), ..tensors }
     }
@@ -160,12 +117,11 @@ impl Tensors {
     fn inside(
         (base, len): (u64, u64),
         offsets: impl IntoIterator<Item = u64>,
-        tensor_bytes: TensorBytes,
+        tensor_bytes: u64,
         reach: Reach,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Tensors> {
-        let at = |tensor: u32, offset: u64| {
-            let tensor_bytes = tensor_bytes.of(tensor);
+        let at = |offset: u64| {
             let end = offset.checked_add(tensor_bytes);
             if end.is_none_or(|end| end > len) {
                 let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
@@ -175,20 +131,19 @@ impl Tensors {
         };
         let (mut addrs, offsets) = (Vec::new(), offsets.into_iter());
         fallible::grow(super::window::ADDRESSES, &mut addrs, offsets.size_hint().0)?;
-        for (tensor, offset) in (0..).zip(offsets) {
-            fallible::push(super::window::ADDRESSES, &mut addrs, at(tensor, offset)?)?;
+        for offset in offsets {
+            fallible::push(super::window::ADDRESSES, &mut addrs, at(offset)?)?;
         }
         Ok(Tensors::new(Arc::new(addrs), tensor_bytes, reach, Some(owner)))
     }
 
     fn new(
         addrs: Arc<Vec<u64>>,
-        tensor_bytes: TensorBytes,
+        tensor_bytes: u64,
         reach: Reach,
         owner: Option<Arc<dyn Any + Send + Sync>>,
     ) -> Tensors {
-        let (tensor_bytes, mixed) = tensor_bytes.split();
-        Tensors { addrs, tensor_bytes, mixed, contiguous: false, reach, adopted: None, _owner: owner }
+        Tensors { addrs, tensor_bytes, contiguous: false, reach, adopted: None, _owner: owner }
     }
 
     /// Returns the address of every tensor.
@@ -201,12 +156,7 @@ impl Tensors {
         self.addrs.clone()
     }
 
-    /// Returns the sizes of all tensors if they differ.
-    pub fn mixed(&self) -> Option<&Arc<MixedSizes>> {
-        self.mixed.as_ref()
-    }
-
-    /// Returns the bytes of one tensor, of the smallest one if they differ.
+    /// Returns the bytes of one tensor.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
     }
@@ -226,10 +176,9 @@ impl Tensors {
         self.reach
     }
 
-    /// Returns whether they are equal tensors in memory of the caller in this process, without gaps between rows.
+    /// Returns whether they are in memory of the caller in this process, without gaps between rows.
     pub(super) fn adopted_whole(&self) -> bool {
-        self.mixed.is_none()
-            && self.adopted.as_ref().is_some_and(|adopted| !adopted.geometry.row_sizes().has_gaps())
+        self.adopted.as_ref().is_some_and(|adopted| !adopted.geometry.row_sizes().has_gaps())
     }
 
     /// Returns whether the CPU can dereference the addresses, at least to read.
@@ -247,9 +196,6 @@ impl Tensors {
         let Some(AdoptedRows { unmapped, geometry }) = &self.adopted else { return Ok(()) };
         let unmapped = unmapped[access as usize].get_or_init(|| {
             let write = access == Access::Write;
-            if let Some(mixed) = &self.mixed {
-                return smaps::first_unmapped(mixed_rows(&self.addrs, mixed), write);
-            }
             let tensors = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes));
             let unmapped = smaps::first_unmapped(tensors, write)?;
             if !geometry.row_sizes().has_gaps() {
@@ -301,19 +247,6 @@ impl Tensors {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
         match self.addrs.get(tensor) {
             Some(&addr) if inside => Ok(addr + offset),
-            _ => self.address_in_mixed(tensor, offset, len),
-        }
-    }
-
-    /// As [`address`](Self::address), for a tensor that is larger than the smallest one.
-    #[cold]
-    fn address_in_mixed(&self, tensor: usize, offset: u64, len: u64) -> Result<u64> {
-        let bytes = self.mixed.as_ref().map_or(0, |mixed| {
-            u32::try_from(tensor).map_or(0, |tensor| mixed.run(tensor).geometry.tensor_bytes())
-        });
-        let inside = offset.checked_add(len).is_some_and(|end| end <= bytes);
-        match self.addrs.get(tensor) {
-            Some(&addr) if inside => Ok(addr + offset),
             _ => Err(self.outside(tensor, offset, len)),
         }
     }
@@ -336,19 +269,6 @@ impl Tensors {
         .with("tensors", self.addrs.len())
         .with("tensor_bytes", self.tensor_bytes)
     }
-}
-
-/// Returns address and length of all rows of tensors that differ, or of a whole tensor if there are no gaps between its rows.
-fn mixed_rows<'a>(addrs: &'a [u64], sizes: &'a MixedSizes) -> impl Iterator<Item = (u64, u64)> + 'a {
-    (0..).zip(addrs).flat_map(|(tensor, &addr)| {
-        let geometry = sizes.run(tensor).geometry;
-        let (count, bytes) = if geometry.row_sizes().has_gaps() {
-            (geometry.rows(), geometry.row_bytes())
-        } else {
-            (1, geometry.tensor_bytes())
-        };
-        (0..count).map(move |row| (addr + geometry.row_start(row), bytes))
-    })
 }
 
 impl fmt::Debug for Tensors {

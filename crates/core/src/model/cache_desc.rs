@@ -104,7 +104,7 @@ pub enum CacheKind {
 /// The description of a cache that the caller gave. The values may be invalid; [`Geometry::new`] checks them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheDesc {
-    /// Number of tensors. All are equal, unless `tensors` describes each.
+    /// Number of tensors. All are equal.
     pub num_tensors: u32,
     /// Dimensions of one tensor, outermost first.
     pub shape: Vec<i64>,
@@ -117,22 +117,6 @@ pub struct CacheDesc {
     pub row_stride: Option<u64>,
     /// What the rows mean, if the caller said so.
     pub kv_layout: Option<Box<KvLayout>>,
-    /// All tensors, if they differ; `shape`, `data_type` and `row_stride` are those of tensor 0 then. Empty if all tensors
-    /// are equal. [`of_tensors`](CacheDesc::of_tensors) returns such a description.
-    pub tensors: Vec<TensorDesc>,
-}
-
-/// Some equal tensors of a cache whose tensors differ, as the caller described them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TensorDesc {
-    /// How many neighbouring tensors are described.
-    pub count: u32,
-    /// Dimensions, outermost first.
-    pub shape: Vec<i64>,
-    /// Element type.
-    pub data_type: DataType,
-    /// Bytes from the start of one row to the start of the next; `None` if rows follow each other without gaps.
-    pub row_stride: Option<u64>,
 }
 
 /// Sizes, kind and placement of a cache: what a request is checked against.
@@ -167,36 +151,19 @@ impl Geometry {
     /// 31 dimensions, each above zero, 1 to 2^24 tensors, a row stride that holds whole elements and a whole row, and
     /// less than 2^63 bytes in total.
     pub fn new(desc: &CacheDesc) -> Result<Self> {
-        ensure(desc.tensors.is_empty(), || {
-            Error::argument("tensors", format_args!("{} descriptions", desc.tensors.len()), "equal tensors")
-        })?;
-        if !(1..=Self::MAX_TENSORS).contains(&desc.num_tensors) {
+        let CacheDesc { num_tensors, ref shape, data_type, row_stride: stride, .. } = *desc;
+        if !(1..=Self::MAX_TENSORS).contains(&num_tensors) {
             let range = format_args!("1 to {}", Self::MAX_TENSORS);
-            return Err(Error::out_of_range("num_tensors", desc.num_tensors, range));
+            return Err(Error::out_of_range("num_tensors", num_tensors, range));
         }
-        let sizes = Self::of(&desc.shape, desc.data_type, desc.row_stride, desc.num_tensors)?;
-        let whole = sizes.tensor_bytes().checked_mul(u64::from(desc.num_tensors));
-        if whole.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
-            let error = too_large(&desc.shape).with("num_tensors", desc.num_tensors);
-            return Err(desc.row_stride.map_or(error.clone(), |stride| error.with("row_stride", stride)));
-        }
-        Ok(sizes)
-    }
-
-    /// Returns the sizes of one tensor of a cache of `num_tensors` tensors that differ.
-    pub(super) fn of_tensor(tensor: &TensorDesc, num_tensors: u32) -> Result<Self> {
-        Self::of(&tensor.shape, tensor.data_type, tensor.row_stride, num_tensors)
-    }
-
-    /// Computes sizes of which one tensor has less than 2^63 bytes.
-    fn of(shape: &[i64], data_type: DataType, stride: Option<u64>, num_tensors: u32) -> Result<Self> {
         let dense_bytes = tensor_bytes(shape, data_type)?;
         let rows = shape[0].unsigned_abs();
         let row_bytes = dense_bytes / rows;
         let row_stride = stride.unwrap_or(row_bytes);
         check_row_stride(row_stride, row_bytes, data_type)?;
         let tensor = row_stride.checked_mul(rows - 1).and_then(|bytes| bytes.checked_add(row_bytes));
-        if tensor.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+        let whole = tensor.and_then(|bytes| bytes.checked_mul(num_tensors.into()));
+        if whole.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
             let error = too_large(shape).with("num_tensors", num_tensors);
             return Err(stride.map_or(error.clone(), |stride| error.with("row_stride", stride)));
         }

@@ -80,19 +80,12 @@ impl GrantToken {
     /// Returns the bytes that travel to readers.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let GrantToken { cluster, incarnation, grant } = self;
+        let (cluster, incarnation) = (cluster.0.to_le_bytes(), incarnation.to_le_bytes());
+        let (slot, generation) = (grant.slot.to_le_bytes(), grant.generation.to_le_bytes());
         let mut bytes = [0; Self::BYTES];
-        let mut rest = &mut bytes[..];
-        let mut put = |part: &[u8]| {
-            let (to, left) = std::mem::take(&mut rest).split_at_mut(part.len());
-            to.copy_from_slice(part);
-            rest = left;
-        };
-        put(&MAGIC);
-        put(&cluster.0.to_le_bytes());
-        put(&incarnation.to_le_bytes());
-        put(&grant.slot.to_le_bytes());
-        put(&grant.generation.to_le_bytes());
-        put(&grant.secret);
+        bytes.copy_from_slice(
+            &[&MAGIC, &cluster[..], &incarnation, &slot, &generation, &grant.secret].concat(),
+        );
         bytes
     }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::cache_desc::{CacheDesc, DataType, Geometry};
-use super::kv_layout::{KvLayout, KvLayoutNames, TokenOrder};
+use super::kv_layout::{KvLayout, TokenOrder};
 use crate::error::{Error, Result, ensure};
 
 /// A layout that fits its cache, with the sizes that follow. A value exists only for valid sizes: no position
@@ -12,8 +12,7 @@ use crate::error::{Error, Result, ensure};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvGeometry {
     layout: KvLayout,
-    rows: u64,
-    row_stride: u64,
+    geometry: Geometry,
     data_type: DataType,
     plane_bytes: u64,
 }
@@ -22,8 +21,8 @@ impl KvGeometry {
     /// Checks `layout` against the sizes of its cache. Returns `Err` of kind `InvalidArgument` unless a row has
     /// as many bytes as a block, and the cache has the tensors of all layers.
     pub fn new(layout: KvLayout, geometry: &Geometry, data_type: DataType) -> Result<Self> {
-        layout.check_ranges(KvLayoutNames::ORIGINAL)?;
-        let tensors = u64::from(layout.tensors_per_layer()) * layout.layers.len() as u64;
+        layout.check_ranges()?;
+        let tensors = layout.num_tensors();
         ensure(u64::from(geometry.num_tensors()) == tensors, || {
             let layers = format_args!("{tensors} for layers {:?} (kv {})", layout.layers, layout.kv.name());
             Error::argument("num_tensors", geometry.num_tensors(), layers)
@@ -47,13 +46,7 @@ impl KvGeometry {
                 .with("layout", &layout)
                 .with("data_type", data_type.name())
         })?;
-        Ok(KvGeometry {
-            layout,
-            rows: geometry.rows(),
-            row_stride: geometry.row_stride(),
-            data_type,
-            plane_bytes,
-        })
+        Ok(KvGeometry { layout, geometry: *geometry, data_type, plane_bytes })
     }
 
     /// Returns the layout of a cache with these sizes, if its description has one. Returns `Err` as [`new`](Self::new).
@@ -69,19 +62,9 @@ impl KvGeometry {
         &self.layout
     }
 
-    /// Returns the number of blocks in one tensor.
-    pub fn rows(&self) -> u64 {
-        self.rows
-    }
-
-    /// Returns the bytes of one block in one tensor, without padding.
-    pub fn row_bytes(&self) -> u64 {
-        self.plane_bytes * u64::from(self.layout.planes_per_row())
-    }
-
-    /// Returns the bytes from the start of one block to the start of the next.
-    pub fn row_stride(&self) -> u64 {
-        self.row_stride
+    /// Returns the sizes of the cache. A row is a block.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
     }
 
     /// Returns the type of the elements.

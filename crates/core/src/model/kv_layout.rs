@@ -3,19 +3,22 @@
 use std::fmt;
 use std::ops::Range;
 
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+
 use crate::error::{Error, Result, ensure};
 
-/// The order of the dimensions of a block, outermost first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// The order of the dimensions of a block, outermost first. Part of messages to peers, as all of a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum TokenOrder {
     /// `[tokens, heads, head_dim]`.
-    Nhd = 0,
+    Nhd,
     /// `[heads, tokens, head_dim]`.
-    Hnd = 1,
+    Hnd,
 }
 
 impl TokenOrder {
-    /// Both orders, by their numbers in messages.
+    /// Both orders.
     pub const ALL: [TokenOrder; 2] = [TokenOrder::Nhd, TokenOrder::Hnd];
 
     /// Returns its name in the public API.
@@ -28,21 +31,21 @@ impl TokenOrder {
 }
 
 /// Where the keys and the values of a layer are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum KvPlanes {
     /// In two tensors: tensor `2·l` has the keys of the cache's `l`-th layer, and tensor `2·l + 1` its values.
-    Separate = 0,
+    Separate,
     /// In one tensor: each row has the keys of its tokens, and then their values.
-    KThenV = 1,
+    KThenV,
     /// In one tensor: each row has one latent vector for each token (MLA), the same in every rank.
-    Latent = 2,
+    Latent,
     /// In one tensor: each row has one vector for each head of each token. What it holds is up to the program, for
     /// example a key followed by its value.
-    Single = 3,
+    Single,
 }
 
 impl KvPlanes {
-    /// All of them, by their numbers in messages.
+    /// All of them.
     pub const ALL: [KvPlanes; 4] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent, KvPlanes::Single];
 
     /// Returns its name in the public API.
@@ -60,7 +63,7 @@ impl KvPlanes {
 /// [`KvGeometry::new`](super::kv_geometry::KvGeometry::new) checks them.
 ///
 /// The heads and layers are those of the whole model, so that caches of several ranks can be compared.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvLayout {
     /// Number of tokens in a block.
     pub tokens_per_block: u32,
@@ -77,49 +80,40 @@ pub struct KvLayout {
     /// The layers of the model that the cache holds.
     pub layers: Range<u32>,
     /// Name or version of the model, as the program chooses it. Both sides of a transfer must have the same.
+    #[serde(deserialize_with = "model")]
     pub model: String,
-}
-
-/// How the callers of an API call the values of a layout.
-#[derive(Clone, Copy, Debug)]
-pub struct KvLayoutNames {
-    tokens_per_block: &'static str,
-    total_heads: &'static str,
-    heads: &'static str,
-}
-
-impl KvLayoutNames {
-    /// The names of the original's API.
-    pub const ORIGINAL: KvLayoutNames = KvLayoutNames {
-        tokens_per_block: "tokens_per_block",
-        total_heads: "total_kv_heads",
-        heads: "kv_heads",
-    };
-    /// The names of the native API.
-    pub const NATIVE: KvLayoutNames =
-        KvLayoutNames { tokens_per_block: "block_tokens", total_heads: "total_heads", heads: "heads" };
 }
 
 /// Maximum number of bytes in the name of a model.
 const MAX_MODEL: usize = 256;
 
+/// Reads the name of a model that a peer sent.
+fn model<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let text = <&str>::deserialize(from)?;
+    if text.len() <= MAX_MODEL {
+        Ok(text.to_owned())
+    } else {
+        Err(D::Error::custom("a long name of a model"))
+    }
+}
+
 impl KvLayout {
     /// Returns `Err` of kind `InvalidArgument` unless every range and count is valid by itself.
-    pub(crate) fn check_ranges(&self, names: KvLayoutNames) -> Result<()> {
+    pub fn check_ranges(&self) -> Result<()> {
         let KvLayout { heads, layers, .. } = self;
         for (name, value) in [
-            (names.tokens_per_block, self.tokens_per_block),
-            (names.total_heads, self.total_heads),
+            ("block_tokens", self.tokens_per_block),
+            ("total_heads", self.total_heads),
             ("head_dim", self.head_dim),
         ] {
             ensure(value > 0, || Error::argument(name, value, "above 0"))?;
         }
         ensure(!heads.is_empty() && heads.end <= self.total_heads, || {
             let required = format_args!("a range of at least one head inside 0..{}", self.total_heads);
-            Error::argument(names.heads, format_args!("{heads:?}"), required)
+            Error::argument("heads", format_args!("{heads:?}"), required)
         })?;
         ensure(self.kv != KvPlanes::Latent || self.total_heads == 1, || {
-            Error::argument(names.total_heads, self.total_heads, "1 in a latent layout")
+            Error::argument("total_heads", self.total_heads, "1 in a latent layout")
         })?;
         ensure(!layers.is_empty(), || {
             Error::argument("layers", format_args!("{layers:?}"), "a range of at least one layer")

@@ -1,7 +1,6 @@
 //! The basic types of the engine: ids, keys, cache descriptions and deadlines.
 
 mod cache_desc;
-mod cache_sizes;
 mod deadline;
 mod grant;
 mod ids;
@@ -15,16 +14,13 @@ mod text_names;
 mod verify;
 mod words;
 
-pub use cache_desc::{
-    CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, TensorDesc, tensor_bytes,
-};
-pub use cache_sizes::{EqualTensors, MixedSizes, TensorSpan};
+pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
 pub use deadline::Deadline;
 pub use grant::{GrantEnd, GrantId, GrantToken, GrantUse};
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use kv_geometry::KvGeometry;
-pub use kv_layout::{KvLayout, KvLayoutNames, KvPlanes, TokenOrder};
+pub use kv_layout::{KvLayout, KvPlanes, TokenOrder};
 pub use remote_cache_name::RemoteCacheName;
 pub use row_sizes::RowSizes;
 pub use sub_row::SubRow;

@@ -118,14 +118,6 @@ pub struct Words {
     pub entries: &'static str,
     /// The tensors of the local cache that a pull writes.
     pub written_range: &'static str,
-    /// The calls that move rows within one engine.
-    pub copies: &'static str,
-    /// The two ranges of tokens.
-    pub token_ranges: &'static str,
-    /// What a range of tokens needs.
-    pub need_of_tokens: &'static str,
-    /// What to do if only one of the caches has a KV layout.
-    pub one_layout: &'static str,
     /// Why peers may not use a cache.
     pub not_accessible: &'static str,
 }
@@ -190,10 +182,6 @@ impl Words {
         num_tensors: "num_tensors",
         entries: "entries",
         written_range: "the local range",
-        copies: "copies and swaps",
-        token_ranges: "src_tokens, dst_tokens",
-        need_of_tokens: "caches with KV layouts, and layout=\"raw\" must not be given",
-        one_layout: "describe both caches, or move rows as they are (layout=\"raw\", in calls with this option)",
         not_accessible: "was registered with remote_accessible False",
     };
 
@@ -229,10 +217,6 @@ impl Words {
         num_tensors: "tensors",
         entries: "blocks",
         written_range: "the range of dst",
-        copies: "copies",
-        token_ranges: "the tokens of src, the tokens of dst",
-        need_of_tokens: "caches with KV layouts",
-        one_layout: "describe both caches, or neither",
         not_accessible: "was registered as not shared",
     };
 

@@ -23,7 +23,6 @@ impl CacheForm {
             placement,
             row_stride: None,
             kv_layout: Some(Box::new(layout.clone())),
-            tensors: Vec::new(),
         };
         CacheForm { desc, tensors_per_layer: layout.tensors_per_layer() }
     }
@@ -43,15 +42,7 @@ impl CacheForm {
             let required = format!("a divisor of {num_tensors}, the number of tensors");
             Error::argument("tensors_per_layer", tensors_per_layer, required)
         })?;
-        let desc = CacheDesc {
-            num_tensors,
-            shape,
-            data_type,
-            placement,
-            row_stride: None,
-            kv_layout: None,
-            tensors: Vec::new(),
-        };
+        let desc = CacheDesc { num_tensors, shape, data_type, placement, row_stride: None, kv_layout: None };
         Ok(CacheForm { desc, tensors_per_layer })
     }
 

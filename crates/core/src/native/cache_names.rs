@@ -88,7 +88,7 @@ impl OwnCache {
             name: name.to_owned(),
             placement: cache.placement(),
             blocks: cache.rows(),
-            row_bytes: cache.longest_row(),
+            row_bytes: cache.geometry().row_bytes(),
             tensors: cache.num_tensors(),
             tensors_per_layer,
             block_tokens,

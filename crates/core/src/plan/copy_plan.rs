@@ -9,7 +9,6 @@ use super::spans::{Piece, Span};
 use super::template::{Template, Templates};
 use super::tensor_steps::TensorSteps;
 use crate::error::Result;
-use crate::model::TensorSpan;
 
 /// The plans of one call. Most calls have one, which takes no memory of its own.
 pub type Plans = SmallVec<[CopyPlan; 1]>;
@@ -85,12 +84,6 @@ impl CopyPlan {
     /// Returns the tensors of one side.
     pub fn tensors(&self, side: Side) -> TensorSteps {
         side.of((self.src, self.dst))
-    }
-
-    /// Returns the tensors of the cache of one side that the plan touches.
-    pub fn tensors_at(&self, side: Side) -> TensorSpan {
-        let TensorSteps { first, step } = self.tensors(side);
-        TensorSpan { first, step, count: self.num_tensors }
     }
 
     /// Returns the first tensor that is read.

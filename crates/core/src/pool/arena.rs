@@ -7,10 +7,10 @@ use std::sync::Arc;
 use super::{Extent, Pool, PoolState};
 use crate::config::PoolConfig;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fallible;
-use crate::memory::{Region, TensorBytes, Tensors};
-use crate::model::{Geometry, MixedSizes, Placement};
+use crate::memory::{Region, Tensors};
+use crate::model::{Geometry, Placement};
 use crate::sync::Mutex;
 
 /// The memory of one placement.
@@ -51,30 +51,6 @@ impl Arena {
         let count = geometry.num_tensors() as usize;
         let tensors = fallible::collect_growing("the addresses of tensors", count, tensors)?;
         Tensors::carved(self.region.clone(), tensors, bytes, lease)
-    }
-
-    /// Allocates memory for tensors that differ; otherwise like [`allocate`](Self::allocate).
-    pub fn allocate_mixed(self: &Arc<Self>, sizes: &Arc<MixedSizes>) -> Result<Tensors> {
-        /// Name of these lists in out-of-memory errors.
-        const TENSORS: &str = "the addresses of tensors";
-        let (mut leases, mut offsets) = (Vec::new(), Vec::new());
-        for (run, count) in sizes.counted() {
-            let bytes = run.geometry.tensor_bytes();
-            let (extents, rounded) = {
-                let mut pool = self.pool.lock();
-                (pool.allocate_tensors(bytes, count), pool.rounded(bytes).unwrap_or(bytes))
-            };
-            let named = |error: Error| error.with("pool", self.placement).with("tensor", run.first);
-            let lease = ExtentLease { arena: self.clone(), extents: extents.map_err(named)? };
-            // From here on a failure returns all extents to the pool, because it drops the leases.
-            fallible::grow(TENSORS, &mut offsets, count as usize)?;
-            for extent in &lease.extents {
-                offsets.extend((0..extent.bytes / rounded).map(|i| extent.offset + i * rounded));
-            }
-            fallible::push(TENSORS, &mut leases, lease)?;
-        }
-        let bytes = TensorBytes::Mixed(sizes.clone());
-        Tensors::carved(self.region.clone(), offsets, bytes, leases)
     }
 
     /// Allocates memory for the tensors of `geometry` in one extent of the pool, one after the other and without

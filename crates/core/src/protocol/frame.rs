@@ -17,7 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
 /// Version of the whole protocol except the header and the refusal.
-pub const VERSION: u8 = 17;
+pub const VERSION: u8 = 18;
 pub const HEADER: usize = 8;
 /// Number of bytes of the checksum that ends the body of a message: XXH64 with seed 0, in little endian.
 pub const CHECKSUM: usize = 8;

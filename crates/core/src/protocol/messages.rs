@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::bounded::{BoundedBytes, MAX_TEXT, at_most, name, outcome, text};
 use super::plan_codec::WirePlan;
-use crate::model::{AddressLocation, CacheId, MixedSizes, Name};
+use crate::model::{AddressLocation, CacheId, KvLayout, Name};
 use crate::plan::Side;
 
 /// Maximum number of cache bytes that follow a [`Request::Write`] without a [`Reply::Ready`].
@@ -292,7 +292,7 @@ pub enum Request {
 impl Request {
     /// Returns the maximum number of bytes of the body of a reply. A number takes up to 10 bytes, one of 32 bits up to 5.
     pub fn longest_reply(&self) -> usize {
-        const DESCRIPTION: usize = 25 * (MAX_RUNS + MixedSizes::MAX_RUNS);
+        const DESCRIPTION: usize = 25 * MAX_RUNS;
         let list = match self {
             Request::Describe { name: Name::Grant(_) } => DESCRIPTION + 20 * MAX_RANGES,
             Request::Describe { .. } => DESCRIPTION,
@@ -381,10 +381,6 @@ pub struct WireCache {
     pub allocated: bool,
     pub accessible: bool,
     pub location: WireLocation,
-    /// The runs of equal neighbours if the tensors differ: `row_bytes` and `row_stride` are those of tensor 0 then. Empty if
-    /// all tensors are equal.
-    #[serde(deserialize_with = "at_most::<{ MixedSizes::MAX_RUNS }, _, _>")]
-    pub mixed: Vec<WireSizes>,
     /// What the rows mean, if the owner described it.
     pub layout: Option<WireLayout>,
     /// The ranges of rows that a grant lends, if it is described by that name; otherwise empty.
@@ -392,33 +388,12 @@ pub struct WireCache {
     pub granted: Vec<(u64, u64)>,
 }
 
-/// The rows of neighbouring tensors of a cache that are equal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WireSizes {
-    /// Number of the first of these tensors.
-    pub first: u32,
-    pub row_bytes: u64,
-    /// Bytes from the start of one row to the start of the next.
-    pub row_stride: u64,
-}
-
 /// The KV layout of a cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WireLayout {
     /// Number of the element type in the public API.
     pub data_type: u8,
-    pub tokens_per_block: u32,
-    pub heads: Range<u32>,
-    pub total_heads: u32,
-    pub head_dim: u32,
-    /// 0 for `[tokens, heads, head_dim]`, 1 for `[heads, tokens, head_dim]`.
-    pub order: u8,
-    /// 0 for keys and values in tensors of their own, 1 for both in each row, 2 for one latent vector for each token,
-    /// 3 for one vector for each head of each token.
-    pub planes: u8,
-    pub layers: Range<u32>,
-    #[serde(deserialize_with = "text")]
-    pub model: String,
+    pub layout: KvLayout,
 }
 
 /// Location of the tensors of a cache, for a peer on the same host.

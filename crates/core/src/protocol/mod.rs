@@ -22,7 +22,7 @@ pub use messages::{
     Attach, Attached, Challenge, Comm, ControlMessage, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS,
     MAX_AHEAD, MAX_BATCH, MAX_CHECKSUMS, MAX_HASHED, MAX_NOTIFICATION, MAX_RANGES, MAX_RUNS, NamedCache,
     Party, Payload, Proof, Purpose, Reply, Request, RingAnswer, RingOffer, Run, SHORT_REPLY, Timed, Welcome,
-    WireCache, WireLayout, WireLocation, WireSizes, WireUsedKey,
+    WireCache, WireLayout, WireLocation, WireUsedKey,
 };
 pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]

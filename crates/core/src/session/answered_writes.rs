@@ -43,10 +43,9 @@ impl RequestContext<'_> {
     /// Pins the rows that a plan of the peer writes.
     fn pin_for_write(&self, named: &NamedCache, plan: &CopyPlan) -> Result<Option<(Arc<Cache>, Pin)>> {
         self.pinned(named, |cache| {
-            let geometry = cache.common_sizes(plan.tensors_at(Side::Destination))?;
-            check_plan(plan, Side::Destination, geometry)?;
+            check_plan(plan, Side::Destination, cache.geometry())?;
             StreamPath::check(Side::Destination, cache.tensors())?;
-            let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
+            let writes = rows(cache, plan, Side::Destination)?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, named)
         })
     }

@@ -20,12 +20,12 @@ use crate::copy::{DataPath, Progress, StreamPath, WindowSum, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
-use crate::model::{Deadline, Geometry, Name, RowSizes, TensorSpan};
+use crate::model::{Deadline, Geometry, Name};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{
     self, EntryVersion, MAX_CHECKSUMS, MAX_HASHED, MESSAGE_LIMIT, NamedCache, Payload, Reply, Request, Timed,
-    WireCache, WireLayout, WireLocation, WirePlan, WireSizes, WireUsedKey,
+    WireCache, WireLayout, WireLocation, WirePlan, WireUsedKey,
 };
 use crate::resources::{MemoryLocation, Resources};
 use crate::stats::Op;
@@ -152,25 +152,24 @@ impl RequestContext<'_> {
         self.link.receive_notifications(&self.resources.events, vec![message], first)
     }
 
-    /// Pins the rows that a request reads in these tensors of its cache, after `check`. If the request names a grant, begins a read
-    /// under it, and checks that it lends these rows. Returns `None` if the name no longer resolves to that cache.
+    /// Pins the rows that a request reads, after `check`: those of its cache, which is `side` of `plan`. If the request names a
+    /// grant, begins a read under it, and checks that it lends these rows. Returns `None` if the name no longer resolves to that
+    /// cache.
     fn begin_read(
         &self,
         named: &NamedCache,
-        tensors: TensorSpan,
-        check: impl FnOnce(&Cache, Geometry) -> Result<()>,
-        touched: impl Fn(RowSizes) -> Result<Vec<u64>>,
+        (plan, side): (&CopyPlan, Side),
+        check: impl FnOnce(&Cache) -> Result<()>,
     ) -> Result<Option<BegunRead>> {
         let pinned = self.pinned(named, |cache| {
-            let geometry = cache.common_sizes(tensors)?;
-            check(cache, geometry)?;
-            let reads = rows(cache, geometry, &touched)?;
+            check(cache)?;
+            let reads = rows(cache, plan, side)?;
             self.pin(cache, RowUse { reads, ..RowUse::default() }, named)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(None) };
         let Name::Grant(id) = named.name else { return Ok(Some((cache, pin, None))) };
         let read = self.resources.grants.read(&id)?;
-        let rows = touched(cache.common_sizes(tensors)?.row_sizes())?;
+        let rows = plan.touched_rows(side, cache.geometry().row_sizes())?;
         read.grant().rows().check(cache.id(), &rows)?;
         Ok(Some((cache, pin, Some(read))))
     }
@@ -179,9 +178,8 @@ impl RequestContext<'_> {
     /// has not ended. `request` is the digest of the request.
     fn checksums(&self, named: &NamedCache, plan: WirePlan, side: Side, request: u64) -> Result<Reply> {
         let plan = CopyPlan::try_from(plan)?;
-        let check = |_: &Cache, geometry| check_hashed(&plan, side, geometry);
-        let touched = |sizes| plan.touched_rows(side, sizes);
-        let begun = self.begin_read(named, plan.tensors_at(side), check, touched)?;
+        let check = |cache: &Cache| check_hashed(&plan, side, cache.geometry());
+        let begun = self.begin_read(named, (&plan, side), check)?;
         let Some((cache, _pin, granted)) = begun else { return Ok(Reply::Stale) };
         let found = self.resources.resolve(named.name)?;
         if found.cache.id() != cache.id() {
@@ -201,8 +199,7 @@ impl RequestContext<'_> {
         let found = self.resources.resolve(name)?;
         let cache = &found.cache;
         let version = EntryVersion { index: found.index, generation: found.generation };
-        let mut record = WireCache::new(version, cache.id(), found.row, cache.layout_of_first());
-        record.mixed = cache.mixed().map(|sizes| WireSizes::list(sizes)).transpose()?.unwrap_or_default();
+        let mut record = WireCache::new(version, cache.id(), found.row, cache.layout());
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         record.layout = cache.kv().map(|kv| WireLayout::from(&**kv));
@@ -243,12 +240,11 @@ impl RequestContext<'_> {
     ) -> Result<(), RequestFailure> {
         let begun = self.charged(|| {
             let plan = bounded(plan, &range)?;
-            let check = |cache: &Cache, geometry| {
-                check_plan(&plan, Side::Source, geometry)?;
+            let check = |cache: &Cache| {
+                check_plan(&plan, Side::Source, cache.geometry())?;
                 StreamPath::check(Side::Source, cache.tensors()).map(drop)
             };
-            let touched = |sizes| plan.touched_rows(Side::Source, sizes);
-            let begun = self.begin_read(named, plan.tensors_at(Side::Source), check, touched)?;
+            let begun = self.begin_read(named, (&plan, Side::Source), check)?;
             let Some((cache, pin, granted)) = begun else { return Ok(None) };
             let confirmed = granted.is_some() || digest.is_some();
             let sum = confirmed.then(|| self.stream_sum(named.name, &cache, digest)).transpose()?;
@@ -304,9 +300,8 @@ impl RequestContext<'_> {
         };
         let pinned = self.pinned(named, |cache| {
             plan.check_bounds(Side::Source, (num_tensors, tensor_bytes))?;
-            let geometry = cache.common_sizes(plan.tensors_at(Side::Destination))?;
-            check_plan(&plan, Side::Destination, geometry)?;
-            let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
+            check_plan(&plan, Side::Destination, cache.geometry())?;
+            let writes = rows(cache, &plan, Side::Destination)?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, named)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
@@ -326,10 +321,7 @@ impl RequestContext<'_> {
             Err(error) if error.kind() == ErrorKind::NotEnabled => {
                 Ok(Reply::Unreachable { reason: error.to_string() })
             }
-            Err(error) => {
-                let sizes = cache.sizes_of(plan.dst_tensor()).row_sizes();
-                Err(with_arrived_rows(error, &progress, &plan, sizes))
-            }
+            Err(error) => Err(with_arrived_rows(error, &progress, &plan, cache.geometry().row_sizes())),
         }
     }
 }

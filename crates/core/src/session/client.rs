@@ -14,7 +14,6 @@ use crate::budget::BudgetShare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::RowRanges;
-use crate::memory::TensorBytes;
 use crate::model::{AddressLocation, Deadline, GrantToken, Name, RemoteCacheName};
 use crate::net::POLL_TIME;
 use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WireUsedKey};
@@ -257,10 +256,9 @@ impl Link {
     }
 
     fn read_record(&self, name: Name, record: &WireCache, share: &Arc<BudgetShare>) -> Result<KnownCache> {
-        let (layout, mixed) = (record.layout()?, record.mixed_sizes()?);
+        let layout = record.layout()?;
         let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
-        let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
-        let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
+        let bytes = layout.geometry.tensor_bytes();
         let tensors = self.view.tensors(&record.location, record.num_tensors, bytes)?;
         let granted = match name {
             Name::Grant(grant) => Some((grant, granted_rows(&record.granted)?)),
@@ -269,7 +267,7 @@ impl Link {
         Ok(KnownCache {
             at: record.at,
             cache: record.cache,
-            remote: RemoteCache { layout, mixed, kv, row: record.row, accessible: record.accessible },
+            remote: RemoteCache { layout, kv, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
             granted,

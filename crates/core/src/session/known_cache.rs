@@ -119,8 +119,8 @@ impl KnownCache {
     /// Checks that `plan` reads only what the grant lends, if the cache was described by one.
     pub(crate) fn check_granted(&self, plan: &CopyPlan) -> Result<()> {
         let Some((_, rows)) = &self.granted else { return Ok(()) };
-        let sizes = self.remote.common_sizes(plan.tensors_at(Side::Source))?;
-        rows.check(self.cache, &plan.touched_rows(Side::Source, sizes.row_sizes())?)
+        let sizes = self.remote.layout.geometry.row_sizes();
+        rows.check(self.cache, &plan.touched_rows(Side::Source, sizes)?)
     }
 }
 

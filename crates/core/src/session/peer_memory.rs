@@ -12,7 +12,7 @@ use super::message_io;
 use crate::copy::{PathKind, PeerTensors, ReadAccess};
 use crate::error::{Error, ErrorKind, Result};
 pub(crate) use crate::fabric::Readable;
-use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, TensorBytes, Tensors};
+use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, Tensors};
 use crate::model::{Deadline, Placement};
 use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, WireLocation};
@@ -133,13 +133,13 @@ impl PeerMemory {
         }
     }
 
-    /// Returns `count` tensors of these `bytes` at `location` of the peer, which this side can read; `None` if the peer has
+    /// Returns `count` tensors of `bytes` bytes at `location` of the peer, which this side can read; `None` if the peer has
     /// offered no such memory. Returns `Err` if the location is invalid.
     pub(super) fn tensors(
         &self,
         location: &WireLocation,
         count: u32,
-        bytes: impl Into<TensorBytes>,
+        bytes: u64,
     ) -> Result<Option<PeerTensors>> {
         Ok(match location {
             WireLocation::Pool { pool, runs } => {

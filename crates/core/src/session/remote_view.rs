@@ -8,7 +8,7 @@ use super::pushes_in_flight::PushesInFlight;
 use crate::copy::{PathKind, PeerTensors, ReadAccess};
 use crate::error::Result;
 use crate::fabric::PeerFabric;
-use crate::memory::{PeerGenerations, TensorBytes};
+use crate::memory::PeerGenerations;
 use crate::model::Name;
 use crate::protocol::{EntryVersion, WireLocation};
 use crate::resources::MemoryLocation;
@@ -79,13 +79,13 @@ impl RemoteView {
         ReadAccess { pools, process: Err(reason), hidden: reason }
     }
 
-    /// Returns `count` tensors of these `bytes` at `location` of the peer, or the reason why this process cannot read them in
+    /// Returns `count` tensors of `bytes` bytes at `location` of the peer, or the reason why this process cannot read them in
     /// place. Returns `Err` if the location is invalid.
     pub(super) fn tensors(
         &self,
         location: &WireLocation,
         count: u32,
-        bytes: impl Into<TensorBytes>,
+        bytes: u64,
     ) -> Result<Readable<PeerTensors>> {
         let reads = self.access(PeerMemory::reads);
         let path = match location {

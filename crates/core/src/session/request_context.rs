@@ -11,7 +11,7 @@ use crate::budget::BudgetShare;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
 use crate::copy::PathJob;
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{Deadline, Geometry, Name, RowList, RowSizes, Words};
+use crate::model::{Deadline, Geometry, Name, RowList, Words};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{self, NamedCache, Reply, WirePlan};
@@ -172,16 +172,10 @@ pub(super) fn deadline_of(limit_ms: u64, most: Duration) -> Deadline {
     Deadline::after(asked.min(most)).named(name)
 }
 
-/// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
-/// groups of rows that the plan touches, given the sizes of groups that share a pin. The plan's tensors have the sizes
-/// `geometry`.
-pub(super) fn rows(
-    cache: &Cache,
-    geometry: Geometry,
-    touched: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
-) -> Result<RowList> {
+/// Returns the rows of `cache` to pin for one side of a plan: one for each pin, because rows may share a pin.
+pub(super) fn rows(cache: &Cache, plan: &CopyPlan, side: Side) -> Result<RowList> {
     let together = rows_of_a_pin(cache);
-    let mut rows = touched(geometry.row_sizes().grouped(together))?;
+    let mut rows = plan.touched_rows(side, cache.geometry().row_sizes().grouped(together))?;
     for row in &mut rows {
         *row *= together;
     }

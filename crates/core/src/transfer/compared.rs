@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::random;
 use crate::model::{CacheKind, Verify};
-use crate::plan::{BlockSizes, CopyPlan, Piece, Side};
+use crate::plan::{BlockSizes, Piece, Side};
 
 /// Most bytes of a slot that have one checksum. Caches of blocks have one for each block.
 const SLOT_PIECE: u64 = 64 << 10;
@@ -35,10 +35,9 @@ impl Compared {
     }
 }
 
-/// Returns how pieces are cut into blocks of `cache`, which is the end `local` of the plan. All tensors of a plan have equal
-/// rows.
-pub(super) fn block_sizes(cache: &Cache, plan: &CopyPlan, local: Side) -> BlockSizes {
-    let rows = cache.sizes_of(plan.tensors_at(local).first).row_sizes();
+/// Returns how pieces are cut into blocks of `cache`, which is the end `local` of a plan.
+pub(super) fn block_sizes(cache: &Cache, local: Side) -> BlockSizes {
+    let rows = cache.geometry().row_sizes();
     let most = if cache.kind() == CacheKind::Blocks { rows.bytes() } else { SLOT_PIECE };
     BlockSizes { local, rows, most }
 }
@@ -50,14 +49,8 @@ pub(super) fn sample(verify: Verify) -> Result<Option<u64>> {
 
 /// Returns the error for the blocks `different` among `checked` ones. It names the first ones by their position in `cache`,
 /// which is the end `local` of the plan.
-pub(super) fn differ(
-    cache: &Cache,
-    plan: &CopyPlan,
-    local: Side,
-    checked: usize,
-    different: &[Piece],
-) -> Error {
-    let rows = cache.sizes_of(plan.tensors_at(local).first).row_sizes();
+pub(super) fn differ(cache: &Cache, local: Side, checked: usize, different: &[Piece]) -> Error {
+    let rows = cache.geometry().row_sizes();
     let of_blocks = cache.kind() == CacheKind::Blocks;
     let mut first: Vec<(u64, u64)> = Vec::with_capacity(SHOWN + 1);
     for block in different {

@@ -14,16 +14,12 @@ use super::joint::LayerNotice;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{
-    AddressLocation, CacheId, CacheLayout, Deadline, Name, RemoteCacheName, RowList, RowSizes, Verify, Words,
-};
+use crate::model::{AddressLocation, CacheId, Deadline, Name, RemoteCacheName, RowList, Verify, Words};
 use crate::plan::{CopyPlan, Side};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
-use crate::validate::{
-    self, Destination, LayerDestination, LayerRange, LayerRows, RemoteCache, SideSizes, Target,
-};
+use crate::validate::{self, Destination, LayerDestination, LayerRange, LayerRows, Target};
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
@@ -156,7 +152,7 @@ impl LayerPush {
     ) -> Result<(RowList, Vec<Vec<Part>>)> {
         let (name, row) = name.without_slot();
         let known = ask(link, &name, deadline)?;
-        let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
+        let remote = known.remote.with_row(row);
         let (range, per_layer) = (self.to.src_layers, self.per_layer);
         let count = range.end - range.first;
         validate::rows_alike((self.words, Side::Source), self.local.kv().map(|kv| &**kv), &remote)?;
@@ -165,40 +161,20 @@ impl LayerPush {
             None => validate::equal_layers(self.local.kv().map(|kv| &**kv), &remote, range.first)?,
         };
         validate::destination_layers(self.words, &remote, first_layer, count, per_layer)?;
-        let (src, dst, count) = (range.first * per_layer, first_layer * per_layer, count * per_layer);
-        let moves = |src, to: RemoteCache| {
-            validate::layer_moves(self.words, src, &self.rows, self.to.src_row, &LayerDestination::Cache(to))
+        let (plan, local_rows) = self.plan(&LayerDestination::Cache(remote))?;
+        let layer = |layer: u32| {
+            let (src, dst) = ((range.first + layer) * per_layer, (first_layer + layer) * per_layer);
+            let part = Part { cache: known.cache, plan: plan.in_tensors(src, dst, per_layer) };
+            fallible::collect(LAYERS, std::iter::once(part))
         };
-        let (plans, local_rows) = if self.local.mixed().is_some() || remote.mixed.is_some() {
-            let local = SideSizes::new(self.local.layout_of_first(), self.local.mixed());
-            let planned =
-                validate::layer_runs((src, dst, count), (local, (&remote).into()), |src, layout| {
-                    moves(src, RemoteCache { layout, mixed: None, ..remote.clone() })
-                })?;
-            (planned.plans, planned.src_rows)
-        } else {
-            let mut moves = moves(self.local.layout()?, remote)?;
-            (vec![CopyPlan::moves(&mut moves)?.in_tensors(src, dst, count)], moves.src_rows)
-        };
-        let layer = |layer| self.parts_of_layer(known.cache, &plans, layer);
-        let layers = fallible::try_collect(LAYERS, (range.first..range.end).map(layer))?;
-        Ok((local_rows, layers))
+        Ok((local_rows, fallible::try_collect(LAYERS, (0..count).map(layer))?))
     }
 
-    /// Returns the parts of a layer: one for each plan that has tensors of it.
-    fn parts_of_layer(&self, cache: CacheId, plans: &[CopyPlan], layer: u32) -> Result<Vec<Part>> {
-        let (first, end) = (layer * self.per_layer, (layer + 1) * self.per_layer);
-        let mut parts = Vec::new();
-        for plan in plans {
-            let start = plan.src_tensor().max(first);
-            let end = (plan.src_tensor() + plan.num_tensors()).min(end);
-            if start < end {
-                let dst = plan.dst_tensor() + (start - plan.src_tensor());
-                let plan = plan.in_tensors(start, dst, end - start);
-                fallible::push(LAYERS, &mut parts, Part { cache, plan })?;
-            }
-        }
-        Ok(parts)
+    /// Plans what moves of one tensor, and returns the rows of the local cache that are read.
+    fn plan(&self, to: &LayerDestination) -> Result<(CopyPlan, RowList)> {
+        let local = self.local.layout();
+        let mut moves = validate::layer_moves(self.words, local, &self.rows, self.to.src_row, to)?;
+        Ok((CopyPlan::moves(&mut moves)?, moves.src_rows))
     }
 
     /// As [`to_cache`](Self::to_cache).
@@ -216,7 +192,7 @@ impl LayerPush {
         for locations in locations.chunks(self.per_layer.max(1) as usize) {
             let mut parts = Vec::new();
             for location in locations {
-                let plan = tensors.plan(link, *location, src, deadline)?;
+                let plan = tensors.plan(link, *location, deadline)?;
                 add_tensor(&mut parts, location.cache, &plan.in_tensors(src, location.tensor, 1))?;
                 src += 1;
             }
@@ -272,40 +248,26 @@ fn ask(link: &Arc<Link>, name: &RemoteCacheName, deadline: Deadline) -> Result<A
 struct TensorPlans<'a> {
     push: &'a LayerPush,
     known: Vec<Arc<KnownCache>>,
-    /// Plans by the rows of the local tensor, the offset in a remote tensor and the size of that, both in bytes, and its
-    /// rows.
-    plans: Vec<((RowSizes, u64, u64, RowSizes), CopyPlan)>,
+    plans: Vec<(LayerDestination, CopyPlan)>,
     local_rows: RowList,
 }
 
 impl TensorPlans<'_> {
-    /// Returns the plan for the local tensor `src_tensor`, which goes to `location`.
-    fn plan(
-        &mut self,
-        link: &Arc<Link>,
-        location: AddressLocation,
-        src_tensor: u32,
-        deadline: Deadline,
-    ) -> Result<CopyPlan> {
+    /// Returns the plan for a tensor that goes to `location`.
+    fn plan(&mut self, link: &Arc<Link>, location: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
         let known = self.known(link, location.cache, deadline)?;
-        let geometry = known.remote.sizes_of(location.tensor);
-        let (offset, tensor_bytes, rows) = (location.offset, geometry.tensor_bytes(), geometry.row_sizes());
-        let here = self.push.local.sizes_of(src_tensor);
-        if known.remote.mixed.is_some() {
-            validate::blocks_of_tensor(&self.push.rows, here, geometry)
-                .map_err(|error| error.with("tensor", src_tensor))?;
-        }
-        let destination = (here.row_sizes(), offset, tensor_bytes, rows);
-        if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == destination) {
+        let sizes = known.remote.layout.geometry;
+        let to = LayerDestination::Memory {
+            offset: location.offset,
+            tensor_bytes: sizes.tensor_bytes(),
+            rows: sizes.row_sizes(),
+        };
+        if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == to) {
             return Ok(plan.clone());
         }
-        let local = CacheLayout { geometry: here, ..self.push.local.layout_of_first() };
-        let to = LayerDestination::Memory { offset, tensor_bytes, rows };
-        let mut moves =
-            validate::layer_moves(self.push.words, local, &self.push.rows, self.push.to.src_row, &to)?;
-        let plan = CopyPlan::moves(&mut moves)?;
-        self.local_rows = moves.src_rows;
-        fallible::push(LAYERS, &mut self.plans, (destination, plan.clone()))?;
+        let (plan, local_rows) = self.push.plan(&to)?;
+        self.local_rows = local_rows;
+        fallible::push(LAYERS, &mut self.plans, (to, plan.clone()))?;
         Ok(plan)
     }
 

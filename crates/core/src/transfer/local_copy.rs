@@ -11,54 +11,20 @@ use crate::checksums::Checksums;
 use crate::copy::{Limit, Progress, Route, Staging};
 use crate::error::Result;
 use crate::fallible;
-use crate::model::{CacheLayout, Deadline, Name, RowList, Verify};
+use crate::model::{Deadline, Name, Verify};
 use crate::plan::{CacheCount, CopyPlan, Moves, Plans, Side, Template};
 use crate::resources::Resources;
 use crate::stats::Op;
-use crate::validate::{self, PlannedRuns, SideSizes};
 
 /// Name of the planning in errors of the deadline.
 const PLANNING: &str = "planning the copy";
-
-/// What a copy or swap moves.
-pub(crate) enum LocalMoves {
-    /// The same in every tensor.
-    Equal(Moves),
-    /// Something of its own in each run of equal tensors, because the tensors of a cache differ.
-    Runs(PlannedRuns),
-}
-
-impl LocalMoves {
-    /// Returns the moves that are the same in every tensor. Returns `Err(InvalidArgument)` if a row has a number of 2^32 or
-    /// above.
-    pub(crate) fn equal(moves: Moves) -> Result<LocalMoves> {
-        moves.pieces.check_numbers()?;
-        Ok(LocalMoves::Equal(moves))
-    }
-
-    /// Returns what `check` allows, which is called with the layouts that the caches have or, if the tensors of a cache
-    /// differ, would have if all tensors were like those of a run.
-    pub(crate) fn checked(
-        src: &Cache,
-        dst: &Cache,
-        check: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
-    ) -> Result<LocalMoves> {
-        let mut check = check;
-        if src.mixed().is_none() && dst.mixed().is_none() {
-            return LocalMoves::equal(check(src.layout_of_first(), dst.layout_of_first())?);
-        }
-        let sides = [src, dst].map(|cache| SideSizes::new(cache.layout_of_first(), cache.mixed()));
-        let caches = if std::ptr::eq(src, dst) { CacheCount::One } else { CacheCount::Two };
-        validate::local_runs(sides[0], sides[1], caches, check).map(LocalMoves::Runs)
-    }
-}
 
 /// A copy between caches of this engine.
 pub(crate) struct LocalCopy {
     pub(crate) op: Op,
     pub(crate) src: Arc<Cache>,
     pub(crate) dst: Arc<Cache>,
-    pub(crate) moves: LocalMoves,
+    pub(crate) moves: Moves,
     pub(crate) staging: Staging,
     /// How thoroughly the destination is compared with the source.
     pub(crate) verify: Verify,
@@ -94,8 +60,7 @@ impl LocalCopy {
         resources: &Resources,
         deadline: Deadline,
     ) -> Option<(Result<u64>, Option<Pin>)> {
-        let LocalMoves::Equal(moves) = &self.moves else { return None };
-        let LocalCopy { src, dst, .. } = self;
+        let LocalCopy { src, dst, moves, .. } = self;
         let bytes = moves.pieces.bytes().saturating_mul(moves.num_tensors.into());
         // A device or the staging ring may have to be waited for.
         let host = src.tensors().host_addressable() && dst.tensors().host_addressable();
@@ -112,35 +77,22 @@ impl LocalCopy {
 
     /// Takes the rows that are read and written.
     pub(crate) fn take_rows(&mut self) -> CallRows {
-        let (reads, writes) = self.take_lists();
+        let [reads, writes] = [&mut self.moves.src_rows, &mut self.moves.dst_rows].map(std::mem::take);
         CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes))
     }
 
     /// Takes the rows that are read and written, for a call that uses others as well.
     pub(crate) fn take_used(&mut self) -> [(Arc<Cache>, RowUse); 2] {
-        let (reads, writes) = self.take_lists();
+        let [reads, writes] = [&mut self.moves.src_rows, &mut self.moves.dst_rows].map(std::mem::take);
         let reads = RowUse { reads, ..RowUse::default() };
         [(self.src.clone(), reads), (self.dst.clone(), RowUse { writes, ..RowUse::default() })]
     }
 
-    fn take_lists(&mut self) -> (RowList, RowList) {
-        let (reads, writes) = match &mut self.moves {
-            LocalMoves::Equal(moves) => (&mut moves.src_rows, &mut moves.dst_rows),
-            LocalMoves::Runs(planned) => (&mut planned.src_rows, &mut planned.dst_rows),
-        };
-        (std::mem::take(reads), std::mem::take(writes))
-    }
-
     /// Returns the plans, which run one after the other. None of them is empty.
     fn plan(&mut self) -> Result<Plans> {
-        match &mut self.moves {
-            LocalMoves::Equal(moves) => {
-                let one_cache = Arc::ptr_eq(&self.src, &self.dst);
-                let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
-                CopyPlan::moves_in_order(moves, caches)
-            }
-            LocalMoves::Runs(planned) => Ok(std::mem::take(&mut planned.plans).into()),
-        }
+        let one_cache = Arc::ptr_eq(&self.src, &self.dst);
+        let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
+        CopyPlan::moves_in_order(&mut self.moves, caches)
     }
 
     /// Runs the plans one after the other. `deadline` is that of the first one: the rest of a copy that has begun has no
@@ -188,7 +140,7 @@ impl LocalCopy {
         if let Some(moved) = super::MOVED.get() {
             moved(dst);
         }
-        let sizes = block_sizes(dst, plan, Side::Destination);
+        let sizes = block_sizes(dst, Side::Destination);
         let blocks = plan.compared(sizes, sample(self.verify)?)?;
         let checksums = Checksums::bound_to(Name::Row { cache: dst.id(), row: 0 }, dst.id(), 0, 0)?;
         let sums = |cache: &Cache, side| {
@@ -204,7 +156,7 @@ impl LocalCopy {
         if compared.different.is_empty() {
             return Ok(());
         }
-        Err(differ(dst, plan, Side::Destination, compared.checked, &compared.different))
+        Err(differ(dst, Side::Destination, compared.checked, &compared.different))
     }
 }
 

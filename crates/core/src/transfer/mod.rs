@@ -40,7 +40,7 @@ pub(crate) use group::{Group, GroupPart};
 pub(crate) use joint::LayerNotice;
 pub use layer_task::LayerTask;
 pub(crate) use layerwise::LayerPush;
-pub(crate) use local_copy::{LocalCopy, LocalMoves, run_in_order};
+pub(crate) use local_copy::{LocalCopy, run_in_order};
 pub(crate) use notify::notify;
 pub(crate) use peer_transfer::{PeerTransfer, used_rows};
 #[cfg(feature = "testing")]

@@ -129,8 +129,8 @@ impl Call {
         self.resources.still_registered(&self.local)?;
         let total = plans.iter().map(CopyPlan::bytes).sum();
         let mut progress = self.new_progress(total);
-        // A row may have all bytes of one plan and none of another, so rows are listed only for a single plan.
-        let listed = plans.len() == 1 && tokens.is_none();
+        // Tokens are parts of rows.
+        let listed = tokens.is_none();
         let mut bytes = 0;
         for plan in plans {
             let moved = self
@@ -155,8 +155,7 @@ impl Call {
 
     /// Adds the rows that have arrived to the error of a pull.
     fn with_arrived(&self, error: Error, plan: &CopyPlan, progress: &Progress) -> Error {
-        let sizes = self.local.sizes_of(plan.tensors_at(Side::Destination).first);
-        with_arrived_rows(error, progress, plan, sizes.row_sizes())
+        with_arrived_rows(error, progress, plan, self.local.geometry().row_sizes())
     }
 
     /// Moves the bytes of one plan of a pull of `total` bytes by the available path. `progress` ends empty if it is unknown whether

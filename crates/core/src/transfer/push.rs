@@ -10,7 +10,7 @@ use crate::cache::RowUse;
 use crate::copy::{HeldPins, PathKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{RemoteCacheName, RowList};
-use crate::plan::{CopyPlan, Side, TensorSteps};
+use crate::plan::{CopyPlan, Side};
 use crate::protocol::{NamedCache, Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
 use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
@@ -94,22 +94,6 @@ impl Call {
         self.verified(taken?, known, plan, Side::Source)
     }
 
-    /// Returns the plan for the peer, and the number and the location of the tensors that it may read. If the tensors of the
-    /// cache differ, these are only those of the plan, because a request describes equal tensors.
-    fn read_tensors(
-        &self,
-        plan: &CopyPlan,
-        memory_location: MemoryLocation,
-    ) -> Result<(CopyPlan, u32, MemoryLocation)> {
-        if self.local.mixed().is_none() {
-            return Ok((plan.clone(), self.local.num_tensors(), memory_location));
-        }
-        let tensors = plan.tensors_at(Side::Source);
-        let first = TensorSteps::consecutive(0);
-        let plan = plan.in_tensor_steps(first, plan.tensors(Side::Destination), tensors.count);
-        Ok((plan, tensors.count, memory_location.only(tensors)?))
-    }
-
     /// Moves the bytes of one plan of a push of `total` bytes by the available path.
     fn push_bytes(&self, known: &Arc<KnownCache>, plan: &CopyPlan, total: u64) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
@@ -137,14 +121,12 @@ impl Call {
         memory_location: MemoryLocation,
         path: PathKind,
     ) -> Result<Option<Moved>> {
-        let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
-        let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
         let request = Request::Fetch {
             cache: NamedCache { name: self.name_of(known), id: known.cache },
-            plan: WirePlan::try_from(&plan)?,
+            plan: WirePlan::try_from(plan)?,
             source: location(memory_location)?,
-            num_tensors,
-            tensor_bytes,
+            num_tensors: self.local.num_tensors(),
+            tensor_bytes: self.local.geometry().tensor_bytes(),
         };
         let reply = if self.to_the_end {
             self.link.ask_to_the_end(&request, self.deadline)

@@ -32,7 +32,7 @@ impl Call {
         }
         #[cfg(feature = "testing")]
         let moved = if changed(&self.local) { moved.unknown() } else { moved };
-        let sizes = block_sizes(&self.local, plan, local);
+        let sizes = block_sizes(&self.local, local);
         if let Moved::Equal(bytes) = moved {
             self.resources.stats.count_verified(plan.compared(sizes, None)?.num_pairs(), 0);
             return Ok(Moved::Bytes(bytes));
@@ -45,7 +45,7 @@ impl Call {
         if different.is_empty() {
             return Ok(moved);
         }
-        Err(differ(&self.local, plan, local, checked, &different))
+        Err(differ(&self.local, local, checked, &different))
     }
 
     /// Compares the pairs of a plan of templates. Returns `None` if the remote cache has changed.

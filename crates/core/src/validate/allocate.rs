@@ -1,65 +1,37 @@
 //! Checks the allocation of caches from pools, and the registration of the caller's memory.
 
-use std::sync::Arc;
-
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKey, CacheKind, CacheLayout, KvGeometry, MixedSizes, Placement};
+use crate::model::{CacheDesc, CacheKey, CacheKind, CacheLayout, Geometry, KvGeometry, Placement};
 
-/// Which placements have a pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Pools {
-    /// Whether `host_mem_pool_cfg` was given.
-    pub host: bool,
-    /// Whether `mem_pool_cfg` was given.
-    pub device: bool,
-}
-
-/// A checked request for memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Allocate {
-    /// Sizes, kind and placement of the cache. The sizes are those of tensor 0 if its tensors differ.
-    pub layout: CacheLayout,
-    /// The sizes of all tensors if they differ.
-    pub mixed: Option<Arc<MixedSizes>>,
-    /// The row that each key names. Placeholders and overwritten duplicates are removed.
-    pub keys: Vec<(u64, CacheKey)>,
-}
-
-/// Checks the allocation of a cache from a pool (contract §7.1, §7.3, §12.2).
+/// Checks the allocation of a cache from the pool of its placement, if there is one (contract §7.1, §7.3, §12.2). Returns its
+/// sizes, and its keys as [`bindings`] does.
 pub fn allocate(
     desc: &CacheDesc,
     kind: CacheKind,
     keys: &[Option<CacheKey>],
-    pools: Pools,
-) -> Result<Allocate> {
+    has_pool: bool,
+) -> Result<(CacheLayout, Vec<(u64, CacheKey)>)> {
     if desc.num_tensors == 0 {
         return Err(Error::argument("num_tensors", 0, "at least 1"));
     }
-    let (configured, option) = match desc.placement {
-        Placement::Device => (pools.device, "mem_pool_cfg"),
-        Placement::Host => (pools.host, "host_mem_pool_cfg"),
-    };
-    if !configured {
+    if !has_pool {
+        let option = match desc.placement {
+            Placement::Device => "mem_pool_cfg",
+            Placement::Host => "host_mem_pool_cfg",
+        };
         return Err(Error::invalid(format!(
             "{} memory cannot be allocated: {option} was not given at init",
             desc.placement
         )));
     }
-    let (geometry, mixed) = MixedSizes::checked(desc)?;
+    let geometry = Geometry::new(desc)?;
     if keys.len() as u64 > geometry.rows() {
         let required = format_args!("at most {}, one key for each batch slot", geometry.rows());
         return Err(Error::argument("len(cache_keys)", keys.len(), required));
     }
     KvGeometry::of(desc, &geometry)?;
-    let layout = CacheLayout { geometry, kind, placement: desc.placement };
-    Ok(Allocate { layout, mixed, keys: bindings(keys)? })
-}
-
-/// Returns the error for a cache that is to be one range of bytes but has tensors that differ. Their elements need different
-/// alignments.
-pub fn contiguous_mixed() -> Error {
-    Error::argument("contiguous", "True", "False, because the tensors of the cache differ")
+    Ok((CacheLayout { geometry, kind, placement: desc.placement }, bindings(keys)?))
 }
 
 /// Returns the row that each key names, which is its position in the list. A placeholder (`None`) binds
@@ -82,13 +54,8 @@ pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
 }
 
 /// Checks the addresses of memory that the caller owns (contract §7.6, §7.7, §4.3). `Err(InvalidArgument)`
-/// unless there is one address for each tensor, each is above 0, and each tensor ends below 2^64. Also returns the sizes
-/// of all tensors if they differ.
-pub fn addresses(
-    desc: &CacheDesc,
-    kind: CacheKind,
-    addrs: &[u64],
-) -> Result<(CacheLayout, Option<Arc<MixedSizes>>)> {
+/// unless there is one address for each tensor, each is above 0, and each tensor ends below 2^64.
+pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<CacheLayout> {
     if addrs.is_empty() {
         return Err(Error::argument("addrs", "[]", "a list with one address for each tensor"));
     }
@@ -96,9 +63,8 @@ pub fn addresses(
         let required = format_args!("num_tensors={}", desc.num_tensors);
         return Err(Error::argument("len(addrs)", addrs.len(), required));
     }
-    let (geometry, mixed) = MixedSizes::checked(desc)?;
+    let geometry = Geometry::new(desc)?;
     for (tensor, &addr) in (0..).zip(addrs) {
-        let geometry = mixed.as_ref().map_or(geometry, |mixed| mixed.run(tensor).geometry);
         if addr == 0 {
             return Err(Error::argument(&format!("addrs[{tensor}]"), 0, "above 0"));
         }
@@ -108,7 +74,7 @@ pub fn addresses(
         }
     }
     KvGeometry::of(desc, &geometry)?;
-    Ok((CacheLayout { geometry, kind, placement: desc.placement }, mixed))
+    Ok(CacheLayout { geometry, kind, placement: desc.placement })
 }
 
 /// Returns whether peers may use registered memory (contract §7.6).

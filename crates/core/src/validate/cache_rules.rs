@@ -8,18 +8,16 @@ use super::text_names::cache_name;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{
-    Argument, CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Name, Placement, RemoteCacheName,
-    RowList, RowSizes, TensorSpan, Words,
+    Argument, CacheKind, CacheLayout, Geometry, KvGeometry, Name, Placement, RemoteCacheName, RowList,
+    RowSizes, Words,
 };
 use crate::plan::{Piece, Pieces, REQUEST, total_bytes};
 
 /// The cache of a peer, as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteCache {
-    /// Sizes, kind and placement. The sizes are those of tensor 0 if the tensors differ.
+    /// Sizes, kind and placement.
     pub layout: CacheLayout,
-    /// The sizes of all tensors if they differ.
-    pub mixed: Option<Arc<MixedSizes>>,
     /// What its rows mean, if its owner described it.
     pub kv: Option<Arc<KvGeometry>>,
     /// The batch slot that the key names; 0 for a blocks cache.
@@ -33,23 +31,6 @@ impl RemoteCache {
     #[must_use]
     pub fn with_row(&self, row: Option<u32>) -> RemoteCache {
         RemoteCache { row: row.unwrap_or(self.row), ..self.clone() }
-    }
-
-    /// Returns the sizes, kind and placement of a cache whose tensors are equal. `Err(InvalidArgument)` if they differ, for
-    /// calls that do not support such caches.
-    pub fn equal_tensors(&self) -> Result<CacheLayout> {
-        let text = "this call needs a remote cache whose tensors are equal";
-        ensure(self.mixed.is_none(), || Error::invalid(text)).map(|()| self.layout)
-    }
-
-    /// Returns the sizes of a tensor.
-    pub fn sizes_of(&self, tensor: u32) -> Geometry {
-        self.mixed.as_ref().map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry)
-    }
-
-    /// Returns the sizes that some tensors have in common. `Err(InvalidArgument)` if their rows differ.
-    pub fn common_sizes(&self, tensors: TensorSpan) -> Result<Geometry> {
-        self.mixed.as_ref().map_or(Ok(self.layout.geometry), |mixed| mixed.common(tensors))
     }
 }
 

@@ -1,21 +1,22 @@
 //! Checks pulls and pushes, and returns the bytes that move between the local cache and the remote one (contract §7.12 to §7.15).
 
-use super::by_runs::{SideSizes, between_engines, equal_rows, part_of_mixed, planned};
+use smallvec::smallvec;
+
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, check_cut, copy_size, cut, equal_lists,
     in_range, not_empty, numbers, remote_row, row,
 };
 use super::conversion::{
-    LocalCache, PlannedTransfer, TokenMove, equally_many_tokens, parts_alike, some_tokens,
+    LocalCache, PlannedTransfer, TokenMove, equally_many_tokens, layouts, parts_alike, some_tokens,
 };
 use super::layer_ranges::{
     Layers, TensorRun, layers_given, pull_layers, push_layers, tensors_per_layer, within,
 };
 use super::rows::Rows;
-use super::sub_rows::{after, between, pushed_slot_bytes, slot_bytes};
+use super::sub_rows::{after, between, fits_row, pushed_slot_bytes, slot_bytes};
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{CacheLayout, Geometry, KvGeometry, SideWords, SubRow, Words};
-use crate::plan::{KvPart, KvSequence, Moves, Piece, Pieces, Side};
+use crate::model::{CacheLayout, KvGeometry, SideWords, SubRow, Words};
+use crate::plan::{CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side};
 
 /// A pull or push that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedTransfer {
@@ -63,7 +64,10 @@ impl CheckedTransfer {
         if let Rows::Sequence { local_tokens, remote_tokens, .. } = given {
             let (src, dst) = local_side.source_first(local_tokens, remote_tokens);
             let range = if dst.is_some() { words.dst.tokens } else { words.src.tokens };
-            local.needs_layout(words, range)?;
+            ensure(local.kv.is_some(), || {
+                let text = "a range of tokens needs caches with KV layouts";
+                Error::invalid(text).of_argument(range.parameter())
+            })?;
             some_tokens(words.src.tokens, src.as_ref())?;
             some_tokens(words.dst.tokens, dst.as_ref())?;
         }
@@ -80,15 +84,14 @@ impl CheckedTransfer {
             }
             Side::Source => {
                 src_not_empty()?;
-                let tensors = push_layers(words, geometry, local.layers(layers))?;
+                let tensors = push_layers(words, geometry, layers)?;
                 check_local_rows((words, local_side), &local, given)?;
                 tensors
             }
         };
         let SubRow { src_offset, dst_offset, .. } = given.part();
         let offset = local_side.of(((&words.src, src_offset), (&words.dst, dst_offset)));
-        let first = local_side.of((tensors.src, tensors.dst));
-        local.fits_rows(given.part(), offset, (first, tensors.count))?;
+        fits_row(given.part(), offset, geometry)?;
         Ok(CheckedTransfer { words, rows, local, local_side, tensors, layers })
     }
 
@@ -123,15 +126,15 @@ impl CheckedTransfer {
             return Ok(planned);
         }
         let mut moves = self.moves(remote)?;
-        let plans = between_engines(&mut moves)?;
+        let plans = smallvec![CopyPlan::moves(&mut moves)?];
         Ok(PlannedTransfer { plans, read_tensors: Some((moves.src_tensor, moves.num_tensors)), tokens: None })
     }
 
-    /// Checks the transfer against a remote cache whose tensors are equal, as the local ones are, and returns what moves if rows
-    /// move as they are.
+    /// Checks the transfer against the remote cache, and returns what moves if rows move as they are.
     pub fn moves(&self, remote: &RemoteCache) -> Result<Moves> {
-        let sizes = (self.local.layout.geometry, remote.equal_tensors()?.geometry);
-        let pieces = self.checked_pieces(remote, sizes)?;
+        self.check_tensors(remote)?;
+        self.check_remote(remote)?;
+        let pieces = self.pieces(remote)?;
         Ok(self.tensors.moves(if self.tensors.count == 0 { Pieces::default() } else { pieces }))
     }
 
@@ -143,18 +146,13 @@ impl CheckedTransfer {
         remote: &RemoteCache,
         share: &OwnerShare,
     ) -> Result<(Option<u64>, Option<Error>)> {
-        let layouts = if self.local.is_mixed_with(remote) {
-            None
-        } else {
-            self.local.layouts(remote, (self.words, self.local_side))?
-        };
         let mut tokens = None;
-        if let Some((src, dst)) = layouts {
+        if let Some((src, dst)) = self.layouts(remote)? {
             self.check_remote(remote)?;
             tokens = Some(self.with_tokens((src, dst), remote, |tokens| {
                 tokens.is_plain(self.layers_given())?;
                 let count = tokens.tokens()?;
-                equally_many_tokens(self.words, count, share.tokens).map(|()| count)
+                equally_many_tokens(count, share.tokens).map(|()| count)
             })?);
             let whole_rows = !matches!(self.rows(), Rows::SubRows { .. });
             if let Some(nothing) = KvPart::common(src.layout(), dst.layout()).err().filter(|_| whole_rows) {
@@ -167,25 +165,19 @@ impl CheckedTransfer {
         Ok((tokens, None))
     }
 
-    /// Plans what moves if rows do not move by one plan as they are: if the rows of the two caches have different KV layouts,
-    /// the caller named tokens, or the tensors of a cache differ. Otherwise returns `None`.
+    /// Plans what moves if rows do not move as they are: if the rows of the two caches have different KV layouts, or the caller
+    /// named tokens. Otherwise returns `None`.
     fn conversion(&self, remote: &RemoteCache, share: &OwnerShare) -> Result<Option<PlannedTransfer>> {
-        if self.local.is_mixed_with(remote) {
-            return self.by_runs(remote).map(Some);
-        }
-        let Some((local, there)) = self.local.layouts(remote, (self.words, self.local_side))? else {
-            return Ok(None);
-        };
+        let Some((local, there)) = self.layouts(remote)? else { return Ok(None) };
         self.check_remote(remote)?;
         if let Rows::SubRows { .. } = self.rows() {
             let text = "several owners need whole blocks, or ranges of tokens";
             ensure(share.parts.is_none(), || Error::invalid(text))?;
-            let words = (self.words, self.local_side);
-            return parts_alike(words, local, remote, self.layers_given()).map(|()| None);
+            return parts_alike((local, there), self.layers_given()).map(|()| None);
         }
         self.with_tokens((local, there), remote, |tokens| {
             let as_many = || match share.tokens {
-                Some(_) => equally_many_tokens(self.words, tokens.tokens()?, share.tokens),
+                Some(_) => equally_many_tokens(tokens.tokens()?, share.tokens),
                 None => Ok(()),
             };
             if tokens.is_plain(self.layers_given())? && share.parts.is_none() {
@@ -199,6 +191,10 @@ impl CheckedTransfer {
             }?;
             as_many().map(|()| Some(planned))
         })
+    }
+
+    fn layouts<'a>(&'a self, remote: &'a RemoteCache) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
+        layouts((self.words, self.local_side), self.local.kv.as_deref(), remote)
     }
 
     /// Calls `work` with the tokens that move between the layouts of the local and the remote cache.
@@ -240,43 +236,9 @@ impl CheckedTransfer {
         work(&TokenMove { src, dst })
     }
 
-    /// Plans the moves between caches of which one or both have tensors that differ.
-    fn by_runs(&self, remote: &RemoteCache) -> Result<PlannedTransfer> {
-        // Neither a sequence of tokens nor a part of a group has a meaning without KV layouts.
-        self.local.layouts(remote, (self.words, self.local_side))?;
-        let (tensors, rows, side) = (self.tensors, self.rows(), self.local_side);
-        if side == Side::Source {
-            // These errors of a push name no tensor, and concern a push without tensors, too.
-            self.check_tensors(remote, remote.layout.geometry)?;
-        }
-        let sizes: (SideSizes<'_>, SideSizes<'_>) = side.source_first((&self.local).into(), remote.into());
-        let moves = |src: CacheLayout, dst: CacheLayout| {
-            let sizes = (src.geometry, dst.geometry);
-            if let Rows::Slot { size, .. } = rows {
-                ensure(rows.is_whole_slot(), || part_of_mixed(*size))?;
-            }
-            if !matches!(rows, Rows::SubRows { .. } | Rows::SlotToBlocks { .. }) {
-                equal_rows(sizes.0, sizes.1)?;
-            }
-            let pieces = self.checked_pieces(remote, (side.of(sizes), side.other().of(sizes)))?;
-            Ok(tensors.moves(pieces))
-        };
-        let planned = planned(tensors, sizes, moves, between_engines)?;
-        let first = u32::try_from(tensors.src).unwrap_or(u32::MAX);
-        let plans = planned.plans.into();
-        Ok(PlannedTransfer { plans, read_tensors: Some((first, tensors.count)), tokens: None })
-    }
-
-    /// Checks the transfer against a remote cache whose tensors have the sizes `peer`, and returns the pieces that move in each
-    /// tensor. Local tensors have the sizes `own`.
-    fn checked_pieces(&self, remote: &RemoteCache, (own, peer): (Geometry, Geometry)) -> Result<Pieces> {
-        self.check_tensors(remote, peer)?;
-        self.check_remote(remote)?;
-        self.pieces(remote, (own, peer))
-    }
-
     /// Checks that the remote cache has the tensors that move, and what comes before this in the documented order of errors.
-    fn check_tensors(&self, remote: &RemoteCache, peer: Geometry) -> Result<()> {
+    fn check_tensors(&self, remote: &RemoteCache) -> Result<()> {
+        let peer = remote.layout.geometry;
         let TensorRun { src, dst, count } = self.tensors;
         match self.local_side {
             Side::Destination => {
@@ -320,8 +282,8 @@ impl CheckedTransfer {
     }
 
     /// Returns the pieces that move in each tensor.
-    fn pieces(&self, remote: &RemoteCache, (own, peer): (Geometry, Geometry)) -> Result<Pieces> {
-        let side = self.local_side;
+    fn pieces(&self, remote: &RemoteCache) -> Result<Pieces> {
+        let (side, own, peer) = (self.local_side, self.local.layout.geometry, remote.layout.geometry);
         match self.rows() {
             Rows::Slot { local, remote_offset, local_offset, size } => {
                 let len = match side {
@@ -373,13 +335,12 @@ fn check_local_rows((words, local_side): (&Words, Side), local: &LocalCache, row
     let geometry = local.layout.geometry;
     if let Rows::Slot { local: slot, local_offset, size, .. } = rows {
         row(local_side.of(("src_batch_index", "batch_index")), *slot, geometry)?;
-        ensure(local.mixed.is_none() || rows.is_whole_slot(), || part_of_mixed(*size))?;
         let room = after("dst_cache_offset", *local_offset, geometry)?;
         slot_bytes("cache", *size, room, (*local_offset, room))?;
     }
     let (src, dst) = local_side.source_first(rows.local_blocks(), rows.remote_blocks());
     if let (Some(src), Some(dst)) = (src, dst)
-        && (!local.has_sequences() || matches!(rows, Rows::SubRows { .. }))
+        && (local.kv.is_none() || matches!(rows, Rows::SubRows { .. }))
     {
         equal_lists(words, src, dst)?;
     }

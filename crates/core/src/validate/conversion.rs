@@ -4,14 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::cache_rules::RemoteCache;
-use super::layer_ranges::Layers;
-use super::sub_rows::fits_row;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{
-    Argument, CacheLayout, EqualTensors, KvGeometry, KvLayout, KvLayoutNames, MixedSizes, SideWords, SubRow,
-    Words,
-};
+use crate::model::{Argument, CacheLayout, KvGeometry, KvLayout, Words};
 use crate::plan::{
     CopyPlan, KvPart, KvSequence, Plans, REQUEST, Side, check_same_model, moved_tokens, no_block_left_over,
 };
@@ -19,79 +14,16 @@ use crate::plan::{
 /// The cache of this engine that a pull writes or a push reads.
 #[derive(Clone, Debug)]
 pub struct LocalCache {
-    /// Sizes, kind and placement. The sizes are those of tensor 0 if the tensors differ.
+    /// Sizes, kind and placement.
     pub layout: CacheLayout,
-    /// The sizes of all tensors if they differ.
-    pub mixed: Option<Arc<MixedSizes>>,
     /// What its rows mean, if the caller described it.
     pub kv: Option<Arc<KvGeometry>>,
-    /// Whether rows move as they are, whatever they mean.
-    pub raw: bool,
 }
 
 impl From<CacheLayout> for LocalCache {
     /// Returns a cache without a KV layout.
     fn from(layout: CacheLayout) -> Self {
-        LocalCache { layout, mixed: None, kv: None, raw: false }
-    }
-}
-
-impl LocalCache {
-    /// Whether lists of blocks are sequences of tokens, which may differ in length.
-    pub(super) fn has_sequences(&self) -> bool {
-        self.kv.is_some() && !self.raw
-    }
-
-    /// Returns the layers that a push names, or all tensors if it names none: a layout says which tensors a layer has.
-    pub(super) fn layers(&self, given: Layers) -> Layers {
-        let all = self.kv.is_some() && given.src.or(given.dst).is_none() && given.tensors_per_layer > 0;
-        if all { Layers::ALL } else { given }
-    }
-
-    /// Returns `Err(InvalidArgument)` unless lists of blocks are sequences of tokens, because the argument `given` is a range
-    /// of them.
-    pub(super) fn needs_layout(&self, words: &Words, given: Argument<'_>) -> Result<()> {
-        ensure(self.has_sequences(), || {
-            let text = format!("a range of tokens needs {}", words.need_of_tokens);
-            Error::invalid(text).of_argument(given.parameter())
-        })
-    }
-
-    /// Returns the layouts of the local and the remote cache if their rows may have to be converted. `None` if rows move
-    /// as they are.
-    pub(super) fn layouts<'a>(
-        &'a self,
-        remote: &'a RemoteCache,
-        (words, local_side): (&Words, Side),
-    ) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
-        if self.raw { Ok(None) } else { both((words, local_side), self.kv.as_deref(), remote.kv.as_deref()) }
-    }
-}
-
-impl LocalCache {
-    /// Returns whether the tensors of this or of the remote cache differ. Then each run of them has a plan of its own.
-    pub(super) fn is_mixed_with(&self, remote: &RemoteCache) -> bool {
-        self.mixed.is_some() || remote.mixed.is_some()
-    }
-
-    /// Checks that `part` fits the rows of some tensors, which the cache must have; `offset` is the one that counts here.
-    pub(super) fn fits_rows(
-        &self,
-        part: SubRow,
-        offset: (&SideWords, u64),
-        (first, count): (u64, u32),
-    ) -> Result<()> {
-        let Some(mixed) = &self.mixed else { return fits_row(part, offset, self.layout.geometry) };
-        let moved = first..first + u64::from(count);
-        let mut touched = mixed.counted().filter(|(run, tensors)| {
-            let start = u64::from(run.first);
-            start < moved.end && moved.start < start + u64::from(*tensors)
-        });
-        let fits = |(run, _): (&EqualTensors, u32)| {
-            let named = |error: Error| error.with("tensor", run.first);
-            fits_row(part, offset, run.geometry).map_err(named)
-        };
-        touched.try_for_each(fits)
+        LocalCache { layout, kv: None }
     }
 }
 
@@ -99,7 +31,10 @@ impl LocalCache {
 /// whose local cache is the side that comes with them.
 /// `Err(InvalidArgument)` if they do not, or if only one of them has a KV layout.
 pub fn rows_alike(words: (&Words, Side), local: Option<&KvGeometry>, remote: &RemoteCache) -> Result<()> {
-    let Some((local, remote)) = both(words, local, remote.kv.as_deref())? else { return Ok(()) };
+    layouts(words, local, remote)?.map_or(Ok(()), equal_rows)
+}
+
+fn equal_rows((local, remote): (&KvGeometry, &KvGeometry)) -> Result<()> {
     check_same_model(local, remote)?;
     ensure(same_rows(local.layout(), remote.layout()), || {
         Error::invalid(
@@ -112,14 +47,8 @@ pub fn rows_alike(words: (&Words, Side), local: Option<&KvGeometry>, remote: &Re
 
 /// Checks that parts of rows of two caches mean the same: rows of the same layout, and the same layers in the same tensors
 /// unless the caller named the layers. `Err(InvalidArgument)` if they do not.
-pub(super) fn parts_alike(
-    words: (&Words, Side),
-    local: &KvGeometry,
-    remote: &RemoteCache,
-    layers_given: bool,
-) -> Result<()> {
-    rows_alike(words, Some(local), remote)?;
-    let Some(remote) = remote.kv.as_deref() else { return Ok(()) };
+pub(super) fn parts_alike((local, remote): (&KvGeometry, &KvGeometry), layers_given: bool) -> Result<()> {
+    equal_rows((local, remote))?;
     ensure(layers_given || local.layout().layers == remote.layout().layers, || {
         Error::invalid("parts of rows of caches with different layers need layer ranges")
             .with("local", local)
@@ -127,38 +56,32 @@ pub(super) fn parts_alike(
     })
 }
 
-/// Checks that rows of two caches of this engine mean the same, because a copy or swap moves them as they are.
+/// Checks that rows of two caches of this engine mean the same, because a copy moves them as they are.
 /// `Err(InvalidArgument)` if both have KV layouts and these differ. A cache without one may hold anything.
-pub fn local_rows_alike(words: &Words, src: Option<&KvGeometry>, dst: Option<&KvGeometry>) -> Result<()> {
+pub fn local_rows_alike(src: Option<&KvGeometry>, dst: Option<&KvGeometry>) -> Result<()> {
     let (Some(src), Some(dst)) = (src, dst) else { return Ok(()) };
     check_same_model(src, dst)?;
     let same_layers = src.layout().layers == dst.layout().layers;
     ensure(same_layers && same_rows(src.layout(), dst.layout()), || {
-        let text = format!(
-            "{} move rows as they are, but rows of the two caches have different KV layouts",
-            words.copies
-        );
+        let text = "copies move rows as they are, but rows of the two caches have different KV layouts";
         Error::invalid(text).with("src", src).with("dst", dst)
     })
 }
 
-/// Checks a KV layout by itself, without the sizes of a cache.
-pub fn kv_layout(layout: &KvLayout, names: KvLayoutNames) -> Result<()> {
-    layout.check_ranges(names)
-}
-
-fn both<'a>(
+/// Returns the layouts of the local and the remote cache if their rows may have to be converted. `None` if rows move as they
+/// are. `Err(InvalidArgument)` if only one of them has a layout.
+pub(super) fn layouts<'a>(
     (words, local_side): (&Words, Side),
     local: Option<&'a KvGeometry>,
-    remote: Option<&'a KvGeometry>,
+    remote: &'a RemoteCache,
 ) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
-    let (which, layout) = match (local, remote) {
+    let (which, layout) = match (local, remote.kv.as_deref()) {
         (None, None) => return Ok(None),
         (Some(local), Some(remote)) => return Ok(Some((local, remote))),
         (Some(local), None) => (local_side.of(words.sides()).local, local),
         (None, Some(remote)) => (local_side.other().of(words.sides()).remote, remote),
     };
-    let text = format!("only {which} has a KV layout: {}", words.one_layout);
+    let text = format!("only {which} has a KV layout: describe both caches, or neither");
     Err(Error::invalid(text).with("layout", layout))
 }
 
@@ -215,7 +138,7 @@ impl TokenMove<'_> {
     }
 }
 
-/// What a pull or push moves. It has several plans between two KV layouts, or between caches whose tensors differ.
+/// What a pull or push moves. It may have several plans between two KV layouts.
 pub struct PlannedTransfer {
     /// What is copied. The plans write different bytes and may run in any order.
     pub plans: Plans,
@@ -228,13 +151,12 @@ pub struct PlannedTransfer {
 
 /// Checks that as many `tokens` move between the caches of one owner as between those of the owners before it, if there is
 /// one and if both have KV layouts.
-pub(super) fn equally_many_tokens(words: &Words, tokens: u64, expected: Option<u64>) -> Result<()> {
+pub(super) fn equally_many_tokens(tokens: u64, expected: Option<u64>) -> Result<()> {
     ensure(expected.is_none_or(|expected| tokens == expected), || {
         let expected = expected.unwrap_or_default();
         Error::invalid(format!(
             "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
-             that move ({})",
-            words.token_ranges
+             that move, of src or of dst"
         ))
     })
 }

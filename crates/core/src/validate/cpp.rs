@@ -50,7 +50,6 @@ pub fn desc(placement: u32, num_tensors: u32, data_type: i32, shape: &[i64]) -> 
         placement,
         row_stride: None,
         kv_layout: None,
-        tensors: Vec::new(),
     })
 }
 

@@ -5,7 +5,6 @@
 //! no clock. They return `Err(InvalidArgument)` for what breaks their rule, unless stated otherwise.
 
 mod allocate;
-mod by_runs;
 mod cache_rules;
 mod checked_transfer;
 mod conversion;
@@ -22,16 +21,13 @@ mod sub_rows;
 mod text_names;
 mod values;
 
-pub use allocate::{Pools, accessible, addresses, allocate, bindings, contiguous_mixed};
-pub use by_runs::{
-    PlannedRuns, SideSizes, blocks_of_tensor, layer_runs, local_runs, no_block_bytes, whole_slots,
-};
+pub use allocate::{accessible, addresses, allocate, bindings};
 pub use cache_rules::{
     RemoteCache, batch_cache, blocks_cache, caller_name, check_accessible, copy_size, equally_many,
     not_empty, on_device,
 };
 pub use checked_transfer::{CheckedTransfer, OwnerShare};
-pub use conversion::{LocalCache, PlannedTransfer, kv_layout, local_rows_alike, rows_alike};
+pub use conversion::{LocalCache, PlannedTransfer, local_rows_alike, rows_alike};
 pub use copy::{
     CopyArgs, copy_between, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device,
     copy_rows, copy_within, swap_blocks, swap_rows,

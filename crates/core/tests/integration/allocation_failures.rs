@@ -163,7 +163,7 @@ fn checking_arguments_fails_whole() {
     let geometry = Geometry::new(&desc(Placement::Device, 2, MANY as usize, 16)).unwrap();
     let layout = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
     let slots = CacheLayout { kind: CacheKind::Batch, ..layout };
-    let remote = RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true };
+    let remote = RemoteCache { layout, kv: None, row: 0, accessible: true };
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
     let checked = |local_side, rows| {

@@ -2,7 +2,7 @@
 
 use llm_datadist_core::testing::options;
 use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece};
-use llm_datadist_core::testing::validate::{self, CopyArgs, Pools};
+use llm_datadist_core::testing::validate::{self, CopyArgs};
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Error, ErrorKind, Geometry, Placement, Result,
     Role, SubRow,
@@ -25,15 +25,7 @@ pub fn refused<T: std::fmt::Debug>(result: Result<T>, facts: &[&str]) -> Error {
 }
 
 fn desc(num_tensors: u32, shape: &[i64], data_type: DataType, placement: Placement) -> CacheDesc {
-    CacheDesc {
-        num_tensors,
-        shape: shape.to_vec(),
-        data_type,
-        placement,
-        row_stride: None,
-        kv_layout: None,
-        tensors: Vec::new(),
-    }
+    CacheDesc { num_tensors, shape: shape.to_vec(), data_type, placement, row_stride: None, kv_layout: None }
 }
 
 pub fn spec(tensors: u32, rows: i64, row_bytes: i64, kind: CacheKind, placement: Placement) -> CacheLayout {
@@ -88,22 +80,21 @@ fn shapes() {
 
 #[test]
 fn allocations() {
-    let allocate = |num_tensors, shape: &[i64], placement, keys: &[Option<CacheKey>], pools| {
-        validate::allocate(&desc(num_tensors, shape, DataType::Uint8, placement), Batch, keys, pools)
+    let allocate = |num_tensors, shape: &[i64], placement, keys: &[Option<CacheKey>], has_pool| {
+        validate::allocate(&desc(num_tensors, shape, DataType::Uint8, placement), Batch, keys, has_pool)
     };
-    let (none, both) = (Pools::default(), Pools { host: true, device: true });
-    refused(allocate(0, &[4], Device, &[], both), &["num_tensors=0"]);
-    refused(allocate(0, &[4], Device, &[], none), &["num_tensors=0"]);
-    refused(allocate(1, &[4], Device, &[], Pools { device: false, ..both }), &["device", "mem_pool_cfg"]);
-    refused(allocate(1, &[4], Host, &[], Pools { host: false, ..both }), &["host", "host_mem_pool_cfg"]);
-    refused(allocate(1, &[0], Device, &[], both), &["shape=[0]"]);
+    refused(allocate(0, &[4], Device, &[], true), &["num_tensors=0"]);
+    refused(allocate(0, &[4], Device, &[], false), &["num_tensors=0"]);
+    refused(allocate(1, &[4], Device, &[], false), &["device", "mem_pool_cfg"]);
+    refused(allocate(1, &[4], Host, &[], false), &["host", "host_mem_pool_cfg"]);
+    refused(allocate(1, &[0], Device, &[], true), &["shape=[0]"]);
     let key = |id| CacheKey::Request { model: 0, id };
     let three = [Some(key(1)), None, None];
-    refused(allocate(1, &[2, 9], Device, &three, both), &["len(cache_keys)=3", "at most 2"]);
+    refused(allocate(1, &[2, 9], Device, &three, true), &["len(cache_keys)=3", "at most 2"]);
     let keys = [Some(key(1)), None, Some(key(2)), Some(key(1))];
-    let checked = allocate(1, &[4, 9], Device, &keys, both).unwrap();
-    assert_eq!(checked.keys, [(2, key(2)), (3, key(1))]);
-    assert_eq!((checked.layout.kind, checked.layout.placement), (Batch, Device));
+    let (layout, bound) = allocate(1, &[4, 9], Device, &keys, true).unwrap();
+    assert_eq!(bound, [(2, key(2)), (3, key(1))]);
+    assert_eq!((layout.kind, layout.placement), (Batch, Device));
     assert_eq!(validate::bindings(&[]).unwrap(), []);
     assert_eq!(validate::bindings(&[None]).unwrap(), []);
     assert_eq!(validate::bindings(&[Some(key(5))]).unwrap(), [(0, key(5))]);
@@ -123,8 +114,7 @@ fn addresses() {
     };
     refused(one(0, &[4]), &["len(addrs)=1", "num_tensors=0"]);
     refused(one(1, &[-4]), &["shape=[-4]"]);
-    let (layout, mixed) = addresses(&[u64::MAX - 128, 1]).unwrap();
-    assert_eq!(mixed, None);
+    let layout = addresses(&[u64::MAX - 128, 1]).unwrap();
     assert_eq!((layout.kind, layout.placement, layout.geometry.row_bytes()), (Blocks, Host, 32));
 }
 

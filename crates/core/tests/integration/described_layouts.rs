@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use llm_datadist_core::testing::protocol::{
-    CHECKSUM, EntryVersion, HEADER, MESSAGE, WireCache, WireLayout, decode, encode,
+    CHECKSUM, EntryVersion, HEADER, MESSAGE, WireCache, WireLayout, decode, decode_message, encode,
 };
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKind, CacheLayout, DataType, ErrorKind, Geometry, KvGeometry, KvLayout,
@@ -69,20 +69,19 @@ fn layout_bytes() {
 
 #[test]
 fn a_peer_cannot_describe_an_impossible_layout() {
-    let changes: [fn(&mut WireLayout); 13] = [
+    let changes: [fn(&mut WireLayout); 12] = [
         |layout| layout.data_type = 99,
         |layout| layout.data_type = DataType::Float as u8,
-        |layout| layout.tokens_per_block = 0,
-        |layout| layout.tokens_per_block = 15,
-        |layout| layout.tokens_per_block = u32::MAX,
-        |layout| layout.heads = Range { start: 6, end: 2 },
-        |layout| layout.heads = 5..9,
-        |layout| layout.heads = 0..u32::MAX,
-        |layout| layout.head_dim = u32::MAX,
-        |layout| layout.order = 2,
-        |layout| layout.planes = 3,
-        |layout| layout.layers = 3..6,
-        |layout| layout.model = "m".repeat(257),
+        |layout| layout.layout.tokens_per_block = 0,
+        |layout| layout.layout.tokens_per_block = 15,
+        |layout| layout.layout.tokens_per_block = u32::MAX,
+        |layout| layout.layout.heads = Range { start: 6, end: 2 },
+        |layout| layout.layout.heads = 5..9,
+        |layout| layout.layout.heads = 0..u32::MAX,
+        |layout| layout.layout.head_dim = u32::MAX,
+        |layout| layout.layout.kv = KvPlanes::Single,
+        |layout| layout.layout.layers = 3..6,
+        |layout| layout.layout.model = "m".repeat(257),
     ];
     let (good, _) = record(&layout(TokenOrder::Nhd, KvPlanes::Separate));
     let geometry = good.layout().unwrap().geometry;
@@ -93,5 +92,18 @@ fn a_peer_cannot_describe_an_impossible_layout() {
         assert_eq!(error.kind(), ErrorKind::NotLinked, "change {index}: {error}");
         assert!(error.to_string().contains("cache 3 with an invalid layout"), "{error}");
     }
-    assert_eq!(WireCache { layout: None, ..good }.kv_geometry(&geometry).unwrap(), None);
+    assert_eq!(WireCache { layout: None, ..good.clone() }.kv_geometry(&geometry).unwrap(), None);
+    // Numbers that no order or arrangement has, and a long name, are refused while the message is read.
+    let layout = good.layout.unwrap();
+    let mut long = layout.clone();
+    long.layout.model = "m".repeat(257);
+    decode::<WireLayout>(&encode(&long).unwrap()[HEADER..]).unwrap_err();
+    let message = encode(&layout).unwrap();
+    let message = &message[HEADER..message.len() - CHECKSUM];
+    assert_eq!(decode_message::<WireLayout>(message).unwrap(), layout);
+    for at in [message.len() - 23, message.len() - 22] {
+        let mut other = message.to_vec();
+        other[at] = 4;
+        decode_message::<WireLayout>(&other).unwrap_err();
+    }
 }

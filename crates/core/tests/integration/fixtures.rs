@@ -19,7 +19,7 @@ use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces, Span, Template, 
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
-    ErrorKind, Geometry, MixedSizes, Placement, PoolConfig, Result, Role,
+    ErrorKind, Geometry, Placement, PoolConfig, Result, Role,
 };
 use llm_datadist_testing::{Local, SimDevice, host_address};
 use tracing::{Level, Subscriber, span};
@@ -126,15 +126,7 @@ pub fn patterned(seed: u8, tensors: usize, bytes: usize) -> Vec<Vec<u8>> {
 
 pub fn desc(placement: Placement, num_tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
     let shape = vec![rows as i64, row_bytes as i64];
-    CacheDesc {
-        num_tensors,
-        shape,
-        data_type: DataType::Uint8,
-        placement,
-        row_stride: None,
-        kv_layout: None,
-        tensors: Vec::new(),
-    }
+    CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement, row_stride: None, kv_layout: None }
 }
 
 /// The rows of a whole cache, each paired with the same row of another one.
@@ -161,7 +153,7 @@ pub struct Own {
     pub cache: Arc<Cache>,
     buffer: Arc<Buffer>,
     starts: Vec<usize>,
-    tensor_bytes: Vec<usize>,
+    tensor_bytes: usize,
 }
 
 /// Waits until no call uses the cache: the caller of a pull returns when the last byte has arrived, and its owner
@@ -174,16 +166,6 @@ impl Drop for Own {
     }
 }
 
-/// The bytes of each tensor.
-pub fn tensor_bytes(desc: &CacheDesc) -> Vec<usize> {
-    match MixedSizes::of(desc).unwrap() {
-        Some(sizes) => {
-            (0..desc.num_tensors).map(|tensor| sizes.run(tensor).geometry.tensor_bytes() as usize).collect()
-        }
-        None => vec![Geometry::new(desc).unwrap().tensor_bytes() as usize; desc.num_tensors as usize],
-    }
-}
-
 const GUARD: u8 = 0xA5;
 
 impl Own {
@@ -193,15 +175,10 @@ impl Own {
     }
 
     pub fn new(desc: &CacheDesc, kind: CacheKind, enter: impl FnOnce(Adopted) -> Arc<Cache>) -> Own {
-        let tensor_bytes = tensor_bytes(desc);
-        let mut end = 0;
-        let start = |bytes: &usize| {
-            let start = end + 67;
-            end = start + bytes;
-            start
-        };
-        let starts: Vec<usize> = tensor_bytes.iter().map(start).collect();
-        let buffer = Buffer::new(end + 67, |_| GUARD);
+        let tensor_bytes = Geometry::new(desc).unwrap().tensor_bytes() as usize;
+        let starts: Vec<usize> =
+            (0..desc.num_tensors as usize).map(|tensor| 67 + tensor * (tensor_bytes + 67)).collect();
+        let buffer = Buffer::new(67 + starts.len() * (tensor_bytes + 67), |_| GUARD);
         let addrs: Vec<u64> = starts.iter().map(|&at| buffer.addr() + at as u64).collect();
         Own { cache: enter(adopt(desc, kind, &addrs)), buffer, starts, tensor_bytes }
     }
@@ -213,25 +190,20 @@ impl Own {
 
     pub fn write(&self, tensors: &[Vec<u8>]) {
         assert_eq!(tensors.len(), self.starts.len());
-        for ((start, bytes), len) in self.starts.iter().zip(tensors).zip(&self.tensor_bytes) {
-            assert_eq!(bytes.len(), *len);
+        for (start, bytes) in self.starts.iter().zip(tensors) {
+            assert_eq!(bytes.len(), self.tensor_bytes);
             self.buffer.write(*start, bytes);
         }
     }
 
     pub fn read(&self) -> Vec<Vec<u8>> {
-        self.starts
-            .iter()
-            .zip(&self.tensor_bytes)
-            .map(|(&start, &len)| self.buffer.read(start, len))
-            .collect()
+        self.starts.iter().map(|&start| self.buffer.read(start, self.tensor_bytes)).collect()
     }
 
     /// Fails if a byte outside the tensors changed. Returns the number of bytes that it checked.
     pub fn outside_untouched(&self) -> usize {
-        let ends: Vec<usize> = std::iter::once(0)
-            .chain(self.starts.iter().zip(&self.tensor_bytes).map(|(start, len)| start + len))
-            .collect();
+        let ends: Vec<usize> =
+            std::iter::once(0).chain(self.starts.iter().map(|start| start + self.tensor_bytes)).collect();
         let mut seen = 0;
         for end in ends {
             let guard = self.buffer.read(end, 67);
@@ -365,8 +337,8 @@ pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
 /// Writes the tensors of a pool cache. Only while no copy runs.
 pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
     assert_eq!(tensors.len(), cache.addrs().len());
-    for (tensor, (&addr, bytes)) in (0..).zip(cache.addrs().iter().zip(tensors)) {
-        assert_eq!(bytes.len() as u64, cache.sizes_of(tensor).tensor_bytes());
+    for (&addr, bytes) in cache.addrs().iter().zip(tensors) {
+        assert_eq!(bytes.len() as u64, cache.geometry().tensor_bytes());
         let addr = host_address(addr).unwrap_or(addr);
         // SAFETY: the tensor is `len` bytes of a pool, alive as long as the cache, and used by nobody else now. If the
         // pool belongs to a simulated device, these are the bytes behind it.
@@ -376,13 +348,13 @@ pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
 
 /// The tensors of a cache. Only while no copy runs.
 pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
-    let tensor = |(tensor, &addr): (u32, &u64)| {
-        let len = cache.sizes_of(tensor).tensor_bytes() as usize;
+    let len = cache.geometry().tensor_bytes() as usize;
+    let tensor = |&addr: &u64| {
         let addr = host_address(addr).unwrap_or(addr);
         // SAFETY: as in `fill`.
         unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec()
     };
-    (0..).zip(cache.addrs()).map(tensor).collect()
+    cache.addrs().iter().map(tensor).collect()
 }
 
 /// Sets a flag when dropped, so that threads that check the flag also end if the test fails.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use llm_datadist_core::testing::validate::local_rows_alike;
 use llm_datadist_core::{
-    CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder, Words,
+    CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder,
 };
 
 use crate::fixtures::desc;
@@ -32,12 +32,12 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
         KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type)
     };
     let good = checked(layout(), 8, elements).unwrap();
-    assert_eq!((good.rows(), good.row_bytes(), good.row_stride()), (4, 1024, 1024));
+    assert_eq!((good.geometry().rows(), good.geometry().row_bytes()), (4, 1024));
     assert_eq!((good.plane_bytes(), good.head_bytes(), good.data_type()), (1024, 16, DataType::Float16));
     assert_eq!((good.token_step(), good.head_step()), (64, 16));
     let cases: [(fn(&mut KvLayout), u32, usize, &str); 14] = [
-        (|layout| layout.tokens_per_block = 0, 8, elements, "tokens_per_block=0 must be above 0"),
-        (|layout| layout.total_heads = 0, 8, elements, "total_kv_heads=0 must be above 0"),
+        (|layout| layout.tokens_per_block = 0, 8, elements, "block_tokens=0 must be above 0"),
+        (|layout| layout.total_heads = 0, 8, elements, "total_heads=0 must be above 0"),
         (|layout| layout.head_dim = 0, 8, elements, "head_dim=0 must be above 0"),
         (
             |layout| layout.heads = 2..2,
@@ -58,7 +58,7 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
             "heads=6..9 must be a range of at least one head inside 0..8",
         ),
         (|layout| layout.layers = 3..3, 8, elements, "layers=3..3 must be a range of at least one layer"),
-        (|layout| layout.kv = KvPlanes::Latent, 4, elements, "total_kv_heads=8 must be 1 in a latent layout"),
+        (|layout| layout.kv = KvPlanes::Latent, 4, elements, "total_heads=8 must be 1 in a latent layout"),
         (|_| (), 7, elements, "num_tensors=7 must be 8 for layers 0..4 (kv separate)"),
         (
             |layout| layout.kv = KvPlanes::KThenV,
@@ -90,7 +90,7 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
     }
 }
 
-/// Copies and swaps within an engine do not convert. A cache without a layout may hold anything.
+/// Copies within an engine do not convert. A cache without a layout may hold anything.
 #[test]
 fn local_rows_of_different_layouts_are_not_alike() {
     let geometry = |change: fn(&mut KvLayout), data_type: DataType| {
@@ -102,11 +102,11 @@ fn local_rows_of_different_layouts_are_not_alike() {
     };
     let alike = |change, data_type| {
         let (own, other) = (geometry(|_| (), DataType::Float16), geometry(change, data_type));
-        local_rows_alike(Words::ORIGINAL, Some(&own), Some(&other))
+        local_rows_alike(Some(&own), Some(&other))
     };
     let own = geometry(|_| (), DataType::Float16);
     for (src, dst) in [(None, None), (Some(&own), None), (None, Some(&own)), (Some(&own), Some(&own))] {
-        local_rows_alike(Words::ORIGINAL, src, dst).unwrap();
+        local_rows_alike(src, dst).unwrap();
     }
     let cases: [(fn(&mut KvLayout), DataType, &str); 7] = [
         (|layout| layout.layers = 4..8, DataType::Float16, "different KV layouts"),

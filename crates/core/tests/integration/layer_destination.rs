@@ -17,7 +17,7 @@ fn spec(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> CacheLa
 }
 
 fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
-    RemoteCache { layout, mixed: None, kv: None, row, accessible: true }
+    RemoteCache { layout, kv: None, row, accessible: true }
 }
 
 /// Applies the plan of `moves` to layer `layer` of `src`, which goes to layer `to` of `dst`.

@@ -18,10 +18,10 @@ mod layerwise;
 mod layerwise_faults;
 mod linking;
 mod memory_offers;
-mod mixed_tensors;
 mod names;
 mod native;
 
+mod padded_rows;
 mod panics;
 mod paths;
 mod pull_and_push;
@@ -341,7 +341,7 @@ impl Held {
     fn fill(&self, seed: u8) -> Vec<Vec<u8>> {
         let bytes: Vec<Vec<u8>> = (0..self.cache.num_tensors())
             .map(|tensor| {
-                let len = self.cache.sizes_of(tensor).tensor_bytes() as usize;
+                let len = self.cache.geometry().tensor_bytes() as usize;
                 (0..len).map(|at| fixtures::pattern(seed, tensor as usize, at)).collect()
             })
             .collect();

@@ -49,7 +49,6 @@ mod local_copies;
 mod local_verify;
 mod log;
 mod memory_limits;
-mod mixed_tensors;
 mod moved;
 mod option_values;
 mod options;

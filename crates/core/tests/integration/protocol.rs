@@ -131,7 +131,6 @@ fn record(location: WireLocation) -> WireCache {
         accessible: false,
         location,
         layout: None,
-        mixed: Vec::new(),
         granted: Vec::new(),
     }
 }
@@ -142,68 +141,68 @@ fn handshake_bytes() {
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
         &hello(Purpose::Link { link: 9, comm, probe_local: false, ensure: false }, Some(2)),
-        "4c4411013b0000000009010163020100ffffffffffffffffff010103613a31000001ac02010102036162630707070707070707070707070707070791f86caccdde744f",
+        "4c4412013b0000000009010163020100ffffffffffffffffff010103613a31000001ac02010102036162630707070707070707070707070707070791f86caccdde744f",
     );
     golden(
         &hello(Purpose::Link { link: 9, comm: None, probe_local: true, ensure: true }, None),
-        "4c44110126000000000900010101ac0201000361626307070707070707070707070707070707a1bd2c3d40a7c5a1",
+        "4c44120126000000000900010101ac0201000361626307070707070707070707070707070707a1bd2c3d40a7c5a1",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: true, rings: false }, None),
-        "4c441101250000000109010001ac020100036162630707070707070707070707070707070702e07ad5e4431963",
+        "4c441201250000000109010001ac020100036162630707070707070707070707070707070702e07ad5e4431963",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: false, rings: true }, None),
-        "4c441101250000000109000101ac020100036162630707070707070707070707070707070781f705a9b921343e",
+        "4c441201250000000109000101ac020100036162630707070707070707070707070707070781f705a9b921343e",
     );
-    golden(&RingOffer, "4c4411010800000099e9d85137db46ef");
-    golden(&RingAnswer::Used, "4c4411010900000000682705db4aa834e9");
-    golden(&RingAnswer::Refused { reason: "no".into() }, "4c4411010c00000001026e6f9514a6d342ee1590");
-    golden(&Challenge { nonce: [8; 16] }, "4c4411011800000008080808080808080808080808080808fefe117c61ef0c50");
+    golden(&RingOffer, "4c4412010800000099e9d85137db46ef");
+    golden(&RingAnswer::Used, "4c4412010900000000682705db4aa834e9");
+    golden(&RingAnswer::Refused { reason: "no".into() }, "4c4412010c00000001026e6f9514a6d342ee1590");
+    golden(&Challenge { nonce: [8; 16] }, "4c4412011800000008080808080808080808080808080808fefe117c61ef0c50");
     golden(
         &Proof { mac: [9; 32] },
-        "4c4411012800000009090909090909090909090909090909090909090909090909090909090909099931dd9a98964551",
+        "4c4412012800000009090909090909090909090909090909090909090909090909090909090909099931dd9a98964551",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()), secret: None },
-        "4c4411013000000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800213c7818afedefe0",
+        "4c4412013000000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800213c7818afedefe0",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: None, secret: Some([3; 32]) },
-        "4c4411014e00000001ac020101010101010101010101010101010101010101010101010101010101010101010001030303030303030303030303030303030303030303030303030303030303030349d99ce0e0951f11",
+        "4c4412014e00000001ac020101010101010101010101010101010101010101010101010101010101010101010001030303030303030303030303030303030303030303030303030303030303030349d99ce0e0951f11",
     );
     golden(
         &hello(Purpose::Meet, None),
-        "4c441101220000000201ac020100036162630707070707070707070707070707070746cea1058af59ff4",
+        "4c441201220000000201ac020100036162630707070707070707070707070707070746cea1058af59ff4",
     );
     let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
     golden(
         &hello(Purpose::Announce { comm }, None),
-        "4c44110129000000030163010100016101ac020100036162630707070707070707070707070707070738268c13af26b742",
+        "4c44120129000000030163010100016101ac020100036162630707070707070707070707070707070738268c13af26b742",
     );
     let probe = Some((0x7fff_0000, [2; 16]));
     golden(
         &Attach { generations: true, pools: [None, Some(1 << 30)], probe },
-        "4c441101260000000100018080808004018080fcff07020202020202020202020202020202021bca9c9a97d736e4",
+        "4c441201260000000100018080808004018080fcff07020202020202020202020202020202021bca9c9a97d736e4",
     );
     golden(
         &Attach { generations: false, pools: [Some(1), None], probe: None },
-        "4c4411010d0000000001010000007584748f6bdc5d",
+        "4c4412010d0000000001010000007584748f6bdc5d",
     );
     golden(
         &Attached { pools: Ok(()), process: Err("no".into()) },
-        "4c4411010d0000000001026e6f0b5a75b00ad9038a",
+        "4c4412010d0000000001026e6f0b5a75b00ad9038a",
     );
     let metadata = BoundedBytes(Arc::new(b"meta".to_vec()));
     golden(
         &Confirm { name: "ab".into(), metadata: metadata.clone(), fabric: None },
-        "4c44110111000000026162046d65746100d43fcc2a46aaf874",
+        "4c44120111000000026162046d65746100d43fcc2a46aaf874",
     );
     golden(
         &LinkAnswer::Entered(EnteredLink { name: String::new(), metadata, fabric: None, addresses: vec![] }),
-        "4c441101110000000000046d657461000079a3c1b431040a48",
+        "4c441201110000000000046d657461000079a3c1b431040a48",
     );
-    golden(&LinkAnswer::Later { reason: "no".into() }, "4c4411010c00000001026e6f9514a6d342ee1590");
+    golden(&LinkAnswer::Later { reason: "no".into() }, "4c4412010c00000001026e6f9514a6d342ee1590");
 }
 
 #[test]
@@ -266,16 +265,16 @@ fn again<T: Serialize + DeserializeOwned>(message: &T) -> Result<(), Error> {
 
 #[test]
 fn control_stream_bytes() {
-    golden(&ControlMessage::Ping, "4c4411010900000000682705db4aa834e9");
-    golden(&ControlMessage::Pong, "4c441101090000000130e7211b8127418a");
+    golden(&ControlMessage::Ping, "4c4412010900000000682705db4aa834e9");
+    golden(&ControlMessage::Pong, "4c441201090000000130e7211b8127418a");
     golden(
         &ControlMessage::Bye { reason: "end".into(), unlinked: true },
-        "4c4411010e0000000203656e640183993e3cd2bdc751",
+        "4c4412010e0000000203656e640183993e3cd2bdc751",
     );
-    golden(&ControlMessage::Dial, "4c4411010900000003b64b1fbcd0c8251f");
+    golden(&ControlMessage::Dial, "4c4412010900000003b64b1fbcd0c8251f");
     golden(
         &ControlMessage::Polled { arrived: (300, 5), polled: (1, 0) },
-        "4c4411010e00000004ac0205010069e2463648ad344e",
+        "4c4412010e00000004ac0205010069e2463648ad344e",
     );
 }
 
@@ -285,20 +284,20 @@ fn request_bytes() {
     let named = NamedCache { name: Name::Key(CacheKey::Blocks { model: 1 }), id: CacheId(3) };
     let granted = NamedCache { name: Name::Grant(GRANT), ..named };
     for (name, bytes) in [
-        (Name::Key(CacheKey::Request { model: 1, id: 2 }), "4c4411010f000000e8070000000102a6b6ab15eb975c43"),
-        (Name::Key(CacheKey::Prefix { model: 1, id: 2 }), "4c4411010f000000e8070000010102b7905a9706f5495f"),
-        (Name::Key(CacheKey::Blocks { model: 1 }), "4c4411010e000000e8070000020176fe8d0084213779"),
-        (Name::Row { cache: CacheId(-1), row: 2 }, "4c4411010e000000e80700010102ca8d112d3c2c1cb2"),
+        (Name::Key(CacheKey::Request { model: 1, id: 2 }), "4c4412010f000000e8070000000102a6b6ab15eb975c43"),
+        (Name::Key(CacheKey::Prefix { model: 1, id: 2 }), "4c4412010f000000e8070000010102b7905a9706f5495f"),
+        (Name::Key(CacheKey::Blocks { model: 1 }), "4c4412010e000000e8070000020176fe8d0084213779"),
+        (Name::Row { cache: CacheId(-1), row: 2 }, "4c4412010e000000e80700010102ca8d112d3c2c1cb2"),
         (
             Name::Grant(GRANT),
-            "4c4411011f000000e80700022cd80407070707070707070707070707070707b74442aee1d81139",
+            "4c4412011f000000e80700022cd80407070707070707070707070707070707b74442aee1d81139",
         ),
     ] {
         golden(&timed(Request::Describe { name }), bytes);
     }
     golden(
         &timed(Request::Read { cache: named, generation: None, plan: plan(), range: 0..7168, summed: false }),
-        "4c44110140000000e80701000201060002000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803800012667a88f4f263e",
+        "4c44120140000000e80701000201060002000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803800012667a88f4f263e",
     );
     golden(
         &timed(Request::Read {
@@ -308,25 +307,25 @@ fn request_bytes() {
             range: 0..7168,
             summed: true,
         }),
-        "4c44110153000000e80701022cd804070707070707070707070707070707070601ac0202000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803801dd51137cf7f5f091",
+        "4c44120153000000e80701022cd804070707070707070707070707070707070601ac0202000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803801dd51137cf7f5f091",
     );
     for (side, cache, bytes) in [
         (
             Side::Source,
             named,
-            "4c44110142000000e80709000201060201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000cca4f61f0f44c0c2",
+            "4c44120142000000e80709000201060201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000cca4f61f0f44c0c2",
         ),
         (
             Side::Destination,
             granted,
-            "4c44110153000000e80709022cd80407070707070707070707070707070707060201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001df216f2e2412dea2",
+            "4c44120153000000e80709022cd80407070707070707070707070707070707060201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001df216f2e2412dea2",
         ),
     ] {
         golden(&timed(Request::Checksums { cache, plan: layout_plan(), side }), bytes);
     }
     golden(
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
-        "4c4411011700000007ac020201ffffffffffffffffff01327a42645e4d8606",
+        "4c4412011700000007ac020201ffffffffffffffffff01327a42645e4d8606",
     );
     let write =
         |ahead, shared| timed(Request::Write { cache: named, plan: plan(), range: 0..7168, ahead, shared });
@@ -334,56 +333,56 @@ fn request_bytes() {
         (
             false,
             None,
-            "4c44110140000000e807020002010602000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803800004fe788172fbbc55d",
+            "4c44120140000000e807020002010602000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000000803800004fe788172fbbc55d",
         ),
         (
             true,
             None,
-            "4c44110140000000e807020002010602000104010100000301000003802000800403ff0f800800a8468004010000804080808080802080040100000080380100a9e9d98c57f3be2b",
+            "4c44120140000000e807020002010602000104010100000301000003802000800403ff0f800800a8468004010000804080808080802080040100000080380100a9e9d98c57f3be2b",
         ),
         (
             false,
             Some(300),
-            "4c44110142000000e807020002010602000104010100000301000003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02fc26656067ea51e9",
+            "4c44120142000000e807020002010602000104010100000301000003802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02fc26656067ea51e9",
         ),
     ] {
         golden(&write(ahead, shared), bytes);
     }
     golden(
         &timed(Request::WritePart { write: 300, range: 7168..7169 }),
-        "4c44110111000000e8070aac0280388138599e8095ddeaace5",
+        "4c44120111000000e8070aac0280388138599e8095ddeaace5",
     );
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
         &timed(Request::Fetch { cache: named, plan: plan(), source, num_tensors: 2, tensor_bytes: 8192 }),
-        "4c44110145000000e807030002010602000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040a923951991ea7f74",
+        "4c44120145000000e807030002010602000104010100000301000003802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040a923951991ea7f74",
     );
     let cache = NamedCache { name: Name::Key(CacheKey::Request { model: 0, id: 0 }), ..named };
     let used_key = Some(WireUsedKey { cache, first: 0, count: 80 });
     golden(
         &timed(Request::Finish { used_key, message: None }),
-        "4c44110114000000e80704010000000006005000b9e89b0ad7114fc2",
+        "4c44120114000000e80704010000000006005000b9e89b0ad7114fc2",
     );
     let used_key = Some(WireUsedKey::of_grant(GRANT));
     golden(
         &timed(Request::Finish { used_key, message: Some(BoundedBytes(b"no".to_vec())) }),
-        "4c44110127000000e8070401022cd8040707070707070707070707070707070700000001026e6f0e8573adf9cad866",
+        "4c44120127000000e8070401022cd8040707070707070707070707070707070700000001026e6f0e8573adf9cad866",
     );
     golden(
         &timed(Request::Notify { messages: vec![BoundedBytes(b"no".to_vec()), BoundedBytes(vec![])] }),
-        "4c44110110000000e8070802026e6f000cb9392b9f771b42",
+        "4c44120110000000e8070802026e6f000cb9392b9f771b42",
     );
-    golden(&timed(Request::Unlink), "4c4411010b000000e80705230c5d3a3e9a940a");
-    golden(&Timed { limit_ms: 0, request: Request::Ping }, "4c4411010a0000000006dc1d6a3f9c696ef3");
+    golden(&timed(Request::Unlink), "4c4412010b000000e80705230c5d3a3e9a940a");
+    golden(&Timed { limit_ms: 0, request: Request::Ping }, "4c4412010a0000000006dc1d6a3f9c696ef3");
     golden(
         &Timed { limit_ms: 5, request: Request::Locate { addrs: vec![4096, 300] } },
-        "4c4411010f0000000507028020ac025ec1d1d6ed3e2311",
+        "4c4412010f0000000507028020ac025ec1d1d6ed3e2311",
     );
-    golden(&timed(Request::Find { name: "é".into() }), "4c4411010e000000e8070b02c3a971c50017bab8a290");
-    golden(&Reply::Found { cache: CacheId(300) }, "4c4411010b00000008d8046f699d30b292650e");
+    golden(&timed(Request::Find { name: "é".into() }), "4c4412010e000000e8070b02c3a971c50017bab8a290");
+    golden(&Reply::Found { cache: CacheId(300) }, "4c4412010b00000008d8046f699d30b292650e");
     golden(
         &Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 2, offset: 300 }]),
-        "4c4411010e00000006010602ac02128526901f217672",
+        "4c4412010e00000006010602ac02128526901f217672",
     );
 }
 
@@ -392,24 +391,24 @@ fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(WireLocation::Pool { pool: 1, runs })),
-        "4c4411012d0000000005d80406025080018080048080040101010000010100ffffffffffffffffff01500000007640a24045ccf867",
+        "4c4412012c0000000005d80406025080018080048080040101010000010100ffffffffffffffffff015000004fac5cba3bdf4e37",
     );
     golden(
         &Reply::Described(record(WireLocation::Hidden)),
-        "4c4411011f0000000005d80406025080018080048080040101010002000000fabad1b48ef429c6",
+        "4c4412011e0000000005d8040602508001808004808004010101000200003fc9a24f0a8d4197",
     );
     let granted = vec![(0, 300), (301, 302)];
     golden(
         &Reply::Described(WireCache { granted, ..record(WireLocation::Hidden) }),
-        "4c441101260000000005d8040602508001808004808004010101000200000200ac02ad02ae02efb9395db24113e0",
+        "4c441201250000000005d80406025080018080048080040101010002000200ac02ad02ae02e756707ce3a01154",
     );
-    golden(&Reply::Ready { bytes: 300 }, "4c4411010b00000001ac02a57aa03f0e4fd958");
-    golden(&Reply::Done { bytes: 1 << 63 }, "4c441101130000000280808080808080808001bca39e98960948cc");
-    golden(&Reply::Stale, "4c4411010900000003b64b1fbcd0c8251f");
-    golden(&Reply::Unreachable { reason: "no".into() }, "4c4411010c00000004026e6f2e15cdeed14fe459");
+    golden(&Reply::Ready { bytes: 300 }, "4c4412010b00000001ac02a57aa03f0e4fd958");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c441201130000000280808080808080808001bca39e98960948cc");
+    golden(&Reply::Stale, "4c4412010900000003b64b1fbcd0c8251f");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c4412010c00000004026e6f2e15cdeed14fe459");
     golden(
         &Reply::Failed { kind: 1, message: "no".into(), arrived: vec![(7, 2, 300)] },
-        "4c441101120000000501026e6f010702ac02e1d798771e5783e1",
+        "4c441201120000000501026e6f010702ac02e1d798771e5783e1",
     );
 }
 
@@ -426,7 +425,7 @@ fn error_kinds_keep_their_numbers() {
 fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = protocol::refusal(&error);
-    assert_eq!(hex(&frame), "4c4411ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    assert_eq!(hex(&frame), "4c4412ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
     assert_eq!(frame[3], REFUSAL);
     // The version that wrote it does not matter.
     for version in [0, 1, 2, 3, 4, 5, 6, 7, 8, 255] {
@@ -464,7 +463,7 @@ fn a_refusal_fits_into_a_greeting() {
 
 #[test]
 fn invalid_headers_are_refused() {
-    let good = *b"LD\x11\x01\x10\0\0\0";
+    let good = *b"LD\x12\x01\x10\0\0\0";
     assert_eq!(Header::parse(good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
     let with = |at: usize, byte: u8| {
         let mut bytes = good;
@@ -476,7 +475,7 @@ fn invalid_headers_are_refused() {
     let version = with(2, 1);
     assert_eq!(version.kind(), ErrorKind::LinkFailed);
     assert!(
-        version.to_string().contains("version 17") && version.to_string().contains("version 1"),
+        version.to_string().contains("version 18") && version.to_string().contains("version 1"),
         "{version}"
     );
     assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
@@ -539,15 +538,15 @@ fn block_bytes() {
     for (number, bytes) in [
         (
             255,
-            "4c4411012b0000000100020106000200010401018004800405010102ff000180048020800401000000000007a7aa0cf37eb998",
+            "4c4412012b0000000100020106000200010401018004800405010102ff000180048020800401000000000007a7aa0cf37eb998",
         ),
         (
             256,
-            "4c4411012f000000010002010600020001040101800480040902010002000001000001800480208004010000000000ff168fc52aa69787",
+            "4c4412012f000000010002010600020001040101800480040902010002000001000001800480208004010000000000ff168fc52aa69787",
         ),
         (
             0x0102_0304,
-            "4c441101370000000100020106000200010401018004800411040100000002000000040302010000000001800480208004010000000000dc204de550ba771e",
+            "4c441201370000000100020106000200010401018004800411040100000002000000040302010000000001800480208004010000000000dc204de550ba771e",
         ),
     ] {
         golden(&read(blocks(512, vec![(1, 2), (number, 0)])), bytes);
@@ -558,7 +557,7 @@ fn block_bytes() {
 fn template_bytes() {
     golden(
         &read(layout_plan()),
-        "4c441101430000000100020106000201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000f5b6dd0b444e007",
+        "4c441201430000000100020106000201020401028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000f5b6dd0b444e007",
     );
 }
 

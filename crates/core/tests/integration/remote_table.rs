@@ -60,13 +60,13 @@ impl Real {
         let keys = bindings(keys).unwrap();
         if !allocated {
             let addrs: Vec<u64> = (1..=u64::from(*tensors)).map(|tensor| tensor * 4096).collect();
-            return self.table.register(adopt(&desc, *kind, &addrs), &keys, true);
+            return self.table.register(None, &keys, adopt(&desc, *kind, &addrs), true);
         }
         let layout =
             CacheLayout { geometry: Geometry::new(&desc).unwrap(), kind: *kind, placement: Placement::Host };
         let offsets = (0..u64::from(*tensors)).map(|tensor| tensor * 64);
         let memory = Tensors::carved(self.region.clone(), offsets, rows * 4, ()).unwrap();
-        self.table.allocate(&desc, layout, memory, &keys)
+        self.table.allocate(None, &keys, &desc, layout, memory)
     }
 }
 

@@ -35,7 +35,7 @@ fn with_gaps(kind: CacheKind, num_tensors: u32, rows: u64, (row_bytes, gap): (u6
 }
 
 fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
-    RemoteCache { layout, mixed: None, kv: None, row, accessible: true }
+    RemoteCache { layout, kv: None, row, accessible: true }
 }
 
 fn layers(src: Option<(u32, u32)>, dst: Option<(u32, u32)>, tensors_per_layer: u32) -> Layers {
@@ -373,7 +373,7 @@ fn cases() -> impl Strategy<Value = Case> {
             let there = with_gaps(kinds.1, remote_tensors, remote_rows, (remote_bytes, remote_gap));
             Case {
                 local: with_gaps(kinds.0, tensors, rows, (bytes, local_gap)),
-                remote: RemoteCache { layout: there, mixed: None, kv: None, row, accessible },
+                remote: RemoteCache { layout: there, kv: None, row, accessible },
                 pull,
                 push,
                 layers: layers(layering.0, layering.1, layering.2),

@@ -89,7 +89,7 @@ fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Str
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x11\x01".to_vec();
+    let mut frame = b"LD\x12\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -188,7 +188,7 @@ fn length_over_the_limit_ends_the_stream() {
         (HANDSHAKE_LIMIT + 1, HANDSHAKE_LIMIT),
     ] {
         each(|_, _, local, remote| {
-            let mut header = b"LD\x11\x01".to_vec();
+            let mut header = b"LD\x12\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&local).write_all(&header).unwrap();
             let error = remote.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -216,7 +216,7 @@ fn longest_frame_passes() {
 fn claimed_length_allocates_no_memory() {
     // A frame announces 63 MiB, and a hundred bytes arrive. The memory is bounded by what arrived.
     each(|_, _, local, remote| {
-        let mut header = b"LD\x11\x01".to_vec();
+        let mut header = b"LD\x12\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&local).write_all(&header).unwrap();

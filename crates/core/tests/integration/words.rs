@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use llm_datadist_core::testing::plan::Side::{self, Destination, Source};
-use llm_datadist_core::testing::validate::{
-    self, CheckedTransfer, LocalCache, OwnerShare, RemoteCache, local_rows_alike,
-};
+use llm_datadist_core::testing::validate::{self, CheckedTransfer, LocalCache, OwnerShare, RemoteCache};
 use llm_datadist_core::{
     CacheKind, CacheLayout, DataType, Error, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, LayerRange,
     Layers, Placement, Result, Rows, SubRow, TokenOrder, Words,
@@ -25,7 +23,7 @@ fn spec(num_tensors: u32, blocks: usize, block_bytes: usize) -> CacheLayout {
 }
 
 fn remote(layout: CacheLayout) -> RemoteCache {
-    RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true }
+    RemoteCache { layout, kv: None, row: 0, accessible: true }
 }
 
 fn blocks(local: &[i64], remote: &[i64]) -> Rows {
@@ -58,25 +56,25 @@ fn between(local_side: Side, local: LocalCache, rows: Rows, layers: Layers, to: 
 }
 
 /// What rows mean in a cache of 4 tensors with 16 tokens of 512 bytes in a block.
-fn kv_layout(order: TokenOrder) -> KvLayout {
+fn kv_layout() -> KvLayout {
     KvLayout {
         tokens_per_block: 16,
         heads: 0..4,
         total_heads: 4,
         head_dim: 8,
-        order,
+        order: TokenOrder::Nhd,
         kv: KvPlanes::Separate,
         layers: 0..2,
         model: String::new(),
     }
 }
 
-fn kv_geometry(blocks: usize, order: TokenOrder) -> KvGeometry {
-    KvGeometry::new(kv_layout(order), &spec(4, blocks, 512).geometry, DataType::Uint8).unwrap()
+fn kv_geometry(blocks: usize) -> KvGeometry {
+    KvGeometry::new(kv_layout(), &spec(4, blocks, 512).geometry, DataType::Uint8).unwrap()
 }
 
 fn local_tokens(blocks: usize) -> LocalCache {
-    LocalCache { kv: Some(Arc::new(kv_geometry(blocks, TokenOrder::Nhd))), ..spec(4, blocks, 512).into() }
+    LocalCache { kv: Some(Arc::new(kv_geometry(blocks))), ..spec(4, blocks, 512).into() }
 }
 
 fn remote_tokens(blocks: usize) -> RemoteCache {
@@ -266,10 +264,7 @@ fn ranges_of_tokens() {
     );
     says(
         &without,
-        (
-            "a range of tokens needs caches with KV layouts, and layout=\"raw\" must not be given",
-            Some("src_tokens"),
-        ),
+        ("a range of tokens needs caches with KV layouts", Some("src_tokens")),
         ("a range of tokens needs caches with KV layouts", Some("src")),
     );
     says(
@@ -290,8 +285,7 @@ fn ranges_of_tokens() {
     let one_layout = |side| {
         between(side, local_tokens(8), blocks(&[0], &[0]), Layers::ALL, remote(local_tokens(8).layout))
     };
-    let advice = "only the local cache has a KV layout: describe both caches, or move rows as they are \
-                  (layout=\"raw\", in calls with this option) (layout=";
+    let advice = "only the local cache has a KV layout: describe both caches, or neither (layout=";
     for (side, native) in [
         (Destination, "only dst has a KV layout: describe both caches, or neither (layout="),
         (Source, "only src has a KV layout: describe both caches, or neither (layout="),
@@ -318,19 +312,11 @@ fn ranges_of_tokens() {
 #[test]
 fn lists_of_several_owners_hold_equally_many_tokens() {
     let share = OwnerShare { parts: None, tokens: Some(16) };
-    let checked = |words| {
-        let (rows, layers) = (blocks(&[0, 1], &[0, 1]), Layers::ALL);
-        let checked = CheckedTransfer::new(words, Source, local_tokens(8), rows, layers)?;
-        checked.check_share(&remote_tokens(8), &share).map(drop)
-    };
-    let text =
-        "the lists of the owners hold different numbers of tokens, 16 and 32: name the tokens that move";
-    for (words, ranges) in [
-        (Words::ORIGINAL, "(src_tokens, dst_tokens)"),
-        (Words::NATIVE, "(the tokens of src, the tokens of dst)"),
-    ] {
-        assert_eq!(checked(words).unwrap_err().to_string(), format!("{text} {ranges}"));
-    }
+    let (rows, layers) = (blocks(&[0, 1], &[0, 1]), Layers::ALL);
+    let checked = CheckedTransfer::new(Words::NATIVE, Source, local_tokens(8), rows, layers).unwrap();
+    let text = "the lists of the owners hold different numbers of tokens, 16 and 32: name the tokens that move, \
+                of src or of dst";
+    assert_eq!(checked.check_share(&remote_tokens(8), &share).unwrap_err().to_string(), text);
 }
 
 #[test]
@@ -372,15 +358,6 @@ fn copies_within_and_between_caches() {
         &to(spec(3, 10, 64), SubRow::default()),
         ("src_cache and dst_cache do not match: num_tensors 2 and 3", None),
         ("src and dst do not match: tensors 2 and 3", None),
-    );
-    let (one, other) = (kv_geometry(8, TokenOrder::Nhd), kv_geometry(8, TokenOrder::Hnd));
-    says(
-        &(Box::new(move |words| local_rows_alike(words, Some(&one), Some(&other))) as Broken),
-        (
-            "copies and swaps move rows as they are, but rows of the two caches have different KV layouts",
-            None,
-        ),
-        ("copies move rows as they are, but rows of the two caches have different KV layouts", None),
     );
 }
 

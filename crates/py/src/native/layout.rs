@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{DataType, ElementTypes, KvLayout, KvLayoutNames, KvPlanes, TokenOrder};
+use llm_datadist_core::{DataType, ElementTypes, KvLayout, KvPlanes, TokenOrder};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -110,7 +109,7 @@ impl NativeLayout {
             model: model.map_or(Ok(String::new()), |model| text("model", model))?,
         };
         let data_type = dtypes::read("dtype", dtype)?;
-        validate::kv_layout(&layout, KvLayoutNames::NATIVE).map_err(|error| raise(layers.py(), &error))?;
+        layout.check_ranges().map_err(|error| raise(layers.py(), &error))?;
         Ok(NativeLayout { layout, data_type })
     }
 

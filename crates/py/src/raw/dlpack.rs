@@ -144,9 +144,7 @@ impl CachePart {
     /// Returns the address, the shape and the element type.
     fn described(self, cache: &Cache) -> Result<(u64, Vec<i64>, Element)> {
         Ok(match self {
-            CachePart::OneTensor(index, element) => {
-                (cache.addrs()[index], cache.shape_of(number(index)).to_vec(), element)
-            }
+            CachePart::OneTensor(index, element) => (cache.addrs()[index], cache.shape().to_vec(), element),
             CachePart::AllBytes => {
                 let byte = Element { code: UNSIGNED, bits: 8, lanes: 1 };
                 (cache.one_range()?, vec![cache.bytes().cast_signed()], byte)
@@ -172,7 +170,7 @@ fn wrapped<'py, M: Managed>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let (address, mut shape, element) = part.described(cache).map_err(|error| raise(py, &error))?;
     let gaps = match part {
-        CachePart::OneTensor(index, _) => strides_with_gaps(cache, number(index)),
+        CachePart::OneTensor(..) => strides_with_gaps(cache),
         CachePart::AllBytes => None,
     };
     let mut strides = gaps.unwrap_or_else(|| row_major(&shape));
@@ -201,17 +199,12 @@ fn wrapped<'py, M: Managed>(
 }
 
 /// Returns the strides of each dimension of a tensor of `cache`, in elements; `None` if there are no gaps between its rows.
-pub(crate) fn strides_with_gaps(cache: &Cache, tensor: u32) -> Option<Vec<i64>> {
-    let geometry = cache.sizes_of(tensor);
-    let mut strides = geometry.row_sizes().has_gaps().then(|| row_major(cache.shape_of(tensor)))?;
+pub(crate) fn strides_with_gaps(cache: &Cache) -> Option<Vec<i64>> {
+    let geometry = cache.geometry();
+    let mut strides = geometry.row_sizes().has_gaps().then(|| row_major(cache.shape()))?;
     // A row stride is a multiple of the element size.
-    strides[0] = (geometry.row_stride() / cache.data_type_of(tensor).bytes()).cast_signed();
+    strides[0] = (geometry.row_stride() / cache.data_type().bytes()).cast_signed();
     Some(strides)
-}
-
-/// Returns the index of a tensor as its number in the cache.
-fn number(index: usize) -> u32 {
-    u32::try_from(index).unwrap_or(u32::MAX)
 }
 
 /// Returns the strides of each dimension without gaps, in elements.

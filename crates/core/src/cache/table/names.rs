@@ -3,46 +3,13 @@
 
 use std::sync::Arc;
 
-use super::{OnBoundKey, State, Table};
+use super::{State, Table};
 use crate::cache::shards::TABLE;
-use crate::cache::{Cache, Origin};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::memory::{Adopted, Tensors};
-use crate::model::{CacheDesc, CacheId, CacheLayout};
+use crate::model::CacheId;
 
 impl Table {
-    /// Adds an allocated cache as [`allocate`](Self::allocate) does, with a name in place of keys. Returns `Err` of kind
-    /// [`ErrorKind::KeyTaken`] if a live cache has the name.
-    pub fn allocate_named(
-        &self,
-        name: &str,
-        desc: &CacheDesc,
-        layout: CacheLayout,
-        tensors: Tensors,
-    ) -> Result<Arc<Cache>> {
-        let name: Arc<str> = name.into();
-        self.enter(OnBoundKey::Refuse, Some(&name), &[], |id| {
-            Cache::new((id, Some(name.clone())), Origin::Allocated, desc, layout, tensors, true)
-        })
-    }
-
-    /// Adds the caller's memory as [`register`](Self::register) does, with a name in place of keys. Returns `Err` of kind
-    /// [`ErrorKind::KeyTaken`] if a live cache has the name.
-    pub fn register_named(
-        &self,
-        name: &str,
-        adopted: Adopted,
-        remote_accessible: bool,
-    ) -> Result<Arc<Cache>> {
-        let name: Arc<str> = name.into();
-        let (desc, layout, named) = (adopted.desc().clone(), adopted.layout(), name.clone());
-        let tensors = Tensors::adopted(adopted);
-        self.enter(OnBoundKey::Refuse, Some(&name), &[], |id| {
-            Cache::new((id, Some(named)), Origin::Registered, &desc, layout, tensors, remote_accessible)
-        })
-    }
-
     /// Checks that no live cache has this name. Otherwise returns `Err` of kind [`ErrorKind::KeyTaken`].
     pub fn check_name(&self, name: &str) -> Result<()> {
         self.state.lock().check_name(name)

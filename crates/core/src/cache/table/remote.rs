@@ -60,10 +60,7 @@ impl Table {
                 cache.addrs().iter().fold((u64::MAX, 0), |(low, high), &at| (at.min(low), at.max(high)));
             let first = order.partition_point(|&at| addrs[at] < ends.0);
             let next = order.get(first).map(|&at| addrs[at]);
-            // The tensor at the highest address may be any of them.
-            let longest =
-                cache.mixed().map_or_else(|| cache.sizes_of(0).tensor_bytes(), |mixed| mixed.bytes());
-            next.is_some_and(|next| next <= ends.1 || next - ends.1 < longest)
+            next.is_some_and(|next| next <= ends.1 || next - ends.1 < cache.geometry().tensor_bytes())
         };
         for first in (0..).step_by(CACHES_PER_LOCK) {
             let state = self.state.lock();
@@ -74,9 +71,8 @@ impl Table {
             let caches = fallible::collect_growing(FOUND_ADDRESSES, 0, some.cloned())?;
             drop(state);
             for cache in &caches {
+                let (bytes, rows) = (cache.geometry().tensor_bytes(), cache.geometry().row_sizes());
                 for (tensor, &base) in (0..).zip(cache.addrs()) {
-                    let sizes = cache.sizes_of(tensor);
-                    let (bytes, rows) = (sizes.tensor_bytes(), sizes.row_sizes());
                     let first = order.partition_point(|&at| addrs[at] < base);
                     for &at in order[first..].iter().take_while(|&&at| addrs[at] - base < bytes) {
                         let offset = addrs[at] - base;
@@ -124,12 +120,8 @@ impl Table {
 
 impl State {
     fn lookup(&self, name: Name) -> Result<(EntryIndex, &TableEntry, u32)> {
-        let by_key = |key: CacheKey| {
-            let &(index, row) = self.keys.get(&key)?;
-            Some((index, self.entry(index)?, row))
-        };
         let (id, row) = match name {
-            Name::Key(key) => return by_key(key).ok_or_else(|| no_key(key)),
+            Name::Key(key) => return self.named(key).ok_or_else(|| no_key(key)),
             Name::Row { cache, row } => (cache, row),
             Name::Grant(_) => {
                 let text =
@@ -140,7 +132,7 @@ impl State {
         let found = if id.0 > 0 {
             self.ids.get(&id).and_then(|&index| Some((index, self.entry(index)?)))
         } else {
-            by_key(KEY_ZERO).map(|(index, entry, _)| (index, entry))
+            self.named(KEY_ZERO).map(|(index, entry, _)| (index, entry))
         };
         let (index, entry) = found.ok_or_else(|| no_cache(id))?;
         // For a name that selects a slot, a blocks cache counts as one slot (contract §12.1).
@@ -183,7 +175,7 @@ impl State {
     fn consumable(&self, index: EntryIndex, row: u32) -> Option<CacheKey> {
         let entry = self.entry(index)?;
         let allocated = entry.cache.origin() == Origin::Allocated && entry.cache.kind() == CacheKind::Batch;
-        let key = entry.keys.all().get(row as usize).copied().flatten().filter(|_| allocated)?;
+        let key = entry.keys.get(row as usize).copied().flatten().filter(|_| allocated)?;
         let live = self.keys.get(&key) == Some(&(index, row));
         (live && matches!(key, CacheKey::Request { .. })).then_some(key)
     }

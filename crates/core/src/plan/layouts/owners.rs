@@ -72,7 +72,7 @@ fn choose(
     chosen.map(|(_, owner)| owner).ok_or_else(|| {
         let (head, layer) = (heads.start, layers.start);
         Error::invalid(format!("no owner holds head {head} of layer {layer}"))
-            .with("kv_heads", format_args!("{heads:?}"))
+            .with("heads", format_args!("{heads:?}"))
             .with("layers", format_args!("{layers:?}"))
             .with("owners", owners.len())
     })

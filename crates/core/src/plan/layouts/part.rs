@@ -45,7 +45,7 @@ impl KvPart {
         };
         for (name, part, src, dst) in [
             ("layers", &self.layers, &src.layers, &dst.layers),
-            ("kv_heads", &self.heads, &src.heads, &dst.heads),
+            ("heads", &self.heads, &src.heads, &dst.heads),
         ] {
             ensure(inside(part, src) && inside(part, dst), || {
                 Error::argument(name, debug(part), "a range that source and destination hold")
@@ -65,7 +65,7 @@ pub fn check_same_model(src: &KvGeometry, dst: &KvGeometry) -> Result<()> {
         ("data_type", src.data_type() == dst.data_type()),
         ("kv", src_layout.vectors() == dst_layout.vectors()),
         ("head_dim", src_layout.head_dim == dst_layout.head_dim),
-        ("total_kv_heads", src_layout.total_heads == dst_layout.total_heads),
+        ("total_heads", src_layout.total_heads == dst_layout.total_heads),
     ] {
         ensure(equal, || differ(name, src, dst))?;
     }

@@ -33,7 +33,7 @@ impl KvSequence<'_> {
 
     /// Returns `Err(InvalidArgument)` unless every block is a row of the cache.
     fn check_blocks(&self) -> Result<()> {
-        let rows = self.geometry.rows();
+        let rows = self.geometry.geometry().rows();
         let outside = self.blocks.iter().position(|&block| block >= rows);
         let error = |at: usize| {
             let range = format_args!("0 to {}", rows - 1);
@@ -173,7 +173,7 @@ impl<'a> Cursor<'a> {
     fn enter(&mut self) {
         if let Some(&block) = self.side.blocks.get(self.block) {
             // Below 2^63, because the block is a row of the cache.
-            self.position = block * self.side.geometry.row_stride();
+            self.position = block * self.side.geometry.geometry().row_stride();
             self.left = self.side.tokens_per_block();
         }
     }

@@ -6,10 +6,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, DataDist, DataType, Error, ErrorKind, LayerRange, Layers, Name,
-    Placement, Result, Rows, TensorDesc, TransportChoice,
-};
+use llm_datadist_core::{CacheKey, CacheKind, DataDist, Error, ErrorKind, Name, Result, TransportChoice};
 use llm_datadist_testing::{Fault, Faults, Faulty};
 
 use super::{
@@ -173,45 +170,6 @@ fn a_call_that_breaks_anywhere_says_what_arrived() {
         // On a busy machine this pull may exceed the short limit again.
         eventually("a pull that works", || pull().is_ok());
         assert!(local.read() == source);
-    }
-}
-
-/// A pull between caches whose tensors differ lists the rows that arrived if the tensors that move are one run. A pull of several
-/// runs lists none.
-#[test]
-fn a_broken_pull_of_one_run_of_tensors_says_what_arrived() {
-    const BLOCK: usize = 96 << 10;
-    let pair = Fixture::new(Way::Tcp, LIMIT);
-    let tensors = |count, bytes| TensorDesc {
-        count,
-        shape: vec![48, bytes],
-        data_type: DataType::Uint8,
-        row_stride: None,
-    };
-    let tensors = vec![tensors(2, BLOCK as i64), tensors(1, 64)];
-    let shape = CacheDesc::of_tensors(tensors, Placement::Device).unwrap();
-    let key = CacheKey::Blocks { model: 1 };
-    let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(key)]);
-    let local = Held::pool(&pair.local, &shape, Blocks);
-    let source = remote.fill(1);
-    let all: Vec<i64> = (0..48).collect();
-    let first_two = Some(LayerRange { first: 0, end: 2 });
-    let one_run = Layers { src: first_two, dst: first_two, tensors_per_layer: 1 };
-    for (layers, lists) in [(one_run, true), (Layers::ALL, false)] {
-        let mut partly = 0;
-        for broken in faults(Way::Tcp, [1 << 20, 5 << 20, 8 << 20].into_iter()) {
-            local.write(&[vec![0; 48 * BLOCK], vec![0; 48 * BLOCK], vec![0; 48 * 64]]);
-            let rows = Rows::Blocks { local: all.clone(), remote: all.clone() };
-            let pull = || pair.local.pull(of(2, Name::Key(key)), &local.end(), rows, layers).run();
-            if let Err(error) = pair.call(&broken, pull)
-                && !broken.garbles
-            {
-                partly += usize::from(!error.arrived().is_empty());
-                check_arrived(&error, &source, &local.read(), BLOCK);
-            }
-            pair.clean();
-        }
-        assert_eq!(partly > 0, lists, "{partly} of the pulls of {layers:?} say what arrived");
     }
 }
 

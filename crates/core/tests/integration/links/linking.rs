@@ -133,11 +133,11 @@ fn unauthenticated_connections_are_refused() {
     let frames: [&[u8]; 7] = [
         b"GET / HTTP/1.1\r\n\r\n",
         b"LD\x01\x01\x04\0\0\0abcd",
-        b"LD\x11\x01\x00\0\0\0",
-        b"LD\x11\x01\xFF\xFF\xFF\xFF",
-        b"LD\x11\x07\x01\0\0\0x",
-        b"LD\x11\x01\x04\0\0\0\xFF\xFF\xFF\xFF",
-        b"LD\x11\xFF\x04\0\0\0\x01\0\0\0",
+        b"LD\x12\x01\x00\0\0\0",
+        b"LD\x12\x01\xFF\xFF\xFF\xFF",
+        b"LD\x12\x07\x01\0\0\0x",
+        b"LD\x12\x01\x04\0\0\0\xFF\xFF\xFF\xFF",
+        b"LD\x12\xFF\x04\0\0\0\x01\0\0\0",
     ];
     for words in frames {
         let mut stream = TcpStream::connect(engine.listening().unwrap()).unwrap();
@@ -146,7 +146,7 @@ fn unauthenticated_connections_are_refused() {
         let mut answer = Vec::new();
         // A reset ends the stream as well.
         let _ = stream.read_to_end(&mut answer);
-        assert!(answer.starts_with(b"LD\x11\xFF"), "{words:?}: {answer:?}");
+        assert!(answer.starts_with(b"LD\x12\xFF"), "{words:?}: {answer:?}");
     }
     // Without the token, neither a link nor a stream of a link can be opened.
     let fake = Fake::new(9, 1);

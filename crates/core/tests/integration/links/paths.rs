@@ -4,8 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheDesc, CacheKind, DataDist, DataType, Deadline, ErrorKind, Layers, LinkState, Placement, Rows,
-    TensorDesc,
+    CacheKind, DataDist, Deadline, ErrorKind, KvLayout, KvPlanes, Layers, LinkState, Placement, Rows,
 };
 
 use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
@@ -133,31 +132,39 @@ fn rings_carry_short_transfers_of_registered_memory() {
     }
 }
 
-/// The size of a call decides, and not that of each of its plans: there is one for each run of equal tensors.
+/// The size of a call decides, and not that of each of its plans: between these layouts there is one for the keys and one for the
+/// values.
 #[test]
 fn rings_carry_no_part_of_a_long_transfer() {
     let pair = Pair::new(Way::Shm);
-    for (row_bytes, path) in [(600 << 10, "rings"), (1200 << 10, "process")] {
-        let tensors = [row_bytes, row_bytes + 64].map(|bytes: i64| TensorDesc {
-            count: 1,
-            shape: vec![1, bytes],
-            data_type: DataType::Uint8,
-            row_stride: None,
-        });
-        let shape = CacheDesc::of_tensors(tensors.to_vec(), Placement::Device).unwrap();
-        let [local, remote] =
-            [&pair.local, &pair.remote].map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
-        let expected = HashMap::from([(path, 2 * row_bytes.unsigned_abs() + 64)]);
+    for (plane_bytes, path) in [(600 << 10, "rings"), (1200 << 10, "process")] {
+        let described = |engine, kv| {
+            let layout = KvLayout {
+                heads: 0..1,
+                total_heads: 1,
+                head_dim: plane_bytes,
+                tokens_per_block: 1,
+                layers: 0..1,
+                kv,
+                ..super::kv_layouts::good()
+            };
+            Held::new(engine, true, &super::kv_layouts::described(&layout, 1, 0), CacheKind::Blocks, &[])
+        };
+        let local = described(&pair.local, KvPlanes::KThenV);
+        let remote = described(&pair.remote, KvPlanes::Separate);
+        let name = of(2, row(&remote, 0));
+        let rows = || Rows::Blocks { local: vec![0], remote: vec![0] };
+        let pull = || pair.local.pull(name, &local.end(), rows(), Layers::ALL).run().unwrap();
+        let push = || pair.local.push(&local.end(), name, rows(), Layers::ALL).run().unwrap();
+        let expected = HashMap::from([(path, 2 * u64::from(plane_bytes))]);
         // The first call opens a stream with rings.
-        pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
+        pull();
         let source = remote.fill(1);
-        let pulled = moved(&pair, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
-        assert_eq!(pulled, expected, "pull");
-        assert!(local.read() == source);
+        assert_eq!(moved(&pair, &pull), expected, "pull");
+        assert!(local.read() == [source.concat()]);
         let source = local.fill(2);
-        let pushed = moved(&pair, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
-        assert_eq!(pushed, expected, "push");
-        assert!(remote.read() == source);
+        assert_eq!(moved(&pair, &push), expected, "push");
+        assert!(remote.read().concat() == source[0]);
         local.free(&pair.local);
         remote.free(&pair.remote);
     }
