@@ -5,10 +5,11 @@
 
 use std::fmt::Write as _;
 use std::ops::Range;
+use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, CallExtras, ClusterId, DataDist, DataType, End, GroupMember, KvLayout,
-    KvPlanes, Layers, Name, Placement, RemoteName, Rows, TokenOrder,
+    CacheDesc, CacheKey, CacheKind, CallExtras, ClusterId, DataDist, DataType, Deadline, End, GroupMember,
+    KvLayout, KvPlanes, Layers, Name, Placement, RemoteName, Rows, TokenOrder,
 };
 
 use crate::Options;
@@ -212,7 +213,9 @@ impl Bed<'_> {
             let (remote, rows) = self.part(model);
             GroupMember { remote, local: local.clone(), rows, layers: Layers::ALL, grant: None }
         };
-        self.engine.pull_owners(owners.iter().map(member).collect(), CallExtras::default()).run().unwrap();
+        let owners = owners.iter().map(member).collect();
+        let pull = self.engine.pull_owners(owners, CallExtras::default(), None).unwrap();
+        pull.join(Deadline::after(Duration::MAX)).unwrap();
     }
 
     fn poison(&self) {

@@ -81,7 +81,7 @@ fn push(layout: CacheLayout, list: Rows) -> ([f64; 7], usize) {
 
 #[inline(never)]
 fn checked(layout: CacheLayout, list: Rows) -> (CheckedTransfer, Moves) {
-    let remote = RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true };
+    let remote = RemoteCache { layout, kv: None, row: 0, accessible: true };
     let checked =
         CheckedTransfer::new(llm_datadist_core::Words::ORIGINAL, Side::Source, layout, list, Layers::ALL)
             .unwrap();

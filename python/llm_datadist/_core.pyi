@@ -347,9 +347,6 @@ class TransferTask:
     def progress(self) -> list[tuple[int, int, int]]:
         """Return for each config the layers in place, all of its layers, and the bytes in place."""
 
-    def transfers(self) -> list[Any]:
-        """Return what an event loop can wait for, one for each config (``LoopQueue`` of the native API)."""
-
     @property
     def timeout_in_millis(self) -> int | None:
         """Time limit for one layer in milliseconds, or ``None``."""

@@ -141,7 +141,7 @@ impl From<Arc<Transfer>> for HeldTransfer {
 
 impl From<LayerTask> for HeldTransfer {
     fn from(task: LayerTask) -> Self {
-        HeldTransfer { transfer: task.transfers()[0].clone(), layers: Some(Arc::new(task)) }
+        HeldTransfer { transfer: task.transfer().clone(), layers: Some(Arc::new(task)) }
     }
 }
 

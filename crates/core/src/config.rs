@@ -277,7 +277,7 @@ pub struct Config {
     pub cluster: ClusterId,
     /// The name that peers see: at most 128 bytes of printable text. Empty: `cluster <id>`, if it is not a native engine.
     pub name: String,
-    /// What peers read about the engine, at most 16 KiB. `DataDist::set_metadata` replaces it.
+    /// What peers read about the engine, at most 16 KiB.
     pub metadata: Vec<u8>,
     /// Whether this is an engine of the native API, whose program gives it no number: its cluster id is its incarnation, so a restarted
     /// peer is another peer. It keeps all events from the start, because its program polls for them.

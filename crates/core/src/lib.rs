@@ -61,7 +61,7 @@
 //!
 //! // Link, and pull a block by the name of the cache, under a grant of its owner.
 //! let address = prefill.listening().expect("it listens");
-//! let linking = decode.ensure_link(address, Duration::from_secs(5), EnsureOptions::default())?;
+//! let linking = decode.ensure_link(address, Duration::from_secs(5), None)?;
 //! linking.join(soon())?;
 //! let peer = linking.peer().expect("the peer of a success");
 //! let grant = prefill.grant(&theirs.end(), &[3], Duration::from_secs(30), 1)?;
@@ -79,7 +79,7 @@
 //! let push = PeerPairs::checked(&*decode, PeerCall::Push, [(&dst, &src)].into_iter())?;
 //! let task = push.start_layers(&decode, PairExtras { notify: Some(b"request 7".into()), ..PairExtras::default() })?;
 //! (0..2).try_for_each(|layer| task.ready(layer))?;
-//! task.transfers()[0].join(soon())?;
+//! task.transfer().join(soon())?;
 //! let events = prefill.poll(100)?;
 //! assert!(events.iter().any(|event| matches!(event, Event::Notification(message) if message.payload == b"request 7")));
 //!
@@ -147,8 +147,7 @@ pub use config::{
     TransportChoice,
 };
 pub use engine::{
-    CacheIndex, CallExtras, CopyMember, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, Operation,
-    RemoteName,
+    CacheIndex, CallExtras, CopyMember, DataDist, End, GroupMember, LayerReceiver, Operation, RemoteName,
 };
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, GrantClock, TaskLimits};
+use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, GrantClock};
 use crate::{Cache, CacheTask, Error, EventQueue, LayerTask, LinkEnd, Result};
 
 /// Returns the memory of a cache.
@@ -19,27 +19,18 @@ pub fn start_task(
     to: Vec<Delivery>,
     layer_timeout: Option<Duration>,
 ) -> Result<CacheTask> {
-    CacheTask::start(calls, layers, to, Duration::from_secs(3600), layer_timeout)
+    let limit = Duration::from_secs(3600);
+    CacheTask::start(calls.running(), calls.executor(), (layers, to), limit, layer_timeout)
 }
 
-/// Starts a layer-wise transfer whose layers the caller reports, as the engine does.
+/// Starts a layer-wise push whose layers the caller reports, as the engine does.
 pub fn begin_layer_task(
     calls: &AsyncCalls,
     layers: u32,
     to: Vec<Delivery>,
-    limits: TaskLimits,
+    limit: Duration,
 ) -> Result<LayerTask> {
-    LayerTask::begin(calls, layers, to, limits)
-}
-
-/// Starts one transfer to all destinations, whose layers the caller reports, as the engine does.
-pub fn begin_joint_layer_task(
-    calls: &AsyncCalls,
-    layers: u32,
-    to: Vec<Delivery>,
-    limits: TaskLimits,
-) -> Result<LayerTask> {
-    LayerTask::begin_joint(calls, layers, to, limits, None)
+    LayerTask::start(calls, layers, to, limit, None)
 }
 
 /// Reports the end of a link, as the registry of links does.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, CacheTask, Delivery, Executor, LayerSink, LayerTask, Outcome, TaskKind, TaskLimits,
+    AsyncCalls, CacheTask, Delivery, Executor, LayerSink, LayerTask, Outcome,
 };
 use llm_datadist_core::testing::{begin_layer_task, refuse_layer, start_task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
@@ -25,7 +25,7 @@ struct Counts {
 }
 
 impl LayerSink for Counts {
-    fn find(&self, _: TaskKind, _: Deadline) -> Result<u64> {
+    fn find(&self, _: Deadline) -> Result<u64> {
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "found after the end");
         Ok(2)
     }
@@ -105,7 +105,7 @@ fn a_layer_is_refused_at_any_moment() {
     explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
 }
 
-/// Runs a task of one layer whose destination has a transfer. This thread reports the layer while `other` acts.
+/// Runs a push of one layer. This thread reports the layer while `other` acts.
 fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<ErrorKind>]) {
     let (ran, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let (counted, noted) = (ran.clone(), seen.clone());
@@ -118,9 +118,8 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
         let sink = Counts { layers: layers.clone(), fails_at: None, over: over.clone() };
         let range = LayerRange { first: 0, end: 1 };
         let to = vec![Delivery { cluster: ClusterId(2), layers: range, sink: Ok(Arc::new(sink)) }];
-        let limits = TaskLimits { kind: TaskKind::LayerTask, layer: Duration::from_secs(3600), wait: None };
-        let task = Arc::new(begin_layer_task(&calls, 1, to, limits).unwrap());
-        let transfer = task.transfers()[0].clone();
+        let task = Arc::new(begin_layer_task(&calls, 1, to, Duration::from_secs(3600)).unwrap());
+        let transfer = task.transfer().clone();
         let acts = {
             let (task, calls) = (task.clone(), calls.clone());
             thread::spawn(move || other(&task, &calls))
@@ -147,13 +146,7 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
 
 #[test]
 fn a_transfer_is_cancelled_at_any_moment() {
-    explore_transfer(|task, _| _ = task.transfers()[0].cancel(), &[None, Some(ErrorKind::Cancelled)]);
-}
-
-#[test]
-fn a_layer_of_a_transfer_fails_at_any_moment() {
-    let fail = |task: &LayerTask, _: &AsyncCalls| _ = task.fail(0, "injected");
-    explore_transfer(fail, &[None, Some(ErrorKind::InvalidArgument)]);
+    explore_transfer(|task, _| _ = task.transfer().cancel(), &[None, Some(ErrorKind::Cancelled)]);
 }
 
 #[test]

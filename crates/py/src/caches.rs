@@ -172,9 +172,8 @@ impl CacheCalls {
         req_id: IntArg<'_, '_>,
     ) -> PyResult<()> {
         let numbers = (dst_batch_index, src_batch_index, offset, size);
-        let ((to, from), args) = copy_arguments::copy_cache_args(self.engine(), (dst, src), numbers, req_id)?;
-        let request = req_id.optional::<u64>("req_id")?;
-        self.engine().run(src.py(), |engine| engine.copy_cache(&to, &from, args).with("req_id", request))
+        let (ends, args) = copy_arguments::copy_cache_args(self.engine(), (dst, src), numbers, req_id)?;
+        self.engine().copy_cache(src.py(), ends, args, req_id.optional("req_id")?)
     }
 
     fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {

@@ -16,7 +16,7 @@ use crate::engine::Engine;
 use crate::error::{self, raise};
 use crate::keys::{KeyArg, KeyClass, KeysArg};
 use crate::local_cache::CacheArg;
-use crate::pull_push_arguments::{self, GivenLayers, LayersArg, Pull};
+use crate::pull_push_arguments::{self, GivenLayers, LayersArg, PeerRows};
 
 /// The caches of an engine as a `KvCacheManager` names them.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -128,8 +128,7 @@ impl KvCaches {
         let (from, to) = (src.batch("src")?, dst.batch("dst")?);
         from.slots_first()?;
         to.slots_first()?;
-        let (to, from) = (to.end(engine)?, from.end(engine)?);
-        engine.run(py, |engine| engine.copy_cache(&to, &from, args).with("req_id", request))
+        engine.copy_cache(py, (to.end(engine)?, from.end(engine)?), args, request)
     }
 
     fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {
@@ -185,7 +184,7 @@ fn pull_cache(
     (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     given: GivenLayers<'_, '_>,
     (src_cache_offset, dst_cache_offset): (IntArg<'_, '_>, IntArg<'_, '_>),
-) -> PyResult<Pull> {
+) -> PyResult<PeerRows> {
     let py = cache.py();
     let key = cache_key.of("cache_key", &[KeyClass::Cache, KeyClass::Row])?;
     device_cache("kv_cache", cache)?;
@@ -198,7 +197,7 @@ fn pull_cache(
     let layers = layers(given)?;
     let local = cache.slots("kv_cache")?;
     let rows = Rows::Slot { local: row, remote_offset, local_offset, size };
-    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers })
+    Ok(PeerRows { remote: key.name()?, local: local.end(engine)?, rows, layers })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §9.1).
@@ -207,7 +206,7 @@ fn pull_blocks(
     (key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (prompt_blocks, decoder_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     given: GivenLayers<'_, '_>,
-) -> PyResult<Pull> {
+) -> PyResult<PeerRows> {
     let py = cache.py();
     let checked = |result: llm_datadist_core::Result<()>| result.map_err(|error| raise(py, &error));
     let key = key.of("prompt_cache_key", &[KeyClass::Blocks])?;
@@ -219,8 +218,8 @@ fn pull_blocks(
     checked(validate::not_empty("decoder_blocks", &local))?;
     checked(validate::equally_many(("prompt_blocks", remote.len()), ("decoder_blocks", local.len())))?;
     let layers = layers(given)?;
-    let from = key.name()?;
-    Ok(Pull { from, to: cache.end(engine)?, rows: Rows::Blocks { remote, local }, layers })
+    let (name, rows) = (key.name()?, Rows::Blocks { remote, local });
+    Ok(PeerRows { remote: name, local: cache.end(engine)?, rows, layers })
 }
 
 /// Reads which layers a pull moves.

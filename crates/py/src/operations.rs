@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CallExtras, DataDist, Operation, Result};
+use llm_datadist_core::{
+    Cache, CacheId, CacheKey, CacheKind, CallExtras, CopyArgs, DataDist, End, Operation, Result,
+};
 use pyo3::prelude::*;
 
 use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
 use crate::engine::Engine;
 use crate::error::raise;
-use crate::pull_push_arguments::{Pull, Push};
+use crate::pull_push_arguments::PeerRows;
 use crate::{log, raw};
 
 /// Calls with more blocks detach from the interpreter while they start.
@@ -25,6 +27,20 @@ impl Engine {
         self.enter(py, |engine| operation(engine).run())
     }
 
+    /// Copies a range of a slot. An error names the request `req_id`, if there is one.
+    pub(crate) fn copy_cache(
+        &self,
+        py: Python<'_>,
+        (dst, src): (End, End),
+        args: CopyArgs,
+        req_id: Option<u64>,
+    ) -> PyResult<()> {
+        self.enter(py, |engine| {
+            let copied = engine.copy_cache(&dst, &src, args).run();
+            copied.map_err(|error| req_id.into_iter().fold(error, |error, id| error.with("req_id", id)))
+        })
+    }
+
     /// Starts a call on `blocks` blocks. It detaches from the interpreter only if they are many.
     pub(crate) fn start<T: Send>(
         &self,
@@ -36,16 +52,18 @@ impl Engine {
     }
 
     /// Pulls, and waits for the bytes.
-    pub(crate) fn pull(&self, py: Python<'_>, pull: Pull) -> PyResult<()> {
-        let Pull { from, to, rows, layers } = pull;
-        let pulled = self.run(py, |engine| engine.pull_with(from, &to, rows, layers, CallExtras::default()));
+    pub(crate) fn pull(&self, py: Python<'_>, pull: PeerRows) -> PyResult<()> {
+        let PeerRows { remote, local, rows, layers } = pull;
+        let extras = CallExtras::default();
+        let pulled = self.run(py, |engine| engine.pull_with(remote, &local, rows, layers, extras));
         log::after_transfer(py, pulled)
     }
 
     /// Pushes, and waits for the bytes.
-    pub(crate) fn push(&self, py: Python<'_>, push: Push) -> PyResult<()> {
-        let Push { from, to, rows, layers } = push;
-        let pushed = self.run(py, |engine| engine.push_with(&from, to, rows, layers, CallExtras::default()));
+    pub(crate) fn push(&self, py: Python<'_>, push: PeerRows) -> PyResult<()> {
+        let PeerRows { remote, local, rows, layers } = push;
+        let extras = CallExtras::default();
+        let pushed = self.run(py, |engine| engine.push_with(&local, remote, rows, layers, extras));
         log::after_transfer(py, pushed)
     }
 

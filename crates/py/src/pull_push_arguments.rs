@@ -21,24 +21,12 @@ arguments! {
     LayersArg;
 }
 
-/// The checked arguments of a pull.
-pub(crate) struct Pull {
-    /// The source.
-    pub(crate) from: RemoteName,
-    /// The destination.
-    pub(crate) to: End,
-    /// The rows of both.
-    pub(crate) rows: Rows,
-    /// The layers of both.
-    pub(crate) layers: Layers,
-}
-
-/// The checked arguments of a push.
-pub(crate) struct Push {
-    /// The source.
-    pub(crate) from: End,
-    /// The destination.
-    pub(crate) to: RemoteName,
+/// The checked arguments of a pull or push.
+pub(crate) struct PeerRows {
+    /// The cache of the peer.
+    pub(crate) remote: RemoteName,
+    /// The cache of this engine.
+    pub(crate) local: End,
     /// The rows of both.
     pub(crate) rows: Rows,
     /// The layers of both.
@@ -54,7 +42,7 @@ pub(crate) fn pull_cache(
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     given: GivenLayers<'_, '_>,
-) -> PyResult<Pull> {
+) -> PyResult<PeerRows> {
     let allowed: &[KeyClass] =
         if engine.one_sided() { &[KeyClass::Row] } else { &[KeyClass::Cache, KeyClass::Row] };
     let key = cache_key.of("cache_key", allowed)?;
@@ -65,7 +53,7 @@ pub(crate) fn pull_cache(
     let per_layer = per_layer(given.2)?;
     key.check_ids()?;
     let layers = pull_layers(given, per_layer)?;
-    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows: Rows::slot(row, size), layers })
+    Ok(PeerRows { remote: key.name()?, local: local.end(engine)?, rows: Rows::slot(row, size), layers })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §7.13).
@@ -74,7 +62,7 @@ pub(crate) fn pull_blocks(
     (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     given: GivenLayers<'_, '_>,
-) -> PyResult<Pull> {
+) -> PyResult<PeerRows> {
     let allowed = [KeyClass::Blocks, KeyClass::Cache, KeyClass::Row];
     let key = src_cache_key.of("src_cache_key", &allowed)?;
     dst_cache.typed("dst_cache")?;
@@ -91,7 +79,7 @@ pub(crate) fn pull_blocks(
         Rows::SlotToBlocks { local }
     };
     let layers = pull_layers(given, per_layer)?;
-    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers })
+    Ok(PeerRows { remote: key.name()?, local: cache.end(engine)?, rows, layers })
 }
 
 /// Checks the arguments of `push_cache` (contract §7.14).
@@ -100,7 +88,7 @@ pub(crate) fn push_cache(
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     layers: GivenLayers<'_, '_>,
-) -> PyResult<Push> {
+) -> PyResult<PeerRows> {
     one_sided(src_cache.py(), engine, "push_cache")?;
     let key = dst_cache_key.required("dst_cache_key", &[KeyClass::Row])?;
     src_cache.required("src_cache", Mode::CacheManager)?;
@@ -108,7 +96,7 @@ pub(crate) fn push_cache(
     let local = src_cache.slots("src_cache")?;
     let layers = push_layers(layers)?;
     validate::push_size(size.int("size")?).map_err(|error| raise(src_cache.py(), &error))?;
-    Ok(Push { from: local.end(engine)?, to: key.name()?, rows, layers })
+    Ok(PeerRows { local: local.end(engine)?, remote: key.name()?, rows, layers })
 }
 
 /// Checks the arguments of `push_blocks` (contract §7.15).
@@ -117,7 +105,7 @@ pub(crate) fn push_blocks(
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     layers: GivenLayers<'_, '_>,
-) -> PyResult<Push> {
+) -> PyResult<PeerRows> {
     one_sided(src_cache.py(), engine, "push_blocks")?;
     let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
     src_cache.typed("src_cache")?;
@@ -126,9 +114,9 @@ pub(crate) fn push_blocks(
     let cache = src_cache.blocks("src_cache")?;
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
     let layers = push_layers(layers)?;
-    let to = key.name()?;
+    let name = key.name()?;
     let rows = Rows::Blocks { remote, local: listed("src_blocks", local, src_blocks)? };
-    Ok(Push { from: cache.end(engine)?, to, rows, layers })
+    Ok(PeerRows { local: cache.end(engine)?, remote: name, rows, layers })
 }
 
 /// Refuses a push unless transfers are one-sided.

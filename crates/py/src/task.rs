@@ -6,14 +6,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{CacheTask, Deadline, Error, ErrorKind, Outcome, StatusCode};
+use llm_datadist_core::{AwaitQueue, CacheTask, Deadline, Error, ErrorKind, Outcome, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::arguments::IntArg;
 use crate::engine::{self, ProcessOwned};
 use crate::error::{Codes, exception, raise};
-use crate::native::TaskTransfer;
 use crate::python_types::PythonTypes;
 
 /// The handle of one transfer. Dropping it ends the destinations that still wait for a layer.
@@ -44,6 +43,13 @@ impl TransferTask {
 
     fn task(&self, py: Python<'_>) -> PyResult<&CacheTask> {
         self.task.own().map(|task| &**task).map_err(|error| raise(py, &error))
+    }
+
+    /// Has `queue` informed of the end of the transfer, by the number that is returned. Returns `None` if it has ended already.
+    pub(crate) fn wake(&self, py: Python<'_>, queue: &Arc<AwaitQueue>) -> PyResult<Option<u64>> {
+        let transfer = self.task(py)?.transfer();
+        let waits = transfer.wake(queue).map_err(|error| raise(py, &error))?;
+        Ok(waits.then(|| transfer.number()))
     }
 
     /// Reports a layer. It neither detaches from the interpreter nor waits.
@@ -107,10 +113,6 @@ impl TransferTask {
     fn progress(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32, u64)>> {
         let progress = self.with(py, CacheTask::progress)?;
         Ok(progress.into_iter().map(|one| (one.layers, one.of_layers, one.bytes)).collect())
-    }
-
-    fn transfers(&self, py: Python<'_>) -> PyResult<Vec<TaskTransfer>> {
-        Ok(self.task(py)?.transfers().iter().map(|transfer| TaskTransfer(transfer.clone())).collect())
     }
 
     /// Returns the time limit that is passed to the synchronizer: its attribute at the start of the transfer.

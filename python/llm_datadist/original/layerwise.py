@@ -323,8 +323,7 @@ class CacheTask:
         return self._native.errors()
 
     def __await__(self) -> Generator[Any, None, LLMStatusCode]:
-        for transfer in self._native.transfers():
-            yield from wait_for_end(transfer).__await__()
+        yield from wait_for_end(self._native).__await__()
         return self.synchronize(0)
 
 

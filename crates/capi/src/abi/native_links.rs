@@ -4,7 +4,7 @@ use std::ffi::c_char;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{ClusterId, EnsureOptions, Error, ErrorWords, Result, lent_cache};
+use llm_datadist_core::{ClusterId, Error, ErrorWords, Result, lent_cache};
 
 use super::native_engines::entered;
 use super::native_transfers::kept;
@@ -39,8 +39,7 @@ pub unsafe extern "C" fn llm_datadist_link(
             return Err(Error::argument("address", at, "that of another engine"));
         }
         let limit = native_raw::limit(timeout)?.unwrap_or(open.config().sync_timeout);
-        let options = EnsureOptions { name: name.map(str::to_owned), ..EnsureOptions::default() };
-        out.put(&[kept(held, || open.ensure_link(at, limit, options))?]);
+        out.put(&[kept(held, || open.ensure_link(at, limit, name.map(str::to_owned)))?]);
         Ok(())
     })
 }

@@ -55,12 +55,6 @@ impl DataDist {
     /// Copies blocks within one cache, with the result of copying the pairs in the given order (contract
     /// §7.10). Without pairs, it does nothing.
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Operation<'_> {
-        self.copy_sub_rows(cache, pairs, SubRow::default())
-    }
-
-    /// Copies a part of every block; otherwise like [`copy_blocks`](Self::copy_blocks). The byte ranges of a block that are
-    /// read and written must be equal or disjoint.
-    pub fn copy_sub_rows(&self, cache: &End, pairs: &[(i64, i64)], part: SubRow) -> Operation<'_> {
         Operation::new(self, Op::CopyBlocks, || {
             room_for_lists(pairs.len())?;
             let src = self.resolve(cache)?;
@@ -68,7 +62,7 @@ impl DataDist {
                 Mode::CacheManager => validate::copy_blocks,
                 Mode::KvCacheManager => validate::copy_rows,
             };
-            let moves = check(src.layout(), pairs, part)?;
+            let moves = check(src.layout(), pairs)?;
             self.prepared(Op::CopyBlocks, (src.clone(), src), moves, Staging::DEFAULT)
         })
     }
@@ -94,12 +88,6 @@ impl DataDist {
     /// Copies blocks between a host cache and a device cache; the placements give the direction (contract
     /// §7.11). Without pairs, it does nothing.
     pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Operation<'_> {
-        self.swap_sub_rows(src, dst, pairs, SubRow::default())
-    }
-
-    /// Swaps a part of every block; otherwise like [`swap_blocks`](Self::swap_blocks). With a part, the blocks of both caches
-    /// may have different sizes.
-    pub fn swap_sub_rows(&self, src: &End, dst: &End, pairs: &[(i64, i64)], part: SubRow) -> Operation<'_> {
         let (src, dst) = (self.resolve(src), self.resolve(dst));
         // A call that names an unknown cache is counted as well, by the end that is known.
         let into_device = match (&src, &dst) {
@@ -115,7 +103,7 @@ impl DataDist {
                 Mode::CacheManager => validate::swap_blocks,
                 Mode::KvCacheManager => validate::swap_rows,
             };
-            let moves = check(src.layout(), dst.layout(), pairs, part)?;
+            let moves = check(src.layout(), dst.layout(), pairs)?;
             let staging = self.swap_staging(&src);
             self.prepared(op, (src, dst), moves, staging)
         })

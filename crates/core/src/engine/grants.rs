@@ -11,7 +11,7 @@ use crate::events::Transfer;
 use crate::grants::{Grant, RowRanges};
 use crate::model::{GrantEnd, GrantToken};
 use crate::protocol::MAX_RANGES;
-use crate::transfer::{AsyncWork, Execution, JobClass};
+use crate::transfer::{Execution, JobClass};
 use crate::validate;
 
 impl DataDist {
@@ -59,16 +59,9 @@ impl DataDist {
         self.resources.grants.renew(grant, ttl)
     }
 
-    /// Ends a grant, and with `wait`, waits for the reads under it that this engine serves. No read is accepted from now on,
-    /// whether it has begun or not. A grant that has ended before is not an error. Returns `Err(Timeout)` if a read lasts
-    /// longer than `sync_kv_timeout`; the grant has ended then, too.
-    pub fn revoke(&self, grant: &Arc<Grant>, wait: bool) -> Result<()> {
-        self.resources.grants.end(grant, GrantEnd::Revoked);
-        if wait { self.resources.grants.wait_for_reads(grant, self.deadline()) } else { Ok(()) }
-    }
-
-    /// Ends a grant at once, as [`revoke`](Self::revoke) does. The transfer ends once no read under the grant is served, and fails
-    /// with `Timeout` after `limit`, by default `sync_kv_timeout`. If none is served now, it has ended, and there is no event.
+    /// Ends a grant at once. No read is accepted from now on, whether it has begun or not. A grant that has ended before is not an
+    /// error. The transfer ends once no read under the grant is served, and fails with `Timeout` after `limit`, by default
+    /// `sync_kv_timeout`. If none is served now, it has ended, and there is no event.
     ///
     /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does. The grant has ended after every error, too: giving
     /// memory back must not depend on room for one more transfer.
@@ -79,11 +72,7 @@ impl DataDist {
             return Ok(Transfer::succeeded());
         }
         let work = move |_: &Arc<Execution>, deadline| grants.wait_for_reads(&revoked, deadline).map(|()| 0);
-        let work = AsyncWork {
-            class: JobClass::Waits((grant.id().slot % 16) as u8),
-            rows: CallRows::none(),
-            work: Box::new(work),
-        };
-        self.start_work(None, work, limit)
+        let class = JobClass::Waits((grant.id().slot % 16) as u8);
+        self.start_work(None, class, limit, (CallRows::none(), Box::new(work)))
     }
 }

@@ -1,19 +1,20 @@
 //! Groups of pulls, pushes or copies: one call for several caches.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use hashbrown::HashSet;
 
-use super::operation::{Operation, Prepared};
 use super::transfer::{CallExtras, checked_notification, no_grant_in_push};
 use super::{DataDist, End, RemoteName};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::events::Transfer;
 use crate::fallible;
 use crate::model::{GrantUse, Name, RemoteCacheName, SubRow, Verify};
 use crate::plan::Side;
 use crate::stats::Op;
-use crate::transfer::{AsyncWork, Group, GroupPart, JobClass, PeerTransfer, Work, run_in_order, used_rows};
+use crate::transfer::{CallPurpose, Group, JobClass, PeerTransfer, Work, run_in_order, used_rows};
 use crate::validate::{Layers, Rows};
 
 /// Name of these lists in out-of-memory errors.
@@ -48,17 +49,18 @@ pub struct CopyMember {
 }
 
 /// The checked parts of a group, and the rows that they use.
-type Parts = (Vec<GroupPart>, Vec<(Arc<Cache>, RowUse)>);
+type Parts = (Vec<PeerTransfer>, Vec<(Arc<Cache>, RowUse)>);
 
 impl DataDist {
-    /// [Pulls](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys are released after that. An error
+    /// Starts to [pull](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys are released after that. An error
     /// names the part, counted from 0.
     pub fn pull_group(
         &self,
         parts: Vec<GroupMember<impl Into<RemoteCacheName>>>,
         extras: CallExtras,
-    ) -> Operation<'_> {
-        self.group(Side::Destination, parts, false, extras)
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        self.group(Side::Destination, parts, false, extras, limit)
     }
 
     /// Pulls the blocks of a sequence from several `owners`, each of which holds some layers and heads of it, for example the
@@ -72,17 +74,19 @@ impl DataDist {
         &self,
         owners: Vec<GroupMember<impl Into<RemoteCacheName>>>,
         extras: CallExtras,
-    ) -> Operation<'_> {
-        self.group(Side::Destination, owners, true, extras)
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        self.group(Side::Destination, owners, true, extras, limit)
     }
 
-    /// [Pushes](Self::push) all `parts`; otherwise like [`pull_group`](Self::pull_group).
+    /// Starts to [push](Self::push) all `parts`; otherwise like [`pull_group`](Self::pull_group).
     pub fn push_group(
         &self,
         parts: Vec<GroupMember<impl Into<RemoteCacheName>>>,
         extras: CallExtras,
-    ) -> Operation<'_> {
-        self.group(Side::Source, parts, false, extras)
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        self.group(Side::Source, parts, false, extras, limit)
     }
 
     /// Pushes the blocks of a sequence to several `owners`, each of which gets the layers and heads that both caches hold,
@@ -94,31 +98,32 @@ impl DataDist {
         &self,
         owners: Vec<GroupMember<impl Into<RemoteCacheName>>>,
         extras: CallExtras,
-    ) -> Operation<'_> {
-        self.group(Side::Source, owners, true, extras)
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        self.group(Side::Source, owners, true, extras, limit)
     }
 
-    /// [Copies](Self::copy) all `parts`, one after the other, under the pins of all. Nothing moves if a part is refused. An error
-    /// names the part, counted from 0; the parts before it are in place then.
-    pub fn copy_group(&self, parts: &[CopyMember], verify: Option<Verify>) -> Operation<'_> {
-        let prepare = || {
-            at_least_one(parts)?;
-            let mut copies = fallible::with_capacity(PARTS, parts.len())?;
-            let mut used = fallible::with_capacity(PARTS, 2 * parts.len())?;
-            for (index, CopyMember { dst, src, pairs, part }) in parts.iter().enumerate() {
-                let check =
-                    || self.checked_copy(self.resolve(dst)?, self.resolve(src)?, pairs, *part, verify);
-                let mut copy = check().map_err(|error: Error| error.with("part", index))?;
-                used.extend(copy.take_used());
-                copies.push(copy);
-            }
-            let (class, rows) = (JobClass::Calls(self.resources.config.cluster), CallRows::of_all(used)?);
-            let resources = self.resources.clone();
-            let work: Work =
-                Box::new(move |execution, deadline| run_in_order(copies, &resources, execution, deadline));
-            Ok(AsyncWork { class, rows, work })
-        };
-        Operation::new(self, Op::CopyBlocks, || Ok(Prepared::Copies(prepare())))
+    /// Starts to [copy](Self::copy) all `parts`, one after the other, under the pins of all. Nothing moves if a part is refused. An
+    /// error names the part, counted from 0; the parts before it are in place then.
+    pub fn copy_group(
+        &self,
+        parts: &[CopyMember],
+        verify: Option<Verify>,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        at_least_one(parts)?;
+        let mut copies = fallible::with_capacity(PARTS, parts.len())?;
+        let mut used = fallible::with_capacity(PARTS, 2 * parts.len())?;
+        for (index, CopyMember { dst, src, pairs, part }) in parts.iter().enumerate() {
+            let check = || self.checked_copy(self.resolve(dst)?, self.resolve(src)?, pairs, *part, verify);
+            let mut copy = check().map_err(|error: Error| error.with("part", index))?;
+            used.extend(copy.take_used());
+            copies.push(copy);
+        }
+        let resources = self.resources.clone();
+        let work: Work =
+            Box::new(move |execution, deadline| run_in_order(copies, &resources, execution, deadline));
+        self.start_work(Op::CopyBlocks, self.own_class(), limit, (CallRows::of_all(used)?, work))
     }
 
     fn group(
@@ -127,23 +132,21 @@ impl DataDist {
         members: Vec<GroupMember<impl Into<RemoteCacheName>>>,
         owners: bool,
         extras: CallExtras,
-    ) -> Operation<'_> {
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
         let read_owners = owners && local_side == Side::Destination;
-        let prepare = || {
-            let (mut parts, used) = self.parts(local_side, members, owners, &extras)?;
-            report_each_grant_once(&mut parts)?;
-            let first = &parts[0].transfer.local;
-            let one_cache = parts.iter().all(|part| Arc::ptr_eq(&part.transfer.local, first));
-            ensure(!read_owners || one_cache, || {
-                Error::invalid("several owners need one destination cache")
-            })?;
-            let class = class_of(&parts);
-            parts[0].transfer.notify = group_notification(class, extras.notify)?;
-            let group = Group { resources: self.resources.clone(), parts, owners };
-            let work: Work = Box::new(move |execution, deadline| group.run(execution, deadline));
-            Ok(AsyncWork { class, rows: CallRows::of_all(used)?, work })
-        };
-        Operation::new(self, local_side.of((Op::Push, Op::Pull)), || Ok(Prepared::Group(prepare())))
+        let deadline = self.limited(Instant::now(), limit);
+        let (mut parts, used) = self.parts(local_side, members, owners, &extras)?;
+        report_each_grant_once(&mut parts)?;
+        let first = &parts[0].local;
+        let one_cache = parts.iter().all(|part| Arc::ptr_eq(&part.local, first));
+        ensure(!read_owners || one_cache, || Error::invalid("several owners need one destination cache"))?;
+        let class = class_of(&parts);
+        parts[0].notify = group_notification(class, extras.notify)?;
+        let group = Group { resources: self.resources.clone(), parts, owners };
+        let work: Work = Box::new(move |execution, deadline| group.run(execution, deadline));
+        let purpose = CallPurpose::new(Some(local_side.of((Op::Push, Op::Pull))), class, deadline);
+        self.calls.start(purpose.outgoing(&self.resources), CallRows::of_all(used)?, work)
     }
 
     /// Checks each member of a group.
@@ -173,10 +176,9 @@ impl DataDist {
             };
             let (local, checked, rows) = check().map_err(|error: Error| error.with("part", index))?;
             used.push((local.clone(), rows));
-            let RemoteName { cluster, name } = remote;
-            let (link, grant) = (self.links.finder().for_later(cluster), grant.map(Box::new));
-            let transfer = PeerTransfer { cluster, name, local, checked, notify: None, grant, verify };
-            parts.push(GroupPart { link, transfer });
+            let (link, name) = (self.links.finder().for_later(remote.cluster), remote.name);
+            let grant = grant.map(Box::new);
+            parts.push(PeerTransfer { link, name, local, checked, notify: None, grant, verify });
         }
         Ok((parts, used))
     }
@@ -187,19 +189,19 @@ fn at_least_one<T>(parts: &[T]) -> Result<()> {
 }
 
 /// Leaves the report of a grant that several parts use to the last one of them.
-fn report_each_grant_once(parts: &mut [GroupPart]) -> Result<()> {
+fn report_each_grant_once(parts: &mut [PeerTransfer]) -> Result<()> {
     let mut later = HashSet::new();
     later.try_reserve(parts.len()).map_err(|_| fallible::out_of_memory(PARTS, parts.len()))?;
-    for grant in parts.iter_mut().rev().filter_map(|part| part.transfer.grant.as_mut()) {
+    for grant in parts.iter_mut().rev().filter_map(|part| part.grant.as_mut()) {
         grant.done &= later.insert(grant.token);
     }
     Ok(())
 }
 
 /// Returns the class of the job of a group.
-fn class_of(parts: &[GroupPart]) -> JobClass {
-    let first = parts[0].transfer.cluster;
-    let one = parts.iter().all(|part| part.transfer.cluster == first);
+fn class_of(parts: &[PeerTransfer]) -> JobClass {
+    let first = parts[0].link.cluster();
+    let one = parts.iter().all(|part| part.link.cluster() == first);
     if one { JobClass::Calls(first) } else { JobClass::SeveralClusters }
 }
 

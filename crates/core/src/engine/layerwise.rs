@@ -10,12 +10,10 @@ use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheLayout, Verify, Words};
+use crate::model::{Verify, Words};
 use crate::plan::Side;
 use crate::session;
-use crate::transfer::{
-    CacheTask, Delivery, LayerNotice, LayerPush, LayerSink, LayerTask, TaskKind, TaskLimits,
-};
+use crate::transfer::{CacheTask, Delivery, LayerNotice, LayerPush, LayerSink, LayerTask};
 use crate::validate::{self, Destination, LayerRange, LayerRows, LayerwiseArgs};
 
 /// One destination of a task whose layers the caller reports.
@@ -29,6 +27,7 @@ pub struct LayerReceiver {
 
 /// What a push does beside moving layers.
 struct Beside {
+    to_the_end: bool,
     notice: Option<Arc<LayerNotice>>,
     verify: Verify,
     words: &'static Words,
@@ -59,49 +58,40 @@ impl DataDist {
                     Delivery { cluster: to.cluster, layers, sink: Err(error.clone()) }
                 };
                 let deliveries = to.into_iter().map(fails).collect();
-                return CacheTask::start(&self.tasks, 0, deliveries, limit, layer_timeout);
+                return self.start_task((0, deliveries), limit, layer_timeout);
             }
         };
         let rows = Arc::new(validate::layerwise(local.layout(), args)?);
         to.iter().try_for_each(|to| validate::destination(local.layout(), args, to))?;
         let num_layers = validate::whole_layers(local.geometry(), args.tensors_per_layer)?;
+        let verify = self.resources.config.verify;
         let delivery = |to: Destination| {
             let (cluster, layers) = (to.cluster, to.src_layers);
-            let beside =
-                Beside { notice: None, verify: self.resources.config.verify, words: Words::ORIGINAL };
+            let beside = Beside { to_the_end: false, notice: None, verify, words: Words::ORIGINAL };
             let push = |()| self.layer_push(&local, rows.clone(), args.tensors_per_layer, to, beside);
             Delivery { cluster, layers, sink: self.other(cluster).map(push) }
         };
         let deliveries = to.into_iter().map(delivery).collect();
-        CacheTask::start(&self.tasks, num_layers, deliveries, limit, layer_timeout)
+        self.start_task((num_layers, deliveries), limit, layer_timeout)
     }
 
-    /// Starts to push layers of a cache to peers, each as soon as the caller [reports](LayerTask::ready) that it is
-    /// computed. Each destination has a [`Transfer`](crate::Transfer) with an event.
-    ///
-    /// Returns `Err` for what the arguments and the local cache decide, and `Err(Busy)` if there is not room for every
-    /// transfer; nothing has started then. Each layer has the limit `sync_kv_timeout` from the moment at which it is
-    /// reported. A destination fails if no layer that it needs becomes ready for `layer_timeout`.
-    pub fn begin_layers(
+    fn start_task(
         &self,
-        from: &End,
-        to: Vec<LayerReceiver>,
+        pushes: (u32, Vec<Delivery>),
+        limit: Duration,
         layer_timeout: Option<Duration>,
-    ) -> Result<LayerTask> {
-        let beside = Beside { notice: None, verify: self.resources.config.verify, words: Words::ORIGINAL };
-        let (num_layers, deliveries) = self.deliveries(from, to, beside, validate::layerwise)?;
-        let layer = self.resources.config.sync_timeout;
-        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: layer_timeout };
-        LayerTask::begin(&self.calls, num_layers, deliveries, limits)
+    ) -> Result<CacheTask> {
+        CacheTask::start(&self.tasks, self.executor.handle(), pushes, limit, layer_timeout)
     }
 
-    /// Starts to push layers of a cache as [`begin_layers`](Self::begin_layers) does, but with one [`Transfer`](crate::Transfer) for
-    /// all destinations together. It succeeds once every layer is in place everywhere; then the peer gets the notification of
-    /// `extras`. If one destination fails, the others are cancelled, and the error names the part, counted from 0, if there are
-    /// several. The transfer ends once all destinations have ended.
+    /// Starts to push layers of a cache to peers, each as soon as the caller [reports](LayerTask::ready) that it is computed. There is
+    /// one [`Transfer`](crate::Transfer) for all destinations. It succeeds once every layer is in place everywhere; then the peer gets
+    /// the notification of `extras`. If one destination fails, the others are cancelled, and the error names the part, counted from 0,
+    /// if there are several. The transfer ends once all destinations have ended.
     ///
-    /// Each layer has the limit `limit`, by default `sync_kv_timeout`, from the moment at which it is reported. A layer may be
-    /// reported however late.
+    /// Returns `Err` for what the arguments and the local cache decide, and `Err(Busy)` as [`Operation::start`](super::Operation::start)
+    /// does; nothing has started then. Each layer has the limit `limit`, by default `sync_kv_timeout`, from the moment at which it is
+    /// reported. A layer may be reported however late.
     pub fn begin_push(
         &self,
         from: &End,
@@ -110,24 +100,10 @@ impl DataDist {
         extras: CallExtras,
     ) -> Result<LayerTask> {
         no_grant_in_push(Side::Source, extras.grant)?;
-        let verify = self.verify(&extras);
+        let (verify, words) = (self.verify(&extras), extras.words);
         let notice = extras.notify.map(|message| layer_notice(&to, message)).transpose()?;
-        let beside = Beside { notice: notice.clone(), verify, words: extras.words };
-        let rows = |local, args: &LayerwiseArgs| validate::layers_of_blocks(extras.words, local, args);
-        let (num_layers, deliveries) = self.deliveries(from, to, beside, rows)?;
-        let layer = limit.unwrap_or(self.resources.config.sync_timeout);
-        let limits = TaskLimits { kind: TaskKind::LayerTask, layer, wait: None };
-        LayerTask::begin_joint(&self.calls, num_layers, deliveries, limits, notice)
-    }
-
-    /// Checks the destinations of a push. Returns the number of layers of the source as well.
-    fn deliveries(
-        &self,
-        from: &End,
-        to: Vec<LayerReceiver>,
-        mut beside: Beside,
-        rows: impl Fn(CacheLayout, &LayerwiseArgs) -> Result<LayerRows>,
-    ) -> Result<(u32, Vec<Delivery>)> {
+        // Only the first destination reserves room for the notification.
+        let mut of_first = notice.clone();
         let first = to.first().ok_or_else(|| Error::argument("len(destinations)", 0, "at least 1"))?;
         let per_layer = first.args.tensors_per_layer;
         let local = self.source(from)?;
@@ -136,18 +112,18 @@ impl DataDist {
             ensure(args.tensors_per_layer == per_layer, || {
                 Error::argument("tensors_per_layer", args.tensors_per_layer, per_layer)
             })?;
-            let rows = rows(local.layout(), &args)?;
+            let rows = validate::layers_of_blocks(words, local.layout(), &args)?;
             validate::destination(local.layout(), &args, &to)?;
             self.other(to.cluster)?;
             let (cluster, layers) = (to.cluster, to.src_layers);
-            // Only the first one reserves room for the notification.
-            let beside = Beside { notice: beside.notice.take(), ..beside };
+            let beside = Beside { to_the_end: true, notice: of_first.take(), verify, words };
             let sink = self.layer_push(&local, Arc::new(rows), per_layer, to, beside);
             Ok(Delivery { cluster, layers, sink: Ok(sink) })
         };
         let deliveries =
             fallible::try_collect("the destinations of a transfer", to.into_iter().map(delivery))?;
-        Ok((num_layers, deliveries))
+        let limit = limit.unwrap_or(self.resources.config.sync_timeout);
+        LayerTask::start(&self.calls, num_layers, deliveries, limit, notice)
     }
 
     fn layer_push(
@@ -156,7 +132,7 @@ impl DataDist {
         rows: Arc<LayerRows>,
         per_layer: u32,
         to: Destination,
-        Beside { notice, verify, words }: Beside,
+        Beside { to_the_end, notice, verify, words }: Beside,
     ) -> Arc<dyn LayerSink> {
         Arc::new(LayerPush {
             resources: self.resources.clone(),
@@ -167,6 +143,7 @@ impl DataDist {
             to,
             words,
             verify,
+            to_the_end,
             notice,
             found: OnceLock::new(),
         })

@@ -16,22 +16,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::events::{PeerInfo, Transfer};
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, Request};
-use crate::session::{CommStatus, PeerAddress, check_metadata};
+use crate::session::{CommStatus, PeerAddress};
 use crate::stats::Op;
-use crate::transfer::{AsyncWork, CallPurpose, Execution, JobClass};
+use crate::transfer::{CallPurpose, Execution, JobClass};
 use crate::validate;
-
-/// The optional arguments of [`DataDist::ensure_link`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct EnsureOptions {
-    /// The cluster that must answer. Without it, any cluster may.
-    pub cluster: Option<ClusterId>,
-    /// The metadata for the peer, instead of that of [`DataDist::set_metadata`].
-    pub metadata: Option<Vec<u8>>,
-    /// The name that the engine there must have ([`Config::name`](crate::Config::name)). Otherwise the call fails with
-    /// `LinkFailed`, and makes no link.
-    pub name: Option<String>,
-}
 
 /// Number of groups of addresses. Calls of one group share workers, so that silent addresses delay few others.
 const GROUPS: u8 = 16;
@@ -83,12 +71,8 @@ impl DataDist {
             let unlinked = finder.unlink(cluster, force, deadline);
             unlinked.map(|()| 0).map_err(|error| error.with("cluster", cluster))
         };
-        let work = AsyncWork {
-            class: JobClass::Waits((cluster.0 % 16) as u8),
-            rows: CallRows::none(),
-            work: Box::new(work),
-        };
-        self.start_work(Some(Op::Unlink), work, limit)
+        let class = JobClass::Waits((cluster.0 % 16) as u8);
+        self.start_work(Op::Unlink, class, limit, (CallRows::none(), Box::new(work)))
     }
 
     /// Enters a communicator (contract §6.5). Returns its number at once; the links to its members are made
@@ -109,42 +93,28 @@ impl DataDist {
     /// Starts to link to the engine that listens at `address`, unless there is a link to it, and returns at once. The
     /// result of the [`Transfer`] is its [`peer`](Transfer::peer). A link that exists is a success, whichever side made it
     /// and by which call. While no process listens at the address, the call tries again until `limit` has passed. If both sides
-    /// link to each other at once, one link is made, and both calls succeed.
+    /// link to each other at once, one link is made, and both calls succeed. If `name` is given, the engine there must have this name
+    /// ([`Config::name`](crate::Config::name)); otherwise the call fails with `LinkFailed`, and makes no link.
     ///
     /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`Operation::start`](super::Operation::start) does.
     pub fn ensure_link(
         &self,
         address: SocketAddr,
         limit: Duration,
-        options: EnsureOptions,
+        name: Option<String>,
     ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(Instant::now(), Some(limit));
         validate::peer_port(address)?;
-        if options.cluster == Some(self.resources.config.cluster) {
-            let cluster = self.resources.config.cluster;
-            return Err(Error::argument("cluster_id", cluster, "another cluster; this one needs no link"));
-        }
-        options.metadata.as_deref().map_or(Ok(()), check_metadata)?;
-        options.name.as_deref().map_or(Ok(()), validate::engine_name)?;
-        let metadata = options.metadata.map(Arc::new);
-        let link = self.links.on_demand(address, options.cluster, metadata, options.name);
+        name.as_deref().map_or(Ok(()), validate::engine_name)?;
+        let link = self.links.on_demand(address, name);
         let work = move |execution: &Arc<Execution>, deadline| {
             let peer = link.make(&|| execution.transfer().commit(), deadline).map_err(link_failed)?;
             execution.transfer().set_peer(peer);
             Ok(0)
         };
-        let (op, class) = (Some(Op::Link), JobClass::Links(group_of(&address)));
-        let dials = Some(Box::new((address, options.cluster)));
-        let purpose = CallPurpose { op, class, deadline, outgoing: None, dials, event: true };
+        let purpose = CallPurpose::new(Some(Op::Link), JobClass::Links(group_of(&address)), deadline);
+        let purpose = CallPurpose { dials: Some(Box::new(address)), ..purpose };
         self.calls.start(purpose, CallRows::none(), Box::new(work))
-    }
-
-    /// Sets the metadata that the peers of later links get, whichever side makes them. Returns
-    /// `Err(InvalidArgument)` if it is too long.
-    pub fn set_metadata(&self, metadata: Vec<u8>) -> Result<()> {
-        check_metadata(&metadata)?;
-        self.links.set_metadata(metadata);
-        Ok(())
     }
 
     /// Returns the state of a communicator (contract §6.7).

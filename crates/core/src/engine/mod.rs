@@ -17,7 +17,6 @@ mod transfer;
 pub use cpp::CacheIndex;
 pub use group::{CopyMember, GroupMember};
 pub use layerwise::LayerReceiver;
-pub use links::EnsureOptions;
 pub use operation::Operation;
 pub use remote_name::RemoteName;
 pub use transfer::CallExtras;
@@ -25,7 +24,7 @@ pub use transfer::CallExtras;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::cache::{Cache, all_rows, unpinned};
+use crate::cache::{Cache, CallRows, all_rows, unpinned};
 use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::device::DeviceSet;
 use crate::error::Result;
@@ -39,7 +38,9 @@ use crate::stats::{FabricState, Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::threads::EngineNumber;
 use crate::token_file;
-use crate::transfer::{AsyncCalls, AsyncWork, CallPurpose, Execution, Executor, GrantClock, JobClass};
+use crate::transfer::{
+    AsyncCalls, CallPurpose, Execution, Executor, GrantClock, JobClass, RunningCalls, Work,
+};
 use crate::validate;
 
 /// One end of a copy, as the caller names it.
@@ -61,8 +62,8 @@ pub struct DataDist {
     links: Links,
     executor: Executor,
     calls: AsyncCalls,
-    /// The transfers of every `CacheTask`. They have no events, and `drain` does not wait for them.
-    tasks: AsyncCalls,
+    /// Every `CacheTask` that runs. They have no events, and `drain` does not wait for them.
+    tasks: Arc<RunningCalls>,
     grant_clock: Arc<GrantClock>,
     resources: Arc<Resources>,
     role: Mutex<Role>,
@@ -101,14 +102,12 @@ impl DataDist {
         let links = Links::open(resources.clone(), transports)?;
         let executor = Executor::of_process(number, resources.config.transfer_poll);
         let calls = AsyncCalls::new(resources.events.clone(), executor.handle(), Arc::downgrade(&resources));
-        let unpolled = Arc::new(EventQueue::new(usize::MAX));
-        let tasks = AsyncCalls::new(unpolled, executor.handle(), Arc::downgrade(&resources));
         Ok(DataDist {
             links,
             grant_clock: GrantClock::new(executor.handle(), &resources.grants),
             executor,
             calls,
-            tasks,
+            tasks: Arc::default(),
             role: Mutex::new(resources.config.role),
             resources,
             interrupted: None,
@@ -275,9 +274,7 @@ impl DataDist {
             }
             Ok(0)
         };
-        let class = JobClass::Calls(self.resources.config.cluster);
-        let work = AsyncWork { class, rows, work: Box::new(work) };
-        self.start_work(Some(Op::Register), work, limit)
+        self.start_work(Op::Register, self.own_class(), limit, (rows, Box::new(work)))
     }
 
     /// Returns the cache with this id.
@@ -366,9 +363,14 @@ impl DataDist {
     }
 
     /// Starts work that calls no peer. Its limit is `sync_kv_timeout` if there is no `limit`.
-    fn start_work(&self, op: Option<Op>, work: AsyncWork, limit: Option<Duration>) -> Result<Arc<Transfer>> {
-        let (AsyncWork { class, rows, work }, deadline) = (work, self.limited(Instant::now(), limit));
-        let purpose = CallPurpose { op, class, deadline, outgoing: None, dials: None, event: true };
+    fn start_work(
+        &self,
+        op: impl Into<Option<Op>>,
+        class: JobClass,
+        limit: Option<Duration>,
+        (rows, work): (CallRows, Work),
+    ) -> Result<Arc<Transfer>> {
+        let purpose = CallPurpose::new(op.into(), class, self.limited(Instant::now(), limit));
         self.calls.start(purpose, rows, work)
     }
 
@@ -394,6 +396,11 @@ impl DataDist {
 
     fn mode(&self) -> Mode {
         self.resources.config.mode
+    }
+
+    /// Returns the class of the jobs of calls within this engine.
+    fn own_class(&self) -> JobClass {
+        JobClass::Calls(self.resources.config.cluster)
     }
 
     /// Returns the deadline of a call on the calling thread without a limit of its own.

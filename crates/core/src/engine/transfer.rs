@@ -100,11 +100,11 @@ impl DataDist {
     ) -> Operation<'_> {
         Operation::new(self, local_side.of((Op::Push, Op::Pull)), || {
             let (local, checked) = self.checked(local_side, &remote, local, moves, &extras)?;
-            let RemoteName { cluster, name } = remote;
+            let (link, name) = (self.links.finder().for_later(remote.cluster), remote.name);
             let verify = self.verify(&extras);
             no_grant_in_push(local_side, extras.grant)?;
             let (notify, grant) = (checked_notification(extras.notify)?, extras.grant.map(Box::new));
-            Ok(Prepared::Transfer(PeerTransfer { cluster, name, local, checked, notify, grant, verify }))
+            Ok(Prepared::Transfer(PeerTransfer { link, name, local, checked, notify, grant, verify }))
         })
     }
 

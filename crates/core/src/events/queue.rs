@@ -93,37 +93,23 @@ impl EventQueue {
 
     /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no room for it,
     /// `Err(OutOfMemory)` if its list cannot grow, and `Err(Closed)` once it is closed.
-    /// Without `event`, the end is no event, and takes no room in the list.
-    pub(crate) fn start(self: &Arc<Self>, event: bool) -> Result<Arc<Transfer>> {
-        self.reserve(1, event)?;
-        Ok(Transfer::new(Some(self.clone()), event))
-    }
-
-    /// Creates the records of `count` transfers that start now, all or none, as [`start`](Self::start) does.
-    pub(crate) fn start_all(self: &Arc<Self>, count: usize, event: bool) -> Result<Vec<Arc<Transfer>>> {
-        let mut transfers = fallible::with_capacity(EVENTS, count)?;
-        self.reserve(count, event)?;
-        transfers.extend((0..count).map(|_| Transfer::new(Some(self.clone()), event)));
-        Ok(transfers)
-    }
-
-    fn reserve(&self, count: usize, event: bool) -> Result<()> {
+    pub(crate) fn start(self: &Arc<Self>) -> Result<Arc<Transfer>> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        if count > self.limit.saturating_sub(state.open) {
+        if state.open >= self.limit {
             let text = "too many transfers run or wait for their outcome to be taken";
             let error = Error::new(ErrorKind::Busy, text).with("open_transfers", state.open);
-            let error = if count > 1 { error.with("asked", count) } else { error };
             return Err(error.with("limit", self.limit));
         }
-        state.open += count;
-        let room = if event { state.make_room(0) } else { Ok(()) };
-        if room.is_err() {
-            state.open -= count;
+        state.open += 1;
+        if let Err(error) = state.make_room(0) {
+            state.open -= 1;
+            return Err(error);
         }
-        room
+        drop(state);
+        Ok(Transfer::new(Some(self.clone())))
     }
 
     /// Queues the messages of a peer, all or none, after `first` has succeeded. There is room for them when it is called.
@@ -269,11 +255,6 @@ impl Reports for EventQueue {
     fn ended(&self, transfer: &Arc<Transfer>) {
         let mut state = self.state.lock();
         if state.closed {
-            return;
-        }
-        if transfer.is_taken() {
-            // Only its starter wants the outcome.
-            state.open -= 1;
             return;
         }
         state.push(Event::Completed(transfer.clone()));
@@ -473,7 +454,7 @@ mod tests {
             // Many transfers run at times, few at others.
             let limit = [1000, 20, 300][step / 10_000 % 3];
             match choice {
-                0..10 if running.len() < limit => running.push(queue.start(true).unwrap()),
+                0..10 if running.len() < limit => running.push(queue.start().unwrap()),
                 10..14 if !running.is_empty() => {
                     let transfer: Arc<Transfer> = running.swap_remove(which % running.len());
                     let capacity = queue.capacity();
@@ -555,16 +536,5 @@ mod tests {
         assert!(!readable());
         queue.close();
         assert!(readable());
-    }
-
-    #[test]
-    fn transfers_without_events_take_no_room() {
-        let queue = Arc::new(EventQueue::new(usize::MAX));
-        let transfers = queue.start_all(1000, false).unwrap();
-        assert_eq!((queue.open_transfers(), queue.capacity()), (1000, 0));
-        for transfer in transfers {
-            transfer.finish(Ok(0));
-        }
-        assert_eq!((queue.open_transfers(), queue.capacity()), (0, 0));
     }
 }

@@ -41,7 +41,7 @@ pub(super) trait Reports: Send + Sync + std::fmt::Debug {
 #[derive(Debug)]
 pub struct Transfer {
     number: u64,
-    /// `None` if nobody waits for its end.
+    /// `None` if its end is no event.
     queue: Option<Arc<dyn Reports>>,
     started: Instant,
     /// Whether the outcome was taken. No lock: the event queue reads it under its own.
@@ -62,18 +62,26 @@ pub(crate) trait Stops: Send + Sync {
     fn stop(&self, why: Error);
 }
 
+/// Why a transfer ends early.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum EndsEarly {
+    /// A cancellation was accepted.
+    Cancelled,
+    /// The engine closes.
+    Closing,
+    /// A part has failed, and the others end.
+    PartFailed,
+}
+
 #[derive(Default)]
 struct State {
     /// Where the progress of the current attempt is found, and the bytes of the whole transfer.
     progress: Option<(Arc<Progress>, u64)>,
     /// Bytes of the parts of a group, or of the layers of a layer-wise transfer, that are in place.
     parts_done: u64,
-    /// Bytes of all parts, if they are known before the parts begin.
+    /// Bytes of the parts that are known before they begin.
     parts_total: u64,
-    /// Whether a cancellation was accepted.
-    cancelled: bool,
-    /// Whether the engine closes.
-    closing: bool,
+    early: Option<EndsEarly>,
     /// Whether a cancellation is refused from now on.
     committed: bool,
     stop: Option<Weak<dyn Stops>>,
@@ -99,10 +107,11 @@ static STARTED: AtomicU64 = AtomicU64::new(1);
 impl State {
     /// Returns why the transfer must end early, if it must.
     fn stopped(&self) -> Option<Error> {
-        if self.closing {
-            return Some(Error::closed());
+        match self.early? {
+            EndsEarly::Closing => Some(Error::closed()),
+            EndsEarly::Cancelled => Some(Error::new(ErrorKind::Cancelled, "the transfer was cancelled")),
+            EndsEarly::PartFailed => None,
         }
-        self.cancelled.then(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
     }
 
     /// Returns the outcome to report. A stopped transfer keeps the facts of its failure and the rows that arrived.
@@ -110,7 +119,7 @@ impl State {
         let Some(stopped) = self.stopped() else { return outcome };
         match outcome {
             // Somebody has learnt of the success already.
-            Ok(bytes) if self.committed && !self.closing => Ok(bytes),
+            Ok(bytes) if self.committed && self.early != Some(EndsEarly::Closing) => Ok(bytes),
             Ok(_) => Err(stopped),
             Err(error) => Err(error.replaced_by(stopped)),
         }
@@ -118,14 +127,13 @@ impl State {
 }
 
 impl Transfer {
-    /// Creates the record of a call that starts now, and that has room in `queue`. Without `event`, its outcome counts
-    /// as taken from the start.
-    pub(super) fn new(queue: Option<Arc<dyn Reports>>, event: bool) -> Arc<Self> {
+    /// Creates the record of a call that starts now, and that has room in `queue`.
+    pub(super) fn new(queue: Option<Arc<dyn Reports>>) -> Arc<Self> {
         Arc::new(Transfer {
             number: STARTED.fetch_add(1, Ordering::Relaxed),
+            taken: AtomicBool::new(queue.is_none()),
             queue,
             started: Instant::now(),
-            taken: AtomicBool::new(!event),
             ended: AtomicBool::new(false),
             peer: OnceLock::new(),
             state: Mutex::default(),
@@ -133,9 +141,14 @@ impl Transfer {
         })
     }
 
+    /// Creates the record of a call whose end is no event.
+    pub(crate) fn unreported() -> Arc<Self> {
+        Transfer::new(None)
+    }
+
     /// Creates the record of an operation that had nothing to wait for. It has succeeded, and its end is no event.
     pub(crate) fn succeeded() -> Arc<Self> {
-        let transfer = Transfer::new(None, false);
+        let transfer = Transfer::unreported();
         transfer.finish(Ok(0));
         transfer
     }
@@ -155,8 +168,8 @@ impl Transfer {
         let mut state = self.state.lock();
         state.stop = None;
         // A transfer that has ended, because the engine closes, gives its room back with its event.
-        if state.outcome.is_none() {
-            self.queue.iter().for_each(|queue| queue.give_back());
+        if let Some(queue) = self.queue.as_ref().filter(|_| state.outcome.is_none()) {
+            queue.give_back();
         }
     }
 
@@ -183,9 +196,9 @@ impl Transfer {
         progress
     }
 
-    /// Notes that all parts together have `bytes` bytes.
+    /// Notes that one more part has `bytes` bytes.
     pub(crate) fn expect(&self, bytes: u64) {
-        self.state.lock().parts_total = bytes;
+        self.state.lock().parts_total += bytes;
     }
 
     /// Notes that `bytes` bytes of a part of a group, or of a layer, are in place.
@@ -197,7 +210,17 @@ impl Transfer {
 
     /// Returns `Err` if the transfer must end early.
     pub(crate) fn proceed(&self) -> Result<()> {
-        self.state.lock().stopped().map_or(Ok(()), Err)
+        let state = self.state.lock();
+        match (state.stopped(), state.early) {
+            (Some(stopped), _) => Err(stopped),
+            (None, Some(_)) => Err(Error::new(ErrorKind::Cancelled, "another part has failed")),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Has what still runs for the transfer end early, because a part has failed.
+    pub(crate) fn interrupt(&self) {
+        self.state.lock().early.get_or_insert(EndsEarly::PartFailed);
     }
 
     /// Refuses a cancellation from now on, because somebody is about to learn that the transfer succeeded. Returns
@@ -209,19 +232,15 @@ impl Transfer {
         Ok(())
     }
 
-    /// Whether a cancellation was accepted.
-    pub fn cancelled(&self) -> bool {
-        self.state.lock().cancelled
-    }
-
     /// Cancels the transfer. Never waits: a transfer that has begun ends later. Returns `false` if its outcome can no
     /// longer change.
     pub fn cancel(&self) -> bool {
         let mut state = self.state.lock();
-        if state.outcome.is_some() || state.committed || state.closing {
+        let closing = state.early == Some(EndsEarly::Closing);
+        if state.outcome.is_some() || state.committed || closing {
             return false;
         }
-        state.cancelled = true;
+        state.early = Some(EndsEarly::Cancelled);
         stop(state);
         true
     }
@@ -229,8 +248,8 @@ impl Transfer {
     /// Ends the transfer early because the engine closes.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
-        if state.outcome.is_none() && !state.cancelled {
-            state.closing = true;
+        if state.outcome.is_none() && state.early != Some(EndsEarly::Cancelled) {
+            state.early = Some(EndsEarly::Closing);
             stop(state);
         }
     }
@@ -242,7 +261,6 @@ impl Transfer {
             return;
         }
         let outcome = state.reported(outcome);
-        state.cancelled = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Cancelled);
         state.outcome = Some(outcome);
         state.nanos = self.elapsed();
         let (stop, at_end) = (state.stop.take(), state.at_end.take());
@@ -315,8 +333,8 @@ impl Transfer {
     /// queue, and stays here.
     pub fn outcome(&self) -> Option<Result<u64>> {
         let outcome = self.peek()?;
-        if self.take() {
-            self.queue.iter().for_each(|queue| queue.taken());
+        if let Some(queue) = self.queue.as_ref().filter(|_| self.take()) {
+            queue.taken();
         }
         Some(outcome)
     }

@@ -84,11 +84,12 @@ impl<'a> OwnPairs<'a> {
             let (pairs, part) = moved_rows::within_engine(dst, src)?;
             Ok(CopyMember { dst: to.end(), src: from.end(), pairs, part })
         })?;
-        let copies = match &parts[..] {
-            [CopyMember { dst, src, pairs, part }] => engine.copy(dst, src, pairs, *part, extras.verify),
-            _ => engine.copy_group(&parts, extras.verify),
-        };
-        copies.within(extras.limit).start()
+        match &parts[..] {
+            [CopyMember { dst, src, pairs, part }] => {
+                engine.copy(dst, src, pairs, *part, extras.verify).within(extras.limit).start()
+            }
+            _ => engine.copy_group(&parts, extras.verify, extras.limit),
+        }
     }
 }
 
@@ -123,23 +124,22 @@ impl<'a> PeerPairs<'a> {
             let (remote, grant) = (pair.of_peer.remote_name(), grants.get(index).copied().flatten());
             Ok(GroupMember { remote, local: pair.own.end(), rows, layers, grant })
         };
-        let operation = if let [pair] = &self.pairs[..] {
+        if let [pair] = &self.pairs[..] {
             let GroupMember { remote, local, rows, layers, grant } = member((0, pair))?;
             let extras = CallExtras { grant, ..extras };
-            match self.call {
+            let operation = match self.call {
                 PeerCall::Pull => engine.pull_with(remote, &local, rows, layers, extras),
                 PeerCall::Push => engine.push_with(&local, remote, rows, layers, extras),
-            }
-        } else {
-            let members = fallible::try_collect(PAIRS, self.pairs.iter().enumerate().map(member))?;
-            match (self.call, are_shares(&self.pairs)) {
-                (PeerCall::Pull, true) => engine.pull_owners(members, extras),
-                (PeerCall::Push, true) => engine.push_owners(members, extras),
-                (PeerCall::Pull, false) => engine.pull_group(members, extras),
-                (PeerCall::Push, false) => engine.push_group(members, extras),
-            }
-        };
-        operation.within(limit).start()
+            };
+            return operation.within(limit).start();
+        }
+        let members = fallible::try_collect(PAIRS, self.pairs.iter().enumerate().map(member))?;
+        match (self.call, are_shares(&self.pairs)) {
+            (PeerCall::Pull, true) => engine.pull_owners(members, extras, limit),
+            (PeerCall::Push, true) => engine.push_owners(members, extras, limit),
+            (PeerCall::Pull, false) => engine.pull_group(members, extras, limit),
+            (PeerCall::Push, false) => engine.push_group(members, extras, limit),
+        }
     }
 
     /// Starts a push of which the caller reports each layer. `engine` is that of the rows. A push takes no grants.

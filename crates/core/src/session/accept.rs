@@ -323,7 +323,7 @@ fn enter(
     }
     let answer = LinkAnswer::Entered(EnteredLink {
         name: shared.resources.config.name.clone(),
-        metadata: BoundedBytes(shared.metadata()),
+        metadata: BoundedBytes(shared.metadata.clone()),
         fabric: shared.fabric_offer(stream),
         addresses: shared.listeners.announced(),
     });

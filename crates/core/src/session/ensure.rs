@@ -14,7 +14,7 @@ use super::link::{Kind, Link, check_name};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::PeerInfo;
-use crate::model::{ClusterId, Deadline};
+use crate::model::Deadline;
 use crate::net::Address;
 use crate::protocol::MAX_METADATA;
 
@@ -44,9 +44,6 @@ pub(crate) fn check_metadata(metadata: &[u8]) -> Result<()> {
 pub(crate) struct LinkOnDemand {
     pub(super) shared: Weak<Shared>,
     pub(super) address: SocketAddr,
-    pub(super) asked: Option<ClusterId>,
-    /// `None` for what the engine tells every peer.
-    pub(super) metadata: Option<Arc<Vec<u8>>>,
     /// The name that the engine must have, if it is given.
     pub(super) name: Option<String>,
 }
@@ -56,17 +53,13 @@ impl LinkOnDemand {
     /// none. An attempt that fails for a reason that may pass is repeated until `deadline`.
     pub(crate) fn make(&self, commit: &dyn Fn() -> Result<()>, deadline: Deadline) -> Result<PeerInfo> {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
-        let metadata = self.metadata.clone().unwrap_or_else(|| shared.metadata());
-        let request = LinkRequest {
-            name: self.name.as_deref(),
-            commit,
-            ..LinkRequest::new(self.asked, Kind::Ensured, metadata)
-        };
+        let request =
+            LinkRequest { name: self.name.as_deref(), commit, ..LinkRequest::new(None, Kind::Ensured) };
         let made = self.make_before(&shared, &request, deadline);
         // The link may have been there before, or the peer may have made it.
         let made = made.and_then(|link| check_name(&link.peer, self.name.as_deref()).map(|()| link));
         made.map(|link| PeerInfo::clone(&link.peer)).map_err(|error| {
-            let cluster = self.asked.or(request.reached.get().map(|(cluster, _)| cluster));
+            let cluster = request.reached.get().map(|(cluster, _)| cluster);
             let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
             error.with("address", self.address)
         })
@@ -90,8 +83,7 @@ impl LinkOnDemand {
                 return Err(error);
             }
             // The peer may have made the link, and may listen nowhere.
-            let asked = self.asked.map(|cluster| (cluster, None));
-            let wanted = request.reached.get().map(|(cluster, instance)| (cluster, Some(instance))).or(asked);
+            let wanted = request.reached.get().map(|(cluster, instance)| (cluster, Some(instance)));
             if let Some(link) =
                 shared.registry.await_link(wanted, shared.silence_limit(), deadline.at_most(pause))?
             {

@@ -38,8 +38,6 @@ pub(super) struct LinkRequest<'a> {
     pub(super) kind: Kind,
     /// The name that the peer must have, if it is given.
     pub(super) name: Option<&'a str>,
-    /// The metadata for the peer.
-    pub(super) metadata: Arc<Vec<u8>>,
     /// Called before this side enters the link. If it fails, there is no link.
     pub(super) commit: &'a dyn Fn() -> Result<()>,
     /// The engine that has answered, for links on demand.
@@ -47,16 +45,8 @@ pub(super) struct LinkRequest<'a> {
 }
 
 impl LinkRequest<'_> {
-    pub(super) fn new(asked: Option<ClusterId>, kind: Kind, metadata: Arc<Vec<u8>>) -> Self {
-        LinkRequest {
-            asked,
-            comm: None,
-            kind,
-            name: None,
-            metadata,
-            commit: &|| Ok(()),
-            reached: Cell::new(None),
-        }
+    pub(super) fn new(asked: Option<ClusterId>, kind: Kind) -> Self {
+        LinkRequest { asked, comm: None, kind, name: None, commit: &|| Ok(()), reached: Cell::new(None) }
     }
 
     fn purpose(&self, link: u64, probe_local: bool) -> Purpose {
@@ -187,7 +177,7 @@ impl Shared {
             handshake::decline(&stream, None, &error);
             return Err(error);
         }
-        let EnteredLink { name, metadata, fabric, addresses } = self.confirm(&stream, request, deadline)?;
+        let EnteredLink { name, metadata, fabric, addresses } = self.confirm(&stream, kind, deadline)?;
         let memory = self.readable_memory(&stream, memory, fabric.as_ref())?;
         dialer.addresses = Arc::new(PeerAddresses::new(stream.about.listened_at, addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
@@ -205,12 +195,12 @@ impl Shared {
     }
 
     /// Asks the peer to enter the link, and returns what it tells about itself once it has.
-    fn confirm(&self, stream: &Stream, request: &LinkRequest<'_>, deadline: Deadline) -> Result<EnteredLink> {
-        let (name, metadata) = (self.resources.config.name.clone(), BoundedBytes(request.metadata.clone()));
+    fn confirm(&self, stream: &Stream, kind: Kind, deadline: Deadline) -> Result<EnteredLink> {
+        let (name, metadata) = (self.resources.config.name.clone(), BoundedBytes(self.metadata.clone()));
         let confirm = Confirm { name, metadata, fabric: self.fabric_offer(stream) };
         message_io::send_message(stream, &confirm, deadline)?;
         let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, deadline)?;
-        if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {
+        if matches!(answer, LinkAnswer::Later { .. }) && kind != Kind::Ensured {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
         }
         answer.entered()

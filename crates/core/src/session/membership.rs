@@ -281,7 +281,7 @@ impl Communicator {
             let left = if deadline.passed() { self.limit } else { deadline.left() };
             let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one attempt");
             let kind = Kind::Communicator(self.id);
-            let request = LinkRequest::new(Some(member.cluster), kind, shared.metadata());
+            let request = LinkRequest::new(Some(member.cluster), kind);
             let request = LinkRequest { comm: Some(&comm), ..request };
             let error = match shared.connect(&address, &request, limit) {
                 Ok(link) => return Ok(link),

@@ -126,25 +126,13 @@ impl Links {
         let _linking = self.shared.registry.lock_linking(peer.cluster, deadline)?;
         self.shared.unless_linked(peer.cluster, deadline)?;
         control_thread::start(&self.shared)?;
-        let request = LinkRequest::new(Some(peer.cluster), Kind::Outgoing, self.shared.metadata());
+        let request = LinkRequest::new(Some(peer.cluster), Kind::Outgoing);
         self.shared.connect(&address, &request, deadline).map(|_| ())
     }
 
-    /// Prepares a link on demand to the engine at `address`; if `asked` is given, only to that cluster. `None` stands
-    /// for the metadata of [`set_metadata`](Self::set_metadata). If `name` is given, the engine must have this name.
-    pub(crate) fn on_demand(
-        &self,
-        address: SocketAddr,
-        asked: Option<ClusterId>,
-        metadata: Option<Arc<Vec<u8>>>,
-        name: Option<String>,
-    ) -> LinkOnDemand {
-        LinkOnDemand { shared: Arc::downgrade(&self.shared), address, asked, metadata, name }
-    }
-
-    /// Sets the metadata for the peers of later links.
-    pub(crate) fn set_metadata(&self, metadata: Vec<u8>) {
-        *self.shared.metadata.lock() = Arc::new(metadata);
+    /// Prepares a link on demand to the engine at `address`. If `name` is given, the engine must have this name.
+    pub(crate) fn on_demand(&self, address: SocketAddr, name: Option<String>) -> LinkOnDemand {
+        LinkOnDemand { shared: Arc::downgrade(&self.shared), address, name }
     }
 
     /// Ends every link to `peer` that `link_clusters` or `ensure_link` made on either side. With `force` it does not wait for
@@ -251,6 +239,10 @@ pub(crate) struct LinkOfCall {
 }
 
 impl LinkOfCall {
+    pub(crate) fn cluster(&self) -> ClusterId {
+        self.cluster
+    }
+
     /// Returns the link. If there was none when the call was started, waits for one as [`Finder::find`] does.
     pub(crate) fn find(&self, deadline: Deadline) -> Result<Arc<Link>> {
         let Some(link) = &self.link else { return self.finder.find(self.cluster, deadline) };

@@ -19,7 +19,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::Party;
 use crate::resources::Resources;
-use crate::sync::Mutex;
 use crate::threads::Threads;
 
 /// Shortest and longest time after which another link may replace the link of a silent peer.
@@ -39,8 +38,8 @@ pub(crate) struct Shared {
     pub(super) opened_to_readers: AtomicBool,
     pub(super) threads: Arc<Threads>,
     pub(super) transports: Transports,
-    /// The metadata for the peers of later links.
-    pub(super) metadata: Mutex<Arc<Vec<u8>>>,
+    /// What the program tells every peer.
+    pub(super) metadata: Arc<Vec<u8>>,
 }
 
 impl Shared {
@@ -70,7 +69,7 @@ impl Shared {
             opened_to_readers: AtomicBool::default(),
             threads,
             transports,
-            metadata: Mutex::new(Arc::new(resources.config.metadata.clone())),
+            metadata: Arc::new(resources.config.metadata.clone()),
             resources,
         })
     }
@@ -79,11 +78,6 @@ impl Shared {
     /// [`REPLACED_AFTER`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
     pub(super) fn silence_limit(&self) -> Duration {
         self.resources.config.links.heartbeat.saturating_mul(2).clamp(REPLACED_AFTER.0, REPLACED_AFTER.1)
-    }
-
-    /// Returns what the program tells every peer.
-    pub(super) fn metadata(&self) -> Arc<Vec<u8>> {
-        self.metadata.lock().clone()
     }
 
     /// Refuses a link on demand to this engine itself, or to one that has the same cluster id.

@@ -42,18 +42,19 @@ pub(crate) struct CallPurpose {
     pub(crate) deadline: Deadline,
     /// Whether it calls that cluster. Set before the call waits for a row.
     pub(crate) outgoing: Option<OutgoingCall>,
-    /// The address that it dials, and the cluster that must answer, for errors.
-    pub(crate) dials: Option<Box<(SocketAddr, Option<ClusterId>)>>,
-    /// Whether its end is an event.
-    pub(crate) event: bool,
+    /// The address that it dials, for errors.
+    pub(crate) dials: Option<Box<SocketAddr>>,
 }
 
-/// What a worker runs for a call, and the rows that it needs for this.
-pub(crate) struct AsyncWork {
-    /// The class of its job.
-    pub(crate) class: JobClass,
-    pub(crate) rows: CallRows,
-    pub(crate) work: Work,
+impl CallPurpose {
+    pub(crate) fn new(op: Option<Op>, class: JobClass, deadline: Deadline) -> Self {
+        CallPurpose { op, class, deadline, outgoing: None, dials: None }
+    }
+
+    /// Has it count as a call to a peer until it has ended.
+    pub(crate) fn outgoing(self, resources: &Resources) -> Self {
+        CallPurpose { outgoing: Some(resources.outgoing_calls.begin()), ..self }
+    }
 }
 
 /// What all asynchronous calls of an engine share.
@@ -188,9 +189,7 @@ impl AsyncCall {
         if let (Some(_), JobClass::Calls(cluster)) = (&self.purpose.outgoing, self.purpose.class) {
             error = error.with("cluster", cluster);
         }
-        let Some(&(address, cluster)) = self.purpose.dials.as_deref() else { return error };
-        let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
-        error.with("address", address)
+        self.purpose.dials.iter().fold(error, |error, address| error.with("address", address))
     }
 
     fn forget_alarm(&self) {
@@ -256,7 +255,7 @@ impl RunningCall for AsyncCall {
             JobClass::SeveralClusters => true,
             _ => false,
         };
-        (uses && self.purpose.event).then_some(&self.transfer)
+        uses.then_some(&self.transfer)
     }
 }
 

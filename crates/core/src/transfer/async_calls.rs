@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::async_call::{AsyncCall, CallPurpose, CallsOfEngine, Work};
 use super::clock::Alarmed;
 use super::executor::{ExecutorHandle, Job, JobClass};
+use super::layer_notice::TaskEnd;
 use super::running_calls::{RunningCall, RunningCalls};
 use super::slot_map::SlotKey;
 use crate::cache::{CallRows, Pin};
@@ -37,18 +38,18 @@ impl AsyncCalls {
     }
 
     /// Returns the calls that have not ended.
-    pub(super) fn running(&self) -> &Arc<RunningCalls> {
+    pub(crate) fn running(&self) -> &Arc<RunningCalls> {
         &self.engine.running
     }
 
     /// Returns what hands jobs to the workers.
-    pub(super) fn executor(&self) -> &ExecutorHandle {
+    pub(crate) fn executor(&self) -> &ExecutorHandle {
         &self.engine.executor
     }
 
-    /// Makes room for a call, whose end is an event if `event` is set.
-    pub(crate) fn begin(&self, event: bool) -> Result<BegunCall<'_>> {
-        let transfer = self.queue.start(event)?;
+    /// Makes room for a call.
+    pub(crate) fn begin(&self) -> Result<BegunCall<'_>> {
+        let transfer = self.queue.start()?;
         let reserved = self.running().reserve();
         let key = reserved.inspect_err(|_| transfer.abandon())?;
         Ok(BegunCall { calls: self, transfer, key, used: false })
@@ -56,7 +57,7 @@ impl AsyncCalls {
 
     /// Starts a call that runs `work` on a worker once `rows` are free.
     pub(crate) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
-        self.begin(purpose.event)?.start(purpose, rows, work)
+        self.begin()?.start(purpose, rows, work)
     }
 
     /// Waits until no call runs. Returns `false` once `deadline` has passed, and `Err` only if interrupted.
@@ -90,6 +91,16 @@ struct ShortCall {
 }
 
 impl BegunCall<'_> {
+    /// Returns how a task ends for which this is the room.
+    pub(super) fn end(&self) -> TaskEnd {
+        TaskEnd { transfer: self.transfer.clone(), running: self.calls.running().clone(), key: self.key }
+    }
+
+    /// Notes that the task was started.
+    pub(super) fn started(mut self) {
+        self.used = true;
+    }
+
     /// Starts the call, which runs `work` on a worker once `rows` are free.
     pub(crate) fn start(mut self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
         let (engine, running) = (&self.calls.engine, self.calls.running());
@@ -154,20 +165,22 @@ impl CallsOfPeers for CallsOfEngine {
         let waiting = self.running.waiting_with(cluster);
         if !waiting.is_empty() {
             // By a worker, because the caller holds locks of the links.
-            self.executor.submit(JobClass::LinkEnds, Arc::new(LinkEnded { waiting, _end: end.clone() }));
+            self.executor
+                .submit(JobClass::LinkEnds, Arc::new(LinkEnded { cluster, waiting, _end: end.clone() }));
         }
     }
 }
 
 /// Ends calls that waited for their program when their link ended.
 struct LinkEnded {
+    cluster: ClusterId,
     waiting: Vec<Arc<dyn RunningCall>>,
     _end: Arc<HeldEnd>,
 }
 
 impl Job for LinkEnded {
     fn run(self: Arc<Self>) {
-        self.waiting.iter().for_each(|call| call.link_ended());
+        self.waiting.iter().for_each(|call| call.link_ended(self.cluster));
     }
 
     fn refused(self: Arc<Self>, _: Error) {}

@@ -5,37 +5,39 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::async_calls::AsyncCalls;
-use super::delivery::{
-    Delivery, DeliveryState, LayerProgress, Outcome, ReportedLayers, TaskKind, TaskLimits,
-};
-use super::layer_task::LayerTask;
+use super::delivery::{Delivery, DeliveryState, LayerProgress, Outcome, ReportedLayers};
+use super::executor::ExecutorHandle;
+use super::layer_notice::TaskEnd;
+use super::running_calls::RunningCalls;
+use super::task::Task;
 use super::task_state::{Awaited, TaskState};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
 use crate::model::Deadline;
 use crate::sync::MutexGuard;
 
-/// A [`LayerTask`] whose layers come in order. If it is dropped, destinations that wait for a layer end.
+/// A push whose layers come in order. If it is dropped, destinations that wait for a layer end.
 #[derive(Debug)]
 pub struct CacheTask {
-    task: LayerTask,
+    task: Arc<Task>,
     layer_timeout: Option<Duration>,
 }
 
 impl CacheTask {
-    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. `calls` must not be the asynchronous
-    /// calls of the engine, because `max_transfers` limits those and `drain` waits for them. A layer has `limit` from the start of its
-    /// push. The transfer waits at most `layer_timeout` for a layer.
+    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. `running` must not be that of the
+    /// asynchronous calls of the engine, because `drain` waits for those. A layer has `limit` from the start of its push. The transfer
+    /// waits at most `layer_timeout` for a layer.
     pub(crate) fn start(
-        calls: &AsyncCalls,
-        layers: u32,
-        deliveries: Vec<Delivery>,
+        running: &Arc<RunningCalls>,
+        executor: &ExecutorHandle,
+        (layers, deliveries): (u32, Vec<Delivery>),
         limit: Duration,
         layer_timeout: Option<Duration>,
     ) -> Result<CacheTask> {
-        let limits = TaskLimits { kind: TaskKind::CacheTask, layer: limit, wait: None };
-        Ok(CacheTask { task: LayerTask::begin(calls, layers, deliveries, limits)?, layer_timeout })
+        let key = running.reserve()?;
+        let end = TaskEnd { transfer: Transfer::unreported(), running: running.clone(), key };
+        let task = Task::start(executor, end, (layers, deliveries), limit, None);
+        Ok(CacheTask { task: task.inspect_err(|_| running.leave(key))?, layer_timeout })
     }
 
     /// Returns the layers that any destination needs, ascending.
@@ -56,12 +58,12 @@ impl CacheTask {
         let watched = state.awaited.is_some() && layer_timeout.is_some();
         drop(state);
         if watched {
-            self.task.task.watch();
+            self.task.watch();
         }
         wanted
     }
 
-    /// Reports that `layer` may be pushed, as [`LayerTask::ready`] does.
+    /// Reports that `layer` may be pushed, as [`LayerTask::ready`](super::LayerTask::ready) does.
     pub fn ready(&self, layer: u32) -> Result<()> {
         self.task.ready(layer)
     }
@@ -71,7 +73,7 @@ impl CacheTask {
     /// layers are all ready continue.
     pub(crate) fn refuse(&self, layer: u32, error: &Error) {
         self.state().refuse(layer, error);
-        self.task.task.finish_ended();
+        self.task.finish_ended();
     }
 
     /// Refuses a layer because the code that computes it reports that it will not be ready
@@ -88,9 +90,9 @@ impl CacheTask {
         self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
     }
 
-    /// Returns the transfer of each destination, in the order of the destinations.
-    pub fn transfers(&self) -> &[Arc<Transfer>] {
-        self.task.transfers()
+    /// Returns the record of the end of the transfer. It is no event.
+    pub fn transfer(&self) -> &Arc<Transfer> {
+        self.task.transfer()
     }
 
     /// Cancels all destinations without an outcome. Layers in transit are still pushed. Returns `false` if every destination
@@ -100,24 +102,19 @@ impl CacheTask {
         let any = state.deliveries.iter().any(DeliveryState::is_under_way);
         state.fail_each(|_, _| Some(Error::new(ErrorKind::Cancelled, "the transfer was cancelled")));
         drop(state);
-        self.task.task.finish_ended();
+        self.task.finish_ended();
         any
     }
 
     /// Whether the transfer has ended: nothing of it moves, or ever will.
     pub fn done(&self) -> bool {
-        self.transfers().iter().all(|transfer| transfer.done())
+        self.transfer().done()
     }
 
     /// Waits until the transfer is [`done`](Self::done). Returns `Ok(false)` once `deadline` has passed, and
     /// `Err` only if interrupted.
     pub fn wait(&self, deadline: Deadline) -> Result<bool> {
-        for transfer in self.transfers() {
-            if !transfer.wait(deadline)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        self.transfer().wait(deadline)
     }
 
     /// Returns the outcome of each destination. An outcome never changes, but a layer of the destination may be in transit
@@ -150,7 +147,13 @@ impl CacheTask {
     }
 
     fn state(&self) -> MutexGuard<'_, TaskState> {
-        self.task.task.state.lock()
+        self.task.state.lock()
+    }
+}
+
+impl Drop for CacheTask {
+    fn drop(&mut self) {
+        self.task.abandon();
     }
 }
 

@@ -3,7 +3,7 @@
 //! This module only keeps records. `task` changes them when layers are reported and when workers have pushed layers.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -16,14 +16,14 @@ const LAYERS: &str = "the layers of a transfer";
 /// Pushes layers to one destination.
 pub trait LayerSink: Send + Sync {
     /// Finds the destination, and returns the number of bytes of all its layers. Called once, before the first layer, and
-    /// usually before that layer is ready. `kind` is that of the task.
-    fn find(&self, kind: TaskKind, deadline: Deadline) -> Result<u64>;
+    /// usually before that layer is ready.
+    fn find(&self, deadline: Deadline) -> Result<u64>;
 
     /// Pushes with one request the first of the `ready` layers, and those after it that it can also push if they have at most
     /// `max_bytes` bytes together. Returns the number of layers and of their bytes, which are in place then.
     fn push(&self, ready: LayerRange, max_bytes: u64, deadline: Deadline) -> Result<(u32, u64)>;
 
-    /// Adds to the error of a `LayerTask` what is known of the peer.
+    /// Adds to the error of a joint transfer what is known of the peer.
     fn named(&self, error: Error) -> Error {
         error
     }
@@ -80,13 +80,12 @@ pub(super) struct ReadyRun {
     pub(super) since: Instant,
 }
 
-/// The layers of the source cache: which ones were reported, and in which order they became ready. Reporting a layer
-/// takes no memory.
+/// The layers of the source cache: which ones were reported as ready, and in which order. Reporting a layer takes no memory.
 #[derive(Debug)]
 pub(super) struct ReportedLayers {
     /// Number of layers of the cache.
     count: u32,
-    /// One bit per layer: whether it was reported, as ready or as failed.
+    /// One bit per layer: whether it was reported.
     reported: Vec<u64>,
     ready: Vec<ReadyLayer>,
 }
@@ -97,26 +96,19 @@ impl ReportedLayers {
         Ok(ReportedLayers { count, reported, ready: fallible::with_capacity(LAYERS, count as usize)? })
     }
 
-    /// Notes that `layer` was reported. Returns `Err(InvalidArgument)` if there is no such layer, or if it was
-    /// reported before.
-    pub(super) fn report(&mut self, layer: u32) -> Result<()> {
+    /// Notes that `layer` may be pushed. Returns `Err(InvalidArgument)` if there is no such layer, or if it was reported before.
+    pub(super) fn report(&mut self, layer: u32, since: Instant) -> Result<()> {
         let range = format_args!("0 to {}, each layer once", i64::from(self.count) - 1);
         if layer >= self.count {
             return Err(Error::out_of_range("layer", layer, range));
         }
         if self.is_reported(layer) {
-            let before = self.ready.iter().any(|ready| ready.layer == layer);
-            let state = if before { "ready" } else { "failed" };
-            let text = format!("layer={layer} was reported before, as {state}; allowed: {range}");
+            let text = format!("layer={layer} was reported before; allowed: {range}");
             return Err(Error::invalid(text).of_argument("layer"));
         }
         self.reported[(layer / u64::BITS) as usize] |= 1 << (layer % u64::BITS);
-        Ok(())
-    }
-
-    /// Notes that a reported layer may be pushed.
-    pub(super) fn push_ready(&mut self, layer: u32, since: Instant) {
         self.ready.push(ReadyLayer { layer, since });
+        Ok(())
     }
 
     pub(super) fn is_reported(&self, layer: u32) -> bool {
@@ -128,34 +120,6 @@ impl ReportedLayers {
     fn first_missing(&self, range: LayerRange) -> Option<u32> {
         (range.first..range.end).find(|&layer| !self.is_reported(layer))
     }
-}
-
-/// Which handle a task has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TaskKind {
-    /// A `CacheTask`. The limit of a layer counts from the start of its push, which ends by itself (contract §8.2).
-    CacheTask,
-    /// A `LayerTask`: the end of each destination is an event. The limit of a layer counts from its report. A push ends early
-    /// if its transfer is stopped, and only when the peer has ended its reads of this process's memory.
-    LayerTask,
-}
-
-impl TaskKind {
-    /// Whether the end of each destination is an event. Then every failure names the peer.
-    pub(super) fn has_events(self) -> bool {
-        self == TaskKind::LayerTask
-    }
-}
-
-/// Kind and time limits of a task.
-#[derive(Clone, Copy, Debug)]
-pub struct TaskLimits {
-    /// Which handle it has.
-    pub kind: TaskKind,
-    /// How long a layer may take to be in place.
-    pub layer: Duration,
-    /// How long each destination may wait for the next layer to be ready.
-    pub wait: Option<Duration>,
 }
 
 /// Whether a worker works on a destination.
@@ -175,7 +139,7 @@ pub(super) struct DeliveryState {
     pub(super) range: LayerRange,
     pub(super) found: bool,
     pub(super) run_state: RunState,
-    /// How it ends. Its transfer reports this once nothing of it moves.
+    /// How it ends.
     pub(super) outcome: Outcome,
     /// Whether somebody reports the outcome, or has done so.
     reported: bool,
@@ -307,35 +271,6 @@ impl DeliveryState {
     fn num_layers(&self) -> u32 {
         self.range.end.saturating_sub(self.range.first)
     }
-
-    /// Returns when it is late, and what it does until then: a ready layer whose limit counts from its report waits for a worker,
-    /// or no further layer becomes ready within the limit since `begin` and since the last one.
-    pub(super) fn due(
-        &mut self,
-        layers: &ReportedLayers,
-        limits: TaskLimits,
-        begin: Instant,
-    ) -> Option<(Deadline, String)> {
-        if !self.is_under_way() {
-            return None;
-        }
-        // A worker that works on it has the deadline of its layer.
-        let queued = self.next(layers).filter(|_| limits.kind.has_events() && !self.is_busy());
-        let queued = queued.map(|ReadyLayer { layer, since }| {
-            let text = format!("layer {layer} was waiting for a thread");
-            (Deadline::since(since, limits.layer), text)
-        });
-        let waits = self.missing(layers).zip(limits.wait).map(|(layer, limit)| {
-            let last = layers.ready.iter().rev().find(|ready| self.needs(ready.layer));
-            let since = last.map_or(begin, |ready| ready.since.max(begin));
-            let text = format!("waiting for layer {layer} to be ready");
-            (Deadline::since(since, limit).named("layer_timeout_ms"), text)
-        });
-        match (queued, waits) {
-            (Some(queued), Some(waits)) if waits.0.at() < queued.0.at() => Some(waits),
-            (queued, waits) => queued.or(waits),
-        }
-    }
 }
 
 impl std::fmt::Debug for DeliveryState {
@@ -380,7 +315,7 @@ mod tests {
                 let (mut reported, mut pushed) = (0, Vec::new());
                 for (takes, reports) in requests {
                     for &layer in order.iter().skip(reported).take(reports) {
-                        layers.push_ready(layer, Instant::now());
+                        layers.report(layer, Instant::now()).unwrap();
                         reported += 1;
                     }
                     let ready = |layer: &&u32| needed[pushed.len()..].contains(layer);

@@ -14,7 +14,7 @@ use crate::fallible;
 use crate::model::Deadline;
 use crate::plan::{KvPart, Side, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::{Describe, Link, LinkOfCall};
+use crate::session::{Describe, Link};
 use crate::stats::Op;
 use crate::validate::OwnerShare;
 
@@ -30,17 +30,11 @@ fn checked_by_description<T>(check: impl Fn(Describe) -> Result<T>) -> Result<T>
     }
 }
 
-/// One part of a group, and where its link is found.
-pub(crate) struct GroupPart {
-    pub(crate) link: LinkOfCall,
-    /// The first part has the notification of the group.
-    pub(crate) transfer: PeerTransfer,
-}
-
 /// The parts of one group.
 pub(crate) struct Group {
     pub(crate) resources: Arc<Resources>,
-    pub(crate) parts: Vec<GroupPart>,
+    /// The first one has the notification of the group.
+    pub(crate) parts: Vec<PeerTransfer>,
     /// Whether the parts are several owners of one local cache, which are checked before the first byte moves. Each layer and
     /// head is read from one of them, and written to all that hold it.
     pub(crate) owners: bool,
@@ -60,7 +54,7 @@ impl Group {
             let mut end = TransferEnd::default();
             let counted = call.counted(|| {
                 let Some(share) = shares.get(index).unwrap_or(&all) else { return Ok(0) };
-                let (bytes, left) = part.transfer.moved(&call, share)?;
+                let (bytes, left) = part.moved(&call, share)?;
                 end = left;
                 Ok(bytes)
             });
@@ -92,12 +86,12 @@ impl Group {
     }
 
     fn local_side(&self) -> Side {
-        self.parts[0].transfer.checked.local_side()
+        self.parts[0].checked.local_side()
     }
 
-    fn call(&self, part: &GroupPart, execution: &Arc<Execution>, deadline: Deadline) -> Result<Call> {
+    fn call(&self, part: &PeerTransfer, execution: &Arc<Execution>, deadline: Deadline) -> Result<Call> {
         let link = part.link.find(deadline)?;
-        Ok(part.transfer.call(self.resources.clone(), link, Some(execution.clone()), deadline))
+        Ok(part.call(self.resources.clone(), link, Some(execution.clone()), deadline))
     }
 
     /// Finds out the layout of every owner's cache with `describe`, and returns what to read from each owner.
@@ -110,7 +104,7 @@ impl Group {
         let missing = |which: &str| {
             Error::invalid(format!("several owners of one cache need KV layouts: the {which} cache has none"))
         };
-        let local = self.parts[0].transfer.local.kv().ok_or_else(|| missing("local"))?;
+        let local = self.parts[0].local.kv().ok_or_else(|| missing("local"))?;
         let mut owners = fallible::with_capacity(PARTS, self.parts.len())?;
         for (index, part) in self.parts.iter().enumerate() {
             let described = || {
@@ -134,7 +128,7 @@ impl Group {
         let mut tokens = None;
         for (index, (parts, (known, _))) in assigned.into_iter().zip(&owners).enumerate() {
             let share = OwnerShare { parts: Some(parts), tokens };
-            let planned = self.parts[index].transfer.checked.plan(&known.remote, &share);
+            let planned = self.parts[index].checked.plan(&known.remote, &share);
             tokens = tokens.or(planned.map_err(|error| of_part(index, error))?.tokens);
             shares.push(Some(share));
         }
@@ -156,11 +150,11 @@ impl Group {
         for (index, part) in self.parts.iter().enumerate() {
             let share = || {
                 let call = self.call(part, execution, deadline)?;
-                let named = |error: Error| call.named(error.with("name", &part.transfer.name));
-                let (_, row) = part.transfer.name.without_slot();
+                let named = |error: Error| call.named(error.with("name", &part.name));
+                let (_, row) = part.name.without_slot();
                 let remote = call.remote_cache(describe)?.remote.with_row(row);
                 let share = OwnerShare { parts: None, tokens: expected };
-                let (tokens, nothing) = part.transfer.checked.check_share(&remote, &share).map_err(named)?;
+                let (tokens, nothing) = part.checked.check_share(&remote, &share).map_err(named)?;
                 Ok((tokens, nothing.map(named)))
             };
             let (tokens, reason) = share().map_err(|error| of_part(index, error))?;

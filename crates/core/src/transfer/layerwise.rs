@@ -9,8 +9,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::call::{Call, check_accessible};
-use super::delivery::{LayerSink, TaskKind};
-use super::joint::LayerNotice;
+use super::delivery::LayerSink;
+use super::layer_notice::LayerNotice;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -35,6 +35,8 @@ pub(crate) struct LayerPush {
     pub(crate) words: &'static Words,
     /// How thoroughly the layers are compared.
     pub(crate) verify: Verify,
+    /// Whether a push ends only when the peer has ended its reads of this process's memory.
+    pub(crate) to_the_end: bool,
     /// The notification for the peer, of which the first destination reserves room.
     pub(crate) notice: Option<Arc<LayerNotice>>,
     pub(crate) found: OnceLock<FoundDestination>,
@@ -42,7 +44,6 @@ pub(crate) struct LayerPush {
 
 /// A destination whose link and caches were found.
 pub(crate) struct FoundDestination {
-    kind: TaskKind,
     link: Arc<Link>,
     /// Rows of the local cache that are read.
     local_rows: RowList,
@@ -66,11 +67,11 @@ impl FoundDestination {
 }
 
 impl LayerSink for LayerPush {
-    fn find(&self, kind: TaskKind, deadline: Deadline) -> Result<u64> {
+    fn find(&self, deadline: Deadline) -> Result<u64> {
         let found = self.link.find(deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
         self.notice.as_ref().map_or(Ok(()), |notice| notice.reserve(&link))?;
-        let found = self.resolve(kind, link.clone(), deadline).map_err(|error| link.named(error))?;
+        let found = self.resolve(link.clone(), deadline).map_err(|error| link.named(error))?;
         let bytes = found.layers.iter().flatten().map(|part| part.plan.bytes()).sum();
         // `find` is called once, so the destination is not set yet.
         let _ = self.found.set(found);
@@ -121,7 +122,7 @@ impl LayerPush {
             local: self.local.clone(),
             deadline,
             execution: None,
-            to_the_end: found.kind.has_events(),
+            to_the_end: self.to_the_end,
             notify: None,
             grant: None,
             verify: self.verify,
@@ -133,13 +134,13 @@ impl LayerPush {
         call.counted_as(layers, || call.attempts(|known| call.push(known, plans, rows()?)))
     }
 
-    fn resolve(&self, kind: TaskKind, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
+    fn resolve(&self, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
         check_accessible((self.words, Side::Source), &self.resources, &self.local)?;
         let (local_rows, layers) = match &self.to.target {
             Target::Cache { name, first_layer } => self.to_cache(&link, name, *first_layer, deadline),
             Target::Addresses(addrs) => self.to_addresses(&link, addrs, deadline),
         }?;
-        Ok(FoundDestination { kind, link, local_rows, layers })
+        Ok(FoundDestination { link, local_rows, layers })
     }
 
     /// Returns the rows of the local cache that are read, and the parts of each layer.

@@ -11,7 +11,7 @@ mod delivery;
 mod executor;
 mod grants;
 mod group;
-mod joint;
+mod layer_notice;
 mod layer_task;
 mod layerwise;
 mod local_copy;
@@ -27,22 +27,23 @@ mod task;
 mod task_state;
 mod verify;
 
-pub(crate) use async_call::{AsyncWork, CallPurpose, Execution, Work};
+pub(crate) use async_call::{CallPurpose, Execution, Work};
 pub use async_calls::AsyncCalls;
 pub use cache_task::CacheTask;
-pub use delivery::{Delivery, LayerProgress, LayerSink, Outcome, TaskKind, TaskLimits};
+pub use delivery::{Delivery, LayerProgress, LayerSink, Outcome};
 pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
 pub(crate) use executor::JobClass;
 pub use grants::GrantClock;
-pub(crate) use group::{Group, GroupPart};
-pub(crate) use joint::LayerNotice;
+pub(crate) use group::Group;
+pub(crate) use layer_notice::LayerNotice;
 pub use layer_task::LayerTask;
 pub(crate) use layerwise::LayerPush;
 pub(crate) use local_copy::{LocalCopy, run_in_order};
 pub(crate) use notify::notify;
 pub(crate) use peer_transfer::{PeerTransfer, used_rows};
+pub(crate) use running_calls::RunningCalls;
 #[cfg(feature = "testing")]
 pub use verify::MOVED;
 

@@ -1,4 +1,4 @@
-//! A pull or push whose arguments were checked. It needs only a link.
+//! A pull or push whose arguments were checked.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,16 +8,16 @@ use super::call::Call;
 use super::pull::TransferEnd;
 use crate::cache::{Cache, Pin, RowUse};
 use crate::error::Result;
-use crate::model::{ClusterId, Deadline, GrantUse, RemoteCacheName, Verify};
+use crate::model::{Deadline, GrantUse, RemoteCacheName, Verify};
 use crate::plan::Side;
 use crate::resources::Resources;
-use crate::session::Link;
+use crate::session::{Link, LinkOfCall};
 use crate::stats::Op;
 use crate::validate::{CheckedTransfer, OwnerShare};
 
 /// A pull or push whose arguments were checked.
 pub(crate) struct PeerTransfer {
-    pub(crate) cluster: ClusterId,
+    pub(crate) link: LinkOfCall,
     /// Name of the remote cache, with its slot.
     pub(crate) name: RemoteCacheName,
     pub(crate) local: Arc<Cache>,
@@ -40,14 +40,14 @@ pub(crate) fn used_rows(checked: &CheckedTransfer) -> Result<RowUse> {
 }
 
 impl PeerTransfer {
-    /// Moves the bytes over `link`: on a worker for `execution`, which has the rows already, or on the calling thread.
+    /// Moves the bytes: on a worker for `execution`, which has the rows already, or on the calling thread.
     pub(crate) fn run(
         self,
         resources: Arc<Resources>,
-        link: Arc<Link>,
         execution: Option<Arc<Execution>>,
         deadline: Deadline,
     ) -> Result<u64> {
+        let link = self.link.find(deadline)?;
         self.call(resources, link, execution, deadline).transfer(&self)
     }
 
@@ -56,7 +56,6 @@ impl PeerTransfer {
     pub(crate) fn run_now(
         &self,
         resources: &Arc<Resources>,
-        link: Arc<Link>,
         deadline: Deadline,
     ) -> Option<(Result<u64>, Option<Pin>)> {
         let asks_peer = self.notify.is_some() || self.grant.is_some() || self.verify != Verify::Off;
@@ -64,7 +63,7 @@ impl PeerTransfer {
             return None;
         }
         let started = Instant::now();
-        let call = self.call(resources.clone(), link, None, deadline);
+        let call = self.call(resources.clone(), self.link.known()?, None, deadline);
         let _active = call.link.begin().ok()?;
         let (bytes, pin) = call.pull_now(&self.checked)?;
         call.link.stats.count_transfers(1, started.elapsed(), Some(bytes));
@@ -72,7 +71,7 @@ impl PeerTransfer {
         Some((Ok(bytes), pin))
     }
 
-    /// Returns the call that moves the bytes, with arguments as in [`run`](Self::run).
+    /// Returns the call that moves the bytes over `link`; the other arguments are as in [`run`](Self::run).
     pub(super) fn call(
         &self,
         resources: Arc<Resources>,

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::events::{HeldEnd, Transfer};
-use crate::fallible;
 use crate::model::{ClusterId, Deadline};
 use crate::sync::{Condvar, Mutex};
 
@@ -26,13 +25,13 @@ pub(super) trait RunningCall: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Ends a call that [waits](Self::waits_with) because the link has ended.
-    fn link_ended(&self) {}
+    /// Ends a call that [waits](Self::waits_with) because the link to `cluster` has ended.
+    fn link_ended(&self, _cluster: ClusterId) {}
 }
 
 /// The asynchronous calls of one engine that have not ended. They keep calls alive that wait without a thread.
 #[derive(Debug, Default)]
-pub(super) struct RunningCalls {
+pub(crate) struct RunningCalls {
     state: Mutex<State>,
     /// Notified when the last call has ended.
     idle: Condvar,
@@ -50,38 +49,13 @@ impl RunningCalls {
         self.state.lock().calls.reserve(RUNNING)
     }
 
-    /// Makes entries for `count` calls, all or none, as [`reserve`](Self::reserve) does.
-    pub(super) fn reserve_all(&self, count: usize) -> Result<Vec<SlotKey>> {
-        let mut keys = fallible::with_capacity(RUNNING, count)?;
-        for _ in 0..count {
-            match self.reserve() {
-                Ok(key) => keys.push(key),
-                Err(error) => {
-                    for key in keys {
-                        self.leave(key);
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        Ok(keys)
-    }
-
     /// Adds a call to its entry. Returns `Err(Closed)` once the engine closes.
     pub(super) fn enter(&self, key: SlotKey, call: Arc<dyn RunningCall>) -> Result<()> {
-        self.enter_all(std::iter::once((key, call)))
-    }
-
-    /// Adds calls, all or none, as [`enter`](Self::enter) does.
-    pub(super) fn enter_all(
-        &self,
-        calls: impl Iterator<Item = (SlotKey, Arc<dyn RunningCall>)>,
-    ) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        calls.for_each(|(key, call)| state.calls.fill(key, call));
+        state.calls.fill(key, call);
         Ok(())
     }
 
@@ -128,7 +102,7 @@ impl RunningCalls {
     }
 
     /// Ends all calls and refuses new ones.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
         let calls: Vec<_> = state.calls.values().cloned().collect();

@@ -1,73 +1,91 @@
 //! A layer-wise transfer in progress: which layers are ready, how far each destination is, and its outcome.
 //!
 //! The code that computes layers reports which ones are ready, in any order, and workers push ready layers to each
-//! destination. Neither waits for the other, and no destination waits for another. Each destination has a [`Transfer`], which
-//! ends once nothing of the destination moves. A worker that ends without a result leaves a failure
-//! (`destinations_are_independent`), so a missing result never counts as success.
+//! destination. Neither waits for the other, and no destination waits for another. The [`Transfer`] ends once nothing of any
+//! destination moves. A worker that ends without a result leaves a failure (`destinations_are_independent`), so a missing result
+//! never counts as success.
 //!
-//! `layer_task` starts a task, and `layerwise` pushes the layers.
+//! `layer_task` and `cache_task` have the handles of a task, and `layerwise` pushes the layers.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::async_calls::AsyncCalls;
 use super::clock::Alarmed;
 use super::current_call::{watched, work_for};
-use super::delivery::{
-    DeliveryState, LayerSink, Outcome, ReadyRun, ReportedLayers, RunState, TaskKind, TaskLimits,
-};
+use super::delivery::{Delivery, DeliveryState, LayerSink, Outcome, ReadyRun, ReportedLayers, RunState};
 use super::executor::{ExecutorHandle, Job, JobClass};
-use super::joint::Joint;
+use super::layer_notice::{LayerNotice, NoticeJob, TaskEnd};
 use super::run_length::RunLength;
-use super::running_calls::RunningCalls;
-use super::slot_map::SlotKey;
+use super::running_calls::RunningCall;
 use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
-use crate::events::Transfer;
-use crate::model::Deadline;
+use crate::events::{Stops, Transfer};
+use crate::model::{ClusterId, Deadline};
 use crate::sync::Mutex;
 
-/// One transfer to any number of destinations.
+/// One push to any number of destinations.
 #[derive(Debug)]
 pub(super) struct Task {
     executor: ExecutorHandle,
-    pub(super) limits: TaskLimits,
-    begin: Instant,
-    /// The transfer of each destination, in the order of the destinations.
-    pub(super) transfers: Vec<Arc<Transfer>>,
-    running: Arc<RunningCalls>,
-    /// The keys of the transfers in `running`.
-    pub(super) keys: Vec<SlotKey>,
-    /// The transfer of all destinations together, if they have one.
-    pub(super) joint: Option<Arc<Joint>>,
+    end: TaskEnd,
+    /// How long a layer may take to be in place.
+    limit: Duration,
+    joint: Option<Joint>,
     pub(super) state: Mutex<TaskState>,
 }
 
+/// What a task has whose destinations succeed or fail as one (`LayerTask`). The limit of a layer counts from its report, a push ends
+/// early if the transfer is stopped, and a failure names the peer.
+///
+/// The destinations of the other tasks (`CacheTask`) are independent. The limit of a layer counts from the start of its push, which ends
+/// by itself (contract §8.2).
+#[derive(Debug)]
+pub(super) struct Joint {
+    /// What the peer gets when all layers are in place.
+    pub(super) notice: Option<Arc<LayerNotice>>,
+}
+
 impl Task {
-    /// Creates a task whose transfers have these keys among the calls that run. [`begin`](Self::begin) starts it.
-    pub(super) fn new(
-        calls: &AsyncCalls,
-        limits: TaskLimits,
-        (transfers, keys): (Vec<Arc<Transfer>>, Vec<SlotKey>),
-        joint: Option<Arc<Joint>>,
-        state: TaskState,
-    ) -> Arc<Task> {
-        let (executor, running) = (calls.executor().clone(), calls.running().clone());
-        let (begin, state) = (Instant::now(), Mutex::new(state));
-        Arc::new(Task { executor, limits, begin, transfers, running, keys, joint, state })
-    }
-
-    /// Cancels every destination that has not ended.
-    pub(super) fn cancel_all(&self) {
-        for transfer in &self.transfers {
-            transfer.cancel();
+    /// Starts to push the layers of each delivery, out of a cache with this many layers. On failure, the caller gives back what is
+    /// reserved in `end`.
+    pub(super) fn start(
+        executor: &ExecutorHandle,
+        end: TaskEnd,
+        (layers, deliveries): (u32, Vec<Delivery>),
+        limit: Duration,
+        joint: Option<Joint>,
+    ) -> Result<Arc<Task>> {
+        let state = Mutex::new(TaskState::new(layers, deliveries)?);
+        let task = Arc::new(Task { executor: executor.clone(), end, limit, joint, state });
+        let stops: Weak<Self> = Arc::downgrade(&task);
+        task.end.transfer.stop_with(stops);
+        task.end.running.enter(task.end.key, task.clone())?;
+        if task.count() == 0 {
+            task.end(Ok(0));
         }
+        task.queue_all();
+        // Those that cannot be reached have ended already.
+        task.finish_ended();
+        Ok(task)
     }
 
-    /// Has workers find every destination.
-    pub(super) fn begin(self: &Arc<Self>) {
-        self.queue_all();
-        // Those that cannot be reached have ended already.
+    /// Returns the transfer of all destinations. It ends once nothing of them moves.
+    pub(super) fn transfer(&self) -> &Arc<Transfer> {
+        &self.end.transfer
+    }
+
+    fn count(&self) -> usize {
+        self.state.lock().deliveries.len()
+    }
+
+    /// Ends destinations that wait for a layer, because nobody can report it any more. Destinations whose layers are all ready
+    /// continue.
+    pub(super) fn abandon(&self) {
+        self.state.lock().fail_each(|delivery, layers| {
+            let layer = delivery.missing(layers)?;
+            let text = format!("the task was dropped before layer {layer} was ready");
+            Some(Error::new(ErrorKind::Cancelled, text).with("layer", layer))
+        });
         self.finish_ended();
     }
 
@@ -76,8 +94,7 @@ impl Task {
     pub(super) fn ready(self: &Arc<Self>, layer: u32) -> Result<()> {
         let since = Instant::now();
         let mut state = self.state.lock();
-        state.layers.report(layer)?;
-        state.layers.push_ready(layer, since);
+        state.layers.report(layer, since)?;
         state.awaited = None;
         drop(state);
         self.queue_all();
@@ -85,7 +102,7 @@ impl Task {
     }
 
     fn queue_all(self: &Arc<Self>) {
-        (0..self.transfers.len()).for_each(|index| self.queue(index));
+        (0..self.count()).for_each(|index| self.queue(index));
     }
 
     /// Hands a destination to the workers if there is something to do for it, unless they have it already.
@@ -100,12 +117,12 @@ impl Task {
         }
         let (run_state, cluster) =
             (std::mem::replace(&mut delivery.run_state, RunState::Queued), delivery.cluster);
-        if let Some(next) = next.filter(|_| self.limits.kind.has_events())
-            && let Err(error) = self.arm(&mut state, Deadline::since(next.since, self.limits.layer).at())
+        if let Some((next, limit)) = next.zip(self.report_limit())
+            && let Err(error) = self.arm(&mut state, Deadline::since(next.since, limit).at())
         {
             // Without the alarm, nothing would notice that the layer is late.
             drop(state);
-            return self.stop(index, error);
+            return self.fail(index, error);
         }
         drop(state);
         if run_state == RunState::Idle {
@@ -114,8 +131,13 @@ impl Task {
         }
     }
 
+    /// Returns the limit of a layer if it counts from the report.
+    fn report_limit(&self) -> Option<Duration> {
+        self.joint.as_ref().map(|_| self.limit)
+    }
+
     /// Fails the destination at `index` unless it has ended. Layers in transit are still pushed.
-    pub(super) fn stop(&self, index: usize, error: Error) {
+    fn fail(&self, index: usize, error: Error) {
         let mut state = self.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         deliveries[index].fail(|| error, layers);
@@ -123,12 +145,17 @@ impl Task {
         self.finish_if_ended(index);
     }
 
-    /// [Finishes](Self::finish_if_ended) every destination that has ended.
-    pub(super) fn finish_ended(&self) {
-        (0..self.transfers.len()).for_each(|index| self.finish_if_ended(index));
+    /// Fails every destination that has not ended.
+    fn fail_all(&self, error: &Error) {
+        (0..self.count()).for_each(|index| self.fail(index, error.clone()));
     }
 
-    /// If a destination has its outcome and nothing of it moves, drops its sink and ends its transfer.
+    /// [Finishes](Self::finish_if_ended) every destination that has ended.
+    pub(super) fn finish_ended(&self) {
+        (0..self.count()).for_each(|index| self.finish_if_ended(index));
+    }
+
+    /// If a destination has its outcome and nothing of it moves, drops its sink. Ends the transfer after the last destination.
     fn finish_if_ended(&self, index: usize) {
         let mut state = self.state.lock();
         let delivery = &mut state.deliveries[index];
@@ -136,35 +163,44 @@ impl Task {
         let sink = delivery.sink.take();
         drop(state);
         let moved = moved.map_err(|error| match &sink {
-            Some(sink) if self.limits.kind.has_events() => sink.named(error),
+            Some(sink) if self.joint.is_some() => sink.named(error),
             _ => error,
         });
         // The sink may be the last owner of a cache, whose memory returns to a pool. So it is dropped without the lock, and
         // before anything reports that the destination has ended.
         drop(sink);
-        let failed_first = self.joint.as_ref().is_some_and(|joint| joint.note(self.of_part(index, &moved)));
-        self.transfers[index].finish(moved);
-        self.running.leave(self.keys[index]);
         let mut state = self.state.lock();
-        state.open -= 1;
-        let last = state.open == 0;
-        let alarm = if last { state.alarm.take() } else { None };
+        let failed_first = state.note_end(index, moved);
+        let outcome = (state.open == 0).then(|| state.outcome());
+        let alarm = if outcome.is_some() { state.alarm.take() } else { None };
         drop(state);
         if let Some((_, alarm)) = alarm {
             self.executor.clock().forget(alarm);
         }
-        if failed_first {
-            self.cancel_all();
-        }
-        if let Some(joint) = self.joint.as_ref().filter(|_| last) {
-            joint.finish();
+        if let Some(outcome) = outcome {
+            self.end(outcome);
+        } else if failed_first && self.joint.is_some() {
+            self.transfer().interrupt();
+            self.fail_all(&Error::new(ErrorKind::Cancelled, "another destination has failed"));
         }
     }
 
-    /// Returns the end of a destination as that of the joint transfer, whose error names the destination if there are several.
-    fn of_part(&self, index: usize, end: &Result<u64>) -> Result<u64> {
-        let several = self.transfers.len() > 1;
-        end.clone().map_err(|error| if several { error.with("part", index) } else { error })
+    /// Ends the transfer, whose destinations have all ended. A notification is delivered first, by a worker.
+    fn end(&self, outcome: Result<u64>) {
+        let notice = self.joint.as_ref().and_then(|joint| joint.notice.as_ref());
+        match (notice, outcome) {
+            (Some(notice), Ok(bytes)) => {
+                let (end, limit) = (self.end.clone(), self.limit);
+                let job = NoticeJob { notice: notice.clone(), end, limit, bytes };
+                self.executor.submit(JobClass::Calls(notice.cluster), Arc::new(job));
+            }
+            (notice, outcome) => {
+                if let Some(notice) = notice {
+                    notice.give_back();
+                }
+                self.end.finish(outcome);
+            }
+        }
     }
 
     /// Has [`watch`](Self::watch) called at `when`, or earlier.
@@ -182,7 +218,7 @@ impl Task {
     /// Fails what is late, and sets the alarm for the next moment at which something may be.
     pub(super) fn watch(self: &Arc<Self>) {
         let mut state = self.state.lock();
-        let (late, next) = state.fail_late(self.limits, self.begin);
+        let (late, next) = state.fail_late(self.report_limit());
         let armed = next.map_or(Ok(()), |next| self.arm(&mut state, next));
         if let Err(error) = &armed {
             // Without the alarm, nothing would notice what is late.
@@ -195,6 +231,35 @@ impl Task {
         if late || armed.is_err() {
             self.finish_ended();
         }
+    }
+}
+
+impl Stops for Task {
+    fn stop(&self, why: Error) {
+        self.fail_all(&why);
+    }
+}
+
+impl RunningCall for Task {
+    fn close(&self) {
+        self.transfer().close();
+    }
+
+    fn transfer_with(&self, cluster: ClusterId) -> Option<&Arc<Transfer>> {
+        self.waits_with(cluster).then(|| self.transfer())
+    }
+
+    /// A push to several destinations is one transfer with the peers that are linked when it starts. The other tasks find the
+    /// peer of each destination when its first layer is ready.
+    fn waits_with(&self, cluster: ClusterId) -> bool {
+        let to = |delivery: &DeliveryState| delivery.cluster == cluster;
+        self.joint.is_some() && self.state.lock().deliveries.iter().any(to)
+    }
+
+    fn link_ended(&self, cluster: ClusterId) {
+        let error = Error::new(ErrorKind::NotLinked, "the link ended before all layers were pushed");
+        self.state.lock().fail_each(|delivery, _| (delivery.cluster == cluster).then(|| error.clone()));
+        self.finish_ended();
     }
 }
 
@@ -230,17 +295,16 @@ impl Job for LayerJob {
     fn run(self: Arc<Self>) {
         // The worker has the only reference, here and below.
         let Some(mut job) = Arc::into_inner(self) else { return };
-        let transfer = job.task.transfers[job.index].clone();
+        let transfer = job.task.transfer().clone();
         let _current = work_for(&transfer);
         let mut run_length = RunLength::default();
         while let Some(step) = job.next() {
             match step {
                 LayerStep::Find(sink, since) => {
-                    let found = sink.find(job.task.limits.kind, job.deadline(since));
+                    let found = sink.find(job.deadline(since));
                     drop(sink);
                     if let Ok(bytes) = found {
                         transfer.expect(bytes);
-                        job.task.joint.iter().for_each(|joint| joint.expect(bytes));
                     }
                     job.record(found, |delivery, _, _| {
                         delivery.found = true;
@@ -254,7 +318,6 @@ impl Job for LayerJob {
                     if let Ok((_, bytes)) = pushed {
                         run_length.learn(bytes, begin.elapsed());
                         transfer.part_done(bytes);
-                        job.task.joint.iter().for_each(|joint| joint.transfer.part_done(bytes));
                     }
                     job.record(pushed, |delivery, (count, bytes), layers| {
                         delivery.note_pushed(count, bytes, layers);
@@ -275,11 +338,8 @@ impl Job for LayerJob {
 impl LayerJob {
     /// Returns the deadline of a step.
     fn deadline(&self, since: Instant) -> Deadline {
-        let TaskLimits { layer, kind, .. } = self.task.limits;
-        match kind {
-            TaskKind::CacheTask => Deadline::after(layer),
-            TaskKind::LayerTask => watched(Deadline::since(since, layer)),
-        }
+        let since_report = self.task.report_limit().map(|limit| watched(Deadline::since(since, limit)));
+        since_report.unwrap_or_else(|| Deadline::after(self.task.limit))
     }
 
     fn next(&self) -> Option<LayerStep> {

@@ -1,9 +1,9 @@
 //! The state of a layer-wise transfer: its layers and destinations, and which of them are late.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::clock::Alarm;
-use super::delivery::{Delivery, DeliveryState, Outcome, ReportedLayers, TaskLimits};
+use super::delivery::{Delivery, DeliveryState, Outcome, ReadyLayer, ReportedLayers};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
@@ -19,6 +19,10 @@ pub(super) struct TaskState {
     pub(super) deliveries: Vec<DeliveryState>,
     /// Number of destinations that have not ended.
     pub(super) open: usize,
+    /// Bytes of the destinations that have succeeded.
+    bytes: u64,
+    /// The first failure.
+    failed: Option<Error>,
 }
 
 /// A layer that was asked for.
@@ -36,7 +40,28 @@ impl TaskState {
         let deliveries = deliveries.into_iter().map(DeliveryState::new);
         let deliveries = fallible::collect("the destinations of a transfer", deliveries)?;
         let (layers, open) = (ReportedLayers::new(layers)?, deliveries.len());
-        Ok(TaskState { layers, awaited: None, alarm: None, deliveries, open })
+        Ok(TaskState { layers, awaited: None, alarm: None, deliveries, open, bytes: 0, failed: None })
+    }
+
+    /// Notes how a destination has ended. An error names the destination if there are several. Returns whether it is the first one
+    /// that has failed.
+    pub(super) fn note_end(&mut self, index: usize, end: Result<u64>) -> bool {
+        self.open -= 1;
+        match end {
+            Ok(bytes) => self.bytes += bytes,
+            Err(error) if self.failed.is_none() => {
+                let several = self.deliveries.len() > 1;
+                self.failed = Some(if several { error.with("part", index) } else { error });
+                return true;
+            }
+            Err(_) => {}
+        }
+        false
+    }
+
+    /// Returns the number of bytes moved, or the first failure.
+    pub(super) fn outcome(&self) -> Result<u64> {
+        self.failed.clone().map_or(Ok(self.bytes), Err)
     }
 
     /// Fails every destination for which `fails` returns an error, unless it has ended. The caller finishes them.
@@ -65,8 +90,9 @@ impl TaskState {
         }
     }
 
-    /// Fails what is late. Returns whether there was anything, and when to check again.
-    pub(super) fn fail_late(&mut self, limits: TaskLimits, begin: Instant) -> (bool, Option<Instant>) {
+    /// Fails what is late: the layer that is awaited, and layers that wait for a worker for `limit` since their report. Returns
+    /// whether there was anything, and when to check again.
+    pub(super) fn fail_late(&mut self, limit: Option<Duration>) -> (bool, Option<Instant>) {
         let (now, mut late, mut next) = (Instant::now(), false, None::<Instant>);
         if let Some(Awaited { layer, layer_timeout: Some(layer_timeout), .. }) = self.awaited {
             if layer_timeout.passed() {
@@ -76,11 +102,15 @@ impl TaskState {
                 next = Some(layer_timeout.at());
             }
         }
+        let Some(limit) = limit else { return (late, next) };
         let TaskState { layers, deliveries, .. } = self;
-        for delivery in deliveries {
-            let Some((due, doing)) = delivery.due(layers, limits, begin) else { continue };
+        // A worker that works on a destination has the deadline of its layer.
+        let waits = |delivery: &&mut DeliveryState| delivery.is_under_way() && !delivery.is_busy();
+        for delivery in deliveries.iter_mut().filter(waits) {
+            let Some(ReadyLayer { layer, since }) = delivery.next(layers) else { continue };
+            let due = Deadline::since(since, limit);
             if due.at() <= now {
-                delivery.fail(|| due.error(&doing), layers);
+                delivery.fail(|| due.error(&format!("layer {layer} was waiting for a thread")), layers);
                 late = true;
             } else {
                 next = Some(next.map_or(due.at(), |next| next.min(due.at())));

@@ -63,35 +63,24 @@ impl Call {
 
     /// Returns for each pair of `part` whether both sides have the same bytes; `None` if the remote cache has changed.
     fn compare_part(&self, known: &KnownCache, part: &CopyPlan, local: Side) -> Result<Option<Vec<bool>>> {
+        let name = self.name_to_read(known);
         let request = Request::Checksums {
-            cache: NamedCache { name: self.name_to_read(known), id: known.cache },
+            cache: NamedCache { name, id: known.cache },
             plan: WirePlan::try_from(part)?,
             side: local.other(),
         };
+        let asked = digest(&request)?;
         let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));
-        self.compare(known, &request, part.num_pairs(), |checksums| {
+        let own_sums = |generation| {
+            let checksums = Checksums::bound_to(name, known.cache, generation, asked)?;
             engine.block_sums(memory, (part, local), checksums, self.deadline)
-        })
-    }
-
-    /// Asks the owner for `count` checksums while this side calculates its own with `own_sums`. Returns for each of them
-    /// whether they are equal; `None` if the remote cache has changed.
-    fn compare(
-        &self,
-        known: &KnownCache,
-        request: &Request,
-        count: usize,
-        own_sums: impl Fn(Checksums) -> Result<Vec<u64>>,
-    ) -> Result<Option<Vec<bool>>> {
-        let asked = digest(request)?;
-        let name = self.name_to_read(known);
-        let bound = |generation| Checksums::bound_to(name, known.cache, generation, asked);
+        };
         let mut lease = self.link.lease(self.deadline)?;
         let mut own = Ok(Vec::new());
         let send = || {
-            send_message(lease.stream(), &timed(request, self.deadline), self.deadline)?;
+            send_message(lease.stream(), &timed(&request, self.deadline), self.deadline)?;
             // Both sides hash at the same time.
-            own = bound(known.at.generation).and_then(&own_sums);
+            own = own_sums(known.at.generation);
             Ok(())
         };
         let answer = self.link.exchange_with(&lease, self.deadline, send);
@@ -101,11 +90,11 @@ impl Call {
         let own = own?;
         match self.link.refusal(reply)? {
             Reply::Stale => Ok(None),
-            Reply::Checksums { generation, sums } if sums.len() == count => {
+            Reply::Checksums { generation, sums } if sums.len() == part.num_pairs() => {
                 let own = if generation == known.at.generation {
                     own
                 } else if self.same_cache(known)? {
-                    own_sums(bound(generation)?)?
+                    own_sums(generation)?
                 } else {
                     return Ok(None);
                 };

@@ -71,31 +71,31 @@ pub fn copy_on_device(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Res
     copy_cache(src, dst, args)
 }
 
-/// Checks a copy of `part` of blocks within one cache (contract §7.10).
-pub fn copy_blocks(cache: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+/// Checks a copy of blocks within one cache (contract §7.10).
+pub fn copy_blocks(cache: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     blocks_cache("cache", cache.kind)?;
-    copy_within(Words::ORIGINAL, cache, pairs, part)
+    copy_within(Words::ORIGINAL, cache, pairs, SubRow::default())
 }
 
 /// Checks a copy of blocks in `KvCacheManager` mode: like [`copy_blocks`], but for rows of a device cache of
 /// either kind (contract §9.1).
-pub fn copy_rows(cache: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+pub fn copy_rows(cache: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     on_device("cache", cache.placement)?;
-    copy_within(Words::ORIGINAL, cache, pairs, part)
+    copy_within(Words::ORIGINAL, cache, pairs, SubRow::default())
 }
 
-/// Checks a swap of `part` of blocks between a host cache and a device cache (contract §7.11).
-pub fn swap_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+/// Checks a swap of blocks between a host cache and a device cache (contract §7.11).
+pub fn swap_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     blocks_cache(Words::ORIGINAL.src.cache, src.kind)?;
     blocks_cache(Words::ORIGINAL.dst.cache, dst.kind)?;
-    swap_rows(src, dst, pairs, part)
+    swap_rows(src, dst, pairs)
 }
 
 /// Checks a swap in `KvCacheManager` mode: like [`swap_blocks`], but for rows of caches of either kind
 /// (contract §9.1).
-pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     let words = Words::ORIGINAL;
-    let checked = copy_between(words, src, dst, pairs, part)?;
+    let checked = copy_between(words, src, dst, pairs, SubRow::default())?;
     if src.placement == dst.placement {
         return Err(mismatch(
             words,

@@ -19,8 +19,7 @@ use llm_datadist_core::testing::protocol::{
 use llm_datadist_core::testing::validate::{self, CheckedTransfer, RemoteCache};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKey, CacheKind, DataDist, DataType, Deadline, End, ErrorKind, Geometry,
-    KvGeometry, KvLayout, KvPlanes, Layers, Name, Placement, PoolConfig, Result, Rows, SubRow, TokenOrder,
-    Words,
+    KvGeometry, KvLayout, KvPlanes, Layers, Name, Placement, PoolConfig, Result, Rows, TokenOrder, Words,
 };
 
 use crate::counting_allocator;
@@ -182,7 +181,7 @@ fn checking_arguments_fails_whole() {
     let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote.clone() };
     let cut = checked(Side::Destination, Rows::SlotToBlocks { local: list.clone() });
     only_fails("slot to blocks", 3, || moves(&cut, &slot));
-    only_fails("copy", 1, || validate::copy_blocks(layout, &pairs, SubRow::default()));
+    only_fails("copy", 1, || validate::copy_blocks(layout, &pairs));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
     only_fails("keys", 2, || validate::bindings(&keys));
     let numbers: Vec<u64> = (0..MANY).collect();

@@ -5,7 +5,7 @@ use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece};
 use llm_datadist_core::testing::validate::{self, CopyArgs};
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Error, ErrorKind, Geometry, Placement, Result,
-    Role, SubRow,
+    Role,
 };
 
 use CacheKind::{Batch, Blocks};
@@ -167,39 +167,27 @@ fn copies_of_slots() {
 fn copies_and_swaps_of_blocks() {
     let (cache, local) = (spec(2, 20, 128, Blocks, Device), spec(2, 10, 128, Blocks, Host));
     let slots = |rows, placement| spec(2, rows, 128, Batch, placement);
-    let done = validate::copy_blocks(cache, &[(0, 19), (19, 0), (5, 5)], SubRow::default()).unwrap();
+    let done = validate::copy_blocks(cache, &[(0, 19), (19, 0), (5, 5)]).unwrap();
     let block = |src: u64, dst: u64| Piece { src: src * 128, dst: dst * 128, len: 128 };
     assert_eq!(listed(&done), [block(0, 19), block(19, 0), block(5, 5)]);
     assert_eq!(
         (&done.src_rows[..], &done.dst_rows[..], done.num_tensors),
         (&[0, 19, 5][..], &[19, 0, 5][..], 2)
     );
-    assert_eq!(listed(&validate::copy_blocks(cache, &[], SubRow::default()).unwrap()), []);
-    refused(
-        validate::copy_blocks(slots(20, Device), &[], SubRow::default()),
-        &["cache is a continuous cache", "blocks"],
-    );
+    assert_eq!(listed(&validate::copy_blocks(cache, &[]).unwrap()), []);
+    refused(validate::copy_blocks(slots(20, Device), &[]), &["cache is a continuous cache", "blocks"]);
     for bad in [-1, 20, i64::MIN, i64::MAX, 1 << 32] {
         let text = bad.to_string();
-        refused(
-            validate::copy_blocks(cache, &[(0, 1), (bad, 1)], SubRow::default()),
-            &["source block", &text, "0 to 19"],
-        );
-        refused(
-            validate::copy_blocks(cache, &[(0, 1), (1, bad)], SubRow::default()),
-            &["destination block", &text, "0 to 19"],
-        );
+        refused(validate::copy_blocks(cache, &[(0, 1), (bad, 1)]), &["source block", &text, "0 to 19"]);
+        refused(validate::copy_blocks(cache, &[(0, 1), (1, bad)]), &["destination block", &text, "0 to 19"]);
     }
     // 2^23 blocks of 2^30 bytes in 2^10 tensors are 2^63 bytes.
     let (huge, pairs) = (spec(1 << 10, 1 << 20, 1 << 30, Blocks, Device), vec![(0, 1); 1 << 23]);
-    refused(validate::copy_blocks(huge, &pairs, SubRow::default()), &["8589934592 blocks", "2^63"]);
-    validate::copy_blocks(huge, &pairs[1..], SubRow::default()).unwrap();
+    refused(validate::copy_blocks(huge, &pairs), &["8589934592 blocks", "2^63"]);
+    validate::copy_blocks(huge, &pairs[1..]).unwrap();
 
-    assert_eq!(
-        listed(&validate::swap_blocks(local, cache, &[(9, 19)], SubRow::default()).unwrap()),
-        [block(9, 19)]
-    );
-    assert_eq!(listed(&validate::swap_blocks(cache, local, &[], SubRow::default()).unwrap()), []);
+    assert_eq!(listed(&validate::swap_blocks(local, cache, &[(9, 19)]).unwrap()), [block(9, 19)]);
+    assert_eq!(listed(&validate::swap_blocks(cache, local, &[]).unwrap()), []);
     // In the order of the contract. Each of the first five also breaks the rule of a later case.
     let cases: [(CacheLayout, CacheLayout, (i64, i64), &[&str]); 10] = [
         (slots(10, Host), spec(2, 20, 64, Batch, Device), (0, 0), &["src_cache", "blocks cache"]),
@@ -214,11 +202,11 @@ fn copies_and_swaps_of_blocks() {
         (cache, cache, (0, 0), &["placements", "device"]),
     ];
     for (src, dst, pair, facts) in cases {
-        refused(validate::swap_blocks(src, dst, &[pair], SubRow::default()), facts);
+        refused(validate::swap_blocks(src, dst, &[pair]), facts);
     }
     // A row that a plan cannot name is refused after all of these.
     let wide = |placement| spec(1, (1 << 32) + 2, 1, Blocks, placement);
-    let swap = |dst, pairs: &[(i64, i64)]| validate::swap_blocks(wide(Host), dst, pairs, SubRow::default());
+    let swap = |dst, pairs: &[(i64, i64)]| validate::swap_blocks(wide(Host), dst, pairs);
     refused(swap(wide(Host), &[(0, 1 << 32)]), &["placements", "host"]);
     let mut moves = swap(wide(Device), &[(1, 2), (0, 1 << 32), ((1 << 32) + 1, 0)]).unwrap();
     let error = refused(

@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    Cache, CacheKind, CopyArgs, DataDist, Deadline, Error, ErrorKind, Event, Placement, SubRow, Transfer,
-    Verify,
+    Cache, CacheKind, DataDist, Deadline, Error, ErrorKind, Event, Placement, SubRow, Transfer, Verify,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -179,19 +178,6 @@ fn a_short_copy_in_progress_is_a_running_transfer() {
     assert!(contents(&device)[0][..ROW] == contents(&host)[0][ROW..2 * ROW]);
 }
 
-/// The fact that a caller adds is in the error of a call that does not run or start.
-#[test]
-fn an_error_has_the_fact_of_its_caller() {
-    let Bench { engine, device, .. } = &Bench::new(100);
-    let blocks = end(device);
-    let args = CopyArgs { dst_batch_index: 0, src_batch_index: 99, offset: 0, size: -1 };
-    let copy = |request: Option<u64>| engine.copy_cache(&blocks, &blocks, args).with("req_id", request);
-    for error in [copy(Some(7)).run().unwrap_err(), copy(Some(7)).start().unwrap_err()] {
-        assert_eq!((error.kind(), error.fact("req_id")), (ErrorKind::InvalidArgument, Some("7")), "{error}");
-    }
-    assert_eq!(copy(None).run().unwrap_err().fact("req_id"), None);
-}
-
 #[test]
 fn a_call_that_waits_is_cancelled_or_late_at_once() {
     let bench = Bench::new(100);
@@ -202,7 +188,7 @@ fn a_call_that_waits_is_cancelled_or_late_at_once() {
     let late = bench.try_copy(1, 4, Some(Duration::from_millis(20))).unwrap();
     assert!(cancelled.cancel());
     let ended = cancelled.outcome().expect("no worker had begun it").unwrap_err();
-    assert_eq!((ended.kind(), cancelled.cancelled()), (ErrorKind::Cancelled, true));
+    assert_eq!(ended.kind(), ErrorKind::Cancelled);
     let error = outcome(&late).unwrap_err();
     assert_eq!((error.kind(), error.fact("limit_ms")), (ErrorKind::Timeout, Some("20")), "{error}");
     assert!(error.to_string().starts_with("timeout passed"), "{error}");

@@ -141,26 +141,24 @@ fn member(dst: &Arc<Cache>, src: &Arc<Cache>, pairs: &[(i64, i64)]) -> CopyMembe
 fn the_copies_of_a_group_follow_one_another() {
     for engine in engines() {
         let [host, device] = [Host, Device].map(|placement| cache(&engine, placement, ROW));
-        for starts in [false, true] {
-            let bytes = [patterned(1, 2, ROWS * ROW), patterned(2, 2, ROWS * ROW)];
-            fill(&host, &bytes[0]);
-            fill(&device, &bytes[1]);
-            let steps = [
-                (&device, &host, vec![(0, 1), (1, 1)]),
-                (&device, &device, vec![(1, 2), (2, 3)]),
-                (&host, &device, vec![(3, 4)]),
-                (&host, &host, vec![]),
-            ];
-            let parts: Vec<_> = steps.iter().map(|(dst, src, pairs)| member(dst, src, pairs)).collect();
-            finish(engine.copy_group(&parts, None), starts).unwrap();
-            let [mut on_host, mut on_device] = bytes;
-            naive(Some(&on_host), &mut on_device, &[(0, 1), (1, 1)], SubRow::default());
-            naive(None, &mut on_device, &[(1, 2), (2, 3)], SubRow::default());
-            naive(Some(&on_device), &mut on_host, &[(3, 4)], SubRow::default());
-            assert!(contents(&host) == on_host && contents(&device) == on_device);
-        }
-        let moved =
-            engine.copy_group(&vec![member(&device, &host, &[(0, 1)]); 3], Some(Verify::Full)).start();
+        let bytes = [patterned(1, 2, ROWS * ROW), patterned(2, 2, ROWS * ROW)];
+        fill(&host, &bytes[0]);
+        fill(&device, &bytes[1]);
+        let steps = [
+            (&device, &host, vec![(0, 1), (1, 1)]),
+            (&device, &device, vec![(1, 2), (2, 3)]),
+            (&host, &device, vec![(3, 4)]),
+            (&host, &host, vec![]),
+        ];
+        let parts: Vec<_> = steps.iter().map(|(dst, src, pairs)| member(dst, src, pairs)).collect();
+        outcome(&engine.copy_group(&parts, None, None).unwrap()).unwrap();
+        let [mut on_host, mut on_device] = bytes;
+        naive(Some(&on_host), &mut on_device, &[(0, 1), (1, 1)], SubRow::default());
+        naive(None, &mut on_device, &[(1, 2), (2, 3)], SubRow::default());
+        naive(Some(&on_device), &mut on_host, &[(3, 4)], SubRow::default());
+        assert!(contents(&host) == on_host && contents(&device) == on_device);
+        let parts = vec![member(&device, &host, &[(0, 1)]); 3];
+        let moved = engine.copy_group(&parts, Some(Verify::Full), None);
         assert_eq!(outcome(&moved.unwrap()).unwrap(), 3 * 2 * ROW as u64);
     }
 }
@@ -181,17 +179,15 @@ fn a_group_of_copies_moves_nothing_if_a_part_is_refused() {
             ErrorKind::CacheNotFound,
         ),
     ] {
-        let group = || engine.copy_group(&[member(&device, &host, &[(0, 0)]), bad.clone()], None);
-        for error in [group().run().unwrap_err(), group().start().unwrap_err()] {
-            assert_eq!((error.kind(), error.fact("part")), (kind, Some("1")), "{error}");
-        }
+        let error = engine.copy_group(&[member(&device, &host, &[(0, 0)]), bad], None, None).unwrap_err();
+        assert_eq!((error.kind(), error.fact("part")), (kind, Some("1")), "{error}");
     }
     assert!(contents(&device) == before);
-    let none = engine.copy_group(&[], None).run().unwrap_err();
+    let none = engine.copy_group(&[], None, None).unwrap_err();
     assert_eq!(none.kind(), ErrorKind::InvalidArgument);
     // A part that fails while it runs is named, too.
     after_the_move(&device, |cache| flip(cache, 0, 0));
     let parts = vec![member(&host, &host, &[]), member(&device, &host, &[(0, 0)])];
-    let error = engine.copy_group(&parts, Some(Verify::Full)).run().unwrap_err();
+    let error = outcome(&engine.copy_group(&parts, Some(Verify::Full), None).unwrap()).unwrap_err();
     assert_eq!((error.kind(), error.fact("part")), (ErrorKind::VerifyFailed, Some("1")), "{error}");
 }

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::plan::{Moves, Piece};
 use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
     CacheKind, ClusterId, Config, CopyArgs, DataDist, End, ErrorKind, Layers, Mode, Name, PeerAddress,
-    Placement, PoolConfig, RemoteName, Role, Rows, Share, SubRow,
+    Placement, PoolConfig, RemoteName, Role, Rows, Share,
 };
 
 use crate::arguments::{refused, spec};
@@ -124,11 +124,8 @@ fn rows_of_either_kind() {
     let (local, cache) = (spec(2, 10, 128, Batch, Host), spec(2, 20, 128, Batch, Device));
     let first = |moves: llm_datadist_core::Result<Moves>| moves.unwrap().pieces.iter().next().unwrap();
     let block = |src, dst| Piece { src, dst, len: 128 };
-    assert_eq!(
-        first(validate::swap_rows(local, cache, &[(9, 19)], SubRow::default())),
-        block(9 * 128, 19 * 128)
-    );
-    let blocks = validate::swap_rows(cache, spec(2, 10, 128, Blocks, Host), &[(19, 9)], SubRow::default());
+    assert_eq!(first(validate::swap_rows(local, cache, &[(9, 19)])), block(9 * 128, 19 * 128));
+    let blocks = validate::swap_rows(cache, spec(2, 10, 128, Blocks, Host), &[(19, 9)]);
     assert_eq!(first(blocks), block(19 * 128, 9 * 128));
     for (dst, pairs, fact) in [
         (cache, &[(10, 0)][..], "source block=10"),
@@ -136,11 +133,11 @@ fn rows_of_either_kind() {
         (spec(2, 20, 64, Batch, Device), &[], "block sizes"),
         (spec(3, 20, 128, Batch, Device), &[], "num_tensors"),
     ] {
-        refused(validate::swap_rows(local, dst, pairs, SubRow::default()), &[fact]);
+        refused(validate::swap_rows(local, dst, pairs), &[fact]);
     }
-    assert_eq!(validate::copy_rows(cache, &[(0, 19)], SubRow::default()).unwrap().num_tensors, 2);
-    refused(validate::copy_rows(local, &[(0, 1)], SubRow::default()), &["cache is in host"]);
-    refused(validate::copy_rows(cache, &[(0, 20)], SubRow::default()), &["destination block=20"]);
+    assert_eq!(validate::copy_rows(cache, &[(0, 19)]).unwrap().num_tensors, 2);
+    refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in host"]);
+    refused(validate::copy_rows(cache, &[(0, 20)]), &["destination block=20"]);
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
     assert_eq!(first(validate::copy_on_device(cache, cache, args)), block(128, 0));
     for (src, dst, fact) in

@@ -12,7 +12,8 @@ use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece, Pieces, Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CacheLayout, DataType, ErrorKind, Geometry, Placement, RowSizes, SubRow, SwapInPath,
+    CacheDesc, CacheKind, CacheLayout, DataType, ErrorKind, Geometry, Placement, RowSizes, SubRow,
+    SwapInPath, Words,
 };
 use llm_datadist_testing::SimDevice;
 use proptest::collection::vec;
@@ -236,7 +237,7 @@ fn parts_of_one_cache_must_not_overlap_in_part() {
     let cache = blocks(64, 100);
     let copy = |src_offset, dst_offset, length| {
         let part = SubRow { src_offset, dst_offset, length: Some(length) };
-        validate::copy_blocks(cache, &[(0, 1), (1, 2)], part)
+        validate::copy_within(Words::ORIGINAL, cache, &[(0, 1), (1, 2)], part)
     };
     for (src, dst, length) in [(0, 0, 64), (16, 16, 48), (0, 32, 32), (32, 0, 32), (48, 0, 16), (0, 63, 1)] {
         copy(src, dst, length).unwrap();
@@ -300,12 +301,12 @@ fn copies_on_the_simulated_device_leave_gaps_alone() {
             let mut here = empty.clone();
             engine.swap_blocks(&host.end(), &end(&device), &all).run().unwrap();
             naive((&written, from), (&mut there, to), &all, SubRow::default());
-            engine.swap_sub_rows(&host.end(), &end(&device), &pairs, part).run().unwrap();
+            engine.copy(&end(&device), &host.end(), &pairs, part, None).run().unwrap();
             naive((&written, from), (&mut there, to), &pairs, part);
             for part in [part, same] {
                 // The parts are apart or the same, so copying from a copy of the cache is the same only in order.
                 let part = if part == same { part } else { SubRow { length: Some(16), ..part } };
-                engine.copy_sub_rows(&end(&device), &within, part).run().unwrap();
+                engine.copy(&end(&device), &end(&device), &within, part, None).run().unwrap();
                 for pair in &within {
                     let before = there.clone();
                     naive((&before, to), (&mut there, to), &[*pair], part);

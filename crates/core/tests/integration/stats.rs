@@ -112,7 +112,7 @@ fn groups_that_do_not_begin_are_not_counted() {
     let kind_of_group = |block| {
         let part =
             GroupMember { remote, local: local.clone(), rows: rows(block), layers: Layers::ALL, grant: None };
-        engine.pull_group(vec![part], CallExtras::default()).run().unwrap_err().kind()
+        engine.pull_group(vec![part], CallExtras::default(), None).unwrap_err().kind()
     };
     let counted = || ops(&engine).into_iter().find(|(name, ..)| *name == "pull").unwrap();
     assert_eq!(kind_of_group(8), ErrorKind::InvalidArgument);

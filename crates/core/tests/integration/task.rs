@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, CacheTask, Delivery, Executor, ExecutorHandle, LayerProgress, LayerSink, Outcome, TaskKind,
+    AsyncCalls, CacheTask, Delivery, Executor, ExecutorHandle, LayerProgress, LayerSink, Outcome,
 };
 use llm_datadist_core::testing::{refuse_layer, start_task};
 use llm_datadist_core::{AwaitQueue, ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
@@ -90,7 +90,7 @@ impl Script {
 struct Scripted(Arc<Script>);
 
 impl LayerSink for Scripted {
-    fn find(&self, _: TaskKind, _: Deadline) -> Result<u64> {
+    fn find(&self, _: Deadline) -> Result<u64> {
         assert_eq!(self.0.finds.fetch_add(1, Ordering::SeqCst), 0, "found twice");
         (self.0.find)().map(|()| 0)
     }
@@ -446,19 +446,7 @@ fn an_outcome_is_not_replaced_while_a_layer_is_in_transit() {
     whole.open();
     for (task, kind) in [(&task, ErrorKind::System), (&other, ErrorKind::Cancelled)] {
         ended_as(task, &[&format!("{kind:?}")]);
-        assert_eq!(task.transfers()[0].peek().unwrap().unwrap_err().kind(), kind);
     }
-}
-
-/// A destination that was never reached has a transfer that failed, and no reason.
-#[test]
-fn the_transfer_of_an_unreached_destination_fails() {
-    let executor = Executor::default();
-    let task = start(&executor, &[(0, 1, &Script::good()), (1, 2, &Script::good())], None);
-    refuse_layer(&task, 0, &refusal());
-    ended_as(&task, &["System", "Unreached"]);
-    assert!(task.transfers()[1].peek().unwrap().is_err() && task.reasons()[1].is_none());
-    assert!(!task.cancel());
 }
 
 /// An event loop that was closed while it awaited a task has dropped its queue. The task does not keep it.
@@ -466,7 +454,7 @@ fn the_transfer_of_an_unreached_destination_fails() {
 fn a_task_keeps_no_queue_of_an_event_loop() {
     let executor = Executor::default();
     let task = start(&executor, &[(0, 1, &Script::good())], None);
-    let transfer = &task.transfers()[0];
+    let transfer = task.transfer();
     let [closed, open] = array::from_fn(|_| Arc::new(AwaitQueue::new().unwrap()));
     assert!([&closed, &open, &open].iter().all(|queue| transfer.wake(queue).unwrap()));
     assert!(Arc::into_inner(closed).is_some(), "its descriptor stays open");

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{Config, EnsureOptions, PeerCall};
+use llm_datadist_core::{Config, PeerCall};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -393,9 +393,8 @@ impl NativeEngine {
         let at = self.other_address(address)?;
         let name = name.map(|name| text("name", name)).transpose()?;
         let limit = timeout.map(|limit| values::seconds("timeout", limit)).transpose()?;
-        let (limit, options) =
-            (limit.unwrap_or(self.shared.timeout), EnsureOptions { name, ..EnsureOptions::default() });
-        let transfer = self.shared.engine.attached(py, |engine| engine.ensure_link(at, limit, options))?;
+        let limit = limit.unwrap_or(self.shared.timeout);
+        let transfer = self.shared.engine.attached(py, |engine| engine.ensure_link(at, limit, name))?;
         NativeTransfer::started(py, &self.shared, &transfer)
     }
 

@@ -3,12 +3,13 @@
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-use llm_datadist_core::{AwaitQueue, Transfer};
+use llm_datadist_core::AwaitQueue;
 use pyo3::prelude::*;
 
 use super::errors::raise;
 use super::transfer::NativeTransfer;
 use crate::convert::Any;
+use crate::task::TransferTask;
 
 /// What wakes one event loop of `asyncio`.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -34,24 +35,11 @@ impl LoopQueue {
         if let Ok(native) = transfer.cast::<NativeTransfer>() {
             return native.get().wake(py, &self.queue);
         }
-        let TaskTransfer(transfer) = transfer.cast::<TaskTransfer>()?.get();
-        let waits = transfer.wake(&self.queue).map_err(|error| raise(py, &error))?;
-        Ok(waits.then(|| transfer.number()))
+        transfer.cast::<TransferTask>()?.get().wake(py, &self.queue)
     }
 
     /// Takes the numbers of the transfers that have ended.
     fn take(&self) -> Vec<u64> {
         self.queue.take()
-    }
-}
-
-/// A transfer of a layer-wise task of the original's API. Its end is no event.
-#[pyclass(frozen, module = "llm_datadist._core")]
-pub(crate) struct TaskTransfer(pub(crate) Arc<Transfer>);
-
-#[pymethods]
-impl TaskTransfer {
-    fn done(&self) -> bool {
-        self.0.done()
     }
 }

@@ -36,7 +36,6 @@ use crate::cache_buffer;
 
 pub(crate) use cache::NativeCache;
 pub(crate) use engine::NativeEngine;
-pub(crate) use loop_queue::TaskTransfer;
 pub(crate) use shared::EngineShared;
 
 /// Adds the module `native` with the classes.
@@ -52,7 +51,6 @@ pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
     native.add_class::<grant::NativeGrant>()?;
     native.add_class::<layout::NativeLayout>()?;
     native.add_class::<loop_queue::LoopQueue>()?;
-    native.add_class::<TaskTransfer>()?;
     native.add_class::<peer::NativePeer>()?;
     native.add_class::<remote_cache::NativeRemoteCache>()?;
     native.add_class::<rows::NativeRows>()?;

@@ -61,7 +61,7 @@ impl NativeTransfer {
         shared: &Arc<EngineShared>,
         task: LayerTask,
     ) -> PyResult<Py<Self>> {
-        let transfer = task.transfers()[0].clone();
+        let transfer = task.transfer().clone();
         let layers = Some(Box::new(ProcessOwned::new(Arc::new(task))));
         let handle = Py::new(py, NativeTransfer { layers, ..Self::new(shared, Some(&transfer)) })?;
         let weak = PyWeakrefReference::new(handle.bind(py).as_any())?;

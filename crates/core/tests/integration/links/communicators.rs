@@ -9,9 +9,7 @@ use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::{
-    CacheKind, ClusterId, CommStatus, Config, DataDist, Deadline, EnsureOptions, ErrorKind, Role, Token,
-};
+use llm_datadist_core::{CacheKind, ClusterId, CommStatus, Config, DataDist, ErrorKind, Role, Token};
 
 use llm_datadist_core::testing::protocol::{REFUSAL, VERSION};
 
@@ -113,25 +111,16 @@ fn the_latest_of_two_communicators_carries_the_calls() {
     }
 }
 
-/// Members that never meet fail at their limit, and the log says why.
 #[test]
 fn members_exchange_metadata() {
     for way in [Way::Shm, Way::Tcp] {
-        let (_, members) = members(way, LIMIT);
-        for (member, metadata) in members.iter().zip([b"one", b"two"]) {
-            member.set_metadata(metadata.to_vec()).unwrap();
-        }
+        let port = port();
+        let members = [(1, "one"), (2, "two")].map(|(cluster, metadata)| {
+            member_with(cluster, way, port, |config| config.metadata = metadata.into())
+        });
         meet(&members, "metadata");
         let [one, two] = members.each_ref().map(|member| member.peers().remove(0).metadata);
         assert_eq!((one.as_slice(), two.as_slice()), (&b"two"[..], &b"one"[..]));
-        // The link counts for a call on demand that names the cluster, although its address is another one.
-        let options = EnsureOptions { cluster: Some(ClusterId(2)), ..EnsureOptions::default() };
-        let call = members[0].ensure_link("127.0.0.1:1".parse().unwrap(), LIMIT, options).unwrap();
-        assert!(call.wait(Deadline::after(LIMIT)).unwrap());
-        assert_eq!(
-            call.outcome().unwrap().map(|_| call.peer().cloned()),
-            Ok(Some(members[0].peers().remove(0)))
-        );
     }
 }
 

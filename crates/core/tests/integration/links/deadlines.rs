@@ -6,7 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::{
-    CacheKey, CacheKind, CallExtras, ClusterId, ErrorKind, GroupMember, Layers, Name, Placement, Result, Rows,
+    CacheKey, CacheKind, CallExtras, ClusterId, Deadline, ErrorKind, GroupMember, Layers, Name, Placement,
+    Result, Rows,
 };
 
 use super::fake_peer::Fake;
@@ -131,13 +132,12 @@ fn interrupted_call_ends() {
 
 static INTERRUPT: AtomicBool = AtomicBool::new(false);
 
-/// An interruption of the wait for a group cancels the group. The call returns once the group has ended.
+/// An interruption of the wait for a group cancels the group. It returns once the group has ended.
 #[test]
 fn interrupted_group_is_cancelled() {
     let silent = Fake::new(2, 1);
     // The wait for the end of the cancelled group is not interrupted.
-    let engine =
-        open(config(1, Way::Tcp), Way::Tcp).interrupted_by(|| INTERRUPT.swap(false, Ordering::SeqCst));
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
     let _control = silent.linked_by(&engine, || silent.linked()).1;
     let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Blocks);
     let rows = Rows::Blocks { local: vec![0], remote: vec![0] };
@@ -154,7 +154,9 @@ fn interrupted_group_is_cancelled() {
             thread::sleep(Duration::from_millis(300));
             INTERRUPT.store(true, Ordering::SeqCst);
         });
-        let error = engine.pull_group(vec![part], CallExtras::default()).run().unwrap_err();
+        let group = engine.pull_group(vec![part], CallExtras::default(), None).unwrap();
+        let interrupted: fn() -> bool = || INTERRUPT.swap(false, Ordering::SeqCst);
+        let error = group.join(Deadline::after(2 * LONG).watched(Some(interrupted))).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
     });
     let pulls = engine.stats().ops.into_iter().find(|(name, _)| *name == "pull").unwrap().1;

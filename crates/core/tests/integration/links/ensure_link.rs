@@ -14,7 +14,7 @@ use llm_datadist_core::testing::protocol::{
     BoundedBytes, Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Purpose, encode,
 };
 use llm_datadist_core::{
-    ClusterId, DataDist, Deadline, EnsureOptions, ErrorKind, Event, PeerInfo, Result, Role, Token, Transfer,
+    ClusterId, Config, DataDist, Deadline, ErrorKind, Event, PeerInfo, Result, Role, Token, Transfer,
 };
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
@@ -26,7 +26,7 @@ fn ensure(local: &DataDist, remote: &DataDist) -> Arc<Transfer> {
 }
 
 fn at(local: &DataDist, address: SocketAddr) -> Arc<Transfer> {
-    local.ensure_link(address, LONG, EnsureOptions::default()).unwrap()
+    local.ensure_link(address, LONG, None).unwrap()
 }
 
 /// The peer, or the failure.
@@ -126,19 +126,6 @@ fn a_link_of_link_clusters_counts_on_both_sides() {
     }
 }
 
-/// A peer that listens nowhere is linked if it has dialled this side, and its id is given.
-#[test]
-fn a_peer_that_listens_nowhere_is_found_by_its_id() {
-    let local = open(config(1, Way::Tcp), Way::Tcp);
-    let mut deaf = config(2, Way::Tcp);
-    deaf.links.listen = None;
-    let remote = open(deaf, Way::Tcp);
-    let options = EnsureOptions { cluster: Some(ClusterId(2)), ..EnsureOptions::default() };
-    let waiting = local.ensure_link(nowhere(), LONG, options).unwrap();
-    link(&remote, &local).unwrap();
-    assert_eq!(linked(&waiting).unwrap(), local.peers()[0]);
-}
-
 /// Both sides dial at once, many times. One connection is kept, both calls succeed, and neither side sees a link end.
 #[test]
 fn both_sides_may_dial_at_once() {
@@ -222,43 +209,33 @@ fn many_calls_at_once_make_one_link() {
 #[test]
 fn metadata_travels_both_ways_with_every_kind_of_link() {
     for way in WAYS {
-        let [local, remote] = pair(way);
-        let told = |engine: &DataDist| engine.peers()[0].metadata.to_vec();
-        local.set_metadata(b"local".to_vec()).unwrap();
-        remote.set_metadata(vec![7; MAX_METADATA]).unwrap();
-        let options = EnsureOptions {
-            metadata: Some(b"for this link".to_vec()),
-            cluster: Some(ClusterId(2)),
-            name: None,
+        let of = |cluster, metadata: &[u8]| {
+            open(Config { metadata: metadata.to_vec(), ..config(cluster, way) }, way)
         };
-        let peer = linked(&local.ensure_link(remote.listening().unwrap(), LONG, options).unwrap()).unwrap();
+        let [local, remote] = [of(1, b"local"), of(2, &[7; MAX_METADATA])];
+        let told = |engine: &DataDist| engine.peers()[0].metadata.to_vec();
+        let peer = linked(&ensure(&local, &remote)).unwrap();
         assert_eq!(*peer.metadata, vec![7; MAX_METADATA]);
-        assert_eq!((told(&local), told(&remote)), (vec![7; MAX_METADATA], b"for this link".to_vec()));
-        unlink(&local, &remote).unwrap();
-        eventually("the end of the link", || remote.peers().is_empty());
-        link(&local, &remote).unwrap();
-        assert_eq!((told(&local), told(&remote)), (vec![7; MAX_METADATA], b"local".to_vec()));
-        // Existing links keep the metadata with which they were made.
-        remote.set_metadata(vec![]).unwrap();
-        assert_eq!(told(&local), vec![7; MAX_METADATA]);
+        for _ in 0..2 {
+            eventually("the link there", || !remote.peers().is_empty());
+            assert_eq!((told(&local), told(&remote)), (vec![7; MAX_METADATA], b"local".to_vec()));
+            unlink(&local, &remote).unwrap();
+            eventually("the end of the link", || remote.peers().is_empty());
+            link(&local, &remote).unwrap();
+        }
     }
 }
 
 #[test]
 fn bad_arguments_start_nothing() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
-    let call = |address: &str, options| {
-        let error = local.ensure_link(address.parse().unwrap(), LONG, options).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        error.to_string()
-    };
-    assert!(call("127.0.0.1:0", EnsureOptions::default()).contains("address=127.0.0.1:0"));
-    let own = EnsureOptions { cluster: Some(ClusterId(1)), ..EnsureOptions::default() };
-    assert!(call("127.0.0.1:1", own).contains("cluster_id=1"));
-    let long = EnsureOptions { metadata: Some(vec![0; MAX_METADATA + 1]), ..EnsureOptions::default() };
-    assert!(call("127.0.0.1:1", long).contains("len(metadata)=16385 must be at most 16384"));
-    assert_eq!(local.set_metadata(vec![0; MAX_METADATA + 1]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let error = local.ensure_link("127.0.0.1:0".parse().unwrap(), LONG, None).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.to_string().contains("address=127.0.0.1:0"), "{error}");
     assert_eq!(local.events().open_transfers(), 0);
+    let long = Config { metadata: vec![0; MAX_METADATA + 1], ..config(1, Way::Tcp) };
+    let error = DataDist::open(long).unwrap_err();
+    assert!(error.to_string().contains("len(metadata)=16385 must be at most 16384"), "{error}");
 }
 
 /// The call tries again while nobody listens, also after the port was busy with a process that closes every connection.
@@ -291,12 +268,11 @@ fn an_attempt_ends_at_its_deadline() {
     // One listens and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     for address in [nowhere(), silent.local_addr().unwrap()] {
-        let options = EnsureOptions { cluster: Some(ClusterId(7)), ..EnsureOptions::default() };
-        let call = local.ensure_link(address, Duration::from_millis(300), options).unwrap();
+        let call = local.ensure_link(address, Duration::from_millis(300), None).unwrap();
         let error = failed(&call);
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         assert_eq!(error.fact("address"), Some(&*address.to_string()), "{error}");
-        assert_eq!((error.fact("cluster"), error.fact("limit_ms")), (Some("7"), Some("300")), "{error}");
+        assert_eq!(error.fact("limit_ms"), Some("300"), "{error}");
     }
     assert!(local.peers().is_empty());
 }
@@ -319,17 +295,10 @@ fn permanent_refusals_end_the_call() {
     let error = failed(&ensure(&local, &open(other, Way::Tcp)));
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
 
-    let remote = open(config(2, Way::Tcp), Way::Tcp);
-    let three = EnsureOptions { cluster: Some(ClusterId(3)), ..EnsureOptions::default() };
-    let port = remote.listening().unwrap();
-    let error = failed(&local.ensure_link(port, LONG, three).unwrap());
-    assert_eq!((error.kind(), error.fact("cluster")), (ErrorKind::LinkFailed, Some("3")), "{error}");
-    assert_eq!(error.fact("address"), Some(port.to_string().as_str()), "{error}");
-
     let twin = open(config(1, Way::Tcp), Way::Tcp);
     let error = failed(&ensure(&local, &twin));
     assert_eq!((error.kind(), error.fact("cluster")), (ErrorKind::LinkFailed, None), "{error}");
-    assert!(local.peers().is_empty() && remote.peers().is_empty() && twin.peers().is_empty());
+    assert!(local.peers().is_empty() && twin.peers().is_empty());
 }
 
 #[test]
@@ -372,7 +341,7 @@ fn a_call_that_dials_or_waits_can_be_cancelled() {
     // More than there are workers, so some wait for one.
     let calls: Vec<_> = (0..40)
         .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
-        .map(|address| local.ensure_link(address, hour, EnsureOptions::default()).unwrap())
+        .map(|address| local.ensure_link(address, hour, None).unwrap())
         .collect();
     // Calls to a peer have workers of their own.
     let remote = open(config(2, Way::Tcp), Way::Tcp);
@@ -426,7 +395,7 @@ fn calls_count_as_transfers() {
     few.max_transfers = 2;
     let local = open(few, Way::Tcp);
     let calls = [at(&local, nowhere()), at(&local, nowhere())];
-    let error = local.ensure_link(nowhere(), LONG, EnsureOptions::default()).unwrap_err();
+    let error = local.ensure_link(nowhere(), LONG, None).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     calls.iter().for_each(|call| assert!(call.cancel()));
     calls.iter().for_each(|call| assert_eq!(failed(call).kind(), ErrorKind::Cancelled));

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::protocol::{BoundedBytes, EnteredLink, FabricOffer, FabricPool, LinkAnswer};
 use llm_datadist_core::{
-    Backend, CacheKind, CallExtras, Config, DataDist, Error, ErrorKind, FabricConfig, GrantUse, Layers,
-    Result, Rows,
+    Backend, CacheKind, CallExtras, Config, DataDist, Deadline, Error, ErrorKind, FabricConfig, GrantUse,
+    Layers, Result, Rows,
 };
 
 use super::fake_peer::Fake;
@@ -113,7 +113,7 @@ fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
     };
     pull().unwrap();
     let revoke = || {
-        remote.revoke(&grant, true).unwrap();
+        remote.start_revoke(&grant, None).unwrap().join(Deadline::after(LONG)).unwrap();
         pair.set("STALL", i64::MAX);
     };
     let error = fails(&pair, pull, revoke);

@@ -203,7 +203,7 @@ fn several_owners_fill_any_other_layout() {
                 .iter()
                 .map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens))))
                 .collect();
-            let call = pair.local.pull_owners(members, full()).within(LONG).start().unwrap();
+            let call = pair.local.pull_owners(members, full(), Some(LONG)).unwrap();
             outcome(&call).unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             into.check(before, tokens, |_| true);
             owners.iter().for_each(|owner| owner.held.free(&pair.remote));
@@ -351,30 +351,23 @@ fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
             far
         };
         let owners = [part(0..2), part(3..4)];
-        let members = |owners: &[Rank]| -> Vec<_> {
-            owners.iter().map(|far| owner(far, &near, sequence(far, &near, None))).collect()
+        let pull = |owners: &[Rank]| {
+            let members = owners.iter().map(|far| owner(far, &near, sequence(far, &near, None))).collect();
+            let call = pair.local.pull_owners(members, CallExtras::default(), Some(LONG));
+            outcome(&call.unwrap())
         };
-        let error = outcome(
-            &pair.local.pull_owners(members(&owners), CallExtras::default()).within(LONG).start().unwrap(),
-        )
-        .unwrap_err();
+        let error = pull(&owners).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.to_string().contains("no owner holds head 2 of layer 0"), "{error}");
         // The blocks of the last owner do not fit.
         let mut owners = [part(0..2), part(2..4)];
         owners[1].blocks[1] = 3;
-        let error = outcome(
-            &pair.local.pull_owners(members(&owners), CallExtras::default()).within(LONG).start().unwrap(),
-        )
-        .unwrap_err();
+        let error = pull(&owners).unwrap_err();
         assert!(error.to_string().contains("src_blocks[1]=3"), "{error}");
         assert_eq!(error.fact("part"), Some("1"), "{error}");
         assert!(near.held.read() == before, "{way:?}");
         owners[1].blocks[1] = 2;
-        outcome(
-            &pair.local.pull_owners(members(&owners), CallExtras::default()).within(LONG).start().unwrap(),
-        )
-        .unwrap();
+        pull(&owners).unwrap();
         near.check(before, (0, 0, 8), |_| true);
     }
 }

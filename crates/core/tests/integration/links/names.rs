@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::model::MAX_NAME;
 use llm_datadist_core::{
-    CallExtras, ClusterId, DataDist, Deadline, EnsureOptions, ErrorKind, Event, GrantUse, GroupMember,
-    Layers, Outcome, PeerInfo, RemoteCacheName, RemoteName, Result, Rows, Target, Transfer,
+    CallExtras, ClusterId, DataDist, Deadline, ErrorKind, Event, GrantUse, GroupMember, Layers, Outcome,
+    PeerInfo, RemoteCacheName, RemoteName, Result, Rows, Target, Transfer,
 };
 
 use super::layerwise::{all_ready, blocks, start, to, wait};
@@ -74,7 +74,7 @@ fn caches_are_pulled_and_pushed_by_their_names() {
             GroupMember { remote, local, rows: all_rows(), layers: Layers::ALL, grant: None }
         };
         let members = ["kv", "漢字/🦀 e\u{301}"].into_iter().zip(&ours).map(member).collect();
-        local.pull_group(members, CallExtras::default()).run().unwrap();
+        ended(&local.pull_group(members, CallExtras::default(), None).unwrap()).unwrap();
         assert!(ours[0].read() == pushed && ours[1].read() == second);
         let layers = source.fill(4);
         let target = Target::Cache { name: RemoteCacheName::Text("kv".into()), first_layer: Some(0) };
@@ -371,8 +371,7 @@ fn ensure_link_checks_the_name_of_the_engine() {
     for way in WAYS {
         let [local, remote] = engines(way);
         let ensure = |name: &str| -> Result<PeerInfo> {
-            let options = EnsureOptions { name: Some(name.into()), ..EnsureOptions::default() };
-            let call = local.ensure_link(remote.listening().unwrap(), LONG, options)?;
+            let call = local.ensure_link(remote.listening().unwrap(), LONG, Some(name.into()))?;
             ended(&call).map(|_| call.peer().expect("the peer of a success").clone())
         };
         let refused = || {

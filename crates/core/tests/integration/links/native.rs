@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CallExtras, ClusterId, Config, DataDist, DataType, Destination, EnsureOptions,
-    ErrorKind, Event, GrantUse, GroupMember, KvLayout, KvPlanes, LayerRange, LayerReceiver, Layers,
-    LayerwiseArgs, PeerInfo, Role, Rows, Target, TokenOrder, Verify,
+    CacheDesc, CacheKind, CallExtras, ClusterId, Config, DataDist, DataType, Destination, ErrorKind, Event,
+    GrantUse, GroupMember, KvLayout, KvPlanes, LayerRange, LayerReceiver, Layers, LayerwiseArgs, PeerInfo,
+    Role, Rows, Target, TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;
@@ -28,7 +28,7 @@ pub(super) fn native_pair(way: Way) -> Pair {
 }
 
 fn peer(local: &DataDist, address: SocketAddr) -> PeerInfo {
-    let call = local.ensure_link(address, LONG, EnsureOptions::default()).unwrap();
+    let call = local.ensure_link(address, LONG, None).unwrap();
     outcome(&call).unwrap();
     call.peer().expect("the peer of a success").clone()
 }
@@ -121,11 +121,11 @@ fn a_native_engine_reads_the_first_of_equal_owners() {
                 grant: None,
             };
             let owners = |layers| order.map(|at| owner(at, layers)).into();
-            local.pull_owners(owners(Layers::ALL), CallExtras::default()).run().unwrap();
+            outcome(&local.pull_owners(owners(Layers::ALL), CallExtras::default(), None).unwrap()).unwrap();
             assert!(into.read() == bytes[order[0]], "{order:?}");
             let one = LayerRange { first: 0, end: 1 };
             let some = Layers { src: Some(one), dst: Some(one), tensors_per_layer: 2 };
-            let refused = local.pull_owners(owners(some), CallExtras::default()).run().unwrap_err();
+            let refused = local.pull_owners(owners(some), CallExtras::default(), None).unwrap_err();
             assert_eq!((refused.kind(), refused.fact("part")), (ErrorKind::InvalidArgument, Some("0")));
         }
     }
@@ -154,11 +154,11 @@ fn the_parts_of_a_group_move_their_layers() {
             };
             let members = vec![member(0, 2, 0), member(1, 0, 1)];
             let (call, src, mut dst) = if pushes {
-                (local.push_group(members, CallExtras::default()), ours, theirs)
+                (local.push_group(members, CallExtras::default(), None), ours, theirs)
             } else {
-                (local.pull_group(members, CallExtras::default()), theirs, ours)
+                (local.pull_group(members, CallExtras::default(), None), theirs, ours)
             };
-            call.run().unwrap();
+            outcome(&call.unwrap()).unwrap();
             for (from, to, at) in [(0, 4, 0), (1, 5, 0), (2, 0, 1), (3, 1, 1)] {
                 dst[to][at * 64..(at + 1) * 64].copy_from_slice(&src[from][at * 64..(at + 1) * 64]);
             }
@@ -265,7 +265,7 @@ fn a_push_of_layers_is_one_transfer_with_a_notification() {
             ..CallExtras::default()
         };
         let task = local.begin_push(&source.end(), receivers(), None, extras()).unwrap();
-        let transfer = task.transfers()[0].clone();
+        let transfer = task.transfer().clone();
         let messages = || {
             let events = remote.poll(100).unwrap();
             let message = |event| match event {
@@ -289,7 +289,7 @@ fn a_push_of_layers_is_one_transfer_with_a_notification() {
         }
         // The peer gets no notification of a push that fails.
         let task = local.begin_push(&source.end(), receivers(), None, extras()).unwrap();
-        let transfer = task.transfers()[0].clone();
+        let transfer = task.transfer().clone();
         drop(task);
         assert_eq!(outcome(&transfer).unwrap_err().kind(), ErrorKind::Cancelled);
         assert!(messages().is_empty());

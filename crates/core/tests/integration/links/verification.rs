@@ -9,8 +9,8 @@ use std::time::Duration;
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache, digest};
 use llm_datadist_core::{
-    CacheId, CacheKind, CacheLayout, CallExtras, DataDist, Error, ErrorKind, Event, Geometry, GrantUse,
-    GroupMember, Layers, Name, Outcome, Placement, RemoteName, Result, Rows, Target, Verify,
+    CacheId, CacheKind, CacheLayout, CallExtras, DataDist, Deadline, Error, ErrorKind, Event, Geometry,
+    GrantUse, GroupMember, Layers, Name, Outcome, Placement, RemoteName, Result, Rows, Target, Verify,
 };
 
 use crate::fixtures::Chance;
@@ -261,7 +261,7 @@ fn a_grant_must_last_until_the_comparison() {
             let (remote, grant) = (&pair.remote, &grant);
             scope.spawn(move || {
                 was_moved.recv().unwrap();
-                remote.revoke(grant, true).unwrap();
+                remote.start_revoke(grant, None).unwrap().join(Deadline::after(LONG)).unwrap();
                 done.send(()).unwrap();
             });
             after_the_move(&near.cache, move |_| {
@@ -304,7 +304,7 @@ fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
     assert_eq!((error.kind(), error.fact("blocks")), (ErrorKind::VerifyFailed, Some("5")), "{error}");
     let error = pull(3).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-    pair.remote.revoke(&grant, true).unwrap();
+    pair.remote.start_revoke(&grant, None).unwrap().join(Deadline::after(LONG)).unwrap();
     assert_eq!(pull(2).unwrap_err().kind(), ErrorKind::GrantEnded);
 }
 
@@ -324,8 +324,8 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
         grant: None,
     };
     let group = || {
-        let transfer = pair.local.pull_group(vec![part(0), part(1)], extras(Verify::Full)).start().unwrap();
-        transfer.wait(llm_datadist_core::Deadline::after(LONG)).unwrap();
+        let transfer = pair.local.pull_group(vec![part(0), part(1)], extras(Verify::Full), None).unwrap();
+        transfer.wait(Deadline::after(LONG)).unwrap();
         transfer.outcome().unwrap()
     };
     after_the_move(&near[1].cache, |cache| flip(cache, 0, 5000 * 8));
