@@ -178,7 +178,7 @@ fn locating(options: &Options, report: &mut Report) {
         while (addrs.len() as u64) < size {
             let at = addrs.len() as u64 * 4096;
             let tensors = Tensors::carved(region.clone(), [at, at + 2048], 16 * 64, ()).unwrap();
-            addrs.push(table.allocate(&shape, layout, tensors, &[]).unwrap().addrs()[0]);
+            addrs.push(table.allocate(None, &[], &shape, layout, tensors).unwrap().addrs()[0]);
         }
         let again = (LEAST / size).clamp(3, 256);
         let took = (0..options.rounds()).map(|_| {

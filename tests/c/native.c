@@ -392,6 +392,21 @@ static void test_threads(const Node *node, uint64_t peer) {
   }
 }
 
+/* Whether every block that a failed pull of blocks of the owner's cache has written has the bytes of the owner. */
+static int arrived_are_right(const Node *node, uint64_t transfer) {
+  LlmDatadistArrived ranges[TENSORS];
+  size_t count = MOST;
+  CHECK_STATUS(llm_datadist_transfer_arrived(transfer, TENSORS, ranges, &count), LLM_DATADIST_SUCCESS);
+  int right = count <= TENSORS;
+  for (size_t index = 0; right && index < count; ++index) {
+    const LlmDatadistArrived *range = &ranges[index];
+    for (size_t at = range->blocks.first * BLOCK; right && at < range->blocks.end * BLOCK; ++at) {
+      right = node->tensors[range->tensor][at] == pattern(7, (int)range->tensor, (int)at);
+    }
+  }
+  return right;
+}
+
 /* A pull from a peer that does not answer runs until its own limit, or until it is cancelled. */
 static void test_stopped_peer(const Node *node, uint64_t peer, const Owner *owner) {
   stop_owner(owner);
@@ -399,6 +414,8 @@ static void test_stopped_peer(const Node *node, uint64_t peer, const Owner *owne
   const uint64_t late = start_pull(node, peer, "kv", 1, 1, NULL, 0.05);
   CHECK(!llm_datadist_transfer_done(cancelled));
   CHECK_STATUS(llm_datadist_transfer_wait(cancelled, 0.001), LLM_DATADIST_RUNNING);
+  CHECK_STATUS(llm_datadist_transfer_wait(late, LONG), LLM_DATADIST_TIMEOUT);
+  CHECK(arrived_are_right(node, late));
   CHECK_STATUS(outcome(late), LLM_DATADIST_TIMEOUT);
   CHECK(llm_datadist_transfer_cancel(cancelled));
   const LlmDatadistEvent event = next_of_kind(node, LLM_DATADIST_COMPLETED);
@@ -421,6 +438,7 @@ static void test_killed_peer(const Node *node, uint64_t peer, Owner *owner, cons
   if (waits) {
     const LlmDatadistEvent ended = next_of_kind(node, LLM_DATADIST_COMPLETED);
     CHECK(ended.transfer == lost && ended.status == LLM_DATADIST_PEER_LOST);
+    CHECK(arrived_are_right(node, lost));
     CHECK_STATUS(outcome(lost), LLM_DATADIST_PEER_LOST);
   }
   const LlmDatadistEvent event = next_of_kind(node, LLM_DATADIST_PEER_DOWN);
@@ -438,7 +456,11 @@ static void test_killed_peer(const Node *node, uint64_t peer, Owner *owner, cons
 static void test_end(const Node *node, uint64_t peer, const Owner *owner) {
   stop_owner(owner);
   const uint64_t running = start_pull(node, peer, "kv", 0, 0, NULL, 0.0);
+  const char *json = NULL;
+  CHECK_STATUS(llm_datadist_stats(node->engine, &json), LLM_DATADIST_SUCCESS);
+  CHECK(json[0] == '{' && strstr(json, owner->address) != NULL);
   CHECK_STATUS(llm_datadist_engine_close(node->engine, 0.0), LLM_DATADIST_SUCCESS);
+  CHECK(json[0] == '{');
   CHECK_STATUS(outcome(running), LLM_DATADIST_CLOSED);
   CHECK_STATUS(llm_datadist_send(node->engine, peer, NULL, 0), LLM_DATADIST_CLOSED);
   CHECK_STATUS(llm_datadist_engine_close(node->engine, 0.0), LLM_DATADIST_CLOSED);

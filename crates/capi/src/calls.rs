@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{Adopted, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
+use llm_datadist_core::{CacheId, DataDist, End, PeerAddress, Result, StatusCode};
 
 use crate::failure;
 use crate::objects::{Object, OpenEngine};
@@ -76,11 +76,6 @@ impl ClusterResults {
         }
         ClusterResults { statuses, whole: failure::status(whole) }
     }
-}
-
-/// `RegisterKvCache`. Peers may reach the cache, because the class has no other use for it.
-pub(crate) fn register(engine: &DataDist, adopted: Adopted) -> Result<CacheId> {
-    engine.register(adopted, &[], Some(true)).map(|cache| cache.id())
 }
 
 /// Returns the cache that a structure names by its id. What the structure states otherwise must agree with it.

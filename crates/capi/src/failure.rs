@@ -6,6 +6,8 @@ use std::panic::{self, AssertUnwindSafe};
 
 use llm_datadist_core::{Error, ErrorClass, ErrorKind, ErrorWords, Result, StatusCode};
 
+use crate::polled_events::c_text;
+
 /// Why a call failed.
 #[derive(Default)]
 struct Failure {
@@ -65,7 +67,7 @@ pub(crate) fn native(call: impl FnOnce() -> Result<()>) -> u32 {
     caught(call).err().map_or(0, |error| {
         let words = ErrorWords(&error);
         let (reason, argument) = (words.to_string(), words.argument().unwrap_or_default());
-        replace(Failure { reason: text(&reason), code: text(words.code()), argument: text(argument) });
+        replace(Failure { reason: c_text(&reason), code: c_text(words.code()), argument: c_text(argument) });
         class_status(words.class())
     })
 }
@@ -94,16 +96,12 @@ pub(crate) fn status(code: StatusCode) -> u32 {
 
 /// Keeps the reason of a failure.
 pub(crate) fn keep(reason: &str) {
-    replace(Failure { reason: text(reason), ..Failure::default() });
+    replace(Failure { reason: c_text(reason), ..Failure::default() });
 }
 
 fn replace(failure: Failure) {
     // Fails only while the thread ends.
     let _ = LAST.try_with(|last| last.replace(failure));
-}
-
-fn text(text: &str) -> CString {
-    CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default()
 }
 
 /// Returns a text about the last failure of this thread. It is valid until the next failure.

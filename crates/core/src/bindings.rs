@@ -22,6 +22,11 @@ pub mod validate {
     }
 }
 
+/// Calls of the native API that every language makes in the same way.
+pub mod native {
+    pub use crate::native::{grant_time, lend, link};
+}
+
 /// The options of an engine, and rules for single values of them.
 pub mod options {
     pub use crate::options::{

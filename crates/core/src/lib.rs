@@ -13,81 +13,66 @@
 //! A module uses only modules of its own row or of rows below. `docs/architecture.md` has the exact table, which
 //! `tools/lint/test_architecture.py` checks. The modules are private; this page is the whole interface:
 //!
-//! - **Open an engine:** [`DataDist::open`] with [`Config::native`]: [`PoolConfig`], [`LinkConfig`] with [`Token`] and
-//!   [`TransportChoice`], and the choices [`SwapInPath`], [`HugeChoice`] and [`Verify`].
-//! - **Caches by name:** [`OwnCache::allocate`] and [`OwnCache::register`] of [`Adopted`] memory, described by a [`CacheForm`]; a
-//!   [`KvLayout`] says what blocks mean. [`PeerCache`] names a cache of a peer.
-//! - **Rows:** [`OwnCache::rows`] and [`PeerCache::rows`] select blocks, and [`BlockRows::with_part`] the part of them that moves.
-//! - **Copy, pull, push:** [`OwnPairs`] and [`PeerPairs`] of rows, with [`PairExtras`]. Each call returns a [`Transfer`] at once, or a
-//!   [`LayerTask`] for a push whose layers the program reports. [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`], and an
-//!   [`AwaitQueue`] wakes an event loop.
-//! - **Peers:** [`DataDist::ensure_link`], [`DataDist::notify`], [`DataDist::start_unlink`]; [`DataDist::grant`] lends blocks.
-//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`FabricState`]).
-//!   The log is `tracing` events with targets `llm_datadist::*`.
+//! - **Open an engine:** [`Engine::builder`] with its pools, address and options, then [`EngineBuilder::open`].
+//! - **Caches:** [`Engine::allocate`] and [`Engine::register`] make an [`OwnCache`] as a [`CacheForm`] describes it. A [`KvLayout`] says
+//!   what blocks mean. [`Engine::peer_cache`] names a [`PeerCache`].
+//! - **Rows:** [`OwnCache::rows`] and [`PeerCache::rows`] select blocks, and [`BlockRows::with_part`] the [`RowsPart`] that moves.
+//! - **Copy, pull, push:** [`Engine::copy`], [`Engine::pull`] and [`Engine::push`] of pairs of rows, with [`PairExtras`], return a
+//!   [`Transfer`] at once. [`Transfer::join`] waits for its end. [`Engine::push_layers`] returns a [`LayerTask`], to which the program
+//!   reports layers.
+//! - **Peers:** [`Engine::link`], [`Engine::peers`], [`Engine::send`] and [`Engine::unlink`], with a [`PeerInfo`] for each peer.
+//! - **Grants:** [`Engine::lend`] lends blocks, and returns the [`GrantToken`] for a pull with [`GrantUse`].
+//! - **Events:** [`Engine::events`] returns [`Event`]s. The [`EventQueue`] has a descriptor for an event loop.
+//! - **Observe:** [`Engine::stats`] returns a [`Snapshot`]. The log is `tracing` events with targets `llm_datadist::*`.
 //! - **Errors:** [`Error`] with its [`ErrorKind`], argument, facts and [`ArrivedRows`], and in [`ErrorWords`] its [`ErrorClass`].
 //!
-//! The other items are for the layer of the original's API and its C++ class: clusters with a [`Role`] and a [`ClusterId`], caches
-//! with [`CacheKey`]s, [`End`]s of copies, [`Operation`]s that run or start, [`CacheTask`]s and [`StatusCode`]s.
-//!
-//! [`bindings`] serves `crates/py` and `crates/capi` alone. The feature `testing` adds the module `testing`,
-//! which opens the private modules to tests and benchmarks.
+//! Items that this page does not show serve `crates/py` and `crates/capi` alone: the layer of the original's API, and what languages
+//! share. The feature `testing` adds the module `testing`, which opens the private modules to tests and benchmarks.
 //!
 //! # Example
 //!
-//! Two engines, here in one process, usually in two.
+//! Two engines, here in one process, usually in two (`examples/prefill_decode.rs`).
 //!
 //! ```
-//! use std::sync::Arc;
 //! use std::time::Duration;
 //! use llm_datadist_core::*;
 //!
-//! let open = |name: &str, listen: Option<&str>| {
-//!     let mut config = Config { name: name.into(), ..Config::native() };
-//!     config.device_pool = Some(PoolConfig { memory_size: 1 << 20, page_shift: 16 });
-//!     config.links.listen = listen.map(|address| address.parse().unwrap());
-//!     DataDist::open(config).map(Arc::new)
-//! };
-//! let (prefill, decode) = (open("prefill", Some("127.0.0.1:0"))?, open("decode", None)?);
+//! let prefill = Engine::builder().name("prefill").pool(1 << 20).listen("127.0.0.1:0").open()?;
+//! let decode = Engine::builder().name("decode").pool(1 << 20).option("timeout", 5.0).open()?;
 //! // Two layers of one tensor each, with eight blocks of 64 elements.
-//! let form = CacheForm::plain(2, vec![8, 64], DataType::Float16, Placement::Device, None)?;
-//! let theirs = OwnCache::allocate(prefill.clone(), &prefill, "kv", &form, false)?;
-//! let ours = OwnCache::allocate(decode.clone(), &decode, "kv", &form, false)?;
+//! let form = CacheForm::plain(2, 8, &[64], DataType::Float16, Placement::Device, None)?;
+//! let (theirs, ours) = (prefill.allocate("kv", &form)?, decode.allocate("kv", &form)?);
 //! let soon = || Deadline::after(Duration::from_secs(5));
 //!
 //! // Copy blocks 0 and 1 to blocks 4 and 5, in all tensors. The destination comes first.
-//! let (dst, src) = (ours.rows([4, 5]), ours.rows([0, 1]));
-//! let copies = OwnPairs::checked(&*decode, [(&dst, &src)].into_iter())?;
-//! copies.copy(&decode, &PairExtras::default())?.join(soon())?;
+//! decode.copy(&[(&ours.rows([4, 5]), &ours.rows([0, 1]))], PairExtras::default())?.join(soon())?;
 //!
 //! // Link, and pull a block by the name of the cache, under a grant of its owner.
-//! let address = prefill.listening().expect("it listens");
-//! let linking = decode.ensure_link(address, Duration::from_secs(5), None)?;
+//! let linking = decode.link(&prefill.address()?.unwrap().to_string(), Some("prefill"), None)?;
 //! linking.join(soon())?;
-//! let peer = linking.peer().expect("the peer of a success");
-//! let grant = prefill.grant(&theirs.end(), &[3], Duration::from_secs(30), 1)?;
-//! let token = prefill.grant_token(&grant); // a program sends it to its readers
-//! let remote = PeerCache::new(decode.clone(), peer, "kv")?;
-//! let (dst, src) = (ours.rows([7]), remote.rows([3]));
-//! let pull = PeerPairs::checked(&*decode, PeerCall::Pull, [(&dst, &src)].into_iter())?;
+//! let peer = linking.peer().expect("the peer of a success").cluster;
+//! let token = prefill.lend(&theirs.rows([3]), Duration::from_secs(30), 1)?; // a program sends it to its readers
+//! let remote = decode.peer_cache(peer, "kv")?;
 //! let grants = vec![Some(GrantUse { token, done: true })];
-//! let pulled = pull.start(&decode, PairExtras { grants, ..PairExtras::default() })?;
-//! pulled.join(soon())?;
-//! assert_eq!(pulled.progress().done, 2 * 128);
+//! let under_grant = PairExtras { grants, ..PairExtras::default() };
+//! let pull = decode.pull(&[(&ours.rows([7]), &remote.rows([3]))], under_grant)?;
+//! pull.join(soon())?;
+//! assert_eq!(pull.progress().done, 2 * 128);
 //!
 //! // Push layer by layer: the code that computes reports which layer is ready.
-//! let (dst, src) = (remote.rows([5]), ours.rows([7]));
-//! let push = PeerPairs::checked(&*decode, PeerCall::Push, [(&dst, &src)].into_iter())?;
-//! let task = push.start_layers(&decode, PairExtras { notify: Some(b"request 7".into()), ..PairExtras::default() })?;
-//! (0..2).try_for_each(|layer| task.ready(layer))?;
-//! task.transfer().join(soon())?;
-//! let events = prefill.poll(100)?;
+//! let notify = PairExtras { notify: Some(b"request 7".into()), ..PairExtras::default() };
+//! let push = decode.push_layers(&[(&remote.rows([5]), &ours.rows([7]))], notify)?;
+//! (0..2).try_for_each(|layer| push.ready(layer))?;
+//! push.transfer().join(soon())?;
+//! let events = prefill.events(100)?;
 //! assert!(events.iter().any(|event| matches!(event, Event::Notification(message) if message.payload == b"request 7")));
 //!
 //! // An error explains the cause in its text and as values.
-//! let (dst, src) = (ours.rows([7]), PeerCache::new(decode.clone(), peer, "other")?.rows([3]));
-//! let pull = PeerPairs::checked(&*decode, PeerCall::Pull, [(&dst, &src)].into_iter())?;
-//! let error = pull.start(&decode, PairExtras::default())?.join(soon()).unwrap_err();
+//! let other = decode.peer_cache(peer, "other")?;
+//! let pull = decode.pull(&[(&ours.rows([7]), &other.rows([3]))], PairExtras::default())?;
+//! let error = pull.join(soon()).unwrap_err();
 //! assert_eq!(ErrorWords(&error).class(), ErrorClass::NotFound);
+//! decode.close(Duration::ZERO);
 //! # Ok::<(), Error>(())
 //! ```
 
@@ -106,6 +91,7 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
 compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
 
+#[doc(hidden)]
 pub mod bindings;
 mod budget;
 mod cache;
@@ -135,38 +121,57 @@ mod stats;
 mod status;
 mod sync;
 #[cfg(feature = "testing")]
+#[doc(hidden)]
 pub mod testing;
 mod threads;
 mod token_file;
 mod transfer;
 mod validate;
 
-pub use cache::{Cache, TableState};
+pub use cache::TableState;
+pub use error::{ArrivedRows, Error, ErrorKind, Result};
+pub use events::{Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferProgress};
+pub use grants::Grant;
+pub use memory::Adopted;
+pub use model::{
+    CacheDesc, CacheId, CacheKind, ClusterId, DataType, Deadline, GrantEnd, GrantToken, GrantUse, KvLayout,
+    KvPlanes, Placement, TokenOrder, Verify,
+};
+pub use native::{
+    BlockRows, CacheForm, ElementTypes, Engine, EngineBuilder, EngineName, ErrorClass, ErrorWords,
+    MAX_SECONDS, OwnCache, PairExtras, PeerCache, RowsCache, RowsOfPair, RowsPart, pool_named,
+};
+pub use options::OptionValue;
+pub use pool::PoolState;
+pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
+pub use transfer::{LayerProgress, LayerTask};
+
+// What only `crates/py`, `crates/capi` and tests use: clusters with roles, caches with keys, and operations that run or start.
+#[doc(hidden)]
+pub use cache::Cache;
+#[doc(hidden)]
 pub use config::{
     Backend, Config, FabricConfig, HugeChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
+#[doc(hidden)]
 pub use engine::{
     CacheIndex, CallExtras, CopyMember, DataDist, End, GroupMember, LayerReceiver, Operation, RemoteName,
 };
-pub use error::{ArrivedRows, Error, ErrorKind, Result};
-pub use events::{
-    AwaitQueue, Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferProgress,
-};
-pub use grants::Grant;
-pub use memory::Adopted;
+#[doc(hidden)]
+pub use events::AwaitQueue;
+#[doc(hidden)]
 pub use model::{
-    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, GrantUse, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, RemoteCacheName, RowSizes,
-    SubRow, TokenOrder, Verify, Words, tensor_bytes,
+    CacheKey, CacheLayout, Geometry, KvGeometry, NO_ID, Name, RemoteCacheName, RowSizes, SubRow, Words,
+    tensor_bytes,
 };
-pub use native::{
-    BlockRows, CacheForm, ElementTypes, EngineName, ErrorClass, ErrorWords, MAX_SECONDS, OwnCache, OwnPairs,
-    PairExtras, PeerCache, PeerCall, PeerPairs, RowsCache, RowsOfPair, RowsPart, lent_cache, pool_named,
-};
-pub use pool::PoolState;
+#[doc(hidden)]
+pub use native::{OwnPairs, PeerCall, PeerPairs};
+#[doc(hidden)]
 pub use session::{CommStatus, PeerAddress};
-pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
+#[doc(hidden)]
 pub use status::StatusCode;
-pub use transfer::{CacheTask, LayerProgress, LayerTask, Outcome};
+#[doc(hidden)]
+pub use transfer::{CacheTask, Outcome};
+#[doc(hidden)]
 pub use validate::{CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, Rows, Target};

@@ -548,6 +548,20 @@ typedef struct {
 } LlmDatadistEvent;
 
 /**
+ * Blocks of one tensor that a failed transfer has written completely.
+ */
+typedef struct {
+  /**
+   * Number of the tensor in the cache that was written, counted from 0.
+   */
+  uint32_t tensor;
+  /**
+   * Blocks of it.
+   */
+  LlmDatadistRange blocks;
+} LlmDatadistArrived;
+
+/**
  * One batch slot of a peer's cache.
  */
 typedef struct {
@@ -949,6 +963,17 @@ uint32_t llm_datadist_event_descriptor(uint64_t engine,
                                        int *descriptor);
 
 /**
+ * Writes the counters of the engine, and the state of its pools, caches and links, to `json`: a text of JSON that ends in a null
+ * byte, with the names that `Engine.stats()` has in Python. The program does not free it: it is valid until the next call of this
+ * function in this thread, for any engine, and at most until the thread ends.
+ *
+ * # Safety
+ * `json` points to space for a pointer.
+ */
+uint32_t llm_datadist_stats(uint64_t engine,
+                            const char **json);
+
+/**
  * Writes at most `max_events` events to `events`, oldest first, and their number to `num_events`. Never waits: without events it
  * succeeds, and writes 0.
  *
@@ -1082,6 +1107,19 @@ uint32_t llm_datadist_transfer_wait(uint64_t transfer, double timeout);
  * takes the outcome: `llm_datadist_events` no longer returns it. The transfer keeps it, so that the function may be called again.
  */
 uint32_t llm_datadist_transfer_result(uint64_t transfer);
+
+/**
+ * Writes at most `max_ranges` ranges of the blocks that a failed transfer has written completely to `ranges`, and the number of all of
+ * them to `num_ranges`. The other blocks that it should write are undefined. The ranges of a tensor are ascending and disjoint. There
+ * are none while the transfer runs, after a success, and between caches with different layouts. Does not take the outcome.
+ *
+ * # Safety
+ * `ranges` points to space for `max_ranges` structures, or is null if that is 0, and `num_ranges` to space for a number.
+ */
+uint32_t llm_datadist_transfer_arrived(uint64_t transfer,
+                                       size_t max_ranges,
+                                       LlmDatadistArrived *ranges,
+                                       size_t *num_ranges);
 
 /**
  * Cancels the transfer. Never waits: a transfer that has begun ends a little later. Returns true if it will end with

@@ -1,11 +1,12 @@
 //! The log callback of C. `crate::log` decides when it is called.
 
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{c_char, c_void};
 use std::sync::RwLock;
 
 use super::process;
 use crate::failure::guarded;
 use crate::log::{self, Recipient};
+use crate::polled_events::c_text;
 
 /// Level of errors, the most severe one.
 pub const LLM_DATADIST_LOG_ERROR: i32 = 1;
@@ -36,8 +37,7 @@ unsafe impl Sync for CallerCallback {}
 
 impl CallerCallback {
     fn call(&self, level: i32, target: &str, text: &str) {
-        let text_of = |text: &str| CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default();
-        let (target, text) = (text_of(target), text_of(text));
+        let (target, text) = (c_text(target), c_text(text));
         // SAFETY: both texts end in a null byte and live until the call returns; the rest is the promise of
         // `llm_datadist_set_log_callback`.
         unsafe { (self.callback)(level, target.as_ptr(), text.as_ptr(), self.user_data) };

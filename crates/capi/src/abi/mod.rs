@@ -30,38 +30,19 @@ use std::ffi::c_char;
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode};
 
-pub use log::{
-    LLM_DATADIST_LOG_DEBUG, LLM_DATADIST_LOG_ERROR, LLM_DATADIST_LOG_INFO, LLM_DATADIST_LOG_WARNING,
-    LlmDatadistLogCallback, llm_datadist_set_log_callback,
-};
-pub use native_caches::{
-    llm_datadist_allocate, llm_datadist_cache_free, llm_datadist_cache_tensors, llm_datadist_register,
-};
-pub use native_calls::{llm_datadist_copy, llm_datadist_pull, llm_datadist_push};
-pub use native_engines::{
-    llm_datadist_engine_address, llm_datadist_engine_close, llm_datadist_engine_open,
-    llm_datadist_event_descriptor,
-};
-pub use native_events::{llm_datadist_events, llm_datadist_peers};
-pub use native_links::{
-    llm_datadist_lend, llm_datadist_link, llm_datadist_peer_close, llm_datadist_renew, llm_datadist_revoke,
-    llm_datadist_send,
-};
-pub use native_transfers::{
-    llm_datadist_transfer_cancel, llm_datadist_transfer_done, llm_datadist_transfer_free,
-    llm_datadist_transfer_nanos, llm_datadist_transfer_peer, llm_datadist_transfer_progress,
-    llm_datadist_transfer_ready, llm_datadist_transfer_result, llm_datadist_transfer_wait,
-};
+pub use log::*;
+pub use native_caches::*;
+pub use native_calls::*;
+pub use native_engines::*;
+pub use native_events::*;
+pub use native_links::*;
+pub use native_transfers::*;
 pub use native_types::*;
 pub use transfers::{
     llm_datadist_copy_blocks, llm_datadist_copy_cache, llm_datadist_pull_blocks, llm_datadist_pull_cache,
     llm_datadist_push_blocks, llm_datadist_push_cache,
 };
-pub use types::{
-    LLM_DATADIST_ABI_VERSION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
-    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
-    LlmDatadistRegisterCfg,
-};
+pub use types::*;
 
 use crate::calls;
 use crate::failure::{self, FailureText, caught, guarded, guarded_as};
@@ -305,7 +286,8 @@ pub unsafe extern "C" fn llm_datadist_register_cache(
         let id = unsafe { raw::Out::new("cache_id", cache_id, 1) }?;
         // SAFETY: the caller's promise.
         let adopted = unsafe { raw::adopt(&desc, addrs) }?;
-        id.put(&[calls::register(&open.engine, adopted)?.0]);
+        // Peers may reach the cache, because the class has no other use for it.
+        id.put(&[open.engine.register(adopted, &[], Some(true))?.id().0]);
         Ok(())
     })
 }

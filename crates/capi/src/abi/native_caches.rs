@@ -2,16 +2,17 @@
 
 use std::ffi::{c_char, c_void};
 use std::ptr::with_exposed_provenance_mut;
+use std::sync::Arc;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{Adopted, CacheKind, Error, OwnCache};
+use llm_datadist_core::{Adopted, CacheKind, Error, OwnCache, Result};
 
 use super::native_engines::entered;
 use super::native_transfers::kept;
 use super::native_types::{LLM_DATADIST_CONTIGUOUS, LLM_DATADIST_NOT_SHARED, LlmDatadistForm};
 use super::{native_raw, process, raw};
 use crate::failure::native;
-use crate::native::HeldCache;
+use crate::native::{HeldCache, HeldEngine};
 
 /// Allocates a cache from a pool, and writes its handle to `cache`. Peers find it by `name`: 1 to 128 bytes of printable text that no
 /// other cache of the engine has. The contents are undefined.
@@ -25,16 +26,15 @@ pub unsafe extern "C" fn llm_datadist_allocate(
     form: *const LlmDatadistForm,
     cache: *mut u64,
 ) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("cache", cache, 1) }?;
         // SAFETY: the caller's promise.
         let name = unsafe { raw::text("name", name) }?;
         // SAFETY: the caller's promise.
-        let (form, flags) = unsafe { native_raw::form(form, LLM_DATADIST_CONTIGUOUS, None) }?;
-        let contiguous = flags & LLM_DATADIST_CONTIGUOUS != 0;
-        let own = OwnCache::allocate(held.clone(), open, name, &form, contiguous)?;
-        out.put(&[process::current().add_cache(HeldCache::new(held.clone(), own))]);
+        let (mut form, flags) = unsafe { native_raw::form(form, LLM_DATADIST_CONTIGUOUS, None) }?;
+        form.contiguous = flags & LLM_DATADIST_CONTIGUOUS != 0;
+        out.put(&[added(held, held.engine.allocate(name, &form)?)?]);
         Ok(())
     })
 }
@@ -53,7 +53,7 @@ pub unsafe extern "C" fn llm_datadist_register(
     form: *const LlmDatadistForm,
     cache: *mut u64,
 ) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("cache", cache, 1) }?;
         // SAFETY: the caller's promise.
@@ -69,12 +69,18 @@ pub unsafe extern "C" fn llm_datadist_register(
         }
         form.check_addresses(&addresses)?;
         // SAFETY: the caller's promise. `new` checks the numbers.
-        let adopted = unsafe { Adopted::new(&form.desc, CacheKind::Blocks, &addresses) }?;
-        let adopted = (adopted, flags & LLM_DATADIST_NOT_SHARED == 0);
-        let own = OwnCache::register(held.clone(), open, name, &form, adopted)?;
-        out.put(&[process::current().add_cache(HeldCache::new(held.clone(), own))]);
+        let adopted = unsafe { Adopted::new(form.desc(), CacheKind::Blocks, &addresses) }?;
+        let shared = flags & LLM_DATADIST_NOT_SHARED == 0;
+        out.put(&[added(held, held.engine.register(name, &form, adopted, shared)?)?]);
         Ok(())
     })
+}
+
+/// Returns a handle for a cache. If the engine closes meanwhile, the close may not see the handle, which is freed then.
+fn added(held: &Arc<HeldEngine>, own: Arc<OwnCache>) -> Result<u64> {
+    let process = process::current();
+    let handle = process.add_cache(HeldCache::new(held.clone(), own));
+    held.engine.run(|_| Ok(handle)).inspect_err(|_| drop(process.caches.remove(handle)))
 }
 
 /// Writes the address of every tensor of a cache to `tensors`. Block `i` begins at `i` times the bytes of a block, or the stride.
@@ -95,12 +101,9 @@ pub unsafe extern "C" fn llm_datadist_cache_tensors(
         }
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("tensors", tensors, num_tensors) }?;
-        held.engine.run(|open| {
-            let made = open.find(held.own.id)?;
-            let address = |address: &u64| with_exposed_provenance_mut(usize::try_from(*address).unwrap_or(0));
-            out.put_each(made.addrs().iter().map(address));
-            Ok(())
-        })
+        let address = |address: u64| with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0));
+        out.put_each(held.engine.engine.tensors(&held.own)?.into_iter().map(address));
+        Ok(())
     })
 }
 
@@ -119,10 +122,7 @@ pub unsafe extern "C" fn llm_datadist_cache_free(cache: u64, transfer: *mut u64)
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         let held = process::current().cache(cache)?;
-        // Also while the engine closes, because transfers may still use the memory.
-        held.engine.run_until_closed(|open| {
-            out.put(&[kept(&held.engine, || held.free(open))?]);
-            Ok(())
-        })
+        out.put(&[kept(&held.engine, || held.free())?]);
+        Ok(())
     })
 }

@@ -1,15 +1,14 @@
 //! The functions of the native API that move bytes. Each starts a transfer and returns at once.
 
-use std::sync::Arc;
-
-use llm_datadist_core::{BlockRows, DataDist, OwnPairs, PairExtras, PeerCall, PeerPairs, Result, RowsOfPair};
+use llm_datadist_core::Result;
+use llm_datadist_core::bindings::fallible;
 
 use super::native_engines::entered;
 use super::native_raw::{self, GivenPairs, MovingCall};
 use super::native_transfers::kept;
 use super::native_types::{LlmDatadistCall, LlmDatadistPair};
 use super::raw;
-use crate::native::{HeldEngine, HeldTransfer};
+use crate::native::HeldTransfer;
 
 /// Starts to copy blocks inside an engine, within a cache or between two, and writes the handle of the transfer to `transfer`;
 /// `llm_datadist_transfer_free` frees it. The pairs are copied in their order.
@@ -82,37 +81,24 @@ unsafe fn moved(
     call: *const LlmDatadistCall,
     transfer: *mut u64,
 ) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         // SAFETY: the caller's promise.
         let GivenPairs { rows, tokens } = unsafe { native_raw::pairs(kind, held, pairs, count) }?;
         // SAFETY: the caller's promise.
-        let extras = || unsafe { native_raw::extras(kind, call, &tokens) };
-        out.put(&[kept(held, || started(held, open, kind, &rows, extras))?]);
+        let (extras, layerwise) = unsafe { native_raw::extras(kind, call, &tokens) }?;
+        let mut pairs = fallible::with_capacity("the pairs of a call", rows.len())?;
+        pairs.extend(rows.iter().map(|(dst, src)| (dst, src)));
+        let start = || -> Result<HeldTransfer> {
+            Ok(match kind {
+                MovingCall::Copy => held.engine.copy(&pairs, extras)?.into(),
+                MovingCall::Pull => held.engine.pull(&pairs, extras)?.into(),
+                MovingCall::Push if layerwise => held.engine.push_layers(&pairs, extras)?.into(),
+                MovingCall::Push => held.engine.push(&pairs, extras)?.into(),
+            })
+        };
+        out.put(&[kept(held, start)?]);
         Ok(())
     })
-}
-
-fn started(
-    held: &Arc<HeldEngine>,
-    open: &DataDist,
-    kind: MovingCall,
-    rows: &[(BlockRows, BlockRows)],
-    extras: impl FnOnce() -> Result<(PairExtras, bool)>,
-) -> Result<HeldTransfer> {
-    let pairs = rows.iter().map(|(dst, src)| -> RowsOfPair<'_> { (dst, src) });
-    let call = match kind {
-        MovingCall::Copy => {
-            let pairs = OwnPairs::checked(&**held, pairs)?;
-            return Ok(pairs.copy(open, &extras()?.0)?.into());
-        }
-        MovingCall::Pull => PeerCall::Pull,
-        MovingCall::Push => PeerCall::Push,
-    };
-    let pairs = PeerPairs::checked(&**held, call, pairs)?;
-    match extras()? {
-        (extras, false) => Ok(pairs.start(open, extras)?.into()),
-        (extras, true) => Ok(pairs.start_layers(open, extras)?.into()),
-    }
 }

@@ -4,12 +4,13 @@ use std::ffi::{c_char, c_int};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
-use llm_datadist_core::{DataDist, Error, Result};
+use llm_datadist_core::{Error, Result};
 
 use super::types::LlmDatadistOption;
 use super::{log, native_raw, process, raw};
 use crate::failure::native;
 use crate::native::HeldEngine;
+use crate::polled_events;
 
 /// Opens an engine, and writes its handle to `engine`. `llm_datadist_engine_close` closes it. Both texts of an option end in a null
 /// byte.
@@ -52,9 +53,9 @@ pub extern "C" fn llm_datadist_engine_close(engine: u64, timeout: f64) -> u32 {
         let limit = native_raw::seconds("timeout", timeout)?;
         let process = process::current();
         let held = process.engines.remove(engine)?;
-        let closed = held.close(limit);
+        held.engine.close(limit);
         process.caches.retain(|cache| !Arc::ptr_eq(&cache.engine, &held));
-        closed
+        Ok(())
     })
 }
 
@@ -65,8 +66,8 @@ pub extern "C" fn llm_datadist_engine_close(engine: u64, timeout: f64) -> u32 {
 /// `address` points to space for `size` characters.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_engine_address(engine: u64, address: *mut c_char, size: usize) -> u32 {
-    entered(engine, |_, open| {
-        let text = open.listening().map_or_else(String::new, |address| address.to_string());
+    entered(engine, |held| {
+        let text = held.engine.address()?.map_or_else(String::new, |address| address.to_string());
         if size <= text.len() {
             return Err(Error::argument("size", size, format_args!("at least {}", text.len() + 1)));
         }
@@ -89,18 +90,31 @@ pub unsafe extern "C" fn llm_datadist_engine_address(engine: u64, address: *mut 
 /// `descriptor` points to space for a number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_event_descriptor(engine: u64, descriptor: *mut c_int) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("descriptor", descriptor, 1) }?;
-        out.put(&[open.events().descriptor()?.as_fd().as_raw_fd()]);
+        out.put(&[held.engine.event_queue()?.descriptor()?.as_fd().as_raw_fd()]);
+        Ok(())
+    })
+}
+
+/// Writes the counters of the engine, and the state of its pools, caches and links, to `json`: a text of JSON that ends in a null
+/// byte, with the names that `Engine.stats()` has in Python. The program does not free it: it is valid until the next call of this
+/// function in this thread, for any engine, and at most until the thread ends.
+///
+/// # Safety
+/// `json` points to space for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_stats(engine: u64, json: *mut *const c_char) -> u32 {
+    entered(engine, |held| {
+        // SAFETY: the caller's promise.
+        let out = unsafe { raw::Out::new("json", json, 1) }?;
+        out.put(&[polled_events::keep_stats(&held.engine.stats()?.to_json())?]);
         Ok(())
     })
 }
 
 /// Runs `call` on the engine of a handle, and returns the status.
-pub(super) fn entered(engine: u64, call: impl FnOnce(&Arc<HeldEngine>, &DataDist) -> Result<()>) -> u32 {
-    native(|| {
-        let held = process::current().engines.get(engine)?;
-        held.run(|open| call(&held, open))
-    })
+pub(super) fn entered(engine: u64, call: impl FnOnce(&Arc<HeldEngine>) -> Result<()>) -> u32 {
+    native(|| call(&process::current().engines.get(engine)?))
 }

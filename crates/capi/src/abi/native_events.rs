@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char};
 use std::ptr::null;
 
-use llm_datadist_core::{ErrorWords, Event, PeerInfo, Transfer};
+use llm_datadist_core::{DataDist, ErrorWords, Event, PeerInfo, Result, Transfer};
 
 use super::native_engines::entered;
 use super::native_types::{
@@ -37,35 +37,39 @@ pub unsafe extern "C" fn llm_datadist_events(
     events: *mut LlmDatadistEvent,
     num_events: *mut usize,
 ) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let count = unsafe { raw::Out::new("num_events", num_events, 1) }?;
         // SAFETY: the caller's promise.
         let outs = unsafe { raw::Out::of_list("events", events, max_events) }?;
-        let polled = open.poll(max_events)?;
+        let polled = held.engine.events(max_events)?;
         held.wait_for_handles();
-        let room = PointedTo::with_room(polled.len().saturating_mul(TEXTS_OF_EVENT));
-        let mut pointed_to = match room {
-            Ok(room) => room,
-            Err(error) => {
-                open.events().put_back(polled.into_iter());
-                return Err(error);
-            }
-        };
-        let tokens = |event: &Event| match event {
-            Event::GrantEnded(grant, _) => open.grant_token(grant).to_bytes(),
-            _ => [0; LLM_DATADIST_TOKEN_SIZE],
-        };
-        let written = outs.put_each(
-            polled
-                .iter()
-                .map(|event| LlmDatadistEvent { token: tokens(event), ..described(event, &mut pointed_to) }),
-        );
-        pointed_to.events = polled;
-        polled_events::keep(open.events(), pointed_to)?;
-        count.put(&[written]);
+        // Also while the engine closes: only one that is closed has no events.
+        count.put(&[held.engine.run_until_closed(|open| written(open, polled, &outs))?]);
         Ok(())
     })
+}
+
+/// Writes events of an engine, and keeps what they point to. Returns their number.
+fn written(open: &DataDist, polled: Vec<Event>, outs: &raw::Out<LlmDatadistEvent>) -> Result<usize> {
+    let mut pointed_to = match PointedTo::with_room(polled.len().saturating_mul(TEXTS_OF_EVENT)) {
+        Ok(room) => room,
+        Err(error) => {
+            open.events().put_back(polled.into_iter());
+            return Err(error);
+        }
+    };
+    let token = |event: &Event| match event {
+        Event::GrantEnded(grant, _) => open.grant_token(grant).to_bytes(),
+        _ => [0; LLM_DATADIST_TOKEN_SIZE],
+    };
+    let described = polled
+        .iter()
+        .map(|event| LlmDatadistEvent { token: token(event), ..described(event, &mut pointed_to) });
+    let written = outs.put_each(described);
+    pointed_to.events = polled;
+    polled_events::keep(open.events(), pointed_to)?;
+    Ok(written)
 }
 
 /// Writes at most `max_peers` of the peers that are linked now to `peers`, and the number of all of them to `num_peers`. What the
@@ -80,17 +84,17 @@ pub unsafe extern "C" fn llm_datadist_peers(
     peers: *mut LlmDatadistPeer,
     num_peers: *mut usize,
 ) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let count = unsafe { raw::Out::new("num_peers", num_peers, 1) }?;
         // SAFETY: the caller's promise.
         let outs = unsafe { raw::Out::of_list("peers", peers, max_peers) }?;
-        let linked = open.peers();
+        let linked = held.engine.peers()?;
         let all = linked.len();
         let mut pointed_to = PointedTo::with_room(all.min(max_peers).saturating_mul(TEXTS_OF_PEER))?;
         outs.put_each(linked.iter().map(|info| peer(info, &mut pointed_to)));
         pointed_to.peers = linked;
-        polled_events::keep(open.events(), pointed_to)?;
+        polled_events::keep(&held.engine.event_queue()?, pointed_to)?;
         count.put(&[all]);
         Ok(())
     })

@@ -1,10 +1,8 @@
 //! The functions of the native API for peers: links, messages and grants.
 
 use std::ffi::c_char;
-use std::time::Duration;
 
-use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{ClusterId, Error, ErrorWords, Result, lent_cache};
+use llm_datadist_core::ClusterId;
 
 use super::native_engines::entered;
 use super::native_transfers::kept;
@@ -27,19 +25,15 @@ pub unsafe extern "C" fn llm_datadist_link(
     timeout: f64,
     transfer: *mut u64,
 ) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         // SAFETY: the caller's promise.
         let address = unsafe { raw::text("address", address) }?;
         // SAFETY: the caller's promise.
         let name = unsafe { native_raw::optional_text("name", name) }?;
-        let at = validate::peer_address("address", address)?;
-        if open.listening() == Some(at) {
-            return Err(Error::argument("address", at, "that of another engine"));
-        }
-        let limit = native_raw::limit(timeout)?.unwrap_or(open.config().sync_timeout);
-        out.put(&[kept(held, || open.ensure_link(at, limit, name.map(str::to_owned)))?]);
+        let limit = native_raw::limit(timeout)?;
+        out.put(&[kept(held, || held.engine.link(address, name, limit))?]);
         Ok(())
     })
 }
@@ -56,11 +50,11 @@ pub unsafe extern "C" fn llm_datadist_peer_close(
     timeout: f64,
     transfer: *mut u64,
 ) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         let limit = native_raw::limit(timeout)?;
-        out.put(&[kept(held, || open.start_unlink(ClusterId(peer), false, limit))?]);
+        out.put(&[kept(held, || held.engine.unlink(ClusterId(peer), limit))?]);
         Ok(())
     })
 }
@@ -75,9 +69,9 @@ pub unsafe extern "C" fn llm_datadist_peer_close(
 /// `message` points to `size` bytes. Null is an empty message.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_send(engine: u64, peer: u64, message: *const u8, size: usize) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
-        open.notify(ClusterId(peer), unsafe { native_raw::message(message, size) }?)
+        held.engine.send(ClusterId(peer), unsafe { native_raw::message(message, size) }?)
     })
 }
 
@@ -99,17 +93,15 @@ pub unsafe extern "C" fn llm_datadist_lend(
     readers: u32,
     token: *mut u8,
 ) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("token", token, LLM_DATADIST_TOKEN_SIZE) }?;
         // SAFETY: the caller's promise.
         let given = unsafe { raw::value("rows", rows) }?;
         // SAFETY: the caller's promise.
         let rows = unsafe { native_raw::rows(held, "rows", &given) }?;
-        let cache = lent_cache(&**held, &rows)?;
-        let lent = open.grant(&cache.end(), rows.blocks(), lent_time(ttl)?, readers as usize);
-        let grant = lent.map_err(|error| ErrorWords::renamed(error, "blocks", "rows"))?;
-        out.put(&open.grant_token(&grant).to_bytes());
+        let ttl = native_raw::seconds("ttl", ttl)?;
+        out.put(&held.engine.lend(&rows, ttl, readers)?.to_bytes());
         Ok(())
     })
 }
@@ -120,10 +112,10 @@ pub unsafe extern "C" fn llm_datadist_lend(
 /// `token` points to a token.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_renew(engine: u64, token: *const u8, ttl: f64) -> u32 {
-    entered(engine, |_, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
-        let grant = open.find_grant(&unsafe { native_raw::token(token) }?)?;
-        open.renew(&grant, lent_time(ttl)?)
+        let token = unsafe { native_raw::token(token) }?;
+        held.engine.renew(&token, native_raw::seconds("ttl", ttl)?)
     })
 }
 
@@ -135,18 +127,12 @@ pub unsafe extern "C" fn llm_datadist_renew(engine: u64, token: *const u8, ttl: 
 /// `token` points to a token, and `transfer` to space for a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_revoke(engine: u64, token: *const u8, transfer: *mut u64) -> u32 {
-    entered(engine, |held, open| {
+    entered(engine, |held| {
         // SAFETY: the caller's promise.
         let out = unsafe { raw::Out::new("transfer", transfer, 1) }?;
         // SAFETY: the caller's promise.
-        let grant = open.find_grant(&unsafe { native_raw::token(token) }?)?;
-        out.put(&[kept(held, || open.start_revoke(&grant, None))?]);
+        let token = unsafe { native_raw::token(token) }?;
+        out.put(&[kept(held, || held.engine.revoke(&token))?]);
         Ok(())
     })
-}
-
-/// Returns for how long a grant lasts. The engine counts milliseconds, of which it has at least one.
-fn lent_time(ttl: f64) -> Result<Duration> {
-    let time = native_raw::seconds("ttl", ttl)?;
-    if ttl > 0.0 { Ok(time.max(Duration::from_millis(1))) } else { Err(raw::refused("ttl", "not above 0")) }
 }

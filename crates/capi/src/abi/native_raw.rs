@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::{fallible, validate};
 use llm_datadist_core::{
-    BlockRows, CacheForm, ClusterId, DataType, ElementTypes, Error, ErrorWords, Geometry, GrantToken,
-    GrantUse, KvLayout, KvPlanes, MAX_SECONDS, PairExtras, PeerCache, Placement, Result, RowsCache, RowsPart,
-    TokenOrder, pool_named,
+    BlockRows, CacheForm, ClusterId, DataType, ElementTypes, Error, ErrorWords, GrantToken, GrantUse,
+    KvLayout, KvPlanes, MAX_SECONDS, PairExtras, Placement, Result, RowsCache, RowsPart, TokenOrder,
+    pool_named,
 };
 
 use super::native_types::{
@@ -74,22 +74,17 @@ fn flags(given: u32, allowed: u32) -> Result<()> {
 }
 
 /// Returns a range; `None` if it stands for all.
-fn range(name: &str, of: LlmDatadistRange, most: u64) -> Result<Option<Range<u64>>> {
-    let LlmDatadistRange { first, end } = of;
-    if first == 0 && end == 0 {
-        return Ok(None);
-    }
-    if first < end && end <= most {
-        return Ok(Some(first..end));
-    }
-    let required = format!("a range from 0 or above that is not empty and ends at {most} at most");
-    Err(Error::argument(name, format_args!("{first}..{end}"), required))
+fn range(LlmDatadistRange { first, end }: LlmDatadistRange) -> Option<Range<u64>> {
+    (first != 0 || end != 0).then_some(first..end)
 }
 
 /// Returns a range of 32-bit numbers; `None` if it stands for all.
 fn range32(name: &str, of: LlmDatadistRange) -> Result<Option<Range<u32>>> {
-    let narrow = |end: u64| u32::try_from(end).unwrap_or(u32::MAX);
-    Ok(range(name, of, u32::MAX.into())?.map(|range| narrow(range.start)..narrow(range.end)))
+    let Some(range) = range(of) else { return Ok(None) };
+    match (u32::try_from(range.start), u32::try_from(range.end)) {
+        (Ok(first), Ok(end)) => Ok(Some(first..end)),
+        _ => Err(Error::argument(name, format_args!("{range:?}"), "a range below 2^32")),
+    }
 }
 
 /// Returns rows, which errors call `name`.
@@ -106,12 +101,11 @@ pub(super) unsafe fn rows(engine: &Arc<HeldEngine>, name: &str, of: &LlmDatadist
     } else if of.cache == 0 && !of.name.is_null() {
         // SAFETY: the caller's promise.
         let cache = unsafe { raw::text("name", of.name) }?;
-        RowsCache::Peer(PeerCache::of_cluster(engine.clone(), ClusterId(of.peer), cache)?)
+        RowsCache::Peer(engine.engine.peer_cache(ClusterId(of.peer), cache)?)
     } else {
         return Err(raw::refused(name, "not of one cache: set either cache, or peer and name"));
     };
-    let (layers, tokens) = (range32("layers", of.layers)?, range("tokens", of.tokens, i64::MAX as u64)?);
-    let part = RowsPart { layers, tokens, bytes: range("bytes", of.bytes, i64::MAX as u64)? };
+    let part = RowsPart { layers: range(of.layers), tokens: range(of.tokens), bytes: range(of.bytes) };
     BlockRows::new(cache, blocks).with_part(part)
 }
 
@@ -235,9 +229,6 @@ pub(super) unsafe fn form(
     // SAFETY: the caller's promise.
     let given = unsafe { raw::whole("form", at) }?;
     flags(given.flags, allowed)?;
-    if !(1..=u64::from(u32::MAX)).contains(&given.blocks) {
-        return Err(Error::argument("blocks", given.blocks, format_args!("1 to {}", u32::MAX)));
-    }
     // SAFETY: the caller's promise.
     let dtype = element_type(unsafe { raw::text("dtype", given.dtype) }?)?;
     // SAFETY: the caller's promise.
@@ -257,7 +248,7 @@ pub(super) unsafe fn form(
             }
         }
         // SAFETY: the caller's promise.
-        let form = CacheForm::laid_out(&unsafe { layout(given.layout) }?, dtype, given.blocks, pool);
+        let form = CacheForm::laid_out(&unsafe { layout(given.layout) }?, dtype, given.blocks, pool)?;
         addresses.map_or(Ok(()), |count| form.check_count(count))?;
         form
     };
@@ -282,19 +273,8 @@ fn plain(
         }
         (_, tensors) => tensors.into(),
     };
-    if !(1..=u64::from(Geometry::MAX_TENSORS)).contains(&tensors) {
-        return Err(Error::argument("tensors", tensors, format_args!("1 to {}", Geometry::MAX_TENSORS)));
-    }
-    if shape.len() >= Geometry::MAX_RANK {
-        let allowed = format!("at most {}", Geometry::MAX_RANK - 1);
-        return Err(Error::argument("num_dims", shape.len(), allowed));
-    }
-    if let Some((at, dim)) = shape.iter().enumerate().find(|(_, dim)| **dim < 1) {
-        return Err(Error::argument(&format!("shape[{at}]"), dim, "at least 1"));
-    }
-    let dims = std::iter::once(given.blocks.cast_signed()).chain(shape.iter().copied()).collect();
     let per_layer = Some(given.tensors_per_layer).filter(|&count| count != 0);
-    CacheForm::plain(tensors, dims, dtype, pool, per_layer)
+    CacheForm::plain(tensors, given.blocks, shape, dtype, pool, per_layer)
 }
 
 fn element_type(word: &str) -> Result<DataType> {
@@ -324,8 +304,10 @@ unsafe fn layout(at: *const LlmDatadistKvLayout) -> Result<KvLayout> {
     })?;
     let all = if kv == KvPlanes::Latent { 1 } else { given.total_heads };
     let heads = range32("heads", given.heads)?.unwrap_or(0..all);
-    let total_heads = if given.total_heads == 0 { heads.end - heads.start } else { given.total_heads };
-    let layout = KvLayout {
+    // The rules refuse an empty range by its own name.
+    let as_many = heads.end.saturating_sub(heads.start).max(1);
+    let total_heads = if given.total_heads == 0 { as_many } else { given.total_heads };
+    Ok(KvLayout {
         tokens_per_block: given.block_tokens,
         heads,
         total_heads,
@@ -334,7 +316,5 @@ unsafe fn layout(at: *const LlmDatadistKvLayout) -> Result<KvLayout> {
         kv,
         layers: range32("layers", given.layers)?.unwrap_or(0..0),
         model: model.unwrap_or_default().to_owned(),
-    };
-    layout.check_ranges()?;
-    Ok(layout)
+    })
 }

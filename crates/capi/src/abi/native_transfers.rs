@@ -1,8 +1,8 @@
 //! The functions that ask, cancel and free one transfer. They need no engine, and any thread may call them.
 
-use llm_datadist_core::{Deadline, Error, Result, Transfer};
+use llm_datadist_core::{ArrivedRows, Deadline, Error, Result, Transfer};
 
-use super::native_types::LLM_DATADIST_RUNNING;
+use super::native_types::{LLM_DATADIST_RUNNING, LlmDatadistArrived, LlmDatadistRange};
 use super::{native_raw, process, raw};
 use crate::failure::{caught, keep, native};
 use crate::native::{HeldEngine, HeldTransfer};
@@ -33,6 +33,39 @@ pub extern "C" fn llm_datadist_transfer_wait(transfer: u64, timeout: f64) -> u32
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_transfer_result(transfer: u64) -> u32 {
     outcome(transfer, |_| Ok(()))
+}
+
+/// Writes at most `max_ranges` ranges of the blocks that a failed transfer has written completely to `ranges`, and the number of all of
+/// them to `num_ranges`. The other blocks that it should write are undefined. The ranges of a tensor are ascending and disjoint. There
+/// are none while the transfer runs, after a success, and between caches with different layouts. Does not take the outcome.
+///
+/// # Safety
+/// `ranges` points to space for `max_ranges` structures, or is null if that is 0, and `num_ranges` to space for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_transfer_arrived(
+    transfer: u64,
+    max_ranges: usize,
+    ranges: *mut LlmDatadistArrived,
+    num_ranges: *mut usize,
+) -> u32 {
+    native(|| {
+        // SAFETY: the caller's promise.
+        let count = unsafe { raw::Out::new("num_ranges", num_ranges, 1) }?;
+        // SAFETY: the caller's promise.
+        let outs = unsafe { raw::Out::of_list("ranges", ranges, max_ranges) }?;
+        let failure = found(transfer)?.transfer.peek().and_then(Result::err);
+        let arrived = failure.as_ref().map_or(&[][..], Error::arrived);
+        outs.put_each(ranges_of(arrived));
+        count.put(&[ranges_of(arrived).count()]);
+        Ok(())
+    })
+}
+
+/// Returns complete blocks as C sees them (`arrived_blocks_are_ranges_of_tensors`).
+pub(crate) fn ranges_of(arrived: &[ArrivedRows]) -> impl Iterator<Item = LlmDatadistArrived> {
+    arrived.iter().flat_map(|of| of.rows.iter().map(|rows| (of.tensor, rows))).map(|(tensor, rows)| {
+        LlmDatadistArrived { tensor, blocks: LlmDatadistRange { first: rows.start, end: rows.end } }
+    })
 }
 
 /// Cancels the transfer. Never waits: a transfer that has begun ends a little later. Returns true if it will end with

@@ -181,6 +181,16 @@ pub struct LlmDatadistCall {
     pub reserved: [u64; 4],
 }
 
+/// Blocks of one tensor that a failed transfer has written completely.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistArrived {
+    /// Number of the tensor in the cache that was written, counted from 0.
+    pub tensor: u32,
+    /// Blocks of it.
+    pub blocks: LlmDatadistRange,
+}
+
 /// Another engine, as long as it runs. A program that restarts is another peer.
 #[repr(C)]
 #[derive(Clone, Copy)]

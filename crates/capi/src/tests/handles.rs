@@ -9,14 +9,7 @@ use llm_datadist_core::{Error, ErrorKind, StatusCode};
 
 use super::forks::{alone, in_a_child};
 use super::{ALL, Engine, INDEX, SMALL, cache, desc, failed, initialize, reason};
-use crate::abi::process;
-use crate::abi::{
-    LlmDatadistBlocks, llm_datadist_allocate_cache, llm_datadist_copy_blocks, llm_datadist_copy_cache,
-    llm_datadist_deallocate_cache, llm_datadist_finalize, llm_datadist_free, llm_datadist_last_error,
-    llm_datadist_link_clusters, llm_datadist_listening, llm_datadist_new, llm_datadist_pull_blocks,
-    llm_datadist_pull_cache, llm_datadist_push_blocks, llm_datadist_push_cache, llm_datadist_register_cache,
-    llm_datadist_set_role, llm_datadist_unlink_clusters, llm_datadist_unregister_cache,
-};
+use crate::abi::*;
 use crate::failure;
 
 /// The status of every call but `initialize` on `handle`, with valid arguments.

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Mutex;
 
-use crate::abi::{LLM_DATADIST_LOG_WARNING, llm_datadist_new, llm_datadist_set_log_callback};
+use crate::abi::*;
 
 static LINES: Mutex<Vec<(i32, String, String)>> = Mutex::new(Vec::new());
 

@@ -18,11 +18,7 @@ use std::ffi::{CStr, CString, c_char};
 
 use llm_datadist_core::StatusCode;
 
-use crate::abi::{
-    LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam,
-    LlmDatadistIp, LlmDatadistOption, llm_datadist_free, llm_datadist_initialize, llm_datadist_last_error,
-    llm_datadist_new,
-};
+use crate::abi::*;
 use crate::failure;
 
 /// Why the last call of this thread failed.

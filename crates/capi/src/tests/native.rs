@@ -8,6 +8,8 @@ use std::ffi::{CString, c_void};
 use std::ptr::{null, null_mut};
 use std::slice;
 
+use llm_datadist_core::ArrivedRows;
+
 use super::forks::{alone, in_a_child};
 use super::reason;
 use crate::abi::*;
@@ -193,6 +195,44 @@ pub(super) fn progress(transfer: u64) -> (u32, u64, u64) {
     (status, done, total)
 }
 
+/// The status, and the ranges that have arrived as `(tensor, first, end)`. The number is that of all ranges.
+pub(super) fn arrived(transfer: u64) -> (u32, usize, Vec<(u32, u64, u64)>) {
+    let (mut ranges, mut count) = (Vec::<LlmDatadistArrived>::with_capacity(9), 7);
+    // SAFETY: there is space for them.
+    let status = unsafe { llm_datadist_transfer_arrived(transfer, 9, ranges.as_mut_ptr(), &raw mut count) };
+    if status == 0 {
+        // SAFETY: the function has written as many.
+        unsafe { ranges.set_len(count.min(9)) };
+    }
+    (status, count, ranges.iter().map(|of| (of.tensor, of.blocks.first, of.blocks.end)).collect())
+}
+
+#[test]
+fn stats_are_a_text_that_the_thread_keeps() {
+    let node = Node::new(&[]);
+    succeeds((0, node.copy(1, 0)));
+    let stats = |engine| {
+        let mut json = null();
+        // SAFETY: the pointer lives here.
+        assert_eq!(unsafe { llm_datadist_stats(engine, &raw mut json) }, 0, "{}", reason());
+        super::text(json)
+    };
+    let text = stats(node.engine);
+    assert!(text.starts_with("{\"pools\":{\"device\":{\"capacity_bytes\":1048576,"), "{text}");
+    assert!(text.contains("\"copy_blocks\":{\"calls\":1,") && text.ends_with('}'), "{text}");
+    // SAFETY: null is refused.
+    fails(unsafe { llm_datadist_stats(node.engine, null_mut()) }, LLM_DATADIST_INVALID_ARGUMENT, &["json"]);
+}
+
+#[test]
+fn arrived_blocks_are_ranges_of_tensors() {
+    let arrived = |tensor, rows| ArrivedRows { tensor, rows };
+    let arrived = [arrived(1, vec![0..2, 5..6]), arrived(3, vec![4..5])];
+    let ranges =
+        ranges_of(&arrived).map(|of| (of.tensor, of.blocks.first, of.blocks.end)).collect::<Vec<_>>();
+    assert_eq!(ranges, [(1, 0, 2), (1, 5, 6), (3, 4, 5)]);
+}
+
 #[test]
 fn copies_move_bytes_within_an_engine() {
     let node = Node::new(&[]);
@@ -211,6 +251,7 @@ fn copies_move_bytes_within_an_engine() {
     assert_eq!(llm_datadist_transfer_wait(transfer, LONG), 0, "{}", reason());
     let bytes = (TENSORS * BLOCK) as u64;
     assert_eq!(progress(transfer), (0, bytes, bytes));
+    assert_eq!(arrived(transfer), (0, 0, vec![]));
     assert!(llm_datadist_transfer_done(transfer) && llm_datadist_transfer_nanos(transfer) > 0);
     assert!(!llm_datadist_transfer_cancel(transfer), "its outcome can no longer change");
 }
@@ -220,7 +261,7 @@ fn every_call(engine: u64) -> Vec<u32> {
     let (form, rows, pair) = (form(), ROWS, pair(ROWS, ROWS));
     let (mut number, mut count, mut address, mut token) = (0, 0, [0; 64], [0; 48]);
     let (number, token) = (&raw mut number, token.as_mut_ptr());
-    let (mut events, mut tensor) = (Vec::<LlmDatadistEvent>::with_capacity(1), null_mut());
+    let (mut events, mut tensor, mut json) = (Vec::<LlmDatadistEvent>::with_capacity(1), null_mut(), null());
     // SAFETY: every pointer leads to a value above, or is null where that is an empty message or list.
     unsafe {
         vec![
@@ -239,6 +280,7 @@ fn every_call(engine: u64) -> Vec<u32> {
             llm_datadist_revoke(engine, token, number),
             llm_datadist_events(engine, 1, events.as_mut_ptr(), &raw mut count),
             llm_datadist_peers(engine, 0, null_mut(), &raw mut count),
+            llm_datadist_stats(engine, &raw mut json),
             llm_datadist_engine_close(engine, 0.0),
         ]
     }
@@ -254,9 +296,10 @@ fn every_function_refuses(transfer: u64, facts: &[&str]) -> bool {
         // SAFETY: it lives here.
         unsafe { llm_datadist_transfer_peer(transfer, &raw mut peer) },
         progress(transfer).0,
+        arrived(transfer).0,
         llm_datadist_transfer_free(transfer),
     ];
-    failures == [LLM_DATADIST_CLOSED; 6]
+    failures == [LLM_DATADIST_CLOSED; 7]
         && facts.iter().all(|fact| reason().contains(fact))
         && progress(transfer).1 == 7
         && llm_datadist_transfer_done(transfer)

@@ -67,7 +67,7 @@ fn close_waits_for_calls_that_have_begun() {
     let (begun, begins) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(|| {
-            let called = held.run(|_| {
+            let called = held.engine.run(|_| {
                 begun.send(()).unwrap();
                 // Time for a close that does not wait.
                 thread::sleep(Duration::from_millis(100));
@@ -78,11 +78,11 @@ fn close_waits_for_calls_that_have_begun() {
             assert!(called.unwrap(), "the close has returned during the call");
         });
         begins.recv().unwrap();
-        held.close(Duration::ZERO).unwrap();
+        held.engine.close(Duration::ZERO);
         closed.store(true, Ordering::SeqCst);
         assert!(left.load(Ordering::SeqCst));
     });
-    assert!(held.run(|_| Ok(())).is_err() && held.run_until_closed(|_| Ok(())).is_err());
+    assert!(held.engine.address().is_err() && held.engine.run_until_closed(|_| Ok(())).is_err());
 }
 
 /// Short copies end, with their event, inside the call that starts them.

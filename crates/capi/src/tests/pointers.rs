@@ -6,12 +6,7 @@ use std::ptr::{from_ref, null, null_mut, without_provenance, without_provenance_
 use llm_datadist_core::StatusCode;
 
 use super::{ALL, Engine, INDEX, LOCAL, SMALL, cache, desc, failed, initialize, peer, reason, refused};
-use crate::abi::{
-    LlmDatadistBlocks, LlmDatadistCacheDesc, LlmDatadistCluster, LlmDatadistIp, LlmDatadistOption,
-    llm_datadist_allocate_cache, llm_datadist_copy_blocks, llm_datadist_copy_cache, llm_datadist_free,
-    llm_datadist_initialize, llm_datadist_link_clusters, llm_datadist_new, llm_datadist_pull_blocks,
-    llm_datadist_pull_cache, llm_datadist_push_cache, llm_datadist_register_cache,
-};
+use crate::abi::*;
 use crate::failure;
 
 #[test]

@@ -101,7 +101,7 @@ fn keys_by_row(keys: &[(u64, CacheKey)]) -> Result<RowKeys> {
 }
 
 /// Number of caches and keys in a table.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct TableState {
     /// Number of caches, including those that are held only by their keys.
     pub caches: u64,

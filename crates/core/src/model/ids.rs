@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// The id of an engine among all engines that it links with. Every unsigned 64-bit number is valid.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct ClusterId(pub u64);
 
 /// The id of a cache in its engine: 1, 2, 3, … in order of allocation and registration, and never reused.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::cache_names::{OwnCache, PeerCache, RowsCache};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
 
 /// Blocks of a cache, in order, and optionally only some layers, tokens or bytes of them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -16,11 +16,11 @@ pub struct BlockRows {
     part: RowsPart,
 }
 
-/// The part of every block that moves. `None` stands for all. No range is empty.
+/// The part of every block that moves. `None` stands for all.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RowsPart {
     /// Layers of the cache, counted from 0.
-    pub layers: Option<Range<u32>>,
+    pub layers: Option<Range<u64>>,
     /// Tokens of the sequence that the blocks hold in their order.
     pub tokens: Option<Range<u64>>,
     /// Bytes of every block in each tensor.
@@ -33,8 +33,22 @@ impl BlockRows {
         BlockRows { cache, blocks: Arc::new(blocks), part: RowsPart::default() }
     }
 
-    /// Returns the same blocks, of which `part` moves. Returns `Err(InvalidArgument)` if it has tokens and bytes.
+    /// Returns the same blocks, of which `part` moves. Returns `Err(InvalidArgument)` if a range of it is empty, and if it has tokens
+    /// and bytes.
     pub fn with_part(&self, part: RowsPart) -> Result<Self> {
+        let ranges = [
+            ("layers", &part.layers, u64::from(u32::MAX)),
+            ("tokens", &part.tokens, i64::MAX.cast_unsigned()),
+            ("bytes", &part.bytes, i64::MAX.cast_unsigned()),
+        ];
+        for (name, range, most) in ranges {
+            let Some(range) = range else { continue };
+            ensure(range.start < range.end && range.end <= most, || {
+                let required =
+                    format!("a range from 0 or above that is not empty and ends at {most} at most");
+                Error::argument(name, format_args!("{range:?}"), required)
+            })?;
+        }
         if let (Some(tokens), Some(bytes)) = (&part.tokens, &part.bytes) {
             let required = format!("left out beside tokens={tokens:?}");
             return Err(Error::argument("bytes", format_args!("{bytes:?}"), required));
@@ -86,10 +100,7 @@ impl fmt::Display for BlockRows {
             write!(f, "{}{block}", if at == 0 { "" } else { ", " })?;
         }
         f.write_str(if self.blocks.len() > SHOWN { ", ...]" } else { "]" })?;
-        if let Some(layers) = layers {
-            write!(f, ", layers {} to {}", layers.start, layers.end - 1)?;
-        }
-        for (name, range) in [("tokens", tokens), ("bytes", bytes)] {
+        for (name, range) in [("layers", layers), ("tokens", tokens), ("bytes", bytes)] {
             if let Some(range) = range {
                 write!(f, ", {name} {} to {}", range.start, range.end - 1)?;
             }

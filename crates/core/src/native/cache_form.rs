@@ -1,21 +1,36 @@
 //! The arguments of `allocate` and `register` that describe a cache.
 
+use std::ops::RangeInclusive;
+
 use crate::engine::DataDist;
 use crate::error::{Error, Result, ensure};
-use crate::model::{CacheDesc, DataType, KvLayout, Placement};
+use crate::model::{CacheDesc, DataType, Geometry, KvLayout, Placement};
 
 /// A described cache.
 #[derive(Clone, Debug)]
 pub struct CacheForm {
-    /// What the engine gets.
-    pub desc: CacheDesc,
-    /// Number of tensors in one layer. It divides their number.
-    pub tensors_per_layer: u32,
+    desc: CacheDesc,
+    /// Divides the number of tensors.
+    tensors_per_layer: u32,
+    /// Whether the tensors of an allocated cache follow each other without gaps.
+    pub contiguous: bool,
 }
 
 impl CacheForm {
+    /// The numbers of blocks that a cache may have.
+    pub const BLOCKS: RangeInclusive<u64> = 1..=u32::MAX as u64;
+    /// The numbers of tensors that a cache may have.
+    pub const TENSORS: RangeInclusive<u64> = 1..=Geometry::MAX_TENSORS as u64;
+
     /// Describes a cache with a layout.
-    pub fn laid_out(layout: &KvLayout, data_type: DataType, blocks: u64, placement: Placement) -> Self {
+    pub fn laid_out(
+        layout: &KvLayout,
+        data_type: DataType,
+        blocks: u64,
+        placement: Placement,
+    ) -> Result<Self> {
+        layout.check_ranges()?;
+        within("blocks", blocks, Self::BLOCKS)?;
         let desc = CacheDesc {
             num_tensors: tensor_count(layout.num_tensors()),
             shape: layout.shape(blocks),
@@ -24,26 +39,42 @@ impl CacheForm {
             row_stride: None,
             kv_layout: Some(Box::new(layout.clone())),
         };
-        CacheForm { desc, tensors_per_layer: layout.tensors_per_layer() }
+        Ok(CacheForm { desc, tensors_per_layer: layout.tensors_per_layer(), contiguous: false })
     }
 
-    /// Describes a cache without a layout. `shape` begins with the number of blocks. Without `tensors_per_layer`, each tensor is a
-    /// layer.
+    /// Describes a cache without a layout. `shape` is that of one block of one tensor. Without `tensors_per_layer`, each tensor is
+    /// a layer.
     pub fn plain(
         tensors: u64,
-        shape: Vec<i64>,
+        blocks: u64,
+        shape: &[i64],
         data_type: DataType,
         placement: Placement,
         tensors_per_layer: Option<u32>,
     ) -> Result<Self> {
+        within("tensors", tensors, Self::TENSORS)?;
+        within("blocks", blocks, Self::BLOCKS)?;
+        let most = Geometry::MAX_RANK - 1;
+        ensure(shape.len() <= most, || {
+            Error::argument("len(shape)", shape.len(), format_args!("at most {most}"))
+        })?;
+        if let Some((at, dim)) = shape.iter().enumerate().find(|(_, dim)| **dim < 1) {
+            return Err(Error::argument(&format!("shape[{at}]"), dim, "at least 1"));
+        }
         let num_tensors = tensor_count(tensors);
+        let shape = [&[blocks.cast_signed()], shape].concat();
         let tensors_per_layer = tensors_per_layer.unwrap_or(1);
         ensure(tensors_per_layer > 0 && num_tensors.is_multiple_of(tensors_per_layer), || {
             let required = format!("a divisor of {num_tensors}, the number of tensors");
             Error::argument("tensors_per_layer", tensors_per_layer, required)
         })?;
         let desc = CacheDesc { num_tensors, shape, data_type, placement, row_stride: None, kv_layout: None };
-        Ok(CacheForm { desc, tensors_per_layer })
+        Ok(CacheForm { desc, tensors_per_layer, contiguous: false })
+    }
+
+    /// Returns the description for memory that is registered.
+    pub fn desc(&self) -> &CacheDesc {
+        &self.desc
     }
 
     /// Returns the number of tensors in one layer, and of tokens in one block if there is a layout.
@@ -110,6 +141,12 @@ impl CacheForm {
         let dims = self.desc.shape[1..].iter();
         dims.fold(self.desc.data_type.bytes(), |bytes, dim| bytes.saturating_mul(dim.unsigned_abs()))
     }
+}
+
+fn within(name: &str, count: u64, range: RangeInclusive<u64>) -> Result<()> {
+    ensure(range.contains(&count), || {
+        Error::argument(name, count, format_args!("{} to {}", range.start(), range.end()))
+    })
 }
 
 /// Returns the memory that a program calls `pool`.

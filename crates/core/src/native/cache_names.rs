@@ -2,27 +2,40 @@
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::ptr;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use super::cache_form::CacheForm;
 use crate::cache::Cache;
 use crate::engine::{DataDist, End, RemoteName};
 use crate::error::Result;
-use crate::events::PeerInfo;
 use crate::memory::Adopted;
 use crate::model::{CacheId, ClusterId, Placement};
 use crate::validate;
 
-/// An engine of which caches and peers are. Its address identifies it, and its name is shown.
-pub trait EngineName: Send + Sync {
-    /// Returns the name that peers and errors show.
-    fn name(&self) -> &str;
+/// Which engine caches and peers belong to: its name, which peers and errors show. Only clones of one value are equal, so that it
+/// tells engines of the same name apart.
+#[derive(Clone, Debug)]
+pub struct EngineName(Arc<str>);
+
+impl EngineName {
+    /// Names an engine that no other value names.
+    pub fn new(name: &str) -> Self {
+        EngineName(name.into())
+    }
 }
 
-impl EngineName for DataDist {
-    fn name(&self) -> &str {
-        &self.config().name
+impl Deref for EngineName {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl PartialEq for EngineName {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
@@ -30,7 +43,7 @@ impl EngineName for DataDist {
 #[derive(Clone)]
 pub struct OwnCache {
     /// The engine.
-    pub engine: Arc<dyn EngineName>,
+    pub engine: EngineName,
     /// Its id, which no other cache of the engine ever has.
     pub id: CacheId,
     /// Its name.
@@ -50,22 +63,21 @@ pub struct OwnCache {
 }
 
 impl OwnCache {
-    /// Allocates a cache of `engine`, which `owner` stands for. It is `contiguous` if there are no gaps between its tensors.
+    /// Allocates a cache of `engine`, which is called `owner`.
     pub fn allocate(
-        owner: Arc<dyn EngineName>,
+        owner: &EngineName,
         engine: &DataDist,
         name: &str,
         form: &CacheForm,
-        contiguous: bool,
     ) -> Result<Arc<Self>> {
         form.check_pool(engine)?;
-        let cache = engine.allocate_named(name, &form.desc, contiguous)?;
+        let cache = engine.allocate_named(name, form.desc(), form.contiguous)?;
         Ok(Self::of(owner, name, &cache, form.layers()))
     }
 
-    /// Registers memory as a cache of `engine`, which `owner` stands for. Peers find it if it is `shared`.
+    /// Registers memory as a cache of `engine`, which is called `owner`. Peers find it if it is `shared`.
     pub fn register(
-        owner: Arc<dyn EngineName>,
+        owner: &EngineName,
         engine: &DataDist,
         name: &str,
         form: &CacheForm,
@@ -77,13 +89,13 @@ impl OwnCache {
 
     /// Describes a cache of `engine`, with the number of tensors in one layer and of tokens in one block, if it has a layout.
     pub fn of(
-        engine: Arc<dyn EngineName>,
+        engine: &EngineName,
         name: &str,
         cache: &Cache,
         (tensors_per_layer, block_tokens): (u32, Option<u32>),
     ) -> Arc<Self> {
         Arc::new(OwnCache {
-            engine,
+            engine: engine.clone(),
             id: cache.id(),
             name: name.to_owned(),
             placement: cache.placement(),
@@ -114,7 +126,7 @@ impl fmt::Debug for OwnCache {
 
 impl PartialEq for OwnCache {
     fn eq(&self, other: &Self) -> bool {
-        ptr::addr_eq(Arc::as_ptr(&self.engine), Arc::as_ptr(&other.engine)) && self.id == other.id
+        self.engine == other.engine && self.id == other.id
     }
 }
 
@@ -130,7 +142,7 @@ impl Hash for OwnCache {
 #[derive(Clone)]
 pub struct PeerCache {
     /// The engine that knows the peer.
-    pub engine: Arc<dyn EngineName>,
+    pub engine: EngineName,
     /// The cluster id of the peer. A native engine has its incarnation as cluster id, and no other one ever has it.
     pub cluster: ClusterId,
     /// The name of the cache.
@@ -138,16 +150,11 @@ pub struct PeerCache {
 }
 
 impl PeerCache {
-    /// Names a cache of `peer`, which is a peer of `engine`. Sends nothing. Returns `Err(InvalidArgument)` if no cache can have the
-    /// name.
-    pub fn new(engine: Arc<dyn EngineName>, peer: &PeerInfo, name: &str) -> Result<Arc<Self>> {
-        Self::of_cluster(engine, peer.cluster, name)
-    }
-
-    /// Names a cache of the engine with this cluster id, which need not be a peer now; otherwise like [`new`](Self::new).
-    pub fn of_cluster(engine: Arc<dyn EngineName>, cluster: ClusterId, name: &str) -> Result<Arc<Self>> {
+    /// Names a cache of the engine with this cluster id, which need not be a peer of `engine` now. Sends nothing. Returns
+    /// `Err(InvalidArgument)` if no cache can have the name.
+    pub fn new(engine: &EngineName, cluster: ClusterId, name: &str) -> Result<Arc<Self>> {
         validate::cache_name(name)?;
-        Ok(Arc::new(PeerCache { engine, cluster, name: name.into() }))
+        Ok(Arc::new(PeerCache { engine: engine.clone(), cluster, name: name.into() }))
     }
 
     /// Returns what calls of the engine name it by.

@@ -71,7 +71,13 @@ pub(super) fn within_engine(dst: &BlockRows, src: &BlockRows) -> Result<(Vec<(i6
 }
 
 fn layers_of(rows: &BlockRows) -> Option<LayerRange> {
-    rows.part().layers.as_ref().map(|layers| LayerRange { first: layers.start, end: layers.end })
+    rows.part().layers.as_ref().map(layer_range)
+}
+
+/// Returns layers as the engine counts them. `BlockRows::with_part` has checked that they fit.
+pub(super) fn layer_range(layers: &Range<u64>) -> LayerRange {
+    let narrow = |layer: u64| u32::try_from(layer).unwrap_or(u32::MAX);
+    LayerRange { first: narrow(layers.start), end: narrow(layers.end) }
 }
 
 /// Returns the part of every block. Both sides must have as many bytes of each block; rows without a range have all bytes.

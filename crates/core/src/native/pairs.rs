@@ -8,14 +8,14 @@ use smallvec::SmallVec;
 
 use super::block_rows::{BlockRows, RowsPart};
 use super::cache_names::{EngineName, OwnCache, PeerCache, RowsCache};
-use super::moved_rows::{self, PeerCall};
+use super::moved_rows::{self, PeerCall, layer_range};
 use crate::engine::{CallExtras, CopyMember, DataDist, GroupMember, LayerReceiver};
 use crate::error::{Error, Result};
 use crate::events::Transfer;
 use crate::fallible;
 use crate::model::{GrantUse, Verify, Words};
 use crate::transfer::LayerTask;
-use crate::validate::{Destination, LayerRange, LayerwiseArgs, Target};
+use crate::validate::{Destination, LayerwiseArgs, Target};
 
 /// Name of the lists in out-of-memory errors.
 const PAIRS: &str = "the pairs of a call";
@@ -65,13 +65,13 @@ struct PeerPair<'a> {
 impl<'a> OwnPairs<'a> {
     /// Checks that both sides of each pair are of `engine`.
     pub fn checked(
-        engine: &dyn EngineName,
+        engine: &EngineName,
         pairs: impl ExactSizeIterator<Item = RowsOfPair<'a>>,
     ) -> Result<Self> {
         each(pairs, |(dst, src)| {
             let caches = (own("dst", dst)?, own("src", src)?);
-            same_engine(engine, "dst", &*caches.0.engine)?;
-            same_engine(engine, "src", &*caches.1.engine)?;
+            same_engine(engine, "dst", &caches.0.engine)?;
+            same_engine(engine, "src", &caches.1.engine)?;
             Ok(OwnPair { rows: (dst, src), caches: (caches.0, caches.1) })
         })
         .map(OwnPairs)
@@ -96,7 +96,7 @@ impl<'a> OwnPairs<'a> {
 impl<'a> PeerPairs<'a> {
     /// Checks that one side of each pair is of `engine`, and the other one of a peer of it.
     pub fn checked(
-        engine: &dyn EngineName,
+        engine: &EngineName,
         call: PeerCall,
         pairs: impl ExactSizeIterator<Item = RowsOfPair<'a>>,
     ) -> Result<Self> {
@@ -107,8 +107,8 @@ impl<'a> PeerPairs<'a> {
         let pairs = each(pairs, |(dst, src)| {
             let (local, remote) = if call == PeerCall::Pull { (dst, src) } else { (src, dst) };
             let (own, of_peer) = (own(own_name, local)?, of_peer(peer_name, remote)?);
-            same_engine(engine, own_name, &*own.engine)?;
-            same_engine(engine, peer_name, &*of_peer.engine)?;
+            same_engine(engine, own_name, &own.engine)?;
+            same_engine(engine, peer_name, &of_peer.engine)?;
             Ok(PeerPair { local, own, remote, of_peer })
         })?;
         Ok(PeerPairs { call, pairs })
@@ -153,9 +153,9 @@ impl<'a> PeerPairs<'a> {
 }
 
 /// Returns the cache of rows that `engine` may lend: whole blocks of a cache of it.
-pub fn lent_cache<'a>(engine: &dyn EngineName, rows: &'a BlockRows) -> Result<&'a Arc<OwnCache>> {
+pub(super) fn lent_cache<'a>(engine: &EngineName, rows: &'a BlockRows) -> Result<&'a Arc<OwnCache>> {
     let cache = own("rows", rows)?;
-    same_engine(engine, "rows", &*cache.engine)?;
+    same_engine(engine, "rows", &cache.engine)?;
     if *rows.part() != RowsPart::default() {
         return Err(Error::argument("rows", rows, "rows of whole blocks"));
     }
@@ -202,24 +202,23 @@ fn receiver(pair: &PeerPair<'_>, cache: &OwnCache) -> Result<LayerReceiver> {
         let required = "rows with layers if src has layers, and without if it has none";
         return Err(Error::argument("dst", pair.remote, required));
     }
-    let all = 0..u32::try_from(pair.own.layers()).unwrap_or(u32::MAX);
-    let read = read.clone().unwrap_or(all);
-    if let Some(written) = written.as_ref().filter(|written| written.len() != read.len()) {
-        let many = format!("{} layers", written.len());
-        return Err(Error::argument("dst", many, format!("{}, as many as src has", read.len())));
+    let read = layer_range(&read.clone().unwrap_or(0..pair.own.layers()));
+    let (written, layers) = (written.as_ref().map(layer_range), read.end - read.first);
+    if let Some(written) = written.filter(|written| written.end - written.first != layers) {
+        let many = format!("{} layers", written.end - written.first);
+        return Err(Error::argument("dst", many, format!("{layers}, as many as src has")));
     }
     let target = Target::Cache {
         name: pair.of_peer.name.clone().into(),
-        first_layer: written.as_ref().map(|written| written.start),
+        first_layer: written.map(|written| written.first),
     };
-    let src_layers = LayerRange { first: read.start, end: read.end };
     let args = LayerwiseArgs {
         src_blocks: unsigned(pair.local.blocks())?,
         dst_blocks: unsigned(pair.remote.blocks())?,
         dst_block_bytes: None,
         tensors_per_layer: pair.own.tensors_per_layer,
     };
-    let to = Destination { cluster: pair.of_peer.cluster, target, src_layers, src_row: 0 };
+    let to = Destination { cluster: pair.of_peer.cluster, target, src_layers: read, src_row: 0 };
     Ok(LayerReceiver { to, args })
 }
 
@@ -243,12 +242,12 @@ fn of_peer<'a>(name: &str, rows: &'a BlockRows) -> Result<&'a PeerCache> {
 }
 
 /// Checks that the rows given as the argument `name` are of `engine`.
-fn same_engine(engine: &dyn EngineName, name: &str, of: &dyn EngineName) -> Result<()> {
-    if ptr::addr_eq(engine, of) {
+fn same_engine(engine: &EngineName, name: &str, of: &EngineName) -> Result<()> {
+    if engine == of {
         return Ok(());
     }
-    let other = format!("rows of engine '{}'", of.name());
-    Err(Error::argument(name, other, format!("rows of engine '{}'", engine.name())))
+    let other = format!("rows of engine '{}'", &**of);
+    Err(Error::argument(name, other, format!("rows of engine '{}'", &**engine)))
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ impl Extent {
 }
 
 /// Sizes and counters of a pool, read at one moment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, serde::Serialize)]
 pub struct PoolState {
     /// Bytes that can be allocated, in whole pages.
     pub capacity_bytes: u64,

@@ -5,6 +5,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use serde::{Serialize, Serializer};
+
 /// Number of buckets of the histogram. Bucket `i` counts calls of at least `2^(i-1)` and less than `2^i`
 /// nanoseconds. The last bucket counts calls of `2^38` nanoseconds (about 275 seconds) and more.
 pub const BUCKETS: usize = 40;
@@ -34,7 +36,7 @@ impl Default for Counters {
 }
 
 /// The counters of one kind of call when they were read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct OpState {
     /// Number of calls that ended, failures included.
     pub calls: u64,
@@ -51,7 +53,12 @@ pub struct OpState {
     /// Upper bound of the 99th percentile in nanoseconds: the next power of two, but at most `max_nanos`.
     pub p99_nanos: u64,
     /// Number of calls by duration: bucket `i` counts calls of at least `2^(i-1)` and less than `2^i` nanoseconds.
+    #[serde(serialize_with = "list")]
     pub buckets: [u64; BUCKETS],
+}
+
+fn list<S: Serializer>(counts: &[u64], to: S) -> Result<S::Ok, S::Error> {
+    counts.serialize(to)
 }
 
 impl Default for OpState {

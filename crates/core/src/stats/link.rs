@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use serde::Serialize;
+
 use super::counters::{Counters, OpState};
 use crate::copy::PathKind;
 use crate::sync::Mutex;
@@ -25,7 +27,7 @@ struct PathCounter {
 }
 
 /// The transfers on one path when they were counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PathState {
     /// Number of plans that were moved. A transfer between caches with different KV layouts may have several.
     pub transfers: u64,

@@ -14,6 +14,9 @@ pub use link::{LinkStats, PathState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+use serde::ser::{SerializeMap, Serializer};
+
 use crate::cache::TableState;
 use crate::copy::Route;
 use crate::error::Result;
@@ -104,8 +107,54 @@ pub struct Snapshot {
     pub links: Vec<LinkState>,
 }
 
+impl Snapshot {
+    /// Returns the snapshot as an object of JSON. Every field has its name; a pool that was not configured is absent.
+    pub fn to_json(&self) -> String {
+        // It fails only for keys that are no texts.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+}
+
+impl Serialize for Snapshot {
+    fn serialize<S: Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = to.serialize_map(None)?;
+        let pools = [("device", &self.device_pool), ("host", &self.host_pool)].into_iter();
+        let pools: Vec<_> = pools.filter_map(|(name, pool)| Some((name, pool.as_ref()?))).collect();
+        map.serialize_entry("pools", &Named(&pools))?;
+        map.serialize_entry("table", &self.table)?;
+        map.serialize_entry("ops", &Named(&self.ops))?;
+        let swap_in = [("direct", self.swap_in_direct), ("ring", self.swap_in_ring)];
+        map.serialize_entry("swap_in", &Named(&swap_in))?;
+        let verify = [("blocks", self.verified_blocks), ("mismatches", self.mismatched_blocks)];
+        map.serialize_entry("verify", &Named(&verify))?;
+        map.serialize_entry("links", &self.links)?;
+        map.serialize_entry("ucx", &self.ucx)?;
+        map.serialize_entry("ring_bytes", &self.ring_bytes)?;
+        map.serialize_entry("plain_bytes", &self.plain_bytes)?;
+        map.serialize_entry("streaming_bytes", &self.streaming_bytes)?;
+        map.serialize_entry("copy_workers", &self.copy_workers)?;
+        map.end()
+    }
+}
+
+/// Values with their names, as one object.
+struct Named<'a, T>(&'a [(&'static str, T)]);
+
+impl<T: Serialize> Serialize for Named<'_, T> {
+    fn serialize<S: Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        to.collect_map(self.0.iter().map(|(name, value)| (name, value)))
+    }
+}
+
+fn named<T: Serialize, S: Serializer>(
+    values: &[(&'static str, T)],
+    to: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    Named(values).serialize(to)
+}
+
 /// UCX: whether an engine uses it, and what it has done.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct FabricState {
     /// Version of UCX, if it is used.
     pub version: Option<String>,
@@ -124,7 +173,7 @@ pub struct FabricState {
 }
 
 /// The state of a link when it was read.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct LinkState {
     /// Cluster id of the peer.
     pub cluster: ClusterId,
@@ -153,6 +202,7 @@ pub struct LinkState {
     /// Pulls from and pushes to the peer: calls, failures, bytes and times.
     pub transfers: OpState,
     /// The pulls and pushes that succeeded, by the path on which their bytes moved.
+    #[serde(serialize_with = "named")]
     pub paths: Vec<(&'static str, PathState)>,
     /// Bytes of them that passed a host buffer of this engine, because no path reaches the memory of a device.
     pub staged_bytes: u64,
@@ -161,9 +211,10 @@ pub struct LinkState {
 }
 
 /// A pool and the memory under it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub struct PoolReport {
     /// Sizes and counters of the pool.
+    #[serde(flatten)]
     pub pool: PoolState,
     /// Bytes of released caches that arrays, views or calls still use, without rounding to pages.
     pub released_bytes: u64,

@@ -52,9 +52,9 @@ impl NativeCache {
     ) -> PyResult<Self> {
         let (py, name) = (name.py(), cache_name(name)?);
         let given = GivenForm { layout, shape, dtype, tensors_per_layer, pool };
-        let form = cache_form::allocated(given, blocks, tensors)?;
-        let allocate =
-            |engine: &DataDist| OwnCache::allocate(shared.clone(), engine, &name, &form, contiguous);
+        let mut form = cache_form::allocated(given, blocks, tensors)?;
+        form.contiguous = contiguous;
+        let allocate = |engine: &DataDist| OwnCache::allocate(&shared.name, engine, &name, &form);
         Ok(Self::of(shared, layout, shared.engine.enter(py, allocate)?))
     }
 
@@ -82,15 +82,15 @@ impl NativeCache {
             GivenTensors::Objects(objects) => (objects.addresses, objects.kept),
         };
         let adopted =
-            raw::adopt(&form.desc, CacheKind::Blocks, &addresses).map_err(|error| raise(py, &error))?;
+            raw::adopt(form.desc(), CacheKind::Blocks, &addresses).map_err(|error| raise(py, &error))?;
         let adopted = (kept_by(adopted, kept), visible);
-        let register = |engine: &DataDist| OwnCache::register(shared.clone(), engine, &name, &form, adopted);
+        let register = |engine: &DataDist| OwnCache::register(&shared.name, engine, &name, &form, adopted);
         Ok(Self::of(shared, layout, shared.engine.enter(py, register)?))
     }
 
     /// Returns the native object of a cache that a call of the original's API made. It has no name that peers know.
     pub(crate) fn of_original(shared: &Arc<EngineShared>, cache: &Cache) -> Self {
-        let own = OwnCache::of(shared.clone(), &format!("cache {}", cache.id()), cache, (1, None));
+        let own = OwnCache::of(&shared.name, &format!("cache {}", cache.id()), cache, (1, None));
         Self::of(shared, None, own)
     }
 

@@ -1,6 +1,6 @@
 //! The arguments of `allocate` and `register` that describe a cache.
 
-use llm_datadist_core::{CacheForm, DataType, ElementTypes, Geometry, Placement, pool_named};
+use llm_datadist_core::{CacheForm, DataType, ElementTypes, Placement, pool_named};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
@@ -42,9 +42,8 @@ pub(crate) fn allocated(
         let (Some(tensors), Some(shape), Some(dtype)) = all else {
             return Err(PyTypeError::new_err("allocate() needs a layout, or tensors, shape and dtype"));
         };
-        let tensors = int("tensors", tensors, 1..=Geometry::MAX_TENSORS.into())?;
-        let shape = with_blocks(blocks, block_shape(shape)?);
-        return given.plain(tensors, shape, dtypes::read("dtype", dtype)?);
+        let tensors = int("tensors", tensors, CacheForm::TENSORS)?;
+        return given.plain(tensors, blocks, &block_shape(shape)?, dtypes::read("dtype", dtype)?);
     };
     if tensors.is_some() {
         return Err(beside_layout("tensors"));
@@ -85,8 +84,7 @@ fn of_addresses(
             form.check_count(count).map(|()| form)
         }
         (None, Some(shape), Some(dtype)) => {
-            let shape = with_blocks(blocks, block_shape(shape)?);
-            Ok(given.plain(count as u64, shape, dtypes::read("dtype", dtype)?)?)
+            Ok(given.plain(count as u64, blocks, &block_shape(shape)?, dtypes::read("dtype", dtype)?)?)
         }
         _ => return Err(needs()),
     };
@@ -103,9 +101,6 @@ fn of_objects(
     blocks: Given<'_, '_>,
 ) -> PyResult<CacheForm> {
     let (py, rows) = (given.pool.py(), form.shape[0].unsigned_abs());
-    if rows > u32::MAX.into() {
-        return Err(invalid(py, "tensors[0]", form, "a tensor of at most 4294967295 blocks"));
-    }
     if let Some(blocks) = blocks
         && block_count(blocks)? != rows
     {
@@ -117,15 +112,14 @@ fn of_objects(
         ));
     }
     if let Some(layout) = given.layout {
-        let mut laid_out = given.laid_out(layout.get(), rows)?;
+        let laid_out = given.laid_out(layout.get(), rows)?;
         laid_out.check_count(count).map_err(|error| raise(py, &error))?;
-        laid_out.desc.row_stride = form.row_stride;
         let (has, needs) = (form.row_bytes(), laid_out.row_bytes());
         if has != needs {
             let value = format!("{form}, which has {has} bytes in a block,");
             return Err(invalid(py, "tensors[0]", value, &format!("one with {needs}, as layout says")));
         }
-        return Ok(laid_out);
+        return strided(py, laid_out, form);
     }
     if let Some(shape) = given.shape
         && block_shape(shape)? != form.shape[1..]
@@ -134,9 +128,13 @@ fn of_objects(
         return Err(invalid(py, "shape", shown(shape), &allowed));
     }
     let data_type = given.data_type_of(form)?;
-    let mut plain = given.plain(count as u64, form.shape.clone(), data_type)?;
-    plain.desc.row_stride = form.row_stride;
-    Ok(plain)
+    strided(py, given.plain(count as u64, rows, &form.shape[1..], data_type)?, form)
+}
+
+/// Returns the form with the bytes from one block of the tensors to the next, if there are gaps.
+fn strided(py: Python<'_>, of: CacheForm, form: &TensorForm) -> PyResult<CacheForm> {
+    let Some(stride) = form.row_stride else { return Ok(of) };
+    of.with_stride(stride).map_err(|error| raise(py, &error))
 }
 
 impl GivenForm<'_, '_> {
@@ -147,7 +145,8 @@ impl GivenForm<'_, '_> {
         if let Some((name, _)) = given.iter().find(|(_, value)| value.is_some()) {
             return Err(beside_layout(name));
         }
-        Ok(CacheForm::laid_out(layout.layout(), layout.data_type(), blocks, placement(self.pool)?))
+        let form = CacheForm::laid_out(layout.layout(), layout.data_type(), blocks, placement(self.pool)?);
+        form.map_err(|error| raise(self.pool.py(), &error))
     }
 
     /// Returns the element type of tensor objects: that of `dtype`, or their own.
@@ -167,17 +166,17 @@ impl GivenForm<'_, '_> {
     }
 
     /// Describes a cache without a layout.
-    fn plain(self, tensors: u64, shape: Vec<i64>, data_type: DataType) -> PyResult<CacheForm> {
+    fn plain(self, tensors: u64, blocks: u64, shape: &[i64], data_type: DataType) -> PyResult<CacheForm> {
         let per_layer =
             self.tensors_per_layer.map(|given| int32("tensors_per_layer", given, 1)).transpose()?;
-        let form = CacheForm::plain(tensors, shape, data_type, placement(self.pool)?, per_layer);
+        let form = CacheForm::plain(tensors, blocks, shape, data_type, placement(self.pool)?, per_layer);
         form.map_err(|error| raise(self.pool.py(), &error))
     }
 }
 
 /// Reads the number of blocks.
 fn block_count(given: &Any<'_>) -> PyResult<u64> {
-    int("blocks", given, 1..=u32::MAX.into())
+    int("blocks", given, CacheForm::BLOCKS)
 }
 
 /// Reads the shape of a block.
@@ -191,16 +190,7 @@ fn block_shape(given: &Any<'_>) -> PyResult<Vec<i64>> {
         (_, Ok(list)) => list.to_tuple(),
         _ => return Err(wrong_type("shape", "a list or tuple", given)),
     };
-    if dims.len() >= Geometry::MAX_RANK {
-        let allowed = format!("at most {}", Geometry::MAX_RANK - 1);
-        return Err(invalid(given.py(), "len(shape)", dims.len(), &allowed));
-    }
     dims.iter().enumerate().map(dim).collect()
-}
-
-fn with_blocks(blocks: u64, mut shape: Vec<i64>) -> Vec<i64> {
-    shape.insert(0, blocks.cast_signed());
-    shape
 }
 
 /// Reads the pool.

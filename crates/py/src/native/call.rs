@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    End, EngineName, GrantToken, GrantUse, OwnPairs, PairExtras, PeerCall, PeerPairs, RowsOfPair, Verify,
-    lent_cache,
+    GrantToken, GrantUse, OwnPairs, PairExtras, PeerCall, PeerPairs, RowsOfPair, Verify,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -31,12 +30,6 @@ pub(crate) struct GivenExtras<'a, 'py> {
     pub(crate) verify: Option<&'a Any<'py>>,
     /// The time limit in seconds.
     pub(crate) timeout: Option<&'a Any<'py>>,
-}
-
-impl EngineName for EngineShared {
-    fn name(&self) -> &str {
-        &self.name
-    }
 }
 
 /// The rows of a call: a destination and a source, or a list of such pairs.
@@ -86,7 +79,7 @@ pub(crate) fn copy(
     pairs: &Pairs<'_>,
     given: &GivenExtras<'_, '_>,
 ) -> PyResult<Py<NativeTransfer>> {
-    let checked = shared.engine.attached(py, |_| OwnPairs::checked(&**shared, pairs.all()))?;
+    let checked = shared.engine.attached(py, |_| OwnPairs::checked(&shared.name, pairs.all()))?;
     let extras = extras(py, pairs.0.len(), given)?;
     let transfer = shared.engine.start(py, pairs.num_blocks(), |engine| checked.copy(engine, &extras))?;
     NativeTransfer::started(py, shared, &transfer)
@@ -100,7 +93,7 @@ pub(crate) fn move_rows(
     pairs: &Pairs<'_>,
     given: &GivenExtras<'_, '_>,
 ) -> PyResult<Py<NativeTransfer>> {
-    let checked = shared.engine.attached(py, |_| PeerPairs::checked(&**shared, call, pairs.all()))?;
+    let checked = shared.engine.attached(py, |_| PeerPairs::checked(&shared.name, call, pairs.all()))?;
     let extras = extras(py, pairs.0.len(), given)?;
     let transfer = shared.engine.start(py, pairs.num_blocks(), |engine| checked.start(engine, extras))?;
     NativeTransfer::started(py, shared, &transfer)
@@ -114,23 +107,14 @@ pub(crate) fn push_layers(
     given: &GivenExtras<'_, '_>,
 ) -> PyResult<Py<NativeTransfer>> {
     let checked =
-        shared.engine.attached(py, |_| PeerPairs::checked(&**shared, PeerCall::Push, pairs.all()))?;
+        shared.engine.attached(py, |_| PeerPairs::checked(&shared.name, PeerCall::Push, pairs.all()))?;
     let extras = extras(py, pairs.0.len(), given)?;
     let task = shared.engine.start(py, pairs.num_blocks(), |engine| checked.start_layers(engine, extras))?;
     NativeTransfer::of_layers(py, shared, task)
 }
 
-/// Checks rows that are lent: whole blocks of a cache of this engine.
-pub(crate) fn lent<'py>(
-    shared: &Arc<EngineShared>,
-    given: &Any<'py>,
-) -> PyResult<(Bound<'py, NativeRows>, End)> {
-    let (py, lent) = (given.py(), rows("rows", given)?);
-    let end = shared.engine.attached(py, |_| Ok(lent_cache(&**shared, &lent.get().rows)?.end()))?;
-    Ok((lent, end))
-}
-
-fn rows<'py>(name: &str, given: &Any<'py>) -> PyResult<Bound<'py, NativeRows>> {
+/// Reads the argument `name`, which must be rows.
+pub(crate) fn rows<'py>(name: &str, given: &Any<'py>) -> PyResult<Bound<'py, NativeRows>> {
     given.cast::<NativeRows>().cloned().map_err(|_| wrong_type(name, "Rows, such as cache[[3, 4]]", given))
 }
 

@@ -1,12 +1,11 @@
 //! What engines do: opening and closing, caches, transfers, links, grants and events.
 
-use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{Config, PeerCall};
+use llm_datadist_core::bindings::native;
+use llm_datadist_core::{Config, DataDist, PeerCall};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -14,9 +13,8 @@ use pyo3::types::PyDict;
 use super::cache::NativeCache;
 use super::call::{self, GivenExtras, Pairs};
 use super::engine::NativeEngine;
-use super::errors::{invalid, raise};
 use super::events;
-use super::grant::{self, NativeGrant};
+use super::grant::NativeGrant;
 use super::layout::NativeLayout;
 use super::optional_arg::OptionalArg;
 use super::options::GivenOptions;
@@ -390,11 +388,10 @@ impl NativeEngine {
         name: Option<&Any<'py>>,
         timeout: Option<&Any<'py>>,
     ) -> PyResult<Py<NativeTransfer>> {
-        let at = self.other_address(address)?;
-        let name = name.map(|name| text("name", name)).transpose()?;
+        let (address, name) = (text("address", address)?, name.map(|name| text("name", name)).transpose()?);
         let limit = timeout.map(|limit| values::seconds("timeout", limit)).transpose()?;
-        let limit = limit.unwrap_or(self.shared.timeout);
-        let transfer = self.shared.engine.attached(py, |engine| engine.ensure_link(at, limit, name))?;
+        let link = |engine: &DataDist| native::link(engine, &address, name, limit);
+        let transfer = self.shared.engine.attached(py, link)?;
         NativeTransfer::started(py, &self.shared, &transfer)
     }
 
@@ -430,10 +427,9 @@ impl NativeEngine {
         ttl: &Any<'py>,
         readers: OptionalArg<'_, 'py>,
     ) -> PyResult<Py<NativeGrant>> {
-        let (rows, end) = call::lent(&self.shared, rows)?;
-        let ttl = grant::ttl_of(ttl)?;
+        let (rows, ttl) = (call::rows("rows", rows)?, values::seconds("ttl", ttl)?);
         let readers = readers.given().map_or(Ok(1), |readers| values::int32("readers", &readers, 1))?;
-        NativeGrant::lend(&self.shared, (&rows, &end), ttl, readers)
+        NativeGrant::lend(&self.shared, &rows, ttl, readers)
     }
 
     /// Return what has happened since the last call, oldest first. The call never waits.
@@ -474,7 +470,7 @@ impl NativeEngine {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let snapshot = self.shared.engine.enter(py, |engine| Ok(engine.stats()))?;
         let counters = stats::dict(py, &snapshot)?;
-        counters.set_item("engine", &self.shared.name)?;
+        counters.set_item("engine", &*self.shared.name)?;
         Ok(counters)
     }
 
@@ -538,22 +534,10 @@ impl NativeEngine {
         let EngineShared { name, engine, .. } = &*self.shared;
         let address = self.shared.address(py).map_or("None".to_owned(), |address| format!("'{address}'"));
         format!(
-            "Engine(name='{name}', address={address}, closed={})",
+            "Engine(name='{}', address={address}, closed={})",
+            &**name,
             if engine.closed() { "True" } else { "False" }
         )
-    }
-}
-
-impl NativeEngine {
-    /// Reads the address of another engine.
-    fn other_address(&self, given: &Any<'_>) -> PyResult<SocketAddr> {
-        let py = given.py();
-        let at =
-            validate::peer_address("address", &text("address", given)?).map_err(|error| raise(py, &error))?;
-        if self.shared.address(py).as_deref() == Some(&*at.to_string()) {
-            return Err(invalid(py, "address", at, "that of another engine"));
-        }
-        Ok(at)
     }
 }
 

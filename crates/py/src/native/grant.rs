@@ -4,7 +4,8 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{DataDist, End, ErrorWords, Grant, GrantEnd, GrantToken};
+use llm_datadist_core::bindings::native;
+use llm_datadist_core::{DataDist, Grant, GrantEnd, GrantToken};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -26,18 +27,16 @@ pub(crate) struct NativeGrant {
 }
 
 impl NativeGrant {
-    /// Lends `rows`, of the cache `end`, for `ttl` or until this many readers are done.
+    /// Lends `rows` for `ttl` or until this many readers are done.
     pub(crate) fn lend(
         shared: &Arc<EngineShared>,
-        (rows, end): (&Bound<'_, NativeRows>, &End),
+        rows: &Bound<'_, NativeRows>,
         ttl: Duration,
         readers: u32,
     ) -> PyResult<Py<Self>> {
         let py = rows.py();
         let lend = |engine: &DataDist| {
-            let readers = usize::try_from(readers).unwrap_or(usize::MAX);
-            let lent = engine.grant(end, rows.get().rows.blocks(), ttl, readers);
-            let grant = lent.map_err(|error| ErrorWords::renamed(error, "blocks", "rows"))?;
+            let grant = native::lend(engine, &shared.name, &rows.get().rows, ttl, readers)?;
             Ok((engine.grant_token(&grant), grant))
         };
         // Attached to the interpreter until the object is known, so that nobody takes the event of its end before.
@@ -54,11 +53,6 @@ impl NativeGrant {
         let held = shared.grants.get(&key(grant), |grant| grant.clone_ref(py))?;
         held.into_bound(py).cast_into::<Self>().ok().map(Bound::unbind)
     }
-}
-
-/// Reads for how long a grant lasts. The core counts milliseconds, of which it has at least one.
-pub(crate) fn ttl_of(given: &Any<'_>) -> PyResult<Duration> {
-    Ok(values::seconds("ttl", given)?.max(Duration::from_millis(1)))
 }
 
 /// Returns the key of a grant among those of its engine.
@@ -102,8 +96,8 @@ impl NativeGrant {
     ///     Closed: the engine is closed.
     #[pyo3(signature = (ttl, /))]
     fn renew(&self, py: Python<'_>, ttl: &Any<'_>) -> PyResult<()> {
-        let ttl = ttl_of(ttl)?;
-        self.shared.engine.attached(py, |engine| engine.renew(&self.grant, ttl))
+        let ttl = values::seconds("ttl", ttl)?;
+        self.shared.engine.attached(py, |engine| engine.renew(&self.grant, native::grant_time(ttl)?))
     }
 
     /// End the grant now. When the call returns, no pull under it succeeds any more, so the blocks may be written.

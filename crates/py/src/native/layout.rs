@@ -241,7 +241,8 @@ fn heads_of(
         None if kv == KvPlanes::Latent => 0..1,
         None => return Err(PyTypeError::new_err("KvLayout() needs heads, except with kv=\"latent\"")),
     };
-    let count = heads.end - heads.start;
+    // The rules refuse an empty range by its own name.
+    let count = heads.end.saturating_sub(heads.start).max(1);
     Ok((heads, total_heads.map_or(Ok(count), |total| int32("total_heads", total, 1))?))
 }
 

@@ -1,19 +1,13 @@
 //! Reads the arguments of `Engine(...)`. The table of options in the core says which values are allowed.
 
-use std::env;
-
-use llm_datadist_core::Config;
-use llm_datadist_core::bindings::options::{
-    OPTIONS, OptionRow, OptionValue, check_native_names, config_from_values,
-};
-use llm_datadist_core::bindings::validate;
+use llm_datadist_core::bindings::options::{OPTIONS, OptionRow, check_native_names};
+use llm_datadist_core::{Config, EngineBuilder, OptionValue};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt};
 
 use super::errors::raise;
 use super::optional_arg::OptionalArg;
-use super::shared;
 use super::values::wrong_type;
 use crate::convert::Any;
 
@@ -43,32 +37,22 @@ pub(crate) struct GivenOptions<'a, 'py> {
 impl GivenOptions<'_, '_> {
     /// Returns the configuration.
     pub(crate) fn config(&self, py: Python<'_>) -> PyResult<Config> {
-        let mut values = Vec::new();
+        let mut builder = EngineBuilder::default();
         for (&(name, none), argument) in ARGUMENTS.iter().zip(&self.arguments) {
             if let Some(given) = argument.given().filter(|given| !none || !given.is_none()) {
-                values.push((name.to_owned(), value(name, &given)?));
+                builder = builder.option(name, value(name, &given)?);
             }
         }
         for (name, given) in self.options.into_iter().flatten() {
             let name: String = name.extract()?;
             check_native_names([&*name]).map_err(|error| PyTypeError::new_err(error.reason().to_owned()))?;
-            let value = value(&name, &given)?;
-            values.push((name, value));
+            builder = builder.option(&name, value(&name, &given)?);
         }
-        let values: Vec<_> = values.iter().map(|(name, value)| (&**name, value.clone())).collect();
-        // A token that is no UTF-8 must not count as none.
-        let variable = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-        let config = config_from_values(&values, &variable);
-        let config = config.map_err(|error| raise(py, &error))?;
-        Ok(Config { name: self.name(py)?, ..config })
-    }
-
-    fn name(&self, py: Python<'_>) -> PyResult<String> {
-        let Some(given) = self.name else { return shared::default_name(py) };
-        let name: String = given.extract().map_err(|_| wrong_type("name", "a str", given))?;
-        // An engine without a name is only one of the original's API.
-        validate::cache_name(&name).map_err(|error| raise(py, &error))?;
-        Ok(name)
+        if let Some(given) = self.name {
+            builder =
+                builder.name(given.extract::<String>().map_err(|_| wrong_type("name", "a str", given))?);
+        }
+        builder.config().map_err(|error| raise(py, &error))
     }
 }
 

@@ -61,7 +61,8 @@ impl NativePeer {
     fn __getitem__(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<NativeRemoteCache> {
         let text = cache.extract::<String>().map_err(|_| wrong_type("cache", "a str", cache))?;
         let NativePeer { shared, info } = slf.get();
-        let cache = PeerCache::new(shared.clone(), info, &text).map_err(|error| raise(cache.py(), &error))?;
+        let cache = PeerCache::new(&shared.name, info.cluster, &text);
+        let cache = cache.map_err(|error| raise(slf.py(), &error))?;
         Ok(NativeRemoteCache::new(slf, cache))
     }
 

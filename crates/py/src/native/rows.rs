@@ -46,8 +46,7 @@ impl NativeRows {
         let mut part = self.rows.part().clone();
         let all = self.extent();
         if let Some(layers) = layers {
-            let range = once("layers", layers, part.layers.is_none(), all.layers)?;
-            part.layers = Some(below_2_32(layers, &range)?);
+            part.layers = Some(once("layers", layers, part.layers.is_none(), all.layers)?);
         }
         if let Some(tokens) = tokens {
             part.tokens = Some(once("tokens", tokens, part.tokens.is_none(), all.tokens)?);
@@ -85,13 +84,6 @@ fn once(name: &str, given: &Any<'_>, first: bool, end: Option<u64>) -> PyResult<
         return Ok(range);
     }
     Err(invalid(given.py(), name, shown(given), "given only once for the same rows"))
-}
-
-fn below_2_32(given: &Any<'_>, range: &Range<u64>) -> PyResult<Range<u32>> {
-    match (u32::try_from(range.start), u32::try_from(range.end)) {
-        (Ok(start), Ok(end)) => Ok(start..end),
-        _ => Err(invalid(given.py(), "layers", shown(given), "a range below 2^32")),
-    }
 }
 
 #[pymethods]

@@ -1,12 +1,10 @@
 //! What all objects of one native engine share.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::this_process;
-use llm_datadist_core::{Config, Error, ErrorKind};
-use pyo3::intern;
+use llm_datadist_core::{Config, EngineName, Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
@@ -16,9 +14,6 @@ use crate::handles::Handles;
 
 /// Name of the Python module that passes the log lines of all engines on.
 const LOG: &str = "llm_datadist.engine_log";
-
-/// Numbers the engines of this process, for their names.
-static NAMED: AtomicU64 = AtomicU64::new(1);
 
 /// The engines that were opened and not forgotten, each with the process that opened it. The lock is only held while attached to the
 /// interpreter, so no thread that a forked child lacks holds it.
@@ -30,7 +25,7 @@ pub(crate) struct EngineShared {
     /// The engine of the core, open or closed.
     pub(crate) engine: Engine,
     /// The name that peers and the log show.
-    pub(crate) name: String,
+    pub(crate) name: EngineName,
     /// The time limit of calls without a `timeout`.
     pub(crate) timeout: Duration,
     /// The address at which it listened when this was made.
@@ -61,7 +56,7 @@ impl EngineShared {
                 return Err(error);
             }
         };
-        let shared = Arc::new(Self::new(engine, name, timeout, address));
+        let shared = Arc::new(Self::new(engine, &name, timeout, address));
         opened_engines().push((this_process(), Arc::downgrade(&shared)));
         forget_closed(py)?;
         Ok(shared)
@@ -74,10 +69,11 @@ impl EngineShared {
             engine.poll(0)?;
             Ok((engine.config().clone(), engine.listening().map(|address| address.to_string())))
         })?;
-        Ok(Arc::new(Self::new(engine.failing_with(raise), config.name, config.sync_timeout, address)))
+        Ok(Arc::new(Self::new(engine.failing_with(raise), &config.name, config.sync_timeout, address)))
     }
 
-    fn new(engine: Engine, name: String, timeout: Duration, first_address: Option<String>) -> Self {
+    fn new(engine: Engine, name: &str, timeout: Duration, first_address: Option<String>) -> Self {
+        let name = EngineName::new(name);
         let (transfers, grants, python) = (Handles::default(), Handles::default(), OnceLock::new());
         EngineShared { engine, name, timeout, first_address, transfers, grants, python }
     }
@@ -143,12 +139,6 @@ fn forget_closed(py: Python<'_>) -> PyResult<()> {
 /// Starts or stops passing log lines to Python's logging.
 fn log(py: Python<'_>, call: &str) -> PyResult<()> {
     py.import(LOG)?.call_method0(call).map(drop)
-}
-
-/// Returns the name of an engine that got none: that of the host, of the process, and a number.
-pub(crate) fn default_name(py: Python<'_>) -> PyResult<String> {
-    let host = py.import("os")?.call_method0("uname")?.getattr(intern!(py, "nodename"))?;
-    Ok(format!("{host}/{}/{}", std::process::id(), NAMED.fetch_add(1, Ordering::Relaxed)))
 }
 
 /// Closes all engines that are open. It is called when the interpreter exits.

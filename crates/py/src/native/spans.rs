@@ -13,8 +13,7 @@ use crate::convert::{Any, shown};
 /// What a span may be.
 const FORMS: &str = "a range, a slice or a pair of int";
 
-/// Reads the argument called `name`: a range of step 1 that is not empty, below 2^63. `end` is where an open slice ends, if that
-/// is known.
+/// Reads the argument called `name`: a range of step 1. `end` is where an open slice ends, if that is known.
 pub(crate) fn read(name: &str, value: &Any<'_>, end: Option<u64>) -> PyResult<Range<u64>> {
     let py = value.py();
     let (first, last) = ends(name, value)?;
@@ -26,7 +25,7 @@ pub(crate) fn read(name: &str, value: &Any<'_>, end: Option<u64>) -> PyResult<Ra
         number(name, &last)?
     };
     match (first, last) {
-        (Some(first), Some(last)) if first < last => Ok(first..last),
+        (Some(first), Some(last)) => Ok(first..last),
         _ => Err(invalid(py, name, shown(value), "a range from 0 or above that is not empty")),
     }
 }
