@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.integrations.vllm.step import Part, Receive, Send, Step, Withdraw
+from llm_datadist.integrations.vllm.step import Part, Send, Step, Withdraw
 from peers import eventually
-from test_vllm_transfers import PROMPT, blocks_of, receive, sides, whole
+from test_vllm_transfers import PROMPT, blocks_of, sides, whole
 from vllm_pages import DIM, LAYERS
 from vllm_workers import BLOCKS
 
@@ -101,7 +101,7 @@ def test_decode_reads_while_prefill_computes(case: str) -> None:
     prefill_options, decode_options, by_layers = CASES[case]
     with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         half = len(computing.blocks) // 2
         early = range(half * prefill.block_size)
         computing.schedule(0, half)
@@ -129,13 +129,13 @@ def test_late_decode_reads_computed_layers(when: str) -> None:
         computing.schedule(2, 5)
         computing.compute(2, 5, 0)
         if when == "while it is computed":
-            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+            decode.receive(prefill.handover("there"), TOKENS)
             eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))
         computing.compute(2, 5, 1)
         computing.save()
         computing.finish()
         if when == "when it has finished":
-            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+            decode.receive(prefill.handover("there"), TOKENS)
         check_received(prefill, decode, computing.sequence)
 
 
@@ -143,7 +143,7 @@ def test_only_what_is_missing_is_read() -> None:
     """Decode has the first 96 tokens in its prefix cache: blocks that it shares with other requests."""
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS, 96)])
+        decode.receive(prefill.handover("there"), TOKENS, 96)
         computing.step(0, 2)
         computing.step(2, 5)
         computing.finish()
@@ -161,7 +161,7 @@ def test_preempted_request_is_read_again(asks: str) -> None:
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
         if asks == "before":
-            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+            decode.receive(prefill.handover("there"), TOKENS)
         computing.schedule(0, 3)
         computing.compute(0, 3, 0)
         if asks == "before":
@@ -170,7 +170,7 @@ def test_preempted_request_is_read_again(asks: str) -> None:
         computing.save()
         computing.withdraw(ended=False)
         if asks == "after":
-            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+            decode.receive(prefill.handover("there"), TOKENS)
         computing.blocks = computing.blocks[::-1]
         computing.step(0, 4)
         computing.step(4, 5)
@@ -187,8 +187,7 @@ def test_preemption_during_pull_never_delivers_wrong_bytes(case: str) -> None:
         for turn in range(30):
             name = f"here {turn}"
             computing = Prefill(prefill, f"there {turn}")
-            one = receive(decode, prefill.handover(computing.ticket), TOKENS)
-            decode.do(receives=[Receive(name, one.handover, one.blocks, 0, TOKENS)])
+            decode.receive(prefill.handover(computing.ticket), TOKENS, name=name)
             for round_ in range(3):
                 if round_ == 0:
                     # Complete in decode before the next parts have the same blocks.
@@ -211,7 +210,7 @@ def test_preemption_during_pull_never_delivers_wrong_bytes(case: str) -> None:
 def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         if when == "while it is computed":
             computing.step(0, 2)
             eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))
@@ -228,7 +227,7 @@ def test_model_failure_fails_receive(computed: int) -> None:
     """vLLM ends the step in the same way, but not all layers have their content."""
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         computing.step(0, 2)
         computing.schedule(2, 5)
         for layer in range(computed):
@@ -245,7 +244,7 @@ def test_step_without_wait_for_save_fails_receive() -> None:
     """The next step begins, and vLLM has not called `wait_for_save`."""
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         computing.schedule(0, 4)
         computing.step(4, 5)
         eventually(lambda: decode.all_ended("here", "failed"))
@@ -262,7 +261,7 @@ def test_step_without_end_does_not_complete_the_next_request() -> None:
         part = Part("there", PROMPT, 0, 0, [computing.blocks], False, True)
         prefill.do(withdrawn=[Withdraw("there", ended=True)], parts=[part])
         prefill.workers[0].write(computing.blocks, range(TOKENS), np.zeros_like(computing.sequence))
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         time.sleep(0.2)
         assert not decode.workers[0].look().received
         for layer in range(LAYERS):
@@ -278,11 +277,11 @@ def test_several_receives_with_one_ticket(case: str) -> None:
     prefill_options, decode_options, _ = CASES[case]
     with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        one = receive(decode, prefill.handover("there"), TOKENS)
-        count = len(one.blocks[0])
-        unused = [block for block in range(1, BLOCKS) if block not in one.blocks[0]]
-        other = Receive("other", one.handover, [unused[:count]], 0, TOKENS)
-        decode.do(receives=[one, other])
+        used = blocks_of(decode, TOKENS)
+        count = len(used)
+        unused = [block for block in range(1, BLOCKS) if block not in used]
+        decode.receive(prefill.handover("there"), TOKENS)
+        decode.receive(prefill.handover("there"), TOKENS, name="other", blocks=unused[:count])
         computing.step(0, 3)
         computing.step(3, 5)
         computing.finish()
@@ -296,9 +295,8 @@ def test_a_receive_with_another_prompt_fails_alone() -> None:
     """Another receive of the same worker has the same ticket."""
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        good = receive(decode, prefill.handover("there"), TOKENS)
-        bad = Receive("bad", prefill.handover("there", "150:other"), [[20] * 5], 0, TOKENS)
-        decode.do(receives=[good, bad])
+        decode.receive(prefill.handover("there"), TOKENS)
+        decode.receive(prefill.handover("there", "150:other"), TOKENS, name="bad", blocks=[20] * 5)
         computing.step(0, 3)
         eventually(lambda: decode.all_ended("bad", "failed"))
         computing.step(3, 5)
@@ -315,7 +313,7 @@ def test_prefill_frees_a_request_that_decode_has_given_up() -> None:
     with sides(**LAYERWISE, **lease) as (prefill, decode):
         computing = Prefill(prefill)
         computing.step(0, 2)
-        decode.do(receives=[Receive("here", prefill.handover("there"), [], TOKENS, TOKENS)])
+        decode.release(prefill.handover("there"))
         eventually(decode.workers[0].peers)
         computing.step(2, 5)
         computing.finish()
@@ -325,7 +323,7 @@ def test_prefill_frees_a_request_that_decode_has_given_up() -> None:
 def test_the_kv_cache_of_another_prompt_is_not_lent() -> None:
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there", "150:other"), TOKENS)])
+        decode.receive(prefill.handover("there", "150:other"), TOKENS)
         computing.step(0, 2)
         eventually(lambda: decode.all_ended("here", "failed"))
         assert "differs from the prompt in prefill" in decode.workers[0].lines()
@@ -336,7 +334,7 @@ def test_a_prefill_that_makes_no_progress_fails_the_receive() -> None:
     """The time limit begins anew with each sign of progress."""
     with sides({}, {"timeout_ms": 3000}, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         for block in range(4):
             time.sleep(1)
             computing.step(block, block + 1)
@@ -349,24 +347,10 @@ def test_computed_layers_are_progress() -> None:
     """Also if decode can only pull a part when all of its layers are computed, because the block sizes differ."""
     with sides({}, {"timeout_ms": 4000, "block_size": 64}, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         computing.schedule(0, 5)
         for layer in range(LAYERS):
             time.sleep(2.2)
-            computing.compute(0, 5, layer)
-        computing.save()
-        computing.finish()
-        check_received(prefill, decode, computing.sequence)
-
-
-def test_decode_asks_again_when_the_grants_have_ended() -> None:
-    """Grants of the first part are made for as long as the lease, and prefill computes longer than that."""
-    with sides({"lease_ms": 4000}, **LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
-        computing.schedule(0, 5)
-        time.sleep(4.5)
-        for layer in range(LAYERS):
             computing.compute(0, 5, layer)
         computing.save()
         computing.finish()
@@ -379,6 +363,6 @@ def test_receive_after_lease_end_fails() -> None:
         computing.step(0, 5)
         computing.finish()
         eventually(lambda: prefill.all_ended("request", "sent"))
-        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        decode.receive(prefill.handover("there"), TOKENS)
         eventually(lambda: decode.all_ended("here", "failed"))
         assert "its lease has ended" in decode.workers[0].lines()

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from llm_datadist import Busy, Error, GrantEnded, OutOfMemory
-from llm_datadist.integrations.vllm.lending import MAX_EARLY, MAX_RECEIVES, Lending
-from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Lent, Ready
+from llm_datadist import Busy, Error, OutOfMemory
+from llm_datadist.integrations.vllm.lending import MAX_HELD, MAX_RECEIVES, Lending
+from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Hold, Lent, Ready
 from llm_datadist.integrations.vllm.step import Part, Send, Withdraw
 
 LEASE_S = 60.0
-EARLY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,9 @@ class Grant:
 
     revoke_error: type[Error] = Busy
 
-    def __init__(self, number: int, ttl: float) -> None:
+    def __init__(self, number: int) -> None:
         self.token = number.to_bytes(2, "big")
-        self.ttl = ttl
         self.ended: str | None = None
-
-    def renew(self, ttl: float) -> None:
-        if self.ended:
-            raise GrantEnded
-        self.ttl = ttl
 
     def revoke(self) -> None:
         """Fail as a grant does when no transfer can wait for its reads. It has ended all the same."""
@@ -60,7 +53,8 @@ class Group:
     def lend(self, view: str, blocks: list[int], ttl: float) -> list[Grant]:
         assert view
         assert blocks
-        self.grants.append(Grant(len(self.grants), ttl))
+        assert ttl > 30 * 24 * 3600  # the loan limits the time
+        self.grants.append(Grant(len(self.grants)))
         return [self.grants[-1]]
 
 
@@ -75,10 +69,27 @@ class Prefill:
         self.lending = Lending(
             groups,
             LEASE_S,
-            EARLY_S,
             lambda peer, message: self.sent.append((peer, message)),
-            lambda request, expired: self.freed.append((request, expired)),
+            lambda request, unread: self.freed.append((request, unread)),
         )
+
+    def hold(self, *peers: Any, readers: int = 1) -> None:
+        for peer in peers:
+            self.lending.heard(peer, Hold("t", readers), 0)
+
+    def ask(self, peer: Any = FIRST, receive: int = 0, prompt: str = "64:p", view: str = "pages") -> None:
+        self.lending.heard(peer, Ask("t", receive, view, prompt), 0)
+
+    def done(self, peer: Any = FIRST, now: float = 0) -> None:
+        self.lending.heard(peer, Done("t"), now)
+
+    def finish(self) -> None:
+        self.lending.finish(Send("r", "t"), 0)
+
+    @property
+    def ended(self) -> set[str | None]:
+        """How the grants have ended."""
+        return {grant.ended for grant in self.group.grants}
 
     def news(self, peer: Any = FIRST) -> list[Any]:
         """Take what a peer was sent since the last call."""
@@ -96,111 +107,191 @@ def part(number: int = 0, *, first: int = 0, computed: bool = True, last: bool =
     return Part("t", "64:p", number, first, [[5, 6]], computed, last)
 
 
-def ask(receive: int = 0, prompt: str = "64:p", view: str = "pages") -> Ask:
-    return Ask("t", receive, view, prompt)
-
-
 def test_each_receive_of_a_peer_gets_every_part_once(prefill: Prefill) -> None:
     """A request for several completions is several receives of one peer."""
-    prefill.lending.lend(part(last=False), 0)
-    prefill.lending.heard(FIRST, ask(0), 0)
-    prefill.lending.heard(FIRST, ask(1), 0)
-    prefill.lending.lend(part(1, first=2), 0)
+    prefill.lending.lend(part(last=False))
+    prefill.hold(FIRST)
+    prefill.ask(receive=0)
+    prefill.ask(receive=1)
+    prefill.lending.lend(part(1, first=2))
     assert [(one.receive, one.part) for one in prefill.news()] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
-def test_ask_with_other_prompt_or_view_is_refused(prefill: Prefill) -> None:
-    prefill.lending.lend(part(), 0)
-    prefill.lending.heard(FIRST, ask(0), 0)
-    prefill.lending.heard(FIRST, ask(1, prompt="64:q"), 0)
-    prefill.lending.heard(FIRST, ask(2, view="heads"), 0)
-    found = prefill.news()
+@pytest.mark.parametrize("early", [True, False])
+def test_ask_with_other_prompt_or_view_is_refused(prefill: Prefill, early: bool) -> None:
+    if not early:
+        prefill.lending.lend(part())
+    prefill.hold(FIRST)
+    prefill.ask(receive=0)
+    prefill.ask(receive=1, prompt="64:q")
+    prefill.ask(receive=2, view="heads")
+    if early:
+        assert prefill.news() == []
+        prefill.lending.lend(part())
+    found = sorted(prefill.news(), key=lambda message: message.receive)
     assert [(type(one), one.receive) for one in found] == [(Lent, 0), (Gone, 1), (Gone, 2)]
     assert "differs" in found[1].reason
     assert "(first receive: view=pages, this one: view=heads)" in found[2].reason
 
 
-def test_a_peer_that_has_reported_may_ask_again(prefill: Prefill) -> None:
-    prefill.lending.lend(part(computed=False), 0)
-    prefill.lending.heard(FIRST, ask(0), 0)
-    prefill.lending.heard(FIRST, Done("t", 2), 0)
+def test_a_peer_that_has_reported_may_hold_and_ask_again(prefill: Prefill) -> None:
+    prefill.lending.lend(part(computed=False))
+    prefill.hold(FIRST, readers=2)
+    prefill.ask()
+    prefill.done()
     prefill.lending.ready([("t", 0)], 2)
     assert [type(one) for one in prefill.news()] == [Lent]
-    prefill.lending.heard(FIRST, ask(1), 0)
+    prefill.finish()
+    prefill.hold(FIRST, readers=2)
+    prefill.ask(receive=1)
     prefill.lending.ready([("t", 0)], None)
     assert [(type(one), one.layers) for one in prefill.news()] == [(Lent, 2), (Ready, 4)]
-    prefill.lending.finish(Send("r", "t"), 0)
-    prefill.lending.due(LEASE_S)
-    assert [(type(one), one.receive) for one in prefill.news()] == [(Gone, 1)]
-
-
-def test_a_peer_that_asks_again_has_not_reported(prefill: Prefill) -> None:
-    prefill.lending.lend(part(), 0)
-    prefill.lending.finish(Send("r", "t"), 0)
-    prefill.lending.heard(FIRST, Done("t", 2), 0)
-    prefill.lending.heard(FIRST, ask(1), 0)
-    prefill.lending.heard(SECOND, Done("t", 2), 0)
-    assert prefill.freed == []
-    prefill.lending.heard(FIRST, Done("t", 2), 0)
+    prefill.hold(SECOND, readers=2)
+    prefill.done(SECOND)
+    assert prefill.freed == [], "the first peer holds it again"
+    prefill.done(FIRST)
     assert prefill.freed == [("r", False)]
 
 
 def test_a_rank_that_was_restarted_counts_once(prefill: Prefill) -> None:
-    prefill.lending.lend(part(), 0)
-    prefill.lending.finish(Send("r", "t"), 0)
+    prefill.lending.lend(part())
+    prefill.finish()
     for peer in (FIRST, RESTARTED):
-        prefill.lending.heard(peer, Done("t", 2), 0)
+        prefill.hold(peer, readers=2)
+        prefill.done(peer)
     assert prefill.freed == []
-    prefill.lending.heard(SECOND, Done("t", 2), 0)
+    prefill.hold(SECOND, readers=2)
+    prefill.done(SECOND)
     assert prefill.freed == [("r", False)]
+
+
+def test_a_peer_ends_only_what_it_holds(prefill: Prefill) -> None:
+    prefill.lending.lend(part())
+    prefill.finish()
+    prefill.done(SECOND)
+    prefill.hold(FIRST)
+    prefill.done(SECOND)
+    prefill.lending.unlinked(SECOND)
+    prefill.ask(SECOND)
+    assert prefill.freed == []
+    (refused,) = prefill.news(SECOND)
+    assert "does not hold the request" in refused.reason
+    prefill.hold(SECOND)
+    prefill.done(SECOND)
+    assert prefill.freed == [], "the first peer holds it"
+    prefill.done(FIRST)
+    assert prefill.freed == [("r", False)]
+
+
+def test_a_request_that_decode_holds_has_no_lease(prefill: Prefill) -> None:
+    """However long it waits in the queue of decode. If a rank has reported and no other holds it, the lease begins."""
+    prefill.lending.lend(part())
+    prefill.finish()
+    assert prefill.lending.next_due() == LEASE_S
+    prefill.hold(FIRST, readers=2)
+    assert prefill.lending.next_due() is None
+    prefill.lending.due(1e9)
+    prefill.done(FIRST, now=100)
+    assert prefill.lending.next_due() == 100 + LEASE_S
+    prefill.hold(SECOND, readers=2)
+    prefill.lending.due(1e9)
+    assert prefill.freed == []
+    prefill.done(SECOND)
+    assert prefill.freed == [("r", False)]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_end_of_a_link_ends_what_the_peer_holds(prefill: Prefill, finished: bool) -> None:
+    prefill.lending.lend(part())
+    prefill.hold(FIRST, SECOND, readers=2)
+    prefill.ask(FIRST)
+    prefill.ask(SECOND)
+    if finished:
+        prefill.finish()
+    prefill.lending.unlinked(FIRST)
+    assert prefill.ended == {"revoked"}
+    assert [type(one) for one in prefill.news(FIRST)] == [Lent]
+    assert [one.reason for one in prefill.news(SECOND)[1:]] == ["the link to first of decode has ended"]
+    if not finished:
+        prefill.finish()
+    assert prefill.freed == [("r", finished)]
+    prefill.hold(SECOND)
+    prefill.ask(SECOND)
+    assert "has ended" in prefill.news(SECOND)[0].reason
+
+
+def test_the_end_of_a_link_does_not_end_what_the_peer_has_read(prefill: Prefill) -> None:
+    prefill.lending.lend(part())
+    prefill.finish()
+    prefill.hold(FIRST, SECOND, readers=2)
+    prefill.done(FIRST)
+    prefill.lending.unlinked(FIRST)
+    assert prefill.freed == []
+    prefill.done(SECOND)
+    assert prefill.freed == [("r", False)]
+
+
+def test_requests_that_are_not_lent_yet_are_held(prefill: Prefill) -> None:
+    prefill.hold(FIRST)
+    prefill.ask(FIRST)
+    prefill.hold(SECOND)
+    prefill.lending.unlinked(SECOND)
+    prefill.lending.lend(part())
+    assert [type(one) for one in prefill.news(FIRST)] == [Lent]
+    prefill.finish()
+    prefill.done(FIRST)
+    assert prefill.freed == [("r", False)]
+
+
+@pytest.mark.parametrize("link_ends", [True, False])
+def test_a_request_that_decode_gives_up_before_it_is_lent_is_freed_at_once(prefill: Prefill, link_ends: bool) -> None:
+    prefill.hold(FIRST)
+    prefill.lending.unlinked(FIRST) if link_ends else prefill.done(FIRST)
+    prefill.lending.lend(part())
+    prefill.finish()
+    assert prefill.freed == [("r", False)]
+    # Another request may have the same ticket.
+    prefill.lending.lend(part())
+    prefill.finish()
+    assert prefill.freed == [("r", False)]
+    assert prefill.lending.next_due() == LEASE_S
 
 
 def test_a_step_that_was_not_computed_is_never_ready(prefill: Prefill) -> None:
-    prefill.lending.lend(part(computed=False), 0)
-    prefill.lending.heard(FIRST, ask(), 0)
+    prefill.lending.lend(part(computed=False))
+    prefill.hold(FIRST)
+    prefill.ask()
     prefill.lending.fail([("t", 0), ("other", 0)], "the model has failed")
     assert [type(one) for one in prefill.news()] == [Lent, Gone]
-    assert {grant.ended for grant in prefill.group.grants} == {"revoked"}
+    assert prefill.ended == {"revoked"}
     prefill.lending.ready([("t", 0)], None)
-    prefill.lending.heard(FIRST, ask(1), 0)
-    assert [(type(one), one.reason) for one in prefill.news()] == [(Gone, "the model has failed")]
-    prefill.lending.finish(Send("r", "t"), 0)
+    prefill.hold(SECOND)
+    prefill.ask(SECOND)
+    assert [(type(one), one.reason) for one in prefill.news(SECOND)] == [(Gone, "the model has failed")]
+    prefill.finish()
     assert prefill.freed == [("r", False)]
 
 
-def test_grants_last_as_long_as_the_lease(prefill: Prefill) -> None:
-    """Those of the first parts were made while the prompt was computed. A later receive renews them."""
-    prefill.lending.lend(part(), 0)
-    prefill.lending.heard(FIRST, ask(), 0)
-    assert [grant.ttl for grant in prefill.group.grants] == [LEASE_S]
-    prefill.lending.finish(Send("r", "t"), 40)
-    prefill.lending.heard(SECOND, ask(), 70)
-    assert [grant.ttl for grant in prefill.group.grants] == [40 + LEASE_S - 70]
+def test_receives_share_the_grants(prefill: Prefill) -> None:
+    prefill.lending.lend(part())
+    prefill.finish()
+    prefill.hold(FIRST, SECOND)
+    prefill.ask(FIRST)
+    prefill.ask(SECOND)
     (first,), (second,) = prefill.news(FIRST), prefill.news(SECOND)
-    assert first.grants == second.grants
-    prefill.lending.heard(SECOND, Done("t", 1), 71)
-    assert {grant.ended for grant in prefill.group.grants} == {"revoked"}
-    assert prefill.freed == [("r", False)]
+    assert first.grants == second.grants == [[b"\0\0"]]
 
 
 def test_all_grants_end_whatever_revoke_raises(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Grant, "revoke_error", OutOfMemory)
-    prefill.lending.lend(part(last=False), 0)
-    prefill.lending.lend(part(1, first=2), 0)
-    prefill.lending.heard(FIRST, ask(), 0)
-    prefill.lending.finish(Send("r", "t"), 0)
-    prefill.lending.heard(FIRST, Done("t", 1), 0)
+    prefill.lending.lend(part(last=False))
+    prefill.lending.lend(part(1, first=2))
+    prefill.hold(FIRST)
+    prefill.ask()
+    prefill.finish()
+    prefill.done()
     assert [grant.ended for grant in prefill.group.grants] == ["revoked"] * 2
     assert prefill.freed == [("r", False)]
-
-
-def test_ended_grants_are_made_again(prefill: Prefill) -> None:
-    prefill.lending.lend(part(), 0)
-    prefill.lending.heard(FIRST, ask(), 0)
-    prefill.group.grants[0].ended = "expired"
-    prefill.lending.heard(FIRST, ask(), 1)
-    first, second = prefill.news()
-    assert first.grants != second.grants
 
 
 @pytest.mark.parametrize(
@@ -212,50 +303,63 @@ def test_ended_grants_are_made_again(prefill: Prefill) -> None:
     ],
 )
 def test_late_ask_gets_end_reason(prefill: Prefill, end: str, reason: str) -> None:
-    prefill.lending.lend(part(), 0)
+    prefill.lending.lend(part())
     if end == "aborted":
         prefill.lending.withdraw(Withdraw("t", ended=True))
     else:
-        prefill.lending.finish(Send("r", "t"), 0)
-        prefill.lending.heard(FIRST, Done("t", 1), 0) if end == "done" else prefill.lending.due(LEASE_S)
-    prefill.lending.heard(FIRST, ask(), LEASE_S)
-    assert [one.reason for one in prefill.news() if reason in one.reason]
+        prefill.finish()
+    if end == "done":
+        prefill.hold(FIRST)
+        prefill.done()
+    prefill.lending.due(LEASE_S)
+    prefill.hold(SECOND)
+    prefill.ask(SECOND)
+    assert [one.reason for one in prefill.news(SECOND) if reason in one.reason]
 
 
-def test_early_asks_expire_individually(prefill: Prefill) -> None:
-    prefill.lending.heard(FIRST, ask(), 0)
-    prefill.lending.heard(SECOND, ask(), 9)
-    prefill.lending.due(EARLY_S)
-    assert ([type(one) for one in prefill.news(FIRST)], prefill.news(SECOND)) == ([Gone], [])
-    assert prefill.lending.next_due() == 9 + EARLY_S
-    prefill.lending.lend(part(), 11)
-    assert [type(one) for one in prefill.news(SECOND)] == [Lent]
+def test_leases_end_in_their_order(prefill: Prefill) -> None:
+    for number in range(3):
+        prefill.lending.lend(Part(f"t{number}", "64:p", 0, 0, [[5]], True, True))
+        prefill.lending.finish(Send(f"r{number}", f"t{number}"), 10 * number)
+    prefill.lending.heard(FIRST, Hold("t1", 1), 0)
+    prefill.lending.due(LEASE_S + 10)
+    assert (prefill.freed, prefill.lending.next_due()) == ([("r0", True)], LEASE_S + 20)
+    prefill.lending.due(LEASE_S + 20)
+    assert (prefill.freed, prefill.lending.next_due()) == ([("r0", True), ("r2", True)], None)
 
 
-def test_a_peer_cannot_displace_early_asks_of_others(prefill: Prefill) -> None:
-    prefill.lending.heard(SECOND, ask(), 0)
-    for number in range(MAX_EARLY + 5):
-        prefill.lending.heard(FIRST, Ask(f"unknown {number}", 0, "pages", "64:p"), 0)
-    assert [type(one) for one in prefill.news(FIRST)] == [Gone] * 5
-    prefill.lending.lend(part(), 1)
-    assert [type(one) for one in prefill.news(SECOND)] == [Lent]
+def test_what_a_peer_holds_is_bounded(prefill: Prefill) -> None:
+    for number in range(MAX_HELD + 1):
+        prefill.lending.heard(FIRST, Hold(f"unknown {number}", 1), 0)
+    prefill.lending.heard(FIRST, Ask(f"unknown {MAX_HELD}", 0, "pages", "64:p"), 0)
+    assert [one.reason for one in prefill.news()] == [
+        f"this rank of decode does not hold the request, or holds {MAX_HELD} others"
+    ]
+    prefill.lending.heard(FIRST, Done("unknown 0"), 0)
+    prefill.hold(FIRST, SECOND)
+    prefill.ask(FIRST)
+    prefill.ask(SECOND)
+    prefill.lending.lend(part())
+    assert [[type(one) for one in prefill.news(peer)] for peer in (FIRST, SECOND)] == [[Lent], [Lent]]
 
 
 def test_failed_withdrawn_part_does_not_end_loan(prefill: Prefill) -> None:
     """A request that is preempted in a step that fails is computed again."""
-    prefill.lending.lend(part(computed=False), 0)
+    prefill.lending.lend(part(computed=False))
     prefill.lending.withdraw(Withdraw("t", ended=False))
-    prefill.lending.lend(part(1), 0)
+    prefill.lending.lend(part(1))
     prefill.lending.fail([("t", 0)], "the model has failed")
-    prefill.lending.heard(FIRST, ask(), 0)
+    prefill.hold(FIRST)
+    prefill.ask()
     assert [(type(one), one.part) for one in prefill.news()] == [(Lent, 1)]
 
 
 def test_the_receives_of_a_peer_are_bounded(prefill: Prefill) -> None:
-    prefill.lending.lend(part(), 0)
+    prefill.lending.lend(part())
+    prefill.hold(FIRST, SECOND)
     for number in range(MAX_RECEIVES):
-        prefill.lending.heard(FIRST, ask(number), 0)
+        prefill.ask(receive=number)
     prefill.news()
-    prefill.lending.heard(FIRST, ask(MAX_RECEIVES), 0)
-    prefill.lending.heard(SECOND, ask(MAX_RECEIVES), 0)
+    prefill.ask(FIRST, MAX_RECEIVES)
+    prefill.ask(SECOND, MAX_RECEIVES)
     assert ([type(one) for one in prefill.news(FIRST)], [type(one) for one in prefill.news(SECOND)]) == ([Gone], [Lent])

@@ -13,21 +13,24 @@ from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
+from msgspec import msgpack
 
 from llm_datadist import OutOfMemory
 from llm_datadist.integrations.vllm import messages, register
+from llm_datadist.integrations.vllm.allowed_peers import LOOPBACK, AllowedPeers
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.handover import Handover, digest_of, prompt_digest
+from llm_datadist.integrations.vllm.identity import Identity
 from llm_datadist.integrations.vllm.lending import MAX_READY
 from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, heads_of
-from llm_datadist.integrations.vllm.receiving import Receiving
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
-from llm_datadist.integrations.vllm.step import Part, Receive, Send, Step, Withdraw
+from llm_datadist.integrations.vllm.step import Await, Cancel, Part, Receive, Send, Step, Withdraw
 from llm_datadist.integrations.vllm.supported import check_device, check_vllm
 
 SIZES = [1, 2, 4, 8, 16]
+ALLOWED = AllowedPeers(["10.0.0.0/8"])
 
 
 def test_the_heads_of_all_ranks_are_all_heads() -> None:
@@ -104,13 +107,13 @@ def new(name: str, blocks: list[int], computed: int = 0) -> Any:
 
 def side(*sizes: int, producer: bool = True, consumer: bool = True, layerwise: bool = True) -> SchedulerSide:
     options = {"producer": producer, "consumer": consumer, "layerwise": layerwise}
-    made = SchedulerSide("engine", list(sizes or (32,)), **options)
-    made.set_addresses({1: "host:2", 0: "host:1"})
+    made = SchedulerSide("engine", list(sizes or (32,)), ALLOWED, **options)
+    made.set_addresses({1: "10.0.0.1:2", 0: "10.0.0.1:1"})
     return made
 
 
 def handed_over(**changes: Any) -> dict[str, Any]:
-    params = Handover("there", "prefill", ["host:1"], prompt_digest(100, None), [32]).params()
+    params = Handover("there", "prefill", ["10.0.0.1:1"], prompt_digest(100, None), [32]).params()
     params["llm_datadist"] |= changes
     return params
 
@@ -133,10 +136,11 @@ def test_response_of_prefill_says_where_the_prompt_is() -> None:
     prefill = side()
     params = finished(prefill, Request(kv_transfer_params=for_decode()), [5, 6, 7, 8, 9])
     # The response survives JSON, and the fifth block has no token of the prompt.
-    handover = Handover.parse(json.loads(json.dumps(params)), [32], DIGEST)
-    assert handover == Handover("r", "engine", ["host:1", "host:2"], DIGEST, [32])
-    part = Part("r", DIGEST, 0, 0, [[5, 6, 7, 8]], computed=True, last=True)
-    assert prefill.take_step(Output()) == Step(parts=[part], sends=[Send("r", "r")])
+    handover = Handover.parse(json.loads(json.dumps(params)), [32], DIGEST, ALLOWED)
+    ticket = handover.ticket
+    assert handover == Handover(ticket, "engine", ["10.0.0.1:1", "10.0.0.1:2"], DIGEST, [32])
+    part = Part(ticket, DIGEST, 0, 0, [[5, 6, 7, 8]], computed=True, last=True)
+    assert prefill.take_step(Output()) == Step(parts=[part], sends=[Send("r", ticket)])
     assert prefill.take_step(Output()) == Step()
 
 
@@ -157,7 +161,7 @@ def test_other_requests_are_freed_at_once(params: Any, complete: bool, given: di
 
 @pytest.mark.parametrize("ticket", [None, "t"])
 def test_without_addresses_nothing_is_kept(ticket: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    prefill = SchedulerSide("engine", [32], producer=True, consumer=False, layerwise=True)
+    prefill = SchedulerSide("engine", [32], ALLOWED, producer=True, consumer=False, layerwise=True)
     assert finished(prefill, Request(kv_transfer_params=for_decode(ticket)), [5, 6, 7, 8]) is None
     assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)] if ticket else [])
     assert "request r is not handed over: vLLM has not passed on the addresses of the workers" in caplog.text
@@ -176,11 +180,11 @@ def test_a_long_prompt_is_lent_in_parts_that_fit_into_a_message() -> None:
         (2, 8192, True),
     ]
     largest = [2**31 - 1] * 4096
-    longest = "\x01" * 256  # JSON has six characters for this one
+    longest = "t" * 256
     numbers = (2**31 - 1, 2**31 - 1, 2**31 - 1)
-    message = messages.Lent(longest, *numbers, [largest], [["f" * 96] * 2], 80, last=True)
+    message = messages.Lent(longest, *numbers, [largest], [[b"f" * 48] * 2], 80, last=True)
     assert len(messages.encode(message)) < 65_536
-    ready = messages.Ready([[longest, 2**31 - 1]] * MAX_READY, 80)
+    ready = messages.Ready([(longest, 2**31 - 1)] * MAX_READY, 80)
     assert len(messages.encode(ready)) < 65_536
 
 
@@ -188,7 +192,7 @@ def test_blocks_without_content_are_not_lent() -> None:
     prefill = side(32, 16)
     request = Request(num_prompt_tokens=64, kv_transfer_params=for_decode())
     params = finished(prefill, request, [5, 6], [0, 0, 7, 8, 9])
-    assert Handover.parse(params, [32, 16], prompt_digest(64, None)).block_sizes == [32, 16]
+    assert Handover.parse(params, [32, 16], prompt_digest(64, None), ALLOWED).block_sizes == [32, 16]
     (part,) = prefill.take_step(Output()).parts
     assert (part.blocks, part.last) == ([[5, 6], [0, 0, 7, 8]], True)
     empty = Request("empty", num_prompt_tokens=64, kv_transfer_params=for_decode())
@@ -258,7 +262,7 @@ def test_a_bad_ticket_is_refused(ticket: Any, caplog: pytest.LogCaptureFixture) 
     assert finished(prefill, Request(kv_transfer_params=params), [5, 6, 7, 8]) is None
     assert prefill.take_step(Output()) == Step()
     assert "request r is not handed over: " in caplog.text
-    assert "ticket must be a string of 1 to 256 ASCII characters" in caplog.text
+    assert "kv_transfer_params['llm_datadist'] is invalid: Expected `str`" in caplog.text
 
 
 def test_a_ticket_names_one_request_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,51 +287,62 @@ def test_the_ticket_of_an_aborted_request_is_free() -> None:
     assert (step.withdrawn, [part.blocks for part in step.parts]) == ([Withdraw("t", ended=True)], [[[1, 2, 3, 4]]])
 
 
-@pytest.mark.parametrize("name", ["x" * 257, "é"])
-def test_a_request_id_that_is_no_ticket_is_hashed(name: str) -> None:
-    prefill = side()
-    params = finished(prefill, Request(name, kv_transfer_params=for_decode()), [5, 6, 7, 8])
-    ticket = Handover.parse(params, [32], DIGEST).ticket
-    assert ticket.isascii()
-    assert prefill.take_step(Output()).sends == [Send(name, ticket)]
-    assert finished(prefill, Request(name, kv_transfer_params=for_decode()), [5, 6, 7, 8], complete=False) is None
-    assert prefill.take_step(Output()) == Step()
+def test_tickets_cannot_be_guessed() -> None:
+    """Who knows the ticket of a request can read and end it."""
+    params = [finished(side(), Request(kv_transfer_params=for_decode()), [5, 6, 7, 8]) for _ in range(2)]
+    tickets = {given["llm_datadist"]["ticket"] for given in params}
+    assert [len(ticket) for ticket in tickets] == [32, 32]
+
+
+HANDOVER = Handover.parse(handed_over(later=1), [32], DIGEST, ALLOWED)
 
 
 def test_decode_receives_what_it_has_not_computed() -> None:
     decode = side()
     request = Request(kv_transfer_params=handed_over())
+    decode.arrived(request)
+    assert decode.take_step(Output()) == Step(awaited=[Await("r", HANDOVER)])
     assert decode.tokens_to_load(request, 64) == 36
     blocks = [Block(1, block_hash=b"cached"), Block(0, is_null=True), Block(3), Block(4)]
     decode.allocated(request, [blocks], 36)
     decode.allocated(request, [blocks], 0)  # vLLM calls again when the blocks are in place
-    (receive,) = decode.take_step(Output()).receives
-    assert receive == Receive("r", Handover.parse(handed_over(), [32], DIGEST), [[0, 0, 3, 4]], 64, 100)
+    assert decode.take_step(Output()) == Step(receives=[Receive("r", [[0, 0, 3, 4]], 64, 100)])
     assert decode.tokens_to_load(request, 0) == 0
 
 
 def test_a_proxy_need_not_know_the_prompt() -> None:
     """It has started both sides at the same time, so there is no response of prefill yet."""
-    given = {"ticket": "t", "engine_id": "prefill", "addresses": ["host:1"]}
+    given = {"ticket": "t", "engine_id": "prefill", "addresses": ["10.0.0.1:1"]}
     request = Request(kv_transfer_params={"do_remote_prefill": True, "llm_datadist": given})
     assert side().tokens_to_load(request, 0) == 100
-    assert Handover.parse(request.kv_transfer_params or {}, [32], DIGEST) == Handover(
-        "t", "prefill", ["host:1"], DIGEST, [32]
+    assert Handover.parse(request.kv_transfer_params or {}, [32], DIGEST, ALLOWED) == Handover(
+        "t", "prefill", ["10.0.0.1:1"], DIGEST, [32]
     )
 
 
 def test_a_prompt_in_the_prefix_cache_needs_no_blocks() -> None:
     decode = side()
     request = Request(kv_transfer_params=handed_over())
+    decode.arrived(request)
     assert decode.tokens_to_load(request, 100) == 0
     decode.allocated(request, [[Block(1), Block(2)]], 0)
-    assert [one.blocks for one in decode.take_step(Output()).receives] == [[]]
+    assert decode.take_step(Output()) == Step(awaited=[Await("r", HANDOVER)], cancelled=[Cancel("r")])
+    assert decode.finished(request, ([1, 2],), complete=True) is None
+    assert decode.take_step(Output()) == Step()
 
 
-def test_a_request_that_ends_before_it_is_scheduled_needs_no_blocks() -> None:
+@pytest.mark.parametrize("when", ["in the queue", "while it is received", "later"])
+def test_an_aborted_request_is_cancelled_unless_it_was_received(when: str) -> None:
     decode = side()
-    assert decode.finished(Request(kv_transfer_params=handed_over()), ([],), complete=False) is None
-    assert [one.blocks for one in decode.take_step(Output()).receives] == [[]]
+    request = Request(kv_transfer_params=handed_over())
+    decode.arrived(request)
+    if when != "in the queue":
+        decode.allocated(request, [[Block(1), Block(2), Block(3), Block(4)]], 100)
+    decode.take_step(Output())
+    if when == "later":
+        decode.received({"r", "unknown"})
+    assert decode.finished(request, ([],), complete=False) is None
+    assert decode.take_step(Output()).cancelled == ([] if when == "later" else [Cancel("r")])
 
 
 @pytest.mark.parametrize(
@@ -341,7 +356,8 @@ def test_a_request_that_ends_before_it_is_scheduled_needs_no_blocks() -> None:
         {"prompt": "99:"},
         {"addresses": []},
         {"addresses": [1]},
-        {"addresses": ["host:1"] * 2000},
+        {"addresses": ["10.0.0.1:1"] * 2000},
+        {"addresses": ["10.0.0.1:1", "11.0.0.1:1"]},
         {"block_sizes": [0]},
         {"block_sizes": [True]},
         {"block_sizes": [32, 32]},
@@ -351,8 +367,8 @@ def test_a_request_that_ends_before_it_is_scheduled_needs_no_blocks() -> None:
 def test_a_handover_that_lies_is_computed_here(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     decode = side()
     request = Request(kv_transfer_params=handed_over(**changes))
-    with pytest.raises(ValueError, match="kv_transfer_params"):
-        Handover.parse(request.kv_transfer_params or {}, [32], DIGEST)
+    with pytest.raises(ValueError, match=r"kv_transfer_params|is not one of allowed_peers"):
+        Handover.parse(request.kv_transfer_params or {}, [32], DIGEST, ALLOWED)
     assert decode.tokens_to_load(request, 0) == 0
     decode.allocated(request, [[Block(1)]], 0)
     assert decode.take_step(Output()) == Step()
@@ -376,74 +392,69 @@ def test_a_request_of_another_connector_is_computed_here() -> None:
     assert side(consumer=False).tokens_to_load(Request(kv_transfer_params=handed_over()), 0) == 0
 
 
-def test_a_receive_that_has_failed_has_no_time_limit() -> None:
-    """It ends with its pulls and links, however long they take to be cancelled."""
-    link = Mock()
-    engine: Any = SimpleNamespace(link=lambda *_, **__: link)
-    group: Any = SimpleNamespace(form=SimpleNamespace(block_size=32, layers=2))
-    ended: list[Any] = []
-    receiving = Receiving(engine, [group], Shard(0, 1, 2), 5.0, lambda *_: None, ended.append)
-    handover = Handover.parse(handed_over(), [32], DIGEST)
-    receiving.begin(Receive("r", handover, [[1, 2, 3, 4]], 0, 100), 10.0)
-    assert receiving.next_due() == 15.0
-    receiving.due(15.0)
-    assert receiving.next_due() is None
-    assert ended == []
+MESSAGES: list[Any] = [
+    messages.Hold("r", 4096),
+    messages.Ask("r", 7, "heads", "100:"),
+    messages.Lent("r", 7, 1, 2, [[3, 0], []], [[b"\0\xff"], []], 4, last=True),
+    messages.Ready([("r", 1), ("s", 0)], 3),
+    messages.Gone("r", 7, "why"),
+    messages.Done("r"),
+]
 
 
-def test_messages_survive() -> None:
-    assert messages.decode((LENT % '"blocks": [[1]], "grants": [["aa"]]').encode())
-    assert messages.decode((ASK % '"ticket": "r", "prompt": "1:", "view": "pages"').encode())
-    for message in (
-        messages.Ask("r", 7, "heads", "100:"),
-        messages.Lent("r", 7, 1, 2, [[3, 0], []], [["00ff"], []], 4, last=True),
-        messages.Ready([["r", 1], ["s", 0]], 3),
-        messages.Gone("r", 7, "why"),
-        messages.Done("r", 4096),
-    ):
-        assert messages.decode(messages.encode(message)) == message
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_survive(message: messages.Message) -> None:
+    """Those of a later version may have more fields."""
+    payload = messages.encode(message)
+    assert messages.decode(payload) == message
+    assert messages.decode(msgpack.encode({**msgpack.decode(payload), "new": 1})) == message
 
 
-ASK = '{"is": "ask", "receive": 7, %s}'
-LENT = '{"is": "lent", "ticket": "r", "receive": 7, "part": 0, "first": 0, "layers": 1, "last": true, %s}'
+ASK, LENT = MESSAGES[1], MESSAGES[2]
 
 
 @pytest.mark.parametrize(
-    "payload",
+    ("message", "changes"),
     [
-        "1",
-        "null",
-        '{"is": "ask"}',
-        '{"is": [], "ticket": "r"}',
-        ASK % '"ticket": "r", "prompt": "1:", "view": "other"',
-        ASK % '"ticket": 1, "prompt": "1:", "view": "pages"',
-        ASK % f'"ticket": "{"x" * 257}", "prompt": "1:", "view": "pages"',
-        ASK % f'"ticket": "r", "prompt": "{"1" * 65}", "view": "pages"',
-        (ASK % '"ticket": "r", "prompt": "1:", "view": "pages"').replace("7", "-7"),
-        '{"is": "done", "ticket": "r", "readers": true}',
-        '{"is": "done", "ticket": "r", "readers": 4097}',
-        '{"is": "gone", "ticket": "r", "receive": 7, "reason": "w", "more": 1}',
-        '{"is": "ready", "parts": [["r"]], "layers": 1}',
-        '{"is": "ready", "parts": [[1, "r"]], "layers": 1}',
-        '{"is": "ready", "parts": {}, "layers": 1}',
-        '{"is": "ready", "parts": [], "layers": -1}',
-        "[" * 20_000 + "]" * 20_000,
-        LENT % '"blocks": [[1]], "grants": [["xy"]]',
-        LENT % '"blocks": [[1]], "grants": [[1]]',
-        LENT % '"blocks": [[1]], "grants": "aa"',
-        LENT % '"blocks": [[-1]], "grants": []',
-        LENT % '"blocks": [[2147483648]], "grants": []',
-        LENT % '"blocks": [1], "grants": []',
-        (LENT % '"blocks": [[1]], "grants": []').replace("true", "1"),
+        (ASK, {"type": "other"}),
+        (ASK, {"type": None}),
+        (ASK, {"ticket": 1}),
+        (ASK, {"ticket": ""}),
+        (ASK, {"ticket": "x" * 257}),
+        (ASK, {"ticket": "é"}),
+        (ASK, {"prompt": "1" * 65}),
+        (ASK, {"view": "other"}),
+        (ASK, {"view": "pages\n"}),
+        (ASK, {"receive": -7}),
+        (ASK, {"receive": True}),
+        (messages.Hold("r", 1), {"readers": 0}),
+        (messages.Hold("r", 1), {"readers": 4097}),
+        (messages.Ready([], 1), {"parts": [["r"]]}),
+        (messages.Ready([], 1), {"parts": [[1, "r"]]}),
+        (messages.Ready([], 1), {"parts": {}}),
+        (messages.Ready([], 1), {"layers": -1}),
+        (LENT, {"grants": [[1]]}),
+        (LENT, {"grants": b"aa"}),
+        (LENT, {"blocks": [[-1]]}),
+        (LENT, {"blocks": [[2**31]]}),
+        (LENT, {"blocks": [1]}),
+        (LENT, {"last": 1}),
     ],
 )
-def test_bad_messages_are_refused(payload: str) -> None:
+def test_bad_messages_are_refused(message: messages.Message, changes: dict[str, Any]) -> None:
+    given = msgpack.decode(messages.encode(message))
     with pytest.raises(ValueError, match="not a message"):
-        messages.decode(payload.encode())
+        messages.decode(msgpack.encode({**given, **changes}))
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x80", b"\x91" * 60_000, b"{}", messages.encode(ASK)[:-1]])
+def test_bad_payloads_are_refused(payload: bytes) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        messages.decode(payload)
 
 
 def test_messages_do_not_show_the_tokens_of_grants() -> None:
-    assert "00ff" not in repr(messages.Lent("r", 7, 1, 2, [[3]], [["00ff"]], 4, last=True))
+    assert "00ff" not in repr(messages.Lent("r", 7, 1, 2, [[3]], [[b"00ff"]], 4, last=True))
 
 
 def test_prompts_for_other_adapters_differ() -> None:
@@ -468,10 +479,30 @@ def test_a_lend_that_fails_leaves_no_grant() -> None:
     engine: Any = MagicMock(lend=lend)
     form = PageFormat(2, 32, range(2), 2, 4, 4, 2, "vec", "model")
     caches = GroupCaches(engine, 0, form)
-    caches.register([4096, 8192], 8, form.page_bytes)
+    caches.register([4096, 8192], 8, [form.page_bytes] * 2)
     with pytest.raises(OutOfMemory):
         caches.lend("heads", [3], 1.0)
     grants[0].revoke.assert_called_once_with()
+
+
+@pytest.mark.parametrize("metadata", [b"", b"{}", b"\xff", b'{"facts": []}', b'{"facts": {"model": 1}}'])
+def test_engines_of_other_programs_are_refused(metadata: bytes) -> None:
+    identity = Identity({"model": "m"})
+    identity.check(identity.metadata())
+    with pytest.raises(ValueError, match="no engine of this connector"):
+        identity.check(metadata)
+
+
+def test_all_differences_of_two_sides_are_shown() -> None:
+    prefill = Identity({"model": "m", "dtype": "a", "vllm": "1", "later": "x"})
+    with pytest.raises(ValueError, match=r"^dtype is 'a' in prefill, 'b' here; vllm is '1' in prefill, '2' here$"):
+        Identity({"model": "m", "dtype": "b", "vllm": "2", "earlier": "y"}).check(prefill.metadata())
+
+
+def test_layers_with_different_strides_are_refused() -> None:
+    caches = GroupCaches(MagicMock(), 0, PageFormat(2, 32, range(2), 2, 4, 4, 2, "vec", "model"))
+    with pytest.raises(RuntimeError, match=r"different strides: \[2048, 4096\]"):
+        caches.register([4096, 8192], 8, [2048, 4096])
 
 
 def test_options_are_checked() -> None:
@@ -479,22 +510,73 @@ def test_options_are_checked() -> None:
     assert Settings.parse({"port": 26000}).listen_address(3) == "127.0.0.1:26003"
     assert Settings.parse({"host": "::1"}).listen_address(3) == "[::1]:0"
     for given, text in [
-        ({"lease": 1}, "unknown option 'lease' of LlmDatadistConnector; allowed: host, port, lease_ms"),
-        ({"port": "1"}, "option 'port' must be of type int, not '1'"),
-        ({"port": True}, "option 'port' must be of type int, not True"),
-        ({"port": 65_536}, "port=65536 is out of range (0 to 65535)"),
-        ({"lease_ms": 0}, "lease_ms=0 is out of range (1 to 4294967000)"),
-        ({"timeout_ms": 4_294_967_001}, "timeout_ms=4294967001 is out of range"),
-        ({"host": ""}, "'host' must not be empty"),
-        ({"engine_options": []}, "must be of type dict"),
+        ({"lease": 1}, "unknown option 'lease' of LlmDatadistConnector; allowed: host, port, allowed_peers, lease_ms"),
+        ({"port": "1"}, "option 'port' is '1': Expected `int`, got `str`"),
+        ({"port": True}, "option 'port' is True: Expected `int`, got `bool`"),
+        ({"port": 65_536}, "option 'port' is 65536: Expected `int` <= 65535"),
+        ({"lease_ms": 0}, "option 'lease_ms' is 0: Expected `int` >= 1"),
+        ({"timeout_ms": 4_294_967_001}, "Expected `int` <= 4294967000"),
+        ({"host": ""}, "option 'host' is '': Expected `str` of length >= 1"),
+        ({"engine_options": []}, "Expected `object`, got `array`"),
         ({"engine_options": {"name": "x"}}, "option 'engine_options' must not have 'name'"),
-        ({"layers_per_read": 0}, "layers_per_read=0 is out of range (1 to 2147483647)"),
-        ({"spans": 1}, "option 'spans' must be of type bool, not 1"),
+        ({"layers_per_read": 0}, "option 'layers_per_read' is 0: Expected `int` >= 1"),
+        ({"spans": 1}, "option 'spans' is 1: Expected `bool`, got `int`"),
+        ({"allowed_peers": "::1"}, "option 'allowed_peers' is '::1': Expected `array`, got `str`"),
+        ({"allowed_peers": [1]}, "option 'allowed_peers' is [1]: Expected `str`, got `int` - at `$[0]`"),
+        ({"allowed_peers": ["prefill:26000"]}, "option 'allowed_peers' has 'prefill:26000': "),
     ]:
         with pytest.raises(ValueError, match=re.escape(text)):
             Settings.parse(given)
     with pytest.raises(ValueError, match="port of rank 7=65537 is out of range"):
         Settings.parse({"port": 65_530}).listen_address(7)
+
+
+@pytest.mark.parametrize(
+    ("rules", "yes", "no"),
+    [
+        (LOOPBACK, ["127.0.0.1:1", "127.9.9.9:65535", "[::1]:1"], ["10.0.0.1:1", "0.0.0.0:1", "[::2]:1", "[::]:1"]),
+        ([], [], ["127.0.0.1:1"]),
+        (["10.0.0.1"], ["10.0.0.1:1", "[::ffff:10.0.0.1]:1"], ["10.0.0.2:1", "10.0.0.1:0", "10.0.0.1:65536"]),
+        (["10.0.0.0/24:5"], ["10.0.0.9:5"], ["10.0.0.9:6", "10.0.1.9:5", "[::ffff:10.0.0.9]:6"]),
+        (["10.0.0.1:5-7", "[2001:db8::/32]:8"], ["10.0.0.1:7", "[2001:db8::9]:8"], ["10.0.0.1:8", "[2001:db8::9]:7"]),
+        (["2001:db8::/32"], ["[2001:0DB8::9]:8"], ["[2001:db9::9]:8", "2001:db8::9", "2001:db8::9:8"]),
+        (
+            ["0.0.0.0/0"],
+            ["10.0.0.1:8"],
+            ["010.0.0.1:8", "10.1:8", "host:8", "10.0.0.1", ":8", "10.0.0.1:-8", "10.0.0.1:8 "],
+        ),
+    ],
+)
+def test_decode_connects_to_allowed_peers_only(rules: list[str], yes: list[str], no: list[str]) -> None:
+    allowed = AllowedPeers(rules)
+    for address in yes:
+        assert allowed.checked(allowed.checked(address)) == allowed.checked(address)
+    for address in no:
+        with pytest.raises(ValueError, match=r"allowed_peers|is not an address"):
+            allowed.checked(address)
+
+
+def test_addresses_have_one_form() -> None:
+    allowed = AllowedPeers(["10.0.0.1", "::/0"])
+    assert allowed.checked("[::ffff:10.0.0.1]:8") == "10.0.0.1:8"
+    assert allowed.checked("[2001:0DB8::0:1]:8") == "[2001:db8::1]:8"
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("", "'' does not appear to be an IPv4 or IPv6 network; a peer has the form"),
+        ("localhost", "'localhost' does not appear"),
+        ("10.0.0.1/24", "10.0.0.1/24 has host bits set"),
+        ("10.0.0.1:0", "ports are 1 to 65535, the smaller one first"),
+        ("10.0.0.1:7-5", "ports are 1 to 65535"),
+        ("10.0.0.1:1-65536", "ports are 1 to 65535"),
+        ("10.0.0.1:", "does not appear"),
+    ],
+)
+def test_bad_allowed_peers_are_refused(rule: str, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        AllowedPeers([rule])
 
 
 def test_untested_versions_and_devices_are_refused() -> None:

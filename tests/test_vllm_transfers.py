@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from llm_datadist.integrations.vllm.handover import Handover
-from llm_datadist.integrations.vllm.step import Part, Receive, Send, Step
+from llm_datadist.integrations.vllm.identity import PROTOCOL
+from llm_datadist.integrations.vllm.messages import Hold, encode
+from llm_datadist.integrations.vllm.step import Await, Cancel, Part, Receive, Send, Step, Withdraw
 from peers import eventually
 from vllm_pages import DIM, LAYERS
 from vllm_workers import BLOCKS, Worker
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROMPT = "150:digest"
+LONG = {"timeout_ms": 3_600_000}
 
 
 class Side:
@@ -40,6 +43,25 @@ class Side:
     def do(self, **work: Any) -> None:
         for worker in self.workers:
             worker.submit(Step(**work))
+
+    def receive(
+        self,
+        handover: Handover,
+        tokens: int,
+        first: int = 0,
+        *,
+        name: str = "here",
+        blocks: list[int] | None = None,
+    ) -> None:
+        """Hold a request, and receive its tokens from `first` on."""
+        if blocks is None:
+            ours = enumerate(blocks_of(self, tokens), 1)
+            blocks = [block if index * self.block_size > first else 0 for index, block in ours]
+        self.do(awaited=[Await(name, handover)], receives=[Receive(name, [blocks], first, tokens)])
+
+    def release(self, handover: Handover) -> None:
+        """Hold a request of which nothing is needed."""
+        self.do(awaited=[Await("here", handover)], cancelled=[Cancel("here")])
 
     def send(self, ticket: str, blocks: list[int]) -> None:
         """Lend a prompt that is computed, as vLLM does when the request has finished."""
@@ -74,12 +96,6 @@ def blocks_of(side: Side, tokens: int) -> list[int]:
     return [1 + (7 * index + 3) % (BLOCKS - 1) for index in range(count)]
 
 
-def receive(decode: Side, handover: Handover, tokens: int, first: int = 0) -> Receive:
-    size = decode.block_size
-    blocks = [block if (index + 1) * size > first else 0 for index, block in enumerate(blocks_of(decode, tokens))]
-    return Receive("here", handover, [blocks], first, tokens)
-
-
 CASES = {
     "equal": ({}, {}),
     "heads split": ({"ranks": 1}, {"ranks": 2}),
@@ -106,7 +122,7 @@ def test_decode_has_the_tokens_of_prefill(case: str, isa: str, first: int) -> No
         for worker in prefill.workers:
             worker.write(blocks, range(tokens), sequence)
         prefill.send("there", blocks)
-        decode.do(receives=[receive(decode, prefill.handover("there"), tokens, first)])
+        decode.receive(prefill.handover("there"), tokens, first)
         eventually(lambda: decode.all_ended("here", "received"))
         assert not any(worker.look().failed for worker in decode.workers)
         wrong = [worker.wrong(blocks_of(decode, tokens), range(first, tokens), sequence) for worker in decode.workers]
@@ -118,7 +134,7 @@ def test_decode_has_the_tokens_of_prefill(case: str, isa: str, first: int) -> No
 def test_maximum_timeout_and_lease_are_accepted() -> None:
     """Decode asks before prefill has finished."""
     with sides(lease_ms=4_294_967_000, timeout_ms=4_294_967_000) as (prefill, decode):
-        decode.do(receives=[receive(decode, prefill.handover("there"), 30)])
+        decode.receive(prefill.handover("there"), 30)
         prefill.send("other", [5])
         time.sleep(0.1)
         prefill.send("there", [4])
@@ -131,7 +147,7 @@ def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None
     """A request whose prompt is in the prefix cache of decode, or was aborted there, has no blocks to receive."""
     with sides({"ranks": ranks[0]}, {"ranks": ranks[1]}) as (prefill, decode):
         prefill.send("there", [4, 5])
-        decode.do(receives=[Receive("here", prefill.handover("there"), [], 40, 40)])
+        decode.release(prefill.handover("there"))
         eventually(lambda: prefill.all_ended("there", "sent"))
         assert not any(worker.look().received for worker in decode.workers)
 
@@ -141,17 +157,18 @@ def test_a_rank_that_gives_up_does_not_hold_the_blocks() -> None:
     with sides({"lease_ms": 3_600_000}, {"ranks": 2}) as (prefill, decode):
         prefill.send("there", [4])
         reads, gives_up = decode.workers
-        reads.submit(Step(receives=[Receive("here", prefill.handover("there"), [[5]], 0, 30)]))
+        held = [Await("here", prefill.handover("there"))]
+        reads.submit(Step(awaited=held, receives=[Receive("here", [[5]], 0, 30)]))
         eventually(lambda: "here" in reads.look().received)
         assert not prefill.workers[0].look().sent
-        gives_up.submit(Step(receives=[Receive("here", prefill.handover("there"), [], 30, 30)]))
+        gives_up.submit(Step(awaited=held, cancelled=[Cancel("here")]))
         eventually(lambda: prefill.all_ended("there", "sent"))
         assert not reads.look().failed
 
 
 def failed_receive(prefill: Side, decode: Side) -> None:
     """Receive blocks 4 and 5 of a request, which fails."""
-    decode.do(receives=[receive(decode, prefill.handover("there"), 60)])
+    decode.receive(prefill.handover("there"), 60)
     eventually(lambda: decode.all_ended("here", "received"))
     assert decode.workers[0].look().failed == {"here"}
     observed = decode.workers[0].observed()
@@ -188,7 +205,7 @@ def test_addresses_that_make_no_sense_fail_the_receive(addresses: list[str], rea
     with sides(timeout_ms=500) as (prefill, decode):
         handover = prefill.handover("there")
         handover.addresses[:] = addresses
-        decode.do(receives=[Receive("here", handover, [[4, 5]], 0, 60)])
+        decode.receive(handover, 60, blocks=[4, 5])
         eventually(lambda: decode.all_ended("here", "received"))
         assert decode.workers[0].look().failed == {"here"}
         assert reason in decode.workers[0].lines()
@@ -196,7 +213,7 @@ def test_addresses_that_make_no_sense_fail_the_receive(addresses: list[str], rea
 
 def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
     with sides() as (prefill, decode):
-        decode.do(receives=[receive(decode, prefill.handover("there"), 60)])
+        decode.receive(prefill.handover("there"), 60)
         eventually(decode.workers[0].peers)
         time.sleep(0.1)
         prefill.workers[0].kill()
@@ -205,8 +222,135 @@ def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
         assert "broke" in decode.workers[0].lines()
 
 
+def test_prefill_keeps_what_waits_in_the_queue_of_decode() -> None:
+    """Much longer than the lease."""
+    with sides({"lease_ms": 100}) as (prefill, decode):
+        handover = prefill.handover("there")
+        decode.do(awaited=[Await("here", handover)])
+        eventually(prefill.workers[0].held)
+        prefill.send("there", [4])
+        time.sleep(1)
+        assert not prefill.all_ended("there", "sent")
+        decode.do(receives=[Receive("here", [[5]], 0, 30)])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        assert prefill.workers[0].observed() is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_killed_decode_gives_the_blocks_back(reads: bool) -> None:
+    """Long before the lease would end, whether it waits in the queue or is read."""
+    with sides({"lease_ms": 3_600_000}, LONG) as (prefill, decode):
+        handover = prefill.handover("there")
+        decode.receive(handover, 30) if reads else decode.do(awaited=[Await("here", handover)])
+        eventually(prefill.workers[0].held)
+        # If it reads, it waits for the last layer.
+        parts = [Part("there", PROMPT, 0, 0, [[4]], not reads, True)]
+        prefill.do(parts=parts, sends=[Send("there", "there")])
+        assert not prefill.all_ended("there", "sent")
+        decode.workers[0].kill()
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        observed = prefill.workers[0].observed()
+        assert observed is not None
+        assert observed["expired_leases"] == 1
+
+
+def test_an_aborted_receive_is_cancelled() -> None:
+    with sides(LONG, LONG) as (prefill, decode):
+        decode.receive(prefill.handover("there"), 30)
+        eventually(prefill.workers[0].held)
+        decode.do(cancelled=[Cancel("here")])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed
+        assert decode.workers[0].observed() is None
+        prefill.send("there", [4])
+        eventually(lambda: prefill.all_ended("there", "sent"))
+
+
+def test_a_refused_connection_decides() -> None:
+    """A prefill that has ended is not waited for, although the time limit is long."""
+    with sides(LONG, LONG) as (prefill, decode):
+        handover = prefill.handover("there")
+        prefill.workers[0].kill()
+        decode.receive(handover, 30)
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert "Connection refused" in decode.workers[0].lines()
+
+
+def test_messages_that_a_peer_has_no_room_for_wait() -> None:
+    """Decode does not take its messages for a while, and prefill answers more requests than the engine queues."""
+    names = [f"request {number}" for number in range(1500)]
+    with sides(LONG, LONG) as (prefill, decode):
+        decode.do(awaited=[Await(name, prefill.handover(name)) for name in names])
+        decode.do(receives=[Receive(name, [[4]], 0, 30) for name in names])
+        eventually(lambda: prefill.workers[0].held(True) == len(names))
+        decode.workers[0].pause(True)
+        parts = [Part(name, PROMPT, 0, 0, [[4]], computed=True, last=True) for name in names]
+        prefill.do(parts=parts, sends=[Send(name, name) for name in names])
+        eventually(lambda: prefill.workers[0].waiting() > 0)
+        decode.workers[0].pause(False)
+        eventually(lambda: len(decode.workers[0].look().received) == len(names))
+        assert not decode.workers[0].look().failed
+        eventually(lambda: len(prefill.workers[0].look().sent) == len(names))
+
+
+def test_a_dead_transfer_thread_is_noticed() -> None:
+    """Receives fail, lent blocks are free, and both sides go on alone."""
+    with sides(LONG, LONG) as (prefill, decode):
+        prefill.send("there", [4])
+        decode.receive(prefill.handover("nobody"), 30)
+        eventually(prefill.workers[0].peers)
+        for worker in (*prefill.workers, *decode.workers):
+            worker.break_thread()
+        assert prefill.all_ended("there", "sent")
+        assert decode.all_ended("here", "failed")
+        prefill.send("later", [4])
+        prefill.do(withdrawn=[Withdraw("later", ended=True)])
+        decode.receive(prefill.handover("later"), 30, name="later")
+        assert prefill.all_ended("later", "sent")
+        assert decode.all_ended("later", "failed")
+        assert "the transfer thread has ended" in decode.workers[0].lines()
+
+
+@pytest.mark.parametrize("versions", [(PROTOCOL, PROTOCOL + 1), (PROTOCOL + 1, PROTOCOL)])
+def test_neighbours_of_one_version_work_together(versions: tuple[int, int]) -> None:
+    """The later one sends fields and facts that the earlier one does not know."""
+    with sides({"protocol": versions[0]}, {"protocol": versions[1]}) as (prefill, decode):
+        prefill.send("there", [4])
+        decode.receive(prefill.handover("there"), 30)
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed
+        eventually(lambda: prefill.all_ended("there", "sent"))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_another_model_is_refused(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"model": "another"}, "model is 'model' in prefill, 'another' here"),
+        ({"protocol": PROTOCOL + 2}, f"version {PROTOCOL} of the protocol in prefill, {PROTOCOL + 2} in decode"),
+    ],
+)
+def test_a_prefill_that_does_not_fit_is_refused(ranks: int, other: dict[str, Any], text: str) -> None:
+    """Decode then tells prefill that it needs nothing, long before the lease ends."""
+    with sides({"lease_ms": 3_600_000}, {"ranks": ranks, **other}) as (prefill, decode):
+        prefill.send("there", [4, 5])
+        failed_receive(prefill, decode)
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        assert text in decode.workers[0].lines()
+
+
+def test_the_comparison_can_be_left_out() -> None:
+    with sides({"model": "one"}, {"model": "another", "check_compatibility": False}) as (prefill, decode):
+        prefill.send("there", [4])
+        decode.receive(prefill.handover("there"), 30)
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_layout_is_refused(ranks: int) -> None:
     """Decode then tells prefill that it needs nothing, long before the lease ends."""
     lease = {"lease_ms": 3_600_000}
     with sides({"tag": "one", **lease}, {"tag": "another", "ranks": ranks}) as (prefill, decode):
@@ -220,9 +364,9 @@ def test_receives_are_spans() -> None:
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk needs Python 3.10")
     with sides({}, {"spans": True, "timeout_ms": 5000}) as (prefill, decode):
         prefill.send("there", [4, 5])
-        decode.do(receives=[receive(decode, prefill.handover("there"), 60)])
+        decode.receive(prefill.handover("there"), 60)
         eventually(lambda: decode.all_ended("here", "received"))
-        decode.do(receives=[Receive("gone", prefill.handover("nobody"), [[4]], 0, 30)])
+        decode.receive(prefill.handover("nobody"), 30, name="gone")
         eventually(lambda: decode.all_ended("gone", "failed"))
         (good, bad) = decode.workers[0].spans()
         assert (good[0], good[2], bad[2]) == ("llm_datadist.receive", "UNSET", "ERROR")
@@ -233,10 +377,10 @@ def test_receives_are_spans() -> None:
 
 def test_messages_that_cannot_be_read_are_dropped() -> None:
     with sides() as (prefill, decode):
-        bad = [b"", b"\xff", b"[]", b"{}", b'{"is": "ask", "request": "r", "readers": 0, "view": "pages"}']
+        bad = [b"", b"\xff", b"\x90", b"\x80", encode(Hold("r", 1)).replace(b"\x01", b"\x00")]
         decode.workers[0].tell(prefill.workers[0].address(), bad)
         prefill.send("there", [4])
-        decode.do(receives=[receive(decode, prefill.handover("there"), 30)])
+        decode.receive(prefill.handover("there"), 30)
         eventually(lambda: decode.all_ended("here", "received"))
         assert not decode.workers[0].look().failed
 
@@ -246,11 +390,12 @@ def test_requests_start_no_threads() -> None:
     with sides() as (prefill, decode):
         (one,), (other,) = prefill.workers, decode.workers
         prefill.send("first", [4])
-        decode.do(receives=[Receive("first", prefill.handover("first"), [[4]], 0, 30)])
+        decode.receive(prefill.handover("first"), 30, name="first")
         eventually(lambda: decode.all_ended("first", "received"))
         before = one.threads(), other.threads()
         names = [f"request {number}" for number in range(100)]
-        decode.do(receives=[Receive(name, prefill.handover(name), [[4]], 0, 30) for name in names])
+        for name in names:
+            decode.receive(prefill.handover(name), 30, name=name)
         time.sleep(0.1)
         waiting = one.threads(), other.threads()
         for name in names:

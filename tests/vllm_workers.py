@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import msgpack
+
 from llm_datadist import Engine
+from llm_datadist.integrations.vllm import outbox
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
+from llm_datadist.integrations.vllm.identity import PROTOCOL, Identity
 from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, engine_name
 from llm_datadist.integrations.vllm.settings import Settings
@@ -47,18 +53,28 @@ class _Worker:
 
     def __init__(self, name: str, rank: int, ranks: int, heads: int, given: dict[str, Any]) -> None:
         isa, block_size, tag = (given.pop(*pair) for pair in (("isa", "vec"), ("block_size", 32), ("tag", "model")))
+        protocol = given.pop("protocol", PROTOCOL)
+        identity = Identity({"model": given.pop("model", "model")}, protocol)
+        if protocol != PROTOCOL:
+            _speak_another_version()
+            identity.facts["later"] = "unknown to the other side"
         self.log = _Lines()
         logging.getLogger("vllm.llm_datadist").addHandler(self.log)
         transport = given.pop("transport", "auto")
-        self.engine = Engine(listen="127.0.0.1:0", name=engine_name(name, rank), transport=transport)
+        self.engine = Engine(
+            listen="127.0.0.1:0", name=engine_name(name, rank), transport=transport, metadata=identity.metadata()
+        )
         shard = Shard(rank, ranks, heads)
         self.pages = Pages(isa, block_size, shard.heads, BLOCKS)
         form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag)
         caches = GroupCaches(self.engine, 0, form)
-        caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, form.page_bytes)
+        caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, [form.page_bytes] * LAYERS)
         settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
+        checked = identity if settings.check_compatibility else None
         self.exporter = _global_exporter() if settings.spans else None
-        self.transfers = TransferThread(self.engine, [caches], shard, settings, [f"layer {n}" for n in range(LAYERS)])
+        self.transfers = TransferThread(
+            self.engine, [caches], shard, checked, settings, [f"layer {n}" for n in range(LAYERS)]
+        )
         self.ended = Ended()
 
     def address(self) -> str:
@@ -106,6 +122,30 @@ class _Worker:
         for payload in payloads:
             peer.send(payload)
 
+    def held(self, asked: bool = False) -> int:
+        """The number of requests that decode holds here, or has asked for."""
+        loans = list(self.transfers._lending._loans.values())
+        return sum(bool(loan.receives if asked else loan.holders) for loan in loans)
+
+    def waiting(self) -> int:
+        """The number of messages that wait for room at their peers."""
+        return sum(map(len, self.transfers._outbox._waiting.values()))
+
+    def pause(self, paused: bool) -> None:
+        """Have the transfer thread take no events until it goes on."""
+        if paused:
+            go_on, turn = threading.Event(), self.transfers._turn
+            self.transfers._turn = lambda: (go_on.wait(LIMIT), turn())  # type: ignore[method-assign]
+            self.go_on = go_on
+        else:
+            self.go_on.set()
+
+    def break_thread(self) -> None:
+        """End the transfer thread by an error, as soon as it wakes up."""
+        self.transfers._turn = lambda: sys.exit(1)  # type: ignore[method-assign]
+        self.transfers._rouse()
+        self.transfers._thread.join(LIMIT)
+
     def write(self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)) -> None:
         self.pages.write(blocks, tokens, whole, layers)
 
@@ -120,6 +160,12 @@ class _Worker:
     def close(self) -> None:
         self.transfers.close()
         self.engine.close()
+
+
+def _speak_another_version() -> None:
+    """Add a field to each message that this process sends."""
+    encode = outbox.encode
+    outbox.encode = lambda message: msgpack.encode({**msgpack.decode(encode(message)), "later": [1]})
 
 
 def _global_exporter() -> Any:

@@ -49,7 +49,7 @@ async def main() -> None:
             urls[name] = f"http://127.0.0.1:{port}"
         async with Proxy(urls["prefill"], urls["decode"], layerwise=given.layerwise) as proxy:
             await asyncio.wait_for(proxy.until_ready(processes), START_S)
-            runner = web.AppRunner(proxy.app())
+            runner = proxy.runner()
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", given.port).start()
             print(f"ready: http://127.0.0.1:{given.port}/v1/completions", flush=True)

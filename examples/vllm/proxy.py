@@ -43,11 +43,11 @@ class Proxy:
     ) -> None:
         await self._session.close()
 
-    def app(self) -> web.Application:
-        """Return the server that clients talk to."""
+    def runner(self) -> web.AppRunner:
+        """Return the server that clients talk to. When a client goes, its request ends in both servers."""
         app = web.Application(client_max_size=1 << 30)
         app.add_routes([web.post(path, self._serve) for path in PATHS])
-        return app
+        return web.AppRunner(app, handler_cancellation=True)
 
     async def until_ready(self, processes: list[Process]) -> None:
         """Wait until both servers respond.
@@ -98,10 +98,11 @@ class Proxy:
             async with self._session.post(self._prefill + path, json=body) as response:
                 found = await response.json()
         except (aiohttp.ClientError, ValueError):
+            # If prefill returns, it listens elsewhere.
+            self._where = None
             return None
         params = found.get("kv_transfer_params")
         if params is not None:
-            # Prefill may have been restarted, and listen elsewhere.
             self._where = {name: params["llm_datadist"][name] for name in ("engine_id", "addresses", "block_sizes")}
         return params
 

@@ -115,6 +115,18 @@ def test_other_configurations(start: Start, prompts: Prompts, expected: Prompts,
     check_ends(*pair, receives=8)
 
 
+@pytest.mark.parametrize("extra", [{"model_tag": "another"}, {"allowed_peers": ["10.0.0.0/8"]}], ids=str)
+def test_decode_reads_no_prefill_that_it_does_not_accept(
+    start: Start, prompts: Prompts, expected: Prompts, extra: dict[str, Any]
+) -> None:
+    """Decode computes the prompts itself."""
+    pair = start.pair(policy="recompute", decode={"extra": extra})
+    assert wrong(one_by_one(*pair, first(prompts, 2)), expected) == []
+    stats = pair[1].stop().stats
+    assert stats.get("bytes", []) == []
+    assert stats.get("failed_receives", 0) == (2 if "model_tag" in extra else 0)
+
+
 def test_prefix_caching(start: Start, prompts: Prompts, expected: Prompts) -> None:
     """The same prompts again come from the prefix cache, of decode too, and prefill frees its blocks all the same."""
     pair = start.pair(enable_prefix_caching=True)
@@ -166,7 +178,7 @@ def test_prefill_is_killed_and_returns(start: Start, prompts: Prompts, expected:
 
 
 def test_decode_is_killed_and_returns(start: Start, prompts: Prompts, expected: Prompts) -> None:
-    """Prefill frees the blocks that nobody reads when their leases end."""
+    """Prefill frees the blocks that no decode has got when their leases end."""
     lease_ms = 4000
     prefill, decode = start.pair(extra={"lease_ms": lease_ms})
     some = first(prompts, 8)
@@ -182,6 +194,30 @@ def test_decode_is_killed_and_returns(start: Start, prompts: Prompts, expected: 
     end = prefill.stop()
     assert (end.usage, end.stats["expired_leases"]) == (0, 8)
     assert decode.stop().usage == 0
+
+
+def test_a_killed_decode_gives_back_what_it_holds(start: Start, prompts: Prompts) -> None:
+    """Requests wait in its queue for longer than the lease, and it is killed."""
+    prefill, decode = start.pair(extra={"lease_ms": 1000}, decode={"max_num_seqs": 1})
+    some = {name: tokens for name, tokens in prompts.items() if len(tokens) == 700}
+    decode.add("long", prompts["r0"], 2000)
+    pass_on(decode, some, prefilled(prefill, some))
+    time.sleep(2)
+    decode.kill()
+    time.sleep(2)
+    end = prefill.stop()
+    assert (end.usage, end.stats["expired_leases"]) == (0, len(some))
+
+
+def test_requests_wait_in_the_queue_of_decode(start: Start, prompts: Prompts, expected: Prompts) -> None:
+    """For longer than the lease."""
+    pair = start.pair(extra={"lease_ms": 1000}, decode={"max_num_seqs": 1})
+    some = first(prompts, 6)
+    pair[1].add("long", prompts["r0"], 1000)
+    pass_on(pair[1], some, prefilled(pair[0], some))
+    assert pair[1].result()[0] == "long"
+    assert wrong(dict(pair[1].result() for _ in some), expected) == []
+    check_ends(*pair, receives=6)
 
 
 def test_a_stopped_prefill_holds_up_nobody(start: Start, prompts: Prompts, expected: Prompts) -> None:
@@ -201,9 +237,9 @@ def test_a_stopped_prefill_holds_up_nobody(start: Start, prompts: Prompts, expec
 
 
 def test_a_stopped_decode_holds_up_nobody(start: Start, prompts: Prompts, expected: Prompts) -> None:
-    """Prefill serves other requests meanwhile, and frees what the stopped decode has not read when its lease ends."""
-    lease_ms = 2000
-    prefill, decode = start.pair(policy="recompute", extra={"lease_ms": lease_ms, "timeout_ms": 3000})
+    """Prefill serves other requests meanwhile, and frees what the stopped decode has not read when their link ends."""
+    options = {"timeout_ms": 3000, "engine_options": {"heartbeat": 0.2, "silence": 1.0}}
+    prefill, decode = start.pair(policy="recompute", extra=options)
     some = first(prompts, 4)
     assert wrong(one_by_one(prefill, decode, first(prompts, 1)), expected) == []
     responses = prefilled(prefill, some)
@@ -211,7 +247,7 @@ def test_a_stopped_decode_holds_up_nobody(start: Start, prompts: Prompts, expect
     decode.signal(signal.SIGSTOP)
     prefill.add("local", prompts["r6"], TOKENS)
     assert prefill.result()[1].tokens == expected["r6"]
-    time.sleep(lease_ms / 1000 + 1)
+    time.sleep(2)
     decode.signal(signal.SIGCONT)
     # Whether it had read them or not, the tokens are right.
     assert wrong(dict(decode.result() for _ in some), expected) == []

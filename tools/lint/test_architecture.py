@@ -399,7 +399,7 @@ STDLIB = getattr(sys, "stdlib_module_names", None)
 
 
 SERVERS = {
-    "vllm": ("vllm", "torch", "numpy"),
+    "vllm": ("vllm", "torch", "numpy", "msgspec"),
     "prometheus.py": ("prometheus_client",),
     "lmcache": ("lmcache",),
     "opentelemetry.py": ("opentelemetry",),

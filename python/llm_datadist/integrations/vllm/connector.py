@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.v1.request import RequestStatus
 
 from llm_datadist.integrations.vllm import supported
+from llm_datadist.integrations.vllm.allowed_peers import AllowedPeers
 from llm_datadist.integrations.vllm.metrics import PrometheusMetrics, TransferStats
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
@@ -79,7 +80,10 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
             sizes = [spec.block_size for spec in specs]
             options = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
-            self._scheduler = SchedulerSide(transfer.engine_id, sizes, **options, layerwise=_keeps_blocks(specs))
+            allowed = AllowedPeers(settings.allowed_peers)
+            self._scheduler = SchedulerSide(
+                transfer.engine_id, sizes, allowed, **options, layerwise=_keeps_blocks(specs)
+            )
         else:
             ranks = (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings, *ranks)
@@ -108,8 +112,9 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return StepMetadata(self._scheduler.take_step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the requests that all workers have sent."""
+        """Take the requests that all workers have sent or received."""
         self._scheduler.freed(connector_output.finished_sending or set())
+        self._scheduler.received(connector_output.finished_recving or set())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether the blocks of a request are kept for decode, and what prefill returns."""

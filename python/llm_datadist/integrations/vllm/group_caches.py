@@ -50,18 +50,20 @@ class GroupCaches:
         self._caches[PAGES] = [pages]
         return pages.buffer
 
-    def register(self, addresses: list[int], blocks: int, stride: int) -> None:
+    def register(self, addresses: list[int], blocks: int, strides: list[int]) -> None:
         """Register the pages of the layers, unless ``allocate`` has made them.
 
         Args:
             addresses: the address of block 0 of each layer.
             blocks: number of blocks.
-            stride: bytes from one block of a layer to the next.
+            strides: bytes from one block to the next, for each layer.
 
         Raises:
-            RuntimeError: vLLM did not use the memory of ``allocate``.
+            RuntimeError: vLLM did not use the memory of ``allocate``, or the layers have different strides.
         """
-        form, pages = self.form, self._caches[PAGES]
+        form, pages, stride = self.form, self._caches[PAGES], strides[0]
+        if set(strides) != {stride}:
+            raise RuntimeError(f"the layers of vLLM's KV cache have different strides: {strides}")
         if not pages:
             name = self._name(PAGES, 0)
             pages.append(self._engine.register(name, addresses, form.pages(), blocks=blocks, stride=stride))
@@ -150,8 +152,7 @@ def revoke_all(grants: list[Grant]) -> None:
     """End grants. This does not wait for the reads that run, which fail."""
     for grant in grants:
         with suppress(Error):  # the grant has ended all the same
-            if not grant.ended:
-                grant.revoke()
+            grant.revoke()
 
 
 def _units(tokens: range, size: int, unit: int) -> range:

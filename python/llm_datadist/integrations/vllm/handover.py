@@ -7,66 +7,62 @@ like any input from the network.
 
 from __future__ import annotations
 
+import secrets
 from array import array
-from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct, ValidationError, convert, structs, to_builtins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Handover", "digest_of", "is_ticket", "own_ticket", "prompt_digest", "ticket_of"]
+    from llm_datadist.integrations.vllm.allowed_peers import AllowedPeers
+
+__all__ = ["Handover", "Prompt", "Ticket", "digest_of", "new_ticket", "prompt_digest", "ticket_of"]
 
 KEY = "llm_datadist"
-MAX_RANKS = 1024
-MAX_TICKET = 256
-# Maximum length of the digest of a prompt.
-MAX_PROMPT = 64
-# Maximum length of a value in an error.
-MAX_SHOWN = 200
+
+# Annotations need these at run time.
+Ticket = Annotated[str, Meta(min_length=1, max_length=256, pattern="^[\x00-\x7f]*\\Z")]
+Prompt = Annotated[str, Meta(max_length=64)]
 
 
-@dataclass(frozen=True)
-class Handover:
+class Handover(Struct, frozen=True):
     """The location of the KV cache of one request."""
 
-    ticket: str  # the name under which prefill lends the request
+    ticket: Ticket  # the name under which prefill lends the request
     engine_id: str  # the engine id of the vLLM of prefill
-    addresses: list[str]  # ``host:port`` of the engine of each tensor-parallel rank, in order
-    prompt: str  # a digest of the prompt (``prompt_digest``)
-    block_sizes: list[int]  # tokens in a block of prefill, for each KV cache group
+    # ``ip:port`` of the engine of each tensor-parallel rank, in order
+    addresses: Annotated[list[str], Meta(min_length=1, max_length=1024)]
+    prompt: Prompt  # a digest of the prompt (``prompt_digest``)
+    block_sizes: list[Annotated[int, Meta(gt=0)]]  # tokens in a block of prefill, for each KV cache group
 
     def params(self) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` of the response of prefill."""
-        return {"do_remote_prefill": True, "do_remote_decode": False, KEY: asdict(self)}
+        return {"do_remote_prefill": True, "do_remote_decode": False, KEY: to_builtins(self)}
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any], block_sizes: list[int], prompt: str) -> Handover:
+    def parse(cls, params: Mapping[str, Any], block_sizes: list[int], prompt: str, allowed: AllowedPeers) -> Handover:
         """Read the ``kv_transfer_params`` of a request to decode, which prefill has returned or the proxy has written.
 
         The proxy may leave out ``prompt`` and ``block_sizes``. They are those of this side then: prefill compares the
         prompt before it lends blocks.
 
         Raises:
-            ValueError: something is missing, has another type or an impossible value, or belongs to another prompt.
+            ValueError: something is missing, has another type or an impossible value, or belongs to another prompt; or
+                an address is not allowed.
         """
         given = params.get(KEY)
         if not isinstance(given, dict):
             text = f"kv_transfer_params has no {KEY!r}; pass those of the response of prefill, unchanged"
             raise ValueError(text)  # noqa: TRY004 - input from the network
-        given = {"prompt": prompt, "block_sizes": block_sizes, **given}
-        names = ("ticket", "engine_id", "addresses", "prompt", "block_sizes")
-        ticket, engine_id, addresses, theirs, sizes = (given.get(name) for name in names)
-        _check_ticket(ticket)
-        _ensure(isinstance(engine_id, str), "engine_id must be a string", engine_id)
-        rule = f"addresses must be a list of 1 to {MAX_RANKS} strings"
-        _ensure(_is_list(addresses, str) and 0 < len(addresses or "") <= MAX_RANKS, rule, addresses)
-        rule = "block_sizes must be a list of integers above 0"
-        _ensure(_is_list(sizes, int) and all(size > 0 for size in sizes or ()), rule, sizes)
+        handover: Handover = _checked({"prompt": prompt, "block_sizes": block_sizes, **given}, cls)
         rule = f"block_sizes must have {len(block_sizes)} entries, one for each KV cache group"
-        _ensure(len(sizes or ()) == len(block_sizes), rule, sizes)
-        _ensure(theirs == prompt, f"prompt must be the digest of the prompt of this request, {prompt!r}", theirs)
-        return cls(**{name: given[name] for name in names})
+        _ensure(len(handover.block_sizes) == len(block_sizes), rule, handover.block_sizes)
+        rule = f"prompt must be the digest of the prompt of this request, {prompt!r}"
+        _ensure(handover.prompt == prompt, rule, handover.prompt)
+        return structs.replace(handover, addresses=[allowed.checked(address) for address in handover.addresses])
 
 
 def ticket_of(params: Mapping[str, Any]) -> str | None:
@@ -76,11 +72,7 @@ def ticket_of(params: Mapping[str, Any]) -> str | None:
         ValueError: it is not a ticket.
     """
     given = params.get(KEY)
-    if not isinstance(given, dict):
-        return None
-    ticket = given.get("ticket")
-    _check_ticket(ticket)
-    return str(ticket)
+    return str(_checked(given.get("ticket"), Ticket)) if isinstance(given, dict) else None
 
 
 def prompt_digest(num_tokens: int, tokens: list[int] | None, adapter: str = "") -> str:
@@ -100,26 +92,18 @@ def digest_of(request: Any) -> str:
     return prompt_digest(request.num_prompt_tokens, request.prompt_token_ids, "" if lora is None else lora.lora_name)
 
 
-def own_ticket(request_id: str) -> str:
-    """Return the ticket of a request to which the proxy has given none."""
-    return request_id if is_ticket(request_id) else blake2b(request_id.encode(), digest_size=16).hexdigest()
+def new_ticket() -> str:
+    """Return a ticket for a request to which the proxy has given none. Nobody can guess it."""
+    return secrets.token_hex(16)
 
 
-def is_ticket(value: Any) -> bool:
-    """Whether a value can be a ticket."""
-    return isinstance(value, str) and 0 < len(value) <= MAX_TICKET and value.isascii()
-
-
-def _check_ticket(ticket: Any) -> None:
-    _ensure(is_ticket(ticket), f"ticket must be a string of 1 to {MAX_TICKET} ASCII characters", ticket)
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
+def _checked(given: Any, kind: Any) -> Any:
+    try:
+        return convert(given, kind)
+    except ValidationError as error:
+        _ensure(False, str(error), given)
 
 
 def _ensure(holds: bool, rule: str, given: Any) -> None:
     if not holds:
-        shown = repr(given)
-        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
-        raise ValueError(f"kv_transfer_params[{KEY!r}] is invalid: {rule} (got {shown})")
+        raise ValueError(f"kv_transfer_params[{KEY!r}] is invalid: {rule} (got {given!r:.200})")

@@ -76,9 +76,18 @@ class Incoming:
         self._layers = layers
         self._by_layers = by_layers
         self._parts: dict[int, LentPart] = {}
+        self._at: dict[int, LentPart] = {}  # the newest part with each block
+        # The parts that may have something to pull, and the pulls that write to blocks of a newer part.
+        self._changed: dict[int, LentPart] = {}
+        self._stale: set[int] = set()
         self._seen: set[int] = set()
         self._again = 0
         self._withdrawn = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether prefill has lent a part that is needed."""
+        return bool(self._seen)
 
     @property
     def complete(self) -> bool:
@@ -93,9 +102,7 @@ class Incoming:
         return any(missing - found for missing, found in zip(self._missing, covered))
 
     def lent(self, rank: int, message: Lent) -> bool:
-        """Take a part from a rank, and return whether this is progress.
-
-        A rank may lend a part again, with other grants.
+        """Take a part from a rank, and return whether it is needed.
 
         Raises:
             ValueError: the part does not fit this request, or contradicts another rank, or lacks a block.
@@ -103,21 +110,20 @@ class Incoming:
         if rank not in self._ranks:
             return False
         part = self._parts.get(message.part) or self._added(message)
-        progress = False
         if part is not None:
-            if (part.first, part.blocks) != (message.first, message.blocks):
-                raise ValueError(f"part {message.part} from rank {rank} has other blocks than before")
-            grants = message.tokens()
+            if rank in part.grants or (part.first, part.blocks) != (message.first, message.blocks):
+                raise ValueError(f"part {message.part} from rank {rank} is lent again, or has other blocks than before")
+            grants = message.grants
             given, expected = [len(of) for of in grants], [VIEWS[self._view] * any(blocks) for blocks in part.blocks]
             if given != expected:
                 raise ValueError(f"part {message.part} has {given} grants per KV cache group (expected {expected})")
-            progress = message.layers > part.layers.get(rank, -1)
             part.grants[rank] = grants
             part.layers[rank] = message.layers
+            self._changed[part.number] = part
         # Each rank lends its parts in order, so no more follow. But prefill lends withdrawn parts again.
         if message.last and not self._withdrawn:
             self._check_end()
-        return progress
+        return part is not None
 
     def ready(self, rank: int, number: int, layers: int) -> bool:
         """Note how many layers of a part a rank has in place, and return whether they are more than before."""
@@ -125,19 +131,21 @@ class Incoming:
         if part is None or layers <= part.layers.get(rank, layers) or part.layers[rank] >= self._layers:
             return False
         part.layers[rank] = layers
+        self._changed[number] = part
         return True
 
     def start(self) -> list[Pull]:
         """Return the pulls that can run now. Each must end with ``done`` or ``lost``."""
         pulls: list[Pull] = []
         # A stale pull that still runs may write to the blocks of the new part.
-        if any(part.stale and part.pulling for part in self._parts.values()):
+        if self._stale:
             return pulls
-        for part in list(self._parts.values()):
-            if part.pulling or len(part.grants) < len(self._ranks):
+        changed, self._changed = self._changed, {}
+        for part in changed.values():
+            if part.pulling or len(part.grants) < len(self._ranks) or part.number not in self._parts:
                 continue
             if part.stale or not (part.pulled or self._misses(part)):
-                del self._parts[part.number]
+                self._forget(part)
                 continue
             ready = min(self._layers, *part.layers.values())
             if ready > part.pulled and (self._by_layers or ready == self._layers):
@@ -153,16 +161,19 @@ class Incoming:
         """Note that a pull has succeeded, and return how many blocks it has completed: none if layers remain."""
         part = pull.part
         part.pulling = False
+        self._stale.discard(part.number)
         if part.pulled < self._layers:
+            self._changed[part.number] = part
             return 0
-        del self._parts[part.number]
+        self._forget(part)
         for missing, wanted in zip(self._missing, part.wanted):
             missing.difference_update(wanted)
         return sum(map(len, part.wanted))
 
     def lost(self, pull: Pull) -> None:
         """Note that the grants of a part have ended during its pull. Prefill may lend the blocks again."""
-        del self._parts[pull.part.number]
+        self._stale.discard(pull.part.number)
+        self._forget(pull.part)
         self._withdrawn = True
 
     def _added(self, message: Lent) -> LentPart | None:
@@ -184,17 +195,26 @@ class Incoming:
             lacking = next((index for index in wanted[-1] if not blocks[index - message.first]), None)
             if lacking is not None:
                 raise ValueError(_lacks(group, lacking))
-        overlapping = [part for part in self._parts.values() if part.first < indexes.stop and indexes.start < part.end]
-        if not any(wanted) or any(part.number > message.part for part in overlapping):
+        overlapping = {part.number: part for part in map(self._at.get, indexes) if part is not None}
+        if not any(wanted) or any(number > message.part for number in overlapping):
             return None
         self._bound(indexes)
-        for part in overlapping:
+        for number, part in overlapping.items():
             part.stale = self._withdrawn = True
-            if not part.pulling:
-                del self._parts[part.number]
+            if part.pulling:
+                self._stale.add(number)
+            else:
+                self._forget(part)
         part = LentPart(message.part, message.first, message.blocks, wanted)
         self._parts[message.part] = part
+        self._at.update(dict.fromkeys(indexes, part))
         return part
+
+    def _forget(self, part: LentPart) -> None:
+        del self._parts[part.number]
+        for index in range(part.first, part.end):
+            if self._at.get(index) is part:
+                del self._at[index]
 
     def _misses(self, part: LentPart) -> bool:
         return any(not missing.isdisjoint(wanted) for missing, wanted in zip(self._missing, part.wanted))

@@ -1,8 +1,9 @@
 """Prefill: which requests are lent to decode, and until when.
 
 A request is lent in parts. Each part has grants, which are made when decode asks, because only decode knows through
-which view it reads. A request that has finished is kept until every rank of decode has reported, or its lease has
-ended.
+which view it reads. The ranks of decode *hold* a request from the time at which it arrives in their queue. So a request
+that has finished is kept until every rank has reported, or until the link to one that holds it ends. Only while no rank
+holds it, a lease limits the time.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_datadist import GrantEnded
 from llm_datadist.integrations.vllm.group_caches import revoke_all
-from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Lent, Ready
+from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Hold, Lent, Ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,12 +30,15 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 # Maximum number of ended tickets that are remembered.
 MAX_PAST = 4096
-# Maximum number of messages of one peer that wait for tickets which this worker does not know.
-MAX_EARLY = 1024
+# Maximum number of requests that a peer holds at a time.
+MAX_HELD = 16_384
 # Maximum number of receives of one peer that read a request at a time.
 MAX_RECEIVES = 1024
 # Maximum number of parts in a ``Ready``, so that the message fits into 64 KiB with the longest tickets.
-MAX_READY = 24
+MAX_READY = 200
+# Grants are revoked when a loan ends, so their own time limit never matters.
+_GRANT_S = 4_000_000.0
+_GIVEN_UP = "decode has given up the request, or its link has ended"
 
 
 @dataclass
@@ -45,29 +48,29 @@ class _LentPart:
     # For each KV cache group, one grant for each cache of the view.
     grants: list[list[Grant]] = field(default_factory=list)
 
-    def all_grants(self) -> list[Grant]:
-        return [grant for grants in self.grants for grant in grants]
-
     def revoke(self) -> None:
         """End the grants. This does not wait for the reads that run, which fail."""
-        revoke_all(self.all_grants())
+        revoke_all([grant for grants in self.grants for grant in grants])
         self.grants = []
 
 
 @dataclass
 class _Loan:
-    prompt: str
+    """A request that is lent, or that decode holds before this worker knows it."""
+
+    prompt: str | None = None  # the digest of the prompt, when the first part is lent
     parts: dict[int, _LentPart] = field(default_factory=dict)
     view: str = ""
-    # The receives that read it, as peer and number, in the order in which they have asked.
-    receives: dict[tuple[Peer, int], None] = field(default_factory=dict)
-    # The names of the peers that have sent ``Done``. A rank of decode that was restarted counts once.
+    # The ranks of decode that hold it: none of them has reported since.
+    holders: set[Peer] = field(default_factory=set)
+    readers: int = 1  # how many ranks of decode must report
+    # The names of the peers that have reported. A rank of decode that was restarted counts once.
     done: set[str] = field(default_factory=set)
+    # The receives that read it, as peer and number, in the order in which they have asked.
+    receives: dict[tuple[Peer, int], Ask] = field(default_factory=dict)
     # The reason why nothing is lent any more. The loan then waits until vLLM has finished the request.
     ended: str = ""
-    # Set when the request has finished: its id, and the time at which its lease ends.
-    request: str = ""
-    lease_end: float | None = None
+    request: str = ""  # its id, when it has finished
 
     def withdraw(self) -> None:
         for lent in self.parts.values():
@@ -75,68 +78,58 @@ class _Loan:
         self.parts.clear()
 
 
-@dataclass
-class _EarlyMessage:
-    peer: Peer
-    message: Ask | Done
-    end: float
-
-
 class Lending:
     """The requests that this worker lends. Only the transfer thread uses it.
 
     Args:
         groups: the caches of the KV cache groups.
-        lease_s: how long a request is kept, in seconds.
-        early_s: how long a message with a ticket that is not known here waits, in seconds.
-        notify: sends a message to a peer.
-        freed: takes a request whose blocks vLLM may free, and whether its lease has expired.
+        lease_s: how long a finished request is kept while no rank of decode holds it, in seconds.
+        notify: sends a message to a peer. It raises nothing.
+        freed: takes a request whose blocks vLLM may free, and whether decode has not read it.
     """
 
     def __init__(
         self,
         groups: list[GroupCaches],
         lease_s: float,
-        early_s: float,
         notify: Callable[[Peer, Message], None],
         freed: Callable[[str, bool], None],
     ) -> None:
         self._groups = groups
         self._layers = max(group.form.layers for group in groups)
         self._lease_s = lease_s
-        self._early_s = early_s
         self._notify = notify
         self._freed = freed
         self._loans: dict[str, _Loan] = {}
-        self._early: list[_EarlyMessage] = []  # the oldest first
+        # The tickets that each peer holds.
+        self._held: dict[Peer, set[str]] = {}
+        # The ends of the leases, by ticket, the earliest first.
+        self._leases: OrderedDict[str, float] = OrderedDict()
         # Tickets that are not lent any more, and the reasons.
         self._past: OrderedDict[str, str] = OrderedDict()
 
-    def lend(self, part: Part, now: float) -> None:
+    def lend(self, part: Part) -> None:
         """Lend a part of a request."""
-        loan = self._loans.get(part.ticket)
-        if loan is None:
-            loan = self._loans[part.ticket] = _Loan(part.prompt)
-            self._past.pop(part.ticket, None)
+        loan = self._loans.setdefault(part.ticket, _Loan())
+        if loan.prompt is None:
+            self._begin(loan, part)
         if loan.ended:
             return
         lent = loan.parts[part.number] = _LentPart(part, self._layers if part.computed else 0)
         for receive in loan.receives:
-            self._offer(receive, loan, lent, now)
-        for early in self._take_early(part.ticket):
-            self.heard(early.peer, early.message, now)
+            self._offer(receive, loan, lent)
 
     def ready(self, parts: list[tuple[str, int]], layers: int | None) -> None:
         """Notify decode how many layers of parts are computed; ``None`` stands for all."""
         count = self._layers if layers is None else layers
-        news: dict[Peer, list[list[str | int]]] = {}
+        news: dict[Peer, list[tuple[str, int]]] = {}
         for ticket, number in parts:
             loan = self._loans.get(ticket)
             lent = None if loan is None else loan.parts.get(number)
             if loan is not None and lent is not None:
                 lent.layers = count
                 for peer in {peer for peer, _ in loan.receives}:
-                    news.setdefault(peer, []).append([ticket, number])
+                    news.setdefault(peer, []).append((ticket, number))
         for peer, pairs in news.items():
             for at in range(0, len(pairs), MAX_READY):
                 self._notify(peer, Ready(pairs[at : at + MAX_READY], count))
@@ -144,16 +137,18 @@ class Lending:
     def finish(self, send: Send, now: float) -> None:
         """Keep a request that has finished."""
         loan = self._loans[send.ticket]
-        loan.request, loan.lease_end = send.request, now + self._lease_s
+        loan.request = send.request
         if loan.ended:
-            self._free(send.ticket, expired=False)
+            self._free(send.ticket, unread=False)
+        elif not loan.holders:
+            self._leases[send.ticket] = now + self._lease_s
 
     def fail(self, parts: list[tuple[str, int]], reason: str) -> None:
         """Lend nothing more of the requests with these parts, because they were not computed."""
         for ticket, number in parts:
             loan = self._loans.get(ticket)
             if loan is not None and number in loan.parts:
-                self._end(ticket, reason, expired=False)
+                self._end(ticket, reason, unread=False)
 
     def withdraw(self, order: Withdraw) -> None:
         """Withdraw all parts of a request. No pull that is still running succeeds after this returns."""
@@ -161,55 +156,78 @@ class Lending:
         if loan is not None:
             loan.withdraw()
         if order.ended:
-            reason = "the request has ended without a result"
-            self._tell(order.ticket, reason)
-            self._loans.pop(order.ticket, None)
-            self._remember(order.ticket, reason)
+            if loan is not None:
+                self._tell(order.ticket, loan, "the request has ended without a result")
+                del self._loans[order.ticket]
+            self._remember(order.ticket, "the request has ended without a result")
 
-    def heard(self, peer: Peer, message: Ask | Done, now: float) -> None:
-        """Take a message from decode."""
-        loan = self._loans.get(message.ticket)
-        if loan is None:
-            self._not_lent(peer, message, now)
+    def heard(self, peer: Peer, message: Hold | Ask | Done, now: float) -> None:
+        """Take a message from decode. Reports of peers that do not hold the request change nothing."""
+        ticket = message.ticket
+        if isinstance(message, Hold):
+            self._hold(peer, message)
         elif isinstance(message, Ask):
-            self._begin(peer, message, loan, now)
-        elif not loan.ended:
-            # A peer reports when all of its receives have ended.
-            loan.done.add(peer.name)
-            loan.receives = {receive: None for receive in loan.receives if receive[0] != peer}
-            if len(loan.done) >= message.readers:
-                reason = "prefill has freed the blocks, because all ranks of decode had reported"
-                self._end(message.ticket, reason, expired=False)
+            self._asked(peer, message)
+        elif ticket in self._held.get(peer, ()):
+            self._reported(peer, ticket, self._loans[ticket], now)
+
+    def unlinked(self, peer: Peer) -> None:
+        """End the loans that a peer holds, because its link has ended."""
+        for ticket in list(self._held.get(peer, ())):
+            loan = self._loans[ticket]
+            self._leave(peer, ticket, loan)
+            if loan.prompt is not None:
+                self._end(ticket, f"the link to {peer.name} of decode has ended", unread=True)
+            elif not loan.holders:
+                self._given_up(ticket)
 
     def due(self, now: float) -> None:
-        """End leases, and the wait for requests that never came."""
-        for ticket in [name for name, loan in self._loans.items() if loan.lease_end and loan.lease_end <= now]:
-            self._end(ticket, "its lease has ended", expired=True)
-        reason = (
-            f"prefill has lent no blocks with this ticket within {self._early_s:g} s (its timeout_ms); "
-            "the request may be in its queue"
-        )
-        late = [early for early in self._early if early.end <= now]
-        del self._early[: len(late)]
-        self._refuse_early(late, reason)
+        """End leases."""
+        while self._leases and next(iter(self._leases.values())) <= now:
+            self._end(next(iter(self._leases)), "its lease has ended", unread=True)
 
     def next_due(self) -> float | None:
         """Return when ``due`` has something to do, or ``None``."""
-        times = [loan.lease_end for loan in self._loans.values() if loan.lease_end]
-        return min([*times, *(early.end for early in self._early[:1])], default=None)
+        return next(iter(self._leases.values()), None)
 
-    def _not_lent(self, peer: Peer, message: Ask | Done, now: float) -> None:
-        ticket = message.ticket
-        early = _EarlyMessage(peer, message, now + self._early_s)
-        if ticket in self._past:
-            self._refuse_early([early], self._past[ticket])
-        elif sum(other.peer == peer for other in self._early) >= MAX_EARLY:
-            self._refuse_early([early], f"more than {MAX_EARLY} messages of this rank of decode wait for blocks")
+    def _begin(self, loan: _Loan, part: Part) -> None:
+        """Lend the first part of a request. Decode may hold it, have asked for it, or have given it up before."""
+        loan.prompt = part.prompt
+        if self._past.pop(part.ticket, None) == _GIVEN_UP:
+            self._end(part.ticket, "decode had given up the request before it was computed", unread=False)
+        for receive, ask in list(loan.receives.items()):
+            del loan.receives[receive]
+            self._accept(receive, ask, loan)
+
+    def _hold(self, peer: Peer, message: Hold) -> None:
+        ticket, held = message.ticket, self._held.setdefault(peer, set())
+        loan = self._loans.get(ticket)
+        if (loan is None and ticket in self._past) or (loan is not None and loan.ended) or len(held) >= MAX_HELD:
+            return  # ``Ask`` gets the reason
+        if loan is None:
+            loan = self._loans[ticket] = _Loan()
+        held.add(ticket)
+        loan.holders.add(peer)
+        loan.readers = max(loan.readers, message.readers)
+        loan.done.discard(peer.name)
+        self._leases.pop(ticket, None)
+
+    def _asked(self, peer: Peer, ask: Ask) -> None:
+        loan = self._loans.get(ask.ticket)
+        receive = (peer, ask.receive)
+        if loan is None or peer not in loan.holders:
+            reason = "" if loan is None else loan.ended
+            unheld = f"this rank of decode does not hold the request, or holds {MAX_HELD} others"
+            self._notify(peer, Gone(ask.ticket, ask.receive, reason or self._past.get(ask.ticket, unheld)))
+        elif sum(other == peer for other, _ in loan.receives) >= MAX_RECEIVES:
+            reason = f"more than {MAX_RECEIVES} receives of this rank of decode read the request"
+            self._notify(peer, Gone(ask.ticket, ask.receive, reason))
+        elif loan.prompt is None:
+            loan.receives[receive] = ask
         else:
-            # Decode may know of the request before this worker does.
-            self._early.append(early)
+            self._accept(receive, ask, loan)
 
-    def _begin(self, peer: Peer, ask: Ask, loan: _Loan, now: float) -> None:
+    def _accept(self, receive: tuple[Peer, int], ask: Ask, loan: _Loan) -> None:
         reason = loan.ended
         if loan.prompt != ask.prompt:
             reason = "the prompt in decode differs from the prompt in prefill"
@@ -218,76 +236,78 @@ class Lending:
                 "the receives of one request must all have the block sizes of prefill, or all other ones "
                 f"(first receive: view={loan.view}, this one: view={ask.view})"
             )
-        elif not reason and sum(other == peer for other, _ in loan.receives) >= MAX_RECEIVES:
-            reason = f"more than {MAX_RECEIVES} receives of this rank of decode read the request"
         if reason:
-            self._notify(peer, Gone(ask.ticket, ask.receive, reason))
+            self._notify(receive[0], Gone(ask.ticket, ask.receive, reason))
             return
         loan.view = ask.view
-        loan.done.discard(peer.name)
-        loan.receives[peer, ask.receive] = None
+        loan.receives[receive] = ask
         for lent in loan.parts.values():
-            self._offer((peer, ask.receive), loan, lent, now)
+            self._offer(receive, loan, lent)
 
-    def _offer(self, receive: tuple[Peer, int], loan: _Loan, lent: _LentPart, now: float) -> None:
+    def _reported(self, peer: Peer, ticket: str, loan: _Loan, now: float) -> None:
+        """Note that all receives of a peer have ended."""
+        self._leave(peer, ticket, loan)
+        loan.done.add(peer.name)
+        if loan.holders:
+            return
+        if loan.prompt is None:
+            self._given_up(ticket)
+        elif len(loan.done) >= loan.readers:
+            reason = "prefill has freed the blocks, because all ranks of decode had reported"
+            self._end(ticket, reason, unread=False)
+        elif loan.request:
+            self._leases[ticket] = now + self._lease_s
+
+    def _given_up(self, ticket: str) -> None:
+        """Forget a request that no rank of decode holds any more, before its first part is lent."""
+        # The other ranks of decode report the same soon.
+        del self._loans[ticket]
+        self._remember(ticket, _GIVEN_UP)
+
+    def _leave(self, peer: Peer, ticket: str, loan: _Loan) -> None:
+        """Forget that a peer holds a request."""
+        loan.holders.discard(peer)
+        loan.receives = {receive: ask for receive, ask in loan.receives.items() if receive[0] != peer}
+        held = self._held[peer]
+        held.discard(ticket)
+        if not held:
+            del self._held[peer]
+
+    def _offer(self, receive: tuple[Peer, int], loan: _Loan, lent: _LentPart) -> None:
         part, (peer, number) = lent.part, receive
         try:
-            self._grant(loan, lent, now)
+            if not lent.grants:  # an earlier receive may have them
+                for group, blocks in zip(self._groups, part.blocks):
+                    content = [block for block in blocks if block]
+                    lent.grants.append(group.lend(loan.view, content, _GRANT_S) if content else [])
         except Exception as error:
+            lent.revoke()
             logger.exception("part %d of ticket %r is not lent to %s", part.number, part.ticket, peer)
             self._notify(peer, Gone(part.ticket, number, str(error)))
             return
-        tokens = [[grant.token.hex() for grant in grants] for grants in lent.grants]
+        tokens = [[grant.token for grant in grants] for grants in lent.grants]
         place = (part.ticket, number, part.number, part.first, part.blocks)
         self._notify(peer, Lent(*place, tokens, lent.layers, part.last))
 
-    def _grant(self, loan: _Loan, lent: _LentPart, now: float) -> None:
-        """Have the grants of a part last as long as the lease. Make them if there are none, or if they have ended."""
-        ttl = self._lease_s if loan.lease_end is None else max(0.001, loan.lease_end - now)
-        try:
-            for grant in lent.all_grants():
-                grant.renew(ttl)
-        except GrantEnded:
-            lent.revoke()
-        if lent.grants:
-            return
-        try:
-            for group, blocks in zip(self._groups, lent.part.blocks):
-                content = [block for block in blocks if block]
-                lent.grants.append(group.lend(loan.view, content, ttl) if content else [])
-        except Exception:
-            lent.revoke()
-            raise
-
-    def _end(self, ticket: str, reason: str, *, expired: bool) -> None:
-        self._tell(ticket, reason)
+    def _end(self, ticket: str, reason: str, *, unread: bool) -> None:
         loan = self._loans[ticket]
         loan.ended = reason
+        self._tell(ticket, loan, reason)
         loan.withdraw()
+        self._leases.pop(ticket, None)
         self._remember(ticket, reason)
-        if loan.lease_end is not None:
-            self._free(ticket, expired=expired)
+        if loan.request:
+            self._free(ticket, unread=unread)
 
-    def _free(self, ticket: str, *, expired: bool) -> None:
-        self._freed(self._loans.pop(ticket).request, expired)
+    def _free(self, ticket: str, *, unread: bool) -> None:
+        self._freed(self._loans.pop(ticket).request, unread)
 
-    def _tell(self, ticket: str, reason: str) -> None:
-        """Send ``Gone`` to every receive that reads or awaits the request."""
-        loan = self._loans.get(ticket)
-        for peer, number in [] if loan is None else loan.receives:
+    def _tell(self, ticket: str, loan: _Loan, reason: str) -> None:
+        """Send ``Gone`` to every receive that reads or awaits the request. Nobody holds it any more."""
+        for peer, number in loan.receives:
             self._notify(peer, Gone(ticket, number, reason))
-        self._refuse_early(self._take_early(ticket), reason)
-
-    def _take_early(self, ticket: str) -> list[_EarlyMessage]:
-        taken = [early for early in self._early if early.message.ticket == ticket]
-        if taken:
-            self._early = [early for early in self._early if early.message.ticket != ticket]
-        return taken
-
-    def _refuse_early(self, messages: list[_EarlyMessage], reason: str) -> None:
-        for early in messages:
-            if isinstance(early.message, Ask):
-                self._notify(early.peer, Gone(early.message.ticket, early.message.receive, reason))
+        for peer in list(loan.holders):
+            self._leave(peer, ticket, loan)
 
     def _remember(self, ticket: str, reason: str) -> None:
         self._past[ticket] = reason

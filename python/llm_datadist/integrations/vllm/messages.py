@@ -1,89 +1,92 @@
-"""The messages between the workers of prefill and decode. The engine carries them (``Peer.send``).
+"""The messages between the workers of prefill and decode, in MessagePack. The engine carries them (``Peer.send``).
 
-Decode asks for a request (``Ask``). Prefill lends its blocks in parts (``Lent``), and reports how many layers of each
-are computed (``Ready``). At the end decode sends ``Done``, even if it has read nothing. Each message is a JSON
-object. The receiver drops a message that it cannot read.
+Decode holds a request from the time at which it arrives in its queue (``Hold``), and asks for its blocks when it has
+room for them (``Ask``). Prefill lends the blocks in parts (``Lent``), and reports how many layers of each are computed
+(``Ready``). At the end decode sends ``Done``, even if it has read nothing. The receiver drops a message that it cannot
+read, and ignores fields that it does not know.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable  # noqa: TC003 - evaluated when the module is imported
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Union
+from typing import Annotated, Union
+
+from msgspec import Meta, MsgspecError, Struct, msgpack
 
 from llm_datadist.integrations.vllm.group_caches import VIEWS
-from llm_datadist.integrations.vllm.handover import MAX_PROMPT, is_ticket
+from llm_datadist.integrations.vllm.handover import Prompt, Ticket  # noqa: TC001 - annotations need them
 
-__all__ = ["Ask", "Done", "Gone", "Lent", "Message", "Ready", "decode", "encode"]
+__all__ = ["MAX_NUMBER", "Ask", "Done", "Gone", "Hold", "Lent", "Message", "Ready", "decode", "encode"]
 
-MAX_READERS = 4096
 MAX_NUMBER = 2**31
-_PAIR = 2
+
+# Annotations need these at run time.
+Number = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
+Readers = Annotated[int, Meta(ge=1, le=4096)]
+View = Annotated[str, Meta(pattern=rf"^({'|'.join(VIEWS)})\Z")]
 
 
-@dataclass(frozen=True)
-class Ask:
-    """Decode asks for a request."""
+class Hold(Struct, tag="hold", frozen=True):
+    """A rank of decode will read a request, or report that it needs nothing. Prefill keeps it as long as the link."""
 
-    ticket: str  # the name under which the request is lent
-    receive: int  # the number of the receive in decode, which may have several with one ticket
-    view: str  # the view through which it reads
-    prompt: str  # the digest of its prompt
+    ticket: Ticket  # the name under which the request is lent
+    readers: Readers  # how many ranks of decode hold it at this worker of prefill, before its blocks are freed
 
 
-@dataclass(frozen=True)
-class Lent:
+class Ask(Struct, tag="ask", frozen=True):
+    """Decode asks for the blocks of a request."""
+
+    ticket: Ticket
+    receive: Number  # the number of the receive in decode, which may have several with one ticket
+    view: View  # the view through which it reads
+    prompt: Prompt  # the digest of its prompt
+
+
+class Lent(Struct, tag="lent", frozen=True):
     """Prefill lends a part of a request."""
 
-    ticket: str
-    receive: int  # the number in the ``Ask``
-    part: int  # the number of the part
-    first: int  # the index of the first block in the prompt
-    blocks: list[list[int]]  # for each KV cache group; 0 is a block without content
-    # Tokens in hexadecimal digits, for each group and each cache of the view. Empty for a group without content.
-    grants: list[list[str]] = field(repr=False)  # a log must not show them
-    layers: int  # how many layers are in place, from the first on
+    ticket: Ticket
+    receive: Number  # the number in the ``Ask``
+    part: Number  # the number of the part
+    first: Number  # the index of the first block in the prompt
+    blocks: list[list[Number]]  # for each KV cache group; 0 is a block without content
+    grants: list[list[bytes]]  # tokens, for each group and each cache of the view. Empty for a group without content
+    layers: Number  # how many layers are in place, from the first on
     last: bool  # whether the part reaches the end of the prompt
 
-    def tokens(self) -> list[list[bytes]]:
-        """Return the tokens of the grants."""
-        return [[bytes.fromhex(token) for token in tokens] for tokens in self.grants]
+    def __repr__(self) -> str:
+        """Leave out the tokens, which a log must not show."""
+        return f"Lent({self.ticket!r}, part {self.part}, receive {self.receive})"
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The first ``layers`` layers of these parts are in place. Each part is a list of a ticket and a number."""
+class Ready(Struct, tag="ready", frozen=True):
+    """The first ``layers`` layers of these parts are in place. Each part is a ticket and a number."""
 
-    parts: list[list[Any]]
-    layers: int
+    parts: list[tuple[Ticket, Number]]
+    layers: Number
 
 
-@dataclass(frozen=True)
-class Gone:
+class Gone(Struct, tag="gone", frozen=True):
     """Prefill does not lend the request to this receive, or has stopped lending it."""
 
-    ticket: str
-    receive: int
+    ticket: Ticket
+    receive: Number
     reason: str
 
 
-@dataclass(frozen=True)
-class Done:
-    """A rank of decode needs no more blocks of a request."""
+class Done(Struct, tag="done", frozen=True):
+    """A rank of decode needs no more blocks of a request that it holds."""
 
-    ticket: str
-    readers: int  # how many ranks of decode must send ``Done`` before the worker of prefill frees the blocks
+    ticket: Ticket
 
 
-Message = Union[Ask, Lent, Ready, Gone, Done]
-_KINDS = {"ask": Ask, "lent": Lent, "ready": Ready, "gone": Gone, "done": Done}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+Message = Union[Hold, Ask, Lent, Ready, Gone, Done]
+_ENCODER = msgpack.Encoder()
+_DECODER = msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
     """Return the payload of a message."""
-    return json.dumps({"is": _NAMES[type(message)], **asdict(message)}, separators=(",", ":")).encode()
+    return _ENCODER.encode(message)
 
 
 def decode(payload: bytes) -> Message:
@@ -93,55 +96,6 @@ def decode(payload: bytes) -> Message:
         ValueError: it is not a message.
     """
     try:
-        given = json.loads(payload)
-    except RecursionError:
-        given = None
-    name = given.pop("is", None) if isinstance(given, dict) else None
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    names = {one.name for one in fields(kind)} if kind else set()
-    if kind is None or set(given) != names or not all(_VALID[name](value) for name, value in given.items()):
-        raise ValueError("not a message of the connector")
-    message: Message = kind(**given)
-    return message
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_NUMBER
-
-
-def _is_table(value: Any, valid: Callable[[Any], bool]) -> bool:
-    lists = isinstance(value, list) and all(isinstance(row, list) for row in value)
-    return lists and all(valid(item) for row in value for item in row)
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == _PAIR and is_ticket(value[0]) and _is_number(value[1])
-
-
-def _is_hex(token: Any) -> bool:
-    try:
-        bytes.fromhex(token)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "ticket": is_ticket,
-    "prompt": lambda value: _is_text(value) and len(value) <= MAX_PROMPT,
-    "reason": _is_text,
-    "view": lambda value: _is_text(value) and value in VIEWS,
-    "receive": _is_number,
-    "part": _is_number,
-    "first": _is_number,
-    "layers": _is_number,
-    "readers": lambda value: type(value) is int and 0 < value <= MAX_READERS,
-    "last": lambda value: isinstance(value, bool),
-    "blocks": lambda value: _is_table(value, _is_number),
-    "grants": lambda value: _is_table(value, _is_hex),
-    "parts": lambda value: isinstance(value, list) and all(map(_is_part, value)),
-}
+        return _DECODER.decode(payload)  # type: ignore[no-any-return]
+    except (MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a message of the connector: {error}") from None

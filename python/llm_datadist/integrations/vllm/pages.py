@@ -51,6 +51,11 @@ class PageFormat:
         """Bytes of a page."""
         return len(self.heads) * self.head_bytes
 
+    def summary(self) -> str:
+        """Return what all ranks of prefill and decode have in common."""
+        sizes = f"{self.key_size} + {self.value_size} elements"
+        return f"{self.layers} layers of {self.total_heads} heads of {sizes}, {self.tag}, packing {self.isa!r}"
+
     def pages(self) -> KvLayout:
         """Return the layout of the *pages* view."""
         return KvLayout(

@@ -1,22 +1,26 @@
-"""Decode: the requests that are being received from prefill, each from the link to the last byte.
+"""Decode: the requests that come from prefill, each from its arrival in the queue to the last byte.
 
-For each rank of prefill that it reads, a receive ensures a link, and asks for the blocks. Prefill lends them in
-parts, and each part is pulled as its layers become ready. A receive ends when all of its pulls have ended, so nothing
-writes to vLLM's blocks after that.
+As soon as a request arrives, the worker links to each rank of prefill that it reads, and holds the request there, so
+that prefill keeps the blocks. When vLLM has blocks for the request, the receive begins: it asks for the blocks of
+prefill. Prefill lends them in parts, and each part is pulled as its layers become ready. A receive ends when all of its
+pulls have ended, so nothing writes to vLLM's blocks after that.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import time
+from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_datadist import Error, GrantEnded
+from llm_datadist import Error, GrantEnded, Timeout
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner
 from llm_datadist.integrations.vllm.incoming import Incoming
-from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Lent
+from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Hold, Lent
 from llm_datadist.integrations.vllm.ranks import engine_name, heads_of
 
 if TYPE_CHECKING:
@@ -24,10 +28,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
+    from llm_datadist.integrations.vllm.handover import Handover
+    from llm_datadist.integrations.vllm.identity import Identity
     from llm_datadist.integrations.vllm.incoming import LentPart, Pull
     from llm_datadist.integrations.vllm.messages import Message, Ready
     from llm_datadist.integrations.vllm.ranks import Shard, Source
-    from llm_datadist.integrations.vllm.step import Receive
+    from llm_datadist.integrations.vllm.step import Await, Receive
     from llm_datadist.native import Engine, Peer, Transfer
 
 __all__ = ["Outcome", "Receiving"]
@@ -36,6 +42,10 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 # Maximum number of characters of a reason from prefill that are kept.
 MAX_REASON = 1000
+# How long the first attempt to link takes, in seconds. If the host of prefill refuses the connection until then,
+# prefill has ended. Otherwise a second attempt takes the time limit.
+_FIRST_LINK_S = 0.5
+_REFUSED = f"(errno={errno.ECONNREFUSED})"
 
 
 @dataclass(frozen=True)
@@ -44,44 +54,54 @@ class Outcome:
 
     request: str  # the id of the request
     failure: str  # why it failed, or an empty text
+    cancelled: bool  # whether vLLM has aborted the request
     receive_seconds: float  # time since the receive began
     transfer_seconds: float  # sum of the durations of the pulls, also of those that overlap
     bytes: int  # those that were pulled, also of parts that were withdrawn in the meantime
     blocks: int  # number of blocks
 
 
-@dataclass
+def _nothing() -> Incoming:
+    return Incoming([], 0, set(), PAGES, 0, by_layers=False)
+
+
+@dataclass(eq=False)
 class _Ongoing:
-    receive: Receive
+    """A request that this worker holds. Nothing is missing until vLLM has blocks for it."""
+
+    request: str
+    handover: Handover
     number: int
-    view: str
-    incoming: Incoming
-    begin: float
-    deadline: float
+    order: Receive | None = None  # the blocks that vLLM has for it
+    view: str = PAGES
+    incoming: Incoming = field(default_factory=_nothing)
     peers: dict[Peer, Source] = field(default_factory=dict)  # those that are linked
-    links: dict[Transfer[Peer], Source] = field(default_factory=dict)
+    links: set[Source] = field(default_factory=set)  # those that are being linked
     pulls: dict[Transfer[None], Pull] = field(default_factory=dict)
+    begin: float = 0.0
+    deadline: float = 0.0
     blocks: int = 0
     moved: int = 0
     nanos: int = 0
     failure: str = ""
+    cancelled: bool = False  # whether decode needs nothing of it any more
 
     def place(self, source: Source) -> tuple[str, str]:
         """Return the address and the name of the engine of a rank of prefill."""
-        handover = self.receive.handover
-        return handover.addresses[source.rank], engine_name(handover.engine_id, source.rank)
+        return self.handover.addresses[source.rank], engine_name(self.handover.engine_id, source.rank)
 
 
 class Receiving:
-    """The receives of this worker. Only the transfer thread uses it.
+    """The requests that this worker holds and receives. Only the transfer thread uses it.
 
     Args:
         engine: the engine.
         groups: the caches of the KV cache groups.
         shard: the part of the KV cache that this worker holds.
+        identity: what prefill must have in common with this vLLM, or ``None``.
         limit_s: how long a receive may take between two signs of progress, in seconds.
-        notify: sends a message to a peer.
-        ended: takes the outcome of each receive that has blocks.
+        notify: sends a message to a peer. It raises ``Error`` if there is no link.
+        ended: takes the outcome of each receive that has begun.
     """
 
     def __init__(
@@ -89,6 +109,7 @@ class Receiving:
         engine: Engine,
         groups: list[GroupCaches],
         shard: Shard,
+        identity: Identity | None,
         limit_s: float,
         notify: Callable[[Peer, Message], None],
         ended: Callable[[Outcome], None],
@@ -96,60 +117,68 @@ class Receiving:
         self._engine = engine
         self._groups = groups
         self._shard = shard
+        self._identity = identity
         self._limit_s = limit_s
         self._notify = notify
         self._ended = ended
         self._ongoing: dict[str, _Ongoing] = {}
         self._by_ticket: dict[str, list[_Ongoing]] = {}
-        self._transfers: dict[Transfer[Any], _Ongoing] = {}
+        self._pulls: dict[Transfer[None], _Ongoing] = {}
+        # The receives that have begun and have not failed, by request, the earliest deadline first.
+        self._deadlines: OrderedDict[str, _Ongoing] = OrderedDict()
         # The linked ranks of prefill, by address and name.
         self._linked: dict[tuple[str, str], Peer] = {}
+        # The requests that wait for the link to a rank, and the link calls that run, with their time limits.
+        self._dialing: dict[tuple[str, str], list[tuple[_Ongoing, Source]]] = {}
+        self._dials: dict[Transfer[Peer], tuple[tuple[str, str], float]] = {}
         self._numbers = itertools.count()
 
-    def begin(self, receive: Receive, now: float) -> None:
-        """Begin to receive a request. A failure becomes the outcome of the receive."""
-        try:
-            self._begin(receive, now)
-        except Exception as error:  # noqa: BLE001 - one request fails, not the thread
-            if receive.request in self._ongoing:
-                self._fail(self._ongoing[receive.request], str(error))
-            else:
-                self._report(receive, str(error), (0, 0, 0, 0))
-
-    def _begin(self, receive: Receive, now: float) -> None:
-        handover = receive.handover
-        ranks = len(handover.addresses)
-        sources = self._shard.sources(ranks)
-        view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
-        reads = {source.rank for source in sources if source.reads}
-        # If the heads differ, the engine converts all layers of a part in one transfer.
-        by_layers = (
-            view == PAGES
-            and len(self._groups) == 1
-            and [heads_of(rank, ranks, self._shard.total_heads) for rank in reads] == [self._shard.heads]
-        )
-        layers = max(group.form.layers for group in self._groups)
-        blocks = max(-(-receive.num_tokens // size) for size in handover.block_sizes)
-        incoming = Incoming(self._missing(receive, view), blocks, reads, view, layers, by_layers=by_layers)
+    def hold(self, order: Await) -> None:
+        """Hold a request that has arrived. A failure becomes the outcome of its receive."""
         number = next(self._numbers) % MAX_NUMBER
-        ongoing = _Ongoing(receive, number, view, incoming, now, now + self._limit_s)
-        self._ongoing[receive.request] = ongoing
-        self._by_ticket.setdefault(handover.ticket, []).append(ongoing)
-        # The linked ranks first: they get ``Done`` even if a link call to another one fails at once.
-        linked = {source: self._linked.get(ongoing.place(source)) for source in sources}
-        ongoing.peers.update({peer: source for source, peer in linked.items() if peer is not None})
-        for source, peer in linked.items():
-            if peer is None:
-                self._link(ongoing, source)
-        for peer in list(ongoing.peers):
-            self._ask(ongoing, peer)
+        ongoing = _Ongoing(order.request, order.handover, number)
+        self._ongoing[order.request] = ongoing
+        self._by_ticket.setdefault(order.handover.ticket, []).append(ongoing)
+        try:
+            sources = self._shard.sources(len(order.handover.addresses))
+            # The linked ranks first: they get ``Done`` even if a link call to another one fails at once.
+            for source in sorted(sources, key=lambda source: ongoing.place(source) not in self._linked):
+                peer = self._linked.get(ongoing.place(source))
+                if peer is None:
+                    self._link(ongoing, source)
+                else:
+                    self._connected(ongoing, source, peer)
+        except Exception as error:  # noqa: BLE001 - one request fails, not the thread
+            self._fail(ongoing, str(error))
+
+    def begin(self, order: Receive, now: float) -> None:
+        """Begin to receive a request. A failure becomes the outcome of the receive."""
+        ongoing = self._ongoing[order.request]
+        ongoing.order, ongoing.begin = order, now
+        try:
+            if not ongoing.failure:
+                self._begin(ongoing, order)
+                self._progressed(ongoing)
+                for peer in list(ongoing.peers):
+                    self._ask(ongoing, peer)
+        except Exception as error:  # noqa: BLE001 - one request fails, not the thread
+            self._fail(ongoing, str(error))
         self._proceed(ongoing)
+
+    def cancel(self, request: str) -> None:
+        """Release a request. A receive that runs ends when its pulls have ended."""
+        ongoing = self._ongoing.get(request)
+        if ongoing is not None:
+            ongoing.cancelled = True
+            if ongoing.order is not None:
+                self._fail(ongoing, "vLLM has aborted the request")
+            self._proceed(ongoing)
 
     def unlinked(self, peer: Peer, reason: str) -> None:
         """Fail the receives that wait for a peer. Pulls that run end by themselves."""
         self._forget(peer)
         for ongoing in list(self._ongoing.values()):
-            if peer in ongoing.peers and ongoing.incoming.waits:
+            if peer in ongoing.peers and (ongoing.order is None or ongoing.incoming.waits):
                 self._fail(ongoing, f"the link to {peer.name} broke: {reason}")
 
     def heard(self, peer: Peer, message: Lent | Ready | Gone) -> None:
@@ -170,67 +199,110 @@ class Receiving:
 
     def completed(self, transfer: Transfer[Any], error: Error | None) -> None:
         """Take the end of a link call or a pull."""
-        ongoing = self._transfers.pop(transfer, None)
-        if ongoing is None:
-            return
-        if transfer in ongoing.pulls:
+        if transfer in self._dials:
+            self._dialed(*self._dials.pop(transfer), transfer, error)
+        elif transfer in self._pulls:
+            ongoing = self._pulls.pop(transfer)
             self._pulled(ongoing, transfer, error)
-        elif error is not None:
-            source = ongoing.links.pop(transfer)
-            peer = self._linked.get(ongoing.place(source))
-            if peer is not None:
-                # Another receive has linked to the rank. If it has ended, this one sends ``Done``.
-                ongoing.peers[peer] = source
-            self._fail(ongoing, str(error))
-        else:
-            source, peer = ongoing.links.pop(transfer), transfer.result()
-            ongoing.peers[peer] = source
-            if peer.alive:
-                self._linked[ongoing.place(source)] = peer
-            self._progressed(ongoing)
-            self._ask(ongoing, peer)
-        self._proceed(ongoing)
+            self._proceed(ongoing)
 
     def due(self, now: float) -> None:
         """Fail the receives whose time limit has passed."""
-        for ongoing in [ongoing for ongoing in self._waiting() if ongoing.deadline <= now]:
-            self._fail(ongoing, f"no progress within {self._limit_s:g} s")
+        while self._deadlines and next(iter(self._deadlines.values())).deadline <= now:
+            ongoing = next(iter(self._deadlines.values()))
+            text = "" if ongoing.incoming.begun else "; prefill has lent no blocks of it, and may have it in its queue"
+            self._fail(ongoing, f"no progress within {self._limit_s:g} s{text}")
 
     def next_due(self) -> float | None:
         """Return when ``due`` has something to do, or ``None``."""
-        return min((ongoing.deadline for ongoing in self._waiting()), default=None)
+        return next((ongoing.deadline for ongoing in self._deadlines.values()), None)
 
-    def _waiting(self) -> list[_Ongoing]:
-        """Return the receives that have not failed. A failed one ends when its last pull ends."""
-        return [ongoing for ongoing in self._ongoing.values() if not ongoing.failure]
-
-    def _missing(self, receive: Receive, view: str) -> list[set[int]]:
-        """Return the indexes of the blocks that are needed, in blocks of prefill, for each KV cache group."""
-        if view == PAGES or not receive.blocks:
-            return [{index for index, block in enumerate(blocks) if block} for blocks in receive.blocks]
-        sizes = receive.handover.block_sizes
-        return [set(range(receive.first_token // size, -(-receive.num_tokens // size))) for size in sizes]
+    def _begin(self, ongoing: _Ongoing, order: Receive) -> None:
+        handover = ongoing.handover
+        ranks = len(handover.addresses)
+        view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
+        reads = {source.rank for source in self._shard.sources(ranks) if source.reads}
+        # If the heads differ, the engine converts all layers of a part in one transfer.
+        by_layers = (
+            view == PAGES
+            and len(self._groups) == 1
+            and [heads_of(rank, ranks, self._shard.total_heads) for rank in reads] == [self._shard.heads]
+        )
+        layers = max(group.form.layers for group in self._groups)
+        blocks = max(-(-order.num_tokens // size) for size in handover.block_sizes)
+        missing = _missing(order, handover.block_sizes, view)
+        ongoing.view = view
+        ongoing.incoming = Incoming(missing, blocks, reads, view, layers, by_layers=by_layers)
 
     def _link(self, ongoing: _Ongoing, source: Source) -> None:
-        address, name = ongoing.place(source)
-        transfer = self._engine.link(address, name=name, timeout=self._left(ongoing))
-        ongoing.links[transfer] = source
-        self._transfers[transfer] = ongoing
+        """Have a request wait for the link to a rank of prefill."""
+        place = ongoing.place(source)
+        if place not in self._dialing:
+            self._dial(place, min(_FIRST_LINK_S, self._limit_s))
+            self._dialing[place] = []
+        self._dialing[place].append((ongoing, source))
+        ongoing.links.add(source)
+
+    def _dial(self, place: tuple[str, str], limit_s: float) -> None:
+        transfer = self._engine.link(place[0], name=place[1], timeout=limit_s)
+        self._dials[transfer] = place, limit_s
+
+    def _dialed(self, place: tuple[str, str], limit_s: float, transfer: Transfer[Peer], error: Error | None) -> None:
+        """Take the end of a link call."""
+        if isinstance(error, Timeout) and _REFUSED not in str(error) and limit_s < self._limit_s:
+            try:
+                self._dial(place, self._limit_s)
+            except Error as refused:
+                error = refused
+            else:
+                return
+        for ongoing, source in self._dialing.pop(place):
+            if source not in ongoing.links:
+                continue  # it has failed in the meantime
+            ongoing.links.remove(source)
+            if error is None:
+                self._connected(ongoing, source, transfer.result())
+                self._progressed(ongoing)
+            else:
+                self._fail(ongoing, str(error))
+            self._proceed(ongoing)
+
+    def _connected(self, ongoing: _Ongoing, source: Source, peer: Peer) -> None:
+        """Hold a request at a rank of prefill that is linked, and ask for its blocks if there is room for them."""
+        if peer.alive:
+            self._linked[ongoing.place(source)] = peer
+        if ongoing.failure:
+            return
+        ongoing.peers[peer] = source
+        # Also if it does not fit: prefill then learns at once that nothing is read.
+        if not self._told(ongoing, peer, Hold(ongoing.handover.ticket, source.readers)):
+            return
+        try:
+            if self._identity is not None:
+                self._identity.check(peer.metadata)
+        except ValueError as error:
+            self._fail(ongoing, f"prefill does not fit to decode: {_printable(str(error))}")
+        self._ask(ongoing, peer)
 
     def _forget(self, peer: Peer) -> None:
         self._linked = {place: other for place, other in self._linked.items() if other != peer}
 
     def _ask(self, ongoing: _Ongoing, peer: Peer) -> None:
         """Ask a rank of prefill for the request, if it is read."""
-        if ongoing.failure or not ongoing.peers[peer].reads or ongoing.incoming.complete:
-            return
-        handover = ongoing.receive.handover
+        if not ongoing.failure and ongoing.peers[peer].reads and not ongoing.incoming.complete:
+            handover = ongoing.handover
+            self._told(ongoing, peer, Ask(handover.ticket, ongoing.number, ongoing.view, handover.prompt))
+
+    def _told(self, ongoing: _Ongoing, peer: Peer, message: Message) -> bool:
+        """Send a message to prefill. Without a link, the receive fails."""
         try:
-            self._notify(peer, Ask(handover.ticket, ongoing.number, ongoing.view, handover.prompt))
+            self._notify(peer, message)
         except Error as error:
-            # Its link has ended. The next receive links again.
+            # The next receive links again.
             self._forget(peer)
             self._fail(ongoing, str(error))
+            return False
+        return True
 
     def _asking(self, peer: Peer, ticket: str) -> list[_Ongoing]:
         of_ticket = self._by_ticket.get(ticket, ())
@@ -260,39 +332,40 @@ class Receiving:
             return
         ongoing.nanos += pull.nanos
         if pull.lost:
-            # If prefill has preempted the request, it lends the blocks again. If only the grants have expired, it makes
-            # new ones when decode asks again.
+            # If prefill has preempted the request, it lends the blocks again.
             ongoing.incoming.lost(pull)
-            for peer in list(ongoing.peers):
-                self._ask(ongoing, peer)
         elif not ongoing.failure:
             ongoing.blocks += ongoing.incoming.done(pull)
             self._progressed(ongoing)
 
     def _progressed(self, ongoing: _Ongoing) -> None:
-        if not ongoing.failure:
+        if not ongoing.failure and ongoing.order is not None:
             ongoing.deadline = time.monotonic() + self._limit_s
+            self._deadlines[ongoing.request] = ongoing
+            self._deadlines.move_to_end(ongoing.request)
 
     def _left(self, ongoing: _Ongoing) -> float:
         return max(0.001, ongoing.deadline - time.monotonic())
 
     def _proceed(self, ongoing: _Ongoing) -> None:
         """Start the pulls that can run. End the receive when no pull runs, and it is complete or has failed."""
-        if ongoing.receive.request not in self._ongoing or ongoing.links:
+        if ongoing.request not in self._ongoing or ongoing.links:
             return
-        if not ongoing.failure:
+        order = ongoing.order
+        if order is not None and not ongoing.failure:
             try:
                 for pull in ongoing.incoming.start():
-                    self._pull(ongoing, pull)
+                    self._pull(ongoing, order, pull)
             except Exception as error:  # noqa: BLE001 - one request fails, not the thread
                 self._fail(ongoing, str(error))
                 return
-        if not ongoing.pulls and (ongoing.incoming.complete or ongoing.failure):
+        decided = order is not None or ongoing.cancelled
+        if decided and not ongoing.pulls and (ongoing.incoming.complete or ongoing.failure):
             self._end(ongoing)
 
-    def _pull(self, ongoing: _Ongoing, pull: Pull) -> None:
+    def _pull(self, ongoing: _Ongoing, order: Receive, pull: Pull) -> None:
         part, layers = pull.part, self._groups[0].form.layers
-        ranks = len(ongoing.receive.handover.addresses)
+        ranks = len(ongoing.handover.addresses)
         owners = [
             Owner(peer, heads_of(source.rank, ranks, self._shard.total_heads), part.grants[source.rank])
             for peer, source in ongoing.peers.items()
@@ -302,66 +375,77 @@ class Receiving:
             if not wanted:
                 continue
             if ongoing.view == HEADS:
-                transfer = self._pull_heads(group, number, owners, ongoing, part)
+                places = self._places(number, order, ongoing.handover, part)
+                transfer = group.pull_heads(owners, *places, self._left(ongoing))
             else:
-                theirs, ours = part.blocks[number], ongoing.receive.blocks[number]
+                theirs, ours = part.blocks[number], order.blocks[number]
                 pairs = [(theirs[index - part.first], ours[index]) for index in wanted]
                 some = None if len(pull.layers) == layers or len(self._groups) > 1 else pull.layers
                 transfer = group.pull_pages(owners, pairs, self._left(ongoing), some)
             pull.transfers += 1
             ongoing.pulls[transfer] = pull
-            self._transfers[transfer] = ongoing
+            self._pulls[transfer] = ongoing
 
-    def _pull_heads(
-        self, group: GroupCaches, number: int, owners: list[Owner], ongoing: _Ongoing, part: LentPart
-    ) -> Transfer[None]:
-        """Start to pull the tokens of a part between different block sizes."""
-        receive = ongoing.receive
-        size, theirs = group.form.block_size, receive.handover.block_sizes[number]
-        first = max(receive.first_token, part.first * theirs)
-        end = min(receive.num_tokens, part.end * theirs)
+    def _places(
+        self, number: int, order: Receive, handover: Handover, part: LentPart
+    ) -> tuple[tuple[list[int], list[int]], range, int]:
+        """Return the blocks on both sides, the tokens and the block size of a pull between different block sizes."""
+        size, theirs = self._groups[number].form.block_size, handover.block_sizes[number]
+        first = max(order.first_token, part.first * theirs)
+        end = min(order.num_tokens, part.end * theirs)
         src = part.blocks[number][first // theirs - part.first :]
-        dst = receive.blocks[number][first // size : -(-end // size)]
+        dst = order.blocks[number][first // size : -(-end // size)]
         if not all(src) or not all(dst):
             raise ValueError(f"models with a sliding window need equal block sizes (prefill: {theirs}, decode: {size})")
-        return group.pull_heads(owners, (src, dst), range(first, end), theirs, self._left(ongoing))
+        return (src, dst), range(first, end), theirs
 
     def _fail(self, ongoing: _Ongoing, failure: str) -> None:
         ongoing.failure = ongoing.failure or failure
-        for transfer in [*ongoing.links, *ongoing.pulls]:
+        self._deadlines.pop(ongoing.request, None)
+        ongoing.links.clear()
+        for transfer in list(ongoing.pulls):
             transfer.cancel()
+        if not ongoing.pulls:
+            self._release(ongoing)
         self._proceed(ongoing)
 
     def _end(self, ongoing: _Ongoing) -> None:
-        ticket = ongoing.receive.handover.ticket
-        del self._ongoing[ongoing.receive.request]
+        self._release(ongoing)
+        ticket = ongoing.handover.ticket
+        del self._ongoing[ongoing.request]
+        self._deadlines.pop(ongoing.request, None)
+        self._by_ticket[ticket].remove(ongoing)
+        if not self._by_ticket[ticket]:
+            del self._by_ticket[ticket]
+        if ongoing.order is not None:
+            self._report(ongoing)
+
+    def _release(self, ongoing: _Ongoing) -> None:
+        """Report to the ranks of prefill that this request needs nothing more of them."""
         # A request for several completions (n > 1) is several requests here, with one ticket.
-        others = [other for other in self._by_ticket.pop(ticket) if other is not ongoing]
-        if others:
-            self._by_ticket[ticket] = others
-        read = [(other, source) for other in others for source in (*other.peers.values(), *other.links.values())]
-        self._report_done(ongoing, {other.place(source) for other, source in read})
+        others = [other for other in self._by_ticket[ongoing.handover.ticket] if other is not ongoing]
+        still_read = {other.place(source) for other in others for source in (*other.peers.values(), *other.links)}
+        for peer, source in ongoing.peers.items():
+            if ongoing.place(source) not in still_read:
+                with suppress(Error):  # without a link, prefill frees the blocks
+                    self._notify(peer, Done(ongoing.handover.ticket))
+        ongoing.peers.clear()
+
+    def _report(self, ongoing: _Ongoing) -> None:
+        failure = "" if ongoing.cancelled else ongoing.failure
+        if failure:
+            addresses = ", ".join(ongoing.handover.addresses)
+            logger.error("request %s was not received from prefill at %s: %s", ongoing.request, addresses, failure)
         took = time.monotonic() - ongoing.begin
         figures = (took, ongoing.nanos / 1e9, ongoing.moved, ongoing.blocks)
-        self._report(ongoing.receive, ongoing.failure, figures)
+        self._ended(Outcome(ongoing.request, failure, ongoing.cancelled, *figures))
 
-    def _report_done(self, ongoing: _Ongoing, still_read: set[tuple[str, str]]) -> None:
-        """Send ``Done`` to the ranks that no other receive reads or dials. Without a link, the lease ends the loan."""
-        ticket = ongoing.receive.handover.ticket
-        for peer, source in ongoing.peers.items():
-            if peer.alive and ongoing.place(source) not in still_read:
-                try:
-                    self._notify(peer, Done(ticket, source.readers))
-                except Error as error:
-                    text = "cannot send Done of %s to %s, so its blocks wait for the end of the lease: %s"
-                    logger.warning(text, ticket, peer.name, error)
 
-    def _report(self, receive: Receive, failure: str, figures: tuple[float, float, int, int]) -> None:
-        if failure:
-            addresses = ", ".join(receive.handover.addresses)
-            logger.error("request %s was not received from prefill at %s: %s", receive.request, addresses, failure)
-        if receive.blocks:
-            self._ended(Outcome(receive.request, failure, *figures))
+def _missing(order: Receive, sizes: list[int], view: str) -> list[set[int]]:
+    """Return the indexes of the blocks that are needed, in blocks of prefill, for each KV cache group."""
+    if view == PAGES:
+        return [{index for index, block in enumerate(blocks) if block} for blocks in order.blocks]
+    return [set(range(order.first_token // size, -(-order.num_tokens // size))) for size in sizes]
 
 
 def _printable(reason: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.integrations.vllm.handover import Handover, digest_of, own_ticket, ticket_of
+from llm_datadist.integrations.vllm.handover import Handover, digest_of, new_ticket, ticket_of
 from llm_datadist.integrations.vllm.prompts import Prompts, prompt_of, whole
-from llm_datadist.integrations.vllm.step import Receive, Send, Step, Withdraw
+from llm_datadist.integrations.vllm.step import Await, Cancel, Receive, Send, Step, Withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from llm_datadist.integrations.vllm.allowed_peers import AllowedPeers
 
 __all__ = ["SchedulerSide"]
 
@@ -25,36 +27,54 @@ class SchedulerSide:
         block_sizes: tokens in a block, for each KV cache group.
         producer: whether this vLLM hands requests over.
         consumer: whether this vLLM receives requests.
+        allowed: the peers from which requests may be received.
         layerwise: whether blocks may be lent while their request is computed. vLLM must keep them until it ends.
     """
 
     def __init__(
-        self, engine_id: str, block_sizes: list[int], *, producer: bool, consumer: bool, layerwise: bool
+        self,
+        engine_id: str,
+        block_sizes: list[int],
+        allowed: AllowedPeers,
+        *,
+        producer: bool,
+        consumer: bool,
+        layerwise: bool,
     ) -> None:
         self._engine_id = engine_id
         self._block_sizes = block_sizes
+        self._allowed = allowed
         self._producer = producer
         self._consumer = consumer
         self._layerwise = layerwise
         self._addresses: list[str] = []
         self._step = Step()
         self._prompts = Prompts(block_sizes[0])
-        # The tickets of requests that have not finished, by the id of the request.
-        self._tickets: dict[str, str] = {}
+        # Prefill: the tickets of requests that have not finished, by the id of the request, and whether the proxy has
+        # given them.
+        self._tickets: dict[str, tuple[str, bool]] = {}
         # The tickets of finished requests that are lent, by the id of the request.
         self._lent: dict[str, str] = {}
         # The tickets of both.
         self._taken: set[str] = set()
-        # The parsed kv_transfer_params of requests that wait here, or None if they are invalid.
+        # Decode: the parsed kv_transfer_params of requests that wait here, or None if they are invalid.
         self._handovers: dict[str, Handover | None] = {}
+        # The requests that the workers hold.
+        self._held: set[str] = set()
 
     def set_addresses(self, addresses: dict[int, str]) -> None:
         """Take the addresses of the workers, by rank."""
         self._addresses = [addresses[rank] for rank in sorted(addresses)]
 
     def arrived(self, request: Any) -> None:
-        """Take a new request. If the proxy has given it a ticket, its blocks are lent while they are computed."""
+        """Take a new request.
+
+        Prefill keeps the blocks of a request for decode from now on. If the proxy has given a ticket to a request of
+        prefill, its blocks are lent while they are computed.
+        """
         params = request.kv_transfer_params or {}
+        if self._consumer and params.get("do_remote_prefill"):
+            self._handover(request)
         if not self._producer or not params.get("do_remote_decode"):
             return
         try:
@@ -62,11 +82,11 @@ class SchedulerSide:
         except ValueError as error:
             logger.error("request %s is not handed over: %s", request.request_id, error)  # noqa: TRY400 - says all
             return
-        ticket = given or own_ticket(request.request_id)
+        ticket = given or new_ticket()
         if ticket in self._taken:
             logger.error("request %s is not handed over: another one has the ticket %r", request.request_id, ticket)
             return
-        self._tickets[request.request_id] = ticket
+        self._tickets[request.request_id] = ticket, given is not None
         self._taken.add(ticket)
         if given is not None and self._layerwise:
             self._prompts.begin(request, ticket)
@@ -86,18 +106,25 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if not self._consumer or not params.get("do_remote_prefill"):
             return
-        handover = self._handover(request)
+        name, handover = request.request_id, self._handover(request)
         params["do_remote_prefill"] = False  # vLLM calls again for this request
-        self._handovers.pop(request.request_id, None)
+        del self._handovers[name]
         if handover is None:
             return
-        total = request.num_prompt_tokens
+        if not external:
+            self._cancel(name)
+            return
         # Null blocks have no content, and blocks with a hash are in the prefix cache.
         blocks = [
             [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
             for group in groups
         ]
-        self._receive(request, handover, blocks if external else [], total - external)
+        total = request.num_prompt_tokens
+        self._step.receives.append(Receive(name, blocks, total - external, total))
+
+    def received(self, requests: set[str]) -> None:
+        """Note that the receives of requests have ended in all workers."""
+        self._held -= requests
 
     def finished(self, request: Any, groups: Sequence[Sequence[int]], complete: bool) -> dict[str, Any] | None:
         """Decide what becomes of the blocks of a finished request, which ``groups`` has for each KV cache group.
@@ -107,21 +134,16 @@ class SchedulerSide:
         Returns:
             The ``kv_transfer_params`` of the response, if the blocks must be kept for decode; ``None`` otherwise.
         """
-        params = request.kv_transfer_params or {}
-        if self._consumer and params.get("do_remote_prefill"):
-            # It ends before it was scheduled here. Prefill may free its blocks.
-            params["do_remote_prefill"] = False
-            handover = self._handover(request)
-            if handover is not None:
-                self._receive(request, handover, [], request.num_prompt_tokens)
-        self._handovers.pop(request.request_id, None)
-        if not self._producer or not params.get("do_remote_decode"):
-            return None
-        ticket = self._tickets.pop(request.request_id, None)
-        return None if ticket is None else self._handed_over(request, ticket, groups, complete)
+        name = request.request_id
+        self._handovers.pop(name, None)
+        if name in self._held:
+            # It ends before it was received. Prefill may free its blocks.
+            self._cancel(name)
+        ticket = self._tickets.pop(name, None)
+        return None if ticket is None else self._handed_over(request, *ticket, groups, complete)
 
     def _handed_over(
-        self, request: Any, ticket: str, groups: Sequence[Sequence[int]], complete: bool
+        self, request: Any, ticket: str, given: bool, groups: Sequence[Sequence[int]], complete: bool
     ) -> dict[str, Any] | None:
         name = request.request_id
         begun = self._prompts.end(name)
@@ -138,7 +160,7 @@ class SchedulerSide:
                 place = (self._engine_id, self._addresses, prompt.digest, self._block_sizes)
                 return Handover(ticket, *place).params()
         self._taken.discard(ticket)
-        if begun is not None or ticket != own_ticket(name):
+        if given:
             # Decode may have asked for it, or read it.
             self._step.withdrawn.append(Withdraw(ticket, ended=True))
         return None
@@ -156,18 +178,23 @@ class SchedulerSide:
         step.parts += parts
         return step
 
+    def _cancel(self, name: str) -> None:
+        self._held.discard(name)
+        self._step.cancelled.append(Cancel(name))
+
     def _handover(self, request: Any) -> Handover | None:
+        """Return where prefill has a request. The first time, the workers begin to hold it."""
         name = request.request_id
         if name not in self._handovers:
             given = request.kv_transfer_params
             try:
-                self._handovers[name] = Handover.parse(given, self._block_sizes, digest_of(request))
+                handover = Handover.parse(given, self._block_sizes, digest_of(request), self._allowed)
             except ValueError as error:
                 # vLLM computes the prompt itself then.
                 logger.warning("request %s is not received from prefill: %s", name, error)
                 self._handovers[name] = None
+            else:
+                self._handovers[name] = handover
+                self._held.add(name)
+                self._step.awaited.append(Await(name, handover))
         return self._handovers[name]
-
-    def _receive(self, request: Any, handover: Handover, blocks: list[list[int]], first_token: int) -> None:
-        total = request.num_prompt_tokens
-        self._step.receives.append(Receive(request.request_id, handover, blocks, first_token, total))

@@ -8,20 +8,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.handover import Handover
 
-__all__ = ["Part", "Receive", "Send", "Step", "Withdraw"]
+__all__ = ["Await", "Cancel", "Part", "Receive", "Send", "Step", "Withdraw"]
+
+
+@dataclass
+class Await:
+    """Have a worker of decode hold a request that has arrived in the queue, so that prefill keeps its blocks."""
+
+    request: str  # the id of the request here
+    handover: Handover  # where prefill has the blocks
 
 
 @dataclass
 class Receive:
-    """Have a worker of decode receive the blocks of a request."""
+    """Have a worker of decode receive the blocks of a request that it holds."""
 
     request: str  # the id of the request here
-    handover: Handover  # where prefill has the blocks
-    # The blocks here, for each KV cache group, in the order of tokens; 0 for blocks that need no content. Empty if
-    # nothing is to be read, but prefill may free its blocks.
+    # The blocks here, for each KV cache group, in the order of tokens; 0 for blocks that need no content.
     blocks: list[list[int]]
     first_token: int  # the first token that is read; the earlier ones are in the prefix cache
     num_tokens: int  # number of tokens of the prompt
+
+
+@dataclass
+class Cancel:
+    """Have a worker of decode release a request that it holds, because nothing of it is needed any more.
+
+    A receive that runs is cancelled, and reported when nothing writes to its blocks any more.
+    """
+
+    request: str
 
 
 @dataclass
@@ -61,4 +77,6 @@ class Step:
     withdrawn: list[Withdraw] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
+    awaited: list[Await] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
+    cancelled: list[Cancel] = field(default_factory=list)

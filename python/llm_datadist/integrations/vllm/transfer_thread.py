@@ -16,24 +16,25 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from llm_datadist import Completed, Error, Message, PeerDown
+from llm_datadist import Completed, Message, PeerDown, PeerLost
 from llm_datadist.integrations.vllm import messages
 from llm_datadist.integrations.vllm.lending import Lending
-from llm_datadist.integrations.vllm.observations import Observations
+from llm_datadist.integrations.vllm.observations import LISTS, empty, is_empty
+from llm_datadist.integrations.vllm.outbox import Outbox
 from llm_datadist.integrations.vllm.receiving import Receiving
-from llm_datadist.integrations.vllm.step import Part, Receive, Send, Withdraw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from llm_datadist.integrations.opentelemetry import TransferSpans
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
+    from llm_datadist.integrations.vllm.identity import Identity
     from llm_datadist.integrations.vllm.ranks import Shard
     from llm_datadist.integrations.vllm.receiving import Outcome
     from llm_datadist.integrations.vllm.settings import Settings
-    from llm_datadist.integrations.vllm.step import Step
+    from llm_datadist.integrations.vllm.step import Step, Withdraw
     from llm_datadist.native import Engine, Event, Peer
 
 __all__ = ["Ended", "TransferThread"]
@@ -46,10 +47,9 @@ logger = logging.getLogger("vllm.llm_datadist")
 _eventfd_write = ctypes.PyDLL(None).eventfd_write
 _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 # How long the model's thread waits for the transfer thread to revoke grants, in seconds. If it takes longer, the
-# transfer thread is stuck.
+# transfer thread is stuck. It asks in between whether the thread has ended.
 _WITHDRAW_S = 60.0
-# How long the transfer thread waits before it takes events again, if there was no memory for them, in seconds.
-_AGAIN_S = 0.1
+_ASK_S = 0.05
 # The timeout of epoll is limited to about 24 days.
 _LONGEST_SLEEP_S = 3600.0
 
@@ -73,15 +73,6 @@ class _Computing:
     reported: int = 0  # how many layers were reported to decode, from the first one on
 
 
-@dataclass
-class _Withdrawal:
-    orders: list[Withdraw]
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-_Work = Union[Part, Send, Receive, _Computing, _Withdrawal]
-
-
 class TransferThread:
     """The transfers of one worker.
 
@@ -89,29 +80,44 @@ class TransferThread:
         engine: the engine of the worker.
         groups: the caches of its KV cache groups.
         shard: the part of the KV cache that it holds.
+        identity: what prefill must have in common with this vLLM, or ``None``.
         settings: the options of the connector.
         layers: the names of the layers of the first group, in order.
     """
 
     def __init__(
-        self, engine: Engine, groups: list[GroupCaches], shard: Shard, settings: Settings, layers: list[str]
+        self,
+        engine: Engine,
+        groups: list[GroupCaches],
+        shard: Shard,
+        identity: Identity | None,
+        settings: Settings,
+        layers: list[str],
     ) -> None:
         limit_s = settings.timeout_ms / 1000
         self._engine = engine
-        self._lending = Lending(groups, settings.lease_ms / 1000, limit_s, self._send, self._freed)
-        self._receiving = Receiving(engine, groups, shard, limit_s, self._send, self._received)
+        self._outbox = Outbox()
+        self._lending = Lending(groups, settings.lease_ms / 1000, self._reply, self._freed)
+        self._receiving = Receiving(engine, groups, shard, identity, limit_s, self._outbox.send, self._received)
         self._lock = threading.Lock()
-        self._work: deque[_Work] = deque()
+        self._work: deque[Callable[[], None]] = deque()
         self._layers = layers
         self._layers_per_read = settings.layers_per_read
-        # Only the model's thread uses these two.
+        # Only the model's thread uses these.
         self._model_seconds = 0.0
         self._computing: _Computing | None = None
+        self._sends: set[str] = set()  # the requests that it has not reported as sent
+        self._receives: set[str] = set()
+        self._abandoned = False  # whether the transfer thread has ended, and everything with it
         # Only the transfer thread uses this.
         self._unreported: deque[_Computing] = deque()
         self._ended = Ended()
-        self._observed = Observations()
-        self._spans = _spans() if settings.spans else None
+        self._observed = empty()  # since it was last taken
+        self._spans: TransferSpans | None = None
+        if settings.spans:
+            from llm_datadist.integrations.opentelemetry import TransferSpans  # noqa: PLC0415 - only if it is asked for
+
+            self._spans = TransferSpans()
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="llm_datadist-vllm", daemon=True)
@@ -121,28 +127,35 @@ class TransferThread:
         """Withdraw parts, and lend others, before the step writes to blocks. The model's thread calls this.
 
         Raises:
-            RuntimeError: the transfer thread has ended, or does not respond, so the parts are not withdrawn. Nothing
-                may be computed then, because decode could read bytes of another request.
+            RuntimeError: the transfer thread does not respond, so the parts are not withdrawn. Nothing may be computed
+                then, because decode could read bytes of another request.
         """
         begin = time.perf_counter()
         # End the previous step first. Otherwise its layers could count for a part of this step with the same ticket.
         self._saved()
         if step.withdrawn:
             self._withdraw(step.withdrawn)
+        parts = [partial(self._lending.lend, part) for part in step.parts]
         computed = [(part.ticket, part.number) for part in step.parts if not part.computed]
         if computed:
             # The transfer thread need not know before the first layers are in place.
             self._computing = _Computing(computed)
             with self._lock:
-                self._work.extend([*step.parts, self._computing])
+                self._work.extend([*parts, partial(self._unreported.append, self._computing)])
         else:
-            self._submit(step.parts)
+            self._submit(parts)
         self._took(begin)
 
     def submit(self, step: Step) -> None:
-        """Keep requests that have finished, and receive others. The model's thread calls this."""
+        """Keep requests that have finished, and hold, receive or release others. The model's thread calls this."""
         begin = time.perf_counter()
-        work: list[_Work] = [*step.sends, *step.receives]
+        self._sends.update(send.request for send in step.sends)
+        self._receives.update(receive.request for receive in step.receives)
+        now = time.monotonic()
+        work = [partial(self._lending.finish, send, now) for send in step.sends]
+        work += [partial(self._receiving.hold, order) for order in step.awaited]
+        work += [partial(self._receiving.begin, order, now) for order in step.receives]
+        work += [partial(self._receiving.cancel, order.request) for order in step.cancelled]
         # In a step that computes, `step_saved` wakes the transfer thread.
         self._submit(work, rouse=self._computing is None)
         self._took(begin)
@@ -170,10 +183,19 @@ class TransferThread:
         self._took(begin)
 
     def take(self) -> Ended:
-        """Return what has ended since the last call. The model's thread calls this."""
+        """Return what has ended since the last call. The model's thread calls this.
+
+        If the transfer thread has ended, everything has: receives have failed, and nothing is lent any more.
+        """
         begin = time.perf_counter()
         with self._lock:
             ended, self._ended = self._ended, Ended()
+        if self._has_died():
+            ended.sent |= self._sends
+            ended.failed |= self._receives - ended.received
+            ended.received |= self._receives
+        self._sends -= ended.sent
+        self._receives -= ended.received
         self._took(begin)
         return ended
 
@@ -181,8 +203,11 @@ class TransferThread:
         """Return the observations since the last call, or ``None`` if there are none. The model's thread calls this."""
         seconds, self._model_seconds = self._model_seconds, 0.0
         with self._lock:
-            self._observed.count("model_thread_seconds", seconds)
-            return self._observed.take()
+            self._observed["model_thread_seconds"] += seconds
+            if is_empty(self._observed):
+                return None
+            observed, self._observed = self._observed, empty()
+        return observed
 
     def close(self) -> None:
         """Stop the thread. Receives that run are cancelled when the engine is closed."""
@@ -191,19 +216,40 @@ class TransferThread:
         self._thread.join()
         os.close(self._wake)
 
-    def _submit(self, work: Sequence[_Work], *, rouse: bool = True) -> None:
-        if work:
+    def _has_died(self) -> bool:
+        """Whether the transfer thread has ended by an error. The first call then ends all that it has begun.
+
+        vLLM goes on without it: closing the engine ends grants, so that blocks can be used for something else, and
+        transfers, so that nothing writes to blocks any more.
+        """
+        if not self._abandoned and not self._thread.is_alive() and not self._closing:
+            logger.error("the transfer thread has ended, so this worker hands over and receives no requests any more")
+            self._abandoned = True
+            self._engine.close()
+        return self._abandoned
+
+    def _submit(self, work: Sequence[Callable[[], None]], *, rouse: bool = True) -> None:
+        if work and not self._abandoned:
             with self._lock:
                 self._work.extend(work)
             if rouse:
                 self._rouse()
 
     def _withdraw(self, orders: list[Withdraw]) -> None:
-        withdrawal = _Withdrawal(orders)
-        self._submit([withdrawal])
-        if not withdrawal.done.wait(_WITHDRAW_S):
-            tickets = ", ".join(order.ticket for order in orders)
-            raise RuntimeError(f"the transfer thread has not revoked the grants of {tickets} within {_WITHDRAW_S:g} s")
+        done = threading.Event()
+
+        def withdraw() -> None:
+            for order in orders:
+                self._lending.withdraw(order)
+            done.set()
+
+        self._submit([withdraw])
+        end = time.monotonic() + _WITHDRAW_S
+        while not self._has_died() and not done.wait(_ASK_S):
+            if time.monotonic() > end:
+                tickets = ", ".join(order.ticket for order in orders)
+                text = f"the transfer thread has not revoked the grants of {tickets} within {_WITHDRAW_S:g} s"
+                raise RuntimeError(text)
 
     def _saved(self) -> None:
         computing, self._computing = self._computing, None
@@ -218,6 +264,13 @@ class TransferThread:
         self._model_seconds += time.perf_counter() - begin
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException:
+            # `_has_died` ends what it has begun.
+            logger.exception("the transfer thread ends")
+
+    def _loop(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._engine, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
@@ -228,62 +281,42 @@ class TransferThread:
                 self._turn()
 
     def _until_due(self) -> float | None:
-        times = [due for due in (self._lending.next_due(), self._receiving.next_due()) if due is not None]
-        return min(max(0.0, min(times) - time.monotonic()), _LONGEST_SLEEP_S) if times else None
+        now = time.monotonic()
+        dues = (self._lending.next_due(), self._receiving.next_due(), self._outbox.next_due(now))
+        times = [due for due in dues if due is not None]
+        return min(max(0.0, min(times) - now), _LONGEST_SLEEP_S) if times else None
 
     def _turn(self) -> None:
         """Do the work that was handed over, and take what has happened in the engine."""
         with self._lock:
             work, self._work = self._work, deque()
-        for item in work:
-            self._guarded(self._begin, item)
-        self._guarded(self._report_layers, self._unreported)
-        for event in self._events():
+        for action in work:
+            self._guarded(action)
+        self._guarded(self._report_layers)
+        for event in self._engine.events():
             self._guarded(self._happened, event)
         now = time.monotonic()
         self._guarded(self._lending.due, now)
         self._guarded(self._receiving.due, now)
+        self._guarded(self._outbox.resend)
 
-    def _events(self) -> list[Event]:
-        try:
-            return self._engine.events()
-        except Error:
-            # The events stay in the engine.
-            logger.exception("cannot take the events of the engine; retrying in %g s", _AGAIN_S)
-            time.sleep(_AGAIN_S)
-            return []
-
-    def _guarded(self, action: Any, item: Any) -> None:
+    def _guarded(self, action: Callable[..., None], *given: Any) -> None:
         """Run an action. A failure concerns one request, so the thread goes on."""
         try:
-            action(item)
+            action(*given)
         except Exception:
-            logger.exception("the transfer thread could not process %r", item)
+            logger.exception("the transfer thread could not do %r of %r", action, given)
 
-    def _begin(self, item: _Work) -> None:
-        if isinstance(item, Part):
-            self._lending.lend(item, time.monotonic())
-        elif isinstance(item, Send):
-            self._lending.finish(item, time.monotonic())
-        elif isinstance(item, Receive):
-            self._receiving.begin(item, time.monotonic())
-        elif isinstance(item, _Computing):
-            self._unreported.append(item)
-        else:
-            for order in item.orders:
-                self._lending.withdraw(order)
-            item.done.set()
-
-    def _report_layers(self, unreported: deque[_Computing]) -> None:
+    def _report_layers(self) -> None:
         """Report to decode the layers that were computed since the last turn."""
-        for computing in list(unreported):
+        for computing in list(self._unreported):
             if not computing.ended:
-                count = _in_order(computing.saved, self._layers)
-                if count > computing.reported:
-                    computing.reported = count
-                    self._lending.ready(computing.parts, count)
+                saved = list(computing.saved)
+                if len(saved) > computing.reported and saved == self._layers[: len(saved)]:
+                    computing.reported = len(saved)
+                    self._lending.ready(computing.parts, len(saved))
                 continue
-            unreported.remove(computing)
+            self._unreported.remove(computing)
             missing = set(self._layers).difference(computing.saved)
             if not missing:
                 self._lending.ready(computing.parts, None)
@@ -299,6 +332,7 @@ class TransferThread:
         elif isinstance(event, Message):
             self._heard(event)
         elif isinstance(event, PeerDown):
+            self._lending.unlinked(event.peer)
             self._receiving.unlinked(event.peer, event.reason)
 
     def _heard(self, event: Message) -> None:
@@ -307,31 +341,24 @@ class TransferThread:
         except ValueError:
             logger.warning("%s has sent an invalid message of %d bytes", event.peer, len(event.data))
             return
-        if isinstance(message, (messages.Ask, messages.Done)):
+        if isinstance(message, (messages.Hold, messages.Ask, messages.Done)):
             self._lending.heard(event.peer, message, time.monotonic())
         else:
             self._receiving.heard(event.peer, message)
 
-    def _send(self, peer: Peer, message: messages.Message) -> None:
-        try:
-            peer.send(messages.encode(message))
-        except Error as error:
-            if isinstance(message, (messages.Ask, messages.Done)):
-                raise
-            # The receive fails by its broken link or its own time limit.
-            about = getattr(message, "ticket", "several tickets")
-            logger.warning("cannot send %s of %s to %s: %s", type(message).__name__, about, peer, error)
+    def _reply(self, peer: Peer, message: messages.Message) -> None:
+        with suppress(PeerLost):  # nobody waits for the message
+            self._outbox.send(peer, message)
 
-    def _freed(self, request: str, expired: bool) -> None:
+    def _freed(self, request: str, unread: bool) -> None:
         with self._lock:
             self._ended.sent.add(request)
-            if expired:
-                self._observed.count("expired_leases")
-        if expired:
-            logger.warning("request %s was not read by decode before its lease ended", request)
+            self._observed["expired_leases"] += unread
+        if unread:
+            logger.warning("request %s was not read by decode before its lease or the link of decode ended", request)
 
     def _received(self, outcome: Outcome) -> None:
-        if self._spans is not None:
+        if self._spans is not None and not outcome.cancelled:
             attributes = {
                 "llm_datadist.request": outcome.request,
                 "llm_datadist.bytes": outcome.bytes,
@@ -343,20 +370,7 @@ class TransferThread:
             self._ended.received.add(outcome.request)
             if outcome.failure:
                 self._ended.failed.add(outcome.request)
-                self._observed.count("failed_receives")
-            else:
-                self._observed.received(outcome)
-
-
-def _in_order(saved: list[str], layers: list[str]) -> int:
-    """Return how many layers are computed from the first one on."""
-    for count, (computed, layer) in enumerate(zip(saved, layers)):
-        if computed != layer:
-            return count
-    return min(len(saved), len(layers))
-
-
-def _spans() -> TransferSpans:
-    from llm_datadist.integrations.opentelemetry import TransferSpans  # noqa: PLC0415 - only if it is asked for
-
-    return TransferSpans()
+                self._observed["failed_receives"] += 1
+            elif not outcome.cancelled:
+                for name in LISTS:
+                    self._observed[name].append(getattr(outcome, name))

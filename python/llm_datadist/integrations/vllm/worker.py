@@ -10,9 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 from llm_datadist import Engine
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
+from llm_datadist.integrations.vllm.identity import Identity
 from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, engine_name
-from llm_datadist.integrations.vllm.supported import check_device
+from llm_datadist.integrations.vllm.supported import check_device, installed
 from llm_datadist.integrations.vllm.transfer_thread import TransferThread
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class WorkerSide:
         self._settings = settings
         self.groups: list[GroupCaches] = []
         self._transfers: TransferThread | None = None
+        self._identity = self._announced()
         self._engine = self._open()
 
     @property
@@ -77,13 +79,14 @@ class WorkerSide:
             first = tensors[0]
             check_device(first.device.type)
             form = self.groups[index].form
-            stride = first.stride(0) * first.element_size()
             for tensor in tensors:
                 if tensor[0].nbytes != form.page_bytes or not tensor[0].is_contiguous():
                     raise RuntimeError(f"unknown layout of vLLM's KV cache: shape {tuple(tensor.shape)}, {form}")
-            self.groups[index].register([tensor.data_ptr() for tensor in tensors], first.shape[0], stride)
+            strides = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
+            self.groups[index].register([tensor.data_ptr() for tensor in tensors], first.shape[0], strides)
         layers = list(self._kv_cache_config.kv_cache_groups[0].layer_names)
-        self._transfers = TransferThread(self._engine, self.groups, self._shard, self._settings, layers)
+        identity = self._identity if self._settings.check_compatibility else None
+        self._transfers = TransferThread(self._engine, self.groups, self._shard, identity, self._settings, layers)
         form = self.groups[0].form
         logger.info(
             "llm_datadist listens at %s as %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r",
@@ -104,10 +107,22 @@ class WorkerSide:
             "name": engine_name(self._config.kv_transfer_config.engine_id, self._shard.rank),
             "listen": self._settings.listen_address(self._shard.rank),
             "timeout": self._settings.timeout_ms / 1000,
+            "metadata": self._identity.metadata(),
         }
         if self._fits_pool():
             options["pool"] = self._kv_cache_config.kv_cache_tensors[0].size + _POOL_SLACK
         return Engine(**{**options, **self._settings.engine_options})
+
+    def _announced(self) -> Identity:
+        model, forms = self._config.model_config, map(self._form, range(len(self._kv_cache_config.kv_cache_groups)))
+        return Identity(
+            {
+                "model": self._settings.model_tag or f"{model.model}, revision {model.revision}",
+                "dtype": str(model.dtype),
+                "kv_cache": "; ".join(form.summary() for form in forms),
+                "vllm": ".".join(installed().split(".")[:2]),
+            }
+        )
 
     def _fits_pool(self) -> bool:
         """Whether vLLM's KV cache is one cache of the engine: one group, layer after layer, without gaps."""
@@ -133,7 +148,7 @@ class WorkerSide:
         isa = "" if latent else str(getattr(layers.get(group.layer_names[0]), "isa", ""))
         element = torch.empty(0, dtype=spec.dtype).element_size()
         content = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads * element)
-        tag = f"{self._settings.model_tag}/{spec.dtype}/{type(spec).__name__}"
+        tag = f"{spec.dtype}/{type(spec).__name__}"
         heads, total = self._shard.heads, self._shard.total_heads
         sizes = (content - content // 2, content // 2)
         return PageFormat(len(group.layer_names), spec.block_size, heads, total, *sizes, element, isa, tag)
