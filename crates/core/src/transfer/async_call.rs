@@ -77,7 +77,7 @@ pub(super) struct AsyncCall {
 
 /// A call is the largest of the objects of a transfer in flight (`serving_latency.py --only memory`).
 #[cfg(not(any(loom, feature = "testing")))]
-const _: () = assert!(size_of::<AsyncCall>() <= 224);
+const _: () = assert!(size_of::<AsyncCall>() <= 248);
 
 /// How far a call is.
 #[derive(Default)]
