@@ -325,8 +325,8 @@ class Engine:
             src: blocks of a peer that are read. Left out if ``dst`` is a list.
             grant: token of a grant that lends ``src``. The pull fails if the grant ended before all bytes were read.
                 For a list of pairs: one token for all of them, or a list with a token or ``None`` for each.
-            last: whether this is this engine's last pull under the grant. The owner may end the grant when it succeeds.
-                No effect without a grant.
+            last: whether this is this engine's last pull under the grant. When it succeeds, a grant with one reader
+                ends, so pass ``last=False`` to all other pulls. No effect without a grant.
             notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All
                 pairs must name one peer.
             verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
@@ -378,7 +378,8 @@ class Engine:
                 pairs must name one peer.
             verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
             timeout: time limit of the whole push in seconds. ``None``: ``Engine.timeout``. With ``layerwise``, it is
-                the limit of each layer, from its ``ready`` on, and there is no limit between layers.
+                the limit of each layer, from its ``ready`` on. Nothing limits the wait for a ``ready``; call
+                ``Transfer.cancel`` if none will come.
             layerwise: whether the program reports each layer.
 
         Returns:
@@ -452,8 +453,8 @@ class Engine:
         The engine keeps at most 4,096 ``PeerUp`` and ``PeerDown`` events, and drops those of the oldest links.
 
         An event goes to one caller. A transfer whose outcome was taken by ``result`` or ``await`` has no event.
-        A ``Completed`` event keeps its transfer's outcome. Messages that arrived before a link ended are still
-        returned.
+        ``result`` and ``await`` still give the outcome of a transfer whose ``Completed`` was taken. Messages that
+        arrived before a link ended are still returned.
 
         Args:
             limit: largest number of events, from 1 to 2**32 - 1. The others stay for the next call.
@@ -500,9 +501,10 @@ class Engine:
         """
 
     def __aiter__(self) -> AsyncIterator[Event]:
-        """Iterate over events as they come: ``async for event in engine``. The iteration ends when the engine closes.
+        """Iterate over events as they come: ``async for event in engine``.
 
-        Each event goes to one iterator or one caller of ``events``.
+        The iteration ends without an error when the engine is closed. Each event goes to one iterator or one caller of
+        ``events``.
         """
 
     def __enter__(self) -> Self: ...
@@ -517,6 +519,8 @@ class Engine:
 @final
 class Cache:
     """A named set of tensors of this engine, cut into blocks. ``Engine.allocate`` and ``Engine.register`` make it.
+
+    ``llm_datadist.Cache`` is another class, that of LLM-DataDist's API.
 
     ``cache[blocks]`` selects blocks: an integer, a slice, a list, tuple or range of integers, or a one-dimensional
     integer array in host memory. ``cache[:]`` is all blocks. The order of a list is kept. Negative numbers do not count
@@ -757,8 +761,10 @@ class Transfer(Generic[_T_co]):
     """The handle of an operation that was started. Its outcome is a result or an error, and never changes.
 
     The result of ``link`` is a ``Peer``, and that of every other operation is ``None``. ``await transfer`` waits in an
-    event loop without a thread. Several threads and several event loops may wait for one transfer, and each gets the
-    outcome. Cancelling a coroutine that waits does not cancel the transfer.
+    event loop without a thread. ``asyncio.ensure_future``, ``wait_for`` and ``gather`` take a transfer, and
+    ``create_task`` does not. Several threads and several event loops may wait for one transfer, and each gets the
+    outcome. Cancelling a coroutine that waits does not cancel the transfer: its blocks must not be reused before
+    ``done``.
 
     Unless somebody takes the outcome with ``result`` or ``await`` first, ``Engine.events`` returns one ``Completed``
     for it. Dropping the handle does not end the transfer, and its event still comes. A layer-wise push that is dropped
@@ -1086,6 +1092,8 @@ class TensorView:
 
     def numpy(self) -> Any:
         """Return a ``numpy.ndarray`` over the same memory. ``bfloat16`` appears as ``uint16``.
+
+        The array stays valid after ``Cache.free`` and ``Engine.close``, unless the memory was registered by address.
 
         Raises:
             ImportError: numpy is not installed. ``pip install llm-datadist[numpy]`` installs it.

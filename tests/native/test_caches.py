@@ -181,7 +181,7 @@ def test_freed_cache(pair: Pair) -> None:
     assert mine.free().result(LIMIT) is None
     assert mine.free().result(LIMIT) is None
     assert (mine.name, mine.blocks) == ("kv", BLOCKS)
-    fails(NotFound, lambda: mine.tensors)
+    assert "freed" in fails(NotFound, lambda: mine.tensors).reason
     fails(NotFound, lambda: pair.near.copy(rows, rows))
     fails(NotFound, lambda: pair.near.pull(rows, pair.peer["kv"][[1]]))
     fails(NotFound, lambda: pair.near.push(pair.peer["kv"][[1]], rows))

@@ -71,6 +71,8 @@ def test_pull_under_a_grant(pair: Pair) -> None:
     assert pair.far.events() == []
     error = fails(GrantEnded, lambda: pair.near.pull(mine[[0]], pair.peer["kv"][[5]], grant=grant.token))
     assert (error.code, error.arrived) == ("grant_ended", [])
+    assert "ask the owner" in error.reason
+    assert "last=False" in error.reason
     model.check(mine)
 
 
@@ -106,7 +108,8 @@ def test_revoke(pair: Pair) -> None:
     assert next_of(pair.far, GrantClosed).reason == "revoked"
     assert grant.revoke().result(LIMIT) is None
     fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
-    fails(GrantEnded, lambda: grant.renew(1.0))
+    error = fails(GrantEnded, lambda: grant.renew(1.0))
+    assert (error.reason, error.facts) == ("the grant has ended", {"reason": "revoked"})
     assert of(GrantClosed, pair.far.events()) == [], "one event for each grant"
 
 

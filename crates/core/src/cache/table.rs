@@ -430,7 +430,7 @@ fn warn_of_replacement(cache_id: CacheId, old: CacheId, key: CacheKey, count: us
 }
 
 fn no_cache(id: CacheId) -> Error {
-    Error::new(ErrorKind::CacheNotFound, "no cache has this id").with("cache_id", id)
+    Error::new(ErrorKind::CacheNotFound, "the cache was freed or never existed").with("cache_id", id)
 }
 
 fn no_key(key: CacheKey) -> Error {

@@ -166,11 +166,15 @@ impl Grants {
     /// Lends for `ttl` from now on, if that is longer than the grant lasts already. Returns `Err(GrantEnded)` if the grant has
     /// ended, also if its time has passed and the clock that ends grants is late.
     pub fn renew(&self, grant: &Arc<Grant>, ttl: Duration) -> Result<()> {
-        self.find(&grant.id)?;
+        let gone = || {
+            let reason = grant.ended().map_or("", GrantEnd::name);
+            Error::new(ErrorKind::GrantEnded, "the grant has ended").with("reason", reason)
+        };
+        self.find(&grant.id).map_err(|_| gone())?;
         let mut state = self.state.lock();
         let State { slots, expiries, .. } = &mut *state;
         let live = slots.get_mut(grant.id.slot as usize).and_then(Option::as_mut);
-        let live = live.filter(|live| Arc::ptr_eq(&live.grant, grant)).ok_or_else(ended)?;
+        let live = live.filter(|live| Arc::ptr_eq(&live.grant, grant)).ok_or_else(gone)?;
         let expires = live.expires.max(Instant::now() + ttl);
         expiries.remove(&(live.expires, grant.id.slot));
         expiries.insert((expires, grant.id.slot));
@@ -381,7 +385,9 @@ impl Drop for GrantedRead {
 /// Returns the error for a token that names no grant, or none any more. The two are not distinguished, so that an error
 /// says nothing about other grants.
 pub fn ended() -> Error {
-    Error::new(ErrorKind::GrantEnded, "the grant has ended, or its owner never gave it")
+    let text = "the grant has ended, or its owner never gave it; ask the owner for another one, and pull with last=False if \
+                more pulls follow";
+    Error::new(ErrorKind::GrantEnded, text)
 }
 
 /// Compares two secrets in a time that does not depend on where they differ.

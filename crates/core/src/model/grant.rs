@@ -92,8 +92,9 @@ impl GrantToken {
     /// Reads a token. Returns `Err(InvalidArgument)` for bytes that no engine has made.
     pub fn from_bytes(bytes: &[u8]) -> Result<GrantToken> {
         let Some(mut rest) = bytes.strip_prefix(&MAGIC).filter(|_| bytes.len() == Self::BYTES) else {
-            let required = format!("a token of {} bytes, as Grant.token returns it", Self::BYTES);
-            return Err(Error::argument("grant", format_args!("{} bytes", bytes.len()), required));
+            let text =
+                format!("grant= is not a token of a grant: pass the {} bytes of Grant.token", Self::BYTES);
+            return Err(Error::invalid(text).of_argument("grant").with("bytes", bytes.len()));
         };
         Ok(GrantToken {
             cluster: ClusterId(u64::from_le_bytes(take(&mut rest))),

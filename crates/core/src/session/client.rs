@@ -13,7 +13,7 @@ use super::message_io;
 use crate::budget::BudgetShare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::grants::RowRanges;
+use crate::grants::{self, RowRanges};
 use crate::model::{AddressLocation, Deadline, GrantToken, Name, RemoteCacheName};
 use crate::net::POLL_TIME;
 use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WireUsedKey};
@@ -301,7 +301,7 @@ impl Link {
             return Ok(());
         };
         self.view.forget(&Name::Grant(*grant));
-        Err(self.named(Error::new(ErrorKind::GrantEnded, "the grant has ended")))
+        Err(self.named(grants::ended()))
     }
 }
 

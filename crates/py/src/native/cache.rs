@@ -19,6 +19,8 @@ use crate::{cache_buffer, raw};
 
 /// A named set of tensors of this engine, cut into blocks. ``Engine.allocate`` and ``Engine.register`` make it.
 ///
+/// ``llm_datadist.Cache`` is another class, that of LLM-DataDist's API.
+///
 /// ``cache[blocks]`` selects blocks: an integer, a slice, a list, tuple or range of integers, or a one-dimensional integer array
 /// in host memory. ``cache[:]`` is all blocks. The order of a list is kept. Negative numbers do not count from the end. A list is
 /// copied, so it may be changed afterwards.

@@ -270,8 +270,8 @@ impl NativeEngine {
     ///     src: blocks of a peer that are read. Left out if ``dst`` is a list.
     ///     grant: token of a grant that lends ``src``. The pull fails if the grant ended before all bytes were read. For a list of
     ///         pairs: one token for all of them, or a list with a token or ``None`` for each.
-    ///     last: whether this is this engine's last pull under the grant. The owner may end the grant when it succeeds. No effect
-    ///         without a grant.
+    ///     last: whether this is this engine's last pull under the grant. When it succeeds, a grant with one reader ends, so pass
+    ///         ``last=False`` to all other pulls. No effect without a grant.
     ///     notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All pairs must
     ///         name one peer.
     ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
@@ -325,7 +325,7 @@ impl NativeEngine {
     ///         name one peer.
     ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
     ///     timeout: time limit of the whole push in seconds. ``None``: ``Engine.timeout``. With ``layerwise``, it is the limit of each
-    ///         layer, from its ``ready`` on, and there is no limit between layers.
+    ///         layer, from its ``ready`` on. Nothing limits the wait for a ``ready``; call ``Transfer.cancel`` if none will come.
     ///     layerwise: whether the program reports each layer. All pairs then have one local cache.
     ///
     /// Returns:
@@ -434,8 +434,9 @@ impl NativeEngine {
 
     /// Return what has happened since the last call, oldest first. The call never waits.
     ///
-    /// An event goes to one caller. A transfer whose outcome was taken by ``result`` or ``await`` has no event. A ``Completed`` event
-    /// keeps its transfer's outcome. Messages that arrived before a link ended are still returned.
+    /// An event goes to one caller. A transfer whose outcome was taken by ``result`` or ``await`` has no event. ``result`` and
+    /// ``await`` still give the outcome of a transfer whose ``Completed`` was taken. Messages that arrived before a link ended are
+    /// still returned.
     ///
     /// Args:
     ///     limit: largest number of events, from 1 to 2**32 - 1. The others stay for the next call.
@@ -497,9 +498,9 @@ impl NativeEngine {
         self.shared.close(py, limit)
     }
 
-    /// Iterate over events as they come: ``async for event in engine``. The iteration ends when the engine closes.
+    /// Iterate over events as they come: ``async for event in engine``.
     ///
-    /// Each event goes to one iterator or one caller of ``events``.
+    /// The iteration ends without an error when the engine is closed. Each event goes to one iterator or one caller of ``events``.
     fn __aiter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Any<'py>> {
         awaiting(slf, "events")
     }

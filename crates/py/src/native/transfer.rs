@@ -19,8 +19,9 @@ use crate::engine::{self, ProcessOwned};
 /// The handle of an operation that was started. Its outcome is a result or an error, and never changes.
 ///
 /// The result of ``Engine.link`` is a ``Peer``, and that of every other operation is ``None``. ``await transfer`` waits in an event
-/// loop without a thread. Several threads and several event loops may wait for one transfer, and each gets the outcome.
-/// Cancelling a coroutine that waits does not cancel the transfer.
+/// loop without a thread. ``asyncio.ensure_future``, ``wait_for`` and ``gather`` take a transfer, and ``create_task`` does not.
+/// Several threads and several event loops may wait for one transfer, and each gets the outcome. Cancelling a coroutine that waits
+/// does not cancel the transfer: its blocks must not be reused before ``done``.
 ///
 /// Unless somebody takes the outcome with ``result`` or ``await`` first, ``Engine.events`` returns one ``Completed`` for it. Dropping
 /// the handle does not end the transfer, and its event still comes. A layer-wise push that is dropped before its last ``ready``
