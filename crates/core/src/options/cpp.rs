@@ -207,7 +207,7 @@ mod tests {
             }
         }
         assert!(count > 10);
-        assert_eq!(names().count(), 45);
+        assert_eq!(names().count(), 44);
     }
 
     #[test]

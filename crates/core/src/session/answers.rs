@@ -282,7 +282,7 @@ impl RequestContext<'_> {
     ) -> Result<(u64, Option<WindowSum>)> {
         let generation = self.resources.resolve(name)?.generation;
         let bound = |digest: Result<u64>| Checksums::bound_to(name, cache.id(), generation, digest?);
-        let sum = digest.map(|digest| bound(digest).and_then(|checksums| WindowSum::new(checksums)));
+        let sum = digest.map(|digest| bound(digest).and_then(WindowSum::new));
         Ok((generation, sum.transpose()?))
     }
 
