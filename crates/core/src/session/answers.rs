@@ -116,9 +116,11 @@ impl RequestContext<'_> {
                 self.write(&cache, (plan, range), ahead, shared)
             }
             Request::WritePart { write, range } => self.write_part(write, range),
-            Request::Checksums { cache, plan, side } => {
-                self.answer_with(|| self.checksums(&cache, plan, side, digest?))
-            }
+            Request::Checksums { cache, plan, side } => self.answer_with(|| {
+                // First the plan: no digest can be made of an invalid one.
+                let plan = CopyPlan::try_from(plan)?;
+                self.checksums(&cache, &plan, side, digest?)
+            }),
             Request::Locate { addrs } => self.answer_with(move || self.locate(&addrs)),
             Request::Find { name } => {
                 self.answer_with(|| self.resources.table.find_name(&name).map(|cache| Reply::Found { cache }))
@@ -176,17 +178,16 @@ impl RequestContext<'_> {
 
     /// Hashes the pairs of a plan, of which a cache here is one side, as they are now. Under a grant, checks that it lends them and
     /// has not ended. `request` is the digest of the request.
-    fn checksums(&self, named: &NamedCache, plan: WirePlan, side: Side, request: u64) -> Result<Reply> {
-        let plan = CopyPlan::try_from(plan)?;
-        let check = |cache: &Cache| check_hashed(&plan, side, cache.geometry());
-        let begun = self.begin_read(named, (&plan, side), check)?;
+    fn checksums(&self, named: &NamedCache, plan: &CopyPlan, side: Side, request: u64) -> Result<Reply> {
+        let check = |cache: &Cache| check_hashed(plan, side, cache.geometry());
+        let begun = self.begin_read(named, (plan, side), check)?;
         let Some((cache, _pin, granted)) = begun else { return Ok(Reply::Stale) };
         let found = self.resources.resolve(named.name)?;
         if found.cache.id() != cache.id() {
             return Ok(Reply::Stale);
         }
         let checksums = Checksums::bound_to(named.name, cache.id(), found.generation, request)?;
-        let (memory, blocks) = ((cache.tensors(), cache.placement()), (&plan, side));
+        let (memory, blocks) = ((cache.tensors(), cache.placement()), (plan, side));
         let sums = self.resources.copy_engine.block_sums(memory, blocks, checksums, self.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
         // Hashing took time in which the caller could not be expected to read.
