@@ -1,12 +1,12 @@
-//! Buffers of host memory, through which the bytes of a device pass where nothing reaches its memory directly, and short pieces on
-//! their way through a stream.
+//! Buffers of host memory, through which the bytes of a device pass where nothing reaches its memory directly.
 
 use std::sync::Arc;
 
 use crate::device::{Copier, Copy};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::memory::kernels::Kernel;
-use crate::memory::{BounceBuffer, Window, Windows};
+use crate::memory::{BounceBuffer, Window};
 use crate::plan::Side;
 use crate::sync::Mutex;
 
@@ -47,14 +47,8 @@ pub(super) struct HostBuffer {
 impl HostBuffer {
     /// Returns a window of `len` bytes from byte `at` on. Returns `Err(System)` if the buffer does not contain it.
     pub(super) fn window(&self, at: u64, len: u64) -> Result<Window<'_>> {
-        Ok(self.windows(at, len, 1)?.first())
-    }
-
-    /// Returns `count` windows of `len` bytes, one after the other, from byte `at` on. Returns `Err(System)` if the buffer does not
-    /// contain them.
-    pub(super) fn windows(&self, at: u64, len: u64, count: u64) -> Result<Windows<'_>> {
         let gone = || Error::new(ErrorKind::System, "the buffer was returned");
-        self.buffer.as_ref().ok_or_else(gone)?.windows(at, len, count)
+        Ok(self.buffer.as_ref().ok_or_else(gone)?.windows(at, len, 1)?.first())
     }
 }
 
@@ -95,7 +89,7 @@ impl<'a> PackedWindows<'a> {
         }
         let between = self.buffer.window(self.filled, window.len())?;
         let (src, dst) = self.side.source_first(window, between);
-        self.copies.push(Copy::one(src, dst));
+        fallible::push("the windows of a device", &mut self.copies, Copy::one(src, dst))?;
         self.filled += window.len();
         Ok(())
     }

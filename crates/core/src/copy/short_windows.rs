@@ -1,41 +1,40 @@
-//! Moves short windows between a stream and memory through a host buffer, which stays in the CPU caches.
+//! Moves short windows between a stream and memory through a buffer, which stays in the CPU caches.
 //!
 //! The operating system copies a list of short windows more slowly than the copy kernels do, so the additional copy
 //! saves time (benches/results/log.md).
 
 use super::engine::CopyEngine;
-use super::host_buffers::{BUFFER_BYTES, HostBuffer};
 use super::window_batch::{SHORT_BYTES, WindowBatch};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::Window;
 use crate::memory::kernels::{Copy, Kernel, copy_all};
+use crate::memory::{BounceBuffer, Window};
 use crate::plan::Side;
 
-const _: () = assert!(SHORT_BYTES <= BUFFER_BYTES, "a batch of short windows fits a host buffer");
-
-/// The buffer of one transmission, which the first batch of short windows takes.
+/// The buffer of one transmission. It is allocated for the first batch of short windows.
 pub(super) struct ShortWindowBuffer<'a> {
     engine: &'a CopyEngine,
-    buffer: Option<HostBuffer>,
+    /// Bytes of the whole transmission.
+    total: u64,
+    buffer: Option<BounceBuffer>,
 }
 
 impl<'a> ShortWindowBuffer<'a> {
-    pub(super) fn new(engine: &'a CopyEngine) -> Self {
-        ShortWindowBuffer { engine, buffer: None }
+    pub(super) fn new(engine: &'a CopyEngine, total: u64) -> Self {
+        ShortWindowBuffer { engine, total, buffer: None }
     }
 
     /// Returns whether `batch` goes through the buffer, and makes room for it.
     pub(super) fn prepare(&mut self, batch: &WindowBatch<'_>) -> bool {
         if batch.is_short() && self.buffer.is_none() {
             // Without memory for a buffer, the stream takes the windows themselves.
-            self.buffer = self.engine.host_buffers.take().ok();
+            self.buffer = BounceBuffer::new(self.total.min(SHORT_BYTES)).ok();
         }
         batch.is_short() && self.buffer.is_some()
     }
 
     /// Returns the window of the buffer for the bytes of `batch`.
     pub(super) fn window(&self, batch: &WindowBatch<'_>) -> Result<Window<'_>> {
-        self.buffer()?.window(0, batch.bytes)
+        Ok(self.buffer()?.windows(0, batch.bytes, 1)?.first())
     }
 
     /// Copies the windows of `batch` into the buffer (`Source`), or out of it those that are complete in its first `bytes` bytes.
@@ -66,7 +65,7 @@ impl<'a> ShortWindowBuffer<'a> {
         Ok(at)
     }
 
-    fn buffer(&self) -> Result<&HostBuffer> {
+    fn buffer(&self) -> Result<&BounceBuffer> {
         let none = || Error::new(ErrorKind::System, "no batch of short windows was prepared");
         self.buffer.as_ref().ok_or_else(none)
     }

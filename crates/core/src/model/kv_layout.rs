@@ -8,7 +8,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::{Error, Result, ensure};
 
-/// The order of the dimensions of a block, outermost first. Part of messages to peers, as all of a layout.
+/// The order of the dimensions of a block, outermost first. Part of messages to peers, as all of a
+/// layout (`layout_bytes`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum TokenOrder {
     /// `[tokens, heads, head_dim]`.

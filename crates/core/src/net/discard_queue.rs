@@ -12,6 +12,9 @@ use std::thread::Builder;
 
 /// Number of open descriptors from which on no more are received. Those of the receive before may exceed it.
 const MAX_OPEN: usize = 32;
+/// Number of open descriptors from which on the local socket accepts no connections: more than one message brings beyond
+/// [`MAX_OPEN`]. The rest are sockets with descriptors that were not received.
+const CROWDED: usize = 320;
 const MAX_THREADS: usize = 4;
 
 /// Number of descriptors that wait or are being closed. Not under the lock, so that a forked child, which has no thread to release
@@ -41,6 +44,11 @@ pub(super) fn is_full() -> bool {
         lock().start_thread();
     }
     full
+}
+
+/// Whether no more connections that carry descriptors may be accepted. Before Linux 6.16, each may leave a socket here.
+pub fn is_crowded() -> bool {
+    OPEN.load(Ordering::Relaxed) >= CROWDED && is_full()
 }
 
 fn lock() -> MutexGuard<'static, DiscardQueue> {

@@ -132,8 +132,8 @@ impl Stream {
         .map(|frame| frame.map(|(kind, body, ())| (kind, body)))
     }
 
-    /// Receives the next frame without descriptors. Once the length of the body is known, `admit` is called with it. `admit` returns a value to hold for as long as the body exists, and the deadline by
-    /// which all of the body must have arrived.
+    /// Receives the next frame without descriptors. Once the length of the body is known, `admit` is called with it. `admit`
+    /// returns a value to hold for as long as the body exists, and the deadline by which all of the body must have arrived.
     pub fn receive_admitted<T>(
         &self,
         limit: usize,
@@ -144,7 +144,8 @@ impl Stream {
         self.frame(limit, poll_time, deadline, |rest| self.pull(self.frame_carrier(), rest), admit)
     }
 
-    /// Receives the next frame with its memory files, at most [`MAX_DESCRIPTORS`]. Other descriptors are closed.
+    /// Receives the next frame. Also returns its memory files if this side expects them, at most [`MAX_DESCRIPTORS`]. Other
+    /// descriptors are closed.
     pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<ReceivedFrame>> {
         let mut descriptors = Vec::new();
         let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
@@ -251,15 +252,20 @@ impl Stream {
         self.received(rest, got)
     }
 
-    /// Receives bytes with descriptors, and adds those that are memory to `files`.
+    /// Receives bytes with descriptors. Adds those that are memory to `files` while this side expects them, and discards others.
     pub(super) fn pull_with(&self, rest: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<StepResult> {
-        if !self.frame_carrier().carries_descriptors() {
+        if !self.about.carries_descriptors || !self.frame_carrier().carries_descriptors() {
+            return self.pull(self.frame_carrier(), rest);
+        }
+        let expected = self.expects_descriptors();
+        if discard_queue::is_full() {
+            // Before Linux 6.16, descriptors arrive at any time.
+            if expected || self.has_unreceived() == Some(true) {
+                return Err(Errno::TOOMANYREFS.into());
+            }
             return self.pull(self.frame_carrier(), rest);
         }
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
-        if discard_queue::is_full() {
-            return Err(Errno::TOOMANYREFS.into());
-        }
         // The kernel would close descriptors without room at once, on this thread.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_SENT))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -271,8 +277,8 @@ impl Stream {
                     let descriptor = above_standard_streams(descriptor)?;
                     // Only memory files have seals.
                     match fcntl_get_seals(&descriptor) {
-                        Ok(_) => files.push(descriptor),
-                        Err(_) => discard_queue::discard(descriptor),
+                        Ok(_) if expected => files.push(descriptor),
+                        _ => discard_queue::discard(descriptor),
                     }
                 }
             }

@@ -31,12 +31,11 @@ pub enum Arrival {
 }
 
 impl Inbox {
-    /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes. Its
-    /// memory files are kept only if they are `expected`; otherwise the kernel closes them.
-    pub fn take(&mut self, stream: &Stream, limit: usize, expected: bool) -> Result<Arrival> {
+    /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes.
+    pub fn take(&mut self, stream: &Stream, limit: usize) -> Result<Arrival> {
         while self.filled < HEADER {
             let rest = &mut self.header[self.filled..];
-            match receive(stream, rest, &mut self.descriptors, expected)? {
+            match stream.step(|stream| stream.pull_with(rest, &mut self.descriptors))? {
                 StepResult::Bytes(bytes) => self.filled += bytes,
                 StepResult::NotYet => return Ok(Arrival::Partial),
                 StepResult::Ended if self.filled == 0 => return Ok(Arrival::Ended),
@@ -53,7 +52,7 @@ impl Inbox {
         while self.filled < HEADER + header.length {
             let rest = &mut self.body[self.filled - HEADER..];
             // A peer may also attach descriptors to the body.
-            match receive(stream, rest, &mut self.descriptors, expected)? {
+            match stream.step(|stream| stream.pull_with(rest, &mut self.descriptors))? {
                 StepResult::Bytes(bytes) => self.filled += bytes,
                 StepResult::NotYet => return Ok(Arrival::Partial),
                 StepResult::Ended => return Err(stream.ended(self.filled as u64)),
@@ -63,11 +62,4 @@ impl Inbox {
         let (body, descriptors) = (std::mem::take(&mut self.body), std::mem::take(&mut self.descriptors));
         Ok(Arrival::Frame((header.kind, body, descriptors)))
     }
-}
-
-/// Receives bytes of a frame, and adds its memory files to `kept` if they are `expected`.
-fn receive(stream: &Stream, rest: &mut [u8], kept: &mut Vec<OwnedFd>, expected: bool) -> Result<StepResult> {
-    stream.step(|stream| {
-        if expected { stream.pull_with(rest, kept) } else { stream.pull(stream.frame_carrier(), rest) }
-    })
 }

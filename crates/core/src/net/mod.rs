@@ -29,6 +29,7 @@ mod transmission;
 mod unix;
 
 pub use carrier::POLL_TIME;
+pub use discard_queue::is_crowded;
 #[cfg(feature = "testing")]
 pub use frame_io::MAX_DESCRIPTORS;
 pub use frame_io::ReceivedFrame;

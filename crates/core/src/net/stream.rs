@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -41,6 +41,7 @@ pub struct Stream {
     pub about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
+    expects_descriptors: AtomicBool,
     /// `None` outside tests.
     pub faults: Option<Box<dyn Interference>>,
     /// The minimum pace of the peer, if there is one.
@@ -87,6 +88,7 @@ impl Stream {
             rings: OnceLock::new(),
             about,
             state: AtomicU8::new(OPEN),
+            expects_descriptors: AtomicBool::new(false),
             faults: None,
             pace: Mutex::default(),
             unreceived: Unreceived::default(),
@@ -102,15 +104,22 @@ impl Stream {
             {
                 return Err(full.with("peer", &self.about.peer));
             }
+            self.expects_descriptors.store(true, Ordering::Relaxed);
             take_descriptors(self.socket.as_fd(), true);
         }
         Ok(())
+    }
+
+    /// Whether this side has permitted the peer to send descriptors.
+    pub(super) fn expects_descriptors(&self) -> bool {
+        self.expects_descriptors.load(Ordering::Relaxed)
     }
 
     /// Forbids the peer to send more descriptors. Ends the stream with `Err(NotLinked)` if it has sent some behind the frame for
     /// which they were permitted.
     pub fn refuse_descriptors(&self) -> Result<()> {
         if self.about.carries_descriptors {
+            self.expects_descriptors.store(false, Ordering::Relaxed);
             take_descriptors(self.socket.as_fd(), false);
             if self.has_unreceived() == Some(true) {
                 let text = "the peer sent descriptors that this side has not asked for";
@@ -121,7 +130,7 @@ impl Stream {
     }
 
     /// Whether descriptors lie in the socket that were not received. `None` if the kernel does not tell.
-    fn has_unreceived(&self) -> Option<bool> {
+    pub(super) fn has_unreceived(&self) -> Option<bool> {
         if ioctl_fionread(&self.socket) == Ok(0) {
             return Some(false);
         }

@@ -91,11 +91,6 @@ impl Step {
         !matches!(self, Step::Hello | Step::Proof(_))
     }
 
-    /// Whether descriptors may arrive with the next frame.
-    pub(super) fn expects_descriptors(&self) -> bool {
-        matches!(self, Step::Attach(_) | Step::Ring(_))
-    }
-
     /// The longest body of the next frame.
     pub(super) fn limit(&self) -> usize {
         if matches!(self, Step::Confirm(..)) { METADATA_LIMIT } else { HANDSHAKE_LIMIT }

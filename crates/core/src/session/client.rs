@@ -65,14 +65,14 @@ impl Link {
             RemoteCacheName::Name(name) => *name,
             RemoteCacheName::Text(text) => Name::of_cache(self.view.names.lock().get(&**text)?),
         };
-        let known = self.view.records.lock().get(&name);
+        let known = self.view.records(&name).lock().get(&name);
         known.filter(|known| self.view.current(known))
     }
 
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner. Returns `Err(GrantEnded)` if the end of a grant is visible.
     pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
-        let known = self.view.records.lock().get(&name);
+        let known = self.view.records(&name).lock().get(&name);
         match known {
             Some(known) if self.view.current(&known) => Ok(known),
             known => {

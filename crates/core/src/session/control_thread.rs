@@ -19,7 +19,7 @@ use super::poller::{Watching, next_number};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::EventFd;
-use crate::net::{Accepted, Address, Arrival, Inbox};
+use crate::net::{self, Accepted, Address, Arrival, Inbox};
 use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
 use crate::threads::guarded;
 
@@ -70,7 +70,14 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
         }
         // Under the lock that `leave` takes; accepting does not wait.
         let (accepted, local) = match control.listeners.lock().get(&number) {
-            Some(listener) => (listener.accept(), matches!(listener.address(), Address::Unix(_))),
+            Some(listener) => {
+                let local = matches!(listener.address(), Address::Unix(_));
+                if local && net::is_crowded() {
+                    watch.resting = Some(Instant::now() + PAUSE);
+                    return control.poller.remove(listener.readiness());
+                }
+                (listener.accept(), local)
+            }
             None => return,
         };
         match accepted {
@@ -101,7 +108,7 @@ struct Watch {
     /// The watched links, by their numbers.
     links: HashMap<u64, Watched>,
     beat: Instant,
-    /// The time until which no connection is accepted.
+    /// The time until which no connection is accepted, or none at the local socket.
     resting: Option<Instant>,
 }
 
@@ -249,7 +256,7 @@ impl Watched {
         let link = &self.link;
         let gone = || Error::new(ErrorKind::NotLinked, HUNG_UP);
         // Only one message at a time, so that a peer that sends many does not delay the others.
-        let arrived = self.inbox.take(link.control.stream(), HANDSHAKE_LIMIT, false);
+        let arrived = self.inbox.take(link.control.stream(), HANDSHAKE_LIMIT);
         let arrived = arrived.map_err(|error| if error.is_hang_up() { gone() } else { error })?;
         let (kind, body) = match arrived {
             Arrival::Frame((kind, body, _)) => (kind, body),

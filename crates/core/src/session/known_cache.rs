@@ -18,8 +18,10 @@ use crate::validate::RemoteCache;
 
 /// Maximum number of bytes of a description that is kept for later calls: that of a cache of 8,192 tensors.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 10;
-/// Maximum number of bytes of all descriptions that a link stores.
+/// Maximum number of bytes of all descriptions that a link stores, except by grants.
 const MAX_STORED_BYTES: u64 = 4 << 20;
+/// Maximum number of bytes of all descriptions by grants that a link stores. Those of grants that have ended displace no others.
+const MAX_GRANTED_BYTES: u64 = 512 << 10;
 /// Maximum number of names of caches that a link stores.
 const MAX_NAMES: u64 = 1024;
 /// Bytes that a description takes beside its lists.
@@ -75,6 +77,10 @@ impl<K: Eq + Hash, V: Clone> Known<K, V> {
 impl KnownCaches {
     pub(super) fn of_link() -> Self {
         Known::new(MAX_STORED_BYTES)
+    }
+
+    pub(super) fn of_grants() -> Self {
+        Known::new(MAX_GRANTED_BYTES)
     }
 
     /// Stores a description, unless it is too long or the budget of the peer has no memory for it.

@@ -56,7 +56,7 @@ pub(super) fn receive_reply(
     Ok((reply, share))
 }
 
-/// Receives one message as [`receive_message`] does, with the memory files that arrived with it.
+/// Receives one message as [`receive_message`] does, with the memory files that arrived with it and that this side expects.
 pub(crate) fn receive_message_with<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,

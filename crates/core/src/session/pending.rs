@@ -143,7 +143,7 @@ impl PendingStreams {
     pub(super) fn read(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(PendingEntry { connection, waits, .. }) = self.all.get_mut(&number) else { return };
         let Some((step, inbox)) = waits else { return };
-        let next = match inbox.take(&connection.stream, step.limit(), step.expects_descriptors()) {
+        let next = match inbox.take(&connection.stream, step.limit()) {
             Ok(Arrival::Partial) => return,
             // A connection that its peer closes was not refused; it may be the probe of a load balancer.
             Ok(Arrival::Ended) => return self.end(shared, poller, number, None),

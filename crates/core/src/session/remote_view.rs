@@ -32,7 +32,8 @@ pub(super) enum ReadableMemory {
 #[derive(Debug)]
 pub(crate) struct RemoteView {
     memory: ReadableMemory,
-    pub(super) records: Mutex<KnownCaches>,
+    records: Mutex<KnownCaches>,
+    granted: Mutex<KnownCaches>,
     pub(super) names: Mutex<KnownNames>,
     /// The pushes to the engine of the peer, over any link.
     pushes: Arc<PushesInFlight>,
@@ -40,8 +41,8 @@ pub(crate) struct RemoteView {
 
 impl RemoteView {
     pub(super) fn new(memory: ReadableMemory, pushes: Arc<PushesInFlight>) -> RemoteView {
-        let (records, names) = (Mutex::new(KnownCaches::of_link()), Mutex::new(KnownNames::of_link()));
-        RemoteView { memory, records, names, pushes }
+        let (records, granted) = (Mutex::new(KnownCaches::of_link()), Mutex::new(KnownCaches::of_grants()));
+        RemoteView { memory, records, granted, names: Mutex::new(KnownNames::of_link()), pushes }
     }
 
     /// Has new links wait until the memory is unmapped, and ends reads by UCX, because the link has broken.
@@ -116,14 +117,19 @@ impl RemoteView {
         }
     }
 
+    /// Returns the stored descriptions, among them that of the remote cache `name`.
+    pub(super) fn records(&self, name: &Name) -> &Mutex<KnownCaches> {
+        if matches!(name, Name::Grant(_)) { &self.granted } else { &self.records }
+    }
+
     /// Stores the description of a remote cache if there is room.
     pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
-        self.records.lock().remember(name, known);
+        self.records(&name).lock().remember(name, known);
     }
 
     /// Removes the description of a remote cache.
     pub(crate) fn forget(&self, name: &Name) {
-        self.records.lock().remove(name);
+        self.records(name).lock().remove(name);
     }
 
     /// Whether the cache is unchanged since its owner described it, and the grant by which it was described lasts, as far as

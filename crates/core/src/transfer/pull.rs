@@ -121,6 +121,7 @@ impl Call {
         local_rows: RowList,
     ) -> Result<(Moved, TransferEnd)> {
         let PlannedTransfer { plans, read_tensors, tokens } = planned;
+        debug_assert!(plans.len() == 1 || tokens.is_some(), "rows are listed for one plan");
         plans.iter().try_for_each(|plan| known.check_granted(plan))?;
         if plans.iter().all(CopyPlan::is_empty) {
             return Ok((Moved::Bytes(0), TransferEnd::default()));

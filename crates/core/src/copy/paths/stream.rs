@@ -105,10 +105,10 @@ impl StreamPath<'_> {
 
     fn send_batches(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
         let (stream, range, PathJob { copy_engine, plan, deadline }) = (self.stream, self.range.clone(), job);
-        let sent = Progress::default();
+        let (sent, total) = (Progress::default(), range.end - range.start);
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Source, tensors: src, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine));
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine, total));
         let padding = || stream.send_padding(deadline);
         in_batches(&end, range, &sent, deadline, padding, |batch, _| {
             if let Some(sum) = &mut self.sum {
@@ -127,9 +127,10 @@ impl StreamPath<'_> {
         let (stream, range, PathJob { copy_engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Destination, tensors: dst, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine));
+        let total = range.end - range.start;
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine, total));
         // What is hashed is read again at once.
-        let kernel = Kernel::for_bytes(if self.sum.is_some() { 0 } else { range.end - range.start });
+        let kernel = Kernel::for_bytes(if self.sum.is_some() { 0 } else { total });
         let padding = || stream.receive_padding(deadline);
         in_batches(&end, range, arrived, deadline, padding, |batch, done| {
             if short.prepare(batch) {

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::ErrorKind;
-use llm_datadist_core::testing::net::{Address, MAX_DESCRIPTORS, Stream, Unix};
+use llm_datadist_core::testing::net::{Address, MAX_DESCRIPTORS, Stream, Tcp, Unix};
 use llm_datadist_core::testing::protocol::{MESSAGE, MESSAGE_LIMIT};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::set_socket_linger;
@@ -139,6 +139,12 @@ fn stuck() {
         assert_eq!(error.kind(), ErrorKind::NotLinked);
         assert!(error.to_string().contains("not received or closed yet"), "{error}");
         assert!(remote.is_closed());
+    }
+    // Streams on which none are expected go on.
+    let tcp = Address::Tcp("127.0.0.1:0".parse().unwrap());
+    for (_, local, remote) in [connected(&Tcp, &tcp), pair()] {
+        local.send(&frame(b"without"), soon()).unwrap();
+        assert_eq!(remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap().1, b"without");
     }
     // The receiver has a descriptor for each of these sockets, in place of one for each descriptor in it.
     let received = open_files() - before - others.len();
