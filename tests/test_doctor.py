@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -192,9 +192,38 @@ def test_the_engine_says_how_it_reads_another_process(root: Path) -> None:
 
 
 def test_a_process_that_cannot_be_linked_to_is_a_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_OTHER", [sys.executable, "-c", ""])
-    found = of_engine(root)["link to a process"]
-    assert (found.verdict, found.value) == (PROBLEM, "fails")
+    for program, meaning in (("", "address"), ("import sys; sys.exit('Traceback\\nno such module')", "no such module")):
+        monkeypatch.setattr(engine, "_OTHER", [sys.executable, "-c", program])
+        found = of_engine(root)["link to a process"]
+        assert (found.verdict, found.value) == (PROBLEM, "fails")
+        assert meaning in found.meaning
+        assert "Traceback" not in found.meaning
+
+
+@pytest.mark.parametrize(
+    ("pools", "registered", "verdicts"),
+    [
+        ("mapped", "process", [OK, OK]),
+        ("stream", "process", [NOTE, OK]),
+        ("mapped", "stream", [OK, NOTE]),
+        ("stream", "stream", [NOTE, NOTE]),
+    ],
+)
+def test_memory_that_is_read_in_the_slower_way_has_a_note(
+    root: Path, monkeypatch: pytest.MonkeyPatch, pools: str, registered: str, verdicts: list[str]
+) -> None:
+    stats: Any = engine.Engine.stats
+    ways = {"pools": pools, "registered": registered, "refusal": "the reason"}
+
+    def changed(of: Any) -> Any:
+        said = stats(of)
+        return {**said, "links": [{**link, **ways} for link in said["links"]]}
+
+    monkeypatch.setattr(engine.Engine, "stats", changed)
+    found = of_engine(root)
+    memory = [found[f"{name} of a process"] for name in ("allocated caches", "registered memory")]
+    assert [finding.verdict for finding in memory] == verdicts
+    assert [finding.meaning == "the reason" for finding in memory] == [verdict == NOTE for verdict in verdicts]
 
 
 def test_ucx_that_the_engine_does_not_use_is_noted_only_beside_an_rdma_device(root: Path) -> None:

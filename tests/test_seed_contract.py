@@ -299,3 +299,29 @@ def test_addresses_that_are_no_cache_of_the_destination(pair: Pair) -> None:
     assert equal(pair.far.read("small"), pattern(3, 1, 4, 256))
     for left, right in zip(pair.far.read("f"), pattern(2, 4, 4, 256)):
         assert np.array_equal(left[1:], right[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "with_manager", "with_resources"),
+    [
+        (KV_OPTIONS, False, False),
+        (options(), True, False),
+        (options(llm__LocalCommRes='{"version": "1.3"}'), True, True),
+    ],
+)
+def test_private_members_that_tests_of_the_original_use(
+    given: dict[str, str], with_manager: bool, with_resources: bool, start: Callable[..., LLMDataDist]
+) -> None:
+    dist = start(dict(given))
+    assert dist._is_initialized is True
+    assert dist._enable_cache_mgr is with_manager
+    assert dist._enable_local_comm_res is with_resources
+    assert dist._llm_datadist is not None
+    assert (dist._cache_manager is None, dist._kv_cache_manager is None) == (not with_manager, with_manager)
+    assert dist._engine_options["ge.exec.deviceId"] == "0"
+    assert dist._role_to_str(dist._role) == "Prompt"
+    assert dist._cluster_config() is not None
+    manager = dist._cache_manager
+    if manager is not None:
+        members = (manager._initialized, manager._is_call_linked, manager._enable_remote_cache_accessible)
+        assert members == (True, False, with_resources)

@@ -392,7 +392,9 @@ static void test_threads(const Node *node, uint64_t peer) {
   }
 }
 
-/* Whether every block that a failed pull of blocks of the owner's cache has written has the bytes of the owner. */
+/* Whether every block that a failed pull of blocks of the owner's cache has written has the bytes of the owner. Usually there is none:
+ * a signal cannot stop the owner between two blocks for certain. What the function writes for some blocks is tested by
+ * `arrived_blocks_are_ranges_of_tensors` (crates/capi/src/tests). */
 static int arrived_are_right(const Node *node, uint64_t transfer) {
   LlmDatadistArrived ranges[TENSORS];
   size_t count = MOST;

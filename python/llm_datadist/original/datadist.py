@@ -82,6 +82,7 @@ class LLMDataDist:
         self._is_initialized = False
         self._opened_by = 0
         self._enable_cache_mgr = False
+        self._enable_local_comm_res = False
         self._engine_options: dict[str, str] = {}
         self._llm_datadist: Optional[_core.DataDist] = None
         self._cache_manager: Optional[CacheManager] = None
@@ -174,6 +175,7 @@ class LLMDataDist:
                 self._llm_datadist, self._engine_options = native, resolved
                 engine_log.start()
                 self._enable_cache_mgr = cache_manager
+                self._enable_local_comm_res = LOCAL_RESOURCES in resolved
                 self._cache_manager = self._kv_cache_manager = None  # those of the parent, in a forked child
                 if cache_manager:
                     self._cache_manager = CacheManager(native, resolved)

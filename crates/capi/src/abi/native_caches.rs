@@ -5,7 +5,7 @@ use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{Adopted, CacheKind, Error, OwnCache, Result};
+use llm_datadist_core::{Adopted, CacheKind, DataDist, Error, OwnCache, Result};
 
 use super::native_engines::entered;
 use super::native_transfers::kept;
@@ -34,7 +34,7 @@ pub unsafe extern "C" fn llm_datadist_allocate(
         // SAFETY: the caller's promise.
         let (mut form, flags) = unsafe { native_raw::form(form, LLM_DATADIST_CONTIGUOUS, None) }?;
         form.contiguous = flags & LLM_DATADIST_CONTIGUOUS != 0;
-        out.put(&[added(held, held.engine.allocate(name, &form)?)?]);
+        out.put(&[added(held, |open| OwnCache::allocate(held.engine.name(), open, name, &form))?]);
         Ok(())
     })
 }
@@ -70,17 +70,16 @@ pub unsafe extern "C" fn llm_datadist_register(
         form.check_addresses(&addresses)?;
         // SAFETY: the caller's promise. `new` checks the numbers.
         let adopted = unsafe { Adopted::new(form.desc(), CacheKind::Blocks, &addresses) }?;
-        let shared = flags & LLM_DATADIST_NOT_SHARED == 0;
-        out.put(&[added(held, held.engine.register(name, &form, adopted, shared)?)?]);
+        let adopted = (adopted, flags & LLM_DATADIST_NOT_SHARED == 0);
+        out.put(&[added(held, |open| OwnCache::register(held.engine.name(), open, name, &form, adopted))?]);
         Ok(())
     })
 }
 
-/// Returns a handle for a cache. If the engine closes meanwhile, the close may not see the handle, which is freed then.
-fn added(held: &Arc<HeldEngine>, own: Arc<OwnCache>) -> Result<u64> {
-    let process = process::current();
-    let handle = process.add_cache(HeldCache::new(held.clone(), own));
-    held.engine.run(|_| Ok(handle)).inspect_err(|_| drop(process.caches.remove(handle)))
+/// Makes a cache, and returns a handle for it. A close waits until both exist, so that it frees them, or the call makes neither.
+fn added(held: &Arc<HeldEngine>, make: impl FnOnce(&DataDist) -> Result<Arc<OwnCache>>) -> Result<u64> {
+    let add = |own| process::current().add_cache(HeldCache::new(held.clone(), own));
+    held.engine.run(|open| make(open).map(add))
 }
 
 /// Writes the address of every tensor of a cache to `tensors`. Block `i` begins at `i` times the bytes of a block, or the stride.

@@ -2,8 +2,9 @@
 
 use std::ffi::{CStr, c_char};
 use std::ptr::null;
+use std::sync::Arc;
 
-use llm_datadist_core::{DataDist, ErrorWords, Event, PeerInfo, Result, Transfer};
+use llm_datadist_core::{ErrorWords, Event, EventQueue, PeerInfo, Result, Transfer};
 
 use super::native_engines::entered;
 use super::native_types::{
@@ -13,6 +14,7 @@ use super::native_types::{
 use super::raw;
 use crate::failure;
 use crate::handles::TRANSFERS;
+use crate::native::HeldEngine;
 use crate::polled_events::{self, PointedTo};
 
 /// Maximum number of texts of an event, and of a peer.
@@ -42,33 +44,44 @@ pub unsafe extern "C" fn llm_datadist_events(
         let count = unsafe { raw::Out::new("num_events", num_events, 1) }?;
         // SAFETY: the caller's promise.
         let outs = unsafe { raw::Out::of_list("events", events, max_events) }?;
+        let queue = held.engine.event_queue()?;
         let polled = held.engine.events(max_events)?;
         held.wait_for_handles();
-        // Also while the engine closes: only one that is closed has no events.
-        count.put(&[held.engine.run_until_closed(|open| written(open, polled, &outs))?]);
+        // From here on without the engine, which may close: what was polled must be returned.
+        count.put(&[written(held, &queue, polled, &outs)?]);
         Ok(())
     })
 }
 
 /// Writes events of an engine, and keeps what they point to. Returns their number.
-fn written(open: &DataDist, polled: Vec<Event>, outs: &raw::Out<LlmDatadistEvent>) -> Result<usize> {
+fn written(
+    held: &HeldEngine,
+    queue: &Arc<EventQueue>,
+    polled: Vec<Event>,
+    outs: &raw::Out<LlmDatadistEvent>,
+) -> Result<usize> {
     let mut pointed_to = match PointedTo::with_room(polled.len().saturating_mul(TEXTS_OF_EVENT)) {
         Ok(room) => room,
         Err(error) => {
-            open.events().put_back(polled.into_iter());
+            queue.put_back(polled.into_iter());
             return Err(error);
         }
     };
     let token = |event: &Event| match event {
-        Event::GrantEnded(grant, _) => open.grant_token(grant).to_bytes(),
-        _ => [0; LLM_DATADIST_TOKEN_SIZE],
+        // Zeros if the engine has closed meanwhile: nobody can use its tokens any more.
+        Event::GrantEnded(grant, _) => {
+            held.engine.run_until_closed(|open| Ok(open.grant_token(grant).to_bytes())).ok()
+        }
+        _ => None,
     };
-    let described = polled
-        .iter()
-        .map(|event| LlmDatadistEvent { token: token(event), ..described(event, &mut pointed_to) });
+    let nothing = [0; LLM_DATADIST_TOKEN_SIZE];
+    let described = polled.iter().map(|event| LlmDatadistEvent {
+        token: token(event).unwrap_or(nothing),
+        ..described(event, &mut pointed_to)
+    });
     let written = outs.put_each(described);
     pointed_to.events = polled;
-    polled_events::keep(open.events(), pointed_to)?;
+    polled_events::keep(queue, pointed_to)?;
     Ok(written)
 }
 

@@ -29,9 +29,10 @@ pub(super) unsafe fn optional_text<'a>(name: &str, text: *const c_char) -> Resul
     if text.is_null() { Ok(None) } else { unsafe { raw::text(name, text) }.map(Some) }
 }
 
-/// Returns a time in seconds, 0 or above.
+/// Returns a time in seconds, 0 or above. Only 0 becomes 0: it may have a meaning of its own.
 pub(super) fn seconds(name: &str, seconds: f64) -> Result<Duration> {
-    let time = Duration::try_from_secs_f64(seconds).ok();
+    let least = Duration::from_nanos(u64::from(seconds > 0.0));
+    let time = Duration::try_from_secs_f64(seconds).ok().map(|time| time.max(least));
     let time = time.filter(|&time| time <= Duration::from_secs(MAX_SECONDS));
     time.ok_or_else(|| Error::argument(name, seconds, format_args!("0 to {MAX_SECONDS} seconds")))
 }

@@ -64,7 +64,11 @@ pub unsafe extern "C" fn llm_datadist_transfer_arrived(
 /// Returns complete blocks as C sees them (`arrived_blocks_are_ranges_of_tensors`).
 pub(crate) fn ranges_of(arrived: &[ArrivedRows]) -> impl Iterator<Item = LlmDatadistArrived> {
     arrived.iter().flat_map(|of| of.rows.iter().map(|rows| (of.tensor, rows))).map(|(tensor, rows)| {
-        LlmDatadistArrived { tensor, blocks: LlmDatadistRange { first: rows.start, end: rows.end } }
+        LlmDatadistArrived {
+            tensor,
+            reserved: 0,
+            blocks: LlmDatadistRange { first: rows.start, end: rows.end },
+        }
     })
 }
 

@@ -187,6 +187,8 @@ pub struct LlmDatadistCall {
 pub struct LlmDatadistArrived {
     /// Number of the tensor in the cache that was written, counted from 0.
     pub tensor: u32,
+    /// 0 in this version.
+    pub reserved: u32,
     /// Blocks of it.
     pub blocks: LlmDatadistRange,
 }

@@ -32,7 +32,7 @@ fn structures_have_the_layout_of_version_5() {
     layout!(LlmDatadistRows, 104: cache 0, peer 8, name 16, blocks 24, num_blocks 32, layers 40, tokens 56, bytes 72, reserved 88);
     layout!(LlmDatadistPair, 232: dst 0, src 104, token 208, reserved 216);
     layout!(LlmDatadistCall, 72: message 0, message_size 8, verify 16, timeout 24, flags 32, reserved 40);
-    layout!(LlmDatadistArrived, 24: tensor 0, blocks 8);
+    layout!(LlmDatadistArrived, 24: tensor 0, reserved 4, blocks 8);
     layout!(LlmDatadistPeer, 64: peer 0, name 8, address 16, transport 24, metadata 32, metadata_size 40, reserved 48);
     layout!(LlmDatadistEvent, 192: kind 0, status 4, transfer 8, peer 16, message 80, message_size 88, reason 96);
     layout!(LlmDatadistEvent, 192: unconfirmed 104, token 112, reserved 160);

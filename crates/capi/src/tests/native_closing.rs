@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::native::{BLOCK, LONG, Node, TENSORS, fails, progress};
-use super::native_events::{Linked, events};
+use super::native_events::{Linked, descriptor, events, readable};
 use super::reason;
 use crate::abi::{process, *};
 use crate::native::HeldEngine;
@@ -125,6 +125,26 @@ fn events_wait_for_the_handles_of_transfers_that_have_started() {
         begins.recv().unwrap();
         events(&node, 9);
         assert!(made.load(Ordering::SeqCst), "the event came before the handle");
+    });
+}
+
+/// An event that a call has taken from the engine is returned by it, also if the engine is closed meanwhile.
+#[test]
+fn polled_events_are_returned_by_a_call_during_which_the_engine_closes() {
+    let node = Node::new(&[]);
+    let held = process::current().engines.get(node.engine).unwrap();
+    let copy = node.copy(1, 0);
+    let descriptor = descriptor(&node);
+    assert!(readable(descriptor, 60_000));
+    thread::scope(|scope| {
+        let starting = held.starting();
+        let polls = scope.spawn(|| events(&node, 9).iter().map(|event| event.transfer).collect::<Vec<_>>());
+        while readable(descriptor, 0) {
+            thread::yield_now();
+        }
+        held.engine.close(Duration::ZERO);
+        drop(starting);
+        assert_eq!(polls.join().unwrap(), [copy]);
     });
 }
 

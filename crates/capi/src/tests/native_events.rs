@@ -42,14 +42,14 @@ pub(super) fn events(node: &Node, most: usize) -> Vec<LlmDatadistEvent> {
     events
 }
 
-fn descriptor(node: &Node) -> i32 {
+pub(super) fn descriptor(node: &Node) -> i32 {
     let mut descriptor = -1;
     // SAFETY: it lives here.
     assert_eq!(unsafe { llm_datadist_event_descriptor(node.engine, &raw mut descriptor) }, 0, "{}", reason());
     descriptor
 }
 
-fn readable(descriptor: i32, milliseconds: i32) -> bool {
+pub(super) fn readable(descriptor: i32, milliseconds: i32) -> bool {
     let mut asked = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
     // SAFETY: one structure, which lives here.
     unsafe { libc::poll(&raw mut asked, 1, milliseconds) == 1 }

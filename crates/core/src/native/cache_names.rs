@@ -8,9 +8,9 @@ use std::sync::Arc;
 use super::cache_form::CacheForm;
 use crate::cache::Cache;
 use crate::engine::{DataDist, End, RemoteName};
-use crate::error::Result;
+use crate::error::{Error, Result, ensure};
 use crate::memory::Adopted;
-use crate::model::{CacheId, ClusterId, Placement};
+use crate::model::{CacheId, CacheKind, ClusterId, Placement};
 use crate::validate;
 
 /// Which engine caches and peers belong to: its name, which peers and errors show. Only clones of one value are equal, so that it
@@ -83,6 +83,14 @@ impl OwnCache {
         form: &CacheForm,
         (adopted, shared): (Adopted, bool),
     ) -> Result<Arc<Self>> {
+        ensure(!form.contiguous, || {
+            Error::argument("form", "contiguous", "without contiguous, which is for allocated caches")
+        })?;
+        let same = adopted.desc() == form.desc() && adopted.layout().kind == CacheKind::Blocks;
+        ensure(same, || {
+            let required = "that of the memory: CacheForm::desc and CacheKind::Blocks of Adopted::new";
+            Error::argument("form", format_args!("{:?}", form.desc()), required)
+        })?;
         let cache = engine.register_named(name, adopted, shared)?;
         Ok(Self::of(owner, name, &cache, form.layers()))
     }

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use super::cache_form::CacheForm;
@@ -32,6 +32,8 @@ pub struct Engine {
     name: EngineName,
     /// Whether calls are refused, because the engine closes.
     closing: AtomicBool,
+    /// Held by a `close` until nothing of the engine is left, so that another one does not return earlier.
+    closer: Mutex<()>,
     /// Held shared by each call, so that `close` waits for it.
     open: RwLock<Option<DataDist>>,
 }
@@ -40,7 +42,8 @@ impl Engine {
     pub(super) fn open(config: Config) -> Result<Self> {
         let engine = DataDist::open(config)?;
         let name = EngineName::new(&engine.config().name);
-        Ok(Engine { name, closing: AtomicBool::new(false), open: RwLock::new(Some(engine)) })
+        let (closing, closer) = (AtomicBool::new(false), Mutex::default());
+        Ok(Engine { name, closing, closer, open: RwLock::new(Some(engine)) })
     }
 
     /// Runs `call` on the engine, unless it is closed or closes. The engine stays open until `call` has returned, which must not wait
@@ -209,8 +212,9 @@ impl Engine {
             // Fails only if the engine is closed, because nothing interrupts this wait.
             let _ = self.run_until_closed(|engine| engine.drain(limit));
         }
+        let _alone = self.closer.lock().unwrap_or_else(PoisonError::into_inner);
         let engine = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-        // Without the lock, so that other calls are refused at once.
+        // Without the lock of calls, so that other calls are refused at once.
         drop(engine);
     }
 }

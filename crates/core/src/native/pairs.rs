@@ -10,7 +10,7 @@ use super::block_rows::{BlockRows, RowsPart};
 use super::cache_names::{EngineName, OwnCache, PeerCache, RowsCache};
 use super::moved_rows::{self, PeerCall, layer_range};
 use crate::engine::{CallExtras, CopyMember, DataDist, GroupMember, LayerReceiver};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
 use crate::events::Transfer;
 use crate::fallible;
 use crate::model::{GrantUse, Verify, Words};
@@ -77,8 +77,12 @@ impl<'a> OwnPairs<'a> {
         .map(OwnPairs)
     }
 
-    /// Starts to copy. `engine` is that of the rows.
+    /// Starts to copy. `engine` is that of the rows. A copy takes no grants, and no message.
     pub fn copy(&self, engine: &DataDist, extras: &PairExtras) -> Result<Arc<Transfer>> {
+        no_grants(&extras.grants)?;
+        if let Some(message) = &extras.notify {
+            return Err(Error::argument("len(notify)", message.len(), "absent: a copy has no peer"));
+        }
         let parts = each(self.0.iter(), |pair| {
             let ((dst, src), (to, from)) = (pair.rows, pair.caches);
             let (pairs, part) = moved_rows::within_engine(dst, src)?;
@@ -117,6 +121,10 @@ impl<'a> PeerPairs<'a> {
     /// Starts the pull or push. `engine` is that of the rows.
     pub fn start(&self, engine: &DataDist, extras: PairExtras) -> Result<Arc<Transfer>> {
         let PairExtras { grants, notify, verify, limit } = extras;
+        ensure(grants.is_empty() || grants.len() == self.pairs.len(), || {
+            let required = format!("0 or {}, one for each pair", self.pairs.len());
+            Error::argument("len(grants)", grants.len(), required)
+        })?;
         let extras = CallExtras { notify, verify, words: Words::NATIVE, ..CallExtras::default() };
         let member = |(index, pair): (usize, &PeerPair<'a>)| {
             let moved = moved_rows::with_peer(self.call, pair.local, pair.remote, pair.own.tensors_per_layer);
@@ -144,12 +152,18 @@ impl<'a> PeerPairs<'a> {
 
     /// Starts a push of which the caller reports each layer. `engine` is that of the rows. A push takes no grants.
     pub fn start_layers(&self, engine: &DataDist, extras: PairExtras) -> Result<LayerTask> {
-        let PairExtras { notify, verify, limit, .. } = extras;
+        let PairExtras { grants, notify, verify, limit } = extras;
+        no_grants(&grants)?;
         let extras = CallExtras { notify, verify, words: Words::NATIVE, ..CallExtras::default() };
         let first = self.pairs.first().ok_or_else(|| Error::argument("len(dst)", 0, "at least 1"))?;
         let receivers = each(self.pairs.iter(), |pair| receiver(pair, first.own))?;
         engine.begin_push(&first.own.end(), receivers.into_vec(), limit, extras)
     }
+}
+
+/// Refuses the grants of a call that reads nothing of a peer.
+fn no_grants(grants: &[Option<GrantUse>]) -> Result<()> {
+    ensure(grants.is_empty(), || Error::argument("len(grants)", grants.len(), "0: only a pull takes grants"))
 }
 
 /// Returns the cache of rows that `engine` may lend: whole blocks of a cache of it.

@@ -1,11 +1,16 @@
 //! The engine of Rust programs: wrong arguments, which it refuses itself, and its end. The example of the crate moves bytes.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::{
-    BlockRows, CacheForm, DataType, Engine, Error, ErrorKind, KvLayout, KvPlanes, PairExtras, Placement,
-    Result, RowsPart, TokenOrder,
+    BlockRows, CacheForm, CacheKind, ClusterId, DataType, Engine, Error, ErrorKind, KvLayout, KvPlanes,
+    PairExtras, Placement, Result, RowsPart, TokenOrder,
 };
+
+use crate::fixtures::adopt;
 
 fn open() -> Engine {
     Engine::builder().pool(1 << 20).option("page", "4KiB").open().unwrap()
@@ -71,6 +76,20 @@ fn forms_are_checked_before_they_reach_an_engine() {
 }
 
 #[test]
+fn registered_memory_is_what_the_form_describes() {
+    let (engine, form) = (open(), plain(1, 8, &[64], None).unwrap());
+    // No call reads or writes it.
+    let memory = |kind| adopt(form.desc(), kind, &[1 << 20]);
+    let other = plain(1, 16, &[64], None).unwrap();
+    refused(engine.register("kv", &other, memory(CacheKind::Blocks), false), "form", "CacheForm::desc");
+    refused(engine.register("kv", &form, memory(CacheKind::Batch), false), "form", "CacheKind::Blocks");
+    let mut contiguous = form.clone();
+    contiguous.contiguous = true;
+    refused(engine.register("kv", &contiguous, memory(CacheKind::Blocks), false), "form", "contiguous");
+    engine.register("kv", &form, memory(CacheKind::Blocks), false).unwrap();
+}
+
+#[test]
 fn ranges_of_rows_are_checked() {
     let engine = open();
     let kv = engine.allocate("kv", &plain(2, 8, &[64], None).unwrap()).unwrap();
@@ -106,6 +125,22 @@ fn calls_refuse_rows_of_other_engines_and_narrowed_loans() {
 }
 
 #[test]
+fn grants_and_messages_are_refused_where_they_would_have_no_effect() {
+    let engine = open();
+    let kv = engine.allocate("kv", &plain(2, 8, &[64], None).unwrap()).unwrap();
+    let peer = engine.peer_cache(ClusterId(7), "kv").unwrap();
+    let (own, other) = (kv.rows([0]), peer.rows([1]));
+    let (own, other) = (&own, &other);
+    let grants = |count| PairExtras { grants: vec![None; count], ..PairExtras::default() };
+    refused(engine.pull(&[(own, other), (own, other)], grants(1)), "grants", "0 or 2, one for each pair");
+    refused(engine.pull(&[(own, other)], grants(2)), "grants", "len(grants)=2");
+    refused(engine.push_layers(&[(other, own)], grants(1)), "grants", "only a pull");
+    refused(engine.copy(&[(own, own)], grants(1)), "grants", "only a pull");
+    let notify = PairExtras { notify: Some(vec![0; 3]), ..PairExtras::default() };
+    refused(engine.copy(&[(own, own)], notify), "notify", "len(notify)=3");
+}
+
+#[test]
 fn closed_engine_refuses_calls_and_frees_its_memory() {
     let engine = open();
     let kv = engine.allocate("kv", &plain(2, 8, &[64], None).unwrap()).unwrap();
@@ -119,4 +154,35 @@ fn closed_engine_refuses_calls_and_frees_its_memory() {
     closed(engine.tensors(&kv).unwrap_err());
     closed(engine.free(&kv).unwrap_err());
     closed(engine.stats().unwrap_err());
+}
+
+/// What belongs to memory of the program, and takes a while to drop.
+struct Slow {
+    drops: mpsc::Sender<()>,
+    gone: Arc<AtomicBool>,
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        self.drops.send(()).unwrap();
+        // Time for another close that does not wait.
+        thread::sleep(Duration::from_millis(100));
+        self.gone.store(true, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn second_close_returns_when_the_engine_is_gone_too() {
+    let (engine, form) = (open(), plain(1, 8, &[64], None).unwrap());
+    let (gone, (drops, dropping)) = (Arc::new(AtomicBool::new(false)), mpsc::channel());
+    // No call reads or writes it.
+    let memory = adopt(form.desc(), CacheKind::Blocks, &[1 << 20]);
+    let memory = memory.owned_by(Arc::new(Slow { drops, gone: gone.clone() }));
+    engine.register("kv", &form, memory, false).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| engine.close(Duration::ZERO));
+        dropping.recv().unwrap();
+        engine.close(Duration::ZERO);
+        assert!(gone.load(Ordering::SeqCst), "the engine is still closing");
+    });
 }

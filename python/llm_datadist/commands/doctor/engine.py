@@ -68,8 +68,10 @@ def _ucx(root: Path, stats: Mapping[str, Any]) -> Finding:
 
 def _link(engine: Engine) -> list[Finding]:
     """Link to another process of this host, and return how each kind of its memory is read."""
+    line, said = "", ""
+    pipe = subprocess.PIPE
     try:
-        with subprocess.Popen(_OTHER, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as other:  # noqa: S603
+        with subprocess.Popen(_OTHER, stdout=pipe, stderr=pipe, text=True, errors="replace") as other:  # noqa: S603
             try:
                 ready = other.stdout is not None and select.select([other.stdout], [], [], _LIMIT_S)[0]
                 line = other.stdout.readline() if ready and other.stdout is not None else ""
@@ -77,14 +79,16 @@ def _link(engine: Engine) -> list[Finding]:
                 link = engine.stats()["links"][0]
             finally:
                 other.kill()
+                said = "" if other.stderr is None else other.stderr.read()  # at most what fits in the pipe
     except (Error, OSError, IndexError) as error:
-        meaning = f"another process of this host cannot be linked to: {error}"
+        lines = [] if line else said.split("\n")  # one that does not serve has said why
+        reason = next((text.strip() for text in reversed(lines) if text.strip()), error)
+        meaning = f"another process of this host cannot be linked to: {reason}"
         return [Finding("engine", "link to a process", "fails", PROBLEM, meaning, "follow the text of the error")]
     pools, registered = link["pools"], link["registered"]
     remedy = "allow the calls of shared memory and of reads by process id in the container (seccomp, ptrace_scope)"
-    reason = link["refusal"] or ""
     found = []
-    for name, way, slow in (("allocated caches", pools, pools != "mapped"), ("registered memory", registered, reason)):
-        given = (NOTE, reason or "no memory is shared", remedy) if slow else ()
+    for name, way, best in (("allocated caches", pools, "mapped"), ("registered memory", registered, "process")):
+        given = (NOTE, link["refusal"] or "no memory is shared", remedy) if way != best else ()
         found.append(Finding("engine", f"{name} of a process", _MEANINGS[way], *given))
     return found
