@@ -79,8 +79,8 @@ def test_pull_cache_checks_in_order(decoder: KvCacheManager) -> None:
         ((key, blocks), {}, LE, "blocks cache"),
         ((row, cache, 4), {}, LE, "batch_index=4"),
         ((row, cache, 0, 65), {}, LE, "size=65"),
-        ((row, cache, 0, 64), {"src_cache_offset": 1, "unknown": object()}, UNLINKED, "cluster 1"),
-        ((CacheKey(0, 1), cache), {}, UNLINKED, "cluster 0"),
+        ((row, cache, 0, 64), {"src_cache_offset": 1, "unknown": object()}, UNLINKED, "cluster=1"),
+        ((CacheKey(0, 1), cache), {}, UNLINKED, "cluster=0"),
     ]:
         fails(lambda args=args, more=more: decoder.pull_cache(*args, **more), expected, text, args)
     decoder.deallocate_cache(cache)

@@ -49,12 +49,14 @@ def test_life_of_the_engine(start: Callable[..., LLMDataDist]) -> None:
         False,
     )
     dist.switch_role(LLMRole.DECODER, {"llm.listenIpInfo": "127.0.0.1:0"})
-    assert engine.address == dist.listen_ip_info
+    listened = dist.listen_ip_info
+    assert engine.address == listened
     cache = dist.cache_manager.allocate_blocks_cache(desc())
     copy = engine.copy(cache.native[[1]], cache.native[[0]])
     copy.result(LIMIT)
     dist.finalize()
     assert engine.closed
+    assert engine.address == listened, "where it listened last"
     assert copy.result(0) is None, "handles keep their outcomes"
     with pytest.raises(Closed):
         engine.events()

@@ -1,8 +1,9 @@
 """Passes the log lines of the engine to the logger of the package.
 
-Threads of the engine put lines into a queue and never call Python. While an engine is open, of either API, the daemon
-thread ``llm-log`` passes the queued lines of all engines to ``logging``. Calls of the original's API that make or end
-links, and calls that fail, also pass them before they return. Levels, layout and handlers are those of ``log``.
+Threads of the engine put lines into a queue and never call Python. Each line begins with the name of its engine. While
+an engine is open, of either API, the daemon thread ``llm-log`` passes the queued lines of all engines to ``logging``.
+Calls of the original's API that make or end links, and calls that fail, also pass them before they return. Levels,
+layout and handlers are those of ``log``.
 """
 
 from __future__ import annotations

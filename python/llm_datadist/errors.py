@@ -30,7 +30,8 @@ class Error(Exception):
         code: the kind of failure as a word, such as ``"not_linked"``, for logs and metrics. A class may have several.
         reason: what failed, without the facts.
         argument: the name of the argument that was refused, or ``None``.
-        facts: what is known about the failure: texts by name, such as ``incarnation`` and ``part``.
+        facts: what is known about the failure: texts by name, such as ``part``. ``peer_name``, ``peer`` (its
+            address) and ``incarnation`` say which peer it is about, and ``option`` which option can change it.
         arrived: what a failed pull has written, as ``[(tensor, [(first block, block after the last), ...]), ...]``. All
             bytes of these blocks of the destination are in place. Other blocks of the destination are undefined. Empty
             for every other failure.

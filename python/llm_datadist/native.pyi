@@ -108,8 +108,8 @@ class Engine:
         page: size of a page of both pools: a power of two from 1 KiB to 1 GiB. Every tensor takes whole pages.
         listen: address at which peers can link to this engine: ``"ip:port"`` or ``"[ipv6]:port"``. Port 0 takes a free
             port; ``address`` returns it. ``None``: nobody can link to this engine, but it can link to others.
-        name: name that peers (``Peer.name``) and statistics show: 1 to 128 bytes of UTF-8, printable. By default
-            ``"<host name>/<process id>/<number>"``. Names need not be unique.
+        name: name that peers (``Peer.name``), log lines and statistics show: 1 to 128 bytes of UTF-8, printable. By
+            default ``"<host name>/<process id>/<number>"``. Names need not be unique.
         metadata: bytes that peers read as ``Peer.metadata``, at most 16 KiB.
         token: secret that both ends of a link must have, at least 16 characters. ``None``: that of ``token_file`` or
             of the environment variable ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``, if one is set. Without a

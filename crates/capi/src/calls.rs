@@ -65,7 +65,7 @@ impl ClusterResults {
         let mut status = |result: Result<()>| match result {
             Ok(()) => failure::status(StatusCode::Success),
             Err(error) => {
-                reasons.push(error.to_string());
+                reasons.push(error.original().to_string());
                 whole = StatusCode::of_cpp(error.kind());
                 failure::status(whole)
             }

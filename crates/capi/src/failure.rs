@@ -56,7 +56,7 @@ pub(crate) fn guarded_as(code: fn(ErrorKind) -> StatusCode, call: impl FnOnce() 
     match caught(call) {
         Ok(()) => status(StatusCode::Success),
         Err(error) => {
-            keep(&error.to_string());
+            keep(&error.original().to_string());
             status(code(error.kind()))
         }
     }
@@ -66,7 +66,7 @@ pub(crate) fn guarded_as(code: fn(ErrorKind) -> StatusCode, call: impl FnOnce() 
 pub(crate) fn native(call: impl FnOnce() -> Result<()>) -> u32 {
     caught(call).err().map_or(0, |error| {
         let words = ErrorWords(&error);
-        let (reason, argument) = (words.to_string(), words.argument().unwrap_or_default());
+        let (reason, argument) = (error.to_string(), words.argument().unwrap_or_default());
         replace(Failure { reason: c_text(&reason), code: c_text(words.code()), argument: c_text(argument) });
         class_status(words.class())
     })

@@ -7,6 +7,7 @@ use std::cell::Cell;
 use std::io::Write;
 use std::sync::{Once, PoisonError, RwLock};
 
+use llm_datadist_core::bindings::engine_of_thread;
 use llm_datadist_core::{Error, ErrorKind, Result};
 use llm_datadist_embed::{Level, Line, Sink, install_log};
 
@@ -34,7 +35,7 @@ const LEVELS: [(i32, Level); 4] = [(1, Level::ERROR), (2, Level::WARN), (3, Leve
 pub(crate) fn install(cell: RecipientCell) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        install_log(ToProgram { cell, shows_errors: shows_errors() });
+        install_log(ToProgram { cell, shows_errors: shows_errors() }, engine_of_thread);
     });
 }
 

@@ -75,7 +75,7 @@ fn decode() -> Result<(), Failure> {
     while pull.is_none() {
         for event in next_events(&engine)? {
             if let Event::Notification(message) = event {
-                let token = GrantToken::from_bytes(&message.payload)?;
+                let token = GrantToken::from_bytes("payload", &message.payload)?;
                 let remote = engine.peer_cache(message.peer.cluster, "kv")?;
                 let grants = vec![Some(GrantUse { token, done: true })];
                 let pairs = [(&kv.rows([20, 21]), &remote.rows([3, 4]))];

@@ -2,6 +2,7 @@
 //! with the engine, and support for libraries that are loaded into another program.
 
 pub use crate::memory::{abandon as abandon_sockets, above_standard_streams, remember_process, this_process};
+pub use crate::threads::engine_of_thread;
 
 /// Builds lists whose length the caller chooses. A failed allocation returns an error and does not abort.
 pub mod fallible {

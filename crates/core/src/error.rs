@@ -1,6 +1,7 @@
 //! The error type of the crate: one closed list of kinds, a message, the argument that was wrong, named facts and a cause.
 //!
-//! `status` maps the kinds to the status codes that users compare.
+//! `status` maps the kinds to the status codes that users compare. [`Error`] shows itself in the words of the native API, and
+//! [`Error::original`] in those of the original's API. They differ in facts only.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -96,10 +97,63 @@ struct Report {
     kind: ErrorKind,
     message: String,
     argument: Option<Box<str>>,
-    context: Vec<(&'static str, String)>,
+    context: Vec<Fact>,
     arrived: Vec<ArrivedRows>,
     permanent: bool,
     source: Option<Arc<dyn StdError + Send + Sync>>,
+}
+
+/// A named fact.
+#[derive(Clone, PartialEq, Eq)]
+struct Fact {
+    name: &'static str,
+    value: String,
+    /// The only API whose callers know what it means, if there is one.
+    only: Option<Api>,
+}
+
+/// The APIs of an engine.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Api {
+    Native,
+    Original,
+}
+
+/// The facts that have a meaning in the original's API only: cluster ids.
+const ORIGINAL_FACTS: [&str; 5] = ["cluster", "cluster_id", "peer_cluster", "answered_cluster", "linked"];
+
+/// An option that can change what an error reports, as each API calls it.
+#[derive(Clone, Copy, Debug)]
+pub struct OptionName {
+    /// The key among the texts of the original's API.
+    pub original: &'static str,
+    /// The name in the native API; empty if it has no such option.
+    pub native: &'static str,
+}
+
+macro_rules! option_names {
+    ($($name:ident: $original:literal, $native:literal;)*) => {
+        impl OptionName {
+            $(pub(crate) const $name: OptionName = OptionName { original: $original, native: $native };)*
+
+            /// All of them, for the test that the table of options has each.
+            #[cfg(test)]
+            pub(crate) const ALL: &[OptionName] = &[$(OptionName::$name),*];
+        }
+    };
+}
+
+option_names! {
+    ACCEPT_REMOTE: "llm.LinkAcceptRemote", "accept_remote";
+    ADDRESSES: "llm.LinkAddresses", "addresses";
+    BACKEND: "llm.TransferBackend", "backend";
+    ONE_SIDED: "llm.EnableRemoteCacheAccessible", "";
+    REMOTE_MEMORY: "llm.LinkRemoteMemory", "remote_memory";
+    SILENCE: "llm.LinkSilence", "silence";
+    SWAP_IN_PATH: "llm.SwapInPath", "swap_in_path";
+    TOKEN: "llm.LinkToken", "token";
+    TRANSPORT: "llm.LinkTransport", "transport";
+    UCX_LIBRARY: "llm.UcxLibrary", "ucx_library";
 }
 
 /// System errors for a lack of descriptors or memory.
@@ -127,10 +181,10 @@ impl Error {
         Error::new(ErrorKind::InvalidArgument, message)
     }
 
-    /// Returns the error for a call on an engine that was finalized.
+    /// Returns the error for a call on an engine that was closed.
     #[cold]
     pub(crate) fn closed() -> Self {
-        Error::new(ErrorKind::Closed, "the engine was finalized")
+        Error::new(ErrorKind::Closed, "the engine was closed")
     }
 
     /// Returns the error for an invalid argument: its name, its value and what it must be.
@@ -157,8 +211,32 @@ impl Error {
 
     /// Adds a named fact. A fact that the error already has is not added twice.
     #[must_use]
-    pub fn with(mut self, name: &'static str, value: impl fmt::Display) -> Self {
-        let fact = (name, value.to_string());
+    pub fn with(self, name: &'static str, value: impl fmt::Display) -> Self {
+        let only = ORIGINAL_FACTS.contains(&name).then_some(Api::Original);
+        self.with_fact(Fact { name, value: value.to_string(), only })
+    }
+
+    /// Adds a named fact that only callers of the native API need.
+    #[must_use]
+    pub(crate) fn with_native(self, name: &'static str, value: impl fmt::Display) -> Self {
+        self.with_fact(Fact { name, value: value.to_string(), only: Some(Api::Native) })
+    }
+
+    /// Adds the option that can change what the error reports.
+    #[must_use]
+    pub(crate) fn of_option(mut self, option: OptionName) -> Self {
+        for (value, api) in [(option.original, Api::Original), (option.native, Api::Native)] {
+            let known = |fact: &&mut Fact| fact.name == "option" && fact.only == Some(api);
+            match self.0.context.iter_mut().find(known) {
+                _ if value.is_empty() => (),
+                Some(fact) => fact.value = format!("{} or {value}", fact.value),
+                None => self.0.context.push(Fact { name: "option", value: value.into(), only: Some(api) }),
+            }
+        }
+        self
+    }
+
+    fn with_fact(mut self, fact: Fact) -> Self {
         if !self.0.context.contains(&fact) {
             self.0.context.push(fact);
         }
@@ -237,8 +315,8 @@ impl Error {
     /// Returns `reported` with the facts and the arrived rows of this error, which it takes the place of.
     #[must_use]
     pub(crate) fn replaced_by(mut self, reported: Error) -> Error {
-        let Report { kind, message, argument, context, .. } = *reported.0;
-        (self.0.kind, self.0.message, self.0.argument, self.0.source) = (kind, message, argument, None);
+        let Report { kind, message, argument, context, source, .. } = *reported.0;
+        (self.0.kind, self.0.message, self.0.argument, self.0.source) = (kind, message, argument, source);
         self.0.context.extend(context);
         self
     }
@@ -261,7 +339,41 @@ impl Error {
 
     /// Returns the named facts, in the order of the text.
     pub fn facts(&self) -> impl Iterator<Item = (&'static str, &str)> {
-        self.0.context.iter().map(|(name, value)| (*name, value.as_str()))
+        self.facts_in(Api::Native)
+    }
+
+    fn facts_in(&self, api: Api) -> impl Iterator<Item = (&'static str, &str)> {
+        let shown = self.0.context.iter().filter(move |fact| fact.only.is_none_or(|only| only == api));
+        shown.map(|fact| (fact.name, fact.value.as_str()))
+    }
+
+    /// Returns the whole text for callers of the original's API.
+    pub fn original(&self) -> impl fmt::Display {
+        self.for_engine(false)
+    }
+
+    /// Returns the whole text for the log of an engine that the native API has opened, or the original's.
+    pub(crate) fn for_engine(&self, native: bool) -> impl fmt::Display {
+        fmt::from_fn(move |f| self.show(f, if native { Api::Native } else { Api::Original }))
+    }
+
+    fn show(&self, f: &mut fmt::Formatter<'_>, api: Api) -> fmt::Result {
+        f.write_str(&self.0.message)?;
+        let mut separator = " (";
+        for (name, value) in self.facts_in(api) {
+            write!(f, "{separator}{name}={value}")?;
+            separator = ", ";
+        }
+        if separator == ", " {
+            f.write_str(")")?;
+        }
+        match &self.0.source {
+            Some(source) => match source.downcast_ref::<Error>() {
+                Some(source) => f.write_str(": ").and_then(|()| source.show(f, api)),
+                None => write!(f, ": {source}"),
+            },
+            None => Ok(()),
+        }
     }
 
     /// Returns the name of the argument that the error is about. `None` if it is about several arguments or about none.
@@ -271,7 +383,7 @@ impl Error {
 
     /// Returns the value of a named fact, if the error has it.
     pub fn fact(&self, name: &str) -> Option<&str> {
-        self.0.context.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())
+        self.0.context.iter().find(|fact| fact.name == name).map(|fact| fact.value.as_str())
     }
 }
 
@@ -291,17 +403,7 @@ impl Eq for Error {}
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.message)?;
-        for (i, (name, value)) in self.0.context.iter().enumerate() {
-            write!(f, "{}{name}={value}", if i == 0 { " (" } else { ", " })?;
-        }
-        if !self.0.context.is_empty() {
-            f.write_str(")")?;
-        }
-        if let Some(source) = &self.0.source {
-            write!(f, ": {source}")?;
-        }
-        Ok(())
+        self.show(f, Api::Native)
     }
 }
 

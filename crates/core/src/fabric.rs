@@ -10,7 +10,7 @@ use std::sync::Arc;
 use llm_datadist_ucx::{Counts, Error as UcxError, Fabric, Options};
 
 use crate::config::{Backend, FabricConfig};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::memory::{FabricRegion, Region, SharedRegion, Tensors, load_ucx};
 use crate::protocol::{BoundedBytes, FabricOffer, FabricPool, MAX_OFFER_BYTES, Run};
 
@@ -22,7 +22,7 @@ const TRANSPORTS: &str = "rc,dc,ud,srd";
 /// The kernel lists RDMA devices here.
 const DEVICES: &str = "/sys/class/infiniband";
 /// The reasons why an engine does not use UCX: the configuration, or the lack of a device.
-const SOCKETS_CHOSEN: &str = "llm.TransferBackend=sockets";
+const SOCKETS_CHOSEN: &str = "the configuration chooses sockets";
 const NO_DEVICE: &str = "this host has no RDMA device (/sys/class/infiniband)";
 
 /// What this process can read in place, or the reason why it cannot.
@@ -67,8 +67,8 @@ impl EngineFabric {
         let opened = if token {
             Self::opened(config, pools)
         } else {
-            let why = "UCX needs a token (llm.LinkToken or llm.LinkTokenFile), because it does not authenticate peers";
-            Err(Error::new(ErrorKind::NotEnabled, why))
+            let why = "UCX needs a token, because it does not authenticate peers";
+            Err(Error::new(ErrorKind::NotEnabled, why).of_option(OptionName::TOKEN))
         };
         match opened {
             Ok(fabric) => Ok(Ok(fabric)),
@@ -168,17 +168,19 @@ impl PeerFabric {
 
 /// Returns the error of UCX if it cannot be used, and what the user can do about it.
 fn unusable(config: &FabricConfig, error: &UcxError) -> Error {
-    let text = match error {
-        UcxError::Library(reason) if config.ucx_library.is_none() => {
-            format!("{reason}; set llm.UcxLibrary to use another file")
+    match error {
+        UcxError::Library(reason) => {
+            let unusable = Error::new(ErrorKind::NotEnabled, reason);
+            if config.ucx_library.is_some() { unusable } else { unusable.of_option(OptionName::UCX_LIBRARY) }
         }
-        UcxError::Library(reason) => reason.clone(),
-        error => format!(
-            "UCX cannot be used: {error}; UCX_LOG_LEVEL=info shows the cause, and UCX_TLS chooses the transports \
-            ({TRANSPORTS} if it is not set)"
-        ),
-    };
-    Error::new(ErrorKind::NotEnabled, text)
+        error => {
+            let text = format!(
+                "UCX cannot be used: {error}; UCX_LOG_LEVEL=info shows the cause, and UCX_TLS chooses the transports \
+                 ({TRANSPORTS} if it is not set)"
+            );
+            Error::new(ErrorKind::NotEnabled, text)
+        }
+    }
 }
 
 /// Opens UCX with the settings of the configuration.
@@ -220,7 +222,7 @@ mod tests {
         let named = FabricConfig { ucx_library: Some("/ucx".into()), ..FabricConfig::default() };
         for (config, text) in [
             (&named, "it cannot be used"),
-            (&FabricConfig::default(), "it cannot be used; set llm.UcxLibrary to use another file"),
+            (&FabricConfig::default(), "it cannot be used (option=ucx_library)"),
         ] {
             assert_eq!(unusable(config, &missing).to_string(), text);
         }

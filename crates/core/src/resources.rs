@@ -23,6 +23,7 @@ use crate::threads::EngineNumber;
 /// What one engine owns.
 #[derive(Debug)]
 pub struct Resources {
+    pub(crate) engine: EngineNumber,
     pub config: Config,
     pub table: Table,
     pub copy_engine: CopyEngine,
@@ -111,6 +112,7 @@ impl Resources {
             events.keep_news();
         }
         Ok(Resources {
+            engine,
             fabric,
             host,
             device,

@@ -4,6 +4,7 @@
 //! receive them. The Python and C bindings install a [`Sink`] instead.
 
 use std::fmt::{self, Write};
+use std::sync::Arc;
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -26,7 +27,7 @@ pub struct Line {
     pub file: &'static str,
     /// Line number in that file, or 0.
     pub line: u32,
-    /// The message, then `name=value` for each field. Control characters are escaped, because parts of the
+    /// The name of the engine in brackets, if it is known, the message, and `name=value` for each field. Control characters are escaped, because parts of the
     /// text may come from a peer (`tests/integration/log.rs`).
     pub text: String,
 }
@@ -41,27 +42,32 @@ pub trait Sink: Send + Sync + 'static {
     fn take(&self, line: Line);
 }
 
-/// Sends all further events of this process to `sink`. Returns `false` if a subscriber is already installed.
-pub fn install(sink: impl Sink) -> bool {
-    set_global_default(Lines(sink)).is_ok()
+/// Returns the name of the engine for which the calling thread works.
+type EngineName = fn() -> Option<Arc<str>>;
+
+/// Sends all further events of this process to `sink`. `engine` returns the name of the engine for which the thread of an event
+/// works. Returns `false` if a subscriber is already installed.
+pub fn install(sink: impl Sink, engine: EngineName) -> bool {
+    set_global_default(Lines(sink, engine)).is_ok()
 }
 
-/// Renders `event` as a line.
-fn line(event: &Event<'_>) -> Line {
+/// Renders an event of `engine` as a line.
+fn line(event: &Event<'_>, engine: Option<Arc<str>>) -> Line {
     let metadata = event.metadata();
     let mut fields = FieldText::default();
     event.record(&mut fields);
+    let engine = engine.map_or_else(String::new, |name| format!("[{name}] "));
     let file = metadata.file().unwrap_or_default();
     Line {
         level: *metadata.level(),
         target: metadata.target(),
         file: file.rsplit('/').next().unwrap_or(file),
         line: metadata.line().unwrap_or_default(),
-        text: clean(&(fields.message + &fields.fields)),
+        text: clean(&(engine + &fields.message + &fields.fields)),
     }
 }
 
-struct Lines<S>(S);
+struct Lines<S>(S, EngineName);
 
 impl<S: Sink> Subscriber for Lines<S> {
     fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
@@ -73,7 +79,7 @@ impl<S: Sink> Subscriber for Lines<S> {
     }
 
     fn event(&self, event: &Event<'_>) {
-        self.0.take(line(event));
+        self.0.take(line(event, (self.1)()));
     }
 
     // The engine has no spans.

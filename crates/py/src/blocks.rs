@@ -62,7 +62,7 @@ impl BlocksArg<'_, '_> {
         let py = self.py();
         let words = index_arrays::flat(name, &self.0).map_err(|error| error::mismatch(py, error))?;
         let words = words.ok_or_else(|| self.not_listed(name))?;
-        let mut numbers = convert::room(py, words.len())?;
+        let mut numbers = convert::room(py, words.len(), raise)?;
         numbers.extend(words.into_iter().map(i64::cast_unsigned));
         Ok(numbers)
     }
@@ -73,7 +73,7 @@ impl BlocksArg<'_, '_> {
         if let Some(pairs) = raw::dict_words(&dict).map_err(|error| raise(py, &error))? {
             return Ok(pairs);
         }
-        let mut pairs = convert::room(py, dict.len())?;
+        let mut pairs = convert::room(py, dict.len(), raise)?;
         // The loop runs no Python code, so the dict cannot change.
         for (src, dst) in dict.iter() {
             pairs.push((dict_int(name, "key", &src)?, dict_int(name, "value", &dst)?));
@@ -87,7 +87,7 @@ impl BlocksArg<'_, '_> {
         if let Some(pairs) = raw::dict_lists(&dict).map_err(|error| raise(py, &error))? {
             return Ok(pairs);
         }
-        let mut pairs = convert::room(py, dict.len())?;
+        let mut pairs = convert::room(py, dict.len(), raise)?;
         // The loop runs no Python code, so the dict cannot change.
         for (src, list) in dict.iter() {
             let src = dict_int(name, "key", &src)?;
@@ -99,7 +99,7 @@ impl BlocksArg<'_, '_> {
                     return Err(inner_only_support("dict value", at, "['int']", &dst));
                 }
                 let dst = held_int(name, &dst)?;
-                convert::push(py, &mut pairs, (src, dst))?;
+                convert::push(py, &mut pairs, (src, dst), raise)?;
             }
         }
         Ok(pairs)
@@ -120,7 +120,7 @@ fn one_by_one<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py
         let indices = match &mut indices {
             Some(indices) => indices,
             // Allocated at the first item, because an error needs an interpreter, which an item has.
-            none => none.insert(convert::room(item.py(), count)?),
+            none => none.insert(convert::room(item.py(), count, raise)?),
         };
         if !is_int(&item) {
             return Err(inner_only_support(name, at, "['int']", &item));
@@ -173,12 +173,12 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let words = array.call_method1(intern!(py, "astype"), as_words);
     let bytes = words.and_then(|words| words.call_method0(intern!(py, "tobytes")));
     // A copy for which numpy has no memory is reported like any other list of the call.
-    let bytes = bytes.map_err(|error| convert::short(py, error, count.saturating_mul(16)))?;
+    let bytes = bytes.map_err(|error| convert::short(py, error, count.saturating_mul(16), raise))?;
     let bytes = bytes.cast::<PyBytes>()?.as_bytes();
     if Some(bytes.len()) != count.checked_mul(16) {
         return Err(wrong());
     }
-    let mut pairs = convert::room(py, *count)?;
+    let mut pairs = convert::room(py, *count, raise)?;
     engine::allow_threads(py, || words_of(bytes, kind == 'u', &mut pairs))
         .map_err(|(row, pair)| raise(py, &index_arrays::wide_pair(name, row, pair)))?;
     Ok(pairs)

@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::arguments::{AddressesArg, DescArg};
 use crate::engine::ProcessOwned;
-use crate::error::raise;
+use crate::error::{Raise, raise};
 use crate::numpy::import_numpy;
 use crate::raw::{self, CachePart, DL_CPU};
 
@@ -33,7 +33,7 @@ impl LooseCache {
     }
 
     fn views(&self, py: Python<'_>) -> PyResult<Vec<TensorView>> {
-        let views = self.cache.get().and_then(TensorView::all);
+        let views = self.cache.get().and_then(|cache| TensorView::all(cache, raise));
         views.map_err(|error| raise(py, &error))
     }
 }
@@ -89,25 +89,27 @@ impl ManagedCache {
 pub(crate) struct TensorView {
     cache: ProcessOwned<Cache>,
     index: usize,
+    /// The exceptions of the API that made the view.
+    pub(crate) raise: Raise,
 }
 
 impl TensorView {
     /// Creates a view of every tensor of `cache`, after checking that the memory is mapped.
-    pub(crate) fn all(cache: &Arc<Cache>) -> Result<Vec<Self>> {
+    pub(crate) fn all(cache: &Arc<Cache>, raise: Raise) -> Result<Vec<Self>> {
         cache.check_views()?;
-        let view = |index| TensorView { cache: ProcessOwned::new(cache.clone()), index };
+        let view = |index| TensorView { cache: ProcessOwned::new(cache.clone()), index, raise };
         fallible::collect("the views of tensors", (0..cache.addrs().len()).map(view))
     }
 
     /// Creates a view of one tensor of `cache`.
-    pub(crate) fn one(cache: &Arc<Cache>, index: usize) -> Result<Self> {
-        let view = Self::all(cache)?.into_iter().nth(index);
+    pub(crate) fn one(cache: &Arc<Cache>, index: usize, raise: Raise) -> Result<Self> {
+        let view = Self::all(cache, raise)?.into_iter().nth(index);
         view.ok_or_else(|| Error::argument("tensor_index", index, "a tensor of the cache"))
     }
 
     /// Returns the cache that the tensor belongs to.
     pub(crate) fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
-        self.cache.get().map_err(|error| raise(py, &error))
+        self.cache.get().map_err(|error| (self.raise)(py, &error))
     }
 }
 
@@ -174,7 +176,7 @@ impl TensorView {
         cpu_only(stream, dl_device, copy)?;
         let cache = self.cache(py)?;
         let part = CachePart::OneTensor(self.index, dlpack_type(cache.data_type())?);
-        raw::capsule(py, cache, part, max_version.is_some_and(|(major, _)| major >= 1))
+        raw::capsule(py, cache, part, max_version.is_some_and(|(major, _)| major >= 1), self.raise)
     }
 
     #[expect(clippy::unused_self, reason = "a method in the protocol")]

@@ -9,7 +9,7 @@ use pyo3::types::{PyMemoryView, PyType};
 
 use crate::cache::{TensorView, cpu_only};
 use crate::engine::ProcessOwned;
-use crate::error::raise;
+use crate::error::Raise;
 use crate::numpy::import_numpy;
 use crate::raw::{self, CachePart, DL_CPU, ExportsCache};
 
@@ -18,6 +18,7 @@ use crate::raw::{self, CachePart, DL_CPU, ExportsCache};
 pub(crate) struct FlatView {
     cache: ProcessOwned<Cache>,
     address: u64,
+    raise: Raise,
 }
 
 impl ExportsCache for FlatView {
@@ -42,7 +43,7 @@ pub(crate) fn of(py: Python<'_>, view: TensorView) -> PyResult<Bound<'_, PyAny>>
 
 impl FlatView {
     fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
-        self.held().map_err(|error| raise(py, &error))
+        self.held().map_err(|error| (self.raise)(py, &error))
     }
 }
 
@@ -51,9 +52,10 @@ impl FlatView {
     /// Creates the buffer of the cache to which `view` belongs.
     #[new]
     fn new(view: &Bound<'_, TensorView>) -> PyResult<Self> {
-        let cache = view.get().cache(view.py())?;
-        let address = cache.one_range().map_err(|error| raise(view.py(), &error))?;
-        Ok(FlatView { cache: ProcessOwned::new(cache.clone()), address })
+        let (py, raise) = (view.py(), view.get().raise);
+        let cache = view.get().cache(py)?;
+        let address = cache.one_range().map_err(|error| raise(py, &error))?;
+        Ok(FlatView { cache: ProcessOwned::new(cache.clone()), address, raise })
     }
 
     #[getter]
@@ -88,7 +90,7 @@ impl FlatView {
     ) -> PyResult<Bound<'py, PyAny>> {
         cpu_only(stream, dl_device, copy)?;
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
-        raw::capsule(py, self.cache(py)?, CachePart::AllBytes, versioned)
+        raw::capsule(py, self.cache(py)?, CachePart::AllBytes, versioned, self.raise)
     }
 
     #[expect(clippy::unused_self, reason = "a method in the protocol")]

@@ -7,13 +7,13 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{CacheDesc, DataType, Error, Placement};
+use llm_datadist_core::{CacheDesc, DataType, Placement};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 
-use crate::error::{invalid, raise};
+use crate::error::{Raise, invalid, raise};
 use crate::python_types::PythonTypes;
 
 /// Any Python object.
@@ -132,38 +132,18 @@ pub(crate) fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
 const LISTS: &str = "the lists of a call";
 
 /// Returns an empty list with room for `count` items.
-pub(crate) fn room<T>(py: Python<'_>, count: usize) -> PyResult<Vec<T>> {
-    room_as(py, count, raise)
-}
-
-/// Returns the same, with the exception of another API.
-pub(crate) fn room_as<T>(
-    py: Python<'_>,
-    count: usize,
-    raise: fn(Python<'_>, &Error) -> PyErr,
-) -> PyResult<Vec<T>> {
+pub(crate) fn room<T>(py: Python<'_>, count: usize, raise: Raise) -> PyResult<Vec<T>> {
     fallible::with_capacity(LISTS, count).map_err(|error| raise(py, &error))
 }
 
 /// Adds one item to a list that may be full, because Python code may have made its source longer meanwhile.
-pub(crate) fn push<T>(py: Python<'_>, list: &mut Vec<T>, item: T) -> PyResult<()> {
+pub(crate) fn push<T>(py: Python<'_>, list: &mut Vec<T>, item: T, raise: Raise) -> PyResult<()> {
     fallible::push(LISTS, list, item).map_err(|error| raise(py, &error))
 }
 
 /// Returns `error`, or the engine's out-of-memory error if `error` is a `MemoryError`.
 #[cold]
-pub(crate) fn short(py: Python<'_>, error: PyErr, bytes: usize) -> PyErr {
-    short_as(py, error, bytes, raise)
-}
-
-/// Returns the same, with the exception of another API.
-#[cold]
-pub(crate) fn short_as(
-    py: Python<'_>,
-    error: PyErr,
-    bytes: usize,
-    raise: fn(Python<'_>, &Error) -> PyErr,
-) -> PyErr {
+pub(crate) fn short(py: Python<'_>, error: PyErr, bytes: usize, raise: Raise) -> PyErr {
     if error.is_instance_of::<PyMemoryError>(py) {
         raise(py, &fallible::out_of_memory(LISTS, bytes))
     } else {
@@ -237,11 +217,11 @@ pub(crate) fn placement(value: &Any<'_>) -> PyResult<Placement> {
 }
 
 /// Reads the items of a list or tuple.
-pub(crate) fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
+pub(crate) fn listed<'py>(name: &str, value: &Any<'py>, raise: Raise) -> PyResult<Vec<Any<'py>>> {
     if let Ok(list) = value.cast::<PyList>() {
-        gathered(value.py(), list.len(), list.iter().map(Ok))
+        gathered(value.py(), list.len(), list.iter().map(Ok), raise)
     } else if let Ok(tuple) = value.cast::<PyTuple>() {
-        gathered(value.py(), tuple.len(), tuple.iter().map(Ok))
+        gathered(value.py(), tuple.len(), tuple.iter().map(Ok), raise)
     } else {
         Err(only_support(name, "['list', 'tuple']", value))
     }
@@ -249,10 +229,10 @@ pub(crate) fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>
 
 /// Reads a list or tuple of unsigned integers. A wrong type anywhere is reported before a value out of range.
 pub(crate) fn numbers(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
-    let items = listed(name, value)?;
+    let items = listed(name, value, raise)?;
     match items.iter().enumerate().find(|(_, item)| !is_int(item)) {
         Some((at, other)) => Err(inner_only_support(name, at, "['int']", other)),
-        None => gathered(value.py(), items.len(), items.iter().map(|item| int(name, item))),
+        None => gathered(value.py(), items.len(), items.iter().map(|item| int(name, item)), raise),
     }
 }
 
@@ -261,20 +241,22 @@ pub(crate) fn gathered<T>(
     py: Python<'_>,
     count: usize,
     items: impl Iterator<Item = PyResult<T>>,
+    raise: Raise,
 ) -> PyResult<Vec<T>> {
-    let mut list = room(py, count)?;
+    let mut list = room(py, count, raise)?;
     for item in items {
-        push(py, &mut list, item?)?;
+        push(py, &mut list, item?, raise)?;
     }
     Ok(list)
 }
 
 /// Returns a copy of `bytes` as Python has it. There may be no memory for it.
-pub(crate) fn bytes<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-    PyBytes::new_with(py, bytes.len(), |copy| {
+pub(crate) fn bytes<'py>(py: Python<'py>, bytes: &[u8], raise: Raise) -> PyResult<Bound<'py, PyBytes>> {
+    let copied = PyBytes::new_with(py, bytes.len(), |copy| {
         copy.copy_from_slice(bytes);
         Ok(())
-    })
+    });
+    copied.map_err(|error| short(py, error, bytes.len(), raise))
 }
 
 /// `value` must be a `str`.

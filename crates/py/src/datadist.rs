@@ -196,8 +196,8 @@ impl DataDist {
         cache.typed("cache")?;
         let end = cache.end(&self.engine)?;
         self.engine.enter(cache.py(), |engine| match &end {
-            End::Loose(loose) => TensorView::all(loose),
-            End::Managed(id) => TensorView::all(&engine.find(*id)?),
+            End::Loose(loose) => TensorView::all(loose, raise),
+            End::Managed(id) => TensorView::all(&engine.find(*id)?, raise),
         })
     }
 

@@ -3,9 +3,10 @@
 //! Nothing else in this crate detaches from the interpreter.
 
 use std::cell::Cell;
+use std::net::SocketAddr;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{remember_process, this_process};
@@ -86,6 +87,10 @@ struct OpenedEngine {
     number: u64,
     /// Whether calls are refused, because the engine closes.
     closing: AtomicBool,
+    /// Where it listened when it was opened.
+    first_address: Option<SocketAddr>,
+    /// Where it listened when it was closed.
+    last_address: OnceLock<Option<SocketAddr>>,
     open: RwLock<Option<ProcessOwned<DataDist>>>,
 }
 
@@ -104,6 +109,8 @@ impl Engine {
             mode,
             number: OPENED.fetch_add(1, Ordering::Relaxed),
             closing: AtomicBool::new(false),
+            first_address: engine.listening(),
+            last_address: OnceLock::new(),
             open: RwLock::new(Some(ProcessOwned::new(Arc::new(engine)))),
         };
         Ok(Engine { codes, raise, opened: Arc::new(opened) })
@@ -190,7 +197,10 @@ impl Engine {
                 let held = self.opened.open.write().unwrap_or_else(PoisonError::into_inner).take();
                 held.map(|engine| {
                     // Other threads may still be in calls of the engine, and keep it for a while.
-                    let _ = engine.get().map(|engine| engine.end_transfers());
+                    let _ = engine.get().map(|engine| {
+                        let _ = self.opened.last_address.set(engine.listening());
+                        engine.end_transfers();
+                    });
                     engine.release();
                 })
             });
@@ -208,6 +218,13 @@ impl Engine {
         }
         self.close(py);
         Ok(())
+    }
+
+    /// Returns the address at which the engine listens, or listened until it was closed.
+    pub(crate) fn address(&self, py: Python<'_>) -> Option<String> {
+        let closed = || self.opened.last_address.get().copied().unwrap_or(self.opened.first_address);
+        let at = self.attached_while_open(py, |engine| Ok(engine.listening())).unwrap_or_else(|_| closed());
+        at.map(|at| at.to_string())
     }
 
     /// Whether calls are refused: the engine was closed, or closes, or belongs to the parent of this process.
@@ -246,12 +263,12 @@ impl Engine {
 
 #[cold]
 fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the engine was finalized")
+    Error::new(ErrorKind::Closed, "the engine was closed")
 }
 
 #[cold]
 pub(crate) fn forked() -> Error {
-    let text = "this process was forked after init; the engine belongs to its parent";
+    let text = "this process was forked after the engine was opened; the engine belongs to its parent";
     Error::new(ErrorKind::Forked, text)
 }
 

@@ -69,7 +69,7 @@ pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
 
 fn logged(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
     if StatusCode::from(error.kind()) == StatusCode::ParamInvalid {
-        PythonTypes::get(py)?.log_error.call1(py, (error.to_string(),))?;
+        PythonTypes::get(py)?.log_error.call1(py, (error.original().to_string(),))?;
     }
     exception(py, error, codes)
 }
@@ -77,7 +77,7 @@ fn logged(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
 /// Creates the exception without logging it, for one part of a call.
 pub(crate) fn exception(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
     let types = PythonTypes::get(py)?;
-    let text = error.to_string();
+    let text = error.original().to_string();
     let code = codes(error.kind());
     let member = types.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
     let exception = made(&types.exception, &text, member.bind(py))?;

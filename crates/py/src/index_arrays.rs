@@ -61,7 +61,7 @@ pub(crate) fn pairs(name: &str, given: &Any<'_>) -> PyResult<Option<Vec<(i64, i6
         return Ok(None);
     };
     let (rows, _) = words.as_chunks::<2>();
-    let mut pairs = convert::room(given.py(), rows.len())?;
+    let mut pairs = convert::room(given.py(), rows.len(), raise)?;
     for (row, &[src, dst]) in rows.iter().enumerate() {
         if !signed && (src | dst) < 0 {
             return Err(raise(given.py(), &wide_pair(name, row, [src, dst])));
@@ -99,7 +99,7 @@ fn read((name, raise): (&str, Raise), given: &Any<'_>, shape: IndexShape) -> PyR
         Ok(view) => view,
         Err(error) if passes_on(py, &error) => return Err(error),
         Err(error) if error.is_instance_of::<PyMemoryError>(py) => {
-            return Err(convert::short_as(py, error, 0, raise));
+            return Err(convert::short(py, error, 0, raise));
         }
         Err(_) => return from_dlpack((name, raise), given, shape),
     };
@@ -139,9 +139,9 @@ fn from_buffer(
     // The copy puts the items in order, whatever their strides are, and no other thread can change it.
     let bytes = view.call_method0(intern!(py, "tobytes"));
     let asked = dims.iter().fold(item_bytes, |asked, &dim| asked.saturating_mul(dim.try_into().unwrap_or(0)));
-    let bytes = bytes.map_err(|error| convert::short_as(py, error, asked, raise))?;
+    let bytes = bytes.map_err(|error| convert::short(py, error, asked, raise))?;
     let bytes = bytes.cast::<PyBytes>()?.as_bytes();
-    let mut words = convert::room_as(py, bytes.len() / item_bytes, raise)?;
+    let mut words = convert::room(py, bytes.len() / item_bytes, raise)?;
     /// Appends the items, which are of type `$int`.
     macro_rules! widen {
         ($int:ty, $widened:expr) => {
@@ -290,7 +290,7 @@ impl IndexShape {
             return error;
         }
         if error.is_instance_of::<PyMemoryError>(py) {
-            return convert::short_as(py, error, 0, raise);
+            return convert::short(py, error, 0, raise);
         }
         let refused =
             self.refused(name, given, format_args!("what DLPack cannot export ({})", shown(error.value(py))));

@@ -105,8 +105,8 @@ impl KeysArg<'_, '_> {
                 Err(inner_only_support("cache_keys", at, "['CacheKey']", item))
             }
         };
-        let items = convert::listed("cache_keys", &self.0)?;
-        convert::gathered(self.py(), items.len(), items.iter().enumerate().map(key))
+        let items = convert::listed("cache_keys", &self.0, raise)?;
+        convert::gathered(self.py(), items.len(), items.iter().enumerate().map(key), raise)
     }
 }
 

@@ -165,8 +165,8 @@ impl KvCaches {
         let at = cache.tensor_index(tensor_index)?;
         let end = cache.one_device(engine)?;
         engine.enter(py, |engine| match &end {
-            End::Loose(loose) => TensorView::one(loose, at),
-            End::Managed(id) => TensorView::one(&engine.find(*id)?, at),
+            End::Loose(loose) => TensorView::one(loose, at, raise),
+            End::Managed(id) => TensorView::one(&engine.find(*id)?, at, raise),
         })
     }
 }

@@ -141,7 +141,7 @@ impl SynchronizerArg<'_, '_> {
 impl<'py> ConfigsArg<'_, 'py> {
     /// Row 10: the configs, each of the class of the engine's mode.
     fn configs(self, engine: &Engine) -> PyResult<Vec<Any<'py>>> {
-        let configs = convert::listed("transfer_configs", &self.0)?;
+        let configs = convert::listed("transfer_configs", &self.0, raise)?;
         let types = PythonTypes::get(self.py())?;
         let (class, allowed) = if engine.one_sided() {
             (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")

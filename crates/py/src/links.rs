@@ -39,7 +39,7 @@ pub(crate) struct ClusterInfos<'py>(Vec<Any<'py>>);
 impl<'py> ClustersArg<'_, 'py> {
     /// The clusters, each of which must be an `LLMClusterInfo`.
     pub(crate) fn infos(self) -> PyResult<ClusterInfos<'py>> {
-        let infos = convert::listed("clusters", &self.0)?;
+        let infos = convert::listed("clusters", &self.0, raise)?;
         let class = &PythonTypes::get(self.py())?.cluster_info;
         for (at, info) in infos.iter().enumerate() {
             if !convert::instance(info, class)? {
@@ -175,7 +175,7 @@ pub(crate) fn codes<'py>(
         let code = match result {
             Ok(()) => StatusCode::Success,
             Err(error) => {
-                types.log_error.call1(py, (error.to_string(),))?;
+                types.log_error.call1(py, (error.original().to_string(),))?;
                 codes_of(error.kind())
             }
         };

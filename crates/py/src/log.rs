@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use llm_datadist_core::bindings::above_standard_streams;
+use llm_datadist_core::bindings::{above_standard_streams, engine_of_thread};
 use llm_datadist_embed::{Level, Line, Sink, install_log};
 use pyo3::prelude::*;
 
@@ -109,7 +109,7 @@ impl Sink for ToPython {
 pub(crate) fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        install_log(ToPython);
+        install_log(ToPython, engine_of_thread);
     });
 }
 

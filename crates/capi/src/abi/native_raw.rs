@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::{fallible, validate};
 use llm_datadist_core::{
-    BlockRows, CacheForm, ClusterId, DataType, ElementTypes, Error, ErrorWords, GrantToken, GrantUse,
-    KvLayout, KvPlanes, MAX_SECONDS, PairExtras, Placement, Result, RowsCache, RowsPart, TokenOrder,
-    pool_named,
+    BlockRows, CacheForm, ClusterId, DataType, ElementTypes, Error, GrantToken, GrantUse, KvLayout, KvPlanes,
+    MAX_SECONDS, PairExtras, Placement, Result, RowsCache, RowsPart, TokenOrder, pool_named,
 };
 
 use super::native_types::{
@@ -63,7 +62,7 @@ pub(super) unsafe fn message(first: *const u8, size: usize) -> Result<Vec<u8>> {
 pub(super) unsafe fn token(at: *const u8) -> Result<GrantToken> {
     // SAFETY: the caller's promise.
     let bytes = unsafe { raw::list("token", at, LLM_DATADIST_TOKEN_SIZE) }?;
-    GrantToken::from_bytes(bytes).map_err(|error| ErrorWords::renamed(error, "grant", "token"))
+    GrantToken::from_bytes("token", bytes)
 }
 
 /// Checks that only these flags are set.

@@ -181,10 +181,21 @@ pub(super) fn succeeds((status, transfer): (u32, u64)) {
     assert_eq!(llm_datadist_transfer_free(transfer), 0);
 }
 
-/// Checks the status of a call that failed, and that its reason contains `facts`.
+/// Checks that a text of the native API has no words of the original's API.
+#[track_caller]
+pub(super) fn has_native_words(text: &str) {
+    for word in
+        ["cluster", "llm.", "LLM", "finaliz", "Finaliz", "polled", "notif", "sync_kv_timeout", "link_"]
+    {
+        assert!(!text.contains(word), "{word:?} in {text:?}");
+    }
+}
+
+/// Checks the status of a call that failed, and that its reason has native words and contains `facts`.
 #[track_caller]
 pub(super) fn fails(status: u32, expected: u32, facts: &[&str]) {
     assert_eq!(status, expected, "{}", reason());
+    has_native_words(&reason());
     assert!(facts.iter().all(|fact| reason().contains(fact)), "{:?} lacks one of {facts:?}", reason());
 }
 

@@ -7,7 +7,7 @@ use std::ptr::{null, null_mut, without_provenance};
 use std::slice;
 use std::time::{Duration, Instant};
 
-use super::native::{CALL, LONG, Node, ROWS, fails, pair, progress, started, succeeds};
+use super::native::{CALL, LONG, Node, ROWS, fails, has_native_words, pair, progress, started, succeeds};
 use super::{reason, text};
 use crate::abi::*;
 
@@ -360,11 +360,12 @@ fn links_come_and_go() {
     succeeds(started(|out| unsafe { llm_datadist_peer_close(linked.one.engine, linked.to_two, LONG, out) }));
     for (node, peer) in [(&linked.one, linked.to_two), (&linked.two, linked.to_one)] {
         let down = awaited(node, LLM_DATADIST_PEER_DOWN, (1, 9), |event| {
+            has_native_words(&text(event.reason));
             (event.peer.peer, event.unconfirmed, text(event.reason).len() > 5)
         });
         assert_eq!(down, [(peer, 0, true)]);
     }
-    fails(linked.send(b"x"), LLM_DATADIST_PEER_LOST, &[]);
+    fails(linked.send(b"x"), LLM_DATADIST_PEER_LOST, &["there is no link to two", "peer_name=two"]);
     assert_eq!(text(llm_datadist_last_error_code()), "not_linked");
 }
 

@@ -145,6 +145,7 @@ impl Drop for Readers {
     /// Waits for the reads of the engine, except those that are blocked in the kernel. The memory that these write to stays
     /// mapped as long as they exist.
     fn drop(&mut self) {
+        let _here = self.engine.on_this_thread();
         let mut lost = self.threads.wait_for(|engine| engine == self.engine);
         let limits = &mut self.threads.0.lock().queue.of_a_process;
         if let Some(at) = limits.iter().position(|&limit| limit == self.of_a_process) {

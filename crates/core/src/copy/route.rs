@@ -27,7 +27,7 @@ use std::sync::Arc;
 use super::paths::PathKind;
 use crate::config::SwapInPath;
 use crate::device::{Device, DeviceSet, HostReach};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::memory::Tensors;
 use crate::model::Placement;
 
@@ -108,9 +108,8 @@ pub(super) fn choose(
         (SwapInPath::Auto, HostReach::Staged) | (SwapInPath::Ring, _) => Ok(Route::Ring),
         (SwapInPath::Auto | SwapInPath::Direct, HostReach::Direct) => Ok(Route::Direct),
         (SwapInPath::Direct, HostReach::Staged) => {
-            let text =
-                "llm.SwapInPath=direct, but this device reads host memory only through its own buffers";
-            Err(Error::new(ErrorKind::NotEnabled, text))
+            let text = "a direct swap-in is required, but this device reads host memory only through its own buffers";
+            Err(Error::new(ErrorKind::NotEnabled, text).of_option(OptionName::SWAP_IN_PATH))
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::model::Deadline;
 use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, SPIN_BEFORE_PARK, poll};
 use crate::threads::guarded;
@@ -161,7 +161,10 @@ impl UnitJob {
         if now != last.0 {
             *last = (now, Instant::now());
         } else if last.1.elapsed() >= silence {
-            return Err(Deadline::after(silence).named("link_silence").error(DOING));
+            return Err(Deadline::after(silence)
+                .named("the limit of silence")
+                .error(DOING)
+                .of_option(OptionName::SILENCE));
         }
         Ok(())
     }

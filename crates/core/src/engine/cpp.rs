@@ -106,7 +106,7 @@ impl DataDist {
     pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout_in_millis");
         each(peers, deadline, |peer, deadline| {
-            let linked = self.resources.stats.timed(Op::Link, || {
+            let linked = self.timed(Op::Link, || {
                 validate::one_address("len(local_ip_infos)", peer.local.len(), "local")?;
                 self.links.link(peer, deadline)
             });

@@ -208,7 +208,7 @@ fn class_of(parts: &[PeerTransfer]) -> JobClass {
 /// Checks the notification of a group, which has one peer then.
 fn group_notification(class: JobClass, notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
     let one_peer = class != JobClass::SeveralClusters;
-    let text = "notify needs parts or keys of one cluster";
+    let text = "notify needs parts or keys of one peer";
     ensure(notify.is_none() || one_peer, || {
         Error::new(ErrorKind::InvalidArgument, text).of_argument("notify")
     })?;

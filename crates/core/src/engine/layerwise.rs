@@ -152,11 +152,11 @@ impl DataDist {
 
 /// Checks the notification of a push, which has one peer then.
 fn layer_notice(to: &[LayerReceiver], message: Vec<u8>) -> Result<Arc<LayerNotice>> {
-    session::check_notification(&message)?;
+    session::check_notification("notify", &message)?;
     let first = to.first().map(|receiver| receiver.to.cluster);
     let one_peer = to.iter().all(|receiver| Some(receiver.to.cluster) == first);
     let cluster = first.filter(|_| one_peer);
     let cluster = cluster
-        .ok_or_else(|| Error::invalid("notify needs destinations of one cluster").of_argument("notify"))?;
+        .ok_or_else(|| Error::invalid("notify needs destinations of one peer").of_argument("notify"))?;
     Ok(LayerNotice::new(cluster, message))
 }

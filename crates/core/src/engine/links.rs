@@ -39,7 +39,7 @@ impl DataDist {
     pub fn link_clusters(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
-            let linked = self.resources.stats.timed(Op::Link, || self.links.link(peer, deadline));
+            let linked = self.timed(Op::Link, || self.links.link(peer, deadline));
             linked.map_err(|error| link_failed(error).with("cluster", peer.cluster))
         })
     }
@@ -48,8 +48,7 @@ impl DataDist {
     pub fn unlink_clusters(&self, peers: &[PeerAddress], timeout: Duration, force: bool) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
-            let unlinked =
-                self.resources.stats.timed(Op::Unlink, || self.links.unlink(peer, force, deadline));
+            let unlinked = self.timed(Op::Unlink, || self.links.unlink(peer, force, deadline));
             unlinked.map_err(|error| error.with("cluster", peer.cluster))
         })
     }
@@ -66,10 +65,10 @@ impl DataDist {
         force: bool,
         limit: Option<Duration>,
     ) -> Result<Arc<Transfer>> {
-        let finder = self.links.finder();
+        let (finder, link) = (self.links.finder(), self.links.finder().for_later(cluster));
         let work = move |_: &Arc<Execution>, deadline| {
             let unlinked = finder.unlink(cluster, force, deadline);
-            unlinked.map(|()| 0).map_err(|error| error.with("cluster", cluster))
+            unlinked.map(|()| 0).map_err(|error| link.named(error))
         };
         let class = JobClass::Waits((cluster.0 % 16) as u8);
         self.start_work(Op::Unlink, class, limit, (CallRows::none(), Box::new(work)))
@@ -79,6 +78,7 @@ impl DataDist {
     /// in the background.
     pub fn link(&self, name: &str, clusters: &[(ClusterId, u32)], rank_table: &str) -> Result<u64> {
         let config = &self.resources.config;
+        let _here = self.resources.engine.on_this_thread();
         validate::rank_table::members(name, clusters, config.cluster)?;
         let members = validate::rank_table::resolve(rank_table, clusters, config.cluster, &config.links)?;
         let pairs = clusters.iter().map(|&(cluster, rank)| (cluster.0, rank)).collect();
@@ -130,6 +130,7 @@ impl DataDist {
     /// Takes another role, and from now on listens at `listen`, or nowhere (contract §6.9). Returns
     /// `Err(LinksExist)` if there is a link, or if one is being made.
     pub fn switch_role(&self, role: Role, listen: Option<SocketAddr>) -> Result<()> {
+        let _here = self.resources.engine.on_this_thread();
         self.links.listen(listen)?;
         *self.role.lock() = role;
         Ok(())

@@ -36,7 +36,7 @@ use crate::resources::Resources;
 use crate::session::{Links, Transports, check_metadata, draw_instance};
 use crate::stats::{FabricState, Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
-use crate::threads::EngineNumber;
+use crate::threads::{EngineNumber, KnownEngine};
 use crate::token_file;
 use crate::transfer::{
     AsyncCalls, CallPurpose, Execution, Executor, GrantClock, JobClass, RunningCalls, Work,
@@ -70,6 +70,8 @@ pub struct DataDist {
     interrupted: Option<fn() -> bool>,
     #[cfg(feature = "testing")]
     over: Option<&'static std::sync::atomic::AtomicBool>,
+    // Dropped last, because the end of the other parts may be logged.
+    _known: KnownEngine,
 }
 
 impl DataDist {
@@ -98,6 +100,8 @@ impl DataDist {
             config.name = format!("cluster {}", config.cluster);
         }
         let number = EngineNumber::next();
+        let known = number.named(&config.name);
+        let _here = number.on_this_thread();
         let resources = Arc::new(Resources::open(number, config, devices)?);
         let links = Links::open(resources.clone(), transports)?;
         let executor = Executor::of_process(number, resources.config.transfer_poll);
@@ -113,6 +117,7 @@ impl DataDist {
             interrupted: None,
             #[cfg(feature = "testing")]
             over: None,
+            _known: known,
         })
     }
 
@@ -177,7 +182,7 @@ impl DataDist {
         keys: &[Option<CacheKey>],
         contiguous: bool,
     ) -> Result<Arc<Cache>> {
-        self.resources.stats.timed(Op::Allocate, || {
+        self.timed(Op::Allocate, || {
             let (layout, keys) = validate::allocate(desc, kind, keys, self.has_pool(desc.placement))?;
             let (table, arena) = (&self.resources.table, self.resources.arena(desc.placement)?);
             // Before memory is taken. The table checks it again, because another call may take the name meanwhile.
@@ -191,7 +196,7 @@ impl DataDist {
 
     /// Releases a cache by its id (contract §7.2, §7.4). An unknown id is not an error.
     pub fn deallocate(&self, id: CacheId) -> Result<()> {
-        self.resources.stats.timed(Op::Deallocate, || {
+        self.timed(Op::Deallocate, || {
             self.resources.table.deallocate(id);
             self.end_grants(id);
             Ok(())
@@ -200,7 +205,7 @@ impl DataDist {
 
     /// Unbinds a key (contract §7.5). An unknown key is not an error.
     pub fn remove_key(&self, key: CacheKey) -> Result<()> {
-        self.resources.stats.timed(Op::RemoveKey, || {
+        self.timed(Op::RemoveKey, || {
             self.resources.table.remove_key(key);
             Ok(())
         })
@@ -224,7 +229,7 @@ impl DataDist {
         keys: &[Option<CacheKey>],
         remote_accessible: Option<bool>,
     ) -> Result<Arc<Cache>> {
-        self.resources.stats.timed(Op::Register, || {
+        self.timed(Op::Register, || {
             let table = &self.resources.table;
             let (placement, one_sided) =
                 (adopted.layout().placement, self.resources.config.remote_accessible);
@@ -244,7 +249,7 @@ impl DataDist {
     /// After `Err(Timeout)`, no other call finds the cache, and the same call waits again
     /// (`unregister_waits_each_time_while_the_cache_is_in_use`).
     pub fn unregister(&self, id: CacheId) -> Result<()> {
-        self.resources.stats.timed(Op::Register, || {
+        self.timed(Op::Register, || {
             let Some(cache) = self.resources.table.unregister(id)? else { return Ok(()) };
             self.end_grants(id);
             unpinned(&cache, self.deadline())?;
@@ -392,6 +397,12 @@ impl DataDist {
             merged_bytes: merged.bytes,
             merge_errno: merged.errno,
         }
+    }
+
+    /// Runs a call, which is counted with its duration. Its log lines name the engine.
+    fn timed<T>(&self, op: Op, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _here = self.resources.engine.on_this_thread();
+        self.resources.stats.timed(op, call)
     }
 
     fn mode(&self) -> Mode {

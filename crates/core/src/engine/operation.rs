@@ -48,6 +48,7 @@ impl<'a> Operation<'a> {
     pub fn run(self) -> Result<()> {
         let Operation { engine, op, started, limit, prepared } = self;
         let deadline = engine.deadline_since(started, limit);
+        let _here = engine.resources.engine.on_this_thread();
         let moved = match prepared {
             Ok(Prepared::Copy(copy)) => copy.run(&engine.resources, None, deadline),
             Ok(Prepared::Transfer(transfer)) => transfer.run(engine.resources.clone(), None, deadline),
@@ -65,6 +66,7 @@ impl<'a> Operation<'a> {
     pub fn start(self) -> Result<Arc<Transfer>> {
         let Operation { engine, op, started, limit, prepared } = self;
         let deadline = engine.limited(started, limit);
+        let _here = engine.resources.engine.on_this_thread();
         prepared?.start(engine, op, deadline)
     }
 }
@@ -94,7 +96,8 @@ impl Prepared {
                 };
                 let rows = CallRows::of(transfer.local.clone(), used_rows(&transfer.checked)?);
                 let purpose = CallPurpose::new(Some(op), JobClass::Calls(cluster), deadline);
-                let purpose = purpose.outgoing(&resources);
+                let purpose =
+                    CallPurpose { peer: transfer.link.peer().cloned(), ..purpose.outgoing(&resources) };
                 let work: Work = Box::new(move |execution: &Arc<Execution>, deadline| {
                     transfer.run(resources, Some(execution.clone()), deadline)
                 });

@@ -114,7 +114,7 @@ impl DataDist {
     /// and `Err(InvalidArgument)` if `message` has more than 64 KiB.
     pub fn notify(&self, cluster: ClusterId, message: Vec<u8>) -> Result<()> {
         self.other(cluster)?;
-        session::check_notification(&message)?;
+        session::check_notification("message", &message)?;
         let link = self.links.find_other(cluster, self.deadline())?;
         transfer::notify(self.executor.handle(), &link, message, self.resources.config.links.pin_limit)
     }
@@ -174,7 +174,7 @@ pub(super) fn no_grant_in_push(local_side: Side, grant: Option<GrantUse>) -> Res
 /// Checks a notification that a call delivers.
 pub(super) fn checked_notification(notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
     if let Some(message) = &notify {
-        session::check_notification(message)?;
+        session::check_notification("notify", message)?;
     }
     Ok(notify.map(Arc::new))
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::budget::BudgetShare;
+use crate::error::Error;
 use crate::model::ClusterId;
 
 /// A message that a peer sent with `notify`.
@@ -40,6 +41,21 @@ pub struct PeerInfo {
     pub transport: &'static str,
     /// The metadata of its program from the time when the link was made.
     pub metadata: Arc<Vec<u8>>,
+}
+
+impl PeerInfo {
+    /// Returns `error` with what tells which engine this is.
+    pub(crate) fn named(&self, error: Error) -> Error {
+        let error = error.with("cluster", self.cluster).with("peer", &self.address);
+        error.with_native("peer_name", &self.name).with_native("incarnation", self.incarnation)
+    }
+}
+
+/// The name of the engine, or its address if it has none. That of an engine of the original's API has its cluster id.
+impl fmt::Display for PeerInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.name.is_empty() { write!(f, "the peer at {}", self.address) } else { f.write_str(&self.name) }
+    }
 }
 
 /// The end of a link.

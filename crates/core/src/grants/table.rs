@@ -143,7 +143,7 @@ impl Grants {
         }
         let (count, limit) = (state.live + unreported, Generations::GRANTS as usize);
         if count >= limit {
-            let text = "too many grants have not ended, or their end was not polled";
+            let text = "too many grants have not ended, or their end was not taken";
             return Err(Error::new(ErrorKind::Busy, text).with("grants", count).with("limit", limit));
         }
         let slot = state.slot()?;

@@ -89,12 +89,14 @@ impl GrantToken {
         bytes
     }
 
-    /// Reads a token. Returns `Err(InvalidArgument)` for bytes that no engine has made.
-    pub fn from_bytes(bytes: &[u8]) -> Result<GrantToken> {
+    /// Reads a token. Returns `Err(InvalidArgument)` for bytes that no engine has made, which it calls `argument`.
+    pub fn from_bytes(argument: &str, bytes: &[u8]) -> Result<GrantToken> {
         let Some(mut rest) = bytes.strip_prefix(&MAGIC).filter(|_| bytes.len() == Self::BYTES) else {
-            let text =
-                format!("grant= is not a token of a grant: pass the {} bytes of Grant.token", Self::BYTES);
-            return Err(Error::invalid(text).of_argument("grant").with("bytes", bytes.len()));
+            let text = format!(
+                "{argument}= is not a token of a grant: pass the {} bytes of Grant.token",
+                Self::BYTES
+            );
+            return Err(Error::invalid(text).of_argument(argument).with("bytes", bytes.len()));
         };
         Ok(GrantToken {
             cluster: ClusterId(u64::from_le_bytes(take(&mut rest))),

@@ -1,6 +1,4 @@
-//! How the native API tells errors apart, and what their texts say.
-
-use std::fmt;
+//! How the native API tells errors apart.
 
 use crate::error::{Error, ErrorKind};
 
@@ -44,7 +42,7 @@ classes! {
     Error,
 }
 
-/// An error in the words of the native API.
+/// What the native API calls the kind of an error.
 #[derive(Clone, Copy, Debug)]
 pub struct ErrorWords<'a>(pub &'a Error);
 
@@ -86,44 +84,5 @@ impl<'a> ErrorWords<'a> {
     /// Returns the argument that the error is about. The key of a cache is its name.
     pub fn argument(self) -> Option<&'a str> {
         if self.0.kind() == ErrorKind::KeyTaken { Some("name") } else { self.0.argument_name() }
-    }
-
-    /// Returns the text without its facts. The engine names the calls of the original's API in two texts. An invalid handle of the
-    /// C interface has a text of its own.
-    pub fn reason(self) -> &'a str {
-        match self.0.kind() {
-            ErrorKind::Closed if self.0.fact("handle").is_none() => "the engine was closed",
-            ErrorKind::Forked => {
-                "this process was forked after the engine was opened; the engine belongs to its parent"
-            }
-            _ => self.0.reason(),
-        }
-    }
-
-    /// Returns the facts. The cluster of a native engine is its incarnation.
-    pub fn facts(self) -> impl Iterator<Item = (&'static str, &'a str)> {
-        self.0.facts().map(|(name, value)| (if name == "cluster" { "incarnation" } else { name }, value))
-    }
-
-    /// Returns the error with the caller's word for the argument that the engine calls `from`.
-    #[cold]
-    pub fn renamed(error: Error, from: &str, to: &str) -> Error {
-        if error.argument_name() != Some(from) {
-            return error;
-        }
-        let renamed = Error::new(error.kind(), error.reason().replacen(from, to, 1)).of_argument(to);
-        error.facts().fold(renamed, |renamed, (name, value)| renamed.with(name, value))
-    }
-}
-
-impl fmt::Display for ErrorWords<'_> {
-    /// Writes the whole text: the reason, the facts and the cause.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let facts: Vec<_> = self.facts().map(|(name, value)| format!("{name}={value}")).collect();
-        f.write_str(self.reason())?;
-        if !facts.is_empty() {
-            write!(f, " ({})", facts.join(", "))?;
-        }
-        std::error::Error::source(self.0).map_or(Ok(()), |cause| write!(f, ": {cause}"))
     }
 }

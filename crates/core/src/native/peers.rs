@@ -6,7 +6,6 @@ use std::time::Duration;
 use super::MAX_SECONDS;
 use super::block_rows::BlockRows;
 use super::cache_names::EngineName;
-use super::error_words::ErrorWords;
 use super::pairs::lent_cache;
 use crate::engine::DataDist;
 use crate::error::{Error, Result, ensure};
@@ -37,8 +36,7 @@ pub fn lend(
 ) -> Result<Arc<Grant>> {
     let (cache, ttl) = (lent_cache(owner, rows)?, grant_time(ttl)?);
     let readers = usize::try_from(readers).unwrap_or(usize::MAX);
-    let lent = engine.grant(&cache.end(), rows.blocks(), ttl, readers);
-    lent.map_err(|error| ErrorWords::renamed(error, "blocks", "rows"))
+    engine.grant(&cache.end(), rows.blocks(), ttl, readers)
 }
 
 /// Checks for how long a grant lasts. The engine counts milliseconds, of which it has at least one.

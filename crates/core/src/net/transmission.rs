@@ -11,7 +11,7 @@ use super::carrier::Carrier;
 use super::pace::Pace;
 use super::step::{StepResult, Way, timespec};
 use super::stream::Stream;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::model::Deadline;
 
 /// One frame or one list of windows in transit.
@@ -146,10 +146,11 @@ impl<'a> Transmission<'a> {
             return Ok(left);
         }
         let (moved, limit) = pace.facts();
-        let text = "the peer stalled: it moved less than 64 KiB within llm.LinkSilence";
+        let text = "the peer stalled: it moved less than 64 KiB within the limit of silence";
         Err(Error::new(ErrorKind::NotLinked, text)
             .with("moved_bytes", moved)
-            .with("limit_ms", limit.as_millis()))
+            .with("limit_ms", limit.as_millis())
+            .of_option(OptionName::SILENCE))
     }
 
     /// Sleeps until the socket may be ready, and returns `true`. Returns `false` without sleeping while

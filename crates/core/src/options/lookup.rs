@@ -34,3 +34,19 @@ pub fn check_text(name: &str, text: &str) -> Result<()> {
         _ => Err(Error::invalid(format!("{name} is not a text option"))),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::OptionName;
+
+    #[test]
+    fn errors_name_options_of_the_table() {
+        for name in OptionName::ALL {
+            let original = OPTIONS.iter().find(|row| row.key == name.original).unwrap();
+            let same = |row: &OptionRow| row.native == name.native;
+            // A row of its own has the native name if the two APIs take other values.
+            assert!(same(original) || (original.native.is_empty() && OPTIONS.iter().any(same)), "{name:?}");
+        }
+    }
+}

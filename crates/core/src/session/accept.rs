@@ -17,7 +17,7 @@ use super::refusals::{Reason, Refusal};
 use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::TransportChoice;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::events::PeerInfo;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedFrame, Stream};
@@ -226,8 +226,8 @@ fn admit(
                 return Err(challenged.unproven(stream, &shared.me));
             }
             if *local && shared.resources.config.links.transport == TransportChoice::Tcp {
-                let text = "llm.LinkTransport=tcp: this side links over TCP only";
-                return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
+                let error = Error::new(ErrorKind::LinkFailed, "this side links over TCP only");
+                return Err(Refusal::new(Reason::Other, error.of_option(OptionName::TRANSPORT)));
             }
             shared.registry.room_for_incoming(cluster)?;
             // The peer sends its offer right after it has received the welcome.
@@ -325,7 +325,7 @@ fn enter(
     let sent = link.send_control_with(&first, &answer);
     drop(first);
     sent.inspect_err(|error| {
-        shared.registry.lost(&link, &error.to_string());
+        shared.registry.lost(&link, error.clone());
     })?;
     Ok(())
 }
@@ -352,7 +352,7 @@ fn of_member(shared: &Arc<Shared>, hello: &Hello, mut refusal: Refusal) -> Refus
     match refusal.reason {
         Reason::Mode => {
             if let Some(known) = shared.registry.comm(comm) {
-                known.fail(cluster, &refusal.error.to_string());
+                known.fail(cluster, &refusal.error.original().to_string());
                 shared.registry.announce();
             }
         }

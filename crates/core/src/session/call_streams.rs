@@ -101,7 +101,7 @@ impl Link {
                 _ => !error.is_shortage(),
             };
             if blamed && self.alive() {
-                at.note_failure(self.peer.cluster, error);
+                at.note_failure(&self.peer, error);
             }
         })
     }
@@ -174,8 +174,7 @@ impl Link {
     /// Records that a stream got its rings, or why it did not.
     fn note_rings(&self, refused: Option<&Error>) {
         if let Some(error) = refused {
-            let cluster = self.peer.cluster;
-            tracing::debug!(target: "llm_datadist::links", "a call stream of cluster {cluster} uses its socket: {error}");
+            tracing::debug!(target: "llm_datadist::links", "a call stream of {} uses its socket: {error}", self.peer);
         }
         self.calls.note_rings(refused);
     }

@@ -93,7 +93,7 @@ impl FailedAttempt {
             ErrorKind::LinkFailed if error.fact("errno").is_none() => Cause::Refused,
             _ => Cause::Unreached,
         };
-        FailedAttempt { cause, text: error.to_string() }
+        FailedAttempt { cause, text: error.original().to_string() }
     }
 }
 

@@ -17,7 +17,7 @@ use super::membership;
 use super::pending::PendingStreams;
 use super::poller::{Watching, next_number};
 use super::shared::Shared;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::memory::EventFd;
 use crate::net::{self, Accepted, Address, Arrival, Inbox};
 use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
@@ -181,7 +181,7 @@ impl Watch {
             match control.poller.add("its control stream", stream, link.number, Watching::Always) {
                 Ok(()) => drop(self.links.insert(link.number, Watched { link, inbox: Inbox::default() })),
                 Err(error) => {
-                    membership::link_died(shared, &link, &error.to_string());
+                    membership::link_died(shared, &link, error);
                     shared.server.release(link);
                 }
             }
@@ -194,11 +194,11 @@ impl Watch {
         let link = watched.link.clone();
         match watched.read(shared) {
             Ok(None) => {}
-            // A peer that unlinked (`true`) is not searched for again. An engine that was finalized may be
+            // A peer that unlinked (`true`) is not searched for again. An engine that was closed may be
             // started again.
-            Ok(Some((goodbye, true))) => drop(shared.registry.lost(&link, &goodbye)),
-            Ok(Some((goodbye, false))) => membership::link_died(shared, &link, &goodbye),
-            Err(error) => membership::link_died(shared, &link, &error.to_string()),
+            Ok(Some((goodbye, true))) => drop(shared.registry.lost(&link, goodbye)),
+            Ok(Some((goodbye, false))) => membership::link_died(shared, &link, goodbye),
+            Err(error) => membership::link_died(shared, &link, error),
         }
         if !link.alive() {
             self.links.remove(&number);
@@ -289,13 +289,17 @@ fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
     // A message may have arrived that is not read yet.
     if silent >= config.silence && !link.control.stream().readable_within(Duration::ZERO) {
         let text = format!(
-            "no message from the peer for {} ms (llm.LinkSilence): its process is stopped, or the network is interrupted",
+            "no message from the peer for {} ms: its process is stopped, or the network is interrupted",
             silent.as_millis()
         );
-        membership::link_died(shared, link, &text);
+        membership::link_died(
+            shared,
+            link,
+            Error::new(ErrorKind::NotLinked, text).of_option(OptionName::SILENCE),
+        );
     } else if silent >= config.heartbeat / 2
         && let Err(error) = link.send_control(&ControlMessage::Ping)
     {
-        membership::link_died(shared, link, &error.to_string());
+        membership::link_died(shared, link, error);
     }
 }

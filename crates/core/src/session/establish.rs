@@ -16,7 +16,7 @@ use super::registry::{DialStart, RIVAL_LINK, replaced_because};
 use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::{Mode, TransportChoice};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::events::PeerInfo;
 use crate::fabric::EngineFabric;
 use crate::memory::random;
@@ -69,7 +69,7 @@ impl Shared {
             self.registry.links_to(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
         {
             if link.answers((self.silence_limit() / 2).min(deadline.left() / 2)) {
-                let text = format!("cluster {cluster} is linked already");
+                let text = format!("{} is linked already", link.peer);
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer.address));
             }
             self.registry.lost(&link, "the peer did not answer a ping before relinking");
@@ -121,8 +121,7 @@ impl Shared {
             }
             tracing::warn!(
                 target: "llm_datadist::links",
-                "cluster {} is on this host, but the link uses TCP only: {why}",
-                welcome.from.cluster
+                "the peer at {address} is on this host, but the link uses TCP only: {why}"
             );
         }
         let mut dialer = dialer;
@@ -172,8 +171,9 @@ impl Shared {
             self.note_readers();
         }
         if memory.is_none() && self.resources.config.links.transport == TransportChoice::Shm {
-            let text = "llm.LinkTransport=shm, but the peer is reachable only over TCP";
+            let text = "this side links over shared memory only, but the peer is reachable only over TCP";
             let error = Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer);
+            let error = error.of_option(OptionName::TRANSPORT);
             handshake::decline(&stream, None, &error);
             return Err(error);
         }
@@ -233,8 +233,9 @@ impl Shared {
             },
         };
         if self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required) {
-            let text = format!("llm.TransferBackend=ucx, but {reason}");
-            return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer));
+            let text = format!("this side moves bytes with UCX only, but {reason}");
+            let error = Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer);
+            return Err(error.of_option(OptionName::BACKEND));
         }
         Ok(ReadableMemory::None(reason))
     }
@@ -245,7 +246,7 @@ impl Shared {
             tracing::warn!(
                 target: "llm_datadist::links",
                 "every process of this user can now read the memory of this process (Yama's ptrace_scope is lifted for it, \
-                 so that peers of this host can read registered caches); llm.LinkTransport=tcp avoids it"
+                 so that peers of this host can read registered caches); links over TCP only avoid it"
             );
         }
     }
@@ -254,25 +255,25 @@ impl Shared {
     /// with the same cluster id is linked and its link works, returns `Err`
     /// (`nobody_takes_the_place_of_a_link_that_works`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
-        let PeerInfo { cluster, incarnation, .. } = &*link.peer;
+        let peer = &*link.peer;
         for (stale, alive) in self.registry.enroll(link, self.silence_limit())? {
-            let again = stale.peer.incarnation == *incarnation;
+            let again = stale.peer.incarnation == peer.incarnation;
             let why = replaced_because(link, &stale);
             if alive && !again && !stale.control.stream().abandoned() {
                 let (before, silent) = (&stale.peer.address, stale.control.silent().as_millis());
                 tracing::warn!(
                     target: "llm_datadist::links",
-                    "another process took the place of cluster {cluster}: {} instead of {before}, which was silent for \
+                    "another process took the place of {}: {} instead of {before}, which was silent for \
                      {silent} ms",
-                    link.peer.address
+                    stale.peer, peer.address
                 );
             } else if alive {
-                tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
+                tracing::info!(target: "llm_datadist::links", "a link to {peer} was replaced: {why}");
             }
             stale.break_off(why);
         }
         let (address, transport) = (&link.peer.address, link.control.stream().about.transport);
-        tracing::info!(target: "llm_datadist::links", "linked with cluster {cluster} at {address} over {transport}: {}", link.view.report());
+        tracing::info!(target: "llm_datadist::links", "linked with {peer} at {address} over {transport}: {}", link.view.report());
         Ok(())
     }
 

@@ -17,7 +17,7 @@ use sha2::Sha256;
 use super::message_io;
 use super::refusals::{Reason, Refusal};
 use crate::config::{Config, LinkConfig, Token};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::memory::{random, same_user};
 use crate::model::{ClusterId, Deadline};
 use crate::net::Stream;
@@ -301,22 +301,16 @@ fn acceptor(key: &Key, hello: &[u8], challenge: &Challenge, welcome: &Welcome) -
 }
 
 /// The remedy that error messages offer a peer that could not authenticate.
-const REMEDY: &str = "set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in Python also \
-                      LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote=1 (in Python \
-                      link_accept_remote=True) on both to admit every peer that can reach them";
+const REMEDY: &str = "set the same token on both sides, or let both accept every peer that can reach them";
 
 fn other_token(who: &str, address: &str) -> Error {
-    let text = format!(
-        "{who} does not know this side's token; set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in \
-         Python also LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN)"
-    );
-    Error::new(ErrorKind::LinkFailed, text).with("peer", address)
+    let text = format!("{who} does not know this side's token; set the same token on both sides");
+    Error::new(ErrorKind::LinkFailed, text).with("peer", address).of_option(OptionName::TOKEN)
 }
 
 fn unexpected_token(address: &str) -> Error {
-    let text = "the peer that dialled uses a token, and this side has none; set the same token on both sides \
-                (llm.LinkToken or llm.LinkTokenFile; in Python also LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN)";
-    Error::new(ErrorKind::LinkFailed, text).with("peer", address)
+    let text = "the peer that dialled uses a token, and this side has none; set the same token on both sides";
+    Error::new(ErrorKind::LinkFailed, text).with("peer", address).of_option(OptionName::TOKEN)
 }
 
 /// Refuses a peer on a local socket: no token is set, and the kernel does not report that the peer runs as
@@ -338,6 +332,8 @@ pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
         .with("peer", &stream.about.peer)
         .with("peer_uid", uid)
         .with("own_uid", own)
+        .of_option(OptionName::TOKEN)
+        .of_option(OptionName::ACCEPT_REMOTE)
 }
 
 /// Refuses a peer outside the local socket: no token is set, and the peer has not proved that it is on this
@@ -355,22 +351,23 @@ pub(super) fn unproven(stream: &Stream, hosts: [&str; 2]) -> Error {
     let text = format!(
         "no token is set, and the other side has not proved that it runs on this host as the same user{cause}{or} {REMEDY}"
     );
-    Error::new(ErrorKind::LinkFailed, text).with("peer", &stream.about.peer)
+    Error::new(ErrorKind::LinkFailed, text)
+        .with("peer", &stream.about.peer)
+        .of_option(OptionName::TOKEN)
+        .of_option(OptionName::ACCEPT_REMOTE)
 }
 
 fn wrong_cluster(asked: ClusterId, found: ClusterId) -> Error {
-    let text = format!("expected cluster {asked}, but cluster {found} answered");
-    Error::new(ErrorKind::LinkFailed, text)
+    let text = "another engine answered than the one that was expected";
+    Error::new(ErrorKind::LinkFailed, text).with("cluster", asked).with("answered_cluster", found)
 }
 
 fn other_mode(peer: &Party, own: &Party) -> Error {
-    let say = |enabled: bool| if enabled { "1" } else { "0" };
+    let on = |party: &Party| if party.remote_accessible { "on" } else { "off" };
     let text = format!(
-        "llm.EnableRemoteCacheAccessible is {} at cluster {} and {} at cluster {}; both sides need the same",
-        say(peer.remote_accessible),
-        peer.cluster,
-        say(own.remote_accessible),
-        own.cluster,
+        "one-sided transfers are {} at the side that dialled and {} at the other; both need the same",
+        on(peer),
+        on(own)
     );
-    Error::new(ErrorKind::InvalidArgument, text)
+    Error::new(ErrorKind::InvalidArgument, text).of_option(OptionName::ONE_SIDED)
 }

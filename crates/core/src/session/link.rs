@@ -3,6 +3,7 @@
 //! Links are made in `establish` and `accept`. `control_thread` detects that a peer is gone, and
 //! `call_streams` gives each call its stream.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -62,7 +63,7 @@ pub struct Link {
     pub(super) number: u64,
     pub(super) kind: Kind,
     pub(crate) peer: Arc<PeerInfo>,
-    broken: OnceLock<(Instant, String)>,
+    broken: OnceLock<(Instant, EndReason)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
     pub(super) control: ControlChannel,
@@ -114,10 +115,10 @@ impl Link {
 
     /// Describes the end of the link for the program, which gets no message of the link any more. `why` is the reason of a
     /// link that has not broken yet.
-    pub(super) fn end_info(&self, why: &str) -> LinkEnd {
-        self.mark_broken(why);
+    pub(super) fn end_info(&self, why: impl Into<EndReason>) -> LinkEnd {
+        let (_, why) = self.mark_broken(why.into());
         self.notifications.end();
-        let reason = self.broken.get().map_or(why, |(_, why)| why).to_owned();
+        let reason = why.0.to_string();
         LinkEnd {
             peer: PeerInfo::clone(&self.peer),
             reason,
@@ -132,7 +133,7 @@ impl Link {
         let active = self.calls.begin();
         self.check()?;
         if self.calls.unlinks() {
-            let text = format!("the link to cluster {} is being unlinked", self.peer.cluster);
+            let text = format!("the link to {} is being unlinked", self.peer);
             return Err(Error::new(ErrorKind::NotLinked, text));
         }
         Ok(active)
@@ -170,7 +171,7 @@ impl Link {
 
     /// Checks that the link has not broken. Otherwise returns `Err` with `NotLinked` and the reason.
     pub fn check(&self) -> Result<()> {
-        self.broken.get().map_or(Ok(()), |(when, why)| Err(broken(self.peer.cluster, *when, why)))
+        self.broken.get().map_or(Ok(()), |(when, why)| Err(broken(&self.peer, *when, why)))
     }
 
     /// Whether the peer gave a sign of life within `silence_limit`, or a message from it is waiting to be read.
@@ -196,23 +197,22 @@ impl Link {
     }
 
     /// Returns when and why the link broke.
-    pub(super) fn break_reason(&self) -> Option<&(Instant, String)> {
+    pub(super) fn break_reason(&self) -> Option<&(Instant, EndReason)> {
         self.broken.get()
     }
 
-    /// Has all calls fail from now on. Only the first reason is kept. The streams stay open until
+    /// Has all calls fail from now on. Only the first reason is kept, and returned. The streams stay open until
     /// [`break_off`](Self::break_off).
-    fn mark_broken(&self, why: impl Into<String>) {
+    fn mark_broken(&self, why: EndReason) -> &(Instant, EndReason) {
         // The peer ends the link as well, and may be first.
-        let why = if self.calls.unlinks() { UNLINKED_HERE.to_owned() } else { why.into() };
-        // Fails if it is broken already.
-        let _ = self.broken.set((Instant::now(), why));
+        let why = if self.calls.unlinks() { UNLINKED_HERE.into() } else { why };
+        self.broken.get_or_init(|| (Instant::now(), why))
     }
 
     /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
     /// on its streams.
-    pub(super) fn break_off(&self, why: impl Into<String>) {
-        self.mark_broken(why);
+    pub(super) fn break_off(&self, why: impl Into<EndReason>) {
+        self.mark_broken(why.into());
         if self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
@@ -285,9 +285,38 @@ impl Link {
         if serves { self.served.count(Stream::has_rings) } else { self.calls.ringed() }
     }
 
-    /// Returns `error` with the cluster id and the address of the peer.
+    /// Returns `error` with what tells which engine the peer is.
     pub(crate) fn named(&self, error: Error) -> Error {
-        error.with("cluster", self.peer.cluster).with("peer", &self.peer.address)
+        self.peer.named(error)
+    }
+}
+
+/// Why a link has ended.
+#[derive(Clone, Debug)]
+pub(super) struct EndReason(Error);
+
+impl From<Error> for EndReason {
+    fn from(error: Error) -> Self {
+        EndReason(error)
+    }
+}
+
+impl From<&str> for EndReason {
+    fn from(text: &str) -> Self {
+        EndReason(Error::new(ErrorKind::NotLinked, text))
+    }
+}
+
+impl From<String> for EndReason {
+    fn from(text: String) -> Self {
+        EndReason(Error::new(ErrorKind::NotLinked, text))
+    }
+}
+
+impl EndReason {
+    /// Returns it for the log of an engine.
+    pub(super) fn for_engine(&self, native: bool) -> impl fmt::Display {
+        self.0.for_engine(native)
     }
 }
 
@@ -298,7 +327,7 @@ pub(super) const HUNG_UP: &str =
     "the peer closed the connection: its process ended or was killed, or it dropped the link";
 
 /// Returns the error of a call over a link that has broken.
-pub(super) fn broken(cluster: ClusterId, when: Instant, why: &str) -> Error {
-    let text = format!("the link to cluster {cluster} broke: {why}; link again");
-    Error::new(ErrorKind::NotLinked, text).with("broke_ms_ago", when.elapsed().as_millis())
+pub(super) fn broken(peer: &PeerInfo, when: Instant, why: &EndReason) -> Error {
+    let error = Error::new(ErrorKind::NotLinked, format!("the link to {peer} broke; link again"));
+    peer.named(error.with("broke_ms_ago", when.elapsed().as_millis())).because(why.0.clone())
 }

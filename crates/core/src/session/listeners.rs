@@ -12,7 +12,7 @@ use hashbrown::HashMap;
 use super::control_poller::ControlPoller;
 use super::dial::Transports;
 use crate::config::{LinkConfig, TransportChoice};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::net::{Address, Listener};
 use crate::protocol::MAX_ADDRESSES;
 use crate::resources::Resources;
@@ -146,7 +146,7 @@ impl Listeners {
                 for listener in further.into_iter().chain([main]) {
                     listener.close(&self.control);
                 }
-                Err(error.with("option", "link_addresses"))
+                Err(error.of_option(OptionName::ADDRESSES))
             }
         }
     }
@@ -268,7 +268,7 @@ impl Listeners {
         if config.accept_remote {
             tracing::warn!(
                 target: "llm_datadist::links",
-                "listening on {at} without a token: every peer that can reach it may link (llm.LinkAcceptRemote)"
+                "listening on {at} without a token: every peer that can reach it may link, as the configuration allows"
             );
         } else if !at.ip().is_loopback() {
             tracing::info!(

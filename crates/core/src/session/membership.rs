@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::communicator::{CommState, CommStatus, Communicator, FailedAttempt};
 use super::dial::ANSWERED_AS;
 use super::establish::LinkRequest;
-use super::link::{Kind, Link, UNLINKED_HERE};
+use super::link::{EndReason, Kind, Link, UNLINKED_HERE};
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
@@ -141,7 +141,7 @@ fn open(
 
 /// Handles a peer that ended but may return: if its link belongs to a communicator and this side dials, it
 /// searches for the peer again.
-pub(super) fn link_died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
+pub(super) fn link_died(shared: &Arc<Shared>, link: &Arc<Link>, why: impl Into<EndReason>) {
     if !shared.registry.lost(link, why) {
         return;
     }
@@ -233,7 +233,7 @@ impl Communicator {
                 // The two configurations do not match, so further attempts are useless.
                 Err(error) if is_useless(&error, member.cluster) => {
                     self.note(member.cluster, &error);
-                    self.fail(member.cluster, &error.to_string());
+                    self.fail(member.cluster, &error.original().to_string());
                     shared.registry.announce();
                 }
                 Err(error) => self.note(member.cluster, &error),

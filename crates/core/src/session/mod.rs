@@ -218,6 +218,7 @@ impl Links {
 
 impl Drop for Links {
     fn drop(&mut self) {
+        let _here = self.shared.resources.engine.on_this_thread();
         self.shared.listeners.close();
         self.shared.registry.close();
         self.shared.server.close();
@@ -236,6 +237,8 @@ pub(crate) struct LinkOfCall {
     /// The link that there was when the call was started. The call uses no other one: the peer may be another process, or
     /// may use its blocks for something else.
     link: Option<Weak<Link>>,
+    /// The peer of that link.
+    peer: Option<Arc<PeerInfo>>,
 }
 
 impl LinkOfCall {
@@ -247,13 +250,25 @@ impl LinkOfCall {
     pub(crate) fn find(&self, deadline: Deadline) -> Result<Arc<Link>> {
         let Some(link) = &self.link else { return self.finder.find(self.cluster, deadline) };
         let text = "the link over which the call was started has ended";
-        let gone = || Error::new(ErrorKind::NotLinked, text).with("cluster", self.cluster);
-        link.upgrade().ok_or_else(gone)
+        link.upgrade().ok_or_else(|| self.named(Error::new(ErrorKind::NotLinked, text)))
     }
 
     /// Returns the link that there was when the call was started, if it still exists.
     pub(crate) fn known(&self) -> Option<Arc<Link>> {
         self.link.as_ref()?.upgrade()
+    }
+
+    /// Returns the peer of the link that there was when the call was started.
+    pub(crate) fn peer(&self) -> Option<&Arc<PeerInfo>> {
+        self.peer.as_ref()
+    }
+
+    /// Returns `error` with what is known about the peer.
+    pub(crate) fn named(&self, error: Error) -> Error {
+        match &self.peer {
+            Some(peer) => peer.named(error),
+            None => error.with("cluster", self.cluster),
+        }
     }
 }
 
@@ -261,15 +276,16 @@ impl Finder {
     /// Remembers the link to `cluster` for a call that runs later.
     pub(crate) fn for_later(self, cluster: ClusterId) -> LinkOfCall {
         let link = self.find(cluster, Deadline::after(Duration::ZERO)).ok();
-        LinkOfCall { finder: self, cluster, link: link.as_ref().map(Arc::downgrade) }
+        let peer = link.as_ref().map(|link| link.peer.clone());
+        LinkOfCall { finder: self, cluster, link: link.as_ref().map(Arc::downgrade), peer }
     }
 
-    /// Ends links as [`Links::unlink`] does, without an address. Returns `Err` with `Closed` if the engine was finalized.
+    /// Ends links as [`Links::unlink`] does, without an address. Returns `Err` with `Closed` if the engine was closed.
     pub(crate) fn unlink(&self, cluster: ClusterId, force: bool, deadline: Deadline) -> Result<()> {
         self.0.upgrade().ok_or_else(Error::closed)?.unlink(cluster, force, deadline)
     }
 
-    /// Finds a link as [`Links::find_other`] does. Returns `Err` with `Closed` if the engine was finalized.
+    /// Finds a link as [`Links::find_other`] does. Returns `Err` with `Closed` if the engine was closed.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         self.0.upgrade().ok_or_else(Error::closed)?.find_other(cluster, deadline)
     }

@@ -123,7 +123,7 @@ impl SentMessages {
         }
         let held = self.under_way.plus(self.confirmed.max(self.reported).minus(self.polled));
         if held.plus(Load::one(message)).exceeds(WINDOW) {
-            let text = "the peer has not polled the notifications that it has got";
+            let text = "the program of the peer has not taken the messages that it has got";
             return Err(Error::new(ErrorKind::Busy, text)
                 .with("messages", held.messages)
                 .with("bytes", held.bytes)

@@ -17,10 +17,10 @@ use crate::protocol::{
 /// How long a sender waits before it repeats what the peer has refused.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// Checks the size of a notification.
-pub(crate) fn check_notification(message: &[u8]) -> Result<()> {
-    let allowed = format!("at most {MAX_NOTIFICATION} bytes");
-    ensure(message.len() <= MAX_NOTIFICATION, || Error::argument("len(notify)", message.len(), allowed))
+/// Checks the size of a notification that is given as `argument`.
+pub(crate) fn check_notification(argument: &str, message: &[u8]) -> Result<()> {
+    let (name, allowed) = (format!("len({argument})"), format!("at most {MAX_NOTIFICATION} bytes"));
+    ensure(message.len() <= MAX_NOTIFICATION, || Error::argument(&name, message.len(), allowed))
 }
 
 /// A notification that a call delivers at its end, with room for it in the peer's queue.
@@ -38,7 +38,7 @@ impl ReservedNotification {
         while sent.awaits(last) {
             link.check()?;
             drop(link.notifications.confirmed.wait_timeout(sent, deadline.wait_limit()));
-            deadline.waiting("waiting for earlier notifications").map_err(|error| link.named(error))?;
+            deadline.waiting("waiting for earlier messages").map_err(|error| link.named(error))?;
             sent = link.notifications.sent.lock();
         }
         Ok(())
@@ -46,7 +46,7 @@ impl ReservedNotification {
 
     /// Tells the peer that the call has ended, and which key or grant it has used up, and delivers the notification then.
     pub(crate) fn deliver(self, used_key: Option<WireUsedKey>, deadline: Deadline) -> Result<()> {
-        let message = Some(BoundedBytes(fallible::copied("a notification", &self.message)?));
+        let message = Some(BoundedBytes(fallible::copied("a message", &self.message)?));
         let delivered = self.link.done(&Request::Finish { used_key, message }, deadline);
         if delivered.is_ok() {
             let mut sent = self.link.notifications.sent.lock();
@@ -54,7 +54,7 @@ impl ReservedNotification {
         }
         delivered.map(drop).map_err(|error| match error.fact(REPORTED_BY) {
             Some(_) => error,
-            None => error.with("notification", "may have been delivered"),
+            None => error.with("message", "may have been delivered"),
         })
     }
 }
@@ -69,7 +69,7 @@ impl Drop for ReservedNotification {
 impl Link {
     /// Reserves room for a notification in the queue of the peer. Returns `Err(Busy)` if that is full.
     pub(crate) fn reserve_notification(self: &Arc<Self>, message: &[u8]) -> Result<ReservedNotification> {
-        let message = fallible::copied("a notification", message)?;
+        let message = fallible::copied("a message", message)?;
         self.notifications.sent.lock().reserve(&message).map_err(|error| self.named(error))?;
         Ok(ReservedNotification { link: self.clone(), message })
     }
@@ -80,7 +80,7 @@ impl Link {
         let mut sent = self.notifications.sent.lock();
         self.check()?;
         let room = sent.waiting.try_reserve(1);
-        room.map_err(|_| fallible::out_of_memory("the notifications of a link", size_of::<Payload>()))?;
+        room.map_err(|_| fallible::out_of_memory("the messages of a link", size_of::<Payload>()))?;
         sent.reserve(&message).map_err(|error| self.named(error))?;
         sent.accepted += 1;
         sent.waiting.push_back(BoundedBytes(message));
@@ -91,14 +91,14 @@ impl Link {
     /// has no memory, is sent again, one message at a time until one has arrived. While this process has no descriptor or memory for a stream, nothing is sent, and further
     /// notifications are refused. If it is unknown what has arrived, the link breaks.
     pub(crate) fn send_notifications(self: &Arc<Self>, limit: Duration) {
-        let mut deadline = Deadline::after(limit).named("llm.LinkPinLimit");
+        let mut deadline = Deadline::after(limit).named("the pin limit");
         let mut most = MAX_BATCH;
         while let Some(batch) = self.notifications.next_batch(most) {
             let lease = match self.lease(deadline) {
                 Err(error) if error.is_shortage() && self.alive() => {
                     self.notifications.put_back(batch);
                     self.wait_for_resources(error);
-                    deadline = Deadline::after(limit).named("llm.LinkPinLimit");
+                    deadline = Deadline::after(limit).named("the pin limit");
                     continue;
                 }
                 lease => lease,
@@ -111,7 +111,7 @@ impl Link {
             match delivered {
                 Ok(_) => {
                     most = MAX_BATCH;
-                    deadline = Deadline::after(limit).named("llm.LinkPinLimit");
+                    deadline = Deadline::after(limit).named("the pin limit");
                 }
                 Err(error) if error.fact(REPORTED_BY).is_some() && !deadline.passed() && self.alive() => {
                     self.notifications.put_back(batch);
@@ -124,7 +124,7 @@ impl Link {
                     if error.kind() == ErrorKind::NotLinked {
                         self.wait_until_broken(Deadline::after(ANSWER_TIME));
                     }
-                    return self.break_off(format!("notifications could not be delivered: {error}"));
+                    return self.break_off(format!("messages could not be delivered: {error}"));
                 }
             }
             let mut sent = self.notifications.sent.lock();
@@ -141,8 +141,7 @@ impl Link {
         let mut sent = self.notifications.sent.lock();
         let first = sent.shortage.is_none();
         if first {
-            let cluster = self.peer.cluster;
-            tracing::warn!(target: "llm_datadist::links", "notifications for cluster {cluster} wait: {shortage}");
+            tracing::warn!(target: "llm_datadist::links", "messages for {} wait: {shortage}", self.peer);
         }
         sent.shortage = Some(shortage);
         drop(sent);
@@ -164,7 +163,7 @@ impl Link {
             return true;
         }
         drop(sent);
-        self.break_off(format!("notifications could not be sent: {why}"));
+        self.break_off(format!("messages could not be sent: {why}"));
         false
     }
 
@@ -182,7 +181,7 @@ impl Link {
         }
         let held = received.arrived.minus(received.polled).plus(load);
         if held.exceeds(MAX_HELD) {
-            let text = "too many notifications of this peer were not polled";
+            let text = "too many messages of this peer were not taken";
             return Err(Error::new(ErrorKind::Busy, text)
                 .with("messages", held.messages)
                 .with("bytes", held.bytes));
@@ -193,9 +192,8 @@ impl Link {
             let share = self.budget.notification(message.len() as u64 + NOTIFICATION_BYTES)?;
             Ok(Notification::new(self.peer.clone(), message, source.clone(), share))
         });
-        let new = fallible::try_collect("notifications", new).map_err(|refused| {
-            let text =
-                "too many notifications of all peers were not polled; the program has to poll its events";
+        let new = fallible::try_collect("messages", new).map_err(|refused| {
+            let text = "too many messages of all peers were not taken; the program has to take its events";
             Error::new(ErrorKind::Busy, text)
                 .with("bytes", load.bytes)
                 .with("used_by_peer", refused.fact("used_by_peer").unwrap_or("0"))

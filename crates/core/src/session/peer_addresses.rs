@@ -7,7 +7,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::model::ClusterId;
 use crate::net::Address;
 use crate::sync::Mutex;
 
@@ -80,11 +79,11 @@ impl FurtherAddress {
     }
 
     /// Notes that the address could not be reached, and logs the reason.
-    pub(super) fn note_failure(&self, cluster: ClusterId, error: &Error) {
+    pub(super) fn note_failure(&self, peer: &dyn std::fmt::Display, error: &Error) {
         *self.failed.lock() = Some(Instant::now());
         tracing::warn!(
             target: "llm_datadist::links",
-            "cluster {cluster} cannot be reached at {}, one of its link_addresses; the next try is in {} s: {error}",
+            "{peer} cannot be reached at {}, one of its further addresses; the next try is in {} s: {error}",
             self.at,
             RETRY_AFTER.as_secs()
         );
@@ -148,7 +147,7 @@ mod tests {
     #[test]
     fn an_address_that_failed_is_not_used_for_a_while() {
         let peer = peer(&["10.0.0.2:5", "10.0.0.3:5"]);
-        peer.others[0].note_failure(ClusterId(1), &Error::invalid("a test"));
+        peer.others[0].note_failure(&"a peer", &Error::invalid("a test"));
         assert!(!chosen(&peer, 6).contains(&ip(2)));
         assert_eq!(peer.ip_of(peer.unused(|_| 0)), Some(ip(3)));
         let before = Instant::now().checked_sub(RETRY_AFTER + Duration::from_secs(1)).unwrap();

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::message_io;
 use crate::copy::{PathKind, PeerTensors, ReadAccess};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, OptionName, Result};
 pub(crate) use crate::fabric::Readable;
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, Tensors};
 use crate::model::{Deadline, Placement};
@@ -277,7 +277,7 @@ fn missing() -> Error {
 
 /// Adds the option that raises the limit to `error`.
 fn bounded(error: Error) -> Error {
-    error.with("option", "link_remote_memory")
+    error.of_option(OptionName::REMOTE_MEMORY)
 }
 
 /// Returns the location of a cache's tensors as sent to peers.

@@ -74,6 +74,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
     last: Mutex<[Option<Last>; Reason::COUNT]>,
+    /// Whether the engine is a native one.
+    native: bool,
 }
 
 #[derive(Debug)]
@@ -85,16 +87,22 @@ struct Last {
 }
 
 impl Refusals {
+    /// Has logged nothing yet.
+    pub(super) fn new(native: bool) -> Self {
+        Refusals { native, ..Refusals::default() }
+    }
+
     /// Logs that `who` was refused. If the same reason was logged within the last second, counts the refusal
     /// for [`flush`](Self::flush) instead.
     pub(super) fn log(&self, who: &str, refusal: &Refusal) {
+        let error = refusal.error.for_engine(self.native);
         if refusal.is_usual() {
-            tracing::info!(target: "llm_datadist::links", "refused a connection from {who}: {}", refusal.error);
+            tracing::info!(target: "llm_datadist::links", "refused a connection from {who}: {error}");
             return;
         }
         let line = match refusal.reason {
-            Reason::ByPeer => format!("{who}, which dialed, does not link to this side: {}", refusal.error),
-            _ => format!("refused a connection from {who}: {}", refusal.error),
+            Reason::ByPeer => format!("{who}, which dialed, does not link to this side: {error}"),
+            _ => format!("refused a connection from {who}: {error}"),
         };
         if let Some(line) = self.admit(refusal.reason, line, Instant::now()) {
             say(&line);

@@ -11,7 +11,7 @@ use hashbrown::{HashMap, HashSet};
 use super::communicator::{CommStatus, Communicator};
 use super::dials::{self, Dials};
 use super::limits::Connections;
-use super::link::{EngineId, Kind, Link, broken};
+use super::link::{EndReason, EngineId, Kind, Link, broken};
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{EventQueue, PeerInfo};
@@ -28,8 +28,8 @@ pub(super) const RIVAL_LINK: &str = "linked_from";
 const MAX_COMMS: usize = 512;
 /// Maximum number of links of one engine, well above the 512 of contract §16.
 const MAX_LINKS: usize = 4096;
-/// Maximum number of broken links whose reason is kept.
-const MAX_BROKEN: usize = 1024;
+/// Maximum number of ended links that are known.
+const MAX_ENDED: usize = 1024;
 
 /// The registry of one engine.
 pub(super) struct Registry {
@@ -48,7 +48,8 @@ struct Entries {
     closed: bool,
     /// The links to each cluster, oldest first.
     links: HashMap<ClusterId, Vec<Arc<Link>>>,
-    broken: HashMap<ClusterId, (Instant, String)>,
+    /// The last link to each cluster that has none.
+    ended: HashMap<ClusterId, EndedLink>,
     /// Clusters that a `link_clusters` call is linking.
     linking: HashSet<ClusterId>,
     /// The engines that `ensure_link` calls are linking.
@@ -57,6 +58,14 @@ struct Entries {
     last_comm: u64,
     /// The engine is switching its role, and new links are refused.
     refuses_links: bool,
+}
+
+/// A link that has ended.
+struct EndedLink {
+    /// Its peer, without the metadata.
+    peer: PeerInfo,
+    /// When and why it broke, unless it was unlinked.
+    broke: Option<(Instant, EndReason)>,
 }
 
 /// What an attempt to make a link on demand begins with.
@@ -118,7 +127,7 @@ impl Registry {
                     self.changed.notify_all();
                 }));
             }
-            entries = self.wait(entries, deadline, "waiting for another call that links the same cluster")?;
+            entries = self.wait(entries, deadline, "waiting for another call that links the same peer")?;
         }
     }
 
@@ -198,7 +207,7 @@ impl Registry {
             all.drain(..).partition(|old| !old.alive() || replaces(link, old));
         *all = kept;
         all.push(link.clone());
-        entries.broken.remove(&link.peer.cluster);
+        entries.ended.remove(&link.peer.cluster);
         // Under the lock, so that events are in the order of what happened.
         let stale: Vec<_> = stale.into_iter().map(|old| (old.clone(), old.alive())).collect();
         for (old, _) in &stale {
@@ -213,7 +222,7 @@ impl Registry {
 
     /// Removes a link that has ended, and records why it broke; `why` is the reason of one that has not broken yet.
     /// Returns `false` if the link was not registered any more.
-    pub(super) fn remove(&self, link: &Arc<Link>, why: &str) -> bool {
+    pub(super) fn remove(&self, link: &Arc<Link>, why: impl Into<EndReason>) -> bool {
         let mut entries = self.entries.lock();
         let cluster = link.peer.cluster;
         let Some(all) = entries.links.get_mut(&cluster) else { return false };
@@ -224,11 +233,12 @@ impl Registry {
         if last {
             entries.links.remove(&cluster);
         }
-        if let Some(why) = link.break_reason().filter(|_| removed && last) {
-            if entries.broken.len() >= MAX_BROKEN {
-                entries.broken.clear();
+        if removed && last {
+            if entries.ended.len() >= MAX_ENDED {
+                entries.ended.clear();
             }
-            entries.broken.insert(cluster, why.clone());
+            let peer = PeerInfo { metadata: Arc::default(), ..PeerInfo::clone(&link.peer) };
+            entries.ended.insert(cluster, EndedLink { peer, broke: link.break_reason().cloned() });
         }
         if removed && !linked {
             self.events.link_down(link.end_info(why));
@@ -239,20 +249,22 @@ impl Registry {
     }
 
     /// Ends a link that broke. Returns `false` if the link was already removed or replaced.
-    pub(super) fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
-        link.break_off(why);
-        let removed = self.remove(link, why);
+    pub(super) fn lost(&self, link: &Arc<Link>, why: impl Into<EndReason>) -> bool {
+        let why = why.into();
+        link.break_off(why.clone());
+        let removed = self.remove(link, why.clone());
         // A link that this side is unlinking ends as expected, whichever side closes it first.
         if removed && !link.calls.unlinks() {
             // The first recorded reason is the one that counts.
-            let why = link.break_reason().map_or(why, |(_, why)| why);
-            tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer.cluster);
+            let why = link.break_reason().map_or(&why, |(_, why)| why);
+            let native = self.own.0.0 == self.own.1;
+            tracing::warn!(target: "llm_datadist::links", "the link to {} broke: {}", link.peer, why.for_engine(native));
         }
         removed
     }
 
     /// Ends a link that this side no longer wants.
-    pub(super) fn drop_link(&self, link: &Arc<Link>, why: &str) {
+    pub(super) fn drop_link(&self, link: &Arc<Link>, why: &'static str) {
         let _ =
             link.send_control(&ControlMessage::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.break_off(why);
@@ -264,7 +276,9 @@ impl Registry {
     /// Discards the record of a broken link to `cluster`: it was unlinked on purpose, which needs no
     /// explanation.
     pub(super) fn forget_broken(&self, cluster: ClusterId) {
-        self.entries.lock().broken.remove(&cluster);
+        if let Some(ended) = self.entries.lock().ended.get_mut(&cluster) {
+            ended.broke = None;
+        }
     }
 
     /// Returns the links to `cluster`.
@@ -399,9 +413,9 @@ impl Registry {
             comm.abandon();
         }
         for link in links {
-            let reason = "the peer was finalized".into();
+            let reason = "the peer was closed".into();
             let _ = link.send_control(&ControlMessage::Bye { reason, unlinked: false });
-            link.break_off("this engine was finalized");
+            link.break_off("this engine was closed");
         }
         self.changed.notify_all();
     }
@@ -490,12 +504,21 @@ impl Entries {
     }
 
     fn missing(&self, cluster: ClusterId) -> Error {
-        let broke = self.links.get(&cluster).and_then(|all| all.last()?.break_reason());
-        if let Some((when, why)) = broke.or_else(|| self.broken.get(&cluster)) {
-            return broken(cluster, *when, why);
+        if let Some(link) = self.links.get(&cluster).and_then(|all| all.last())
+            && let Err(broke) = link.check()
+        {
+            return broke;
         }
         let known: Vec<u64> = self.links.keys().map(|id| id.0).take(16).collect();
-        let error = Error::new(ErrorKind::NotLinked, format!("there is no link to cluster {cluster}"));
+        let error = match self.ended.get(&cluster) {
+            Some(EndedLink { peer, broke: Some((when, why)) }) => return broken(peer, *when, why),
+            Some(EndedLink { peer, .. }) => {
+                peer.named(Error::new(ErrorKind::NotLinked, format!("there is no link to {peer}")))
+            }
+            None => {
+                Error::new(ErrorKind::NotLinked, "there is no link to this peer").with("cluster", cluster)
+            }
+        };
         let error = error.with("linked", format_args!("{known:?}"));
         // A member of a communicator whose link has failed.
         let reason = self.comms.values().find_map(|comm| comm.reason(cluster));
@@ -540,11 +563,11 @@ fn replaces(link: &Link, other: &Link) -> bool {
 }
 
 /// Returns the error for a link whose place a working link has.
-fn taken(((cluster, instance), kind): (EngineId, Kind), rival: &Link) -> Error {
+fn taken(((_, instance), kind): (EngineId, Kind), rival: &Link) -> Error {
     let text = if rival.peer.incarnation == instance {
-        format!("cluster {cluster} is linked already, and its link works")
+        format!("{} is linked already, and its link works", rival.peer)
     } else {
-        format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
+        format!("another process has the id of {}: two processes cannot share an id", rival.peer)
     };
     // A link on demand may succeed later: the rival may be a process that has just ended.
     let kind = if kind == Kind::Ensured { ErrorKind::AlreadyLinked } else { ErrorKind::LinkFailed };

@@ -164,11 +164,11 @@ impl RequestContext<'_> {
     }
 }
 
-/// Returns the deadline of a caller by this side's clock. It is at most `most`, which is `llm.LinkPinLimit`, from now, so that
+/// Returns the deadline of a caller by this side's clock. It is at most `most`, the pin limit, from now, so that
 /// no caller keeps rows pinned for longer.
 pub(super) fn deadline_of(limit_ms: u64, most: Duration) -> Deadline {
     let asked = Duration::from_millis(limit_ms);
-    let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
+    let name = if asked > most { "the pin limit" } else { "the rest of the caller's time limit" };
     Deadline::after(asked.min(most)).named(name)
 }
 

@@ -283,7 +283,7 @@ impl Server {
         let reason = format!("this engine cannot wait for requests: {error}");
         for link in links {
             let _ = link.send_control(&ControlMessage::Bye { reason: reason.clone(), unlinked: false });
-            link.break_off(&reason);
+            link.break_off(reason.clone());
         }
         for step in taken.work {
             guarded("performing a step of a handshake", step);
@@ -397,8 +397,7 @@ impl Server {
         let stays_open = self.answers.answer(link, stream, &unlinked, replied).unwrap_or_else(|error| {
             // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
             if link.alive() {
-                let cluster = link.peer.cluster;
-                tracing::info!(target: "llm_datadist::links", "a call of cluster {cluster} ended early: {error}");
+                tracing::info!(target: "llm_datadist::links", "a call of {} ended early: {error}", link.peer);
             }
             false
         });
@@ -427,8 +426,7 @@ impl Server {
             self.watch(link, &stream)
         });
         if let Err(error) = served {
-            let cluster = link.peer.cluster;
-            tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
+            tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for {}: {error}", link.peer);
         }
     }
 }

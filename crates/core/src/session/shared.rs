@@ -48,7 +48,8 @@ impl Shared {
     pub(super) fn new(resources: Arc<Resources>, transports: Transports) -> Result<Shared> {
         let config = &resources.config;
         let limits = Connections::of_this_process();
-        let (threads, refusals) = (Threads::new(), Arc::<Refusals>::default());
+        let (threads, refusals) =
+            (Threads::of(Some(resources.engine)), Arc::new(Refusals::new(config.native)));
         let me = Identity::new(config)?;
         let control = Arc::new(ControlPoller::new()?);
         let own = (config.cluster, me.party.instance);
@@ -86,8 +87,7 @@ impl Shared {
             return Err(Error::invalid("the address is that of this engine itself"));
         }
         if peer.cluster == self.me.party.cluster {
-            let text =
-                "another engine with the cluster id of this one answers: two engines cannot share an id";
+            let text = "another engine with the id of this one answers: two engines cannot share an id";
             return Err(Error::new(ErrorKind::LinkFailed, text));
         }
         Ok(())
@@ -101,5 +101,5 @@ impl Shared {
 
 /// Refuses a transfer between the engine and itself.
 pub(crate) fn own(cluster: ClusterId) -> Error {
-    Error::invalid(format!("cluster_id={cluster} is this cluster; transfers need a different one"))
+    Error::invalid("a transfer needs another engine than this one").with("cluster_id", cluster)
 }

@@ -6,7 +6,8 @@ mod per_process;
 mod pool;
 mod running;
 
-pub(crate) use engine_number::EngineNumber;
+pub use engine_number::engine_of_thread;
+pub(crate) use engine_number::{EngineNumber, KnownEngine};
 pub(crate) use per_process::PerProcess;
 pub(crate) use pool::{Closures, JobQueue, PollLimits, ThreadPool};
 pub(crate) use running::{CLOSE_WAIT, Threads, guarded};

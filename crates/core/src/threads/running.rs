@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use hashbrown::HashSet;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+use super::engine_number::EngineNumber;
 use crate::sync::{Builder, Condvar, Mutex, ThreadId, current};
 
 /// Stack size in bytes. Requests, plans and lists are on the heap.
@@ -22,6 +23,8 @@ pub(crate) struct Threads {
     ended: Condvar,
     /// The CPUs of the thread that created this. `None` if the kernel does not report them.
     cpus: Option<CpuSet>,
+    /// The engine for which they work, if it is one.
+    engine: Option<EngineNumber>,
     /// Test only: behave as if no thread could be started.
     #[cfg(feature = "testing")]
     refused: std::sync::atomic::AtomicBool,
@@ -37,7 +40,13 @@ struct RunningThreads {
 impl Threads {
     /// Counts no thread yet.
     pub(crate) fn new() -> Arc<Self> {
+        Self::of(None)
+    }
+
+    /// Counts no thread yet. The threads will work for `engine`.
+    pub(crate) fn of(engine: Option<EngineNumber>) -> Arc<Self> {
         Arc::new(Threads {
+            engine,
             running: Mutex::default(),
             ended: Condvar::new(),
             cpus: sched_getaffinity(None).ok(),
@@ -61,6 +70,7 @@ impl Threads {
         let started = Builder::new().name(name.into()).stack_size(STACK).spawn(move || {
             leaving.begin();
             leaving.0.use_cpus();
+            let _engine = leaving.0.engine.map(EngineNumber::on_this_thread);
             work();
         });
         started.map(|_| ())

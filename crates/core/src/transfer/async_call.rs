@@ -23,7 +23,7 @@ use super::running_calls::{RunningCall, RunningCalls};
 use super::slot_map::SlotKey;
 use crate::cache::{CallRows, OnReady, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
-use crate::events::{Stops, Transfer};
+use crate::events::{PeerInfo, Stops, Transfer};
 use crate::model::{ClusterId, Deadline};
 use crate::resources::{OutgoingCall, Resources};
 use crate::stats::Op;
@@ -42,13 +42,15 @@ pub(crate) struct CallPurpose {
     pub(crate) deadline: Deadline,
     /// Whether it calls that cluster. Set before the call waits for a row.
     pub(crate) outgoing: Option<OutgoingCall>,
+    /// The peer that it calls, if it was linked when the call was started, for errors.
+    pub(crate) peer: Option<Arc<PeerInfo>>,
     /// The address that it dials, for errors.
     pub(crate) dials: Option<Box<SocketAddr>>,
 }
 
 impl CallPurpose {
     pub(crate) fn new(op: Option<Op>, class: JobClass, deadline: Deadline) -> Self {
-        CallPurpose { op, class, deadline, outgoing: None, dials: None }
+        CallPurpose { op, class, deadline, outgoing: None, peer: None, dials: None }
     }
 
     /// Has it count as a call to a peer until it has ended.
@@ -77,7 +79,7 @@ pub(super) struct AsyncCall {
 
 /// A call is the largest of the objects of a transfer in flight (`serving_latency.py --only memory`).
 #[cfg(not(any(loom, feature = "testing")))]
-const _: () = assert!(size_of::<AsyncCall>() <= 248);
+const _: () = assert!(size_of::<AsyncCall>() <= 256);
 
 /// How far a call is.
 #[derive(Default)]
@@ -188,6 +190,9 @@ impl AsyncCall {
     fn named(&self, mut error: Error) -> Error {
         if let (Some(_), JobClass::Calls(cluster)) = (&self.purpose.outgoing, self.purpose.class) {
             error = error.with("cluster", cluster);
+        }
+        if let Some(peer) = &self.purpose.peer {
+            error = peer.named(error);
         }
         self.purpose.dials.iter().fold(error, |error, address| error.with("address", address))
     }

@@ -211,7 +211,7 @@ impl Call {
 
     /// Adds to an error which peer and which cache the call was for.
     pub(crate) fn named(&self, error: Error) -> Error {
-        let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
+        let error = if error.fact("incarnation").is_some() { error } else { self.link.named(error) };
         if error.fact("name").is_some() { error } else { error.with("name", &self.name) }
     }
 
@@ -229,8 +229,8 @@ impl Call {
     /// Records why the owner sends the bytes of this transfer. Logs the reason when it differs from the previous one.
     pub(super) fn owner_sends(&self, reason: &str) {
         if self.link.stats.owner_sends(reason) {
-            let cluster = self.link.peer.cluster;
-            tracing::info!(target: "llm_datadist::links", "the owner sends the bytes of transfers with cluster {cluster}: {reason}");
+            let peer = &self.link.peer;
+            tracing::info!(target: "llm_datadist::links", "the owner sends the bytes of transfers with {peer}: {reason}");
         }
     }
 

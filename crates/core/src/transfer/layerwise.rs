@@ -69,7 +69,7 @@ impl FoundDestination {
 impl LayerSink for LayerPush {
     fn find(&self, deadline: Deadline) -> Result<u64> {
         let found = self.link.find(deadline);
-        let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
+        let link = found.map_err(|error| self.link.named(error))?;
         self.notice.as_ref().map_or(Ok(()), |notice| notice.reserve(&link))?;
         let found = self.resolve(link.clone(), deadline).map_err(|error| link.named(error))?;
         let bytes = found.layers.iter().flatten().map(|part| part.plan.bytes()).sum();
@@ -97,11 +97,7 @@ impl LayerSink for LayerPush {
     }
 
     fn named(&self, error: Error) -> Error {
-        let found = self.found.get().map(|found| found.link.clone());
-        match found.or_else(|| self.link.known()) {
-            Some(link) => link.named(error),
-            None => error.with("cluster", self.to.cluster),
-        }
+        self.link.named(error)
     }
 }
 

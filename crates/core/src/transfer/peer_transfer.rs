@@ -120,10 +120,10 @@ impl Call {
                 moved()?;
                 tracing::warn!(
                     target: "llm_datadist::transfers",
-                    "a push to {} of cluster {} moved nothing and delivers no notification, because the source cache has \
+                    "a push to {} of {} moved nothing and delivers no message, because the source cache has \
                      fewer tensors than one layer (cache_id={}, num_tensors={}, tensor_num_per_layer={tensors_per_layer}); \
                      pass tensor_num_per_layer=1 to push all of its tensors",
-                    of.name, self.link.peer.cluster, self.local.id(), self.local.num_tensors()
+                    of.name, self.link.peer, self.local.id(), self.local.num_tensors()
                 );
                 return Ok(0);
             }

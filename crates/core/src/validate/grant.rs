@@ -12,8 +12,8 @@ const MAX_READERS: usize = 4096;
 /// Checks the arguments of a grant, and returns the rows that it lends.
 pub fn grant(layout: CacheLayout, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Vec<u64>> {
     blocks_cache("cache", layout.kind)?;
-    not_empty("blocks", blocks)?;
-    in_range("blocks", blocks, layout.geometry)?;
+    not_empty("rows", blocks)?;
+    in_range("rows", blocks, layout.geometry)?;
     grant_ttl(ttl)?;
     let allowed = format!("1 to {MAX_READERS}");
     ensure((1..=MAX_READERS).contains(&readers), || Error::argument("readers", readers, allowed))?;

@@ -62,6 +62,16 @@ fn interfaces_without_the_cache_manager_change_some_codes() {
 }
 
 #[test]
+fn cluster_ids_are_facts_of_the_original_api_only() {
+    let source = Error::new(ErrorKind::NotLinked, "it is gone").with("cluster", 5);
+    let error =
+        Error::new(ErrorKind::Timeout, "too late").with("cluster", 5).with("bytes", 1).because(source);
+    assert_eq!(error.to_string(), "too late (bytes=1): it is gone");
+    assert_eq!(error.original().to_string(), "too late (cluster=5, bytes=1): it is gone (cluster=5)");
+    assert_eq!((error.facts().count(), error.fact("cluster")), (1, Some("5")));
+}
+
+#[test]
 fn a_text_holds_message_facts_and_source() {
     let source = std::io::Error::other("the disk is gone");
     let error = Error::new(ErrorKind::System, "no page").with("bytes", 5).with("path", "/x").because(source);

@@ -6,6 +6,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
+use llm_datadist_core::bindings::engine_of_thread;
 use llm_datadist_core::{CacheKey, CacheKind, DataDist, Placement};
 use llm_datadist_embed::{Level, Line, Sink, install_log};
 
@@ -32,7 +33,9 @@ impl Sink for Collector {
 /// Collects every line of this process from now on.
 pub fn collect() {
     static ONCE: Once = Once::new();
-    ONCE.call_once(|| assert!(install_log(Collector), "no other subscriber in this binary"));
+    ONCE.call_once(|| {
+        assert!(install_log(Collector, engine_of_thread), "no other subscriber in this binary")
+    });
 }
 
 /// The texts since `collect` that hold all of `words`.

@@ -164,7 +164,7 @@ impl NativeCache {
     ///     Closed: the engine is closed.
     #[getter]
     fn tensors(&self, py: Python<'_>) -> PyResult<Vec<TensorView>> {
-        self.read(py, TensorView::all)
+        self.read(py, |cache| TensorView::all(cache, raise))
     }
 
     /// All bytes of a cache that was allocated with ``contiguous=True``, as one flat view.
@@ -176,7 +176,7 @@ impl NativeCache {
     #[getter]
     fn buffer<'py>(&self, py: Python<'py>) -> PyResult<Any<'py>> {
         let first = self.read(py, |cache| match cache.one_range() {
-            Ok(_) => TensorView::one(cache, 0),
+            Ok(_) => TensorView::one(cache, 0, raise),
             Err(error) if error.kind() == ErrorKind::InvalidArgument => Err(not_contiguous()),
             Err(error) => Err(error),
         })?;

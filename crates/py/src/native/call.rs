@@ -48,7 +48,7 @@ impl<'py> Pairs<'py> {
         if !dst.is_instance_of::<PyList>() && !dst.is_instance_of::<PyTuple>() {
             return Err(wrong_type("dst", "Rows, or a list of (dst, src) pairs", dst));
         }
-        let items = convert::listed("dst", dst)?;
+        let items = convert::listed("dst", dst, raise)?;
         if items.is_empty() {
             return Err(invalid(dst.py(), "len(dst)", 0, "at least 1"));
         }
@@ -58,7 +58,7 @@ impl<'py> Pairs<'py> {
             let pair = pair.ok_or_else(|| wrong_type(&name, "a pair (dst, src) of Rows", item))?;
             Ok((rows(&name, &pair.get_item(0)?)?, rows(&name, &pair.get_item(1)?)?))
         });
-        convert::gathered(dst.py(), items.len(), pairs).map(Pairs)
+        convert::gathered(dst.py(), items.len(), pairs, raise).map(Pairs)
     }
 
     /// Returns the destination and the source of each pair, for code that may run detached from the interpreter.
@@ -135,16 +135,16 @@ fn grants(
     done: bool,
 ) -> PyResult<Vec<Option<GrantUse>>> {
     let Some(given) = given else { return Ok(Vec::new()) };
-    let mut grants = convert::room(py, pairs)?;
+    let mut grants = convert::room(py, pairs, raise)?;
     if let Ok(bytes) = given.cast::<PyBytes>() {
-        let token = GrantToken::from_bytes(bytes.as_bytes()).map_err(|error| raise(py, &error))?;
+        let token = GrantToken::from_bytes("grant", bytes.as_bytes()).map_err(|error| raise(py, &error))?;
         grants.resize(pairs, Some(GrantUse { token, done }));
         return Ok(grants);
     }
     if !given.is_instance_of::<PyList>() && !given.is_instance_of::<PyTuple>() {
         return Err(wrong_type("grant", "bytes, or a list with bytes or None for each pair", given));
     }
-    let tokens = convert::listed("grant", given)?;
+    let tokens = convert::listed("grant", given, raise)?;
     if tokens.len() != pairs {
         return Err(invalid(py, "len(grant)", tokens.len(), &format!("{pairs}, one for each pair")));
     }
@@ -160,8 +160,8 @@ fn grants(
 
 fn token(index: usize, given: &Any<'_>) -> PyResult<GrantToken> {
     let name = format!("grant[{index}]");
-    let bytes = given.cast::<PyBytes>().map_err(|_| wrong_type(name, "bytes or None", given))?;
-    GrantToken::from_bytes(bytes.as_bytes()).map_err(|error| raise(given.py(), &error))
+    let bytes = given.cast::<PyBytes>().map_err(|_| wrong_type(&*name, "bytes or None", given))?;
+    GrantToken::from_bytes(&name, bytes.as_bytes()).map_err(|error| raise(given.py(), &error))
 }
 
 fn verify(given: &Any<'_>) -> PyResult<Verify> {

@@ -69,7 +69,7 @@ impl NativeEngine {
     /// It can still be read when the engine is closed, but nobody listens there any more.
     #[getter]
     fn address(&self, py: Python<'_>) -> Option<String> {
-        self.shared.address(py)
+        self.shared.engine.address(py)
     }
 
     /// The default time limit of a call in seconds. It can still be read when the engine is closed.
@@ -533,7 +533,8 @@ impl NativeEngine {
 
     fn __repr__(&self, py: Python<'_>) -> String {
         let EngineShared { name, engine, .. } = &*self.shared;
-        let address = self.shared.address(py).map_or("None".to_owned(), |address| format!("'{address}'"));
+        let address =
+            self.shared.engine.address(py).map_or("None".to_owned(), |address| format!("'{address}'"));
         format!(
             "Engine(name='{}', address={address}, closed={})",
             &**name,

@@ -26,9 +26,9 @@ fn made(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let class = py.import(intern!(py, "llm_datadist.errors"))?.getattr(words.class().name())?;
     let keywords = PyDict::new(py);
     keywords.set_item(intern!(py, "code"), words.code())?;
-    keywords.set_item(intern!(py, "reason"), words.reason())?;
+    keywords.set_item(intern!(py, "reason"), error.reason())?;
     keywords.set_item(intern!(py, "argument"), words.argument())?;
-    keywords.set_item(intern!(py, "facts"), words.facts().into_py_dict(py)?)?;
+    keywords.set_item(intern!(py, "facts"), error.facts().into_py_dict(py)?)?;
     keywords.set_item(intern!(py, "arrived"), error::arrived(error))?;
-    Ok(PyErr::from_value(class.call((words.to_string(),), Some(&keywords))?))
+    Ok(PyErr::from_value(class.call((error.to_string(),), Some(&keywords))?))
 }

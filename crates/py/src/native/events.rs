@@ -91,7 +91,7 @@ fn of(py: Python<'_>, shared: &Arc<EngineShared>, event: &Event) -> PyResult<Opt
             Py::new(py, TransferEnded { transfer, error })?.into_any()
         }
         Event::Notification(message) => {
-            let data = convert::bytes(py, &message.payload)?.unbind();
+            let data = convert::bytes(py, &message.payload, raise)?.unbind();
             let peer = NativePeer::of(py, shared, &message.peer)?;
             Py::new(py, MessageEvent { peer, data })?.into_any()
         }

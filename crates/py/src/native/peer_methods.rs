@@ -1,6 +1,6 @@
 //! What peers do.
 
-use llm_datadist_core::{DataDist, ErrorWords, PeerCache, PeerInfo};
+use llm_datadist_core::{DataDist, PeerCache, PeerInfo};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -40,7 +40,7 @@ impl NativePeer {
     /// The ``metadata`` of the peer's engine, at most 16 KiB.
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        convert::bytes(py, &self.info.metadata)
+        convert::bytes(py, &self.info.metadata, raise)
     }
 
     /// Whether a link to this incarnation exists now. False once the engine is closed.
@@ -84,10 +84,7 @@ impl NativePeer {
     fn send(&self, message: &Any<'_>) -> PyResult<()> {
         let py = message.py();
         let bytes = values::bytes("message", message)?;
-        self.shared.engine.enter(py, |engine| {
-            let sent = engine.notify(self.info.cluster, bytes);
-            sent.map_err(|error| ErrorWords::renamed(error, "notify", "message"))
-        })
+        self.shared.engine.enter(py, |engine| engine.notify(self.info.cluster, bytes))
     }
 
     /// Start to end the link. New transfers over it fail with ``PeerLost``; transfers that run are finished first.

@@ -28,8 +28,6 @@ pub(crate) struct EngineShared {
     pub(crate) name: EngineName,
     /// The time limit of calls without a `timeout`.
     pub(crate) timeout: Duration,
-    /// The address at which it listened when this was made.
-    first_address: Option<String>,
     /// The handles of transfers whose outcome was not taken, by number. A layer-wise one is a weak reference: if the program drops
     /// it, nobody can report its layers.
     pub(crate) transfers: Handles<u64, Py<PyAny>>,
@@ -44,19 +42,14 @@ impl EngineShared {
     pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Arc<Self>> {
         let (name, timeout) = (config.name.clone(), config.sync_timeout);
         log(py, "start")?;
-        let opened = || {
-            let engine = Engine::open(py, config, raise)?;
-            let address = engine.attached(py, |engine| Ok(engine.listening()))?;
-            Ok((engine, address.map(|address| address.to_string())))
-        };
-        let (engine, address) = match opened() {
-            Ok(opened) => opened,
+        let engine = match Engine::open(py, config, raise) {
+            Ok(engine) => engine,
             Err(error) => {
                 log(py, "stop")?;
                 return Err(error);
             }
         };
-        let shared = Arc::new(Self::new(engine, &name, timeout, address));
+        let shared = Arc::new(Self::new(engine, &name, timeout));
         opened_engines().push((this_process(), Arc::downgrade(&shared)));
         forget_closed(py)?;
         Ok(shared)
@@ -64,25 +57,18 @@ impl EngineShared {
 
     /// Returns what the native objects of an engine share that the original's API has opened, and closes.
     pub(crate) fn of_original(py: Python<'_>, engine: &Engine) -> PyResult<Arc<Self>> {
-        let (config, address) = engine.attached(py, |engine| {
+        let config = engine.attached(py, |engine| {
             // From now on, news about links and grants are kept.
             engine.poll(0)?;
-            Ok((engine.config().clone(), engine.listening().map(|address| address.to_string())))
+            Ok(engine.config().clone())
         })?;
-        Ok(Arc::new(Self::new(engine.failing_with(raise), &config.name, config.sync_timeout, address)))
+        Ok(Arc::new(Self::new(engine.failing_with(raise), &config.name, config.sync_timeout)))
     }
 
-    fn new(engine: Engine, name: &str, timeout: Duration, first_address: Option<String>) -> Self {
+    fn new(engine: Engine, name: &str, timeout: Duration) -> Self {
         let name = EngineName::new(name);
         let (transfers, grants, python) = (Handles::default(), Handles::default(), OnceLock::new());
-        EngineShared { engine, name, timeout, first_address, transfers, grants, python }
-    }
-
-    /// Returns the address at which the engine listens, or listened until it was closed. Only `switch_role` of the original's API
-    /// changes it.
-    pub(crate) fn address(&self, py: Python<'_>) -> Option<String> {
-        let address = self.engine.attached(py, |engine| Ok(engine.listening()));
-        address.map_or_else(|_| self.first_address.clone(), |at| at.map(|at| at.to_string()))
+        EngineShared { engine, name, timeout, transfers, grants, python }
     }
 
     /// Sets the Python object, of which a weak reference is kept.

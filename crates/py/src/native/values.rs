@@ -49,7 +49,7 @@ fn as_index<'py>(value: &Any<'py>) -> PyResult<Option<Bound<'py, PyInt>>> {
 pub(crate) fn bytes(name: &str, value: &Any<'_>) -> PyResult<Vec<u8>> {
     let py = value.py();
     let copy = |bytes: &[u8]| {
-        let mut copy = convert::room_as(py, bytes.len(), raise)?;
+        let mut copy = convert::room(py, bytes.len(), raise)?;
         copy.extend_from_slice(bytes);
         Ok(copy)
     };
@@ -58,7 +58,7 @@ pub(crate) fn bytes(name: &str, value: &Any<'_>) -> PyResult<Vec<u8>> {
     }
     let array = value.cast::<PyByteArray>().map_err(|_| wrong_type(name, "bytes", value))?;
     // The copy of a byte array cannot report a lack of memory.
-    drop(convert::room_as::<u8>(py, array.len(), raise)?);
+    drop(convert::room::<u8>(py, array.len(), raise)?);
     Ok(array.to_vec())
 }
 

@@ -15,7 +15,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::engine::ProcessOwned;
-use crate::error::raise;
+use crate::error::Raise;
 
 /// The device type of CPU memory in `DLPack`, and its only device number.
 pub(crate) const DL_CPU: (i32, i32) = (1, 0);
@@ -159,14 +159,17 @@ pub(crate) fn capsule<'py>(
     cache: &Arc<Cache>,
     part: CachePart,
     versioned: bool,
+    raise: Raise,
 ) -> PyResult<Bound<'py, PyAny>> {
-    if versioned { wrapped::<Versioned>(py, cache, part) } else { wrapped::<Legacy>(py, cache, part) }
+    let wrap = if versioned { wrapped::<Versioned> } else { wrapped::<Legacy> };
+    wrap(py, cache, part, raise)
 }
 
 fn wrapped<'py, M: Managed>(
     py: Python<'py>,
     cache: &Arc<Cache>,
     part: CachePart,
+    raise: Raise,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (address, mut shape, element) = part.described(cache).map_err(|error| raise(py, &error))?;
     let gaps = match part {

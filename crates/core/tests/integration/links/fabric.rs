@@ -208,7 +208,11 @@ fn a_push_uses_sockets_if_the_peer_cannot_read() {
 #[test]
 fn both_sides_must_use_ucx() {
     let cases = [
-        (Backend::Ucx, Backend::Sockets, Some("llm.TransferBackend=ucx, but the peer does not use UCX")),
+        (
+            Backend::Ucx,
+            Backend::Sockets,
+            Some("this side moves bytes with UCX only, but the peer does not use UCX"),
+        ),
         (Backend::Auto, Backend::Sockets, None),
         (Backend::Sockets, Backend::Auto, None),
         (Backend::Auto, Backend::Auto, None),
@@ -312,7 +316,10 @@ fn auto_uses_sockets_if_versions_of_ucx_differ() {
         let (local, remote) = (made(5, dialling, None), made(6, listening, Some(&file)));
         let error = link(&local, &remote).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
-        assert!(error.to_string().contains("llm.TransferBackend=ucx, but the peer uses UCX"), "{error}");
+        assert!(
+            error.to_string().contains("this side moves bytes with UCX only, but the peer uses UCX"),
+            "{error}"
+        );
     }
     std::fs::remove_file(file).unwrap();
 }
@@ -369,7 +376,7 @@ fn an_engine_that_cannot_use_ucx_says_why() {
     for (backend, change, reason) in [
         (Backend::Auto, &missing as &dyn Fn(&mut Config), "/nowhere/libucp.so.0"),
         (Backend::Auto, without_device.0, without_device.1),
-        (Backend::Sockets, &missing, "llm.TransferBackend=sockets"),
+        (Backend::Sockets, &missing, "the configuration chooses sockets"),
     ] {
         let ucx = opened(backend, change).unwrap().stats().ucx;
         assert!(

@@ -57,7 +57,7 @@ fn a_stranger_is_refused_for_the_reason_that_is_logged() {
         let refused = stranger.dial(&engine, purpose).unwrap_err();
         let text = refused.to_string();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
-        assert!(text.contains("no token is set") && text.contains("llm.LinkAcceptRemote=1"), "{text}");
+        assert!(text.contains("no token is set") && text.contains("option=token or accept_remote"), "{text}");
     }
     assert!(engine.stats().links.is_empty());
     // Any process of this host learns the name of the local socket, and nothing else.
@@ -70,7 +70,7 @@ fn a_stranger_is_refused_for_the_reason_that_is_logged() {
 fn refusal_of_process_without_proc_names_the_cause() {
     let engine = open(strict(1, Way::Tcp), Way::Tcp);
     let text = Fake::new(9, 1).try_local_of(&engine, "unknown 5".into()).unwrap_err().to_string();
-    for part in ["boot_id", "mount /proc", "llm.LinkToken"] {
+    for part in ["boot_id", "mount /proc", "option=token"] {
         assert!(text.contains(part), "{text}");
     }
     let text = Fake::new(9, 1).try_local_of(&engine, "another host".into()).unwrap_err().to_string();

@@ -74,7 +74,7 @@ fn offers_that_are_too_large_or_unsound_leave_the_link_to_sockets() {
     type Case = ([Option<u64>; 2], &'static [u64], SealFlags, &'static str);
     let cases: [Case; 9] = [
         ([Some(64 * MIB), Some(MIB)], &[64 * MIB, 2 * MIB], SEALS, ""),
-        ([Some(30 * TIB), None], &[30 * TIB], SEALS, "link_remote_memory"),
+        ([Some(30 * TIB), None], &[30 * TIB], SEALS, "option=remote_memory"),
         ([Some(30 * TIB); 2], &[30 * TIB; 2], SEALS, "offered_bytes=65970697666560"),
         ([Some(u64::MAX); 2], &[MIB; 2], SEALS, "more than 2^64"),
         ([Some(64 * MIB), None], &[MIB], SEALS, "shorter than announced"),
@@ -158,7 +158,7 @@ fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
     let (way, refusal) = pools(&peers[2]);
     assert_eq!(way, "stream");
     let bytes = 2 * each;
-    for fact in [&format!("limit_bytes={bytes}"), &format!("mapped_bytes={bytes}"), "link_remote_memory"] {
+    for fact in [&format!("limit_bytes={bytes}"), &format!("mapped_bytes={bytes}"), "option=remote_memory"] {
         assert!(refusal.contains(fact), "{refusal}");
     }
     unlink(&local, &peers[0]).unwrap();
@@ -203,6 +203,6 @@ fn pools_that_are_not_mapped_travel_through_sockets() {
         assert_eq!((local.pools, remote.pools), ("stream", "mapped"));
         // Without the peer's generations, none of its memory is read in place.
         assert_eq!(local.registered, if limit == 0 { "stream" } else { "process" });
-        assert!(local.refusal.unwrap().contains("link_remote_memory"));
+        assert!(local.refusal.unwrap().contains("option=remote_memory"));
     }
 }

@@ -1,0 +1,197 @@
+"""Errors, reasons and log lines of native engines use native words, and say which engine and peer they mean.
+
+Not for: what each error is about (the tests of the calls).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist.native import (
+    Busy,
+    Cancelled,
+    Closed,
+    Error,
+    GrantEnded,
+    InvalidArgument,
+    NotFound,
+    OutOfMemory,
+    PeerDown,
+    PeerLost,
+    PeerUp,
+    Timeout,
+)
+
+from .helpers import LIMIT, allocate, eventually, fails, next_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    import pytest
+
+    from .conftest import Open, Pair
+    from .helpers import Far
+
+# Words of the original's API.
+FOREIGN = ["cluster", "llm.", "LLM", "finaliz", "polled", "notif", "sync_kv_timeout", "link_", "src_blocks", "req_id"]
+SILENT: dict[str, Any] = {"heartbeat": 0.1, "silence": 1.5}
+
+
+def check_words(*texts: str | None) -> None:
+    """No text may have a word of the original's API."""
+    for text in texts:
+        assert text is not None
+        found = [word for word in FOREIGN if word in text]
+        assert not found, (found, text)
+
+
+def native(kind: type[Error], call: Callable[[], Any], code: str, *texts: str) -> Error:
+    """A call must fail with this kind and code, with the texts, and in native words. Return the error."""
+    error = fails(kind, call)
+    assert error.code == code, repr(error)
+    check_words(str(error), error.reason, error.argument or "", *error.facts, *error.facts.values())
+    for text in texts:
+        assert text in str(error), str(error)
+    return error
+
+
+def test_errors_of_arguments_and_own_caches(start: Open) -> None:
+    engine = start(max_transfers=2)
+    kv = allocate(engine)
+    native(InvalidArgument, lambda: allocate(engine), "name_taken", "kv")
+    native(InvalidArgument, lambda: engine.copy(kv[[1]], kv[[99]]), "invalid_argument", "99")
+    more = allocate(engine, "more", tensors=3)
+    native(InvalidArgument, lambda: engine.copy(kv[[1]], more[[1]]), "tensor_count")
+    native(InvalidArgument, lambda: engine.lend(kv[[99]], ttl=1.0), "invalid_argument", "rows")
+    native(OutOfMemory, lambda: allocate(engine, "big", blocks=1 << 20), "out_of_memory")
+    grant = engine.lend(kv[[1]], ttl=LIMIT)
+    grant.revoke().result(LIMIT)
+    native(GrantEnded, lambda: grant.renew(1.0), "grant_ended")
+    for _ in range(2):
+        engine.copy(kv[[1]], kv[[2]])
+    native(Busy, lambda: engine.copy(kv[[1]], kv[[2]]), "busy", "2")
+    kv.free().result(LIMIT)
+    native(NotFound, lambda: kv.tensors, "not_found")
+    engine.close()
+    native(Closed, lambda: allocate(engine), "closed", "the engine was closed")
+
+
+def test_errors_of_opening(start: Open) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        at = "{}:{}".format(*taken.getsockname())
+        native(Error, lambda: start(listen=at), "failed", at)
+    native(Error, lambda: start(backend="ucx"), "not_enabled", "option=token")
+    native(Error, lambda: start(backend="ucx", token="b" * 16), "not_enabled", "option=ucx_library")
+    native(InvalidArgument, lambda: start(silence=-1.0), "invalid_argument", "silence")
+
+
+def test_errors_of_calls_to_a_peer(pair: Pair) -> None:
+    near, peer = pair.near, pair.peer
+    mine, theirs = pair.caches()
+    error = native(NotFound, lambda: near.pull(mine[[1]], peer["no"][[1]]), "not_found", "peer_name=far")
+    assert error.facts["incarnation"] == str(peer.incarnation)
+    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["kv"][[99]]), "invalid_argument", "99")
+    allocate(pair.far, "more", tensors=3)
+    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["more"][[1]]), "tensor_count")
+    pull = lambda: near.pull(mine[[1]], peer["kv"][[1]])  # noqa: E731
+    native(InvalidArgument, lambda: peer.send(b"x" * (1 << 17)), "invalid_argument", "message")
+    native(
+        InvalidArgument,
+        lambda: near.pull(mine[[1]], peer["kv"][[1]], notify=b"x" * (1 << 17)),
+        "invalid_argument",
+        "notify",
+    )
+    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["kv"][[1]], grant=b"x"), "invalid_argument", "grant")
+    token = pair.far.lend(theirs[[1]], ttl=LIMIT)
+    token.revoke().result(LIMIT)
+    native(GrantEnded, lambda: near.pull(mine[[1]], peer["kv"][[1]], grant=token.token), "grant_ended", "far")
+    for _ in range(1024):
+        peer.send(b"")
+    native(Busy, lambda: peer.send(b""), "busy", "peer_name=far", "limit=1024")
+    pair.far.events()
+    peer.close().result(LIMIT)
+    check_words(next_of(near, PeerDown).reason, next_of(pair.far, PeerDown).reason)
+    native(PeerLost, pull, "not_linked", "there is no link to far", "peer_name=far")
+    native(PeerLost, lambda: peer.send(b""), "not_linked", "there is no link to far")
+
+
+def test_errors_of_linking(start: Open) -> None:
+    one = start(listen="127.0.0.1:0", token="a" * 16)
+    other = start(token="b" * 16)
+    address = one.address
+    assert address is not None
+    native(PeerLost, lambda: other.link(address), "link_failed", "option=token", address)
+    native(PeerLost, lambda: start().link(address), "link_failed", "option=token", address)
+    native(InvalidArgument, lambda: one.link(address), "invalid_argument", "address")
+    native(PeerLost, lambda: start(token="a" * 16).link(address, name="x"), "link_failed", "x")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        at = "{}:{}".format(*silent.getsockname())
+        native(Timeout, lambda: other.link(at, timeout=0.3), "timeout", at)
+
+
+def test_errors_of_peers_that_end(start: Open, begin_far: Callable[..., Far]) -> None:
+    near = start(name="near", **SILENT)
+    mine = allocate(near)
+
+    def linked() -> tuple[Far, Callable[..., Any]]:
+        far = begin_far(name="far", **SILENT)
+        far.do("kv = allocate(engine)")
+        peer = near.link(far.address).result(LIMIT)
+        next_of(near, PeerUp)
+        return far, lambda **given: near.pull(mine[[1]], peer["kv"][[1]], **given)
+
+    far, pull = linked()
+    with far.stopped():
+        native(Timeout, lambda: pull(timeout=0.3), "timeout", "timeout passed", "peer_name=far")
+        waiting = pull()
+        assert waiting.cancel()
+        native(Cancelled, lambda: waiting, "cancelled")
+        down = next_of(near, PeerDown)
+        check_words(down.reason)
+        assert "option=silence" in down.reason
+        native(PeerLost, pull, "not_linked", "the link to far broke", "option=silence", far.address)
+    far, pull = linked()
+    far.kill()
+    check_words(next_of(near, PeerDown).reason)
+    native(PeerLost, pull, "not_linked", "the link to far broke")
+    far, pull = linked()
+    far.do("engine.close()")
+    assert next_of(near, PeerDown).reason == "the peer was closed"
+    native(PeerLost, pull, "not_linked", "the peer was closed")
+
+
+def test_log_lines_name_the_engine(start: Open, held: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("LLM_DATADIST")
+    level = logger.level
+    held.callback(logger.setLevel, level)
+    logger.setLevel(logging.INFO)
+    held.callback(logger.removeHandler, caplog.handler)
+    logger.addHandler(caplog.handler)
+    near = start(name="near", **SILENT)
+    far = start(name="far", listen="127.0.0.1:0", **SILENT)
+    assert far.address is not None
+    near.link(far.address).result(LIMIT)
+    host, port = far.address.split(":")
+    stranger = socket.create_connection((host, int(port)))
+    stranger.sendall(b"x" * 64)
+    eventually(lambda: any("refused a connection" in text for text in caplog.messages))
+    stranger.close()
+    far.close()
+    eventually(lambda: any("broke" in text for text in caplog.messages))
+
+    def line(*words: str) -> str:
+        return next(text for text in caplog.messages if all(word in text for word in words))
+
+    assert line("[near]", "linked with far at")
+    assert line("[far]", "linked with near at")
+    assert line("[far]", "refused a connection")
+    assert line("[near]", "the link to far broke: the peer was closed")
+    assert all(text.startswith(("[near] ", "[far] ")) for text in caplog.messages), caplog.messages
+    check_words(*caplog.messages)
