@@ -202,22 +202,35 @@ def test_a_request_that_decode_holds_has_no_lease(prefill: Prefill) -> None:
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_the_end_of_a_link_ends_what_the_peer_holds(prefill: Prefill, finished: bool) -> None:
+    """If nobody else holds it: the ranks of decode may be those of two independent vLLMs, with one ticket."""
     prefill.lending.lend(part())
-    prefill.hold(FIRST, SECOND, readers=2)
+    prefill.hold(FIRST, SECOND)
     prefill.ask(FIRST)
     prefill.ask(SECOND)
     if finished:
         prefill.finish()
     prefill.lending.unlinked(FIRST)
+    assert (prefill.ended, prefill.freed) == ({None}, [])
+    prefill.lending.lend(part(1, first=2))
+    assert [[type(one) for one in prefill.news(peer)] for peer in (FIRST, SECOND)] == [[Lent], [Lent, Lent]]
+    prefill.lending.unlinked(SECOND)
     assert prefill.ended == {"revoked"}
-    assert [type(one) for one in prefill.news(FIRST)] == [Lent]
-    assert [one.reason for one in prefill.news(SECOND)[1:]] == ["the link to first of decode has ended"]
     if not finished:
         prefill.finish()
     assert prefill.freed == [("r", finished)]
-    prefill.hold(SECOND)
-    prefill.ask(SECOND)
-    assert "has ended" in prefill.news(SECOND)[0].reason
+    prefill.hold(RESTARTED)
+    prefill.ask(RESTARTED)
+    assert [one.reason for one in prefill.news(RESTARTED)] == ["the link to second of decode has ended"]
+
+
+def test_the_lease_begins_when_the_other_rank_has_read(prefill: Prefill) -> None:
+    """The link to one of two ranks has ended, so its report never comes."""
+    prefill.lending.lend(part())
+    prefill.hold(FIRST, SECOND, readers=2)
+    prefill.finish()
+    prefill.lending.unlinked(FIRST)
+    prefill.done(SECOND, now=100)
+    assert (prefill.freed, prefill.lending.next_due()) == ([], 100 + LEASE_S)
 
 
 def test_the_end_of_a_link_does_not_end_what_the_peer_has_read(prefill: Prefill) -> None:
@@ -355,11 +368,35 @@ def test_failed_withdrawn_part_does_not_end_loan(prefill: Prefill) -> None:
 
 
 def test_the_receives_of_a_peer_are_bounded(prefill: Prefill) -> None:
+    """Those of all tickets together. Receives that are refused, or have ended, do not count."""
     prefill.lending.lend(part())
     prefill.hold(FIRST, SECOND)
-    for number in range(MAX_RECEIVES):
-        prefill.ask(receive=number)
-    prefill.news()
-    prefill.ask(FIRST, MAX_RECEIVES)
-    prefill.ask(SECOND, MAX_RECEIVES)
-    assert ([type(one) for one in prefill.news(FIRST)], [type(one) for one in prefill.news(SECOND)]) == ([Gone], [Lent])
+    for ticket in ("u", "v"):
+        prefill.lending.heard(FIRST, Hold(ticket, 1), 0)
+        for receive in range(MAX_RECEIVES // 2):
+            prefill.lending.heard(FIRST, Ask(ticket, receive, "pages", "64:p"), 0)
+    assert prefill.news() == []
+    for peer in (FIRST, SECOND):
+        prefill.ask(peer)
+    assert [[type(one) for one in prefill.news(peer)] for peer in (FIRST, SECOND)] == [[Gone], [Lent]]
+    prefill.lending.heard(FIRST, Done("u"), 0)
+    prefill.lending.lend(Part("v", "64:q", 0, 0, [[5]], True, True))
+    assert [type(one) for one in prefill.news()] == [Gone] * (MAX_RECEIVES // 2)
+    for receive in range(MAX_RECEIVES + 1):
+        prefill.ask(receive=receive)
+    assert [type(one) for one in prefill.news()] == [Lent] * MAX_RECEIVES + [Gone]
+
+
+def test_nothing_is_kept_of_peers_that_have_ended(prefill: Prefill) -> None:
+    """Also of one whose hold was refused."""
+    prefill.hold(FIRST, SECOND)
+    prefill.ask(FIRST)
+    prefill.ask(SECOND, prompt="64:q")
+    prefill.lending.lend(part())
+    prefill.finish()
+    prefill.done(FIRST)
+    prefill.lending.unlinked(SECOND)
+    prefill.hold(RESTARTED)
+    prefill.lending.unlinked(RESTARTED)
+    assert prefill.freed == [("r", True)]
+    assert (prefill.lending._held, prefill.lending._receives) == ({}, {})

@@ -519,6 +519,7 @@ def test_options_are_checked() -> None:
         ({"host": ""}, "option 'host' is '': Expected `str` of length >= 1"),
         ({"engine_options": []}, "Expected `object`, got `array`"),
         ({"engine_options": {"name": "x"}}, "option 'engine_options' must not have 'name'"),
+        ({"engine_options": {"metadata": b""}}, "option 'engine_options' must not have 'metadata'"),
         ({"layers_per_read": 0}, "option 'layers_per_read' is 0: Expected `int` >= 1"),
         ({"spans": 1}, "option 'spans' is 1: Expected `bool`, got `int`"),
         ({"allowed_peers": "::1"}, "option 'allowed_peers' is '::1': Expected `array`, got `str`"),

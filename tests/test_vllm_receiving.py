@@ -293,6 +293,32 @@ def test_linked_ranks_get_done_although_a_link_call_raises(decode: Decode) -> No
     assert decode.failures() == ["refused", "no more link calls"]
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_ranks_that_are_linked_after_a_failure_get_done(decode: Decode, raises: bool) -> None:
+    """The receive does not wait for their links, and one that has not failed reads on."""
+    if raises:
+        decode.unreachable.add(f"{NAME}:1")
+    decode.begin("one", ports=(1, 2))
+    if not raises:
+        decode.receiving.completed(decode.links[0], PeerLost("refused"))
+    assert decode.failures() == ["no more link calls" if raises else "refused"]
+    peer = decode.link_up()
+    assert decode.kinds() == decode.kinds(peer) == [Hold, Done]
+    assert len(decode.outcomes) == 1
+
+
+def test_a_failed_receive_leaves_a_rank_to_another_one(decode: Decode) -> None:
+    """They wait for one link, and have one ticket."""
+    decode.begin("one", ports=(1, 2))
+    first, second = decode.links
+    decode.receiving.completed(first, PeerLost("refused"))
+    decode.begin("two", ports=(1, 2))
+    decode.receiving.completed(second, None)
+    assert decode.kinds(second.result()) == [Hold, Ask]
+    assert decode.kinds(decode.link_up()) == [Hold, Ask]
+    assert decode.failures() == ["refused"]
+
+
 def test_reason_of_a_peer_is_fit_for_the_log(decode: Decode) -> None:
     decode.begin("one")
     decode.receiving.heard(decode.link_up(), Gone("t", 0, "line\nbreak \udc80" + "x" * 2000))

@@ -295,6 +295,18 @@ def test_messages_that_a_peer_has_no_room_for_wait() -> None:
         eventually(lambda: len(prefill.workers[0].look().sent) == len(names))
 
 
+def test_events_that_cannot_be_taken_are_taken_later() -> None:
+    with sides(LONG, LONG) as (prefill, decode):
+        for worker in (*prefill.workers, *decode.workers):
+            worker.fail_events()
+        prefill.send("there", [4])
+        decode.receive(prefill.handover("there"), 30)
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        assert all("cannot take the events" in side.workers[0].lines() for side in (prefill, decode))
+
+
 def test_a_dead_transfer_thread_is_noticed() -> None:
     """Receives fail, lent blocks are free, and both sides go on alone."""
     with sides(LONG, LONG) as (prefill, decode):
@@ -305,7 +317,10 @@ def test_a_dead_transfer_thread_is_noticed() -> None:
             worker.break_thread()
         assert prefill.all_ended("there", "sent")
         assert decode.all_ended("here", "failed")
+        work = prefill.workers[0].work()
         prefill.send("later", [4])
+        prefill.do(parts=[Part("computed later", PROMPT, 0, 0, [[4]], computed=False, last=True)])
+        assert prefill.workers[0].work() == work
         prefill.do(withdrawn=[Withdraw("later", ended=True)])
         decode.receive(prefill.handover("later"), 30, name="later")
         assert prefill.all_ended("later", "sent")
@@ -324,7 +339,7 @@ def test_neighbours_of_one_version_work_together(versions: tuple[int, int]) -> N
         eventually(lambda: prefill.all_ended("there", "sent"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize(
     ("other", "text"),
     [
@@ -332,9 +347,9 @@ def test_neighbours_of_one_version_work_together(versions: tuple[int, int]) -> N
         ({"protocol": PROTOCOL + 2}, f"version {PROTOCOL} of the protocol in prefill, {PROTOCOL + 2} in decode"),
     ],
 )
-def test_a_prefill_that_does_not_fit_is_refused(ranks: int, other: dict[str, Any], text: str) -> None:
-    """Decode then tells prefill that it needs nothing, long before the lease ends."""
-    with sides({"lease_ms": 3_600_000}, {"ranks": ranks, **other}) as (prefill, decode):
+def test_a_prefill_that_does_not_fit_is_refused(ranks: tuple[int, int], other: dict[str, Any], text: str) -> None:
+    """Decode then tells all ranks of prefill that it needs nothing, long before the lease ends."""
+    with sides({"lease_ms": 3_600_000, "ranks": ranks[0]}, {"ranks": ranks[1], **other}) as (prefill, decode):
         prefill.send("there", [4, 5])
         failed_receive(prefill, decode)
         eventually(lambda: prefill.all_ended("there", "sent"))
@@ -383,6 +398,17 @@ def test_messages_that_cannot_be_read_are_dropped() -> None:
         decode.receive(prefill.handover("there"), 30)
         eventually(lambda: decode.all_ended("here", "received"))
         assert not decode.workers[0].look().failed
+
+
+def test_a_failure_of_a_message_logs_none_of_its_bytes() -> None:
+    """They may be tokens of grants."""
+    with sides() as (prefill, decode):
+        prefill.workers[0].fail_messages()
+        decode.workers[0].tell(prefill.workers[0].address(), [b"secret"])
+        eventually(lambda: "could not do" in prefill.workers[0].lines())
+        lines = prefill.workers[0].lines()
+        assert "Message of " in lines
+        assert "secret" not in lines
 
 
 def test_requests_start_no_threads() -> None:

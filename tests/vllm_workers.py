@@ -10,6 +10,7 @@ import multiprocessing
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import msgpack
@@ -131,6 +132,10 @@ class _Worker:
         """The number of messages that wait for room at their peers."""
         return sum(map(len, self.transfers._outbox._waiting.values()))
 
+    def work(self) -> int:
+        """The number of actions that wait for the transfer thread."""
+        return len(self.transfers._work)
+
     def pause(self, paused: bool) -> None:
         """Have the transfer thread take no events until it goes on."""
         if paused:
@@ -139,6 +144,20 @@ class _Worker:
             self.go_on = go_on
         else:
             self.go_on.set()
+
+    def fail_messages(self) -> None:
+        """Have the transfer thread fail at each message."""
+        self.transfers._heard = lambda _: 1 / 0  # type: ignore[method-assign]
+
+    def fail_events(self) -> None:
+        """Have the next call of ``Engine.events`` fail."""
+        engine, thread = self.engine, self.transfers
+
+        def events() -> Any:
+            thread._engine = engine
+            raise MemoryError("no memory for events")
+
+        thread._engine = SimpleNamespace(events=events, close=engine.close)  # type: ignore[assignment]
 
     def break_thread(self) -> None:
         """End the transfer thread by an error, as soon as it wakes up."""

@@ -111,6 +111,12 @@ class Server:
         found: tuple[str, Done] = self._hear(timeout_s)
         return found
 
+    def usage(self) -> float:
+        """Return the share of its KV cache in use. No request may run or have an outcome that was not taken."""
+        self._pipe.send(("usage",))
+        share: float = self._hear(REQUEST_S)
+        return share
+
     def stop(self, *, check: bool = True) -> End:
         """Shut it down in order. Libraries of other connectors may crash at exit, so ``check`` can be left out."""
         self._pipe.send(("stop",))
@@ -168,6 +174,9 @@ def _serve(
                 pipe.send(End(core.scheduler.kv_cache_manager.usage, *found, preempted.calls))
                 engine.engine_core.shutdown()
                 return
+            if what == "usage":
+                pipe.send(core.scheduler.kv_cache_manager.usage)
+                continue
             name, tokens, count, params = rest
             extra = {"kv_transfer_params": params} if params else None
             sampling = SamplingParams(

@@ -197,12 +197,13 @@ def test_decode_is_killed_and_returns(start: Start, prompts: Prompts, expected: 
 
 
 def test_a_killed_decode_gives_back_what_it_holds(start: Start, prompts: Prompts) -> None:
-    """Requests wait in its queue for longer than the lease, and it is killed."""
-    prefill, decode = start.pair(extra={"lease_ms": 1000}, decode={"max_num_seqs": 1})
+    """Requests wait in its queue, and it is killed long before the lease would end."""
+    prefill, decode = start.pair(extra={"lease_ms": 3_600_000}, decode={"max_num_seqs": 1})
     some = {name: tokens for name, tokens in prompts.items() if len(tokens) == 700}
     decode.add("long", prompts["r0"], 2000)
     pass_on(decode, some, prefilled(prefill, some))
     time.sleep(2)
+    assert prefill.usage() > 0
     decode.kill()
     time.sleep(2)
     end = prefill.stop()

@@ -2,14 +2,14 @@
 
 A request is lent in parts. Each part has grants, which are made when decode asks, because only decode knows through
 which view it reads. The ranks of decode *hold* a request from the time at which it arrives in their queue. So a request
-that has finished is kept until every rank has reported, or until the link to one that holds it ends. Only while no rank
-holds it, a lease limits the time.
+that has finished is kept until every rank has reported, or until the link to the last one that holds it ends. Only
+while no rank holds it, a lease limits the time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,8 +32,8 @@ logger = logging.getLogger("vllm.llm_datadist")
 MAX_PAST = 4096
 # Maximum number of requests that a peer holds at a time.
 MAX_HELD = 16_384
-# Maximum number of receives of one peer that read a request at a time.
-MAX_RECEIVES = 1024
+# Maximum number of receives of a peer at a time, of all requests that it holds.
+MAX_RECEIVES = 16_384
 # Maximum number of parts in a ``Ready``, so that the message fits into 64 KiB with the longest tickets.
 MAX_READY = 200
 # Grants are revoked when a loan ends, so their own time limit never matters.
@@ -103,6 +103,8 @@ class Lending:
         self._loans: dict[str, _Loan] = {}
         # The tickets that each peer holds.
         self._held: dict[Peer, set[str]] = {}
+        # How many receives of each peer the loans have.
+        self._receives: Counter[Peer] = Counter()
         # The ends of the leases, by ticket, the earliest first.
         self._leases: OrderedDict[str, float] = OrderedDict()
         # Tickets that are not lent any more, and the reasons.
@@ -172,14 +174,16 @@ class Lending:
             self._reported(peer, ticket, self._loans[ticket], now)
 
     def unlinked(self, peer: Peer) -> None:
-        """End the loans that a peer holds, because its link has ended."""
+        """End the loans that only this peer holds, because its link has ended."""
         for ticket in list(self._held.get(peer, ())):
             loan = self._loans[ticket]
             self._leave(peer, ticket, loan)
-            if loan.prompt is not None:
-                self._end(ticket, f"the link to {peer.name} of decode has ended", unread=True)
-            elif not loan.holders:
+            if loan.holders:
+                continue
+            if loan.prompt is None:
                 self._given_up(ticket)
+            else:
+                self._end(ticket, f"the link to {peer.name} of decode has ended", unread=True)
 
     def due(self, now: float) -> None:
         """End leases."""
@@ -196,17 +200,17 @@ class Lending:
         if self._past.pop(part.ticket, None) == _GIVEN_UP:
             self._end(part.ticket, "decode had given up the request before it was computed", unread=False)
         for receive, ask in list(loan.receives.items()):
-            del loan.receives[receive]
             self._accept(receive, ask, loan)
 
     def _hold(self, peer: Peer, message: Hold) -> None:
-        ticket, held = message.ticket, self._held.setdefault(peer, set())
+        ticket = message.ticket
         loan = self._loans.get(ticket)
-        if (loan is None and ticket in self._past) or (loan is not None and loan.ended) or len(held) >= MAX_HELD:
+        over = ticket in self._past if loan is None else loan.ended
+        if over or len(self._held.get(peer, ())) >= MAX_HELD:
             return  # ``Ask`` gets the reason
         if loan is None:
             loan = self._loans[ticket] = _Loan()
-        held.add(ticket)
+        self._held.setdefault(peer, set()).add(ticket)
         loan.holders.add(peer)
         loan.readers = max(loan.readers, message.readers)
         loan.done.discard(peer.name)
@@ -219,13 +223,14 @@ class Lending:
             reason = "" if loan is None else loan.ended
             unheld = f"this rank of decode does not hold the request, or holds {MAX_HELD} others"
             self._notify(peer, Gone(ask.ticket, ask.receive, reason or self._past.get(ask.ticket, unheld)))
-        elif sum(other == peer for other, _ in loan.receives) >= MAX_RECEIVES:
-            reason = f"more than {MAX_RECEIVES} receives of this rank of decode read the request"
+        elif self._receives[peer] >= MAX_RECEIVES:
+            reason = f"this rank of decode has more than {MAX_RECEIVES} receives"
             self._notify(peer, Gone(ask.ticket, ask.receive, reason))
-        elif loan.prompt is None:
-            loan.receives[receive] = ask
         else:
-            self._accept(receive, ask, loan)
+            self._receives[peer] += receive not in loan.receives
+            loan.receives[receive] = ask
+            if loan.prompt is not None:
+                self._accept(receive, ask, loan)
 
     def _accept(self, receive: tuple[Peer, int], ask: Ask, loan: _Loan) -> None:
         reason = loan.ended
@@ -237,10 +242,10 @@ class Lending:
                 f"(first receive: view={loan.view}, this one: view={ask.view})"
             )
         if reason:
+            self._drop(receive, loan)
             self._notify(receive[0], Gone(ask.ticket, ask.receive, reason))
             return
         loan.view = ask.view
-        loan.receives[receive] = ask
         for lent in loan.parts.values():
             self._offer(receive, loan, lent)
 
@@ -267,11 +272,18 @@ class Lending:
     def _leave(self, peer: Peer, ticket: str, loan: _Loan) -> None:
         """Forget that a peer holds a request."""
         loan.holders.discard(peer)
-        loan.receives = {receive: ask for receive, ask in loan.receives.items() if receive[0] != peer}
+        for receive in [receive for receive in loan.receives if receive[0] == peer]:
+            self._drop(receive, loan)
         held = self._held[peer]
         held.discard(ticket)
         if not held:
             del self._held[peer]
+
+    def _drop(self, receive: tuple[Peer, int], loan: _Loan) -> None:
+        del loan.receives[receive]
+        self._receives[receive[0]] -= 1
+        if not self._receives[receive[0]]:
+            del self._receives[receive[0]]
 
     def _offer(self, receive: tuple[Peer, int], loan: _Loan, lent: _LentPart) -> None:
         part, (peer, number) = lent.part, receive
@@ -292,8 +304,8 @@ class Lending:
     def _end(self, ticket: str, reason: str, *, unread: bool) -> None:
         loan = self._loans[ticket]
         loan.ended = reason
-        self._tell(ticket, loan, reason)
         loan.withdraw()
+        self._tell(ticket, loan, reason)
         self._leases.pop(ticket, None)
         self._remember(ticket, reason)
         if loan.request:

@@ -52,9 +52,12 @@ class PageFormat:
         return len(self.heads) * self.head_bytes
 
     def summary(self) -> str:
-        """Return what all ranks of prefill and decode have in common."""
+        """Return what all ranks of prefill and decode have in common.
+
+        The packing is left out: vLLM chooses it later. The engine compares it with the layouts of the caches.
+        """
         sizes = f"{self.key_size} + {self.value_size} elements"
-        return f"{self.layers} layers of {self.total_heads} heads of {sizes}, {self.tag}, packing {self.isa!r}"
+        return f"{self.layers} layers of {self.total_heads} heads of {sizes}, {self.tag}"
 
     def pages(self) -> KvLayout:
         """Return the layout of the *pages* view."""

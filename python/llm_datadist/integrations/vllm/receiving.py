@@ -141,15 +141,11 @@ class Receiving:
         self._by_ticket.setdefault(order.handover.ticket, []).append(ongoing)
         try:
             sources = self._shard.sources(len(order.handover.addresses))
-            # The linked ranks first: they get ``Done`` even if a link call to another one fails at once.
-            for source in sorted(sources, key=lambda source: ongoing.place(source) not in self._linked):
-                peer = self._linked.get(ongoing.place(source))
-                if peer is None:
-                    self._link(ongoing, source)
-                else:
-                    self._connected(ongoing, source, peer)
-        except Exception as error:  # noqa: BLE001 - one request fails, not the thread
+        except ValueError as error:
             self._fail(ongoing, str(error))
+            return
+        for source in sources:  # also after a failure: each rank learns that nothing is read
+            self._link(ongoing, source)
 
     def begin(self, order: Receive, now: float) -> None:
         """Begin to receive a request. A failure becomes the outcome of the receive."""
@@ -235,13 +231,20 @@ class Receiving:
         ongoing.incoming = Incoming(missing, blocks, reads, view, layers, by_layers=by_layers)
 
     def _link(self, ongoing: _Ongoing, source: Source) -> None:
-        """Have a request wait for the link to a rank of prefill."""
+        """Hold a request at a rank of prefill, as soon as it is linked. A request that has failed does not wait."""
         place = ongoing.place(source)
-        if place not in self._dialing:
-            self._dial(place, min(_FIRST_LINK_S, self._limit_s))
-            self._dialing[place] = []
-        self._dialing[place].append((ongoing, source))
-        ongoing.links.add(source)
+        try:
+            if place in self._linked:
+                self._connected(ongoing, source, self._linked[place])
+                return
+            if place not in self._dialing:
+                self._dial(place, min(_FIRST_LINK_S, self._limit_s))
+        except Exception as error:  # noqa: BLE001 - one request fails, not the thread
+            self._fail(ongoing, str(error))
+            return
+        self._dialing.setdefault(place, []).append((ongoing, source))
+        if not ongoing.failure:
+            ongoing.links.add(source)
 
     def _dial(self, place: tuple[str, str], limit_s: float) -> None:
         transfer = self._engine.link(place[0], name=place[1], timeout=limit_s)
@@ -257,25 +260,27 @@ class Receiving:
             else:
                 return
         for ongoing, source in self._dialing.pop(place):
-            if source not in ongoing.links:
-                continue  # it has failed in the meantime
-            ongoing.links.remove(source)
+            waits = source in ongoing.links  # it has not failed in the meantime
+            ongoing.links.discard(source)
             if error is None:
                 self._connected(ongoing, source, transfer.result())
-                self._progressed(ongoing)
-            else:
+            elif waits:
                 self._fail(ongoing, str(error))
-            self._proceed(ongoing)
+            if waits:
+                self._progressed(ongoing)
+                self._proceed(ongoing)
 
     def _connected(self, ongoing: _Ongoing, source: Source, peer: Peer) -> None:
         """Hold a request at a rank of prefill that is linked, and ask for its blocks if there is room for them."""
         if peer.alive:
             self._linked[ongoing.place(source)] = peer
+        # Also if it has failed or does not fit: prefill then learns at once that nothing is read.
+        hold = Hold(ongoing.handover.ticket, source.readers)
         if ongoing.failure:
+            self._release(ongoing, peer, source, hold)
             return
         ongoing.peers[peer] = source
-        # Also if it does not fit: prefill then learns at once that nothing is read.
-        if not self._told(ongoing, peer, Hold(ongoing.handover.ticket, source.readers)):
+        if not self._told(ongoing, peer, hold):
             return
         try:
             if self._identity is not None:
@@ -406,11 +411,11 @@ class Receiving:
         for transfer in list(ongoing.pulls):
             transfer.cancel()
         if not ongoing.pulls:
-            self._release(ongoing)
+            self._release_all(ongoing)
         self._proceed(ongoing)
 
     def _end(self, ongoing: _Ongoing) -> None:
-        self._release(ongoing)
+        self._release_all(ongoing)
         ticket = ongoing.handover.ticket
         del self._ongoing[ongoing.request]
         self._deadlines.pop(ongoing.request, None)
@@ -420,16 +425,24 @@ class Receiving:
         if ongoing.order is not None:
             self._report(ongoing)
 
-    def _release(self, ongoing: _Ongoing) -> None:
-        """Report to the ranks of prefill that this request needs nothing more of them."""
-        # A request for several completions (n > 1) is several requests here, with one ticket.
-        others = [other for other in self._by_ticket[ongoing.handover.ticket] if other is not ongoing]
-        still_read = {other.place(source) for other in others for source in (*other.peers.values(), *other.links)}
+    def _release_all(self, ongoing: _Ongoing) -> None:
+        """Report to the linked ranks of prefill that this request needs nothing more of them."""
         for peer, source in ongoing.peers.items():
-            if ongoing.place(source) not in still_read:
-                with suppress(Error):  # without a link, prefill frees the blocks
-                    self._notify(peer, Done(ongoing.handover.ticket))
+            self._release(ongoing, peer, source)
         ongoing.peers.clear()
+
+    def _release(self, ongoing: _Ongoing, peer: Peer, source: Source, *before: Message) -> None:
+        """Send messages and ``Done`` to a rank of prefill, unless another request here reads it.
+
+        A request for several completions (n > 1) is several requests here, with one ticket.
+        """
+        ticket, place = ongoing.handover.ticket, ongoing.place(source)
+        for other in self._by_ticket.get(ticket, ()):
+            if other is not ongoing and place in map(other.place, (*other.peers.values(), *other.links)):
+                return
+        with suppress(Error):  # without a link, prefill frees the blocks
+            for message in (*before, Done(ticket)):
+                self._notify(peer, message)
 
     def _report(self, ongoing: _Ongoing) -> None:
         failure = "" if ongoing.cancelled else ongoing.failure

@@ -36,7 +36,8 @@ class Settings:
     kv_cache_in_pool: bool = True  # whether vLLM's KV cache lies in the pool of the engine, if its layout allows that
     model_tag: str = ""  # name and version of the model, in place of vLLM's name and revision
     check_compatibility: bool = True  # whether decode refuses a prefill with another model or configuration
-    engine_options: dict[str, Any] = field(default_factory=dict)  # options of ``Engine``, except ``name``
+    # Options of ``Engine``, except ``name`` and ``metadata``.
+    engine_options: dict[str, Any] = field(default_factory=dict)
     spans: bool = False  # whether each receive is a span of OpenTelemetry
     allow_untested_vllm: bool = False  # whether a vLLM that was not tested is accepted
 
@@ -45,7 +46,8 @@ class Settings:
         """Check ``kv_connector_extra_config``.
 
         Raises:
-            ValueError: an unknown option, a value of another type, a number out of range, or a name of the engine.
+            ValueError: an unknown option, a value of another type, a number out of range, or an option of the
+                engine that the connector sets.
         """
         kinds, values = get_type_hints(cls, include_extras=True), {}
         for name, value in given.items():
@@ -57,8 +59,9 @@ class Settings:
                 raise ValueError(f"option {name!r} is {value!r}: {error}") from None
         settings = cls(**values)
         AllowedPeers(settings.allowed_peers)
-        if "name" in settings.engine_options:
-            raise ValueError("option 'engine_options' must not have 'name': the connector names the engines")
+        for name in ("name", "metadata"):
+            if name in settings.engine_options:
+                raise ValueError(f"option 'engine_options' must not have {name!r}: the connector sets it")
         return settings
 
     def listen_address(self, rank: int) -> str:

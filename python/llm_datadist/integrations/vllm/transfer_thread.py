@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist import Completed, Message, PeerDown, PeerLost
+from llm_datadist import Closed, Completed, Error, Message, PeerDown, PeerLost
 from llm_datadist.integrations.vllm import messages
 from llm_datadist.integrations.vllm.lending import Lending
 from llm_datadist.integrations.vllm.observations import LISTS, empty, is_empty
@@ -50,6 +50,8 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 # transfer thread is stuck. It asks in between whether the thread has ended.
 _WITHDRAW_S = 60.0
 _ASK_S = 0.05
+# Time between two attempts to take events, in seconds.
+_AGAIN_S = 0.05
 # The timeout of epoll is limited to about 24 days.
 _LONGEST_SLEEP_S = 3600.0
 
@@ -140,8 +142,7 @@ class TransferThread:
         if computed:
             # The transfer thread need not know before the first layers are in place.
             self._computing = _Computing(computed)
-            with self._lock:
-                self._work.extend([*parts, partial(self._unreported.append, self._computing)])
+            self._submit([*parts, partial(self._unreported.append, self._computing)], rouse=False)
         else:
             self._submit(parts)
         self._took(begin)
@@ -293,19 +294,32 @@ class TransferThread:
         for action in work:
             self._guarded(action)
         self._guarded(self._report_layers)
-        for event in self._engine.events():
+        for event in self._events():
             self._guarded(self._happened, event)
         now = time.monotonic()
         self._guarded(self._lending.due, now)
         self._guarded(self._receiving.due, now)
         self._guarded(self._outbox.resend)
 
+    def _events(self) -> list[Event]:
+        """Take the events of the engine, which keeps them if the call fails."""
+        try:
+            return self._engine.events()
+        except Closed:
+            raise
+        except (Error, MemoryError):
+            logger.exception("cannot take the events of the engine; retrying in %g s", _AGAIN_S)
+            time.sleep(_AGAIN_S)
+            return []
+
     def _guarded(self, action: Callable[..., None], *given: Any) -> None:
         """Run an action. A failure concerns one request, so the thread goes on."""
         try:
             action(*given)
         except Exception:
-            logger.exception("the transfer thread could not do %r of %r", action, given)
+            # The bytes of a message may be tokens of grants, which a log must not show.
+            shown = [f"Message of {one.peer}" if isinstance(one, Message) else one for one in given]
+            logger.exception("the transfer thread could not do %r of %r", action, shown)
 
     def _report_layers(self) -> None:
         """Report to decode the layers that were computed since the last turn."""
