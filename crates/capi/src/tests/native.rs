@@ -236,6 +236,7 @@ fn stats_are_a_text_that_the_thread_keeps() {
 }
 
 #[test]
+#[expect(clippy::single_range_in_vec_init, reason = "a list of ranges")]
 fn arrived_blocks_are_ranges_of_tensors() {
     let arrived = |tensor, rows| ArrivedRows { tensor, rows };
     let arrived = [arrived(1, vec![0..2, 5..6]), arrived(3, vec![4..5])];

@@ -270,7 +270,6 @@ fn grants_links_and_waits_are_checked() {
     let remote = LlmDatadistRows { cache: 0, peer: 5, name: c"kv".as_ptr(), ..ROWS };
     refused(lend(&remote, 1.0, 1), "rows", "a cache of this engine");
     assert_eq!(token, [0; LLM_DATADIST_TOKEN_SIZE]);
-    let mut token = token;
     // SAFETY: everything lives here.
     let status = unsafe { llm_datadist_lend(node.engine, &raw const rows, 1e-12, 1, token.as_mut_ptr()) };
     assert_eq!(status, 0, "a time above 0 stays above 0: {}", reason());

@@ -111,6 +111,7 @@ impl Engine {
     }
 
     /// Starts to copy blocks inside the engine, within a cache or between two, the pairs in their order.
+    #[expect(clippy::needless_pass_by_value, reason = "as `pull` and `push` take it")]
     pub fn copy(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<Arc<Transfer>> {
         self.run(|engine| OwnPairs::checked(&self.name, pairs.iter().copied())?.copy(engine, &extras))
     }

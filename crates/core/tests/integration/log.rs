@@ -34,7 +34,7 @@ impl Sink for Collector {
 pub fn collect() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        assert!(install_log(Collector, engine_of_thread), "no other subscriber in this binary")
+        assert!(install_log(Collector, engine_of_thread), "no other subscriber in this binary");
     });
 }
 
