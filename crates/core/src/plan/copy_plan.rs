@@ -86,16 +86,6 @@ impl CopyPlan {
         side.of((self.src, self.dst))
     }
 
-    /// Returns the first tensor that is read.
-    pub fn src_tensor(&self) -> u32 {
-        self.src.first
-    }
-
-    /// Returns the first tensor that is written.
-    pub fn dst_tensor(&self) -> u32 {
-        self.dst.first
-    }
-
     pub fn templates(&self) -> &Templates {
         &self.templates
     }

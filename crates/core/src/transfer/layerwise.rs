@@ -333,7 +333,10 @@ mod tests {
         }
         let (_, whole) = joined(&[apart(4, 10), apart(8, 14)], u64::MAX).unwrap();
         assert_eq!(whole.plan.num_tensors(), 4, "tensors with equal steps");
-        assert_eq!((whole.plan.src_tensor(), whole.plan.dst_tensor()), (4, 10));
+        assert_eq!(
+            (whole.plan.tensors(Side::Source).first, whole.plan.tensors(Side::Destination).first),
+            (4, 10)
+        );
         assert!(joined(&[both], u64::MAX).is_none() && joined(&[vec![]], u64::MAX).is_none());
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `links/layerwise.rs` covers engines.
 
-use llm_datadist_core::testing::plan::{CopyPlan, Moves};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves, Side};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
@@ -29,8 +29,10 @@ fn moved(
 ) -> u64 {
     let plan = CopyPlan::moves(&mut moves).unwrap().in_tensors(layer * per_layer, to * per_layer, per_layer);
     for (tensor, piece) in plan.pieces(0, plan.bytes()) {
-        let from = &src[plan.src_tensor() as usize + tensor][piece.src as usize..][..piece.len as usize];
-        dst[plan.dst_tensor() as usize + tensor][piece.dst as usize..][..from.len()].copy_from_slice(from);
+        let from = &src[plan.tensors(Side::Source).first as usize + tensor][piece.src as usize..]
+            [..piece.len as usize];
+        dst[plan.tensors(Side::Destination).first as usize + tensor][piece.dst as usize..][..from.len()]
+            .copy_from_slice(from);
     }
     plan.bytes()
 }

@@ -414,7 +414,10 @@ impl Seen {
             });
         prop_assert_eq!(made.is_ok(), sound, "{:?}", made);
         let (Ok(plan), Some(walked)) = (made, walked) else { return Ok(()) };
-        prop_assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (count, src, dst));
+        prop_assert_eq!(
+            (plan.num_tensors(), plan.tensors(Side::Source).first, plan.tensors(Side::Destination).first),
+            (count, src, dst)
+        );
         prop_assert_eq!(i128::from(plan.bytes()), all);
         let fits = walked.iter().all(|piece| inside(piece, [src_bytes, dst_bytes]))
             && bytes <= i128::from(dst_bytes)

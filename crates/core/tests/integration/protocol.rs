@@ -501,7 +501,10 @@ fn the_longest_message_is_written_and_a_longer_one_refused() {
 #[test]
 fn plans_of_spans_round_trip() {
     let plan = CopyPlan::try_from(plan()).unwrap();
-    assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
+    assert_eq!(
+        (plan.num_tensors(), plan.tensors(Side::Source).first, plan.tensors(Side::Destination).first),
+        (2, 0, 4)
+    );
     let spans: Vec<Span> = plan.templates().iter().flat_map(Template::placed_spans).collect();
     assert_eq!((spans.len(), plan.bytes()), (3, 2 * 5 * 512));
     let span = spans[0];
@@ -743,7 +746,10 @@ fn plans_of_blocks_round_trip() {
     for step in [1u32, 468, 8_388_608] {
         let pairs: Vec<(u32, u32)> = (0..100).map(|k| (k * step, (k * 37) % 100 * step)).collect();
         let plan = CopyPlan::try_from(blocks(512, pairs.clone())).unwrap();
-        assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
+        assert_eq!(
+            (plan.num_tensors(), plan.tensors(Side::Source).first, plan.tensors(Side::Destination).first),
+            (2, 0, 4)
+        );
         assert_eq!(plan.bytes(), 2 * 100 * 512);
         let moved = plan.tensor_pieces(0, 100 * 512).map(|piece| (piece.src, piece.dst, piece.len));
         let moved_by =

@@ -255,7 +255,10 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayou
         expected[into as usize][written as usize] = from[tensor as usize][read as usize];
     }
     let plan = CopyPlan::moves(&mut moves.clone()).unwrap();
-    assert_eq!((plan.src_tensor(), plan.dst_tensor()), (moves.src_tensor, moves.dst_tensor));
+    assert_eq!(
+        (plan.tensors(Side::Source).first, plan.tensors(Side::Destination).first),
+        (moves.src_tensor, moves.dst_tensor)
+    );
     // Only the last byte that is written to a place is copied.
     let last: BTreeMap<_, _> = bytes.iter().map(|&(read, written)| (written, read)).collect();
     assert_eq!(plan.bytes(), last.len() as u64);
