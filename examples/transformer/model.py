@@ -172,7 +172,7 @@ def rotate(heads: Array, cos: Array, sin: Array) -> Array:
     """Turn each pair (value i, value i + half) of every head by the angle of its position."""
     left, right = np.split(heads, 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1, dtype=np.float32)
 
 
 def rms_norm(hidden: Array, weight: Array) -> Array:
@@ -184,7 +184,7 @@ def rms_norm(hidden: Array, weight: Array) -> Array:
 def swiglu(layer: Layer, hidden: Array) -> Array:
     """Run the gated feed-forward part."""
     gate = hidden @ layer.gate
-    mixed: Array = (gate / (1 + np.exp(-gate)) * (hidden @ layer.up)) @ layer.down
+    mixed: Array = np.matmul(gate / (1 + np.exp(-gate)) * (hidden @ layer.up), layer.down, dtype=np.float32)
     return mixed
 
 
