@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .helpers import Far
 
 # Words of the original's API.
-FOREIGN = ["cluster", "llm.", "LLM", "finaliz", "polled", "notif", "sync_kv_timeout", "link_", "src_blocks", "req_id"]
+FOREIGN = ["cluster", "llm.", "LLM", "finaliz", "polled", "notification", "sync_kv", "link_", "src_blocks", "req_id"]
 SILENT: dict[str, Any] = {"heartbeat": 0.1, "silence": 1.5}
 
 
@@ -64,7 +64,7 @@ def test_errors_of_arguments_and_own_caches(start: Open) -> None:
     native(InvalidArgument, lambda: allocate(engine), "name_taken", "kv")
     native(InvalidArgument, lambda: engine.copy(kv[[1]], kv[[99]]), "invalid_argument", "99")
     more = allocate(engine, "more", tensors=3)
-    native(InvalidArgument, lambda: engine.copy(kv[[1]], more[[1]]), "tensor_count")
+    native(InvalidArgument, lambda: engine.copy(kv[[1]], more[[1]]), "invalid_argument", "tensors 3 and 4")
     native(InvalidArgument, lambda: engine.lend(kv[[99]], ttl=1.0), "invalid_argument", "rows")
     native(OutOfMemory, lambda: allocate(engine, "big", blocks=1 << 20), "out_of_memory")
     grant = engine.lend(kv[[1]], ttl=LIMIT)
@@ -97,7 +97,7 @@ def test_errors_of_calls_to_a_peer(pair: Pair) -> None:
     assert error.facts["incarnation"] == str(peer.incarnation)
     native(InvalidArgument, lambda: near.pull(mine[[1]], peer["kv"][[99]]), "invalid_argument", "99")
     allocate(pair.far, "more", tensors=3)
-    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["more"][[1]]), "tensor_count")
+    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["more"][[1]]), "invalid_argument", "3 tensors")
     pull = lambda: near.pull(mine[[1]], peer["kv"][[1]])  # noqa: E731
     native(InvalidArgument, lambda: peer.send(b"x" * (1 << 17)), "invalid_argument", "message")
     native(
