@@ -42,7 +42,7 @@ pytestmark = [
 
 NOBODY, SOMEBODY = 65534, 12345  # the user that stands for all unmapped ones, and an ordinary user
 TOKEN = "a token that both users know"  # noqa: S105
-SETTINGS = ("link.?token", "link.?accept.?remote")  # options that would admit the peer, in any spelling
+SETTINGS = ("token", "accept.?remote")  # options that would admit the peer, in any spelling
 
 
 def as_user(ends: Ends, user: int, cluster: int = 3, **given: Any) -> Peer:

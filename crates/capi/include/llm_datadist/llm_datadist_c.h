@@ -968,8 +968,8 @@ uint32_t llm_datadist_event_descriptor(uint64_t engine,
 
 /**
  * Writes the counters of the engine, and the state of its pools, caches and links, to `json`: a text of JSON that ends in a null
- * byte, with the names that `Engine.stats()` has in Python, except `engine`. The program does not free it: it is valid until the next call of this
- * function in this thread, for any engine, and at most until the thread ends.
+ * byte, with the names that `Engine.stats()` has in Python, except `engine`. The program does not free it: it is valid until the
+ * next call of this function in this thread, for any engine, and at most until the thread ends.
  *
  * # Safety
  * `json` points to space for a pointer.

@@ -113,7 +113,8 @@ impl Seen {
             (Ok(_), None) => Ok(()),
             (Err(error), Some((row, _, start))) => {
                 prop_assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-                prop_assert!(error.to_string().starts_with(&start), "row {}: {}: no {:?}", row, error, start);
+                let text = error.original().to_string();
+                prop_assert!(text.starts_with(&start), "row {}: {}: no {:?}", row, text, start);
                 Ok(())
             }
             (result, expected) => Err(TestCaseError::fail(format!("{result:?} instead of {expected:?}"))),

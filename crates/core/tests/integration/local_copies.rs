@@ -348,7 +348,7 @@ fn random_requests_agree_with_the_twin() {
 fn only_an_empty_swap_needs_neither_memory_nor_a_path() {
     let refused = (ErrorKind::InvalidArgument, "not mapped");
     for (reach, inward) in
-        [(HostReach::Direct, refused), (HostReach::Staged, (ErrorKind::NotEnabled, "llm.SwapInPath"))]
+        [(HostReach::Direct, refused), (HostReach::Staged, (ErrorKind::NotEnabled, "option=swap_in_path"))]
     {
         let mut config = config(1 << 20);
         config.swap_in = SwapInPath::Direct;

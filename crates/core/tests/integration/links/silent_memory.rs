@@ -141,7 +141,7 @@ fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
     let remote = blocks(&pair.remote, false);
     let stalled = stall(&silent);
     let error = timed_out(push(&pair, &silent, &remote, 1));
-    assert!(error.to_string().contains("link_silence"), "{error}");
+    assert!(error.to_string().contains("option=silence"), "{error}");
     assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
     drop(stalled);
 }

@@ -191,7 +191,7 @@ fn an_address_of_another_host_is_refused() {
         config.links.addresses = vec!["192.0.2.1".parse().unwrap()];
         let error = DataDist::open(config).map(|_| ()).unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("192.0.2.1") && text.contains("link_addresses"), "{text}");
+        assert!(text.contains("192.0.2.1") && text.contains("option=addresses"), "{text}");
     }
 }
 
