@@ -60,8 +60,8 @@ impl Kernel {
         &[Kernel::PLAIN]
     }
 
-    /// Returns the kernel for a copy of `total` bytes, of which each call of [`copy_all`] may copy a part: streaming stores if the
-    /// bytes are more than the caches hold for whoever reads them next.
+    /// Returns the kernel for a copy of `total` bytes, of which each call of [`copy_all`] may copy a part. From `STREAM_FROM` bytes
+    /// on, it uses streaming stores, because the CPU caches would not keep the bytes until somebody reads them.
     pub fn for_bytes(total: u64) -> Kernel {
         Self::all()
             .iter()
