@@ -157,7 +157,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/mypy examples/asyncio_server
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
-	MYPYPATH=benches $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py serving_latency.py transfer_latency.py)
+	MYPYPATH=benches $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py transfer_latency.py)
 	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native
 	$(BIN)/python tools/mutants/run.py --check
 	$(BIN)/python -m pytest -q tools/lint tools/build/tests
@@ -267,6 +267,9 @@ differential: build $(VENV)/.test-tools  ## the same random calls on this tree a
 bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
 	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")
 
+bench-calls: build $(VENV)/.test-tools  ## single calls of LLM-DataDist's API on this tree beside BASE=commit, in turn; two minutes
+	$(BIN)/python benches/single_calls.py --base $(or $(BASE),$(error name a commit: make bench-calls BASE=commit))
+
 bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: benches/results (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
 	.venv-peers/bin/python -m compileall -q python/llm_datadist # pip compiles the packages of the peers, too
@@ -359,4 +362,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-calls bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

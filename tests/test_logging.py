@@ -283,3 +283,14 @@ def test_a_logged_method_gets_its_arguments(level: int, caplog: pytest.LogCaptur
             example.strict(1, thrid=2)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="positional argument"):
             example.strict(1, 2)  # type: ignore[misc]
+
+
+def test_the_class_holds_the_method_itself_while_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for level, wrapped in [
+        (logging.ERROR, False),
+        (logging.INFO, True),
+        (logging.NOTSET, True),
+        (logging.WARNING, False),
+    ]:
+        with caplog.at_level(level, logger="LLM_DATADIST"):
+            assert hasattr(Example.call, "__wrapped__") == wrapped, level

@@ -22,6 +22,17 @@ BESIDE = [
 ]
 
 
+SINGLE = [
+    "swap_blocks",
+    "copy_blocks",
+    "allocate, deallocate",
+    "pull, pools",
+    "push, pools",
+    "pull, registered",
+    "push, registered",
+]
+
+
 def table(program, *words):
     """The rows of a program, without its two lines of heading: the name, and the figures."""
     order = [sys.executable, str(BENCHES / program), *words]
@@ -54,3 +65,12 @@ def test_each_transfer_is_timed_back_to_back_and_with_pauses(only):
     for name, figures in rows.items():
         p50, p99, most = map(float, figures)
         assert 0 < p50 <= p99 <= most, name
+
+
+def test_single_calls_of_two_trees_have_their_ratio():
+    rows = table("single_calls.py", "--slices", "3", "--calls", "20")
+    assert list(rows) == SINGLE
+    for then50, now50, ratio, then99, now99 in rows.values():
+        assert 0 < float(then50) <= float(then99)
+        assert 0 < float(now50) <= float(now99)
+        assert float(ratio) > 0

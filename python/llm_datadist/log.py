@@ -12,12 +12,12 @@ import os
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["DATE_FORMAT", "LOGGING_FILES", "LOG_FORMAT", "error", "get_logger", "info", "warn"]
+__all__ = ["DATE_FORMAT", "LOGGING_FILES", "LOG_FORMAT", "error", "follow_level", "get_logger", "info", "warn"]
 
 # The layout that contract §15 states.
 _PROCESS = "%(name)s(%(process)d,%(processName)s)"
@@ -32,6 +32,7 @@ LOGGING_FILES = {os.path.normcase(file) for file in (__file__, logging.__file__)
 """Files whose frames are no callers: a line of the log names none of them. ``original.logged_calls`` adds its own."""
 
 _logger: Optional[logging.Logger] = None
+_followers: list[Callable[[int], None]] = []
 _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
@@ -71,8 +72,29 @@ def _make_logger() -> logging.Logger:
                 handler.setFormatter(logging.Formatter(LOG_FORMAT, DATE_FORMAT))
                 logger.addHandler(handler)
             logger.findCaller = _find_caller  # type: ignore[assignment,method-assign]
+            logger.setLevel = _set_level  # type: ignore[method-assign]
             _logger = logger
+            _tell_followers()
     return _logger
+
+
+def follow_level(follower: Callable[[int], None]) -> None:
+    """Call ``follower`` with the level of the logger now, and whenever the program sets it."""
+    with _lock:
+        _followers.append(follower)
+        follower(logging.getLogger(_NAME).level)
+
+
+def _set_level(level: Union[int, str]) -> None:
+    """Set the level of the logger, as ``logging.Logger.setLevel`` does."""
+    with _lock:
+        logging.Logger.setLevel(get_logger(), level)
+        _tell_followers()
+
+
+def _tell_followers() -> None:
+    for follower in _followers:
+        follower(get_logger().level)
 
 
 def _find_caller(stack_info: bool = False, stack_level: int = 1) -> tuple[str, int, str, Optional[str]]:

@@ -56,22 +56,26 @@ arguments! {
 }
 
 impl DescArg<'_, '_> {
-    /// It must be a `CacheDesc`. `None` passes, and fails at its first attribute.
+    const NAME: &'static str = "cache_desc";
+
+    /// It must be a `CacheDesc`. `None` passes, and fails where it is read.
     pub(crate) fn typed(self) -> PyResult<()> {
-        convert::typed("cache_desc", &self.0, &PythonTypes::get(self.py())?.cache_desc, "CacheDesc")
+        convert::typed(Self::NAME, &self.0, &PythonTypes::get(self.py())?.cache_desc, "CacheDesc")
     }
 
     /// It must have at least one tensor, in memory of the device.
     pub(crate) fn allocatable(self) -> PyResult<()> {
+        convert::not_none(Self::NAME, &self.0)?;
         if convert::num_tensors(&self.0)? == 0 {
             return Err(invalid(self.py(), "num_tensors", 0, "at least 1"));
         }
-        on_device("cache_desc", &self.0)
+        on_device(Self::NAME, &self.0)
     }
 
     /// Returns the description of a cache of this kind and with these keys. Keys of a continuous cache name
     /// its slots.
     pub(crate) fn read(self, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<CacheDesc> {
+        convert::not_none(Self::NAME, &self.0)?;
         if kind == CacheKind::Batch && !keys.is_empty() {
             slot_dim(&self.0)?;
         }

@@ -152,10 +152,7 @@ static AS_ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 /// tensor.
 fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let py = given.py();
-    if given.is_none() {
-        // `None` raises the documented `AttributeError`.
-        given.getattr(intern!(py, "items"))?;
-    }
+    convert::not_none(name, given)?;
     let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", given);
     if !given.hasattr(intern!(py, "__array__"))? && !given.hasattr(intern!(py, "__array_interface__"))? {
         return index_arrays::pairs(name, given)?.ok_or_else(wrong);

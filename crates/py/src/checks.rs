@@ -87,10 +87,7 @@ pub(crate) fn check_dict(
     v_class: &Any<'_>,
     v_inner_class: Option<&Any<'_>>,
 ) -> PyResult<()> {
-    if arg_value.is_none() {
-        // `None` raises the documented `AttributeError`.
-        arg_value.getattr("items")?;
-    }
+    convert::not_none(arg_name, arg_value)?;
     let dict = arg_value.cast::<PyDict>().map_err(|_| only_support(arg_name, "['dict']", arg_value))?;
     let (keys, values) = (classes(k_class)?, classes(v_class)?);
     // A copy of the items, because the checks may run Python code that changes the dict.

@@ -1,14 +1,14 @@
 //! Conversion of Python values to core structs. A wrong type is a `TypeError`, a wrong width a `ValueError`.
 //!
 //! `core::validate` checks meanings. A `bool` is never an integer. `None` in place of an object passes the type check and
-//! fails at the first attribute with `AttributeError` (contract §0.3).
+//! fails where it is read, with `AttributeError` (contract §0.3).
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use llm_datadist_core::bindings::fallible;
 use llm_datadist_core::{CacheDesc, DataType, Placement};
-use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyAttributeError, PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
@@ -19,13 +19,33 @@ use crate::python_types::PythonTypes;
 /// Any Python object.
 pub(crate) type Any<'py> = Bound<'py, PyAny>;
 
+/// Refuses an argument that is `None`.
+pub(crate) fn not_none(name: &str, value: &Any<'_>) -> PyResult<()> {
+    if value.is_none() { Err(must_not_be_none(name)) } else { Ok(()) }
+}
+
+/// Creates the `AttributeError` for an argument that is `None`.
+#[cold]
+pub(crate) fn must_not_be_none(name: &str) -> PyErr {
+    PyAttributeError::new_err(format!("{name} must not be None"))
+}
+
 /// Creates the `TypeError` for a value of the wrong type. Clients match the words `only support`.
 #[cold]
 pub(crate) fn only_support(name: impl Display, allowed: impl Display, value: &Any<'_>) -> PyErr {
     PyTypeError::new_err(format!(
-        "{name} only support {allowed}, but the actual type is {}",
-        shown(&value.get_type())
+        "{name} only support {allowed}, but the actual type is {}{}",
+        shown(&value.get_type()),
+        as_array(value).unwrap_or_default()
     ))
+}
+
+/// Returns the element type and the shape of an array. The class of an array has both attributes as well, but not as values.
+#[cold]
+fn as_array(value: &Any<'_>) -> Option<String> {
+    let (dtype, shape) = (value.getattr("dtype").ok()?, value.getattr("shape").ok()?);
+    let shape = shape.cast::<PyTuple>().ok()?;
+    Some(format!(" of {} with shape {}", shown(&dtype), shown(shape)))
 }
 
 /// Returns a text of `value` for messages. A long text is cut; a value whose `str` fails is shown by its class.

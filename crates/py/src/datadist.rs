@@ -194,7 +194,7 @@ impl DataDist {
 
     fn tensor_views(&self, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
         cache.typed("cache")?;
-        let end = cache.end(&self.engine)?;
+        let end = cache.end("cache", &self.engine)?;
         self.engine.enter(cache.py(), |engine| match &end {
             End::Loose(loose) => TensorView::all(loose, raise),
             End::Managed(id) => TensorView::all(&engine.find(*id)?, raise),

@@ -1,7 +1,6 @@
 //! Keys of caches: which class a key has, and what it names.
 
 use llm_datadist_core::{CacheId, CacheKey, ClusterId, Error, ErrorKind, NO_ID, Name, RemoteName};
-use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
@@ -31,6 +30,7 @@ pub(crate) enum KeyClass {
 /// A key of one of the classes that a call allows, or `None`.
 pub(crate) struct RemoteKey<'a, 'py> {
     class: Option<KeyClass>,
+    name: &'static str,
     key: KeyArg<'a, 'py>,
 }
 
@@ -54,21 +54,21 @@ impl KeyClass {
 
 impl<'a, 'py> KeyArg<'a, 'py> {
     /// It must belong to one of the `allowed` classes. `None` passes, and fails where the key is read.
-    pub(crate) fn of(self, name: &str, allowed: &[KeyClass]) -> PyResult<RemoteKey<'a, 'py>> {
+    pub(crate) fn of(self, name: &'static str, allowed: &[KeyClass]) -> PyResult<RemoteKey<'a, 'py>> {
         let types = PythonTypes::get(self.py())?;
         for &class in allowed {
             if convert::instance(&self.0, class.class(types))? {
-                return Ok(RemoteKey { class: Some(class), key: self });
+                return Ok(RemoteKey { class: Some(class), name, key: self });
             }
         }
         if self.0.is_none() {
-            return Ok(RemoteKey { class: None, key: self });
+            return Ok(RemoteKey { class: None, name, key: self });
         }
         Err(only_allowed(name, allowed, self))
     }
 
     /// The same, without `None`.
-    pub(crate) fn required(self, name: &str, allowed: &[KeyClass]) -> PyResult<RemoteKey<'a, 'py>> {
+    pub(crate) fn required(self, name: &'static str, allowed: &[KeyClass]) -> PyResult<RemoteKey<'a, 'py>> {
         if self.0.is_none() { Err(only_allowed(name, allowed, self)) } else { self.of(name, allowed) }
     }
 
@@ -83,6 +83,7 @@ impl<'a, 'py> KeyArg<'a, 'py> {
     /// The key of a local cache, which must be a `CacheKey`. A placeholder is `None`.
     pub(crate) fn cache_key(self) -> PyResult<Option<CacheKey>> {
         convert::typed("cache_key", &self.0, &PythonTypes::get(self.py())?.cache_key, "CacheKey")?;
+        convert::not_none("cache_key", &self.0)?;
         cache_key(&self.0)
     }
 
@@ -124,6 +125,7 @@ impl RemoteKey<'_, '_> {
     /// What it names, and where. A key that is `None` fails here.
     pub(crate) fn name(&self) -> PyResult<RemoteName> {
         let (py, key) = (self.key.py(), &self.key.0);
+        convert::not_none(self.name, key)?;
         let cluster = ClusterId(int("cluster_id", &key.getattr(intern!(py, "_cluster_id"))?)?);
         let name = match self.class {
             Some(KeyClass::Blocks) => Name::Key(blocks_key(key)?),
@@ -132,7 +134,7 @@ impl RemoteKey<'_, '_> {
                 Some(key) => Name::Key(key),
                 None => return Err(one_id(self.key)),
             },
-            None => return Err(PyAttributeError::new_err("the key is None")),
+            None => return Err(convert::must_not_be_none(self.name)),
         };
         Ok(RemoteName { cluster, name })
     }

@@ -69,7 +69,7 @@ impl KvCaches {
     }
 
     fn release(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
-        self.engine().deallocate(cache.py(), cache.local()?.id(self.engine())?)
+        self.engine().deallocate(cache.py(), cache.local("cache")?.id(self.engine())?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -137,7 +137,7 @@ impl KvCaches {
         let pairs = copy_block_info.lists("copy_block_info")?;
         cache.on_device("cache")?;
         not_negative("copy_block_info", &pairs)?;
-        let end = cache.end(engine)?;
+        let end = cache.end("cache", engine)?;
         engine.run(py, |engine| engine.copy_blocks(&end, &pairs))
     }
 
@@ -153,7 +153,7 @@ impl KvCaches {
             src.kv_typed("src")?;
             dst.kv_typed("dst")?;
             let pairs = src_to_dst.pairs("src_to_dst")?;
-            let (from, to) = (src.one_device(engine)?, dst.one_device(engine)?);
+            let (from, to) = (src.one_device("src", engine)?, dst.one_device("dst", engine)?);
             engine.run(py, |engine| engine.swap_blocks(&from, &to, &pairs))
         };
         swap().map_err(|error| error::mismatch(py, error))
@@ -162,8 +162,8 @@ impl KvCaches {
     fn tensor_view(&self, cache: CacheArg<'_, '_>, tensor_index: IntArg<'_, '_>) -> PyResult<TensorView> {
         let (py, engine) = (cache.py(), self.engine());
         cache.kv_typed("cache")?;
-        let at = cache.tensor_index(tensor_index)?;
-        let end = cache.one_device(engine)?;
+        let at = cache.tensor_index("cache", tensor_index)?;
+        let end = cache.one_device("cache", engine)?;
         engine.enter(py, |engine| match &end {
             End::Loose(loose) => TensorView::one(loose, at, raise),
             End::Managed(id) => TensorView::one(&engine.find(*id)?, at, raise),
@@ -219,7 +219,7 @@ fn pull_blocks(
     checked(validate::equally_many(("prompt_blocks", remote.len()), ("decoder_blocks", local.len())))?;
     let layers = layers(given)?;
     let (name, rows) = (key.name()?, Rows::Blocks { remote, local });
-    Ok(PeerRows { remote: name, local: cache.end(engine)?, rows, layers })
+    Ok(PeerRows { remote: name, local: cache.end("decoder_kv_cache", engine)?, rows, layers })
 }
 
 /// Reads which layers a pull moves.

@@ -89,7 +89,7 @@ impl<'a, 'py> LayerSource<'a, 'py> {
         let refused = |error: Error| raise(py, &error);
         let geometry = Geometry::new(desc).map_err(refused)?;
         let layers = validate::whole_layers(geometry, tensors_per_layer).map_err(refused)?;
-        let cache = cache.local()?;
+        let cache = cache.local("src_cache")?;
         let local = CacheLayout { geometry, kind: cache.kind()?, placement: desc.placement };
         Ok(LayerSource { cache, local, layers, py })
     }

@@ -217,10 +217,7 @@ impl RanksArg<'_, '_> {
     /// `{cluster id: rank}`, in its order.
     fn members(self) -> PyResult<Vec<(ClusterId, u32)>> {
         const NAME: &str = "cluster_rank_info";
-        if self.0.is_none() {
-            // `None` raises the documented `AttributeError`.
-            self.0.getattr("items")?;
-        }
+        convert::not_none(NAME, &self.0)?;
         let dict = self.0.cast::<PyDict>().map_err(|_| only_support(NAME, "['dict']", &self.0))?;
         // The loops run no Python code, so the dict cannot change.
         for (cluster, rank) in dict.iter() {

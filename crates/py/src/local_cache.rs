@@ -21,12 +21,12 @@ arguments! {
 }
 
 impl<'a, 'py> CacheArg<'a, 'py> {
-    /// It must be a `Cache`. `None` passes, and fails at its first attribute.
+    /// It must be a `Cache`. `None` passes, and fails where it is read.
     pub(crate) fn typed(self, name: &str) -> PyResult<()> {
         convert::typed(name, &self.0, &PythonTypes::get(self.py())?.cache, "Cache")
     }
 
-    /// It must be a `KvCache`. `None` passes, and fails at its first attribute.
+    /// It must be a `KvCache`. `None` passes, and fails where it is read.
     pub(crate) fn kv_typed(self, name: &str) -> PyResult<()> {
         convert::typed(name, &self.0, &PythonTypes::get(self.py())?.kv_cache, "KvCache")
     }
@@ -43,6 +43,7 @@ impl<'a, 'py> CacheArg<'a, 'py> {
 
     /// It must be in memory of the device.
     pub(crate) fn on_device(self, name: &str) -> PyResult<()> {
+        convert::not_none(name, &self.0)?;
         on_device(name, &self.desc_object()?)
     }
 
@@ -56,8 +57,9 @@ impl<'a, 'py> CacheArg<'a, 'py> {
     }
 
     /// The index of one of its tensors.
-    pub(crate) fn tensor_index(self, index: IntArg<'_, '_>) -> PyResult<usize> {
+    pub(crate) fn tensor_index(self, name: &str, index: IntArg<'_, '_>) -> PyResult<usize> {
         let (py, index) = (self.py(), index.int::<i32>("tensor_index")?);
+        convert::not_none(name, &self.0)?;
         let count = convert::num_tensors(&self.desc_object()?)?;
         match u32::try_from(index) {
             Ok(at) if at < count => Ok(at as usize),
@@ -66,20 +68,21 @@ impl<'a, 'py> CacheArg<'a, 'py> {
     }
 
     /// The cache with its handle. `None`, which has no handle, fails here.
-    pub(crate) fn local(self) -> PyResult<CacheWithHandle<'a, 'py>> {
+    pub(crate) fn local(self, name: &str) -> PyResult<CacheWithHandle<'a, 'py>> {
+        convert::not_none(name, &self.0)?;
         Ok(CacheWithHandle { cache: self, handle: self.0.getattr(intern!(self.py(), "_handle"))? })
     }
 
     /// It must be a blocks cache.
     pub(crate) fn blocks(self, name: &str) -> PyResult<CacheWithHandle<'a, 'py>> {
-        let local = self.local()?;
+        let local = self.local(name)?;
         validate::blocks_cache(name, local.kind()?).map_err(|error| raise(self.py(), &error))?;
         Ok(local)
     }
 
     /// It must be a continuous cache.
     pub(crate) fn batch(self, name: &str) -> PyResult<CacheWithHandle<'a, 'py>> {
-        let local = self.local()?;
+        let local = self.local(name)?;
         validate::batch_cache(name, local.kind()?).map_err(|error| raise(self.py(), &error))?;
         Ok(local)
     }
@@ -92,15 +95,16 @@ impl<'a, 'py> CacheArg<'a, 'py> {
     }
 
     /// The cache, of either kind, as one end of a copy.
-    pub(crate) fn end(self, engine: &Engine) -> PyResult<End> {
-        self.local()?.end(engine)
+    pub(crate) fn end(self, name: &str, engine: &Engine) -> PyResult<End> {
+        self.local(name)?.end(engine)
     }
 
     /// The same. An engine has one device, so a CPU cache of several devices is refused.
-    pub(crate) fn one_device(self, engine: &Engine) -> PyResult<End> {
+    pub(crate) fn one_device(self, name: &str, engine: &Engine) -> PyResult<End> {
+        convert::not_none(name, &self.0)?;
         let devices = self.0.getattr(intern!(self.py(), "_num_devices"))?;
         if devices.extract::<usize>()? == 1 {
-            return self.end(engine);
+            return self.end(name, engine);
         }
         Err(invalid(self.py(), "num_devices of the cache", devices, "1, because an engine has one device"))
     }

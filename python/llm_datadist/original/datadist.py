@@ -77,6 +77,7 @@ class LLMDataDist:
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
         _core.check_isinstance("role", role, LLMRole)
         _core.check_uint64("cluster_id", cluster_id)
+        log.get_logger()  # sets the level that the logged calls follow
         self._role = role
         self._cluster_id = cluster_id
         self._is_initialized = False

@@ -9,8 +9,7 @@ from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Callable, TypeVar, cast
 
-from llm_datadist.log import LOGGING_FILES, get_logger, info
-from llm_datadist.original.arguments import must_not_be_none
+from llm_datadist.log import LOGGING_FILES, follow_level, get_logger, info
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,20 +69,27 @@ def logged(method: _Call) -> _Call:
     """Log ``[method] start`` with every argument, and ``[method] success``, at INFO.
 
     If the call returns ``(code, codes)`` with a code other than success, that code is logged in place of ``success``.
-    A ``req_id`` that was given is part of both lines. While INFO is off, logging costs one comparison.
+    A ``req_id`` that was given is part of both lines. While the level of the logger is above INFO, the class holds
+    ``method`` itself, because a call through a wrapper takes 0.3 µs more.
     """
+    return cast("_Call", _Logged(method))
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            if get_logger().level > logging.INFO or not get_logger().isEnabledFor(logging.INFO):
-                return method(*args, **kwargs)
-            return _with_log(method, args, kwargs)
-        except (AttributeError, TypeError) as error:
-            _complete(error, method, args, kwargs)
-            raise
 
-    return cast("_Call", call)
+class _Logged:
+    """Stands for a method in the body of its class."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        method = self._method
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            enabled = get_logger().isEnabledFor(logging.INFO)
+            return _with_log(method, args, kwargs) if enabled else method(*args, **kwargs)
+
+        follow_level(lambda level: setattr(owner, name, call if level <= logging.INFO else method))
 
 
 def _with_log(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -96,27 +102,6 @@ def _with_log(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     end = code.name if isinstance(code, IntEnum) and code else "success"
     info("[%s] %s%s", name, end, "" if request is None else f", req_id = {shown(request)}")
     return result
-
-
-def _complete(error: Exception, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Complete two texts of the native module: which arguments are ``None``; the dtype and shape of an array."""
-    text = str(error)
-    if text.startswith("'NoneType' object has no attribute"):
-        # An argument with a default may be `None`.
-        required = list(_arguments(method, args, kwargs).items())[: _required(method)]
-        absent = [name for name, value in required if value is None]
-        if absent:
-            error.args = (must_not_be_none(*absent),)
-    elif " only support " in text:
-        value: Any = _arguments(method, args, kwargs).get(text.partition(" ")[0])
-        # The class of an array has these attributes as well, but not as values.
-        if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
-            error.args = (f"{text} of {value.dtype} with shape {tuple(value.shape)}",)
-
-
-def _required(method: Callable[..., Any]) -> int:
-    """Return the number of positional parameters without a default, except ``self``."""
-    return method.__code__.co_argcount - len(method.__defaults__ or ()) - 1
 
 
 def _arguments(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,6 @@ pub use process_id::{remember_process, this_process};
 pub use random::random;
 pub use region::Region;
 pub use shared_rings::{OwnRings, RingPair, RingWait, SharedRings};
-pub use tensors::Tensors;
+pub use tensors::{Spaced, Tensors};
 pub use window::{Access, Reach, Window, Windows};
 pub use window_bytes::read_bytes;

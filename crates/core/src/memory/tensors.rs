@@ -10,7 +10,7 @@ use super::peer_mapping::PeerMapping;
 use super::peer_process::PeerProcess;
 use super::region::Region;
 use super::smaps;
-use super::window::{Access, Reach, Window, Windows};
+use super::window::{ADDRESSES, Access, Reach, Window, Windows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Geometry;
@@ -40,6 +40,29 @@ struct AdoptedRows {
     geometry: Geometry,
 }
 
+/// The offsets of some tensors in their region, each `step` bytes after the one before.
+#[derive(Clone, Copy, Debug)]
+pub struct Spaced {
+    /// The offset of the first tensor.
+    pub first: u64,
+    /// Bytes from one offset to the next.
+    pub step: u64,
+    /// How many tensors there are.
+    pub count: u64,
+}
+
+impl Spaced {
+    fn one(offset: u64) -> Spaced {
+        Spaced { first: offset, step: 0, count: 1 }
+    }
+
+    /// Returns the offset at which the last tensor ends, or `None` if that exceeds 64 bits.
+    fn end(&self, tensor_bytes: u64) -> Option<u64> {
+        let Some(last) = self.count.checked_sub(1) else { return Some(0) };
+        last.checked_mul(self.step)?.checked_add(self.first)?.checked_add(tensor_bytes)
+    }
+}
+
 impl Tensors {
     /// Creates tensors of `tensor_bytes` bytes at `offsets` of `region`; `owner` is dropped with them.
     /// Returns `Err` if a tensor exceeds the region, or if there is no memory for the list.
@@ -49,9 +72,20 @@ impl Tensors {
         tensor_bytes: u64,
         owner: impl Any + Send + Sync,
     ) -> Result<Tensors> {
+        Self::spaced(region, offsets.into_iter().map(Spaced::one), 0, tensor_bytes, owner)
+    }
+
+    /// Creates tensors as [`carved`](Self::carved) does, about `count` of them.
+    pub fn spaced(
+        region: Arc<Region>,
+        offsets: impl IntoIterator<Item = Spaced>,
+        count: usize,
+        tensor_bytes: u64,
+        owner: impl Any + Send + Sync,
+    ) -> Result<Tensors> {
         let reach = if region.host_addressable() { Reach::Host } else { Reach::Device };
         let range = (region.base(), region.len());
-        Tensors::inside(range, offsets, tensor_bytes, reach, Arc::new((owner, region)))
+        Tensors::inside(range, offsets, count, tensor_bytes, reach, Arc::new((owner, region)))
     }
 
     /// Creates `count` tensors as [`carved`](Self::carved) does, one after the other from `offset` on, without
@@ -63,9 +97,8 @@ impl Tensors {
         tensor_bytes: u64,
         owner: impl Any + Send + Sync,
     ) -> Result<Tensors> {
-        // An offset beyond 64 bits becomes the last one, which is outside every region.
-        let at = |tensor: u64| offset.saturating_add(tensor.saturating_mul(tensor_bytes));
-        let tensors = Self::carved(region, (0..u64::from(count)).map(at), tensor_bytes, owner)?;
+        let all = Spaced { first: offset, step: tensor_bytes, count: count.into() };
+        let tensors = Self::spaced(region, [all], count as usize, tensor_bytes, owner)?;
         Ok(Tensors { contiguous: true, ..tensors })
     }
 
@@ -77,7 +110,7 @@ impl Tensors {
         tensor_bytes: u64,
     ) -> Result<Tensors> {
         let range = (region.base(), region.len());
-        Tensors::inside(range, offsets, tensor_bytes, Reach::HostRead, region)
+        Tensors::inside(range, offsets.into_iter().map(Spaced::one), 0, tensor_bytes, Reach::HostRead, region)
     }
 
     /// Creates read-only tensors of `tensor_bytes` bytes at the addresses `addrs` of another process, which
@@ -99,7 +132,7 @@ impl Tensors {
         tensor_bytes: u64,
     ) -> Result<Tensors> {
         let range = (region.base(), region.len());
-        Tensors::inside(range, offsets, tensor_bytes, Reach::Fabric, region)
+        Tensors::inside(range, offsets.into_iter().map(Spaced::one), 0, tensor_bytes, Reach::Fabric, region)
     }
 
     /// Creates tensors over the caller's own memory.
@@ -112,27 +145,29 @@ impl Tensors {
         Tensors { adopted: Some(rows), ..tensors }
     }
 
-    /// Creates tensors at `offsets` of the memory of `owner`, which has `len` bytes from `base` on. Returns `Err` if a tensor
-    /// exceeds that range, or if there is no memory for the list.
+    /// Creates tensors at `offsets`, about `count` in all, of the memory of `owner`, which has `len` bytes from `base` on.
+    /// Returns `Err` if a tensor exceeds that range, or if there is no memory for the list.
     fn inside(
         (base, len): (u64, u64),
-        offsets: impl IntoIterator<Item = u64>,
+        offsets: impl IntoIterator<Item = Spaced>,
+        count: usize,
         tensor_bytes: u64,
         reach: Reach,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Tensors> {
-        let at = |offset: u64| {
-            let end = offset.checked_add(tensor_bytes);
-            if end.is_none_or(|end| end > len) {
-                let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
+        let offsets = offsets.into_iter();
+        let mut addrs = fallible::with_capacity(ADDRESSES, count.max(offsets.size_hint().0))?;
+        for spaced in offsets {
+            let Spaced { first, step, count } = spaced;
+            if spaced.end(tensor_bytes).is_none_or(|end| end > len) {
+                let text = format!(
+                    "{count} tensors of {tensor_bytes} bytes, {step} apart from {first} on, are outside their region"
+                );
                 return Err(Error::new(ErrorKind::System, text).with("region_bytes", len));
             }
-            Ok(base + offset)
-        };
-        let (mut addrs, offsets) = (Vec::new(), offsets.into_iter());
-        fallible::grow(super::window::ADDRESSES, &mut addrs, offsets.size_hint().0)?;
-        for offset in offsets {
-            fallible::push(super::window::ADDRESSES, &mut addrs, at(offset)?)?;
+            // What is inside the region has addresses, and was counted by its length.
+            fallible::grow(ADDRESSES, &mut addrs, usize::try_from(count).unwrap_or(usize::MAX))?;
+            addrs.extend((0..count).map(|tensor| base + first + tensor * step));
         }
         Ok(Tensors::new(Arc::new(addrs), tensor_bytes, reach, Some(owner)))
     }

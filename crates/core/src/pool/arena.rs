@@ -9,7 +9,7 @@ use crate::config::PoolConfig;
 use crate::device::Device;
 use crate::error::Result;
 use crate::fallible;
-use crate::memory::{Region, Tensors};
+use crate::memory::{Region, Spaced, Tensors};
 use crate::model::{Geometry, Placement};
 use crate::sync::Mutex;
 
@@ -43,14 +43,12 @@ impl Arena {
             )
         };
         let lease = ExtentLease { arena: self.clone(), extents };
-        let tensors = lease
-            .extents
-            .iter()
-            .flat_map(|extent| (0..extent.bytes / rounded).map(|i| extent.offset + i * rounded));
         // From here on a failure returns the extents to the pool, because it drops the lease.
-        let count = geometry.num_tensors() as usize;
-        let tensors = fallible::collect_growing("the addresses of tensors", count, tensors)?;
-        Tensors::carved(self.region.clone(), tensors, bytes, lease)
+        let spaced =
+            |extent: &Extent| Spaced { first: extent.offset, step: rounded, count: extent.bytes / rounded };
+        let offsets =
+            fallible::collect_inline::<1, _>("the offsets of tensors", lease.extents.iter().map(spaced))?;
+        Tensors::spaced(self.region.clone(), offsets, geometry.num_tensors() as usize, bytes, lease)
     }
 
     /// Allocates memory for the tensors of `geometry` in one extent of the pool, one after the other and without
