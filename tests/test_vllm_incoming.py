@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llm_datadist.integrations.vllm import incoming as incoming_module
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, VIEWS
 from llm_datadist.integrations.vllm.incoming import MAX_AGAIN, MAX_PARTS, Incoming, Pull
 from llm_datadist.integrations.vllm.messages import Lent, Ready
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 RIGHT, WRONG = "right", "wrong"
 
@@ -264,3 +269,46 @@ def test_a_part_whose_blocks_have_arrived_is_not_pulled() -> None:
     state.done(first)
     assert state.start() == []
     assert state.complete
+
+
+def test_the_work_for_a_part_does_not_grow_with_their_number() -> None:
+    """Counts the lines that run while a prompt of many parts is lent, computed and pulled layer by layer."""
+
+    def lines(parts: int) -> int:
+        state = incoming([set(range(parts))])
+        pulls: deque[Pull] = deque()
+
+        def drive() -> None:
+            for number in range(parts):
+                state.lent(1, lent(number, number, [[1]], last=number == parts - 1))
+            for layers in (2, 4):
+                for number in range(parts):
+                    state.ready(1, number, layers)
+                    pulls.extend(state.start())
+                    while len(pulls) > 8:
+                        state.done(pulls.popleft())
+                while pulls:
+                    state.done(pulls.popleft())
+                    pulls.extend(state.start())
+
+        count = 0
+
+        def traced(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal count
+            if frame.f_code.co_filename != incoming_module.__file__:
+                return None
+            count += event == "line"
+            return traced
+
+        before = sys.gettrace()
+        sys.settrace(traced)
+        try:
+            drive()
+        finally:
+            sys.settrace(before)
+        assert state.complete
+        return count
+
+    few, many = lines(256), lines(1024)
+    assert few > 256
+    assert many < 5 * few

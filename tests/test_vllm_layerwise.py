@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 TOKENS = 150
 LAYERWISE = {"layers_per_read": 1}
+TCP = {"engine_options": {"transport": "tcp"}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     # Options of prefill and of decode, and whether layers are read one by one.
     "equal": ({}, {}, True),
-    "tcp": ({"transport": "tcp"}, {"transport": "tcp"}, True),
+    "tcp": (TCP, TCP, True),
     "two ranks": ({"ranks": 2}, {"ranks": 2}, True),
     "heads split": ({}, {"ranks": 2}, False),
     "heads joined": ({"ranks": 2}, {}, False),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import Busy, Error, OutOfMemory
+from llm_datadist.integrations.vllm.handover import MAX_DECODES
 from llm_datadist.integrations.vllm.lending import MAX_HELD, MAX_RECEIVES, Lending
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Hold, Lent, Ready
 from llm_datadist.integrations.vllm.step import Part, Send, Withdraw
@@ -22,9 +23,10 @@ class Peer:
     incarnation: int = 1
 
 
-FIRST: Any = Peer("first")
-SECOND: Any = Peer("second")
-RESTARTED: Any = Peer("first", 2)
+FIRST: Any = Peer("decode/0")
+SECOND: Any = Peer("decode/1")
+RESTARTED: Any = Peer("decode/0", 2)
+OTHER: Any = Peer("other/0")  # of another decode
 
 
 class Grant:
@@ -73,9 +75,9 @@ class Prefill:
             lambda request, unread: self.freed.append((request, unread)),
         )
 
-    def hold(self, *peers: Any, readers: int = 1) -> None:
+    def hold(self, *peers: Any, readers: int = 1, decodes: int = 1) -> None:
         for peer in peers:
-            self.lending.heard(peer, Hold("t", readers), 0)
+            self.lending.heard(peer, Hold("t", readers, decodes), 0)
 
     def ask(self, peer: Any = FIRST, receive: int = 0, prompt: str = "64:p", view: str = "pages") -> None:
         self.lending.heard(peer, Ask("t", receive, view, prompt), 0)
@@ -220,7 +222,7 @@ def test_the_end_of_a_link_ends_what_the_peer_holds(prefill: Prefill, finished: 
     assert prefill.freed == [("r", finished)]
     prefill.hold(RESTARTED)
     prefill.ask(RESTARTED)
-    assert [one.reason for one in prefill.news(RESTARTED)] == ["the link to second of decode has ended"]
+    assert [one.reason for one in prefill.news(RESTARTED)] == ["the link to decode/1 of decode has ended"]
 
 
 def test_the_lease_begins_when_the_other_rank_has_read(prefill: Prefill) -> None:
@@ -241,6 +243,48 @@ def test_the_end_of_a_link_does_not_end_what_the_peer_has_read(prefill: Prefill)
     prefill.lending.unlinked(FIRST)
     assert prefill.freed == []
     prefill.done(SECOND)
+    assert prefill.freed == [("r", False)]
+
+
+def test_each_decode_of_a_request_reads_it(prefill: Prefill) -> None:
+    """A proxy may give one request to several decodes. The first one reads it before the second one knows it."""
+    prefill.lending.lend(part())
+    prefill.hold(FIRST, decodes=2)
+    prefill.finish()
+    prefill.done(FIRST, now=100)
+    assert (prefill.freed, prefill.lending.next_due()) == ([], 100 + LEASE_S)
+    prefill.hold(OTHER, decodes=2)
+    assert prefill.lending.next_due() is None
+    prefill.ask(OTHER)
+    assert [type(one) for one in prefill.news(OTHER)] == [Lent]
+    prefill.done(OTHER)
+    assert prefill.freed == [("r", False)]
+
+
+def test_ranks_of_different_decodes_do_not_count_for_each_other(prefill: Prefill) -> None:
+    """One decode has two ranks. Its second rank reads after the only rank of another decode has reported."""
+    prefill.lending.lend(part())
+    prefill.finish()
+    prefill.hold(OTHER, decodes=2)
+    prefill.hold(FIRST, readers=2, decodes=2)
+    prefill.done(OTHER)
+    prefill.done(FIRST)
+    assert prefill.freed == []
+    prefill.hold(SECOND, readers=2, decodes=2)
+    prefill.done(SECOND)
+    assert prefill.freed == [("r", False)]
+
+
+def test_the_decodes_of_a_request_are_bounded(prefill: Prefill) -> None:
+    prefill.lending.lend(part())
+    prefill.finish()
+    for number in range(MAX_DECODES):
+        prefill.hold(Peer(f"decode {number}/0"), decodes=MAX_DECODES)
+    prefill.hold(OTHER)
+    prefill.ask(OTHER)
+    assert [type(one) for one in prefill.news(OTHER)] == [Gone]
+    for number in range(MAX_DECODES):
+        prefill.done(Peer(f"decode {number}/0"))
     assert prefill.freed == [("r", False)]
 
 
@@ -345,9 +389,9 @@ def test_what_a_peer_holds_is_bounded(prefill: Prefill) -> None:
     for number in range(MAX_HELD + 1):
         prefill.lending.heard(FIRST, Hold(f"unknown {number}", 1), 0)
     prefill.lending.heard(FIRST, Ask(f"unknown {MAX_HELD}", 0, "pages", "64:p"), 0)
-    assert [one.reason for one in prefill.news()] == [
-        f"this rank of decode does not hold the request, or holds {MAX_HELD} others"
-    ]
+    limits = f"it holds {MAX_HELD} others, or {MAX_DECODES} other decodes hold this one"
+    reason = f"this rank of decode does not hold the request, or {limits}"
+    assert [one.reason for one in prefill.news()] == [reason]
     prefill.lending.heard(FIRST, Done("unknown 0"), 0)
     prefill.hold(FIRST, SECOND)
     prefill.ask(FIRST)

@@ -23,7 +23,7 @@ from llm_datadist.integrations.vllm.handover import Handover, digest_of, prompt_
 from llm_datadist.integrations.vllm.identity import Identity
 from llm_datadist.integrations.vllm.lending import MAX_READY
 from llm_datadist.integrations.vllm.pages import PageFormat
-from llm_datadist.integrations.vllm.ranks import Shard, heads_of
+from llm_datadist.integrations.vllm.ranks import Shard, heads_of, unique_id
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.step import Await, Cancel, Part, Receive, Send, Step, Withdraw
@@ -31,6 +31,7 @@ from llm_datadist.integrations.vllm.supported import check_device, check_vllm
 
 SIZES = [1, 2, 4, 8, 16]
 ALLOWED = AllowedPeers(["10.0.0.0/8"])
+BOTH = {"producer": True, "consumer": True, "layerwise": True}
 
 
 def test_the_heads_of_all_ranks_are_all_heads() -> None:
@@ -320,6 +321,33 @@ def test_a_proxy_need_not_know_the_prompt() -> None:
     )
 
 
+def test_decode_reads_a_prefill_with_as_many_stages_only(caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = (SchedulerSide("engine", [32], ALLOWED, **BOTH, stages=2) for _ in range(2))
+    prefill.set_addresses({worker: f"10.0.0.1:{worker + 1}" for worker in (2, 0, 3, 1)})
+    params = finished(prefill, Request(kv_transfer_params=for_decode()), [5, 6, 7, 8])
+    assert decode.tokens_to_load(Request(kv_transfer_params=dict(params)), 0) == 100
+    (order,) = decode.take_step(Output()).awaited
+    workers = [order.handover.workers(stage) for stage in range(2)]
+    assert workers == [
+        [("10.0.0.1:1", "engine/0"), ("10.0.0.1:2", "engine/1")],
+        [("10.0.0.1:3", "engine/2"), ("10.0.0.1:4", "engine/3")],
+    ]
+    # A decode without stages, and addresses that are not those of two stages.
+    assert side().tokens_to_load(Request(kv_transfer_params=dict(params)), 0) == 0
+    assert "stages must be 1, as in this vLLM (got 2)" in caplog.text
+    params["llm_datadist"]["addresses"].pop()
+    assert decode.tokens_to_load(Request("other", kv_transfer_params=params), 0) == 0
+    assert "addresses must be a multiple of 2, one for each worker" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "replica", "made"), [("e", 0, "e"), ("e", 2, "e_dp2"), ("e_dp2", 2, "e_dp2"), ("e_dp1", 2, "e_dp1_dp2")]
+)
+def test_data_parallel_ranks_have_ids_of_their_own(given: str, replica: int, made: str) -> None:
+    """vLLM appends the rank, except if the engine runs in the process of the program."""
+    assert unique_id(given, replica) == made
+
+
 def test_a_prompt_in_the_prefix_cache_needs_no_blocks() -> None:
     decode = side()
     request = Request(kv_transfer_params=handed_over())
@@ -362,6 +390,10 @@ def test_an_aborted_request_is_cancelled_unless_it_was_received(when: str) -> No
         {"block_sizes": [True]},
         {"block_sizes": [32, 32]},
         {"block_sizes": None},
+        {"stages": 2, "addresses": ["10.0.0.1:1", "10.0.0.1:2"]},
+        {"stages": 0},
+        {"decodes": 0},
+        {"decodes": 1025},
     ],
 )
 def test_a_handover_that_lies_is_computed_here(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -507,29 +539,33 @@ def test_layers_with_different_strides_are_refused() -> None:
 
 def test_options_are_checked() -> None:
     assert Settings.parse({}) == Settings()
-    assert Settings.parse({"port": 26000}).listen_address(3) == "127.0.0.1:26003"
-    assert Settings.parse({"host": "::1"}).listen_address(3) == "[::1]:0"
     for given, text in [
-        ({"lease": 1}, "unknown option 'lease' of LlmDatadistConnector; allowed: host, port, allowed_peers, lease_ms"),
+        ({"lease": 1}, "unknown option 'lease' of LlmDatadistConnector; allowed: host, port, advertise, allowed_peers"),
         ({"port": "1"}, "option 'port' is '1': Expected `int`, got `str`"),
         ({"port": True}, "option 'port' is True: Expected `int`, got `bool`"),
         ({"port": 65_536}, "option 'port' is 65536: Expected `int` <= 65535"),
         ({"lease_ms": 0}, "option 'lease_ms' is 0: Expected `int` >= 1"),
         ({"timeout_ms": 4_294_967_001}, "Expected `int` <= 4294967000"),
-        ({"host": ""}, "option 'host' is '': Expected `str` of length >= 1"),
+        ({"host": ""}, "option 'host' is '': must be 'auto' or an IP address without a zone"),
+        ({"host": "localhost"}, "option 'host' is 'localhost': must be 'auto' or an IP address"),
+        ({"host": "10.0.0.0/24"}, "option 'host' is '10.0.0.0/24': must be 'auto' or an IP address"),
+        ({"host": "fe80::1%eth0"}, "option 'host' is 'fe80::1%eth0': must be 'auto' or an IP address without a zone"),
+        ({"advertise": "0.0.0.0"}, "option 'advertise' is '0.0.0.0': must be an IP address of one host"),  # noqa: S104
+        ({"advertise": "::"}, "option 'advertise' is '::': must be an IP address of one host"),
+        ({"advertise": "224.0.0.1"}, "option 'advertise' is '224.0.0.1': must be an IP address of one host"),
+        ({"advertise": "node1"}, "option 'advertise' is 'node1': must be an IP address of one host"),
         ({"engine_options": []}, "Expected `object`, got `array`"),
         ({"engine_options": {"name": "x"}}, "option 'engine_options' must not have 'name'"),
+        ({"engine_options": {"listen": "127.0.0.1:0"}}, "option 'engine_options' must not have 'listen'"),
         ({"engine_options": {"metadata": b""}}, "option 'engine_options' must not have 'metadata'"),
         ({"layers_per_read": 0}, "option 'layers_per_read' is 0: Expected `int` >= 1"),
         ({"spans": 1}, "option 'spans' is 1: Expected `bool`, got `int`"),
-        ({"allowed_peers": "::1"}, "option 'allowed_peers' is '::1': Expected `array`, got `str`"),
+        ({"allowed_peers": "::1"}, "option 'allowed_peers' is '::1': Expected `array | null`, got `str`"),
         ({"allowed_peers": [1]}, "option 'allowed_peers' is [1]: Expected `str`, got `int` - at `$[0]`"),
         ({"allowed_peers": ["prefill:26000"]}, "option 'allowed_peers' has 'prefill:26000': "),
     ]:
         with pytest.raises(ValueError, match=re.escape(text)):
             Settings.parse(given)
-    with pytest.raises(ValueError, match="port of rank 7=65537 is out of range"):
-        Settings.parse({"port": 65_530}).listen_address(7)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from llm_datadist import Busy, GrantEnded, PeerLost, Timeout
+from llm_datadist.integrations.vllm import receiving
 from llm_datadist.integrations.vllm.handover import Handover
 from llm_datadist.integrations.vllm.identity import Identity
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Hold, Lent
@@ -192,6 +193,17 @@ def test_a_prefill_that_does_not_fit_is_released(decode: Decode) -> None:
     decode.begin("one", held=True)
     assert decode.failures() == ["prefill does not fit to decode: model is 'another' in prefill, 'prefill' here"]
     assert decode.kinds() == [Hold, Done]
+
+
+def test_the_addresses_that_are_remembered_are_bounded(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests name addresses, and one prefill may be reached at many. A link that is forgotten is found again."""
+    monkeypatch.setattr(receiving, "MAX_LINKED", 2)
+    for port in (1, 2, 3, 2, 1):
+        decode.begin(f"request for {port}", ports=(port,))
+        if len(decode.links) < 4:
+            decode.link_up()
+    assert [link.result().address for link in decode.links] == [f"{NAME}:{port}" for port in (1, 2, 3, 1)]
+    assert len(decode.receiving._linked) == 2
 
 
 def test_requests_share_a_link_call(decode: Decode) -> None:

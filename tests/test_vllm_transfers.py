@@ -29,16 +29,18 @@ LONG = {"timeout_ms": 3_600_000}
 
 
 class Side:
-    """All ranks of prefill or of decode."""
+    """All workers of prefill or of decode."""
 
     def __init__(self, name: str, ranks: int, heads: int, **given: Any) -> None:
         self.name = name
         self.block_size = given.get("block_size", 32)
-        self.workers = [Worker(name, rank, ranks, heads, dict(given)) for rank in range(ranks)]
+        self.stages = given.get("stages", 1)
+        workers = range(self.stages * ranks)
+        self.workers = [Worker(name, worker, ranks, heads, dict(given)) for worker in workers]
 
-    def handover(self, ticket: str, prompt: str = PROMPT) -> Handover:
+    def handover(self, ticket: str, prompt: str = PROMPT, **given: Any) -> Handover:
         addresses = [worker.address() for worker in self.workers]
-        return Handover(ticket, self.name, addresses, prompt, [self.block_size])
+        return Handover(ticket, self.name, addresses, prompt, [self.block_size], self.stages, **given)
 
     def do(self, **work: Any) -> None:
         for worker in self.workers:

@@ -17,6 +17,7 @@ from msgspec import msgpack
 
 from llm_datadist import Engine
 from llm_datadist.integrations.vllm import outbox
+from llm_datadist.integrations.vllm.addresses import advertised, listen_address
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.identity import PROTOCOL, Identity
 from llm_datadist.integrations.vllm.pages import PageFormat
@@ -52,7 +53,7 @@ class _Lines(logging.Handler):
 class _Worker:
     """One rank, in its process: its engine, its pages and its transfers."""
 
-    def __init__(self, name: str, rank: int, ranks: int, heads: int, given: dict[str, Any]) -> None:
+    def __init__(self, name: str, worker: int, ranks: int, heads: int, given: dict[str, Any]) -> None:
         isa, block_size, tag = (given.pop(*pair) for pair in (("isa", "vec"), ("block_size", 32), ("tag", "model")))
         protocol = given.pop("protocol", PROTOCOL)
         identity = Identity({"model": given.pop("model", "model")}, protocol)
@@ -61,16 +62,21 @@ class _Worker:
             identity.facts["later"] = "unknown to the other side"
         self.log = _Lines()
         logging.getLogger("vllm.llm_datadist").addHandler(self.log)
-        transport = given.pop("transport", "auto")
+        stages, replica = (given.pop(*pair) for pair in (("stages", 1), ("replica", 0)))
+        own = given.pop("nodes", {}).get(worker, "")  # the address that vLLM has chosen for the host of the worker
+        shard = Shard(worker % ranks, ranks, heads, worker // ranks, stages)
+        settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
         self.engine = Engine(
-            listen="127.0.0.1:0", name=engine_name(name, rank), transport=transport, metadata=identity.metadata()
+            listen=listen_address(settings, shard, replica, lambda: own),
+            name=engine_name(name, worker),
+            metadata=identity.metadata(),
+            **settings.engine_options,
         )
-        shard = Shard(rank, ranks, heads)
+        self.reached = advertised(settings, str(self.engine.address), lambda: own)
         self.pages = Pages(isa, block_size, shard.heads, BLOCKS)
         form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag)
         caches = GroupCaches(self.engine, 0, form)
         caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, [form.page_bytes] * LAYERS)
-        settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
         checked = identity if settings.check_compatibility else None
         self.exporter = _global_exporter() if settings.spans else None
         self.transfers = TransferThread(
@@ -79,6 +85,10 @@ class _Worker:
         self.ended = Ended()
 
     def address(self) -> str:
+        """Where peers reach the engine."""
+        return self.reached
+
+    def listens(self) -> str:
         return str(self.engine.address)
 
     def submit(self, step: Step) -> None:
@@ -112,6 +122,22 @@ class _Worker:
 
     def peers(self) -> int:
         return len(self.engine.peers)
+
+    def remembered(self) -> dict[str, int]:
+        """The sizes of what this worker keeps of peers and requests."""
+        lending, receiving = self.transfers._lending, self.transfers._receiving
+        kept = {
+            "loans": lending._loans,
+            "held": lending._held,
+            "receives": lending._receives,
+            "leases": lending._leases,
+            "ongoing": receiving._ongoing,
+            "links": receiving._linked,
+            "dials": receiving._dials,
+            "dialing": receiving._dialing,
+            "messages": self.transfers._outbox._waiting,
+        }
+        return {name: len(one) for name, one in kept.items() if one}
 
     def threads(self) -> list[str]:
         """The names of the threads of the process, those of the engine included."""

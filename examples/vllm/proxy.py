@@ -1,9 +1,11 @@
-"""The program between the clients and two vLLM servers."""
+"""The program between the clients and the servers of prefill and decode."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -11,28 +13,45 @@ from aiohttp import web
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
+    from collections.abc import Sequence
     from types import TracebackType
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
+# What decode must know about a prefill beside the ticket of a request.
+PLACE = ("engine_id", "addresses", "block_sizes", "stages")
 REQUEST_S = 3600
 CHUNK = 65_536
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server of vLLM, or one of its data-parallel ranks. Each rank has a KV cache of its own."""
+
+    url: str  # http://host:port
+    rank: int | None = None  # None: the server has one rank
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header by which vLLM gives a request to this rank."""
+        return {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
+
+
 class Proxy:
-    """Passes each request to prefill and then to decode, or to both at the same time.
+    """Passes each request to a prefill and then to a decode, or to both at the same time. They take turns.
 
     Args:
-        prefill: the address of the server of prefill, ``http://host:port``.
-        decode: the address of the server of decode.
+        prefills: the servers of prefill.
+        decodes: the servers of decode.
         layerwise: whether decode gets a request together with prefill, and receives layers while prefill computes. The
-            proxy learns the addresses of the engines of prefill from the first response of prefill.
+            proxy learns the addresses of the engines of each prefill from its first response.
     """
 
-    def __init__(self, prefill: str, decode: str, *, layerwise: bool = False) -> None:
-        self._prefill = prefill
-        self._decode = decode
+    def __init__(self, prefills: Sequence[Server], decodes: Sequence[Server], *, layerwise: bool = False) -> None:
+        self._urls = {server.url for server in (*prefills, *decodes)}
+        self._prefills = itertools.cycle(prefills)
+        self._decodes = itertools.cycle(decodes)
         self._layerwise = layerwise
-        self._where: dict[str, Any] | None = None
+        self._where: dict[Server, dict[str, Any]] = {}
 
     async def __aenter__(self) -> Proxy:  # noqa: PYI034 - Self needs Python 3.11
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S))
@@ -50,12 +69,12 @@ class Proxy:
         return web.AppRunner(app, handler_cancellation=True)
 
     async def until_ready(self, processes: list[Process]) -> None:
-        """Wait until both servers respond.
+        """Wait until all servers respond.
 
         Raises:
             RuntimeError: one of the servers has ended.
         """
-        for url in (self._prefill, self._decode):
+        for url in self._urls:
             while not await self._responds(f"{url}/health"):
                 if any(process.returncode is not None for process in processes):
                     raise RuntimeError("a server has ended; its output says why")
@@ -73,20 +92,24 @@ class Proxy:
         if _has_several_prompts(asked):
             # They are several requests, but the response of prefill has the parameters of one. Decode computes them.
             return await self._decoded(request, asked, None)
-        if not self._layerwise or self._where is None:
-            return await self._decoded(request, asked, await self._prefilled(request.path, asked))
+        prefill = next(self._prefills)
+        where = self._where.get(prefill) if self._layerwise else None
+        if where is None:
+            return await self._decoded(request, asked, await self._prefilled(prefill, request.path, asked))
         # Prefill lends the prompt under this name, and decode asks for it.
         ticket = uuid.uuid4().hex
-        prefilled = asyncio.create_task(self._prefilled(request.path, asked, ticket))
+        prefilled = asyncio.create_task(self._prefilled(prefill, request.path, asked, ticket))
         try:
-            params = {"do_remote_prefill": True, "llm_datadist": {**self._where, "ticket": ticket}}
+            params = {"do_remote_prefill": True, "llm_datadist": {**where, "ticket": ticket}}
             response = await self._decoded(request, asked, params)
             await prefilled
         finally:
             prefilled.cancel()  # if the client has gone
         return response
 
-    async def _prefilled(self, path: str, asked: dict[str, Any], ticket: str | None = None) -> dict[str, Any] | None:
+    async def _prefilled(
+        self, prefill: Server, path: str, asked: dict[str, Any], ticket: str | None = None
+    ) -> dict[str, Any] | None:
         """Have prefill compute the prompt. Return what decode needs, or ``None`` if decode must compute it."""
         left_out = ("stream_options", "max_completion_tokens")
         body = {name: value for name, value in asked.items() if name not in left_out}
@@ -95,15 +118,16 @@ class Proxy:
             params = {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}}
         body |= {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": params}
         try:
-            async with self._session.post(self._prefill + path, json=body) as response:
+            async with self._session.post(prefill.url + path, json=body, headers=prefill.headers) as response:
+                response.raise_for_status()
                 found = await response.json()
         except (aiohttp.ClientError, ValueError):
             # If prefill returns, it listens elsewhere.
-            self._where = None
+            self._where.pop(prefill, None)
             return None
         params = found.get("kv_transfer_params")
         if params is not None:
-            self._where = {name: params["llm_datadist"][name] for name in ("engine_id", "addresses", "block_sizes")}
+            self._where[prefill] = {name: params["llm_datadist"][name] for name in PLACE}
         return params
 
     async def _decoded(
@@ -111,7 +135,8 @@ class Proxy:
     ) -> web.StreamResponse:
         """Pass on the response of decode. Without parameters, decode computes the prompt itself."""
         body = asked if params is None else {**asked, "kv_transfer_params": params}
-        async with self._session.post(self._decode + request.path, json=body) as found:
+        decode = next(self._decodes)
+        async with self._session.post(decode.url + request.path, json=body, headers=decode.headers) as found:
             response = web.StreamResponse(status=found.status, headers={"Content-Type": found.content_type})
             await response.prepare(request)
             async for chunk in found.content.iter_chunked(CHUNK):

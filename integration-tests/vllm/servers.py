@@ -147,12 +147,17 @@ def _serve(
     from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: PLC0415 - reads the environment
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
-    ranks = options.get("tensor_parallel_size", 1)
-    defaults = {"max_model_len": 4096, "dtype": "float32", "block_size": 32, "enable_prefix_caching": False}
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    defaults = {
+        "max_model_len": 4096,
+        "dtype": "float32",
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+    }
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=model,
-            enforce_eager=True,
             seed=0,
             disable_log_stats=False,
             distributed_executor_backend="uni" if ranks == 1 else "mp",

@@ -16,12 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
 
 from llm_datadist.integrations.vllm import supported
-from llm_datadist.integrations.vllm.allowed_peers import AllowedPeers
+from llm_datadist.integrations.vllm.addresses import allowed_peers
 from llm_datadist.integrations.vllm.metrics import PrometheusMetrics, TransferStats
+from llm_datadist.integrations.vllm.ranks import unique_id
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.worker import WorkerSide
@@ -46,7 +48,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: where its engine listens, ``host:port``."""
+    """From a worker to the scheduler: where peers reach its engine, ``ip:port``."""
 
     address: str
 
@@ -74,24 +76,31 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         transfer = vllm_config.kv_transfer_config
         settings = Settings.parse(transfer.kv_connector_extra_config)
         supported.check_vllm(settings.allow_untested_vllm, supported.installed())
-        _check_parallel(vllm_config.parallel_config)
+        parallel = vllm_config.parallel_config
+        _check_parallel(parallel)
+        self._ranks: int = parallel.tensor_parallel_size
+        engine_id = unique_id(transfer.engine_id, parallel.data_parallel_index)
         self._transfers: TransferThread | None = None
         if role == KVConnectorRole.SCHEDULER:
             specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
             sizes = [spec.block_size for spec in specs]
             options = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
-            allowed = AllowedPeers(settings.allowed_peers)
-            self._scheduler = SchedulerSide(
-                transfer.engine_id, sizes, allowed, **options, layerwise=_keeps_blocks(specs)
-            )
+            options |= {"layerwise": _keeps_blocks(specs), "stages": parallel.pipeline_parallel_size}
+            self._scheduler = SchedulerSide(engine_id, sizes, allowed_peers(settings, get_ip), **options)
         else:
-            ranks = (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-            self._worker = WorkerSide(vllm_config, kv_cache_config, settings, *ranks)
+            tensor, pipeline = ((group.rank_in_group, group.world_size) for group in (get_tp_group(), get_pp_group()))
+            self._worker = WorkerSide(
+                vllm_config, kv_cache_config, settings, engine_id, get_ip, tensor=tensor, pipeline=pipeline
+            )
 
     # ---- The scheduler.
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Address]) -> None:
+        """Take the addresses of the workers, by pipeline stage and tensor-parallel rank."""
+        self.set_xfer_handshake_metadata({stage * self._ranks + rank: one for (stage, rank), one in metadata.items()})
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, Address]) -> None:
-        """Take the addresses of the workers."""
+        """Take the addresses of the workers, by their numbers."""
         self._scheduler.set_addresses({rank: worker.address for rank, worker in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
@@ -138,7 +147,7 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._transfers = self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> Address:
-        """Return where the engine of this worker listens."""
+        """Return where peers reach the engine of this worker."""
         return Address(self._worker.address)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
@@ -203,6 +212,6 @@ def _keeps_blocks(specs: list[Any]) -> bool:
 
 
 def _check_parallel(parallel: Any) -> None:
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise RuntimeError(f"LlmDatadistConnector does not support {name}={getattr(parallel, name)}")

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert, structs, to_builtins
 
+from llm_datadist.integrations.vllm.ranks import engine_name
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llm_datadist.integrations.vllm.allowed_peers import AllowedPeers
 
-__all__ = ["Handover", "Prompt", "Ticket", "digest_of", "new_ticket", "prompt_digest", "ticket_of"]
+__all__ = ["MAX_DECODES", "Handover", "Prompt", "Ticket", "digest_of", "new_ticket", "prompt_digest", "ticket_of"]
 
 KEY = "llm_datadist"
+# Maximum number of decodes that receive one request.
+MAX_DECODES = 1024
 
 # Annotations need these at run time.
 Ticket = Annotated[str, Meta(min_length=1, max_length=256, pattern="^[\x00-\x7f]*\\Z")]
@@ -33,21 +37,33 @@ class Handover(Struct, frozen=True):
 
     ticket: Ticket  # the name under which prefill lends the request
     engine_id: str  # the engine id of the vLLM of prefill
-    # ``ip:port`` of the engine of each tensor-parallel rank, in order
+    # ``ip:port`` of the engine of each worker, in order: the tensor-parallel ranks of the first stage, then the next
     addresses: Annotated[list[str], Meta(min_length=1, max_length=1024)]
     prompt: Prompt  # a digest of the prompt (``prompt_digest``)
     block_sizes: list[Annotated[int, Meta(gt=0)]]  # tokens in a block of prefill, for each KV cache group
+    stages: Annotated[int, Meta(ge=1, le=1024)] = 1  # pipeline stages of prefill
+    decodes: Annotated[int, Meta(ge=1, le=MAX_DECODES)] = 1  # how many decodes receive the request
+
+    def workers(self, stage: int) -> list[tuple[str, str]]:
+        """Return the address and the name of the engine of each tensor-parallel rank of a pipeline stage."""
+        ranks = len(self.addresses) // self.stages
+        return [
+            (self.addresses[worker], engine_name(self.engine_id, worker))
+            for worker in range(stage * ranks, (stage + 1) * ranks)
+        ]
 
     def params(self) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` of the response of prefill."""
         return {"do_remote_prefill": True, "do_remote_decode": False, KEY: to_builtins(self)}
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any], block_sizes: list[int], prompt: str, allowed: AllowedPeers) -> Handover:
+    def parse(
+        cls, params: Mapping[str, Any], block_sizes: list[int], prompt: str, allowed: AllowedPeers, stages: int = 1
+    ) -> Handover:
         """Read the ``kv_transfer_params`` of a request to decode, which prefill has returned or the proxy has written.
 
-        The proxy may leave out ``prompt`` and ``block_sizes``. They are those of this side then: prefill compares the
-        prompt before it lends blocks.
+        The proxy may leave out ``prompt``, ``block_sizes`` and ``stages``. They are those of this side then: prefill
+        compares the prompt before it lends blocks.
 
         Raises:
             ValueError: something is missing, has another type or an impossible value, or belongs to another prompt; or
@@ -57,9 +73,12 @@ class Handover(Struct, frozen=True):
         if not isinstance(given, dict):
             text = f"kv_transfer_params has no {KEY!r}; pass those of the response of prefill, unchanged"
             raise ValueError(text)  # noqa: TRY004 - input from the network
-        handover: Handover = _checked({"prompt": prompt, "block_sizes": block_sizes, **given}, cls)
+        handover: Handover = _checked({"prompt": prompt, "block_sizes": block_sizes, "stages": stages, **given}, cls)
         rule = f"block_sizes must have {len(block_sizes)} entries, one for each KV cache group"
         _ensure(len(handover.block_sizes) == len(block_sizes), rule, handover.block_sizes)
+        _ensure(handover.stages == stages, f"stages must be {stages}, as in this vLLM", handover.stages)
+        rule = f"addresses must be a multiple of {stages}, one for each worker"
+        _ensure(not len(handover.addresses) % stages, rule, handover.addresses)
         rule = f"prompt must be the digest of the prompt of this request, {prompt!r}"
         _ensure(handover.prompt == prompt, rule, handover.prompt)
         return structs.replace(handover, addresses=[allowed.checked(address) for address in handover.addresses])

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llm_datadist.integrations.vllm.group_caches import revoke_all
+from llm_datadist.integrations.vllm.handover import MAX_DECODES
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Hold, Lent, Ready
+from llm_datadist.integrations.vllm.ranks import vllm_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +65,9 @@ class _Loan:
     view: str = ""
     # The ranks of decode that hold it: none of them has reported since.
     holders: set[Peer] = field(default_factory=set)
-    readers: int = 1  # how many ranks of decode must report
+    decodes: int = 1  # how many decodes must report
+    # How many ranks of each decode that has held it must report, by engine id.
+    readers: dict[str, int] = field(default_factory=dict)
     # The names of the peers that have reported. A rank of decode that was restarted counts once.
     done: set[str] = field(default_factory=set)
     # The receives that read it, as peer and number, in the order in which they have asked.
@@ -71,6 +75,12 @@ class _Loan:
     # The reason why nothing is lent any more. The loan then waits until vLLM has finished the request.
     ended: str = ""
     request: str = ""  # its id, when it has finished
+
+    @property
+    def read(self) -> bool:
+        """Whether all ranks of all decodes have reported."""
+        reported = Counter(map(vllm_of, self.done))
+        return len(self.readers) >= self.decodes and all(reported[one] >= n for one, n in self.readers.items())
 
     def withdraw(self) -> None:
         for lent in self.parts.values():
@@ -208,11 +218,15 @@ class Lending:
         over = ticket in self._past if loan is None else loan.ended
         if over or len(self._held.get(peer, ())) >= MAX_HELD:
             return  # ``Ask`` gets the reason
+        decode = vllm_of(peer.name)
+        if loan is not None and decode not in loan.readers and len(loan.readers) >= MAX_DECODES:
+            return
         if loan is None:
             loan = self._loans[ticket] = _Loan()
         self._held.setdefault(peer, set()).add(ticket)
         loan.holders.add(peer)
-        loan.readers = max(loan.readers, message.readers)
+        loan.decodes = max(loan.decodes, message.decodes)
+        loan.readers[decode] = max(loan.readers.get(decode, 1), message.readers)
         loan.done.discard(peer.name)
         self._leases.pop(ticket, None)
 
@@ -221,7 +235,8 @@ class Lending:
         receive = (peer, ask.receive)
         if loan is None or peer not in loan.holders:
             reason = "" if loan is None else loan.ended
-            unheld = f"this rank of decode does not hold the request, or holds {MAX_HELD} others"
+            limits = f"it holds {MAX_HELD} others, or {MAX_DECODES} other decodes hold this one"
+            unheld = f"this rank of decode does not hold the request, or {limits}"
             self._notify(peer, Gone(ask.ticket, ask.receive, reason or self._past.get(ask.ticket, unheld)))
         elif self._receives[peer] >= MAX_RECEIVES:
             reason = f"this rank of decode has more than {MAX_RECEIVES} receives"
@@ -257,7 +272,7 @@ class Lending:
             return
         if loan.prompt is None:
             self._given_up(ticket)
-        elif len(loan.done) >= loan.readers:
+        elif loan.read:
             reason = "prefill has freed the blocks, because all ranks of decode had reported"
             self._end(ticket, reason, unread=False)
         elif loan.request:

@@ -13,7 +13,7 @@ from typing import Annotated, Union
 from msgspec import Meta, MsgspecError, Struct, msgpack
 
 from llm_datadist.integrations.vllm.group_caches import VIEWS
-from llm_datadist.integrations.vllm.handover import Prompt, Ticket  # noqa: TC001 - annotations need them
+from llm_datadist.integrations.vllm.handover import MAX_DECODES, Prompt, Ticket
 
 __all__ = ["MAX_NUMBER", "Ask", "Done", "Gone", "Hold", "Lent", "Message", "Ready", "decode", "encode"]
 
@@ -22,6 +22,7 @@ MAX_NUMBER = 2**31
 # Annotations need these at run time.
 Number = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 Readers = Annotated[int, Meta(ge=1, le=4096)]
+Decodes = Annotated[int, Meta(ge=1, le=MAX_DECODES)]
 View = Annotated[str, Meta(pattern=rf"^({'|'.join(VIEWS)})\Z")]
 
 
@@ -29,7 +30,8 @@ class Hold(Struct, tag="hold", frozen=True):
     """A rank of decode will read a request, or report that it needs nothing. Prefill keeps it as long as the link."""
 
     ticket: Ticket  # the name under which the request is lent
-    readers: Readers  # how many ranks of decode hold it at this worker of prefill, before its blocks are freed
+    readers: Readers  # how many ranks of this decode hold it at this worker of prefill, before its blocks are freed
+    decodes: Decodes = 1  # how many decodes do
 
 
 class Ask(Struct, tag="ask", frozen=True):

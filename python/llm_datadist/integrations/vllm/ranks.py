@@ -1,14 +1,15 @@
-"""Which ranks of prefill a rank of decode reads.
+"""Which workers of prefill a worker of decode reads.
 
 vLLM gives each tensor-parallel rank an equal share of the KV heads. With more ranks than heads, several consecutive
-ranks hold the same head. A latent cache (MLA) counts as one head.
+ranks hold the same head. A latent cache (MLA) counts as one head. With pipeline parallelism, each stage holds some
+layers, and a stage of decode reads the same stage of prefill.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Shard", "Source", "engine_name", "heads_of"]
+__all__ = ["Shard", "Source", "engine_name", "heads_of", "unique_id", "vllm_of"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,18 @@ class Shard:
     rank: int  # the tensor-parallel rank of the worker
     ranks: int  # the tensor-parallel size
     total_heads: int  # number of KV heads of the model
+    stage: int = 0  # the pipeline-parallel rank
+    stages: int = 1  # the pipeline-parallel size
+
+    @property
+    def worker(self) -> int:
+        """The number of the worker in its vLLM."""
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def workers(self) -> int:
+        """The number of workers of its vLLM."""
+        return self.stages * self.ranks
 
     @property
     def heads(self) -> range:
@@ -34,7 +47,7 @@ class Shard:
         return heads_of(self.rank, self.ranks, self.total_heads)
 
     def sources(self, remote_ranks: int) -> list[Source]:
-        """Return the ranks of prefill, ``remote_ranks`` in all, that this worker of decode reads or only frees.
+        """Return the ranks of a stage of prefill, ``remote_ranks`` in all, that this worker reads or only frees.
 
         Each rank of prefill gets at least one reader, so that its blocks are freed. Readers are spread over the ranks
         that hold copies of one head.
@@ -50,9 +63,23 @@ class Shard:
         return found
 
 
-def engine_name(engine_id: str, rank: int) -> str:
-    """Return the name of the engine of a rank. Decode links to no engine with another name."""
-    return f"{engine_id}/{rank}"
+def engine_name(engine_id: str, worker: int) -> str:
+    """Return the name of the engine of a worker. Decode links to no engine with another name."""
+    return f"{engine_id}/{worker}"
+
+
+def vllm_of(name: str) -> str:
+    """Return the engine id of the vLLM of a worker, from the name of its engine."""
+    return name.rpartition("/")[0]
+
+
+def unique_id(engine_id: str, replica: int) -> str:
+    """Return an engine id that differs for each data-parallel rank.
+
+    vLLM appends the rank itself, except if the engine runs in the process of the program.
+    """
+    ending = f"_dp{replica}"
+    return engine_id if not replica or engine_id.endswith(ending) else engine_id + ending
 
 
 def heads_of(rank: int, ranks: int, total_heads: int) -> range:

@@ -21,7 +21,7 @@ from llm_datadist import Error, GrantEnded, Timeout
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner
 from llm_datadist.integrations.vllm.incoming import Incoming
 from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Hold, Lent
-from llm_datadist.integrations.vllm.ranks import engine_name, heads_of
+from llm_datadist.integrations.vllm.ranks import heads_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +42,8 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 # Maximum number of characters of a reason from prefill that are kept.
 MAX_REASON = 1000
+# Maximum number of addresses whose links are remembered. Requests name addresses, and a prefill may have several.
+MAX_LINKED = 4096
 # How long the first attempt to link takes, in seconds. If the host of prefill refuses the connection until then,
 # prefill has ended. Otherwise a second attempt takes the time limit.
 _FIRST_LINK_S = 0.5
@@ -72,6 +74,7 @@ class _Ongoing:
     request: str
     handover: Handover
     number: int
+    places: list[tuple[str, str]]  # the address and the name of the engine of each rank of prefill
     order: Receive | None = None  # the blocks that vLLM has for it
     view: str = PAGES
     incoming: Incoming = field(default_factory=_nothing)
@@ -88,7 +91,7 @@ class _Ongoing:
 
     def place(self, source: Source) -> tuple[str, str]:
         """Return the address and the name of the engine of a rank of prefill."""
-        return self.handover.addresses[source.rank], engine_name(self.handover.engine_id, source.rank)
+        return self.places[source.rank]
 
 
 class Receiving:
@@ -136,11 +139,11 @@ class Receiving:
     def hold(self, order: Await) -> None:
         """Hold a request that has arrived. A failure becomes the outcome of its receive."""
         number = next(self._numbers) % MAX_NUMBER
-        ongoing = _Ongoing(order.request, order.handover, number)
+        ongoing = _Ongoing(order.request, order.handover, number, order.handover.workers(self._shard.stage))
         self._ongoing[order.request] = ongoing
         self._by_ticket.setdefault(order.handover.ticket, []).append(ongoing)
         try:
-            sources = self._shard.sources(len(order.handover.addresses))
+            sources = self._shard.sources(len(ongoing.places))
         except ValueError as error:
             self._fail(ongoing, str(error))
             return
@@ -215,7 +218,7 @@ class Receiving:
 
     def _begin(self, ongoing: _Ongoing, order: Receive) -> None:
         handover = ongoing.handover
-        ranks = len(handover.addresses)
+        ranks = len(ongoing.places)
         view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
         reads = {source.rank for source in self._shard.sources(ranks) if source.reads}
         # If the heads differ, the engine converts all layers of a part in one transfer.
@@ -274,8 +277,10 @@ class Receiving:
         """Hold a request at a rank of prefill that is linked, and ask for its blocks if there is room for them."""
         if peer.alive:
             self._linked[ongoing.place(source)] = peer
+            if len(self._linked) > MAX_LINKED:  # the link stays, and is found again
+                del self._linked[next(iter(self._linked))]
         # Also if it has failed or does not fit: prefill then learns at once that nothing is read.
-        hold = Hold(ongoing.handover.ticket, source.readers)
+        hold = Hold(ongoing.handover.ticket, source.readers, ongoing.handover.decodes)
         if ongoing.failure:
             self._release(ongoing, peer, source, hold)
             return
@@ -370,7 +375,7 @@ class Receiving:
 
     def _pull(self, ongoing: _Ongoing, order: Receive, pull: Pull) -> None:
         part, layers = pull.part, self._groups[0].form.layers
-        ranks = len(ongoing.handover.addresses)
+        ranks = len(ongoing.places)
         owners = [
             Owner(peer, heads_of(source.rank, ranks, self._shard.total_heads), part.grants[source.rank])
             for peer, source in ongoing.peers.items()

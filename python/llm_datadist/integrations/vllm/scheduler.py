@@ -29,6 +29,7 @@ class SchedulerSide:
         consumer: whether this vLLM receives requests.
         allowed: the peers from which requests may be received.
         layerwise: whether blocks may be lent while their request is computed. vLLM must keep them until it ends.
+        stages: the pipeline-parallel size.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SchedulerSide:
         producer: bool,
         consumer: bool,
         layerwise: bool,
+        stages: int = 1,
     ) -> None:
         self._engine_id = engine_id
         self._block_sizes = block_sizes
@@ -47,6 +49,7 @@ class SchedulerSide:
         self._producer = producer
         self._consumer = consumer
         self._layerwise = layerwise
+        self._stages = stages
         self._addresses: list[str] = []
         self._step = Step()
         self._prompts = Prompts(block_sizes[0])
@@ -63,8 +66,8 @@ class SchedulerSide:
         self._held: set[str] = set()
 
     def set_addresses(self, addresses: dict[int, str]) -> None:
-        """Take the addresses of the workers, by rank."""
-        self._addresses = [addresses[rank] for rank in sorted(addresses)]
+        """Take the addresses of the workers, by their numbers."""
+        self._addresses = [addresses[worker] for worker in sorted(addresses)]
 
     def arrived(self, request: Any) -> None:
         """Take a new request.
@@ -157,7 +160,7 @@ class SchedulerSide:
                 self._step.parts += parts
                 self._step.sends.append(Send(name, ticket))
                 self._lent[name] = ticket
-                place = (self._engine_id, self._addresses, prompt.digest, self._block_sizes)
+                place = (self._engine_id, self._addresses, prompt.digest, self._block_sizes, self._stages)
                 return Handover(ticket, *place).params()
         self._taken.discard(ticket)
         if given:
@@ -188,7 +191,8 @@ class SchedulerSide:
         if name not in self._handovers:
             given = request.kv_transfer_params
             try:
-                handover = Handover.parse(given, self._block_sizes, digest_of(request), self._allowed)
+                digest = digest_of(request)
+                handover = Handover.parse(given, self._block_sizes, digest, self._allowed, self._stages)
             except ValueError as error:
                 # vLLM computes the prompt itself then.
                 logger.warning("request %s is not received from prefill: %s", name, error)

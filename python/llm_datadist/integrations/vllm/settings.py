@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
 
-from llm_datadist.integrations.vllm.allowed_peers import LOOPBACK, MAX_PORT, AllowedPeers
+from llm_datadist.integrations.vllm.addresses import AUTO, specific_ip
+from llm_datadist.integrations.vllm.allowed_peers import MAX_PORT, AllowedPeers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,11 +24,13 @@ Milliseconds = Annotated[int, Meta(ge=1, le=4_294_967_000)]  # the longest time 
 class Settings:
     """The checked options of one vLLM. The how-to page "vLLM" describes them."""
 
-    # IP address at which the workers listen, and at which peers reach them.
-    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
-    port: Port = 0  # port of rank 0; rank n uses ``port + n``; 0 takes free ports
-    # The peers that decode may connect to, whatever a request names (``AllowedPeers``).
-    allowed_peers: list[str] = field(default_factory=LOOPBACK.copy)
+    # IP address at which the workers listen. "auto": the one that vLLM has chosen for the host of the worker, if the
+    # engine admits other hosts; otherwise 127.0.0.1, because the engine then admits processes of this host only.
+    host: str = AUTO
+    port: Port = 0  # port of the first worker (``listen_address``); 0 takes free ports
+    advertise: str = ""  # IP address that prefill tells decode, if it is another one
+    # The peers that decode may connect to, whatever a request names (``AllowedPeers``). ``None``: those of this host.
+    allowed_peers: Optional[list[str]] = None
     lease_ms: Milliseconds = 30_000  # how long prefill keeps the blocks of a request while no decode holds it
     # In decode: how long a receive may go without progress (a link, a part that prefill lends, computed layers, a
     # completed pull).
@@ -46,8 +50,8 @@ class Settings:
         """Check ``kv_connector_extra_config``.
 
         Raises:
-            ValueError: an unknown option, a value of another type, a number out of range, or an option of the
-                engine that the connector sets.
+            ValueError: an unknown option, a value of another type, a number out of range, an invalid address, or an
+                option of the engine that the connector sets.
         """
         kinds, values = get_type_hints(cls, include_extras=True), {}
         for name, value in given.items():
@@ -58,20 +62,19 @@ class Settings:
             except ValidationError as error:
                 raise ValueError(f"option {name!r} is {value!r}: {error}") from None
         settings = cls(**values)
-        AllowedPeers(settings.allowed_peers)
-        for name in ("name", "metadata"):
+        AllowedPeers(settings.allowed_peers or [])
+        if settings.host != AUTO and not _is_ip(settings.host):
+            raise ValueError(f"option 'host' is {settings.host!r}: must be {AUTO!r} or an IP address without a zone")
+        if settings.advertise and not specific_ip(settings.advertise):
+            raise ValueError(f"option 'advertise' is {settings.advertise!r}: must be an IP address of one host")
+        for name in ("name", "metadata", "listen"):
             if name in settings.engine_options:
                 raise ValueError(f"option 'engine_options' must not have {name!r}: the connector sets it")
         return settings
 
-    def listen_address(self, rank: int) -> str:
-        """Return the address at which the worker of a rank listens.
 
-        Raises:
-            ValueError: the port of the rank is too large.
-        """
-        port = self.port + rank if self.port else 0
-        if port > MAX_PORT:
-            raise ValueError(f"port of rank {rank}={port} is out of range (0 to {MAX_PORT})")
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{port}"
+def _is_ip(text: str) -> bool:
+    try:
+        return "%" not in str(ip_address(text))
+    except ValueError:
+        return False

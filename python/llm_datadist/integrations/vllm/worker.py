@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from llm_datadist import Engine
+from llm_datadist.integrations.vllm.addresses import advertised, listen_address
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.identity import Identity
 from llm_datadist.integrations.vllm.pages import PageFormat
@@ -17,6 +18,7 @@ from llm_datadist.integrations.vllm.supported import check_device, installed
 from llm_datadist.integrations.vllm.transfer_thread import TransferThread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from llm_datadist.integrations.vllm.settings import Settings
@@ -37,14 +39,28 @@ class WorkerSide:
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's description of its KV cache.
         settings: the options of the connector.
-        rank: the tensor-parallel rank.
-        ranks: the tensor-parallel size.
+        engine_id: the engine id of this vLLM.
+        own: returns the address of this host that vLLM has chosen.
+        tensor: the tensor-parallel rank and size.
+        pipeline: the pipeline-parallel rank and size.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        settings: Settings,
+        engine_id: str,
+        own: Callable[[], str],
+        *,
+        tensor: tuple[int, int],
+        pipeline: tuple[int, int],
+    ) -> None:
         model = vllm_config.model_config
         total_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
-        self._shard = Shard(rank, ranks, total_heads)
+        self._shard = Shard(*tensor, total_heads, *pipeline)
+        self._name = engine_name(engine_id, self._shard.worker)
+        self._own = own
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
@@ -55,8 +71,8 @@ class WorkerSide:
 
     @property
     def address(self) -> str:
-        """The address at which the engine listens."""
-        return str(self._engine.address)
+        """The address at which peers reach the engine."""
+        return advertised(self._settings, str(self._engine.address), self._own)
 
     def pool_memory(self) -> AbstractContextManager[Any] | None:
         """Return a context in which vLLM allocates its KV cache in the pool of the engine, if that is possible."""
@@ -89,7 +105,7 @@ class WorkerSide:
         self._transfers = TransferThread(self._engine, self.groups, self._shard, identity, self._settings, layers)
         form = self.groups[0].form
         logger.info(
-            "llm_datadist listens at %s as %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r",
+            "llm_datadist is reached at %s as %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r",
             *(self.address, self._engine.name, len(self.groups), form.layers, form.page_bytes, form.isa),
         )
         return self._transfers
@@ -103,9 +119,10 @@ class WorkerSide:
             self._engine.close()
 
     def _open(self) -> Engine:
+        replica = self._config.parallel_config.data_parallel_index
         options: dict[str, Any] = {
-            "name": engine_name(self._config.kv_transfer_config.engine_id, self._shard.rank),
-            "listen": self._settings.listen_address(self._shard.rank),
+            "name": self._name,
+            "listen": listen_address(self._settings, self._shard, replica, self._own),
             "timeout": self._settings.timeout_ms / 1000,
             "metadata": self._identity.metadata(),
         }
@@ -137,9 +154,11 @@ class WorkerSide:
         """Describe the pages of a group.
 
         Raises:
-            RuntimeError: the group has no attention pages.
+            RuntimeError: the group has no attention pages, or no layer in this pipeline stage.
         """
         group = self._kv_cache_config.kv_cache_groups[index]
+        if not group.layer_names:
+            raise RuntimeError(f"llm_datadist needs a layer of KV cache group {index} in each pipeline stage")
         spec = group.kv_cache_spec
         if not hasattr(spec, "num_kv_heads"):
             raise RuntimeError(f"llm_datadist does not know KV caches of {type(spec).__name__}")
