@@ -10,6 +10,7 @@ KILL ?= 1
 PEERS ?=
 SUBSET ?=
 BENCH_VLLM ?=
+VLLM ?=
 MUTANTS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_JOBS ?= 2
@@ -93,12 +94,23 @@ test-root: build capi $(VENV)/.test-tools  ## the tests that need root, and thos
 # are compared with it.
 NIXL = nixl==1.5.1 nixl-cu13==1.5.1
 
+# Another version of vLLM gets an environment of its own, over that of requirements-vllm.txt.
+VLLM_VENV = .venv-vllm$(if $(VLLM),-$(VLLM))
+
 # In CI, a machine on which vLLM cannot be installed is named, and does not fail.
-test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its own of 6 GB (SUBSET=1: the short version)
+test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its own of 6 GB (SUBSET=1: the short version; VLLM=0.33.0: another version)
 	@$(MAKE) --no-print-directory .venv-vllm/.tools || { echo "NOT RUN: integration-tests/vllm, because vLLM cannot be installed here"; exit $(if $(CI),0,1); }
-	if [ -e .venv-vllm/.tools ]; then VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked && \
-		$(if $(SUBSET),,.venv-vllm/bin/python $(PIP) --quiet --no-deps $(NIXL) &&) \
-		.venv-vllm/bin/python -m pytest -c integration-tests/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
+	if [ -e .venv-vllm/.tools ]; then \
+		$(if $(VLLM),.venv-vllm/bin/python tools/build/vllm_environment.py $(VLLM) --base .venv-vllm --folder $(VLLM_VENV) &&) \
+		VIRTUAL_ENV=$(CURDIR)/$(VLLM_VENV) $(BIN)/maturin develop --release --quiet --locked && \
+		$(if $(SUBSET),,$(VLLM_VENV)/bin/python $(PIP) --quiet --no-deps $(NIXL) &&) \
+		$(VLLM_VENV)/bin/python -m pytest -c integration-tests/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
+
+test-vllm-033:  ## the short version with the Python files of vLLM 0.33, which has no build for CPUs
+	$(MAKE) --no-print-directory test-vllm VLLM=0.33.0 SUBSET=1
+
+test-vllm-canary:  ## the short version with the newest vLLM that can be installed: what the next release will break
+	$(MAKE) --no-print-directory test-vllm VLLM=newest SUBSET=1
 
 test-lmcache: build .venv-peers/.tools  ## the transfer channel inside the real LMCache, in the environment of bench-peers
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers $(BIN)/maturin develop --release --quiet --locked
@@ -187,7 +199,7 @@ mutants: build $(VENV)/.test-tools  ## run the mutants of tools/mutants, each ag
 	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json $(MUTANTS)
 
 nightly:  ## every long job, one after another; CI runs one of them in turn (hours)
-	@failed=; for job in asan sanitize valgrind loom fuzz test-vllm test-lmcache mutants test-wheel sdist; do \
+	@failed=; for job in asan sanitize valgrind loom fuzz test-vllm test-vllm-033 test-lmcache mutants test-wheel sdist; do \
 		echo "== $$job"; $(MAKE) --no-print-directory $$job || failed="$$failed $$job"; done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
@@ -360,6 +372,6 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 	touch $@
 
 clean:  ## remove everything that was built
-	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
+	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm .venv-vllm-* dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-calls bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-calls bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import Engine, Error, InvalidArgument, OutOfMemory
+from llm_datadist.integrations.vllm import interface
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +26,7 @@ NAME = "llm_datadist.integrations.vllm.offloading"
 
 @pytest.fixture
 def offloading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(interface, "check", lambda *_: None)
     stand_ins = {
         "vllm.v1.kv_offload.base": {"OffloadingWorker": object, "TransferResult": lambda *given: given},
         "vllm.v1.kv_offload.cpu.spec": {"CPUOffloadingSpec": object},
@@ -119,7 +121,7 @@ def test_blocks_come_back_from_host_memory(offloading: Any) -> None:
     assert finished(vllm.worker, 7) == [(7, True, 3 * 2 * 64)]
     assert vllm.worker.get_finished() == []
     assert vllm.worker.submit_load(8, chunks(2), gpu(5, 4))
-    assert vllm.worker.submit_load(9, chunks(0), gpu(0))
+    assert vllm.worker.submit_load(9, chunks(0), gpu(0), expedited=True)
     assert sorted(finished(vllm.worker, 8, 9)) == [(8, True, 2 * 2 * 64), (9, True, 2 * 64)]
     assert [vllm.contents(block) for block in (5, 4, 0)] == [before[3], before[1], before[6]]
     vllm.worker.shutdown()

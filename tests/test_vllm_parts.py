@@ -27,7 +27,7 @@ from llm_datadist.integrations.vllm.ranks import Shard, heads_of, unique_id
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.step import Await, Cancel, Part, Receive, Send, Step, Withdraw
-from llm_datadist.integrations.vllm.supported import check_device, check_vllm
+from llm_datadist.integrations.vllm.supported import check_device
 
 SIZES = [1, 2, 4, 8, 16]
 ALLOWED = AllowedPeers(["10.0.0.0/8"])
@@ -106,11 +106,23 @@ def new(name: str, blocks: list[int], computed: int = 0) -> Any:
     return SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
 
 
-def side(*sizes: int, producer: bool = True, consumer: bool = True, layerwise: bool = True) -> SchedulerSide:
+def side(
+    *sizes: int,
+    producer: bool = True,
+    consumer: bool = True,
+    layerwise: bool = True,
+    addresses: dict[int, str] = {1: "10.0.0.1:2", 0: "10.0.0.1:1"},  # noqa: B006 - nobody changes it
+) -> SchedulerSide:
     options = {"producer": producer, "consumer": consumer, "layerwise": layerwise}
     made = SchedulerSide("engine", list(sizes or (32,)), ALLOWED, **options)
-    made.set_addresses({1: "10.0.0.1:2", 0: "10.0.0.1:1"})
+    made.set_addresses(addresses)
     return made
+
+
+def to_load(decode: SchedulerSide, request: Request) -> int:
+    """How many tokens of a new request come from prefill."""
+    decode.arrived(request)
+    return decode.tokens_to_load(request, 0)
 
 
 def handed_over(**changes: Any) -> dict[str, Any]:
@@ -158,14 +170,6 @@ def test_other_requests_are_freed_at_once(params: Any, complete: bool, given: di
     prefill = side(**given)
     assert finished(prefill, Request(kv_transfer_params=params), [5, 6], complete=complete) is None
     assert prefill.take_step(Output()) == Step()
-
-
-@pytest.mark.parametrize("ticket", [None, "t"])
-def test_without_addresses_nothing_is_kept(ticket: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    prefill = SchedulerSide("engine", [32], ALLOWED, producer=True, consumer=False, layerwise=True)
-    assert finished(prefill, Request(kv_transfer_params=for_decode(ticket)), [5, 6, 7, 8]) is None
-    assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)] if ticket else [])
-    assert "request r is not handed over: vLLM has not passed on the addresses of the workers" in caplog.text
 
 
 def test_a_long_prompt_is_lent_in_parts_that_fit_into_a_message() -> None:
@@ -315,7 +319,7 @@ def test_a_proxy_need_not_know_the_prompt() -> None:
     """It has started both sides at the same time, so there is no response of prefill yet."""
     given = {"ticket": "t", "engine_id": "prefill", "addresses": ["10.0.0.1:1"]}
     request = Request(kv_transfer_params={"do_remote_prefill": True, "llm_datadist": given})
-    assert side().tokens_to_load(request, 0) == 100
+    assert to_load(side(), request) == 100
     assert Handover.parse(request.kv_transfer_params or {}, [32], DIGEST, ALLOWED) == Handover(
         "t", "prefill", ["10.0.0.1:1"], DIGEST, [32]
     )
@@ -325,7 +329,7 @@ def test_decode_reads_a_prefill_with_as_many_stages_only(caplog: pytest.LogCaptu
     prefill, decode = (SchedulerSide("engine", [32], ALLOWED, **BOTH, stages=2) for _ in range(2))
     prefill.set_addresses({worker: f"10.0.0.1:{worker + 1}" for worker in (2, 0, 3, 1)})
     params = finished(prefill, Request(kv_transfer_params=for_decode()), [5, 6, 7, 8])
-    assert decode.tokens_to_load(Request(kv_transfer_params=dict(params)), 0) == 100
+    assert to_load(decode, Request(kv_transfer_params=dict(params))) == 100
     (order,) = decode.take_step(Output()).awaited
     workers = [order.handover.workers(stage) for stage in range(2)]
     assert workers == [
@@ -333,10 +337,10 @@ def test_decode_reads_a_prefill_with_as_many_stages_only(caplog: pytest.LogCaptu
         [("10.0.0.1:3", "engine/2"), ("10.0.0.1:4", "engine/3")],
     ]
     # A decode without stages, and addresses that are not those of two stages.
-    assert side().tokens_to_load(Request(kv_transfer_params=dict(params)), 0) == 0
+    assert to_load(side(), Request(kv_transfer_params=dict(params))) == 0
     assert "stages must be 1, as in this vLLM (got 2)" in caplog.text
     params["llm_datadist"]["addresses"].pop()
-    assert decode.tokens_to_load(Request("other", kv_transfer_params=params), 0) == 0
+    assert to_load(decode, Request("other", kv_transfer_params=params)) == 0
     assert "addresses must be a multiple of 2, one for each worker" in caplog.text
 
 
@@ -401,7 +405,7 @@ def test_a_handover_that_lies_is_computed_here(changes: dict[str, Any], caplog: 
     request = Request(kv_transfer_params=handed_over(**changes))
     with pytest.raises(ValueError, match=r"kv_transfer_params|is not one of allowed_peers"):
         Handover.parse(request.kv_transfer_params or {}, [32], DIGEST, ALLOWED)
-    assert decode.tokens_to_load(request, 0) == 0
+    assert to_load(decode, request) == 0
     decode.allocated(request, [[Block(1)]], 0)
     assert decode.take_step(Output()) == Step()
     assert "request r is not received from prefill" in caplog.text
@@ -414,14 +418,60 @@ def test_the_kv_cache_of_another_prompt_is_not_used() -> None:
     params = finished(side(), request, [5, 6, 7, 8])
     for other, count in [(tokens, 100), (tokens[::-1], 0), ([*tokens[:-1], 7], 0), (None, 0)]:
         asked = Request(f"for {count}", prompt_token_ids=other, kv_transfer_params=dict(params))
-        assert side().tokens_to_load(asked, 0) == count
+        assert to_load(side(), asked) == count
     longer = Request(num_prompt_tokens=101, prompt_token_ids=[*tokens, 1], kv_transfer_params=dict(params))
-    assert side().tokens_to_load(longer, 0) == 0
+    assert to_load(side(), longer) == 0
 
 
-def test_a_request_of_another_connector_is_computed_here() -> None:
-    assert side().tokens_to_load(Request(kv_transfer_params={"do_remote_prefill": True}), 0) == 0
-    assert side(consumer=False).tokens_to_load(Request(kv_transfer_params=handed_over()), 0) == 0
+def test_a_request_of_another_connector_is_not_received(caplog: pytest.LogCaptureFixture) -> None:
+    """NIXL's parameters have the same flags. The ticket alone is that of a request which this vLLM hands over."""
+    ticket = {"llm_datadist": {"ticket": "t"}}
+    for params in ({"do_remote_prefill": True, "remote_block_ids": [[1]]}, for_decode("t"), ticket, {}, None):
+        assert to_load(side(), Request(kv_transfer_params=params)) == 0
+    assert to_load(side(consumer=False), Request(kv_transfer_params=handed_over())) == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("params", [{"llm_datadist": "t"}, {"do_remote_prefill": True, **for_decode("t")}], ids=str)
+def test_parameters_that_lack_something_are_logged(params: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert to_load(side(), Request(kv_transfer_params=params)) == 0
+    assert "request r is not received from prefill: kv_transfer_params['llm_datadist'] " in caplog.text
+
+
+def test_another_connector_may_change_its_parameters() -> None:
+    """NIXL clears the flag of a request when it is asked first."""
+    decode = side()
+    request = Request(kv_transfer_params={**handed_over(), "do_remote_prefill": True})
+    assert to_load(decode, request) == 100
+    request.kv_transfer_params["do_remote_prefill"] = False
+    decode.allocated(request, [[Block(1)]], 100)
+    assert len(decode.take_step(Output()).receives) == 1
+    assert request.kv_transfer_params == {**handed_over(), "do_remote_prefill": False}
+
+
+def test_a_request_that_another_connector_loads_is_cancelled() -> None:
+    decode = side()
+    request = Request(kv_transfer_params=handed_over())
+    assert to_load(decode, request) == 100
+    decode.allocated(request, [[Block(1), Block(2), Block(3), Block(4)]], 0)
+    decode.received({"r"})  # by the other one
+    decode.finished(request, ([1, 2, 3, 4],), complete=True)
+    assert decode.take_step(Output()) == Step(awaited=[Await("r", HANDOVER)], cancelled=[Cancel("r")])
+
+
+def test_a_response_has_one_key() -> None:
+    """`MultiConnector` refuses responses of two connectors that have a key in common."""
+    assert set(finished(side(), Request(kv_transfer_params=for_decode()), [5, 6, 7, 8])) == {"llm_datadist"}
+
+
+def test_a_response_of_the_first_step_has_the_addresses_of_that_step() -> None:
+    """vLLM ends requests before it passes on what the workers have reported."""
+    prefill = side(addresses={})
+    params = finished(prefill, Request(kv_transfer_params=for_decode()), [5, 6, 7, 8])
+    prefill.set_addresses({1: "10.0.0.1:2", 0: "10.0.0.1:1"})
+    assert params["llm_datadist"]["addresses"] == ["10.0.0.1:1", "10.0.0.1:2"]
+    later = finished(prefill, Request("later", kv_transfer_params=for_decode()), [5, 6, 7, 8])
+    assert later["llm_datadist"]["addresses"] == ["10.0.0.1:1", "10.0.0.1:2"]
 
 
 MESSAGES: list[Any] = [
@@ -616,13 +666,7 @@ def test_bad_allowed_peers_are_refused(rule: str, text: str) -> None:
         AllowedPeers([rule])
 
 
-def test_untested_versions_and_devices_are_refused() -> None:
-    for version in ("0.32.0", "0.32", "0.32.1.post1"):
-        check_vllm(allow_untested=False, found=version)
-    for version in ("0.33.0", "0.3.2", "0.320.0", "unknown"):
-        with pytest.raises(RuntimeError, match=f"not tested with vLLM {version}; tested: 0.32. .*allow_untested_vllm"):
-            check_vllm(allow_untested=False, found=version)
-        check_vllm(allow_untested=True, found=version)
+def test_devices_other_than_the_cpu_are_refused() -> None:
     check_device("cpu")
     with pytest.raises(RuntimeError, match="'cuda'"):
         check_device("cuda")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from servers import Server, alone
 
+from llm_datadist.integrations.vllm.supported import installed
 from model import FIRST_WORD, VOCABULARY, make_model
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 LENGTHS = (40, 130, 300, 700, 1500, 33, 32, 64)
 TOKENS = 16
+
+
+def pytest_report_header() -> str:
+    return f"vLLM {installed()}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,6 +96,10 @@ class Start:
         }
         if connector != "LlmDatadistConnector":
             kv["kv_connector_module_path"] = "broken_connectors"
+        return self.configured(kv, **options)
+
+    def configured(self, kv: dict[str, Any], **options: Any) -> Server:
+        """Start a server with a ``KVTransferConfig``, and arguments of ``EngineArgs``."""
         self._servers.append(Server(self._model, kv, **options))
         return self._servers[-1]
 

@@ -260,7 +260,7 @@ class _Watched:
             whole, *others = self._kept
             for other in others:
                 whole.aggregate(other)
-            sums = dict(whole.data)
+            sums = dict(whole.to_dict())
         return sums, self._seconds, self._computing, self._steps
 
     def _time_of_clock(self) -> float:
@@ -325,7 +325,7 @@ def start_both(prefill: Server, decode: Server, prompts: dict[str, list[int]], c
     """Give requests to both sides at the same time, as a proxy does that knows where prefill is."""
     for name, tokens in prompts.items():
         ticket = f"ticket of {name}"
-        decode.add(name, tokens, count, {"do_remote_prefill": True, "llm_datadist": {**place, "ticket": ticket}})
+        decode.add(name, tokens, count, {"llm_datadist": {**place, "ticket": ticket}})
         prefill.add(name, tokens, 1, {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}})
 
 

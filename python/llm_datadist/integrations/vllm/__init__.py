@@ -6,24 +6,44 @@ names neither of them behaves as if this package were not installed. The how-to 
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["register"]
+
+logger = logging.getLogger("vllm.llm_datadist")
 
 
 def register() -> None:
     """Make ``LlmDatadistConnector`` and ``LlmDatadistOffloadingSpec`` known to vLLM. Further calls change nothing.
 
-    A vLLM that lacks one of the two interfaces does not get that name. The function never raises, because vLLM would
-    not start then.
+    A vLLM that lacks one of the two interfaces does not get that name, and logs a warning. The function never raises,
+    because vLLM would not start then.
     """
-    # A second registration of a name is a ValueError.
-    with suppress(ImportError, ValueError):
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
+    _guarded(_add_connector)
+    _guarded(_add_offloading)
 
-        KVConnectorFactory.register_connector("LlmDatadistConnector", f"{__name__}.connector", "LlmDatadistConnector")
-    with suppress(ImportError, ValueError):
-        from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: PLC0415
 
-        name = "LlmDatadistOffloadingSpec"
-        OffloadingSpecFactory.register_spec(name, f"{__name__}.offloading", name)
+def _guarded(add: Callable[[], None]) -> None:
+    try:
+        with suppress(ValueError):  # a second registration of a name
+            add()
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.warning("llm_datadist cannot register itself with this vLLM: %s", error)
+
+
+def _add_connector() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
+
+    KVConnectorFactory.register_connector("LlmDatadistConnector", f"{__name__}.connector", "LlmDatadistConnector")
+
+
+def _add_offloading() -> None:
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: PLC0415
+
+    name = "LlmDatadistOffloadingSpec"
+    OffloadingSpecFactory.register_spec(name, f"{__name__}.offloading", name)

@@ -8,31 +8,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.utils.network_utils import get_ip
-from vllm.v1.request import RequestStatus
-
-from llm_datadist.integrations.vllm import supported
+from llm_datadist.integrations.vllm import interface, supported
 from llm_datadist.integrations.vllm.addresses import allowed_peers
-from llm_datadist.integrations.vllm.metrics import PrometheusMetrics, TransferStats
 from llm_datadist.integrations.vllm.ranks import unique_id
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.worker import WorkerSide
 
+with interface.needed():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.utils.network_utils import get_ip
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.request import RequestStatus
+
+    from llm_datadist.integrations.vllm.metrics import PrometheusMetrics, TransferStats
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llm_datadist.integrations.vllm.step import Step
     from llm_datadist.integrations.vllm.transfer_thread import TransferThread
 
-__all__ = ["Address", "LlmDatadistConnector", "StepMetadata"]
+__all__ = ["Addresses", "LlmDatadistConnector", "StepMetadata"]
 
 # The KV caches in which vLLM keeps all blocks of a request until it ends.
 _KEPT = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -47,10 +52,17 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: where peers reach its engine, ``ip:port``."""
+class Addresses(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler: where peers reach their engines, ``ip:port`` by the number of the worker.
 
-    address: str
+    vLLM's handshake metadata would be simpler, but ``MultiConnector`` gives all connectors those of only one.
+    """
+
+    by_worker: dict[int, str]
+
+    def aggregate(self, other: Addresses) -> Addresses:
+        """Return the addresses of both."""
+        return Addresses({**self.by_worker, **other.by_worker})
 
 
 class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -64,10 +76,11 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         kv_cache_config: vLLM's description of its KV cache.
 
     Raises:
-        RuntimeError: an untested version of vLLM, or a configuration that is not supported.
+        RuntimeError: a configuration that is not supported.
         ValueError: an invalid option.
     """
 
+    _cache_hit_source = CacheHitSource.P2P  # for vLLM's metrics
     _scheduler: SchedulerSide  # only in the scheduler
     _worker: WorkerSide  # only in a worker
 
@@ -75,15 +88,16 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.parse(transfer.kv_connector_extra_config)
-        supported.check_vllm(settings.allow_untested_vllm, supported.installed())
         parallel = vllm_config.parallel_config
         _check_parallel(parallel)
-        self._ranks: int = parallel.tensor_parallel_size
+        if not kv_cache_config.transfer_groups:
+            raise RuntimeError("vLLM has no KV cache group that may be transferred")
         engine_id = unique_id(transfer.engine_id, parallel.data_parallel_index)
         self._transfers: TransferThread | None = None
         if role == KVConnectorRole.SCHEDULER:
+            supported.warn_untested(supported.installed())
             specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-            sizes = [spec.block_size for spec in specs]
+            sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups]
             options = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
             options |= {"layerwise": _keeps_blocks(specs), "stages": parallel.pipeline_parallel_size}
             self._scheduler = SchedulerSide(engine_id, sizes, allowed_peers(settings, get_ip), **options)
@@ -92,16 +106,9 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._worker = WorkerSide(
                 vllm_config, kv_cache_config, settings, engine_id, get_ip, tensor=tensor, pipeline=pipeline
             )
+            self._reported = False  # whether the scheduler has the address of this worker
 
     # ---- The scheduler.
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Address]) -> None:
-        """Take the addresses of the workers, by pipeline stage and tensor-parallel rank."""
-        self.set_xfer_handshake_metadata({stage * self._ranks + rank: one for (stage, rank), one in metadata.items()})
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Address]) -> None:
-        """Take the addresses of the workers, by their numbers."""
-        self._scheduler.set_addresses({rank: worker.address for rank, worker in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
         """Take a request that was added."""
@@ -112,16 +119,22 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)
         return count, count > 0
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002 - the signature is vLLM's
+        """Return the KV cache groups whose blocks are received: all that vLLM allows, also with a sliding window."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take the blocks of a request that is received."""
-        self._scheduler.allocated(request, blocks.blocks, num_external_tokens)
+        self._scheduler.allocated(request, self._transferred(blocks.blocks), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the work of this step."""
         return StepMetadata(self._scheduler.take_step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the requests that all workers have sent or received."""
+        """Take the addresses of the workers, and the requests that all workers have sent or received."""
+        if isinstance(connector_output.kv_connector_worker_meta, Addresses):
+            self._scheduler.set_addresses(connector_output.kv_connector_worker_meta.by_worker)
         self._scheduler.freed(connector_output.finished_sending or set())
         self._scheduler.received(connector_output.finished_recving or set())
 
@@ -133,8 +146,12 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Do the same for a model with several KV cache groups."""
-        params = self._scheduler.finished(request, block_ids, request.status in _COMPLETE)
+        params = self._scheduler.finished(request, self._transferred(block_ids), request.status in _COMPLETE)
         return params is not None, params
+
+    def _transferred(self, groups: Sequence[Any]) -> list[Any]:
+        """Return what ``groups`` has of the KV cache groups that may be transferred."""
+        return [groups[group] for group in self._kv_cache_config.transfer_group_ids]
 
     # ---- A worker.
 
@@ -145,10 +162,6 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the KV cache with the engine."""
         self._transfers = self._worker.register(kv_caches)
-
-    def get_handshake_metadata(self) -> Address:
-        """Return where peers reach the engine of this worker."""
-        return Address(self._worker.address)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Revoke the grants of withdrawn requests, and lend the parts of this step, before the model runs."""
@@ -174,6 +187,13 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Return the requests that were sent or received since the last step."""
         ended = self._of_transfers.take()
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
+
+    def build_connector_worker_meta(self) -> Addresses | None:
+        """Return where peers reach the engine of this worker, in the first step."""
+        if self._reported:
+            return None
+        self._reported = True
+        return Addresses({self._worker.number: self._worker.address})
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Return the observations since the last step."""
@@ -215,3 +235,6 @@ def _check_parallel(parallel: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise RuntimeError(f"LlmDatadistConnector does not support {name}={getattr(parallel, name)}")
+
+
+interface.check(interface.CONNECTOR, LlmDatadistConnector, Addresses, TransferStats, PrometheusMetrics)

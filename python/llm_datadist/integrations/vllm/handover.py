@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.vllm.allowed_peers import AllowedPeers
 
-__all__ = ["MAX_DECODES", "Handover", "Prompt", "Ticket", "digest_of", "new_ticket", "prompt_digest", "ticket_of"]
+__all__ = [
+    "MAX_DECODES",
+    "Handover",
+    "Prompt",
+    "Ticket",
+    "digest_of",
+    "names_prefill",
+    "new_ticket",
+    "prompt_digest",
+    "ticket_of",
+]
 
 KEY = "llm_datadist"
 # Maximum number of decodes that receive one request.
@@ -53,8 +63,11 @@ class Handover(Struct, frozen=True):
         ]
 
     def params(self) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` of the response of prefill."""
-        return {"do_remote_prefill": True, "do_remote_decode": False, KEY: to_builtins(self)}
+        """Return the ``kv_transfer_params`` of the response of prefill. ``addresses`` stays the same list.
+
+        Everything is under one key, because the responses of several connectors in one vLLM must have different keys.
+        """
+        return {KEY: {**to_builtins(self), "addresses": self.addresses}}
 
     @classmethod
     def parse(
@@ -71,7 +84,7 @@ class Handover(Struct, frozen=True):
         """
         given = params.get(KEY)
         if not isinstance(given, dict):
-            text = f"kv_transfer_params has no {KEY!r}; pass those of the response of prefill, unchanged"
+            text = f"kv_transfer_params[{KEY!r}] must be an object (got {given!r:.200})"
             raise ValueError(text)  # noqa: TRY004 - input from the network
         handover: Handover = _checked({"prompt": prompt, "block_sizes": block_sizes, "stages": stages, **given}, cls)
         rule = f"block_sizes must have {len(block_sizes)} entries, one for each KV cache group"
@@ -82,6 +95,14 @@ class Handover(Struct, frozen=True):
         rule = f"prompt must be the digest of the prompt of this request, {prompt!r}"
         _ensure(handover.prompt == prompt, rule, handover.prompt)
         return structs.replace(handover, addresses=[allowed.checked(address) for address in handover.addresses])
+
+
+def names_prefill(params: Mapping[str, Any]) -> bool:
+    """Whether a request says where prefill has it. Requests of other connectors may have the same flags."""
+    given = params.get(KEY)
+    if isinstance(given, dict):
+        return "addresses" in given or bool(params.get("do_remote_prefill"))
+    return KEY in params
 
 
 def ticket_of(params: Mapping[str, Any]) -> str | None:

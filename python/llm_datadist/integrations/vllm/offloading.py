@@ -11,11 +11,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from llm_datadist import Engine, Error
-from llm_datadist.integrations.vllm.supported import check_device, check_vllm, installed
+from llm_datadist.integrations.vllm import interface
+from llm_datadist.integrations.vllm.supported import check_device, installed, warn_untested
+
+with interface.needed():
+    from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,8 +75,12 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         blocks, rows = self._rows(src_spec, dst_spec)
         return self._submit(job_id, rows, blocks)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Start to copy blocks back."""
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
+        """Start to copy blocks back.
+
+        vLLM 0.33 waits within the step for an ``expedited`` load, so it should not queue behind others. None does: the
+        copies of several jobs run beside each other.
+        """
         blocks, rows = self._rows(dst_spec, src_spec)
         return self._submit(job_id, blocks, rows)
 
@@ -119,14 +126,14 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 class LlmDatadistOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's offloading to host memory, with the worker of this package.
 
-    Besides the options of vLLM's ``CPUOffloadingSpec``, ``kv_connector_extra_config`` may have ``engine_options`` and
-    ``allow_untested_vllm``, as for ``LlmDatadistConnector``.
+    Besides the options of vLLM's ``CPUOffloadingSpec``, ``kv_connector_extra_config`` may have ``engine_options``, as
+    for ``LlmDatadistConnector``.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._worker: OffloadingWorker | None = None
-        check_vllm(bool(self.extra_config.get("allow_untested_vllm", False)), installed())
+        warn_untested(installed())
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Return the worker."""
@@ -178,3 +185,6 @@ def _check_layout(tensors: list[Any], groups: list[Any]) -> None:
     whole = set(range(len(tensors)))
     if any({ref.tensor_idx for ref in refs} != whole for refs in groups):
         raise RuntimeError("llm_datadist does not offload KV cache groups with tensors of their own")
+
+
+interface.check(interface.OFFLOADING, LlmDatadistOffloadingWorker, LlmDatadistOffloadingSpec)

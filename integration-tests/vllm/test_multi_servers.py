@@ -1,0 +1,86 @@
+"""A real vLLM with `MultiConnector`: the connector beside offloading, and beside NIXL's connector."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from servers import hand_over
+from test_offloading import SMALL, offloading, rounds
+from test_prefill_decode import first, one_by_one, pass_on, prefilled, wrong
+
+if TYPE_CHECKING:
+    from servers import Server
+
+    from conftest import Start
+
+Prompts = dict[str, list[int]]
+OURS = "LlmDatadistConnector"
+
+
+def multi(role: str, *children: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "engine_id": role,
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+
+
+def both(start: Start, ours_first: bool, other: dict[str, Any], **options: Any) -> list[Server]:
+    """Start prefill and decode, each with our connector and another one."""
+    servers = []
+    for role, port in (("kv_producer", 5770), ("kv_consumer", 5780)):
+        children = [{"kv_connector": OURS, "kv_role": role}, {"kv_role": role, **other}]
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        kv = multi(role, *(children if ours_first else children[::-1]))
+        servers.append(start.configured(kv, environment=environment, **options))
+    return [server.wait() for server in servers]
+
+
+@pytest.mark.subset
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_offloading_beside_the_connector(start: Start, prompts: Prompts, expected: Prompts, ours_first: bool) -> None:
+    """Each worker has two engines. Prompts that were received, or computed for decode, come back from host memory."""
+    prefill, decode = both(start, ours_first, offloading(), **SMALL)
+    some = first(prompts, 24)  # nearly twice the blocks that vLLM has
+    assert wrong(one_by_one(prefill, decode, some), expected) == []
+    whole = sum(len(tokens) // 32 * 32 for tokens in some.values())
+    # Decode alone.
+    again = rounds(decode, some, 1, at_once=False)[0]
+    assert wrong(again, expected) == []
+    assert sum(done.cached for done in again.values()) > 0.8 * whole
+    # Prefill hands over what it has loaded.
+    responses = prefilled(prefill, some)
+    assert sum(done.cached for done in responses.values()) > 0.8 * whole
+    pass_on(decode, some, responses)
+    assert wrong(dict(decode.result() for _ in some), expected) == []
+    time.sleep(1)
+    ends = [prefill.stop(), decode.stop()]
+    assert [end.usage for end in ends] == [0, 0]
+    stats = ends[1].stats[OURS]
+    assert len(stats["bytes"]) >= len(some)
+    assert stats["failed_receives"] == 0
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_nixl_beside_the_connector(start: Start, prompts: Prompts, expected: Prompts, ours_first: bool) -> None:
+    """Prefill lends each request through both. Decode receives it through the first one, and both free the blocks."""
+    pytest.importorskip("nixl", reason="it is the other connector")
+    prefill, decode = both(start, ours_first, {"kv_connector": "NixlConnector"})
+    some = first(prompts, 8)
+    assert wrong(one_by_one(prefill, decode, some), expected) == []
+    at_once = {f"{name} again": tokens for name, tokens in some.items()}
+    found = hand_over(prefill, decode, at_once, len(expected["r0"]))
+    assert [name for name, done in found.items() if done.tokens != expected[name.split()[0]]] == []
+    end = time.monotonic() + 20
+    while prefill.usage() > 0:
+        assert time.monotonic() < end, "prefill keeps blocks"
+        time.sleep(0.1)
+    ends = [server.stop(check=False) for server in (prefill, decode)]  # NIXL may crash at exit
+    assert [end.usage for end in ends] == [0, 0]
+    stats = ends[1].stats
+    received = len(stats.get(OURS, {}).get("bytes", []))
+    assert received == (16 if ours_first else 0)
+    assert ("NixlConnector" in stats) == (not ours_first)

@@ -1,0 +1,167 @@
+"""The interface of vLLM that the integration uses, and a check that the installed vLLM has it.
+
+vLLM changes this interface between releases without notice. The check runs when vLLM loads the connector or the
+offloading, so that a server with another interface does not start, instead of failing in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist.integrations.vllm.supported import TESTED, installed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["CONNECTOR", "OFFLOADING", "check", "needed"]
+
+_CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_CONNECTOR_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+_PARALLEL_STATE = "vllm.distributed.parallel_state"
+_KV_CACHE = "vllm.v1.kv_cache_interface"
+_SCHEDULER_OUTPUT = "vllm.v1.core.sched.output"
+_OFFLOADING_BASE = "vllm.v1.kv_offload.base"
+
+# What is called, with the parameters that are passed, and, in brackets, what is read of objects. The methods that vLLM
+# calls need no table: `check` compares those of vLLM's class with those of ours.
+CONNECTOR: dict[str, Sequence[str]] = {
+    f"{_CONNECTOR_BASE}:KVConnectorBase_V1.__init__": ("vllm_config", "role", "kv_cache_config"),
+    f"{_CONNECTOR_BASE}:KVConnectorBase_V1._get_connector_metadata": (),
+    f"{_CONNECTOR_BASE}:KVConnectorTransferResults": ("finished_sending", "finished_recving", "failed_recving"),
+    f"{_CONNECTOR_METRICS}:KVConnectorStats": ("data",),
+    f"{_CONNECTOR_METRICS}:KVConnectorPromMetrics.__init__": (
+        *("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    ),
+    f"{_PARALLEL_STATE}:get_pp_group": (),
+    f"{_PARALLEL_STATE}:get_tp_group": (),
+    "vllm.utils.network_utils:get_ip": (),
+    "vllm.v1.metrics.utils:create_metric_per_engine": ("metric", "per_engine_labelvalues"),
+    f"{_KV_CACHE}:KVCacheConfig.select_transfer_block_ids": ("block_ids",),
+    f"{_KV_CACHE}:KVCacheConfig[]": (
+        *("num_blocks", "kv_cache_tensors", "kv_cache_groups", "transfer_groups", "transfer_group_ids"),
+    ),
+    f"{_KV_CACHE}:KVCacheGroupSpec[]": ("layer_names", "kv_cache_spec"),
+    f"{_KV_CACHE}:KVCacheTensor[]": ("size", "layers", "layer_stride", "block_stride", "offset"),
+    f"{_SCHEDULER_OUTPUT}:SchedulerOutput[]": (
+        *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"),
+    ),
+    f"{_SCHEDULER_OUTPUT}:NewRequestData[]": ("req_id", "block_ids", "num_computed_tokens"),
+    f"{_SCHEDULER_OUTPUT}:CachedRequestData[]": (
+        *("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks[]": ("blocks",),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock[]": ("block_id", "block_hash", "is_null"),
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource[]": ("P2P",),
+    "vllm.v1.outputs:KVConnectorOutput[]": ("finished_sending", "finished_recving", "kv_connector_worker_meta"),
+    "vllm.v1.request:Request[]": (
+        *("request_id", "status", "num_prompt_tokens", "prompt_token_ids", "kv_transfer_params", "lora_request"),
+    ),
+    "vllm.v1.request:RequestStatus[]": ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+}
+OFFLOADING: dict[str, Sequence[str]] = {
+    "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec.__init__": ("config",),
+    "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec[]": ("num_chunks",),
+    f"{_OFFLOADING_BASE}:OffloadingSpec[]": ("extra_config", "blocks_per_chunk"),
+    f"{_OFFLOADING_BASE}:TransferResult": ("job_id", "success", "transfer_size", "transfer_time"),
+    f"{_OFFLOADING_BASE}:BlockIDsLoadStoreSpec[]": ("block_ids",),
+    f"{_OFFLOADING_BASE}:GPULoadStoreSpec[]": ("group_sizes", "block_indices"),
+    f"{_OFFLOADING_BASE}:CanonicalKVCaches[]": ("tensors", "group_data_refs"),
+    f"{_OFFLOADING_BASE}:CanonicalKVCacheTensor[]": ("tensor",),
+    f"{_OFFLOADING_BASE}:CanonicalKVCacheRef[]": ("tensor_idx",),
+}
+
+
+@contextmanager
+def needed() -> Iterator[None]:
+    """Turn an ``ImportError`` inside the block, which imports from vLLM, into the refusal of this version.
+
+    Raises:
+        RuntimeError: vLLM lacks what is imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise _refusal(str(error)) from error
+
+
+def check(uses: Mapping[str, Sequence[str]], *classes: type) -> None:
+    """Compare the interface of the installed vLLM with what the integration uses.
+
+    Args:
+        uses: a table of this module.
+        *classes: classes of ours that extend classes of vLLM. Their public methods override methods of vLLM.
+
+    Raises:
+        RuntimeError: something is missing, or a method has other parameters. The text names it, and the version.
+    """
+    for name, names in uses.items():
+        _check_use(name, names)
+    for ours in classes:
+        for abstract in sorted(getattr(ours, "__abstractmethods__", ())):
+            raise _refusal(f"{ours.__name__} lacks {abstract}, which vLLM requires")
+        for method in vars(ours):
+            if not method.startswith("_") and inspect.isroutine(getattr(ours, method)):
+                _check_override(ours, method)
+
+
+def _check_use(name: str, names: Sequence[str]) -> None:
+    module, _, path = name.partition(":")
+    found: Any = None
+    with needed():
+        found = import_module(module)
+    for part in path.rstrip("[]").split("."):
+        if not hasattr(found, part):
+            raise _refusal(f"{module} has no {path.rstrip('[]')}")
+        found = getattr(found, part)
+    if path.endswith("[]"):
+        missing = set(names) - _members(found)
+        if missing:
+            raise _refusal(f"{module}:{found.__name__} has no {', '.join(sorted(missing))}")
+        return
+    theirs = _parameters(found)
+    others = [one for one in theirs[len(names) :] if one.default is one.empty and one.kind < one.VAR_KEYWORD]
+    if [one.name for one in theirs[: len(names)]] != list(names) or any(
+        one.kind != one.VAR_POSITIONAL for one in others
+    ):
+        raise _refusal(f"{module}:{path} has the parameters {_shown(theirs)}; expected: {_shown(names)}")
+
+
+def _check_override(ours: type, method: str) -> None:
+    base = next((one for one in ours.__mro__[1:] if method in vars(one)), None)
+    if base is None:
+        of = ", ".join(one.__name__ for one in ours.__bases__)
+        raise _refusal(f"{of} has no {method}")
+    theirs = _parameters(getattr(base, method))
+    mine = _parameters(getattr(ours, method))
+    # What vLLM may pass must have a place, in the same order, and nothing else may be required.
+    fits = [(one.name, one.kind) for one in theirs] == [(one.name, one.kind) for one in mine[: len(theirs)]]
+    if not fits or any(one.default is one.empty for one in mine[len(theirs) :]):
+        raise _refusal(f"{base.__name__}.{method} has the parameters {_shown(theirs)}; expected: {_shown(mine)}")
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    return [one for one in inspect.signature(function).parameters.values() if one.name not in {"self", "cls"}]
+
+
+def _members(of: type) -> set[str]:
+    """Return the attributes of a class, of its instances, and those that its constructors set."""
+    found = set(dir(of))
+    for one in of.__mro__:
+        found.update(getattr(one, "__annotations__", ()))
+        code = getattr(vars(one).get("__init__"), "__code__", None)
+        found.update(() if code is None else code.co_names)
+    return found
+
+
+def _shown(parameters: Sequence[Any]) -> str:
+    return (
+        f"({', '.join(one if isinstance(one, str) else str(one.replace(annotation=one.empty)) for one in parameters)})"
+    )
+
+
+def _refusal(what: str) -> RuntimeError:
+    tested = ", ".join(TESTED)
+    return RuntimeError(f"llm_datadist does not work with vLLM {installed()} (tested: {tested}): {what}")
