@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,16 +137,17 @@ def test_ask_with_other_prompt_or_view_is_refused(prefill: Prefill, early: bool)
 
 
 def test_a_peer_that_has_reported_may_hold_and_ask_again(prefill: Prefill) -> None:
-    prefill.lending.lend(part(computed=False))
+    lent = part(computed=False)
+    prefill.lending.lend(lent)
     prefill.hold(FIRST, readers=2)
     prefill.ask()
     prefill.done()
-    prefill.lending.ready([("t", 0)], 2)
+    prefill.lending.ready([lent], 2)
     assert [type(one) for one in prefill.news()] == [Lent]
     prefill.finish()
     prefill.hold(FIRST, readers=2)
     prefill.ask(receive=1)
-    prefill.lending.ready([("t", 0)], None)
+    prefill.lending.ready([lent], None)
     assert [(type(one), one.layers) for one in prefill.news()] == [(Lent, 2), (Ready, 4)]
     prefill.hold(SECOND, readers=2)
     prefill.done(SECOND)
@@ -315,13 +316,14 @@ def test_a_request_that_decode_gives_up_before_it_is_lent_is_freed_at_once(prefi
 
 
 def test_a_step_that_was_not_computed_is_never_ready(prefill: Prefill) -> None:
-    prefill.lending.lend(part(computed=False))
+    lent = part(computed=False)
+    prefill.lending.lend(lent)
     prefill.hold(FIRST)
     prefill.ask()
-    prefill.lending.fail([("t", 0), ("other", 0)], "the model has failed")
+    prefill.lending.fail([lent, replace(lent, ticket="other")], "the model has failed")
     assert [type(one) for one in prefill.news()] == [Lent, Gone]
     assert prefill.ended == {"revoked"}
-    prefill.lending.ready([("t", 0)], None)
+    prefill.lending.ready([lent], None)
     prefill.hold(SECOND)
     prefill.ask(SECOND)
     assert [(type(one), one.reason) for one in prefill.news(SECOND)] == [(Gone, "the model has failed")]
@@ -402,13 +404,30 @@ def test_what_a_peer_holds_is_bounded(prefill: Prefill) -> None:
 
 def test_failed_withdrawn_part_does_not_end_loan(prefill: Prefill) -> None:
     """A request that is preempted in a step that fails is computed again."""
-    prefill.lending.lend(part(computed=False))
+    lent = part(computed=False)
+    prefill.lending.lend(lent)
     prefill.lending.withdraw(Withdraw("t", ended=False))
     prefill.lending.lend(part(1))
-    prefill.lending.fail([("t", 0)], "the model has failed")
+    prefill.lending.fail([lent], "the model has failed")
     prefill.hold(FIRST)
     prefill.ask()
     assert [(type(one), one.part) for one in prefill.news()] == [(Lent, 1)]
+
+
+def test_news_of_an_older_part_is_not_that_of_another_with_its_number(prefill: Prefill) -> None:
+    """A copy to host memory may end after the ticket has gone to another request."""
+    older = part(computed=False)
+    prefill.lending.lend(older)
+    prefill.lending.withdraw(Withdraw("t", ended=True))
+    newer = part(computed=False)
+    prefill.lending.lend(newer)
+    prefill.hold(FIRST)
+    prefill.ask()
+    prefill.lending.ready([older], None)
+    prefill.lending.fail([older], "the copy has failed")
+    assert [(type(one), one.layers) for one in prefill.news()] == [(Lent, 0)]
+    prefill.lending.ready([newer], None)
+    assert [type(one) for one in prefill.news()] == [Ready]
 
 
 def test_the_receives_of_a_peer_are_bounded(prefill: Prefill) -> None:

@@ -17,6 +17,9 @@ import pytest
 
 from llm_datadist import Engine, Error, InvalidArgument, OutOfMemory
 from llm_datadist.integrations.vllm import interface
+from llm_datadist.integrations.vllm.host_buffers import HostBuffers
+from peers import eventually
+from vllm_device import FakeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,11 +61,21 @@ class Tensor:
 class Vllm:
     """A worker of vLLM with two tensors, and four chunks of two blocks in host memory."""
 
-    def __init__(self, offloading: Any, *, writable: bool = True, **engine_options: Any) -> None:
+    def __init__(
+        self, offloading: Any, *, writable: bool = True, device: FakeDevice | None = None, **engine_options: Any
+    ) -> None:
         self.tensors = [Tensor(number, writable=writable) for number in range(2)]
         groups = [[SimpleNamespace(tensor_idx=index) for index in range(2)]]
         caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=one) for one in self.tensors], group_data_refs=groups)
-        self.worker = offloading.LlmDatadistOffloadingWorker(caches, 4, 2, engine_options)
+
+        def buffers(tensors: list[Any], memory: Any) -> HostBuffers:
+            assert device is not None
+            rows = np.frombuffer(memory, np.int8).reshape(2, -1, 64)
+            blocks = {str(number): tensor.memory for number, tensor in enumerate(tensors)}
+            return HostBuffers(device, blocks, {str(number): layer for number, layer in enumerate(rows)})
+
+        through_host = None if device is None else buffers
+        self.worker = offloading.LlmDatadistOffloadingWorker(caches, 4, 2, engine_options, through_host)
 
     def contents(self, block: int) -> list[int]:
         return [int(tensor.memory[block].sum()) for tensor in self.tensors]
@@ -111,8 +124,9 @@ def test_options_are_those_of_the_engine(offloading: Any) -> None:
         Vllm(offloading, copy_workers=0)
 
 
-def test_blocks_come_back_from_host_memory(offloading: Any) -> None:
-    vllm = Vllm(offloading)
+@pytest.mark.parametrize("device", [None, FakeDevice])
+def test_blocks_come_back_from_host_memory(offloading: Any, device: Any) -> None:
+    vllm = Vllm(offloading, device=device and device())
     for block in range(8):
         for tensor in vllm.tensors:
             tensor.memory[block] += block
@@ -124,6 +138,44 @@ def test_blocks_come_back_from_host_memory(offloading: Any) -> None:
     assert vllm.worker.submit_load(9, chunks(0), gpu(0), expedited=True)
     assert sorted(finished(vllm.worker, 8, 9)) == [(8, True, 2 * 2 * 64), (9, True, 2 * 64)]
     assert [vllm.contents(block) for block in (5, 4, 0)] == [before[3], before[1], before[6]]
+    vllm.worker.shutdown()
+
+
+def test_copies_of_a_device_wait_for_the_model(offloading: Any) -> None:
+    """It still computes what is stored, and still writes to the blocks that something is loaded to."""
+    device = FakeDevice()
+    vllm = Vllm(offloading, device=device)
+
+    def model_writes(block: int, value: int) -> None:
+        for tensor in vllm.tensors:
+            device.model.put(lambda memory=tensor.memory: memory[block].fill(value))
+
+    for value in range(20):
+        model_writes(3, value)
+    assert vllm.worker.submit_store(1, gpu(3), chunks(0))
+    assert finished(vllm.worker, 1) == [(1, True, 2 * 64)]
+    for value in range(20):
+        model_writes(5, value + 50)
+    assert vllm.worker.submit_load(2, chunks(0), gpu(5))
+    assert vllm.worker.get_finished() == []
+    assert finished(vllm.worker, 2) == [(2, True, 2 * 64)]
+    assert vllm.contents(5) == [19 * 64] * 2
+    vllm.worker.shutdown()
+
+
+def test_failed_copies_of_a_device_are_logged(offloading: Any, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice()
+    vllm = Vllm(offloading, device=device)
+    device.failure = RuntimeError("the device is broken")
+    assert vllm.worker.submit_store(1, gpu(3), chunks(0))
+    assert finished(vllm.worker, 1) == [(1, False, 2 * 64)]
+    assert "job 1 of the offloading failed: the device is broken" in caplog.text
+    device.failure = SystemExit()
+    assert vllm.worker.submit_load(2, chunks(0), gpu(3))
+    eventually(lambda: not vllm.worker._buffers.alive)
+    assert not vllm.worker.submit_load(3, chunks(0), gpu(3))
+    assert "job 3 of the offloading was not started: " in caplog.text
+    assert [result[:2] for result in vllm.worker.get_finished()] == [(2, False)]
     vllm.worker.shutdown()
 
 

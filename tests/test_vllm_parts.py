@@ -27,7 +27,6 @@ from llm_datadist.integrations.vllm.ranks import Shard, heads_of, unique_id
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.step import Await, Cancel, Part, Receive, Send, Step, Withdraw
-from llm_datadist.integrations.vllm.supported import check_device
 
 SIZES = [1, 2, 4, 8, 16]
 ALLOWED = AllowedPeers(["10.0.0.0/8"])
@@ -664,12 +663,6 @@ def test_addresses_have_one_form() -> None:
 def test_bad_allowed_peers_are_refused(rule: str, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         AllowedPeers([rule])
-
-
-def test_devices_other_than_the_cpu_are_refused() -> None:
-    check_device("cpu")
-    with pytest.raises(RuntimeError, match="'cuda'"):
-        check_device("cuda")
 
 
 def test_the_entry_point_does_no_harm_without_vllm() -> None:

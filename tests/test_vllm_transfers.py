@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROMPT = "150:digest"
+# Options of all workers.
+DEFAULTS: dict[str, Any] = {}
 LONG = {"timeout_ms": 3_600_000}
 
 
@@ -78,7 +80,7 @@ def sides(prefill: Any = (), decode: Any = (), **both: Any) -> Iterator[tuple[Si
     with ExitStack() as stack:
         made = []
         for name, given in (("prefill", prefill), ("decode", decode)):
-            made.append(Side(name, **{"ranks": 1, "heads": 2, **both, **dict(given)}))
+            made.append(Side(name, **{"ranks": 1, "heads": 2, **DEFAULTS, **both, **dict(given)}))
             for worker in made[-1].workers:
                 stack.callback(worker.close)
         for worker in [worker for side in made for worker in side.workers]:

@@ -1,4 +1,4 @@
-"""An independent model of the pages of vLLM's CPU backend: where each element of a key and a value lies.
+"""An independent model of the pages of vLLM: where each element of a key and a value lies.
 
 Not for: the integration itself, which does not use it.
 """
@@ -48,13 +48,20 @@ class Pages:
             found += [(token, at[-1]) for at in wrong]
         return found
 
+    def _place(self, local: int, plane: int, token: int, dim: int) -> tuple[int, int]:
+        if self.isa != "NHD":
+            return local, place(self.isa, self.block_size, plane, token, dim)
+        # The heads of a token lie together. Counted in heads of a page all the same.
+        flat = (token * len(self.heads) + local) * 2 * DIM + plane * DIM + dim
+        return divmod(flat, 2 * self.block_size * DIM)
+
     def _elements(
         self, blocks: list[int], token: int, whole: np.ndarray, layers: range
     ) -> list[tuple[tuple[int, ...], int]]:
         block, inside = blocks[token // self.block_size], token % self.block_size
         return [
             (
-                (layer, block, local, place(self.isa, self.block_size, plane, inside, dim)),
+                (layer, block, *self._place(local, plane, inside, dim)),
                 whole[layer, plane, token, head, dim],
             )
             for layer in layers

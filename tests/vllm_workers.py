@@ -9,28 +9,30 @@ import logging
 import multiprocessing
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import msgpack
 
 from llm_datadist import Engine
 from llm_datadist.integrations.vllm import outbox
 from llm_datadist.integrations.vllm.addresses import advertised, listen_address
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
+from llm_datadist.integrations.vllm.host_buffers import HostBuffers
 from llm_datadist.integrations.vllm.identity import PROTOCOL, Identity
 from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, engine_name
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.transfer_thread import Ended, TransferThread
 from peers import LIMIT
+from vllm_device import FakeDevice
 from vllm_pages import DIM, LAYERS, Pages
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-    import numpy as np
 
     from llm_datadist.integrations.vllm.step import Step
 
@@ -74,14 +76,21 @@ class _Worker:
         )
         self.reached = advertised(settings, str(self.engine.address), lambda: own)
         self.pages = Pages(isa, block_size, shard.heads, BLOCKS)
-        form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag)
+        order = {"NHD": "NHD", "unknown": ""}.get(isa, "HND")
+        form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag, order)
         caches = GroupCaches(self.engine, 0, form)
-        caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, [form.page_bytes] * LAYERS)
+        layers = [f"layer {n}" for n in range(LAYERS)]
+        reached, self.device, host = self.pages.memory, None, None
+        if given.pop("host_buffers", False):
+            # The engine reaches the rows only, and `pages` are on the device.
+            self.device = FakeDevice()
+            reached = self.rows = np.full_like(self.pages.memory, 9)
+            host = HostBuffers(self.device, dict(zip(layers, self.pages.memory)), dict(zip(layers, self.rows)))
+        caches.register([layer.ctypes.data for layer in reached], BLOCKS, [form.page_bytes] * LAYERS)
+        settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
         checked = identity if settings.check_compatibility else None
         self.exporter = _global_exporter() if settings.spans else None
-        self.transfers = TransferThread(
-            self.engine, [caches], shard, checked, settings, [f"layer {n}" for n in range(LAYERS)]
-        )
+        self.transfers = TransferThread(self.engine, [caches], shard, checked, settings, [layers], host)
         self.ended = Ended()
 
     def address(self) -> str:
@@ -192,7 +201,9 @@ class _Worker:
         self.transfers._thread.join(LIMIT)
 
     def write(self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)) -> None:
-        self.pages.write(blocks, tokens, whole, layers)
+        """Write tokens; on a device, the model's stream does that later."""
+        write = partial(self.pages.write, blocks, tokens, whole, layers)
+        write() if self.device is None else self.device.model.put(write)
 
     def wrong(
         self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)
@@ -201,6 +212,22 @@ class _Worker:
 
     def untouched(self, blocks: list[int]) -> bool:
         return not self.pages.memory[:, blocks].any()
+
+    def hold_copies(self, direction: str, held: bool = True) -> None:
+        """Hold the copies in one direction, or let them go on."""
+        gate = self.device.gates[direction]
+        gate.clear() if held else gate.set()
+
+    def fail_copies(self, failure: BaseException) -> None:
+        self.device.failure = failure
+
+    def copies(self) -> list[tuple[str, tuple[str, ...], list[int], list[int]]]:
+        """The copies that have begun."""
+        return self.device.copies
+
+    def saves(self) -> int:
+        """The number of copies to host memory that wait or run."""
+        return len(self.transfers._saves._saves)
 
     def close(self) -> None:
         self.transfers.close()

@@ -1,6 +1,6 @@
 """The vLLM connector beside vLLM's NIXL connector, and offloading: ``make bench-vllm``.
 
-    .venv-vllm/bin/python benches/vllm [--rounds 3] [--only handover,layerwise,concurrent,offloading]
+    .venv-vllm/bin/python benches/vllm [--rounds 3] [--only handover,host,layerwise,concurrent,offloading]
 
 Each row is the median of rounds in which all systems take turns: each round starts prefill and decode anew. The model
 has 64 KiB of KV for each token. Not for: correctness (integration-tests/vllm).
@@ -35,6 +35,7 @@ MODULE = "broken_connectors"
 SYSTEMS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "llm_datadist, pool": ("LlmDatadistConnector", None, {}),
     "llm_datadist, registered": ("LlmDatadistConnector", None, {"kv_cache_in_pool": False}),
+    "llm_datadist, host buffers": ("LlmDatadistConnector", None, {"host_buffers": True}),
     "llm_datadist, tcp": ("LlmDatadistConnector", None, {"engine_options": {"transport": "tcp"}}),
     "nothing moved": ("NothingPulled", MODULE, {}),
     "NIXL": ("NixlConnector", None, {}),
@@ -73,9 +74,12 @@ def handover(model: str, system: str) -> dict[str, float]:
     """One request at a time: times of the connector and of the transfer, and until decode's first token."""
     prefill, decode = pair(model, system)
     hand_over(prefill, decode, prompts((64,), seed=2), TOKENS)  # links, and warms up
-    firsts = []
+    firsts, whole = [], []
     for name, tokens in prompts(LENGTHS).items():
-        firsts.append(hand_over(prefill, decode, {name: tokens}, TOKENS)[name].first_token_s)
+        begin = time.monotonic()
+        done = hand_over(prefill, decode, {name: tokens}, TOKENS)[name]
+        firsts.append(done.first_token_s)
+        whole.append(done.first_token_at - begin)
     time.sleep(0.5)
     prefill.stop(check=False)
     end = decode.stop(check=False)
@@ -86,6 +90,7 @@ def handover(model: str, system: str) -> dict[str, float]:
         "us a step": 1e6 * end.connector_s / max(1, end.steps),
         "transfer, ms": 1e3 * statistics.median(durations[1:] or [0]),
         "first token, ms": 1e3 * statistics.median(firsts),
+        "first token since the request, ms": 1e3 * statistics.median(whole),
     }
 
 
@@ -162,7 +167,9 @@ def offloading(model: str, system: str) -> dict[str, float]:
 
 
 GROUPS = {
-    "handover": (handover, [*SYSTEMS]),
+    "handover": (handover, [name for name in SYSTEMS if name != "llm_datadist, host buffers"]),
+    # A CPU in the place of a device: the KV cache is copied within host memory, on either side.
+    "host": (handover, ["llm_datadist, pool", "llm_datadist, host buffers"]),
     "layerwise": (layerwise, [f"{name}, {when}" for name in ("pool", "tcp") for when in ("whole", "layer-wise")]),
     "concurrent": (concurrent, ["one vLLM", "llm_datadist, pool", "NIXL"]),
     "offloading": (offloading, ["offloading", "recomputed"]),

@@ -1,4 +1,4 @@
-"""Connectors for tests: negative controls, and a pair that shows when decode reads.
+"""Connectors for tests: negative controls, a pair that shows when decode reads, and one that copies as on a GPU.
 
 The negative controls report success and hand over the wrong bytes. If the tokens of a run with one of them were right,
 the comparison of tokens would prove nothing.
@@ -10,6 +10,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+from vllm.platforms import current_platform
 
 from llm_datadist.integrations.vllm.connector import LlmDatadistConnector
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
@@ -89,3 +91,18 @@ def _mark() -> Path:
 
 def _expects_mark() -> bool:
     return _mark().with_suffix(".expected").exists()
+
+
+class PlatformCopies(LlmDatadistConnector):
+    """Copies between host memory and device as vLLM's platforms for GPUs do it, on a CPU."""
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """Give the platform of the CPU the functions of the others."""
+        for name in ("insert_blocks_to_device", "swap_out_blocks_to_host"):
+            setattr(type(current_platform), name, staticmethod(_copy_blocks))
+        super().set_host_xfer_buffer_ops(copy_operation)
+        assert self._worker._host.copy_blocks is copy_operation
+
+
+def _copy_blocks(src: Any, dst: Any, src_blocks: Any, dst_blocks: Any) -> None:
+    dst[dst_blocks] = src[src_blocks].to(dst.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from servers import Server, alone, hand_over
@@ -46,13 +46,21 @@ def start_hybrid(hybrid: str) -> Iterator[Start]:
     servers.end()
 
 
-@pytest.mark.parametrize("connector", ["LlmDatadistConnector", "NothingPulled"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("connector", "ranks", "extra"),
+    [
+        ("LlmDatadistConnector", 1, {}),
+        ("LlmDatadistConnector", 2, {}),
+        ("LlmDatadistConnector", 1, {"host_buffers": True}),
+        ("NothingPulled", 1, {}),
+        ("NothingPulled", 2, {}),
+    ],
+)
 def test_all_groups_arrive(
-    start_hybrid: Start, few: Prompts, expected_of_hybrid: Prompts, connector: str, ranks: int
+    start_hybrid: Start, few: Prompts, expected_of_hybrid: Prompts, connector: str, ranks: int, extra: Any
 ) -> None:
     """The prompts are shorter and longer than the window. Nothing pulled is the negative control."""
-    pair = start_hybrid.pair(decode={"connector": connector, "tensor_parallel_size": ranks})
+    pair = start_hybrid.pair(decode={"connector": connector, "tensor_parallel_size": ranks}, extra=extra)
     found = {}
     for name, tokens in few.items():
         found.update(hand_over(*pair, {name: tokens}, TOKENS))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist.integrations.vllm import connector, interface, metrics, offloading, supported
+from llm_datadist.integrations.vllm import connector, interface, metrics, offloading, p2p_tier, supported
 
 CLASSES = (
     connector.LlmDatadistConnector,
@@ -18,6 +18,7 @@ CLASSES = (
     metrics.PrometheusMetrics,
     offloading.LlmDatadistOffloadingWorker,
     offloading.LlmDatadistOffloadingSpec,
+    p2p_tier.LlmDatadistP2PTier,
 )
 OVERRIDES = [
     (ours, name)

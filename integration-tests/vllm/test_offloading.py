@@ -41,14 +41,17 @@ def rounds(server: Server, prompts: Prompts, count: int, *, at_once: bool) -> li
 
 
 @pytest.mark.subset
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize(
+    ("at_once", "blocks_per_chunk", "host_buffers"),
+    [(False, 1, False), (True, 1, False), (False, 2, False), (True, 2, False), (True, 2, True)],
+)
 def test_evicted_prompts_come_back(
-    model: str, prompts: Prompts, expected: Prompts, at_once: bool, blocks_per_chunk: int
+    model: str, prompts: Prompts, expected: Prompts, at_once: bool, blocks_per_chunk: int, host_buffers: bool
 ) -> None:
     """48 prompts need more than twice the blocks that vLLM has. Later rounds find them in host memory, and the tokens
-    are the same."""
-    server = Server(model, offloading(block_size=32 * blocks_per_chunk), **SMALL).wait()
+    are the same. With host buffers, blocks move as those of a device."""
+    options = offloading(block_size=32 * blocks_per_chunk, host_buffers=host_buffers)
+    server = Server(model, options, **SMALL).wait()
     found = rounds(server, prompts, 3, at_once=at_once)
     for results in found:
         assert [name for name, done in results.items() if done.tokens != expected[name]] == []

@@ -1,7 +1,7 @@
-"""vLLM on llm_datadist: prefill and decode in separate processes, and offloading to host memory.
+"""vLLM on llm_datadist: prefill and decode in separate processes, and offloading to the host memory of this or peers.
 
 vLLM calls ``register`` through the entry point ``vllm.general_plugins``. It only makes names known, so a vLLM that
-names neither of them behaves as if this package were not installed. The how-to page "vLLM" describes the configuration.
+names none of them behaves as if this package were not installed. The how-to page "vLLM" describes the configuration.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 
 def register() -> None:
-    """Make ``LlmDatadistConnector`` and ``LlmDatadistOffloadingSpec`` known to vLLM. Further calls change nothing.
+    """Make the names of this package known to vLLM. Further calls change nothing.
 
-    A vLLM that lacks one of the two interfaces does not get that name, and logs a warning. The function never raises,
-    because vLLM would not start then.
+    The names are ``LlmDatadistConnector``, ``LlmDatadistOffloadingSpec`` and ``LlmDatadistP2PTier``. A vLLM that lacks
+    one of the interfaces does not get that name, and logs a warning. The function never raises, because vLLM would not
+    start then.
     """
     _guarded(_add_connector)
     _guarded(_add_offloading)
+    _guarded(_add_tier)
 
 
 def _guarded(add: Callable[[], None]) -> None:
@@ -47,3 +49,10 @@ def _add_offloading() -> None:
 
     name = "LlmDatadistOffloadingSpec"
     OffloadingSpecFactory.register_spec(name, f"{__name__}.offloading", name)
+
+
+def _add_tier() -> None:
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory  # noqa: PLC0415
+
+    name = "LlmDatadistP2PTier"
+    SecondaryTierFactory.register_tier(name, f"{__name__}.p2p_tier", name)

@@ -25,6 +25,7 @@ with interface.needed():
         SupportsHMA,
     )
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.platforms import current_platform
     from vllm.utils.network_utils import get_ip
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import RequestStatus
@@ -32,7 +33,7 @@ with interface.needed():
     from llm_datadist.integrations.vllm.metrics import PrometheusMetrics, TransferStats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from llm_datadist.integrations.vllm.step import Step
     from llm_datadist.integrations.vllm.transfer_thread import TransferThread
@@ -41,6 +42,7 @@ __all__ = ["Addresses", "LlmDatadistConnector", "StepMetadata"]
 
 # The KV caches in which vLLM keeps all blocks of a request until it ends.
 _KEPT = ("FullAttentionSpec", "MLAAttentionSpec")
+_PLATFORM_COPIES = ("insert_blocks_to_device", "swap_out_blocks_to_host")
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -99,7 +101,8 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
             sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups]
             options = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
-            options |= {"layerwise": _keeps_blocks(specs), "stages": parallel.pipeline_parallel_size}
+            layerwise = settings.layerwise and _keeps_blocks(specs)
+            options |= {"layerwise": layerwise, "stages": parallel.pipeline_parallel_size}
             self._scheduler = SchedulerSide(engine_id, sizes, allowed_peers(settings, get_ip), **options)
         else:
             tensor, pipeline = ((group.rank_in_group, group.world_size) for group in (get_tp_group(), get_pp_group()))
@@ -163,6 +166,12 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Register the KV cache with the engine."""
         self._transfers = self._worker.register(kv_caches)
 
+    def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
+        """Take the function that copies blocks between host memory and device, if the platform has what it needs."""
+        # vLLM hands over the same function on each platform. A platform without it answers with None.
+        if all(callable(getattr(current_platform, name, None)) for name in _PLATFORM_COPIES):
+            self._worker.use_copy_blocks(copy_operation)
+
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Revoke the grants of withdrawn requests, and lend the parts of this step, before the model runs."""
         self._of_transfers.begin(kv_connector_metadata.step)
@@ -205,6 +214,19 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         worker: WorkerSide | None = getattr(self, "_worker", None)
         if worker is not None:
             worker.close()
+
+    # ---- The configuration of vLLM.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for pages in which each head lies together, so that ranks can read the heads that they need."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether ``save_kv_layer`` must be called. A replay of a full CUDA graph would not call it."""
+        return Settings.parse(extra_config).layerwise
 
     # ---- The process that logs.
 

@@ -49,6 +49,7 @@ class Pull:
     part: LentPart
     layers: range
     transfers: int = 0  # number of transfers that run
+    loads: int = 0  # number of copies to the device that wait or run, if there are host buffers
     nanos: int = 0  # the duration of the longest transfer that has ended
     lost: bool = False  # whether grants have ended before a transfer had read all bytes
 

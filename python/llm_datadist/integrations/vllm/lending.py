@@ -131,17 +131,21 @@ class Lending:
         for receive in loan.receives:
             self._offer(receive, loan, lent)
 
-    def ready(self, parts: list[tuple[str, int]], layers: int | None) -> None:
+    def lends(self, part: Part) -> bool:
+        """Whether a part is lent. Another part may have its ticket and number later."""
+        loan = self._loans.get(part.ticket)
+        lent = None if loan is None else loan.parts.get(part.number)
+        return lent is not None and lent.part is part
+
+    def ready(self, parts: list[Part], layers: int | None) -> None:
         """Notify decode how many layers of parts are computed; ``None`` stands for all."""
         count = self._layers if layers is None else layers
         news: dict[Peer, list[tuple[str, int]]] = {}
-        for ticket, number in parts:
-            loan = self._loans.get(ticket)
-            lent = None if loan is None else loan.parts.get(number)
-            if loan is not None and lent is not None:
-                lent.layers = count
-                for peer in {peer for peer, _ in loan.receives}:
-                    news.setdefault(peer, []).append((ticket, number))
+        for part in filter(self.lends, parts):
+            loan = self._loans[part.ticket]
+            loan.parts[part.number].layers = count
+            for peer in {peer for peer, _ in loan.receives}:
+                news.setdefault(peer, []).append((part.ticket, part.number))
         for peer, pairs in news.items():
             for at in range(0, len(pairs), MAX_READY):
                 self._notify(peer, Ready(pairs[at : at + MAX_READY], count))
@@ -155,12 +159,11 @@ class Lending:
         elif not loan.holders:
             self._leases[send.ticket] = now + self._lease_s
 
-    def fail(self, parts: list[tuple[str, int]], reason: str) -> None:
+    def fail(self, parts: list[Part], reason: str) -> None:
         """Lend nothing more of the requests with these parts, because they were not computed."""
-        for ticket, number in parts:
-            loan = self._loans.get(ticket)
-            if loan is not None and number in loan.parts:
-                self._end(ticket, reason, unread=False)
+        for part in parts:
+            if self.lends(part):
+                self._end(part.ticket, reason, unread=False)
 
     def withdraw(self, order: Withdraw) -> None:
         """Withdraw all parts of a request. No pull that is still running succeeds after this returns."""

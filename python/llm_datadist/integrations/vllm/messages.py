@@ -86,7 +86,7 @@ _ENCODER = msgpack.Encoder()
 _DECODER = msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Struct) -> bytes:
     """Return the payload of a message."""
     return _ENCODER.encode(message)
 

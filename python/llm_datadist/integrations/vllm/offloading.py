@@ -1,12 +1,14 @@
 """``LlmDatadistOffloadingSpec``: vLLM's blocks in host memory, moved by the engine.
 
 vLLM decides what is offloaded, and looks it up. Only the half that moves bytes is replaced: swap-outs and swap-ins run
-beside each other and beside the model, and vLLM polls for them.
+beside each other and beside the model, and vLLM polls for them. Blocks on a device move with ``HostBuffers``.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +16,17 @@ import numpy as np
 
 from llm_datadist import Engine, Error
 from llm_datadist.integrations.vllm import interface
-from llm_datadist.integrations.vllm.supported import check_device, installed, warn_untested
+from llm_datadist.integrations.vllm.supported import installed, warn_untested
 
 with interface.needed():
     from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from llm_datadist.native import Rows, Transfer
+    from llm_datadist.integrations.vllm.host_buffers import Copy, HostBuffers
+    from llm_datadist.native import CacheBuffer, Transfer
 
 __all__ = ["LlmDatadistOffloadingSpec", "LlmDatadistOffloadingWorker", "host_rows"]
 
@@ -43,6 +46,8 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         num_chunks: number of chunks in host memory.
         blocks_per_chunk: number of blocks in a chunk.
         engine_options: options of ``Engine``.
+        host_buffers: makes the host buffers from the tensors of the KV cache and the memory of their rows, if the KV
+            cache is on a device. ``None``: the engine reaches it.
 
     Raises:
         RuntimeError: the KV cache has a layout that is not supported.
@@ -51,19 +56,29 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """
 
     def __init__(
-        self, kv_caches: Any, num_chunks: int, blocks_per_chunk: int, engine_options: Mapping[str, Any]
+        self,
+        kv_caches: Any,
+        num_chunks: int,
+        blocks_per_chunk: int,
+        engine_options: Mapping[str, Any],
+        host_buffers: Callable[[list[Any], CacheBuffer], HostBuffers] | None = None,
     ) -> None:
         tensors = [entry.tensor for entry in kv_caches.tensors]
         _check_layout(tensors, kv_caches.group_data_refs)
         self._blocks_per_chunk = blocks_per_chunk
-        self._jobs: dict[Transfer[None], int] = {}
+        self._buffers: HostBuffers | None = None
+        self._block_bytes = len(tensors) * tensors[0].shape[1]
+        self._jobs: dict[Transfer[None] | _Job, int] = {}
         rows, (blocks, page) = num_chunks * blocks_per_chunk, tensors[0].shape
         self._engine = Engine(**{"host_pool": rows * page * len(tensors) + _SLACK, **engine_options})
         try:
-            self._device = self._engine.register("device", tensors)
-            self._host = self._engine.allocate(
-                "host", blocks=rows, tensors=len(tensors), shape=(page,), dtype="int8", pool="host"
-            )
+            kind: dict[str, Any] = {"tensors": len(tensors), "shape": (page,), "dtype": "int8", "pool": "host"}
+            if host_buffers is None:
+                self._device = self._engine.register("device", tensors)
+                self._host = self._engine.allocate("host", blocks=rows, **kind)
+            else:
+                memory = self._engine.allocate("host", blocks=rows, contiguous=True, **kind).buffer
+                self._buffers = host_buffers(tensors, memory)
         except BaseException:
             self._engine.close()
             raise
@@ -72,8 +87,7 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Start to copy blocks to the host pool."""
-        blocks, rows = self._rows(src_spec, dst_spec)
-        return self._submit(job_id, rows, blocks)
+        return self._submit(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
         """Start to copy blocks back.
@@ -81,11 +95,14 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         vLLM 0.33 waits within the step for an ``expedited`` load, so it should not queue behind others. None does: the
         copies of several jobs run beside each other.
         """
-        blocks, rows = self._rows(dst_spec, src_spec)
-        return self._submit(job_id, blocks, rows)
+        return self._submit(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended since the last call."""
+        if self._buffers is not None and not self._buffers.alive and self._buffers.stop():
+            for job in self._jobs:
+                if isinstance(job, _Job) and not job.done():
+                    job.end(None, RuntimeError("the thread that copies has ended"))
         return [self._result(transfer) for transfer in list(self._jobs) if transfer.done()]
 
     def wait(self, job_ids: set[int]) -> None:
@@ -96,24 +113,31 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Close the engine, after the jobs that run. Those that run for longer than a minute are cancelled."""
+        if self._buffers is not None and not self._buffers.close(_WAIT_S):
+            logger.error("a copy between host memory and device still runs after %g s", _WAIT_S)
         self._engine.close(_WAIT_S)
         self.get_finished()
 
-    def _rows(self, gpu: Any, chunks: Any) -> tuple[Rows, Rows]:
-        """Return the rows of a job in vLLM's KV cache and in the host pool."""
+    def _submit(self, job_id: int, gpu: Any, chunks: Any, *, store: bool) -> bool:
         rows = host_rows(chunks.block_ids, gpu.group_sizes, gpu.block_indices, self._blocks_per_chunk)
-        return self._device[np.asarray(gpu.block_ids, np.int64)], self._host[rows]
-
-    def _submit(self, job_id: int, dst: Rows, src: Rows) -> bool:
         try:
-            transfer = self._engine.copy(dst, src, timeout=_WAIT_S)
-        except Error as error:
+            self._jobs[self._begin(np.asarray(gpu.block_ids, np.int64), rows, store=store)] = job_id
+        except (Error, RuntimeError) as error:
             logger.error("job %d of the offloading was not started: %s", job_id, error)  # noqa: TRY400 - it says all
             return False
-        self._jobs[transfer] = job_id
         return True
 
-    def _result(self, transfer: Transfer[None]) -> TransferResult:
+    def _begin(self, blocks: np.ndarray, rows: np.ndarray, *, store: bool) -> Transfer[None] | _Job:
+        if self._buffers is None:
+            device, host = self._device[blocks], self._host[rows]
+            return self._engine.copy(*((host, device) if store else (device, host)), timeout=_WAIT_S)
+        job = _Job(len(blocks) * self._block_bytes)
+        begin = self._buffers.save if store else self._buffers.load
+        # The model may still write to the blocks, or read what they had before.
+        begin(list(self._buffers.blocks), list(zip(blocks.tolist(), rows.tolist())), self._buffers.mark(), job.end)
+        return job
+
+    def _result(self, transfer: Transfer[None] | _Job) -> TransferResult:
         job_id, success = self._jobs.pop(transfer), True
         try:
             transfer.result()
@@ -123,11 +147,36 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         return TransferResult(job_id, success, transfer.bytes, transfer.nanos / 1e9)
 
 
+class _Job:
+    """A copy of host buffers, with the members of ``Transfer`` that the worker uses."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+        self.nanos = 0
+        self._begin = time.monotonic_ns()
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+
+    def end(self, _: Copy | None, error: Exception | None) -> None:
+        self.nanos = time.monotonic_ns() - self._begin
+        self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def result(self) -> None:
+        if not self._ended.wait(_WAIT_S):
+            raise Error(f"the copy has not ended within {_WAIT_S:g} s")
+        if self._error is not None:
+            raise Error(str(self._error))
+
+
 class LlmDatadistOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's offloading to host memory, with the worker of this package.
 
-    Besides the options of vLLM's ``CPUOffloadingSpec``, ``kv_connector_extra_config`` may have ``engine_options``, as
-    for ``LlmDatadistConnector``.
+    Besides the options of vLLM's ``CPUOffloadingSpec``, ``kv_connector_extra_config`` may have ``engine_options`` and
+    ``host_buffers``, as for ``LlmDatadistConnector``.
     """
 
     def __init__(self, config: Any) -> None:
@@ -140,8 +189,16 @@ class LlmDatadistOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         if self._worker is None:
             options = self.extra_config.get("engine_options", {})
             sizes = (self.num_chunks, self.blocks_per_chunk)
-            self._worker = LlmDatadistOffloadingWorker(kv_caches, *sizes, options)
+            on_device = kv_caches.tensors[0].tensor.device.type != "cpu" or self.extra_config.get("host_buffers", False)
+            buffers = _host_buffers if on_device else None
+            self._worker = LlmDatadistOffloadingWorker(kv_caches, *sizes, options, buffers)
         return self._worker
+
+
+def _host_buffers(tensors: list[Any], memory: CacheBuffer) -> HostBuffers:
+    from llm_datadist.integrations.vllm import device_copies  # noqa: PLC0415 - imports torch
+
+    return device_copies.offloading_buffers(tensors, memory)
 
 
 def host_rows(
@@ -178,7 +235,6 @@ def _check_layout(tensors: list[Any], groups: list[Any]) -> None:
     Raises:
         RuntimeError: the layout is not supported.
     """
-    check_device(tensors[0].device.type)
     page = tensors[0].shape[1]
     if any(tensor.shape != tensors[0].shape or tensor.stride(0) != page for tensor in tensors):
         raise RuntimeError("llm_datadist does not offload KV caches whose tensors differ or have gaps")

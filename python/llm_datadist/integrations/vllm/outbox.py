@@ -10,7 +10,8 @@ from llm_datadist import Busy, Closed, PeerLost
 from llm_datadist.integrations.vllm.messages import encode
 
 if TYPE_CHECKING:
-    from llm_datadist.integrations.vllm.messages import Message
+    from msgspec import Struct
+
     from llm_datadist.native import Peer
 
 __all__ = ["MAX_BYTES", "MAX_WAITING", "RESEND_S", "Outbox"]
@@ -26,7 +27,7 @@ RESEND_S = 0.02
 
 
 class Outbox:
-    """Sends messages to peers. Only the transfer thread uses it.
+    """Sends messages to peers. Its owner calls all methods one at a time.
 
     A message arrives unless the link to the peer ends: the engine refuses more when the peer has not read 1,024
     messages or 4 MiB, and the rest waits here. A link over which a message cannot be sent is ended.
@@ -38,7 +39,7 @@ class Outbox:
         # The peers whose link is to be ended, as soon as the engine has room for the call.
         self._ending: set[Peer] = set()
 
-    def send(self, peer: Peer, message: Message) -> None:
+    def send(self, peer: Peer, message: Struct) -> None:
         """Send a message, or keep it until the peer has room for it.
 
         Raises:

@@ -1,12 +1,15 @@
-"""How vLLM's CPU backend lays out the pages of its KV cache, in terms of ``KvLayout``.
+"""How vLLM lays out the pages of its KV cache, in terms of ``KvLayout``.
 
-A page is one block of tokens in one layer: for each KV head, the keys of all tokens, followed by their values. The
-kernels pack keys and values for the vector unit, so a head of a page can be copied as a whole, but the place of a
-single token depends on the packing. So the engine has two views of the same memory:
+A page is one block of tokens in one layer. On a CPU it has, for each KV head, the keys of all tokens, followed by their
+values. The kernels pack keys and values for the vector unit, so a head of a page can be copied as a whole, but the
+place of a single token depends on the packing. So the engine has two views of the same memory:
 
 - *pages*: each row is a page. A head of a page counts as one token of one vector. This view serves peers with the same
   block size, also with another number of ranks.
 - *heads*: each row is the keys, or the values, of one head of one page. This view serves peers with another block size.
+
+The pages of a GPU have key and value of one head and token together, head after head or token after token. They have
+the *pages* view only.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ class PageFormat:
     element_size: int  # bytes of an element
     isa: str  # vLLM's name of the packing, or an empty text if there are no separate keys and values
     tag: str  # what both sides must have in common, beside the numbers
+    # How a page is ordered: head after head ("HND"), token after token ("NHD"), or in a way that is not known ("").
+    # Then ranks read whole pages only, of ranks with the same heads.
+    order: str = "HND"
 
     @property
     def head_bytes(self) -> int:
@@ -61,16 +67,18 @@ class PageFormat:
 
     def pages(self) -> KvLayout:
         """Return the layout of the *pages* view."""
+        tokens = self.block_size if self.order == "NHD" else 1
+        packing = self.isa if self.order == "HND" else self.order or f"unknown, {len(self.heads)} heads"
         return KvLayout(
             layers=self.layers,
-            block_tokens=1,
+            block_tokens=tokens,
             heads=self.heads,
             total_heads=self.total_heads,
-            head_dim=self.head_bytes,
+            head_dim=self.head_bytes // tokens,
             dtype="uint8",
-            order="HND",
+            order="NHD" if self.order == "NHD" else "HND",
             kv="single",
-            model=f"{self.tag}/{self.isa}/{self.block_size}",
+            model=f"{self.tag}/{packing}/{self.block_size}",
         )
 
     def packings(self) -> list[Packing]:
@@ -79,7 +87,7 @@ class PageFormat:
         Tests compare these with what vLLM's kernel writes.
         """
         size = self.key_size
-        if size != self.value_size:
+        if size != self.value_size or self.order != "HND":
             return []
         if self.isa in ("vec", "vec16"):
             return [Packing(size, 1, 1), Packing(1, 1, size)]

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist import Error, GrantEnded, Timeout
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
     from llm_datadist.integrations.vllm.handover import Handover
+    from llm_datadist.integrations.vllm.host_buffers import Copy
+    from llm_datadist.integrations.vllm.host_loads import HostLoads
     from llm_datadist.integrations.vllm.identity import Identity
     from llm_datadist.integrations.vllm.incoming import LentPart, Pull
     from llm_datadist.integrations.vllm.messages import Message, Ready
@@ -80,7 +83,10 @@ class _Ongoing:
     incoming: Incoming = field(default_factory=_nothing)
     peers: dict[Peer, Source] = field(default_factory=dict)  # those that are linked
     links: set[Source] = field(default_factory=set)  # those that are being linked
-    pulls: dict[Transfer[None], Pull] = field(default_factory=dict)
+    # Also the copies to the device, if there are host buffers.
+    pulls: dict[Transfer[None] | Copy, Pull] = field(default_factory=dict)
+    mark: Any = None  # what the device does before it may write to the blocks
+    rows_in_use: bool = False  # whether older saves may still write to the rows of the blocks
     begin: float = 0.0
     deadline: float = 0.0
     blocks: int = 0
@@ -105,6 +111,7 @@ class Receiving:
         limit_s: how long a receive may take between two signs of progress, in seconds.
         notify: sends a message to a peer. It raises ``Error`` if there is no link.
         ended: takes the outcome of each receive that has begun.
+        loads: copies what is pulled to the device, or ``None`` if the engine reaches the KV cache itself.
     """
 
     def __init__(
@@ -116,6 +123,7 @@ class Receiving:
         limit_s: float,
         notify: Callable[[Peer, Message], None],
         ended: Callable[[Outcome], None],
+        loads: HostLoads | None = None,
     ) -> None:
         self._engine = engine
         self._groups = groups
@@ -124,9 +132,10 @@ class Receiving:
         self._limit_s = limit_s
         self._notify = notify
         self._ended = ended
+        self._loads = loads
         self._ongoing: dict[str, _Ongoing] = {}
         self._by_ticket: dict[str, list[_Ongoing]] = {}
-        self._pulls: dict[Transfer[None], _Ongoing] = {}
+        self._pulls: dict[Transfer[None] | Copy, _Ongoing] = {}
         # The receives that have begun and have not failed, by request, the earliest deadline first.
         self._deadlines: OrderedDict[str, _Ongoing] = OrderedDict()
         # The linked ranks of prefill, by address and name.
@@ -150,12 +159,17 @@ class Receiving:
         for source in sources:  # also after a failure: each rank learns that nothing is read
             self._link(ongoing, source)
 
-    def begin(self, order: Receive, now: float) -> None:
-        """Begin to receive a request. A failure becomes the outcome of the receive."""
+    def begin(self, order: Receive, now: float, mark: Any = None) -> None:
+        """Begin to receive a request. A failure becomes the outcome of the receive.
+
+        With host buffers, ``mark`` is what the device does before it may write to the blocks.
+        """
         ongoing = self._ongoing[order.request]
-        ongoing.order, ongoing.begin = order, now
+        ongoing.order, ongoing.begin, ongoing.mark = order, now, mark
         try:
             if not ongoing.failure:
+                if self._loads is not None:
+                    ongoing.rows_in_use = not self._loads.after_saves(partial(self._rows_free, ongoing))
                 self._begin(ongoing, order)
                 self._progressed(ongoing)
                 for peer in list(ongoing.peers):
@@ -203,6 +217,25 @@ class Receiving:
         elif transfer in self._pulls:
             ongoing = self._pulls.pop(transfer)
             self._pulled(ongoing, transfer, error)
+            self._proceed(ongoing)
+
+    def _loaded(self, copy: Copy, error: Exception | None) -> None:
+        """Take the end of a copy to the device."""
+        ongoing = self._pulls.pop(copy)
+        pull = ongoing.pulls.pop(copy)
+        pull.loads -= 1
+        if error is not None:
+            self._fail(ongoing, f"it was not copied to the device: {error}")
+        elif not pull.loads and not ongoing.failure:
+            if self._is_last(pull):
+                self._done(ongoing, pull)
+            self._progressed(ongoing)
+        self._proceed(ongoing)
+
+    def _rows_free(self, ongoing: _Ongoing) -> None:
+        """Go on with a receive whose rows no save writes to any more."""
+        ongoing.rows_in_use = False
+        if self._ongoing.get(ongoing.request) is ongoing:
             self._proceed(ongoing)
 
     def due(self, now: float) -> None:
@@ -345,8 +378,38 @@ class Receiving:
             # If prefill has preempted the request, it lends the blocks again.
             ongoing.incoming.lost(pull)
         elif not ongoing.failure:
-            ongoing.blocks += ongoing.incoming.done(pull)
+            if self._loads is None or not self._is_last(pull):
+                # With host buffers, the next layers are pulled while these go to the device.
+                self._done(ongoing, pull)
             self._progressed(ongoing)
+            if self._loads is not None:
+                self._load(ongoing, ongoing.order, pull, self._loads)
+
+    def _is_last(self, pull: Pull) -> bool:
+        """Whether the blocks of a pull are complete after it. Its load ends after those of the layers before."""
+        return pull.layers.stop == max(group.form.layers for group in self._groups)
+
+    def _done(self, ongoing: _Ongoing, pull: Pull) -> None:
+        ongoing.blocks += ongoing.incoming.done(pull)
+
+    def _load(self, ongoing: _Ongoing, order: Any, pull: Pull, loads: HostLoads) -> None:
+        """Copy the blocks of a pull to the device. ``order`` is that of the receive."""
+        some = pull.layers if len(self._groups) == 1 else None
+        for number, wanted in enumerate(pull.part.wanted):
+            if not wanted:
+                continue
+            if ongoing.view == HEADS:
+                blocks = self._places(number, order, ongoing.handover, pull.part)[0][1]
+            else:
+                blocks = [order.blocks[number][index] for index in wanted]
+            try:
+                copy = loads.begin(number, some, blocks, ongoing.mark, self._loaded)
+            except RuntimeError as error:
+                self._fail(ongoing, str(error))
+                return
+            pull.loads += 1
+            ongoing.pulls[copy] = pull
+            self._pulls[copy] = ongoing
 
     def _progressed(self, ongoing: _Ongoing) -> None:
         if not ongoing.failure and ongoing.order is not None:
@@ -362,7 +425,7 @@ class Receiving:
         if ongoing.request not in self._ongoing or ongoing.links:
             return
         order = ongoing.order
-        if order is not None and not ongoing.failure:
+        if order is not None and not ongoing.failure and not ongoing.rows_in_use:
             try:
                 for pull in ongoing.incoming.start():
                     self._pull(ongoing, order, pull)

@@ -37,6 +37,9 @@ class Settings:
     timeout_ms: Milliseconds = 10_000
     # Number of layers after which prefill notifies decode, while it computes.
     layers_per_read: Annotated[int, Meta(ge=1, lt=2**31)] = 8
+    # Whether prefill hands over layers while it computes them. On a device, vLLM then uses no full CUDA graphs.
+    layerwise: bool = True
+    host_buffers: bool = False  # whether the KV cache of a CPU goes through host buffers too, as that of a device does
     kv_cache_in_pool: bool = True  # whether vLLM's KV cache lies in the pool of the engine, if its layout allows that
     model_tag: str = ""  # name and version of the model, in place of vLLM's name and revision
     check_compatibility: bool = True  # whether decode refuses a prefill with another model or configuration

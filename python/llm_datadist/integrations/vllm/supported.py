@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["TESTED", "check_device", "installed", "warn_untested"]
+__all__ = ["TESTED", "installed", "warn_untested"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
@@ -31,13 +31,3 @@ def warn_untested(found: str) -> None:
     if not any(found == tested or found.startswith((f"{tested}.", f"{tested}+")) for tested in TESTED):
         text = "llm_datadist was not tested with vLLM %s; tested: %s. Compare its tokens with those of one vLLM"
         logger.warning(text, found, ", ".join(TESTED))
-
-
-def check_device(device: str) -> None:
-    """Refuse a KV cache outside host memory, which the engine cannot reach. ``device`` is its ``torch.device.type``.
-
-    Raises:
-        RuntimeError: the KV cache is not in host memory.
-    """
-    if device != "cpu":
-        raise RuntimeError(f"llm_datadist moves host memory only, but the KV cache of this vLLM is on {device!r}")

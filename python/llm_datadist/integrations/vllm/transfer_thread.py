@@ -15,12 +15,14 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import Closed, Completed, Error, Message, PeerDown, PeerLost
 from llm_datadist.integrations.vllm import messages
+from llm_datadist.integrations.vllm.host_loads import HostLoads
+from llm_datadist.integrations.vllm.host_saves import HostSaves
 from llm_datadist.integrations.vllm.lending import Lending
 from llm_datadist.integrations.vllm.observations import LISTS, empty, is_empty
 from llm_datadist.integrations.vllm.outbox import Outbox
@@ -30,11 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
+    from llm_datadist.integrations.vllm.host_buffers import HostBuffers
     from llm_datadist.integrations.vllm.identity import Identity
     from llm_datadist.integrations.vllm.ranks import Shard
     from llm_datadist.integrations.vllm.receiving import Outcome
     from llm_datadist.integrations.vllm.settings import Settings
-    from llm_datadist.integrations.vllm.step import Step, Withdraw
+    from llm_datadist.integrations.vllm.step import Part, Step, Withdraw
     from llm_datadist.native import Engine, Event, Peer
 
 __all__ = ["Ended", "TransferThread"]
@@ -50,6 +53,8 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 # transfer thread is stuck. It asks in between whether the thread has ended.
 _WITHDRAW_S = 60.0
 _ASK_S = 0.05
+# How long ``close`` waits for copies that run, in seconds.
+_COPIES_S = 60.0
 # Time between two attempts to take events, in seconds.
 _AGAIN_S = 0.05
 # The timeout of epoll is limited to about 24 days.
@@ -69,8 +74,10 @@ class Ended:
 class _Computing:
     """The parts that a step computes. The model's thread notes layers, and the transfer thread reports them."""
 
-    parts: list[tuple[str, int]]  # tickets and numbers
+    parts: list[Part]
     saved: list[str] = field(default_factory=list)  # the layers that are computed, in the order in which they were
+    # With host buffers: marks of the device, each with the number of layers that it comes after.
+    marks: list[tuple[int, Any]] = field(default_factory=list)
     ended: bool = False  # whether the model has run
     reported: int = 0  # how many layers were reported to decode, from the first one on
 
@@ -84,7 +91,8 @@ class TransferThread:
         shard: the part of the KV cache that it holds.
         identity: what prefill must have in common with this vLLM, or ``None``.
         settings: the options of the connector.
-        layers: the names of the layers of the first group, in order.
+        layers: the names of the layers of each group, in order.
+        host: the host buffers, or ``None`` if the engine reaches the KV cache itself.
     """
 
     def __init__(
@@ -94,16 +102,22 @@ class TransferThread:
         shard: Shard,
         identity: Identity | None,
         settings: Settings,
-        layers: list[str],
+        layers: list[list[str]],
+        host: HostBuffers | None = None,
     ) -> None:
         limit_s = settings.timeout_ms / 1000
         self._engine = engine
         self._outbox = Outbox()
         self._lending = Lending(groups, settings.lease_ms / 1000, self._reply, self._freed)
-        self._receiving = Receiving(engine, groups, shard, identity, limit_s, self._outbox.send, self._received)
+        self._host = host
+        loads = None if host is None else HostLoads(host, layers, self._call)
+        self._receiving = Receiving(engine, groups, shard, identity, limit_s, self._outbox.send, self._received, loads)
+        self._saves: HostSaves | None = None
+        if host is not None:
+            self._saves = HostSaves(host, layers, settings.layers_per_read, limit_s, self._lending, self._call)
         self._lock = threading.Lock()
         self._work: deque[Callable[[], None]] = deque()
-        self._layers = layers
+        self._layers = layers[0]
         self._layers_per_read = settings.layers_per_read
         # Only the model's thread uses these.
         self._model_seconds = 0.0
@@ -137,14 +151,22 @@ class TransferThread:
         self._saved()
         if step.withdrawn:
             self._withdraw(step.withdrawn)
-        parts = [partial(self._lending.lend, part) for part in step.parts]
-        computed = [(part.ticket, part.number) for part in step.parts if not part.computed]
+        parts, finished = step.parts, None
+        if self._host is not None:
+            # Blocks that are computed have to be copied before decode can read them.
+            parts = [replace(part, computed=False) for part in step.parts]
+            copied = [part for part, given in zip(parts, step.parts) if given.computed]
+            if copied:
+                finished = _Computing(copied, self._layers, [(len(self._layers), self._host.mark())], ended=True)
+        work: list[Callable[[], None]] = [partial(self._lending.lend, part) for part in parts]
+        if finished is not None:
+            work.append(partial(self._unreported.append, finished))
+        computed = [part for part, given in zip(parts, step.parts) if not given.computed]
         if computed:
             # The transfer thread need not know before the first layers are in place.
             self._computing = _Computing(computed)
-            self._submit([*parts, partial(self._unreported.append, self._computing)], rouse=False)
-        else:
-            self._submit(parts)
+            work.append(partial(self._unreported.append, self._computing))
+        self._submit(work, rouse=not computed or finished is not None)
         self._took(begin)
 
     def submit(self, step: Step) -> None:
@@ -155,7 +177,9 @@ class TransferThread:
         now = time.monotonic()
         work = [partial(self._lending.finish, send, now) for send in step.sends]
         work += [partial(self._receiving.hold, order) for order in step.awaited]
-        work += [partial(self._receiving.begin, order, now) for order in step.receives]
+        # The device may still use the blocks for the requests that had them before.
+        mark = self._host.mark() if self._host is not None and step.receives else None
+        work += [partial(self._receiving.begin, order, now, mark) for order in step.receives]
         work += [partial(self._receiving.cancel, order.request) for order in step.cancelled]
         # In a step that computes, `step_saved` wakes the transfer thread.
         self._submit(work, rouse=self._computing is None)
@@ -174,6 +198,8 @@ class TransferThread:
         count = len(computing.saved)
         if count % self._layers_per_read == 0 and count < len(self._layers):
             begin = time.perf_counter()
+            if self._host is not None:
+                computing.marks.append((count, self._host.mark()))
             self._rouse()
             self._took(begin)
 
@@ -191,7 +217,8 @@ class TransferThread:
         begin = time.perf_counter()
         with self._lock:
             ended, self._ended = self._ended, Ended()
-        if self._has_died():
+        # The device may write to the blocks of a receive as long as a copy runs.
+        if self._has_died() and (self._host is None or self._host.stop()):
             ended.sent |= self._sends
             ended.failed |= self._receives - ended.received
             ended.received |= self._receives
@@ -215,16 +242,22 @@ class TransferThread:
         self._closing = True
         self._rouse()
         self._thread.join()
+        if self._host is not None and not self._host.close(_COPIES_S):
+            # Its end will be reported, so the descriptor stays open.
+            logger.error("a copy between host memory and device still runs after %g s", _COPIES_S)
+            return
         os.close(self._wake)
 
     def _has_died(self) -> bool:
-        """Whether the transfer thread has ended by an error. The first call then ends all that it has begun.
+        """Whether the transfer thread, or one that copies, has ended by an error. The first call then ends all.
 
         vLLM goes on without it: closing the engine ends grants, so that blocks can be used for something else, and
         transfers, so that nothing writes to blocks any more.
         """
-        if not self._abandoned and not self._thread.is_alive() and not self._closing:
-            logger.error("the transfer thread has ended, so this worker hands over and receives no requests any more")
+        copies = self._host is None or self._host.alive
+        if not self._abandoned and not (self._thread.is_alive() and copies) and not self._closing:
+            which = "the transfer thread" if copies else "a thread that copies between host memory and device"
+            logger.error("%s has ended, so this worker hands over and receives no requests any more", which)
             self._abandoned = True
             self._engine.close()
         return self._abandoned
@@ -242,6 +275,8 @@ class TransferThread:
         def withdraw() -> None:
             for order in orders:
                 self._lending.withdraw(order)
+            if self._saves is not None:
+                self._saves.drop()
             done.set()
 
         self._submit([withdraw])
@@ -255,6 +290,8 @@ class TransferThread:
     def _saved(self) -> None:
         computing, self._computing = self._computing, None
         if computing is not None:
+            if self._host is not None:
+                computing.marks.append((len(self._layers), self._host.mark()))
             computing.ended = True
             self._rouse()
 
@@ -283,7 +320,9 @@ class TransferThread:
 
     def _until_due(self) -> float | None:
         now = time.monotonic()
-        dues = (self._lending.next_due(), self._receiving.next_due(), self._outbox.next_due(now))
+        dues = [self._lending.next_due(), self._receiving.next_due(), self._outbox.next_due(now)]
+        if self._saves is not None:
+            dues.append(self._saves.next_due())
         times = [due for due in dues if due is not None]
         return min(max(0.0, min(times) - now), _LONGEST_SLEEP_S) if times else None
 
@@ -299,6 +338,8 @@ class TransferThread:
         now = time.monotonic()
         self._guarded(self._lending.due, now)
         self._guarded(self._receiving.due, now)
+        if self._saves is not None:
+            self._guarded(self._saves.due, now)
         self._guarded(self._outbox.resend)
 
     def _events(self) -> list[Event]:
@@ -327,18 +368,33 @@ class TransferThread:
             if not computing.ended:
                 saved = list(computing.saved)
                 if len(saved) > computing.reported and saved == self._layers[: len(saved)]:
-                    computing.reported = len(saved)
-                    self._lending.ready(computing.parts, len(saved))
+                    self._ready(computing, len(saved))
                 continue
             self._unreported.remove(computing)
             missing = set(self._layers).difference(computing.saved)
             if not missing:
-                self._lending.ready(computing.parts, None)
+                if computing.saved != self._layers:
+                    computing.marks = computing.marks[-1:]  # another order: only the last one comes after all layers
+                self._ready(computing, len(self._layers))
                 continue
             reason = f"the model has computed {len(self._layers) - len(missing)} of {len(self._layers)} layers"
-            tickets = ", ".join(sorted({ticket for ticket, _ in computing.parts}))
+            tickets = ", ".join(sorted({part.ticket for part in computing.parts}))
             logger.error("tickets %s are not handed over: %s", tickets, reason)
             self._lending.fail(computing.parts, reason)
+
+    def _ready(self, computing: _Computing, layers: int) -> None:
+        """Report the first layers of a step to decode. With host buffers, those that have a mark are copied first."""
+        if self._saves is None:
+            self._lending.ready(computing.parts, None if layers == len(self._layers) else layers)
+            computing.reported = layers
+            return
+        for end, mark in [(end, mark) for end, mark in list(computing.marks) if computing.reported < end <= layers]:
+            self._saves.begin(computing.parts, range(computing.reported, end), mark)
+            computing.reported = end
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Have the transfer thread do something. Threads that copy call this."""
+        self._submit([action])
 
     def _happened(self, event: Event) -> None:
         if isinstance(event, Completed):

@@ -10,17 +10,19 @@ from torch.overrides import TorchFunctionMode
 
 from llm_datadist import Engine
 from llm_datadist.integrations.vllm.addresses import advertised, listen_address
+from llm_datadist.integrations.vllm.device_copies import head_major, host_buffers, mirrored, page_rows
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.identity import Identity
 from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, engine_name
-from llm_datadist.integrations.vllm.supported import check_device, installed
+from llm_datadist.integrations.vllm.supported import installed
 from llm_datadist.integrations.vllm.transfer_thread import TransferThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from llm_datadist.integrations.vllm.host_buffers import HostBuffers
     from llm_datadist.integrations.vllm.settings import Settings
 
 __all__ = ["WorkerSide"]
@@ -65,6 +67,8 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self.groups: list[GroupCaches] = []
+        self._order = "HND"  # of the pages; the only one of the CPU backend
+        self._host: HostBuffers | None = None
         self._transfers: TransferThread | None = None
         self._identity = self._announced()
         self._engine = self._open()
@@ -81,39 +85,46 @@ class WorkerSide:
 
     def pool_memory(self) -> AbstractContextManager[Any] | None:
         """Return a context in which vLLM allocates its KV cache in the pool of the engine, if that is possible."""
-        return _PoolMemory(self) if self._fits_pool() else None
+        on_device = self._settings.host_buffers or self._config.device_config.device_type != "cpu"
+        return _PoolMemory(self) if self._fits_pool() and not on_device else None
 
     def allocate(self) -> torch.Tensor:
-        """Allocate vLLM's KV cache in the pool."""
+        """Allocate vLLM's KV cache, or the host buffers for it, in the pool."""
         caches = GroupCaches(self._engine, 0, self._form(0))
         self.groups = [caches]
         return torch.from_dlpack(caches.allocate(self._kv_cache_config.num_blocks)).view(torch.int8)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> TransferThread:
-        """Register vLLM's KV cache, and return its transfers, which begin."""
+        """Register vLLM's KV cache, or the host buffers for it, and return its transfers, which begin."""
+        device = next(iter(kv_caches.values())).device
+        if device.type != "cpu" or self._settings.host_buffers:
+            kv_caches = self._buffered(kv_caches, device)
         for index, group in enumerate(self._kv_cache_config.transfer_groups):
             if index == len(self.groups):
                 if self._fits_pool():
                     logger.warning("vLLM did not allocate its KV cache in the pool of llm_datadist; it is registered")
                 self.groups.append(GroupCaches(self._engine, index, self._form(index)))
             tensors = [kv_caches[name] for name in group.layer_names]
-            first = tensors[0]
-            check_device(first.device.type)
             form = self.groups[index].form
-            for tensor in tensors:
-                if tensor[0].nbytes != form.page_bytes or not tensor[0].is_contiguous():
-                    raise RuntimeError(f"unknown layout of vLLM's KV cache: shape {tuple(tensor.shape)}, {form}")
-            strides = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
-            self.groups[index].register([tensor.data_ptr() for tensor in tensors], first.shape[0], strides)
-        layers = list(self._kv_cache_config.transfer_groups[0].layer_names)
+            pages = [self._page_rows(tensor, form) for tensor in tensors]
+            strides = [rows.stride(0) * rows.element_size() for rows in pages]
+            self.groups[index].register([rows.data_ptr() for rows in pages], pages[0].shape[0], strides)
+        layers = [list(group.layer_names) for group in self._kv_cache_config.transfer_groups]
         identity = self._identity if self._settings.check_compatibility else None
-        self._transfers = TransferThread(self._engine, self.groups, self._shard, identity, self._settings, layers)
+        given = (self._engine, self.groups, self._shard, identity, self._settings, layers, self._host)
+        self._transfers = TransferThread(*given)
         form = self.groups[0].form
         logger.info(
             "llm_datadist is reached at %s as %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r",
             *(self.address, self._engine.name, len(self.groups), form.layers, form.page_bytes, form.isa),
         )
         return self._transfers
+
+    def use_copy_blocks(self, copy_blocks: Callable[..., None]) -> None:
+        """Have the host buffers, if there are any, copy with a function of vLLM."""
+        if self._host is not None:
+            self._host.copy_blocks = copy_blocks
+            logger.info("llm_datadist copies between host memory and device with the functions of vLLM's platform")
 
     def close(self) -> None:
         """End all transfers, and close the engine."""
@@ -122,6 +133,41 @@ class WorkerSide:
                 self._transfers.close()
         finally:
             self._engine.close()
+
+    def _buffered(self, kv_caches: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """Make the host buffers for a KV cache, and return its tensors in host memory.
+
+        They are laid out like the KV cache on the device, so each block there has a row with the same number.
+
+        Raises:
+            RuntimeError: the tensors of the KV cache are not in one allocation, or have an unknown layout.
+        """
+        groups = self._kv_cache_config.transfer_groups
+        used = {name: kv_caches[name] for group in groups for name in group.layer_names}
+        if len({tensor.untyped_storage().data_ptr() for tensor in used.values()}) != 1:
+            raise RuntimeError("the tensors of vLLM's KV cache are not in one allocation")
+        self._order = "HND" if all(map(head_major, used.values())) else "NHD"
+        if self._fits_pool():
+            memory = self.allocate()
+        else:
+            memory = torch.zeros(self._kv_cache_config.kv_cache_tensors[0].size, dtype=torch.int8)
+        host = {name: mirrored(tensor, memory) for name, tensor in used.items()}
+        blocks, rows = {}, {}
+        for index, group in enumerate(groups):
+            form = self._form(index)
+            for name in group.layer_names:
+                blocks[name] = self._page_rows(used[name], form)
+                rows[name] = self._page_rows(host[name], form)
+        self._host = host_buffers(device, blocks, rows, memory)
+        given = self._config.kv_transfer_config.kv_buffer_device
+        if given != "cpu":
+            text = "kv_buffer_device is %r, but llm_datadist reaches host memory only, so the KV cache goes through it"
+            logger.warning(text, given)
+        logger.info("the host buffers are in %s", "the pool" if self._fits_pool() else "registered memory")
+        return host
+
+    def _page_rows(self, tensor: torch.Tensor, form: PageFormat) -> torch.Tensor:
+        return page_rows(tensor, self._kv_cache_config.num_blocks, form.page_bytes)
 
     def _open(self) -> Engine:
         replica = self._config.parallel_config.data_parallel_index
@@ -168,6 +214,9 @@ class WorkerSide:
         if not hasattr(spec, "num_kv_heads"):
             raise RuntimeError(f"llm_datadist does not know KV caches of {type(spec).__name__}")
         latent = self._shard.total_heads == 1 and type(spec).__name__ == _LATENT
+        # Some backends keep keys and values apart, in other "heads" than those of the model.
+        slots = getattr(spec, "num_head_slots", None)
+        order = self._order if slots in (None, spec.num_kv_heads) else ""
         layers = self._config.compilation_config.static_forward_context
         isa = "" if latent else str(getattr(layers.get(group.layer_names[0]), "isa", ""))
         element = torch.empty(0, dtype=spec.dtype).element_size()
@@ -175,7 +224,7 @@ class WorkerSide:
         tag = f"{spec.dtype}/{type(spec).__name__}"
         heads, total = self._shard.heads, self._shard.total_heads
         sizes = (content - content // 2, content // 2)
-        return PageFormat(len(group.layer_names), spec.block_size, heads, total, *sizes, element, isa, tag)
+        return PageFormat(len(group.layer_names), spec.block_size, heads, total, *sizes, element, isa, tag, order)
 
 
 class _PoolMemory(TorchFunctionMode):  # type: ignore[misc]
