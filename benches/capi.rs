@@ -13,10 +13,8 @@ use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKind, ClusterId, Config, CopyArgs, DataDist, DataType, End, Placement,
-    PoolConfig, Role,
-};
+use llm_datadist_core::bindings::{Config, CopyArgs, DataDist, End, PoolConfig, Role};
+use llm_datadist_core::{CacheDesc, CacheId, CacheKind, ClusterId, DataType, Placement};
 
 const CALLS: u64 = 100_000;
 const ROUNDS: usize = 15;

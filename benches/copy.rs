@@ -32,10 +32,8 @@ use std::time::Duration;
 mod hand;
 
 use hand::{Flat, LOOPS, Shuffle, loop_over, median, timed};
-use llm_datadist_core::{
-    Cache, CacheDesc, CacheKind, ClusterId, Config, CopyArgs, DataDist, DataType, End, Placement, PoolConfig,
-    Role, SwapInPath,
-};
+use llm_datadist_core::bindings::{Cache, Config, CopyArgs, DataDist, End, PoolConfig, Role, SwapInPath};
+use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, DataType, Placement};
 
 struct Options {
     mib: u64,

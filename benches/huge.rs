@@ -31,10 +31,10 @@ use std::time::{Duration, Instant};
 mod hand;
 
 use hand::{Shuffle, median};
-use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, HugeChoice, Layers,
-    Name, PeerAddress, Placement, PoolConfig, RemoteName, Role, Rows,
+use llm_datadist_core::bindings::{
+    Cache, Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, PoolConfig, RemoteName, Role, Rows,
 };
+use llm_datadist_core::{Adopted, CacheDesc, CacheKind, ClusterId, DataType, Placement};
 
 const BLOCKS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
 const CHOICES: [HugeChoice; 2] = [HugeChoice::Off, HugeChoice::Eager];

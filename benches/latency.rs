@@ -26,11 +26,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::memory::Region;
-use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Layers, Name,
-    PeerAddress, Placement, PoolConfig, RemoteName, Role, Rows,
+use llm_datadist_core::bindings::{
+    Cache, Config, DataDist, End, Layers, Name, PeerAddress, PoolConfig, RemoteName, Role, Rows,
 };
+use llm_datadist_core::testing::memory::Region;
+use llm_datadist_core::{Adopted, CacheDesc, CacheKind, ClusterId, DataType, Placement};
 use llm_datadist_embed::KeptLists;
 
 /// As in the libraries for Python and C.

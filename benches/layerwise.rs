@@ -24,9 +24,10 @@ use std::time::{Duration, Instant};
 
 use decode::{Decode, KEY, Kv, config};
 use hand::Shuffle;
-use llm_datadist_core::{
-    CacheTask, ClusterId, DataDist, Deadline, Destination, LayerRange, LayerwiseArgs, Name, Outcome, Target,
+use llm_datadist_core::bindings::{
+    CacheTask, DataDist, Destination, LayerRange, LayerwiseArgs, Name, Outcome, Target,
 };
+use llm_datadist_core::{ClusterId, Deadline};
 
 pub const LAYERS: u32 = 40;
 const KIB: u64 = 1 << 10;

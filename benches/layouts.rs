@@ -34,13 +34,13 @@ mod hand;
 mod nested;
 
 use hand::{Flat, LOOPS, Shuffle, loop_over, median, timed};
+use llm_datadist_core::bindings::{Config, Geometry, KvGeometry, Role, Words};
 use llm_datadist_core::testing::copy::{CopyEngine, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence};
 use llm_datadist_core::{
-    CacheDesc, ClusterId, Config, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement,
-    Role, TokenOrder, Words,
+    CacheDesc, ClusterId, DataType, Deadline, KvLayout, KvPlanes, Placement, TokenOrder,
 };
 use nested::{Dimension, NESTED, Nest};
 

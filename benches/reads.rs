@@ -12,11 +12,12 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::bindings::{Config, Role};
 use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, PeerTensors, Progress};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{Adopted, PeerProcess, Probe, Tensors, allow_readers, own_probe};
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces};
-use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role};
+use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, DataType, Deadline, Placement};
 
 const BYTES: usize = 64 << 20;
 

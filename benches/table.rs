@@ -19,10 +19,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Instant;
 
+use llm_datadist_core::bindings::{CacheKey, CacheLayout, Geometry};
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
 use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
-use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Geometry, Placement};
+use llm_datadist_core::{CacheDesc, CacheKind, DataType, Placement};
 
 const KEYS: u64 = 1 << 20;
 

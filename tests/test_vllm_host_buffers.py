@@ -371,6 +371,24 @@ def test_waiting_copies_of_the_same_layers_run_as_one(layers: Layers) -> None:
     ]
 
 
+def test_last_of_several_copies_to_one_place_counts(layers: Layers) -> None:
+    held = threading.Event()
+    for number, blocks in enumerate(layers.blocks.values()):
+        blocks[:, 0] = range(number, number + 6)
+    layers.save("first", (5, 5), mark=held)
+    layers.load("other", (4, 4), mark=held)
+    eventually(lambda: not layers.buffers._saves._waiting and not layers.buffers._loads._waiting)
+    layers.rows["first"][1:3, 0] = 40, 50
+    for name, number in (("second", 1), ("third", 2)):
+        layers.save(name, (number, 0))
+        layers.load(name, (0, number))
+    held.set()
+    eventually(lambda: len(layers.ended) == 6)
+    assert len(layers.device.copies) == 4
+    assert layers.rows["second"][0, 0] == 3
+    assert layers.blocks["first"][0, 0] == 50
+
+
 def test_directions_do_not_wait_for_each_other(layers: Layers) -> None:
     held = threading.Event()
     layers.save("saved", (0, 0), mark=held)

@@ -187,11 +187,10 @@ def test_prefills_come_and_go() -> None:
             with running("prefill") as (prefill,):
                 ports.add(prefill.workers[0].address())
                 hand_over(prefill, decode, f"request {number}")
-                assert decode.workers[0].remembered() == {"links": 1}
+                assert (decode.workers[0].peers(), decode.workers[0].remembered()) == (1, {})
                 gone = prefill.handover("gone")
                 prefill.workers[0].kill()
             eventually(lambda: not decode.workers[0].peers())
-            eventually(lambda: not decode.workers[0].remembered())
             decode.receive(gone, TOKENS, name=f"gone {number}")
             eventually(lambda number=number: decode.all_ended(f"gone {number}", "failed"))
         assert len(ports) == 4
@@ -207,9 +206,9 @@ def test_prefills_that_are_added_share_the_requests() -> None:
             living.append(prefill)
             for side in living:
                 hand_over(side, decode, f"{number} of {side.name}")
-            assert decode.workers[0].remembered() == {"links": number + 1}
+            assert (decode.workers[0].peers(), decode.workers[0].remembered()) == (number + 1, {})
         living[1].workers[0].kill()
-        eventually(lambda: decode.workers[0].remembered() == {"links": 3})
+        eventually(lambda: decode.workers[0].peers() == 3)
         hand_over(living[0], decode, "last")
 
 

@@ -141,7 +141,6 @@ class _Worker:
             "receives": lending._receives,
             "leases": lending._leases,
             "ongoing": receiving._ongoing,
-            "links": receiving._linked,
             "dials": receiving._dials,
             "dialing": receiving._dialing,
             "messages": self.transfers._outbox._waiting,

@@ -6,10 +6,11 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, LayerRange, Layers, Name,
-    PeerAddress, Placement, PoolConfig, RemoteName, Role, Rows,
+use llm_datadist_core::bindings::{
+    CacheKey, Config, DataDist, End, LayerRange, Layers, Name, PeerAddress, PoolConfig, RemoteName, Role,
+    Rows,
 };
+use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, DataType, Placement};
 
 use crate::LAYERS;
 use crate::hand::Shuffle;

@@ -2,7 +2,8 @@
 //!
 //! Not for: speed beside the limit of the machine (`copy`, `transfer`).
 
-use llm_datadist_core::{DataDist, Layers, Placement, Rows};
+use llm_datadist_core::Placement;
+use llm_datadist_core::bindings::{DataDist, Layers, Rows};
 
 use crate::Options;
 use crate::curve::{Curve, Report};

@@ -2,7 +2,8 @@
 //!
 //! Not for: the best number of workers (`copy --workers`).
 
-use llm_datadist_core::{DataDist, Layers, Placement, Rows};
+use llm_datadist_core::Placement;
+use llm_datadist_core::bindings::{DataDist, Layers, Rows};
 
 use crate::Options;
 use crate::curve::{Curve, Report};

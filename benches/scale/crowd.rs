@@ -7,7 +7,8 @@ use std::str::FromStr;
 use std::sync::{Barrier, OnceLock};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{DataDist, ErrorKind, Layers, PeerAddress, Placement, Rows};
+use llm_datadist_core::bindings::{DataDist, Layers, PeerAddress, Rows};
+use llm_datadist_core::{ErrorKind, Placement};
 
 use crate::Options;
 use crate::curve::{Curve, Report};

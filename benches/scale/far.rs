@@ -8,7 +8,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use llm_datadist_core::{CacheKey, CacheKind, DataDist, PeerAddress, Placement};
+use llm_datadist_core::bindings::{CacheKey, DataDist, PeerAddress};
+use llm_datadist_core::{CacheKind, Placement};
 
 use crate::crowd::Crowd;
 use crate::heap::Count;

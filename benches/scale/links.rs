@@ -5,9 +5,8 @@
 
 use std::time::Duration;
 
-use llm_datadist_core::{
-    CacheKind, ClusterId, DataDist, End, Layers, Name, PeerAddress, Placement, RemoteName, Rows,
-};
+use llm_datadist_core::bindings::{DataDist, End, Layers, Name, PeerAddress, RemoteName, Rows};
+use llm_datadist_core::{CacheKind, ClusterId, Placement};
 
 use crate::Options;
 use crate::curve::{Curve, Report};

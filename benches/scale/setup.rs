@@ -4,10 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, Name, PeerAddress, Placement,
-    PoolConfig, RemoteName, Role, TransportChoice,
+use llm_datadist_core::bindings::{
+    CacheKey, Config, DataDist, End, Name, PeerAddress, PoolConfig, RemoteName, Role, TransportChoice,
 };
+use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, DataType, Placement};
 
 /// A time limit for links that is never reached.
 pub const LIMIT: Duration = Duration::from_secs(20);

@@ -5,9 +5,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use llm_datadist_core::bindings::{CacheKey, CacheLayout, Config, DataDist, Geometry};
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
-use llm_datadist_core::{CacheId, CacheKey, CacheKind, CacheLayout, Config, DataDist, Geometry, Placement};
+use llm_datadist_core::{CacheId, CacheKind, Placement};
 
 use crate::Options;
 use crate::curve::{Curve, Report};

@@ -4,7 +4,8 @@
 
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, End, Layers, Name, RemoteName, Rows};
+use llm_datadist_core::bindings::{CacheKey, DataDist, End, Layers, Name, RemoteName, Rows};
+use llm_datadist_core::{CacheKind, ClusterId};
 
 use crate::Options;
 use crate::memory::{Blocks, KEY, config, desc};

@@ -7,9 +7,11 @@ use std::fmt::Write as _;
 use std::ops::Range;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{
+    CacheKey, CallExtras, DataDist, End, GroupMember, Layers, Name, RemoteName, Rows,
+};
 use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, CallExtras, ClusterId, DataDist, DataType, Deadline, End, GroupMember,
-    KvLayout, KvPlanes, Layers, Name, Placement, RemoteName, Rows, TokenOrder,
+    CacheDesc, CacheKind, ClusterId, DataType, Deadline, KvLayout, KvPlanes, Placement, TokenOrder,
 };
 
 use crate::Options;

@@ -2,10 +2,8 @@
 //!
 //! Not for: moving it.
 
-use llm_datadist_core::{
-    Adopted, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, Placement,
-    PoolConfig, Role, TransportChoice,
-};
+use llm_datadist_core::bindings::{CacheKey, Config, DataDist, End, PoolConfig, Role, TransportChoice};
+use llm_datadist_core::{Adopted, CacheDesc, CacheKind, ClusterId, DataType, Placement};
 use std::time::Duration;
 
 /// The blocks cache both sides use.

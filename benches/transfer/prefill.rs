@@ -9,7 +9,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, PeerAddress};
+use llm_datadist_core::bindings::{CacheKey, DataDist, PeerAddress};
+use llm_datadist_core::{CacheKind, ClusterId};
 
 use crate::hand::Shuffle;
 use crate::layouts;
@@ -138,7 +139,7 @@ impl There {
     }
 
     fn blocks(&mut self, own: bool, rows: u64, len: u64) -> String {
-        if let Some(Blocks { end: llm_datadist_core::End::Managed(id), .. }) = self.blocks.take() {
+        if let Some(Blocks { end: llm_datadist_core::bindings::End::Managed(id), .. }) = self.blocks.take() {
             self.engine().deallocate(id).unwrap();
             self.engine().unregister(id).unwrap();
         }

@@ -7,7 +7,8 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::{ClusterId, DataDist, End, Layers, Name, PeerAddress, RemoteName, Rows};
+use llm_datadist_core::ClusterId;
+use llm_datadist_core::bindings::{DataDist, End, Layers, Name, PeerAddress, RemoteName, Rows};
 
 use crate::Options;
 use crate::hand::{Flat, LOOPS, Shuffle, loop_over, median, quiet, timed};

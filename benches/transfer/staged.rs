@@ -6,9 +6,10 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 
+use llm_datadist_core::ClusterId;
+use llm_datadist_core::bindings::{DataDist, Layers, Name, PeerAddress, RemoteName, Rows};
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::session::Transports;
-use llm_datadist_core::{ClusterId, DataDist, Layers, Name, PeerAddress, RemoteName, Rows};
 use llm_datadist_testing::{SimDevice, host_address};
 
 use crate::Options;

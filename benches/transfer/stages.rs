@@ -8,11 +8,12 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use llm_datadist_core::bindings::{CacheKey, CacheLayout, DataDist};
 use llm_datadist_core::testing::model::{Geometry, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Side};
 use llm_datadist_core::testing::protocol::{self, HEADER, NamedCache, Request, Run, WireLocation, WirePlan};
 use llm_datadist_core::testing::validate::{CheckedTransfer, Layers, RemoteCache, Rows};
-use llm_datadist_core::{CacheId, CacheKey, CacheKind, CacheLayout, DataDist, Placement};
+use llm_datadist_core::{CacheId, CacheKind, Placement};
 
 use crate::Options;
 use crate::hand::{Shuffle, median};
@@ -82,9 +83,14 @@ fn push(layout: CacheLayout, list: Rows) -> ([f64; 7], usize) {
 #[inline(never)]
 fn checked(layout: CacheLayout, list: Rows) -> (CheckedTransfer, Moves) {
     let remote = RemoteCache { layout, kv: None, row: 0, accessible: true };
-    let checked =
-        CheckedTransfer::new(llm_datadist_core::Words::ORIGINAL, Side::Source, layout, list, Layers::ALL)
-            .unwrap();
+    let checked = CheckedTransfer::new(
+        llm_datadist_core::bindings::Words::ORIGINAL,
+        Side::Source,
+        layout,
+        list,
+        Layers::ALL,
+    )
+    .unwrap();
     let moves = checked.moves(&remote).unwrap();
     (checked, moves)
 }

@@ -5,7 +5,8 @@
 
 use std::hint::black_box;
 
-use llm_datadist_core::{CallExtras, ClusterId, DataDist, Layers, Name, RemoteName, Rows, Verify};
+use llm_datadist_core::bindings::{CallExtras, DataDist, Layers, Name, RemoteName, Rows};
+use llm_datadist_core::{ClusterId, Verify};
 
 use crate::Options;
 use crate::hand::{Shuffle, median, timed};

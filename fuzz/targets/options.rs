@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::testing::options::{config_from_texts, cpp};
-use llm_datadist_core::{ClusterId, Config, ErrorKind, Result, Role};
+use llm_datadist_core::bindings::{Config, Role};
+use llm_datadist_core::{ClusterId, ErrorKind, Result};
 use llm_datadist_fuzz::refused_as;
 
 const TOKEN: &str = "llm.LinkToken";

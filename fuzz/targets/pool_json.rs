@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::testing::options::{config_from_texts, cpp};
-use llm_datadist_core::{ClusterId, ErrorKind, PoolConfig, Role};
+use llm_datadist_core::bindings::{PoolConfig, Role};
+use llm_datadist_core::{ClusterId, ErrorKind};
 use llm_datadist_fuzz::refused_as;
 use serde_json::Value;
 

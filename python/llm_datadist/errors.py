@@ -30,6 +30,8 @@ class Error(Exception):
         code: the kind of failure as a word, such as ``"not_linked"``, for logs and metrics. A class may have several.
         reason: what failed, without the facts.
         argument: the name of the argument that was refused, or ``None``.
+        errno: the number of the system error that caused the failure, as ``OSError.errno``, or ``None``. That of a link
+            call whose time limit has passed is from its last attempt: ``errno.ECONNREFUSED`` if nobody listens there.
         facts: what is known about the failure: texts by name, such as ``part``. ``peer_name``, ``peer`` (its
             address) and ``incarnation`` say which peer it is about, and ``option`` which option can change it.
         arrived: what a failed pull has written, as ``[(tensor, [(first block, block after the last), ...]), ...]``. All
@@ -44,6 +46,7 @@ class Error(Exception):
         code: str = "failed",
         reason: str | None = None,
         argument: str | None = None,
+        errno: int | None = None,
         facts: dict[str, str] | None = None,
         arrived: list[tuple[int, list[tuple[int, int]]]] | None = None,
     ) -> None:
@@ -51,12 +54,14 @@ class Error(Exception):
         self.code = code
         self.reason = text if reason is None else reason
         self.argument = argument
+        self.errno = errno
         self.facts = {} if facts is None else facts
         self.arrived = [] if arrived is None else arrived
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the attributes in a pickle and a copy."""
-        return (type(self), self.args, self.__dict__)
+        # A subclass of OSError keeps `errno` outside of its dictionary.
+        return (type(self), self.args, {**self.__dict__, "errno": self.errno})
 
 
 class InvalidArgument(Error, ValueError):  # noqa: N818

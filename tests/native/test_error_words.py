@@ -5,7 +5,10 @@ Not for: what each error is about (the tests of the calls).
 
 from __future__ import annotations
 
+import copy
+import errno
 import logging
+import pickle
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +87,20 @@ def test_errors_of_opening(start: Open) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         at = "{}:{}".format(*taken.getsockname())
-        native(Error, lambda: start(listen=at), "failed", at)
+        error = native(Error, lambda: start(listen=at), "failed", at)
+        assert error.errno == errno.EADDRINUSE
     native(Error, lambda: start(backend="ucx"), "not_enabled", "option=token")
     native(Error, lambda: start(backend="ucx", token="b" * 16), "not_enabled", "option=ucx_library")
     native(InvalidArgument, lambda: start(silence=-1.0), "invalid_argument", "silence")
+
+
+def test_errno_is_that_of_the_cause(start: Open) -> None:
+    """Also of a class that derives from OSError, and in a copy."""
+    refused = native(Timeout, lambda: start().link("127.0.0.1:1", timeout=0.2), "timeout", "127.0.0.1:1")
+    assert (refused.errno, refused.facts.get("errno")) == (errno.ECONNREFUSED, None)
+    for again in (pickle.loads(pickle.dumps(refused)), copy.copy(refused)):  # noqa: S301  (our own bytes)
+        assert (type(again), again.errno, str(again)) == (Timeout, errno.ECONNREFUSED, str(refused))
+    assert native(OutOfMemory, lambda: allocate(start(), blocks=1 << 20), "out_of_memory").errno is None
 
 
 def test_errors_of_calls_to_a_peer(pair: Pair) -> None:

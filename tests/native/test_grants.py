@@ -109,8 +109,33 @@ def test_revoke(pair: Pair) -> None:
     assert grant.revoke().result(LIMIT) is None
     fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
     error = fails(GrantEnded, lambda: grant.renew(1.0))
-    assert (error.reason, error.facts) == ("the grant has ended", {"reason": "revoked"})
+    assert (error.reason, error.facts) == (
+        "the owner has revoked the grant; ask it for another one",
+        {"ended": "revoked"},
+    )
     assert of(GrantClosed, pair.far.events()) == [], "one event for each grant"
+
+
+def test_the_owner_says_why_a_grant_has_ended(pair: Pair) -> None:
+    """Also to a reader that has pulled under the grant, and sees its end without asking."""
+    mine, theirs = pair.caches()
+
+    def reason(token: bytes) -> str:
+        return fails(GrantEnded, lambda: pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=token)).reason
+
+    for used in (False, True):
+        grants = [pair.far.lend(theirs[[4]], ttl=ttl) for ttl in (LIMIT, LIMIT, 2.0)]
+        for grant in grants if used else []:
+            pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=grant.token, last=False).result(LIMIT)
+        revoked, done, expired = grants
+        revoked.revoke().result(LIMIT)
+        pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=done.token).result(LIMIT)
+        gather(pair.far, lambda seen: len(of(GrantClosed, seen)) >= 3)
+        assert reason(revoked.token).startswith("the owner has revoked the grant")
+        assert reason(done.token).startswith("the readers of the grant have finished")
+        assert reason(expired.token).startswith("the grant has expired")
+    forged = expired.token[:-1] + bytes([expired.token[-1] ^ 1])
+    assert reason(forged).startswith("the owner has never given a grant with this token")
 
 
 def test_revoke_without_room_for_a_transfer(start: Open) -> None:

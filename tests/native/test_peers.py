@@ -81,6 +81,14 @@ def test_link_is_idempotent(pair: Pair) -> None:
     assert (pair.near.events(), pair.far.events(), len(pair.near.peers)) == ([], [], 1)
 
 
+def test_link_calls_to_a_linked_peer_have_ended_and_leave_the_link(pair: Pair) -> None:
+    calls = [pair.near.link(address(pair.far), name="far", timeout=0.001) for _ in range(1500)]
+    assert all(call.done() for call in calls)
+    assert {call.result(0) for call in calls} == {pair.peer}
+    fails(PeerLost, lambda: pair.near.link(address(pair.far), name="other"))
+    assert (pair.near.events(), pair.far.events(), pair.peer.alive) == ([], [], True)
+
+
 def test_completed_event_of_a_link(start: Open) -> None:
     far, near = start(listen="127.0.0.1:0"), start()
     transfer = near.link(address(far))

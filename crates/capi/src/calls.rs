@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{CacheId, DataDist, End, PeerAddress, Result, StatusCode};
+use llm_datadist_core::bindings::{DataDist, End, PeerAddress, StatusCode};
+use llm_datadist_core::{CacheId, Result};
 
 use crate::failure;
 use crate::objects::{Object, OpenEngine};

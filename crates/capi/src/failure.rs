@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::panic::{self, AssertUnwindSafe};
 
-use llm_datadist_core::{Error, ErrorClass, ErrorKind, ErrorWords, Result, StatusCode};
+use llm_datadist_core::bindings::StatusCode;
+use llm_datadist_core::{Error, ErrorClass, ErrorKind, ErrorWords, Result};
 
 use crate::polled_events::c_text;
 

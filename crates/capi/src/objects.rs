@@ -3,8 +3,9 @@
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use llm_datadist_core::bindings::DataDist;
 use llm_datadist_core::bindings::cpp::Options;
-use llm_datadist_core::{ClusterId, DataDist, Error, ErrorKind, Result};
+use llm_datadist_core::{ClusterId, Error, ErrorKind, Result};
 
 /// One object of the class.
 pub(crate) struct Object {

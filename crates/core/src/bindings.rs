@@ -1,8 +1,26 @@
-//! Items for `crates/py` and `crates/capi` only: argument rules that their setters and constructors share
-//! with the engine, and support for libraries that are loaded into another program.
+//! Items for `crates/py`, `crates/capi` and tests only: the engine of the original's API, with clusters, roles, keys, and operations
+//! that run or start; what languages share; and support for libraries that are loaded into another program.
 
+pub use crate::cache::Cache;
+pub use crate::config::{
+    Backend, Config, FabricConfig, HugeChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
+    TransportChoice,
+};
+pub use crate::engine::{
+    CacheIndex, CallExtras, CopyMember, DataDist, End, GroupMember, LayerReceiver, Operation, RemoteName,
+};
+pub use crate::events::AwaitQueue;
 pub use crate::memory::{abandon as abandon_sockets, above_standard_streams, remember_process, this_process};
+pub use crate::model::{
+    CacheKey, CacheLayout, Geometry, KvGeometry, NO_ID, Name, RemoteCacheName, RowSizes, SubRow, Words,
+    tensor_bytes,
+};
+pub use crate::native::{OwnPairs, PeerCall, PeerPairs};
+pub use crate::session::{CommStatus, PeerAddress};
+pub use crate::status::StatusCode;
 pub use crate::threads::engine_of_thread;
+pub use crate::transfer::{CacheTask, Outcome};
+pub use crate::validate::{CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, Rows, Target};
 
 /// Builds lists whose length the caller chooses. A failed allocation returns an error and does not abort.
 pub mod fallible {

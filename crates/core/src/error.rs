@@ -273,17 +273,40 @@ impl Error {
         Error::new(ErrorKind::System, text).with("errno", errno).because(error)
     }
 
+    /// Returns the number of the system error that the error reports itself. Its causes are left out.
+    pub(crate) fn own_errno(&self) -> Option<Errno> {
+        self.fact("errno")?.parse().ok().map(Errno::from_raw_os_error)
+    }
+
+    /// Returns the number of the system error (`errno`) that is the cause of the error, or of the last failed attempt. `None` if there
+    /// is none.
+    ///
+    /// ```
+    /// use llm_datadist_core::{Error, ErrorKind};
+    /// let refused = std::io::Error::from_raw_os_error(111);
+    /// let error = Error::new(ErrorKind::Timeout, "timeout passed while linking").because(refused);
+    /// assert_eq!(error.raw_os_error(), Some(111));
+    /// ```
+    pub fn raw_os_error(&self) -> Option<i32> {
+        let first: &(dyn StdError + 'static) = self;
+        let mut causes = std::iter::successors(Some(first), |&error| error.source());
+        causes.find_map(|cause| {
+            let own = cause.downcast_ref().and_then(Error::own_errno).map(Errno::raw_os_error);
+            own.or_else(|| cause.downcast_ref().and_then(std::io::Error::raw_os_error))
+                .filter(|&errno| errno != 0)
+        })
+    }
+
     /// Whether this process or its host had no descriptor or memory for a socket. This says nothing about the peer.
     pub(crate) fn is_shortage(&self) -> bool {
-        let errno = self.fact("errno").and_then(|number| number.parse().ok()).map(Errno::from_raw_os_error);
-        errno.is_some_and(|errno| SHORTAGES.contains(&errno))
+        self.own_errno().is_some_and(|errno| SHORTAGES.contains(&errno))
     }
 
     /// Whether the peer has closed a connection, or its process has ended.
     pub(crate) fn is_hang_up(&self) -> bool {
-        let errno = self.fact("errno").and_then(|number| number.parse().ok()).map(Errno::from_raw_os_error);
         let cut = self.fact("bytes_before").is_some();
-        self.kind() == ErrorKind::NotLinked && (cut || matches!(errno, Some(Errno::CONNRESET | Errno::PIPE)))
+        self.kind() == ErrorKind::NotLinked
+            && (cut || matches!(self.own_errno(), Some(Errno::CONNRESET | Errno::PIPE)))
     }
 
     /// Marks a failure to link that only another configuration of a side can change.

@@ -18,7 +18,8 @@
 //!   what blocks mean. [`Engine::peer_cache`] names a [`PeerCache`].
 //! - **Rows:** [`OwnCache::rows`] and [`PeerCache::rows`] select blocks, and [`BlockRows::with_part`] the [`RowsPart`] that moves.
 //! - **Copy, pull, push:** [`Engine::copy`], [`Engine::pull`] and [`Engine::push`] of pairs of rows, with [`PairExtras`], return a
-//!   [`Transfer`] at once. [`Transfer::join`] waits for its end. [`Engine::push_layers`] returns a [`LayerTask`], to which the program
+//!   [`Transfer`] at once. [`Transfer::join`] waits for its end, and `transfer.as_ref().await` does so in async code
+//!   ([`TransferFuture`]). [`Engine::push_layers`] returns a [`LayerTask`], to which the program
 //!   reports layers.
 //! - **Peers:** [`Engine::link`], [`Engine::peers`], [`Engine::send`] and [`Engine::unlink`], with a [`PeerInfo`] for each peer.
 //! - **Grants:** [`Engine::lend`] lends blocks, and returns the [`GrantToken`] for a pull with [`GrantUse`].
@@ -26,8 +27,8 @@
 //! - **Observe:** [`Engine::stats`] returns a [`Snapshot`]. The log is `tracing` events with targets `llm_datadist::*`.
 //! - **Errors:** [`Error`] with its [`ErrorKind`], argument, facts and [`ArrivedRows`], and in [`ErrorWords`] its [`ErrorClass`].
 //!
-//! Items that this page does not show serve `crates/py` and `crates/capi` alone: the layer of the original's API, and what languages
-//! share. The feature `testing` adds the module `testing`, which opens the private modules to tests and benchmarks.
+//! The module `bindings`, which this page does not show, serves `crates/py` and `crates/capi`: the layer of the original's API, and what
+//! languages share. The feature `testing` adds the module `testing`, which opens the private modules to tests and benchmarks.
 //!
 //! # Example
 //!
@@ -130,7 +131,9 @@ mod validate;
 
 pub use cache::TableState;
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
-pub use events::{Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferProgress};
+pub use events::{
+    Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferFuture, TransferProgress,
+};
 pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
@@ -145,33 +148,3 @@ pub use options::OptionValue;
 pub use pool::PoolState;
 pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use transfer::{LayerProgress, LayerTask};
-
-// What only `crates/py`, `crates/capi` and tests use: clusters with roles, caches with keys, and operations that run or start.
-#[doc(hidden)]
-pub use cache::Cache;
-#[doc(hidden)]
-pub use config::{
-    Backend, Config, FabricConfig, HugeChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
-    TransportChoice,
-};
-#[doc(hidden)]
-pub use engine::{
-    CacheIndex, CallExtras, CopyMember, DataDist, End, GroupMember, LayerReceiver, Operation, RemoteName,
-};
-#[doc(hidden)]
-pub use events::AwaitQueue;
-#[doc(hidden)]
-pub use model::{
-    CacheKey, CacheLayout, Geometry, KvGeometry, NO_ID, Name, RemoteCacheName, RowSizes, SubRow, Words,
-    tensor_bytes,
-};
-#[doc(hidden)]
-pub use native::{OwnPairs, PeerCall, PeerPairs};
-#[doc(hidden)]
-pub use session::{CommStatus, PeerAddress};
-#[doc(hidden)]
-pub use status::StatusCode;
-#[doc(hidden)]
-pub use transfer::{CacheTask, Outcome};
-#[doc(hidden)]
-pub use validate::{CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, Rows, Target};

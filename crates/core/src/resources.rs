@@ -15,7 +15,7 @@ use crate::fallible;
 use crate::grants::{self, Grants};
 use crate::huge_pages::{Merged, SmallPageHint, commit_pools};
 use crate::memory::{self, Generations, MapBudget};
-use crate::model::{Name, Placement};
+use crate::model::{GrantEnd, Name, Placement};
 use crate::pool::Arena;
 use crate::stats::Stats;
 use crate::threads::EngineNumber;
@@ -169,7 +169,7 @@ impl Resources {
         let Name::Grant(id) = name else { return self.table.describe(name) };
         let cache = self.grants.find(&id)?.cache();
         // A released cache leaves the table before its grants end.
-        self.table.describe(Name::Row { cache, row: 0 }).map_err(|_| grants::ended())
+        self.table.describe(Name::Row { cache, row: 0 }).map_err(|_| grants::ended(Some(GrantEnd::Released)))
     }
 
     /// Returns the generation numbers of all entries of the table.

@@ -4,8 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::bindings::{Cache, CacheTask};
 use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, GrantClock};
-use crate::{Cache, CacheTask, Error, EventQueue, LayerTask, LinkEnd, Result};
+use crate::{Error, EventQueue, LayerTask, LinkEnd, Result};
 
 /// Returns the memory of a cache.
 pub fn tensors(cache: &Cache) -> &Arc<crate::memory::Tensors> {

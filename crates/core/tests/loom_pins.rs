@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::Cache;
 use llm_datadist_core::testing::cache::{CallRows, RowUse};
-use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, DataType, Deadline, Placement};
+use llm_datadist_core::{Adopted, CacheDesc, CacheKind, DataType, Deadline, Placement};
 use loom::sync::atomic::{AtomicI64, Ordering};
 use loom::thread;
 

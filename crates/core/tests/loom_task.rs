@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::LayerRange;
 use llm_datadist_core::testing::transfer::{
     AsyncCalls, CacheTask, Delivery, Executor, LayerSink, LayerTask, Outcome,
 };
 use llm_datadist_core::testing::{begin_layer_task, refuse_layer, start_task};
-use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, Result};
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 

@@ -5,7 +5,8 @@
 //! errors.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, Role};
+use llm_datadist_core::bindings::{CacheKey, Role};
+use llm_datadist_core::{CacheDesc, CacheKind};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyList};

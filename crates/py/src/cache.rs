@@ -5,7 +5,8 @@
 use std::sync::Arc;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{Cache, CacheId, CacheKind, DataType, End, Error, Result};
+use llm_datadist_core::bindings::{Cache, End};
+use llm_datadist_core::{CacheId, CacheKind, DataType, Error, Result};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};

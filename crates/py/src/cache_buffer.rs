@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, Result};
+use llm_datadist_core::Result;
+use llm_datadist_core::bindings::Cache;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyMemoryView, PyType};

@@ -190,7 +190,8 @@ pub(crate) fn check_dimensions(
 /// Returns the bytes of one tensor.
 #[pyfunction]
 pub(crate) fn tensor_bytes(shape: &Any<'_>, data_type: &Any<'_>) -> PyResult<u64> {
-    let bytes = llm_datadist_core::tensor_bytes(&convert::shape(shape)?, convert::data_type(data_type)?);
+    let bytes =
+        llm_datadist_core::bindings::tensor_bytes(&convert::shape(shape)?, convert::data_type(data_type)?);
     checked(shape.py(), bytes)
 }
 

@@ -3,7 +3,7 @@
 //! Single values are converted in `convert`, pulls and pushes in `pull_push_arguments`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CopyArgs, End};
+use llm_datadist_core::bindings::{CopyArgs, End};
 use pyo3::prelude::*;
 
 use crate::arguments::IntArg;

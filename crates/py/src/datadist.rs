@@ -2,8 +2,9 @@
 //!
 //! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
+use llm_datadist_core::ClusterId;
 use llm_datadist_core::bindings::options::config_from_texts;
-use llm_datadist_core::{ClusterId, DataDist as CoreDataDist, End};
+use llm_datadist_core::bindings::{DataDist as CoreDataDist, End};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PyString};

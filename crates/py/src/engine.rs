@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, DataDist, Mode};
 use llm_datadist_core::bindings::{remember_process, this_process};
-use llm_datadist_core::{ClusterId, Config, DataDist, Deadline, Error, ErrorKind, Mode, Result};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, Result};
 use pyo3::prelude::*;
 
 use crate::error::{self, Codes, Raise};

@@ -2,7 +2,8 @@
 //!
 //! `convert` raises `TypeError` and `ValueError`; `core::status` chooses the codes.
 
-use llm_datadist_core::{Error, ErrorKind, Mode, StatusCode};
+use llm_datadist_core::bindings::{Mode, StatusCode};
+use llm_datadist_core::{Error, ErrorKind};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;

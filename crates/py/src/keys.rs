@@ -1,6 +1,7 @@
 //! Keys of caches: which class a key has, and what it names.
 
-use llm_datadist_core::{CacheId, CacheKey, ClusterId, Error, ErrorKind, NO_ID, Name, RemoteName};
+use llm_datadist_core::bindings::{CacheKey, NO_ID, Name, RemoteName};
+use llm_datadist_core::{CacheId, ClusterId, Error, ErrorKind};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyType;

@@ -3,7 +3,8 @@
 //! The same engine carries them out. Roles are checked in the Python package; other differences are in `core::config::Mode`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheKind, End, Error, ErrorKind, Layers, Rows};
+use llm_datadist_core::bindings::{End, Layers, Rows};
+use llm_datadist_core::{CacheKind, Error, ErrorKind};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

@@ -5,10 +5,10 @@
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{
-    CacheDesc, CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers,
-    LayerwiseArgs, Target, Words,
+use llm_datadist_core::bindings::{
+    CacheLayout, Destination, End, Geometry, LayerRange, Layers, LayerwiseArgs, Target, Words,
 };
+use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Error};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyRange;

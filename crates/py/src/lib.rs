@@ -38,7 +38,8 @@ mod raw;
 mod stats;
 mod task;
 
-use llm_datadist_core::{DataType, StatusCode};
+use llm_datadist_core::DataType;
+use llm_datadist_core::bindings::StatusCode;
 use llm_datadist_embed::KeptLists;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

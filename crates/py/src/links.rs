@@ -6,7 +6,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{ClusterId, CommStatus, DataDist, Error, ErrorKind, PeerAddress, Result, StatusCode};
+use llm_datadist_core::bindings::{CommStatus, DataDist, PeerAddress, StatusCode};
+use llm_datadist_core::{ClusterId, Error, ErrorKind, Result};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;

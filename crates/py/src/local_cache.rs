@@ -4,7 +4,8 @@
 //! `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheDesc, CacheId, CacheKind, End, Error, ErrorKind, Mode};
+use llm_datadist_core::bindings::{End, Mode};
+use llm_datadist_core::{CacheDesc, CacheId, CacheKind, Error, ErrorKind};
 use pyo3::intern;
 use pyo3::prelude::*;
 

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{
-    Cache, CacheId, CacheKey, CacheKind, CallExtras, CopyArgs, DataDist, End, Operation, Result,
-};
+use llm_datadist_core::bindings::{Cache, CacheKey, CallExtras, CopyArgs, DataDist, End, Operation};
+use llm_datadist_core::{CacheId, CacheKind, Result};
 use pyo3::prelude::*;
 
 use crate::arguments::DescArg;

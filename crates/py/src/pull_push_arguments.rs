@@ -3,7 +3,8 @@
 //! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{End, Error, ErrorKind, LayerRange, Layers, Mode, RemoteName, Rows, Words};
+use llm_datadist_core::bindings::{End, LayerRange, Layers, Mode, RemoteName, Rows, Words};
+use llm_datadist_core::{Error, ErrorKind};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyRangeMethods, PyString};

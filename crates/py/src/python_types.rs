@@ -6,7 +6,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use llm_datadist_core::{DataType, Placement, Role, StatusCode};
+use llm_datadist_core::bindings::{Role, StatusCode};
+use llm_datadist_core::{DataType, Placement};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;

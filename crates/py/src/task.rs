@@ -6,7 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{AwaitQueue, CacheTask, Deadline, Error, ErrorKind, Outcome, StatusCode};
+use llm_datadist_core::bindings::{AwaitQueue, CacheTask, Outcome, StatusCode};
+use llm_datadist_core::{Deadline, Error, ErrorKind};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 

@@ -83,7 +83,7 @@
 //! A checked geometry cannot be constructed directly:
 //!
 //! ```compile_fail,E0451
-//! use llm_datadist_core::Geometry;
+//! use llm_datadist_core::bindings::Geometry;
 //! let _ = Geometry { num_tensors: 1, rows: 1, row_bytes: u64::MAX };
 //! ```
 

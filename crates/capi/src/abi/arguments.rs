@@ -1,9 +1,8 @@
 //! The arguments that several calls of the C++ class share.
 
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{
-    CacheId, CacheIndex, CopyArgs, DataDist, End, ErrorKind, ExtParam, Operation, Result,
-};
+use llm_datadist_core::bindings::{CacheIndex, CopyArgs, DataDist, End, ExtParam, Operation};
+use llm_datadist_core::{CacheId, ErrorKind, Result};
 
 use super::raw;
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};

@@ -27,8 +27,9 @@ mod transfers;
 
 use std::ffi::c_char;
 
+use llm_datadist_core::bindings::StatusCode;
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result};
 
 pub use log::*;
 pub use native_caches::*;
@@ -198,7 +199,7 @@ unsafe fn each_cluster(
     (clusters, count, millis, rets, num_rets): Clusters,
     call: impl FnOnce(
         &OpenEngine,
-        &[llm_datadist_core::PeerAddress],
+        &[llm_datadist_core::bindings::PeerAddress],
         std::time::Duration,
     ) -> calls::ClusterResults,
 ) -> u32 {

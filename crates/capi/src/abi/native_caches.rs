@@ -4,8 +4,9 @@ use std::ffi::{c_char, c_void};
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::DataDist;
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{Adopted, CacheKind, DataDist, Error, OwnCache, Result};
+use llm_datadist_core::{Adopted, CacheKind, Error, OwnCache, Result};
 
 use super::native_engines::entered;
 use super::native_transfers::kept;

@@ -6,10 +6,8 @@ use std::ptr::NonNull;
 use std::slice;
 
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, DataDist, End, Error, ErrorKind,
-    ExtParam, PeerAddress, Result,
-};
+use llm_datadist_core::bindings::{Cache, CacheIndex, DataDist, End, ExtParam, PeerAddress};
+use llm_datadist_core::{Adopted, CacheDesc, CacheId, CacheKind, ClusterId, Error, ErrorKind, Result};
 
 use super::types::{
     LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,

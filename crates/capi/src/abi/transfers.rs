@@ -1,6 +1,6 @@
 //! The functions of the C++ class that move bytes: pulls, pushes and copies.
 
-use llm_datadist_core::CopyArgs;
+use llm_datadist_core::bindings::CopyArgs;
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 use super::{arguments, entered, raw};

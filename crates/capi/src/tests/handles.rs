@@ -5,7 +5,8 @@ use std::collections::HashSet;
 use std::ffi::CStr;
 use std::ptr::{from_ref, null};
 
-use llm_datadist_core::{Error, ErrorKind, StatusCode};
+use llm_datadist_core::bindings::StatusCode;
+use llm_datadist_core::{Error, ErrorKind};
 
 use super::forks::{alone, in_a_child};
 use super::{ALL, Engine, INDEX, SMALL, cache, desc, failed, initialize, reason};

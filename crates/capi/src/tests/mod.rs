@@ -16,7 +16,7 @@ mod pointers;
 
 use std::ffi::{CStr, CString, c_char};
 
-use llm_datadist_core::StatusCode;
+use llm_datadist_core::bindings::StatusCode;
 
 use crate::abi::*;
 use crate::failure;

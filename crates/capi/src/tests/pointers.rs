@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 use std::ptr::{from_ref, null, null_mut, without_provenance, without_provenance_mut};
 
-use llm_datadist_core::StatusCode;
+use llm_datadist_core::bindings::StatusCode;
 
 use super::{ALL, Engine, INDEX, LOCAL, SMALL, cache, desc, failed, initialize, peer, reason, refused};
 use crate::abi::*;

@@ -92,9 +92,10 @@ impl DataDist {
 
     /// Starts to link to the engine that listens at `address`, unless there is a link to it, and returns at once. The
     /// result of the [`Transfer`] is its [`peer`](Transfer::peer). A link that exists is a success, whichever side made it
-    /// and by which call. While no process listens at the address, the call tries again until `limit` has passed. If both sides
+    /// and by which call. If a call has found the peer at this address before, and the link works, the transfer has ended when
+    /// this returns, and nothing was sent. Calls for one address share each attempt to dial it. While no process listens at the address, the call tries again until `limit` has passed. If both sides
     /// link to each other at once, one link is made, and both calls succeed. If `name` is given, the engine there must have this name
-    /// ([`Config::name`](crate::Config::name)); otherwise the call fails with `LinkFailed`, and makes no link.
+    /// ([`Config::name`](crate::config::Config::name)); otherwise the call fails with `LinkFailed`, and makes no link.
     ///
     /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`Operation::start`](super::Operation::start) does.
     pub fn ensure_link(
@@ -107,6 +108,16 @@ impl DataDist {
         validate::peer_port(address)?;
         name.as_deref().map_or(Ok(()), validate::engine_name)?;
         let link = self.links.on_demand(address, name);
+        let call = self.calls.begin()?;
+        let own = self.resources.config.cluster;
+        let found = call.run_now(Op::Link, own, |transfer| {
+            transfer.set_peer(link.find()?);
+            Some((Ok(0), None))
+        });
+        let call = match found {
+            Ok(linked) => return Ok(linked),
+            Err(call) => call,
+        };
         let work = move |execution: &Arc<Execution>, deadline| {
             let peer = link.make(&|| execution.transfer().commit(), deadline).map_err(link_failed)?;
             execution.transfer().set_peer(peer);
@@ -114,7 +125,7 @@ impl DataDist {
         };
         let purpose = CallPurpose::new(Some(Op::Link), JobClass::Links(group_of(&address)), deadline);
         let purpose = CallPurpose { dials: Some(Box::new(address)), ..purpose };
-        self.calls.start(purpose, CallRows::none(), Box::new(work))
+        call.start(purpose, CallRows::none(), Box::new(work))
     }
 
     /// Returns the state of a communicator (contract §6.7).

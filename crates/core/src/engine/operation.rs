@@ -78,7 +78,7 @@ impl Prepared {
         match self {
             Prepared::Copy(mut copy) => {
                 let own = resources.config.cluster;
-                let begun = match begun.run_now(op, own, || copy.run_now(&resources, deadline)) {
+                let begun = match begun.run_now(op, own, |_| copy.run_now(&resources, deadline)) {
                     Ok(ended) => return Ok(ended),
                     Err(begun) => begun,
                 };
@@ -90,7 +90,7 @@ impl Prepared {
             }
             Prepared::Transfer(transfer) => {
                 let cluster = transfer.link.cluster();
-                let begun = match begun.run_now(op, cluster, || transfer.run_now(&resources, deadline)) {
+                let begun = match begun.run_now(op, cluster, |_| transfer.run_now(&resources, deadline)) {
                     Ok(ended) => return Ok(ended),
                     Err(begun) => begun,
                 };

@@ -8,6 +8,7 @@ mod link_ends;
 mod notification;
 mod queue;
 mod transfer;
+mod transfer_future;
 
 pub use await_queue::AwaitQueue;
 pub(crate) use link_ends::{CallsOfPeers, HeldEnd, MAX_HELD};
@@ -16,3 +17,4 @@ pub use notification::{LinkEnd, Notification, PeerInfo};
 pub use queue::{Event, EventQueue};
 pub(crate) use transfer::Stops;
 pub use transfer::{Transfer, TransferProgress};
+pub use transfer_future::TransferFuture;

@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
 use std::time::Instant;
 
 use super::await_queue::AwaitQueue;
@@ -99,6 +100,10 @@ struct AtEnd {
     loops: Vec<Weak<AwaitQueue>>,
     /// The ends of links that are reported afterwards.
     links: Vec<Arc<HeldEnd>>,
+    /// The tasks that await it, by the number of their future.
+    tasks: Vec<(u64, Waker)>,
+    /// The number of the last of these futures.
+    last_task: u64,
 }
 
 /// Counts the transfers of this process.
@@ -270,10 +275,11 @@ impl Transfer {
         self.changed.notify_all();
         drop(state);
         drop(stop);
-        let loops = at_end.iter().flat_map(|at_end| &at_end.loops);
-        for queue in loops.filter_map(Weak::upgrade) {
+        let Some(mut at_end) = at_end else { return };
+        for queue in at_end.loops.iter().filter_map(Weak::upgrade) {
             queue.push(self.number);
         }
+        at_end.tasks.drain(..).for_each(|(_, task)| task.wake());
     }
 
     /// Keeps the end of a link until the end of this transfer was reported. Returns `false` if it was.
@@ -382,6 +388,39 @@ impl Transfer {
             crate::fallible::push("the event loops that await a transfer", loops, queue)?;
         }
         Ok(true)
+    }
+
+    /// Has `task` woken at the end of the transfer, in place of the one that has the number `known`. Returns its number, or `None` if the
+    /// transfer has ended.
+    pub(super) fn wake_task(&self, known: Option<u64>, task: &Waker) -> Result<Option<u64>> {
+        // Copies are made and dropped without the lock, because that may run code of the program.
+        let mut task = task.clone();
+        let mut state = self.state.lock();
+        if state.outcome.is_some() {
+            return Ok(None);
+        }
+        let at_end = state.at_end.get_or_insert_default();
+        if let Some((number, old)) = at_end.tasks.iter_mut().find(|(number, _)| Some(*number) == known) {
+            std::mem::swap(old, &mut task);
+            let number = *number;
+            drop(state);
+            return Ok(Some(number));
+        }
+        at_end.last_task += 1;
+        let number = at_end.last_task;
+        crate::fallible::push("the tasks that await a transfer", &mut at_end.tasks, (number, task))?;
+        Ok(Some(number))
+    }
+
+    /// Undoes a [`wake_task`](Self::wake_task).
+    pub(super) fn forget_task(&self, number: u64) {
+        let mut state = self.state.lock();
+        let tasks = state.at_end.as_mut().map(|at_end| &mut at_end.tasks);
+        let at = tasks.as_ref().and_then(|tasks| tasks.iter().position(|&(known, _)| known == number));
+        let forgotten = tasks.zip(at).map(|(tasks, at)| tasks.swap_remove(at));
+        drop(state);
+        // Without the lock, because it may run code of the program.
+        drop(forgotten);
     }
 
     /// Whether the outcome was taken.

@@ -1,6 +1,6 @@
 //! The grants of one engine, as their owner.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -17,6 +17,8 @@ use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
 /// Name of these lists in out-of-memory errors.
 const GRANTS: &str = "the grants of an engine";
+/// Number of the latest grants that have ended for which the owner can say why.
+const MAX_ENDED: usize = 4096;
 
 /// One grant.
 #[derive(Debug)]
@@ -60,6 +62,8 @@ struct State {
     live: usize,
     /// When each of them expires, with its slot.
     expiries: BTreeSet<(Instant, u32)>,
+    /// The latest grants that have ended, by slot and generation, with the reason. At most [`MAX_ENDED`].
+    ended: VecDeque<(u32, u64, GrantEnd)>,
     closed: bool,
 }
 
@@ -166,10 +170,7 @@ impl Grants {
     /// Lends for `ttl` from now on, if that is longer than the grant lasts already. Returns `Err(GrantEnded)` if the grant has
     /// ended, also if its time has passed and the clock that ends grants is late.
     pub fn renew(&self, grant: &Arc<Grant>, ttl: Duration) -> Result<()> {
-        let gone = || {
-            let reason = grant.ended().map_or("", GrantEnd::name);
-            Error::new(ErrorKind::GrantEnded, "the grant has ended").with("reason", reason)
-        };
+        let gone = || ended(grant.ended());
         self.find(&grant.id).map_err(|_| gone())?;
         let mut state = self.state.lock();
         let State { slots, expiries, .. } = &mut *state;
@@ -182,14 +183,21 @@ impl Grants {
         Ok(())
     }
 
-    /// Returns the grant that `id` names. Returns `Err(GrantEnded)` if there is none, or none any more.
+    /// Returns the grant that `id` names. Returns `Err(GrantEnded)` if there is none, or none any more. The error says why a grant
+    /// has ended, but only for the id of a grant that this engine gave.
     pub fn find(&self, id: &GrantId) -> Result<Arc<Grant>> {
-        let live = self.state.lock().live(id).map(|live| (live.grant.clone(), live.expires));
-        let (grant, expires) = live.ok_or_else(ended)?;
+        let mut state = self.state.lock();
+        let Some(live) = state.live(id) else {
+            let why = state.why_ended(id);
+            drop(state);
+            return Err(if self.gave(id) { ended(why) } else { never_given() });
+        };
+        let (grant, expires) = (live.grant.clone(), live.expires);
+        drop(state);
         if Instant::now() >= expires {
             // The clock that ends grants may be late.
             self.end(&grant, GrantEnd::Expired);
-            return Err(ended().with("reason", GrantEnd::Expired.name()));
+            return Err(ended(grant.ended()));
         }
         Ok(grant)
     }
@@ -198,8 +206,8 @@ impl Grants {
     pub fn read(self: &Arc<Self>, id: &GrantId) -> Result<GrantedRead> {
         let grant = self.find(id)?;
         let state = self.state.lock();
-        if grant.ended().is_some() {
-            return Err(ended());
+        if let Some(why) = grant.ended() {
+            return Err(ended(Some(why)));
         }
         // Under the lock, so that `revoke` waits for this read.
         grant.reads.fetch_add(1, Ordering::SeqCst);
@@ -211,8 +219,8 @@ impl Grants {
     /// after the end changes nothing. The last one ends the grant; then the result tells the observer when it is dropped.
     /// Returns `Err(GrantEnded)` if there was no such grant.
     pub fn report(&self, id: &GrantId, reader: (ClusterId, u64)) -> Result<Option<UnreportedEnd>> {
-        if !same(&self.secret(id.slot, id.generation), &id.secret) {
-            return Err(ended());
+        if !self.gave(id) {
+            return Err(never_given());
         }
         let mut state = self.state.lock();
         let Some(live) = state.live(id) else { return Ok(None) };
@@ -245,6 +253,7 @@ impl Grants {
         state.live -= 1;
         state.expiries.remove(&(live.expires, slot));
         state.free.push(slot);
+        state.note_end(grant.id, why);
         Some(UnreportedEnd { observer: Some(self.observer.clone()), grant: grant.clone(), why })
     }
 
@@ -256,6 +265,11 @@ impl Grants {
         }
         self.generations.bump_grant(grant.id.slot);
         grant.ended.set(why).ok()
+    }
+
+    /// Whether this engine has given a grant with this id.
+    fn gave(&self, id: &GrantId) -> bool {
+        same(&self.secret(id.slot, id.generation), &id.secret)
     }
 
     /// Returns the secret of the grant in an entry and generation.
@@ -357,6 +371,24 @@ impl State {
         let known = live.grant.id;
         (known.generation == id.generation && same(&known.secret, &id.secret)).then_some(live)
     }
+
+    /// Notes why a grant has ended. Without memory for that, nobody learns why.
+    fn note_end(&mut self, id: GrantId, why: GrantEnd) {
+        if self.ended.len() == MAX_ENDED {
+            self.ended.pop_front();
+        }
+        if self.ended.try_reserve(1).is_ok() {
+            self.ended.push_back((id.slot, id.generation, why));
+        }
+    }
+
+    /// Returns why the grant in an entry and generation has ended. `None` if it has not, or is not among the latest.
+    fn why_ended(&self, id: &GrantId) -> Option<GrantEnd> {
+        let mut latest = self.ended.iter().rev();
+        latest
+            .find(|&&(slot, generation, _)| (slot, generation) == (id.slot, id.generation))
+            .map(|&(_, _, why)| why)
+    }
 }
 
 impl GrantedRead {
@@ -382,12 +414,24 @@ impl Drop for GrantedRead {
     }
 }
 
-/// Returns the error for a token that names no grant, or none any more. The two are not distinguished, so that an error
-/// says nothing about other grants.
-pub fn ended() -> Error {
-    let text = "the grant has ended, or its owner never gave it; ask the owner for another one, and pull with last=False if \
-                more pulls follow";
-    Error::new(ErrorKind::GrantEnded, text)
+/// Returns the error for a grant that has ended. `why` is `None` if the reason is not known.
+pub fn ended(why: Option<GrantEnd>) -> Error {
+    let text = match why {
+        Some(GrantEnd::Expired) => "the grant has expired; ask the owner for another one",
+        Some(GrantEnd::Revoked) => "the owner has revoked the grant; ask it for another one",
+        Some(GrantEnd::Done) => {
+            "the readers of the grant have finished; ask the owner for another one, and pull with last=False if more pulls follow"
+        }
+        Some(GrantEnd::Released) => "the owner has freed the cache of the grant",
+        None => "the grant has ended; ask the owner for another one",
+    };
+    let error = Error::new(ErrorKind::GrantEnded, text);
+    why.into_iter().fold(error, |error, why| error.with("ended", why.name()))
+}
+
+/// Returns the error for a token of no grant. It says nothing about other grants.
+fn never_given() -> Error {
+    Error::new(ErrorKind::GrantEnded, "the owner has never given a grant with this token")
 }
 
 /// Compares two secrets in a time that does not depend on where they differ.

@@ -60,7 +60,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Returns the configuration for [`DataDist::open`](crate::DataDist::open). Returns `Err(InvalidArgument)` for an unknown option or
+    /// Returns the configuration for [`DataDist::open`](crate::engine::DataDist::open). Returns `Err(InvalidArgument)` for an unknown option or
     /// an invalid value.
     #[doc(hidden)]
     pub fn config(self) -> Result<Config> {

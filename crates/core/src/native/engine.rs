@@ -23,7 +23,8 @@ use crate::transfer::LayerTask;
 /// An open engine: pools, caches, links to peers, and threads. Any number of threads may share it.
 ///
 /// [`close`](Self::close) or drop ends it. After that, every call fails with [`Closed`](ErrorKind::Closed), and handles of ended
-/// transfers keep their outcomes. No call waits, except `close`: what takes time is a [`Transfer`].
+/// transfers keep their outcomes. No call waits, except `close`: what takes time is a [`Transfer`], which a program joins or awaits
+/// ([`TransferFuture`](crate::TransferFuture)).
 ///
 /// A call refuses an invalid argument at once. It starts nothing then, and its error has the name of the argument. Calls that start
 /// a transfer return [`Busy`](ErrorKind::Busy) while `max_transfers` transfers run or have an outcome that was not taken. Every other
@@ -142,7 +143,8 @@ impl Engine {
     }
 
     /// Starts to link with the engine that listens at `ip:port` or `[ipv6]:port`, unless a link to it exists.
-    /// [`Transfer::peer`] is the result. While nobody listens, the engine tries again until `limit` has passed, by default the time
+    /// [`Transfer::peer`] is the result. A call for an address at which an earlier one has found a linked peer sends nothing, and its
+    /// transfer has ended when this returns. Calls for one address share an attempt. While nobody listens, the engine tries again until `limit` has passed, by default the time
     /// limit of the engine. A peer whose name is not `name` is refused.
     pub fn link(&self, address: &str, name: Option<&str>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
         self.run(|engine| link(engine, address, name.map(str::to_owned), limit))

@@ -22,6 +22,8 @@ use crate::validate::RemoteCache;
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
 /// deadline every 100 ms while bytes flow.
 const GRACE_MS: u64 = 150;
+/// How long a reader waits for the reason of the end of a grant.
+const REASON_TIME: Duration = Duration::from_millis(200);
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
@@ -76,7 +78,7 @@ impl Link {
         match known {
             Some(known) if self.view.current(&known) => Ok(known),
             known => {
-                known.map_or(Ok(()), |known| self.check_grant(&known))?;
+                known.map_or(Ok(()), |known| self.check_grant(&known, deadline))?;
                 self.describe(name, deadline)
             }
         }
@@ -295,13 +297,16 @@ impl Link {
         Ok(())
     }
 
-    /// Checks that the grant under which a cache was described has not ended, as far as this process sees.
-    pub(crate) fn check_grant(&self, known: &KnownCache) -> Result<()> {
+    /// Checks that the grant under which a cache was described has not ended, as far as this process sees. Asks the owner for the
+    /// reason of an end, but not for long, because the owner may be stopped.
+    pub(crate) fn check_grant(self: &Arc<Self>, known: &KnownCache, deadline: Deadline) -> Result<()> {
         let Some((grant, _)) = known.granted.as_ref().filter(|_| !self.view.grant_lasts(known)) else {
             return Ok(());
         };
-        self.view.forget(&Name::Grant(*grant));
-        Err(self.named(grants::ended()))
+        match self.describe(Name::Grant(*grant), deadline.at_most(REASON_TIME)) {
+            Err(error) if !matches!(error.kind(), ErrorKind::Timeout | ErrorKind::NotLinked) => Err(error),
+            _ => Err(self.named(grants::ended(None))),
+        }
     }
 }
 

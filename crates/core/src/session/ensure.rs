@@ -1,8 +1,8 @@
 //! Links on demand: one call makes the link to an address, or finds the one that there is (`ensure_link`).
 //!
-//! `dials` explains which connection is kept when both sides dial.
+//! A call that finds a link that works returns it at once: heartbeats show that its peer lives, so nothing is sent. Calls for one
+//! address that dial at once share the attempt (`link_attempts`). `dials` explains which connection is kept when both sides dial.
 
-use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use super::control_thread;
 use super::establish::LinkRequest;
 use super::link::{Kind, Link, check_name};
+use super::link_attempts::{AttemptEnd, LinkTarget};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::PeerInfo;
@@ -43,28 +44,36 @@ pub(crate) fn check_metadata(metadata: &[u8]) -> Result<()> {
 /// A link that is made later, or found. Does not keep the engine alive.
 pub(crate) struct LinkOnDemand {
     pub(super) shared: Weak<Shared>,
-    pub(super) address: SocketAddr,
-    /// The name that the engine must have, if it is given.
-    pub(super) name: Option<String>,
+    pub(super) target: LinkTarget,
 }
 
 impl LinkOnDemand {
+    /// Returns the peer if there is a link that works to the engine that an earlier call has found at the address, and the engine has
+    /// the name. Neither waits nor asks the peer.
+    pub(crate) fn find(&self) -> Option<PeerInfo> {
+        let (shared, (address, name)) = (self.shared.upgrade()?, &self.target);
+        let link = shared.registry.found_at(*address, shared.silence_limit())?;
+        check_name(&link.peer, name.as_deref()).ok()?;
+        Some(PeerInfo::clone(&link.peer))
+    }
+
     /// Makes the link, and returns the peer. Calls `commit` before this side enters a new link; if that fails, there is
     /// none. An attempt that fails for a reason that may pass is repeated until `deadline`.
     pub(crate) fn make(&self, commit: &dyn Fn() -> Result<()>, deadline: Deadline) -> Result<PeerInfo> {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
-        let request =
-            LinkRequest { name: self.name.as_deref(), commit, ..LinkRequest::new(None, Kind::Ensured) };
+        let (address, name) = (self.target.0, self.target.1.as_deref());
+        let request = LinkRequest { name, commit, ..LinkRequest::new(None, Kind::Ensured) };
         let made = self.make_before(&shared, &request, deadline);
         // The link may have been there before, or the peer may have made it.
-        let made = made.and_then(|link| check_name(&link.peer, self.name.as_deref()).map(|()| link));
+        let made = made.and_then(|link| check_name(&link.peer, name).map(|()| link));
         made.map(|link| PeerInfo::clone(&link.peer)).map_err(|error| {
             let cluster = request.reached.get().map(|(cluster, _)| cluster);
             let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
-            error.with("address", self.address)
+            error.with("address", address)
         })
     }
 
+    /// Makes the link, and repeats an attempt that may succeed later. `request.reached` is the engine that the last attempt reached.
     fn make_before(
         &self,
         shared: &Arc<Shared>,
@@ -72,12 +81,25 @@ impl LinkOnDemand {
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         control_thread::start(shared)?;
+        let attempt = || {
+            request.reached.set(None);
+            // An attempt that has just ended may have made the link.
+            if let Some(link) = shared.registry.found_at(self.target.0, shared.silence_limit()) {
+                return AttemptEnd::Linked(link);
+            }
+            match shared.connect(&Address::Tcp(self.target.0), request, deadline) {
+                Ok(link) => AttemptEnd::Linked(self.found(link)),
+                Err(error) => AttemptEnd::Failed(error, request.reached.get()),
+            }
+        };
         let mut pause = PAUSES.0;
         loop {
-            request.reached.set(None);
-            let error = match shared.connect(&Address::Tcp(self.address), request, deadline) {
-                Ok(link) => return Ok(link),
-                Err(error) => error,
+            let error = match shared.attempts.share(&self.target, deadline, attempt)? {
+                AttemptEnd::Linked(link) => return Ok(link),
+                AttemptEnd::Failed(error, reached) => {
+                    request.reached.set(reached);
+                    error
+                }
             };
             if !may_pass(&error) {
                 return Err(error);
@@ -87,13 +109,20 @@ impl LinkOnDemand {
             if let Some(link) =
                 shared.registry.await_link(wanted, shared.silence_limit(), deadline.at_most(pause))?
             {
-                return Ok(link);
+                return Ok(self.found(link));
             }
             deadline.waiting("linking").map_err(|late| {
                 if error.kind() == ErrorKind::Timeout { error.clone() } else { late.because(error.clone()) }
             })?;
             pause = (2 * pause).min(PAUSES.1);
         }
+    }
+
+    /// Notes that the engine at the address is the peer of `link`, as its handshake has shown.
+    fn found(&self, link: Arc<Link>) -> Arc<Link> {
+        // A link keeps the first of several addresses of its peer. Calls for the others dial.
+        let _ = link.found_at.set(self.target.0);
+        link
     }
 }
 
@@ -103,11 +132,10 @@ fn may_pass(error: &Error) -> bool {
     if error.is_shortage() {
         return false;
     }
-    let errno = || error.fact("errno").and_then(|number| number.parse().ok()).map(Errno::from_raw_os_error);
     match error.kind() {
         // The peer keeps another link; it closed the connection; it dropped the connection because it took too long.
         ErrorKind::AlreadyLinked | ErrorKind::NotLinked | ErrorKind::Timeout => true,
-        ErrorKind::LinkFailed => errno().is_some_and(|errno| MAY_PASS.contains(&errno)),
+        ErrorKind::LinkFailed => error.own_errno().is_some_and(|errno| MAY_PASS.contains(&errno)),
         _ => false,
     }
 }

@@ -5,6 +5,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::dial::{ANSWERED_AS, Dialer};
 use super::handshake::{self, Key};
@@ -29,6 +30,9 @@ use crate::protocol::{
 
 /// Why nothing is read in place over a link without [`PeerMemory`].
 const NOTHING_SHARED: &str = "the link uses TCP, or the peer is on another host: no memory is shared";
+
+/// A ping that is unanswered for a shorter time does not show that the peer is gone.
+const MIN_ANSWER_TIME: Duration = Duration::from_millis(200);
 
 /// What is asked of the dialing side.
 pub(super) struct LinkRequest<'a> {
@@ -68,13 +72,28 @@ impl Shared {
         while let Some(link) =
             self.registry.links_to(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
         {
-            if link.answers((self.silence_limit() / 2).min(deadline.left() / 2)) {
+            if self.has_answer(&link, self.silence_limit() / 2, deadline)? {
                 let text = format!("{} is linked already", link.peer);
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer.address));
             }
-            self.registry.lost(&link, "the peer did not answer a ping before relinking");
         }
         Ok(())
+    }
+
+    /// Whether the peer of `link` answers a ping within `limit`, which is shorter before `deadline`. A link whose peer does not is
+    /// broken. Returns `Err` with `Timeout`, and leaves the link, if too little time is left to tell
+    /// (`a_short_call_breaks_no_link`).
+    fn has_answer(&self, link: &Arc<Link>, limit: Duration, deadline: Deadline) -> Result<bool> {
+        // The other half is for the handshake of a new link.
+        let limit = limit.min(deadline.left() / 2);
+        if link.answers(limit) {
+            return Ok(true);
+        }
+        if link.alive() && limit < MIN_ANSWER_TIME {
+            return Err(deadline.error("waiting for the peer to answer a ping"));
+        }
+        self.registry.lost(link, "the peer did not answer a ping before relinking");
+        Ok(false)
     }
 
     /// Makes a link to the engine at `address`. If both sides are on one host, it uses the local
@@ -153,12 +172,12 @@ impl Shared {
             request.reached.set(Some((cluster, instance)));
             while dials.is_none() {
                 match self.registry.begin_dial((cluster, instance), self.silence_limit())? {
+                    DialStart::Linked(link) => return Ok(link),
                     // The peer lives, but its old link may lead nowhere.
-                    DialStart::Linked(link) if link.answers(ANSWER_TIME.min(deadline.left() / 2)) => {
-                        return Ok(link);
-                    }
-                    DialStart::Linked(link) => {
-                        self.registry.lost(&link, "the peer did not answer a ping");
+                    DialStart::Silent(link) => {
+                        if self.has_answer(&link, ANSWER_TIME, deadline)? {
+                            return Ok(link);
+                        }
                     }
                     DialStart::Dials(guard) => dials = Some(guard),
                 }

@@ -4,6 +4,7 @@
 //! `call_streams` gives each call its stream.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -66,6 +67,8 @@ pub struct Link {
     broken: OnceLock<(Instant, EndReason)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
+    /// The address at which a link call has found the peer. The engine that listens there ends with its link.
+    pub(super) found_at: OnceLock<SocketAddr>,
     pub(super) control: ControlChannel,
     pub(crate) calls: CallPool,
     pub(super) served: Served,
@@ -94,6 +97,7 @@ impl Link {
             peer: Arc::new(peer),
             broken: OnceLock::new(),
             closed: AtomicBool::new(false),
+            found_at: OnceLock::new(),
             control: ControlChannel::new(control),
             calls: CallPool::new(dialer),
             served: Served::new(silence),
@@ -174,12 +178,16 @@ impl Link {
         self.broken.get().map_or(Ok(()), |(when, why)| Err(broken(&self.peer, *when, why)))
     }
 
+    /// Whether the link has not broken, and the peer has not closed it.
+    pub(super) fn stands(&self) -> bool {
+        self.alive() && !self.control.stream().abandoned()
+    }
+
     /// Whether the peer gave a sign of life within `silence_limit`, or a message from it is waiting to be read.
     /// Each side sends something at least once per heartbeat, so this neither asks the peer nor waits.
     pub(super) fn works(&self, silence_limit: Duration) -> bool {
-        let stream = self.control.stream();
-        let recent = || self.control.silent() < silence_limit || stream.readable_within(Duration::ZERO);
-        self.alive() && !stream.abandoned() && recent()
+        let unread = || self.control.stream().readable_within(Duration::ZERO);
+        self.stands() && (self.control.silent() < silence_limit || unread())
     }
 
     /// Returns the reason why the link broke, if it did; otherwise `error`. A lack of local resources fails the call with kind

@@ -28,6 +28,7 @@ mod handshake;
 mod known_cache;
 mod limits;
 mod link;
+mod link_attempts;
 mod listeners;
 mod membership;
 mod message_io;
@@ -132,7 +133,7 @@ impl Links {
 
     /// Prepares a link on demand to the engine at `address`. If `name` is given, the engine must have this name.
     pub(crate) fn on_demand(&self, address: SocketAddr, name: Option<String>) -> LinkOnDemand {
-        LinkOnDemand { shared: Arc::downgrade(&self.shared), address, name }
+        LinkOnDemand { shared: Arc::downgrade(&self.shared), target: (address, name) }
     }
 
     /// Ends every link to `peer` that `link_clusters` or `ensure_link` made on either side. With `force` it does not wait for

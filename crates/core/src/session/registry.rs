@@ -3,6 +3,7 @@
 //! One lock guards it and is held for look-ups only. Links to be closed or notified are returned to the
 //! caller, which does that without the lock.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -70,8 +71,10 @@ struct EndedLink {
 
 /// What an attempt to make a link on demand begins with.
 pub(super) enum DialStart<Guard> {
-    /// There is a link to the engine.
+    /// There is a link to the engine that works.
     Linked(Arc<Link>),
+    /// There is a link to the engine, whose peer has been silent for long.
+    Silent(Arc<Link>),
     /// The attempt is recorded until the guard is dropped.
     Dials(Guard),
 }
@@ -131,12 +134,16 @@ impl Registry {
         }
     }
 
-    /// Returns the link to the engine `to` if one works; otherwise records that this side dials it (`dials`).
+    /// Returns the link to the engine `to` if there is one; otherwise records that this side dials it (`dials`).
     pub(super) fn begin_dial(&self, to: EngineId, silence_limit: Duration) -> Result<DialStart<impl Drop>> {
         let mut entries = self.entries.lock();
         entries.open_for(Kind::Ensured)?;
         if let Some(link) = entries.working(to.0, Some(to.1), silence_limit) {
             return Ok(DialStart::Linked(link.clone()));
+        }
+        let mut all = entries.links.get(&to.0).into_iter().flatten();
+        if let Some(link) = all.find(|link| link.peer.incarnation == to.1 && link.stands()) {
+            return Ok(DialStart::Silent(link.clone()));
         }
         // The peer would enter a link that this side then refuses.
         if let Some(rival) = entries.working(to.0, None, silence_limit) {
@@ -144,6 +151,13 @@ impl Registry {
         }
         entries.dials.begin(to);
         Ok(DialStart::Dials(OnDrop(move || self.entries.lock().dials.end(to))))
+    }
+
+    /// Returns the link to the engine that a link call has found at `address`, if it works.
+    pub(super) fn found_at(&self, address: SocketAddr, silence_limit: Duration) -> Option<Arc<Link>> {
+        let entries = self.entries.lock();
+        let mut all = entries.links.values().flatten();
+        all.find(|link| link.found_at.get() == Some(&address) && link.works(silence_limit)).cloned()
     }
 
     /// Waits until a link to this cluster works, if one is `wanted`, and to this instance, if one is given. Returns `None` once

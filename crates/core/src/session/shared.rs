@@ -10,6 +10,7 @@ use super::dial::Transports;
 use super::handshake::Identity;
 use super::limits::Connections;
 use super::link::Link;
+use super::link_attempts::LinkAttempts;
 use super::listeners::Listeners;
 use super::pushes_in_flight::PushesByEngine;
 use super::refusals::Refusals;
@@ -28,6 +29,7 @@ pub(crate) struct Shared {
     pub(super) resources: Arc<Resources>,
     pub(super) me: Identity,
     pub(super) registry: Arc<Registry>,
+    pub(super) attempts: LinkAttempts,
     pub(super) control: Arc<ControlPoller>,
     pub(super) server: Arc<Server>,
     pub(super) pushes: PushesByEngine,
@@ -62,6 +64,7 @@ impl Shared {
             listeners: Listeners::new(resources.clone(), instance, watched, transports.clone()),
             me,
             registry,
+            attempts: LinkAttempts::default(),
             control,
             server: Arc::new(server),
             pushes: PushesByEngine::default(),

@@ -111,20 +111,20 @@ impl BegunCall<'_> {
         Ok(self.transfer.clone())
     }
 
-    /// Runs `run` on the calling thread, and returns the transfer, which has ended. `run` returns the outcome and the rows that the
-    /// call has. If it returns `None`, the call has to wait, so it must be started.
+    /// Runs `run` on the calling thread, and returns the transfer, which has ended. `run` gets the transfer, and returns the outcome
+    /// and the rows that the call has. If it returns `None`, the call has to wait, so it must be started.
     pub(crate) fn run_now(
         mut self,
         op: Op,
         cluster: ClusterId,
-        run: impl FnOnce() -> Option<(Result<u64>, Option<Pin>)>,
+        run: impl FnOnce(&Transfer) -> Option<(Result<u64>, Option<Pin>)>,
     ) -> std::result::Result<Arc<Transfer>, Self> {
         let (engine, running) = (&self.calls.engine, self.calls.running());
         let short = Arc::new(ShortCall { transfer: self.transfer.clone(), cluster });
         if running.enter(self.key, short).is_err() {
             return Err(self);
         }
-        let Some((outcome, pin)) = run() else { return Err(self) };
+        let Some((outcome, pin)) = run(&self.transfer) else { return Err(self) };
         // In the order of `Execution`: the calls that wait for the rows are notified after the end of this one was reported.
         let _ready = pin.map(Pin::release);
         engine.ended(&self.transfer, Some(op), outcome);

@@ -107,7 +107,7 @@ impl Call {
     /// Asks the owner whether the remote cache is still the one that was described, although its generation may have changed,
     /// for example because a key was released. Ids are never used again, so the same id means the same memory.
     pub(super) fn same_cache(&self, known: &KnownCache) -> Result<bool> {
-        self.link.check_grant(known)?;
+        self.link.check_grant(known, self.deadline)?;
         let now = self.described()?;
         Ok(now.cache == known.cache && now.remote == known.remote)
     }

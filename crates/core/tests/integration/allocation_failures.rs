@@ -7,6 +7,9 @@ use std::mem;
 use std::ops::Range;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{
+    CacheKey, DataDist, End, Geometry, KvGeometry, Layers, Name, PoolConfig, Rows, Words,
+};
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
     CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side, Span, Template, Templates,
@@ -18,8 +21,8 @@ use llm_datadist_core::testing::protocol::{
 };
 use llm_datadist_core::testing::validate::{self, CheckedTransfer, RemoteCache};
 use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKey, CacheKind, DataDist, DataType, Deadline, End, ErrorKind, Geometry,
-    KvGeometry, KvLayout, KvPlanes, Layers, Name, Placement, PoolConfig, Result, Rows, TokenOrder, Words,
+    CacheDesc, CacheId, CacheKind, DataType, Deadline, ErrorKind, KvLayout, KvPlanes, Placement, Result,
+    TokenOrder,
 };
 
 use crate::counting_allocator;

@@ -1,12 +1,10 @@
 //! Validation of call arguments and single values: the kind of each error, the facts in its message, and the bounds.
 
+use llm_datadist_core::bindings::{CacheKey, CacheLayout, Geometry, Role};
 use llm_datadist_core::testing::options;
 use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece};
 use llm_datadist_core::testing::validate::{self, CopyArgs};
-use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Error, ErrorKind, Geometry, Placement, Result,
-    Role,
-};
+use llm_datadist_core::{CacheDesc, CacheKind, DataType, Error, ErrorKind, Placement, Result};
 
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Cache, DataDist, SubRow};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{
-    Cache, CacheKind, DataDist, Deadline, Error, ErrorKind, Event, Placement, SubRow, Transfer, Verify,
-};
+use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Event, Placement, Transfer, Verify};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fixtures::{Gated, Own, config, contents, desc, end, engine_on, fill, patterned, pin_writes};

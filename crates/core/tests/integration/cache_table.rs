@@ -5,11 +5,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{CacheKey, Config, CopyArgs, DataDist, End, SwapInPath};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::tensors;
-use llm_datadist_core::{
-    CacheId, CacheKey, CacheKind, Config, CopyArgs, DataDist, Deadline, End, ErrorKind, Placement, SwapInPath,
-};
+use llm_datadist_core::{CacheId, CacheKind, Deadline, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Gated, Own, adopt, config, desc, engine_on, pin_reads, pin_writes};

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use llm_datadist_core::bindings::{CacheKey, Config, Name, Role};
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
@@ -9,9 +10,7 @@ use llm_datadist_core::testing::plan::{
     BlockSizes, CopyPlan, Moves, Piece, Pieces, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::tensors;
-use llm_datadist_core::{
-    CacheId, CacheKey, CacheKind, ClusterId, Config, Deadline, ErrorKind, Name, Placement, Role,
-};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Deadline, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 use proptest::prelude::*;
 

@@ -5,10 +5,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::{Cache, DataDist, PoolConfig};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::pool::PoolState;
-use llm_datadist_core::{Cache, CacheDesc, CacheKind, DataDist, DataType, ErrorKind, Placement, PoolConfig};
+use llm_datadist_core::{CacheDesc, CacheKind, DataType, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::{Cache, CopyMember, DataDist, Operation, SubRow};
 use llm_datadist_core::testing::device::{HostDevice, HostReach};
-use llm_datadist_core::{
-    Cache, CacheKind, CopyMember, DataDist, Error, ErrorKind, Operation, Placement, SubRow, Transfer, Verify,
-};
+use llm_datadist_core::{CacheKind, Error, ErrorKind, Placement, Transfer, Verify};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Chance, config, contents, desc, end, engine_on, fill, patterned};
@@ -99,7 +98,8 @@ fn a_copy_checks_both_caches() {
     refused(&host, &host, &[(0, 0)], SubRow { dst_offset: 4, ..some }, "dst: byte offset 4");
     engine.copy(&end(&host), &end(&long), &[(0, 0)], some, None).run().unwrap();
     engine.deallocate(long.id()).unwrap();
-    let gone = engine.copy(&llm_datadist_core::End::Managed(long.id()), &end(&host), &[], all, None);
+    let gone =
+        engine.copy(&llm_datadist_core::bindings::End::Managed(long.id()), &end(&host), &[], all, None);
     assert_eq!(gone.run().unwrap_err().kind(), ErrorKind::CacheNotFound);
 }
 
@@ -173,7 +173,7 @@ fn a_group_of_copies_moves_nothing_if_a_part_is_refused() {
         (member(&device, &host, &[(0, 1), (0, 99)]), ErrorKind::InvalidArgument),
         (
             CopyMember {
-                src: llm_datadist_core::End::Managed(llm_datadist_core::CacheId(99)),
+                src: llm_datadist_core::bindings::End::Managed(llm_datadist_core::CacheId(99)),
                 ..member(&host, &host, &[])
             },
             ErrorKind::CacheNotFound,

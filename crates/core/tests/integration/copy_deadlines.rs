@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Cache, SwapInPath};
 use llm_datadist_core::testing::copy::{CopyEngine, Staging};
 use llm_datadist_core::testing::device::{self, Copier, Copy, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
-use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement, SwapInPath};
+use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{

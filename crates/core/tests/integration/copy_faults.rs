@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{DataDist, SwapInPath};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{CacheKind, DataDist, ErrorKind, Placement, Snapshot, SwapInPath};
+use llm_datadist_core::{CacheKind, ErrorKind, Placement, Snapshot};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Gated, Own, config, copied_bytes, desc, end, engine_on, same_rows};

@@ -5,9 +5,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use llm_datadist_core::ClusterId;
+use llm_datadist_core::bindings::Role;
 use llm_datadist_core::testing::options::cpp as options;
 use llm_datadist_core::testing::validate::cpp;
-use llm_datadist_core::{ClusterId, Role};
 
 use crate::arguments::refused;
 use crate::log;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, FabricConfig};
 use llm_datadist_core::testing::copy::{
     CopyEngine, DataPath, Hops, PathJob, PathKind, PeerTensors, Progress, STILL_READING, Staging, StreamPath,
 };
@@ -14,7 +15,7 @@ use llm_datadist_core::testing::memory::{PeerProcess, Reach, Region, Tensors, ow
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::{CopyPlan, Side};
 use llm_datadist_core::testing::protocol::Run;
-use llm_datadist_core::{Config, Deadline, ErrorKind, FabricConfig, Placement};
+use llm_datadist_core::{Deadline, ErrorKind, Placement};
 use llm_datadist_testing::{SimDevice, Stall};
 
 use crate::fixtures::{

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
+use llm_datadist_core::bindings::{CacheLayout, Geometry, KvGeometry};
 use llm_datadist_core::testing::protocol::{
     CHECKSUM, EntryVersion, HEADER, MESSAGE, WireCache, WireLayout, decode, decode_message, encode,
 };
 use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKind, CacheLayout, DataType, ErrorKind, Geometry, KvGeometry, KvLayout,
-    KvPlanes, Placement, TokenOrder,
+    CacheDesc, CacheId, CacheKind, DataType, ErrorKind, KvLayout, KvPlanes, Placement, TokenOrder,
 };
 
 use crate::fixtures::desc;

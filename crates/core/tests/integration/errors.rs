@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 use std::error::Error as _;
 
-use llm_datadist_core::{Error, ErrorKind, StatusCode};
+use llm_datadist_core::bindings::StatusCode;
+use llm_datadist_core::{Error, ErrorKind};
 
 #[test]
 fn codes_are_the_numbers_of_the_contract() {

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::bindings::{Cache, Config, DataDist, End, Geometry, PoolConfig, Role};
 use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
 use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
@@ -18,8 +19,7 @@ use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Trans
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces, Span, Template, Templates, TensorSteps};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
-    ErrorKind, Geometry, Placement, PoolConfig, Result, Role,
+    Adopted, CacheDesc, CacheKind, ClusterId, DataType, Deadline, Error, ErrorKind, Placement, Result,
 };
 use llm_datadist_testing::{Local, SimDevice, host_address};
 use tracing::{Level, Subscriber, span};

@@ -9,7 +9,7 @@ use llm_datadist_core::testing::memory::Generations;
 use llm_datadist_core::testing::model::{GrantEnd, GrantId};
 use llm_datadist_core::testing::transfer::Executor;
 use llm_datadist_core::testing::{grant_clock, watch_grants};
-use llm_datadist_core::{CacheId, ClusterId, Deadline, ErrorKind, GrantToken};
+use llm_datadist_core::{CacheId, ClusterId, Deadline, Error, ErrorKind, GrantToken};
 use proptest::prelude::*;
 
 use crate::fixtures::eventually;
@@ -134,26 +134,32 @@ fn run(steps: Vec<Step>) {
             Step::Find(index) => {
                 let Some(twin) = twins.get(index) else { continue };
                 let found = grants.find(&twin.grant.id());
-                assert_eq!(found.map(drop).map_err(|error| error.kind()), open(twin));
+                assert_eq!(found.map(drop).map_err(|error| why(&error)), open(twin));
             }
             Step::Forge(index, bit) => {
                 let Some(twin) = twins.get(index) else { continue };
                 let id = forged(twin.grant.id(), bit);
-                assert_eq!(grants.find(&id).unwrap_err().kind(), ErrorKind::GrantEnded);
-                assert_eq!(grants.read(&id).unwrap_err().kind(), ErrorKind::GrantEnded);
-                assert_eq!(grants.report(&id, (ClusterId(1), 9)).unwrap_err().kind(), ErrorKind::GrantEnded);
+                let errors = [
+                    grants.find(&id).unwrap_err(),
+                    grants.read(&id).unwrap_err(),
+                    grants.report(&id, (ClusterId(1), 9)).unwrap_err(),
+                ];
+                for error in errors {
+                    assert_eq!(why(&error), (ErrorKind::GrantEnded, None));
+                    assert!(error.reason().contains("never given"), "{error}");
+                }
             }
             Step::Read(index) => {
                 let Some(twin) = twins.get(index) else { continue };
                 match grants.read(&twin.grant.id()) {
                     Ok(read) => reads.push((index, read)),
-                    Err(error) => assert_eq!(Err(error.kind()), open(twin)),
+                    Err(error) => assert_eq!(Err(why(&error)), open(twin)),
                 }
             }
             Step::FinishRead(index) => {
                 let Some(at) = reads.iter().position(|&(of, _)| of == index) else { continue };
                 let (_, read) = reads.swap_remove(at);
-                assert_eq!(read.finish().map_err(|error| error.kind()), open(&twins[index]));
+                assert_eq!(read.finish().map_err(|error| why(&error)), open(&twins[index]));
             }
         }
         for (index, twin) in twins.iter().enumerate() {
@@ -172,8 +178,35 @@ fn run(steps: Vec<Step>) {
     assert_eq!(*reported_ends.0.lock().unwrap(), expected, "a closing engine reports nothing");
 }
 
-fn open(twin: &Twin) -> Result<(), ErrorKind> {
-    if twin.ended.is_some() { Err(ErrorKind::GrantEnded) } else { Ok(()) }
+/// The kind of an error, and the reason that it gives for the end of a grant.
+type Why = (ErrorKind, Option<String>);
+
+fn why(error: &Error) -> Why {
+    (error.kind(), error.fact("ended").map(str::to_owned))
+}
+
+fn open(twin: &Twin) -> Result<(), Why> {
+    twin.ended.map_or(Ok(()), |why| Err((ErrorKind::GrantEnded, Some(why.name().into()))))
+}
+
+/// The owner remembers the reasons of 4,096 grants, also if others have their entries.
+#[test]
+fn the_reasons_of_the_latest_ends_are_known() {
+    let (_, _, grants) = grants();
+    let lend_and_end = |end: GrantEnd| {
+        let grant = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
+        assert!(grants.end(&grant, end));
+        grant.id()
+    };
+    let first = lend_and_end(GrantEnd::Expired);
+    let all: Vec<_> = (1..4096).map(|_| lend_and_end(GrantEnd::Revoked)).collect();
+    let reason = |id: &GrantId| why(&grants.find(id).unwrap_err());
+    assert_eq!(reason(&first), (ErrorKind::GrantEnded, Some("expired".into())));
+    lend_and_end(GrantEnd::Done);
+    assert_eq!(reason(&first), (ErrorKind::GrantEnded, None), "too long ago");
+    for id in [&all[0], &all[4094]] {
+        assert_eq!((id.slot, reason(id)), (first.slot, (ErrorKind::GrantEnded, Some("revoked".into()))));
+    }
 }
 
 proptest! {
@@ -344,11 +377,12 @@ fn a_grant_is_renewed_but_never_shortened() {
     let other = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
     assert_eq!(other.id().slot, grant.id().slot);
     let expiry = grants.next_expiry();
-    assert_eq!(grants.renew(&grant, 2 * LONG).unwrap_err().kind(), ErrorKind::GrantEnded);
+    let error = grants.renew(&grant, 2 * LONG).unwrap_err();
+    assert_eq!(why(&error), (ErrorKind::GrantEnded, Some("revoked".into())));
     assert_eq!(grants.next_expiry(), expiry);
     let late = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
     let error = grants.renew(&late, LONG).unwrap_err();
-    assert_eq!((error.kind(), error.fact("reason")), (ErrorKind::GrantEnded, Some("expired")));
+    assert_eq!(why(&error), (ErrorKind::GrantEnded, Some("expired".into())));
     assert_eq!((late.ended(), generations.of_grant(late.id().slot)), (Some(GrantEnd::Expired), 1));
     let ends = [(grant.id(), GrantEnd::Revoked), (late.id(), GrantEnd::Expired)];
     assert_eq!(*reported_ends.0.lock().unwrap(), ends);

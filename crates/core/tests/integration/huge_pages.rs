@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use llm_datadist_core::bindings::{Config, DataDist, HugeChoice};
 use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::huge_pages::{Merged, commit_pools};
 use llm_datadist_core::testing::memory::{
     MergeRefusal, PeerProcess, Region, Tensors, allow_readers, own_probe,
 };
-use llm_datadist_core::{CacheKind, Config, DataDist, HugeChoice, Placement};
+use llm_datadist_core::{CacheKind, Placement};
 
 use crate::fixtures::{Buffer, StopOnDrop, adopt, config, desc, pattern, skipped};
 use crate::registered_pages::{PAGE, Pages, SEED};

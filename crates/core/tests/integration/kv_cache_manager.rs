@@ -5,13 +5,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{
+    Config, CopyArgs, DataDist, End, Layers, Mode, Name, PeerAddress, PoolConfig, RemoteName, Role, Rows,
+    Share,
+};
 use llm_datadist_core::testing::options::config_from_texts;
 use llm_datadist_core::testing::plan::{Moves, Piece};
 use llm_datadist_core::testing::validate;
-use llm_datadist_core::{
-    CacheKind, ClusterId, Config, CopyArgs, DataDist, End, ErrorKind, Layers, Mode, Name, PeerAddress,
-    Placement, PoolConfig, RemoteName, Role, Rows, Share,
-};
+use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, Placement};
 
 use crate::arguments::{refused, spec};
 use crate::fixtures::{self, desc};

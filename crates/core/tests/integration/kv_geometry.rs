@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
+use llm_datadist_core::bindings::{Geometry, KvGeometry};
 use llm_datadist_core::testing::validate::local_rows_alike;
-use llm_datadist_core::{
-    CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder,
-};
+use llm_datadist_core::{CacheDesc, DataType, ErrorKind, KvLayout, KvPlanes, Placement, TokenOrder};
 
 use crate::fixtures::desc;
 

@@ -9,12 +9,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Geometry, KvGeometry, SwapInPath, Words};
 use llm_datadist_core::testing::copy::{Progress, Staging};
 use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, Side, assign_owners};
-use llm_datadist_core::{
-    CacheDesc, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, Result, SwapInPath,
-    TokenOrder, Words,
-};
+use llm_datadist_core::{CacheDesc, DataType, Deadline, KvLayout, KvPlanes, Placement, Result, TokenOrder};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 

@@ -2,11 +2,12 @@
 //!
 //! `links/layerwise.rs` covers engines.
 
+use llm_datadist_core::bindings::{CacheLayout, Geometry, RowSizes, Words};
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Side};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
-use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, RowSizes, Words};
+use llm_datadist_core::{CacheKind, ErrorKind, Placement, Result};
 use proptest::prelude::*;
 
 use crate::fixtures::{desc, patterned};

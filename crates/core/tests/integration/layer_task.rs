@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
+use llm_datadist_core::bindings::LayerRange;
 use llm_datadist_core::testing::transfer::{AsyncCalls, Delivery, Executor, LayerSink, LayerTask};
 use llm_datadist_core::testing::{begin_layer_task, end_link};
 use llm_datadist_core::{
-    ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, LinkEnd, PeerInfo, Result, Transfer,
+    ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LinkEnd, PeerInfo, Result, Transfer,
 };
 
 use crate::fixtures::eventually;

@@ -3,11 +3,9 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+use llm_datadist_core::bindings::{CacheLayout, Destination, LayerRange, Name, RemoteCacheName, Target};
 use llm_datadist_core::testing::validate::{self, LayerRows, LayerwiseArgs};
-use llm_datadist_core::{
-    CacheId, CacheKind, CacheLayout, ClusterId, Destination, ErrorKind, LayerRange, Name, Placement,
-    RemoteCacheName, Result, Target,
-};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, ErrorKind, Placement, Result};
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 

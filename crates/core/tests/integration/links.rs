@@ -4,6 +4,7 @@
 
 mod asked_checksums;
 mod asynchronous;
+mod awaiting;
 mod broken_poller;
 mod broken_streams;
 mod communicators;
@@ -39,13 +40,14 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{
+    Cache, CacheKey, Config, DataDist, End, Layers, Name, PeerAddress, PoolConfig, RemoteName, Role, Rows,
+    Token, TransportChoice,
+};
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
-use llm_datadist_core::{
-    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
-    PeerAddress, Placement, PoolConfig, RemoteName, Result, Role, Rows, Token, TransportChoice,
-};
+use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Deadline, Placement, Result};
 
 use llm_datadist_testing::{Local, SimDevice};
 

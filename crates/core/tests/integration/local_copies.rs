@@ -6,8 +6,9 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::{CopyArgs, DataDist, End, SwapInPath};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{CacheDesc, CacheKind, CopyArgs, DataDist, End, ErrorKind, Placement, SwapInPath};
+use llm_datadist_core::{CacheDesc, CacheKind, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 use llm_datadist_testing::oracle::{Twin, TwinCache};
 use proptest::prelude::*;

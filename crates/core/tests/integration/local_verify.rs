@@ -1,9 +1,8 @@
 //! Verified copies and swaps within one engine: through the staging ring and directly, in chains, and with flipped bits.
 
+use llm_datadist_core::bindings::{Cache, CopyArgs, DataDist, SwapInPath};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{
-    Cache, CacheKind, CopyArgs, DataDist, Error, ErrorKind, Placement, SwapInPath, Verify,
-};
+use llm_datadist_core::{CacheKind, Error, ErrorKind, Placement, Verify};
 use llm_datadist_testing::SimDevice;
 use proptest::prelude::*;
 use std::sync::Arc;

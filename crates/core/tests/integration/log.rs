@@ -7,7 +7,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use llm_datadist_core::bindings::engine_of_thread;
-use llm_datadist_core::{CacheKey, CacheKind, DataDist, Placement};
+use llm_datadist_core::bindings::{CacheKey, DataDist};
+use llm_datadist_core::{CacheKind, Placement};
 use llm_datadist_embed::{Level, Line, Sink, install_log};
 
 use crate::fixtures::{EventLog, Own, config, desc};

@@ -4,12 +4,11 @@
 
 use std::path::{Path, PathBuf};
 
+use llm_datadist_core::bindings::{Config, DataDist, End, HugeChoice, PoolConfig};
 use llm_datadist_core::testing::memory::{
     refuse_beyond_room, refuse_beyond_room_under, usable_bytes, usable_under,
 };
-use llm_datadist_core::{
-    CacheKind, Config, DataDist, End, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
-};
+use llm_datadist_core::{CacheKind, ErrorKind, Placement, Result};
 
 use crate::child_process::{self, report};
 use crate::counting_allocator;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use llm_datadist_core::Cache;
+use llm_datadist_core::bindings::Cache;
 use llm_datadist_core::testing::transfer::MOVED;
 
 use crate::fixtures;

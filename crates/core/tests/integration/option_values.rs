@@ -5,12 +5,11 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Backend, Config, FabricConfig, HugeChoice, Mode, PoolConfig, SwapInPath};
 use llm_datadist_core::testing::config::{LinkConfig, Token, TransportChoice};
 use llm_datadist_core::testing::options::OptionValue::{self, Flag, Float, Int};
 use llm_datadist_core::testing::options::{OPTIONS, check_native_names, config_from_values};
-use llm_datadist_core::{
-    Backend, Config, FabricConfig, HugeChoice, Mode, PoolConfig, Result, SwapInPath, Verify,
-};
+use llm_datadist_core::{Result, Verify};
 
 use crate::arguments::refused;
 

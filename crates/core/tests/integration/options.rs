@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Backend, Config, FabricConfig, HugeChoice, PoolConfig, Role, SwapInPath};
 use llm_datadist_core::testing::config::{LinkConfig, Token, TransportChoice};
 use llm_datadist_core::testing::options::{self, cpp};
-use llm_datadist_core::{
-    Backend, ClusterId, Config, FabricConfig, HugeChoice, PoolConfig, Result, Role, SwapInPath,
-};
+use llm_datadist_core::{ClusterId, Result};
 
 use crate::arguments::refused;
 

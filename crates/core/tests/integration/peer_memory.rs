@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, SwapInPath};
 use llm_datadist_core::testing::copy::{
     CopyEngine, DataPath, Hops, PathJob, PeerTensors, Progress, Route, Staging,
 };
@@ -20,7 +21,7 @@ use llm_datadist_core::testing::memory::{
     allow_readers, own_probe, socket_io,
 };
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{ArrivedRows, Config, Deadline, ErrorKind, Placement, SwapInPath};
+use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind, Placement};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 

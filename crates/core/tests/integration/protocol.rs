@@ -5,6 +5,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::CacheKey;
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, MAX_NAME, Name};
 use llm_datadist_core::testing::plan::{
     CopyPlan, MAX_TEMPLATE_SPANS, MAX_TEMPLATES, Side, Span, Template, TensorSteps,
@@ -16,7 +17,7 @@ use llm_datadist_core::testing::protocol::{
     Reply, Request, RingAnswer, RingOffer, Run, Timed, Welcome, WireCache, WireLocation, WirePlan,
     WireTemplates, WireUsedKey,
 };
-use llm_datadist_core::{ArrivedRows, CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
+use llm_datadist_core::{ArrivedRows, CacheId, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::Config;
 use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, PeerTensors, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result};
+use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement, Result};
 
 use llm_datadist_testing::Stall;
 

@@ -4,13 +4,12 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 
+use llm_datadist_core::bindings::{Cache, CacheKey, CacheLayout, Geometry};
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
 use llm_datadist_core::testing::model::{GrantId, Name};
 use llm_datadist_core::testing::validate::bindings;
-use llm_datadist_core::{
-    Cache, CacheId, CacheKey, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result,
-};
+use llm_datadist_core::{CacheId, CacheKind, ErrorKind, Placement, Result};
 use llm_datadist_testing::oracle::TwinTable;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::Cache;
 use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
-use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement};
+use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Placement};
 
 use crate::fixtures::{adopt, desc, pin_reads, pin_writes};
 

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::Cache;
 use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse, WaitingCall};
-use llm_datadist_core::{Cache, CacheKind, Deadline, Placement};
+use llm_datadist_core::{CacheKind, Deadline, Placement};
 use proptest::prelude::*;
 
 use crate::fixtures::{adopt, desc};

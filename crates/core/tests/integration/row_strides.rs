@@ -6,15 +6,13 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::{CacheLayout, Geometry, RowSizes, SubRow, SwapInPath, Words};
 use llm_datadist_core::testing::copy::Progress;
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece, Pieces, Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::validate;
-use llm_datadist_core::{
-    CacheDesc, CacheKind, CacheLayout, DataType, ErrorKind, Geometry, Placement, RowSizes, SubRow,
-    SwapInPath, Words,
-};
+use llm_datadist_core::{CacheDesc, CacheKind, DataType, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 use proptest::collection::vec;
 use proptest::prelude::*;

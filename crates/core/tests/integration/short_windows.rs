@@ -6,11 +6,12 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::Name;
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::copy::{Progress, WindowSum};
 use llm_datadist_core::testing::memory;
 use llm_datadist_core::testing::plan::{CopyPlan, Span, Template, TensorSteps};
-use llm_datadist_core::{CacheId, Deadline, Error, ErrorKind, Name};
+use llm_datadist_core::{CacheId, Deadline, Error, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 

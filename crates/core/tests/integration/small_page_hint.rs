@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{
+    Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, PoolConfig, RemoteName, Role, Rows,
+};
 use llm_datadist_core::testing::config::Token;
 use llm_datadist_core::testing::huge_pages::SmallPageHint;
 use llm_datadist_core::testing::memory::{OwnPages, Region};
-use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, Placement,
-    PoolConfig, RemoteName, Role, Rows,
-};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Placement};
 use tracing::Level;
 
 use crate::child_process::{self, report};

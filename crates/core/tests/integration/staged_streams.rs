@@ -7,12 +7,13 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, Role};
 use llm_datadist_core::testing::copy::{CopyEngine, Progress};
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Reach, Tensors};
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{ClusterId, Config, Deadline, ErrorKind, Role};
+use llm_datadist_core::{ClusterId, Deadline, ErrorKind};
 
 use crate::fixtures::{
     Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, ringed_streams, tensors_over,

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{
+    CacheKey, CallExtras, CopyArgs, DataDist, End, GroupMember, Layers, Name, RemoteName, Rows, SwapInPath,
+};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::stats::{BUCKETS, Counters};
-use llm_datadist_core::{
-    CacheId, CacheKey, CacheKind, CallExtras, ClusterId, CopyArgs, DataDist, End, ErrorKind, GroupMember,
-    Layers, Name, OpState, Placement, RemoteName, Rows, SwapInPath,
-};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, ErrorKind, OpState, Placement};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Own, adopt, config, desc, engine_on};

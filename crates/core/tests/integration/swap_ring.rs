@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::bindings::{DataDist, End};
 use llm_datadist_core::testing::device::{self, Copier, Copy, HostReach};
 use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::testing::memory::kernels::Kernel;
-use llm_datadist_core::{CacheKind, DataDist, End, Error, ErrorKind, Placement};
+use llm_datadist_core::{CacheKind, Error, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Gated, Own, config, copied_bytes, desc, end, engine_on, patterned, same_rows};

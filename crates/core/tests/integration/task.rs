@@ -11,11 +11,12 @@ use std::{array, thread};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
+use llm_datadist_core::bindings::{AwaitQueue, LayerRange};
 use llm_datadist_core::testing::transfer::{
     AsyncCalls, CacheTask, Delivery, Executor, ExecutorHandle, LayerProgress, LayerSink, Outcome,
 };
 use llm_datadist_core::testing::{refuse_layer, start_task};
-use llm_datadist_core::{AwaitQueue, ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, Result};
 
 use crate::fixtures::eventually;
 

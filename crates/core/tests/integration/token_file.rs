@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use llm_datadist_core::ErrorKind;
+use llm_datadist_core::bindings::{DataDist, LinkConfig, Token};
 use llm_datadist_core::testing::token_file::{read, token};
-use llm_datadist_core::{DataDist, ErrorKind, LinkConfig, Token};
 
 use crate::fixtures::{config, skipped};
 

@@ -6,14 +6,13 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
+use llm_datadist_core::bindings::{CacheLayout, Geometry, Role, SubRow, Words};
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece, Side};
 use llm_datadist_core::testing::validate::{
     self, CheckedTransfer, ExtParam, LayerRange, Layers, OwnerShare, RemoteCache, Rows, accessible,
     pull_kv_layers, push_kv_alone, push_kv_cache,
 };
-use llm_datadist_core::{
-    CacheDesc, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role, SubRow, Words,
-};
+use llm_datadist_core::{CacheDesc, CacheKind, ErrorKind, Placement, Result};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use llm_datadist_core::bindings::{
+    CacheLayout, Geometry, KvGeometry, LayerRange, Layers, Rows, SubRow, Words,
+};
 use llm_datadist_core::testing::plan::Side::{self, Destination, Source};
 use llm_datadist_core::testing::validate::{self, CheckedTransfer, LocalCache, OwnerShare, RemoteCache};
 use llm_datadist_core::{
-    CacheKind, CacheLayout, DataType, Error, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, LayerRange,
-    Layers, Placement, Result, Rows, SubRow, TokenOrder, Words,
+    CacheKind, DataType, Error, ErrorKind, KvLayout, KvPlanes, Placement, Result, TokenOrder,
 };
 
 use crate::fixtures::desc;

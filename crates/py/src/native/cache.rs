@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Adopted, Cache, CacheKind, DataDist, Error, ErrorKind, OwnCache, Result, RowsCache};
+use llm_datadist_core::bindings::{Cache, DataDist};
+use llm_datadist_core::{Adopted, CacheKind, Error, ErrorKind, OwnCache, Result, RowsCache};
 use pyo3::prelude::*;
 
 use super::EngineShared;

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{
-    GrantToken, GrantUse, OwnPairs, PairExtras, PeerCall, PeerPairs, RowsOfPair, Verify,
-};
+use llm_datadist_core::bindings::{OwnPairs, PeerCall, PeerPairs};
+use llm_datadist_core::{GrantToken, GrantUse, PairExtras, RowsOfPair, Verify};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};

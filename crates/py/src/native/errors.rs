@@ -28,6 +28,7 @@ fn made(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     keywords.set_item(intern!(py, "code"), words.code())?;
     keywords.set_item(intern!(py, "reason"), error.reason())?;
     keywords.set_item(intern!(py, "argument"), words.argument())?;
+    keywords.set_item(intern!(py, "errno"), error.raw_os_error())?;
     keywords.set_item(intern!(py, "facts"), error.facts().into_py_dict(py)?)?;
     keywords.set_item(intern!(py, "arrived"), error::arrived(error))?;
     Ok(PyErr::from_value(class.call((error.to_string(),), Some(&keywords))?))

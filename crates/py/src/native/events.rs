@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{DataDist, Error, ErrorKind, Event, Result};
+use llm_datadist_core::bindings::DataDist;
+use llm_datadist_core::{Error, ErrorKind, Event, Result};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 

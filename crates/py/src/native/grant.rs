@@ -4,8 +4,9 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::DataDist;
 use llm_datadist_core::bindings::native;
-use llm_datadist_core::{DataDist, Grant, GrantEnd, GrantToken};
+use llm_datadist_core::{Grant, GrantEnd, GrantToken};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 

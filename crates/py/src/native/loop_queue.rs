@@ -3,7 +3,7 @@
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-use llm_datadist_core::AwaitQueue;
+use llm_datadist_core::bindings::AwaitQueue;
 use pyo3::prelude::*;
 
 use super::errors::raise;

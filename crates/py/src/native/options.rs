@@ -1,7 +1,8 @@
 //! Reads the arguments of `Engine(...)`. The table of options in the core says which values are allowed.
 
+use llm_datadist_core::bindings::Config;
 use llm_datadist_core::bindings::options::{OPTIONS, OptionRow, check_native_names};
-use llm_datadist_core::{Config, EngineBuilder, OptionValue};
+use llm_datadist_core::{EngineBuilder, OptionValue};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt};

@@ -1,6 +1,7 @@
 //! What peers do.
 
-use llm_datadist_core::{DataDist, PeerCache, PeerInfo};
+use llm_datadist_core::bindings::DataDist;
+use llm_datadist_core::{PeerCache, PeerInfo};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 

@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::Config;
 use llm_datadist_core::bindings::this_process;
-use llm_datadist_core::{Config, EngineName, Error, ErrorKind};
+use llm_datadist_core::{EngineName, Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 

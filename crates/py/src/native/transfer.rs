@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{AwaitQueue, Deadline, Error, ErrorKind, LayerTask, Transfer};
+use llm_datadist_core::bindings::AwaitQueue;
+use llm_datadist_core::{Deadline, Error, ErrorKind, LayerTask, Transfer};
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -9,8 +9,9 @@ use std::fmt;
 use std::ptr;
 use std::sync::Arc;
 
+use llm_datadist_core::Result;
+use llm_datadist_core::bindings::Cache;
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{Cache, Result};
 use pyo3::ffi;
 use pyo3::prelude::*;
 

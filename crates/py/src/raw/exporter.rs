@@ -9,7 +9,8 @@ use std::mem::offset_of;
 use std::ptr;
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, Result};
+use llm_datadist_core::Result;
+use llm_datadist_core::bindings::Cache;
 use pyo3::PyClass;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;

@@ -45,12 +45,9 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 # Maximum number of characters of a reason from prefill that are kept.
 MAX_REASON = 1000
-# Maximum number of addresses whose links are remembered. Requests name addresses, and a prefill may have several.
-MAX_LINKED = 4096
 # How long the first attempt to link takes, in seconds. If the host of prefill refuses the connection until then,
 # prefill has ended. Otherwise a second attempt takes the time limit.
 _FIRST_LINK_S = 0.5
-_REFUSED = f"(errno={errno.ECONNREFUSED})"
 
 
 @dataclass(frozen=True)
@@ -138,9 +135,8 @@ class Receiving:
         self._pulls: dict[Transfer[None] | Copy, _Ongoing] = {}
         # The receives that have begun and have not failed, by request, the earliest deadline first.
         self._deadlines: OrderedDict[str, _Ongoing] = OrderedDict()
-        # The linked ranks of prefill, by address and name.
-        self._linked: dict[tuple[str, str], Peer] = {}
-        # The requests that wait for the link to a rank, and the link calls that run, with their time limits.
+        # The requests that wait for the link to a rank, and the link calls, with their time limits. Each rank has one
+        # call, so that many requests do not reach the maximum number of transfers.
         self._dialing: dict[tuple[str, str], list[tuple[_Ongoing, Source]]] = {}
         self._dials: dict[Transfer[Peer], tuple[tuple[str, str], float]] = {}
         self._numbers = itertools.count()
@@ -189,7 +185,6 @@ class Receiving:
 
     def unlinked(self, peer: Peer, reason: str) -> None:
         """Fail the receives that wait for a peer. Pulls that run end by themselves."""
-        self._forget(peer)
         for ongoing in list(self._ongoing.values()):
             if peer in ongoing.peers and (ongoing.order is None or ongoing.incoming.waits):
                 self._fail(ongoing, f"the link to {peer.name} broke: {reason}")
@@ -270,11 +265,8 @@ class Receiving:
         """Hold a request at a rank of prefill, as soon as it is linked. A request that has failed does not wait."""
         place = ongoing.place(source)
         try:
-            if place in self._linked:
-                self._connected(ongoing, source, self._linked[place])
-                return
             if place not in self._dialing:
-                self._dial(place, min(_FIRST_LINK_S, self._limit_s))
+                self._dial(place, min(_FIRST_LINK_S, self._limit_s))  # ends at once if the rank is linked
         except Exception as error:  # noqa: BLE001 - one request fails, not the thread
             self._fail(ongoing, str(error))
             return
@@ -288,7 +280,7 @@ class Receiving:
 
     def _dialed(self, place: tuple[str, str], limit_s: float, transfer: Transfer[Peer], error: Error | None) -> None:
         """Take the end of a link call."""
-        if isinstance(error, Timeout) and _REFUSED not in str(error) and limit_s < self._limit_s:
+        if isinstance(error, Timeout) and error.errno != errno.ECONNREFUSED and limit_s < self._limit_s:
             try:
                 self._dial(place, self._limit_s)
             except Error as refused:
@@ -308,10 +300,6 @@ class Receiving:
 
     def _connected(self, ongoing: _Ongoing, source: Source, peer: Peer) -> None:
         """Hold a request at a rank of prefill that is linked, and ask for its blocks if there is room for them."""
-        if peer.alive:
-            self._linked[ongoing.place(source)] = peer
-            if len(self._linked) > MAX_LINKED:  # the link stays, and is found again
-                del self._linked[next(iter(self._linked))]
         # Also if it has failed or does not fit: prefill then learns at once that nothing is read.
         hold = Hold(ongoing.handover.ticket, source.readers, ongoing.handover.decodes)
         if ongoing.failure:
@@ -327,9 +315,6 @@ class Receiving:
             self._fail(ongoing, f"prefill does not fit to decode: {_printable(str(error))}")
         self._ask(ongoing, peer)
 
-    def _forget(self, peer: Peer) -> None:
-        self._linked = {place: other for place, other in self._linked.items() if other != peer}
-
     def _ask(self, ongoing: _Ongoing, peer: Peer) -> None:
         """Ask a rank of prefill for the request, if it is read."""
         if not ongoing.failure and ongoing.peers[peer].reads and not ongoing.incoming.complete:
@@ -341,8 +326,6 @@ class Receiving:
         try:
             self._notify(peer, message)
         except Error as error:
-            # The next receive links again.
-            self._forget(peer)
             self._fail(ongoing, str(error))
             return False
         return True

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, Name, Role, RowSizes};
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
@@ -14,10 +15,7 @@ use llm_datadist_core::testing::plan::{
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
 use llm_datadist_core::testing::tensors;
-use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Config, Deadline, KvLayout, KvPlanes, Name, Placement, Role, RowSizes,
-    TokenOrder,
-};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Deadline, KvLayout, KvPlanes, Placement, TokenOrder};
 use llm_datadist_testing::SimDevice;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

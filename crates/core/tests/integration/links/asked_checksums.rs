@@ -5,13 +5,14 @@
 use std::io::Read;
 use std::os::fd::AsFd;
 
+use llm_datadist_core::bindings::Name;
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
 use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     MAX_CHECKSUMS, NamedCache, Reply, Request, WirePlan, WireTemplates, digest,
 };
-use llm_datadist_core::{CacheId, CacheKind, ErrorKind, Name};
+use llm_datadist_core::{CacheId, CacheKind, ErrorKind};
 
 use super::fake_peer::{Fake, ask, hear};
 use super::{Held, Way, config, device, open, row};
@@ -25,7 +26,7 @@ const ROW: u64 = 4096;
 struct Owner {
     into: Held,
     call: Stream,
-    _open: (llm_datadist_core::DataDist, Stream),
+    _open: (llm_datadist_core::bindings::DataDist, Stream),
 }
 
 impl Owner {

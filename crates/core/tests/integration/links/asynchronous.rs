@@ -4,10 +4,9 @@
 
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{CacheKey, Layers, Name, Rows};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{
-    CacheKey, CacheKind, Deadline, ErrorKind, Event, Layers, Name, Placement, Rows, Transfer,
-};
+use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Event, Placement, Transfer};
 
 use super::{Held, LONG, Pair, Way, config, device, each, link, of, open, open_gated, pairs, request, row};
 use crate::fixtures::{Gated, desc, eventually, pin_writes};

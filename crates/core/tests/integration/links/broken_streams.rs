@@ -6,7 +6,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{CacheKey, CacheKind, DataDist, Error, ErrorKind, Name, Result, TransportChoice};
+use llm_datadist_core::bindings::{CacheKey, DataDist, Name, TransportChoice};
+use llm_datadist_core::{CacheKind, Error, ErrorKind, Result};
 use llm_datadist_testing::{Fault, Faults, Faulty};
 
 use super::{

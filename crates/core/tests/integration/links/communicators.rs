@@ -9,7 +9,8 @@ use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::{CacheKind, ClusterId, CommStatus, Config, DataDist, ErrorKind, Role, Token};
+use llm_datadist_core::bindings::{CommStatus, Config, DataDist, Role, Token};
+use llm_datadist_core::{CacheKind, ClusterId, ErrorKind};
 
 use llm_datadist_core::testing::protocol::{REFUSAL, VERSION};
 

@@ -5,14 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{CallExtras, DataDist, Layers, Name, Rows};
 use llm_datadist_core::testing::net::{
     Address, Interference, Listener, Stream, Tcp, Transport, Way as Direction,
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, Hello, Purpose, Request, Timed};
-use llm_datadist_core::{
-    CacheKind, CallExtras, DataDist, Deadline, Error, KvLayout, Layers, Name, Result, Rows, TokenOrder,
-    Verify,
-};
+use llm_datadist_core::{CacheKind, Deadline, Error, KvLayout, Result, TokenOrder, Verify};
 
 use super::asynchronous::outcome;
 use super::kv_layouts::{Rank, good};

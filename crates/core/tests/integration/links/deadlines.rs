@@ -5,10 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{
-    CacheKey, CacheKind, CallExtras, ClusterId, Deadline, ErrorKind, GroupMember, Layers, Name, Placement,
-    Result, Rows,
-};
+use llm_datadist_core::bindings::{CacheKey, CallExtras, GroupMember, Layers, Name, Rows};
+use llm_datadist_core::{CacheKind, ClusterId, Deadline, ErrorKind, Placement, Result};
 
 use super::fake_peer::Fake;
 use super::layerwise_faults::Slow;

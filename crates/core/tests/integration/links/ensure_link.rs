@@ -9,13 +9,12 @@ use std::sync::{Arc, Barrier, OnceLock};
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, DataDist, Role, Token};
 use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{
     BoundedBytes, Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Purpose, encode,
 };
-use llm_datadist_core::{
-    ClusterId, Config, DataDist, Deadline, ErrorKind, Event, PeerInfo, Result, Role, Token, Transfer,
-};
+use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, PeerInfo, Result, Transfer};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
 use super::fake_peer::{Fake, confirm, hear, say, soon};
@@ -267,12 +266,13 @@ fn an_attempt_ends_at_its_deadline() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
     // One listens and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    for address in [nowhere(), silent.local_addr().unwrap()] {
+    for (address, errno) in [(nowhere(), Some(111)), (silent.local_addr().unwrap(), None)] {
         let call = local.ensure_link(address, Duration::from_millis(300), None).unwrap();
         let error = failed(&call);
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         assert_eq!(error.fact("address"), Some(&*address.to_string()), "{error}");
         assert_eq!(error.fact("limit_ms"), Some("300"), "{error}");
+        assert_eq!(error.raw_os_error(), errno, "that of the last attempt: {error}");
     }
     assert!(local.peers().is_empty());
 }
@@ -507,4 +507,121 @@ fn a_link_is_entered_after_its_confirmation() {
     // A second confirmation is no control message, and ends the link.
     waiting.send(&frame, soon()).unwrap();
     eventually("the end of the link", || engine.peers().is_empty());
+}
+
+/// An engine whose heartbeats come at most every `heartbeat`, and that breaks no link because of silence.
+fn patient(heartbeat: Duration) -> DataDist {
+    let mut patient = config(1, Way::Tcp);
+    (patient.links.heartbeat, patient.links.silence) = (heartbeat, Duration::from_secs(3600));
+    open(patient, Way::Tcp)
+}
+
+/// A call for an address at which an earlier call has found the peer dials nobody and sends no ping. It has ended when it is returned.
+#[test]
+fn a_call_to_a_linked_peer_sends_nothing() {
+    let engine = patient(Duration::from_secs(600));
+    let fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let call = at(&engine, address);
+    let control = fake.linked();
+    let peer = linked(&call).unwrap();
+    for _ in 0..1500 {
+        let call = at(&engine, address);
+        assert!(call.done());
+        assert_eq!(linked(&call).unwrap(), peer);
+    }
+    assert!(!fake.is_dialled());
+    let error =
+        failed(&engine.ensure_link(address, Duration::from_millis(100), Some("other".into())).unwrap());
+    assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+    assert!(!fake.is_dialled());
+    drop(engine);
+    let first = hear(&control).unwrap();
+    assert!(matches!(first, ControlMessage::Bye { .. }), "{first:?}");
+}
+
+/// The peer of an incoming link is found by its first answer at the address.
+#[test]
+fn the_peer_of_an_incoming_link_is_dialled_once() {
+    let engine = patient(Duration::from_secs(600));
+    let fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let control = fake.dial(&engine, ENSURE).unwrap();
+    confirm(&control).unwrap();
+    let call = at(&engine, address);
+    let _stream = fake.greet();
+    let peer = linked(&call).unwrap();
+    assert_eq!(linked(&at(&engine, address)).unwrap(), peer);
+    assert!(!fake.is_dialled());
+}
+
+/// There are more calls than workers, so some begin after the attempt.
+#[test]
+fn calls_for_one_address_share_an_attempt() {
+    let engine = patient(Duration::from_secs(600));
+    let fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let calls: Vec<_> = (0..80).map(|_| at(&engine, address)).collect();
+    let _control = fake.linked();
+    for call in &calls {
+        assert_eq!(linked(call).unwrap().cluster, ClusterId(2));
+    }
+    assert!(!fake.is_dialled());
+    // The end of a call that was cancelled or late is its own.
+    let other = Fake::new(3, 1);
+    let address = other.address().remote[0];
+    let first = at(&engine, address);
+    let (refused, _) = other.greet();
+    let others: Vec<_> = (0..3).map(|_| at(&engine, address)).collect();
+    let late = engine.ensure_link(address, Duration::from_millis(50), None).unwrap();
+    assert_eq!(failed(&late).kind(), ErrorKind::Timeout);
+    assert!(first.cancel());
+    assert_eq!(failed(&first).kind(), ErrorKind::Cancelled);
+    drop(refused);
+    let _control = other.linked();
+    for call in &others {
+        assert_eq!(linked(call).unwrap().cluster, ClusterId(3));
+    }
+    assert!(!other.is_dialled());
+}
+
+/// A peer that was silent for longer than its heartbeats allow is asked. A call with too little time to tell leaves the link.
+#[test]
+fn a_short_call_breaks_no_link() {
+    let engine = patient(Duration::from_secs(1));
+    // From the first poll on, links are news.
+    assert_eq!(news(&engine), (0, 0));
+    let fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let call = at(&engine, address);
+    let control = fake.linked();
+    let peer = linked(&call).unwrap();
+    assert_eq!(news(&engine), (1, 0));
+    thread::sleep(Duration::from_millis(2100));
+
+    let short = engine.ensure_link(address, Duration::from_millis(350), None).unwrap();
+    let _stream = fake.greet();
+    let error = failed(&short);
+    // It may have dialled once more, just before its time limit passed.
+    while fake.is_dialled() {}
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert_eq!((engine.peers(), news(&engine)), (vec![peer.clone()], (0, 0)));
+
+    // The peer answers.
+    let call = at(&engine, address);
+    let _stream = fake.greet();
+    while !call.done() {
+        if hear::<ControlMessage>(&control).unwrap() == (ControlMessage::Ping {}) {
+            say(&control, &ControlMessage::Pong {});
+            eventually("the end of the call", || call.done());
+        }
+    }
+    assert_eq!((linked(&call).unwrap(), news(&engine)), (peer, (0, 0)));
+
+    // It does not answer any more.
+    thread::sleep(Duration::from_millis(2100));
+    let call = at(&engine, address);
+    let _replacement = fake.linked();
+    linked(&call).unwrap();
+    assert_eq!((engine.peers().len(), news(&engine)), (1, (1, 1)));
 }

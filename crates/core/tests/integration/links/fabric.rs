@@ -7,11 +7,9 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Backend, CallExtras, Config, DataDist, FabricConfig, Layers, Rows};
 use llm_datadist_core::testing::protocol::{BoundedBytes, EnteredLink, FabricOffer, FabricPool, LinkAnswer};
-use llm_datadist_core::{
-    Backend, CacheKind, CallExtras, Config, DataDist, Deadline, Error, ErrorKind, FabricConfig, GrantUse,
-    Layers, Result, Rows,
-};
+use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, GrantUse, Result};
 
 use super::fake_peer::Fake;
 use super::stand_ins::{ALL, BLOCK, BLOCKS, Controlled, library, stand_in};

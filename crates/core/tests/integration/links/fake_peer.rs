@@ -7,12 +7,13 @@ use std::thread;
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
-use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
+use llm_datadist_core::bindings::{DataDist, PeerAddress};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello,
     LinkAnswer, MESSAGE_LIMIT, Party, Proof, Purpose, Request, RingAnswer, RingOffer, Timed, Welcome,
 };
-use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
+use llm_datadist_core::{ClusterId, Deadline, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -104,6 +105,11 @@ impl Fake {
         let stream = accepted(&*self.listener).unwrap();
         stream.expect_descriptors().unwrap();
         stream
+    }
+
+    /// Whether somebody has dialled whom it has not accepted. Refuses the connection.
+    pub fn is_dialled(&self) -> bool {
+        !matches!(self.listener.accept().unwrap(), Accepted::Nobody)
     }
 
     /// Accepts the next stream and runs its handshake. Returns the stream and its purpose.

@@ -7,11 +7,12 @@ use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, Mode, Token};
 use llm_datadist_core::testing::net::{Address, Transport, Unix};
 use llm_datadist_core::testing::protocol::{
     Challenge, ControlMessage, HANDSHAKE_LIMIT, Hello, Proof, Purpose, Welcome, decode,
 };
-use llm_datadist_core::{CacheKind, ClusterId, Config, ErrorKind, Mode, Result, Token};
+use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, Result};
 
 use super::fake_peer::{Fake, hear, say, soon, welcome_mac};
 use super::{

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
+use llm_datadist_core::bindings::{CallExtras, DataDist, GroupMember, Layers, Name, RemoteName, Rows};
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CallExtras, DataDist, DataType, ErrorKind, GroupMember, KvLayout, KvPlanes, Layers,
-    Name, RemoteName, Result, Rows, TokenOrder, Verify,
+    CacheDesc, CacheKind, DataType, ErrorKind, KvLayout, KvPlanes, Result, TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;

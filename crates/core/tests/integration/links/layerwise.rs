@@ -5,15 +5,15 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use llm_datadist_core::bindings::{
+    CacheTask, DataDist, Destination, Geometry, LayerRange, LayerwiseArgs, Outcome, Target,
+};
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::protocol::{
     EntryVersion, HEADER, MAX_ADDRS, Reply, Request, WireCache, decode, encode,
 };
-use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKind, CacheTask, ClusterId, DataDist, Deadline, Destination, Error, ErrorKind,
-    Geometry, LayerRange, LayerwiseArgs, Outcome, Placement, Target,
-};
+use llm_datadist_core::{CacheDesc, CacheId, CacheKind, ClusterId, Deadline, Error, ErrorKind, Placement};
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, LONG, Way, config, device, open, pairs, row};

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{
-    CacheId, CacheKind, CacheTask, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind, Layers,
-    Name, Outcome, Placement, Rows, Target,
+use llm_datadist_core::bindings::{
+    CacheTask, CopyArgs, DataDist, Destination, End, Layers, Name, Outcome, Rows, Target,
 };
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Error, ErrorKind, Placement};
 
 use super::broken_streams::{Fixture, faults};
 use super::layerwise::{

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Name, PeerAddress, Role, Token};
 use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{ControlMessage, Purpose, Reply, Request, encode};
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, ErrorKind, Name, PeerAddress, Result, Role, Token};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, ErrorKind, Result};
 use rustix::net::{Shutdown, shutdown};
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};

@@ -4,13 +4,14 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use llm_datadist_core::bindings::{Config, DataDist, PoolConfig};
 use llm_datadist_core::testing::memory::Generations;
 use llm_datadist_core::testing::net::Address;
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Confirm, EnteredLink, HANDSHAKE_LIMIT, LinkAnswer,
 };
 use llm_datadist_core::testing::stats::LinkState;
-use llm_datadist_core::{CacheKind, Config, DataDist, Placement, PoolConfig};
+use llm_datadist_core::{CacheKind, Placement};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 

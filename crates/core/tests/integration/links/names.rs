@@ -7,11 +7,11 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::model::MAX_NAME;
-use llm_datadist_core::{
-    CallExtras, ClusterId, DataDist, Deadline, ErrorKind, Event, GrantUse, GroupMember, Layers, Outcome,
-    PeerInfo, RemoteCacheName, RemoteName, Result, Rows, Target, Transfer,
+use llm_datadist_core::bindings::{
+    CallExtras, DataDist, GroupMember, Layers, Outcome, RemoteCacheName, RemoteName, Rows, Target,
 };
+use llm_datadist_core::testing::model::MAX_NAME;
+use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, GrantUse, PeerInfo, Result, Transfer};
 
 use super::layerwise::{all_ready, blocks, start, to, wait};
 use super::{Held, LONG, Pair, WAYS, Way, check_pull, config, device, eventually, link, open, pairs, unlink};

@@ -2,11 +2,14 @@
 
 use std::net::SocketAddr;
 
+use llm_datadist_core::bindings::{
+    CallExtras, Config, DataDist, Destination, GroupMember, LayerRange, LayerReceiver, Layers, LayerwiseArgs,
+    Role, Rows, Target,
+};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CallExtras, ClusterId, Config, DataDist, DataType, Destination, ErrorKind, Event,
-    GrantUse, GroupMember, KvLayout, KvPlanes, LayerRange, LayerReceiver, Layers, LayerwiseArgs, PeerInfo,
-    Role, Rows, Target, TokenOrder, Verify,
+    CacheDesc, CacheKind, ClusterId, DataType, ErrorKind, Event, GrantUse, KvLayout, KvPlanes, PeerInfo,
+    TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;

@@ -3,12 +3,13 @@
 
 use std::ops::Range;
 
+use llm_datadist_core::bindings::{
+    CallExtras, DataDist, LayerRange, Layers, LayerwiseArgs, Name, Rows, SubRow,
+};
 use llm_datadist_core::testing::net::Tcp;
 use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{NamedCache, Reply, Request, WirePlan, WireTemplates};
-use llm_datadist_core::{
-    CacheDesc, CacheKind, CallExtras, DataDist, LayerRange, Layers, LayerwiseArgs, Name, Rows, SubRow, Verify,
-};
+use llm_datadist_core::{CacheDesc, CacheKind, Verify};
 
 use super::fake_peer::{Fake, ask, hear};
 use super::layerwise::{addressed, finish, is_done, named, start, to};

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use llm_datadist_core::bindings::DataDist;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::testing::memory::kernels::Kernel;
-use llm_datadist_core::{CacheKind, DataDist, ErrorKind, Result};
+use llm_datadist_core::{CacheKind, ErrorKind, Result};
 use llm_datadist_testing::SimDevice;
 
 use super::{Held, Way, config, device, link, of, open, push_blocks, row};

@@ -3,9 +3,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use llm_datadist_core::{
-    CacheKind, DataDist, Deadline, ErrorKind, KvLayout, KvPlanes, Layers, LinkState, Placement, Rows,
-};
+use llm_datadist_core::bindings::{DataDist, Layers, Rows};
+use llm_datadist_core::{CacheKind, Deadline, ErrorKind, KvLayout, KvPlanes, LinkState, Placement};
 
 use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
 use crate::fixtures::{adopt, desc, pattern, pin_writes};

@@ -3,8 +3,9 @@
 //! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between
 //! processes; `broken_streams` and `races` cover failures.
 
+use llm_datadist_core::bindings::{CacheKey, LayerRange, Layers, Name, Rows, Target};
 use llm_datadist_core::testing::model::GrantId;
-use llm_datadist_core::{CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, Rows, Target};
+use llm_datadist_core::{CacheKind, ErrorKind, Placement};
 
 use super::layerwise::{blocks, to};
 use super::{Held, Pair, Way, device, each, of, pairs, pull_blocks, push_blocks, push_slot, request, row};

@@ -4,15 +4,14 @@
 
 use std::thread;
 
+use llm_datadist_core::bindings::{CacheLayout, DataDist, Geometry, Name};
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, MAX_AHEAD, NamedCache, Reply, Request, Timed, WireCache, WirePlan, WireTemplates,
 };
-use llm_datadist_core::{
-    CacheId, CacheKind, CacheLayout, DataDist, Error, ErrorKind, Geometry, Name, Placement,
-};
+use llm_datadist_core::{CacheId, CacheKind, Error, ErrorKind, Placement};
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, Ports, Way, config, device, of, open, push_blocks};

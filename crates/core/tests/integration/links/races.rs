@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::bindings::{Config, CopyArgs, LayerRange, Layers, Name, Rows, Target};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Config, CopyArgs, Error, ErrorKind, LayerRange, Layers, Name, Rows, Target,
-};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Error, ErrorKind};
 
 use super::layerwise::{SLOTS, finish, is_done, start, to, wait};
 use super::{

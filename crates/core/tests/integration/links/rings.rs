@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use llm_datadist_core::bindings::DataDist;
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::net::{
     Address, Interference, Listener, Stream, Transport, Unix, Way as Direction, unreachable,
 };
 use llm_datadist_core::testing::protocol::{self, RingOffer};
-use llm_datadist_core::{CacheKind, DataDist, Deadline, ErrorKind, Placement, Result};
+use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement, Result};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 

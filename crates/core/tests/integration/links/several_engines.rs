@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{CacheKind, Config, DataDist, Layers, Rows, Transfer};
+use llm_datadist_core::bindings::{Config, DataDist, Layers, Rows};
+use llm_datadist_core::{CacheKind, Transfer};
 
 use super::asynchronous::outcome;
 use super::{Held, Way, config, device, link, of, open, row};

@@ -4,8 +4,9 @@
 
 use std::time::Duration;
 
+use llm_datadist_core::bindings::DataDist;
 use llm_datadist_core::testing::copy::STILL_READING;
-use llm_datadist_core::{CacheKind, DataDist, Error, ErrorKind, Placement, Result};
+use llm_datadist_core::{CacheKind, Error, ErrorKind, Placement, Result};
 
 use super::{Held, Pair, Way, eventually, of, pull_blocks, push_blocks, row};
 use llm_datadist_testing::Stall;

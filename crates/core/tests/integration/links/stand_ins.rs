@@ -7,9 +7,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::{
-    Backend, CacheKey, CacheKind, Config, DataDist, FabricConfig, Layers, Name, Result, Rows,
-};
+use llm_datadist_core::bindings::{Backend, CacheKey, Config, DataDist, FabricConfig, Layers, Name, Rows};
+use llm_datadist_core::{CacheKind, Result};
 
 use super::{Held, Pair, Way, device, of};
 use crate::fixtures::eventually;

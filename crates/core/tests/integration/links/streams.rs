@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{Config, DataDist, Name};
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, ControlMessage, EnteredLink, LinkAnswer, NamedCache, Purpose, Reply, Request, Timed, WirePlan,
     WireTemplates,
 };
-use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind, Name};
+use llm_datadist_core::{CacheKind, ErrorKind};
 use tracing::Level;
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
@@ -225,7 +226,7 @@ fn addresses_that_lead_nowhere_are_left_out() {
         });
         for _ in 0..2 {
             let into = Held::pool(&engine, &device(1, 1, 64), CacheKind::Batch);
-            let name = llm_datadist_core::Name::Row { cache: into.cache.id(), row: 0 };
+            let name = llm_datadist_core::bindings::Name::Row { cache: into.cache.id(), row: 0 };
             pull_slot(&engine, of(2, name), &into).unwrap_err();
             into.free(&engine);
         }

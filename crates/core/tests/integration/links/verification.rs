@@ -6,11 +6,13 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use llm_datadist_core::bindings::{
+    CacheLayout, CallExtras, DataDist, Geometry, GroupMember, Layers, Name, Outcome, RemoteName, Rows, Target,
+};
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache, digest};
 use llm_datadist_core::{
-    CacheId, CacheKind, CacheLayout, CallExtras, DataDist, Deadline, Error, ErrorKind, Event, Geometry,
-    GrantUse, GroupMember, Layers, Name, Outcome, Placement, RemoteName, Result, Rows, Target, Verify,
+    CacheId, CacheKind, Deadline, Error, ErrorKind, Event, GrantUse, Placement, Result, Verify,
 };
 
 use crate::fixtures::Chance;
