@@ -371,6 +371,20 @@ def test_waiting_copies_of_the_same_layers_run_as_one(layers: Layers) -> None:
     ]
 
 
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_many_blocks_are_copied_in_several_calls(direction: str) -> None:
+    device, numbers = FakeDevice(), np.arange(1200, dtype=np.int16)
+    blocks, rows = numbers.reshape(-1, 1).copy(), 2000 + numbers.reshape(-1, 1)
+    buffers, ended = HostBuffers(device, {"layer": blocks}, {"layer": rows}), threading.Event()
+    move = buffers.save if direction == "d2h" else buffers.load
+    expected = (blocks if direction == "d2h" else rows)[:1100, 0].tolist()
+    move(["layer"], [(number, number) for number in range(1100)], None, lambda *_: ended.set())
+    assert ended.wait(LIMIT)
+    assert [len(copy[2]) for copy in device.copies] == [512, 512, 76]
+    assert (rows if direction == "d2h" else blocks)[:1100, 0].tolist() == expected
+    assert buffers.close(LIMIT)
+
+
 def test_last_of_several_copies_to_one_place_counts(layers: Layers) -> None:
     held = threading.Event()
     for number, blocks in enumerate(layers.blocks.values()):

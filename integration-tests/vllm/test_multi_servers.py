@@ -51,11 +51,15 @@ def test_offloading_beside_the_connector(start: Start, prompts: Prompts, expecte
     again = rounds(decode, some, 1, at_once=False)[0]
     assert wrong(again, expected) == []
     assert sum(done.cached for done in again.values()) > 0.8 * whole
-    # Prefill hands over what it has loaded.
-    responses = prefilled(prefill, some)
-    assert sum(done.cached for done in responses.values()) > 0.8 * whole
-    pass_on(decode, some, responses)
-    assert wrong(dict(decode.result() for _ in some), expected) == []
+    # Prefill hands over what it has loaded. It has no room for all prompts at once.
+    cached, found = 0, {}
+    for name, tokens in some.items():
+        response = prefilled(prefill, {name: tokens})
+        cached += response[name].cached
+        pass_on(decode, some, response)
+        found.update([decode.result()])
+    assert wrong(found, expected) == []
+    assert cached > 0.8 * whole
     time.sleep(1)
     ends = [prefill.stop(), decode.stop()]
     assert [end.usage for end in ends] == [0, 0]
@@ -83,4 +87,4 @@ def test_nixl_beside_the_connector(start: Start, prompts: Prompts, expected: Pro
     stats = ends[1].stats
     received = len(stats.get(OURS, {}).get("bytes", []))
     assert received == (16 if ours_first else 0)
-    assert ("NixlConnector" in stats) == (not ours_first)
+    assert any(name.startswith("Nixl") for name in stats) == (not ours_first)

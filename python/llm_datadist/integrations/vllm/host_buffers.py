@@ -30,6 +30,8 @@ _SAVE, _LOAD = "d2h", "h2d"
 MAX_QUEUED = 16_384
 # Maximum number of blocks of copies that run as one. A single copy may have more.
 _BATCH_BLOCKS = 4096
+# Maximum number of blocks of one call of a copy function. Such functions use as much memory on the device.
+_CALL_BLOCKS = 512
 
 
 class Stream(Protocol):
@@ -253,14 +255,13 @@ class _Lane:
     def _copy(self, batch: list[Copy]) -> None:
         buffers = self._buffers
         pairs = [pair for copy in batch for pair in copy.pairs]
-        blocks = {name: buffers.blocks[name] for name in batch[0].layers}
-        rows = {name: buffers.rows[name] for name in batch[0].layers}
-        if not pairs:
-            return
+        src = {name: buffers.blocks[name] for name in batch[0].layers}
+        dst = {name: buffers.rows[name] for name in batch[0].layers}
         # Of several copies to one place, the last one counts.
-        if self._direction == _SAVE:
-            last = {row: block for block, row in pairs}
-            buffers.copy_blocks(blocks, rows, list(last.values()), list(last), _SAVE)
-        else:
-            last = dict(pairs)
-            buffers.copy_blocks(rows, blocks, list(last.values()), list(last), _LOAD)
+        last = {row: block for block, row in pairs}
+        if self._direction == _LOAD:
+            src, dst, last = dst, src, dict(pairs)
+        froms, tos = list(last.values()), list(last)
+        for at in range(0, len(tos), _CALL_BLOCKS):
+            end = at + _CALL_BLOCKS
+            buffers.copy_blocks(src, dst, froms[at:end], tos[at:end], self._direction)
