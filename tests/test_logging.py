@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.config
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from llm_datadist import CacheKey, LLMClusterInfo, LLMDataDist, LLMException, LL
 from llm_datadist.original.logged_calls import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
+from peers import LIMIT
 
 LINE = re.compile(
     r"^\[(?P<level>[A-Z]+)\] LLM_DATADIST\((?P<pid>\d+),(?P<process>\w+)\):"
@@ -294,3 +296,35 @@ def test_the_class_holds_the_method_itself_while_nothing_is_logged(caplog: pytes
     ]:
         with caplog.at_level(level, logger="LLM_DATADIST"):
             assert hasattr(Example.call, "__wrapped__") == wrapped, level
+
+
+def test_a_method_that_the_program_has_replaced_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Example, "call", lambda *_: "replaced")
+    for level in (logging.INFO, logging.ERROR):
+        caplog.set_level(level, logger="LLM_DATADIST")
+        assert Example().call(1) == "replaced"
+
+
+def test_the_level_may_be_set_while_logging_is_configured() -> None:
+    """`dictConfig` holds the lock of `logging` while it sets levels. No thread may wait for the other one."""
+    configuration = {"version": 1, "disable_existing_loggers": False, "loggers": {"LLM_DATADIST": {"level": "ERROR"}}}
+    log.get_logger()
+
+    def configure() -> None:
+        for _ in range(200):
+            logging.config.dictConfig(configuration)
+
+    def set_level() -> None:
+        for number in range(20_000):
+            log.get_logger().setLevel((logging.ERROR, logging.INFO)[number % 2])
+
+    level = log.get_logger().level
+    threads = [threading.Thread(target=work, daemon=True) for work in (configure, set_level)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    log.get_logger().setLevel(level)

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 if TYPE_CHECKING:
@@ -72,29 +73,31 @@ def _make_logger() -> logging.Logger:
                 handler.setFormatter(logging.Formatter(LOG_FORMAT, DATE_FORMAT))
                 logger.addHandler(handler)
             logger.findCaller = _find_caller  # type: ignore[assignment,method-assign]
-            logger.setLevel = _set_level  # type: ignore[method-assign]
+            logger.setLevel = partial(_set_level, logger)  # type: ignore[method-assign]
             _logger = logger
-            _tell_followers()
+            _tell(logger, *_followers)
     return _logger
 
 
 def follow_level(follower: Callable[[int], None]) -> None:
     """Call ``follower`` with the level of the logger now, and whenever the program sets it."""
-    with _lock:
-        _followers.append(follower)
-        follower(logging.getLogger(_NAME).level)
+    _followers.append(follower)
+    _tell(logging.getLogger(_NAME), follower)
 
 
-def _set_level(level: Union[int, str]) -> None:
+# Takes no lock: `logging.config` holds the lock of `logging` when it calls this.
+def _set_level(logger: logging.Logger, level: Union[int, str]) -> None:
     """Set the level of the logger, as ``logging.Logger.setLevel`` does."""
-    with _lock:
-        logging.Logger.setLevel(get_logger(), level)
-        _tell_followers()
+    logging.Logger.setLevel(logger, level)
+    _tell(logger, *_followers)
 
 
-def _tell_followers() -> None:
-    for follower in _followers:
-        follower(get_logger().level)
+def _tell(logger: logging.Logger, *followers: Callable[[int], None]) -> None:
+    told = None
+    while told != logger.level:  # another thread may set it meanwhile
+        told = logger.level
+        for follower in followers:
+            follower(told)
 
 
 def _find_caller(stack_info: bool = False, stack_level: int = 1) -> tuple[str, int, str, Optional[str]]:
