@@ -16,13 +16,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from llm_datadist.integrations.vllm.step import Cancel, Receive
@@ -153,6 +154,20 @@ def test_each_connector_gets_its_own_metadata(vllm: Vllm) -> None:
     assert vllm.step().kv_connector_worker_meta.metadata[vllm.index] is None
     given = vllm.finish("r")["llm_datadist"]
     assert given["addresses"] == [vllm.halves[1]._worker.address]
+
+
+def test_the_addresses_of_all_ranks_arrive(vllm: Vllm) -> None:
+    """vLLM joins what the workers of one step report."""
+    outputs = []
+    for rank in (1, 0):
+        half = vllm.halves[1]
+        half._rank, half._reported = rank, False
+        meta = vllm.worker.build_connector_worker_meta()
+        outputs.append(ModelRunnerOutput.with_kv_conn_output_only(KVConnectorOutput(kv_connector_worker_meta=meta)))
+    joined = KVOutputAggregator(expected_finished_count=2).aggregate(outputs)
+    vllm.scheduler.update_connector_output(joined.kv_connector_output)
+    assert vllm.other.reports == 2
+    assert vllm.finish("r")["llm_datadist"]["addresses"] == [vllm.halves[1]._worker.address] * 2
 
 
 def test_the_response_has_the_parameters_of_both(vllm: Vllm) -> None:

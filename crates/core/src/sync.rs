@@ -1,4 +1,4 @@
-//! The locks of the engine, polling before a sleep, and a guard for the end of a scope. The locks differ from those
+//! The locks of the engine, polling before a sleep, a guard for the end of a scope, and one against panics. The locks differ from those
 //! of the standard library in one point: a panic does not poison them.
 //!
 //! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
@@ -12,6 +12,7 @@ use loom::sync as imp;
 #[cfg(not(loom))]
 use std::sync as imp;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::PoisonError;
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
@@ -124,4 +125,20 @@ pub(crate) fn poll(limit: Duration, ready: impl Fn() -> bool) -> bool {
         // The thread that is waited for may need this core.
         yield_now();
     }
+}
+
+/// Runs `work`. If it panics, logs the panic and returns `None`, so that the thread continues with other work.
+pub(crate) fn guarded<T>(doing: &str, work: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(work))
+        .map_err(|payload| {
+            let text = payload.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| payload.downcast_ref::<String>().map(|text| &**text)).unwrap_or("no text");
+            tracing::error!(
+                target: "llm_datadist::links",
+                "panic while {doing}: {text}; the engine abandoned this work and continues. Please report this error"
+            );
+            // Dropping the payload may panic, too.
+            std::mem::forget(payload);
+        })
+        .ok()
 }

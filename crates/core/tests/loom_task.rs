@@ -4,8 +4,10 @@
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test")]
 
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::sync::{Arc, Weak};
+use std::task::{Context, Wake, Waker};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::LayerRange;
@@ -148,6 +150,28 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
 #[test]
 fn a_transfer_is_cancelled_at_any_moment() {
     explore_transfer(|task, _| _ = task.transfer().cancel(), &[None, Some(ErrorKind::Cancelled)]);
+}
+
+/// A task that its own thread runs.
+struct ThisThread(thread::Thread);
+
+impl Wake for ThisThread {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// A task that registers while the transfer ends is woken, or sees the end. Loom reports a thread that nobody wakes.
+#[test]
+fn a_transfer_is_awaited_at_any_moment() {
+    let awaits = |task: &LayerTask, _: &AsyncCalls| {
+        let waker = Waker::from(Arc::new(ThisThread(thread::current())));
+        let mut future = pin!(task.transfer().as_ref().into_future());
+        while future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+            thread::park();
+        }
+    };
+    explore_transfer(awaits, &[None]);
 }
 
 #[test]

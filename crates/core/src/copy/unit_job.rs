@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::model::Deadline;
+use crate::sync::guarded;
 use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, SPIN_BEFORE_PARK, poll};
-use crate::threads::guarded;
 
 /// Work that is cut into units, which may run in any order and at the same time. It is called with the index of
 /// each unit.

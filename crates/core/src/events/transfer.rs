@@ -14,7 +14,7 @@ use super::notification::PeerInfo;
 use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex, MutexGuard, SPIN_BEFORE_PARK, poll};
+use crate::sync::{Condvar, Mutex, MutexGuard, SPIN_BEFORE_PARK, guarded, poll};
 
 /// How many bytes of a transfer are in place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -279,7 +279,10 @@ impl Transfer {
         for queue in at_end.loops.iter().filter_map(Weak::upgrade) {
             queue.push(self.number);
         }
-        at_end.tasks.drain(..).for_each(|(_, task)| task.wake());
+        for (_, task) in at_end.tasks.drain(..) {
+            // It runs code of the program.
+            guarded("waking a task", || task.wake());
+        }
     }
 
     /// Keeps the end of a link until the end of this transfer was reported. Returns `false` if it was.

@@ -188,9 +188,12 @@ impl Grants {
     pub fn find(&self, id: &GrantId) -> Result<Arc<Grant>> {
         let mut state = self.state.lock();
         let Some(live) = state.live(id) else {
-            let why = state.why_ended(id);
             drop(state);
-            return Err(if self.gave(id) { ended(why) } else { never_given() });
+            // Before the search for the reason, so that a forged token costs none.
+            if !self.gave(id) {
+                return Err(never_given());
+            }
+            return Err(ended(self.state.lock().why_ended(id)));
         };
         let (grant, expires) = (live.grant.clone(), live.expires);
         drop(state);

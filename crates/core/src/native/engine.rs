@@ -144,8 +144,9 @@ impl Engine {
 
     /// Starts to link with the engine that listens at `ip:port` or `[ipv6]:port`, unless a link to it exists.
     /// [`Transfer::peer`] is the result. A call for an address at which an earlier one has found a linked peer sends nothing, and its
-    /// transfer has ended when this returns. Calls for one address share an attempt. While nobody listens, the engine tries again until `limit` has passed, by default the time
-    /// limit of the engine. A peer whose name is not `name` is refused.
+    /// transfer has ended when this returns. Calls for one address with the same `name` share an attempt. While nobody listens, the
+    /// engine tries again until `limit` has passed, by default the time limit of the engine. A peer whose name is not `name` is
+    /// refused.
     pub fn link(&self, address: &str, name: Option<&str>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
         self.run(|engine| link(engine, address, name.map(str::to_owned), limit))
     }

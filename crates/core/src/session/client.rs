@@ -300,11 +300,13 @@ impl Link {
     /// Checks that the grant under which a cache was described has not ended, as far as this process sees. Asks the owner for the
     /// reason of an end, but not for long, because the owner may be stopped.
     pub(crate) fn check_grant(self: &Arc<Self>, known: &KnownCache, deadline: Deadline) -> Result<()> {
+        use ErrorKind::{Cancelled, Closed, GrantEnded, Interrupted};
         let Some((grant, _)) = known.granted.as_ref().filter(|_| !self.view.grant_lasts(known)) else {
             return Ok(());
         };
         match self.describe(Name::Grant(*grant), deadline.at_most(REASON_TIME)) {
-            Err(error) if !matches!(error.kind(), ErrorKind::Timeout | ErrorKind::NotLinked) => Err(error),
+            // The owner's reason, or this call was stopped. Any other failure is one of the question only.
+            Err(error) if matches!(error.kind(), GrantEnded | Interrupted | Cancelled | Closed) => Err(error),
             _ => Err(self.named(grants::ended(None))),
         }
     }

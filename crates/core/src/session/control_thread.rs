@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::memory::EventFd;
 use crate::net::{self, Accepted, Address, Arrival, Inbox};
 use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
-use crate::threads::guarded;
+use crate::sync::guarded;
 
 /// How long the thread pauses after epoll failed or a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);

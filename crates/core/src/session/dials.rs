@@ -14,9 +14,21 @@
 //! is entered: `high` never refuses unless it has a link. The side that was refused uses the link as soon as its registry
 //! has it. If it never does, because the attempt of the other side failed, it dials again.
 
+use std::sync::Arc;
+
 use hashbrown::HashMap;
 
-use super::link::EngineId;
+use super::link::{EngineId, Link};
+
+/// What an attempt to make a link on demand begins with.
+pub(super) enum DialStart<Guard> {
+    /// There is a link to the engine that is [kept](Link::is_kept).
+    Linked(Arc<Link>),
+    /// There is a link to the engine, whose peer has been silent for long.
+    Silent(Arc<Link>),
+    /// The attempt is recorded until the guard is dropped.
+    Dials(Guard),
+}
 
 /// The attempts of this side to link, by the engine that they have reached.
 #[derive(Debug, Default)]

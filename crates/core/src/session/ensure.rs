@@ -1,7 +1,8 @@
 //! Links on demand: one call makes the link to an address, or finds the one that there is (`ensure_link`).
 //!
 //! A call that finds a link that works returns it at once: heartbeats show that its peer lives, so nothing is sent. Calls for one
-//! address that dial at once share the attempt (`link_attempts`). `dials` explains which connection is kept when both sides dial.
+//! address with the same name that dial at once share the attempt (`link_attempts`). `dials` explains which connection is kept when
+//! both sides dial.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -51,9 +52,8 @@ impl LinkOnDemand {
     /// Returns the peer if there is a link that works to the engine that an earlier call has found at the address, and the engine has
     /// the name. Neither waits nor asks the peer.
     pub(crate) fn find(&self) -> Option<PeerInfo> {
-        let (shared, (address, name)) = (self.shared.upgrade()?, &self.target);
-        let link = shared.registry.found_at(*address, shared.silence_limit())?;
-        check_name(&link.peer, name.as_deref()).ok()?;
+        let shared = self.shared.upgrade()?;
+        let link = shared.registry.found_at(&self.target, shared.silence_limit())?;
         Some(PeerInfo::clone(&link.peer))
     }
 
@@ -84,7 +84,7 @@ impl LinkOnDemand {
         let attempt = || {
             request.reached.set(None);
             // An attempt that has just ended may have made the link.
-            if let Some(link) = shared.registry.found_at(self.target.0, shared.silence_limit()) {
+            if let Some(link) = shared.registry.found_at(&self.target, shared.silence_limit()) {
                 return AttemptEnd::Linked(link);
             }
             match shared.connect(&Address::Tcp(self.target.0), request, deadline) {

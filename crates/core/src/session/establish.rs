@@ -8,12 +8,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::dial::{ANSWERED_AS, Dialer};
+use super::dials::DialStart;
 use super::handshake::{self, Key};
+use super::link::replaced_because;
 use super::link::{ANSWER_TIME, EngineId, Kind, Link, check_name};
 use super::message_io;
 use super::peer_addresses::PeerAddresses;
 use super::peer_memory::{self, PeerMemory};
-use super::registry::{DialStart, RIVAL_LINK, replaced_because};
+use super::registry::RIVAL_LINK;
 use super::remote_view::{ReadableMemory, RemoteView};
 use super::shared::Shared;
 use crate::config::{Mode, TransportChoice};
@@ -313,12 +315,13 @@ fn check_is_same(socket: &Dialer, peer: &Party, other: &Party) -> Result<()> {
     Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
 }
 
-/// Whether another transport does not help: the call was stopped, the peer keeps another link, or one side refuses the other.
+/// Whether another transport does not help: the call was stopped or has too little time ([`Shared::has_answer`]), the peer keeps another
+/// link, or one side refuses the other.
 fn is_final(error: &Error) -> bool {
     let is_stopped =
         matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::Closed);
     is_stopped
         || error.is_permanent()
-        || error.kind() == ErrorKind::AlreadyLinked
+        || matches!(error.kind(), ErrorKind::AlreadyLinked | ErrorKind::Timeout)
         || error.fact(RIVAL_LINK).is_some()
 }

@@ -67,7 +67,7 @@ pub struct Link {
     broken: OnceLock<(Instant, EndReason)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
-    /// The address at which a link call has found the peer. The engine that listens there ends with its link.
+    /// The address at which a link call has found the peer. Another engine may listen there later.
     pub(super) found_at: OnceLock<SocketAddr>,
     pub(super) control: ControlChannel,
     pub(crate) calls: CallPool,
@@ -171,6 +171,11 @@ impl Link {
     /// Whether the link has not broken.
     pub fn alive(&self) -> bool {
         self.broken.get().is_none()
+    }
+
+    /// Whether the link [works](Self::works), and this side is not unlinking it.
+    pub(super) fn is_kept(&self, silence_limit: Duration) -> bool {
+        !self.calls.unlinks() && self.works(silence_limit)
     }
 
     /// Checks that the link has not broken. Otherwise returns `Err` with `NotLinked` and the reason.
@@ -338,4 +343,23 @@ pub(super) const HUNG_UP: &str =
 pub(super) fn broken(peer: &PeerInfo, when: Instant, why: &EndReason) -> Error {
     let error = Error::new(ErrorKind::NotLinked, format!("the link to {peer} broke; link again"));
     peer.named(error.with("broke_ms_ago", when.elapsed().as_millis())).because(why.0.clone())
+}
+
+/// Whether a living link leads to the same process as another one.
+pub(super) fn is_same_peer(link: &Link, other: &Link) -> bool {
+    link.alive() && link.peer.incarnation == other.peer.incarnation
+}
+
+/// Returns why `link` replaces `old`.
+pub(super) fn replaced_because(link: &Link, old: &Link) -> &'static str {
+    if link.peer.incarnation == old.peer.incarnation {
+        "the peer linked again"
+    } else {
+        "the peer was restarted and linked again"
+    }
+}
+
+/// Whether `link` would replace `other`, a link to the same cluster.
+pub(super) fn replaces(link: &Link, other: &Link) -> bool {
+    other.kind == link.kind || other.peer.incarnation != link.peer.incarnation
 }

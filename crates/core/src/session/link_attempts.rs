@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
@@ -11,6 +12,9 @@ use super::link::{EngineId, Link};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::sync::{Condvar, Mutex, OnDrop};
+
+/// How long a call waits for the attempt of another one, which may be stuck: nothing limits it but the time limit of its own call.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What an attempt is for: the address, and the name that the engine there must have, if it is given.
 pub(super) type LinkTarget = (SocketAddr, Option<String>);
@@ -39,20 +43,21 @@ struct Attempt {
 enum AttemptState {
     #[default]
     Running,
-    Ended(AttemptEnd),
-    /// The attempt has panicked.
-    Lost,
+    /// With the end, if it counts for other calls. That of an attempt that has panicked does not.
+    Ended(Option<AttemptEnd>),
 }
 
 impl LinkAttempts {
-    /// Returns the end of the attempt for `target` that runs, or else of the one that `attempt` makes. Returns `Err` if the caller was
-    /// interrupted or `deadline` passes before.
+    /// Returns the end of the attempt for `target` that runs, or else of the one that `attempt` makes. If the one that runs does not end
+    /// within [`PATIENCE`], this call makes one that is not shared. Returns `Err` if the caller was interrupted or `deadline` passes
+    /// before.
     pub(super) fn share(
         &self,
         target: &LinkTarget,
         deadline: Deadline,
         attempt: impl FnOnce() -> AttemptEnd,
     ) -> Result<AttemptEnd> {
+        let patience = deadline.at_most(PATIENCE);
         loop {
             let (running, is_first) = match self.0.lock().entry(target.clone()) {
                 Entry::Occupied(running) => (running.get().clone(), false),
@@ -63,38 +68,44 @@ impl LinkAttempts {
                 // Forgotten first, so that a call for which the end does not count begins an attempt of its own.
                 let forgets = OnDrop(|| {
                     self.0.lock().remove(target);
-                    running.end(ended.take().map_or(AttemptState::Lost, AttemptState::Ended));
+                    running.end(ended.take().filter(AttemptEnd::counts_for_others));
                 });
                 let end = attempt();
                 ended.set(Some(end.clone()));
                 drop(forgets);
                 return Ok(end);
             }
-            if let Some(end) = running.wait(deadline)? {
+            if let Some(end) = running.wait(patience)? {
                 return Ok(end);
+            }
+            deadline.check("linking")?;
+            if patience.passed() {
+                return Ok(attempt());
             }
         }
     }
 }
 
 impl Attempt {
-    /// Sets how the attempt has ended.
-    fn end(&self, end: AttemptState) {
-        *self.state.lock() = end;
+    /// Sets how the attempt has ended, if that counts for other calls.
+    fn end(&self, end: Option<AttemptEnd>) {
+        *self.state.lock() = AttemptState::Ended(end);
         self.changed.notify_all();
     }
 
-    /// Waits for the end. Returns `None` if it says nothing about other calls.
-    fn wait(&self, deadline: Deadline) -> Result<Option<AttemptEnd>> {
+    /// Waits for the end, until `patience` passes. Returns `None` if there is none by then, or if it does not count for others.
+    /// Returns `Err` if the caller was interrupted.
+    fn wait(&self, patience: Deadline) -> Result<Option<AttemptEnd>> {
         let mut state = self.state.lock();
         loop {
-            match &*state {
-                AttemptState::Running => {}
-                AttemptState::Ended(end) => return Ok(end.counts_for_others().then(|| end.clone())),
-                AttemptState::Lost => return Ok(None),
+            if let AttemptState::Ended(end) = &*state {
+                return Ok(end.clone());
             }
-            drop(self.changed.wait_timeout(state, deadline.wait_limit()));
-            deadline.waiting("linking")?;
+            if patience.passed() {
+                return Ok(None);
+            }
+            drop(self.changed.wait_timeout(state, patience.wait_limit()));
+            patience.interruption("linking")?;
             state = self.state.lock();
         }
     }

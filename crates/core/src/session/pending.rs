@@ -18,8 +18,7 @@ use crate::memory::EventFd;
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
 use crate::protocol;
-use crate::sync::Mutex;
-use crate::threads::guarded;
+use crate::sync::{Mutex, guarded};
 
 /// How long a connection may take for its handshake before it may be dropped to make room for another.
 const MIN_HANDSHAKE_TIME: Duration = Duration::from_millis(100);

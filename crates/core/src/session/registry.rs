@@ -3,16 +3,18 @@
 //! One lock guards it and is held for look-ups only. Links to be closed or notified are returned to the
 //! caller, which does that without the lock.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hashbrown::{HashMap, HashSet};
 
 use super::communicator::{CommStatus, Communicator};
-use super::dials::{self, Dials};
+use super::dials::{self, DialStart, Dials};
 use super::limits::Connections;
-use super::link::{EndReason, EngineId, Kind, Link, broken};
+use super::link::{
+    EndReason, EngineId, Kind, Link, broken, check_name, is_same_peer, replaced_because, replaces,
+};
+use super::link_attempts::LinkTarget;
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{EventQueue, PeerInfo};
@@ -67,16 +69,6 @@ struct EndedLink {
     peer: PeerInfo,
     /// When and why it broke, unless it was unlinked.
     broke: Option<(Instant, EndReason)>,
-}
-
-/// What an attempt to make a link on demand begins with.
-pub(super) enum DialStart<Guard> {
-    /// There is a link to the engine that works.
-    Linked(Arc<Link>),
-    /// There is a link to the engine, whose peer has been silent for long.
-    Silent(Arc<Link>),
-    /// The attempt is recorded until the guard is dropped.
-    Dials(Guard),
 }
 
 impl Registry {
@@ -138,12 +130,16 @@ impl Registry {
     pub(super) fn begin_dial(&self, to: EngineId, silence_limit: Duration) -> Result<DialStart<impl Drop>> {
         let mut entries = self.entries.lock();
         entries.open_for(Kind::Ensured)?;
-        if let Some(link) = entries.working(to.0, Some(to.1), silence_limit) {
+        if let Some(link) = entries.kept(to.0, Some(to.1), silence_limit) {
             return Ok(DialStart::Linked(link.clone()));
         }
-        let mut all = entries.links.get(&to.0).into_iter().flatten();
-        if let Some(link) = all.find(|link| link.peer.incarnation == to.1 && link.stands()) {
+        let standing = || entries.links_of(to.0, Some(to.1)).filter(|link| link.stands());
+        if let Some(link) = standing().find(|link| !link.calls.unlinks()) {
             return Ok(DialStart::Silent(link.clone()));
+        }
+        if let Some(link) = standing().next() {
+            let text = format!("the link to {} is being unlinked", link.peer);
+            return Err(Error::new(ErrorKind::AlreadyLinked, text));
         }
         // The peer would enter a link that this side then refuses.
         if let Some(rival) = entries.working(to.0, None, silence_limit) {
@@ -153,15 +149,24 @@ impl Registry {
         Ok(DialStart::Dials(OnDrop(move || self.entries.lock().dials.end(to))))
     }
 
-    /// Returns the link to the engine that a link call has found at `address`, if it works.
-    pub(super) fn found_at(&self, address: SocketAddr, silence_limit: Duration) -> Option<Arc<Link>> {
+    /// Returns the link to the engine that a link call has found at the address of `target`, if it is
+    /// [kept](Link::is_kept). An engine with another name than that of `target` does not count: another one may listen
+    /// there by now.
+    pub(super) fn found_at(
+        &self,
+        (address, name): &LinkTarget,
+        silence_limit: Duration,
+    ) -> Option<Arc<Link>> {
         let entries = self.entries.lock();
+        let is_found = |link: &&Arc<Link>| {
+            link.found_at.get() == Some(address) && check_name(&link.peer, name.as_deref()).is_ok()
+        };
         let mut all = entries.links.values().flatten();
-        all.find(|link| link.found_at.get() == Some(&address) && link.works(silence_limit)).cloned()
+        all.find(|link| is_found(link) && link.is_kept(silence_limit)).cloned()
     }
 
-    /// Waits until a link to this cluster works, if one is `wanted`, and to this instance, if one is given. Returns `None` once
-    /// `deadline` has passed, and `Err` if the caller was interrupted or the engine closes.
+    /// Waits for a link to this cluster that is [kept](Link::is_kept), if one is `wanted`, and to this instance, if one is given.
+    /// Returns `None` once `deadline` has passed, and `Err` if the caller was interrupted or the engine closes.
     pub(super) fn await_link(
         &self,
         wanted: Option<(ClusterId, Option<u64>)>,
@@ -173,9 +178,8 @@ impl Registry {
             if entries.closed {
                 return Err(Error::closed());
             }
-            let working =
-                wanted.and_then(|(cluster, instance)| entries.working(cluster, instance, silence_limit));
-            if let Some(link) = working {
+            let kept = wanted.and_then(|(cluster, instance)| entries.kept(cluster, instance, silence_limit));
+            if let Some(link) = kept {
                 return Ok(Some(link.clone()));
             }
             if deadline.passed() {
@@ -486,15 +490,26 @@ impl Entries {
         }
     }
 
-    /// Returns a working link to `cluster`, and to this instance, if one is given.
+    /// Returns a link to `cluster` that is [kept](Link::is_kept), and to this instance, if one is given.
+    fn kept(&self, cluster: ClusterId, instance: Option<u64>, silence_limit: Duration) -> Option<&Arc<Link>> {
+        self.links_of(cluster, instance).find(|link| link.is_kept(silence_limit))
+    }
+
+    /// Returns a link to `cluster` that works, and to this instance, if one is given. This side may be unlinking it.
     fn working(
         &self,
         cluster: ClusterId,
         instance: Option<u64>,
         silence_limit: Duration,
     ) -> Option<&Arc<Link>> {
-        let is_wanted = |link: &&Arc<Link>| instance.is_none_or(|instance| link.peer.incarnation == instance);
-        self.links.get(&cluster)?.iter().find(|link| is_wanted(link) && link.works(silence_limit))
+        self.links_of(cluster, instance).find(|link| link.works(silence_limit))
+    }
+
+    /// Returns the links to `cluster`, and to this instance, if one is given.
+    fn links_of(&self, cluster: ClusterId, instance: Option<u64>) -> impl Iterator<Item = &Arc<Link>> {
+        let is_wanted =
+            move |link: &&Arc<Link>| instance.is_none_or(|instance| link.peer.incarnation == instance);
+        self.links.get(&cluster).into_iter().flatten().filter(is_wanted)
     }
 
     /// Decides whether this side enters a link on demand that a peer makes. Returns `Err` with `AlreadyLinked` if another
@@ -555,25 +570,6 @@ fn usable(all: &[Arc<Link>], silence_limit: Duration) -> Option<&Arc<Link>> {
     } else {
         Some(oldest)
     }
-}
-
-/// Whether a living link leads to the same process as another one.
-fn is_same_peer(link: &Link, other: &Link) -> bool {
-    link.alive() && link.peer.incarnation == other.peer.incarnation
-}
-
-/// Returns why `link` replaces `old`.
-pub(super) fn replaced_because(link: &Link, old: &Link) -> &'static str {
-    if link.peer.incarnation == old.peer.incarnation {
-        "the peer linked again"
-    } else {
-        "the peer was restarted and linked again"
-    }
-}
-
-/// Whether `link` would replace `other`, a link to the same cluster.
-fn replaces(link: &Link, other: &Link) -> bool {
-    other.kind == link.kind || other.peer.incarnation != link.peer.incarnation
 }
 
 /// Returns the error for a link whose place a working link has.

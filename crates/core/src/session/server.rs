@@ -29,8 +29,8 @@ use crate::memory::EventFd;
 use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
 use crate::protocol::ControlMessage;
-use crate::sync::{Mutex, OnDrop};
-use crate::threads::{Threads, guarded};
+use crate::sync::{Mutex, OnDrop, guarded};
+use crate::threads::Threads;
 
 /// Maximum number of handshake steps in progress at a time.
 const MAX_STEPS: usize = 8;

@@ -10,4 +10,4 @@ pub use engine_number::engine_of_thread;
 pub(crate) use engine_number::{EngineNumber, KnownEngine};
 pub(crate) use per_process::PerProcess;
 pub(crate) use pool::{Closures, JobQueue, PollLimits, ThreadPool};
-pub(crate) use running::{CLOSE_WAIT, Threads, guarded};
+pub(crate) use running::{CLOSE_WAIT, Threads};

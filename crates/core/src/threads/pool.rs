@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine_number::EngineNumber;
-use super::running::{Threads, guarded};
-use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering, poll};
+use super::running::Threads;
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering, guarded, poll};
 
 /// How long a thread is kept after its last job.
 const IDLE_EXIT: Duration = Duration::from_secs(30);

@@ -1,7 +1,6 @@
 //! Starts threads by name, counts them, and waits for them to end.
 
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -118,22 +117,6 @@ impl Threads {
     pub(crate) fn refuse(&self, refuse: bool) {
         self.refused.store(refuse, std::sync::atomic::Ordering::SeqCst);
     }
-}
-
-/// Runs `work`. If it panics, logs the panic and returns `None`, so that the thread continues with other work.
-pub(crate) fn guarded<T>(doing: &str, work: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(work))
-        .map_err(|payload| {
-            let text = payload.downcast_ref::<&str>().copied();
-            let text = text.or_else(|| payload.downcast_ref::<String>().map(|text| &**text)).unwrap_or("no text");
-            tracing::error!(
-                target: "llm_datadist::links",
-                "panic while {doing}: {text}; the engine abandoned this work and continues. Please report this error"
-            );
-            // Dropping the payload may panic, too.
-            std::mem::forget(payload);
-        })
-        .ok()
 }
 
 /// Removes a thread from the count when dropped, even if the thread was never started.

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, ThreadId, current};
-use crate::threads::{CLOSE_WAIT, EngineNumber, Threads, guarded};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, ThreadId, current, guarded};
+use crate::threads::{CLOSE_WAIT, EngineNumber, Threads};
 
 /// How long the thread is kept without an alarm.
 const IDLE_EXIT: Duration = Duration::from_secs(30);

@@ -74,6 +74,30 @@ fn a_failure_is_the_output() {
     assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
 }
 
+/// A task that panics when it is woken.
+struct Panics;
+
+impl Wake for Panics {
+    fn wake(self: Arc<Self>) {
+        panic!("injected");
+    }
+}
+
+/// The panic reaches neither the other tasks nor the engine.
+#[test]
+fn a_task_that_panics_does_no_harm() {
+    let (engine, fake, call) = running();
+    let task = Arc::<Task>::default();
+    let mut panics = pin!(call.as_ref().into_future());
+    let mut future = pin!(call.as_ref().into_future());
+    assert!(panics.as_mut().poll(&mut Context::from_waker(&Waker::from(Arc::new(Panics)))).is_pending());
+    assert!(task.poll(future.as_mut()).is_pending());
+    let _control = fake.linked();
+    eventually("the end of the call", || task.woken() == 1);
+    assert_eq!(task.poll(future.as_mut()), Poll::Ready(Ok(())));
+    assert!(engine.drain(LONG).unwrap(), "the call has left those that run");
+}
+
 #[test]
 fn a_dropped_future_leaves_the_transfer() {
     let (engine, fake, call) = running();

@@ -12,12 +12,13 @@ use std::time::Duration;
 use llm_datadist_core::bindings::{Config, DataDist, Role, Token};
 use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{
-    BoundedBytes, Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Purpose, encode,
+    BoundedBytes, Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Purpose, Reply,
+    Request, encode,
 };
 use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, PeerInfo, Result, Transfer};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
-use super::fake_peer::{Fake, confirm, hear, say, soon};
+use super::fake_peer::{Fake, confirm, hear, hear_request, say, soon};
 use super::{LONG, WAYS, Way, address, check_pull, config, eventually, link, open, times, unlink};
 
 fn ensure(local: &DataDist, remote: &DataDist) -> Arc<Transfer> {
@@ -531,13 +532,69 @@ fn a_call_to_a_linked_peer_sends_nothing() {
         assert_eq!(linked(&call).unwrap(), peer);
     }
     assert!(!fake.is_dialled());
-    let error =
-        failed(&engine.ensure_link(address, Duration::from_millis(100), Some("other".into())).unwrap());
-    assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
-    assert!(!fake.is_dialled());
     drop(engine);
     let first = hear(&control).unwrap();
     assert!(matches!(first, ControlMessage::Bye { .. }), "{first:?}");
+}
+
+fn named(engine: &DataDist, address: SocketAddr, name: &str) -> Arc<Transfer> {
+    engine.ensure_link(address, LONG, Some(name.into())).unwrap()
+}
+
+/// Another engine may listen at the address by now, so the call dials before it refuses the name.
+#[test]
+fn a_call_with_another_name_dials() {
+    let engine = patient(Duration::from_secs(600));
+    let mut fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let call = at(&engine, address);
+    let _control = fake.linked();
+    linked(&call).unwrap();
+
+    let call = named(&engine, address, "other");
+    let _same = fake.greet();
+    let error = failed(&call);
+    assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+
+    fake.party.cluster = 3;
+    let call = named(&engine, address, "other");
+    let name = "other".to_owned();
+    let _other = fake.answers_link(&LinkAnswer::Entered(EnteredLink { name, ..EnteredLink::default() }));
+    assert_eq!(linked(&call).unwrap().cluster, ClusterId(3));
+    // Each is found by its name.
+    for (name, cluster) in [("", 2), ("other", 3)] {
+        assert_eq!(linked(&named(&engine, address, name)).unwrap().cluster, ClusterId(cluster));
+    }
+    assert!(!fake.is_dialled());
+}
+
+/// The call waits for the end of the unlink, and makes another link.
+#[test]
+fn a_link_that_is_being_unlinked_is_not_returned() {
+    let engine = patient(Duration::from_secs(600));
+    let fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let call = at(&engine, address);
+    let _control = fake.linked();
+    linked(&call).unwrap();
+    let call = thread::scope(|scope| {
+        let unlink =
+            scope.spawn(|| engine.unlink_clusters(&[fake.address()], LONG, false).remove(0).unwrap());
+        let (stream, _) = fake.greet();
+        assert!(matches!(hear_request(&stream).unwrap(), Request::Unlink));
+        let call = at(&engine, address);
+        // The second attempt comes after a look for a link that the peer has made.
+        for _ in 0..2 {
+            let _dials = fake.greet();
+        }
+        assert!(!call.done());
+        say(&stream, &Reply::Done { bytes: 0 });
+        unlink.join().unwrap();
+        call
+    });
+    assert!(engine.peers().is_empty());
+    let _control = fake.linked();
+    assert_eq!(engine.peers(), [linked(&call).unwrap()]);
 }
 
 /// The peer of an incoming link is found by its first answer at the address.
@@ -585,6 +642,23 @@ fn calls_for_one_address_share_an_attempt() {
     assert!(!other.is_dialled());
 }
 
+/// The first connection is accepted and never answered. Calls that share its attempt make attempts of their own after a while.
+#[test]
+fn calls_leave_an_attempt_that_is_stuck() {
+    let engine = patient(Duration::from_secs(600));
+    let fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let stuck = at(&engine, address);
+    let _silent = fake.accept();
+    let call = at(&engine, address);
+    let _control = fake.linked();
+    let peer = linked(&call).unwrap();
+    assert!(!stuck.done());
+    assert!(stuck.cancel());
+    assert_eq!(failed(&stuck).kind(), ErrorKind::Cancelled);
+    assert_eq!(engine.peers(), [peer]);
+}
+
 /// A peer that was silent for longer than its heartbeats allow is asked. A call with too little time to tell leaves the link.
 #[test]
 fn a_short_call_breaks_no_link() {
@@ -624,4 +698,27 @@ fn a_short_call_breaks_no_link() {
     let _replacement = fake.linked();
     linked(&call).unwrap();
     assert_eq!((engine.peers().len(), news(&engine)), (1, (1, 1)));
+}
+
+/// A call with too little time to ask the peer of a silent link over the local socket does not try TCP instead.
+#[test]
+fn a_short_call_does_not_fall_back_to_tcp() {
+    let mut config = config(1, Way::Shm);
+    (config.links.heartbeat, config.links.silence) = (Duration::from_secs(1), LONG);
+    let engine = open(config, Way::Shm);
+    let socket = format!("llm-datadist-test-{}-short", std::process::id());
+    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(socket.clone()), 2, 1));
+    let address = listener.address().remote[0];
+    let call = at(&engine, address);
+    let _probe = listener.greet_with(Some(socket.clone()));
+    let _control = fake.linked();
+    linked(&call).unwrap();
+    thread::sleep(Duration::from_millis(2100));
+
+    let short = engine.ensure_link(address, Duration::from_millis(350), None).unwrap();
+    let _probe = listener.greet_with(Some(socket));
+    let _stream = fake.greet();
+    assert_eq!(failed(&short).kind(), ErrorKind::Timeout);
+    assert!(!fake.is_dialled(), "it did not ask for the secret of the peer, which a link over TCP needs");
+    assert_eq!(engine.peers().len(), 1);
 }

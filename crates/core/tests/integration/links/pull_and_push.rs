@@ -3,12 +3,22 @@
 //! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between
 //! processes; `broken_streams` and `races` cover failures.
 
-use llm_datadist_core::bindings::{CacheKey, LayerRange, Layers, Name, Rows, Target};
+use llm_datadist_core::bindings::{
+    CacheKey, CacheLayout, CallExtras, Geometry, LayerRange, Layers, Name, Rows, Target,
+};
 use llm_datadist_core::testing::model::GrantId;
-use llm_datadist_core::{CacheKind, ErrorKind, Placement};
+use llm_datadist_core::testing::net::{Address, Unix};
+use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache};
+use llm_datadist_core::{
+    CacheId, CacheKind, ClusterId, Deadline, ErrorKind, GrantToken, GrantUse, Placement,
+};
 
+use super::fake_peer::{Fake, hear_request, say};
 use super::layerwise::{blocks, to};
-use super::{Held, Pair, Way, device, each, of, pairs, pull_blocks, push_blocks, push_slot, request, row};
+use super::{
+    Held, LONG, Pair, Way, config, device, each, of, open, pairs, pull_blocks, push_blocks, push_slot,
+    request, row,
+};
 use crate::fixtures::{Own, desc};
 
 use CacheKind::{Batch, Blocks};
@@ -199,4 +209,51 @@ fn a_grant_is_no_name_of_a_remote_cache() {
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.to_string().contains("pass it as the grant of a pull"), "{error}");
     }
+}
+
+/// An owner that does not know the name any more answers with another kind when it is asked why a grant has ended.
+#[test]
+fn a_pull_under_an_ended_grant_fails_with_grant_ended() {
+    let engine = open(config(1, Way::Shm), Way::Shm);
+    let socket = format!("llm-datadist-test-{}-reason", std::process::id());
+    let (listener, owner) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(socket.clone()), 2, 1));
+    let call = engine.ensure_link(listener.address().remote[0], LONG, None).unwrap();
+    let _probe = listener.greet_with(Some(socket));
+    let _control = owner.linked();
+    call.join(Deadline::after(LONG)).unwrap();
+
+    // The owner offers the memory of the engine as its own, so the engine sees its own grants as those of the owner.
+    let shape = device(2, 2, 64);
+    let near = Held::pool(&engine, &shape, Blocks);
+    let lent = engine.grant(&near.end(), &[0, 1], LONG, 1).unwrap();
+    let token = GrantToken { cluster: ClusterId(2), incarnation: 1, ..engine.grant_token(&lent) };
+    let pull = || {
+        let given = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
+        let from = of(2, Name::Row { cache: CacheId(5), row: 0 });
+        engine.pull_with(from, &near.end(), blocks(&[0], &[1]), Layers::ALL, given).run().unwrap_err()
+    };
+    let geometry = Geometry::new(&shape).unwrap();
+    let layout = CacheLayout { geometry, kind: Blocks, placement: Placement::Device };
+    let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(5), 0, layout);
+    (record.accessible, record.granted) = (true, vec![(0, 2)]);
+    let kind = ErrorKind::ALL.iter().position(|&kind| kind == ErrorKind::CacheNotFound).unwrap();
+    let failed =
+        Reply::Failed { kind: u8::try_from(kind).unwrap(), message: "injected".into(), arrived: vec![] };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (stream, _) = owner.greet();
+            let answer = |reply: &Reply| {
+                let request = hear_request(&stream).unwrap();
+                say(&stream, reply);
+                request
+            };
+            assert!(matches!(answer(&Reply::Described(record.clone())), Request::Describe { .. }));
+            assert!(matches!(answer(&failed), Request::Read { .. }));
+            assert!(matches!(answer(&failed), Request::Describe { .. }));
+        });
+        assert_eq!(pull().kind(), ErrorKind::CacheNotFound);
+        engine.start_revoke(&lent, None).unwrap().join(Deadline::after(LONG)).unwrap();
+        let error = pull();
+        assert_eq!((error.kind(), error.fact("ended")), (ErrorKind::GrantEnded, None), "{error}");
+    });
 }
