@@ -67,6 +67,13 @@ def test_a_token_in_the_environment_counts(name: str, monkeypatch: pytest.Monkey
         assert listens() == address
 
 
+def test_the_option_decides_and_not_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_DATADIST_ACCEPT_REMOTE", "1")
+    assert listens(engine_options={"accept_remote": False}) == "127.0.0.1:0"
+    assert listens(engine_options={"accept_remote": False, "token": TOKEN}) == "10.0.0.5:0"
+    assert listens(engine_options={"accept_remote": None}) == "10.0.0.5:0"
+
+
 @pytest.mark.parametrize("own", ["0.0.0.0", "::", "node1", "", "fe80::1%eth0"])  # noqa: S104
 def test_an_address_that_vllm_has_not_found_is_refused(own: str) -> None:
     """vLLM returns 0.0.0.0 then, which would be all interfaces."""

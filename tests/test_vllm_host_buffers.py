@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import test_vllm_transfers
 from llm_datadist.integrations.vllm import host_buffers
 from llm_datadist.integrations.vllm.host_buffers import Copy, HostBuffers
+from llm_datadist.integrations.vllm.host_saves import HostSaves
 from llm_datadist.integrations.vllm.step import Cancel, Part, Withdraw
 from peers import LIMIT, eventually
 from test_vllm_layerwise import (
@@ -101,7 +103,9 @@ def test_pages_with_the_heads_of_a_token_together(ranks: tuple[int, int]) -> Non
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "orders differ": ({"isa": "NHD"}, {"isa": "vec"}),
-    "unknown order, other heads": ({"isa": "unknown"}, {"isa": "unknown", "ranks": 2}),
+    "slots, other heads": ({"isa": "slots"}, {"isa": "slots", "ranks": 2}),
+    "slots in other orders": ({"isa": "slots"}, {"isa": "slots NHD"}),
+    "slots and heads": ({"isa": "slots"}, {"isa": "HND"}),
     "block sizes differ": ({"isa": "NHD"}, {"isa": "NHD", "block_size": 64}),
 }
 
@@ -115,8 +119,9 @@ def test_pages_that_do_not_fit_are_refused(case: str) -> None:
         assert all(worker.untouched(list(range(24))) for worker in decode.workers)
 
 
-def test_pages_of_an_unknown_order_are_read_whole() -> None:
-    with sides(isa="unknown") as (prefill, decode):
+@pytest.mark.parametrize("isa", ["slots", "slots NHD"])
+def test_pages_of_slots_are_read_whole(isa: str) -> None:
+    with sides(isa=isa) as (prefill, decode):
         sequence = computed(prefill)
         decode.receive(prefill.handover("there"), TOKENS, blocks=[7, 8])
         check_received(decode, sequence, [7, 8])
@@ -261,6 +266,28 @@ def test_worker_goes_on_when_its_copies_have_ended(side: str) -> None:
         assert "a thread that copies between host memory and device has ended" in broken.lines()
 
 
+def test_each_end_is_reported_once_when_copies_have_ended() -> None:
+    """The transfer thread still runs a turn, in which it ends what the model's thread has reported."""
+    with sides(test_vllm_transfers.LONG, test_vllm_transfers.LONG) as (prefill, decode):
+        computed(prefill)
+        decode.receive(prefill.handover("nobody"), TOKENS)
+        eventually(prefill.workers[0].peers)
+        eventually(lambda: len(prefill.workers[0].copies()) == 1)
+        for worker in (prefill.workers[0], decode.workers[0]):
+            worker.pause(True)
+        prefill.workers[0].free("there")
+        decode.do(cancelled=[Cancel("here")])
+        for worker in (prefill.workers[0], decode.workers[0]):
+            worker.break_copies()
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        eventually(lambda: decode.all_ended("here", "failed"))
+        for worker in (prefill.workers[0], decode.workers[0]):
+            worker.pause(False)
+            assert worker.ends()
+            worker.look()
+        assert [side.workers[0].reported_twice() for side in (prefill, decode)] == [[], []]
+
+
 def test_an_old_save_does_not_write_to_rows_of_a_receive() -> None:
     """A worker with both roles: a block that was lent belongs to a request that it receives."""
     with sides() as (prefill, both):
@@ -356,11 +383,12 @@ def test_copies_of_a_direction_keep_their_order(layers: Layers) -> None:
 def test_waiting_copies_of_the_same_layers_run_as_one(layers: Layers) -> None:
     held = threading.Event()
     layers.save("first", (0, 0), mark=held)
-    eventually(lambda: layers.buffers.saving and not layers.buffers._saves._waiting)
+    eventually(lambda: len(layers.device.copies) == 1)
     for block in range(1, 4):
         layers.save(f"{block}", (block, block))
     layers.buffers.save(["first"], [(4, 4)], None, layers.done("one layer"))
-    assert layers.device.copies == [] or layers.ended == []
+    time.sleep(0.1)  # nothing else begins meanwhile
+    assert (len(layers.device.copies), layers.ended) == (1, [])
     held.set()
     layers.wait_for("first", "1", "2", "3", "one layer")
     both = ("first", "second")
@@ -383,6 +411,16 @@ def test_many_blocks_are_copied_in_several_calls(direction: str) -> None:
     assert [len(copy[2]) for copy in device.copies] == [512, 512, 76]
     assert (rows if direction == "d2h" else blocks)[:1100, 0].tolist() == expected
     assert buffers.close(LIMIT)
+
+
+@pytest.mark.parametrize("pipelines", [False, True])
+def test_functions_of_vllm_are_used_by_devices_that_do_not_pipeline(layers: Layers, pipelines: bool) -> None:
+    layers.device.pipelines = pipelines
+    given = Mock()
+    assert layers.buffers.use_copy_blocks(given) == (not pipelines)
+    layers.save("saved", (1, 2))
+    layers.wait_for("saved")
+    assert (given.call_count, len(layers.device.copies)) == ((0, 1) if pipelines else (1, 0))
 
 
 def test_last_of_several_copies_to_one_place_counts(layers: Layers) -> None:
@@ -436,6 +474,30 @@ def test_failed_copy_fails_alone(layers: Layers) -> None:
     layers.wait_for("failed", "saved")
     assert [error for _, error in layers.ended] == ["the device is broken", ""]
     assert layers.buffers.alive
+
+
+def test_saves_behind_one_that_hangs_fail_with_it(layers: Layers, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them would wait for the time limit again."""
+    lending, held, calls = Mock(), threading.Event(), []
+    saves = HostSaves(layers.buffers, [list(layers.blocks)], 2, 5.0, lending, calls.append)
+    parts = [Part(f"ticket {number}", PROMPT, 0, 0, [[number]], True, True) for number in range(1, 4)]
+    saves.begin(parts[:1], range(2), held)
+    eventually(lambda: layers.device.copies)
+    for part in parts[1:]:
+        saves.begin([part], range(2), held)
+    due = saves.next_due()
+    saves.due(due - 0.1)
+    lending.fail.assert_not_called()
+    saves.due(due)
+    assert saves.next_due() is None
+    assert lending.fail.mock_calls == [call(parts, "its blocks were not copied to host memory within 5 s")]
+    assert "tickets ticket 1, ticket 2, ticket 3 are not handed over" in caplog.text
+    held.set()
+    eventually(lambda: not layers.buffers.saving)
+    assert len(layers.device.copies) == 1  # the others have not begun
+    for late in calls:
+        late()
+    lending.ready.assert_not_called()
 
 
 def test_lane_that_has_died_is_noticed(layers: Layers, caplog: pytest.LogCaptureFixture) -> None:

@@ -276,6 +276,21 @@ def test_ranks_of_different_decodes_do_not_count_for_each_other(prefill: Prefill
     assert prefill.freed == [("r", False)]
 
 
+def test_the_names_of_peers_that_have_reported_are_bounded(prefill: Prefill) -> None:
+    """A peer may link again under other names. They count as ranks of its own decode only."""
+    prefill.lending.lend(part())
+    prefill.finish()
+    for number in range(10):
+        prefill.hold(Peer(f"decode/{number}"), readers=2, decodes=2)
+        prefill.done(Peer(f"decode/{number}"))
+    (loan,) = prefill.lending._loans.values()
+    assert loan.done == {"decode": {"decode/0", "decode/1"}}
+    assert prefill.freed == []
+    prefill.hold(OTHER, decodes=2)
+    prefill.done(OTHER)
+    assert prefill.freed == [("r", False)]
+
+
 def test_the_decodes_of_a_request_are_bounded(prefill: Prefill) -> None:
     prefill.lending.lend(part())
     prefill.finish()

@@ -18,7 +18,7 @@ import pytest
 from llm_datadist import Engine, Error, InvalidArgument, OutOfMemory
 from llm_datadist.integrations.vllm import interface
 from llm_datadist.integrations.vllm.host_buffers import HostBuffers
-from peers import eventually
+from peers import LIMIT, eventually
 from vllm_device import FakeDevice
 
 if TYPE_CHECKING:
@@ -176,6 +176,55 @@ def test_failed_copies_of_a_device_are_logged(offloading: Any, caplog: pytest.Lo
     assert not vllm.worker.submit_load(3, chunks(0), gpu(3))
     assert "job 3 of the offloading was not started: " in caplog.text
     assert [result[:2] for result in vllm.worker.get_finished()] == [(2, False)]
+    vllm.worker.shutdown()
+
+
+def test_wait_raises_while_a_copy_runs(offloading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM computes into the blocks after the wait, so a store that still runs would keep other bytes."""
+    device = FakeDevice()
+    vllm = Vllm(offloading, device=device)
+    device.gates["d2h"].clear()
+    assert vllm.worker.submit_store(1, gpu(3), chunks(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(offloading, "_WAIT_S", 0.1)
+        with pytest.raises(RuntimeError, match=r"job 1 of the offloading has not ended within 0\.1 s"):
+            vllm.worker.wait({1})
+    assert vllm.worker.get_finished() == []
+    device.gates["d2h"].set()
+    assert finished(vllm.worker, 1) == [(1, True, 2 * 64)]
+    vllm.worker.shutdown()
+
+
+def test_wait_ends_the_jobs_of_a_thread_that_has_ended(offloading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_WAIT_S", LIMIT)
+    device = FakeDevice()
+    vllm = Vllm(offloading, device=device)
+    device.gates["d2h"].clear()
+    device.failure = SystemExit()
+    for job in range(3):
+        assert vllm.worker.submit_store(job, gpu(job), chunks(job))
+    device.gates["d2h"].set()
+    vllm.worker.wait({0, 1, 2})
+    assert [job.done() for job in vllm.worker._jobs] == [True] * 3
+    assert [result[:2] for result in vllm.worker.get_finished()] == [(0, False), (1, False), (2, False)]
+    vllm.worker.shutdown()
+
+
+def test_wait_ends_no_job_while_the_other_direction_copies(offloading: Any) -> None:
+    """The thread that loads has ended. The store still reads its blocks."""
+    device = FakeDevice()
+    vllm = Vllm(offloading, device=device)
+    device.gates["d2h"].clear()
+    assert vllm.worker.submit_store(1, gpu(3), chunks(0))
+    eventually(lambda: device.copies)
+    load, device.failure = vllm.worker._buffers._loads, SystemExit()
+    assert vllm.worker.submit_load(2, chunks(1), gpu(4))
+    eventually(lambda: not load.alive)
+    device.failure = None
+    assert vllm.worker.get_finished() == []
+    device.gates["d2h"].set()
+    vllm.worker.wait({1, 2})
+    assert sorted(result[:2] for result in vllm.worker.get_finished()) == [(1, True), (2, False)]
     vllm.worker.shutdown()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from llm_datadist import Closed, Engine, Error, PeerLost
 from llm_datadist.integrations.vllm.allowed_peers import LOOPBACK, AllowedPeers
+from llm_datadist.integrations.vllm.messages import MAX_REASON
 from llm_datadist.integrations.vllm.p2p_links import CACHE, Links
 from llm_datadist.integrations.vllm.p2p_messages import (
     MAX_ROWS,
@@ -51,7 +52,7 @@ class Scheduler:
         self.links = Links(str(uuid.uuid4()), self.view, "127.0.0.1:0", peers, limit_s, options)
 
     def add(self, other: Scheduler) -> None:
-        self.links.add(other.name, other.links.contact(), other.bytes.shape[1])
+        self.links.add(other.name, other.links.contact(other.links.address), other.bytes.shape[1])
 
     def expect(self, other: Scheduler, *rows: int, job: int = JOB) -> None:
         self.links.reads.expect(job, other.name, rows)
@@ -246,6 +247,24 @@ def test_a_write_is_refused_by_its_peer_only(pair: Pair) -> None:
     other.links.close()
 
 
+def test_the_reason_of_a_peer_is_fit_for_the_log(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    (peer,) = linked(pair.reader)
+    for reason in "x\nERROR forged\x1b[2J" + "y" * (MAX_REASON - 20), "z" * (MAX_REASON + 1):
+        number = pair.write([1], [3])
+        peer.send(encode(Refused(number, reason)))
+    assert pair.failed() == [number - 1]
+    (line,) = [record.message for record in caplog.records if "rows were not read" in record.message]
+    assert line.endswith("x?ERROR forged?[2J" + "y" * (MAX_REASON - 20))
+    advance_until(lambda: "is ignored: it is invalid" in caplog.text, pair.owner)
+
+
+def test_a_long_reason_of_ours_is_cut(pair: Pair) -> None:
+    (peer,) = linked(pair.reader)
+    number = pair.write([1], [3])
+    pair.reader.links._refuse(peer, number, "é" * 2 * MAX_REASON)
+    assert pair.failed() == [number]
+
+
 def test_a_write_that_cannot_be_sent_is_forgotten(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     linked(pair.owner)
 
@@ -381,7 +400,11 @@ def test_a_restarted_peer_replaces_the_old_one(pair: Pair) -> None:
 
 
 def test_peers_that_do_not_fit_are_refused(pair: Pair) -> None:
-    links, name, contact = pair.owner.links, pair.reader.links._engine.name, pair.reader.links.contact()
+    links, name, contact = (
+        pair.owner.links,
+        pair.reader.links._engine.name,
+        pair.reader.links.contact(pair.reader.links.address),
+    )
     with pytest.raises(ValueError, match="rows of new have 8192 bytes, and rows of this engine 4096"):
         links.add("new", contact, 2 * ROW)
     with pytest.raises(ValueError, match="known as the reader"):
@@ -406,10 +429,15 @@ def test_unreadable_messages_and_strangers_change_nothing(pair: Pair, caplog: py
         for data in b"", b"\xc1", encode(Offer.of(1, [1], [3], b"short")), encode(Offer(1, b"", b"", b"")):
             peer.send(data)
         peer.send(encode(Refused(5, "unknown")))
-    advance_until(lambda: len(caplog.records) >= 8, pair.reader)
-    assert "is not a peer of this tier" in caplog.text
-    assert "invalid message of 0 bytes" in caplog.text
+    advance_until(lambda: "1 rows of owner did not arrive" in caplog.text, pair.reader)
+    advance_until(lambda: "is not a peer of this tier" in caplog.text, pair.reader)
+    for _ in range(20):
+        pair.reader.links.advance()
+        time.sleep(0.005)
+    assert "a message of 0 bytes" in caplog.text
+    assert caplog.text.count("is ignored") == 2, "one line for each link"
     stranger.links.close()
+    advance_until(lambda: len(pair.reader.links._reported) == 1, pair.reader)
     assert not pair.settled(success=True)  # `b"short"` is no token
 
 

@@ -160,11 +160,38 @@ def test_offers_do_not_wait_without_end() -> None:
     assert reader.reads.settle(JOB, success=True) is False
 
 
-def test_a_pull_that_does_not_start_is_refused(reader: Reader) -> None:
-    reader.errors = [InvalidArgument("no token")]
+@pytest.mark.parametrize(
+    ("error", "text"), [(InvalidArgument("no token"), "no token"), (MemoryError(), "MemoryError()")]
+)
+def test_a_pull_that_does_not_start_is_refused(reader: Reader, error: Exception, text: str) -> None:
+    reader.errors = [error]
     reader.offer(1, 4, 5, 6)
-    assert reader.refused == [(1, "no token")]
+    assert reader.refused == [(1, text)]
     assert reader.reads.settle(JOB, success=True) is False
+
+
+def test_a_waiting_offer_that_fails_leaves_the_others(reader: Reader) -> None:
+    reader.errors = [Busy("full")] * 3 + [MemoryError("no memory")]
+    for number, row in ((1, 4), (2, 5), (3, 6)):
+        reader.offer(number, row)
+    reader.reads.resume()
+    assert reader.refused == [(1, "no memory")]
+    assert [pull.given[0] for pull in reader.pulls] == [[5], [6]]
+
+
+def test_a_refusal_that_fails_leaves_the_other_offers(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.errors = [Busy("full")] * 2 + [InvalidArgument("no token")]
+    reader.offer(1, 4)
+    reader.offer(2, 5)
+
+    def refuse(*_given: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(reader.reads, "_refuse", refuse)
+    with pytest.raises(MemoryError):
+        reader.reads.resume()
+    reader.reads.resume()
+    assert [pull.given[0] for pull in reader.pulls] == [[5]]
 
 
 def test_other_transfers_are_ignored(reader: Reader) -> None:

@@ -473,6 +473,19 @@ def test_a_response_of_the_first_step_has_the_addresses_of_that_step() -> None:
     assert later["llm_datadist"]["addresses"] == ["10.0.0.1:1", "10.0.0.1:2"]
 
 
+def test_a_program_may_change_its_response() -> None:
+    """Several requests may end in the first step. Each response has lists of its own."""
+    prefill = side(addresses={})
+    both = [finished(prefill, Request(name, kv_transfer_params=for_decode()), [5, 6, 7, 8]) for name in ("a", "b")]
+    prefill.set_addresses({0: "10.0.0.1:1"})
+    for number in range(3):
+        both[number]["llm_datadist"]["addresses"].append("changed")
+        later = finished(prefill, Request(f"later {number}", kv_transfer_params=for_decode()), [5, 6, 7, 8])
+        assert later["llm_datadist"]["addresses"] == ["10.0.0.1:1"]
+        both.append(later)
+    assert both[-1]["llm_datadist"]["addresses"] == ["10.0.0.1:1"]
+
+
 MESSAGES: list[Any] = [
     messages.Hold("r", 4096),
     messages.Ask("r", 7, "heads", "100:"),
@@ -578,6 +591,78 @@ def test_all_differences_of_two_sides_are_shown() -> None:
     prefill = Identity({"model": "m", "dtype": "a", "vllm": "1", "later": "x"})
     with pytest.raises(ValueError, match=r"^dtype is 'a' in prefill, 'b' here; vllm is '1' in prefill, '2' here$"):
         Identity({"model": "m", "dtype": "b", "vllm": "2", "earlier": "y"}).check(prefill.metadata())
+
+
+class Float16:
+    itemsize = 2
+
+    def __str__(self) -> str:
+        return "torch.float16"
+
+
+class FullAttentionSpec:
+    """The part of vLLM's description of a KV cache that the worker uses: blocks of 16 tokens, keys of 8 elements."""
+
+    dtype = Float16()
+    block_size = 16
+
+    def __init__(self, slots: int | None = None, heads: int = 2) -> None:
+        self.num_head_slots, self.num_kv_heads = slots, heads
+        self.page_size_bytes = self.block_size * heads * 16 * 2
+
+
+def form(
+    backend: str = "FLASH_ATTN",
+    slots: int | None = None,
+    order: str = "HND",
+    *,
+    heads: int = 2,
+    isa: str | None = None,
+    shuffled: bool = False,
+) -> PageFormat:
+    """The format of the pages of two layers."""
+    name = SimpleNamespace(get_name=lambda: backend)
+    layer = SimpleNamespace(get_attn_backend=lambda: name, **({} if isa is None else {"isa": isa}))
+    spec = FullAttentionSpec(slots, heads)
+    return PageFormat.of(spec, [layer, layer], range(heads), heads, order, shuffled=shuffled)
+
+
+def test_pages_that_kernels_write_in_other_ways_have_other_layouts() -> None:
+    """The engine compares the layouts, and copies pages only if they are equal. Strides alone do not tell."""
+    forms = [
+        form(),
+        form("FLASHINFER"),
+        form(order="NHD"),
+        form(slots=2),  # keys and values apart, in as many slots as there are heads
+        form(slots=4),
+        form(slots=2, order="NHD"),
+        form(shuffled=True),
+        form("CPU_ATTN", isa="vec"),
+        form("CPU_ATTN", isa="amx"),
+    ]
+    assert len({one.pages().model for one in forms}) == len(forms)
+    assert form() == form()
+    # Decode then says why, before it compares layouts.
+    assert form().summary() != form("FLASHINFER").summary()
+    assert form("CPU_ATTN", isa="vec").summary() == form("CPU_ATTN", isa="amx").summary()
+
+
+@pytest.mark.parametrize("given", [{"slots": 2}, {"slots": 4}, {"shuffled": True}])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_pages_of_slots_are_whole(given: Any, order: str) -> None:
+    """Ranks with other heads do not read them, and no rank reads single tokens."""
+    layout = form(order=order, **given).pages()
+    assert (layout.order, layout.block_tokens) == ("HND", 1)
+    assert form(order=order, heads=4, **given).pages().model != layout.model
+    assert form(order=order, heads=4).pages().model == form(order=order).pages().model
+    assert form(order=order, isa="vec", **given).packings() == []
+
+
+def test_sizes_of_pages_are_those_of_vllm() -> None:
+    one = form(isa="vec")
+    assert (one.layers, one.block_size, one.key_size, one.value_size, one.element_size) == (2, 16, 8, 8, 2)
+    assert one.page_bytes == FullAttentionSpec().page_size_bytes
+    assert len(one.packings()) == 2
 
 
 def test_layers_with_different_strides_are_refused() -> None:

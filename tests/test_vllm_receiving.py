@@ -13,9 +13,9 @@ import pytest
 from llm_datadist import Busy, GrantEnded, PeerLost, Timeout
 from llm_datadist.integrations.vllm.handover import Handover
 from llm_datadist.integrations.vllm.identity import Identity
-from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Hold, Lent
+from llm_datadist.integrations.vllm.messages import MAX_REASON, Ask, Done, Gone, Hold, Lent
 from llm_datadist.integrations.vllm.ranks import Shard
-from llm_datadist.integrations.vllm.receiving import MAX_REASON, Receiving
+from llm_datadist.integrations.vllm.receiving import Receiving
 from llm_datadist.integrations.vllm.step import Await, Receive
 
 NAME = "prefill"

@@ -42,6 +42,7 @@ class FakeDevice:
     """Implements ``Device`` for numpy arrays."""
 
     def __init__(self, delay: float = DELAY) -> None:
+        self.pipelines = False
         self.model = Later(delay)  # the stream of the model
         self.copies: list[tuple[str, tuple[str, ...], list[int], list[int]]] = []
         self.failure: BaseException | None = None

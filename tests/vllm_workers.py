@@ -27,7 +27,7 @@ from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, engine_name
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.transfer_thread import Ended, TransferThread
-from peers import LIMIT
+from peers import LIMIT, eventually
 from vllm_device import FakeDevice
 from vllm_pages import DIM, LAYERS, Pages
 
@@ -76,8 +76,10 @@ class _Worker:
         )
         self.reached = advertised(settings, str(self.engine.address), lambda: own)
         self.pages = Pages(isa, block_size, shard.heads, BLOCKS)
-        order = {"NHD": "NHD", "unknown": ""}.get(isa, "HND")
-        form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag, order)
+        order = "NHD" if isa.endswith("NHD") else "HND"
+        slots = "2 slots" if isa.startswith("slots") else ""
+        packing = isa if isa in ("vec", "amx") else ""
+        form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, packing, tag, order, slots)
         caches = GroupCaches(self.engine, 0, form)
         layers = [f"layer {n}" for n in range(LAYERS)]
         reached, self.device, host = self.pages.memory, None, None
@@ -92,6 +94,7 @@ class _Worker:
         self.exporter = _global_exporter() if settings.spans else None
         self.transfers = TransferThread(self.engine, [caches], shard, checked, settings, [layers], host)
         self.ended = Ended()
+        self.twice: list[str] = []  # what `look` has got a second time
 
     def address(self) -> str:
         """Where peers reach the engine."""
@@ -113,10 +116,14 @@ class _Worker:
     def look(self) -> Ended:
         """Return what has ended so far."""
         ended = self.transfers.take()
+        self.twice += [*(self.ended.sent & ended.sent), *(self.ended.received & ended.received)]
         self.ended.sent |= ended.sent
         self.ended.received |= ended.received
         self.ended.failed |= ended.failed
         return self.ended
+
+    def reported_twice(self) -> list[str]:
+        return self.twice
 
     def observed(self) -> dict[str, Any] | None:
         return self.transfers.take_observations()
@@ -198,6 +205,22 @@ class _Worker:
         self.transfers._turn = lambda: sys.exit(1)  # type: ignore[method-assign]
         self.transfers._rouse()
         self.transfers._thread.join(LIMIT)
+
+    def break_copies(self) -> None:
+        """End the thread that copies to the device by an error."""
+        self.fail_copies(SystemExit())
+        host = self.transfers._host
+        host.load(["layer 0"], [(0, 0)], None, lambda *_: None)
+        eventually(lambda: not host.alive)
+
+    def free(self, ticket: str) -> None:
+        """Have the transfer thread report a request as sent, as when its lease ends."""
+        self.transfers._submit([partial(self.transfers._freed, ticket, False)])
+
+    def ends(self) -> bool:
+        """Whether the transfer thread has ended."""
+        self.transfers._thread.join(LIMIT)
+        return not self.transfers._thread.is_alive()
 
     def write(self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)) -> None:
         """Write tokens; on a device, the model's stream does that later."""

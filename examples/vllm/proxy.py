@@ -133,8 +133,11 @@ class Proxy:
     async def _decoded(
         self, request: web.Request, asked: dict[str, Any], params: dict[str, Any] | None
     ) -> web.StreamResponse:
-        """Pass on the response of decode. Without parameters, decode computes the prompt itself."""
-        body = asked if params is None else {**asked, "kv_transfer_params": params}
+        """Pass on the response of decode. Without parameters, decode computes the prompt itself.
+
+        Those of a client are never passed on: they name the peers that decode connects to.
+        """
+        body = {**asked, "kv_transfer_params": params}
         decode = next(self._decodes)
         async with self._session.post(decode.url + request.path, json=body, headers=decode.headers) as found:
             response = web.StreamResponse(status=found.status, headers={"Content-Type": found.content_type})

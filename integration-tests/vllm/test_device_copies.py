@@ -75,8 +75,10 @@ def test_blocks_are_copied(monkeypatch: pytest.MonkeyPatch, direction: str, kind
                 tensor[other] = src[name][one]
         device.copy_blocks(src, dst, [pair[0] for pair in pairs], [pair[1] for pair in pairs], direction)
         assert all(torch.equal(dst[name], expected[name]) for name in dst)
-        if isinstance(device, Late) and direction == "d2h":
-            assert all(looks and looks[-1] for looks in device.looks)
+        if isinstance(device, Late):
+            # The stream waits for the last copy to the device, which reads page-locked memory that stays until then.
+            awaited = device.looks if direction == "d2h" else device.looks[:-1]
+            assert all(looks and looks[-1] for looks in awaited)
 
 
 def views(layout: KVCacheLayout, kernel_tokens: int | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -133,7 +135,7 @@ def test_copies_with_the_functions_of_vllm(monkeypatch: pytest.MonkeyPatch) -> N
     device, host = caches(8, 1), caches(8, 2)
     memory = torch.zeros(1, dtype=torch.int8)
     buffers, ended = host_buffers(CPU, device, host, memory), threading.Event()
-    buffers.copy_blocks = utils.copy_kv_blocks
+    assert buffers.use_copy_blocks(utils.copy_kv_blocks)
     names = ["layer 0", "layer 2"]
     untouched = host["layer 1"].clone()
     buffers.save(names, [(3, 5), (1, 2)], buffers.mark(), lambda *_: ended.set())
@@ -147,15 +149,24 @@ def test_copies_with_the_functions_of_vllm(monkeypatch: pytest.MonkeyPatch) -> N
     assert buffers.close(30)
 
 
-@pytest.mark.parametrize("has", [True, False])
-def test_functions_of_a_platform_are_used_if_there_are_any(monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
-    function = insert if has else None
-    platform = SimpleNamespace(insert_blocks_to_device=function, swap_out_blocks_to_host=function)
+@pytest.mark.parametrize(("platform_has", "buffers"), [(True, True), (False, True), (None, False)])
+def test_functions_of_a_platform_are_used_if_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, platform_has: bool | None, buffers: bool
+) -> None:
+    """Without host buffers, the platform is not asked: one without the functions would log a warning."""
+    functions = dict.fromkeys(("insert_blocks_to_device", "swap_out_blocks_to_host"), insert if platform_has else None)
+    platform = None if platform_has is None else SimpleNamespace(**functions)
     monkeypatch.setattr("llm_datadist.integrations.vllm.connector.current_platform", platform)
     used: list[Callable[..., None]] = []
-    connector: Any = SimpleNamespace(_worker=SimpleNamespace(use_copy_blocks=used.append))
+    worker = SimpleNamespace(has_host_buffers=buffers, use_copy_blocks=used.append)
+    connector: Any = SimpleNamespace(_worker=worker)
     LlmDatadistConnector.set_host_xfer_buffer_ops(connector, utils.copy_kv_blocks)
-    assert used == ([utils.copy_kv_blocks] if has else [])
+    assert used == ([utils.copy_kv_blocks] if platform_has else [])
+
+
+@pytest.mark.parametrize(("device", "pipelines"), [("cuda", True), ("xpu", False), ("cpu", False)])
+def test_torch_copies_where_it_has_page_locked_memory(device: str, pipelines: bool) -> None:
+    assert TorchDevice(torch.device(device)).pipelines == pipelines
 
 
 def test_piecewise_graphs_are_needed_only_layer_by_layer() -> None:

@@ -19,6 +19,7 @@ CLASSES = (
     offloading.LlmDatadistOffloadingWorker,
     offloading.LlmDatadistOffloadingSpec,
     p2p_tier.LlmDatadistP2PTier,
+    p2p_tier.LlmDatadistTransport,
 )
 OVERRIDES = [
     (ours, name)
@@ -26,12 +27,12 @@ OVERRIDES = [
     for name in vars(ours)
     if not name.startswith("_") and inspect.isroutine(getattr(ours, name))
 ]
-USES = {**interface.CONNECTOR, **interface.OFFLOADING}
+USES = {**interface.CONNECTOR, **interface.OFFLOADING, **interface.P2P}
 
 
 @pytest.mark.subset
 def test_this_vllm_has_what_is_used() -> None:
-    assert len(OVERRIDES) > 30
+    assert len(OVERRIDES) > 35
     interface.check(USES, *CLASSES)
 
 
@@ -65,3 +66,11 @@ def test_a_vllm_without_a_class_or_function_is_refused(monkeypatch: pytest.Monke
     monkeypatch.delattr(importlib.import_module(name), path.rstrip("[]").split(".")[0])
     with pytest.raises(RuntimeError, match=f"{name} has no {path.split('.')[0].rstrip('[]')}"):
         interface.check({use: USES[use]})
+
+
+@pytest.mark.subset
+def test_a_vllm_that_checks_no_peers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method that makes sessions is private, so it could get another name."""
+    monkeypatch.delattr(p2p_tier.vllm_p2p.P2PSecondaryTierManager, "_get_or_create_session")
+    with pytest.raises(RuntimeError, match=r"has no P2PSecondaryTierManager\._get_or_create_session"):
+        interface.check(interface.P2P)

@@ -150,7 +150,7 @@ def test_each_connector_gets_its_own_metadata(vllm: Vllm) -> None:
     assert vllm.other.handshake[0].port == 5
     output = vllm.step()
     assert vllm.other.reports == 1
-    assert output.kv_connector_worker_meta.metadata[vllm.index].by_rank == {0: vllm.halves[1]._worker.address}
+    assert output.kv_connector_worker_meta.metadata[vllm.index].by_worker == {0: vllm.halves[1]._worker.address}
     assert vllm.step().kv_connector_worker_meta.metadata[vllm.index] is None
     given = vllm.finish("r")["llm_datadist"]
     assert given["addresses"] == [vllm.halves[1]._worker.address]
@@ -260,7 +260,7 @@ def test_one_connector_allocates_the_kv_cache(parallel_state: Any) -> None:
         both.worker.get_mem_pool_context()
     both.close()
     left = Vllm(parallel_state, ours_first=True, other="WithPool", kv_cache_in_pool=False).start()
-    assert len(left.step().kv_connector_worker_meta.metadata[0].by_rank) == 1
+    assert len(left.step().kv_connector_worker_meta.metadata[0].by_worker) == 1
     left.close()
 
 

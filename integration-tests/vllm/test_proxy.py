@@ -119,6 +119,36 @@ def test_the_address_of_a_prefill_that_fails_is_forgotten(status: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("prompt", [[1, 2], ["one", "two"]])
+def test_the_parameters_of_a_client_do_not_reach_a_server(prompt: list[Any]) -> None:
+    """Prefill fails, or is not asked, so the proxy has none itself."""
+
+    async def run() -> None:
+        given: list[Any] = []
+
+        async def prefill(request: web.Request) -> web.Response:
+            given.append((await request.json())["kv_transfer_params"])
+            return web.json_response({}, status=500)
+
+        async def decode(request: web.Request) -> web.Response:
+            given.append((await request.json()).get("kv_transfer_params"))
+            return await answered()
+
+        async with (
+            serving(server(prefill)) as prefilling,
+            serving(server(decode)) as decoding,
+            Proxy([Server(prefilling)], [Server(decoding)]) as proxy,
+            serving(proxy.runner()) as url,
+            aiohttp.ClientSession() as session,
+        ):
+            body = {"prompt": prompt, "kv_transfer_params": PARAMS}
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                await response.read()
+        assert given == [{"do_remote_decode": True}, None][isinstance(prompt[0], str) :]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_data_parallel_ranks_get_the_requests_that_decode_reads_from_them(layerwise: bool) -> None:
     """Two servers of prefill with two ranks each, and two of decode. They take turns."""

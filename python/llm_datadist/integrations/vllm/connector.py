@@ -168,8 +168,10 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
         """Take the function that copies blocks between host memory and device, if the platform has what it needs."""
-        # vLLM hands over the same function on each platform. A platform without it answers with None.
-        if all(callable(getattr(current_platform, name, None)) for name in _PLATFORM_COPIES):
+        # vLLM hands over the same function on each platform. A platform that lacks what it needs logs a warning.
+        if self._worker.has_host_buffers and all(
+            callable(getattr(current_platform, name, None)) for name in _PLATFORM_COPIES
+        ):
             self._worker.use_copy_blocks(copy_operation)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:

@@ -26,6 +26,8 @@ _CHUNK = 32 << 20
 # Blocks that follow each other in groups of this size and more on average are copied group by group.
 _RUN = 4
 _SAVE = "d2h"
+# The type of the devices for which torch page-locks memory: those of CUDA and of ROCm.
+_PAGE_LOCKS = "cuda"
 # Number of axes of a layer with heads: block, head, token and content.
 _AXES = 4
 
@@ -39,6 +41,7 @@ class TorchDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.pipelines = device.type == _PAGE_LOCKS
         self._has_streams = device.type != "cpu" and hasattr(getattr(torch, device.type, None), "Stream")
 
     def mark(self) -> Any:
@@ -213,7 +216,7 @@ def offloading_buffers(tensors: list[torch.Tensor], memory: Any) -> HostBuffers:
 
 def _pin(address: int, nbytes: int, device: torch.device) -> str:
     """Page-lock host memory for a device, so that it copies without the CPU. Return why not, or an empty text."""
-    if device.type != "cuda":
+    if device.type != _PAGE_LOCKS:
         return f"torch page-locks memory for CUDA and ROCm only, not for {device.type}"
     # In one piece, because a copy must not reach from one registration into another.
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))

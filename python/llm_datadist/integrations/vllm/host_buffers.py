@@ -47,6 +47,8 @@ class Stream(Protocol):
 class Device(Protocol):
     """The order in which a device works, and its copies. ``TorchDevice`` has those of torch."""
 
+    pipelines: bool  # whether its copies go through page-locked memory, one chunk beside the next
+
     def mark(self) -> Any:
         """Return a mark behind all that this thread has had the device do so far. This does not wait."""
 
@@ -93,13 +95,21 @@ class HostBuffers:
     blocks: dict[str, Any]
     rows: dict[str, Any]
     release: Callable[[], None] = lambda: None
-    # Copies blocks. vLLM hands over that of its platform, if there is one.
     copy_blocks: Callable[..., None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.copy_blocks = self.device.copy_blocks
         self._saves = _Lane(_SAVE, self)
         self._loads = _Lane(_LOAD, self)
+
+    def use_copy_blocks(self, copy_blocks: Callable[..., None]) -> bool:
+        """Copy with the function of vLLM's platform, and return whether that is done.
+
+        A device that pipelines its copies keeps its own: the functions of vLLM's platforms wait for each copy.
+        """
+        if not self.device.pipelines:
+            self.copy_blocks = copy_blocks
+        return not self.device.pipelines
 
     def mark(self) -> Any:
         """Return a mark behind all that this thread has had the device do so far. This does not wait."""

@@ -29,7 +29,7 @@ class HostSaves:
         host: the host buffers.
         layers: the names of the layers of each KV cache group, in order.
         layers_per_copy: number of layers in a copy.
-        limit_s: how long the oldest save may take after the one before, in seconds.
+        limit_s: how long the oldest save may take after the one before, in seconds. If it takes longer, all saves fail.
         lending: learns which layers are in host memory.
         call: has the transfer thread do something. It may be called in any thread.
     """
@@ -78,11 +78,12 @@ class HostSaves:
                 copy.cancel()
 
     def due(self, now: float) -> None:
-        """Fail the parts of a save that takes too long."""
+        """Fail all parts if the oldest save takes too long. The saves behind it would each take as long again."""
         if self._saves and self._deadline <= now:
-            copy = next(iter(self._saves))
-            copy.cancel()
-            self._failed(copy, f"its blocks were not copied to host memory within {self._limit_s:g} s", now)
+            copies = list(self._saves)
+            self._failed(copies, f"its blocks were not copied to host memory within {self._limit_s:g} s", now)
+            for copy in reversed(copies):  # the oldest one last, so that none of them begins
+                copy.cancel()
 
     def next_due(self) -> float | None:
         """Return when ``due`` has something to do, or ``None``."""
@@ -104,15 +105,15 @@ class HostSaves:
             return  # dropped, or too late
         now = time.monotonic()
         if error is not None:
-            self._failed(copy, f"its blocks were not copied to host memory: {error}", now)
+            self._failed([copy], f"its blocks were not copied to host memory: {error}", now)
             return
         parts, count = self._saves.pop(copy)
         self._deadline = now + self._limit_s
         if count != 0:
             self._lending.ready(parts, count)
 
-    def _failed(self, copy: Copy, reason: str, now: float) -> None:
-        parts, _ = self._saves.pop(copy)
+    def _failed(self, copies: list[Copy], reason: str, now: float) -> None:
+        parts = [part for copy in copies for part in self._saves.pop(copy)[0]]
         self._deadline = now + self._limit_s
         logger.error("tickets %s are not handed over: %s", ", ".join(sorted({one.ticket for one in parts})), reason)
         self._lending.fail(parts, reason)

@@ -16,7 +16,7 @@ from llm_datadist.integrations.vllm.supported import TESTED, installed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["CONNECTOR", "OFFLOADING", "check", "needed"]
+__all__ = ["CONNECTOR", "OFFLOADING", "P2P", "check", "needed"]
 
 _CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CONNECTOR_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -24,9 +24,10 @@ _PARALLEL_STATE = "vllm.distributed.parallel_state"
 _KV_CACHE = "vllm.v1.kv_cache_interface"
 _SCHEDULER_OUTPUT = "vllm.v1.core.sched.output"
 _OFFLOADING_BASE = "vllm.v1.kv_offload.base"
+_P2P = "vllm.v1.kv_offload.tiering.p2p"
 
-# What is called, with the parameters that are passed, and, in brackets, what is read of objects. The methods that vLLM
-# calls need no table: `check` compares those of vLLM's class with those of ours.
+# What is called, with the parameters that are passed, and, in brackets, what is read of objects. Public methods that
+# vLLM calls need no table: `check` compares those of vLLM's class with those of ours.
 CONNECTOR: dict[str, Sequence[str]] = {
     f"{_CONNECTOR_BASE}:KVConnectorBase_V1.__init__": ("vllm_config", "role", "kv_cache_config"),
     f"{_CONNECTOR_BASE}:KVConnectorBase_V1._get_connector_metadata": (),
@@ -71,6 +72,28 @@ OFFLOADING: dict[str, Sequence[str]] = {
     f"{_OFFLOADING_BASE}:CanonicalKVCaches[]": ("tensors", "group_data_refs"),
     f"{_OFFLOADING_BASE}:CanonicalKVCacheTensor[]": ("tensor",),
     f"{_OFFLOADING_BASE}:CanonicalKVCacheRef[]": ("tensor_idx",),
+}
+P2P: dict[str, Sequence[str]] = {
+    "vllm.utils.network_utils:get_ip": (),
+    f"{_OFFLOADING_BASE}:OffloadingSpec[]": ("config",),
+    f"{_OFFLOADING_BASE}:ReqContext[]": ("get_state",),
+    "vllm.v1.kv_offload.config:OffloadingConfig[]": ("parallel",),
+    "vllm.v1.kv_offload.config:OffloadingParallelConfig[]": ("data_parallel_index",),
+    "vllm.v1.kv_offload.tiering.base:JobResult[]": ("job_id", "success"),
+    "vllm.v1.kv_offload.tiering.base:TransferJob[]": ("job_id", "chunk_ids", "req_context"),
+    f"{_P2P}.control:ZmqTransport[]": ("_zmq_ctx",),
+    f"{_P2P}.data:DataTransport.__init__": ("view", "config_fields"),
+    f"{_P2P}.data:DataTransport[]": ("num_blocks", "block_len"),
+    f"{_P2P}.data:PollResult": ("done", "failed"),
+    # The transport of the tier takes the place of this one.
+    f"{_P2P}.manager:NixlTransport.__init__": ("agent_name", "view", "config_fields"),
+    f"{_P2P}.manager:P2PSourceInfo[]": ("kv_request_id", "peer_id"),
+    f"{_P2P}.manager:P2PSecondaryTierManager.__init__": (
+        *("offloading_spec", "primary_kv_view", "tier_type", "host", "port"),
+    ),
+    # The override of this method checks the peers that requests name, so a vLLM without it would admit all of them.
+    f"{_P2P}.manager:P2PSecondaryTierManager._get_or_create_session": ("peer_id",),
+    f"{_P2P}.manager:P2PSecondaryTierManager[]": ("_control", "_data", "_failed_req_ids"),
 }
 
 

@@ -68,8 +68,9 @@ class _Loan:
     decodes: int = 1  # how many decodes must report
     # How many ranks of each decode that has held it must report, by engine id.
     readers: dict[str, int] = field(default_factory=dict)
-    # The names of the peers that have reported. A rank of decode that was restarted counts once.
-    done: set[str] = field(default_factory=set)
+    # The names of the peers that have reported, no more of each decode than must report, by engine id. A rank of decode
+    # that was restarted counts once.
+    done: dict[str, set[str]] = field(default_factory=dict)
     # The receives that read it, as peer and number, in the order in which they have asked.
     receives: dict[tuple[Peer, int], Ask] = field(default_factory=dict)
     # The reason why nothing is lent any more. The loan then waits until vLLM has finished the request.
@@ -79,8 +80,8 @@ class _Loan:
     @property
     def read(self) -> bool:
         """Whether all ranks of all decodes have reported."""
-        reported = Counter(map(vllm_of, self.done))
-        return len(self.readers) >= self.decodes and all(reported[one] >= n for one, n in self.readers.items())
+        reported = all(len(self.done.get(one, ())) >= number for one, number in self.readers.items())
+        return len(self.readers) >= self.decodes and reported
 
     def withdraw(self) -> None:
         for lent in self.parts.values():
@@ -230,7 +231,7 @@ class Lending:
         loan.holders.add(peer)
         loan.decodes = max(loan.decodes, message.decodes)
         loan.readers[decode] = max(loan.readers.get(decode, 1), message.readers)
-        loan.done.discard(peer.name)
+        loan.done.get(decode, set()).discard(peer.name)
         self._leases.pop(ticket, None)
 
     def _asked(self, peer: Peer, ask: Ask) -> None:
@@ -270,7 +271,11 @@ class Lending:
     def _reported(self, peer: Peer, ticket: str, loan: _Loan, now: float) -> None:
         """Note that all receives of a peer have ended."""
         self._leave(peer, ticket, loan)
-        loan.done.add(peer.name)
+        decode = vllm_of(peer.name)
+        # A peer may link under any number of names, and no more of them count than its decode has ranks.
+        done = loan.done.setdefault(decode, set())
+        if len(done) < loan.readers[decode]:
+            done.add(peer.name)
         if loan.holders:
             return
         if loan.prompt is None:

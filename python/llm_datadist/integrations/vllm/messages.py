@@ -15,9 +15,24 @@ from msgspec import Meta, MsgspecError, Struct, msgpack
 from llm_datadist.integrations.vllm.group_caches import VIEWS
 from llm_datadist.integrations.vllm.handover import MAX_DECODES, Prompt, Ticket
 
-__all__ = ["MAX_NUMBER", "Ask", "Done", "Gone", "Hold", "Lent", "Message", "Ready", "decode", "encode"]
+__all__ = [
+    "MAX_NUMBER",
+    "MAX_REASON",
+    "Ask",
+    "Done",
+    "Gone",
+    "Hold",
+    "Lent",
+    "Message",
+    "Ready",
+    "decode",
+    "encode",
+    "printable",
+]
 
 MAX_NUMBER = 2**31
+# How much of a reason that a peer gives is used, in characters.
+MAX_REASON = 1000
 
 # Annotations need these at run time.
 Number = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
@@ -79,6 +94,11 @@ class Done(Struct, tag="done", frozen=True):
     """A rank of decode needs no more blocks of a request that it holds."""
 
     ticket: Ticket
+
+
+def printable(reason: str) -> str:
+    """Return a reason that a peer has given, fit for the log."""
+    return "".join(letter if letter.isprintable() else "?" for letter in reason[:MAX_REASON])
 
 
 Message = Union[Hold, Ask, Lent, Ready, Gone, Done]

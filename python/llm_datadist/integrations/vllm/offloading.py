@@ -34,6 +34,8 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 _SLACK = 16 << 20  # the engine rounds each tensor up to pages
 _WAIT_S = 60.0
+# How often ``wait`` looks for a thread that has ended, in seconds.
+_ASK_S = 0.05
 
 
 class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
@@ -99,17 +101,29 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended since the last call."""
-        if self._buffers is not None and not self._buffers.alive and self._buffers.stop():
-            for job in self._jobs:
-                if isinstance(job, _Job) and not job.done():
-                    job.end(None, RuntimeError("the thread that copies has ended"))
+        self._end_lost()
         return [self._result(transfer) for transfer in list(self._jobs) if transfer.done()]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until the jobs have ended. ``get_finished`` reports them afterwards."""
+        """Wait until the jobs have ended. ``get_finished`` reports them afterwards.
+
+        vLLM uses the blocks for something else after this returns, so no copy may touch them any more.
+
+        Raises:
+            RuntimeError: a copy between host memory and device has not ended within a minute. Nothing may be computed
+                then, because the copy could store bytes of another request as those of this one.
+        """
+        end = time.monotonic() + _WAIT_S
         for transfer in [transfer for transfer, job in self._jobs.items() if job in job_ids]:
-            with suppress(Error):
-                transfer.result()
+            if not isinstance(transfer, _Job):
+                with suppress(Error):
+                    transfer.result()  # its own time limit bounds it
+                continue
+            while not transfer.ended(_ASK_S):
+                self._end_lost()
+                if time.monotonic() > end:
+                    text = f"job {self._jobs[transfer]} of the offloading has not ended within {_WAIT_S:g} s"
+                    raise RuntimeError(text)
 
     def shutdown(self) -> None:
         """Close the engine, after the jobs that run. Those that run for longer than a minute are cancelled."""
@@ -117,6 +131,13 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             logger.error("a copy between host memory and device still runs after %g s", _WAIT_S)
         self._engine.close(_WAIT_S)
         self.get_finished()
+
+    def _end_lost(self) -> None:
+        """Fail the jobs that wait if a thread that copies has ended by an error, as soon as no copy runs."""
+        if self._buffers is not None and not self._buffers.alive and self._buffers.stop():
+            for job in self._jobs:
+                if isinstance(job, _Job) and not job.done():
+                    job.end(None, RuntimeError("the thread that copies has ended"))
 
     def _submit(self, job_id: int, gpu: Any, chunks: Any, *, store: bool) -> bool:
         rows = host_rows(chunks.block_ids, gpu.group_sizes, gpu.block_indices, self._blocks_per_chunk)
@@ -162,12 +183,15 @@ class _Job:
         self._error = error
         self._ended.set()
 
+    def ended(self, limit_s: float) -> bool:
+        """Wait until the copy has ended, and return whether that has happened within a time."""
+        return self._ended.wait(limit_s)
+
     def done(self) -> bool:
         return self._ended.is_set()
 
     def result(self) -> None:
-        if not self._ended.wait(_WAIT_S):
-            raise Error(f"the copy has not ended within {_WAIT_S:g} s")
+        """Raise the error of the copy, which has ended."""
         if self._error is not None:
             raise Error(str(self._error))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import Busy, Closed, Completed, Engine, Error, GrantClosed, Message, PeerDown, PeerLost
+from llm_datadist.integrations.vllm.messages import MAX_REASON
 from llm_datadist.integrations.vllm.outbox import Outbox
 from llm_datadist.integrations.vllm.p2p_messages import VERSION, Contact, Offer, Refused, decode, decode_contact, encode
 from llm_datadist.integrations.vllm.p2p_reads import Reads
@@ -79,15 +80,16 @@ class Links:
         self._remotes: dict[str, _Remote] = {}  # by vLLM's name
         self._engines: dict[str, _Remote] = {}  # by the name of the engine
         self._linking: dict[Transfer[Peer], _Remote] = {}
+        self._reported: set[Peer] = set()  # of which the log has a message that was ignored, until their links end
 
     @property
     def address(self) -> str:
         """The address at which the engine listens."""
         return str(self._engine.address)
 
-    def contact(self) -> bytes:
-        """Return what another scheduler passes to ``add``."""
-        return encode(Contact(VERSION, self._engine.name, self.address))
+    def contact(self, address: str) -> bytes:
+        """Return what another scheduler passes to ``add``, if it reaches this engine at an address."""
+        return encode(Contact(VERSION, self._engine.name, address))
 
     def add(self, peer_id: str, contact: bytes, row_bytes: int) -> None:
         """Admit another scheduler, and start to link with it.
@@ -151,11 +153,15 @@ class Links:
         return number
 
     def advance(self) -> None:
-        """Take what has happened in the engine, and send and start what waits. It never waits itself."""
-        self._outbox.resend()
-        self.reads.resume()
-        for event in self._events():
-            self._guarded(event)
+        """Take what has happened in the engine, and send and start what waits. It never waits itself, or raises."""
+        try:
+            self._outbox.resend()
+            self.reads.resume()
+            for event in self._events():
+                self._guarded(event)
+        except Exception:
+            # The scheduler would end. The time limits end what does not go on.
+            logger.exception("the links of the peer-to-peer tier cannot go on")
 
     def close(self) -> None:
         """End all transfers and links. Nothing touches the view any more, and nothing holds it."""
@@ -191,6 +197,7 @@ class Links:
         elif isinstance(event, GrantClosed):
             self.writes.grant_closed(event.grant, event.reason)
         elif isinstance(event, PeerDown):
+            self._reported.discard(event.peer)
             for remote in self._remotes.values():
                 if remote.peer == event.peer:
                     self._down(remote, f"the link has ended: {event.reason}")
@@ -198,17 +205,24 @@ class Links:
     def _heard(self, event: Message) -> None:
         remote = self._engines.get(event.peer.name)
         if remote is None:
-            logger.warning("%s has sent a message, and is not a peer of this tier", event.peer)
+            self._ignored(event, "it is not a peer of this tier")
             return
         try:
             message = decode(event.data)
         except ValueError:
-            logger.warning("%s has sent an invalid message of %d bytes", event.peer, len(event.data))
+            self._ignored(event, "it is invalid")
             return
         if isinstance(message, Offer):
             self.reads.offered(remote.peer_id, event.peer, message)
         else:
             self.writes.refused(remote.peer_id, message.write, message.reason)
+
+    def _ignored(self, event: Message, why: str) -> None:
+        """Log once for each link, so that no peer fills the log."""
+        if event.peer not in self._reported:
+            self._reported.add(event.peer)
+            text = "a message of %d bytes from %s is ignored: %s; the log has no others of this link"
+            logger.warning(text, len(event.data), event.peer, why)
 
     def _link(self, remote: _Remote) -> None:
         """Start to link, unless that has begun. If the link breaks later, the next write makes another one."""
@@ -240,7 +254,7 @@ class Links:
 
     def _refuse(self, peer: Peer, number: int, reason: str) -> None:
         with suppress(PeerLost):  # then the owner fails the write itself
-            self._outbox.send(peer, Refused(number, reason))
+            self._outbox.send(peer, Refused(number, reason[:MAX_REASON]))
 
 
 def _close(peer: Peer) -> None:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Union
 import numpy as np
 from msgspec import Meta, MsgspecError, Struct, msgpack
 
+from llm_datadist.integrations.vllm.messages import MAX_REASON
+
 __all__ = ["MAX_ROWS", "VERSION", "Contact", "Offer", "Refused", "decode", "decode_contact", "encode"]
 
 VERSION = 1
@@ -20,6 +22,7 @@ MAX_ROWS = 8_000
 
 _ROW = np.dtype("<u4")
 _Number = Annotated[int, Meta(ge=0, lt=2**62)]
+_Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 _Rows = Annotated[bytes, Meta(max_length=_ROW.itemsize * MAX_ROWS)]
 
 
@@ -64,7 +67,7 @@ class Refused(Struct, tag="refused", frozen=True):
     """The reader does not have the rows of a write, and will not read them."""
 
     write: _Number
-    reason: str
+    reason: _Reason
 
 
 _Message = Union[Offer, Refused]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_datadist import Busy, Error
+from llm_datadist import Busy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from llm_datadist import Error
     from llm_datadist.integrations.vllm.p2p_messages import Offer
     from llm_datadist.native import Cache, Engine, Peer, Transfer
 
@@ -70,7 +72,7 @@ class Reads:
         self._running: dict[Transfer[None], _Read] = {}
         # Offers for which the engine has no room (``max_transfers``). Each has rows of its own, so they are no more
         # than the rows.
-        self._waiting: list[_Read] = []
+        self._waiting: deque[_Read] = deque()
 
     def expect(self, job: int, peer_id: str, rows: Iterable[int]) -> None:
         """Let a peer offer rows for a load, until ``settle``."""
@@ -96,8 +98,8 @@ class Reads:
 
     def resume(self) -> None:
         """Start the pulls for which the engine had no room, or give them up."""
-        waiting, self._waiting = self._waiting, []
-        for read in waiting:
+        for _ in range(len(self._waiting)):
+            read = self._waiting.popleft()
             if read.load.closed:
                 self._fail(read, "the load has ended")
             elif time.monotonic() > read.deadline:
@@ -141,13 +143,13 @@ class Reads:
         return success and not load.failed and not load.wanted
 
     def _start(self, read: _Read) -> None:
-        src = read.peer[self._cache.name][read.src]
         try:
+            src = read.peer[self._cache.name][read.src]
             transfer = self._engine.pull(self._cache[read.dst], src, grant=read.offer.token, timeout=self._timeout_s)
         except Busy:
             self._waiting.append(read)
-        except Error as error:
-            self._fail(read, str(error))
+        except Exception as error:  # noqa: BLE001 - it concerns this read only, and its owner waits for an answer
+            self._fail(read, str(error) or repr(error))
         else:
             read.load.running.add(transfer)
             self._running[transfer] = read

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llm_datadist import Error
+from llm_datadist.integrations.vllm.messages import printable
 from llm_datadist.integrations.vllm.p2p_messages import MAX_ROWS, Offer
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Writes:
         """Fail a write whose rows the peer does not read."""
         write = self._writes.get(number)
         if write is not None and write.peer_id == peer_id:
-            self._fail(write, reason)
+            self._fail(write, printable(reason))
 
     def lost(self, peer_id: str, reason: str) -> None:
         """Fail all writes to a peer."""

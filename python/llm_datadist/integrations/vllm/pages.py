@@ -9,16 +9,24 @@ place of a single token depends on the packing. So the engine has two views of t
 - *heads*: each row is the keys, or the values, of one head of one page. This view serves peers with another block size.
 
 The pages of a GPU have key and value of one head and token together, head after head or token after token. They have
-the *pages* view only.
+the *pages* view only. Nothing in vLLM describes the place of an element in such a page, so both sides must have the
+same attention backend. Some backends divide a page into *slots* that are not the heads of the model. Then ranks read
+whole pages only, of ranks with the same heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist import KvLayout
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = ["Packing", "PageFormat"]
+
+_LATENT = "MLAAttentionSpec"
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,38 @@ class PageFormat:
     element_size: int  # bytes of an element
     isa: str  # vLLM's name of the packing, or an empty text if there are no separate keys and values
     tag: str  # what both sides must have in common, beside the numbers
-    # How a page is ordered: head after head ("HND"), token after token ("NHD"), or in a way that is not known ("").
-    # Then ranks read whole pages only, of ranks with the same heads.
-    order: str = "HND"
+    order: str = "HND"  # how a page is ordered: head after head ("HND") or token after token ("NHD")
+    slots: str = ""  # what a page has in place of the heads of the model, or an empty text
+
+    @classmethod
+    def of(
+        cls, spec: Any, layers: Sequence[Any], heads: range, total_heads: int, order: str, *, shuffled: bool
+    ) -> PageFormat:
+        """Return the format of the pages of a KV cache group.
+
+        Args:
+            spec: vLLM's description of the KV cache (``AttentionSpec``).
+            layers: vLLM's attention layers; ``None`` for one that vLLM does not know.
+            heads: the KV heads that the worker holds.
+            total_heads: number of KV heads of the model.
+            order: how the pages are ordered.
+            shuffled: whether vLLM shuffles pages (``VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT``).
+        """
+        kind = type(spec).__name__
+        latent = total_heads == 1 and kind == _LATENT
+        element = spec.dtype.itemsize
+        content = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads * element)
+        given = getattr(spec, "num_head_slots", None)
+        slots = [f"{given} slots"] * (given is not None) + ["shuffled"] * shuffled
+        backends = sorted({layer.get_attn_backend().get_name() for layer in layers if layer is not None})
+        return cls(
+            *(len(layers), spec.block_size, heads, total_heads),
+            *(content - content // 2, content // 2, element),
+            isa="" if latent else str(getattr(layers[0], "isa", "")),
+            tag="/".join([str(spec.dtype), kind, *backends, *slots]),
+            order=order,
+            slots=", ".join(slots),
+        )
 
     @property
     def head_bytes(self) -> int:
@@ -67,8 +104,11 @@ class PageFormat:
 
     def pages(self) -> KvLayout:
         """Return the layout of the *pages* view."""
-        tokens = self.block_size if self.order == "NHD" else 1
-        packing = self.isa if self.order == "HND" else self.order or f"unknown, {len(self.heads)} heads"
+        by_token = self.order == "NHD" and not self.slots
+        tokens = self.block_size if by_token else 1
+        packing = f"{self.isa}/{self.order}"
+        if self.slots:
+            packing += f" of {self.slots}, {len(self.heads)} heads"
         return KvLayout(
             layers=self.layers,
             block_tokens=tokens,
@@ -76,7 +116,7 @@ class PageFormat:
             total_heads=self.total_heads,
             head_dim=self.head_bytes // tokens,
             dtype="uint8",
-            order="NHD" if self.order == "NHD" else "HND",
+            order="NHD" if by_token else "HND",
             kv="single",
             model=f"{self.tag}/{packing}/{self.block_size}",
         )
@@ -87,7 +127,7 @@ class PageFormat:
         Tests compare these with what vLLM's kernel writes.
         """
         size = self.key_size
-        if size != self.value_size or self.order != "HND":
+        if size != self.value_size or self.order != "HND" or self.slots:
             return []
         if self.isa in ("vec", "vec16"):
             return [Packing(size, 1, 1), Packing(1, 1, size)]

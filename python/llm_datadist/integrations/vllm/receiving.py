@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from llm_datadist import Error, GrantEnded, Timeout
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner
 from llm_datadist.integrations.vllm.incoming import Incoming
-from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Hold, Lent
+from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Hold, Lent, printable
 from llm_datadist.integrations.vllm.ranks import heads_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ __all__ = ["Outcome", "Receiving"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
-# Maximum number of characters of a reason from prefill that are kept.
-MAX_REASON = 1000
 # How long the first attempt to link takes, in seconds. If the host of prefill refuses the connection until then,
 # prefill has ended. Otherwise a second attempt takes the time limit.
 _FIRST_LINK_S = 0.5
@@ -197,7 +195,7 @@ class Receiving:
                 if isinstance(message, Lent):
                     self._lent(ongoing, peer, message)
                 else:
-                    self._fail(ongoing, f"prefill does not lend it: {_printable(message.reason)}")
+                    self._fail(ongoing, f"prefill does not lend it: {printable(message.reason)}")
             return
         for ticket, number in message.parts:
             for ongoing in self._asking(peer, ticket):
@@ -312,7 +310,7 @@ class Receiving:
             if self._identity is not None:
                 self._identity.check(peer.metadata)
         except ValueError as error:
-            self._fail(ongoing, f"prefill does not fit to decode: {_printable(str(error))}")
+            self._fail(ongoing, f"prefill does not fit to decode: {printable(str(error))}")
         self._ask(ongoing, peer)
 
     def _ask(self, ongoing: _Ongoing, peer: Peer) -> None:
@@ -510,8 +508,3 @@ def _missing(order: Receive, sizes: list[int], view: str) -> list[set[int]]:
     if view == PAGES:
         return [{index for index, block in enumerate(blocks) if block} for blocks in order.blocks]
     return [set(range(order.first_token // size, -(-order.num_tokens // size))) for size in sizes]
-
-
-def _printable(reason: str) -> str:
-    """Return a reason that a peer has given, fit for the log."""
-    return "".join(letter if letter.isprintable() else "?" for letter in reason[:MAX_REASON])

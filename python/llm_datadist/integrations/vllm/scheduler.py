@@ -50,9 +50,11 @@ class SchedulerSide:
         self._consumer = consumer
         self._layerwise = layerwise
         self._stages = stages
-        # Those of the workers, in order. Responses have this very list, because vLLM ends the requests of a step before
-        # it passes on what the workers have reported, and they report their addresses in the first step.
+        # Those of the workers, in order.
         self._addresses: list[str] = []
+        # The lists in the responses of the first step, to be filled: vLLM ends the requests of a step before it passes
+        # on what the workers have reported, and they report their addresses in the first step.
+        self._unfilled: list[list[str]] = []
         self._step = Step()
         self._prompts = Prompts(block_sizes[0])
         # Prefill: the tickets of requests that have not finished, by the id of the request, and whether the proxy has
@@ -69,7 +71,10 @@ class SchedulerSide:
 
     def set_addresses(self, addresses: dict[int, str]) -> None:
         """Take the addresses of the workers, by their numbers."""
-        self._addresses[:] = [addresses[worker] for worker in sorted(addresses)]
+        self._addresses = [addresses[worker] for worker in sorted(addresses)]
+        for response in self._unfilled:
+            response[:] = self._addresses
+        self._unfilled.clear()
 
     def arrived(self, request: Any) -> None:
         """Take a new request.
@@ -154,7 +159,10 @@ class SchedulerSide:
                 self._step.parts += parts
                 self._step.sends.append(Send(name, ticket))
                 self._lent[name] = ticket
-                place = (self._engine_id, self._addresses, prompt.digest, self._block_sizes, self._stages)
+                addresses = self._addresses.copy()  # the program may change its response
+                if not addresses:
+                    self._unfilled.append(addresses)
+                place = (self._engine_id, addresses, prompt.digest, self._block_sizes, self._stages)
                 return Handover(ticket, *place).params()
         self._taken.discard(ticket)
         if given:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
 
-from llm_datadist.integrations.vllm.addresses import AUTO, specific_ip
-from llm_datadist.integrations.vllm.allowed_peers import MAX_PORT, AllowedPeers
+from llm_datadist.integrations.vllm.addresses import AUTO, check
+from llm_datadist.integrations.vllm.allowed_peers import MAX_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +22,8 @@ Milliseconds = Annotated[int, Meta(ge=1, le=4_294_967_000)]  # the longest time 
 @dataclass(frozen=True)
 class Settings:
     """The checked options of one vLLM. The how-to page "vLLM" describes them."""
+
+    prefix = ""  # no option: what `addresses` puts before the names of some
 
     # IP address at which the workers listen. "auto": the one that vLLM has chosen for the host of the worker, if the
     # engine admits other hosts; otherwise 127.0.0.1, because the engine then admits processes of this host only.
@@ -64,19 +65,8 @@ class Settings:
             except ValidationError as error:
                 raise ValueError(f"option {name!r} is {value!r}: {error}") from None
         settings = cls(**values)
-        AllowedPeers(settings.allowed_peers or [])
-        if settings.host != AUTO and not _is_ip(settings.host):
-            raise ValueError(f"option 'host' is {settings.host!r}: must be {AUTO!r} or an IP address without a zone")
-        if settings.advertise and not specific_ip(settings.advertise):
-            raise ValueError(f"option 'advertise' is {settings.advertise!r}: must be an IP address of one host")
+        check(settings)
         for name in ("name", "metadata", "listen"):
             if name in settings.engine_options:
                 raise ValueError(f"option 'engine_options' must not have {name!r}: the connector sets it")
         return settings
-
-
-def _is_ip(text: str) -> bool:
-    try:
-        return "%" not in str(ip_address(text))
-    except ValueError:
-        return False

@@ -222,6 +222,11 @@ class TransferThread:
             ended.sent |= self._sends
             ended.failed |= self._receives - ended.received
             ended.received |= self._receives
+        # If only a thread that copies has ended, the transfer thread finishes its turn, and may end the same requests.
+        # vLLM takes the end of a request once.
+        ended.sent &= self._sends
+        ended.received &= self._receives
+        ended.failed &= ended.received
         self._sends -= ended.sent
         self._receives -= ended.received
         self._took(begin)

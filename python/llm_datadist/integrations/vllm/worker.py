@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from llm_datadist import Engine
+from llm_datadist.integrations.vllm import interface
 from llm_datadist.integrations.vllm.addresses import advertised, listen_address
 from llm_datadist.integrations.vllm.device_copies import head_major, host_buffers, mirrored, page_rows
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
@@ -17,6 +18,9 @@ from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard, engine_name
 from llm_datadist.integrations.vllm.supported import installed
 from llm_datadist.integrations.vllm.transfer_thread import TransferThread
+
+with interface.needed():
+    import vllm.envs as envs  # noqa: PLR0402 - mypy does not look into vLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +35,6 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 # Memory of the pool beside vLLM's KV cache: the engine rounds each tensor up.
 _POOL_SLACK = 64 << 20
-_LATENT = "MLAAttentionSpec"
 
 
 class WorkerSide:
@@ -120,10 +123,14 @@ class WorkerSide:
         )
         return self._transfers
 
+    @property
+    def has_host_buffers(self) -> bool:
+        """Whether the KV cache goes through host buffers."""
+        return self._host is not None
+
     def use_copy_blocks(self, copy_blocks: Callable[..., None]) -> None:
-        """Have the host buffers, if there are any, copy with a function of vLLM."""
-        if self._host is not None:
-            self._host.copy_blocks = copy_blocks
+        """Have the host buffers, if there are any, copy with a function of vLLM where torch has no better one."""
+        if self._host is not None and self._host.use_copy_blocks(copy_blocks):
             logger.info("llm_datadist copies between host memory and device with the functions of vLLM's platform")
 
     def close(self) -> None:
@@ -213,18 +220,12 @@ class WorkerSide:
         spec = group.kv_cache_spec
         if not hasattr(spec, "num_kv_heads"):
             raise RuntimeError(f"llm_datadist does not know KV caches of {type(spec).__name__}")
-        latent = self._shard.total_heads == 1 and type(spec).__name__ == _LATENT
-        # Some backends keep keys and values apart, in other "heads" than those of the model.
-        slots = getattr(spec, "num_head_slots", None)
-        order = self._order if slots in (None, spec.num_kv_heads) else ""
-        layers = self._config.compilation_config.static_forward_context
-        isa = "" if latent else str(getattr(layers.get(group.layer_names[0]), "isa", ""))
-        element = torch.empty(0, dtype=spec.dtype).element_size()
-        content = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads * element)
-        tag = f"{spec.dtype}/{type(spec).__name__}"
+        context = self._config.compilation_config.static_forward_context
+        layers = [context.get(name) for name in group.layer_names]
+        # A vLLM without this variable shuffles no pages.
+        shuffled = bool(getattr(envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False))
         heads, total = self._shard.heads, self._shard.total_heads
-        sizes = (content - content // 2, content // 2)
-        return PageFormat(len(group.layer_names), spec.block_size, heads, total, *sizes, element, isa, tag, order)
+        return PageFormat.of(spec, layers, heads, total, self._order, shuffled=shuffled)
 
 
 class _PoolMemory(TorchFunctionMode):  # type: ignore[misc]

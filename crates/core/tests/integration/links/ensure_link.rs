@@ -594,7 +594,8 @@ fn a_link_that_is_being_unlinked_is_not_returned() {
     });
     assert!(engine.peers().is_empty());
     let _control = fake.linked();
-    assert_eq!(engine.peers(), [linked(&call).unwrap()]);
+    let peer = linked(&call).unwrap();
+    assert_eq!(engine.peers(), [peer]);
 }
 
 /// The peer of an incoming link is found by its first answer at the address.
