@@ -1,8 +1,9 @@
 """Single calls of LLM-DataDist's API on this tree beside another commit: `make bench-calls BASE=commit`.
 
-Each row has the microseconds of one call on either tree and the ratio of the two: medians over slices of some calls
-each, in which both take turns. Each tree has a process that calls and one that owns the remote caches. The bytes that
-calls move are checked. Not for: the native API, which `python_overhead.py` compares with this one.
+The trees take turns: each runs a slice of calls, then the other one does. A row has p50 and p99 of one call in
+microseconds on either tree, and the ratio of the two p50, all as medians over the slices. Each tree has a process that
+calls and one that owns the remote caches. The bytes that calls move are checked. Not for: the native API, which
+`python_overhead.py` compares with this one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-//! Items for `crates/py`, `crates/capi` and tests only: the engine of the original's API, with clusters, roles, keys, and operations
-//! that run or start; what languages share; and support for libraries that are loaded into another program.
+//! Items for `crates/py`, `crates/capi` and tests only: the engine of the original's API, with clusters, roles, keys, and
+//! operations that run or start; what languages share; and support for libraries that are loaded into another program.
 
 pub use crate::cache::Cache;
 pub use crate::config::{

@@ -278,8 +278,8 @@ impl Error {
         self.fact("errno")?.parse().ok().map(Errno::from_raw_os_error)
     }
 
-    /// Returns the number of the system error (`errno`) that is the cause of the error, or of the last failed attempt. `None` if there
-    /// is none.
+    /// Returns the number of the system error (`errno`) that is the cause of the error, or of the last failed attempt. `None` if
+    /// there is none.
     ///
     /// ```
     /// use llm_datadist_core::{Error, ErrorKind};

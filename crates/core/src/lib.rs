@@ -27,8 +27,9 @@
 //! - **Observe:** [`Engine::stats`] returns a [`Snapshot`]. The log is `tracing` events with targets `llm_datadist::*`.
 //! - **Errors:** [`Error`] with its [`ErrorKind`], argument, facts and [`ArrivedRows`], and in [`ErrorWords`] its [`ErrorClass`].
 //!
-//! The module `bindings`, which this page does not show, serves `crates/py` and `crates/capi`: the layer of the original's API, and what
-//! languages share. The feature `testing` adds the module `testing`, which opens the private modules to tests and benchmarks.
+//! The module `bindings`, which this page does not show, serves `crates/py` and `crates/capi`: the layer of the original's API,
+//! and what languages share. The feature `testing` adds the module `testing`, which opens the private modules to tests and
+//! benchmarks.
 //!
 //! # Example
 //!

@@ -1,5 +1,6 @@
-//! The locks of the engine, polling before a sleep, a guard for the end of a scope, and one against panics. The locks differ from those
-//! of the standard library in one point: a panic does not poison them.
+//! The locks of the engine, polling before a sleep, a guard for the end of a scope, and one against panics.
+//!
+//! The locks differ from those of the standard library in one point: a panic does not poison them.
 //!
 //! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
 //! is consistent.

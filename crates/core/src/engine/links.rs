@@ -53,10 +53,10 @@ impl DataDist {
         })
     }
 
-    /// Starts to end every link to `cluster` that [`unlink_clusters`](Self::unlink_clusters) would end, without the address of the
-    /// peer. Once the call has begun, new calls over these links fail. The transfer ends when the calls in progress have ended and
-    /// the peer has confirmed; with `force` it waits for neither. A call that fails after it has begun drops the links here, too.
-    /// The limit is `sync_kv_timeout` if there is no `limit`. A cluster that is not linked is no error.
+    /// Starts to end every link to `cluster` that [`unlink_clusters`](Self::unlink_clusters) would end, without the address of
+    /// the peer. Once the call has begun, new calls over these links fail. The transfer ends when the calls in progress have
+    /// ended and the peer has confirmed; with `force` it waits for neither. A call that fails after it has begun drops the links
+    /// here, too. The limit is `sync_kv_timeout` if there is no `limit`. A cluster that is not linked is no error.
     ///
     /// Returns `Err(Busy)` as [`Operation::start`](super::Operation::start) does.
     pub fn start_unlink(
@@ -93,9 +93,9 @@ impl DataDist {
     /// Starts to link to the engine that listens at `address`, unless there is a link to it, and returns at once. The
     /// result of the [`Transfer`] is its [`peer`](Transfer::peer). A link that exists is a success, whichever side made it
     /// and by which call. If a call has found the peer at this address before, and the link works, the transfer has ended when
-    /// this returns, and nothing was sent. Calls for one address with the same `name` share each attempt to dial it. While no process
-    /// listens at the address, the call tries again until `limit` has passed. If both sides link to each other at once, one link is
-    /// made, and both calls succeed. If `name` is given, the engine there must have this name
+    /// this returns, and nothing was sent. Calls for one address with the same `name` share each attempt to dial it. While no
+    /// process listens at the address, the call tries again until `limit` has passed. If both sides link to each other at once,
+    /// one link is made, and both calls succeed. If `name` is given, the engine there must have this name
     /// ([`Config::name`](crate::config::Config::name)); otherwise the call fails with `LinkFailed`, and makes no link.
     ///
     /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`Operation::start`](super::Operation::start) does.

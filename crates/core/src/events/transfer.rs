@@ -393,8 +393,8 @@ impl Transfer {
         Ok(true)
     }
 
-    /// Has `task` woken at the end of the transfer, in place of the one that has the number `known`. Returns its number, or `None` if the
-    /// transfer has ended.
+    /// Registers `task` to be woken at the end of the transfer, in place of the one with the number `known`. Returns its number,
+    /// or `None` if the transfer has ended.
     pub(super) fn wake_task(&self, known: Option<u64>, task: &Waker) -> Result<Option<u64>> {
         // Copies are made and dropped without the lock, because that may run code of the program.
         let mut task = task.clone();

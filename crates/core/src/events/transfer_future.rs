@@ -7,7 +7,8 @@ use std::task::{Context, Poll};
 use super::transfer::Transfer;
 use crate::error::Result;
 
-/// The end of a [`Transfer`]: a future that takes its outcome, as [`Transfer::join`] does. The engine wakes the task that polled it last.
+/// The end of a [`Transfer`]: a future that takes its outcome, as [`Transfer::join`] does. The engine wakes the task that polled
+/// it last.
 ///
 /// It needs no runtime. Dropping it neither cancels the transfer nor takes the outcome, which is an event then.
 ///
@@ -68,8 +69,8 @@ pub struct TransferFuture<'a> {
 impl Future for TransferFuture<'_> {
     type Output = Result<()>;
 
-    /// Returns an error of kind [`OutOfMemory`](crate::ErrorKind::OutOfMemory) also if there is no memory for the task among those that
-    /// the transfer wakes. The transfer has not ended then.
+    /// Returns an error of kind [`OutOfMemory`](crate::ErrorKind::OutOfMemory) also if there is no memory for the task among
+    /// those that the transfer wakes. The transfer has not ended then.
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         if let Some(task) = self.transfer.wake_task(self.task, context.waker())? {
             self.task = Some(task);

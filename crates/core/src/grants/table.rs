@@ -17,7 +17,7 @@ use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
 /// Name of these lists in out-of-memory errors.
 const GRANTS: &str = "the grants of an engine";
-/// Number of the latest grants that have ended for which the owner can say why.
+/// Maximum number of ended grants whose reason the owner keeps. The oldest one is dropped first.
 const MAX_ENDED: usize = 4096;
 
 /// One grant.
@@ -183,8 +183,8 @@ impl Grants {
         Ok(())
     }
 
-    /// Returns the grant that `id` names. Returns `Err(GrantEnded)` if there is none, or none any more. The error says why a grant
-    /// has ended, but only for the id of a grant that this engine gave.
+    /// Returns the grant that `id` names. Returns `Err(GrantEnded)` if there is none, or none any more. The error says why a
+    /// grant has ended, but only for the id of a grant that this engine gave.
     pub fn find(&self, id: &GrantId) -> Result<Arc<Grant>> {
         let mut state = self.state.lock();
         let Some(live) = state.live(id) else {
@@ -375,7 +375,7 @@ impl State {
         (known.generation == id.generation && same(&known.secret, &id.secret)).then_some(live)
     }
 
-    /// Notes why a grant has ended. Without memory for that, nobody learns why.
+    /// Notes why a grant has ended. If there is no memory for that, the reason is lost.
     fn note_end(&mut self, id: GrantId, why: GrantEnd) {
         if self.ended.len() == MAX_ENDED {
             self.ended.pop_front();
@@ -432,7 +432,7 @@ pub fn ended(why: Option<GrantEnd>) -> Error {
     why.into_iter().fold(error, |error, why| error.with("ended", why.name()))
 }
 
-/// Returns the error for a token of no grant. It says nothing about other grants.
+/// Returns the error for a token that belongs to no grant. It reveals nothing about other grants.
 fn never_given() -> Error {
     Error::new(ErrorKind::GrantEnded, "the owner has never given a grant with this token")
 }

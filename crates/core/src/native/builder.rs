@@ -60,8 +60,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Returns the configuration for [`DataDist::open`](crate::engine::DataDist::open). Returns `Err(InvalidArgument)` for an unknown option or
-    /// an invalid value.
+    /// Returns the configuration for [`DataDist::open`](crate::engine::DataDist::open). Returns `Err(InvalidArgument)` for an
+    /// unknown option or an invalid value.
     #[doc(hidden)]
     pub fn config(self) -> Result<Config> {
         let values: Vec<_> = self.options.into_iter().collect();

@@ -23,12 +23,12 @@ use crate::transfer::LayerTask;
 /// An open engine: pools, caches, links to peers, and threads. Any number of threads may share it.
 ///
 /// [`close`](Self::close) or drop ends it. After that, every call fails with [`Closed`](ErrorKind::Closed), and handles of ended
-/// transfers keep their outcomes. No call waits, except `close`: what takes time is a [`Transfer`], which a program joins or awaits
-/// ([`TransferFuture`](crate::TransferFuture)).
+/// transfers keep their outcomes. No call waits, except `close`: what takes time is a [`Transfer`], which a program joins or
+/// awaits ([`TransferFuture`](crate::TransferFuture)).
 ///
-/// A call refuses an invalid argument at once. It starts nothing then, and its error has the name of the argument. Calls that start
-/// a transfer return [`Busy`](ErrorKind::Busy) while `max_transfers` transfers run or have an outcome that was not taken. Every other
-/// failure is the outcome of the transfer.
+/// A call refuses an invalid argument at once. It starts nothing then, and its error has the name of the argument. Calls that
+/// start a transfer return [`Busy`](ErrorKind::Busy) while `max_transfers` transfers run or have an outcome that was not taken.
+/// Every other failure is the outcome of the transfer.
 pub struct Engine {
     name: EngineName,
     /// Whether calls are refused, because the engine closes.
@@ -47,8 +47,8 @@ impl Engine {
         Ok(Engine { name, closing, closer, open: RwLock::new(Some(engine)) })
     }
 
-    /// Runs `call` on the engine, unless it is closed or closes. The engine stays open until `call` has returned, which must not wait
-    /// (`close_waits_for_calls_that_have_begun`).
+    /// Runs `call` on the engine, unless it is closed or closes. The engine stays open until `call` has returned, which must not
+    /// wait (`close_waits_for_calls_that_have_begun`).
     #[doc(hidden)]
     pub fn run<T>(&self, call: impl FnOnce(&DataDist) -> Result<T>) -> Result<T> {
         if self.closing.load(Ordering::Acquire) { Err(closed()) } else { self.run_until_closed(call) }
@@ -71,15 +71,15 @@ impl Engine {
         self.run(|engine| Ok(engine.listening()))
     }
 
-    /// Allocates a cache from a pool. Peers find it by `name`: 1 to 128 bytes of printable text that no other cache of the engine has.
-    /// The contents are undefined.
+    /// Allocates a cache from a pool. Peers find it by `name`: 1 to 128 bytes of printable text that no other cache of the engine
+    /// has. The contents are undefined.
     pub fn allocate(&self, name: &str, form: &CacheForm) -> Result<Arc<OwnCache>> {
         self.run(|engine| OwnCache::allocate(&self.name, engine, name, form))
     }
 
     /// Makes a cache of memory of the program, which [`Adopted::new`] takes over with [`CacheForm::desc`] and
-    /// [`CacheKind::Blocks`](crate::CacheKind::Blocks). Peers find it if it is `shared`. The memory is in use until the transfer of
-    /// [`free`](Self::free) has succeeded or the engine is closed.
+    /// [`CacheKind::Blocks`](crate::CacheKind::Blocks). Peers find it if it is `shared`. The memory is in use until the transfer
+    /// of [`free`](Self::free) has succeeded or the engine is closed.
     pub fn register(
         &self,
         name: &str,
@@ -90,8 +90,8 @@ impl Engine {
         self.run(|engine| OwnCache::register(&self.name, engine, name, form, (memory, shared)))
     }
 
-    /// Returns the address of every tensor of a cache. Block `i` begins at `i` times the bytes of a block, or the stride. Memory of
-    /// a pool stays mapped until the engine is closed.
+    /// Returns the address of every tensor of a cache. Block `i` begins at `i` times the bytes of a block, or the stride. Memory
+    /// of a pool stays mapped until the engine is closed.
     pub fn tensors(&self, cache: &OwnCache) -> Result<Vec<u64>> {
         self.run(|engine| Ok(engine.find(cache.id)?.addrs().to_vec()))
     }
@@ -99,8 +99,9 @@ impl Engine {
     /// Ends a cache. Its name can be used again at once, new transfers that name it fail with
     /// [`CacheNotFound`](ErrorKind::CacheNotFound), and its grants end.
     ///
-    /// The transfer ends when nothing of this engine uses registered memory any more. If it fails with [`Timeout`](ErrorKind::Timeout),
-    /// the memory is still in use. After every error, also of this call, the cache is gone, and the same call waits again.
+    /// The transfer ends when nothing of this engine uses registered memory any more. If it fails with
+    /// [`Timeout`](ErrorKind::Timeout), the memory is still in use. After every error, also of this call, the cache is gone, and
+    /// the same call waits again.
     pub fn free(&self, cache: &OwnCache) -> Result<Arc<Transfer>> {
         // Also while the engine closes, because transfers may still use the memory.
         self.run_until_closed(|engine| engine.start_free(cache.id, None))
@@ -119,21 +120,21 @@ impl Engine {
 
     /// Starts to read blocks of peers into blocks of this engine. The pairs succeed or fail together.
     ///
-    /// If both caches of a pair have a layout, elements go where the layout of the destination has them. Until the transfer has ended,
-    /// the destination must not be used; if it fails, [`Error::arrived`] lists the rows of it that are complete. With a grant, the
-    /// pull fails with [`GrantEnded`](ErrorKind::GrantEnded) if the grant ended before all bytes were read.
+    /// If both caches of a pair have a layout, elements go where the layout of the destination has them. Until the transfer has
+    /// ended, the destination must not be used; if it fails, [`Error::arrived`] lists the rows of it that are complete. With a
+    /// grant, the pull fails with [`GrantEnded`](ErrorKind::GrantEnded) if the grant ended before all bytes were read.
     pub fn pull(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<Arc<Transfer>> {
         self.run(|engine| self.pairs(PeerCall::Pull, pairs)?.start(engine, extras))
     }
 
-    /// Starts to write blocks of this engine into blocks of peers, under the rules of [`pull`](Self::pull). The source must not be
-    /// written until the transfer has ended.
+    /// Starts to write blocks of this engine into blocks of peers, under the rules of [`pull`](Self::pull). The source must not
+    /// be written until the transfer has ended.
     pub fn push(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<Arc<Transfer>> {
         self.run(|engine| self.pairs(PeerCall::Push, pairs)?.start(engine, extras))
     }
 
-    /// Starts a push whose layers the program reports with [`LayerTask::ready`]. All pairs have one local cache, and rows of whole
-    /// blocks. The limit is that of each layer. Dropping the task before its last layer cancels the push.
+    /// Starts a push whose layers the program reports with [`LayerTask::ready`]. All pairs have one local cache, and rows of
+    /// whole blocks. The limit is that of each layer. Dropping the task before its last layer cancels the push.
     pub fn push_layers(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<LayerTask> {
         self.run(|engine| self.pairs(PeerCall::Push, pairs)?.start_layers(engine, extras))
     }
@@ -143,10 +144,10 @@ impl Engine {
     }
 
     /// Starts to link with the engine that listens at `ip:port` or `[ipv6]:port`, unless a link to it exists.
-    /// [`Transfer::peer`] is the result. A call for an address at which an earlier one has found a linked peer sends nothing, and its
-    /// transfer has ended when this returns. Calls for one address with the same `name` share an attempt. While nobody listens, the
-    /// engine tries again until `limit` has passed, by default the time limit of the engine. A peer whose name is not `name` is
-    /// refused.
+    /// [`Transfer::peer`] is the result. A call for an address at which an earlier one has found a linked peer sends nothing, and
+    /// its transfer has ended when this returns. Calls for one address with the same `name` share an attempt. While nobody
+    /// listens, the engine tries again until `limit` has passed, by default the time limit of the engine. A peer whose name is
+    /// not `name` is refused.
     pub fn link(&self, address: &str, name: Option<&str>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
         self.run(|engine| link(engine, address, name.map(str::to_owned), limit))
     }
@@ -167,9 +168,9 @@ impl Engine {
         self.run(|engine| Ok(engine.peers()))
     }
 
-    /// Lends blocks of this engine for `ttl`, or until `readers` readers (1 to 4,096) have finished their last pull. Sends nothing: the
-    /// program gives the token to the readers, which pull under it ([`PairExtras::grants`]). The program must not write the blocks
-    /// before the event [`GrantEnded`](Event::GrantEnded).
+    /// Lends blocks of this engine for `ttl`, or until `readers` readers (1 to 4,096) have finished their last pull. Sends
+    /// nothing: the program gives the token to the readers, which pull under it ([`PairExtras::grants`]). The program must not
+    /// write the blocks before the event [`GrantEnded`](Event::GrantEnded).
     pub fn lend(&self, rows: &BlockRows, ttl: Duration, readers: u32) -> Result<GrantToken> {
         self.run(|engine| {
             lend(engine, &self.name, rows, ttl, readers).map(|grant| engine.grant_token(&grant))
@@ -186,14 +187,14 @@ impl Engine {
         self.run(|engine| engine.renew(&engine.find_grant(token)?, grant_time(ttl)?))
     }
 
-    /// Ends a grant of this engine. When the call returns, no pull under it succeeds any more. The transfer ends when the reads that
-    /// this engine serves have ended.
+    /// Ends a grant of this engine. When the call returns, no pull under it succeeds any more. The transfer ends when the reads
+    /// that this engine serves have ended.
     pub fn revoke(&self, token: &GrantToken) -> Result<Arc<Transfer>> {
         self.run(|engine| engine.start_revoke(&engine.find_grant(token)?, None))
     }
 
-    /// Returns at most `most` events, oldest first. Never waits. Each transfer whose outcome nobody takes by [`Transfer::join`] or
-    /// [`Transfer::outcome`] gives one [`Completed`](Event::Completed).
+    /// Returns at most `most` events, oldest first. Never waits. Each transfer whose outcome nobody takes by [`Transfer::join`]
+    /// or [`Transfer::outcome`] gives one [`Completed`](Event::Completed).
     pub fn events(&self, most: usize) -> Result<Vec<Event>> {
         self.run(|engine| engine.poll(most))
     }
@@ -208,8 +209,8 @@ impl Engine {
         self.run(|engine| Ok(engine.stats()))
     }
 
-    /// Refuses new calls, waits for transfers that run at most `limit`, and closes the engine. When it returns, nothing of the engine is
-    /// left. Closing again does nothing.
+    /// Refuses new calls, waits for transfers that run at most `limit`, and closes the engine. When it returns, nothing of the
+    /// engine is left. Closing again does nothing.
     pub fn close(&self, limit: Duration) {
         self.closing.store(true, Ordering::Release);
         if !limit.is_zero() {

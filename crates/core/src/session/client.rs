@@ -305,7 +305,7 @@ impl Link {
             return Ok(());
         };
         match self.describe(Name::Grant(*grant), deadline.at_most(REASON_TIME)) {
-            // The owner's reason, or this call was stopped. Any other failure is one of the question only.
+            // The owner's reason, or this call was stopped. Any other failure concerns only the request for the reason.
             Err(error) if matches!(error.kind(), GrantEnded | Interrupted | Cancelled | Closed) => Err(error),
             _ => Err(self.named(grants::ended(None))),
         }

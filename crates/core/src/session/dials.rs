@@ -20,11 +20,11 @@ use hashbrown::HashMap;
 
 use super::link::{EngineId, Link};
 
-/// What an attempt to make a link on demand begins with.
+/// What an attempt to make a link on demand finds at its start.
 pub(super) enum DialStart<Guard> {
     /// There is a link to the engine that is [kept](Link::is_kept).
     Linked(Arc<Link>),
-    /// There is a link to the engine, whose peer has been silent for long.
+    /// There is a link to the engine, but its peer has been silent for longer than the limit.
     Silent(Arc<Link>),
     /// The attempt is recorded until the guard is dropped.
     Dials(Guard),

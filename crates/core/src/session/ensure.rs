@@ -1,8 +1,8 @@
 //! Links on demand: one call makes the link to an address, or finds the one that there is (`ensure_link`).
 //!
 //! A call that finds a link that works returns it at once: heartbeats show that its peer lives, so nothing is sent. Calls for one
-//! address with the same name that dial at once share the attempt (`link_attempts`). `dials` explains which connection is kept when
-//! both sides dial.
+//! address with the same name that dial at once share the attempt (`link_attempts`). `dials` explains which connection is kept
+//! when both sides dial.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -49,8 +49,8 @@ pub(crate) struct LinkOnDemand {
 }
 
 impl LinkOnDemand {
-    /// Returns the peer if there is a link that works to the engine that an earlier call has found at the address, and the engine has
-    /// the name. Neither waits nor asks the peer.
+    /// Returns the peer if there is a link that works to the engine that an earlier call has found at the address, and the engine
+    /// has the name. Neither waits nor asks the peer.
     pub(crate) fn find(&self) -> Option<PeerInfo> {
         let shared = self.shared.upgrade()?;
         let link = shared.registry.found_at(&self.target, shared.silence_limit())?;
@@ -73,7 +73,8 @@ impl LinkOnDemand {
         })
     }
 
-    /// Makes the link, and repeats an attempt that may succeed later. `request.reached` is the engine that the last attempt reached.
+    /// Makes the link, and repeats an attempt that may succeed later. `request.reached` is the engine that the last attempt
+    /// reached.
     fn make_before(
         &self,
         shared: &Arc<Shared>,

@@ -82,8 +82,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether the peer of `link` answers a ping within `limit`, which is shorter before `deadline`. A link whose peer does not is
-    /// broken. Returns `Err` with `Timeout`, and leaves the link, if too little time is left to tell
+    /// Whether the peer of `link` answers a ping within `limit`, which is shorter before `deadline`. If it does not, the link is
+    /// broken. Returns `Err` with `Timeout`, and leaves the link, if too little time is left to decide
     /// (`a_short_call_breaks_no_link`).
     fn has_answer(&self, link: &Arc<Link>, limit: Duration, deadline: Deadline) -> Result<bool> {
         // The other half is for the handshake of a new link.
@@ -315,8 +315,8 @@ fn check_is_same(socket: &Dialer, peer: &Party, other: &Party) -> Result<()> {
     Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
 }
 
-/// Whether another transport does not help: the call was stopped or has too little time ([`Shared::has_answer`]), the peer keeps another
-/// link, or one side refuses the other.
+/// Whether another transport does not help: the call was stopped or has too little time ([`Shared::has_answer`]), the peer keeps
+/// another link, or one side refuses the other.
 fn is_final(error: &Error) -> bool {
     let is_stopped =
         matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::Closed);

@@ -13,7 +13,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::sync::{Condvar, Mutex, OnDrop};
 
-/// How long a call waits for the attempt of another one, which may be stuck: nothing limits it but the time limit of its own call.
+/// How long a call waits for the attempt of another one, which may be stuck: nothing limits it but the time limit of its own
+/// call.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What an attempt is for: the address, and the name that the engine there must have, if it is given.
@@ -43,14 +44,14 @@ struct Attempt {
 enum AttemptState {
     #[default]
     Running,
-    /// With the end, if it counts for other calls. That of an attempt that has panicked does not.
+    /// Has the end, if it counts for other calls. That of an attempt that has panicked does not.
     Ended(Option<AttemptEnd>),
 }
 
 impl LinkAttempts {
-    /// Returns the end of the attempt for `target` that runs, or else of the one that `attempt` makes. If the one that runs does not end
-    /// within [`PATIENCE`], this call makes one that is not shared. Returns `Err` if the caller was interrupted or `deadline` passes
-    /// before.
+    /// Returns the end of the attempt for `target` that runs, or else of the one that `attempt` makes. If the one that runs does
+    /// not end within [`PATIENCE`], this call makes one that is not shared. Returns `Err` if the caller was interrupted or
+    /// `deadline` passes before.
     pub(super) fn share(
         &self,
         target: &LinkTarget,
@@ -65,7 +66,7 @@ impl LinkAttempts {
             };
             if is_first {
                 let ended = Cell::new(None);
-                // Forgotten first, so that a call for which the end does not count begins an attempt of its own.
+                // The attempt is removed first, so that a call for which the end does not count begins an attempt of its own.
                 let forgets = OnDrop(|| {
                     self.0.lock().remove(target);
                     running.end(ended.take().filter(AttemptEnd::counts_for_others));

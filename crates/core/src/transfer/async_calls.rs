@@ -111,8 +111,8 @@ impl BegunCall<'_> {
         Ok(self.transfer.clone())
     }
 
-    /// Runs `run` on the calling thread, and returns the transfer, which has ended. `run` gets the transfer, and returns the outcome
-    /// and the rows that the call has. If it returns `None`, the call has to wait, so it must be started.
+    /// Runs `run` on the calling thread, and returns the transfer, which has ended. `run` gets the transfer, and returns the
+    /// outcome and the rows that the call has. If it returns `None`, the call has to wait, so it must be started.
     pub(crate) fn run_now(
         mut self,
         op: Op,

@@ -361,10 +361,10 @@ impl NativeEngine {
 
     /// Start to link with the engine that listens at an address, unless a link to it exists.
     ///
-    /// An existing link is a success, whichever end made it. A call for an address at which an earlier one has found a linked peer
-    /// sends nothing, and its transfer has ended when this returns. Calls for one address with the same ``name`` share an attempt.
-    /// Both ends may call ``link`` at once: one link is made, and both calls succeed. While nobody listens, the engine tries again
-    /// until ``timeout`` has passed. A link that breaks is not made again by itself.
+    /// An existing link is a success, whichever end made it. A call for an address at which an earlier one has found a linked
+    /// peer sends nothing, and its transfer has ended when this returns. Calls for one address with the same ``name`` share an
+    /// attempt. Both ends may call ``link`` at once: one link is made, and both calls succeed. While nobody listens, the engine
+    /// tries again until ``timeout`` has passed. A link that breaks is not made again by itself.
     ///
     /// Args:
     ///     address: ``"ip:port"`` or ``"[ipv6]:port"``, with a port above 0. Host names are not accepted.

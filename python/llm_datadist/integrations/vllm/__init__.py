@@ -1,7 +1,8 @@
-"""vLLM on llm_datadist: prefill and decode in separate processes, and offloading to the host memory of this or peers.
+"""vLLM on llm_datadist: prefill and decode in separate processes, and offloading to host memory, here or at a peer.
 
-vLLM calls ``register`` through the entry point ``vllm.general_plugins``. It only makes names known, so a vLLM that
-names none of them behaves as if this package were not installed. The how-to page "vLLM" describes the configuration.
+vLLM calls ``register`` through the entry point ``vllm.general_plugins``. It only registers names, so a vLLM that
+uses none of them behaves as if this package were not installed. The how-to page "Use it in vLLM" describes the
+configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 
 def register() -> None:
-    """Make the names of this package known to vLLM. Further calls change nothing.
+    """Register the names of this package with vLLM. Further calls change nothing.
 
     The names are ``LlmDatadistConnector``, ``LlmDatadistOffloadingSpec`` and ``LlmDatadistP2PTier``. A vLLM that lacks
     one of the interfaces does not get that name, and logs a warning. The function never raises, because vLLM would not

@@ -1,7 +1,7 @@
-"""The addresses at which engines listen, those that they tell peers, and those that they may connect to.
+"""The addresses at which engines listen, those that they advertise to peers, and those that they may connect to.
 
 An engine listens at an address of its own host, and vLLM already chooses one for each host (``VLLM_HOST_IP``). So one
-setting serves all workers and tiers, also if they run on several nodes.
+setting serves all workers and tiers, even if they run on several nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Settings(Protocol):
 
     @property
     def prefix(self) -> str:
-        """What the names of ``host``, ``port`` and ``advertise`` begin with, for users."""
+        """Prefix of the option names of ``host``, ``port`` and ``advertise``, for error messages."""
 
     @property
     def host(self) -> str:
@@ -43,7 +43,7 @@ class Settings(Protocol):
 
     @property
     def advertise(self) -> str:
-        """IP address that peers are told, if it is another one."""
+        """IP address to advertise to peers, if engines listen at another one."""
 
     @property
     def allowed_peers(self) -> list[str] | None:
@@ -98,7 +98,7 @@ def listen_address(settings: Settings, shard: Shard, replica: int, own: Callable
 
 
 def advertised(settings: Settings, listening: str, own: Callable[[], str]) -> str:
-    """Return the address that peers are told, for an engine that listens at ``listening``.
+    """Return the address to advertise to peers, for an engine that listens at ``listening``.
 
     Raises:
         ValueError: the engine listens at all addresses, and vLLM has found none for this host.

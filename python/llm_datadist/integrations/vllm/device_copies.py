@@ -19,11 +19,11 @@ __all__ = ["TorchDevice", "head_major", "host_buffers", "mirrored", "offloading_
 
 logger = logging.getLogger("vllm.llm_datadist")
 
-# Time between two looks at an event, in seconds. `torch.Event.synchronize` would keep a core busy.
+# Time between two checks of an event, in seconds. `torch.Event.synchronize` would keep a core busy.
 _LOOK_S = 0.0003
 # Bytes that are gathered on the device, or in pinned host memory, at a time.
 _CHUNK = 32 << 20
-# Blocks that follow each other in groups of this size and more on average are copied group by group.
+# If the blocks form groups of consecutive ones with at least this size on average, they are copied group by group.
 _RUN = 4
 _SAVE = "d2h"
 # The type of the devices for which torch page-locks memory: those of CUDA and of ROCm.
@@ -137,8 +137,8 @@ def page_rows(tensor: torch.Tensor, blocks: int, page_bytes: int) -> torch.Tenso
     """Return a layer of vLLM's KV cache as ``[block, word]``, each row the bytes of a page.
 
     Args:
-        tensor: the layer, ``[block, head, token, content]`` in vLLM's order of the axes, whatever lies in memory. Its
-            blocks may be those of the kernels, of which several make a block of vLLM.
+        tensor: the layer, ``[block, head, token, content]`` in vLLM's order of the axes, whatever the order in memory.
+            Its blocks may be those of the kernels, of which several make a block of vLLM.
         blocks: number of blocks of vLLM.
         page_bytes: bytes of a page.
 
@@ -170,7 +170,7 @@ def head_major(tensor: torch.Tensor) -> bool:
 
 
 def mirrored(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return a view of host memory that lies in it as a tensor lies in its allocation.
+    """Return a view of host memory with the offset, shape and strides that a tensor has in its allocation.
 
     Args:
         tensor: the tensor on the device.
@@ -201,7 +201,7 @@ def host_buffers(
 
 
 def offloading_buffers(tensors: list[torch.Tensor], memory: Any) -> HostBuffers:
-    """Return host buffers for the offloading.
+    """Return host buffers for offloading.
 
     Args:
         tensors: the KV cache, each tensor as ``[block, byte]``.

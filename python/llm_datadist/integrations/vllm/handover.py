@@ -98,7 +98,7 @@ class Handover(Struct, frozen=True):
 
 
 def names_prefill(params: Mapping[str, Any]) -> bool:
-    """Whether a request says where prefill has it. Requests of other connectors may have the same flags."""
+    """Whether the parameters name the prefill of a request. Requests of other connectors may have the same flags."""
     given = params.get(KEY)
     if isinstance(given, dict):
         return "addresses" in given or bool(params.get("do_remote_prefill"))

@@ -40,17 +40,17 @@ class Stream(Protocol):
     def run(self, after: Sequence[Any], work: Callable[[], None]) -> None:
         """Run copies after marks, and return when all of their bytes are in place.
 
-        It also returns, or raises, only when nothing of the copies touches memory any more.
+        When it returns or raises, the copies no longer touch memory.
         """
 
 
 class Device(Protocol):
     """The order in which a device works, and its copies. ``TorchDevice`` has those of torch."""
 
-    pipelines: bool  # whether its copies go through page-locked memory, one chunk beside the next
+    pipelines: bool  # whether its copies go through page-locked memory, one chunk while the next is gathered
 
     def mark(self) -> Any:
-        """Return a mark behind all that this thread has had the device do so far. This does not wait."""
+        """Return a mark after all work that this thread has given to the device. This does not wait."""
 
     def stream(self) -> Stream:
         """Return a new stream."""
@@ -112,7 +112,7 @@ class HostBuffers:
         return not self.device.pipelines
 
     def mark(self) -> Any:
-        """Return a mark behind all that this thread has had the device do so far. This does not wait."""
+        """Return a mark after all work that this thread has given to the device. This does not wait."""
         return self.device.mark()
 
     def save(
@@ -127,9 +127,9 @@ class HostBuffers:
         Args:
             layers: the names of the layers.
             pairs: blocks of the device, and their rows.
-            mark: what comes before the copy; ``None`` stands for nothing.
-            done: is called in another thread when the bytes are in place, or with an error. Nothing of the copy touches
-                memory any more then.
+            mark: the mark; ``None`` if the copy need not wait.
+            done: is called in another thread when the bytes are in place, or with an error. The copy no longer touches
+                memory then.
 
         Raises:
             RuntimeError: ``MAX_QUEUED`` copies wait, or the lane has ended.
@@ -161,7 +161,7 @@ class HostBuffers:
         return self._saves.stop() & self._loads.stop()
 
     def close(self, limit_s: float) -> bool:
-        """Stop, wait until no copy runs, and return whether that has happened within a time."""
+        """Stop, wait until no copy runs, and return whether that has happened within ``limit_s`` seconds."""
         end = time.monotonic() + limit_s
         self.stop()
         if not all(lane.join(max(0.0, end - time.monotonic())) for lane in (self._saves, self._loads)):
@@ -234,7 +234,7 @@ class _Lane:
                 self._running = []
 
     def _next(self) -> list[Copy]:
-        """Wait for copies, and return those that can run as one: they have the same layers. None if it is stopped."""
+        """Wait for copies, and return those with the same layers, which can run as one. Empty if the lane stops."""
         with self._changed:
             self._running = []
             self._changed.wait_for(lambda: self._waiting or self._stopped)

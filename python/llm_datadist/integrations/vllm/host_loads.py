@@ -20,7 +20,7 @@ class HostLoads:
     Args:
         host: the host buffers.
         layers: the names of the layers of each KV cache group, in order.
-        call: has the transfer thread do something. It may be called in any thread.
+        call: runs a function in the transfer thread. Any thread may call it.
     """
 
     def __init__(self, host: HostBuffers, layers: list[list[str]], call: Callable[[Callable[[], None]], None]) -> None:
@@ -42,7 +42,7 @@ class HostLoads:
             group: the KV cache group.
             layers: the layers; ``None`` stands for all.
             blocks: the blocks.
-            mark: what the device does before.
+            mark: the mark; ``None`` if the copy need not wait.
             done: is called when the bytes are in place, or with an error.
 
         Raises:
@@ -53,7 +53,7 @@ class HostLoads:
         return self._host.load(names, pairs, mark, lambda copy, error: self._call(partial(done, copy, error)))
 
     def after_saves(self, go: Callable[[], None]) -> bool:
-        """Return whether no save waits or runs. Otherwise have the transfer thread do something when none does.
+        """Return whether no save waits or runs. Otherwise have the transfer thread call ``go`` when these have ended.
 
         A block may have belonged to a request that was saved. An old save must not write to its row during a pull.
         """

@@ -30,8 +30,8 @@ class HostSaves:
         layers: the names of the layers of each KV cache group, in order.
         layers_per_copy: number of layers in a copy.
         limit_s: how long the oldest save may take after the one before, in seconds. If it takes longer, all saves fail.
-        lending: learns which layers are in host memory.
-        call: has the transfer thread do something. It may be called in any thread.
+        lending: is notified which layers are in host memory.
+        call: runs a function in the transfer thread. Any thread may call it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HostSaves:
                 self._save(parts, some, blocks, mark, count if last else 0)
 
     def drop(self) -> None:
-        """Drop the saves whose parts are not lent any more. One that runs goes on, and nobody is told of its end."""
+        """Drop the saves whose parts are not lent any more. One that runs goes on, and its end is not reported."""
         for copy, (parts, _) in list(self._saves.items()):
             if not any(map(self._lending.lends, parts)):
                 del self._saves[copy]

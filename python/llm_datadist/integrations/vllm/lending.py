@@ -68,8 +68,8 @@ class _Loan:
     decodes: int = 1  # how many decodes must report
     # How many ranks of each decode that has held it must report, by engine id.
     readers: dict[str, int] = field(default_factory=dict)
-    # The names of the peers that have reported, no more of each decode than must report, by engine id. A rank of decode
-    # that was restarted counts once.
+    # The names of the peers that have reported, by engine id of their decode: at most as many as must report. A rank
+    # of decode that was restarted counts once.
     done: dict[str, set[str]] = field(default_factory=dict)
     # The receives that read it, as peer and number, in the order in which they have asked.
     receives: dict[tuple[Peer, int], Ask] = field(default_factory=dict)

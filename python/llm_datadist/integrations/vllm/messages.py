@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MAX_NUMBER = 2**31
-# How much of a reason that a peer gives is used, in characters.
+# Maximum number of characters of a peer's reason that are used.
 MAX_REASON = 1000
 
 # Annotations need these at run time.
@@ -46,7 +46,7 @@ class Hold(Struct, tag="hold", frozen=True):
 
     ticket: Ticket  # the name under which the request is lent
     readers: Readers  # how many ranks of this decode hold it at this worker of prefill, before its blocks are freed
-    decodes: Decodes = 1  # how many decodes do
+    decodes: Decodes = 1  # how many decodes hold it, before its blocks are freed
 
 
 class Ask(Struct, tag="ask", frozen=True):

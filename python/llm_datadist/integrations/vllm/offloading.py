@@ -1,7 +1,7 @@
 """``LlmDatadistOffloadingSpec``: vLLM's blocks in host memory, moved by the engine.
 
 vLLM decides what is offloaded, and looks it up. Only the half that moves bytes is replaced: swap-outs and swap-ins run
-beside each other and beside the model, and vLLM polls for them. Blocks on a device move with ``HostBuffers``.
+at the same time, and while the model runs, and vLLM polls for them. Blocks on a device move with ``HostBuffers``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 _SLACK = 16 << 20  # the engine rounds each tensor up to pages
 _WAIT_S = 60.0
-# How often ``wait`` looks for a thread that has ended, in seconds.
+# How often ``wait`` checks for a thread that has ended, in seconds.
 _ASK_S = 0.05
 
 
@@ -184,7 +184,7 @@ class _Job:
         self._ended.set()
 
     def ended(self, limit_s: float) -> bool:
-        """Wait until the copy has ended, and return whether that has happened within a time."""
+        """Wait until the copy has ended, and return whether that has happened within ``limit_s`` seconds."""
         return self._ended.wait(limit_s)
 
     def done(self) -> bool:

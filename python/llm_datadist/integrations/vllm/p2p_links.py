@@ -1,6 +1,6 @@
 """The engine of one peer-to-peer tier, and its links to those of other schedulers.
 
-No thread: everything goes on in ``advance``, which vLLM's polling calls.
+It has no thread. All work runs in ``advance``, which vLLM calls when it polls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Remote:
     contact: Contact
     link: Transfer[Peer] | None = None  # while the link is made
     peer: Peer | None = None
-    unsent: list[Offer] = field(default_factory=list)  # until there is a link. Their grants limit the wait
+    unsent: list[Offer] = field(default_factory=list)  # sent when there is a link. Their grants limit the wait
 
 
 class Links:
@@ -80,7 +80,7 @@ class Links:
         self._remotes: dict[str, _Remote] = {}  # by vLLM's name
         self._engines: dict[str, _Remote] = {}  # by the name of the engine
         self._linking: dict[Transfer[Peer], _Remote] = {}
-        self._reported: set[Peer] = set()  # of which the log has a message that was ignored, until their links end
+        self._reported: set[Peer] = set()  # peers whose ignored message was logged, until the link ends
 
     @property
     def address(self) -> str:
@@ -153,7 +153,7 @@ class Links:
         return number
 
     def advance(self) -> None:
-        """Take what has happened in the engine, and send and start what waits. It never waits itself, or raises."""
+        """Handle the events of the engine, and send and start what waits. This neither blocks nor raises."""
         try:
             self._outbox.resend()
             self.reads.resume()

@@ -1,8 +1,8 @@
-"""What the engines of two peer-to-peer tiers tell each other, in MessagePack.
+"""The messages between the engines of two peer-to-peer tiers, in MessagePack.
 
 ``Contact`` travels in the handshake of vLLM's own control connection. The other two are messages of the engine: the
-owner of rows offers them (``Offer``), and the reader answers only if it does not read them (``Refused``). That it has
-read them, the grant reports.
+owner of rows offers them (``Offer``), and the reader answers only if it does not read them (``Refused``). The grant
+reports to the owner that the rows were read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llm_datadist.integrations.vllm.messages import MAX_REASON
 __all__ = ["MAX_ROWS", "VERSION", "Contact", "Offer", "Refused", "decode", "decode_contact", "encode"]
 
 VERSION = 1
-# A message of the engine has at most 64 KiB, and a row takes 8 bytes: its number here, and that at the peer.
+# A message of the engine has at most 64 KiB, and a row takes 8 bytes: its numbers at the owner and at the reader.
 MAX_ROWS = 8_000
 
 _ROW = np.dtype("<u4")
@@ -44,7 +44,7 @@ class Offer(Struct, tag="offer", frozen=True):
 
     @classmethod
     def of(cls, write: int, src: list[int], dst: list[int], token: bytes) -> Offer:
-        """Return the offer of some rows."""
+        """Return the offer of the rows ``src``, to be pulled into the rows ``dst``."""
         return cls(write, np.asarray(src, _ROW).tobytes(), np.asarray(dst, _ROW).tobytes(), token)
 
     def rows(self) -> tuple[list[int], list[int]]:

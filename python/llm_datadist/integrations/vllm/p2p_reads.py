@@ -1,7 +1,7 @@
 """The rows that loads wait for, and the pulls into them.
 
 Only this engine writes into these rows: it pulls what a peer offers, and only into rows for which a load from this peer
-runs. So a load is over when its own pulls are, whatever the peer does or believes.
+runs. So a load is over when its own pulls are, whatever the peer does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Load:
 
     peer_id: str
     rows: frozenset[int]
-    wanted: set[int] = field(default_factory=set)  # the rows that nobody has offered yet
+    wanted: set[int] = field(default_factory=set)  # the rows that the peer has not offered yet
     running: set[Transfer[None]] = field(default_factory=set)
     failed: bool = False  # whether rows were offered and did not arrive
     closed: bool = False  # whether vLLM has ended it, so that no pull may begin
@@ -57,7 +57,7 @@ class Reads:
         engine: the engine of the tier.
         cache: the primary tier. The one of the peer has the same name.
         timeout_s: time limit of a pull in seconds, and of the wait until the engine has room for it.
-        refuse: tells a peer that the rows of a write do not arrive, and why.
+        refuse: sends a peer the reason why the rows of a write do not arrive.
     """
 
     def __init__(

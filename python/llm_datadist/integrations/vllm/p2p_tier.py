@@ -1,7 +1,8 @@
 """``LlmDatadistP2PTier``: vLLM's peer-to-peer tier, with the bytes moved by the engine.
 
-vLLM decides which chunks a scheduler fetches from another one, and its control connection carries who wants what. Only
-the half that moves bytes (``DataTransport``) is replaced. vLLM has no option for that, so this is another tier.
+vLLM decides which chunks a scheduler fetches from another one, and its control connection carries the requests for
+them. Only the half that moves bytes (``DataTransport``) is replaced. vLLM has no option for that, so this is a tier of
+its own.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LINGER_MS = 500
 
 
 class P2PSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """The checked options of the tier, beside those of vLLM. The how-to page "vLLM" describes them."""
+    """The checked options of the tier, beside those of vLLM. The how-to page "Offloading in vLLM" has them."""
 
     prefix: ClassVar[str] = "link_"  # `host` and `port` are options of vLLM's tier
 
@@ -82,8 +83,8 @@ class LlmDatadistTransport(DataTransport):  # type: ignore[misc]
     """Moves chunks between the primary tiers of schedulers.
 
     A write of vLLM lends the local rows and offers them to the peer, whose engine pulls them. So only the scheduler
-    that owns rows writes into them. The methods are those of vLLM's ``DataTransport``, and raise nothing that they do
-    not document.
+    that owns rows writes into them. The methods are those of vLLM's ``DataTransport``, and raise only what
+    their docstrings list.
 
     Args:
         name: name of the engine, which no other one has.
@@ -139,7 +140,7 @@ class LlmDatadistTransport(DataTransport):  # type: ignore[misc]
             return None
 
     def poll(self, peer_id: str | None = None) -> PollResult:
-        """Return the writes that have ended since the last call, and let all others go on."""
+        """Advance all transfers, and return the writes that have ended since the last call."""
         self.links.advance()
         return PollResult(*self.links.writes.take(peer_id))
 
@@ -164,15 +165,15 @@ class LlmDatadistP2PTier(vllm_p2p.P2PSecondaryTierManager):  # type: ignore[misc
         primary_kv_view: the primary tier.
         tier_type: the name of the tier.
         host: address of vLLM's control connection.
-        port: its port.
-        unbound_store_timeout_s: seconds for which chunks wait to be fetched.
+        port: port of that connection.
+        unbound_store_timeout_s: how long chunks wait to be fetched, in seconds.
         backpressure_detector: refused by vLLM.
-        locality: of vLLM.
+        locality: an option of vLLM's class.
         options: ``P2PSettings``.
 
     Raises:
         ValueError: an option is unknown or has a wrong value.
-        RuntimeError: this vLLM makes its transport in another way.
+        RuntimeError: this vLLM does not make its transport where the tier replaces it.
         Error: the engine cannot be opened.
     """
 
@@ -224,7 +225,7 @@ class LlmDatadistP2PTier(vllm_p2p.P2PSecondaryTierManager):  # type: ignore[misc
         self._control._zmq_ctx.linger = _LINGER_MS  # noqa: SLF001 - vLLM has no option for it
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Take a request. From now on, its peer has the name by which the session with it is known."""
+        """Take a request, and give its peer the name by which the session with it is known."""
         found = super().on_new_request(req_context)
         source = req_context.get_state(vllm_p2p.P2PSourceInfo)
         if source is not None:

@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.llm_datadist")
 class _Write:
     number: int
     peer_id: str
-    grants: set[Grant] = field(default_factory=set)  # those that last
+    grants: set[Grant] = field(default_factory=set)  # those that have not ended
 
 
 class Writes:
@@ -82,7 +82,7 @@ class Writes:
         return write.number, offers
 
     def grant_closed(self, grant: Grant, reason: str) -> None:
-        """Note the end of a grant. Others than those of writes are ignored."""
+        """Note the end of a grant. Grants of no write are ignored."""
         write = self._write_of.pop(grant, None)
         if write is None:
             return

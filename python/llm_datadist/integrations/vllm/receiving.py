@@ -80,7 +80,7 @@ class _Ongoing:
     links: set[Source] = field(default_factory=set)  # those that are being linked
     # Also the copies to the device, if there are host buffers.
     pulls: dict[Transfer[None] | Copy, Pull] = field(default_factory=dict)
-    mark: Any = None  # what the device does before it may write to the blocks
+    mark: Any = None  # the mark after which the device may write to the blocks
     rows_in_use: bool = False  # whether older saves may still write to the rows of the blocks
     begin: float = 0.0
     deadline: float = 0.0

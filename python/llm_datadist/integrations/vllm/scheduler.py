@@ -50,7 +50,7 @@ class SchedulerSide:
         self._consumer = consumer
         self._layerwise = layerwise
         self._stages = stages
-        # Those of the workers, in order.
+        # The addresses of the workers, in order.
         self._addresses: list[str] = []
         # The lists in the responses of the first step, to be filled: vLLM ends the requests of a step before it passes
         # on what the workers have reported, and they report their addresses in the first step.

