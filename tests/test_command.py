@@ -112,6 +112,7 @@ EVERY_COMMAND = [
     "doctor --help",
     "doctor --json -",
     "doctor --serve 127.0.0.1:0 --seconds 0.1",
+    "serve --help",
     REPLAY,
     f"{REPLAY} --json -",
 ]

@@ -23,6 +23,7 @@ from llm_datadist.native import Grant as Grant
 from llm_datadist.native import GrantClosed as GrantClosed
 from llm_datadist.native import GrantEnded as GrantEnded
 from llm_datadist.native import InvalidArgument as InvalidArgument
+from llm_datadist.native import Keeper as Keeper
 from llm_datadist.native import KvLayout as KvLayout
 from llm_datadist.native import Message as Message
 from llm_datadist.native import NotFound as NotFound
@@ -33,6 +34,7 @@ from llm_datadist.native import PeerLost as PeerLost
 from llm_datadist.native import PeerUp as PeerUp
 from llm_datadist.native import RemoteCache as RemoteCache
 from llm_datadist.native import Rows as Rows
+from llm_datadist.native import Store as Store
 from llm_datadist.native import Timeout as Timeout
 from llm_datadist.native import Transfer as Transfer
 from llm_datadist.native import VerifyFailed as VerifyFailed

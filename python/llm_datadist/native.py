@@ -34,6 +34,7 @@ __all__ = [
     "GrantClosed",
     "GrantEnded",
     "InvalidArgument",
+    "Keeper",
     "KvLayout",
     "Message",
     "NotFound",
@@ -44,6 +45,7 @@ __all__ = [
     "PeerUp",
     "RemoteCache",
     "Rows",
+    "Store",
     "TensorView",
     "Timeout",
     "Transfer",
@@ -58,6 +60,7 @@ Completed = _native.Completed
 Engine = _native.Engine
 Grant = _native.Grant
 GrantClosed = _native.GrantClosed
+Keeper = _native.Keeper
 KvLayout = _native.KvLayout
 Message = _native.Message
 Peer = _native.Peer
@@ -65,6 +68,7 @@ PeerDown = _native.PeerDown
 PeerUp = _native.PeerUp
 RemoteCache = _native.RemoteCache
 Rows = _native.Rows
+Store = _native.Store
 TensorView = _native.TensorView
 Transfer = _native.Transfer
 

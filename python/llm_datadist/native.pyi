@@ -9,6 +9,7 @@ Three rules hold for every call:
   value, with the name of the argument. ``bool`` is not accepted as a number.
 - An operation that can wait returns a ``Transfer`` at once. Its failure is the outcome of the transfer. Only
   ``Transfer.result``, ``Engine(...)``, ``Engine.close`` and the end of a ``with`` block wait.
+  Calls of a ``Store`` return their results, and wait at most their ``timeout``.
 - After ``Engine.close``, and in a forked child, calls raise ``Closed``. A child may open its own engine. Views of
   tensors stay readable.
 
@@ -51,6 +52,7 @@ __all__ = [
     "GrantClosed",
     "GrantEnded",
     "InvalidArgument",
+    "Keeper",
     "KvLayout",
     "Message",
     "NotFound",
@@ -61,6 +63,7 @@ __all__ = [
     "PeerUp",
     "RemoteCache",
     "Rows",
+    "Store",
     "TensorView",
     "Timeout",
     "Transfer",
@@ -83,6 +86,7 @@ _Size: TypeAlias = int | str
 _Blocks: TypeAlias = SupportsIndex | slice | Sequence[SupportsIndex] | Buffer | _SupportsDLPack
 _Span: TypeAlias = range | slice | tuple[int, int]
 _Tensor: TypeAlias = int | Buffer | _SupportsDLPack | _SupportsArrayInterface
+_Memory: TypeAlias = Buffer | _SupportsDLPack | _SupportsArrayInterface
 _Dtype: TypeAlias = str | Any
 _Pool: TypeAlias = Literal["device", "host"]
 _Verify: TypeAlias = Literal["off", "sample", "full"]
@@ -1160,3 +1164,217 @@ class CacheBuffer:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return the type and the number of the device in DLPack's numbers."""
+
+@final
+class Store:
+    """A client of a keeper: values by key, shared with other processes of this host, which outlive this one.
+
+    A key is 28 bytes: a digest of everything that decides the bytes of the value, such as ``hashlib.sha224``. If the
+    keeper is away, every key is a miss and nothing raises; the store attaches again by itself, at most once a second.
+    Several threads may use a store. A call has at most 4,096 keys. ``with`` calls ``close`` at the end.
+
+    Args:
+        socket: path at which the keeper listens. The keeper need not be there yet.
+        namespace: text of 1 to 4,096 bytes that stands for everything that gives values their meaning: model,
+            revision, element type, layout, ranks, versions. Stores with other texts share nothing.
+        value: bytes of each value, as a number or a text such as ``"64KiB"``. All stores of a namespace have the
+            same.
+        timeout: seconds after which ``put``, ``drop`` and ``stats`` give up, if they have no ``timeout`` of their
+            own.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        InvalidArgument: an argument is out of range, or the keeper refuses it: its values are smaller, the namespace
+            has values of another size, or its version differs.
+        Error: the system refuses the connection, a process of another user listens at the socket, or the keeper has
+            reached a limit.
+    """
+
+    def __new__(
+        cls,
+        socket: str | PathLike[str],
+        /,
+        *,
+        namespace: str,
+        value: _Size = "64KiB",
+        timeout: float = 5.0,
+    ) -> Self: ...
+    def exists(self, keys: Sequence[bytes], /) -> list[bool]:
+        """Say which keys the keeper has, without a message to it.
+
+        A value may be replaced right afterwards, so only ``get`` says whether it could be read.
+
+        Args:
+            keys: list of keys, at most 4,096.
+
+        Returns:
+            For each key whether the keeper has it.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: a key does not have 28 bytes, or there are too many.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def get(self, keys: Sequence[bytes], into: Sequence[_Memory], /) -> list[bool]:
+        """Copy the values of keys out of the memory of the keeper, without a message to it.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            into: list of writable buffers or arrays in host memory, one for each key, each with the bytes of a value.
+
+        Returns:
+            For each key whether its buffer has the value, complete and right. Other buffers may have any bytes.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: a key does not have 28 bytes, there are too many, or a buffer has another size.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def put(
+        self, keys: Sequence[bytes], values: Sequence[bytes | _Memory], /, *, timeout: float | None = None
+    ) -> list[bool]:
+        """Have the keeper copy values. It keeps the value that it has of a key.
+
+        Give the keys of a chain in its order: the end of a chain is replaced before its start.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            values: list of ``bytes``, writable buffers or arrays in host memory, one for each key, each with the
+                bytes of a value. No other thread may write them during the call.
+            timeout: time limit in seconds. ``None``: that of the store.
+
+        Returns:
+            For each key whether the keeper has a value now. If the keeper is away or does not answer in time, no
+            value that it has not confirmed.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: a key does not have 28 bytes, there are too many, or a value has another size.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def lease(self, keys: Sequence[bytes], /, *, ttl: float, timeout: float | None = None) -> list[bool]:
+        """Have the keeper not replace the values of keys for a while.
+
+        A lease makes a hit likelier, and promises nothing: the keeper may end, and another store may drop the
+        value. It ends with its time, with the store, or with the process. All leases of a store hold at most a
+        quarter of the slots of the keeper, and those of all stores half. Leasing a value again lets its lease last
+        longer.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            ttl: seconds, above 0 and at most 10.
+            timeout: time limit of the call in seconds. ``None``: that of the store.
+
+        Returns:
+            For each key whether the store has a lease on its value now.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: a key does not have 28 bytes, there are too many, or ``ttl`` is out of range.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def unlease(self, keys: Sequence[bytes], /, *, timeout: float | None = None) -> None:
+        """End the leases of this store on the values of keys.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            timeout: time limit in seconds. ``None``: that of the store.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: a key does not have 28 bytes, or there are too many.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def drop(self, keys: Sequence[bytes], /, *, timeout: float | None = None) -> int:
+        """Have the keeper drop the values of keys.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            timeout: time limit in seconds. ``None``: that of the store.
+
+        Returns:
+            How many of the keys had a value.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: a key does not have 28 bytes, or there are too many.
+            PeerLost: the keeper is away.
+            Timeout: the keeper has not answered in time.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """Return the counts of this store, and those of the keeper.
+
+        Args:
+            timeout: time limit in seconds. ``None``: that of the store.
+
+        Returns:
+            A dict with ``hits``, ``misses_absent``, ``misses_changed`` (replaced while it was copied),
+            ``misses_away``, ``puts_away``, ``attached`` (how often), ``refused`` (why it could not attach when it last
+            tried; ``None`` if it could, or if the keeper was away), and a dict ``keeper``, which is ``None`` if the
+            keeper is away or does not answer in time. It has ``slots``, ``slot_bytes``, ``values``, ``leased``,
+            ``clients``, ``namespaces``, ``stored``, ``present``, ``no_room``, ``evicted``, ``dropped`` and ``refused``.
+
+        Raises:
+            TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def close(self) -> None:
+        """End the connection to the keeper, which keeps the values. Closing again does nothing.
+
+        Calls of other threads that wait for the keeper end.
+        """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+@final
+class Keeper:
+    """A store of values that outlives the processes that use it, here in a thread of this process.
+
+    ``llm-datadist serve`` runs one in a process of its own. Processes of the same user use it with a ``Store``. When
+    its memory is full, the value that was not used for the longest time is replaced. ``with`` calls ``close`` at the
+    end.
+
+    Args:
+        memory: bytes for values, as a number or a text such as ``"8GiB"``. It is used as values arrive, and not
+            before.
+        socket: path at which stores attach, of at most 108 bytes. A socket that a dead keeper has left there is taken
+            over. The file ``<socket>.lock`` beside it stays.
+        value: bytes of the largest value, at most 64 MiB, in the same form. Each value takes so much memory.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        InvalidArgument: a size is out of range, ``memory`` does not hold one value, or the path cannot be one of a
+            socket.
+        OutOfMemory: ``memory`` is more than this process may use: the free memory of the machine or of its control
+            group.
+        Error: another program listens at the path; the error has its process as the fact ``pid``. Or the system
+            refuses a file, a socket or a thread.
+    """
+
+    def __new__(cls, *, memory: _Size, socket: str | PathLike[str], value: _Size = "64KiB") -> Self: ...
+    @property
+    def slots(self) -> int:
+        """How many values fit into the memory."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called, or this process is a forked child. This property never raises."""
+
+    def close(self) -> None:
+        """Forget all values and remove the socket. Stores then find nothing. Closing again does nothing."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...

@@ -22,6 +22,7 @@ CORE = ROOT / "crates" / "core" / "src"
 BINDING = ROOT / "crates" / "py" / "src"
 INTERFACE = ROOT / "crates" / "capi" / "src"
 EMBED = ROOT / "crates" / "embed" / "src"
+KEEPER = ROOT / "crates" / "keeper" / "src"
 PYTHON = ROOT / "python" / "llm_datadist"
 TESTING = ROOT / "crates" / "testing" / "src"
 TABLE = ROOT / "docs" / "architecture.md"
@@ -74,7 +75,7 @@ def rust_files(folder: Path) -> list[Path]:
 
 
 def rust_everywhere() -> list[Path]:
-    return [path for crate in (CORE, BINDING, INTERFACE, EMBED) for path in rust_files(crate)]
+    return [path for crate in (CORE, BINDING, INTERFACE, EMBED, KEEPER) for path in rust_files(crate)]
 
 
 def shown(path: Path) -> str:
@@ -286,7 +287,10 @@ def file_graph(crate: Path) -> dict[str, set[str]]:
     return graph
 
 
-@pytest.mark.parametrize(("crate", "least"), [(CORE, 400), (BINDING, 80), (INTERFACE, 10), (EMBED, 0), (TESTING, 0)])
+CRATES = [(CORE, 400), (BINDING, 80), (INTERFACE, 10), (EMBED, 0), (KEEPER, 15), (TESTING, 0)]
+
+
+@pytest.mark.parametrize(("crate", "least"), CRATES)
 def test_files_import_one_another_in_no_circle(crate: Path, least: int) -> None:
     graph = file_graph(crate)
     assert sum(map(len, graph.values())) >= least, "hardly any import was found"
@@ -312,7 +316,7 @@ def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
     other = {BINDING: "cpp", INTERFACE: ""}[crate]  # the rules of the C++ class; those of the native API are for both
     assert len(roots) > 1, "the core re-exports nothing"
     allowed = ["std", "core", "alloc", "crate", "super", "self", "llm_datadist_embed"]
-    allowed.append("pyo3" if crate == BINDING else "libc")
+    allowed += ["pyo3", "llm_datadist_keeper"] if crate == BINDING else ["libc"]
     uses, wrong = 0, []
     for path in rust_files(crate):
         code = code_of(path)
@@ -328,6 +332,38 @@ def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
             wrong.append(f"{shown(path)}: {used}")
     assert uses, "no use lines found in the binding"
     assert not wrong, "\n".join(wrong)
+
+
+def keeper_order() -> list[set[str]]:
+    """The files of `crates/keeper`, by the rows of their table."""
+    table = TABLE.read_text(encoding="utf-8").split("| file | what it has |")[1]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, re.MULTILINE)
+    return [set(re.findall(r"\w+", row)) for row in rows[:6]]
+
+
+def test_files_of_the_keeper_use_those_of_rows_above() -> None:
+    graph = file_graph(KEEPER)
+    order = keeper_order()
+    place = {f"{name}.rs": row for row, names in enumerate(order) for name in names}
+    assert place.keys() == graph.keys()
+    wrong = {(file, used) for file, all_used in graph.items() for used in all_used if place[used] >= place[file]}
+    assert not wrong
+
+
+def test_the_keeper_uses_what_the_core_lists_for_it() -> None:
+    uses, wrong = 0, []
+    for path in rust_files(KEEPER):
+        for used in use_paths(code_of(path)):
+            parts = used.split("::")
+            if parts[0] == "llm_datadist_core" and parts[1] != "bindings":
+                uses += 1
+                assert parts[1] in reexports(), used
+            elif parts[0] == "llm_datadist_core":
+                uses += 1
+                if parts[2] not in ("keeper", "fallible", "this_process", "remember_process"):
+                    wrong.append(f"{shown(path)}: {used}")
+    assert uses > 20
+    assert not wrong
 
 
 def closing(code: str, start: int, brackets: str) -> int:

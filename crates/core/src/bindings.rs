@@ -41,6 +41,18 @@ pub mod validate {
     }
 }
 
+/// Shared memory, descriptors, waits and copies for `crates/keeper`.
+pub mod keeper {
+    pub use crate::memory::kernels::{Copy, Kernel, copy_all};
+    pub use crate::memory::{
+        CloseOnFork, Generations, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region, SharedWords,
+        Tensors, Window, above_standard_streams, peer_credentials, refuse_beyond_room, same_user,
+        take_descriptors,
+    };
+    pub use crate::net::{discard, is_crowded};
+    pub use crate::session::{Poller, Watching};
+}
+
 /// Calls of the native API that every language makes in the same way.
 pub mod native {
     pub use crate::native::{grant_time, lend, link};
@@ -50,7 +62,7 @@ pub mod native {
 pub mod options {
     pub use crate::options::{
         OPTIONS, OptionRow, OptionValue, check_native_names, check_number, check_text, config_from_texts,
-        config_from_values, mem_utilization, value_of_text,
+        config_from_values, mem_utilization, size_with_unit, value_of_text,
     };
 }
 

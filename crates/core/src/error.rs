@@ -195,7 +195,8 @@ impl Error {
 
     /// Returns the error for an argument outside its `range`, for example "1 to 256".
     #[cold]
-    pub(crate) fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
+    #[doc(hidden)]
+    pub fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
         Error::invalid(format!("{name}={value} is out of range ({range})")).of_argument(name)
     }
 
@@ -258,13 +259,16 @@ impl Error {
     }
 
     /// Adds the number of a system error, and sets it as the cause.
-    pub(crate) fn errno(self, errno: Errno) -> Self {
+    #[doc(hidden)]
+    #[must_use]
+    pub fn errno(self, errno: Errno) -> Self {
         self.with("errno", errno.raw_os_error()).because(std::io::Error::from(errno))
     }
 
     /// Returns the error for a thread that the system did not start.
     #[cold]
-    pub(crate) fn no_thread(thread: &str, error: std::io::Error) -> Self {
+    #[doc(hidden)]
+    pub fn no_thread(thread: &str, error: std::io::Error) -> Self {
         let text = format!(
             "{thread} could not be started; end threads or raise their limit (ulimit -u, RLIMIT_NPROC, or pids.max of the \
              control group), and try again"

@@ -1,4 +1,4 @@
-"""The commands ``replay``, ``doctor``, ``options`` and ``--version``.
+"""The commands ``serve``, ``replay``, ``doctor``, ``options`` and ``--version``.
 
 Sub-commands are imported when they are called, so that only ``replay`` imports numpy.
 """
@@ -54,6 +54,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         from llm_datadist.commands.doctor.cli import main as doctor  # noqa: PLC0415  (only this command needs it)
 
         return doctor(rest)
+    if options.command == "serve":
+        from llm_datadist.commands.serve import main as serve  # noqa: PLC0415  (only this command needs it)
+
+        return serve(rest)
     try:
         import numpy as np  # noqa: F401, PLC0415  (only this command needs it)
     except ImportError:
@@ -70,6 +74,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog=program, description="Commands of llm_datadist.")
     parser.add_argument("--version", action="version", version=f"llm_datadist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("serve", add_help=False, help="keep values for other processes, which outlive them")
     commands.add_parser("replay", add_help=False, help="replay a request trace through a prefill and a decode process")
     commands.add_parser("doctor", add_help=False, help="examine this host, or measure the link to another one")
     commands.add_parser("options", help="print every option of an engine with its type, default and meaning")

@@ -41,6 +41,8 @@ impl Generations {
     /// Bytes of address space that the generations take, in their own process and in each peer that maps
     /// them.
     pub const BYTES: u64 = BYTES as u64;
+    /// Number of entries for caches.
+    pub const CACHES: u32 = ENTRIES - GRANTS;
     /// Number of entries for grants.
     pub const GRANTS: u32 = GRANTS;
 

@@ -9,8 +9,8 @@
 //! 2. Memory of the caller enters only through the unsafe constructor of [`Adopted`]. Its caller promises
 //!    that the addresses stay valid, readable and writable as long as the value, or anything made from it,
 //!    exists.
-//! 3. A [`Window`] exists only inside the tensor or the [`BounceBuffer`] from which it was cut. Its bounds were checked
-//!    when it was made. The same holds for each of several [`Windows`].
+//! 3. A [`Window`] exists only inside the tensor or the [`BounceBuffer`] from which it was cut, or is a slice that is borrowed as
+//!    long as the window lives. Its bounds were checked when it was made. The same holds for each of several [`Windows`].
 //! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`RingPair`], [`PeerProcess::read`], [`FabricRegion::read`] and
 //!    [`read_bytes`], between two windows, between a window and the kernel or UCX, between a ring and a window or a
 //!    private buffer, or from a window into a private buffer, and by raw addresses. No slice is ever made over memory that others may
@@ -39,6 +39,7 @@ mod random;
 mod region;
 mod shared_mapping;
 mod shared_rings;
+mod shared_words;
 mod smaps;
 pub mod socket_io;
 mod tensors;
@@ -65,6 +66,7 @@ pub use process_id::{remember_process, this_process};
 pub use random::random;
 pub use region::Region;
 pub use shared_rings::{OwnRings, RingPair, RingWait, SharedRings};
+pub use shared_words::{PeerWords, SharedWords};
 pub use tensors::{Spaced, Tensors};
 pub use window::{Access, Reach, Window, Windows};
 pub use window_bytes::read_bytes;

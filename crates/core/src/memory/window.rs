@@ -14,7 +14,7 @@ pub(super) const ADDRESSES: &str = "the addresses of tensors";
 pub enum Reach {
     /// Memory of this process: the CPU reads and writes it.
     Host,
-    /// Memory of another process, mapped here: the CPU reads it.
+    /// Memory of another process, mapped here, or bytes that this process only reads: the CPU reads it.
     HostRead,
     /// Memory of another process, not mapped here: only the kernel can read it, on request.
     Process,
@@ -52,8 +52,8 @@ impl Reach {
     }
 }
 
-/// A bounds-checked range of bytes inside one tensor or [`BounceBuffer`](super::BounceBuffer). It describes a location only:
-/// there is no way to read it as a slice.
+/// A bounds-checked range of bytes inside one tensor, [`BounceBuffer`](super::BounceBuffer) or borrowed slice. It describes a
+/// location only: there is no way to read it as a slice.
 #[derive(Clone, Copy, Debug)]
 pub struct Window<'a> {
     addr: u64,
@@ -61,6 +61,19 @@ pub struct Window<'a> {
     reach: Reach,
     /// Keeps the memory alive while the window is in use.
     tensors: PhantomData<&'a ()>,
+}
+
+impl<'a> Window<'a> {
+    /// Makes a window of bytes that nobody writes while it lives. It can only be read.
+    pub fn of_slice(bytes: &'a [u8]) -> Self {
+        Window::inside(bytes.as_ptr() as u64, bytes.len() as u64, Reach::HostRead)
+    }
+
+    /// Makes a window of bytes that nobody else accesses while it or a copy of it lives. Tests have no tensors for that.
+    #[cfg(feature = "testing")]
+    pub fn of_slice_mut(bytes: &'a mut [u8]) -> Self {
+        Window::inside(bytes.as_mut_ptr() as u64, bytes.len() as u64, Reach::Host)
+    }
 }
 
 impl Window<'_> {

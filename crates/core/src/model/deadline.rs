@@ -94,7 +94,8 @@ impl Deadline {
     /// Returns how long to sleep before the next check: the time that is left, in slices of at most 100
     /// milliseconds if the wait can be interrupted. A waiting thread must call [`waiting`](Self::waiting)
     /// each time it wakes without what it waited for.
-    pub(crate) fn wait_limit(&self) -> Duration {
+    #[doc(hidden)]
+    pub fn wait_limit(&self) -> Duration {
         if self.interrupted.is_some() { self.left().min(Self::INTERRUPT_INTERVAL) } else { self.left() }
     }
 
@@ -121,7 +122,8 @@ impl Deadline {
 
     /// Returns `Err` once the caller was interrupted or the deadline has passed. Like
     /// [`interruption`](Self::interruption), it must never be called under a lock.
-    pub(crate) fn waiting(&self, doing: &str) -> Result<()> {
+    #[doc(hidden)]
+    pub fn waiting(&self, doing: &str) -> Result<()> {
         self.interruption(doing)?;
         self.check(doing)
     }

@@ -29,7 +29,7 @@ struct DiscardQueue {
 }
 
 /// Closes `descriptor` on another thread.
-pub(super) fn discard(descriptor: OwnedFd) {
+pub fn discard(descriptor: OwnedFd) {
     OPEN.fetch_add(1, Ordering::Relaxed);
     let mut queue = lock();
     queue.waiting.push_back(descriptor);

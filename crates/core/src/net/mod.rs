@@ -29,7 +29,7 @@ mod transmission;
 mod unix;
 
 pub use carrier::POLL_TIME;
-pub use discard_queue::is_crowded;
+pub use discard_queue::{discard, is_crowded};
 #[cfg(feature = "testing")]
 pub use frame_io::MAX_DESCRIPTORS;
 pub use frame_io::ReceivedFrame;

@@ -16,6 +16,7 @@ mod values;
 pub use lookup::{check_number, check_text};
 #[cfg(feature = "testing")]
 pub use pool::page_shift;
+pub use pool::size_with_unit;
 pub use row::OptionRow;
 pub use rules::{link_token, mem_utilization};
 pub use table::OPTIONS;

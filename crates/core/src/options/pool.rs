@@ -85,7 +85,7 @@ pub(super) fn page(config: &mut Config, bytes: u64) -> bool {
 }
 
 /// Returns the bytes that a text such as `64MiB` states: digits, then a unit without a space between.
-pub(super) fn size_with_unit(text: &str) -> Option<u64> {
+pub fn size_with_unit(text: &str) -> Option<u64> {
     let (digits, unit) =
         SIZE_UNITS.iter().find_map(|(name, bytes)| Some((text.strip_suffix(name)?, bytes)))?;
     decimal::<u64>(digits)?.checked_mul(*unit)

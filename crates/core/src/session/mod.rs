@@ -53,6 +53,7 @@ mod unlink;
 pub use communicator::CommStatus;
 pub use dial::Transports;
 pub use link::Link;
+pub use poller::{Poller, Watching};
 
 pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{Describe, REPORTED_BY, limit_ms, timed};

@@ -17,7 +17,7 @@ use crate::memory::{above_standard_streams, uncreated};
 
 /// How often a descriptor is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Watching {
+pub enum Watching {
     /// As long as it is readable.
     Always,
     /// Once, to one thread, until [`Poller::rearm`] is called.
@@ -38,45 +38,35 @@ impl Watching {
 
 /// A set of descriptors, each with a number that the caller chooses.
 #[derive(Debug)]
-pub(super) struct Poller(OwnedFd);
+pub struct Poller(OwnedFd);
 
 impl Poller {
-    pub(super) fn new() -> Result<Poller> {
+    /// Creates an empty set.
+    pub fn new() -> Result<Poller> {
         let made = epoll::create(CreateFlags::CLOEXEC).and_then(above_standard_streams).map(Poller);
         made.map_err(|errno| uncreated("an epoll descriptor", errno))
     }
 
     /// Adds `descriptor`, and reports `number` when it is readable. `what` names it in the error.
-    pub(super) fn add(
-        &self,
-        what: &str,
-        descriptor: impl AsFd,
-        number: u64,
-        watching: Watching,
-    ) -> Result<()> {
+    pub fn add(&self, what: &str, descriptor: impl AsFd, number: u64, watching: Watching) -> Result<()> {
         let added = epoll::add(&self.0, descriptor, EventData::new_u64(number), watching.flags());
         added.map_err(|errno| system(&format!("epoll does not accept {what}"), errno))
     }
 
     /// Watches a descriptor again that was added with [`Once`](Watching::Once) or [`Soon`](Watching::Soon), in the way of
     /// `watching`.
-    pub(super) fn rearm(
-        &self,
-        descriptor: impl AsFd,
-        number: u64,
-        watching: Watching,
-    ) -> rustix::io::Result<()> {
+    pub fn rearm(&self, descriptor: impl AsFd, number: u64, watching: Watching) -> rustix::io::Result<()> {
         epoll::modify(&self.0, descriptor, EventData::new_u64(number), watching.flags())
     }
 
     /// Removes a descriptor.
-    pub(super) fn remove(&self, descriptor: impl AsFd) {
+    pub fn remove(&self, descriptor: impl AsFd) {
         // Fails only if the descriptor was not added.
         let _ = epoll::delete(&self.0, descriptor);
     }
 
     /// Waits at most `limit`, and appends the numbers of at most `most` readable descriptors to `ready`.
-    pub(super) fn wait(&self, ready: &mut Vec<u64>, most: usize, limit: Option<Duration>) -> Result<()> {
+    pub fn wait(&self, ready: &mut Vec<u64>, most: usize, limit: Option<Duration>) -> Result<()> {
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; MAX_EVENTS];
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         match epoll::wait(&self.0, &mut events[..most.min(MAX_EVENTS)], limit.as_ref()) {

@@ -1,4 +1,4 @@
-//! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events and `KvLayout`.
+//! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events, `KvLayout`, `Store` and `Keeper`.
 //!
 //! They convert Python values, call the core, and raise the exceptions of `llm_datadist.errors`. `core::native` and
 //! `core::validate` have the rules for arguments.
@@ -15,6 +15,7 @@ mod engine_methods;
 mod errors;
 mod events;
 mod grant;
+mod keeper;
 mod layout;
 mod loop_queue;
 mod optional_arg;
@@ -25,6 +26,8 @@ mod remote_cache;
 mod rows;
 mod shared;
 mod spans;
+mod store;
+mod store_values;
 mod tensors;
 mod transfer;
 mod values;
@@ -49,11 +52,13 @@ pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
     native.add_class::<events::PeerUpEvent>()?;
     native.add_class::<events::TransferEnded>()?;
     native.add_class::<grant::NativeGrant>()?;
+    native.add_class::<keeper::NativeKeeper>()?;
     native.add_class::<layout::NativeLayout>()?;
     native.add_class::<loop_queue::LoopQueue>()?;
     native.add_class::<peer::NativePeer>()?;
     native.add_class::<remote_cache::NativeRemoteCache>()?;
     native.add_class::<rows::NativeRows>()?;
+    native.add_class::<store::NativeStore>()?;
     native.add_class::<transfer::NativeTransfer>()?;
     native.add_function(wrap_pyfunction!(shared::close_all, &native)?)?;
     native.add_class::<TensorView>()?;

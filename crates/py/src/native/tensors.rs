@@ -125,6 +125,27 @@ fn objects(items: &Bound<'_, PyTuple>) -> PyResult<HostTensors> {
     Ok(HostTensors { addresses, kept, form })
 }
 
+/// Bytes in host memory that belong to an object, without gaps.
+pub(crate) struct HostBytes {
+    /// The address of the first one.
+    pub(crate) address: u64,
+    /// How many there are.
+    pub(crate) bytes: u64,
+    /// What keeps the memory.
+    pub(crate) kept: Py<PyAny>,
+}
+
+/// Reads a writable object without gaps.
+pub(crate) fn host_bytes(name: &str, given: &Any<'_>) -> PyResult<HostBytes> {
+    let tensor = described(name, given)?;
+    let form = tensor.form(given.py(), name)?;
+    if form.row_stride.is_some() {
+        return Err(invalid(given.py(), name, form, "an array without gaps"));
+    }
+    let bytes = form.row_bytes().saturating_mul(form.shape[0].unsigned_abs());
+    Ok(HostBytes { address: tensor.address, bytes, kept: tensor.kept })
+}
+
 /// Reads one object.
 fn described(name: &str, given: &Any<'_>) -> PyResult<Described> {
     let py = given.py();

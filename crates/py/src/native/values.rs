@@ -4,9 +4,11 @@
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use llm_datadist_core::MAX_SECONDS;
+use llm_datadist_core::bindings::options::size_with_unit;
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -72,6 +74,26 @@ pub(crate) fn int(name: &str, value: &Any<'_>, range: RangeInclusive<u64>) -> Py
             Err(invalid(value.py(), name, shown(&number), &allowed))
         }
     }
+}
+
+/// Reads a number of bytes: an `int` above 0, or a text with a unit.
+pub(crate) fn size(name: &str, value: &Any<'_>) -> PyResult<u64> {
+    let allowed = "a number of bytes above 0, or a text with a unit: \"64MiB\" (KiB, MiB, GiB or TiB)";
+    let bytes = match value.extract::<String>() {
+        Ok(text) => size_with_unit(&text),
+        Err(_) => index(name, allowed, value)?.extract().ok(),
+    };
+    bytes.filter(|&bytes| bytes > 0).ok_or_else(|| invalid(value.py(), name, shown(value), allowed))
+}
+
+/// Reads the bytes of a value of a store or keeper; 64 KiB by default.
+pub(crate) fn value_size(value: Option<&Any<'_>>) -> PyResult<u64> {
+    value.map_or(Ok(64 << 10), |value| size("value", value))
+}
+
+/// Reads a path: a `str`, or an object that `os.fspath` accepts.
+pub(crate) fn path(name: &str, value: &Any<'_>) -> PyResult<PathBuf> {
+    value.extract().map_err(|_| wrong_type(name, "a path", value))
 }
 
 /// Reads an integer of 32 bits, at least `least`.

@@ -245,8 +245,8 @@ fn a_pull_under_an_ended_grant_fails_with_grant_ended() {
         scope.spawn(|| {
             let (stream, _) = owner.greet();
             while let Ok(request) = hear_request(&stream) {
-                let describes = matches!(request, Request::Describe { .. }) && lent.ended().is_none();
-                say(&stream, if describes { &described } else { &failed });
+                let answers = matches!(request, Request::Describe { .. }) && lent.ended().is_none();
+                say(&stream, if answers { &described } else { &failed });
             }
         });
         assert_eq!(pull().kind(), ErrorKind::CacheNotFound);

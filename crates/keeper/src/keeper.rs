@@ -1,0 +1,112 @@
+//! A keeper: its memory, its socket, and the thread that serves its clients.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
+
+use llm_datadist_core::bindings::keeper::{above_standard_streams, refuse_beyond_room};
+use llm_datadist_core::bindings::{remember_process, this_process};
+use llm_datadist_core::{Error, ErrorKind, Result};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use crate::serving::KeeperLoop;
+use crate::sizes;
+use crate::socket::{ListeningPath, send};
+use crate::table::{SlotTable, table_bytes};
+
+/// Name of the thread.
+const THREAD: &str = "llm-keeper";
+
+/// What a keeper is opened with.
+#[derive(Clone, Debug)]
+pub struct KeeperOptions {
+    /// Bytes for values, at least one slot.
+    pub memory: u64,
+    /// Bytes of the largest value: 1 to 64 MiB. Each value takes a slot of this size, rounded up to a cache line.
+    pub value: u64,
+    /// The path at which clients attach.
+    pub socket: PathBuf,
+}
+
+/// An open keeper: a store of values that other processes put and get. It serves them until it is closed or dropped.
+#[derive(Debug)]
+pub struct Keeper {
+    process: u32,
+    slots: u32,
+    /// What is written here ends the thread.
+    stop: OwnedFd,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Keeper {
+    /// Opens a keeper.
+    ///
+    /// Returns `Err(InvalidArgument)` for a size that is out of range or a path that cannot be one of a socket, `Err(OutOfMemory)` if
+    /// this process may not use that much memory, and `Err(System)` if another program listens at the path (with its process), or
+    /// if the system refuses a file, a socket or a thread.
+    pub fn open(options: &KeeperOptions) -> Result<Keeper> {
+        let &KeeperOptions { memory, value, ref socket } = options;
+        remember_process();
+        sizes::check_value(value)?;
+        let (slots, slot_bytes) = (sizes::slots(memory, value)?, sizes::slot_bytes(value));
+        // At least one client attaches.
+        let bytes = table_bytes(slots, slot_bytes) + sizes::most_staging_bytes(slot_bytes);
+        refuse_beyond_room("the values and keys of the keeper", bytes)?;
+        let listening = ListeningPath::open(socket)?;
+        let table = SlotTable::new(slots, slot_bytes)?;
+        let (stopped, stop) = pair().map_err(|errno| no_pair().errno(errno))?;
+        let keeper = KeeperLoop::new(listening, stopped, table)?;
+        let thread = Builder::new().name(THREAD.into()).spawn(move || keeper.run());
+        let thread = thread.map_err(|error| Error::no_thread("the thread of the keeper", error))?;
+        Ok(Keeper { process: this_process(), slots, stop, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Returns the number of values that fit.
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    /// Returns whether it serves clients: it was not closed, and this is not a forked child.
+    pub fn running(&self) -> bool {
+        let running =
+            |thread: &Option<JoinHandle<()>>| thread.as_ref().is_some_and(|thread| !thread.is_finished());
+        self.process == this_process() && running(&self.thread.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Stops to serve clients, and removes the socket. Clients see the end of their connection; what they have mapped lives on.
+    /// Closing again does nothing. A forked child cannot close the keeper of its parent.
+    pub fn close(&self) {
+        if self.process != this_process() {
+            return;
+        }
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            // Fails only if the thread has ended. `write` would raise SIGPIPE then.
+            let _ = send(&self.stop, &[1], &[]);
+            // Fails only if it has panicked.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.close();
+        if self.process != this_process() {
+            // A forked child does not have the thread.
+            std::mem::forget(self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+}
+
+fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (read, write) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    Ok((above_standard_streams(read)?, above_standard_streams(write)?))
+}
+
+fn no_pair() -> Error {
+    Error::new(ErrorKind::System, "cannot create the sockets for the end of the keeper")
+}

@@ -1,0 +1,400 @@
+//! The thread of a keeper: accepts clients, reads their messages, and answers them.
+//!
+//! It never waits for a client: a message arrives whole, and a client that does not take its replies is disconnected. It copies
+//! values from memory of the client that cannot shrink. In each round, it answers one message of each client.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use llm_datadist_core::bindings::keeper::{
+    CloseOnFork, MapBudget, PeerMapping, Poller, Tensors, Watching, is_crowded, peer_credentials, same_user,
+    take_descriptors,
+};
+use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
+use rustix::io::Errno;
+
+use crate::key::{IndexKey, StoreKey};
+use crate::leases::ClientLeases;
+use crate::messages::{
+    AttachRequest, KeeperRefusal, KeeperReply, KeeperRequest, KeeperStats, RefusalKind, SharedGeometry,
+    Stored, VERSION, decoded, encoded,
+};
+use crate::namespaces::Namespaces;
+use crate::sizes::{self, MAX_CLIENTS, MAX_LEASE, MAX_PENDING, MESSAGE_BYTES};
+use crate::socket::{ListeningPath, PeerFile, receive, send};
+use crate::table::SlotTable;
+
+/// The numbers of the descriptors that are no clients.
+const STOP: u64 = 0;
+const LISTENING: u64 = 1;
+/// Descriptors of one round.
+const ROUND: usize = 64;
+/// How often leases are looked at while there are any: a lease may last so much longer.
+const LEASE_LOOK: Duration = Duration::from_millis(500);
+/// How long no client is accepted after one could not be accepted.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// What the thread owns.
+#[derive(Debug)]
+pub(crate) struct KeeperLoop {
+    /// Declared first, so that the socket is gone before the memory is unmapped.
+    listening: ListeningPath,
+    clients: BTreeMap<u64, Client>,
+    poller: Poller,
+    stop: OwnedFd,
+    table: SlotTable,
+    namespaces: Namespaces,
+    /// For the memory of clients that is mapped.
+    budget: Arc<MapBudget>,
+    /// The number of the last client.
+    last: u64,
+    /// When to look for leases whose time is over.
+    late_leases: Instant,
+    /// When clients are accepted again; `None` if they are accepted now.
+    paused_until: Option<Instant>,
+    counts: KeeperStats,
+}
+
+/// A connection.
+#[derive(Debug)]
+struct Client {
+    /// Declared before the socket, so that it drops first.
+    _forked: CloseOnFork,
+    socket: PeerFile,
+    /// `None` until its first message.
+    attached: Option<AttachedClient>,
+}
+
+/// What a client has said in its first message.
+#[derive(Debug)]
+struct AttachedClient {
+    namespace: u32,
+    /// Bytes of a value.
+    value: u64,
+    /// The memory of the client from which values are copied.
+    staging: Tensors,
+    /// Its descriptor. Declared after the memory, so that unmapping it is never what frees a file of the client, which may be huge.
+    _memory: PeerFile,
+    leases: ClientLeases,
+}
+
+/// Why a connection ends.
+#[derive(Debug)]
+enum Goodbye {
+    /// The client has closed it, or it does not take replies.
+    Left,
+    /// The client is refused, and told why.
+    Refused(KeeperRefusal),
+}
+
+impl From<Error> for Goodbye {
+    fn from(error: Error) -> Self {
+        let reason = error.to_string();
+        Goodbye::Refused(KeeperRefusal { kind: RefusalKind::System, argument: String::new(), reason })
+    }
+}
+
+impl KeeperLoop {
+    /// Creates the loop. It ends once `stop` is readable.
+    pub(crate) fn new(listening: ListeningPath, stop: OwnedFd, table: SlotTable) -> Result<KeeperLoop> {
+        let poller = Poller::new()?;
+        poller.add("the end of the keeper", &stop, STOP, Watching::Always)?;
+        poller.add("the socket of the keeper", &listening, LISTENING, Watching::Always)?;
+        table.shared.descriptors()?;
+        // Mappings have whole huge pages.
+        let staging = sizes::most_staging_bytes(table.slot_bytes()).next_multiple_of(2 << 20);
+        Ok(KeeperLoop {
+            listening,
+            clients: BTreeMap::new(),
+            poller,
+            stop,
+            table,
+            namespaces: Namespaces::default(),
+            budget: MapBudget::new(Some(staging * MAX_CLIENTS as u64)),
+            last: LISTENING,
+            late_leases: Instant::now(),
+            paused_until: None,
+            counts: KeeperStats::default(),
+        })
+    }
+
+    /// Serves clients until the keeper is closed.
+    pub(crate) fn run(mut self) {
+        let mut ready = Vec::with_capacity(ROUND);
+        let mut buffer = vec![0; MESSAGE_BYTES];
+        loop {
+            ready.clear();
+            let limit = self.sleep_limit();
+            // Fails only if a descriptor of the keeper was closed by other code of its process.
+            if self.poller.wait(&mut ready, ROUND, limit).is_err() || ready.contains(&STOP) {
+                return self.end();
+            }
+            for &number in &ready {
+                if number == LISTENING {
+                    self.accept();
+                } else {
+                    self.serve(number, &mut buffer);
+                }
+            }
+            if self.late_leases <= Instant::now() {
+                self.end_late_leases();
+            }
+            self.end_pause();
+        }
+    }
+
+    /// Ends all connections. Another thread closes their sockets, so clients might see the end later otherwise.
+    fn end(&mut self) {
+        self.poller.remove(&self.stop);
+        while let Some(&number) = self.clients.keys().next() {
+            self.disconnect(number);
+        }
+    }
+
+    /// Accepts a client, if there is one. Accepts none for a while if the system has no descriptor for it, or if too many that clients
+    /// have sent are not closed yet.
+    fn accept(&mut self) {
+        let accepted = if is_crowded() { Err(Errno::TOOMANYREFS) } else { self.listening.accept() };
+        match accepted {
+            Ok(Some(socket)) => self.admit(socket),
+            Ok(None) => {}
+            Err(_) => {
+                self.poller.remove(&self.listening);
+                self.paused_until = Some(Instant::now() + PAUSE);
+            }
+        }
+    }
+
+    /// Accepts clients again once the pause is over, however busy the others are.
+    fn end_pause(&mut self) {
+        let now = Instant::now();
+        if self.paused_until.is_some_and(|until| until <= now) {
+            let added =
+                self.poller.add("the socket of the keeper", &self.listening, LISTENING, Watching::Always);
+            self.paused_until = added.is_err().then(|| now + PAUSE);
+        }
+    }
+
+    /// Takes a connection. Whether it may attach is decided by its first message, so that a refusal reaches it.
+    fn admit(&mut self, socket: OwnedFd) {
+        let pending = || self.clients.iter().filter(|(_, client)| client.attached.is_none());
+        if pending().count() >= MAX_PENDING
+            && let Some((&oldest, _)) = pending().next()
+        {
+            self.disconnect(oldest);
+        }
+        self.last += 1;
+        if self.poller.add("a client", &socket, self.last, Watching::Always).is_ok() {
+            let forked = CloseOnFork::new(&socket);
+            let client = Client { _forked: forked, socket: PeerFile::new(socket), attached: None };
+            self.clients.insert(self.last, client);
+        }
+    }
+
+    /// Answers a message of a client.
+    fn serve(&mut self, number: u64, buffer: &mut [u8]) {
+        let Some(client) = self.clients.get(&number) else { return };
+        if client.attached.is_none() && is_crowded() {
+            // What it sends may have descriptors. It may try again.
+            return self.disconnect(number);
+        }
+        let mut descriptors = Vec::new();
+        let goodbye = match receive(&client.socket, buffer, &mut descriptors) {
+            Err(Errno::AGAIN) => return,
+            Ok(None) | Err(Errno::CONNRESET) => Goodbye::Left,
+            Err(errno) => Error::new(ErrorKind::System, "no message").errno(errno).into(),
+            Ok(Some(message)) => match self.answer(number, message, descriptors) {
+                Ok(()) => return,
+                Err(goodbye) => goodbye,
+            },
+        };
+        if let (Goodbye::Refused(refusal), Some(client)) = (goodbye, self.clients.get(&number)) {
+            let told = send_reply(&client.socket, &KeeperReply::Refused(refusal));
+            // It is disconnected in either case.
+            drop(told);
+            self.counts.refused += 1;
+        }
+        self.disconnect(number);
+    }
+
+    fn answer(&mut self, number: u64, message: &[u8], descriptors: Vec<PeerFile>) -> Result<(), Goodbye> {
+        let reply = match decoded::<KeeperRequest>(message)? {
+            KeeperRequest::Attach(request) => return self.attach(number, &request, descriptors),
+            _ if !descriptors.is_empty() => {
+                return Err(refused("", "only an attach request may come with a descriptor"));
+            }
+            KeeperRequest::Put(keys) => self.put(number, &keys)?,
+            KeeperRequest::Touch(slots) => {
+                self.attached(number)?;
+                self.table.touch(slots.into_iter());
+                return Ok(());
+            }
+            KeeperRequest::Drop(keys) => self.drop_values(number, &keys)?,
+            KeeperRequest::Lease(keys, milliseconds) => self.lease(number, &keys, milliseconds)?,
+            KeeperRequest::Unlease(keys) => self.unlease(number, &keys)?,
+            KeeperRequest::Stats => KeeperReply::Stats(self.stats()),
+        };
+        send_reply(&self.attached(number)?.0.socket, &reply)
+    }
+
+    fn attach(
+        &mut self,
+        number: u64,
+        request: &AttachRequest,
+        descriptors: Vec<PeerFile>,
+    ) -> Result<(), Goodbye> {
+        self.check_attach(number, request)?;
+        let &AttachRequest { ref namespace, value, .. } = request;
+        let [memory] = <[PeerFile; 1]>::try_from(descriptors)
+            .map_err(|sent| refused("", &format!("an attach request with {} descriptors", sent.len())))?;
+        let bytes = sizes::staging_bytes(value);
+        let mapping =
+            PeerMapping::map(memory.duplicate()?, bytes, &self.budget, Deadline::after(Duration::ZERO))?;
+        let staging = Tensors::mapped(mapping, [0], bytes)?;
+        let namespace = self.namespaces.number(namespace, value).map_err(Goodbye::Refused)?;
+        let client = self.clients.get_mut(&number).ok_or(Goodbye::Left)?;
+        // On older kernels than Linux 6.16, the client can still send some. They are refused.
+        take_descriptors(client.socket.as_fd(), false);
+        let leases = ClientLeases::default();
+        client.attached = Some(AttachedClient { namespace, value, staging, _memory: memory, leases });
+        let geometry =
+            SharedGeometry { namespace, slots: self.table.slots(), slot_bytes: self.table.slot_bytes() };
+        let reply = encoded(&KeeperReply::Attached(geometry))?;
+        send(&client.socket, &reply, &self.table.shared.descriptors()?).map_err(|_| Goodbye::Left)
+    }
+
+    /// Returns the reason if a client may not attach.
+    fn check_attach(&self, number: u64, request: &AttachRequest) -> Result<(), Goodbye> {
+        let &AttachRequest { version, ref namespace, value } = request;
+        let client = self.clients.get(&number).ok_or(Goodbye::Left)?;
+        let invalid = |error: Error| refused(error.argument_name().unwrap_or_default(), error.reason());
+        let most = self.table.slot_bytes();
+        if !peer_credentials(client.socket.as_fd()).is_some_and(same_user) {
+            Err(refused("", "only processes of the user of the keeper may attach"))
+        } else if version != VERSION {
+            let reason =
+                format!("the keeper speaks version {VERSION}, the client version {version}; use one version");
+            Err(refused("", &reason))
+        } else if client.attached.is_some() {
+            Err(refused("", "the client has attached already"))
+        } else if self.attached_clients() >= MAX_CLIENTS {
+            let reason = format!("{MAX_CLIENTS} clients are attached, which is the limit");
+            Err(Goodbye::Refused(KeeperRefusal {
+                kind: RefusalKind::System,
+                argument: String::new(),
+                reason,
+            }))
+        } else if value > most {
+            Err(refused("value", &format!("value={value} must be at most {most}, the slots of the keeper")))
+        } else {
+            sizes::check_namespace(namespace).and_then(|()| sizes::check_value(value)).map_err(invalid)
+        }
+    }
+
+    fn attached_clients(&self) -> usize {
+        self.clients.values().filter(|client| client.attached.is_some()).count()
+    }
+
+    /// Copies values, the last key of a chain first, so that the start of the chain is used last and outlives its end.
+    fn put(&mut self, number: u64, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
+        let client = self.clients.get(&number).and_then(|client| client.attached.as_ref());
+        let AttachedClient { namespace, value, staging, .. } = client.ok_or_else(unattached)?;
+        let mut results = vec![Stored::NoRoom; keys.len()];
+        for (at, key) in keys.iter().enumerate().rev() {
+            let bytes = staging.window(0, at as u64 * value, *value)?;
+            let stored = self.table.put(&IndexKey::of(*namespace, key), bytes)?;
+            match stored {
+                Stored::Stored => self.counts.stored += 1,
+                Stored::Present => self.counts.present += 1,
+                Stored::NoRoom | Stored::Away => self.counts.no_room += 1,
+            }
+            results[at] = stored;
+        }
+        Ok(KeeperReply::Put(results))
+    }
+
+    fn drop_values(&mut self, number: u64, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
+        let namespace = self.attached(number)?.1.namespace;
+        let dropped = keys.iter().filter(|key| self.table.drop_value(&IndexKey::of(namespace, key))).count();
+        self.counts.dropped += dropped as u64;
+        Ok(KeeperReply::Dropped(u32::try_from(dropped).unwrap_or(u32::MAX)))
+    }
+
+    fn lease(&mut self, number: u64, keys: &[StoreKey], milliseconds: u32) -> Result<KeeperReply, Goodbye> {
+        let client = self.clients.get_mut(&number).and_then(|client| client.attached.as_mut());
+        let client = client.ok_or_else(unattached)?;
+        let keys: Vec<_> = keys.iter().map(|key| IndexKey::of(client.namespace, key)).collect();
+        let time = Duration::from_millis(milliseconds.into()).min(MAX_LEASE);
+        Ok(KeeperReply::Leased(self.table.lease(&mut client.leases, &keys, Instant::now() + time)))
+    }
+
+    fn unlease(&mut self, number: u64, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
+        let client = self.clients.get_mut(&number).and_then(|client| client.attached.as_mut());
+        let client = client.ok_or_else(unattached)?;
+        for key in keys {
+            self.table.unlease(&mut client.leases, &IndexKey::of(client.namespace, key));
+        }
+        Ok(KeeperReply::Unleased)
+    }
+
+    /// Ends the leases whose time is over.
+    fn end_late_leases(&mut self) {
+        let now = Instant::now();
+        self.late_leases = now + LEASE_LOOK;
+        for client in self.clients.values_mut().filter_map(|client| client.attached.as_mut()) {
+            self.table.end_leases(&mut client.leases, |_, end| end <= now);
+        }
+    }
+
+    /// Returns how long the thread may sleep; `None` without a limit.
+    fn sleep_limit(&self) -> Option<Duration> {
+        let leases = (self.table.held() > 0).then_some(self.late_leases);
+        let next = [leases, self.paused_until].into_iter().flatten().min();
+        next.map(|next| next.saturating_duration_since(Instant::now()))
+    }
+
+    fn stats(&self) -> KeeperStats {
+        KeeperStats {
+            slots: self.table.slots(),
+            slot_bytes: self.table.slot_bytes(),
+            values: self.table.values(),
+            leased: self.table.held(),
+            clients: u32::try_from(self.attached_clients()).unwrap_or(u32::MAX),
+            namespaces: self.namespaces.count(),
+            evicted: self.table.evicted,
+            ..self.counts
+        }
+    }
+
+    fn attached(&self, number: u64) -> Result<(&Client, &AttachedClient), Goodbye> {
+        let client = self.clients.get(&number).and_then(|client| Some((client, client.attached.as_ref()?)));
+        client.ok_or_else(unattached)
+    }
+
+    /// Ends a connection. A forked process may hold a copy of the socket, so it is removed from the poller, and shut down.
+    fn disconnect(&mut self, number: u64) {
+        if let Some(mut client) = self.clients.remove(&number) {
+            if let Some(attached) = &mut client.attached {
+                self.table.end_leases(&mut attached.leases, |_, _| true);
+            }
+            self.poller.remove(&client.socket);
+            // Fails only if the client has left.
+            let _ = rustix::net::shutdown(&client.socket, rustix::net::Shutdown::Both);
+        }
+    }
+}
+
+fn send_reply(socket: &PeerFile, reply: &KeeperReply) -> Result<(), Goodbye> {
+    send(socket, &encoded(reply)?, &[]).map_err(|_| Goodbye::Left)
+}
+
+fn unattached() -> Goodbye {
+    refused("", "the first message must be an attach request")
+}
+
+fn refused(argument: &str, reason: &str) -> Goodbye {
+    let (kind, argument, reason) = (RefusalKind::Argument, argument.into(), reason.into());
+    Goodbye::Refused(KeeperRefusal { kind, argument, reason })
+}

@@ -1,0 +1,103 @@
+//! The keys and values of a call of `Store`.
+
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::bindings::keeper::{Tensors, Window};
+use llm_datadist_core::{CacheForm, CacheKind, DataType, Placement, Result};
+use llm_datadist_keeper::{MAX_KEYS, StoreKey};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyList, PyTuple};
+
+use super::errors::{invalid, raise};
+use super::tensors;
+use super::values::wrong_type;
+use crate::convert::Any;
+use crate::raw;
+
+/// Name of the lists in out-of-memory errors.
+const LISTS: &str = "the lists of a call";
+
+/// Reads a list or tuple of keys.
+pub(crate) fn keys(given: &Any<'_>) -> PyResult<Vec<StoreKey>> {
+    let (py, items) = (given.py(), items("keys", given)?);
+    let mut keys = fallible::with_capacity(LISTS, items.len()).map_err(|error| raise(py, &error))?;
+    for (at, item) in items.iter().enumerate() {
+        let bytes = item.cast::<PyBytes>().map_err(|_| wrong_type(format!("keys[{at}]"), "bytes", &item))?;
+        keys.push(StoreKey::read(at, bytes.as_bytes()).map_err(|error| raise(py, &error))?);
+    }
+    Ok(keys)
+}
+
+/// The memory of the values of a call, each as large as the store has them.
+pub(crate) struct StoreValues {
+    value: u64,
+    /// For each value its bytes; `None` if it is the next tensor.
+    backed: Vec<Option<PyBackedBytes>>,
+    /// The memory of the other values; `None` if there are none.
+    tensors: Option<Tensors>,
+    /// What keeps that memory.
+    _kept: Vec<Py<PyAny>>,
+}
+
+impl StoreValues {
+    /// Reads a list or tuple of writable buffers or arrays, or also of `bytes` if `only_read`.
+    pub(crate) fn read(name: &str, given: &Any<'_>, value: u64, only_read: bool) -> PyResult<StoreValues> {
+        let (py, items) = (given.py(), items(name, given)?);
+        let no_memory = |error| raise(py, &error);
+        let mut backed = fallible::with_capacity(LISTS, items.len()).map_err(no_memory)?;
+        let mut addresses = fallible::with_capacity(LISTS, items.len()).map_err(no_memory)?;
+        let mut kept = fallible::with_capacity(LISTS, items.len()).map_err(no_memory)?;
+        for (at, item) in items.iter().enumerate() {
+            let name = format!("{name}[{at}]");
+            let bytes = if let Some(bytes) = item.cast::<PyBytes>().ok().filter(|_| only_read) {
+                backed.push(Some(PyBackedBytes::from(bytes.clone())));
+                bytes.as_bytes().len() as u64
+            } else {
+                let memory = tensors::host_bytes(&name, &item)?;
+                addresses.push(memory.address);
+                kept.push(memory.kept);
+                backed.push(None);
+                memory.bytes
+            };
+            if bytes != value {
+                let allowed = format!("{value} bytes, a value of the store");
+                return Err(invalid(py, &name, format_args!("{bytes} bytes"), &allowed));
+            }
+        }
+        let tensors =
+            (!addresses.is_empty()).then(|| adopted(&addresses, value)).transpose().map_err(no_memory)?;
+        Ok(StoreValues { value, backed, tensors, _kept: kept })
+    }
+
+    /// Returns a window of each value.
+    pub(crate) fn windows(&self) -> Result<Vec<Window<'_>>> {
+        let mut windows = fallible::with_capacity(LISTS, self.backed.len())?;
+        let mut tensor = 0..;
+        for bytes in &self.backed {
+            windows.push(match (bytes, &self.tensors) {
+                (None, Some(tensors)) => tensors.window(tensor.next().unwrap_or_default(), 0, self.value)?,
+                (bytes, _) => Window::of_slice(bytes.as_deref().unwrap_or_default()),
+            });
+        }
+        Ok(windows)
+    }
+}
+
+/// Adopts memory of the caller: a value at each address.
+fn adopted(addresses: &[u64], value: u64) -> Result<Tensors> {
+    let count = addresses.len() as u64;
+    let shape = [i64::try_from(value).unwrap_or(i64::MAX)];
+    let form = CacheForm::plain(count, 1, &shape, DataType::Uint8, Placement::Host, None)?;
+    raw::adopt(form.desc(), CacheKind::Blocks, addresses).map(Tensors::adopted)
+}
+
+fn items<'py>(name: &str, given: &Any<'py>) -> PyResult<Bound<'py, PyTuple>> {
+    let items = match (given.cast::<PyList>(), given.cast::<PyTuple>()) {
+        (Ok(list), _) => list.to_tuple(),
+        (_, Ok(tuple)) => tuple.clone(),
+        _ => return Err(wrong_type(name, "a list or tuple", given)),
+    };
+    let too_many =
+        || invalid(given.py(), &format!("len({name})"), items.len(), &format!("at most {MAX_KEYS}"));
+    if items.len() <= MAX_KEYS { Ok(items) } else { Err(too_many()) }
+}

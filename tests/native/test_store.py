@@ -1,0 +1,417 @@
+"""`Store` and `Keeper`: values that processes share, and what is left of one that is killed.
+
+Not for: random calls against a model, and hostile clients (`crates/keeper/tests`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import socket as sockets
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+
+from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Store, Timeout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VALUE = 64 << 10
+LIMIT = 60.0
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha224(b"%d" % number).digest()
+
+
+def value(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest() * (VALUE // 32)
+
+
+def wait_for(holds: Callable[[], bool], limit: float = LIMIT) -> None:
+    end = time.monotonic() + limit
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def got(store: Store, number: int) -> bytes | None:
+    """Return the value of a key, or `None` for a miss."""
+    buffer = bytearray(VALUE)
+    return bytes(buffer) if store.get([key(number)], [buffer]) == [True] else None
+
+
+@contextlib.contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process with two pipes, and kill it at the end."""
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def line(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    return started.stdout.readline()
+
+
+def stop(started: subprocess.Popen[str]) -> None:
+    """Stop all threads of a process."""
+    started.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(started.pid, os.WUNTRACED)[1])
+
+
+@contextlib.contextmanager
+def serving(socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Run `llm-datadist serve`, ready for clients."""
+    with process(sys.executable, "-m", "llm_datadist", "serve", "--socket", str(socket), *options) as started:
+        assert line(started) == f"ready: 64 values of 64KiB at {socket}\n"
+        yield started
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "keeper"
+
+
+@pytest.fixture
+def served(socket: Path) -> Iterator[subprocess.Popen[str]]:
+    with serving(socket, "--memory", "4MiB") as started:
+        yield started
+
+
+@pytest.fixture
+def keeper(socket: Path) -> Iterator[Keeper]:
+    with Keeper(memory="4MiB", socket=socket) as opened:
+        yield opened
+
+
+def opened(socket: Path, **options: Any) -> Store:
+    return Store(socket, **{"namespace": "a model", "timeout": LIMIT, **options})
+
+
+CHILD = """
+import hashlib, sys
+from llm_datadist import Store
+store = Store(sys.argv[1], namespace="a model", timeout=60.0)
+key = lambda number: hashlib.sha224(b"%d" % number).digest()
+value = lambda number: hashlib.sha256(b"%d" % number).digest() * 2048
+"""
+
+
+@contextlib.contextmanager
+def child(socket: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    with process(sys.executable, "-c", CHILD + code, str(socket)) as started:
+        yield started
+
+
+@pytest.mark.usefixtures("served")
+def test_one_process_puts_what_another_one_gets(socket: Path) -> None:
+    with child(
+        socket, "print(store.put([key(n) for n in range(3)], [value(n) for n in range(3)]), flush=True)"
+    ) as other:
+        assert line(other) == "[True, True, True]\n"
+        assert other.wait(LIMIT) == 0
+    with opened(socket) as store:
+        assert store.exists([key(0), key(1), key(9)]) == [True, True, False]
+        assert [got(store, number) for number in (0, 1, 2, 9)] == [value(0), value(1), value(2), None]
+        assert store.drop([key(0), key(9)]) == 1
+        assert got(store, 0) is None
+        stats = store.stats()
+        assert (stats["hits"], stats["misses_absent"], stats["keeper"]["values"]) == (3, 2, 2)
+        with opened(socket, namespace="another model") as other_store:
+            assert other_store.exists([key(1)]) == [False]
+
+
+def test_killed_keeper_means_misses_and_a_new_one_is_found(socket: Path, served: subprocess.Popen[str]) -> None:
+    with opened(socket) as store:
+        assert store.put([key(1)], [value(1)]) == [True]
+        served.kill()
+        served.wait(LIMIT)
+        assert got(store, 1) is None
+        assert store.exists([key(1)]) == [False]
+        assert store.put([key(1)], [value(1)]) == [False]
+        assert store.stats()["keeper"] is None
+        with pytest.raises(PeerLost):
+            store.drop([key(1)])
+        assert socket.exists(), "a killed process leaves its socket"
+        with serving(socket, "--memory", "4MiB"):
+            wait_for(lambda: store.put([key(1)], [value(1)]) == [True])
+            assert got(store, 1) == value(1)
+            assert store.stats()["attached"] == 2
+
+
+def test_call_that_waits_ends_with_the_keeper(socket: Path, served: subprocess.Popen[str]) -> None:
+    """The keeper is stopped, so only its end can end the call before its time limit of an hour."""
+    with child(
+        socket, "print(1, flush=True); print(store.put([key(1)], [value(1)], timeout=3600), flush=True)"
+    ) as other:
+        assert line(other) == "1\n"
+        stop(served)
+        with opened(socket, timeout=0.2) as store:  # its attempt to attach is not answered
+            assert store.put([key(1)], [value(1)]) == [False]
+        served.kill()
+        assert line(other) in ("[False]\n", "[True]\n")  # the keeper may have taken the value before it was stopped
+        assert other.wait(LIMIT) == 0
+
+
+def test_stopped_keeper_answers_from_its_memory_and_puts_end_in_time(
+    socket: Path, served: subprocess.Popen[str]
+) -> None:
+    with opened(socket) as store:
+        assert store.put([key(1)], [value(1)]) == [True]
+        stop(served)
+        assert store.exists([key(1), key(2)]) == [True, False]
+        assert got(store, 1) == value(1)
+        with pytest.raises(Timeout):
+            store.drop([key(1)], timeout=0.1)
+        assert store.put([key(2)], [value(2)], timeout=0.1) == [False]
+        served.send_signal(signal.SIGCONT)
+        wait_for(lambda: store.put([key(3)], [value(3)]) == [True])
+
+
+def test_put_that_times_out_is_not_stored_with_bytes_of_the_next_one(
+    socket: Path, served: subprocess.Popen[str]
+) -> None:
+    with opened(socket) as store:
+        assert store.put([key(0)], [value(0)]) == [True]
+        stop(served)
+        first = threading.Thread(target=store.put, args=([key(1)], [value(1)]), kwargs={"timeout": 1})
+        second = threading.Thread(target=store.put, args=([key(2)], [value(2)]), kwargs={"timeout": 3})
+        first.start()
+        time.sleep(0.1)  # so that the first one is in its turn
+        second.start()
+        first.join()
+        second.join()
+        served.send_signal(signal.SIGCONT)
+        wait_for(lambda: store.put([key(3)], [value(3)]) == [True])
+        assert [got(store, number) or value(number) for number in (1, 2)] == [value(1), value(2)]
+
+
+def lingering() -> tuple[sockets.socket, sockets.socket]:
+    """Return a socket whose last descriptor takes an hour to close, and what it is connected to."""
+    with sockets.create_server(("127.0.0.1", 0)) as listening:
+        end = sockets.create_connection(listening.getsockname())
+        other, _ = listening.accept()
+    end.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 3600))
+    end.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            end.send(bytes(1 << 16))
+    return end, other
+
+
+def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subprocess.Popen[str]) -> None:
+    attach = b"\x00\x01\x01n\x40"
+    with contextlib.ExitStack() as kept, opened(socket) as store:
+        assert store.put([key(1)], [value(1)]) == [True]
+        stop(served)  # so that it has the last descriptors
+        for messages in ([attach], [b"\xff"], [b"\x06"], [b""], [b"\xff", b"\xff"]):
+            client = kept.enter_context(sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET))
+            client.connect(str(socket))
+            for message in messages:
+                end, other = lingering()
+                kept.enter_context(other)
+                with end:
+                    sockets.send_fds(client, [message], [end.fileno()] * 4)
+        served.send_signal(signal.SIGCONT)
+        assert store.put([key(2)], [value(2)]) == [True]
+        wait_for(lambda: store.stats()["keeper"]["refused"] >= 4)
+        with opened(socket) as other_store:
+            assert got(other_store, 2) == value(2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
+def test_program_of_another_user_gets_nothing() -> None:
+    code = """
+import os, socket, sys
+os.setresgid(12345, 12345, 12345)
+os.setresuid(12345, 12345, 12345)
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listening.bind(sys.argv[1])
+listening.listen()
+os.chmod(sys.argv[1], 0o777)
+print("ready", flush=True)
+while True:
+    print(len(listening.accept()[0].recv(65536)), flush=True)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)  # noqa: PTH101, S103
+        path = Path(folder) / "keeper"
+        with opened(path) as early, process(sys.executable, "-c", code, str(path)) as other:
+            assert line(other) == "ready\n"
+            with pytest.raises(Error, match="a process of another user listens at the socket") as caught:
+                opened(path)
+            assert caught.value.facts["uid"] == "12345"
+            assert line(other) == "0\n"
+            time.sleep(1.1)  # until the store attaches again
+            assert early.put([key(1)], [value(1)]) == [False]
+            assert "a process of another user" in early.stats()["refused"]
+            assert line(other) == "0\n"
+
+
+@pytest.mark.usefixtures("served")
+def test_killed_client_leaves_whole_values_only(socket: Path) -> None:
+    code = """
+number = 0
+while True:
+    numbers = range(number, number + 16)
+    store.put([key(n) for n in numbers], [value(n) for n in numbers])
+    print(number, flush=True)
+    number += 16
+"""
+    with opened(socket) as store:
+        for _ in range(5):
+            with child(socket, code) as other:
+                while int(line(other)) < 160:
+                    pass
+                other.kill()
+                other.wait(LIMIT)
+            wait_for(lambda: store.stats()["keeper"]["clients"] == 1)
+            found = [number for number in range(2000) if store.exists([key(number)]) == [True]]
+            assert found
+            assert len(found) <= 64
+            assert [got(store, number) for number in found] == [value(number) for number in found]
+
+
+@pytest.mark.usefixtures("served")
+def test_leases_of_a_killed_process_end(socket: Path) -> None:
+    code = """
+store.put([key(n) for n in range(20)], [value(n) for n in range(20)])
+print(sum(store.lease([key(n) for n in range(20)], ttl=10)), flush=True)
+sys.stdin.read()
+"""
+    with opened(socket) as store:
+        with child(socket, code) as other:
+            assert line(other) == "16\n"  # a quarter of the slots
+            numbers = range(100, 164)
+            assert sum(store.put([key(n) for n in numbers], [value(n) for n in numbers])) == 64
+            assert store.exists([key(n) for n in range(20)]) == [True] * 16 + [False] * 4
+            assert store.stats()["keeper"]["leased"] == 16
+            other.kill()
+            wait_for(lambda: store.stats()["keeper"]["leased"] == 0, limit=3)  # their time would end later
+        assert store.lease([key(0), key(1000)], ttl=5) == [True, False]
+        store.unlease([key(0)])
+        assert store.stats()["keeper"]["leased"] == 0
+        for ttl in (0, 11):
+            with pytest.raises(InvalidArgument, match="ttl="):
+                store.lease([key(0)], ttl=ttl)
+
+
+def test_buffers_and_arrays_are_values(socket: Path, keeper: Keeper) -> None:
+    np = pytest.importorskip("numpy")
+    array = np.arange(VALUE // 4, dtype=np.int32).reshape(4, -1)
+    with opened(socket) as store:
+        assert store.put([key(1), key(2), key(3)], [array, bytearray(value(2)), value(3)]) == [True] * 3
+        into = [np.zeros_like(array), bytearray(VALUE), memoryview(bytearray(VALUE))]
+        assert store.get([key(1), key(2), key(3)], into) == [True] * 3
+        assert (into[0] == array).all()
+        assert [bytes(into[1]), bytes(into[2])] == [value(2), value(3)]
+    assert keeper.slots == 64
+
+
+def test_more_values_than_fit_replace_the_oldest(socket: Path, keeper: Keeper) -> None:
+    with opened(socket) as store:
+        numbers = range(keeper.slots)
+        assert all(store.put([key(n) for n in numbers], [value(n) for n in numbers]))
+        assert got(store, 0) == value(0)
+        assert store.put([key(1000)], [value(1000)]) == [True]
+        # The end of the chain goes first.
+        assert [n for n in numbers if store.exists([key(n)]) == [False]] == [keeper.slots - 1]
+        assert store.stats()["keeper"]["evicted"] == 1
+        chain = range(2000, 2100)  # too long for one message, and for the memory
+        assert all(store.put([key(n) for n in chain], [value(n) for n in chain]))
+        assert store.exists([key(n) for n in chain]) == [True] * 64 + [False] * 36
+
+
+@pytest.mark.usefixtures("keeper")
+def test_wrong_arguments_are_named(socket: Path) -> None:
+    def refused(call: Callable[[], object], error: type[Exception] = InvalidArgument) -> str:
+        with pytest.raises(error) as caught:
+            call()
+        return str(caught.value)
+
+    with opened(socket) as store:
+        assert refused(lambda: store.exists([b"short"])) == "keys[0]=5 bytes must be 28 bytes"
+        assert "len(keys)=4097 must be at most 4096" in refused(lambda: store.exists([key(1)] * 4097))
+        assert len(store.exists([key(1)] * 4096)) == 4096
+        assert refused(lambda: store.put([key(1)], [b"short"])) == (
+            "values[0]=5 bytes must be 65536 bytes, a value of the store"
+        )
+        assert refused(lambda: store.get([key(1)], [])) == "len(into)=0 must be 1, one for each key"
+        assert "writable" in refused(lambda: store.get([key(1)], [memoryview(bytes(VALUE))]))
+        assert "keys must be a list or tuple" in refused(lambda: store.exists(key(1)), TypeError)  # type: ignore[arg-type]
+        assert "keys[0] must be bytes" in refused(lambda: store.exists(["a"]), TypeError)  # type: ignore[list-item]
+        assert "values[0] must be" in refused(lambda: store.put([key(1)], ["a"]), TypeError)  # type: ignore[list-item]
+        assert "timeout" in refused(lambda: store.put([], [], timeout=0))
+        assert "tmeout" in refused(lambda: store.put([], [], tmeout=1), TypeError)  # type: ignore[call-arg]
+    assert "namespace=0 bytes must be" in refused(lambda: opened(socket, namespace=""))
+    assert "value=1024 must be 65536, as in the namespace" in refused(lambda: opened(socket, value="1KiB"))
+    assert "value=131072 must be at most 65536" in refused(lambda: opened(socket, value="128KiB", namespace="b"))
+    assert "value=big must be a number of bytes" in refused(lambda: opened(socket, value="big"))
+    assert "memory=1024 must be at least" in refused(lambda: Keeper(memory=1024, socket=f"{socket}2"))
+    assert "memory" in refused(lambda: Keeper(memory="1000TiB", socket=f"{socket}2"))
+    assert refused(lambda: Keeper(memory="60TiB", socket=f"{socket}2", value="64MiB"), MemoryError)
+
+
+def test_path_in_use_is_refused_with_its_process(socket: Path, served: subprocess.Popen[str]) -> None:
+    with pytest.raises(Error, match="another program listens at the socket") as caught:
+        Keeper(memory="4MiB", socket=socket)
+    assert caught.value.facts["pid"] == str(served.pid)
+    command = [sys.executable, "-m", "llm_datadist", "serve", "--memory", "4MiB", "--socket", str(socket)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)  # noqa: S603
+    assert done.returncode == 1
+    assert f"pid={served.pid}" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_stops_cleanly(socket: Path, served: subprocess.Popen[str], number: signal.Signals) -> None:
+    served.send_signal(number)
+    assert served.wait(LIMIT) == 0
+    assert not socket.exists()
+
+
+def test_serve_names_a_wrong_size(socket: Path) -> None:
+    command = [sys.executable, "-m", "llm_datadist", "serve", "--socket", str(socket), "--memory", "lots"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)  # noqa: S603
+    assert done.returncode == 2
+    assert done.stderr.startswith("llm-datadist serve: memory=lots must be ")
+
+
+def test_closed_and_forked_objects_refuse_calls(socket: Path, keeper: Keeper) -> None:
+    store = opened(socket)
+    assert store.put([key(1)], [value(1)]) == [True]
+    forked = os.fork()
+    if forked == 0:
+        status = 1
+        try:
+            store.exists([key(1)])
+        except Closed:
+            status = 0 if keeper.closed else 2
+        del store
+        keeper.close()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    # The child has closed nothing of its parent.
+    assert got(store, 1) == value(1)
+    store.close()
+    store.close()
+    for call in (lambda: store.exists([]), store.stats, lambda: store.put([], [])):
+        with pytest.raises(Closed):
+            call()
+    assert not keeper.closed
+    keeper.close()
+    keeper.close()
+    assert keeper.closed
