@@ -161,7 +161,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=$(CURDIR)/fuzz/Cargo.toml cargo check --manifest-path fuzz/Cargo.toml --bins --locked --quiet --target-dir target/fuzz/check  # links nothing: any path keeps the build script from compiling libFuzzer
-	cargo clippy -p llm-datadist-core -p llm-datadist-embed -p llm-datadist-py -p llm-datadist-capi -- -D warnings  # without the feature `testing`: finds dead code
+	cargo clippy -p llm-datadist-core -p llm-datadist-embed -p llm-datadist-py -p llm-datadist-capi -p llm-datadist-keeper -- -D warnings  # without the feature `testing`: finds dead code
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude llm-datadist-testing --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

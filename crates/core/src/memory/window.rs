@@ -52,7 +52,7 @@ impl Reach {
     }
 }
 
-/// A bounds-checked range of bytes inside one tensor, [`BounceBuffer`](super::BounceBuffer) or borrowed slice. It describes a
+/// A bounds-checked range of bytes inside one tensor, `BounceBuffer` or borrowed slice. It describes a
 /// location only: there is no way to read it as a slice.
 #[derive(Clone, Copy, Debug)]
 pub struct Window<'a> {
