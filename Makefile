@@ -169,7 +169,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/mypy examples/asyncio_server
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
-	MYPYPATH=benches $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py transfer_latency.py)
+	MYPYPATH=benches:tools $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py transfer_latency.py)
 	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native
 	$(BIN)/python tools/mutants/run.py --check
 	$(BIN)/python -m pytest -q tools/lint tools/build/tests
