@@ -129,8 +129,13 @@ def advance_until(condition: Callable[[], bool], *schedulers: Scheduler) -> None
 
 
 def linked(scheduler: Scheduler) -> list[Any]:
-    """The peers of a scheduler, as soon as it has one."""
-    advance_until(lambda: scheduler.links._engine.peers != [], scheduler)
+    """The peers of a scheduler, as soon as it has one, and none that it has added is still being linked."""
+
+    def is_linked() -> bool:
+        links = scheduler.links
+        return links._engine.peers != [] and all(remote.peer is not None for remote in links._remotes.values())
+
+    advance_until(is_linked, scheduler)
     return scheduler.links._engine.peers
 
 
