@@ -161,7 +161,8 @@ def test_the_addresses_of_all_ranks_arrive(vllm: Vllm) -> None:
     outputs = []
     for rank in (1, 0):
         half = vllm.halves[1]
-        half._rank, half._reported = rank, False
+        half._worker._shard = replace(half._worker._shard, rank=rank, ranks=2)
+        half._reported = False
         meta = vllm.worker.build_connector_worker_meta()
         outputs.append(ModelRunnerOutput.with_kv_conn_output_only(KVConnectorOutput(kv_connector_worker_meta=meta)))
     joined = KVOutputAggregator(expected_finished_count=2).aggregate(outputs)
