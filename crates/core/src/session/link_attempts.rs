@@ -15,7 +15,7 @@ use crate::sync::{Condvar, Mutex, OnDrop};
 
 /// How long a call waits for the attempt of another one, which may be stuck: nothing limits it but the time limit of its own
 /// call.
-const PATIENCE: Duration = Duration::from_secs(1);
+const SHARED_ATTEMPT_WAIT: Duration = Duration::from_secs(1);
 
 /// What an attempt is for: the address, and the name that the engine there must have, if it is given.
 pub(super) type LinkTarget = (SocketAddr, Option<String>);
@@ -50,7 +50,7 @@ enum AttemptState {
 
 impl LinkAttempts {
     /// Returns the end of the attempt for `target` that runs, or else of the one that `attempt` makes. If the one that runs does
-    /// not end within [`PATIENCE`], this call makes one that is not shared. Returns `Err` if the caller was interrupted or
+    /// not end within [`SHARED_ATTEMPT_WAIT`], this call makes one that is not shared. Returns `Err` if the caller was interrupted or
     /// `deadline` passes before.
     pub(super) fn share(
         &self,
@@ -58,7 +58,7 @@ impl LinkAttempts {
         deadline: Deadline,
         attempt: impl FnOnce() -> AttemptEnd,
     ) -> Result<AttemptEnd> {
-        let patience = deadline.at_most(PATIENCE);
+        let shared_until = deadline.at_most(SHARED_ATTEMPT_WAIT);
         loop {
             let (running, is_first) = match self.0.lock().entry(target.clone()) {
                 Entry::Occupied(running) => (running.get().clone(), false),
@@ -76,11 +76,11 @@ impl LinkAttempts {
                 drop(forgets);
                 return Ok(end);
             }
-            if let Some(end) = running.wait(patience)? {
+            if let Some(end) = running.wait(shared_until)? {
                 return Ok(end);
             }
             deadline.check("linking")?;
-            if patience.passed() {
+            if shared_until.passed() {
                 return Ok(attempt());
             }
         }
@@ -94,19 +94,19 @@ impl Attempt {
         self.changed.notify_all();
     }
 
-    /// Waits for the end, until `patience` passes. Returns `None` if there is none by then, or if it does not count for others.
+    /// Waits for the end, until `shared_until` passes. Returns `None` if there is none by then, or if it does not count for others.
     /// Returns `Err` if the caller was interrupted.
-    fn wait(&self, patience: Deadline) -> Result<Option<AttemptEnd>> {
+    fn wait(&self, shared_until: Deadline) -> Result<Option<AttemptEnd>> {
         let mut state = self.state.lock();
         loop {
             if let AttemptState::Ended(end) = &*state {
                 return Ok(end.clone());
             }
-            if patience.passed() {
+            if shared_until.passed() {
                 return Ok(None);
             }
-            drop(self.changed.wait_timeout(state, patience.wait_limit()));
-            patience.interruption("linking")?;
+            drop(self.changed.wait_timeout(state, shared_until.wait_limit()));
+            shared_until.interruption("linking")?;
             state = self.state.lock();
         }
     }

@@ -193,16 +193,16 @@ fn open(twin: &Twin) -> Result<(), Why> {
 #[test]
 fn the_reasons_of_the_latest_ends_are_known() {
     let (_, _, grants) = grants();
-    let lend_and_end = |end: GrantEnd| {
+    let ended_grant = |end: GrantEnd| {
         let grant = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
         assert!(grants.end(&grant, end));
         grant.id()
     };
-    let first = lend_and_end(GrantEnd::Expired);
-    let all: Vec<_> = (1..4096).map(|_| lend_and_end(GrantEnd::Revoked)).collect();
+    let first = ended_grant(GrantEnd::Expired);
+    let all: Vec<_> = (1..4096).map(|_| ended_grant(GrantEnd::Revoked)).collect();
     let reason = |id: &GrantId| why(&grants.find(id).unwrap_err());
     assert_eq!(reason(&first), (ErrorKind::GrantEnded, Some("expired".into())));
-    lend_and_end(GrantEnd::Done);
+    ended_grant(GrantEnd::Done);
     assert_eq!(reason(&first), (ErrorKind::GrantEnded, None), "too long ago");
     for id in [&all[0], &all[4094]] {
         assert_eq!((id.slot, reason(id)), (first.slot, (ErrorKind::GrantEnded, Some("revoked".into()))));
