@@ -1,4 +1,4 @@
-"""The collector for Prometheus has the values of `stats()`, and the dashboard for Grafana has names that exist."""
+"""The collectors for Prometheus have the values of `stats()`, and the dashboard for Grafana has names that exist."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Callable
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from llm_datadist import Engine
-from llm_datadist.integrations.prometheus import EngineCollector
+from llm_datadist import Engine, Keeper, Store
+from llm_datadist.integrations.prometheus import EngineCollector, KeeperCollector, StoreCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,12 +183,67 @@ def test_a_closed_engine_has_no_metrics(start: Open) -> None:
     assert generate_latest(registry) == b""
 
 
+def stored(folder: Path) -> tuple[Keeper, Store]:
+    """Return a keeper, and a store that has put two values and looked for three."""
+    keeper = Keeper(memory="1MiB", socket=folder / "keeper", value=64)
+    store = Store(folder / "keeper", namespace="a model", value=64)
+    keys = [bytes([number]) * 28 for number in range(3)]
+    assert store.put([*keys[:2], keys[0]], [bytes(64)] * 3) == [True] * 3
+    assert store.get(keys, [bytearray(64) for _ in keys]) == [True, True, False]
+    return keeper, store
+
+
+def test_stores_and_keepers_have_the_values_of_stats(tmp_path: Path) -> None:
+    keeper, store = stored(tmp_path)
+    registry = CollectorRegistry()
+    registry.register(StoreCollector({"small": store}))
+    registry.register(KeeperCollector(tmp_path / "keeper", tmp_path / "nobody"))
+    value = registry.get_sample_value
+    stats = store.stats()
+    of, at = {"store": "small"}, {"keeper": str(tmp_path / "keeper")}
+    assert value("llm_datadist_store_hits_total", of) == stats["hits"] == 2
+    assert value("llm_datadist_store_hit_bytes_total", of) == 128
+    assert value("llm_datadist_store_get_seconds_total", of) == stats["get_nanos"] / 1e9 > 0
+    misses = {reason: value("llm_datadist_store_misses_total", {**of, "reason": reason}) for reason in REASONS}
+    assert misses == {"absent": 1, "changed": 0, "away": 0}
+    results = {result: value("llm_datadist_store_put_values_total", {**of, "result": result}) for result in RESULTS}
+    assert results == {"stored": 2, "present": 1, "no_room": 0, "away": 0}
+    assert value("llm_datadist_store_keeper_up", of) == 1
+    counted = stats["keeper"]
+    assert counted is not None
+    for name in ("slots", "values", "clients", "namespaces", "leased"):
+        assert value(f"llm_datadist_keeper_{name}", at) == counted[name]  # type: ignore[literal-required]
+    for name in ("stored", "stored_bytes", "present", "evicted", "puts"):
+        assert value(f"llm_datadist_keeper_{name}_total", at) == counted[name]  # type: ignore[literal-required]
+    assert [value("llm_datadist_keeper_up", {"keeper": str(tmp_path / name)}) for name in ("keeper", "nobody")] == [
+        1,
+        0,
+    ]
+    keeper.close()
+    assert value("llm_datadist_keeper_up", at) == 0
+    assert value("llm_datadist_keeper_slots", at) is None
+    assert value("llm_datadist_store_keeper_up", of) == 0
+    store.close()
+    assert value("llm_datadist_store_hits_total", of) is None
+
+
+REASONS = ("absent", "changed", "away")
+RESULTS = ("stored", "present", "no_room", "away")
+
+
 def endings(kind: str) -> list[str]:
     return {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}[kind]
 
 
-def test_the_dashboard_has_names_that_exist(start: Open) -> None:
-    kinds = {family.name: family.type for family in EngineCollector(linked(start, "prefill")).collect()}
+def test_the_dashboard_has_names_that_exist(start: Open, tmp_path: Path) -> None:
+    keeper, store = stored(tmp_path)
+    with keeper, store:
+        collectors = (
+            EngineCollector(linked(start, "prefill")),
+            StoreCollector({"a model": store}),
+            KeeperCollector(tmp_path / "keeper"),
+        )
+        kinds = {family.name: family.type for collector in collectors for family in collector.collect()}
     names = {name + end for name, kind in {**kinds, **VLLM}.items() for end in endings(kind)}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     used = {name for panel in panels for target in panel["targets"] for name in NAME.findall(target["expr"])}
@@ -197,10 +252,19 @@ def test_the_dashboard_has_names_that_exist(start: Open) -> None:
     unused = {name for name in {**kinds, **VLLM} if not any(one.startswith(name) for one in used)}
     assert unused == {
         "llm_datadist_caches",
+        "llm_datadist_keeper_dropped",
+        "llm_datadist_keeper_leases",
+        "llm_datadist_keeper_leases_refused",
+        "llm_datadist_keeper_namespaces",
+        "llm_datadist_keeper_present",
+        "llm_datadist_keeper_refused",
+        "llm_datadist_keeper_slot_bytes",
+        "llm_datadist_keeper_stored_bytes",
         "llm_datadist_keys",
         "llm_datadist_pool_failures",
         "llm_datadist_pool_peak_used_bytes",
         "llm_datadist_pool_released_bytes",
+        "llm_datadist_store_attached",
         "vllm:llm_datadist_receive_blocks",
     }
 

@@ -9,32 +9,42 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from llm_datadist import Engine
+from llm_datadist import Engine, Keeper, Store
+from llm_datadist.native import KeeperObserver
 from llm_datadist.stats import (
     EngineStats,
     FabricStats,
+    KeeperStats,
     LinkStats,
     OpStats,
     PathStats,
     PoolStats,
     Stats,
+    StoredChange,
+    StoredChanges,
+    StoredNamespace,
+    StoredValue,
+    StoreStats,
     SwapInStats,
     TableStats,
     VerifyStats,
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llm_datadist import LLMDataDist
 
 CLASSES = [
     *(EngineStats, Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats)
 ]
+KEEPER_CLASSES = [StoreStats, KeeperStats, StoredNamespace, StoredValue, StoredChanges, StoredChange]
 LIMIT = 60.0
 
 
 def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:
     """Check that `value` has the type `kind`, field by field."""
-    if kind in CLASSES:
+    if kind in CLASSES + KEEPER_CLASSES:
         assert sorted(value) == sorted(kind.__annotations__), place
         seen.add(kind.__name__)
         for name, of in get_type_hints(kind).items():
@@ -48,6 +58,8 @@ def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:
         assert isinstance(value, list), place
         for item in value:
             compare(item, get_args(kind)[0], f"{place}[]", seen)
+    elif value is not None and get_args(kind)[:1] == (KeeperStats,):  # `Optional`
+        compare(value, KeeperStats, place, seen)
     else:
         allowed = get_args(kind) or (kind,)
         assert type(value) in allowed, f"{place}: {value!r} is no {kind}"
@@ -71,6 +83,23 @@ def test_every_field_of_a_real_answer_is_documented_and_no_other() -> None:
 def test_the_original_api_has_the_same_fields(dist: LLMDataDist) -> None:
     compare(dist.stats(), Stats, "stats", set())
     assert dist.cache_manager.stats().keys() == dist.stats().keys()
+
+
+def test_every_field_of_a_store_and_a_keeper_is_documented_and_no_other(tmp_path: Path) -> None:
+    seen: set[str] = set()
+    socket = tmp_path / "keeper"
+    with Keeper(memory="1MiB", socket=socket) as keeper, Store(socket, namespace="a model") as store:
+        observer = KeeperObserver(socket)
+        assert observer.changes() == {"changes": [], "missed": 0}
+        store.put([bytes(28)], [bytes(65536)])
+        compare(store.stats(), StoreStats, "stats", seen)
+        with observer:
+            compare(observer.changes(), StoredChanges, "changes", seen)
+            for listed, kind in ((observer.namespaces(), StoredNamespace), (observer.values(), StoredValue)):
+                compare(listed, list[kind], "listed", seen)  # type: ignore[valid-type]
+        keeper.close()
+        compare(store.stats(), StoreStats, "stats", seen)
+    assert seen == {kind.__name__ for kind in KEEPER_CLASSES}
 
 
 def test_percentiles_are_never_above_the_longest_call() -> None:

@@ -74,3 +74,12 @@ def test_single_calls_of_two_trees_have_their_ratio():
         assert 0 < float(then50) <= float(then99)
         assert 0 < float(now50) <= float(now99)
         assert float(ratio) > 0
+
+
+def test_store_and_keeper_have_their_ratios():
+    rows = table("store.py", "--rounds", "2", "--mebibytes", "8")
+    sizes = [line for line in rows if line in ("64 KiB", "2 MiB")]
+    assert sizes == ["64 KiB", "2 MiB"]
+    for size in sizes:
+        assert len(rows[size]) == 7
+        assert min(map(float, rows[size][1:])) >= 0

@@ -24,6 +24,7 @@ from llm_datadist.native import GrantClosed as GrantClosed
 from llm_datadist.native import GrantEnded as GrantEnded
 from llm_datadist.native import InvalidArgument as InvalidArgument
 from llm_datadist.native import Keeper as Keeper
+from llm_datadist.native import KeeperObserver as KeeperObserver
 from llm_datadist.native import KvLayout as KvLayout
 from llm_datadist.native import Message as Message
 from llm_datadist.native import NotFound as NotFound

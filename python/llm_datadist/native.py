@@ -35,6 +35,7 @@ __all__ = [
     "GrantEnded",
     "InvalidArgument",
     "Keeper",
+    "KeeperObserver",
     "KvLayout",
     "Message",
     "NotFound",
@@ -61,6 +62,8 @@ Engine = _native.Engine
 Grant = _native.Grant
 GrantClosed = _native.GrantClosed
 Keeper = _native.Keeper
+_Holder = _native.Holder  # of `llm-datadist serve`
+KeeperObserver = _native.KeeperObserver
 KvLayout = _native.KvLayout
 Message = _native.Message
 Peer = _native.Peer

@@ -16,6 +16,7 @@ Three rules hold for every call:
 Objects of this module may be used from any number of threads at once.
 """
 
+import socket
 from collections.abc import AsyncIterator, Generator, Sequence
 from os import PathLike
 from types import TracebackType
@@ -36,7 +37,7 @@ from llm_datadist.errors import (
     Timeout,
     VerifyFailed,
 )
-from llm_datadist.stats import EngineStats
+from llm_datadist.stats import EngineStats, KeeperStats, StoredChanges, StoredNamespace, StoredValue, StoreStats
 
 __all__ = [
     "Busy",
@@ -53,6 +54,7 @@ __all__ = [
     "GrantEnded",
     "InvalidArgument",
     "Keeper",
+    "KeeperObserver",
     "KvLayout",
     "Message",
     "NotFound",
@@ -1170,7 +1172,7 @@ class Store:
     """A client of a keeper: values by key, shared with other processes of this host, which outlive this one.
 
     A key is 28 bytes: a digest of everything that decides the bytes of the value, such as ``hashlib.sha224``. If the
-    keeper is away, every key is a miss and nothing raises; the store attaches again by itself, at most once a second.
+    keeper is away, every key is a miss and nothing raises; the store attaches again by itself.
     Several threads may use a store. A call has at most 4,096 keys. ``with`` calls ``close`` at the end.
 
     Args:
@@ -1222,13 +1224,15 @@ class Store:
         Args:
             keys: list of keys, at most 4,096.
             into: list of writable buffers or arrays in host memory, one for each key, each with the bytes of a value.
+                They must not overlap.
 
         Returns:
             For each key whether its buffer has the value, complete and right. Other buffers may have any bytes.
 
         Raises:
             TypeError: an argument has the wrong type.
-            InvalidArgument: a key does not have 28 bytes, there are too many, or a buffer has another size.
+            InvalidArgument: a key does not have 28 bytes, there are too many, or a buffer has another size or overlaps
+                another one.
             Closed: the store is closed, or belongs to the parent of this process.
         """
 
@@ -1241,8 +1245,9 @@ class Store:
 
         Args:
             keys: list of keys, at most 4,096.
-            values: list of ``bytes``, writable buffers or arrays in host memory, one for each key, each with the
-                bytes of a value. No other thread may write them during the call.
+            values: list of ``bytes``, buffers or arrays in host memory, one for each key, each with the bytes of a
+                value. No other thread may write them during the call. A read-only buffer that is neither ``bytes`` nor
+                an array is copied first.
             timeout: time limit in seconds. ``None``: that of the store.
 
         Returns:
@@ -1308,18 +1313,31 @@ class Store:
             Closed: the store is closed, or belongs to the parent of this process.
         """
 
-    def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
+    def clear(self, *, timeout: float | None = None) -> int:
+        """Have the keeper drop all values of the namespace. Those that are put meanwhile may stay.
+
+        Args:
+            timeout: time limit in seconds. ``None``: that of the store.
+
+        Returns:
+            How many values there were.
+
+        Raises:
+            TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
+            PeerLost: the keeper is away.
+            Timeout: the keeper has not answered in time.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def stats(self, *, timeout: float | None = None) -> StoreStats:
         """Return the counts of this store, and those of the keeper.
 
         Args:
             timeout: time limit in seconds. ``None``: that of the store.
 
         Returns:
-            A dict with ``hits``, ``misses_absent``, ``misses_changed`` (replaced while it was copied),
-            ``misses_away``, ``puts_away``, ``attached`` (how often), ``refused`` (why it could not attach when it last
-            tried; ``None`` if it could, or if the keeper was away), and a dict ``keeper``, which is ``None`` if the
-            keeper is away or does not answer in time. It has ``slots``, ``slot_bytes``, ``values``, ``leased``,
-            ``clients``, ``namespaces``, ``stored``, ``present``, ``no_room``, ``evicted``, ``dropped`` and ``refused``.
+            A dict: ``llm_datadist.stats.StoreStats`` has its fields. The counters of the keeper are ``None`` if it is
+            away or does not answer in time.
 
         Raises:
             TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
@@ -1369,7 +1387,10 @@ class Keeper:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called, or this process is a forked child. This property never raises."""
+        """Whether it serves nobody. This property never raises.
+
+        ``close`` was called, another keeper has taken over, its thread has ended, or this process is a forked child.
+        """
 
     def close(self) -> None:
         """Forget all values and remove the socket. Stores then find nothing. Closing again does nothing."""
@@ -1378,3 +1399,102 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
+
+@final
+class KeeperObserver:
+    """A client of a keeper that only looks: it lists values and namespaces, and reads counters.
+
+    It has no namespace of its own. It does not attach again: once a call has failed with ``PeerLost`` or ``Timeout``,
+    open another one. A keeper has at most 8. Several threads may use it. ``with`` calls ``close`` at the end.
+
+    Args:
+        socket: path at which the keeper listens.
+        timeout: seconds after which attaching and each call give up.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        InvalidArgument: an argument is out of range, or the version of the keeper differs.
+        PeerLost: no keeper listens there.
+        Timeout: the keeper has not answered in time.
+        Error: the system refuses the connection, a process of another user listens at the socket, or the keeper has 8
+            observers.
+    """
+
+    def __new__(cls, socket: str | PathLike[str], /, *, timeout: float = 5.0) -> Self: ...
+    def stats(self) -> KeeperStats:
+        """Return the counters of the keeper.
+
+        Raises:
+            PeerLost: the keeper has ended, or an earlier call has failed.
+            Timeout: the keeper has not answered in time.
+            Closed: the observer is closed, or belongs to the parent of this process.
+        """
+
+    def namespaces(self) -> list[StoredNamespace]:
+        """Return the namespaces that the keeper knows, in the order of their numbers.
+
+        Raises:
+            PeerLost: the keeper has ended, or an earlier call has failed.
+            Timeout: the keeper has not answered in time.
+            Closed: the observer is closed, or belongs to the parent of this process.
+        """
+
+    def values(self, namespace: int | None = None, /, *, limit: int = 1000) -> list[StoredValue]:
+        """Return values that the keeper has, the most recently used ones first.
+
+        They are not all of the same moment, because the keeper serves others meanwhile. A value that stays meanwhile is
+        there exactly once, whatever is used. A key that is dropped and put again meanwhile may be missing, or be there
+        twice with different slots.
+
+        Args:
+            namespace: number of a namespace. ``None``: the values of all.
+            limit: most values to return.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: an argument is out of range.
+            PeerLost: the keeper has ended, or an earlier call has failed.
+            Timeout: the keeper has not answered in time.
+            Closed: the observer is closed, or belongs to the parent of this process.
+        """
+
+    def changes(self) -> StoredChanges:
+        """Return which values were stored and removed since the last call, in this order.
+
+        The first call returns none: call it before ``values`` to follow the keeper from then on without a gap. The
+        keeper remembers the last 65,536 changes. Who asks too rarely is told how many are missing, and needs ``values``
+        again. Threads share what was returned.
+
+        Raises:
+            PeerLost: the keeper has ended, or an earlier call has failed.
+            Timeout: the keeper has not answered in time.
+            Closed: the observer is closed, or belongs to the parent of this process.
+        """
+
+    def close(self) -> None:
+        """End the connection to the keeper. Closing again does nothing.
+
+        Calls of other threads that wait for the keeper end.
+        """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+@final
+class _Holder:
+    """The memory and the socket of a keeper, from which forked children serve one after the other."""
+
+    def __new__(cls, *, memory: _Size, socket: str | PathLike[str], value: _Size, take_over: bool) -> Self: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def takes_over(self) -> bool: ...
+    def prepare(self, begin: int) -> int: ...
+    def take_over(self, stop: socket.socket) -> tuple[int, int]: ...
+    def serve(self, stop: socket.socket, *, empty: bool) -> bool: ...

@@ -1,4 +1,4 @@
-"""The types of the dicts that ``Engine.stats`` and ``LLMDataDist.stats`` return.
+"""The types of the dicts that ``Engine.stats``, ``LLMDataDist.stats``, ``Store.stats`` and a ``KeeperObserver`` return.
 
 ``docs/stats.md`` is generated from these docstrings. ``tests/test_stats.py`` compares the types with a real result.
 """
@@ -10,11 +10,17 @@ from typing import Optional, TypedDict
 __all__ = [
     "EngineStats",
     "FabricStats",
+    "KeeperStats",
     "LinkStats",
     "OpStats",
     "PathStats",
     "PoolStats",
     "Stats",
+    "StoreStats",
+    "StoredChange",
+    "StoredChanges",
+    "StoredNamespace",
+    "StoredValue",
     "SwapInStats",
     "TableStats",
     "VerifyStats",
@@ -219,3 +225,134 @@ class EngineStats(Stats):
 
     engine: str
     """Name of the engine."""
+
+
+class KeeperStats(TypedDict):
+    """A keeper (``KeeperObserver.stats``, and ``Store.stats``). The counters start at 0 when it opens."""
+
+    slots: int
+    """Slots of its memory."""
+    slot_bytes: int
+    """Bytes of a slot."""
+    values: int
+    """Values that it has now."""
+    leased: int
+    """Values that leases hold now."""
+    clients: int
+    """Stores that are attached now."""
+    observers: int
+    """Connections of ``KeeperObserver`` now."""
+    namespaces: int
+    """Namespaces that it knows."""
+    stored: int
+    """Values that it has copied."""
+    stored_bytes: int
+    """Bytes of these values."""
+    present: int
+    """Values that it did not copy, because their keys had one."""
+    no_room: int
+    """Values that it did not copy, because leases hold all slots, or because the places of the index for the key are in
+    use."""
+    evicted: int
+    """Values that were replaced because all slots were in use."""
+    dropped: int
+    """Values that stores have dropped."""
+    touched: int
+    """Values that stores have read or put again, as far as the keeper was told: a store says it without waiting."""
+    leases: int
+    """Leases that it has granted or renewed."""
+    leases_refused: int
+    """Keys that were not leased, because they had no value, or because of a limit."""
+    puts: int
+    """Requests to copy values, each of at most 4 MiB or one value. A call of ``Store.put`` makes one or several."""
+    put_nanos: int
+    """Total time of these requests in the keeper, in nanoseconds."""
+    refused: int
+    """Connections that it has refused or closed because of what the client sent."""
+
+
+class StoreStats(TypedDict):
+    """A store (``Store.stats``). The counters start at 0 when it opens."""
+
+    hits: int
+    """Values that ``get`` has copied."""
+    hit_bytes: int
+    """Bytes of these values."""
+    misses_absent: int
+    """Keys of ``get`` without a value. The keeper does not know whether it ever had one."""
+    misses_changed: int
+    """Keys of ``get`` whose value was replaced while it was copied."""
+    misses_away: int
+    """Keys of ``get`` while the keeper was away."""
+    gets: int
+    """Calls of ``get``."""
+    get_nanos: int
+    """Total time of these calls in nanoseconds."""
+    puts_stored: int
+    """Values of ``put`` that the keeper has copied."""
+    put_bytes: int
+    """Bytes of these values."""
+    puts_present: int
+    """Values of ``put`` whose keys had one."""
+    puts_no_room: int
+    """Values of ``put`` for which the keeper had no room."""
+    puts_away: int
+    """Values of ``put`` that the keeper did not confirm in time, or while it was away."""
+    puts: int
+    """Calls of ``put``."""
+    put_nanos: int
+    """Total time of these calls in nanoseconds."""
+    attached: int
+    """How often the store has attached to a keeper."""
+    refused: Optional[str]
+    """The reason why the store could not attach when it last tried. ``None`` if it could, or if the keeper was away."""
+    keeper: Optional[KeeperStats]
+    """The counters of the keeper. ``None`` if it is away, or does not answer in time."""
+
+
+class StoredNamespace(TypedDict):
+    """A namespace of a keeper (``KeeperObserver.namespaces``)."""
+
+    number: int
+    """The number by which the keeper knows it."""
+    text: str
+    """Its text."""
+    value: int
+    """Bytes of each of its values."""
+    values: int
+    """How many values it has."""
+
+
+class StoredValue(TypedDict):
+    """A value of a keeper (``KeeperObserver.values``)."""
+
+    namespace: int
+    """The number of its namespace."""
+    key: bytes
+    """Its key."""
+    slot: int
+    """The slot that has its bytes."""
+    used: int
+    """Of two values, the one with the larger number was used later. It is not a time."""
+    leased: bool
+    """Whether a lease holds it."""
+
+
+class StoredChange(TypedDict):
+    """A value that was stored or removed."""
+
+    namespace: int
+    """The number of its namespace."""
+    key: bytes
+    """Its key."""
+    stored: bool
+    """Whether it was stored. Otherwise it was replaced or dropped."""
+
+
+class StoredChanges(TypedDict):
+    """What has changed in a keeper since the last call (``KeeperObserver.changes``)."""
+
+    changes: list[StoredChange]
+    """The changes in their order."""
+    missed: int
+    """How many changes before those the keeper does not remember any more."""

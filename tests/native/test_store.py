@@ -6,7 +6,6 @@ Not for: random calls against a model, and hostile clients (`crates/keeper/tests
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
 import socket as sockets
@@ -17,60 +16,24 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Callable
 
 import pytest
 
-from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Store, Timeout
+from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Timeout
+
+from .stores import LIMIT, VALUE, child, child_of, got, key, line, opened, process, value, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VALUE = 64 << 10
-LIMIT = 60.0
 
-
-def key(number: int) -> bytes:
-    return hashlib.sha224(b"%d" % number).digest()
-
-
-def value(number: int) -> bytes:
-    return hashlib.sha256(b"%d" % number).digest() * (VALUE // 32)
-
-
-def wait_for(holds: Callable[[], bool], limit: float = LIMIT) -> None:
-    end = time.monotonic() + limit
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def got(store: Store, number: int) -> bytes | None:
-    """Return the value of a key, or `None` for a miss."""
-    buffer = bytearray(VALUE)
-    return bytes(buffer) if store.get([key(number)], [buffer]) == [True] else None
-
-
-@contextlib.contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a process with two pipes, and kill it at the end."""
-    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
-
-
-def line(started: subprocess.Popen[str]) -> str:
-    assert started.stdout is not None
-    return started.stdout.readline()
-
-
-def stop(started: subprocess.Popen[str]) -> None:
-    """Stop all threads of a process."""
-    started.send_signal(signal.SIGSTOP)
-    assert os.WIFSTOPPED(os.waitpid(started.pid, os.WUNTRACED)[1])
+def stop(started: subprocess.Popen[str]) -> int:
+    """Stop all threads of the process that serves, and return its id."""
+    pid = child_of(started)
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    return pid
 
 
 @contextlib.contextmanager
@@ -98,25 +61,6 @@ def keeper(socket: Path) -> Iterator[Keeper]:
         yield opened
 
 
-def opened(socket: Path, **options: Any) -> Store:
-    return Store(socket, **{"namespace": "a model", "timeout": LIMIT, **options})
-
-
-CHILD = """
-import hashlib, sys
-from llm_datadist import Store
-store = Store(sys.argv[1], namespace="a model", timeout=60.0)
-key = lambda number: hashlib.sha224(b"%d" % number).digest()
-value = lambda number: hashlib.sha256(b"%d" % number).digest() * 2048
-"""
-
-
-@contextlib.contextmanager
-def child(socket: Path, code: str) -> Iterator[subprocess.Popen[str]]:
-    with process(sys.executable, "-c", CHILD + code, str(socket)) as started:
-        yield started
-
-
 @pytest.mark.usefixtures("served")
 def test_one_process_puts_what_another_one_gets(socket: Path) -> None:
     with child(
@@ -140,7 +84,7 @@ def test_killed_keeper_means_misses_and_a_new_one_is_found(socket: Path, served:
         assert store.put([key(1)], [value(1)]) == [True]
         served.kill()
         served.wait(LIMIT)
-        assert got(store, 1) is None
+        wait_for(lambda: got(store, 1) is None)  # the process that served has seen the end of the other one
         assert store.exists([key(1)]) == [False]
         assert store.put([key(1)], [value(1)]) == [False]
         assert store.stats()["keeper"] is None
@@ -159,10 +103,10 @@ def test_call_that_waits_ends_with_the_keeper(socket: Path, served: subprocess.P
         socket, "print(1, flush=True); print(store.put([key(1)], [value(1)], timeout=3600), flush=True)"
     ) as other:
         assert line(other) == "1\n"
-        stop(served)
+        stopped = stop(served)
         with opened(socket, timeout=0.2) as store:  # its attempt to attach is not answered
             assert store.put([key(1)], [value(1)]) == [False]
-        served.kill()
+        os.kill(stopped, signal.SIGKILL)
         assert line(other) in ("[False]\n", "[True]\n")  # the keeper may have taken the value before it was stopped
         assert other.wait(LIMIT) == 0
 
@@ -172,13 +116,13 @@ def test_stopped_keeper_answers_from_its_memory_and_puts_end_in_time(
 ) -> None:
     with opened(socket) as store:
         assert store.put([key(1)], [value(1)]) == [True]
-        stop(served)
+        stopped = stop(served)
         assert store.exists([key(1), key(2)]) == [True, False]
         assert got(store, 1) == value(1)
         with pytest.raises(Timeout):
             store.drop([key(1)], timeout=0.1)
         assert store.put([key(2)], [value(2)], timeout=0.1) == [False]
-        served.send_signal(signal.SIGCONT)
+        os.kill(stopped, signal.SIGCONT)
         wait_for(lambda: store.put([key(3)], [value(3)]) == [True])
 
 
@@ -187,7 +131,7 @@ def test_put_that_times_out_is_not_stored_with_bytes_of_the_next_one(
 ) -> None:
     with opened(socket) as store:
         assert store.put([key(0)], [value(0)]) == [True]
-        stop(served)
+        stopped = stop(served)
         first = threading.Thread(target=store.put, args=([key(1)], [value(1)]), kwargs={"timeout": 1})
         second = threading.Thread(target=store.put, args=([key(2)], [value(2)]), kwargs={"timeout": 3})
         first.start()
@@ -195,7 +139,7 @@ def test_put_that_times_out_is_not_stored_with_bytes_of_the_next_one(
         second.start()
         first.join()
         second.join()
-        served.send_signal(signal.SIGCONT)
+        os.kill(stopped, signal.SIGCONT)
         wait_for(lambda: store.put([key(3)], [value(3)]) == [True])
         assert [got(store, number) or value(number) for number in (1, 2)] == [value(1), value(2)]
 
@@ -217,7 +161,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subp
     attach = b"\x00\x01\x01n\x40"
     with contextlib.ExitStack() as kept, opened(socket) as store:
         assert store.put([key(1)], [value(1)]) == [True]
-        stop(served)  # so that it has the last descriptors
+        stopped = stop(served)  # so that it has the last descriptors
         for messages in ([attach], [b"\xff"], [b"\x06"], [b""], [b"\xff", b"\xff"]):
             client = kept.enter_context(sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET))
             client.connect(str(socket))
@@ -226,7 +170,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subp
                 kept.enter_context(other)
                 with end:
                     sockets.send_fds(client, [message], [end.fileno()] * 4)
-        served.send_signal(signal.SIGCONT)
+        os.kill(stopped, signal.SIGCONT)
         assert store.put([key(2)], [value(2)]) == [True]
         wait_for(lambda: store.stats()["keeper"]["refused"] >= 4)
         with opened(socket) as other_store:
@@ -310,6 +254,37 @@ sys.stdin.read()
                 store.lease([key(0)], ttl=ttl)
 
 
+@pytest.mark.usefixtures("served")
+def test_leases_of_a_killed_process_end_although_another_one_has_its_socket(socket: Path) -> None:
+    code = """
+import os, subprocess
+store.put([key(1)], [value(1)])
+print(sum(store.lease([key(1)], ttl=10)), flush=True)
+sockets = [number for number in map(int, os.listdir("/proc/self/fd")) if is_socket(number)]
+print(subprocess.Popen(["sleep", "60"], pass_fds=sockets, stdout=subprocess.DEVNULL).pid, flush=True)
+sys.stdin.read()
+"""
+    helper = """
+import stat, os
+def is_socket(number):
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
+"""
+    with opened(socket) as store, child(socket, helper + code) as other:
+        assert line(other) == "1\n"
+        sleeping = int(line(other))
+        try:
+            assert store.stats()["keeper"]["leased"] == 1
+            other.kill()
+            wait_for(lambda: store.stats()["keeper"]["leased"] == 0, limit=5)  # its time would end later
+            assert store.stats()["keeper"]["clients"] == 1
+            os.kill(sleeping, 0)
+        finally:
+            os.kill(sleeping, signal.SIGKILL)
+
+
 def test_buffers_and_arrays_are_values(socket: Path, keeper: Keeper) -> None:
     np = pytest.importorskip("numpy")
     array = np.arange(VALUE // 4, dtype=np.int32).reshape(4, -1)
@@ -320,6 +295,33 @@ def test_buffers_and_arrays_are_values(socket: Path, keeper: Keeper) -> None:
         assert (into[0] == array).all()
         assert [bytes(into[1]), bytes(into[2])] == [value(2), value(3)]
     assert keeper.slots == 64
+
+
+@pytest.mark.usefixtures("keeper")
+def test_put_reads_constant_buffers_and_get_refuses_overlapping_ones(socket: Path) -> None:
+    np = pytest.importorskip("numpy")
+    constant = np.frombuffer(value(1), dtype=np.uint8)
+    assert not constant.flags.writeable
+    whole = np.frombuffer(b"ab" + value(4), dtype=np.uint8)
+    values = [constant, memoryview(value(2)), memoryview(value(3)).cast("I"), whole[2:]]
+    keys = [key(number) for number in range(1, 5)]
+    with opened(socket) as store:
+        assert store.put(keys, values) == [True] * 4
+        assert [got(store, number) for number in range(1, 5)] == [value(number) for number in range(1, 5)]
+        with pytest.raises(InvalidArgument, match=r"values\[0\]=65535 bytes"):
+            store.put([key(5)], [memoryview(value(1))[1:]])
+        with pytest.raises(InvalidArgument, match="a buffer with gaps"):
+            store.put([key(5)], [memoryview(value(1) * 2)[::2]])
+        for constant_buffer in (constant, memoryview(value(1))):
+            with pytest.raises(InvalidArgument, match=r"into\[0\]=a read-only"):
+                store.get([key(1)], [constant_buffer])
+        memory = bytearray(2 * VALUE)
+        begins = (0, VALUE - 1)
+        parts = [memoryview(memory)[begin : begin + VALUE] for begin in begins]
+        with pytest.raises(InvalidArgument) as caught:
+            store.get(keys[:2], parts)
+        assert str(caught.value) == "into[1]=memory that overlaps into[0] must be memory of its own"
+        assert memory == bytes(2 * VALUE)
 
 
 def test_more_values_than_fit_replace_the_oldest(socket: Path, keeper: Keeper) -> None:
@@ -357,8 +359,8 @@ def test_wrong_arguments_are_named(socket: Path) -> None:
         assert "values[0] must be" in refused(lambda: store.put([key(1)], ["a"]), TypeError)  # type: ignore[list-item]
         assert "timeout" in refused(lambda: store.put([], [], timeout=0))
         assert "tmeout" in refused(lambda: store.put([], [], tmeout=1), TypeError)  # type: ignore[call-arg]
+        assert "value=1024 must be 65536, as in the namespace" in refused(lambda: opened(socket, value="1KiB"))
     assert "namespace=0 bytes must be" in refused(lambda: opened(socket, namespace=""))
-    assert "value=1024 must be 65536, as in the namespace" in refused(lambda: opened(socket, value="1KiB"))
     assert "value=131072 must be at most 65536" in refused(lambda: opened(socket, value="128KiB", namespace="b"))
     assert "value=big must be a number of bytes" in refused(lambda: opened(socket, value="big"))
     assert "memory=1024 must be at least" in refused(lambda: Keeper(memory=1024, socket=f"{socket}2"))
@@ -374,13 +376,6 @@ def test_path_in_use_is_refused_with_its_process(socket: Path, served: subproces
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)  # noqa: S603
     assert done.returncode == 1
     assert f"pid={served.pid}" in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serve_stops_cleanly(socket: Path, served: subprocess.Popen[str], number: signal.Signals) -> None:
-    served.send_signal(number)
-    assert served.wait(LIMIT) == 0
-    assert not socket.exists()
 
 
 def test_serve_names_a_wrong_size(socket: Path) -> None:
@@ -415,3 +410,57 @@ def test_closed_and_forked_objects_refuse_calls(socket: Path, keeper: Keeper) ->
     keeper.close()
     keeper.close()
     assert keeper.closed
+
+
+def descriptors() -> set[int]:
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_keeper_whose_thread_has_ended_is_closed(socket: Path) -> None:
+    """What other code writes to the descriptors of the process may end the thread."""
+    before = descriptors()
+    with Keeper(memory="4MiB", socket=socket) as keeper, opened(socket) as store:
+        assert store.put([key(1)], [value(1)]) == [True]
+        assert not keeper.closed
+        for number in descriptors() - before:
+            with contextlib.suppress(OSError):  # not a socket that is connected
+                other = sockets.socket(fileno=os.dup(number))
+                with other:
+                    if other.type == sockets.SOCK_STREAM:
+                        other.send(b"x")
+        wait_for(lambda: keeper.closed)
+        assert not socket.exists()
+        assert store.exists([key(1)]) == [False]
+
+
+def test_store_unmaps_the_memory_of_its_keeper_without_the_gil(socket: Path) -> None:
+    """With this switch interval, another thread runs only where the GIL is released. It may get no core at once."""
+    turns, ended = 0, threading.Event()
+
+    def other() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            time.sleep(0.0005)
+
+    def ran_while_unmapping() -> bool:
+        store = opened(socket)
+        assert all(store.get([key(n) for n in range(512)], buffers))
+        before = turns
+        del store
+        return turns != before
+
+    with Keeper(memory="64MiB", socket=socket), opened(socket) as filling:
+        buffers = [bytearray(VALUE) for _ in range(512)]
+        assert all(filling.put([key(n) for n in range(512)], buffers))
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1000)
+        thread = threading.Thread(target=other)
+        thread.start()
+        try:
+            ran = any(ran_while_unmapping() for _ in range(50))
+        finally:
+            ended.set()
+            sys.setswitchinterval(before)
+            thread.join()
+    assert ran, "the GIL is never released"

@@ -15,11 +15,17 @@ import llm_datadist.stats
 from llm_datadist.stats import (
     EngineStats,
     FabricStats,
+    KeeperStats,
     LinkStats,
     OpStats,
     PathStats,
     PoolStats,
     Stats,
+    StoredChange,
+    StoredChanges,
+    StoredNamespace,
+    StoredValue,
+    StoreStats,
     SwapInStats,
     TableStats,
     VerifyStats,
@@ -28,6 +34,7 @@ from llm_datadist.stats import (
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "stats.md"
 CLASSES = (
     *(EngineStats, Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats),
+    *(StoreStats, KeeperStats, StoredNamespace, StoredValue, StoredChanges, StoredChange),
 )
 HEAD = """# Statistics
 
@@ -52,6 +59,9 @@ print(stats["ops"]["copy_blocks"]["calls"], stats["ops"]["copy_blocks"]["bytes"]
 Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their
 histograms. For percentiles over an interval, subtract the histogram at its start from the one at its end
 ([example](tuning.md#stats)). `p50_nanos` and `p99_nanos` cannot be combined in this way.
+
+`Store.stats()` returns the counters of a [store and its keeper](#storestats), and `KeeperObserver` what a
+[keeper](#keeperstats) has ([a cache that survives restarts](how-to/store.md)).
 
 This page is generated from `python/llm_datadist/stats.py` by `make docs-stats`.
 """

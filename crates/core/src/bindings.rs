@@ -46,8 +46,8 @@ pub mod keeper {
     pub use crate::memory::kernels::{Copy, Kernel, copy_all};
     pub use crate::memory::{
         CloseOnFork, Generations, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region, SharedWords,
-        Tensors, Window, above_standard_streams, peer_credentials, refuse_beyond_room, same_user,
-        take_descriptors,
+        Tensors, Window, above_standard_streams, peer_credentials, peer_process_descriptor,
+        refuse_beyond_room, same_user, take_descriptors,
     };
     pub use crate::net::{discard, is_crowded};
     pub use crate::session::{Poller, Watching};

@@ -1,6 +1,7 @@
 //! A client's connection to a keeper, with the memory that both share.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,8 +14,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 
-use crate::index::{self, Index};
-use crate::key::StoreKey;
+use crate::index::{self, Index, Place};
+use crate::key::{IndexKey, StoreKey};
 use crate::messages::{
     AttachRequest, KeeperRefusal, KeeperReply, KeeperRequest, RefusalKind, SharedGeometry, Stored, VERSION,
     decoded, encoded,
@@ -34,7 +35,7 @@ pub(crate) struct Attachment {
     /// The slots as one tensor.
     pub(crate) values: Tensors,
     /// The memory of this process from which the keeper copies values. `None` while it may do so, which is for ever after a put
-    /// without a reply.
+    /// without a reply, and if this attachment only looks.
     staging: Mutex<Option<Tensors>>,
     value: u64,
 }
@@ -45,13 +46,30 @@ impl Attachment {
     /// Returns `Err(NotLinked)` if no keeper listens there or it ends meanwhile, `Err(Timeout)` if it does not answer in time,
     /// `Err(InvalidArgument)` with the reason if it refuses, and another error if memory or descriptors are short here.
     pub(crate) fn open(path: &Path, namespace: &str, value: u64, deadline: Deadline) -> Result<Attachment> {
+        let bytes = sizes::staging_bytes(value);
+        let region = Arc::new(Region::ordinary("llm_datadist staging", bytes)?);
+        let memory = region.descriptor().ok_or_else(not_sealed)?;
+        let request = AttachRequest { version: VERSION, namespace: namespace.into(), value };
+        let attachment = Self::attach(path, &KeeperRequest::Attach(request), &[memory], deadline)?;
+        let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
+        Ok(Attachment { staging, value, ..attachment })
+    }
+
+    /// Attaches without memory to look at what the keeper has. Returns the errors of [`open`](Self::open).
+    pub(crate) fn observe(path: &Path, deadline: Deadline) -> Result<Attachment> {
+        Self::attach(path, &KeeperRequest::Observe(VERSION), &[], deadline)
+    }
+
+    /// Connects, sends the first message, and maps what the keeper answers with. The attachment has no staging memory.
+    fn attach(
+        path: &Path,
+        request: &KeeperRequest,
+        memory: &[BorrowedFd<'_>],
+        deadline: Deadline,
+    ) -> Result<Attachment> {
         let socket = connect_to(path)?;
         let forked = CloseOnFork::new(&socket);
-        let bytes = sizes::staging_bytes(value);
-        let staging = Arc::new(Region::shared("llm_datadist staging", bytes)?);
-        let own = staging.descriptor().ok_or_else(not_sealed)?;
-        let request = AttachRequest { version: VERSION, namespace: namespace.into(), value };
-        send(&socket, &encoded(&KeeperRequest::Attach(request))?, &[own]).map_err(ended)?;
+        send(&socket, &encoded(request)?, memory).map_err(ended)?;
         let (reply, files) = received(&socket, deadline)?;
         let geometry = match reply {
             KeeperReply::Attached(geometry) => geometry,
@@ -74,8 +92,8 @@ impl Attachment {
             index: Index::new(PeerWords::map(index?, index::words(slots), &budget, deadline)?, slots),
             generations: PeerGenerations::map(generations?, &budget, deadline)?,
             values: Tensors::mapped(values, [0], all)?,
-            staging: Mutex::new(Some(Tensors::carved(staging, [0], bytes, ())?)),
-            value,
+            staging: Mutex::new(None),
+            value: 0,
         })
     }
 
@@ -91,24 +109,66 @@ impl Attachment {
         }
     }
 
-    /// Returns how many values [`put`](Self::put) takes.
-    pub(crate) fn capacity(&self) -> usize {
-        sizes::staged_values(self.value)
+    /// Returns where the value of a key is, if the keeper has it.
+    pub(crate) fn place(&self, namespace: u32, key: &StoreKey) -> Option<Place> {
+        self.index.find(&IndexKey::of(namespace, key)).filter(|place| place.slot < self.geometry.slots)
     }
 
-    /// Has the keeper copy values. At most one thread may call this at a time. After an error, the keeper may still read the staging
-    /// memory and store what it has under the keys of this call. So each later call returns `Err(NotLinked)`, and changes nothing there.
-    pub(crate) fn put(&self, pairs: &[(StoreKey, Window<'_>)], deadline: Deadline) -> Result<Vec<Stored>> {
+    /// Has the keeper copy values, the last ones first, and writes to `results` what became of each. This process copies some into one
+    /// half of the staging memory while the keeper copies those of the other half. At most one thread may call this at a time.
+    ///
+    /// After an error, the keeper may still read the staging memory and store what it has under the keys of this call. So each later
+    /// call returns `Err(NotLinked)`, and changes nothing there.
+    pub(crate) fn put(
+        &self,
+        pairs: &[(StoreKey, Window<'_>)],
+        results: &mut [Stored],
+        deadline: Deadline,
+    ) -> Result<()> {
         let staging = self.staging().take().ok_or_else(|| ended(Errno::PIPE))?;
+        let capacity = sizes::staged_values(self.value);
+        // A value that needs more than half of the memory takes turns with the keeper.
+        let halves = capacity.min(2);
+        let part = capacity / halves;
+        let mut sent = VecDeque::with_capacity(halves);
+        for (turn, (pairs, results)) in pairs.chunks(part).zip(results.chunks_mut(part)).rev().enumerate() {
+            if sent.len() == halves {
+                self.take_results(sent.pop_front(), deadline)?;
+            }
+            self.stage(&staging, turn % halves * part, pairs, deadline)?;
+            sent.push_back(results);
+        }
+        while !sent.is_empty() {
+            self.take_results(sent.pop_front(), deadline)?;
+        }
+        *self.staging() = Some(staging);
+        Ok(())
+    }
+
+    /// Copies values into the staging memory, behind the first `first` ones, and has the keeper copy them.
+    fn stage(
+        &self,
+        staging: &Tensors,
+        first: usize,
+        pairs: &[(StoreKey, Window<'_>)],
+        deadline: Deadline,
+    ) -> Result<()> {
         let mut copies = Vec::with_capacity(pairs.len());
-        for (at, (_, value)) in (0..).zip(pairs) {
+        for (at, (_, value)) in (first as u64..).zip(pairs) {
             copies.push(Copy::one(*value, staging.window(0, at * self.value, self.value)?));
         }
         copy_all(&copies, Kernel::for_bytes(pairs.len() as u64 * self.value))?;
-        match self.ask(&KeeperRequest::Put(pairs.iter().map(|(key, _)| *key).collect()), deadline)? {
-            KeeperReply::Put(results) if results.len() == pairs.len() => {
-                *self.staging() = Some(staging);
-                Ok(results)
+        let first = u32::try_from(first).unwrap_or(u32::MAX);
+        self.send(&KeeperRequest::Put(first, pairs.iter().map(|(key, _)| *key).collect()), deadline)
+    }
+
+    /// Waits for what became of the values of one message.
+    fn take_results(&self, results: Option<&mut [Stored]>, deadline: Deadline) -> Result<()> {
+        let Some(results) = results else { return Ok(()) };
+        match self.reply(deadline)? {
+            KeeperReply::Put(stored) if stored.len() == results.len() => {
+                results.copy_from_slice(&stored);
+                Ok(())
             }
             _ => Err(unexpected()),
         }
@@ -121,14 +181,22 @@ impl Attachment {
     /// Sends a request, and returns the reply. At most one thread may call this at a time. After an error, the reply may still come, so
     /// the attachment must not be used any more.
     pub(crate) fn ask(&self, request: &KeeperRequest, deadline: Deadline) -> Result<KeeperReply> {
+        self.send(request, deadline)?;
+        self.reply(deadline)
+    }
+
+    fn send(&self, request: &KeeperRequest, deadline: Deadline) -> Result<()> {
         let message = encoded(request)?;
         loop {
             match send(&self.socket, &message, &[]) {
-                Ok(()) => break,
+                Ok(()) => return Ok(()),
                 Err(Errno::AGAIN) => wait(&self.socket, PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(ended(errno)),
             }
         }
+    }
+
+    fn reply(&self, deadline: Deadline) -> Result<KeeperReply> {
         match received(&self.socket, deadline)?.0 {
             KeeperReply::Refused(refusal) => Err(refused(refusal)),
             reply => Ok(reply),
@@ -208,6 +276,7 @@ pub(crate) mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::shared_files::SharedFiles;
     use crate::socket::ListeningPath;
     use crate::table::SlotTable;
 
@@ -230,7 +299,7 @@ pub(crate) mod tests {
         /// Starts the keeper. It listens when this returns.
         pub(crate) fn start(&self) -> JoinHandle<SilentKeeper> {
             let listening = ListeningPath::open(&self.socket()).unwrap();
-            spawn(move || SilentKeeper::attach(listening))
+            spawn(move || SilentKeeper::asked(listening).answer())
         }
     }
 
@@ -249,8 +318,28 @@ pub(crate) mod tests {
         _table: SlotTable,
     }
 
+    /// A client that waits for the reply to its first message.
+    pub(crate) struct AskedKeeper {
+        listening: ListeningPath,
+        socket: OwnedFd,
+        memory: PeerFile,
+    }
+
+    impl AskedKeeper {
+        /// Attaches the client.
+        pub(crate) fn answer(self) -> SilentKeeper {
+            let AskedKeeper { listening, socket, memory } = self;
+            let table = SlotTable::over(Arc::new(SharedFiles::new(4, 64).unwrap())).unwrap();
+            let geometry = SharedGeometry { namespace: 0, slots: 4, slot_bytes: 64 };
+            let reply = encoded(&KeeperReply::Attached(geometry)).unwrap();
+            send(&socket, &reply, &table.shared.descriptors().unwrap()).unwrap();
+            SilentKeeper { socket, memory, _listening: listening, _table: table }
+        }
+    }
+
     impl SilentKeeper {
-        fn attach(listening: ListeningPath) -> SilentKeeper {
+        /// Waits for the first message of a client.
+        pub(crate) fn asked(listening: ListeningPath) -> AskedKeeper {
             let socket = loop {
                 match listening.accept().unwrap() {
                     Some(socket) => break socket,
@@ -258,12 +347,7 @@ pub(crate) mod tests {
                 }
             };
             let (_, memory) = message(&socket);
-            let table = SlotTable::new(4, 64).unwrap();
-            let geometry = SharedGeometry { namespace: 0, slots: 4, slot_bytes: 64 };
-            let reply = encoded(&KeeperReply::Attached(geometry)).unwrap();
-            send(&socket, &reply, &table.shared.descriptors().unwrap()).unwrap();
-            let memory = memory.into_iter().next().unwrap();
-            SilentKeeper { socket, memory, _listening: listening, _table: table }
+            AskedKeeper { listening, socket, memory: memory.into_iter().next().unwrap() }
         }
 
         /// Waits for the next message of the client.
@@ -298,10 +382,10 @@ pub(crate) mod tests {
         let keeper = keeper.join().unwrap();
         let put = |byte: u8, deadline| {
             let key = StoreKey::read(0, &[byte; 28]).unwrap();
-            attachment.put(&[(key, Window::of_slice(&[byte; 64]))], deadline)
+            attachment.put(&[(key, Window::of_slice(&[byte; 64]))], &mut [Stored::Away], deadline)
         };
         assert_eq!(put(1, Deadline::after(Duration::from_millis(1))).unwrap_err().kind(), ErrorKind::Timeout);
-        assert!(matches!(keeper.message(), KeeperRequest::Put(_)));
+        assert!(matches!(keeper.message(), KeeperRequest::Put(..)));
         assert_eq!(put(2, soon()).unwrap_err().kind(), ErrorKind::NotLinked);
         assert_eq!(keeper.staged(), [1; 64], "the keeper may still copy the first value");
     }

@@ -146,21 +146,51 @@ impl Index<SharedWords> {
         self.words.descriptor()
     }
 
-    /// Adds a key that the index does not have. Returns `false` if none of the buckets in which it may be is empty.
+    /// Returns whether one of the buckets in which a key may be is empty.
+    pub(crate) fn has_room(&self, key: &IndexKey) -> bool {
+        self.empty_bucket(key).is_some()
+    }
+
+    /// Adds a key that the index does not have. Returns `false` if there is no [room](Self::has_room) for it.
     pub(crate) fn insert(&self, key: &IndexKey, place: Place) -> bool {
-        let home = self.home(key);
-        let mut buckets = (0..MAX_PROBE).map(|step| (home + step) & self.mask);
-        let empty = buckets.find(|&bucket| matches!(self.read(bucket), BucketState::Empty));
+        let empty = self.empty_bucket(key);
         if let Some(bucket) = empty {
             self.write(bucket, Some((*key, place)));
         }
         empty.is_some()
     }
 
+    fn empty_bucket(&self, key: &IndexKey) -> Option<u64> {
+        let home = self.home(key);
+        let mut buckets = (0..MAX_PROBE).map(|step| (home + step) & self.mask);
+        buckets.find(|&bucket| matches!(self.read(bucket), BucketState::Empty))
+    }
+
+    /// Returns what the buckets have, apart from those that a process has left half-written. A process that was killed while it moved
+    /// a key leaves it twice.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (IndexKey, Place)> {
+        (0..=self.mask).filter_map(|bucket| match self.read(bucket) {
+            BucketState::Has(key, place) => Some((key, place)),
+            BucketState::Empty | BucketState::Changing => None,
+        })
+    }
+
+    /// Removes all keys, also what a process that was killed has left half-written.
+    pub(crate) fn clear(&self) {
+        self.begin_moves();
+        for bucket in 0..=self.mask {
+            // An empty bucket is only read, so that it uses no more memory.
+            if !matches!(self.read(bucket), BucketState::Empty) {
+                self.write(bucket, None);
+            }
+        }
+        self.end_moves();
+    }
+
     /// Removes a key. Keys behind it move up, so that no bucket between a key and its first one is empty.
     pub(crate) fn remove(&self, key: &IndexKey) {
         let Some((mut hole, _)) = self.bucket_of(key) else { return };
-        self.count_move();
+        self.begin_moves();
         let mut next = hole;
         // A key is less than `MAX_PROBE` buckets behind its first one, so no key further behind can move into the hole.
         while self.distance(hole, next) + 1 < MAX_PROBE {
@@ -172,7 +202,7 @@ impl Index<SharedWords> {
             }
         }
         self.write(hole, None);
-        self.count_move();
+        self.end_moves();
     }
 
     /// Returns the number of buckets from `from` to `to`, which is behind it.
@@ -180,18 +210,28 @@ impl Index<SharedWords> {
         to.wrapping_sub(from) & self.mask
     }
 
-    fn count_move(&self) {
+    /// Makes the count of moves odd, which it is already if a process was killed meanwhile.
+    fn begin_moves(&self) {
+        self.set_moves(self.words.load_word(MOVES) | 1);
+    }
+
+    fn end_moves(&self) {
+        self.set_moves(self.words.load_word(MOVES).wrapping_add(1));
+    }
+
+    fn set_moves(&self, count: u64) {
         // Readers see it before what moves, and what has moved before the next change.
         fence(Ordering::SeqCst);
-        self.words.word(MOVES).fetch_add(1, Ordering::SeqCst);
+        self.words.word(MOVES).store(count, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     fn write(&self, bucket: u64, entry: Option<(IndexKey, Place)>) {
         let at = HEAD + bucket * BUCKET;
         let version = self.words.word(at);
-        let before = version.load(Ordering::Relaxed);
-        version.store(before.wrapping_add(1), Ordering::Relaxed);
+        // It is odd already if a process was killed while it wrote the bucket.
+        let writing = version.load(Ordering::Relaxed) | 1;
+        version.store(writing, Ordering::Relaxed);
         fence(Ordering::Release);
         let (IndexKey(key), slot, generation) = entry.map_or((IndexKey([0; 4]), 0, 0), |(key, place)| {
             (key, u64::from(place.slot) + 1, place.generation)
@@ -199,7 +239,36 @@ impl Index<SharedWords> {
         for (word, part) in (1..).zip(key.into_iter().chain([slot, generation])) {
             self.words.word(at + word).store(part, Ordering::Relaxed);
         }
-        version.store(before.wrapping_add(2), Ordering::Release);
+        version.store(writing.wrapping_add(1), Ordering::Release);
+    }
+}
+
+/// Damage, as a process leaves it that is killed.
+#[cfg(test)]
+impl Index<SharedWords> {
+    /// Leaves the bucket of a key half-written.
+    pub(crate) fn half_write(&self, key: &IndexKey) {
+        let (bucket, _) = self.bucket_of(key).unwrap();
+        self.words.word(HEAD + bucket * BUCKET).fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Leaves a key in two buckets, between which it moves.
+    pub(crate) fn half_move(&self, key: &IndexKey) {
+        self.begin_moves();
+        let (_, place) = self.bucket_of(key).unwrap();
+        assert!(self.insert(key, place));
+    }
+
+    /// Changes the place of a key.
+    pub(crate) fn replace(&self, key: &IndexKey, place: Place) {
+        let (bucket, _) = self.bucket_of(key).unwrap();
+        self.write(bucket, Some((*key, place)));
+    }
+
+    /// Returns whether no key moves and no bucket is half-written.
+    pub(crate) fn is_whole(&self) -> bool {
+        let whole = |bucket| self.words.load_word(HEAD + bucket * BUCKET).is_multiple_of(2);
+        self.words.load_word(MOVES).is_multiple_of(2) && (0..=self.mask).all(whole)
     }
 }
 

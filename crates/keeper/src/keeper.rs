@@ -1,34 +1,20 @@
 //! A keeper: its memory, its socket, and the thread that serves its clients.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-use llm_datadist_core::bindings::keeper::{above_standard_streams, refuse_beyond_room};
-use llm_datadist_core::bindings::{remember_process, this_process};
+use llm_datadist_core::bindings::keeper::above_standard_streams;
+use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use crate::serving::KeeperLoop;
-use crate::sizes;
-use crate::socket::{ListeningPath, send};
-use crate::table::{SlotTable, table_bytes};
+use crate::holder::{Holder, KeeperOptions};
+use crate::socket::send;
 
 /// Name of the thread.
 const THREAD: &str = "llm-keeper";
-
-/// What a keeper is opened with.
-#[derive(Clone, Debug)]
-pub struct KeeperOptions {
-    /// Bytes for values, at least one slot.
-    pub memory: u64,
-    /// Bytes of the largest value: 1 to 64 MiB. Each value takes a slot of this size, rounded up to a cache line.
-    pub value: u64,
-    /// The path at which clients attach.
-    pub socket: PathBuf,
-}
 
 /// An open keeper: a store of values that other processes put and get. It serves them until it is closed or dropped.
 #[derive(Debug)]
@@ -47,18 +33,12 @@ impl Keeper {
     /// this process may not use that much memory, and `Err(System)` if another program listens at the path (with its process), or
     /// if the system refuses a file, a socket or a thread.
     pub fn open(options: &KeeperOptions) -> Result<Keeper> {
-        let &KeeperOptions { memory, value, ref socket } = options;
-        remember_process();
-        sizes::check_value(value)?;
-        let (slots, slot_bytes) = (sizes::slots(memory, value)?, sizes::slot_bytes(value));
-        // At least one client attaches.
-        let bytes = table_bytes(slots, slot_bytes) + sizes::most_staging_bytes(slot_bytes);
-        refuse_beyond_room("the values and keys of the keeper", bytes)?;
-        let listening = ListeningPath::open(socket)?;
-        let table = SlotTable::new(slots, slot_bytes)?;
+        let holder = Holder::open(options, false)?;
         let (stopped, stop) = pair().map_err(|errno| no_pair().errno(errno))?;
-        let keeper = KeeperLoop::new(listening, stopped, table)?;
-        let thread = Builder::new().name(THREAD.into()).spawn(move || keeper.run());
+        let (slots, keeper) = (holder.slots(), holder.keeper_loop(stopped)?);
+        // The thread alone has the socket and the memory now.
+        drop(holder);
+        let thread = Builder::new().name(THREAD.into()).spawn(move || _ = keeper.run());
         let thread = thread.map_err(|error| Error::no_thread("the thread of the keeper", error))?;
         Ok(Keeper { process: this_process(), slots, stop, thread: Mutex::new(Some(thread)) })
     }
@@ -68,7 +48,8 @@ impl Keeper {
         self.slots
     }
 
-    /// Returns whether it serves clients: it was not closed, and this is not a forked child.
+    /// Returns whether it serves clients: it was not closed, no other keeper has taken over, its thread has not ended, and this is not a
+    /// forked child.
     pub fn running(&self) -> bool {
         let running =
             |thread: &Option<JoinHandle<()>>| thread.as_ref().is_some_and(|thread| !thread.is_finished());

@@ -11,6 +11,11 @@ pub const KEY_BYTES: usize = 28;
 pub struct StoreKey([u8; KEY_BYTES]);
 
 impl StoreKey {
+    /// Returns its bytes.
+    pub fn bytes(&self) -> &[u8; KEY_BYTES] {
+        &self.0
+    }
+
     /// Reads the key at position `at` of a list. Returns `Err(InvalidArgument)` unless it has [`KEY_BYTES`] bytes.
     pub fn read(at: usize, bytes: &[u8]) -> Result<StoreKey> {
         let wrong = |_| {
@@ -34,6 +39,19 @@ impl IndexKey {
         tail.copy_from_slice(&key.0);
         let (words, _) = bytes.as_chunks::<8>();
         IndexKey(std::array::from_fn(|at| u64::from_le_bytes(words[at])))
+    }
+
+    /// Returns the number of the namespace.
+    pub(crate) fn namespace(&self) -> u32 {
+        u32::try_from(self.0[0] & u64::from(u32::MAX)).unwrap_or_default()
+    }
+
+    /// Returns the key in the namespace.
+    pub(crate) fn key(&self) -> StoreKey {
+        let mut key = [0; KEY_BYTES];
+        let bytes = self.0.iter().flat_map(|word| word.to_le_bytes()).skip(4);
+        key.iter_mut().zip(bytes).for_each(|(to, byte)| *to = byte);
+        StoreKey(key)
     }
 
     /// Returns a number that is the same for equal keys. Each of its bits depends on all bits of the key.
@@ -80,6 +98,8 @@ mod tests {
         assert_eq!(whole.0[0], 0x0302_0100_0000_0007);
         assert_eq!(whole.0[3], 0x1b1a_1918_1716_1514);
         assert_ne!(whole, IndexKey::of(8, &key));
+        assert_eq!((whole.namespace(), whole.key()), (7, key));
+        assert_eq!(key.bytes()[..], bytes);
         assert_ne!(whole.mixed(), IndexKey::of(8, &key).mixed());
         let wrong = StoreKey::read(3, &bytes[1..]).unwrap_err();
         assert_eq!(wrong.to_string(), "keys[3]=27 bytes must be 28 bytes");

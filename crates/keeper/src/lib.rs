@@ -8,36 +8,51 @@
 //! keeper or a client may be killed at any time.
 //!
 //! - [`Keeper`] owns the memory and serves clients, on one thread.
+//! - [`Holder`] owns the memory, and serves clients in forked processes, one after the other. The values outlive each of them.
 //! - [`Store`] is the client: [`exists`](Store::exists), [`get`](Store::get), [`put`](Store::put). If the keeper is away, it answers that
 //!   nothing is there.
+//! - [`Observer`] lists what a keeper has, for people and tools.
 //!
 //! ```text
-//!  store   keeper          the two ends
-//!  attachment   serving    what they do with messages
-//!  table   leases   namespaces   what only the keeper has
+//!  store   observer   take_over   holder   keeper    the ends
+//!  attachment   turns   serving   client    what they do with messages
+//!  table   leases   namespaces   changes   what only the keeper has
+//!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key
+//!  sizes   key   stats
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
 mod attachment;
+mod changes;
+mod client;
+mod holder;
 mod index;
 mod keeper;
 mod key;
 mod leases;
 mod messages;
 mod namespaces;
+mod observer;
 mod recency;
 mod serving;
+mod shared_files;
 mod sizes;
 mod socket;
+mod stats;
 mod store;
 mod table;
+mod take_over;
+mod turns;
 
-pub use keeper::{Keeper, KeeperOptions};
+pub use holder::{Holder, KeeperOptions};
+pub use keeper::Keeper;
 pub use key::{KEY_BYTES, StoreKey};
-pub use messages::{KeeperStats, Stored};
+pub use messages::{ListedChange, ListedNamespace, ListedValue, Stored};
+pub use observer::{NewChanges, Observer};
 pub use sizes::{MAX_KEYS, MAX_LEASE, MAX_NAMESPACE, MAX_VALUE};
-pub use store::{Store, StoreOptions, StoreStats};
+pub use stats::{KeeperStats, StoreStats};
+pub use store::{Store, StoreOptions};
+pub use take_over::TakenOver;

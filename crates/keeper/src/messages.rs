@@ -4,18 +4,20 @@ use llm_datadist_core::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::key::StoreKey;
-use crate::sizes::MESSAGE_BYTES;
+use crate::stats::KeeperStats;
 
 /// The version of the messages and of the shared memory. Another version is refused.
 pub(crate) const VERSION: u32 = 1;
+/// The number of no namespace.
+pub(crate) const NO_NAMESPACE: u32 = u32::MAX;
 
 /// What a client asks.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum KeeperRequest {
     /// The first message, with a descriptor of the memory from which the keeper copies values.
     Attach(AttachRequest),
-    /// To copy a value for each key. They lie one after the other in the memory of the client.
-    Put(Vec<StoreKey>),
+    /// To copy a value for each key. They lie one after the other in the memory of the client, behind so many values.
+    Put(u32, Vec<StoreKey>),
     /// That these slots were read. There is no reply.
     Touch(Vec<u32>),
     /// To drop the values of these keys.
@@ -26,6 +28,27 @@ pub(crate) enum KeeperRequest {
     Unlease(Vec<StoreKey>),
     /// What the keeper has counted.
     Stats,
+    /// The first message of a client that only looks, with the version that it speaks. It has no namespace and no memory.
+    Observe(u32),
+    /// Which values the keeper has, in the order of their slots.
+    List(ListRequest),
+    /// Which namespaces the keeper knows, from this number on.
+    Namespaces(u32),
+    /// To drop a page of the values of the client's namespace, from this slot on.
+    Clear(u32),
+    /// Which values were stored and removed, from this change on; `None` for those from now on.
+    Changes(Option<u64>),
+    /// To end, because another keeper takes over. The reply is the end of the connection.
+    End,
+}
+
+/// Where a page of values begins.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct ListRequest {
+    /// The first slot.
+    pub(crate) from: u32,
+    /// The number of the namespace whose values are listed; `None` for all.
+    pub(crate) namespace: Option<u32>,
 }
 
 /// What a client says about itself.
@@ -42,6 +65,7 @@ pub(crate) struct AttachRequest {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum KeeperReply {
     /// The client is attached. The descriptors of the values, of the index and of the generations come with it.
+    /// The namespace of a client that only looks is [`NO_NAMESPACE`].
     Attached(SharedGeometry),
     /// The keeper refuses the client, and closes the connection.
     Refused(KeeperRefusal),
@@ -55,6 +79,37 @@ pub(crate) enum KeeperReply {
     Unleased,
     /// What the keeper has counted.
     Stats(KeeperStats),
+    /// Values, and the slot from which the next page begins; `None` behind the last slot.
+    Listed(Vec<ListedValue>, Option<u32>),
+    /// Namespaces, and the number from which the next page begins; `None` behind the last one.
+    Namespaces(Vec<ListedNamespace>, Option<u32>),
+    /// How many values were dropped, and the slot from which the next page begins; `None` behind the last slot.
+    Cleared(u32, Option<u32>),
+    /// Changes, in their order.
+    Changes(ChangePage),
+}
+
+/// A page of changes.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ChangePage {
+    pub(crate) changes: Vec<ListedChange>,
+    /// How many changes before those the keeper does not remember.
+    pub(crate) missed: u64,
+    /// The number of the change with which the next page begins.
+    pub(crate) next: u64,
+    /// Whether there is one.
+    pub(crate) more: bool,
+}
+
+/// A value that was stored or removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListedChange {
+    /// The number of its namespace.
+    pub namespace: u32,
+    /// Its key in the namespace.
+    pub key: StoreKey,
+    /// Whether it was stored; otherwise it was replaced or dropped.
+    pub stored: bool,
 }
 
 /// Why the keeper refuses a client.
@@ -84,6 +139,34 @@ pub(crate) struct SharedGeometry {
     pub(crate) slot_bytes: u64,
 }
 
+/// A value that the keeper has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListedValue {
+    /// The number of its namespace.
+    pub namespace: u32,
+    /// Its key in the namespace.
+    pub key: StoreKey,
+    /// The slot that has its bytes.
+    pub slot: u32,
+    /// When it was used last: of two values, the one with the larger number was used later. Not a time.
+    pub used: u64,
+    /// Whether a lease holds it.
+    pub leased: bool,
+}
+
+/// A namespace that the keeper knows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListedNamespace {
+    /// The number by which values name it.
+    pub number: u32,
+    /// Its text.
+    pub text: String,
+    /// Bytes of each of its values.
+    pub value: u64,
+    /// How many values it has.
+    pub values: u32,
+}
+
 /// What became of a value that was put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stored {
@@ -95,35 +178,6 @@ pub enum Stored {
     NoRoom,
     /// The keeper is away, or did not answer in time.
     Away,
-}
-
-/// The counts of a keeper since it was opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeeperStats {
-    /// Slots in its memory.
-    pub slots: u32,
-    /// Bytes of a slot.
-    pub slot_bytes: u64,
-    /// Values that it has now.
-    pub values: u32,
-    /// Values that leases hold now.
-    pub leased: u32,
-    /// Clients that are attached now.
-    pub clients: u32,
-    /// Namespaces that it knows.
-    pub namespaces: u32,
-    /// Values that it has copied.
-    pub stored: u64,
-    /// Values of keys that had one.
-    pub present: u64,
-    /// Values without a place in the index.
-    pub no_room: u64,
-    /// Values that were overwritten because all slots were in use.
-    pub evicted: u64,
-    /// Values that clients dropped.
-    pub dropped: u64,
-    /// Connections that it has refused or closed because of what the client sent.
-    pub refused: u64,
 }
 
 /// Returns the bytes of a message.
@@ -143,12 +197,10 @@ pub(crate) fn decoded<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
     }
 }
 
-const _: () = assert!(MESSAGE_BYTES < 64 << 10, "a message fits the smallest queue of a socket");
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sizes::{MAX_NAMESPACE, MESSAGE_KEYS};
+    use crate::sizes::{MAX_NAMESPACE, MESSAGE_BYTES, MESSAGE_KEYS, PAGE_NAMESPACES, PAGE_VALUES};
 
     #[test]
     fn the_longest_messages_fit() {
@@ -157,19 +209,48 @@ mod tests {
             AttachRequest { version: VERSION, namespace: "n".repeat(MAX_NAMESPACE), value: u64::MAX };
         let requests = [
             KeeperRequest::Attach(attach),
-            KeeperRequest::Put(vec![key; MESSAGE_KEYS]),
+            KeeperRequest::Put(u32::MAX, vec![key; MESSAGE_KEYS]),
             KeeperRequest::Touch(vec![u32::MAX; MESSAGE_KEYS]),
             KeeperRequest::Drop(vec![key; MESSAGE_KEYS]),
             KeeperRequest::Lease(vec![key; MESSAGE_KEYS], u32::MAX),
             KeeperRequest::Unlease(vec![key; MESSAGE_KEYS]),
             KeeperRequest::Stats,
+            KeeperRequest::Observe(VERSION),
+            KeeperRequest::List(ListRequest { from: u32::MAX, namespace: Some(u32::MAX) }),
+            KeeperRequest::Namespaces(u32::MAX),
+            KeeperRequest::Clear(u32::MAX),
+            KeeperRequest::Changes(Some(u64::MAX)),
+            KeeperRequest::End,
         ];
         for request in requests {
             let bytes = encoded(&request).unwrap();
             assert!(bytes.len() <= MESSAGE_BYTES, "{} bytes", bytes.len());
             assert_eq!(format!("{:?}", decoded::<KeeperRequest>(&bytes).unwrap()), format!("{request:?}"));
         }
-        assert!(encoded(&KeeperReply::Put(vec![Stored::Away; MESSAGE_KEYS])).unwrap().len() <= MESSAGE_BYTES);
+        let value = ListedValue { namespace: u32::MAX, key, slot: u32::MAX, used: u64::MAX, leased: true };
+        let namespace = ListedNamespace {
+            number: u32::MAX,
+            text: "n".repeat(MAX_NAMESPACE),
+            value: u64::MAX,
+            values: u32::MAX,
+        };
+        let change = ListedChange { namespace: u32::MAX, key, stored: true };
+        let replies = [
+            KeeperReply::Put(vec![Stored::Away; MESSAGE_KEYS]),
+            KeeperReply::Leased(vec![true; MESSAGE_KEYS]),
+            KeeperReply::Listed(vec![value; PAGE_VALUES], Some(u32::MAX)),
+            KeeperReply::Namespaces(vec![namespace; PAGE_NAMESPACES], Some(u32::MAX)),
+            KeeperReply::Changes(ChangePage {
+                changes: vec![change; PAGE_VALUES],
+                missed: u64::MAX,
+                next: u64::MAX,
+                more: true,
+            }),
+        ];
+        for reply in replies {
+            let bytes = encoded(&reply).unwrap();
+            assert!(bytes.len() <= MESSAGE_BYTES, "{} bytes", bytes.len());
+        }
     }
 
     #[test]

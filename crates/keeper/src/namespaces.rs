@@ -1,42 +1,207 @@
 //! The namespaces of a keeper: texts of clients, with the numbers by which keys name them.
+//!
+//! They are also in memory that outlives the process, so that the next one knows what the keys in the index mean. Each has a record
+//! there, which is used again once its namespace is forgotten.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use crate::messages::{KeeperRefusal, RefusalKind};
-use crate::sizes::MAX_NAMESPACES;
+use llm_datadist_core::bindings::keeper::SharedWords;
 
-/// Texts, each with its number and the bytes of its values. A number never stands for another text.
-#[derive(Debug, Default)]
-pub(crate) struct Namespaces(HashMap<String, (u32, u64)>);
+use crate::messages::{KeeperRefusal, ListedNamespace, NO_NAMESPACE, RefusalKind};
+use crate::sizes::{MAX_NAMESPACE, MAX_NAMESPACES, PAGE_NAMESPACES};
+
+const WORD: usize = size_of::<u64>();
+/// Words of the text of a namespace.
+const TEXT: u64 = MAX_NAMESPACE.div_ceil(WORD) as u64;
+/// Words of a record: the bytes of each value, those of the text, and the text.
+const RECORD: u64 = 2 + TEXT;
+/// The word with the number of the next namespace.
+const NEXT: u64 = 0;
+/// The first of the words with the number of each record plus 1, which is 0 if the record is not used. They lie together, so that
+/// reading them uses little memory.
+const NUMBERS: u64 = 8;
+const RECORDS: u64 = NUMBERS + MAX_NAMESPACES as u64;
+
+/// Words of the memory that outlives the process.
+pub(crate) const WORDS: u64 = RECORDS + MAX_NAMESPACES as u64 * RECORD;
+
+/// Texts, each with its number and the bytes of its values. A number never stands for another text, also after the first one was
+/// forgotten: a client that was away may still look for its keys.
+#[derive(Debug)]
+pub(crate) struct Namespaces {
+    numbers: HashMap<Arc<str>, u32>,
+    all: BTreeMap<u32, Namespace>,
+    /// Records that are not used. The last one is used next.
+    free: Vec<u64>,
+    words: Arc<SharedWords>,
+}
+
+#[derive(Debug)]
+struct Namespace {
+    text: Arc<str>,
+    /// Bytes of each value.
+    value: u64,
+    /// Clients that are attached to it. Without any and without values, it is forgotten.
+    clients: u32,
+    values: u32,
+    record: u64,
+}
+
+impl Namespace {
+    fn unused(&self) -> bool {
+        self.clients == 0 && self.values == 0
+    }
+}
 
 impl Namespaces {
-    /// Returns the number of a text, with a new one for a text that was not known. Returns the reason if the values of this text have
-    /// another size, or if there are too many texts.
-    pub(crate) fn number(&mut self, text: &str, value: u64) -> Result<u32, KeeperRefusal> {
-        match self.0.get(text) {
-            Some(&(number, bytes)) if bytes == value => Ok(number),
-            Some((_, bytes)) => {
+    /// Returns the namespaces that `words` have, of which there are [`WORDS`], without clients and values.
+    pub(crate) fn over(words: Arc<SharedWords>) -> Namespaces {
+        let (numbers, all) = (HashMap::new(), BTreeMap::new());
+        let mut namespaces = Namespaces { numbers, all, free: Vec::new(), words };
+        for record in (0..MAX_NAMESPACES as u64).rev() {
+            match namespaces.read_record(record) {
+                Some((number, value, text)) => namespaces.add(number, value, text.into(), record),
+                None => namespaces.free.push(record),
+            }
+        }
+        namespaces
+    }
+
+    /// Returns the number of a text for a client, with a new one for a text that is not known. Returns the reason if the values of this
+    /// text have another size, or if there are too many texts.
+    pub(crate) fn attach(&mut self, text: &str, value: u64) -> Result<u32, KeeperRefusal> {
+        let number = match self.numbers.get(text) {
+            Some(&number) => number,
+            None => self.learn(text, value)?,
+        };
+        match self.all.get_mut(&number) {
+            Some(namespace) if namespace.value == value => namespace.clients += 1,
+            other => {
+                let known = other.map_or(0, |namespace| namespace.value);
                 let reason =
-                    format!("value={value} must be {bytes}, as in the namespace that the keeper has");
-                Err(KeeperRefusal { kind: RefusalKind::Argument, argument: "value".into(), reason })
+                    format!("value={value} must be {known}, as in the namespace that the keeper has");
+                return Err(KeeperRefusal { kind: RefusalKind::Argument, argument: "value".into(), reason });
             }
-            None if self.0.len() >= MAX_NAMESPACES => {
-                let reason = format!(
-                    "the keeper has {MAX_NAMESPACES} namespaces, which is the limit; restart it to forget them"
-                );
-                Err(KeeperRefusal { kind: RefusalKind::System, argument: "namespace".into(), reason })
-            }
-            None => {
-                let number = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
-                self.0.insert(text.into(), (number, value));
-                Ok(number)
+        }
+        Ok(number)
+    }
+
+    /// Counts the end of a client.
+    pub(crate) fn detach(&mut self, number: u32) {
+        self.count_down(number, |namespace| &mut namespace.clients);
+    }
+
+    /// Counts a value.
+    pub(crate) fn add_value(&mut self, number: u32) {
+        if let Some(namespace) = self.all.get_mut(&number) {
+            namespace.values += 1;
+        }
+    }
+
+    /// Counts the end of a value.
+    pub(crate) fn remove_value(&mut self, number: u32) {
+        self.count_down(number, |namespace| &mut namespace.values);
+    }
+
+    /// Counts the end of a client or a value, and forgets the namespace if it was the last one.
+    fn count_down(&mut self, number: u32, count: impl FnOnce(&mut Namespace) -> &mut u32) {
+        if let Some(namespace) = self.all.get_mut(&number) {
+            let count = count(namespace);
+            *count = count.saturating_sub(1);
+            if namespace.unused() {
+                self.forget(number);
             }
         }
     }
 
+    /// Forgets the namespaces without a client and a value.
+    pub(crate) fn forget_unused(&mut self) {
+        let unused = self.all.iter().filter(|(_, namespace)| namespace.unused());
+        for number in unused.map(|(&number, _)| number).collect::<Vec<_>>() {
+            self.forget(number);
+        }
+    }
+
+    /// Returns whether a namespace has this number.
+    pub(crate) fn knows(&self, number: u32) -> bool {
+        self.all.contains_key(&number)
+    }
+
+    /// Returns a page of those with numbers from `from` on, in their order, and the number from which the next page begins.
+    pub(crate) fn list(&self, from: u32) -> (Vec<ListedNamespace>, Option<u32>) {
+        let mut rest = self.all.range(from..).map(|(&number, namespace)| {
+            let &Namespace { ref text, value, values, .. } = namespace;
+            ListedNamespace { number, text: (**text).into(), value, values }
+        });
+        let page = rest.by_ref().take(PAGE_NAMESPACES).collect();
+        (page, rest.next().map(|namespace| namespace.number))
+    }
+
     /// Returns how many there are.
     pub(crate) fn count(&self) -> u32 {
-        u32::try_from(self.0.len()).unwrap_or(u32::MAX)
+        u32::try_from(self.all.len()).unwrap_or(u32::MAX)
+    }
+
+    fn learn(&mut self, text: &str, value: u64) -> Result<u32, KeeperRefusal> {
+        let full = |what: &str| KeeperRefusal {
+            kind: RefusalKind::System,
+            argument: "namespace".into(),
+            reason: format!("the keeper has {what}, which is the limit"),
+        };
+        let next = self.load_at(NEXT);
+        let number = u32::try_from(next).ok().filter(|&number| number != NO_NAMESPACE);
+        let number = number.ok_or_else(|| full(&format!("had {next} namespaces")))?;
+        let record = self.free.pop().ok_or_else(|| full(&format!("{MAX_NAMESPACES} namespaces")))?;
+        self.write_record(record, number, value, text);
+        self.add(number, value, text.into(), record);
+        Ok(number)
+    }
+
+    fn add(&mut self, number: u32, value: u64, text: Arc<str>, record: u64) {
+        self.numbers.insert(text.clone(), number);
+        self.all.insert(number, Namespace { text, value, clients: 0, values: 0, record });
+    }
+
+    fn forget(&mut self, number: u32) {
+        if let Some(Namespace { text, record, .. }) = self.all.remove(&number) {
+            self.numbers.remove(&text);
+            self.store_at(NUMBERS + record, 0);
+            self.free.push(record);
+        }
+    }
+
+    /// Returns the number, the bytes of values and the text of a record.
+    fn read_record(&self, record: u64) -> Option<(u32, u64, String)> {
+        let number = u32::try_from(self.load_at(NUMBERS + record).checked_sub(1)?).ok()?;
+        let at = RECORDS + record * RECORD;
+        let bytes = usize::try_from(self.load_at(at + 1)).ok().filter(|bytes| *bytes <= MAX_NAMESPACE)?;
+        let words = (at + 2..at + RECORD).map(|at| self.load_at(at));
+        let text = words.flat_map(u64::to_le_bytes).take(bytes).collect();
+        Some((number, self.load_at(at), String::from_utf8(text).ok()?))
+    }
+
+    /// Writes a record. Its number is last, because a process that is killed leaves the others half-written.
+    fn write_record(&self, record: u64, number: u32, value: u64, text: &str) {
+        let at = RECORDS + record * RECORD;
+        self.store_at(NEXT, u64::from(number) + 1);
+        self.store_at(at, value);
+        self.store_at(at + 1, text.len() as u64);
+        for (at, part) in (at + 2..).zip(text.as_bytes().chunks(WORD)) {
+            let mut word = [0; WORD];
+            word[..part.len()].copy_from_slice(part);
+            self.store_at(at, u64::from_le_bytes(word));
+        }
+        self.store_at(NUMBERS + record, u64::from(number) + 1);
+    }
+
+    fn load_at(&self, at: u64) -> u64 {
+        self.words.word(at).load(Ordering::Relaxed)
+    }
+
+    fn store_at(&self, at: u64, number: u64) {
+        self.words.word(at).store(number, Ordering::Release);
     }
 }
 
@@ -44,22 +209,72 @@ impl Namespaces {
 mod tests {
     use super::*;
 
+    fn words() -> Arc<SharedWords> {
+        Arc::new(SharedWords::new("a test", WORDS).unwrap())
+    }
+
     #[test]
     fn each_text_has_its_own_number_and_one_size() {
-        let mut namespaces = Namespaces::default();
+        let mut namespaces = Namespaces::over(words());
         assert_eq!(
-            [namespaces.number("a", 64), namespaces.number("b", 64), namespaces.number("a", 64)],
+            [namespaces.attach("a", 64), namespaces.attach("b", 64), namespaces.attach("a", 64)],
             [Ok(0), Ok(1), Ok(0)]
         );
-        let other = namespaces.number("a", 128).unwrap_err();
+        let other = namespaces.attach("a", 128).unwrap_err();
         assert_eq!((other.kind, &*other.argument), (RefusalKind::Argument, "value"));
         assert_eq!(other.reason, "value=128 must be 64, as in the namespace that the keeper has");
         for number in 2..MAX_NAMESPACES {
-            namespaces.number(&number.to_string(), 1).unwrap();
+            namespaces.attach(&number.to_string(), 1).unwrap();
         }
-        let many = namespaces.number("c", 1).unwrap_err();
+        let many = namespaces.attach("c", 1).unwrap_err();
         assert_eq!((many.kind, &*many.argument), (RefusalKind::System, "namespace"));
         assert!(many.reason.contains("the limit"));
-        assert_eq!(namespaces.number("b", 64), Ok(1));
+        assert_eq!(namespaces.attach("b", 64), Ok(1));
+        namespaces.add_value(1);
+        let (mut listed, mut from) = (Vec::new(), Some(0));
+        while let Some(page) = from.map(|from| namespaces.list(from)) {
+            assert!((1..=PAGE_NAMESPACES).contains(&page.0.len()));
+            listed.extend(page.0);
+            from = page.1;
+        }
+        assert!(listed.iter().map(|row| row.number as usize).eq(0..MAX_NAMESPACES));
+        assert_eq!(listed[1], ListedNamespace { number: 1, text: "b".into(), value: 64, values: 1 });
+    }
+
+    #[test]
+    fn a_namespace_without_clients_and_values_is_forgotten_and_its_number_is_not_used_again() {
+        let mut namespaces = Namespaces::over(words());
+        let many = 3 * u32::try_from(MAX_NAMESPACES).unwrap();
+        for number in 0..many {
+            assert_eq!(namespaces.attach(&format!("model {number}"), 64), Ok(number));
+            namespaces.add_value(number);
+            namespaces.detach(number);
+            assert_eq!(namespaces.count(), 1);
+            namespaces.remove_value(number);
+            assert!(!namespaces.knows(number));
+        }
+        // Its values may have another size now.
+        assert_eq!(namespaces.attach("model 1", 128), Ok(many));
+    }
+
+    #[test]
+    fn the_next_process_knows_the_namespaces_with_values() {
+        let words = words();
+        let mut before = Namespaces::over(words.clone());
+        let long = "ü".repeat(MAX_NAMESPACE / 2);
+        for text in ["a", "client only", &long, "gone"] {
+            before.attach(text, 64).unwrap();
+        }
+        before.detach(3);
+        // A process that was killed had not written the number yet.
+        words.word(RECORDS + 3 * RECORD + 1).store(u64::MAX, Ordering::Relaxed);
+        let mut after = Namespaces::over(words);
+        after.add_value(0);
+        after.add_value(2);
+        after.forget_unused();
+        assert_eq!((after.count(), after.knows(0), after.knows(1)), (2, true, false));
+        let again = [("a", 64), (&*long, 64), ("client only", 8), ("gone", 8)];
+        assert_eq!(again.map(|(text, value)| after.attach(text, value)), [Ok(0), Ok(2), Ok(4), Ok(5)]);
+        assert!(after.attach("a", 8).is_err());
     }
 }

@@ -9,26 +9,29 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::keeper::{
-    CloseOnFork, MapBudget, PeerMapping, Poller, Tensors, Watching, is_crowded, peer_credentials, same_user,
-    take_descriptors,
+    CloseOnFork, MapBudget, PeerMapping, Poller, Tensors, Watching, is_crowded, peer_credentials,
+    peer_process_descriptor, same_user, take_descriptors,
 };
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::io::Errno;
 
+use crate::client::{AttachedClient, Client, ClientMemory, Goodbye, send_reply};
 use crate::key::{IndexKey, StoreKey};
 use crate::leases::ClientLeases;
 use crate::messages::{
-    AttachRequest, KeeperRefusal, KeeperReply, KeeperRequest, KeeperStats, RefusalKind, SharedGeometry,
-    Stored, VERSION, decoded, encoded,
+    AttachRequest, KeeperReply, KeeperRequest, ListRequest, NO_NAMESPACE, SharedGeometry, Stored, VERSION,
+    decoded, encoded,
 };
-use crate::namespaces::Namespaces;
-use crate::sizes::{self, MAX_CLIENTS, MAX_LEASE, MAX_PENDING, MESSAGE_BYTES};
+use crate::sizes::{self, MAX_CLIENTS, MAX_LEASE, MAX_OBSERVERS, MAX_PENDING, MESSAGE_BYTES};
 use crate::socket::{ListeningPath, PeerFile, receive, send};
+use crate::stats::{KeeperStats, nanos_since};
 use crate::table::SlotTable;
 
 /// The numbers of the descriptors that are no clients.
 const STOP: u64 = 0;
 const LISTENING: u64 = 1;
+/// Added to the number of a client for the descriptor of its process.
+const PROCESS: u64 = 1 << 63;
 /// Descriptors of one round.
 const ROUND: usize = 64;
 /// How often leases are looked at while there are any: a lease may last so much longer.
@@ -39,13 +42,14 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// What the thread owns.
 #[derive(Debug)]
 pub(crate) struct KeeperLoop {
-    /// Declared first, so that the socket is gone before the memory is unmapped.
-    listening: ListeningPath,
+    /// So that a forked process does not listen, and does not keep the path locked. Declared before the descriptors.
+    _forked: [CloseOnFork; 2],
+    /// Declared before the memory, so that the socket is gone before the memory is unmapped.
+    listening: Arc<ListeningPath>,
     clients: BTreeMap<u64, Client>,
     poller: Poller,
     stop: OwnedFd,
     table: SlotTable,
-    namespaces: Namespaces,
     /// For the memory of clients that is mapped.
     budget: Arc<MapBudget>,
     /// The number of the last client.
@@ -55,73 +59,36 @@ pub(crate) struct KeeperLoop {
     /// When clients are accepted again; `None` if they are accepted now.
     paused_until: Option<Instant>,
     counts: KeeperStats,
-}
-
-/// A connection.
-#[derive(Debug)]
-struct Client {
-    /// Declared before the socket, so that it drops first.
-    _forked: CloseOnFork,
-    socket: PeerFile,
-    /// `None` until its first message.
-    attached: Option<AttachedClient>,
-}
-
-/// What a client has said in its first message.
-#[derive(Debug)]
-struct AttachedClient {
-    namespace: u32,
-    /// Bytes of a value.
-    value: u64,
-    /// The memory of the client from which values are copied.
-    staging: Tensors,
-    /// Its descriptor. Declared after the memory, so that unmapping it is never what frees a file of the client, which may be huge.
-    _memory: PeerFile,
-    leases: ClientLeases,
-}
-
-/// Why a connection ends.
-#[derive(Debug)]
-enum Goodbye {
-    /// The client has closed it, or it does not take replies.
-    Left,
-    /// The client is refused, and told why.
-    Refused(KeeperRefusal),
-}
-
-impl From<Error> for Goodbye {
-    fn from(error: Error) -> Self {
-        let reason = error.to_string();
-        Goodbye::Refused(KeeperRefusal { kind: RefusalKind::System, argument: String::new(), reason })
-    }
+    /// Whether a client has asked it to end, because another keeper takes over.
+    replaced: bool,
 }
 
 impl KeeperLoop {
     /// Creates the loop. It ends once `stop` is readable.
-    pub(crate) fn new(listening: ListeningPath, stop: OwnedFd, table: SlotTable) -> Result<KeeperLoop> {
+    pub(crate) fn new(listening: Arc<ListeningPath>, stop: OwnedFd, table: SlotTable) -> Result<KeeperLoop> {
         let poller = Poller::new()?;
         poller.add("the end of the keeper", &stop, STOP, Watching::Always)?;
-        poller.add("the socket of the keeper", &listening, LISTENING, Watching::Always)?;
-        table.shared.descriptors()?;
+        poller.add("the socket of the keeper", &*listening, LISTENING, Watching::Always)?;
         // Mappings have whole huge pages.
         let staging = sizes::most_staging_bytes(table.slot_bytes()).next_multiple_of(2 << 20);
         Ok(KeeperLoop {
+            _forked: [CloseOnFork::new(&listening.socket), CloseOnFork::new(&listening.lock)],
             listening,
             clients: BTreeMap::new(),
             poller,
             stop,
             table,
-            namespaces: Namespaces::default(),
             budget: MapBudget::new(Some(staging * MAX_CLIENTS as u64)),
             last: LISTENING,
             late_leases: Instant::now(),
             paused_until: None,
             counts: KeeperStats::default(),
+            replaced: false,
         })
     }
 
-    /// Serves clients until the keeper is closed.
-    pub(crate) fn run(mut self) {
+    /// Serves clients until the keeper is closed, or another one takes over. Returns whether the latter has happened.
+    pub(crate) fn run(mut self) -> bool {
         let mut ready = Vec::with_capacity(ROUND);
         let mut buffer = vec![0; MESSAGE_BYTES];
         loop {
@@ -129,20 +96,25 @@ impl KeeperLoop {
             let limit = self.sleep_limit();
             // Fails only if a descriptor of the keeper was closed by other code of its process.
             if self.poller.wait(&mut ready, ROUND, limit).is_err() || ready.contains(&STOP) {
-                return self.end();
+                break;
             }
             for &number in &ready {
-                if number == LISTENING {
-                    self.accept();
-                } else {
-                    self.serve(number, &mut buffer);
+                match number {
+                    LISTENING => self.accept(),
+                    PROCESS.. => self.disconnect(number - PROCESS),
+                    _ => self.serve(number, &mut buffer),
                 }
             }
             if self.late_leases <= Instant::now() {
                 self.end_late_leases();
             }
             self.end_pause();
+            if self.replaced {
+                break;
+            }
         }
+        self.end();
+        self.replaced
     }
 
     /// Ends all connections. Another thread closes their sockets, so clients might see the end later otherwise.
@@ -161,7 +133,7 @@ impl KeeperLoop {
             Ok(Some(socket)) => self.admit(socket),
             Ok(None) => {}
             Err(_) => {
-                self.poller.remove(&self.listening);
+                self.poller.remove(&*self.listening);
                 self.paused_until = Some(Instant::now() + PAUSE);
             }
         }
@@ -172,7 +144,7 @@ impl KeeperLoop {
         let now = Instant::now();
         if self.paused_until.is_some_and(|until| until <= now) {
             let added =
-                self.poller.add("the socket of the keeper", &self.listening, LISTENING, Watching::Always);
+                self.poller.add("the socket of the keeper", &*self.listening, LISTENING, Watching::Always);
             self.paused_until = added.is_err().then(|| now + PAUSE);
         }
     }
@@ -187,8 +159,17 @@ impl KeeperLoop {
         }
         self.last += 1;
         if self.poller.add("a client", &socket, self.last, Watching::Always).is_ok() {
+            let process = peer_process_descriptor(socket.as_fd()).filter(|process| {
+                let watched = self.poller.add(
+                    "the process of a client",
+                    process,
+                    PROCESS + self.last,
+                    Watching::Always,
+                );
+                watched.is_ok()
+            });
             let forked = CloseOnFork::new(&socket);
-            let client = Client { _forked: forked, socket: PeerFile::new(socket), attached: None };
+            let client = Client { _forked: forked, socket: PeerFile::new(socket), process, attached: None };
             self.clients.insert(self.last, client);
         }
     }
@@ -223,18 +204,36 @@ impl KeeperLoop {
         let reply = match decoded::<KeeperRequest>(message)? {
             KeeperRequest::Attach(request) => return self.attach(number, &request, descriptors),
             _ if !descriptors.is_empty() => {
-                return Err(refused("", "only an attach request may come with a descriptor"));
+                return Err(Goodbye::refused("", "only an attach request may come with a descriptor"));
             }
-            KeeperRequest::Put(keys) => self.put(number, &keys)?,
+            KeeperRequest::Observe(version) => return self.observe(number, version),
+            KeeperRequest::Put(first, keys) => self.put(number, first, &keys)?,
             KeeperRequest::Touch(slots) => {
                 self.attached(number)?;
+                self.counts.touched += slots.len() as u64;
                 self.table.touch(slots.into_iter());
                 return Ok(());
             }
             KeeperRequest::Drop(keys) => self.drop_values(number, &keys)?,
+            KeeperRequest::Clear(from) => self.clear(number, from)?,
             KeeperRequest::Lease(keys, milliseconds) => self.lease(number, &keys, milliseconds)?,
             KeeperRequest::Unlease(keys) => self.unlease(number, &keys)?,
             KeeperRequest::Stats => KeeperReply::Stats(self.stats()),
+            KeeperRequest::List(request) => {
+                self.attached(number)?;
+                let (page, next) = self.table.list(request);
+                KeeperReply::Listed(page, next)
+            }
+            KeeperRequest::Changes(from) => KeeperReply::Changes(self.table.changes.page(from)),
+            KeeperRequest::Namespaces(from) => {
+                let (page, next) = self.table.namespaces.list(from);
+                KeeperReply::Namespaces(page, next)
+            }
+            KeeperRequest::End => {
+                self.attached(number)?;
+                self.replaced = true;
+                return Ok(());
+            }
         };
         send_reply(&self.attached(number)?.0.socket, &reply)
     }
@@ -247,18 +246,33 @@ impl KeeperLoop {
     ) -> Result<(), Goodbye> {
         self.check_attach(number, request)?;
         let &AttachRequest { ref namespace, value, .. } = request;
-        let [memory] = <[PeerFile; 1]>::try_from(descriptors)
-            .map_err(|sent| refused("", &format!("an attach request with {} descriptors", sent.len())))?;
+        let [memory] = <[PeerFile; 1]>::try_from(descriptors).map_err(|sent| {
+            Goodbye::refused("", &format!("an attach request with {} descriptors", sent.len()))
+        })?;
         let bytes = sizes::staging_bytes(value);
         let mapping =
             PeerMapping::map(memory.duplicate()?, bytes, &self.budget, Deadline::after(Duration::ZERO))?;
         let staging = Tensors::mapped(mapping, [0], bytes)?;
-        let namespace = self.namespaces.number(namespace, value).map_err(Goodbye::Refused)?;
+        let namespace = self.table.namespaces.attach(namespace, value).map_err(Goodbye::Refused)?;
+        self.admit_as(number, namespace, Some(ClientMemory { value, staging, _file: memory }))
+    }
+
+    /// Attaches a client that only looks.
+    fn observe(&mut self, number: u64, version: u32) -> Result<(), Goodbye> {
+        self.check_client(number, version)?;
+        if self.observers() >= MAX_OBSERVERS {
+            let reason = format!("{MAX_OBSERVERS} clients that only look are attached, which is the limit");
+            return Err(Goodbye::at_limit(reason));
+        }
+        self.admit_as(number, NO_NAMESPACE, None)
+    }
+
+    /// Attaches a client, and sends it the descriptors.
+    fn admit_as(&mut self, number: u64, namespace: u32, memory: Option<ClientMemory>) -> Result<(), Goodbye> {
         let client = self.clients.get_mut(&number).ok_or(Goodbye::Left)?;
         // On older kernels than Linux 6.16, the client can still send some. They are refused.
         take_descriptors(client.socket.as_fd(), false);
-        let leases = ClientLeases::default();
-        client.attached = Some(AttachedClient { namespace, value, staging, _memory: memory, leases });
+        client.attached = Some(AttachedClient { namespace, memory, leases: ClientLeases::default() });
         let geometry =
             SharedGeometry { namespace, slots: self.table.slots(), slot_bytes: self.table.slot_bytes() };
         let reply = encoded(&KeeperReply::Attached(geometry))?;
@@ -268,50 +282,74 @@ impl KeeperLoop {
     /// Returns the reason if a client may not attach.
     fn check_attach(&self, number: u64, request: &AttachRequest) -> Result<(), Goodbye> {
         let &AttachRequest { version, ref namespace, value } = request;
-        let client = self.clients.get(&number).ok_or(Goodbye::Left)?;
-        let invalid = |error: Error| refused(error.argument_name().unwrap_or_default(), error.reason());
+        self.check_client(number, version)?;
+        let invalid =
+            |error: Error| Goodbye::refused(error.argument_name().unwrap_or_default(), error.reason());
         let most = self.table.slot_bytes();
-        if !peer_credentials(client.socket.as_fd()).is_some_and(same_user) {
-            Err(refused("", "only processes of the user of the keeper may attach"))
-        } else if version != VERSION {
-            let reason =
-                format!("the keeper speaks version {VERSION}, the client version {version}; use one version");
-            Err(refused("", &reason))
-        } else if client.attached.is_some() {
-            Err(refused("", "the client has attached already"))
-        } else if self.attached_clients() >= MAX_CLIENTS {
+        if self.attached_clients() >= MAX_CLIENTS {
             let reason = format!("{MAX_CLIENTS} clients are attached, which is the limit");
-            Err(Goodbye::Refused(KeeperRefusal {
-                kind: RefusalKind::System,
-                argument: String::new(),
-                reason,
-            }))
+            Err(Goodbye::at_limit(reason))
         } else if value > most {
-            Err(refused("value", &format!("value={value} must be at most {most}, the slots of the keeper")))
+            let reason = format!("value={value} must be at most {most}, the slots of the keeper");
+            Err(Goodbye::refused("value", &reason))
         } else {
             sizes::check_namespace(namespace).and_then(|()| sizes::check_value(value)).map_err(invalid)
         }
     }
 
+    /// Returns the reason if a process may not attach, whatever for.
+    fn check_client(&self, number: u64, version: u32) -> Result<(), Goodbye> {
+        let client = self.clients.get(&number).ok_or(Goodbye::Left)?;
+        if !peer_credentials(client.socket.as_fd()).is_some_and(same_user) {
+            Err(Goodbye::refused("", "only processes of the user of the keeper may attach"))
+        } else if version != VERSION {
+            let reason =
+                format!("the keeper speaks version {VERSION}, the client version {version}; use one version");
+            Err(Goodbye::refused("", &reason))
+        } else if client.attached.is_some() {
+            Err(Goodbye::refused("", "the client has attached already"))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Returns the number of clients that have memory.
     fn attached_clients(&self) -> usize {
-        self.clients.values().filter(|client| client.attached.is_some()).count()
+        self.with_memory().filter(|memory| *memory).count()
+    }
+
+    /// Returns the number of clients that only look.
+    fn observers(&self) -> usize {
+        self.with_memory().filter(|memory| !memory).count()
+    }
+
+    /// Returns for each attached client whether it has memory.
+    fn with_memory(&self) -> impl Iterator<Item = bool> {
+        self.clients.values().filter_map(|client| Some(client.attached.as_ref()?.memory.is_some()))
     }
 
     /// Copies values, the last key of a chain first, so that the start of the chain is used last and outlives its end.
-    fn put(&mut self, number: u64, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
+    fn put(&mut self, number: u64, first: u32, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
         let client = self.clients.get(&number).and_then(|client| client.attached.as_ref());
-        let AttachedClient { namespace, value, staging, .. } = client.ok_or_else(unattached)?;
-        let mut results = vec![Stored::NoRoom; keys.len()];
+        let AttachedClient { namespace, memory, .. } = client.ok_or_else(Goodbye::unattached)?;
+        let only_looks = || Goodbye::refused("", "a client that only looks has no memory for values");
+        let ClientMemory { value, staging, .. } = memory.as_ref().ok_or_else(only_looks)?;
+        let (begin, mut results) = (Instant::now(), vec![Stored::NoRoom; keys.len()]);
         for (at, key) in keys.iter().enumerate().rev() {
-            let bytes = staging.window(0, at as u64 * value, *value)?;
+            let bytes = staging.window(0, (u64::from(first) + at as u64) * value, *value)?;
             let stored = self.table.put(&IndexKey::of(*namespace, key), bytes)?;
             match stored {
-                Stored::Stored => self.counts.stored += 1,
+                Stored::Stored => {
+                    self.counts.stored += 1;
+                    self.counts.stored_bytes += value;
+                }
                 Stored::Present => self.counts.present += 1,
                 Stored::NoRoom | Stored::Away => self.counts.no_room += 1,
             }
             results[at] = stored;
         }
+        self.counts.puts += 1;
+        self.counts.put_nanos += nanos_since(begin);
         Ok(KeeperReply::Put(results))
     }
 
@@ -322,17 +360,28 @@ impl KeeperLoop {
         Ok(KeeperReply::Dropped(u32::try_from(dropped).unwrap_or(u32::MAX)))
     }
 
+    fn clear(&mut self, number: u64, from: u32) -> Result<KeeperReply, Goodbye> {
+        let namespace = Some(self.attached(number)?.1.namespace);
+        let (dropped, next) = self.table.clear(ListRequest { from, namespace });
+        self.counts.dropped += u64::from(dropped);
+        Ok(KeeperReply::Cleared(dropped, next))
+    }
+
     fn lease(&mut self, number: u64, keys: &[StoreKey], milliseconds: u32) -> Result<KeeperReply, Goodbye> {
         let client = self.clients.get_mut(&number).and_then(|client| client.attached.as_mut());
-        let client = client.ok_or_else(unattached)?;
+        let client = client.ok_or_else(Goodbye::unattached)?;
         let keys: Vec<_> = keys.iter().map(|key| IndexKey::of(client.namespace, key)).collect();
         let time = Duration::from_millis(milliseconds.into()).min(MAX_LEASE);
-        Ok(KeeperReply::Leased(self.table.lease(&mut client.leases, &keys, Instant::now() + time)))
+        let leased = self.table.lease(&mut client.leases, &keys, Instant::now() + time);
+        let granted = leased.iter().filter(|&&leased| leased).count() as u64;
+        self.counts.leases += granted;
+        self.counts.leases_refused += leased.len() as u64 - granted;
+        Ok(KeeperReply::Leased(leased))
     }
 
     fn unlease(&mut self, number: u64, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
         let client = self.clients.get_mut(&number).and_then(|client| client.attached.as_mut());
-        let client = client.ok_or_else(unattached)?;
+        let client = client.ok_or_else(Goodbye::unattached)?;
         for key in keys {
             self.table.unlease(&mut client.leases, &IndexKey::of(client.namespace, key));
         }
@@ -362,7 +411,8 @@ impl KeeperLoop {
             values: self.table.values(),
             leased: self.table.held(),
             clients: u32::try_from(self.attached_clients()).unwrap_or(u32::MAX),
-            namespaces: self.namespaces.count(),
+            observers: u32::try_from(self.observers()).unwrap_or(u32::MAX),
+            namespaces: self.table.namespaces.count(),
             evicted: self.table.evicted,
             ..self.counts
         }
@@ -370,7 +420,7 @@ impl KeeperLoop {
 
     fn attached(&self, number: u64) -> Result<(&Client, &AttachedClient), Goodbye> {
         let client = self.clients.get(&number).and_then(|client| Some((client, client.attached.as_ref()?)));
-        client.ok_or_else(unattached)
+        client.ok_or_else(Goodbye::unattached)
     }
 
     /// Ends a connection. A forked process may hold a copy of the socket, so it is removed from the poller, and shut down.
@@ -378,23 +428,14 @@ impl KeeperLoop {
         if let Some(mut client) = self.clients.remove(&number) {
             if let Some(attached) = &mut client.attached {
                 self.table.end_leases(&mut attached.leases, |_, _| true);
+                self.table.namespaces.detach(attached.namespace);
             }
             self.poller.remove(&client.socket);
+            if let Some(process) = &client.process {
+                self.poller.remove(process);
+            }
             // Fails only if the client has left.
             let _ = rustix::net::shutdown(&client.socket, rustix::net::Shutdown::Both);
         }
     }
-}
-
-fn send_reply(socket: &PeerFile, reply: &KeeperReply) -> Result<(), Goodbye> {
-    send(socket, &encoded(reply)?, &[]).map_err(|_| Goodbye::Left)
-}
-
-fn unattached() -> Goodbye {
-    refused("", "the first message must be an attach request")
-}
-
-fn refused(argument: &str, reason: &str) -> Goodbye {
-    let (kind, argument, reason) = (RefusalKind::Argument, argument.into(), reason.into());
-    Goodbye::Refused(KeeperRefusal { kind, argument, reason })
 }

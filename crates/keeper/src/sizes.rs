@@ -15,6 +15,8 @@ pub const MAX_NAMESPACE: usize = 4096;
 pub const MAX_LEASE: Duration = Duration::from_secs(10);
 /// The most clients of a keeper.
 pub(crate) const MAX_CLIENTS: usize = 64;
+/// The most clients of a keeper that only look. They count beside the others.
+pub(crate) const MAX_OBSERVERS: usize = 8;
 /// The most connections of a keeper that have not attached. Beyond it, the oldest one is closed.
 pub(crate) const MAX_PENDING: usize = 16;
 /// The most namespaces of a keeper.
@@ -23,6 +25,12 @@ pub(crate) const MAX_NAMESPACES: usize = 4096;
 pub(crate) const MESSAGE_KEYS: usize = 1024;
 /// The longest message in bytes: the keys, with a few bytes around them.
 pub(crate) const MESSAGE_BYTES: usize = 48 << 10;
+/// The most values of a page of a list, so that it fits a message.
+pub(crate) const PAGE_VALUES: usize = 960;
+/// The most slots that the keeper looks at for a page, so that other clients do not wait for long.
+pub(crate) const PAGE_SLOTS: u32 = 1 << 16;
+/// The most namespaces of a page, so that it fits a message.
+pub(crate) const PAGE_NAMESPACES: usize = 11;
 /// Bytes of the memory of a client from which the keeper copies, unless one value is larger.
 const STAGING_BYTES: u64 = 4 << 20;
 /// Slots start at a multiple of this, a cache line.

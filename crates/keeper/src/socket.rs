@@ -1,76 +1,121 @@
 //! Local sockets that carry messages and descriptors, and the path at which a keeper listens.
 
-use std::fs::{File, OpenOptions, Permissions, set_permissions};
+use std::fs::{OpenOptions, Permissions, set_permissions};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::keeper::{
-    CloseOnFork, above_standard_streams, discard, peer_credentials, same_user,
+    above_standard_streams, discard, peer_credentials, peer_process_descriptor, same_user,
 };
+use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Error, ErrorKind, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FlockOperation, flock};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
-    listen, recvmsg, sendmsg, socket_with,
+    listen, recvmsg, sendmsg, socket_with, sockopt,
 };
+
+use crate::sizes::MESSAGE_BYTES;
 
 /// The most descriptors that are sent with a message.
 const MAX_SENT: usize = 3;
 /// The most descriptors that the kernel lets another process send with a message. If there were no room for some, the kernel would
 /// close them on the thread that receives.
 const MAX_RECEIVED: usize = 253;
+/// Bytes of the queue of a socket in which the longest message fits. The kernel uses 32 of them itself.
+const QUEUE_BYTES: usize = MESSAGE_BYTES + 32;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// A socket that listens at a path. No other keeper takes the path while this value lives; the path is removed with it.
+/// How long a new keeper waits for one that is ending.
+const ENDING: Duration = Duration::from_secs(10);
+/// How often it looks whether that one has ended.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// A socket that listens at a path. No other keeper takes the path while this value lives, here or in a forked process. The path is
+/// removed with it by the process that has opened it.
 #[derive(Debug)]
 pub(crate) struct ListeningPath {
-    /// Declared before the descriptors, so that they drop first.
-    _forked: [CloseOnFork; 2],
-    socket: OwnedFd,
+    pub(crate) socket: OwnedFd,
+    /// Locked as long as one of the processes that have it lives. The kernel unlocks it when they have ended.
+    pub(crate) lock: OwnedFd,
     path: PathBuf,
-    /// Locked as long as the keeper lives. The kernel unlocks it when the process ends.
-    _lock: OwnedFd,
+    /// Where it listens until it [takes](Self::take) the path over.
+    beside: Option<PathBuf>,
+    /// Device and number of the file at the path.
+    file: (u64, u64),
+    process: u32,
 }
 
 impl ListeningPath {
-    /// Listens at `path`. Takes over a socket that a dead keeper has left. Returns `Err(InvalidArgument)` if the path cannot be one of
-    /// a socket or something else is there, and `Err(System)` with its process if a living program listens there.
+    /// Listens at `path`. Takes over a socket that a dead keeper has left, and waits for one that is ending. Returns
+    /// `Err(InvalidArgument)` if the path cannot be one of a socket or something else is there, and `Err(System)` with its process if a
+    /// living program listens there.
     pub(crate) fn open(path: &Path) -> Result<ListeningPath> {
         let address = address(path)?;
-        let lock = locked(path)?;
-        let found = std::fs::symlink_metadata(path).ok();
-        if found.as_ref().is_some_and(|found| !found.file_type().is_socket()) {
-            return Err(Error::argument("socket", path.display(), "the path of a socket, or of nothing"));
+        let lock = lock_file(path)?;
+        wait_for_lock(path, &lock, |listener| listener.is_none_or(|listener| !lives(listener)))?;
+        match connected(&address) {
+            Err(Errno::CONNREFUSED | Errno::NOENT) => {}
+            living => return Err(in_use(path, living.ok().as_ref())),
         }
-        if found.is_some() {
-            match connected(&address) {
-                Err(Errno::CONNREFUSED) => {}
-                living => return Err(in_use(path, living.ok().as_ref())),
-            }
-            std::fs::remove_file(path)
-                .map_err(|error| refused(path, "remove the socket of a dead keeper at", error))?;
-        }
+        Self::listen(path, None, lock)
+    }
+
+    /// Listens at a path beside `path`, at which another keeper listens, until [`take`](Self::take) is called.
+    pub(crate) fn open_beside(path: &Path) -> Result<ListeningPath> {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{}", std::process::id()));
+        Self::listen(path, Some(name.into()), lock_file(path)?)
+    }
+
+    fn listen(path: &Path, beside: Option<PathBuf>, lock: OwnedFd) -> Result<ListeningPath> {
+        let at = beside.as_deref().unwrap_or(path);
+        let address = address(at)?;
+        remove_socket(at)?;
         let socket = seqpacket().map_err(|errno| refused(path, "create a socket for", errno.into()))?;
-        let failed = |errno: Errno| refused(path, "listen at", errno.into());
+        // What the system refuses to this socket, it would refuse to those of clients.
+        make_room(&socket, QUEUE_BYTES)?;
+        let failed = |errno: Errno| refused(at, "listen at", errno.into());
         bind(&socket, &address).map_err(failed)?;
         // Before anybody can connect.
-        set_permissions(path, Permissions::from_mode(0o600))
-            .map_err(|error| refused(path, "set the mode of", error))?;
+        set_permissions(at, Permissions::from_mode(0o600))
+            .map_err(|error| refused(at, "set the mode of", error))?;
+        let file = identity(at).map_err(|error| refused(at, "examine", error))?;
         listen(&socket, BACKLOG).map_err(failed)?;
-        let forked = [CloseOnFork::new(&socket), CloseOnFork::new(&lock)];
-        Ok(ListeningPath { _forked: forked, socket, path: path.into(), _lock: lock })
+        Ok(ListeningPath { socket, lock, path: path.into(), beside, file, process: this_process() })
+    }
+
+    /// Returns the path at which clients attach.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Takes the path over, once the keeper that listened there has ended. Returns `Err(System)` if it does not end.
+    pub(crate) fn take(&self) -> Result<()> {
+        if let Some(beside) = &self.beside {
+            wait_for_lock(&self.path, &self.lock, |_| true)?;
+            std::fs::rename(beside, &self.path).map_err(|error| refused(&self.path, "take over", error))?;
+        }
+        Ok(())
     }
 
     /// Accepts a connection. `None` if there is none.
     pub(crate) fn accept(&self) -> rustix::io::Result<Option<OwnedFd>> {
         match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Ok(socket) => above_standard_streams(socket).map(Some),
+            Ok(socket) => {
+                make_room(&socket, QUEUE_BYTES).map_err(|_| Errno::NOBUFS)?;
+                above_standard_streams(socket).map(Some)
+            }
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
             Err(errno) => Err(errno),
         }
@@ -85,8 +130,16 @@ impl AsFd for ListeningPath {
 
 impl Drop for ListeningPath {
     fn drop(&mut self) {
-        // If it fails, the next keeper takes the path over.
-        let _ = std::fs::remove_file(&self.path);
+        if self.process != this_process() {
+            return;
+        }
+        for path in self.beside.iter().chain([&self.path]) {
+            // Another keeper may have taken the path over.
+            if identity(path).is_ok_and(|file| file == self.file) {
+                // If it fails, the next keeper takes the path over.
+                let _ = std::fs::remove_file(path);
+            }
+        }
     }
 }
 
@@ -143,6 +196,7 @@ pub(crate) fn connect_to(path: &Path) -> Result<OwnedFd> {
         Error::new(kind, text).of_argument("socket").with("socket", path.display()).errno(errno)
     };
     let socket = connected(&address(path)?).map_err(failed)?;
+    make_room(&socket, QUEUE_BYTES)?;
     match peer_credentials(socket.as_fd()) {
         Some(listener) if same_user(listener) => Ok(socket),
         listener => {
@@ -152,6 +206,12 @@ pub(crate) fn connect_to(path: &Path) -> Result<OwnedFd> {
             Err(listener.map_or(error.clone(), |listener| error.with("uid", listener.uid)))
         }
     }
+}
+
+/// Returns whether a descriptor can be read now, or its other end is closed.
+pub(crate) fn is_readable(descriptor: &OwnedFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(descriptor, PollFlags::IN)], Some(&now)) == Ok(1)
 }
 
 /// Checks that a socket can have this path.
@@ -207,18 +267,66 @@ pub(crate) fn receive<'a>(
     Ok(Some(&buffer[..message.bytes]).filter(|bytes| !bytes.is_empty()))
 }
 
-/// Locks the file beside a socket that says whether its keeper lives.
-fn locked(path: &Path) -> Result<OwnedFd> {
+/// Opens the file beside a socket whose lock says whether its keeper lives.
+fn lock_file(path: &Path) -> Result<OwnedFd> {
     let mut name = path.as_os_str().to_owned();
     name.push(".lock");
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&name);
     let file = file.map_err(|error| refused(path, "create the lock file of", error))?;
-    let file =
-        File::from(above_standard_streams(file.into()).map_err(|errno| refused(path, "lock", errno.into()))?);
-    match file.try_lock() {
-        Ok(()) => Ok(file.into()),
-        Err(std::fs::TryLockError::WouldBlock) => Err(in_use(path, connected(&address(path)?).ok().as_ref())),
-        Err(std::fs::TryLockError::Error(error)) => Err(refused(path, "lock", error)),
+    above_standard_streams(file.into()).map_err(|errno| refused(path, "lock", errno.into()))
+}
+
+/// Locks the file of `path`. Waits as long as `ending` says of the socket of the keeper that has it locked, if it still listens.
+fn wait_for_lock(path: &Path, lock: &OwnedFd, ending: impl Fn(Option<&OwnedFd>) -> bool) -> Result<()> {
+    let end = Instant::now() + ENDING;
+    loop {
+        match flock(lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(()),
+            Err(Errno::WOULDBLOCK) => {
+                let listener = connected(&address(path)?).ok();
+                if !ending(listener.as_ref()) || end <= Instant::now() {
+                    return Err(in_use(path, listener.as_ref()));
+                }
+                sleep(LOOK);
+            }
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(refused(path, "lock", errno.into())),
+        }
+    }
+}
+
+/// Returns whether the process that listens at the other end of a connection lives. Its children may listen although it does not.
+fn lives(listener: &OwnedFd) -> bool {
+    peer_process_descriptor(listener.as_fd()).is_some_and(|process| !is_readable(&process))
+}
+
+/// Removes the socket that a dead keeper has left at `path`.
+fn remove_socket(path: &Path) -> Result<()> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => std::fs::remove_file(path)
+            .map_err(|error| refused(path, "remove the socket of a dead keeper at", error)),
+        Ok(_) => Err(Error::argument("socket", path.display(), "the path of a socket, or of nothing")),
+        Err(_) => Ok(()),
+    }
+}
+
+/// Returns the device and the number of the file at `path`.
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    std::fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
+}
+
+/// Gives a socket a queue of at least `bytes` bytes, whatever the default of the system is. A longer message could never be sent.
+fn make_room(socket: &OwnedFd, bytes: usize) -> Result<()> {
+    let failed = |errno| Error::new(ErrorKind::System, "cannot size the queue of a socket").errno(errno);
+    if sockopt::socket_send_buffer_size(socket).map_err(failed)? < bytes {
+        sockopt::set_socket_send_buffer_size(socket, bytes).map_err(failed)?;
+    }
+    match sockopt::socket_send_buffer_size(socket).map_err(failed)? {
+        has if has < bytes => {
+            let text = "the system limits the queues of sockets to less than a message of a keeper; raise net.core.wmem_max";
+            Err(Error::new(ErrorKind::System, text).with("limit_bytes", has).with("message_bytes", bytes))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -247,4 +355,26 @@ fn in_use(path: &Path, listener: Option<&OwnedFd>) -> Error {
 fn refused(path: &Path, what: &str, error: std::io::Error) -> Error {
     let text = format!("cannot {what} the path of the keeper");
     Error::new(ErrorKind::System, text).with("socket", path.display()).because(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_message_fits_whatever_the_default_is() {
+        let (one, other) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        let longest = vec![7; MESSAGE_BYTES];
+        sockopt::set_socket_send_buffer_size(&one, 0).unwrap();
+        assert_eq!(send(&one, &longest, &[]), Err(Errno::MSGSIZE));
+        make_room(&one, QUEUE_BYTES).unwrap();
+        send(&one, &longest, &[]).unwrap();
+        let (mut buffer, mut files) = (vec![0; MESSAGE_BYTES], Vec::new());
+        assert_eq!(receive(&other, &mut buffer, &mut files), Ok(Some(&longest[..])));
+        let refused = make_room(&one, 1 << 30).unwrap_err();
+        assert!(refused.reason().contains("net.core.wmem_max"), "{refused}");
+        assert_eq!(refused.fact("message_bytes"), Some("1073741824"));
+    }
 }

@@ -1,8 +1,7 @@
 //! The client of a keeper. If the keeper is away, every key is a miss.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
@@ -11,15 +10,18 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::attachment::Attachment;
 use crate::index::Place;
-use crate::key::{IndexKey, StoreKey};
-use crate::messages::{KeeperReply, KeeperRequest, KeeperStats, Stored};
+use crate::key::StoreKey;
+use crate::messages::{KeeperReply, KeeperRequest, Stored};
 use crate::sizes::{self, MESSAGE_KEYS};
 use crate::socket;
+use crate::stats::{KeeperStats, StoreStats, nanos_since};
+use crate::turns::Turns;
 
 /// How long a call waits for a keeper that has just come back.
 const ATTACH_WAIT: Duration = Duration::from_millis(50);
-/// How long a store does not try again to attach.
-const ATTACH_PAUSE: Duration = Duration::from_secs(1);
+/// How long a store does not try again to attach: at first, and at most. The time doubles with each attempt. A keeper that was killed
+/// is back soon if its holder lives.
+const ATTACH_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
 /// Values that are copied between two looks at their generations.
 const BATCH: usize = 64;
 
@@ -40,8 +42,13 @@ pub struct Store {
     process: u32,
     options: StoreOptions,
     state: Mutex<StoreState>,
+    /// Locked by the call that tries to attach.
+    attaching: Mutex<()>,
+    /// How long it waits for the keeper.
+    attach_wait: Duration,
     turns: Turns,
-    counts: StoreCounts,
+    /// Without the reason of a refusal, and without the counts of the keeper.
+    counts: Mutex<StoreStats>,
 }
 
 #[derive(Debug)]
@@ -51,38 +58,9 @@ struct StoreState {
     refused: Option<String>,
     /// When it may try to attach.
     next_try: Instant,
+    /// How long it does not try again after the next attempt.
+    pause: Duration,
     closed: bool,
-}
-
-/// The counts of a store since it was opened, and those of its keeper.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StoreStats {
-    /// Values that `get` has copied.
-    pub hits: u64,
-    /// Keys of `get` that the keeper did not have.
-    pub misses_absent: u64,
-    /// Keys of `get` whose value was replaced while it was copied.
-    pub misses_changed: u64,
-    /// Keys of `get` while the keeper was away.
-    pub misses_away: u64,
-    /// Values of `put` that the keeper did not take in time, or while it was away.
-    pub puts_away: u64,
-    /// How often the store has attached to a keeper.
-    pub attached: u64,
-    /// Why the store could not attach when it last tried. `None` if it could, or if the keeper was away.
-    pub refused: Option<String>,
-    /// What the keeper has counted; `None` if it is away.
-    pub keeper: Option<KeeperStats>,
-}
-
-#[derive(Debug, Default)]
-struct StoreCounts {
-    hits: AtomicU64,
-    absent: AtomicU64,
-    changed: AtomicU64,
-    away: AtomicU64,
-    puts_away: AtomicU64,
-    attached: AtomicU64,
 }
 
 impl Store {
@@ -99,15 +77,23 @@ impl Store {
             Err(error) if is_away(&error) => None,
             attached => Some(Arc::new(attached?)),
         };
-        let counts = StoreCounts::default();
-        counts.attached.store(attached.is_some().into(), Ordering::Relaxed);
+        let counts = Mutex::new(StoreStats { attached: attached.is_some().into(), ..StoreStats::default() });
         let state = Mutex::new(StoreState {
             attached,
             refused: None,
-            next_try: Instant::now() + ATTACH_PAUSE,
+            next_try: Instant::now() + ATTACH_PAUSES[0],
+            pause: ATTACH_PAUSES[0],
             closed: false,
         });
-        Ok(Store { process: this_process(), options, state, turns: Turns::default(), counts })
+        Ok(Store {
+            process: this_process(),
+            options,
+            state,
+            attaching: Mutex::new(()),
+            attach_wait: ATTACH_WAIT,
+            turns: Turns::default(),
+            counts,
+        })
     }
 
     /// Returns the bytes of each value.
@@ -123,35 +109,68 @@ impl Store {
     }
 
     /// Copies the value of each key into the window at the same position. Returns which values are complete and right; the other
-    /// windows may have any bytes. Asks the keeper nothing.
+    /// windows may have any bytes. Asks the keeper nothing. Returns `Err(InvalidArgument)` if two windows overlap.
     pub fn get(&self, keys: &[StoreKey], into: &[Window<'_>]) -> Result<Vec<bool>> {
         sizes::check_keys(keys.len())?;
         self.check_windows("into", keys, into)?;
-        let Some(attachment) = self.attachment()? else {
-            self.counts.away.fetch_add(keys.len() as u64, Ordering::Relaxed);
-            return Ok(vec![false; keys.len()]);
+        check_disjoint(into)?;
+        let begin = Instant::now();
+        let attachment = self.attachment()?;
+        let results = match &attachment {
+            Some(attachment) => self.get_from(attachment, keys, into)?,
+            None => vec![false; keys.len()],
         };
+        let mut counts = self.counts();
+        if attachment.is_none() {
+            counts.misses_away += keys.len() as u64;
+        }
+        counts.gets += 1;
+        counts.get_nanos += nanos_since(begin);
+        Ok(results)
+    }
+
+    fn get_from(&self, attachment: &Attachment, keys: &[StoreKey], into: &[Window<'_>]) -> Result<Vec<bool>> {
         let kernel = Kernel::for_bytes(keys.len() as u64 * self.options.value);
         let (mut results, mut slots) = (Vec::with_capacity(keys.len()), Vec::new());
         for (keys, into) in keys.chunks(BATCH).zip(into.chunks(BATCH)) {
-            let places: Vec<_> = keys.iter().map(|key| place(&attachment, key)).collect();
-            let found = places.iter().zip(into).filter_map(|(place, into)| Some(((*place)?, *into)));
-            let copies = found.map(|(place, into)| self.copy_of(&attachment, place, into));
-            copy_all(&copies.collect::<Result<Vec<_>>>()?, kernel)?;
-            for place in places {
-                let right = |place: &Place| attachment.generations.still(place.slot, place.generation);
-                let (count, hit) = match place {
-                    None => (&self.counts.absent, false),
-                    Some(place) if right(&place) => (&self.counts.hits, true),
-                    Some(_) => (&self.counts.changed, false),
-                };
-                count.fetch_add(1, Ordering::Relaxed);
-                slots.extend(place.filter(|_| hit).map(|place| place.slot));
-                results.push(hit);
-            }
+            let places = self.copied(attachment, keys, into, kernel)?;
+            let hits = self.confirmed(attachment, &places);
+            slots.extend(
+                places.iter().zip(&hits).filter_map(|(place, &hit)| Some(place.filter(|_| hit)?.slot)),
+            );
+            results.extend(hits);
         }
         attachment.touch(&slots);
         Ok(results)
+    }
+
+    /// Copies the values of keys, whatever happens to them meanwhile. Returns from where.
+    fn copied(
+        &self,
+        attachment: &Attachment,
+        keys: &[StoreKey],
+        into: &[Window<'_>],
+        kernel: Kernel,
+    ) -> Result<Vec<Option<Place>>> {
+        let places: Vec<_> = keys.iter().map(|key| place(attachment, key)).collect();
+        let found = places.iter().zip(into).filter_map(|(place, into)| Some(((*place)?, *into)));
+        let copies = found.map(|(place, into)| self.copy_of(attachment, place, into));
+        copy_all(&copies.collect::<Result<Vec<_>>>()?, kernel)?;
+        Ok(places)
+    }
+
+    /// Returns for each place whether what was copied from there is its value, and counts it.
+    fn confirmed(&self, attachment: &Attachment, places: &[Option<Place>]) -> Vec<bool> {
+        let right = |place: &Place| attachment.generations.still(place.slot, place.generation);
+        let hits: Vec<bool> = places.iter().map(|place| place.as_ref().is_some_and(right)).collect();
+        let count = |hits: &mut dyn Iterator<Item = bool>| hits.filter(|&hit| hit).count() as u64;
+        let (found, hit) = (count(&mut places.iter().map(Option::is_some)), count(&mut hits.iter().copied()));
+        let mut counts = self.counts();
+        counts.hits += hit;
+        counts.hit_bytes += hit * self.options.value;
+        counts.misses_changed += found - hit;
+        counts.misses_absent += places.len() as u64 - found;
+        hits
     }
 
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first. Returns what became of each value.
@@ -159,12 +178,25 @@ impl Store {
     pub fn put(&self, keys: &[StoreKey], values: &[Window<'_>], deadline: Deadline) -> Result<Vec<Stored>> {
         sizes::check_keys(keys.len())?;
         self.check_windows("values", keys, values)?;
-        let mut results = vec![Stored::Away; keys.len()];
+        let (begin, mut results) = (Instant::now(), vec![Stored::Away; keys.len()]);
         if let Some(attachment) = self.attachment()? {
             self.put_to(&attachment, keys, values, deadline, &mut results)?;
         }
-        let away = results.iter().filter(|&&result| result == Stored::Away).count();
-        self.counts.puts_away.fetch_add(away as u64, Ordering::Relaxed);
+        let mut counts = self.counts();
+        for result in &results {
+            match result {
+                Stored::Stored => {
+                    counts.puts_stored += 1;
+                    counts.put_bytes += self.options.value;
+                }
+                Stored::Present => counts.puts_present += 1,
+                Stored::NoRoom => counts.puts_no_room += 1,
+                Stored::Away => counts.puts_away += 1,
+            }
+        }
+        counts.puts += 1;
+        counts.put_nanos += nanos_since(begin);
+        drop(counts);
         Ok(results)
     }
 
@@ -184,16 +216,25 @@ impl Store {
                 None => missing.push(at),
             }
         }
-        for part in missing.chunks(attachment.capacity()).rev() {
-            let pairs: Vec<_> = part.iter().map(|&at| (keys[at], values[at])).collect();
-            match attachment.put(&pairs, deadline) {
-                Ok(stored) => part.iter().zip(stored).for_each(|(&at, stored)| results[at] = stored),
-                Err(error) => return self.given_up(attachment, error),
-            }
-        }
-        if missing.len() < keys.len() {
+        let touch_known = || {
             let slots = keys.iter().filter_map(|key| place(attachment, key)).map(|place| place.slot);
             attachment.touch(&slots.collect::<Vec<_>>());
+        };
+        // So that the new values do not replace those of this call.
+        let some_known = missing.len() < keys.len();
+        if some_known && !missing.is_empty() {
+            touch_known();
+        }
+        let pairs: Vec<_> = missing.iter().map(|&at| (keys[at], values[at])).collect();
+        let mut stored = vec![Stored::Away; missing.len()];
+        let put = attachment.put(&pairs, &mut stored, deadline);
+        missing.iter().zip(stored).for_each(|(&at, stored)| results[at] = stored);
+        if let Err(error) = put {
+            return self.given_up(attachment, error);
+        }
+        // In the order of the chain.
+        if some_known {
+            touch_known();
         }
         Ok(())
     }
@@ -213,6 +254,27 @@ impl Store {
                 KeeperReply::Dropped(count) => dropped += u64::from(count),
                 _ => return Err(self.away()),
             }
+        }
+        Ok(dropped)
+    }
+
+    /// Has the keeper drop all values of the namespace. Returns how many it had. Those that are put meanwhile may stay.
+    ///
+    /// Returns `Err(NotLinked)` if the keeper is away, and `Err(Timeout)` if it does not answer before `deadline`.
+    pub fn clear(&self, deadline: Deadline) -> Result<u64> {
+        let attachment = self.attachment()?.ok_or_else(|| self.away())?;
+        let Some(_turn) = self.turns.take(deadline)? else {
+            return Err(deadline.error("waiting for other calls"));
+        };
+        let (mut dropped, mut from) = (0, Some(0));
+        while let Some(slot) = from {
+            let KeeperReply::Cleared(count, next) =
+                self.asked(&attachment, &KeeperRequest::Clear(slot), deadline)?
+            else {
+                return Err(self.away());
+            };
+            dropped += u64::from(count);
+            from = next.filter(|next| *next > slot);
         }
         Ok(dropped)
     }
@@ -273,18 +335,8 @@ impl Store {
             Some(attachment) => self.keeper_stats(&attachment, deadline)?,
             None => None,
         };
-        let StoreCounts { hits, absent, changed, away, puts_away, attached } = &self.counts;
-        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        Ok(StoreStats {
-            hits: of(hits),
-            misses_absent: of(absent),
-            misses_changed: of(changed),
-            misses_away: of(away),
-            puts_away: of(puts_away),
-            attached: of(attached),
-            refused: self.state().refused.clone(),
-            keeper,
-        })
+        let refused = self.state().refused.clone();
+        Ok(StoreStats { refused, keeper, ..self.counts().clone() })
     }
 
     fn keeper_stats(&self, attachment: &Arc<Attachment>, deadline: Deadline) -> Result<Option<KeeperStats>> {
@@ -336,27 +388,53 @@ impl Store {
         }
     }
 
-    /// Returns the attachment if there is a keeper. Attaches again if its connection has ended, at most once a second.
+    /// Returns the attachment if there is a keeper. Attaches again if its connection has ended: at once, and then after pauses that become
+    /// longer. Only one call does; the others take the keeper for away, and do not wait.
     fn attachment(&self) -> Result<Option<Arc<Attachment>>> {
         if self.process != this_process() {
             let text = "this process was forked after the store was opened; the store belongs to its parent";
             return Err(Error::new(ErrorKind::Forked, text));
         }
+        if let Some(attachment) = self.known()? {
+            return Ok(Some(attachment));
+        }
+        let _attaching = match self.attaching.try_lock() {
+            Ok(attaching) => attaching,
+            Err(TryLockError::Poisoned(attaching)) => attaching.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(None),
+        };
+        {
+            let state = self.state();
+            if state.next_try > Instant::now() {
+                return Ok(state.attached.clone());
+            }
+        }
+        let tried = attach(&self.options, Deadline::after(self.attach_wait));
+        let mut state = self.state();
+        let [first, longest] = ATTACH_PAUSES;
+        state.next_try = Instant::now() + state.pause;
+        state.pause = if tried.is_ok() { first } else { longest.min(2 * state.pause) };
+        if state.closed {
+            return Err(closed());
+        }
+        match tried {
+            Ok(attachment) => (state.attached, state.refused) = (Some(Arc::new(attachment)), None),
+            Err(error) if is_away(&error) => state.refused = None,
+            Err(error) => state.refused = Some(error.to_string()),
+        }
+        self.counts().attached += u64::from(state.attached.is_some());
+        Ok(state.attached.clone())
+    }
+
+    /// Returns the attachment if its connection has not ended. If it has, the next call that tries to attach may do so at once.
+    fn known(&self) -> Result<Option<Arc<Attachment>>> {
         let mut state = self.state();
         if state.closed {
-            return Err(Error::new(ErrorKind::Closed, "the store was closed"));
+            return Err(closed());
         }
-        if let Some(attachment) = state.attached.as_ref().filter(|attachment| attachment.alive()) {
-            return Ok(Some(attachment.clone()));
-        }
-        if state.attached.take().is_some() || state.next_try <= Instant::now() {
-            match attach(&self.options, Deadline::after(ATTACH_WAIT)) {
-                Ok(attachment) => (state.attached, state.refused) = (Some(Arc::new(attachment)), None),
-                Err(error) if is_away(&error) => state.refused = None,
-                Err(error) => state.refused = Some(error.to_string()),
-            }
-            state.next_try = Instant::now() + ATTACH_PAUSE;
-            self.counts.attached.fetch_add(state.attached.is_some().into(), Ordering::Relaxed);
+        if state.attached.as_ref().is_some_and(|attachment| !attachment.alive()) {
+            state.attached = None;
+            state.next_try = Instant::now();
         }
         Ok(state.attached.clone())
     }
@@ -389,6 +467,10 @@ impl Store {
         Error::new(ErrorKind::NotLinked, "the keeper is away").with("socket", self.options.socket.display())
     }
 
+    fn counts(&self) -> MutexGuard<'_, StoreStats> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn state(&self) -> MutexGuard<'_, StoreState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -404,6 +486,25 @@ impl Drop for Store {
     }
 }
 
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the store was closed")
+}
+
+/// Returns an error if two windows overlap: only one of them could have its value. All have the same length.
+fn check_disjoint(windows: &[Window<'_>]) -> Result<()> {
+    let mut order: Vec<usize> = (0..windows.len()).collect();
+    order.sort_unstable_by_key(|&at| windows[at].addr());
+    let mut pairs = order.iter().zip(order.iter().skip(1));
+    match pairs.find(|&(&one, &next)| windows[one].overlaps(&windows[next])) {
+        None => Ok(()),
+        Some((one, next)) => {
+            let (first, second) = (one.min(next), one.max(next));
+            let value = format!("memory that overlaps into[{first}]");
+            Err(Error::argument(&format!("into[{second}]"), value, "memory of its own"))
+        }
+    }
+}
+
 /// Returns whether an attempt to attach failed because there is no keeper, or none that answers.
 fn is_away(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::NotLinked | ErrorKind::Timeout)
@@ -415,48 +516,7 @@ fn attach(options: &StoreOptions, deadline: Deadline) -> Result<Attachment> {
 
 /// Returns where the value of a key is, if the keeper has it.
 fn place(attachment: &Attachment, key: &StoreKey) -> Option<Place> {
-    let place = attachment.index.find(&IndexKey::of(attachment.geometry.namespace, key));
-    place.filter(|place| place.slot < attachment.geometry.slots)
-}
-
-/// The order of calls that ask the keeper: one at a time.
-#[derive(Debug, Default)]
-struct Turns {
-    taken: Mutex<bool>,
-    returned: Condvar,
-}
-
-/// The turn of a call; returned on drop.
-#[derive(Debug)]
-struct Turn<'a>(&'a Turns);
-
-impl Turns {
-    /// Waits for a turn. `None` if the deadline passes before.
-    fn take(&self, deadline: Deadline) -> Result<Option<Turn<'_>>> {
-        loop {
-            let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-            if *taken && !deadline.passed() {
-                let waited = self.returned.wait_timeout(taken, deadline.wait_limit());
-                taken = waited.unwrap_or_else(PoisonError::into_inner).0;
-            }
-            if !*taken {
-                *taken = true;
-                return Ok(Some(Turn(self)));
-            }
-            drop(taken);
-            match deadline.waiting("waiting for other calls") {
-                Err(error) if error.kind() == ErrorKind::Timeout => return Ok(None),
-                other => other?,
-            }
-        }
-    }
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        *self.0.taken.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.0.returned.notify_one();
-    }
+    attachment.place(attachment.geometry.namespace, key)
 }
 
 #[cfg(test)]
@@ -464,7 +524,9 @@ mod tests {
     use std::thread::{scope, sleep};
 
     use super::*;
-    use crate::attachment::tests::SilentPath;
+    use crate::attachment::tests::{SilentKeeper, SilentPath};
+    use crate::socket::ListeningPath;
+    use crate::{Keeper, KeeperOptions};
 
     #[test]
     fn close_during_puts_leaves_staged_bytes_alone() {
@@ -480,7 +542,7 @@ mod tests {
         };
         scope(|scope| {
             let first = scope.spawn(|| put(1));
-            assert!(matches!(keeper.message(), KeeperRequest::Put(_)));
+            assert!(matches!(keeper.message(), KeeperRequest::Put(..)));
             let second = scope.spawn(|| put(2));
             let attachment = store.state().attached.clone().unwrap();
             // This scope, the store, the first put, and the second one.
@@ -494,5 +556,85 @@ mod tests {
             );
         });
         assert_eq!(keeper.staged(), [1; 64], "the keeper may still copy the first value");
+    }
+
+    fn key(number: u8) -> StoreKey {
+        StoreKey::read(0, &[number; 28]).unwrap()
+    }
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(30))
+    }
+
+    fn opened(path: &SilentPath) -> Store {
+        Store::open(StoreOptions { socket: path.socket(), namespace: "n".into(), value: 64 }, soon()).unwrap()
+    }
+
+    #[test]
+    fn value_replaced_between_copy_and_check_is_a_miss() {
+        let path = SilentPath::new();
+        let options = KeeperOptions { memory: 64, value: 64, socket: path.socket() };
+        let _keeper = Keeper::open(&options).unwrap();
+        let store = opened(&path);
+        let put = |number: u8| store.put(&[key(number)], &[Window::of_slice(&[number; 64])], soon()).unwrap();
+        put(1);
+        let attachment = store.attachment().unwrap().unwrap();
+        let mut value = [0; 64];
+        let windows = [Window::of_slice_mut(&mut value)];
+        let copied = || store.copied(&attachment, &[key(1)], &windows, Kernel::PLAIN).unwrap();
+        assert_eq!(store.confirmed(&attachment, &copied()), [true]);
+        let places = copied();
+        assert!(places[0].is_some());
+        // There is one slot.
+        put(2);
+        assert_eq!(store.confirmed(&attachment, &places), [false]);
+        // The same key in the same slot is another value.
+        let (dropped, again) = (store.drop_values(&[key(2)], soon()).unwrap(), put(1));
+        assert_eq!((dropped, again), (1, vec![Stored::Stored]));
+        assert_eq!(store.confirmed(&attachment, &places), [false]);
+        assert_eq!(store.confirmed(&attachment, &copied()), [true]);
+        let stats = store.stats(soon()).unwrap();
+        assert_eq!((stats.hits, stats.misses_changed, stats.misses_absent), (2, 2, 0));
+        assert_eq!(value, [1; 64]);
+    }
+
+    #[test]
+    fn calls_do_not_wait_for_the_one_that_attaches() {
+        let path = SilentPath::new();
+        let mut store = opened(&path);
+        store.attach_wait = Duration::from_secs(30);
+        store.state().next_try = Instant::now();
+        let listening = ListeningPath::open(&path.socket()).unwrap();
+        scope(|scope| {
+            let first = scope.spawn(|| store.exists(&[key(1)]));
+            let asked = SilentKeeper::asked(listening);
+            // The first call waits for the reply, which is sent later.
+            assert_eq!(store.exists(&[key(1)]).unwrap(), [false]);
+            let value = [1; 64];
+            let stored = store.put(&[key(1)], &[Window::of_slice(&value)], soon()).unwrap();
+            assert_eq!(stored, [Stored::Away]);
+            let _keeper = asked.answer();
+            assert_eq!(first.join().unwrap().unwrap(), [false]);
+            assert_eq!(store.stats(Deadline::after(Duration::ZERO)).unwrap().attached, 1);
+        });
+    }
+
+    #[test]
+    fn overlapping_windows_are_refused() {
+        let path = SilentPath::new();
+        let store = opened(&path);
+        let mut bytes = [0_u8; 256];
+        let whole = Window::of_slice_mut(&mut bytes);
+        let get = |begins: &[u64]| {
+            let windows: Vec<_> = begins.iter().map(|&at| whole.part(at, 64)).collect();
+            store.get(&vec![key(1); begins.len()], &windows).map_err(|error| error.to_string())
+        };
+        assert_eq!(get(&[128, 0, 64, 192]), Ok(vec![false; 4]));
+        let overlaps = |second, first| -> Result<Vec<bool>, String> {
+            Err(format!("into[{second}]=memory that overlaps into[{first}] must be memory of its own"))
+        };
+        assert_eq!(get(&[128, 0, 65]), overlaps(2, 0));
+        assert_eq!(get(&[7, 100, 7]), overlaps(2, 0));
+        assert_eq!(get(&[192, 191]), overlaps(1, 0));
     }
 }

@@ -1,97 +1,144 @@
 //! The values of a keeper: the slots, which key is in which, and which one is used again next.
 
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::bindings::keeper::{
-    Copy, Generations, Kernel, Region, SharedWords, Tensors, Window, copy_all,
-};
+use llm_datadist_core::bindings::keeper::{Copy, Kernel, Tensors, Window, copy_all};
 use llm_datadist_core::{Error, ErrorKind, Result};
 
-use crate::index::{self, Index, Place};
+use crate::changes::Changes;
+use crate::index::{self, Place};
 use crate::key::IndexKey;
 use crate::leases::{ClientLeases, HeldValues};
-use crate::messages::Stored;
+use crate::messages::{ListRequest, ListedValue, Stored};
+use crate::namespaces::{self, Namespaces};
 use crate::recency::Recency;
+use crate::shared_files::SharedFiles;
+use crate::sizes::{PAGE_SLOTS, PAGE_VALUES};
 
 /// The values, changed by one thread.
 #[derive(Debug)]
 pub(crate) struct SlotTable {
-    /// What clients map: the values, the index and the generations of the slots.
-    pub(crate) shared: SharedFiles,
+    /// The memory that outlives this process.
+    pub(crate) shared: Arc<SharedFiles>,
     /// The slots as one tensor.
     bytes: Tensors,
-    slot_bytes: u64,
     /// The key in each slot that was ever used.
-    keys: Vec<Option<IndexKey>>,
-    slots: u32,
+    pub(crate) keys: Vec<Option<IndexKey>>,
     /// Used slots whose values were dropped.
-    free: Vec<u32>,
+    pub(crate) free: Vec<u32>,
     /// The values that can be replaced: those without a lease.
-    recency: Recency,
+    pub(crate) recency: Recency,
     held: HeldValues,
+    pub(crate) namespaces: Namespaces,
+    /// The last values that were stored and removed.
+    pub(crate) changes: Changes,
     /// Values that were overwritten because all slots were in use.
     pub(crate) evicted: u64,
 }
 
-/// The memory that clients map.
-#[derive(Debug)]
-pub(crate) struct SharedFiles {
-    pub(crate) values: Arc<Region>,
-    pub(crate) index: Index<SharedWords>,
-    pub(crate) generations: Generations,
-}
-
-impl SharedFiles {
-    /// Returns the descriptors for clients, in the order in which they are sent. Returns `Err(NotEnabled)` if the kernel cannot prevent
-    /// clients from writing.
-    pub(crate) fn descriptors(&self) -> Result<[BorrowedFd<'_>; 3]> {
-        let files = (self.values.descriptor(), self.index.descriptor(), self.generations.descriptor());
-        if let (Some(values), Some(index), Some(generations)) = files {
-            return Ok([values, index, generations]);
-        }
-        let text = "this kernel cannot share memory that others may only read; a keeper needs Linux 5.1";
-        Err(Error::new(ErrorKind::NotEnabled, text))
-    }
-}
-
-/// Returns the bytes of memory that a full table uses: the values, the index, and what it has for each slot.
+/// Returns the bytes of memory that a full table uses: the values, the index, the namespaces, and what it has for each slot.
 pub(crate) fn table_bytes(slots: u32, slot_bytes: u64) -> u64 {
-    // A key, a free slot, two neighbours in the order of use, and a generation.
-    let each = size_of::<Option<IndexKey>>() + size_of::<u32>() + size_of::<(u32, u32)>() + size_of::<u64>();
-    index::words(slots) * 8 + u64::from(slots) * (slot_bytes + each as u64)
+    // A key, a free slot, two neighbours in the order of use with the number of the last use, and a generation.
+    let each =
+        size_of::<Option<IndexKey>>() + size_of::<u32>() + size_of::<(u32, u32)>() + 2 * size_of::<u64>();
+    (index::words(slots) + namespaces::WORDS) * 8 + u64::from(slots) * (slot_bytes + each as u64)
+}
+
+/// Returns the slots that were ever used: those before the first one with the generation 0. Slots are used first in their order, and
+/// get another generation when they are used.
+fn used_slots(files: &SharedFiles) -> impl Iterator<Item = u32> {
+    (0..files.slots).take_while(|&slot| files.generations.of(slot) != 0)
 }
 
 impl SlotTable {
-    /// Creates a table of `slots` slots of `slot_bytes` bytes. Returns `Err` of kind `OutOfMemory` if memory is short, or of kind
-    /// `System` if the system refuses it.
-    pub(crate) fn new(slots: u32, slot_bytes: u64) -> Result<SlotTable> {
-        let bytes = u64::from(slots) * slot_bytes;
-        let values = Arc::new(Region::shared("llm_datadist values", bytes)?);
-        let words = SharedWords::new("llm_datadist index", index::words(slots))?;
-        Ok(SlotTable {
-            bytes: Tensors::carved(values.clone(), [0], bytes, ())?,
-            shared: SharedFiles { values, index: Index::new(words, slots), generations: Generations::new()? },
-            slot_bytes,
+    /// Creates a table over files, with the values that another process has left in them. Returns `Err(OutOfMemory)` if memory is short.
+    pub(crate) fn over(files: Arc<SharedFiles>) -> Result<SlotTable> {
+        let slots = files.slots;
+        let mut table = SlotTable {
+            bytes: files.tensor()?,
             keys: fallible::with_capacity("the keys of slots", slots as usize)?,
-            slots,
             free: fallible::with_capacity("the free slots", slots as usize)?,
-            recency: Recency::new(slots)?,
+            recency: Recency::over(files.uses.clone(), slots)?,
             held: HeldValues::new(slots),
+            namespaces: Namespaces::over(files.namespaces.clone()),
+            changes: Changes::new()?,
             evicted: 0,
-        })
+            shared: files,
+        };
+        table.recover()?;
+        Ok(table)
+    }
+
+    /// Forgets the values in files, and what a process has left half-written.
+    pub(crate) fn forget_all(files: &SharedFiles) {
+        files.index.clear();
+        for slot in used_slots(files) {
+            files.generations.bump(slot);
+        }
+    }
+
+    /// Takes the values that another process has left. Each key and each slot counts once. A value is kept if its entry in the index is
+    /// complete, and its slot has the generation of the entry: then its bytes are complete, and are still those of the key, because a
+    /// slot gets another generation before other bytes. All other slots are free.
+    fn recover(&mut self) -> Result<()> {
+        let SlotTable { shared, keys, free, recency, namespaces, .. } = self;
+        let (index, generations) = (&shared.index, &shared.generations);
+        keys.extend(used_slots(shared).map(|_| None));
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let mut claims: Vec<Place> = Vec::new();
+        for (key, place) in index.entries() {
+            let Some(known) = keys.get_mut(place.slot as usize) else { continue };
+            let right = generations.of(place.slot) == place.generation && namespaces.knows(key.namespace());
+            match known {
+                _ if !right => {}
+                None => *known = Some(key),
+                Some(same) if *same == key => {}
+                Some(_) => claims.push(place),
+            }
+        }
+        // If two keys have one slot, nobody can tell whose bytes it has.
+        for place in claims {
+            keys[place.slot as usize] = None;
+        }
+        index.clear();
+        let mut latest = Vec::new();
+        for (slot, _) in (0..).zip(&*keys).filter(|(_, key)| key.is_some()) {
+            fallible::push("the values that are recovered", &mut latest, slot)?;
+        }
+        latest.sort_unstable_by_key(|&slot| std::cmp::Reverse(recency.used(slot)));
+        latest.retain(|&slot| {
+            let place = Place { slot, generation: generations.of(slot) };
+            let key = keys[slot as usize].take();
+            keys[slot as usize] = key.filter(|key| index.find(key).is_none() && index.insert(key, place));
+            keys[slot as usize].is_some()
+        });
+        for &slot in latest.iter().rev() {
+            recency.touch(slot);
+        }
+        for (slot, key) in (0..).zip(&*keys) {
+            if let Some(key) = key {
+                namespaces.add_value(key.namespace());
+            } else {
+                generations.bump(slot);
+                free.push(slot);
+            }
+        }
+        namespaces.forget_unused();
+        Ok(())
     }
 
     /// Returns the number of slots.
     pub(crate) fn slots(&self) -> u32 {
-        self.slots
+        self.shared.slots
     }
 
     /// Returns the bytes of a slot.
     pub(crate) fn slot_bytes(&self) -> u64 {
-        self.slot_bytes
+        self.shared.slot_bytes
     }
 
     /// Returns the number of values.
@@ -99,11 +146,21 @@ impl SlotTable {
         u32::try_from(self.keys.len() - self.free.len()).unwrap_or(u32::MAX)
     }
 
-    /// Copies `value`, which fits a slot, unless the key has a value. The value becomes visible once it is complete.
+    /// Copies `value`, which fits a slot, unless the key has a value. The value becomes visible once it is complete. Replaces a value only
+    /// if there is room for the key and the bytes.
     pub(crate) fn put(&mut self, key: &IndexKey, value: Window<'_>) -> Result<Stored> {
         if let Some(place) = self.shared.index.find(key) {
             self.touch(std::iter::once(place.slot));
             return Ok(Stored::Present);
+        }
+        if value.len() > self.slot_bytes() {
+            let (bytes, most) = (value.len(), self.slot_bytes());
+            return Err(Error::new(ErrorKind::System, "a value is larger than a slot")
+                .with("bytes", bytes)
+                .with("slot_bytes", most));
+        }
+        if !self.shared.index.has_room(key) {
+            return Ok(Stored::NoRoom);
         }
         let Some(slot) = self.take_slot() else { return Ok(Stored::NoRoom) };
         // From here on no reader accepts what the slot held.
@@ -115,6 +172,8 @@ impl SlotTable {
             return copied.map(|()| Stored::NoRoom);
         }
         self.keys[slot as usize] = Some(*key);
+        self.namespaces.add_value(key.namespace());
+        self.changes.add(*key, true);
         self.recency.touch(slot);
         Ok(Stored::Stored)
     }
@@ -178,6 +237,33 @@ impl SlotTable {
         self.held.count()
     }
 
+    /// Returns a page of values in the order of their slots, and the slot from which the next page begins. A value that stays in its slot
+    /// is in exactly one page, whatever is used, put or dropped between two pages.
+    pub(crate) fn list(&self, request: ListRequest) -> (Vec<ListedValue>, Option<u32>) {
+        let ListRequest { from, namespace } = request;
+        let used = u32::try_from(self.keys.len()).unwrap_or(u32::MAX);
+        let end = used.min(from.saturating_add(PAGE_SLOTS));
+        let mut page = Vec::new();
+        for slot in from..end {
+            if page.len() == PAGE_VALUES {
+                return (page, Some(slot));
+            }
+            let listed = |key: &&IndexKey| namespace.is_none_or(|namespace| namespace == key.namespace());
+            if let Some(key) = self.keys[slot as usize].as_ref().filter(listed) {
+                let (used, leased) = (self.recency.used(slot), self.held.holds(self.place(slot)));
+                page.push(ListedValue { namespace: key.namespace(), key: key.key(), slot, used, leased });
+            }
+        }
+        (page, (end < used).then_some(end))
+    }
+
+    /// Drops the values of a page. Returns how many there were, and the slot from which the next page begins.
+    pub(crate) fn clear(&mut self, request: ListRequest) -> (u32, Option<u32>) {
+        let (page, next) = self.list(request);
+        let dropped = page.iter().filter(|value| self.drop_value(&IndexKey::of(value.namespace, &value.key)));
+        (u32::try_from(dropped.count()).unwrap_or(u32::MAX), next)
+    }
+
     /// Returns a slot with its generation now.
     fn place(&self, slot: u32) -> Place {
         Place { slot, generation: self.shared.generations.of(slot) }
@@ -197,7 +283,7 @@ impl SlotTable {
         if let Some(slot) = self.free.pop() {
             return Some(slot);
         }
-        if self.keys.len() < self.slots as usize {
+        if self.keys.len() < self.slots() as usize {
             self.keys.push(None);
             return u32::try_from(self.keys.len() - 1).ok();
         }
@@ -213,11 +299,13 @@ impl SlotTable {
             self.shared.index.remove(&key);
             self.shared.generations.bump(slot);
             self.recency.remove(slot);
+            self.changes.add(key, false);
+            self.namespaces.remove_value(key.namespace());
         }
     }
 
     fn fill(&self, slot: u32, value: Window<'_>) -> Result<()> {
-        let place = self.bytes.window(0, u64::from(slot) * self.slot_bytes, value.len())?;
+        let place = self.bytes.window(0, u64::from(slot) * self.slot_bytes(), value.len())?;
         copy_all(&[Copy::one(value, place)], Kernel::for_bytes(value.len()))
     }
 }
@@ -262,11 +350,15 @@ mod tests {
     fn get(table: &SlotTable, key: u64) -> Option<u8> {
         let Place { slot, generation } = table.shared.index.find(&index_key(key))?;
         let mut bytes = [0; 100];
-        let from = table.bytes.window(0, u64::from(slot) * table.slot_bytes, 100).unwrap();
+        let from = table.bytes.window(0, u64::from(slot) * table.slot_bytes(), 100).unwrap();
         copy_all(&[Copy::one(from, Window::of_slice_mut(&mut bytes))], Kernel::PLAIN).unwrap();
         assert_eq!(table.shared.generations.of(slot), generation);
         assert_eq!(bytes, [bytes[0]; 100]);
         Some(bytes[0])
+    }
+
+    fn table(slots: u32, slot_bytes: u64) -> SlotTable {
+        SlotTable::over(Arc::new(SharedFiles::new(slots, slot_bytes).unwrap())).unwrap()
     }
 
     fn index_key(key: u64) -> IndexKey {
@@ -291,7 +383,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_table_keeps_what_a_list_in_order_of_use_keeps(calls in prop::collection::vec(call(), 1..200)) {
-            let (mut table, mut model) = (SlotTable::new(SLOTS, 128).unwrap(), Model::default());
+            let (mut table, mut model) = (super::tests::table(SLOTS, 128), Model::default());
             for call in calls {
                 match call {
                     Call::Put(key, value) => {
@@ -321,13 +413,14 @@ mod tests {
 
     #[test]
     fn the_memory_of_a_table_includes_that_of_its_keys() {
-        // 4 Mi buckets of 64 bytes, and for each slot a key of 40 bytes and 20 bytes of numbers.
-        assert_eq!(table_bytes(2 << 20, 128), (256 << 20) + 64 + (2 << 20) * (128 + 40 + 20));
+        // 4 Mi buckets of 64 bytes, 4,096 namespaces of 4,120 bytes, and for each slot a key of 40 bytes and 28 bytes of numbers.
+        let namespaces = 4096 * (4096 + 24) + 64;
+        assert_eq!(table_bytes(2 << 20, 128), (256 << 20) + 64 + namespaces + (2 << 20) * (128 + 40 + 28));
     }
 
     #[test]
     fn clients_cannot_write_or_shrink_what_they_map() {
-        let table = SlotTable::new(4, 64).unwrap();
+        let table = table(4, 64);
         for file in table.shared.descriptors().unwrap() {
             assert_eq!(rustix::io::pwrite(file, &[1], 0), Err(rustix::io::Errno::PERM));
             assert_eq!(rustix::fs::ftruncate(file, 0), Err(rustix::io::Errno::PERM));
@@ -336,7 +429,7 @@ mod tests {
 
     #[test]
     fn the_end_of_a_chain_goes_first() {
-        let mut table = SlotTable::new(3, 64).unwrap();
+        let mut table = table(3, 64);
         for key in 1..4 {
             table.put(&index_key(key), Window::of_slice(&[1; 64])).unwrap();
         }
@@ -351,8 +444,41 @@ mod tests {
     }
 
     #[test]
+    fn pages_have_each_value_that_stays_once() {
+        let mut table = table(100_000, 64);
+        let of = |number: u64| IndexKey([(number << 32) | (number % 2), 0, 0, number]);
+        for number in 0..100_000 {
+            table.put(&of(number), Window::of_slice(&[1; 64])).unwrap();
+        }
+        table.lease(&mut ClientLeases::default(), &[of(9)], Instant::now());
+        let (mut listed, mut from) = (Vec::new(), Some(0));
+        while let Some(begin) = from {
+            let (page, next) = table.list(ListRequest { from: begin, namespace: None });
+            assert!(page.len() <= PAGE_VALUES && next.is_none_or(|next| next > begin));
+            (listed, from) = ([listed, page].concat(), next);
+            // What is used and dropped meanwhile changes nothing for the other values.
+            table.touch([0, 99_999].into_iter());
+            table.drop_value(&of(5000));
+        }
+        let slots: Vec<u32> = listed.iter().map(|value| value.slot).collect();
+        assert!(slots.iter().copied().eq((0..100_000).filter(|slot| *slot != 5000)));
+        assert!(
+            listed.iter().all(|value| IndexKey::of(value.namespace, &value.key) == of(value.slot.into()))
+        );
+        assert!(listed.iter().all(|value| value.leased == (value.slot == 9)));
+        assert!(listed[1..4999].is_sorted_by_key(|value| value.used));
+        // A namespace without values in many slots: pages without values, of a bounded number of slots.
+        let none = ListRequest { from: 0, namespace: Some(2) };
+        assert_eq!(table.list(none), (Vec::new(), Some(PAGE_SLOTS)));
+        assert_eq!(table.list(ListRequest { from: PAGE_SLOTS, ..none }), (Vec::new(), None));
+        assert_eq!(table.list(ListRequest { from: u32::MAX, ..none }), (Vec::new(), None));
+        let (odd, _) = table.list(ListRequest { from: 0, namespace: Some(1) });
+        assert!(odd.iter().all(|value| value.namespace == 1 && value.slot % 2 == 1));
+    }
+
+    #[test]
     fn a_reader_of_a_replaced_value_sees_another_generation() {
-        let mut table = SlotTable::new(1, 64).unwrap();
+        let mut table = table(1, 64);
         table.put(&index_key(1), Window::of_slice(&[1; 64])).unwrap();
         let before = table.shared.index.find(&index_key(1)).unwrap();
         table.put(&index_key(2), Window::of_slice(&[2; 64])).unwrap();
@@ -365,15 +491,203 @@ mod tests {
 
     #[test]
     fn a_value_larger_than_the_memory_is_refused_and_its_slot_is_free_again() {
-        let mut table = SlotTable::new(1, 64).unwrap();
+        let mut table = table(1, 64);
         assert!(table.put(&index_key(1), Window::of_slice(&[1; 65])).is_err());
         assert_eq!((table.values(), table.slot_of(&index_key(1))), (0, None));
         assert_eq!(table.put(&index_key(1), Window::of_slice(&[1; 64])).unwrap(), Stored::Stored);
     }
 
     #[test]
+    fn a_put_without_room_for_its_key_replaces_nothing() {
+        let mut table = table(64, 64);
+        let home = index_key(1).mixed() & 127;
+        let mut equal = (0..).map(index_key).filter(|key| key.mixed() & 127 == home);
+        for key in equal.by_ref().take(64) {
+            assert_eq!(table.put(&key, Window::of_slice(&[1; 64])).unwrap(), Stored::Stored);
+        }
+        let key = equal.next().unwrap();
+        assert_eq!(table.put(&key, Window::of_slice(&[1; 64])).unwrap(), Stored::NoRoom);
+        assert_eq!((table.values(), table.evicted), (64, 0));
+        assert!(table.put(&key, Window::of_slice(&[1; 65])).is_err());
+        assert_eq!((table.values(), table.evicted), (64, 0));
+    }
+
+    /// A table of the namespace 0 with the values 1 to 6, of which 4 was dropped. 2 was used last.
+    fn left_behind() -> SlotTable {
+        let mut table = table(10, 128);
+        assert_eq!(table.namespaces.attach("n", 100), Ok(0));
+        for key in 1..=6 {
+            table.put(&of_zero(key), Window::of_slice(&[u8::try_from(key).unwrap(); 100])).unwrap();
+        }
+        table.touch([1].into_iter());
+        table.drop_value(&of_zero(4));
+        table
+    }
+
+    fn of_zero(key: u64) -> IndexKey {
+        IndexKey([0, 0, 0, key])
+    }
+
+    /// Returns the values that the next process has, in their order of use.
+    fn recovered(table: SlotTable) -> (SlotTable, Vec<u64>) {
+        let files = table.shared.clone();
+        // A process that is killed drops nothing.
+        std::mem::forget(table);
+        let mut next = SlotTable::over(files).unwrap();
+        assert!(next.shared.index.is_whole());
+        assert_eq!(next.free.len() + next.values() as usize, next.keys.len());
+        let mut order = Vec::new();
+        let mut recency = Vec::new();
+        while let Some(slot) = next.recency.oldest() {
+            let key = next.keys[slot as usize].unwrap();
+            let place = next.shared.index.find(&key).unwrap();
+            assert_eq!((place.slot, place.generation), (slot, next.shared.generations.of(slot)));
+            let mut bytes = [0; 100];
+            let from = next.bytes.window(0, u64::from(slot) * 128, 100).unwrap();
+            copy_all(&[Copy::one(from, Window::of_slice_mut(&mut bytes))], Kernel::PLAIN).unwrap();
+            assert_eq!(bytes.map(u64::from), [key.0[3]; 100]);
+            order.push(key.0[3]);
+            next.recency.remove(slot);
+            recency.push(slot);
+        }
+        next.touch(recency.into_iter().rev());
+        (next, order)
+    }
+
+    #[test]
+    fn the_next_process_has_the_values_and_their_order_of_use() {
+        let (mut table, order) = recovered(left_behind());
+        assert_eq!(order, [1, 3, 5, 6, 2]);
+        assert_eq!((table.values(), table.namespaces.attach("n", 100)), (5, Ok(0)));
+        for key in 7..=11 {
+            table.put(&of_zero(key), Window::of_slice(&[u8::try_from(key).unwrap(); 100])).unwrap();
+        }
+        table.put(&of_zero(12), Window::of_slice(&[12; 100])).unwrap();
+        assert_eq!(table.evicted, 1);
+        let (_, order) = recovered(table);
+        assert_eq!(order, [3, 5, 6, 2, 7, 8, 9, 10, 11, 12]);
+    }
+
+    #[test]
+    fn the_next_process_has_what_any_calls_have_left() {
+        let calls = prop::collection::vec(call(), 1..200);
+        let mut runner = proptest::test_runner::TestRunner::default();
+        runner
+            .run(&calls, |calls| {
+                let mut table = table(SLOTS, 128);
+                table.namespaces.attach("n", 100).unwrap();
+                let mut model = Model::default();
+                for call in calls {
+                    match call {
+                        Call::Put(key, _) => {
+                            let value = u8::try_from(key).unwrap();
+                            table.put(&of_zero(key), Window::of_slice(&[value; 100])).unwrap();
+                            model.put(key, value);
+                        }
+                        Call::Touch(keys) => keys.into_iter().for_each(|key| {
+                            table.touch(table.slot_of(&of_zero(key)).into_iter());
+                            model.touch(key);
+                        }),
+                        Call::Drop(key) => {
+                            table.drop_value(&of_zero(key));
+                            model.0.retain(|(other, _)| *other != key);
+                        }
+                    }
+                }
+                let (_, order) = recovered(table);
+                prop_assert_eq!(order, model.0.iter().map(|(key, _)| *key).collect::<Vec<_>>());
+                Ok(())
+            })
+            .unwrap();
+    }
+
+    /// Each damage is what a process leaves that is killed between two steps, or more than that. The values 1 and 2 are not damaged.
+    #[test]
+    fn damage_costs_the_damaged_values_only() {
+        type Damage = fn(&mut SlotTable);
+        let place = |table: &SlotTable, key| table.shared.index.find(&of_zero(key)).unwrap();
+        let cases: [(&str, Damage, &[u64]); 9] = [
+            ("a bucket is half-written", |table| table.shared.index.half_write(&of_zero(3)), &[1, 5, 6, 2]),
+            ("a key is in two buckets", |table| table.shared.index.half_move(&of_zero(3)), &[1, 3, 5, 6, 2]),
+            ("a slot was taken for another value", |table| table.shared.generations.bump(2), &[1, 5, 6, 2]),
+            (
+                "a slot was filled, but its key is not there",
+                |table| {
+                    let slot = table.take_slot().unwrap();
+                    table.shared.generations.bump(slot);
+                    table.fill(slot, Window::of_slice(&[99; 100])).unwrap();
+                },
+                &[1, 3, 5, 6, 2],
+            ),
+            (
+                "a value is removed from the index, and not from its slot",
+                |table| table.shared.index.remove(&of_zero(3)),
+                &[1, 5, 6, 2],
+            ),
+            (
+                "a slot is out of range",
+                |table| {
+                    let index = &table.shared.index;
+                    index.replace(&of_zero(3), Place { slot: 10, generation: 0 });
+                    index.replace(&of_zero(5), Place { slot: u32::MAX - 1, generation: u64::MAX });
+                    index.replace(&of_zero(6), Place { slot: 7, generation: 0 });
+                },
+                &[1, 2],
+            ),
+            (
+                "another generation",
+                |table| {
+                    let Place { slot, generation } = table.shared.index.find(&of_zero(3)).unwrap();
+                    table.shared.index.replace(&of_zero(3), Place { slot, generation: generation + 1 });
+                },
+                &[1, 5, 6, 2],
+            ),
+            (
+                "two keys have one slot",
+                |table| {
+                    let place = table.shared.index.find(&of_zero(3)).unwrap();
+                    assert!(table.shared.index.insert(&of_zero(33), place));
+                },
+                &[1, 5, 6, 2],
+            ),
+            (
+                "a namespace that nobody knows",
+                |table| {
+                    let key = IndexKey([7, 0, 0, 70]);
+                    table.put(&key, Window::of_slice(&[70; 100])).unwrap();
+                },
+                &[1, 3, 5, 6, 2],
+            ),
+        ];
+        for (what, damage, rest) in cases {
+            let mut table = left_behind();
+            let before = [1, 2, 3, 5, 6].map(|key| place(&table, key));
+            damage(&mut table);
+            let (next, order) = recovered(table);
+            assert_eq!(order, rest, "{what}");
+            // A reader that has found a value before sees whether it is still that one.
+            for (key, place) in [1, 2, 3, 5, 6].into_iter().zip(before) {
+                let same = next.shared.generations.of(place.slot) == place.generation;
+                assert_eq!(same, rest.contains(&key), "{what}: {key}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_once_all_is_forgotten() {
+        let table = left_behind();
+        table.shared.index.half_move(&of_zero(3));
+        table.shared.index.half_write(&of_zero(5));
+        let before = table.shared.index.find(&of_zero(1)).unwrap();
+        SlotTable::forget_all(&table.shared);
+        let (next, order) = recovered(table);
+        assert_eq!((order, next.namespaces.count()), (Vec::new(), 0));
+        assert_ne!(next.shared.generations.of(before.slot), before.generation);
+    }
+
+    #[test]
     fn leased_values_stay_until_their_leases_end() {
-        let mut table = SlotTable::new(8, 64).unwrap();
+        let mut table = table(8, 64);
         let put =
             |table: &mut SlotTable, key| table.put(&index_key(key), Window::of_slice(&[1; 64])).unwrap();
         for key in 0..8 {

@@ -14,12 +14,15 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::keeper::Window;
 use llm_datadist_core::{Deadline, ErrorKind};
-use llm_datadist_keeper::{Keeper, KeeperOptions, MAX_KEYS, Store, StoreKey, StoreOptions, Stored};
+use llm_datadist_keeper::{
+    Holder, Keeper, KeeperOptions, ListedChange, MAX_KEYS, Observer, Store, StoreKey, StoreOptions, Stored,
+    TakenOver,
+};
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketType, connect, recv, sendmsg, socket,
+    SocketFlags, SocketType, connect, recv, sendmsg, socket, socketpair,
 };
 
 const VALUE: usize = 1000;
@@ -51,9 +54,12 @@ fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(30))
 }
 
+fn keeper_options(socket: &Path, values: usize) -> KeeperOptions {
+    KeeperOptions { memory: (values * 1024) as u64, value: 1024, socket: socket.into() }
+}
+
 fn keeper(socket: &Path, values: usize) -> Keeper {
-    let options = KeeperOptions { memory: (values * 1024) as u64, value: 1024, socket: socket.into() };
-    Keeper::open(&options).unwrap()
+    Keeper::open(&keeper_options(socket, values)).unwrap()
 }
 
 fn options(socket: &Path, namespace: &str) -> StoreOptions {
@@ -203,6 +209,26 @@ fn readers_beside_writers_get_the_right_bytes_or_none() {
 }
 
 #[test]
+fn values_of_several_messages_are_those_that_were_put() {
+    let folder = Folder::new();
+    for (at, bytes) in [3 << 20, 2 << 20, 700 << 10].into_iter().enumerate() {
+        let socket = folder.0.join(at.to_string());
+        let options = KeeperOptions { memory: 9 * bytes as u64, value: bytes as u64, socket: socket.clone() };
+        let _keeper = Keeper::open(&options).unwrap();
+        let options = StoreOptions { socket, namespace: "a".into(), value: bytes as u64 };
+        let store = Store::open(options, soon()).unwrap();
+        let keys: Vec<_> = (0..9).map(key).collect();
+        let values: Vec<_> = (1u8..10).map(|number| vec![number; bytes]).collect();
+        let windows: Vec<_> = values.iter().map(|value| Window::of_slice(value)).collect();
+        assert_eq!(store.put(&keys, &windows, soon()).unwrap(), [Stored::Stored; 9]);
+        let mut found = vec![vec![0; bytes]; 9];
+        let windows: Vec<_> = found.iter_mut().map(|value| Window::of_slice_mut(value)).collect();
+        assert_eq!(store.get(&keys, &windows).unwrap(), [true; 9]);
+        assert!(found == values, "values of {bytes} bytes");
+    }
+}
+
+#[test]
 fn arguments_out_of_range_are_refused() {
     let folder = Folder::new();
     let _keeper = keeper(&folder.socket(), 4);
@@ -260,6 +286,146 @@ fn a_path_in_use_is_named_and_that_of_a_dead_keeper_is_taken_over() {
     let long =
         Keeper::open(&KeeperOptions { memory: 4096, value: 64, socket: folder.0.join("x".repeat(108)) });
     assert_eq!(long.unwrap_err().argument_name(), Some("socket"));
+}
+
+#[test]
+fn a_path_that_another_keeper_has_taken_stays() {
+    let folder = Folder::new();
+    let first = keeper(&folder.socket(), 4);
+    let other = folder.0.join("other");
+    let _second = keeper(&other, 4);
+    std::fs::rename(&other, folder.socket()).unwrap();
+    first.close();
+    let store = store(&folder.socket(), "a");
+    assert_eq!(put(&store, &[1], &[vec![1; VALUE]]), [Stored::Stored]);
+}
+
+fn byte(number: u32) -> u8 {
+    number.try_into().unwrap()
+}
+
+fn stop_pair() -> (OwnedFd, OwnedFd) {
+    socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap()
+}
+
+/// Serves on a thread, as a child of the holder does, while `call` runs.
+fn serving<T>(holder: &Holder, empty: bool, call: impl FnOnce() -> T) -> T {
+    let (stop, child) = stop_pair();
+    thread::scope(|scope| {
+        let served = scope.spawn(|| holder.serve(child, empty).unwrap());
+        // Also dropped, so that the thread ends, if an assertion fails.
+        let stopping = stop;
+        let result = call();
+        drop(stopping);
+        assert!(!served.join().unwrap());
+        result
+    })
+}
+
+#[test]
+fn a_holder_serves_the_same_values_again() {
+    let folder = Folder::new();
+    let holder = Holder::open(&keeper_options(&folder.socket(), 40), false).unwrap();
+    let values =
+        |numbers: &[u32]| numbers.iter().map(|&number| vec![byte(number); VALUE]).collect::<Vec<_>>();
+    let numbers: Vec<u32> = (0..30).collect();
+    // Nobody answers yet.
+    let store =
+        Store::open(options(&folder.socket(), "a"), Deadline::after(Duration::from_millis(1))).unwrap();
+    let kept = || get(&store, &numbers).into_iter().flatten().collect::<Vec<_>>();
+    serving(&holder, false, || {
+        wait_for("the store to attach", || put(&store, &[0], &values(&[0])) != [Stored::Away]);
+        put(&store, &numbers, &values(&numbers));
+        assert!(store.lease(&[key(3)], Duration::from_secs(10), soon()).unwrap()[0]);
+    });
+    assert!(kept().is_empty());
+    serving(&holder, false, || {
+        wait_for("the store to attach", || store_attached(&store));
+        assert_eq!(kept(), values(&numbers));
+        let stats = store.stats(soon()).unwrap().keeper.unwrap();
+        assert_eq!((stats.values, stats.leased, stats.namespaces, stats.clients), (30, 0, 1, 1));
+    });
+    serving(&holder, true, || {
+        wait_for("the store to attach", || store_attached(&store));
+        assert!(kept().is_empty());
+        assert_eq!(put(&store, &[1], &values(&[1])), [Stored::Stored]);
+        assert_eq!(kept(), values(&[1]));
+    });
+}
+
+#[test]
+fn another_keeper_takes_over_what_fits() {
+    let folder = Folder::new();
+    let old = KeeperOptions { memory: 60 * 2048, value: 2048, socket: folder.socket() };
+    let old = Keeper::open(&old).unwrap();
+    let [one, large] = [("a", VALUE), ("large", 2000)].map(|(namespace, value)| {
+        Store::open(StoreOptions { value: value as u64, ..options(&folder.socket(), namespace) }, soon())
+            .unwrap()
+    });
+    let numbers: Vec<u32> = (0..40).collect();
+    let values: Vec<_> = numbers.iter().map(|&number| vec![byte(number); VALUE]).collect();
+    put(&one, &numbers, &values);
+    // Used last, and too large for the other keeper.
+    large.put(&[key(0)], &[Window::of_slice(&[9; 2000])], soon()).unwrap();
+    let smaller = KeeperOptions { memory: 30 * 1000, value: 1000, socket: folder.socket() };
+    let alone = Holder::open(&smaller, false).unwrap_err();
+    assert_eq!(alone.reason(), "another program listens at the socket");
+    let holder = Holder::open(&smaller, true).unwrap();
+    assert!(holder.takes_over());
+    let slots = u64::from(holder.slots());
+    let (stop, child) = stop_pair();
+    drop(stop);
+    assert_eq!(holder.take_over(&child).unwrap_err().kind(), ErrorKind::Closed);
+    assert!(old.running(), "nobody is left to take over");
+    let (_stop, child) = stop_pair();
+    assert_eq!(holder.take_over(&child).unwrap(), TakenOver { values: slots, left: 41 - slots });
+    assert!(!old.running(), "it was asked to end");
+    serving(&holder, false, || {
+        wait_for("the store to attach", || store_attached(&one));
+        // The start of the chain was used last.
+        let found = get(&one, &numbers);
+        for (number, (found, value)) in found.into_iter().zip(values).enumerate() {
+            assert!(found == ((number as u64) < slots).then_some(value), "{number}");
+        }
+        let stats = one.stats(soon()).unwrap().keeper.unwrap();
+        assert_eq!((u64::from(stats.values), stats.namespaces), (slots, 1));
+    });
+    drop(holder);
+    assert!(!folder.socket().exists());
+    assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1, "only the lock file is left");
+    // Without another keeper, there is nothing to take over.
+    assert!(!Holder::open(&smaller, true).unwrap().takes_over());
+}
+
+fn store_attached(store: &Store) -> bool {
+    store.stats(soon()).unwrap().keeper.is_some()
+}
+
+#[test]
+fn memory_is_prepared_in_parts() {
+    let folder = Folder::new();
+    let options = KeeperOptions { memory: 300 << 20, value: 1 << 20, socket: folder.socket() };
+    let holder = Holder::open(&options, false).unwrap();
+    let first = holder.prepare(0).unwrap();
+    assert!(first > 0 && first < holder.bytes());
+    assert_eq!(holder.prepare(first).unwrap(), holder.bytes());
+}
+
+#[test]
+fn a_namespace_without_clients_and_values_is_forgotten() {
+    let folder = Folder::new();
+    let _keeper = keeper(&folder.socket(), 4);
+    let watcher = store(&folder.socket(), "watcher");
+    let namespaces = || watcher.stats(soon()).unwrap().keeper.unwrap().namespaces;
+    drop(store(&folder.socket(), "empty"));
+    wait_for("the end of a namespace without values", || namespaces() == 1);
+    let filled = store(&folder.socket(), "filled");
+    put(&filled, &[1], &[vec![1; VALUE]]);
+    drop(filled);
+    wait_for("the end of a client", || watcher.stats(soon()).unwrap().keeper.unwrap().clients == 1);
+    assert_eq!(namespaces(), 2);
+    put(&watcher, &[1, 2, 3, 4], &vec![vec![2; VALUE]; 4]);
+    assert_eq!(namespaces(), 1, "its value was replaced");
 }
 
 #[test]
@@ -404,6 +570,12 @@ fn hostile_clients_cost_only_themselves() {
     assert!(
         String::from_utf8_lossy(&stranger.received()[0]).contains("speaks version 1, the client version 9")
     );
+    // A value behind the end of its memory.
+    let stranger = Stranger::connect(&folder.socket());
+    stranger.send(&attach_request(), &[good.as_fd()]).unwrap();
+    stranger.send(&[&[1, 0x80, 8, 1][..], &[7; 28]].concat(), &[]).unwrap();
+    let replies = stranger.received();
+    assert!(replies.len() == 2 && replies[1][0] == 1, "{replies:?}");
     // One that never takes its replies is disconnected once its queue is full.
     let deaf = Stranger::connect(&folder.socket());
     deaf.send(&attach_request(), &[good.as_fd()]).unwrap();
@@ -424,4 +596,131 @@ fn clients_beyond_the_limit_are_refused_and_idle_connections_give_way() {
     assert!(refused.kind() == ErrorKind::System && refused.reason().contains("64 clients"), "{refused}");
     drop(stores);
     wait_for("room for a client", || Store::open(options(&folder.socket(), "a"), soon()).is_ok());
+}
+
+#[test]
+fn observers_list_values_by_use_and_namespaces() {
+    let folder = Folder::new();
+    let gone = Observer::open(&folder.socket(), soon()).unwrap_err();
+    assert_eq!(gone.kind(), ErrorKind::NotLinked);
+    let keeper = keeper(&folder.socket(), 3000);
+    let [first, second] = ["a", "b"].map(|namespace| store(&folder.socket(), namespace));
+    let numbers: Vec<u32> = (0..2500).collect();
+    put(&first, &numbers, &vec![vec![1; VALUE]; 2500]);
+    put(&second, &[7], &[vec![2; VALUE]]);
+    get(&first, &[1000, 1001]);
+    // So that the keeper has heard of it.
+    first.stats(soon()).unwrap();
+    second.lease(&[key(7)], Duration::from_secs(10), soon()).unwrap();
+    let observer = Observer::open(&folder.socket(), soon()).unwrap();
+    assert_eq!(observer.stats(soon()).unwrap().clients, 2, "an observer is no client");
+    let namespaces = observer.namespaces(soon()).unwrap();
+    let rows: Vec<_> = namespaces.iter().map(|row| (row.number, &*row.text, row.value, row.values)).collect();
+    assert_eq!(rows, [(0, "a", VALUE as u64, 2500), (1, "b", VALUE as u64, 1)]);
+    let listed = |namespace, limit| observer.values(namespace, limit, soon()).unwrap();
+    let all = listed(None, usize::MAX);
+    // What was read last, then the other namespace, then the start of each call before its end.
+    assert_eq!((all.len(), all[0].key, all[1].key, all[2].key), (2501, key(1000), key(1001), key(7)));
+    assert_eq!((all[2].namespace, all[2].leased, all[3].key), (1, true, key(0)));
+    assert_eq!(all.iter().filter(|value| value.leased).count(), 1);
+    let keys: std::collections::HashSet<_> = all.iter().map(|value| (value.namespace, value.key)).collect();
+    assert_eq!(keys.len(), 2501);
+    for limit in [0, 1, 3, 959, 2501, 9999] {
+        assert_eq!(listed(None, limit), all[..limit.min(2501)]);
+    }
+    assert_eq!(listed(Some(1), 9), all[2..3]);
+    assert_eq!((listed(Some(0), 2), listed(Some(2), 9)), (all[..2].to_vec(), vec![]));
+    assert_eq!(first.clear(soon()).unwrap(), 2500);
+    assert_eq!((first.clear(soon()).unwrap(), listed(None, 9)), (0, all[2..3].to_vec()));
+    assert_eq!(observer.stats(soon()).unwrap().dropped, 2500);
+    keeper.close();
+    assert_eq!(observer.values(None, 9, soon()).unwrap_err().kind(), ErrorKind::NotLinked);
+    assert_eq!(first.clear(soon()).unwrap_err().kind(), ErrorKind::NotLinked);
+    observer.close();
+    assert_eq!(observer.stats(soon()).unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
+fn observers_follow_what_is_stored_and_removed() {
+    let folder = Folder::new();
+    let _keeper = keeper(&folder.socket(), 2);
+    let store = store(&folder.socket(), "a");
+    let [early, late] = [(); 2].map(|()| Observer::open(&folder.socket(), soon()).unwrap());
+    let changes = |observer: &Observer| {
+        let changes = observer.changes(soon()).unwrap();
+        assert_eq!(changes.missed, 0);
+        changes.changes.into_iter().map(|change| (change.key, change.stored)).collect::<Vec<_>>()
+    };
+    put(&store, &[0], &[vec![1; VALUE]]);
+    assert_eq!(changes(&early), [], "the first call is the beginning");
+    put(&store, &[1], &[vec![1; VALUE]]);
+    put(&store, &[1, 2], &[vec![1; VALUE], vec![1; VALUE]]);
+    let expected = [(key(1), true), (key(0), false), (key(2), true)];
+    assert_eq!((changes(&early), changes(&early), changes(&late)), (expected.to_vec(), vec![], vec![]));
+    store.clear(soon()).unwrap();
+    let mut removed = changes(&late);
+    removed.sort_by_key(|(key, _)| *key.bytes());
+    assert_eq!(removed, [(key(1), false), (key(2), false)]);
+    for number in 0..40_000 {
+        put(&store, &[number], &[vec![1; VALUE]]);
+        store.drop_values(&[key(number)], soon()).unwrap();
+    }
+    let last = late.changes(soon()).unwrap();
+    assert_eq!((last.missed, last.changes.len()), (80_000 - 65_536, 65_536));
+    assert_eq!(last.changes[65_535], ListedChange { namespace: 0, key: key(39_999), stored: false });
+}
+
+#[test]
+fn counters_say_what_became_of_each_value() {
+    let folder = Folder::new();
+    let keeper = keeper(&folder.socket(), 4);
+    let store = store(&folder.socket(), "a");
+    let values = |count| vec![vec![1; VALUE]; count];
+    put(&store, &[0, 1, 2, 3], &values(4));
+    put(&store, &[3, 4], &values(2));
+    store.lease(&[key(0), key(1), key(99)], Duration::from_secs(10), soon()).unwrap();
+    assert_eq!(store.exists(&[key(2), key(3)]).unwrap(), [false, true], "what a call names is used last");
+    get(&store, &[0, 4, 99]);
+    assert_eq!(store.drop_values(&[key(0), key(99)], soon()).unwrap(), 1);
+    let stats = store.stats(soon()).unwrap();
+    let counted = stats.keeper.unwrap();
+    assert_eq!((counted.stored, counted.stored_bytes, counted.evicted), (5, 5 * VALUE as u64, 1));
+    assert_eq!((counted.leases, counted.leases_refused, counted.dropped), (1, 2, 1));
+    // `put` has told of key 3 and then of both keys, and `get` of two.
+    assert_eq!((counted.touched, counted.puts, counted.values), (5, 2, 3));
+    assert!(counted.put_nanos > 0 && stats.put_nanos > counted.put_nanos && stats.get_nanos > 0);
+    assert_eq!((stats.hits, stats.hit_bytes, stats.gets), (2, 2 * VALUE as u64, 1));
+    assert_eq!((stats.misses_absent, stats.misses_changed, stats.misses_away), (1, 0, 0));
+    assert_eq!((stats.puts_stored, stats.put_bytes, stats.puts_present), (5, 5 * VALUE as u64, 1));
+    assert_eq!((stats.puts, stats.puts_no_room, stats.puts_away), (2, 0, 0));
+    keeper.close();
+    get(&store, &[0, 4]);
+    put(&store, &[7], &values(1));
+    let stats = store.stats(soon()).unwrap();
+    assert_eq!((stats.misses_away, stats.gets, stats.puts_away, stats.puts), (2, 2, 1, 3));
+    assert!(stats.to_json().contains(r#""puts_away":1"#) && stats.to_json().contains(r#""keeper":null"#));
+}
+
+#[test]
+fn observers_put_nothing_and_are_limited() {
+    let folder = Folder::new();
+    let _keeper = keeper(&folder.socket(), 4);
+    let observers: Vec<_> = (0..8).map(|_| Observer::open(&folder.socket(), soon()).unwrap()).collect();
+    let refused = Observer::open(&folder.socket(), soon()).unwrap_err();
+    assert!(refused.kind() == ErrorKind::System && refused.reason().contains("8 clients"), "{refused}");
+    drop(observers);
+    wait_for("room for an observer", || Observer::open(&folder.socket(), soon()).is_ok());
+    let message = |bytes: &[u8]| {
+        let stranger = Stranger::connect(&folder.socket());
+        stranger.send(b"\x07\x01", &[]).unwrap();
+        stranger.send(bytes, &[]).unwrap();
+        String::from_utf8_lossy(&stranger.received()[1]).into_owned()
+    };
+    let mut put = vec![1, 0, 1];
+    put.extend([1; 28]);
+    assert!(message(&put).contains("a client that only looks has no memory for values"));
+    assert!(message(b"\x07\x01").contains("has attached already"));
+    let stranger = Stranger::connect(&folder.socket());
+    stranger.send(b"\x07\x09", &[]).unwrap();
+    assert!(String::from_utf8_lossy(&stranger.received()[0]).contains("the client version 9"));
 }

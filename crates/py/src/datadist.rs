@@ -82,7 +82,7 @@ impl DataDist {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let snapshot = self.engine.enter(py, |engine| Ok(engine.stats()))?;
         log::drain(py)?;
-        stats::dict(py, &snapshot)
+        stats::dict(py, &snapshot.to_json())
     }
 
     fn listening(&self, py: Python<'_>) -> PyResult<Option<String>> {

@@ -1,4 +1,5 @@
-//! Unsafe code of the binding: the caller's addresses, `DLPack` capsules, buffers, and numbers of lists.
+//! Unsafe code of the binding: the caller's addresses, `DLPack` capsules, buffers, numbers of lists, and the descriptor of a
+//! socket.
 
 mod dlpack;
 mod exporter;
@@ -11,8 +12,10 @@ pub(crate) use self::dlpack::{
 pub(crate) use self::exporter::{ExportsCache, exporting_class};
 pub(crate) use self::items::{dict_lists, dict_words, list_words, tuple_words};
 
+use std::os::fd::{BorrowedFd, OwnedFd};
+
 use llm_datadist_core::{Adopted, CacheDesc, CacheKind, Result};
-use pyo3::exceptions::PyImportError;
+use pyo3::exceptions::{PyImportError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -28,6 +31,17 @@ pub(crate) fn main_interpreter_only() -> PyResult<()> {
     Err(PyImportError::new_err(
         "llm_datadist cannot be imported in a subinterpreter; use it in the main interpreter, or in a process of its own",
     ))
+}
+
+/// Returns a second descriptor of a socket of Python.
+pub(crate) fn descriptor(socket: &Bound<'_, PyAny>) -> PyResult<OwnedFd> {
+    let number = socket.call_method0("fileno")?.extract()?;
+    if number < 0 {
+        return Err(PyValueError::new_err("the socket is closed"));
+    }
+    // SAFETY: the caller holds the socket, and is attached to the interpreter, so nobody closes it during this call.
+    let open = unsafe { BorrowedFd::borrow_raw(number) };
+    Ok(open.try_clone_to_owned()?)
 }
 
 /// Adopts `addrs` as the tensors of `desc`. By calling a register function of the public API, the caller promised that they

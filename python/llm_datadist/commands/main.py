@@ -1,4 +1,4 @@
-"""The commands ``serve``, ``replay``, ``doctor``, ``options`` and ``--version``.
+"""The commands ``serve``, ``store``, ``replay``, ``doctor``, ``options`` and ``--version``.
 
 Sub-commands are imported when they are called, so that only ``replay`` imports numpy.
 """
@@ -58,6 +58,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         from llm_datadist.commands.serve import main as serve  # noqa: PLC0415  (only this command needs it)
 
         return serve(rest)
+    if options.command == "store":
+        from llm_datadist.commands.store.cli import main as store  # noqa: PLC0415  (only this command needs it)
+
+        return store(rest)
     try:
         import numpy as np  # noqa: F401, PLC0415  (only this command needs it)
     except ImportError:
@@ -75,6 +79,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"llm_datadist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", add_help=False, help="keep values for other processes, which outlive them")
+    commands.add_parser("store", add_help=False, help="show what a keeper has, or drop values")
     commands.add_parser("replay", add_help=False, help="replay a request trace through a prefill and a decode process")
     commands.add_parser("doctor", add_help=False, help="examine this host, or measure the link to another one")
     commands.add_parser("options", help="print every option of an engine with its type, default and meaning")

@@ -83,8 +83,11 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     ]
 
 
-def write(text: str) -> None:
+def write(text: str) -> bool:
     """Print a text. It is not an error if the reader closes the pipe early, as in ``... | head``.
+
+    Returns:
+        Whether somebody still reads.
 
     Raises:
         OutputError: standard output is closed, or takes no more.
@@ -98,6 +101,8 @@ def write(text: str) -> None:
         _discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):
             raise OutputError(f"cannot write the results to standard output: {_reason(error)}") from error
+        return False
+    return True
 
 
 def write_results(text: str, results: Mapping[str, Any], destination: str | None) -> None:

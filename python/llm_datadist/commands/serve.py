@@ -1,19 +1,22 @@
-"""``llm-datadist serve``: a keeper in a process of its own, until SIGTERM or Ctrl-C."""
+"""``llm-datadist serve``: a keeper in processes of its own, until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
-import signal
+import json
+import os
+import time
 from typing import TYPE_CHECKING
 
-from llm_datadist import Error, InvalidArgument, Keeper
-from llm_datadist.commands.output import CommandParser, complain, write
+from llm_datadist import Error, InvalidArgument
+from llm_datadist.commands import systemd
+from llm_datadist.commands.holder import StopSignals, hold
+from llm_datadist.commands.output import CommandParser, complain, size, write
+from llm_datadist.native import _Holder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_STOP = (signal.SIGTERM, signal.SIGINT)
-_LOOK_SECONDS = 5.0
-"""How often the command looks whether the keeper still runs."""
+_PROGRESS_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,24 +26,44 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the arguments behind ``serve``.
 
     Returns:
-        The exit status: 0 after a signal, 1 if the keeper cannot be opened or has stopped, 2 for wrong arguments.
+        The exit status: 0 after a signal or once another keeper has taken over, 1 if the keeper cannot be started, 2
+        for wrong arguments.
     """
     options = _parser().parse_args(arguments)
-    # The thread of the keeper inherits the mask, so that this thread alone receives the signals.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
     try:
-        with Keeper(memory=options.memory, socket=options.socket, value=options.value) as keeper:
-            write(f"ready: {keeper.slots:,} values of {options.value} at {options.socket}")
-            while signal.sigtimedwait(_STOP, _LOOK_SECONDS) is None:
-                if keeper.closed:
-                    complain("llm-datadist serve: the keeper has stopped")
-                    return 1
+        with StopSignals() as stop:
+            take_over = options.take_over
+            holder = _Holder(memory=options.memory, socket=options.socket, value=options.value, take_over=take_over)
+            if options.prepare and not _prepared(holder, stop):
+                return 0
+
+            def ready(child: int) -> None:
+                text = f"{holder.slots:,} values of {options.value} at {options.socket}"
+                facts = {"ready": True, "slots": holder.slots, "slot_bytes": holder.slot_bytes}
+                facts |= {"socket": options.socket, "pid": os.getpid(), "serving_pid": child}
+                write(json.dumps(facts) if options.json else f"ready: {text}")
+                systemd.notify("READY=1", f"STATUS={text}")
+
+            return hold(holder, stop, ready)
     except Error as error:
         complain(f"llm-datadist serve: {error}")
         return 2 if isinstance(error, InvalidArgument) else 1
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return 0
+
+
+def _prepared(holder: _Holder, stop: StopSignals) -> bool:
+    """Touch all memory for values, and show how far that is. Return whether no signal arrived."""
+    done, shown = 0, time.monotonic()
+    while done < holder.bytes:
+        done = holder.prepare(done)
+        if stop.arrived():
+            return False
+        if time.monotonic() - shown >= _PROGRESS_SECONDS or done == holder.bytes:
+            shown = time.monotonic()
+            text = f"memory: {size(done)} of {size(holder.bytes)} prepared"
+            complain(f"llm-datadist serve: {text}")
+            # The start takes as long as it makes progress.
+            systemd.notify(f"STATUS={text}", "EXTEND_TIMEOUT_USEC=60000000")
+    return True
 
 
 def _parser() -> CommandParser:
@@ -54,4 +77,13 @@ def _parser() -> CommandParser:
         metavar="SIZE",
         help="size of the largest value; each takes so much (default: 64KiB)",
     )
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="copy the values of the keeper that listens at the path, if there is one, and take its place",
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="take the memory for values from the system at the start"
+    )
+    parser.add_argument("--json", action="store_true", help="print the line at the start as JSON")
     return parser

@@ -1,15 +1,17 @@
-"""The counters of engines for Prometheus: a collector for ``prometheus_client``.
+"""The counters of engines, stores and keepers for Prometheus: collectors for ``prometheus_client``.
 
     from prometheus_client import REGISTRY, start_http_server
     REGISTRY.register(EngineCollector(engine))
     start_http_server(9400)
 
-The collector reads ``Engine.stats`` when Prometheus asks, and nothing in between. A closed engine has no metrics. The
-how-to page "Monitoring" lists them, and ``docs/monitoring/dashboard.json`` is a dashboard for Grafana.
+The collectors read ``Engine.stats``, ``Store.stats`` or the counters of a keeper when Prometheus asks, and nothing in
+between. What is closed has no metrics. The how-to page "Monitoring" lists them, and ``docs/monitoring/dashboard.json``
+is a dashboard for Grafana.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -19,21 +21,24 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily as Histogram
 from prometheus_client.registry import Collector
 
-from llm_datadist.native import Closed
+from llm_datadist.native import Closed, Error, KeeperObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from os import PathLike
 
     from prometheus_client import Metric
 
-    from llm_datadist.native import Engine
+    from llm_datadist.native import Engine, Store
     from llm_datadist.stats import EngineStats, OpStats
 
-__all__ = ["EngineCollector"]
+__all__ = ["EngineCollector", "KeeperCollector", "StoreCollector"]
 
 # Powers of two of nanoseconds that bound the buckets of the histogram: 1 us to 69 s.
 _FIRST, _LAST, _STEP = 10, 36, 2
 _NANOS = 1e9
+_KEEPER_SECONDS = 1.0
+"""How long `KeeperCollector` waits for a keeper."""
 
 
 class EngineCollector(Collector):
@@ -66,6 +71,58 @@ class EngineCollector(Collector):
         yield from found.families.values()
 
 
+class StoreCollector(Collector):
+    """Makes the counters of stores available to a registry of ``prometheus_client``.
+
+    Args:
+        stores: the stores by a name, such as that of the model. The label ``store`` of every metric has the name.
+    """
+
+    def __init__(self, stores: Mapping[str, Store]) -> None:
+        self._stores = dict(stores)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment."""
+        found = _Families()
+        for name, store in self._stores.items():
+            try:
+                # A limit of its own would end the connection of a store whose keeper is busy.
+                stats = store.stats()
+            except Closed:
+                continue
+            found.add_all("store", _STORE, {"store": name}, stats)
+            for label, rows in _STORE_REASONS.items():
+                metric, text, counts = rows
+                for reason, field in counts.items():
+                    found.add(Count, f"store_{metric}", text, {"store": name, label: reason}, stats[field])  # type: ignore[literal-required]
+            text = "Whether the store is attached to a keeper that answers."
+            found.add(Gauge, "store_keeper_up", text, {"store": name}, int(stats["keeper"] is not None))
+        yield from found.families.values()
+
+
+class KeeperCollector(Collector):
+    """Makes the counters of keepers of this host available to a registry of ``prometheus_client``.
+
+    Args:
+        sockets: the paths at which they listen. The label ``keeper`` of every metric has the path.
+    """
+
+    def __init__(self, *sockets: str | PathLike[str]) -> None:
+        self._sockets = sockets
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment. Of a keeper that does not answer, that is ``keeper_up`` alone."""
+        found = _Families()
+        for socket in self._sockets:
+            of, stats = {"keeper": str(socket)}, None
+            with contextlib.suppress(Error), KeeperObserver(socket, timeout=_KEEPER_SECONDS) as observer:
+                stats = observer.stats()
+            found.add(Gauge, "keeper_up", "Whether the keeper answers.", of, int(stats is not None))
+            if stats is not None:
+                found.add_all("keeper", _KEEPER, of, stats)
+        yield from found.families.values()
+
+
 class _Families:
     """Metrics by name, each with the samples of all engines."""
 
@@ -77,6 +134,13 @@ class _Families:
         if name not in self.families:
             self.families[name] = kind(f"llm_datadist_{name}", text, labels=list(labels))
         self.families[name].add_metric(list(labels.values()), *value)
+
+    def add_all(self, prefix: str, rows: _Rows, labels: dict[str, str], stats: Mapping[str, Any]) -> None:
+        """Add a sample to the metric of each row. Prometheus counts time in seconds."""
+        for field, (kind, text) in rows.items():
+            seconds = field.endswith("_nanos")
+            name = f"{prefix}_{field.replace('_nanos', '_seconds')}"
+            self.add(kind, name, text, labels, stats[field] / _NANOS if seconds else stats[field])
 
 
 def _calls(found: _Families, engine: dict[str, str], stats: EngineStats) -> None:
@@ -96,6 +160,55 @@ def _buckets(counted: OpStats) -> list[tuple[str, float]]:
     cumulative = [(str(2**bound / _NANOS), float(sum(counts[: bound + 1]))) for bound in bounds]
     return [*cumulative, ("+Inf", float(sum(counts)))]
 
+
+_Rows = dict[str, tuple[Any, str]]
+"""The kind and the meaning of the metrics of counters, by field."""
+
+_STORE: _Rows = {
+    "hits": (Count, "Values that get has copied."),
+    "hit_bytes": (Count, "Bytes of these values."),
+    "gets": (Count, "Calls of get."),
+    "get_nanos": (Count, "Total time of these calls."),
+    "put_bytes": (Count, "Bytes of values that the keeper has copied."),
+    "puts": (Count, "Calls of put."),
+    "put_nanos": (Count, "Total time of these calls."),
+    "attached": (Count, "How often the store has attached to a keeper."),
+}
+
+_STORE_REASONS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "reason": (
+        "misses",
+        "Keys of get without a value.",
+        {"absent": "misses_absent", "changed": "misses_changed", "away": "misses_away"},
+    ),
+    "result": (
+        "put_values",
+        "Values of put, by what became of them.",
+        {"stored": "puts_stored", "present": "puts_present", "no_room": "puts_no_room", "away": "puts_away"},
+    ),
+}
+"""Metrics with a label: the name of the metric, its meaning, and the counter of each value of the label."""
+
+_KEEPER: _Rows = {
+    "slots": (Gauge, "Slots of the memory."),
+    "slot_bytes": (Gauge, "Bytes of a slot."),
+    "values": (Gauge, "Values that it has."),
+    "leased": (Gauge, "Values that leases hold."),
+    "clients": (Gauge, "Stores that are attached."),
+    "namespaces": (Gauge, "Namespaces that it knows."),
+    "stored": (Count, "Values that it has copied."),
+    "stored_bytes": (Count, "Bytes of these values."),
+    "present": (Count, "Values that it did not copy, because their keys had one."),
+    "no_room": (Count, "Values that it had no room for."),
+    "evicted": (Count, "Values that were replaced because all slots were in use."),
+    "dropped": (Count, "Values that stores have dropped."),
+    "touched": (Count, "Values that stores have read or put again."),
+    "leases": (Count, "Leases that it has granted or renewed."),
+    "leases_refused": (Count, "Keys that were not leased."),
+    "puts": (Count, "Requests to copy values."),
+    "put_nanos": (Count, "Total time of these requests."),
+    "refused": (Count, "Connections that it has refused or closed because of what the client sent."),
+}
 
 _POOLS: dict[str, tuple[str, Any]] = {
     "capacity_bytes": ("Bytes that can be allocated.", Gauge),

@@ -5,7 +5,11 @@
 //! zero for a process in a namespace that is not visible from here.
 
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::above_standard_streams;
 
 /// Process and user at the other end of a local socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +38,35 @@ pub fn peer_credentials(socket: BorrowedFd<'_>) -> Option<Credentials> {
         )
     };
     (result == 0).then_some(Credentials { pid: Some(peer.pid).filter(|&pid| pid > 0), uid: peer.uid })
+}
+
+/// Returns a descriptor of the process that made the other end of `socket`, which is readable once that process has ended. `None` if
+/// it has ended, or if the kernel does not tell (`a_descriptor_of_the_other_end_says_when_its_process_has_ended`).
+///
+/// Before Linux 6.5, the process is found by its id. Then this may be a later process with the same id.
+pub fn peer_process_descriptor(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
+    /// `SO_PEERPIDFD`, which `libc` does not define yet.
+    const PEER_PIDFD: libc::c_int = 77;
+    let mut number: libc::c_int = -1;
+    let mut len = libc::socklen_t::try_from(size_of::<libc::c_int>()).ok()?;
+    // SAFETY: the kernel writes at most `len` bytes, the size of the integer, and `len` itself. Both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            PEER_PIDFD,
+            (&raw mut number).cast(),
+            &raw mut len,
+        )
+    };
+    let found = if result == 0 && number >= 0 {
+        // SAFETY: the kernel has just opened this descriptor for the call above, and nothing else has its number.
+        unsafe { OwnedFd::from_raw_fd(number) }
+    } else {
+        let process = Pid::from_raw(peer_credentials(socket)?.pid?)?;
+        pidfd_open(process, PidfdFlags::empty()).ok()?
+    };
+    above_standard_streams(found).ok()
 }
 
 /// Sets whether `socket` accepts file descriptors from the peer. This has an effect from Linux 6.16 on; on
@@ -75,7 +108,46 @@ fn proves(peer: u32, own: u32, overflow: u32, uid_map: Option<&str>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::proves;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    #[test]
+    fn a_descriptor_of_the_other_end_says_when_its_process_has_ended() {
+        let (end, other) = UnixStream::pair().unwrap();
+        let own = peer_process_descriptor(end.as_fd()).unwrap();
+        let ended = |process: &OwnedFd, seconds| {
+            let limit = Timespec { tv_sec: seconds, tv_nsec: 0 };
+            poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)) == Ok(1)
+        };
+        assert!(!ended(&own, 0), "this process lives");
+        let path = std::env::temp_dir().join(format!("peer-process-{}", std::process::id()));
+        let listening = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        // SAFETY: the child makes system calls only, waits to be killed, and ends after a minute.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let kept = UnixStream::connect(&path);
+            // SAFETY: the calls take numbers only, and nothing of the parent needs to be unwound.
+            unsafe { libc::alarm(60) };
+            // SAFETY: as above.
+            unsafe { libc::pause() };
+            // SAFETY: as above.
+            unsafe { libc::_exit(i32::from(kept.is_err())) };
+        }
+        let (connection, _) = listening.accept().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let process = peer_process_descriptor(connection.as_fd()).unwrap();
+        assert!(!ended(&process, 0), "the child lives");
+        // SAFETY: the child belongs to this test, which has not waited for it yet.
+        assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
+        assert!(ended(&process, 30), "the child was killed");
+        // SAFETY: the child belongs to this test, and the status may be a null pointer.
+        assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+        drop(other);
+    }
 
     #[test]
     fn overflow_user_proves_nothing_unless_every_user_is_mapped() {

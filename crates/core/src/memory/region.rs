@@ -79,15 +79,24 @@ impl Region {
     /// reports that memory is short, and of kind [`ErrorKind::System`] if a limit of the process or the
     /// system prevents it.
     pub fn shared(name: &str, len: u64) -> Result<Region> {
+        // Use reserved huge pages only if there are enough for the whole pool. With too few, a later touch
+        // would fault.
+        Region::mapped(name, len, |whole| {
+            Mapping::reserved_pages(name, whole).or_else(|_| Mapping::ordinary(name, whole))
+        })
+    }
+
+    /// Creates a region as [`shared`](Self::shared) does, and leaves reserved huge pages to the pools for which
+    /// the administrator has counted them.
+    pub fn ordinary(name: &str, len: u64) -> Result<Region> {
+        Region::mapped(name, len, |whole| Mapping::ordinary(name, whole))
+    }
+
+    fn mapped(name: &str, len: u64, map: impl Fn(usize) -> rustix::io::Result<Mapping>) -> Result<Region> {
         let too_large = || Error::new(ErrorKind::OutOfMemory, "the pool is larger than the address space");
         let bytes = usize::try_from(len).map_err(|_| too_large().with("bytes", len))?;
         let whole = bytes.checked_next_multiple_of(HUGE_PAGE).ok_or_else(too_large)?;
-        // Use reserved huge pages only if there are enough for the whole pool. With too few, a later touch
-        // would fault.
-        let mapping = match Mapping::reserved_pages(name, whole) {
-            Ok(mapping) => mapping,
-            Err(_) => Mapping::ordinary(name, whole).map_err(|errno| memfd::refused(name, len, errno))?,
-        };
+        let mapping = map(whole).map_err(|errno| memfd::refused(name, len, errno))?;
         Ok(Region { base: mapping.range.base as u64, len, mapping: Some(mapping) })
     }
 

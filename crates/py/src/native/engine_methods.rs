@@ -471,7 +471,7 @@ impl NativeEngine {
     ///     Closed: the engine is closed.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let snapshot = self.shared.engine.enter(py, |engine| Ok(engine.stats()))?;
-        let counters = stats::dict(py, &snapshot)?;
+        let counters = stats::dict(py, &snapshot.to_json())?;
         counters.set_item("engine", &*self.shared.name)?;
         Ok(counters)
     }

@@ -50,7 +50,9 @@ impl NativeKeeper {
         self.keeper.slots()
     }
 
-    /// Whether ``close`` was called, or this process is a forked child. This property never raises.
+    /// Whether it serves nobody. This property never raises.
+    ///
+    /// ``close`` was called, another keeper has taken over, its thread has ended, or this process is a forked child.
     #[getter]
     fn closed(&self) -> bool {
         !self.keeper.running()

@@ -1,4 +1,5 @@
-//! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events, `KvLayout`, `Store` and `Keeper`.
+//! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events, `KvLayout`, `Store`, `Keeper` and
+//! `KeeperObserver`.
 //!
 //! They convert Python values, call the core, and raise the exceptions of `llm_datadist.errors`. `core::native` and
 //! `core::validate` have the rules for arguments.
@@ -15,9 +16,11 @@ mod engine_methods;
 mod errors;
 mod events;
 mod grant;
+mod holder;
 mod keeper;
 mod layout;
 mod loop_queue;
+mod observer;
 mod optional_arg;
 mod options;
 mod peer;
@@ -52,9 +55,11 @@ pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
     native.add_class::<events::PeerUpEvent>()?;
     native.add_class::<events::TransferEnded>()?;
     native.add_class::<grant::NativeGrant>()?;
+    native.add_class::<holder::NativeHolder>()?;
     native.add_class::<keeper::NativeKeeper>()?;
     native.add_class::<layout::NativeLayout>()?;
     native.add_class::<loop_queue::LoopQueue>()?;
+    native.add_class::<observer::NativeObserver>()?;
     native.add_class::<peer::NativePeer>()?;
     native.add_class::<remote_cache::NativeRemoteCache>()?;
     native.add_class::<rows::NativeRows>()?;

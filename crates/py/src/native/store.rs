@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use llm_datadist_core::{Deadline, Result};
-use llm_datadist_keeper::{KeeperStats, Store, StoreOptions, StoreStats, Stored};
+use llm_datadist_keeper::{Store, StoreOptions, Stored};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -11,15 +11,15 @@ use super::errors::raise;
 use super::store_values::{StoreValues, keys};
 use super::values;
 use crate::convert::Any;
-use crate::engine;
+use crate::{engine, stats};
 
 /// The default of `timeout`.
-const TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A client of a keeper: values by key, shared with other processes of this host, which outlive this one.
 ///
 /// A key is 28 bytes: a digest of everything that decides the bytes of the value, such as ``hashlib.sha224``. If the keeper is away,
-/// every key is a miss and nothing raises; the store attaches again by itself, at most once a second. Several threads may use a store.
+/// every key is a miss and nothing raises; the store attaches again by itself. Several threads may use a store.
 /// A call has at most 4,096 keys. ``with`` calls ``close`` at the end.
 ///
 /// Args:
@@ -103,14 +103,15 @@ impl NativeStore {
     ///
     /// Args:
     ///     keys: list of keys, at most 4,096.
-    ///     into: list of writable buffers or arrays in host memory, one for each key, each with the bytes of a value.
+    ///     into: list of writable buffers or arrays in host memory, one for each key, each with the bytes of a value. They must not
+    ///         overlap.
     ///
     /// Returns:
     ///     For each key whether its buffer has the value, complete and right. Other buffers may have any bytes.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type.
-    ///     InvalidArgument: a key does not have 28 bytes, there are too many, or a buffer has another size.
+    ///     InvalidArgument: a key does not have 28 bytes, there are too many, or a buffer has another size or overlaps another one.
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(signature = (keys, into, /))]
     fn get(&self, py: Python<'_>, keys: &Any<'_>, into: &Any<'_>) -> PyResult<Vec<bool>> {
@@ -125,8 +126,8 @@ impl NativeStore {
     ///
     /// Args:
     ///     keys: list of keys, at most 4,096.
-    ///     values: list of ``bytes``, writable buffers or arrays in host memory, one for each key, each with the bytes of a value. No
-    ///         other thread may write them during the call.
+    ///     values: list of ``bytes``, buffers or arrays in host memory, one for each key, each with the bytes of a value. No other
+    ///         thread may write them during the call. A read-only buffer that is neither ``bytes`` nor an array is copied first.
     ///     timeout: time limit in seconds. ``None``: that of the store.
     ///
     /// Returns:
@@ -219,28 +220,39 @@ impl NativeStore {
         self.run(py, timeout, |store, deadline| store.drop_values(&keys, deadline))
     }
 
+    /// Have the keeper drop all values of the namespace. Those that are put meanwhile may stay.
+    ///
+    /// Args:
+    ///     timeout: time limit in seconds. ``None``: that of the store.
+    ///
+    /// Returns:
+    ///     How many values there were.
+    ///
+    /// Raises:
+    ///     TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
+    ///     PeerLost: the keeper is away.
+    ///     Timeout: the keeper has not answered in time.
+    ///     Closed: the store is closed, or belongs to the parent of this process.
+    #[pyo3(signature = (*, timeout=None))]
+    fn clear(&self, py: Python<'_>, timeout: Option<&Any<'_>>) -> PyResult<u64> {
+        self.run(py, timeout, Store::clear)
+    }
+
     /// Return the counts of this store, and those of the keeper.
     ///
     /// Args:
     ///     timeout: time limit in seconds. ``None``: that of the store.
     ///
     /// Returns:
-    ///     A dict with ``hits``, ``misses_absent``, ``misses_changed`` (replaced while it was copied), ``misses_away``, ``puts_away``,
-    ///     ``attached`` (how often), ``refused`` (why it could not attach when it last tried; ``None`` if it could, or if the keeper was
-    ///     away), and a dict ``keeper``, which is ``None`` if the keeper is away or does not answer in time. It has ``slots``, ``slot_bytes``, ``values``, ``leased``, ``clients``, ``namespaces``, ``stored``, ``present``, ``no_room``, ``evicted``,
-    ///     ``dropped`` and ``refused``.
+    ///     A dict: ``llm_datadist.stats.StoreStats`` has its fields. The counters of the keeper are ``None`` if it is away or does not
+    ///     answer in time.
     ///
     /// Raises:
     ///     TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(signature = (*, timeout=None))]
     fn stats<'py>(&self, py: Python<'py>, timeout: Option<&Any<'py>>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.run(py, timeout, Store::stats)?;
-        let keeper = stats.keeper.map(|keeper| dict(py, &keeper_counts(&keeper))).transpose()?;
-        let all = dict(py, &store_counts(&stats))?;
-        all.set_item("refused", &stats.refused)?;
-        all.set_item("keeper", keeper)?;
-        Ok(all)
+        stats::dict(py, &self.run(py, timeout, Store::stats)?.to_json())
     }
 
     /// End the connection to the keeper, which keeps the values. Closing again does nothing.
@@ -265,36 +277,9 @@ impl NativeStore {
     }
 }
 
-fn dict<'py>(py: Python<'py>, counts: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
-    let all = PyDict::new(py);
-    counts.iter().try_for_each(|(name, count)| all.set_item(name, count))?;
-    Ok(all)
-}
-
-fn store_counts(stats: &StoreStats) -> [(&'static str, u64); 6] {
-    [
-        ("hits", stats.hits),
-        ("misses_absent", stats.misses_absent),
-        ("misses_changed", stats.misses_changed),
-        ("misses_away", stats.misses_away),
-        ("puts_away", stats.puts_away),
-        ("attached", stats.attached),
-    ]
-}
-
-fn keeper_counts(stats: &KeeperStats) -> [(&'static str, u64); 12] {
-    [
-        ("slots", stats.slots.into()),
-        ("slot_bytes", stats.slot_bytes),
-        ("values", stats.values.into()),
-        ("leased", stats.leased.into()),
-        ("clients", stats.clients.into()),
-        ("namespaces", stats.namespaces.into()),
-        ("stored", stats.stored),
-        ("present", stats.present),
-        ("no_room", stats.no_room),
-        ("evicted", stats.evicted),
-        ("dropped", stats.dropped),
-        ("refused", stats.refused),
-    ]
+/// The mapped memory of the keeper, which may be huge, is unmapped while detached from the interpreter.
+impl Drop for NativeStore {
+    fn drop(&mut self) {
+        Python::try_attach(|py| self.close(py));
+    }
 }

@@ -40,7 +40,7 @@ pub(crate) struct StoreValues {
 }
 
 impl StoreValues {
-    /// Reads a list or tuple of writable buffers or arrays, or also of `bytes` if `only_read`.
+    /// Reads a list or tuple of buffers or arrays, which must be writable unless they are `only_read`.
     pub(crate) fn read(name: &str, given: &Any<'_>, value: u64, only_read: bool) -> PyResult<StoreValues> {
         let (py, items) = (given.py(), items(name, given)?);
         let no_memory = |error| raise(py, &error);
@@ -53,7 +53,7 @@ impl StoreValues {
                 backed.push(Some(PyBackedBytes::from(bytes.clone())));
                 bytes.as_bytes().len() as u64
             } else {
-                let memory = tensors::host_bytes(&name, &item)?;
+                let memory = tensors::host_bytes(&name, &item, only_read)?;
                 addresses.push(memory.address);
                 kept.push(memory.kept);
                 backed.push(None);

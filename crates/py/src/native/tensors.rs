@@ -10,7 +10,7 @@ use llm_datadist_core::{DataType, ElementTypes};
 use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyMemoryView, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyMemoryView, PyString, PyTuple};
 
 use super::errors::{invalid, raise};
 use super::values::{index, int, wrong_type};
@@ -111,7 +111,7 @@ fn objects(items: &Bound<'_, PyTuple>) -> PyResult<HostTensors> {
     let mut first: Option<TensorForm> = None;
     for (at, item) in items.iter().enumerate() {
         let name = format!("tensors[{at}]");
-        let tensor = described(&name, &item)?;
+        let tensor = described(&name, &item, false)?;
         let form = tensor.form(py, &name)?;
         match &first {
             None => first = Some(form),
@@ -135,9 +135,9 @@ pub(crate) struct HostBytes {
     pub(crate) kept: Py<PyAny>,
 }
 
-/// Reads a writable object without gaps.
-pub(crate) fn host_bytes(name: &str, given: &Any<'_>) -> PyResult<HostBytes> {
-    let tensor = described(name, given)?;
+/// Reads an object without gaps, which must be writable unless it is `only_read`.
+pub(crate) fn host_bytes(name: &str, given: &Any<'_>, only_read: bool) -> PyResult<HostBytes> {
+    let tensor = described(name, given, only_read)?;
     let form = tensor.form(given.py(), name)?;
     if form.row_stride.is_some() {
         return Err(invalid(given.py(), name, form, "an array without gaps"));
@@ -146,8 +146,8 @@ pub(crate) fn host_bytes(name: &str, given: &Any<'_>) -> PyResult<HostBytes> {
     Ok(HostBytes { address: tensor.address, bytes, kept: tensor.kept })
 }
 
-/// Reads one object.
-fn described(name: &str, given: &Any<'_>) -> PyResult<Described> {
+/// Reads one object, which must be writable unless it is `only_read`.
+fn described(name: &str, given: &Any<'_>, only_read: bool) -> PyResult<Described> {
     let py = given.py();
     if given.is_instance_of::<PyString>() {
         return Err(wrong_type(name, FORMS, given));
@@ -158,7 +158,7 @@ fn described(name: &str, given: &Any<'_>) -> PyResult<Described> {
             return Err(on_device(name, given));
         }
         match from_dlpack(given) {
-            Ok(Some(tensor)) => return tensor.writable(name, given),
+            Ok(Some(tensor)) => return tensor.permitted(name, given, only_read),
             Ok(None) => {}
             // numpy exports no tensor of read-only memory or of some types, and these objects have another form as well.
             Err(error) if error.is_instance_of::<PyException>(py) => refusal = Some(error),
@@ -166,10 +166,10 @@ fn described(name: &str, given: &Any<'_>) -> PyResult<Described> {
         }
     }
     if let Some(interface) = given.getattr_opt(intern!(py, "__array_interface__"))? {
-        return from_interface(name, given, &interface)?.writable(name, given);
+        return from_interface(name, given, &interface)?.permitted(name, given, only_read);
     }
     match PyMemoryView::from(given) {
-        Ok(view) => from_buffer(name, given, &view),
+        Ok(view) => from_buffer(name, given, &view, only_read),
         Err(error) if !error.is_instance_of::<PyException>(py) => Err(error),
         Err(_) if given.hasattr(intern!(py, "__cuda_array_interface__"))? => Err(on_device(name, given)),
         Err(_) => {
@@ -236,9 +236,15 @@ fn from_interface(name: &str, given: &Any<'_>, interface: &Any<'_>) -> PyResult<
 }
 
 /// Reads an object that only has the buffer protocol, and no gaps.
-fn from_buffer(name: &str, given: &Any<'_>, view: &Bound<'_, PyMemoryView>) -> PyResult<Described> {
+fn from_buffer(
+    name: &str,
+    given: &Any<'_>,
+    view: &Bound<'_, PyMemoryView>,
+    only_read: bool,
+) -> PyResult<Described> {
     let py = given.py();
-    if view.getattr(intern!(py, "readonly"))?.is_truthy()? {
+    let constant = view.getattr(intern!(py, "readonly"))?.is_truthy()?;
+    if constant && !only_read {
         return Err(read_only(name, given));
     }
     if !view.getattr(intern!(py, "c_contiguous"))?.is_truthy()? {
@@ -255,12 +261,19 @@ fn from_buffer(name: &str, given: &Any<'_>, view: &Bound<'_, PyMemoryView>) -> P
             "a buffer that is not empty",
         ));
     }
-    // Before version 3.11, the limited API has no function for the address. The object of ctypes keeps the buffer exported, so
-    // that it does not move.
+    let data_type = native_type(&format, item_bytes);
+    // Before version 3.11, the limited API has no function for the address. For a read-only buffer, nothing else has it either: its
+    // bytes are copied.
+    if constant {
+        let bytes = view.call_method0(intern!(py, "tobytes"))?.cast_into::<PyBytes>()?;
+        let address = bytes.as_bytes().as_ptr() as u64;
+        let kept = bytes.into_any().unbind();
+        return Ok(Described { address, shape, strides: None, data_type, item_bytes, read_only: true, kept });
+    }
+    // The object of ctypes keeps the buffer exported, so that it does not move.
     let ctypes = py.import(intern!(py, "ctypes"))?;
     let first = ctypes.getattr(intern!(py, "c_char"))?.call_method1(intern!(py, "from_buffer"), (view,))?;
     let address = ctypes.call_method1(intern!(py, "addressof"), (&first,))?.extract()?;
-    let data_type = native_type(&format, item_bytes);
     let kept = first.unbind();
     Ok(Described { address, shape, strides: None, data_type, item_bytes, read_only: false, kept })
 }
@@ -290,9 +303,13 @@ fn native_type(format: &str, item_bytes: u64) -> Option<DataType> {
 }
 
 impl Described {
-    /// Refuses memory that must not be written. What an older `DLPack` capsule does not say, a buffer of the object says.
-    fn writable(self, name: &str, given: &Any<'_>) -> PyResult<Self> {
+    /// Refuses memory that must not be written, unless it is `only_read`. What an older `DLPack` capsule does not say, a buffer of the
+    /// object says.
+    fn permitted(self, name: &str, given: &Any<'_>, only_read: bool) -> PyResult<Self> {
         let py = given.py();
+        if only_read {
+            return Ok(self);
+        }
         let forbidden = |view: Bound<'_, PyMemoryView>| view.getattr(intern!(py, "readonly"))?.is_truthy();
         if self.read_only || PyMemoryView::from(given).ok().map_or(Ok(false), forbidden)? {
             return Err(read_only(name, given));

@@ -1,0 +1,1 @@
+"""``llm-datadist store``: shows what a keeper has, and drops values."""

@@ -1,0 +1,81 @@
+"""Stores and keepers in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+from llm_datadist import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VALUE = 64 << 10
+LIMIT = 60.0
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha224(b"%d" % number).digest()
+
+
+def value(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest() * (VALUE // 32)
+
+
+def wait_for(holds: Callable[[], bool], limit: float = LIMIT) -> None:
+    end = time.monotonic() + limit
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def got(store: Store, number: int) -> bytes | None:
+    """Return the value of a key, or `None` for a miss."""
+    buffer = bytearray(VALUE)
+    return bytes(buffer) if store.get([key(number)], [buffer]) == [True] else None
+
+
+@contextlib.contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process with two pipes, and kill it at the end."""
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def line(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    return started.stdout.readline()
+
+
+def child_of(started: subprocess.Popen[str]) -> int:
+    """Return the process id of the only child of a process: that which serves, of `llm-datadist serve`."""
+    (pid,) = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    return int(pid)
+
+
+def opened(socket: Path, **options: Any) -> Store:
+    return Store(socket, **{"namespace": "a model", "timeout": LIMIT, **options})
+
+
+CHILD = """
+import hashlib, sys
+from llm_datadist import Store
+store = Store(sys.argv[1], namespace="a model", timeout=60.0)
+key = lambda number: hashlib.sha224(b"%d" % number).digest()
+value = lambda number: hashlib.sha256(b"%d" % number).digest() * 2048
+"""
+
+
+@contextlib.contextmanager
+def child(socket: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    with process(sys.executable, "-c", CHILD + code, str(socket)) as started:
+        yield started

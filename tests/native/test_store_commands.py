@@ -1,0 +1,255 @@
+"""What people see of a keeper: `KeeperObserver`, and the command `llm-datadist store`.
+
+Not for: the counters themselves (`crates/keeper/tests`), and their types (`tests/test_stats.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+
+from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Store
+from llm_datadist.commands.main import main
+from llm_datadist.native import KeeperObserver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+VALUE = 4096
+LIMIT = 60.0
+TOP = (sys.executable, "-m", "llm_datadist", "store", "top", "--socket")
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha224(b"%d" % number).digest()
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "keeper"
+
+
+@pytest.fixture
+def keeper(socket: Path) -> Iterator[Keeper]:
+    with Keeper(memory=64 * VALUE, socket=socket, value=VALUE) as opened:
+        yield opened
+
+
+@pytest.fixture
+def filled(socket: Path, keeper: Keeper) -> Iterator[Store]:
+    """A store of a keeper that has three values of `a model`, and one of another namespace."""
+    assert keeper.slots == 64
+    with (
+        Store(socket, namespace="a model", value=VALUE) as store,
+        Store(socket, namespace="b\x1b[2J", value=7) as other,
+    ):
+        assert store.put([key(n) for n in range(3)], [bytes(VALUE)] * 3) == [True] * 3
+        assert other.put([key(1)], [bytes(7)]) == [True]
+        yield store
+
+
+def run(capsys: pytest.CaptureFixture[str], socket: Path, action: str, *more: str) -> tuple[int, str, str]:
+    """Run `llm-datadist store`. Return its status and what it has printed."""
+    try:
+        status = main(["store", action, "--socket", str(socket), *more])
+    except SystemExit as error:
+        status = int(str(error.code))
+    return (status, *capsys.readouterr())
+
+
+def test_observer_lists_what_a_keeper_has(socket: Path, filled: Store) -> None:
+    assert filled.get([key(2)], [bytearray(VALUE)]) == [True]
+    assert filled.lease([key(0)], ttl=10) == [True]
+    with KeeperObserver(socket) as observer:
+        listed = observer.values(0)
+        assert [row["key"] for row in listed] == [key(2), key(0), key(1)]
+        assert [row["leased"] for row in listed] == [False, True, False]
+        assert len({row["slot"] for row in listed}) == 3
+        assert observer.values(0, limit=2) == listed[:2]
+        assert {row["namespace"] for row in observer.values()} == {0, 1}
+        first, second = observer.namespaces()
+        assert first == {"number": 0, "text": "a model", "value": VALUE, "values": 3}
+        assert second == {"number": 1, "text": "b\x1b[2J", "value": 7, "values": 1}
+        assert observer.stats() == {**(filled.stats()["keeper"] or {}), "observers": 1}
+        for wrong in ({"limit": 0}, {"limit": -1}):
+            with pytest.raises(InvalidArgument, match="limit="):
+                observer.values(0, **wrong)
+        with pytest.raises(TypeError):
+            observer.values("a model")  # type: ignore[arg-type]
+    with pytest.raises(Closed):
+        observer.stats()
+
+
+def test_observer_needs_a_keeper(socket: Path) -> None:
+    with pytest.raises(PeerLost):
+        KeeperObserver(socket)
+    with Keeper(memory=64 * VALUE, socket=socket, value=VALUE) as keeper:
+        with contextlib.ExitStack() as observers:
+            for _ in range(8):
+                observer = observers.enter_context(KeeperObserver(socket))
+            with pytest.raises(Error, match="8 clients that only look"):
+                KeeperObserver(socket)
+        with KeeperObserver(socket) as observer:
+            keeper.close()
+            with pytest.raises(PeerLost):
+                observer.stats()
+
+
+def test_observer_follows_changes(socket: Path, filled: Store) -> None:
+    with KeeperObserver(socket) as observer:
+        assert observer.changes() == {"changes": [], "missed": 0}
+        assert filled.put([key(5)], [bytes(VALUE)]) == [True]
+        assert filled.drop([key(0)]) == 1
+        stored = {"namespace": 0, "key": key(5), "stored": True}
+        removed = {"namespace": 0, "key": key(0), "stored": False}
+        assert observer.changes() == {"changes": [stored, removed], "missed": 0}
+
+
+def test_clear_drops_one_namespace(socket: Path, filled: Store) -> None:
+    assert filled.clear() == 3
+    assert filled.clear() == 0
+    assert filled.exists([key(0)]) == [False]
+    with KeeperObserver(socket) as observer:
+        assert [row["values"] for row in observer.namespaces()] == [0, 1]
+
+
+@pytest.mark.usefixtures("filled")
+def test_stats_prints_each_counter(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, socket, "stats")
+    assert status == 0
+    assert re.search(r"^values +4 \(6\.2% of the slots\), 0 leased$", text, re.MULTILINE)
+    assert re.search(r"^values stored +4$", text, re.MULTILINE)
+    assert re.search(r"^bytes stored +12\.0 KiB$", text, re.MULTILINE)
+    status, data, _ = run(capsys, socket, "stats", "--json", "-")
+    assert (status, json.loads(data)["stored"], json.loads(data)["clients"]) == (0, 4, 2)
+
+
+@pytest.mark.usefixtures("filled")
+def test_ls_lists_namespaces_and_values(socket: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, text, _ = run(capsys, socket, "ls")
+    assert status == 0
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["0", "3", "12.0", "KiB", "4.0", "KiB", "a", "model"],
+        ["1", "1", "7", "B", "7", "B", "'b\\x1b[2J'"],
+    ]
+    assert "\x1b" not in text, "a namespace must not control the terminal"
+    status, text, _ = run(capsys, socket, "ls", "--namespace", "a model", "--limit", "2")
+    assert text.splitlines()[0] == "2 of 3 values, the most recently used first"
+    assert [line.split()[0] for line in text.splitlines()[2:]] == [key(0).hex(), key(1).hex()]
+    file = tmp_path / "values.json"
+    status, text, _ = run(capsys, socket, "ls", "--namespace", "1", "--json", str(file))
+    assert (status, text.splitlines()[0]) == (0, "1 of 1 values, the most recently used first")
+    assert [row["key"] for row in json.loads(file.read_text())["values"]] == [key(1).hex()]
+
+
+def test_drop_drops_keys_or_a_namespace(socket: Path, filled: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    drop = ("--namespace", "a model")
+    keys = ("--key", key(0).hex(), "--key", key(9).hex())
+    assert run(capsys, socket, "drop", *drop, *keys) == (0, "dropped 1 values\n", "")
+    assert filled.exists([key(0), key(1)]) == [False, True]
+    assert run(capsys, socket, "drop", *drop, "--all", "--json", "-")[1] == '{\n  "dropped": 2\n}\n'
+    with KeeperObserver(socket) as observer:
+        assert [row["values"] for row in observer.namespaces()] == [0, 1]
+
+
+def test_errors_say_what_is_wrong(socket: Path, filled: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = run(capsys, socket, "ls", "--namespace", "c")
+    assert (status, error) == (1, "llm-datadist store: --namespace: 'c' is none of the 2 namespaces of the keeper\n")
+    for wrong in ("ab", key(0).hex() + "00", "x" * 56):
+        status, _, error = run(capsys, socket, "drop", "--namespace", "a model", "--key", wrong)
+        assert status == 2
+        assert f"{wrong!r} is no key: 56 hexadecimal digits (28 bytes) are needed, and it has {len(wrong)}" in error
+    assert run(capsys, socket, "drop", "--namespace", "a model")[0] == 2, "neither keys nor --all"
+    assert run(capsys, socket, "ls", "--limit", "0")[0] == 2
+    assert filled.exists([key(0)]) == [True]
+    with KeeperObserver(socket) as observer:
+        assert len(observer.namespaces()) == 2, "a question creates no namespace"
+    nobody = socket.with_name("nobody")
+    for action in ("stats", "ls", "top"):
+        assert run(capsys, nobody, action) == (1, "", f"llm-datadist store: no keeper listens at {nobody}\n")
+
+
+def read_until(descriptor: int, holds: Callable[[str], bool]) -> str:
+    """Read from a descriptor until a condition holds for all that was read."""
+    text, end = "", time.monotonic() + LIMIT
+    while not holds(text):
+        assert select.select([descriptor], [], [], max(end - time.monotonic(), 0))[0], text
+        read = os.read(descriptor, 65536)
+        assert read, text
+        text += read.decode()
+    return text
+
+
+@contextlib.contextmanager
+def started(*command: str, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command, **more)  # noqa: S603
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(LIMIT)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("filled")
+def test_top_prints_each_look_without_a_terminal(socket: Path, end: signal.Signals) -> None:
+    with started(*TOP, str(socket), "--interval", "0.05", stdout=subprocess.PIPE) as top:
+        assert top.stdout is not None
+        text = read_until(top.stdout.fileno(), lambda text: text.count("keeper at") >= 3)
+        top.send_signal(end)
+        assert top.wait(LIMIT) == 0
+    assert "\x1b" not in text
+    assert re.search(r"values stored +[0-9,]+ +4\n", text)
+    assert "a model" in text
+
+
+def test_top_goes_on_while_the_keeper_is_away(socket: Path, keeper: Keeper, tmp_path: Path) -> None:
+    file = tmp_path / "looks.json"
+    with started(*TOP, str(socket), "--interval", "0.05", "--json", str(file), stdout=subprocess.PIPE) as top:
+        assert top.stdout is not None
+        read_until(top.stdout.fileno(), lambda text: "keeper at" in text)
+        keeper.close()
+        read_until(top.stdout.fileno(), lambda text: f"no keeper answers at {socket}" in text)
+        with Keeper(memory=64 * VALUE, socket=socket, value=VALUE):
+            read_until(top.stdout.fileno(), lambda text: "keeper at" in text)
+            top.stdout.close()  # as `top | head` does
+            assert top.wait(LIMIT) == 0
+    looks = [json.loads(line) for line in file.read_text().splitlines()]
+    assert looks[0]["slots"] == 64
+    assert None in looks
+
+
+@pytest.mark.parametrize("end", ["q", signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("filled")
+def test_top_redraws_a_terminal_and_restores_it(socket: Path, end: str | signal.Signals) -> None:
+    ours, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    with started(*TOP, str(socket), "--interval", "0.05", stdin=terminal, stdout=terminal) as top:
+        text = read_until(ours, lambda text: text.count("\x1b[H") >= 3 and "a model" in text)
+        assert text.startswith("\x1b[?1049h\x1b[?25l\x1b[Hkeeper at ")
+        if isinstance(end, str):
+            os.write(ours, end.encode())
+        else:
+            top.send_signal(end)
+        assert top.wait(LIMIT) == 0
+        rest = read_until(ours, lambda text: "\x1b[?1049l" in text)
+    assert termios.tcgetattr(terminal) == before
+    os.close(terminal)
+    os.close(ours)
+    assert rest.endswith("\x1b[?25h\x1b[?1049l")
