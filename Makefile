@@ -93,6 +93,9 @@ test-root: build capi $(VENV)/.test-tools  ## the tests that need root, and thos
 # NIXL is installed alone, because it asks for gigabytes of CUDA that it does not use here. The tests with latent vectors
 # are compared with it.
 NIXL = nixl==1.5.1 nixl-cu13==1.5.1
+# The same for LMCache, with what its server imports beside the packages of vLLM.
+LMCACHE = lmcache==0.5.6 aiofile==3.12.3 aiofiles==25.1.0 awscrt==0.38.1 caio==0.12.10 nvtx==0.2.17 redis==8.1.0 \
+	sortedcontainers==2.4.0 opentelemetry-exporter-prometheus==0.66b2
 
 # Another version of vLLM gets an environment of its own, over that of requirements-vllm.txt.
 VLLM_VENV = .venv-vllm$(if $(VLLM),-$(VLLM))
@@ -103,7 +106,7 @@ test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its o
 	if [ -e .venv-vllm/.tools ]; then \
 		$(if $(VLLM),.venv-vllm/bin/python tools/build/vllm_environment.py $(VLLM) --base .venv-vllm --folder $(VLLM_VENV) &&) \
 		VIRTUAL_ENV=$(CURDIR)/$(VLLM_VENV) $(BIN)/maturin develop --release --quiet --locked && \
-		$(if $(SUBSET),,$(VLLM_VENV)/bin/python $(PIP) --quiet --no-deps $(NIXL) &&) \
+		$(if $(SUBSET),,$(VLLM_VENV)/bin/python $(PIP) --quiet --no-deps $(NIXL) $(LMCACHE) &&) \
 		$(VLLM_VENV)/bin/python -m pytest -c integration-tests/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
 
 test-vllm-033:  ## the short version with the Python files of vLLM 0.33, which has no build for CPUs

@@ -144,6 +144,18 @@ def test_layers_of_a_finished_prompt_are_copied_in_groups(layers_per_read: int) 
         assert {copy[0] for copy in decode.workers[0].copies()} == {"h2d"}
 
 
+@pytest.mark.parametrize("layers_per_read", [1, 8])
+def test_layers_of_a_copied_prompt_are_pulled_in_groups(layers_per_read: int) -> None:
+    """The first layers go to the device of decode while the next ones are pulled."""
+    with sides(layers_per_read=layers_per_read) as (prefill, decode):
+        sequence = computed(prefill)
+        groups = [("layer 0",), ("layer 1",)] if layers_per_read == 1 else [("layer 0", "layer 1")]
+        eventually(lambda: len(prefill.workers[0].copies()) == len(groups) and not prefill.workers[0].saves())
+        decode.receive(prefill.handover("there"), TOKENS, blocks=[7, 8])
+        check_received(decode, sequence, [7, 8])
+        assert [copy[:2] for copy in decode.workers[0].copies()] == [("h2d", group) for group in groups]
+
+
 def test_save_that_takes_too_long_fails_the_receive() -> None:
     with sides({"timeout_ms": 300}) as (prefill, decode):
         prefill.workers[0].hold_copies("d2h")

@@ -30,12 +30,13 @@ def incoming(
     layers: int = 4,
     *,
     by_layers: bool = True,
+    layers_per_pull: int = 0,
     blocks: int | None = None,
     view: str = PAGES,
 ) -> Incoming:
     needed = [set(group) for group in missing]
     count = 1 + max(index for group in needed for index in group) if blocks is None else blocks
-    return Incoming(needed, count, set(ranks), view, layers, by_layers=by_layers)
+    return Incoming(needed, count, set(ranks), view, layers, by_layers=by_layers, layers_per_pull=layers_per_pull)
 
 
 class Sides:
@@ -52,6 +53,7 @@ class Sides:
         self.news: dict[int, deque[Any]] = {rank: deque() for rank in range(ranks)}
         by_layers = self.view == PAGES and ranks == 1 and rng.random() < 0.8
         options: Any = {"by_layers": by_layers, "blocks": self.count, "view": self.view}
+        options["layers_per_pull"] = rng.randint(0, 2)
         self.decode = incoming([self.missing], self.news, self.layers, **options)
         self.number = 0
         self.withdrawn: set[int] = set()
@@ -161,6 +163,20 @@ def test_layers_are_pulled_as_they_become_ready() -> None:
     (third,) = state.start()
     assert not state.waits
     assert state.done(third) == 2
+    assert state.complete
+
+
+@pytest.mark.parametrize(("by_layers", "expected"), [(True, [range(3), range(3, 4)]), (False, [range(4)])])
+def test_a_pull_has_a_largest_number_of_layers(by_layers: bool, expected: list[range]) -> None:
+    """So that host buffers load some layers while the next ones are pulled. Heads are converted in one pull."""
+    state = incoming([[0]], by_layers=by_layers, layers_per_pull=3)
+    state.lent(1, lent(0, 0, [[7]], layers=4, last=True))
+    found = []
+    while pulls := state.start():
+        found += [pull.layers for pull in pulls]
+        for pull in pulls:
+            state.done(pull)
+    assert found == expected
     assert state.complete
 
 

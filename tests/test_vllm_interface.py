@@ -60,6 +60,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("Output[]", ("finished",)),
         ("Request[]", ("request_id",)),
+        ("[]", ("result", "keywords")),
         ("Request", ("name",)),
         ("Request.__init__", ("name",)),
         ("result", ("job", "success")),
@@ -77,6 +78,7 @@ def test_what_vllm_has_is_accepted(name: str, names: tuple[str, ...]) -> None:
     [
         ("Output[]", ("finished", "failed"), "vllm.part:Output has no failed"),
         ("Request[]", ("name",), "vllm.part:Request has no name"),
+        ("[]", ("result", "gone"), "vllm.part has no gone"),
         ("Other", (), "vllm.part has no Other"),
         ("Base.begin", (), "vllm.part has no Base.begin"),
         ("result", ("job",), r"vllm.part:result has the parameters (job, success, nanos=0); expected: (job)"),

@@ -110,9 +110,10 @@ def side(
     producer: bool = True,
     consumer: bool = True,
     layerwise: bool = True,
+    copied: bool = False,
     addresses: dict[int, str] = {1: "10.0.0.1:2", 0: "10.0.0.1:1"},  # noqa: B006 - nobody changes it
 ) -> SchedulerSide:
-    options = {"producer": producer, "consumer": consumer, "layerwise": layerwise}
+    options = {"producer": producer, "consumer": consumer, "layerwise": layerwise, "copied": copied}
     made = SchedulerSide("engine", list(sizes or (32,)), ALLOWED, **options)
     made.set_addresses(addresses)
     return made
@@ -227,6 +228,31 @@ def test_a_prompt_with_a_ticket_is_lent_as_it_is_computed() -> None:
     assert params is not None
     assert params["llm_datadist"]["ticket"] == "t"
     assert prefill.take_step(Output()) == Step(sends=[Send("r", "t")])
+
+
+def test_blocks_that_are_copied_first_are_lent_as_they_are_computed() -> None:
+    """Also without a ticket of the proxy, so that most of them are copied when the request has finished."""
+    prefill = side(copied=True)
+    request = Request(kv_transfer_params=for_decode())
+    prefill.arrived(request)
+    (first,) = prefill.take_step(Output({"r": 64}, [new("r", [5, 6])])).parts
+    assert (first.blocks, first.computed, first.last) == ([[5, 6]], False, False)
+    prefill.take_step(Output({"r": 36}, scheduled_cached_reqs=cached(r=(64, [7, 8]))))
+    params = prefill.finished(request, ([5, 6, 7, 8],), complete=True)
+    assert params is not None
+    ticket = params["llm_datadist"]["ticket"]
+    assert first.ticket == ticket
+    assert prefill.take_step(Output()) == Step(sends=[Send("r", ticket)])
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_an_aborted_prompt_without_a_ticket_is_withdrawn_if_it_is_lent(lent: bool) -> None:
+    prefill = side(copied=True)
+    request = Request(kv_transfer_params=for_decode())
+    prefill.arrived(request)
+    tickets = [one.ticket for one in prefill.take_step(Output({"r": 64}, [new("r", [5, 6])])).parts] if lent else []
+    assert prefill.finished(request, ([5, 6],), complete=False) is None
+    assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw(ticket, ended=True) for ticket in tickets])
 
 
 def test_a_preempted_prompt_is_withdrawn_and_lent_again() -> None:

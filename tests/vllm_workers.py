@@ -148,8 +148,8 @@ class _Worker:
             "receives": lending._receives,
             "leases": lending._leases,
             "ongoing": receiving._ongoing,
-            "dials": receiving._dials,
-            "dialing": receiving._dialing,
+            "dials": receiving._dialing._calls,
+            "dialing": receiving._dialing._waiting,
             "messages": self.transfers._outbox._waiting,
         }
         return {name: len(one) for name, one in kept.items() if one}

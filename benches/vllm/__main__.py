@@ -1,6 +1,6 @@
 """The vLLM connector beside vLLM's NIXL connector, and offloading: ``make bench-vllm``.
 
-    .venv-vllm/bin/python benches/vllm [--rounds 3] [--only handover,host,layerwise,concurrent,offloading]
+    .venv-vllm/bin/python benches/vllm [--rounds 3] [--only handover,host,layerwise,concurrent,offloading,killed]
 
 Each row is the median of rounds in which all systems take turns: each round starts prefill and decode anew. The model
 has 64 KiB of KV for each token. Not for: correctness (integration-tests/vllm).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -30,16 +31,20 @@ from model import FIRST_WORD, VOCABULARY, make_model  # noqa: E402
 
 LENGTHS = (1024, 2048, 512, 1536) * 3
 TOKENS = 4
+LIMIT_S = 30.0
+BLOCKS = 160  # in a KV cache that is warmed up: just enough for the longest request that vLLM accepts
 MODULE = "broken_connectors"
 # Name: connector, its module, its options.
 SYSTEMS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "llm_datadist, pool": ("LlmDatadistConnector", None, {}),
     "llm_datadist, registered": ("LlmDatadistConnector", None, {"kv_cache_in_pool": False}),
     "llm_datadist, host buffers": ("LlmDatadistConnector", None, {"host_buffers": True}),
+    "llm_datadist, host buffers at the end": ("LlmDatadistConnector", None, {"host_buffers": True, "layerwise": False}),
     "llm_datadist, tcp": ("LlmDatadistConnector", None, {"engine_options": {"transport": "tcp"}}),
     "nothing moved": ("NothingPulled", MODULE, {}),
     "NIXL": ("NixlConnector", None, {}),
 }
+HOST = [name for name in SYSTEMS if "host buffers" in name]
 DURATIONS = ("transfer_seconds", "transfer_duration")
 
 
@@ -61,19 +66,26 @@ def config(system: str, role: str) -> dict[str, Any]:
     return {**transfer, "kv_connector_extra_config": extra}
 
 
-def pair(model: str, system: str) -> tuple[Server, Server]:
+def pair(model: str, system: str, **options: Any) -> tuple[Server, Server]:
     """Start prefill and decode one after the other, because NIXL's side channel wants a port of its own."""
+    options["dtype"] = "bfloat16"
     servers = [
-        Server(model, config(system, role), environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}, dtype="bfloat16")
+        Server(model, config(system, role), environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}, **options)
         for role, port in (("kv_producer", 5650), ("kv_consumer", 5660))
     ]
     return servers[0].wait(), servers[1].wait()
 
 
-def handover(model: str, system: str) -> dict[str, float]:
-    """One request at a time: times of the connector and of the transfer, and until decode's first token."""
-    prefill, decode = pair(model, system)
-    hand_over(prefill, decode, prompts((64,), seed=2), TOKENS)  # links, and warms up
+def handover(model: str, system: str, *, warm: bool = False) -> dict[str, float]:
+    """One request at a time: times of the connector and of the transfer, and until decode's first token.
+
+    If it is ``warm``, there are few blocks, and each was used before. Otherwise each request writes to memory that was
+    never touched, as in the first minutes of a server.
+    """
+    prefill, decode = pair(model, system, **({"num_gpu_blocks_override": BLOCKS} if warm else {}))
+    before = (64, *(2048,) * (-(-BLOCKS * 32 // 2048) if warm else 0))
+    for name, tokens in prompts(before, seed=2).items():  # links, and warms up
+        hand_over(prefill, decode, {f"before {name}": tokens}, TOKENS)
     firsts, whole = [], []
     for name, tokens in prompts(LENGTHS).items():
         begin = time.monotonic()
@@ -84,11 +96,11 @@ def handover(model: str, system: str) -> dict[str, float]:
     prefill.stop(check=False)
     end = decode.stop(check=False)
     durations = next((end.stats[name] for name in DURATIONS if name in end.stats), [])
-    transfers = len(LENGTHS) + 1
+    transfers = len(LENGTHS) + len(before)
     return {
         "model thread, ms a transfer": 1e3 * end.connector_s / transfers,
         "us a step": 1e6 * end.connector_s / max(1, end.steps),
-        "transfer, ms": 1e3 * statistics.median(durations[1:] or [0]),
+        "transfer, ms": 1e3 * statistics.median(durations[len(before) :] or [0]),
         "first token, ms": 1e3 * statistics.median(firsts),
         "first token since the request, ms": 1e3 * statistics.median(whole),
     }
@@ -166,13 +178,43 @@ def offloading(model: str, system: str) -> dict[str, float]:
     return {"first round, s": times[0], "second round, s": times[1]}
 
 
+def killed(model: str, system: str) -> dict[str, float]:
+    """Kill decode while 12 requests wait in its queue: until prefill has its blocks back, long before leases end."""
+    connector, _, extra = SYSTEMS[system]
+    options = {"kv_connector": connector, "kv_connector_extra_config": {**extra, "lease_ms": 3_600_000}}
+    prefill, decode = [
+        Server(model, {**options, "kv_role": role}, dtype="bfloat16", max_num_seqs=seqs).wait()
+        for role, seqs in (("kv_producer", 8), ("kv_consumer", 1))
+    ]
+    decode.add("long", prompts((64,), seed=2)["r0"], 3000)
+    for name, tokens in prompts(LENGTHS).items():
+        prefill.add(name, tokens, 1, {"do_remote_decode": True})
+        decode.add(name, tokens, TOKENS, prefill.result()[1].params)
+    time.sleep(2)  # decode holds them in the next step
+    used = prefill.usage()
+    begin = time.monotonic()
+    decode.signal(signal.SIGKILL)
+    while left := prefill.usage():
+        if time.monotonic() > begin + LIMIT_S:
+            raise TimeoutError(f"prefill has {left:.1%} of its blocks in use after {LIMIT_S:g} s (before: {used:.1%})")
+        time.sleep(0.005)
+    took = time.monotonic() - begin
+    decode.kill()
+    prefill.stop(check=False)
+    return {"share of the KV cache": used, "blocks are back after, s": took}
+
+
 GROUPS = {
-    "handover": (handover, [name for name in SYSTEMS if name != "llm_datadist, host buffers"]),
+    "handover": (handover, [name for name in SYSTEMS if name not in HOST]),
     # A CPU in the place of a device: the KV cache is copied within host memory, on either side.
-    "host": (handover, ["llm_datadist, pool", "llm_datadist, host buffers"]),
+    "host": (
+        partial(handover, warm=True),
+        ["llm_datadist, pool", *(name for name in SYSTEMS if "host buffers" in name)],
+    ),
     "layerwise": (layerwise, [f"{name}, {when}" for name in ("pool", "tcp") for when in ("whole", "layer-wise")]),
     "concurrent": (concurrent, ["one vLLM", "llm_datadist, pool", "NIXL"]),
     "offloading": (offloading, ["offloading", "recomputed"]),
+    "killed": (killed, ["llm_datadist, pool", "llm_datadist, tcp"]),
 }
 
 

@@ -49,6 +49,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def parallel_state(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """vLLM's configuration, in which this process is the only rank."""
+    # Not all tests need vLLM in their own process.
+    from halves import become_the_only_rank, configuration  # noqa: PLC0415
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
+
+    config = configuration(model)
+    with set_current_vllm_config(config):
+        become_the_only_rank(tmp_path_factory.mktemp("store") / "file")
+        yield config
+
+
 @pytest.fixture(scope="session")
 def prompts() -> dict[str, list[int]]:
     """48 prompts of 8 lengths. The first 8 have all of them."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist.integrations.vllm import connector, interface, metrics, offloading, p2p_tier, supported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CLASSES = (
     connector.LlmDatadistConnector,
@@ -27,13 +30,15 @@ OVERRIDES = [
     for name in vars(ours)
     if not name.startswith("_") and inspect.isroutine(getattr(ours, name))
 ]
-USES = {**interface.CONNECTOR, **interface.OFFLOADING, **interface.P2P}
+TABLES = (interface.CONNECTOR, interface.OFFLOADING, interface.P2P)
+USES = [(use, names) for table in TABLES for use, names in table.items()]
 
 
 @pytest.mark.subset
 def test_this_vllm_has_what_is_used() -> None:
     assert len(OVERRIDES) > 35
-    interface.check(USES, *CLASSES)
+    for table in TABLES:
+        interface.check(table, *CLASSES)
 
 
 def base_of(ours: type, name: str) -> Any:
@@ -60,12 +65,21 @@ def test_a_vllm_with_other_methods_is_refused(monkeypatch: pytest.MonkeyPatch, o
 
 
 @pytest.mark.subset
-@pytest.mark.parametrize("use", USES)
-def test_a_vllm_without_a_class_or_function_is_refused(monkeypatch: pytest.MonkeyPatch, use: str) -> None:
+@pytest.mark.parametrize(("use", "names"), [one for one in USES if not one[0].endswith(":[]")])
+def test_a_vllm_without_a_class_or_function_is_refused(
+    monkeypatch: pytest.MonkeyPatch, use: str, names: Sequence[str]
+) -> None:
     name, _, path = use.partition(":")
     monkeypatch.delattr(importlib.import_module(name), path.rstrip("[]").split(".")[0])
     with pytest.raises(RuntimeError, match=f"{name} has no {path.split('.')[0].rstrip('[]')}"):
-        interface.check({use: USES[use]})
+        interface.check({use: names})
+
+
+@pytest.mark.subset
+@pytest.mark.parametrize(("use", "names"), [one for one in USES if one[0].endswith("[]")])
+def test_a_vllm_without_a_member_is_refused(use: str, names: Sequence[str]) -> None:
+    with pytest.raises(RuntimeError, match=rf"{re.escape(use.rstrip('[]:'))} has no gone_member$"):
+        interface.check({use: (*names, "gone_member")})
 
 
 @pytest.mark.subset

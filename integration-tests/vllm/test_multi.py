@@ -7,59 +7,29 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+from halves import Halves, blocks, request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm import EngineArgs, SamplingParams
-from vllm.config import KVTransferConfig, set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
 
 from llm_datadist.integrations.vllm.step import Cancel, Receive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from llm_datadist.integrations.vllm.step import Step
+
 pytestmark = pytest.mark.subset
 
-BLOCKS = 8
-LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(4)]
-SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
-PAGE = SPEC.page_size_bytes
-PROMPT = list(range(3, 103))
 LEASE_MS = 300
 
 
-def kv_cache(*groups: KVCacheGroupSpec) -> KVCacheConfig:
-    stride = PAGE * BLOCKS
-    tensor = KVCacheTensor(size=stride * len(LAYERS), layers=LAYERS, layer_stride=stride, block_stride=PAGE)
-    return KVCacheConfig(BLOCKS, [tensor], list(groups or (KVCacheGroupSpec(LAYERS, SPEC),)))
-
-
-@pytest.fixture(scope="module")
-def parallel_state(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """vLLM's configuration, in which this process is the only rank."""
-    arguments = EngineArgs(model=model, dtype="float32", block_size=32, max_model_len=4096, enforce_eager=True)
-    config = arguments.create_engine_config()
-    with set_current_vllm_config(config):
-        store = tmp_path_factory.mktemp("store") / "file"
-        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        yield config
-
-
-class Vllm:
+class Vllm(Halves):
     """The scheduler and the worker of one vLLM, with our connector and another one."""
 
     def __init__(self, config: Any, ours_first: bool, other: str = "OtherConnector", **extra: Any) -> None:
@@ -68,20 +38,7 @@ class Vllm:
         another = {"kv_connector": other, "kv_connector_module_path": "other_connector"}
         children = [{"kv_role": "kv_both", **one} for one in ((ours, another) if ours_first else (another, ours))]
         transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "engine_id": "both"}
-        transfer["kv_connector_extra_config"] = {"connectors": children}
-        self.config = replace(config, kv_transfer_config=KVTransferConfig(**transfer))
-        self.scheduler = MultiConnector(self.config, KVConnectorRole.SCHEDULER, kv_cache())
-        self.worker = MultiConnector(self.config, KVConnectorRole.WORKER, kv_cache())
-
-    def start(self) -> Vllm:
-        """Allocate and register the KV cache, and pass on the handshake metadata, as vLLM does."""
-        with self.worker.get_mem_pool_context():
-            memory = torch.zeros(PAGE * BLOCKS * len(LAYERS), dtype=torch.int8)
-        pages = memory.view(len(LAYERS), BLOCKS, PAGE)
-        self.worker.register_kv_caches(dict(zip(LAYERS, pages)))
-        metadata = self.worker.get_handshake_metadata()
-        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
-        return self
+        super().__init__(config, {**transfer, "kv_connector_extra_config": {"connectors": children}})
 
     @property
     def halves(self) -> tuple[Any, Any]:
@@ -92,57 +49,19 @@ class Vllm:
     def other(self) -> Any:
         return self.scheduler._connectors[1 - self.index]
 
-    def step(self) -> KVConnectorOutput:
-        """Run a step in which nothing is computed. Return what the scheduler gets."""
-        metadata = self.scheduler.build_connector_meta(SchedulerOutput.make_empty())
-        self.work = metadata.metadata[self.index].step
-        self.worker.handle_preemptions(metadata)
-        self.worker.bind_connector_metadata(metadata)
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(set())
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            kv_connector_stats=self.worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-        )
-        self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(output)
-        return output
-
-    def finish(self, name: str) -> dict[str, Any]:
-        """Have a request finish that decode continues. Return its response."""
-        asked = request(name, {"do_remote_decode": True})
-        self.scheduler.on_new_request(asked)
-        asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        kept, params = self.scheduler.request_finished_all_groups(asked, ([1, 2, 3, 4],))
-        assert kept
-        return params
-
-    def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.shutdown()
+    @property
+    def work(self) -> Step:
+        """Our work of the last step."""
+        step: Step = self.metadata.metadata[self.index].step
+        return step
 
 
 @pytest.fixture(params=[True, False], ids=["ours first", "ours last"])
 def vllm(parallel_state: Any, request: pytest.FixtureRequest) -> Iterator[Vllm]:
-    made = Vllm(parallel_state, request.param).start()
+    made = Vllm(parallel_state, request.param)
+    made.start()
     yield made
     made.close()
-
-
-def request(name: str, params: dict[str, Any] | None) -> Request:
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    return Request(name, PROMPT, sampling, None)
-
-
-def blocks(*numbers: int) -> Any:
-    """The allocated blocks of a request with one KV cache group."""
-    return SimpleNamespace(
-        blocks=([SimpleNamespace(block_id=number, is_null=False, block_hash=None) for number in numbers],),
-    )
 
 
 def test_each_connector_gets_its_own_metadata(vllm: Vllm) -> None:
@@ -260,34 +179,7 @@ def test_one_connector_allocates_the_kv_cache(parallel_state: Any) -> None:
     with pytest.raises(ValueError, match="Multiple connectors provide a KV cache memory pool"):
         both.worker.get_mem_pool_context()
     both.close()
-    left = Vllm(parallel_state, ours_first=True, other="WithPool", kv_cache_in_pool=False).start()
+    left = Vllm(parallel_state, ours_first=True, other="WithPool", kv_cache_in_pool=False)
+    left.start()
     assert len(left.step().kv_connector_worker_meta.metadata[0].by_worker) == 1
     left.close()
-
-
-def test_groups_that_may_not_be_transferred_are_left_alone(parallel_state: Any) -> None:
-    """The blocks of the second of three KV cache groups are rebuilt by vLLM."""
-    names = [LAYERS[:2], LAYERS[2:3], LAYERS[3:]]
-    groups = [KVCacheGroupSpec(layers, SPEC, enable_kv_transfer=layers != LAYERS[2:3]) for layers in names]
-    transfer = KVTransferConfig(kv_connector="LlmDatadistConnector", kv_role="kv_both", engine_id="groups")
-    config = replace(parallel_state, kv_transfer_config=transfer)
-    connector = KVConnectorFactory.get_connector_class(transfer)
-    scheduler = connector(config, KVConnectorRole.SCHEDULER, kv_cache(*groups))
-    worker = connector(config, KVConnectorRole.WORKER, kv_cache(*groups))
-    pages = torch.zeros(len(LAYERS), BLOCKS, PAGE, dtype=torch.int8)
-    worker.register_kv_caches(dict(zip(LAYERS, pages)))
-    assert [caches.form.layers for caches in worker._worker.groups] == [2, 1]
-    asked = request("r", {"do_remote_decode": True})
-    scheduler.on_new_request(asked)
-    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    params = scheduler.request_finished_all_groups(asked, ([1, 2, 3, 4], [5, 5, 5, 5], [6, 7, 1, 2]))[1]
-    step = scheduler.build_connector_meta(SchedulerOutput.make_empty()).step
-    assert [part.blocks for part in step.parts] == [[[1, 2, 3, 4], [6, 7, 1, 2]]]
-    again = request("again", {**params, "llm_datadist": {**params["llm_datadist"], "addresses": ["127.0.0.1:1"]}})
-    scheduler.on_new_request(again)
-    assert scheduler.get_loaded_kv_cache_group_ids(again) == (0, 2)
-    group = blocks(1, 2, 3, 4).blocks[0]
-    scheduler.update_state_after_alloc(again, SimpleNamespace(blocks=(group, group, group[::-1])), 100)
-    step = scheduler.build_connector_meta(SchedulerOutput.make_empty()).step
-    assert step.receives == [Receive("again", [[1, 2, 3, 4], [4, 3, 2, 1]], 0, 100)]
-    worker.shutdown()

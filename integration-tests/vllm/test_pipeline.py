@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from conftest import Start
 
 Prompts = dict[str, list[int]]
-# vLLM 0.32 warms the model up on CPUs only if it is compiled, and without a warm-up its stages fail.
+# vLLM 0.32 warms the model up on CPUs only if it is compiled. Without a warm-up, its second stage has no buffers for
+# what the first one sends, and fails in the first step, also without a connector.
 STAGES: dict[str, Any] = {
     "pipeline_parallel_size": 2,
     "enforce_eager": False,

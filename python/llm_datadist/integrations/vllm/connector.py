@@ -90,8 +90,8 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.parse(transfer.kv_connector_extra_config)
+        _check_supported(vllm_config)
         parallel = vllm_config.parallel_config
-        _check_parallel(parallel)
         if not kv_cache_config.transfer_groups:
             raise RuntimeError("vLLM has no KV cache group that may be transferred")
         engine_id = unique_id(transfer.engine_id, parallel.data_parallel_index)
@@ -102,7 +102,8 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups]
             options = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
             layerwise = settings.layerwise and _keeps_blocks(specs)
-            options |= {"layerwise": layerwise, "stages": parallel.pipeline_parallel_size}
+            copied = settings.host_buffers or vllm_config.device_config.device_type != "cpu"
+            options |= {"layerwise": layerwise, "copied": copied, "stages": parallel.pipeline_parallel_size}
             self._scheduler = SchedulerSide(engine_id, sizes, allowed_peers(settings, get_ip), **options)
         else:
             tensor, pipeline = ((group.rank_in_group, group.world_size) for group in (get_tp_group(), get_pp_group()))
@@ -255,10 +256,19 @@ def _keeps_blocks(specs: list[Any]) -> bool:
     return len(specs) == 1 and type(specs[0]).__name__ in _KEPT
 
 
-def _check_parallel(parallel: Any) -> None:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            raise RuntimeError(f"LlmDatadistConnector does not support {name}={getattr(parallel, name)}")
+def _check_supported(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            raise RuntimeError(f"LlmDatadistConnector does not support {name}={size}")
+    # vLLM takes the memory of the KV cache away, and a copy to host memory may still read the blocks of a request that
+    # was aborted. 0.33 asks for a call that ends such copies (`unregister_kv_caches`), and 0.32 has none.
+    if vllm_config.model_config.enable_sleep_mode:
+        raise RuntimeError("LlmDatadistConnector does not support sleep mode (enable_sleep_mode=True)")
 
 
 interface.check(interface.CONNECTOR, LlmDatadistConnector, Addresses, TransferStats, PrometheusMetrics)

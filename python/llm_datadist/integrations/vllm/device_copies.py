@@ -15,6 +15,8 @@ from llm_datadist.integrations.vllm.host_buffers import HostBuffers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    Tensors = dict[str, torch.Tensor]
+
 __all__ = ["TorchDevice", "head_major", "host_buffers", "mirrored", "offloading_buffers", "page_rows"]
 
 logger = logging.getLogger("vllm.llm_datadist")
@@ -58,8 +60,8 @@ class TorchDevice:
 
     def copy_blocks(
         self,
-        src: dict[str, torch.Tensor],
-        dst: dict[str, torch.Tensor],
+        src: Tensors,
+        dst: Tensors,
         src_blocks: list[int],
         dst_blocks: list[int],
         direction: str,
@@ -75,9 +77,9 @@ class TorchDevice:
         else:
             self._scatter(src, dst, src_blocks, dst_blocks)
 
-    def _gather(self, src: Any, dst: Any, src_blocks: list[int], dst_blocks: list[int]) -> None:
+    def _gather(self, src: Tensors, dst: Tensors, src_blocks: list[int], dst_blocks: list[int]) -> None:
         """Gather blocks on the device, and move a chunk to host memory while the previous one goes to its rows."""
-        begun: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
+        begun: list[tuple[torch.Event, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for name, where, to in _chunks(src, src_blocks, dst_blocks):
             gathered = src[name].index_select(0, where.to(self._device, non_blocking=True))
             stage = self._stage(gathered.shape, gathered.dtype)
@@ -88,9 +90,9 @@ class TorchDevice:
         for one in begun:
             _settle(*one)
 
-    def _scatter(self, src: Any, dst: Any, src_blocks: list[int], dst_blocks: list[int]) -> None:
+    def _scatter(self, src: Tensors, dst: Tensors, src_blocks: list[int], dst_blocks: list[int]) -> None:
         """Gather rows in page-locked memory, and have the device scatter a chunk while the next one is gathered."""
-        held: list[Any] = []
+        held: list[tuple[torch.Event, torch.Tensor]] = []
         for name, where, to in _chunks(src, src_blocks, dst_blocks):
             stage = self._stage((len(where), *src[name].shape[1:]), src[name].dtype)
             torch.index_select(src[name], 0, where, out=stage)
@@ -241,7 +243,9 @@ def _runs(src: list[int], dst: list[int]) -> Iterator[tuple[int, int, int]]:
             begin = at
 
 
-def _chunks(src: Any, src_blocks: list[int], dst_blocks: list[int]) -> Iterator[tuple[str, Any, Any]]:
+def _chunks(
+    src: Tensors, src_blocks: list[int], dst_blocks: list[int]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield layers and blocks of at most ``_CHUNK`` bytes."""
     for name, tensor in src.items():
         step = max(1, _CHUNK // (tensor[0].numel() * tensor.element_size()))
@@ -249,12 +253,12 @@ def _chunks(src: Any, src_blocks: list[int], dst_blocks: list[int]) -> Iterator[
             yield name, torch.tensor(src_blocks[at : at + step]), torch.tensor(dst_blocks[at : at + step])
 
 
-def _settle(mark: Any, rows: torch.Tensor, to: torch.Tensor, stage: torch.Tensor) -> None:
+def _settle(mark: torch.Event, rows: torch.Tensor, to: torch.Tensor, stage: torch.Tensor) -> None:
     """Copy a chunk to its rows when it has arrived."""
     _wait(mark)
     rows.index_copy_(0, to, stage)
 
 
-def _wait(event: Any) -> None:
+def _wait(event: torch.Event) -> None:
     while not event.query():
         time.sleep(_LOOK_S)

@@ -128,7 +128,7 @@ def prompt_digest(num_tokens: int, tokens: list[int] | None, adapter: str = "") 
 
 def digest_of(request: Any) -> str:
     """Return the digest of the prompt of a request of vLLM."""
-    lora = getattr(request, "lora_request", None)
+    lora = request.lora_request
     return prompt_digest(request.num_prompt_tokens, request.prompt_token_ids, "" if lora is None else lora.lora_name)
 
 

@@ -20,10 +20,18 @@ class HostLoads:
     Args:
         host: the host buffers.
         layers: the names of the layers of each KV cache group, in order.
+        layers_per_copy: number of layers in a copy.
         call: runs a function in the transfer thread. Any thread may call it.
     """
 
-    def __init__(self, host: HostBuffers, layers: list[list[str]], call: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        host: HostBuffers,
+        layers: list[list[str]],
+        layers_per_copy: int,
+        call: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.layers_per_copy = layers_per_copy
         self._host = host
         self._layers = layers
         self._call = call

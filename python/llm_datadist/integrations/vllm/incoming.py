@@ -64,10 +64,19 @@ class Incoming:
         view: through which view they are read.
         layers: number of layers.
         by_layers: whether layers can be pulled one after another. Otherwise a part is pulled when all are in place.
+        layers_per_pull: the largest number of layers of a pull, if they can be pulled one after another; 0 for any.
     """
 
     def __init__(
-        self, missing: list[set[int]], blocks: int, ranks: set[int], view: str, layers: int, *, by_layers: bool
+        self,
+        missing: list[set[int]],
+        blocks: int,
+        ranks: set[int],
+        view: str,
+        layers: int,
+        *,
+        by_layers: bool,
+        layers_per_pull: int = 0,
     ) -> None:
         self._missing = missing
         self._needed = [set(group) for group in missing]
@@ -76,6 +85,7 @@ class Incoming:
         self._view = view
         self._layers = layers
         self._by_layers = by_layers
+        self._layers_per_pull = (layers_per_pull if by_layers else 0) or layers
         self._parts: dict[int, LentPart] = {}
         self._at: dict[int, LentPart] = {}  # the newest part with each block
         # The parts that may have something to pull, and the pulls that write to blocks of a newer part.
@@ -150,8 +160,9 @@ class Incoming:
                 continue
             ready = min(self._layers, *part.layers.values())
             if ready > part.pulled and (self._by_layers or ready == self._layers):
-                pulls.append(Pull(part, range(part.pulled, ready)))
-                part.pulling, part.pulled = True, ready
+                end = min(ready, part.pulled + self._layers_per_pull)
+                pulls.append(Pull(part, range(part.pulled, end)))
+                part.pulling, part.pulled = True, end
                 # The pull writes to all of these blocks, also to those that an earlier part has brought. If it fails,
                 # none of them can be trusted.
                 for missing, wanted in zip(self._missing, part.wanted):

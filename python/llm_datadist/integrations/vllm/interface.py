@@ -21,30 +21,55 @@ __all__ = ["CONNECTOR", "OFFLOADING", "P2P", "check", "needed"]
 _CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CONNECTOR_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _PARALLEL_STATE = "vllm.distributed.parallel_state"
+_CONFIG = "vllm.config"
 _KV_CACHE = "vllm.v1.kv_cache_interface"
 _SCHEDULER_OUTPUT = "vllm.v1.core.sched.output"
 _OFFLOADING_BASE = "vllm.v1.kv_offload.base"
 _P2P = "vllm.v1.kv_offload.tiering.p2p"
 
-# What is called, with the parameters that are passed, and, in brackets, what is read of objects. Public methods that
-# vLLM calls need no table: `check` compares those of vLLM's class with those of ours.
+# What is called, with the parameters that are passed, and, in brackets, what is read of objects and modules. Public
+# methods that vLLM calls need no table: `check` compares those of vLLM's class with those of ours. Nor do members that
+# are read with a default. `test_each_use_of_vllm_is_in_a_table` finds uses that are missing here.
 CONNECTOR: dict[str, Sequence[str]] = {
+    f"{_CONFIG}:VllmConfig[]": (
+        *("model_config", "parallel_config", "device_config", "compilation_config", "kv_transfer_config"),
+    ),
+    f"{_CONFIG}:ModelConfig[]": ("model", "revision", "dtype", "use_mla", "enable_sleep_mode"),
+    f"{_CONFIG}:ModelConfig.get_total_num_kv_heads": (),
+    f"{_CONFIG}:ParallelConfig[]": (
+        *("data_parallel_index", "pipeline_parallel_size"),
+        *("decode_context_parallel_size", "prefill_context_parallel_size"),
+    ),
+    f"{_CONFIG}:DeviceConfig[]": ("device_type",),
+    f"{_CONFIG}:CompilationConfig[]": ("static_forward_context",),
+    f"{_CONFIG}:KVTransferConfig[]": (
+        *("engine_id", "is_kv_producer", "is_kv_consumer", "kv_buffer_device", "kv_connector_extra_config"),
+    ),
     f"{_CONNECTOR_BASE}:KVConnectorBase_V1.__init__": ("vllm_config", "role", "kv_cache_config"),
+    f"{_CONNECTOR_BASE}:KVConnectorBase_V1[]": ("_kv_cache_config",),
     f"{_CONNECTOR_BASE}:KVConnectorBase_V1._get_connector_metadata": (),
+    f"{_CONNECTOR_BASE}:KVConnectorRole[]": ("SCHEDULER",),
     f"{_CONNECTOR_BASE}:KVConnectorTransferResults": ("finished_sending", "finished_recving", "failed_recving"),
     f"{_CONNECTOR_METRICS}:KVConnectorStats": ("data",),
+    f"{_CONNECTOR_METRICS}:KVConnectorStats[]": ("data",),
     f"{_CONNECTOR_METRICS}:KVConnectorPromMetrics.__init__": (
         *("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     ),
+    f"{_CONNECTOR_METRICS}:KVConnectorPromMetrics[]": (*("_histogram_cls", "_counter_cls", "per_engine_labelvalues"),),
     f"{_PARALLEL_STATE}:get_pp_group": (),
     f"{_PARALLEL_STATE}:get_tp_group": (),
+    f"{_PARALLEL_STATE}:GroupCoordinator[]": ("rank_in_group", "world_size"),
+    "vllm.lora.request:LoRARequest[]": ("lora_name",),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend": (),
     "vllm.utils.network_utils:get_ip": (),
+    "vllm.v1.attention.backend:AttentionBackend.get_name": (),
     "vllm.v1.metrics.utils:create_metric_per_engine": ("metric", "per_engine_labelvalues"),
     f"{_KV_CACHE}:KVCacheConfig.select_transfer_block_ids": ("block_ids",),
     f"{_KV_CACHE}:KVCacheConfig[]": (
         *("num_blocks", "kv_cache_tensors", "kv_cache_groups", "transfer_groups", "transfer_group_ids"),
     ),
     f"{_KV_CACHE}:KVCacheGroupSpec[]": ("layer_names", "kv_cache_spec"),
+    f"{_KV_CACHE}:AttentionSpec[]": ("block_size", "num_kv_heads", "page_size_bytes", "dtype"),
     f"{_KV_CACHE}:KVCacheTensor[]": ("size", "layers", "layer_stride", "block_stride", "offset"),
     f"{_SCHEDULER_OUTPUT}:SchedulerOutput[]": (
         *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"),
@@ -74,6 +99,7 @@ OFFLOADING: dict[str, Sequence[str]] = {
     f"{_OFFLOADING_BASE}:CanonicalKVCacheRef[]": ("tensor_idx",),
 }
 P2P: dict[str, Sequence[str]] = {
+    "vllm.envs:[]": ("VLLM_P2P_SIDE_CHANNEL_HOST",),
     "vllm.utils.network_utils:get_ip": (),
     f"{_OFFLOADING_BASE}:OffloadingSpec[]": ("config",),
     f"{_OFFLOADING_BASE}:ReqContext[]": ("get_state",),
@@ -91,6 +117,7 @@ P2P: dict[str, Sequence[str]] = {
     f"{_P2P}.manager:P2PSecondaryTierManager.__init__": (
         *("offloading_spec", "primary_kv_view", "tier_type", "host", "port"),
     ),
+    f"{_P2P}.manager:P2PSecondaryTierManager.shutdown": (),
     # The override of this method checks the peers that requests name, so a vLLM without it would admit all of them.
     f"{_P2P}.manager:P2PSecondaryTierManager._get_or_create_session": ("peer_id",),
     f"{_P2P}.manager:P2PSecondaryTierManager[]": ("_control", "_data", "_failed_req_ids"),
@@ -135,14 +162,14 @@ def _check_use(name: str, names: Sequence[str]) -> None:
     found: Any = None
     with needed():
         found = import_module(module)
-    for part in path.rstrip("[]").split("."):
+    for part in filter(None, path.rstrip("[]").split(".")):
         if not hasattr(found, part):
             raise _refusal(f"{module} has no {path.rstrip('[]')}")
         found = getattr(found, part)
     if path.endswith("[]"):
         missing = set(names) - _members(found)
         if missing:
-            raise _refusal(f"{module}:{found.__name__} has no {', '.join(sorted(missing))}")
+            raise _refusal(f"{name.rstrip('[]:')} has no {', '.join(sorted(missing))}")
         return
     theirs = _parameters(found)
     others = [one for one in theirs[len(names) :] if one.default is one.empty and one.kind < one.VAR_KEYWORD]
@@ -169,10 +196,10 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
     return [one for one in inspect.signature(function).parameters.values() if one.name not in {"self", "cls"}]
 
 
-def _members(of: type) -> set[str]:
-    """Return the attributes of a class, of its instances, and those that its constructors set."""
+def _members(of: Any) -> set[str]:
+    """Return the attributes of a module, or of a class, of its instances, and those that its constructors set."""
     found = set(dir(of))
-    for one in of.__mro__:
+    for one in getattr(of, "__mro__", ()):
         found.update(getattr(one, "__annotations__", ()))
         code = getattr(vars(one).get("__init__"), "__code__", None)
         found.update(() if code is None else code.co_names)

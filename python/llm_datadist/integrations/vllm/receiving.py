@@ -8,7 +8,6 @@ pulls have ended, so nothing writes to vLLM's blocks after that.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import time
@@ -18,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llm_datadist import Error, GrantEnded, Timeout
+from llm_datadist import Error, GrantEnded
+from llm_datadist.integrations.vllm.dialing import Dialing
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner
 from llm_datadist.integrations.vllm.incoming import Incoming
 from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Hold, Lent, printable
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Receiving"]
 
 logger = logging.getLogger("vllm.llm_datadist")
-
-# How long the first attempt to link takes, in seconds. If the host of prefill refuses the connection until then,
-# prefill has ended. Otherwise a second attempt takes the time limit.
-_FIRST_LINK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,6 @@ class Receiving:
         ended: Callable[[Outcome], None],
         loads: HostLoads | None = None,
     ) -> None:
-        self._engine = engine
         self._groups = groups
         self._shard = shard
         self._identity = identity
@@ -133,10 +128,8 @@ class Receiving:
         self._pulls: dict[Transfer[None] | Copy, _Ongoing] = {}
         # The receives that have begun and have not failed, by request, the earliest deadline first.
         self._deadlines: OrderedDict[str, _Ongoing] = OrderedDict()
-        # The requests that wait for the link to a rank, and the link calls, with their time limits. Each rank has one
-        # call, so that many requests do not reach the maximum number of transfers.
-        self._dialing: dict[tuple[str, str], list[tuple[_Ongoing, Source]]] = {}
-        self._dials: dict[Transfer[Peer], tuple[tuple[str, str], float]] = {}
+        # Each rank has one link call, so that many requests do not reach the maximum number of transfers.
+        self._dialing = Dialing(engine, limit_s)
         self._numbers = itertools.count()
 
     def hold(self, order: Await) -> None:
@@ -205,9 +198,7 @@ class Receiving:
 
     def completed(self, transfer: Transfer[Any], error: Error | None) -> None:
         """Take the end of a link call or a pull."""
-        if transfer in self._dials:
-            self._dialed(*self._dials.pop(transfer), transfer, error)
-        elif transfer in self._pulls:
+        if not self._dialing.completed(transfer, error) and transfer in self._pulls:
             ongoing = self._pulls.pop(transfer)
             self._pulled(ongoing, transfer, error)
             self._proceed(ongoing)
@@ -257,44 +248,32 @@ class Receiving:
         blocks = max(-(-order.num_tokens // size) for size in handover.block_sizes)
         missing = _missing(order, handover.block_sizes, view)
         ongoing.view = view
-        ongoing.incoming = Incoming(missing, blocks, reads, view, layers, by_layers=by_layers)
+        # With host buffers, some layers go to the device while the next ones are pulled.
+        most = 0 if self._loads is None else self._loads.layers_per_copy
+        given = (missing, blocks, reads, view, layers)
+        ongoing.incoming = Incoming(*given, by_layers=by_layers, layers_per_pull=most)
 
     def _link(self, ongoing: _Ongoing, source: Source) -> None:
         """Hold a request at a rank of prefill, as soon as it is linked. A request that has failed does not wait."""
-        place = ongoing.place(source)
         try:
-            if place not in self._dialing:
-                self._dial(place, min(_FIRST_LINK_S, self._limit_s))  # ends at once if the rank is linked
+            self._dialing.link(ongoing.place(source), partial(self._linked, ongoing, source))
         except Exception as error:  # noqa: BLE001 - one request fails, not the thread
             self._fail(ongoing, str(error))
             return
-        self._dialing.setdefault(place, []).append((ongoing, source))
         if not ongoing.failure:
             ongoing.links.add(source)
 
-    def _dial(self, place: tuple[str, str], limit_s: float) -> None:
-        transfer = self._engine.link(place[0], name=place[1], timeout=limit_s)
-        self._dials[transfer] = place, limit_s
-
-    def _dialed(self, place: tuple[str, str], limit_s: float, transfer: Transfer[Peer], error: Error | None) -> None:
-        """Take the end of a link call."""
-        if isinstance(error, Timeout) and error.errno != errno.ECONNREFUSED and limit_s < self._limit_s:
-            try:
-                self._dial(place, self._limit_s)
-            except Error as refused:
-                error = refused
-            else:
-                return
-        for ongoing, source in self._dialing.pop(place):
-            waits = source in ongoing.links  # it has not failed in the meantime
-            ongoing.links.discard(source)
-            if error is None:
-                self._connected(ongoing, source, transfer.result())
-            elif waits:
-                self._fail(ongoing, str(error))
-            if waits:
-                self._progressed(ongoing)
-                self._proceed(ongoing)
+    def _linked(self, ongoing: _Ongoing, source: Source, found: Peer | Error) -> None:
+        """Take the link to a rank of prefill, or why there is none."""
+        waits = source in ongoing.links  # it has not failed in the meantime
+        ongoing.links.discard(source)
+        if not isinstance(found, Error):
+            self._connected(ongoing, source, found)
+        elif waits:
+            self._fail(ongoing, str(found))
+        if waits:
+            self._progressed(ongoing)
+            self._proceed(ongoing)
 
     def _connected(self, ongoing: _Ongoing, source: Source, peer: Peer) -> None:
         """Hold a request at a rank of prefill that is linked, and ask for its blocks if there is room for them."""

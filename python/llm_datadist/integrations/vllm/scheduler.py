@@ -29,6 +29,8 @@ class SchedulerSide:
         consumer: whether this vLLM receives requests.
         allowed: the peers from which requests may be received.
         layerwise: whether blocks may be lent while their request is computed. vLLM must keep them until it ends.
+        copied: whether the workers copy blocks to host memory before they lend them. Requests without a ticket of the
+            proxy are then lent while they are computed, too, so that little is left to copy when they have finished.
         stages: the pipeline-parallel size.
     """
 
@@ -41,6 +43,7 @@ class SchedulerSide:
         producer: bool,
         consumer: bool,
         layerwise: bool,
+        copied: bool = False,
         stages: int = 1,
     ) -> None:
         self._engine_id = engine_id
@@ -49,6 +52,7 @@ class SchedulerSide:
         self._producer = producer
         self._consumer = consumer
         self._layerwise = layerwise
+        self._copied = copied
         self._stages = stages
         # The addresses of the workers, in order.
         self._addresses: list[str] = []
@@ -80,7 +84,7 @@ class SchedulerSide:
         """Take a new request.
 
         Prefill keeps the blocks of a request for decode from now on. If the proxy has given a ticket to a request of
-        prefill, its blocks are lent while they are computed.
+        prefill, or if blocks are copied first, its blocks are lent while they are computed.
         """
         params = request.kv_transfer_params or {}
         if self._consumer and names_prefill(params):
@@ -98,7 +102,7 @@ class SchedulerSide:
             return
         self._tickets[request.request_id] = ticket, given is not None
         self._taken.add(ticket)
-        if given is not None and self._layerwise:
+        if self._layerwise and (given is not None or self._copied):
             self._prompts.begin(request, ticket)
 
     def tokens_to_load(self, request: Any, computed: int) -> int:
@@ -165,8 +169,8 @@ class SchedulerSide:
                 place = (self._engine_id, addresses, prompt.digest, self._block_sizes, self._stages)
                 return Handover(ticket, *place).params()
         self._taken.discard(ticket)
-        if given:
-            # Decode may have asked for it, or read it.
+        if given or (begun is not None and begun.lent):
+            # Decode may have asked for it, or read it. Without a ticket of the proxy, it is lent all the same.
             self._step.withdrawn.append(Withdraw(ticket, ended=True))
         return None
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist import Closed, Completed, Error, Message, PeerDown, PeerLost
 from llm_datadist.integrations.vllm import messages
+from llm_datadist.integrations.vllm.computed_layers import ComputedLayers, Computing
 from llm_datadist.integrations.vllm.host_loads import HostLoads
 from llm_datadist.integrations.vllm.host_saves import HostSaves
 from llm_datadist.integrations.vllm.lending import Lending
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.ranks import Shard
     from llm_datadist.integrations.vllm.receiving import Outcome
     from llm_datadist.integrations.vllm.settings import Settings
-    from llm_datadist.integrations.vllm.step import Part, Step, Withdraw
+    from llm_datadist.integrations.vllm.step import Step, Withdraw
     from llm_datadist.native import Engine, Event, Peer
 
 __all__ = ["Ended", "TransferThread"]
@@ -70,18 +71,6 @@ class Ended:
     failed: set[str] = field(default_factory=set)
 
 
-@dataclass
-class _Computing:
-    """The parts that a step computes. The model's thread notes layers, and the transfer thread reports them."""
-
-    parts: list[Part]
-    saved: list[str] = field(default_factory=list)  # the layers that are computed, in the order in which they were
-    # With host buffers: marks of the device, each with the number of layers that are computed before it.
-    marks: list[tuple[int, Any]] = field(default_factory=list)
-    ended: bool = False  # whether the model has run
-    reported: int = 0  # how many layers were reported to decode, from the first one on
-
-
 class TransferThread:
     """The transfers of one worker.
 
@@ -110,23 +99,22 @@ class TransferThread:
         self._outbox = Outbox()
         self._lending = Lending(groups, settings.lease_ms / 1000, self._reply, self._freed)
         self._host = host
-        loads = None if host is None else HostLoads(host, layers, self._call)
+        loads = None if host is None else HostLoads(host, layers, settings.layers_per_read, self._call)
         self._receiving = Receiving(engine, groups, shard, identity, limit_s, self._outbox.send, self._received, loads)
         self._saves: HostSaves | None = None
         if host is not None:
             self._saves = HostSaves(host, layers, settings.layers_per_read, limit_s, self._lending, self._call)
+        self._computed = ComputedLayers(layers[0], self._lending, self._saves)
         self._lock = threading.Lock()
         self._work: deque[Callable[[], None]] = deque()
         self._layers = layers[0]
         self._layers_per_read = settings.layers_per_read
         # Only the model's thread uses these.
         self._model_seconds = 0.0
-        self._computing: _Computing | None = None
+        self._computing: Computing | None = None
         self._sends: set[str] = set()  # the requests that it has not reported as sent
         self._receives: set[str] = set()
         self._abandoned = False  # whether the transfer thread has ended, and everything with it
-        # Only the transfer thread uses this.
-        self._unreported: deque[_Computing] = deque()
         self._ended = Ended()
         self._observed = empty()  # since it was last taken
         self._spans: TransferSpans | None = None
@@ -157,15 +145,15 @@ class TransferThread:
             parts = [replace(part, computed=False) for part in step.parts]
             copied = [part for part, given in zip(parts, step.parts) if given.computed]
             if copied:
-                finished = _Computing(copied, self._layers, [(len(self._layers), self._host.mark())], ended=True)
+                finished = Computing(copied, self._layers, [(len(self._layers), self._host.mark())], ended=True)
         work: list[Callable[[], None]] = [partial(self._lending.lend, part) for part in parts]
         if finished is not None:
-            work.append(partial(self._unreported.append, finished))
+            work.append(partial(self._computed.add, finished))
         computed = [part for part, given in zip(parts, step.parts) if not given.computed]
         if computed:
             # The transfer thread need not know before the first layers are in place.
-            self._computing = _Computing(computed)
-            work.append(partial(self._unreported.append, self._computing))
+            self._computing = Computing(computed)
+            work.append(partial(self._computed.add, self._computing))
         self._submit(work, rouse=not computed or finished is not None)
         self._took(begin)
 
@@ -337,7 +325,7 @@ class TransferThread:
             work, self._work = self._work, deque()
         for action in work:
             self._guarded(action)
-        self._guarded(self._report_layers)
+        self._guarded(self._computed.report)
         for event in self._events():
             self._guarded(self._happened, event)
         now = time.monotonic()
@@ -358,7 +346,7 @@ class TransferThread:
             time.sleep(_AGAIN_S)
             return []
 
-    def _guarded(self, action: Callable[..., None], *given: Any) -> None:
+    def _guarded(self, action: Callable[..., None], *given: object) -> None:
         """Run an action. A failure concerns one request, so the thread goes on."""
         try:
             action(*given)
@@ -366,36 +354,6 @@ class TransferThread:
             # The bytes of a message may be tokens of grants, which a log must not show.
             shown = [f"Message of {one.peer}" if isinstance(one, Message) else one for one in given]
             logger.exception("the transfer thread could not do %r of %r", action, shown)
-
-    def _report_layers(self) -> None:
-        """Report to decode the layers that were computed since the last turn."""
-        for computing in list(self._unreported):
-            if not computing.ended:
-                saved = list(computing.saved)
-                if len(saved) > computing.reported and saved == self._layers[: len(saved)]:
-                    self._ready(computing, len(saved))
-                continue
-            self._unreported.remove(computing)
-            missing = set(self._layers).difference(computing.saved)
-            if not missing:
-                if computing.saved != self._layers:
-                    computing.marks = computing.marks[-1:]  # another order: only the last one comes after all layers
-                self._ready(computing, len(self._layers))
-                continue
-            reason = f"the model has computed {len(self._layers) - len(missing)} of {len(self._layers)} layers"
-            tickets = ", ".join(sorted({part.ticket for part in computing.parts}))
-            logger.error("tickets %s are not handed over: %s", tickets, reason)
-            self._lending.fail(computing.parts, reason)
-
-    def _ready(self, computing: _Computing, layers: int) -> None:
-        """Report the first layers of a step to decode. With host buffers, those that have a mark are copied first."""
-        if self._saves is None:
-            self._lending.ready(computing.parts, None if layers == len(self._layers) else layers)
-            computing.reported = layers
-            return
-        for end, mark in [(end, mark) for end, mark in list(computing.marks) if computing.reported < end <= layers]:
-            self._saves.begin(computing.parts, range(computing.reported, end), mark)
-            computing.reported = end
 
     def _call(self, action: Callable[[], None]) -> None:
         """Run a function in the transfer thread. Threads that copy call this."""
