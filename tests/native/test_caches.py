@@ -64,16 +64,6 @@ def test_views_share_the_memory(engine: Engine) -> None:
         assert array.ctypes.data == tensor.address
 
 
-def test_contiguous_cache(engine: Engine) -> None:
-    kv = allocate(engine, seed=1, contiguous=True)
-    buffer = kv.buffer
-    assert (buffer.nbytes, buffer.address) == (kv.nbytes, kv.tensors[0].address)
-    assert bytes(memoryview(buffer)) == b"".join(contents(kv)) == buffer.numpy().tobytes()
-    memoryview(buffer)[5] ^= 1
-    assert memoryview(buffer)[5] == contents(kv)[0][5]
-    refused("contiguous", lambda: allocate(engine, "b").buffer)
-
-
 GOOD: dict[str, Any] = {"blocks": 4, "tensors": 2, "shape": (8,), "dtype": "uint8"}
 
 
@@ -286,25 +276,6 @@ def test_registered_addresses(engine: Engine) -> None:
     assert all((array[3] == array[0]).all() for array in arrays)
     of_layout = layout(block_tokens=2, heads=1, head_dim=4)
     assert engine.register("b", addresses, of_layout, blocks=4).layout == of_layout
-
-
-def test_registered_addresses_with_a_stride(engine: Engine) -> None:
-    pages = np.zeros((8, 2, 32), np.uint8)
-    starts = [pages.ctypes.data, pages.ctypes.data + 32]
-    kv = engine.register("kv", starts, blocks=8, shape=(32,), dtype="uint8", stride=64)
-    pages[1, 0], pages[1, 1] = 5, 6
-    engine.copy(kv[[7]], kv[[1]]).result(LIMIT)
-    assert (pages[7, 0] == 5).all()
-    assert (pages[7, 1] == 6).all()
-    assert not pages[2:7].any()
-
-
-def test_registered_objects_with_gaps_between_blocks(engine: Engine) -> None:
-    pages = np.zeros((8, 3, 32), np.uint8)
-    kv = engine.register("kv", [pages[:, 0], pages[:, 2]])
-    pages[1, 0], pages[1, 1], pages[1, 2] = 5, 9, 6
-    engine.copy(kv[[7]], kv[[1]]).result(LIMIT)
-    assert [int(pages[7, layer, 0]) for layer in range(3)] == [5, 0, 6]
 
 
 def test_registered_objects_stay_alive_until_they_are_free(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist.native import Cache, Completed, Engine, InvalidArgument, NotFound, Transfer
 
-from .helpers import BLOCKS, LIMIT, Model, allocate, check_times, contents, fails, fill, gather, layout, of, refused
+from .helpers import BLOCKS, LIMIT, Model, allocate, check_times, fails, fill, gather, layout, of, refused
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair
@@ -51,18 +51,6 @@ def test_within_a_cache(engine: Engine, kind: str) -> None:
     model.write([1, 2, 3], model, [4, 4, 5]).check(kv)
     engine.copy(kv[[7]], kv[[7]]).result(LIMIT)
     model.check(kv)
-
-
-def test_memory_with_gaps(engine: Engine) -> None:
-    """Nothing is written between the blocks."""
-    pages = np.full((BLOCKS, 4, 128), 0xEE, np.uint8)
-    kv = engine.register("strided", [pages[:, number, :96] for number in range(4)])
-    src = allocate(engine, seed=2)
-    engine.copy(kv[[3, 5]], src[[1, 2]]).result(LIMIT)
-    expected = np.full((BLOCKS, 4, 128), 0xEE, np.uint8)
-    for number, tensor in enumerate(contents(src)):
-        expected[[3, 5], number, :96] = np.frombuffer(tensor, np.uint8).reshape(BLOCKS, 96)[[1, 2]]
-    assert (pages == expected).all()
 
 
 def test_last_of_repeated_destinations_counts(engine: Engine) -> None:

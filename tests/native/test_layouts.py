@@ -12,7 +12,7 @@ import pytest
 from ids import short
 from llm_datadist.native import Engine, GrantEnded, InvalidArgument, KvLayout, RemoteCache
 
-from .helpers import LIMIT, fails
+from .helpers import LIMIT, fails, refused
 from .kv_model import HEADS, LAYERS, blank, holds, latent, layout, owner, put, rank, reader, sequence, write
 
 if TYPE_CHECKING:
@@ -291,3 +291,50 @@ def test_tokens_that_the_blocks_do_not_have(pair: Pair) -> None:
     fails(InvalidArgument, lambda: pair.near.pull(cache[[0]], remote.part(tokens=range(9))))
     assert holds(cache, expected)
     assert holds(theirs, put(blank(layout(16), 3, 0xAA), layout(16), [0, 1], sequence(32, 5)))
+
+
+def test_blocks_without_tokens_of_the_other_end(pair: Pair) -> None:
+    """Rows without a range of tokens move whole blocks, so no block of either end may be left over."""
+    whole, remote = sequence(32, 5), pair.peer["kv"]
+    theirs = owner(pair.far, "kv", layout(16), [0, 1], whole)
+    (mine, ours), (longer, before) = (reader(pair.near, name, layout(n), 3) for name, n in (("kv", 16), ("longer", 32)))
+    refused("dst", lambda: pair.near.pull(mine[[0, 1]], remote[[0]]))
+    refused("dst", lambda: pair.near.pull(mine[[0]], remote[[0, 1]]))
+    refused("dst", lambda: pair.near.push(remote[[0]], mine[[0, 1]]))
+    fails(InvalidArgument, lambda: pair.near.pull(longer[[0, 1]], remote[[0, 1]]), "dst")
+    fails(InvalidArgument, lambda: pair.near.push(remote[[0, 1]], longer[[0, 1]]), "src")
+    assert holds(mine, ours)
+    assert holds(longer, before)
+    assert holds(theirs, put(blank(layout(16), 3, 0xAA), layout(16), [0, 1], whole))
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "x"}, {"head_dim": 8}, {"heads": (0, 4)}, {"dtype": "int16"}, {"kv": "single"}], ids=short
+)
+def test_layouts_that_do_not_fit(pair: Pair, change: dict[str, Any]) -> None:
+    """Of another model, or without a head that the cache needs."""
+    mine, before = reader(pair.near, "kv", layout(), 2)
+    pair.far.allocate("kv", layout(**change), blocks=2)
+    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[1]]))
+    assert holds(mine, before)
+
+
+def test_first_of_equal_owners_is_read(start: Open, carried_by: str) -> None:
+    """Of two owners that hold all heads, the first one in the list is read."""
+    near, far, remote = ranks(start, carried_by, 2)
+    held = [sequence(16, seed) for seed in (1, 2)]
+    for engine, whole in zip(far, held):
+        owner(engine, "kv", layout(), [0], whole)
+    cache, expected = reader(near, "n", layout(), 2)
+    for order in ([0, 1], [1, 0]):
+        near.pull(pairs(cache[[1]], [remote[number] for number in order], [[0], [0]])).result(LIMIT)
+        assert holds(cache, put(expected, layout(), [1], held[order[0]]))
+
+
+def test_head_that_nobody_holds(start: Open, carried_by: str) -> None:
+    near, far, remote = ranks(start, carried_by, 2)
+    for engine, heads in zip(far, [(0, 4), (4, 6)]):
+        engine.allocate("kv", layout(16, heads), blocks=2)
+    cache, before = reader(near, "n", layout(), 2)
+    fails(InvalidArgument, lambda: near.pull(pairs(cache[[1]], remote, [[0], [0]])))
+    assert holds(cache, before)

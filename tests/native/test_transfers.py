@@ -1,4 +1,7 @@
-"""Pulls and pushes between engines: bytes, outcomes, events, groups, layers, layouts, and waiting for them."""
+"""Pulls and pushes between engines: bytes, outcomes, events, groups, layers, and waiting for them.
+
+Not for: caches with different layouts (`test_layouts.py`).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,11 @@ import pytest
 
 from llm_datadist.native import (
     Busy,
-    Cache,
     Cancelled,
     Closed,
     Completed,
-    Engine,
     Error,
     InvalidArgument,
-    KvLayout,
     Message,
     NotFound,
     PeerLost,
@@ -40,7 +40,6 @@ from .helpers import (
     allocate,
     blocks_of,
     check_times,
-    contents,
     eventually,
     fails,
     fill,
@@ -70,27 +69,21 @@ def running(pair: Pair) -> Transfer[None]:
 
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
-def test_pull(pair: Pair, verify: Any) -> None:
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_pull_and_push(pair: Pair, verb: str, verify: Any) -> None:
     mine, theirs = pair.caches()
-    model, before = Model(mine), Model(theirs)
-    transfer = pair.near.pull(mine[[3, 9, 4]], pair.peer["kv"][[0, 0, 15]], verify=verify)
+    target, source = (mine, theirs) if verb == "pull" else (theirs, mine)
+    model, before, remote = Model(target), Model(source), pair.peer["kv"]
+    if verb == "pull":
+        transfer = pair.near.pull(mine[[3, 9, 4]], remote[[0, 0, 15]], verify=verify)
+    else:
+        transfer = pair.near.push(remote[[3, 9, 4]], mine[[0, 0, 15]], verify=verify)
     assert transfer.result(LIMIT) is None
-    model.write([3, 9, 4], before, [0, 0, 15]).check(mine)
-    before.check(theirs)
+    model.write([3, 9, 4], before, [0, 0, 15]).check(target)
+    before.check(source)
     assert (transfer.done(), transfer.bytes, transfer.total) == (True, 3 * 4 * 96, 3 * 4 * 96)
     assert transfer.nanos > 0
     assert (pair.near.stats()["verify"]["blocks"] > 0) == (verify != "off")
-
-
-@pytest.mark.parametrize("verify", ["off", "sample", "full"])
-def test_push(pair: Pair, verify: Any) -> None:
-    mine, theirs = pair.caches()
-    model, before = Model(theirs), Model(mine)
-    transfer = pair.near.push(pair.peer["kv"][[3, 9, 4]], mine[[0, 0, 15]], verify=verify)
-    assert transfer.result(LIMIT) is None
-    model.write([3, 9, 4], before, [0, 0, 15]).check(theirs)
-    before.check(mine)
-    assert transfer.bytes == transfer.total == 3 * 4 * 96
 
 
 def test_both_ends_pull_and_push(pair: Pair) -> None:
@@ -522,17 +515,6 @@ def test_layers_are_sent_when_they_are_ready(pair: Pair) -> None:
     assert push.bytes == push.total == 2 * 4 * 96
 
 
-def test_layers_of_a_cache_with_a_layout(pair: Pair) -> None:
-    mine, theirs = (engine.allocate("laid out", layout(), blocks=8) for engine in (pair.near, pair.far))
-    push = pair.near.push(pair.peer["laid out"][[1]], mine[[2]], layerwise=True)
-    for layer in range(2):
-        for tensor in mine.tensors[2 * layer : 2 * layer + 2]:
-            tensor.numpy()[2] = layer + 5
-        push.ready(layer)
-    push.result(LIMIT)
-    assert [set(tensor.numpy()[1].flat) for tensor in theirs.tensors] == [{5}, {5}, {6}, {6}]
-
-
 def test_layers_to_several_destinations(pair: Pair) -> None:
     mine, theirs = pair.caches()
     model, remote = Model(theirs), pair.peer["kv"]
@@ -542,18 +524,6 @@ def test_layers_to_several_destinations(pair: Pair) -> None:
     push.result(LIMIT)
     model.write([1, 3, 4], Model(mine), [2, 5, 6]).check(theirs)
     assert len(of(Completed, pair.near.events())) == 0
-
-
-def test_only_some_layers(pair: Pair) -> None:
-    mine, theirs = pair.caches()
-    model = Model(theirs)
-    push = pair.near.push(pair.peer["kv"][[1]].part(layers=(1, 3)), mine[[2]].part(layers=(1, 3)), layerwise=True)
-    push.ready(0)
-    push.ready(1)
-    assert not push.done()
-    push.ready(2)
-    push.result(LIMIT)
-    model.write([1], Model(mine), [2], tensors=range(1, 3)).check(theirs)
 
 
 def test_layers_of_a_pipeline_stage(pair: Pair) -> None:
@@ -766,146 +736,3 @@ def test_pairs_of_a_killed_peer(start: Open, far: Far) -> None:
     near.pull(pairs).result(LIMIT)
     far.kill()
     fails(PeerLost, lambda: near.pull(pairs))
-
-
-# Layouts
-
-
-def sequence(tokens: int) -> np.ndarray:
-    """Elements `[layer, plane, token, head, element]` of a sequence: all different."""
-    return np.arange(2 * 2 * tokens * 4 * 3, dtype=np.uint16).reshape(2, 2, tokens, 4, 3)
-
-
-def place(cache: Cache, blocks: list[int], whole: np.ndarray | None, tokens: int) -> np.ndarray:
-    """Write a sequence into the blocks of a cache, element by element, or read it."""
-    of_cache = cache.layout
-    assert isinstance(of_cache, KvLayout)
-    views = [tensor.numpy() for tensor in cache.tensors]
-    found = np.zeros((2, 2, tokens, 4, 3), np.uint16) if whole is None else whole
-    for layer in range(2):
-        for plane in range(2):
-            view = views[2 * layer + plane] if of_cache.kv == "separate" else views[layer][:, plane]
-            view = view if of_cache.order == "NHD" else view.swapaxes(1, 2)
-            for token in range(tokens):
-                block, at = blocks[token // of_cache.block_tokens], token % of_cache.block_tokens
-                for number, head in enumerate(of_cache.heads):
-                    if whole is None:
-                        found[layer, plane, token, head] = view[block, at, number]
-                    else:
-                        view[block, at, number] = whole[layer, plane, token, head]
-    return found
-
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "order": {"order": "HND"},
-    "blocks": {"block_tokens": 6},
-    "kv": {"kv": "k_then_v"},
-    "all": {"order": "HND", "block_tokens": 7, "kv": "k_then_v"},
-    "none": {},
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("verb", ["pull", "push"])
-def test_conversion(pair: Pair, change: str, verb: str) -> None:
-    tokens, to, from_ = 11, [5, 2, 6], [4, 1, 0]
-    mine = pair.near.allocate("laid out", layout(**CHANGES[change]), blocks=8)
-    theirs = pair.far.allocate("laid out", layout(), blocks=8)
-    remote, span = pair.peer["laid out"], range(tokens)
-    if verb == "pull":
-        place(theirs, from_, sequence(tokens), tokens)
-        pair.near.pull(mine[to].part(tokens=span), remote[from_], verify="full").result(LIMIT)
-        assert (place(mine, to, None, tokens) == sequence(tokens)).all()
-    else:
-        place(mine, to, sequence(tokens), tokens)
-        pair.near.push(remote[from_], mine[to].part(tokens=span), verify="full").result(LIMIT)
-        assert (place(theirs, from_, None, tokens) == sequence(tokens)).all()
-
-
-def test_blocks_without_tokens_of_the_other_end(pair: Pair) -> None:
-    """Rows without a range of tokens move whole blocks, so no block of either end may be left over."""
-    mine, theirs = (e.allocate("laid out", layout(), blocks=8) for e in (pair.near, pair.far))
-    longer = pair.near.allocate("longer", layout(block_tokens=8), blocks=8)
-    fill(mine, 1)
-    fill(theirs, 2)
-    before, remote = (contents(mine), contents(theirs)), pair.peer["laid out"]
-    refused("dst", lambda: pair.near.pull(mine[[0, 1]], remote[[0]]))
-    refused("dst", lambda: pair.near.pull(mine[[0]], remote[[0, 1]]))
-    refused("dst", lambda: pair.near.push(remote[[0]], mine[[0, 1]]))
-    assert fails(InvalidArgument, lambda: pair.near.pull(longer[[0, 1]], remote[[0, 1]])).argument == "dst"
-    assert fails(InvalidArgument, lambda: pair.near.push(remote[[0, 1]], longer[[0, 1]])).argument == "src"
-    assert (contents(mine), contents(theirs)) == before
-
-
-def test_range_of_tokens(pair: Pair) -> None:
-    mine, theirs = (e.allocate("laid out", layout(), blocks=8) for e in (pair.near, pair.far))
-    place(theirs, [4, 1, 0], sequence(12), 12)
-    place(mine, [5, 2, 6], np.full((2, 2, 12, 4, 3), 9, np.uint16), 12)
-    dst, src = mine[[5, 2, 6]].part(tokens=range(1, 8)), pair.peer["laid out"][[4, 1, 0]].part(tokens=(3, 10))
-    pair.near.pull(dst, src).result(LIMIT)
-    found = place(mine, [5, 2, 6], None, 12)
-    assert (found[:, :, 1:8] == sequence(12)[:, :, 3:10]).all()
-    assert set(found[:, :, [0, 8, 9, 10, 11]].flat) == {9}
-    fails(InvalidArgument, lambda: pair.near.pull(dst, pair.peer["laid out"][[4, 1, 0]].part(tokens=(3, 11))))
-
-
-def ranks(start: Open, near: Engine, spans: list[range]) -> tuple[list[Cache], list[Any]]:
-    """Engines that hold some heads each, and their caches as `near` sees them."""
-    caches, remote = [], []
-    for span in spans:
-        engine = start(listen="127.0.0.1:0")
-        caches.append(engine.allocate("kv", layout(heads=span, total_heads=4), blocks=8))
-        assert engine.address is not None
-        remote.append(near.link(engine.address).result(LIMIT)["kv"])
-    return caches, remote
-
-
-def test_two_ranks_to_one_and_back(start: Open) -> None:
-    near = start()
-    whole = near.allocate("whole", layout(block_tokens=8, order="HND"), blocks=8)
-    caches, remote = ranks(start, near, [range(2), range(2, 4)])
-    lists = [[3, 0, 5], [7, 1, 2]]
-    for cache, blocks in zip(caches, lists):
-        place(cache, blocks, sequence(11), 11)
-    local = whole[[6, 1]].part(tokens=range(11))
-    transfer = near.pull([(local, peer[blocks]) for peer, blocks in zip(remote, lists)], verify="full")
-    transfer.result(LIMIT)
-    assert (place(whole, [6, 1], None, 11) == sequence(11)).all()
-    place(whole, [6, 1], sequence(11) + 1, 11)
-    near.push([(peer[blocks], local) for peer, blocks in zip(remote, lists)]).result(LIMIT)
-    for cache, blocks, heads in zip(caches, lists, (slice(0, 2), slice(2, 4))):
-        assert (place(cache, blocks, None, 11)[:, :, :, heads] == (sequence(11) + 1)[:, :, :, heads]).all()
-
-
-def test_first_of_equal_owners_is_read(start: Open) -> None:
-    """Of two owners that hold all heads, the first one in the list is read."""
-    near = start()
-    whole = near.allocate("whole", layout(), blocks=8)
-    caches, remote = ranks(start, near, [range(4), range(4)])
-    for number, cache in enumerate(caches):
-        place(cache, [0], np.full((2, 2, 4, 4, 3), number, np.uint16), 4)
-    local, found = whole[[1]], []
-    for order in ([0, 1], [1, 0]):
-        near.pull([(local, remote[number][[0]]) for number in order]).result(LIMIT)
-        found.append(place(whole, [1], None, 4)[0, 0, 0, :, 0].tolist())
-    assert found == [[0] * 4, [1] * 4]
-
-
-def test_head_that_nobody_holds(start: Open) -> None:
-    near = start()
-    whole = near.allocate("whole", layout(), blocks=8)
-    _, remote = ranks(start, near, [range(2), range(2, 3)])
-    before = contents(whole)
-    fails(InvalidArgument, lambda: near.pull([(whole[[1]], peer[[0]]) for peer in remote]))
-    assert contents(whole) == before
-
-
-@pytest.mark.parametrize(
-    "change", [{"model": "x"}, {"head_dim": 4}, {"heads": 2}, {"dtype": "int16"}, {"kv": "single"}]
-)
-def test_layouts_that_do_not_fit(pair: Pair, change: dict[str, Any]) -> None:
-    mine = pair.near.allocate("laid out", layout(), blocks=8)
-    pair.far.allocate("laid out", layout(**change), blocks=8)
-    before = contents(mine)
-    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["laid out"][[1]]))
-    assert contents(mine) == before
