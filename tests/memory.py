@@ -173,6 +173,21 @@ def in_fresh_process(code: str, timeout: float = 300.0, **environment: str) -> s
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=env)  # noqa: S603
 
 
+# Code for a fresh process: `start` prints whether an engine with these options could be initialized.
+STARTS = """
+from llm_datadist import LLMDataDist, LLMException, LLMRole
+def start(**extra):
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    try:
+        dist.init({"llm.EnableCacheManager": "1", **{"llm." + key: text for key, text in extra.items()}})
+    except LLMException as error:
+        print(error.status_code.name, error)
+    else:
+        print("started")
+        dist.finalize()
+"""
+
+
 def run_fresh(code: str, **environment: str) -> str:
     """Like `in_fresh_process`, but require status 0 and an empty standard error, and return the output."""
     done = in_fresh_process(code, **environment)

@@ -15,7 +15,7 @@ import pytest
 
 from conftest import options
 from llm_datadist import LLMClusterInfo, LLMConfig, LLMException, LLMRole
-from memory import TE, raising, run_fresh
+from memory import STARTS, TE, raising, run_fresh
 
 TOKEN = "correct horse battery staple"  # noqa: S105  (the one under test)
 
@@ -66,21 +66,6 @@ def test_the_token_is_in_no_log_no_error_and_no_attribute(
     assert not [text for text in texts if TOKEN in text or short in text]
 
 
-ENGINE = """
-import os
-from llm_datadist import LLMDataDist, LLMException, LLMRole
-def start(**extra):
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    try:
-        dist.init({"llm.EnableCacheManager": "1", **{"llm." + key: text for key, text in extra.items()}})
-    except LLMException as error:
-        print(error.status_code.name, str(error).split(" is not")[0])
-    else:
-        print("started")
-        dist.finalize()
-"""
-
-
 @pytest.mark.parametrize(
     ("variable", "bad", "option", "good"),
     [
@@ -92,7 +77,7 @@ def start(**extra):
     ],
 )
 def test_init_reads_the_environment_where_an_option_is_absent(variable: str, bad: str, option: str, good: str) -> None:
-    code = ENGINE
+    code = STARTS + "import os\n"
     for value in (bad, good, ""):
         code += f"os.environ[{variable!r}] = {value!r}\nstart()\n"
     code += f"os.environ[{variable!r}] = {bad!r}\nstart({option}={good!r})\n"

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import options
 from llm_datadist import LLMConfig, LLMException, LLMStatusCode
-from memory import run_fresh
+from memory import STARTS, run_fresh
 from peers import LINK_FAILED, OK, Ends, Peer
 from peers import options as linked_options
 
@@ -71,20 +71,6 @@ def test_the_file_is_read_once_by_init(tmp_path: Path, start: Callable[..., Any]
     assert settings["llm.LinkTokenFile"] == str(path)
 
 
-ENGINE = """
-from llm_datadist import LLMDataDist, LLMException, LLMRole
-def start(**extra):
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    try:
-        dist.init({"llm.EnableCacheManager": "1", **{"llm." + key: text for key, text in extra.items()}})
-    except LLMException as error:
-        print(error.status_code.name, error)
-    else:
-        print("started")
-        dist.finalize()
-start(**{GIVEN})
-"""
-
 FILE, VARIABLE = "LLM_DATADIST_TOKEN_FILE", "LLM_DATADIST_TOKEN"
 
 
@@ -116,7 +102,7 @@ def test_which_source_counts(tmp_path: Path, given: dict[str, str], environment:
         "open": secret(tmp_path / "open", mode=0o644),
         "none": str(tmp_path / "none"),
     }
-    code = ENGINE.replace("{GIVEN}", repr({key: paths.get(text, text) for key, text in given.items()}))
+    code = f"{STARTS}start(**{ {key: paths.get(text, text) for key, text in given.items()} })"
     out = run_fresh(code, **{key: paths.get(text, text) for key, text in environment.items()})
     last = out.splitlines()[-1]
     assert expected in last, out

@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist.native import Cache, Engine, Peer, PeerUp
 
-from .helpers import LIMIT, Far, allocate, next_of
+from .helpers import LIMIT, Far, address, allocate, next_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,8 +67,7 @@ def engine(start: Open) -> Engine:
 def pair(start: Open, carried_by: str) -> Pair:
     near = start(name="near", transport=carried_by)
     far = start(name="far", transport=carried_by, listen="127.0.0.1:0")
-    assert far.address is not None
-    peer = near.link(far.address).result(LIMIT)
+    peer = near.link(address(far)).result(LIMIT)
     assert next_of(near, PeerUp).peer == peer
     return Pair(near, far, peer, next_of(far, PeerUp).peer)
 

@@ -43,6 +43,12 @@ def allocate(engine: Engine, name: str = "kv", seed: int | None = None, **given:
     return cache
 
 
+def address(engine: Engine) -> str:
+    """Where an engine that listens can be reached."""
+    assert engine.address is not None
+    return engine.address
+
+
 def layout(**given: Any) -> KvLayout:
     """Return a layout of two layers and four heads, whose tensors have `TENSORS` as number."""
     return KvLayout(**{"layers": 2, "block_tokens": 4, "heads": 4, "head_dim": 3, "dtype": "uint16", **given})

@@ -386,7 +386,6 @@ def test_free_of_registered_memory_waits_for_its_readers(pair: Pair) -> None:
 def test_memory_of_a_dead_reader_can_be_freed(pair: Pair, far: Far) -> None:
     arrays = [np.full((BLOCKS, 96), 7, np.uint8) for _ in range(4)]
     kv = pair.far.register("kv", arrays)
-    assert pair.far.address is not None
     far.do(f"peer = engine.link({pair.far.address!r}).result(LIMIT); pulls = []")
     far.start("while True: pulls.append(engine.pull(kv[:], peer['kv'][0:16])); pulls[-1].result(LIMIT)")
     eventually(lambda: pair.far.stats()["ops"]["served"]["calls"] or len(pair.far.peers) == 2)

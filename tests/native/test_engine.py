@@ -135,7 +135,6 @@ def test_token_files(tmp_path: Path, start: Open) -> None:
     file.write_text(TOKEN + "\n")
     file.chmod(0o600)
     left, right = start(token_file=file, listen="127.0.0.1:0"), start(token=TOKEN)
-    assert left.address is not None
     assert right.link(left.address).result(LIMIT).name == left.name
     refused("token_file", lambda: Engine(token=TOKEN, token_file=str(file)))
     file.chmod(0o644)
@@ -145,13 +144,11 @@ def test_token_files(tmp_path: Path, start: Open) -> None:
 
 def test_addresses(start: Open) -> None:
     first = start(listen="127.0.0.1:0")
-    assert first.address is not None
     assert 0 < int(first.address.removeprefix("127.0.0.1:")) < 65536
     error = fails(Error, lambda: start(listen=first.address))
     assert first.address in str(error)
     first.close()
-    assert first.address is not None, "the address can still be read"
-    assert start(listen=first.address).address == first.address
+    assert start(listen=first.address).address == first.address, "the address can still be read"
 
 
 def test_pool_without_memory_for_it() -> None:

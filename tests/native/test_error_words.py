@@ -27,7 +27,7 @@ from llm_datadist.native import (
     Timeout,
 )
 
-from .helpers import LIMIT, allocate, eventually, fails, next_of
+from .helpers import LIMIT, address, allocate, eventually, fails, next_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,12 +136,11 @@ def test_errors_of_calls_to_a_peer(pair: Pair) -> None:
 def test_errors_of_linking(start: Open) -> None:
     one = start(listen="127.0.0.1:0", token="a" * 16)
     other = start(token="b" * 16)
-    address = one.address
-    assert address is not None
-    native(PeerLost, lambda: other.link(address), "link_failed", "option=token", address)
-    native(PeerLost, lambda: start().link(address), "link_failed", "option=token", address)
-    native(InvalidArgument, lambda: one.link(address), "invalid_argument", "address")
-    native(PeerLost, lambda: start(token="a" * 16).link(address, name="x"), "link_failed", "x")
+    of_one = address(one)
+    native(PeerLost, lambda: other.link(of_one), "link_failed", "option=token", of_one)
+    native(PeerLost, lambda: start().link(of_one), "link_failed", "option=token", of_one)
+    native(InvalidArgument, lambda: one.link(of_one), "invalid_argument", "address")
+    native(PeerLost, lambda: start(token="a" * 16).link(of_one, name="x"), "link_failed", "x")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -189,9 +188,8 @@ def test_log_lines_name_the_engine(start: Open, held: ExitStack, caplog: pytest.
     logger.addHandler(caplog.handler)
     near = start(name="near", **SILENT)
     far = start(name="far", listen="127.0.0.1:0", **SILENT)
-    assert far.address is not None
-    near.link(far.address).result(LIMIT)
-    host, port = far.address.split(":")
+    near.link(address(far)).result(LIMIT)
+    host, port = address(far).split(":")
     stranger = socket.create_connection((host, int(port)))
     stranger.sendall(b"x" * 64)
     eventually(lambda: any("refused a connection" in text for text in caplog.messages))

@@ -32,6 +32,7 @@ from .helpers import (
     BLOCKS,
     LIMIT,
     Model,
+    address,
     allocate,
     check_times,
     closed,
@@ -141,8 +142,7 @@ def test_the_owner_says_why_a_grant_has_ended(pair: Pair) -> None:
 def test_revoke_without_room_for_a_transfer(start: Open) -> None:
     """Giving memory back that nobody reads needs no room for one more transfer."""
     owner, reader = start(listen="127.0.0.1:0", max_transfers=2), start()  # one is for the event of the grant
-    assert owner.address is not None
-    reader.link(owner.address).result(LIMIT)
+    reader.link(address(owner)).result(LIMIT)
     kv, _ = allocate(owner), allocate(reader)
     running = owner.push(next_of(owner, PeerUp).peer["kv"][[0]], kv[[0]], layerwise=True)
     grant = owner.lend(kv[[1]], ttl=LIMIT)
@@ -195,8 +195,7 @@ def test_two_readers(pair: Pair, start: Open) -> None:
     mine, theirs = pair.caches()
     third = start(name="third")
     other = allocate(third, seed=3)
-    assert pair.far.address is not None
-    peer = third.link(pair.far.address).result(LIMIT)
+    peer = third.link(address(pair.far)).result(LIMIT)
     grant = pair.far.lend(theirs[[4]], ttl=LIMIT, readers=2)
     for _ in range(2):
         pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token).result(LIMIT)
@@ -338,8 +337,7 @@ def test_late_pull_never_takes_reused_blocks(
         return eval(lines[-1], names)  # noqa: S307
 
     do("kv = engine.allocate('kv', blocks=8, tensors=2, shape=(4096,), dtype='uint8')", "kv.name")
-    assert owner.address is not None
-    peer = reader.link(owner.address).result(LIMIT)
+    peer = reader.link(address(owner)).result(LIMIT)
     paint, revoke = "for t in kv.tensors: t.numpy()[:] = {}", "grant.revoke()"
     for number in range(40):
         token = do(paint.format(number), "grant = engine.lend(kv[:], ttl=60.0)", "grant.token")
@@ -428,8 +426,7 @@ def test_reader_that_dies_has_not_finished(start: Open, begin_far: Callable[...,
     token = {"grant": grant.token}
     other.do(f"engine.pull(kv[[0]], peer['kv'][[1]], grant={grant.token!r}, last=False).result(LIMIT)")
     other.kill()
-    assert owner.address is not None
-    peer = reader.link(owner.address).result(LIMIT)
+    peer = reader.link(address(owner)).result(LIMIT)
     reader.pull(mine[[0]], peer["kv"][[1]], **token).result(LIMIT)
     next_of(owner, PeerDown)
     assert grant.ended is None

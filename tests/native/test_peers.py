@@ -29,6 +29,7 @@ from .helpers import (
     LIMIT,
     Model,
     accepted,
+    address,
     allocate,
     check_times,
     closed,
@@ -50,11 +51,6 @@ if TYPE_CHECKING:
     from .helpers import Far
 
 TRANSPORTS = ["auto", "tcp"]
-
-
-def address(engine: Engine) -> str:
-    assert engine.address is not None
-    return engine.address
 
 
 def test_link(start: Open, carried_by: str) -> None:

@@ -37,6 +37,7 @@ from .helpers import (
     TENSORS,
     Model,
     accepted,
+    address,
     allocate,
     blocks_of,
     check_times,
@@ -204,8 +205,7 @@ def test_wrong_arguments(pair: Pair, start: Open) -> None:
     kv, _ = pair.caches()
     model, rows, stranger = Model(kv), kv[[1]], start(name="stranger", listen="127.0.0.1:0")
     other = allocate(stranger)[[1]]
-    assert pair.far.address is not None
-    of_other = stranger.link(pair.far.address).result(LIMIT)["kv"][[1]]
+    of_other = stranger.link(address(pair.far)).result(LIMIT)["kv"][[1]]
     for call in (near.pull, near.push):
         good = (rows, remote) if call == near.pull else (remote, rows)
         local, far = ("dst", "src") if call == near.pull else ("src", "dst")
@@ -338,8 +338,7 @@ def test_await(pair: Pair) -> None:
     model = Model(mine)
 
     async def main() -> None:
-        assert pair.far.address is not None
-        peer = await pair.near.link(pair.far.address)
+        peer = await pair.near.link(address(pair.far))
         assert peer == pair.peer
         pulls = [pair.near.pull(mine[[32 + n]], peer["kv"][[n]]) for n in range(32)]
         assert await asyncio.wait_for(asyncio.gather(*pulls), LIMIT) == [None] * 32
@@ -486,8 +485,7 @@ def test_pairs_of_several_peers(pair: Pair, start: Open) -> None:
     mine, theirs = pair.caches()
     third = start(name="third", listen="127.0.0.1:0")
     others = allocate(third, seed=3)
-    assert third.address is not None
-    peer = pair.near.link(third.address).result(LIMIT)
+    peer = pair.near.link(address(third)).result(LIMIT)
     model = Model(mine)
     pairs = [(mine[[1]], pair.peer["kv"][[2]]), (mine[[3]], peer["kv"][[4]])]
     pair.near.pull(pairs).result(LIMIT)
@@ -568,11 +566,10 @@ def test_layers_out_of_the_host_pool(pair: Pair) -> None:
 def test_push_of_some_layers_to_replicas(pair: Pair, start: Open) -> None:
     """Pairs with equal local rows are shares of several owners only if they name no layers."""
     other = start(listen="127.0.0.1:0")
-    assert other.address is not None
     mine = pair.near.allocate("laid out", layout(), blocks=4)
     fill(mine, 1)
     copies = [engine.allocate("copy", layout(), blocks=4) for engine in (pair.far, other)]
-    peers = [pair.peer, pair.near.link(other.address).result(LIMIT)]
+    peers = [pair.peer, pair.near.link(address(other)).result(LIMIT)]
     some = {"layers": (1, 2)}
     pair.near.push([(peer["copy"][[2]].part(**some), mine[[3]].part(**some)) for peer in peers]).result(LIMIT)
     for copy in copies:
@@ -582,10 +579,9 @@ def test_push_of_some_layers_to_replicas(pair: Pair, start: Open) -> None:
 def test_free_while_the_engine_closes(start: Open) -> None:
     """Transfers may still use the memory, so the end of the cache waits for them."""
     near, far = start(), start(listen="127.0.0.1:0")
-    assert far.address is not None
     mine = near.register("mine", [np.zeros((BLOCKS, ROW), np.uint8) for _ in range(TENSORS)])
     allocate(far)
-    push = near.push(near.link(far.address).result(LIMIT)["kv"][[0]], mine[[0]], layerwise=True)
+    push = near.push(near.link(address(far)).result(LIMIT)["kv"][[0]], mine[[0]], layerwise=True)
     closing = threading.Thread(target=near.close, args=(LIMIT,))
     closing.start()
     eventually(lambda: near.closed)
@@ -710,8 +706,7 @@ def test_engine_closes_while_threads_report_layers(start: Open) -> None:
     """Each push ends, with success only if all its layers arrived."""
     near, far = start(), start(listen="127.0.0.1:0")
     mine, _ = allocate(near, blocks=32), allocate(far, blocks=32)
-    assert far.address is not None
-    remote = near.link(far.address).result(LIMIT)["kv"]
+    remote = near.link(address(far)).result(LIMIT)["kv"]
     pushes = [near.push(remote[[n]], mine[[n]], layerwise=True) for n in range(32)]
 
     def report(first: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.native import Completed, Engine, NotFound, PeerLost, PeerUp
 
-from .helpers import LIMIT, Model, allocate, contents, eventually, fails, next_of, of, refused
+from .helpers import LIMIT, Model, address, allocate, contents, eventually, fails, next_of, of, refused
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair
@@ -87,8 +87,7 @@ def test_one_closes_while_the_other_goes_on(pair: Pair, start: Open) -> None:
     mine, _ = pair.caches()
     third = start(listen="127.0.0.1:0")
     others = allocate(third, seed=3)
-    assert third.address is not None
-    peer = pair.near.link(third.address).result(LIMIT)
+    peer = pair.near.link(address(third)).result(LIMIT)
     stop, failures = threading.Event(), []
 
     def load() -> None:
@@ -121,8 +120,7 @@ def test_one_closes_while_the_other_goes_on(pair: Pair, start: Open) -> None:
 def test_engines_that_load_each_other_do_not_deadlock(start: Open, workers: int) -> None:
     left, right = (start(listen="127.0.0.1:0", copy_workers=workers, pool="16MiB") for _ in range(2))
     caches = [allocate(engine, blocks=32, tensors=2, shape=(4096,)) for engine in (left, right)]
-    assert right.address is not None
-    peer = left.link(right.address).result(LIMIT)
+    peer = left.link(address(right)).result(LIMIT)
     back = next_of(right, PeerUp).peer
     started = []
     for number in range(150):
@@ -148,8 +146,7 @@ def test_engines_of_many_threads(start: Open) -> None:
             for round_ in range(5):
                 with Engine(pool="256KiB", page="4KiB", name=f"{number}/{round_}") as engine:
                     mine = allocate(engine)
-                    assert hub.address is not None
-                    peer = engine.link(hub.address).result(LIMIT)
+                    peer = engine.link(address(hub)).result(LIMIT)
                     engine.pull(mine[:], peer["kv"][0:16], verify="full").result(LIMIT)
                     assert contents(mine) == contents(theirs)
         except BaseException as error:  # noqa: BLE001  (shown by the test)
