@@ -1,10 +1,9 @@
 //! Creates, ends and checks the links of this engine, also on demand, and switches its role.
 
-use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
@@ -18,7 +17,7 @@ use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, Request};
 use crate::session::{CommStatus, PeerAddress};
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, JobClass};
+use crate::transfer::{CallPurpose, Execution, JobClass, watched, work_for};
 use crate::validate;
 
 /// Number of groups of addresses. Calls of one group share workers, so that silent addresses delay few others.
@@ -183,7 +182,8 @@ pub(super) fn each(
     if let [only] = peers {
         return vec![call(only, deadline)];
     }
-    let (stop, next) = (Arc::new(AtomicBool::new(false)), AtomicUsize::new(0));
+    // Ends the waits of the other threads early once it is cancelled.
+    let (call_of_all, next) = (Transfer::unreported(), AtomicUsize::new(0));
     let (results_to, results_from) = channel();
     let work = |results_to: Sender<_>, deadline: Deadline| {
         while let Some((index, peer)) = {
@@ -201,10 +201,10 @@ pub(super) fn each(
         let work = &work;
         let mut started = 0;
         for _ in 0..peers.len().min(MAX_LINKING) {
-            let (results_to, stop) = (results_to.clone(), stop.clone());
+            let (results_to, call_of_all) = (results_to.clone(), &call_of_all);
             let begun = Builder::new().name("llm-each".into()).spawn_scoped(scope, move || {
-                STOP.set(Some(stop));
-                work(results_to, deadline.watched(Some(stopped)));
+                let _current = work_for(call_of_all);
+                work(results_to, watched(deadline));
             });
             started += usize::from(begun.is_ok());
         }
@@ -217,8 +217,8 @@ pub(super) fn each(
                 Ok(result) => results.push(result),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    if !stop.load(Ordering::Relaxed) && deadline.interruption("linking").is_err() {
-                        stop.store(true, Ordering::Relaxed);
+                    if call_of_all.proceed().is_ok() && deadline.interruption("linking").is_err() {
+                        call_of_all.cancel();
                     }
                 }
             }
@@ -230,15 +230,6 @@ pub(super) fn each(
 
 /// Clusters of one call that are linked at the same time.
 const MAX_LINKING: usize = 64;
-
-thread_local! {
-    /// Set once the call for which this thread works was interrupted.
-    static STOP: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
-}
-
-fn stopped() -> bool {
-    STOP.with_borrow(|stop| stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)))
-}
 
 /// Error of a link that was not made. `NotLinked`, for example from a peer that refuses, `System` and
 /// `NotEnabled` become `LinkFailed`.

@@ -55,7 +55,6 @@ pub enum End {
 
 /// An open engine. Any number of threads may share it. Drop ends its links; its memory is released once the
 /// last copy has ended.
-#[derive(Debug)]
 pub struct DataDist {
     // Fields are dropped in order: the links end before the state with which they answer, and the executor waits for the jobs that
     // push layers over the links.
@@ -436,6 +435,12 @@ impl DataDist {
             None if !*native => deadline,
             _ => deadline.named("timeout"),
         }
+    }
+}
+
+impl std::fmt::Debug for DataDist {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DataDist").field("cluster", &self.resources.config.cluster).finish_non_exhaustive()
     }
 }
 

@@ -298,9 +298,3 @@ fn one_address(peer: &PeerAddress) -> Result<Address> {
     one.map_err(|error| error.with("cluster", peer.cluster))?;
     Ok(Address::Tcp(peer.remote[0]))
 }
-
-impl std::fmt::Debug for Links {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list().entries(self.states()).finish()
-    }
-}

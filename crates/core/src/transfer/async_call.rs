@@ -341,9 +341,3 @@ impl Drop for Execution {
         self.call.end(self.outcome.lock().take().unwrap_or_else(missing));
     }
 }
-
-impl std::fmt::Debug for AsyncCall {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("AsyncCall").field("transfer", &self.transfer).finish_non_exhaustive()
-    }
-}

@@ -83,7 +83,6 @@ pub(crate) struct BegunCall<'a> {
 }
 
 /// A call that its caller runs while it starts it, for those who wait for the ends of calls.
-#[derive(Debug)]
 struct ShortCall {
     transfer: Arc<Transfer>,
     /// The cluster that it calls, or that of the engine.
@@ -200,14 +199,5 @@ impl Alarmed for HeldTooLong {
 impl Drop for AsyncCalls {
     fn drop(&mut self) {
         self.queue.close();
-    }
-}
-
-impl std::fmt::Debug for AsyncCalls {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("AsyncCalls")
-            .field("queue", &self.queue)
-            .field("running", self.running())
-            .finish_non_exhaustive()
     }
 }

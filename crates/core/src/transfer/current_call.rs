@@ -1,4 +1,4 @@
-//! The asynchronous call for which a thread works: the waits of its deadlines end early once that call is stopped.
+//! The call for which a thread of the engine works: the waits of its deadlines end early once that call is stopped.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ thread_local! {
 }
 
 /// Has this thread work for `transfer` until the result is dropped, and then for the one for which it worked before.
-pub(super) fn work_for(transfer: &Arc<Transfer>) -> impl Drop + use<> {
+pub(crate) fn work_for(transfer: &Arc<Transfer>) -> impl Drop + use<> {
     let mut before = RUNNING.replace(Some(transfer.clone()));
     OnDrop(move || RUNNING.set(before.take()))
 }
 
 /// Returns `deadline` with waits that end early once the transfer of this thread is stopped.
-pub(super) fn watched(deadline: Deadline) -> Deadline {
+pub(crate) fn watched(deadline: Deadline) -> Deadline {
     deadline.watched(Some(stopped))
 }
 

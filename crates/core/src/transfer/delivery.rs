@@ -81,7 +81,6 @@ pub(super) struct ReadyRun {
 }
 
 /// The layers of the source cache: which ones were reported as ready, and in which order. Reporting a layer takes no memory.
-#[derive(Debug)]
 pub(super) struct ReportedLayers {
     /// Number of layers of the cache.
     count: u32,
@@ -270,15 +269,6 @@ impl DeliveryState {
 
     fn num_layers(&self) -> u32 {
         self.range.end.saturating_sub(self.range.first)
-    }
-}
-
-impl std::fmt::Debug for DeliveryState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DeliveryState")
-            .field("range", &self.range)
-            .field("pushed", &self.pushed)
-            .finish_non_exhaustive()
     }
 }
 

@@ -374,17 +374,5 @@ impl Drop for Executor {
     }
 }
 
-impl std::fmt::Debug for Executor {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Executor").field(&self.handle).finish()
-    }
-}
-
-impl std::fmt::Debug for ExecutorHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("ExecutorHandle").field(&self.0.workers).finish()
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests;

@@ -10,7 +10,6 @@ use crate::grants::Grants;
 use crate::sync::Mutex;
 
 /// The clock of the grants of one engine: one alarm, for the grant that expires first.
-#[derive(Debug)]
 pub struct GrantClock {
     executor: ExecutorHandle,
     grants: Arc<Grants>,

@@ -43,7 +43,7 @@ impl LayerNotice {
 }
 
 /// How a task ends.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct TaskEnd {
     pub(super) transfer: Arc<Transfer>,
     pub(super) running: Arc<RunningCalls>,
@@ -93,11 +93,5 @@ impl Drop for NoticeJob {
     fn drop(&mut self) {
         let text = "the thread of a transfer ended without a result";
         self.end(Err(Error::new(ErrorKind::System, text)));
-    }
-}
-
-impl std::fmt::Debug for LayerNotice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LayerNotice").field("cluster", &self.cluster).finish_non_exhaustive()
     }
 }

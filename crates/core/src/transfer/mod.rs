@@ -30,6 +30,7 @@ mod verify;
 pub(crate) use async_call::{CallPurpose, Execution, Work};
 pub use async_calls::AsyncCalls;
 pub use cache_task::CacheTask;
+pub(crate) use current_call::{watched, work_for};
 pub use delivery::{Delivery, LayerProgress, LayerSink, Outcome};
 pub use executor::Executor;
 #[cfg(feature = "testing")]

@@ -1,6 +1,5 @@
 //! The asynchronous calls of one engine that have not ended.
 
-use std::fmt;
 use std::sync::Arc;
 
 use super::slot_map::{SlotKey, SlotMap};
@@ -13,7 +12,7 @@ use crate::sync::{Condvar, Mutex};
 const RUNNING: &str = "the list of running transfers";
 
 /// A call that has not ended.
-pub(super) trait RunningCall: Send + Sync + fmt::Debug {
+pub(super) trait RunningCall: Send + Sync {
     /// Ends the call because the engine closes; later, if a worker has begun it.
     fn close(&self);
 
@@ -30,14 +29,14 @@ pub(super) trait RunningCall: Send + Sync + fmt::Debug {
 }
 
 /// The asynchronous calls of one engine that have not ended. They keep calls alive that wait without a thread.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct RunningCalls {
     state: Mutex<State>,
     /// Notified when the last call has ended.
     idle: Condvar,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
     calls: SlotMap<Arc<dyn RunningCall>>,
     closed: bool,

@@ -23,7 +23,6 @@ pub(crate) struct SlotKey {
 }
 
 /// A table whose entries have keys, and never move.
-#[derive(Debug)]
 pub(super) struct SlotMap<T> {
     /// All are full but the last one in use; those behind it are empty.
     chunks: Vec<Vec<Slot<T>>>,
@@ -35,7 +34,6 @@ pub(super) struct SlotMap<T> {
     last_number: NonZeroU32,
 }
 
-#[derive(Debug)]
 struct Slot<T> {
     /// `None` if the slot is unused, or reserved.
     value: Option<T>,

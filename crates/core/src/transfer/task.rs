@@ -24,7 +24,6 @@ use crate::model::{ClusterId, Deadline};
 use crate::sync::Mutex;
 
 /// One push to any number of destinations.
-#[derive(Debug)]
 pub(super) struct Task {
     executor: ExecutorHandle,
     end: TaskEnd,
@@ -39,7 +38,6 @@ pub(super) struct Task {
 ///
 /// The destinations of the other tasks (`CacheTask`) are independent. The limit of a layer counts from the start of its push, which ends
 /// by itself (contract §8.2).
-#[derive(Debug)]
 pub(super) struct Joint {
     /// What the peer gets when all layers are in place.
     pub(super) notice: Option<Arc<LayerNotice>>,
@@ -388,5 +386,11 @@ impl Drop for LayerJob {
         delivery.fail(|| why, layers);
         drop(state);
         self.task.finish_if_ended(self.index);
+    }
+}
+
+impl std::fmt::Debug for Task {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Task").field("transfer", &self.end.transfer).finish_non_exhaustive()
     }
 }

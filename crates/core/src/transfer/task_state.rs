@@ -9,7 +9,6 @@ use crate::fallible;
 use crate::model::Deadline;
 
 /// What the lock of a task protects.
-#[derive(Debug)]
 pub(super) struct TaskState {
     pub(super) layers: ReportedLayers,
     /// The layer for which the thread of a `CacheTask` waits.
