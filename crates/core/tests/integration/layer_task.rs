@@ -4,124 +4,23 @@
 #![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use llm_datadist_core::bindings::LayerRange;
-use llm_datadist_core::testing::transfer::{AsyncCalls, Delivery, Executor, LayerSink, LayerTask};
+use llm_datadist_core::testing::transfer::{AsyncCalls, Executor, LayerTask};
 use llm_datadist_core::testing::{begin_layer_task, end_link};
 use llm_datadist_core::{
     ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LinkEnd, PeerInfo, Result, Transfer,
 };
 
 use crate::fixtures::eventually;
+use crate::layer_sinks::{BYTES, FAIL, LONG, Script, delivery};
 
 const LAYERS: u32 = 8;
-const LONG: Duration = Duration::from_secs(60);
-const BYTES: u64 = 10;
-
-/// A sink that may stall at a gate, and the record of what it did.
-#[derive(Default)]
-struct Script {
-    find_fails: bool,
-    fails_at: Option<u32>,
-    /// Maximum number of layers that a request pushes after its first layer.
-    more: u32,
-    shut: Mutex<bool>,
-    opened: Condvar,
-    at_gate: AtomicBool,
-    found: AtomicBool,
-    pushed: Mutex<Vec<u32>>,
-    /// The layers of each request: the first one, and the one after the last.
-    requests: Mutex<Vec<(u32, u32)>>,
-    /// Whether the gate is in `find`, not in the pushes, and requests have as many layers as they may.
-    shut_at_find: bool,
-    dropped: AtomicBool,
-}
-
-impl Script {
-    fn good() -> Arc<Script> {
-        Arc::default()
-    }
-
-    fn stalled() -> Arc<Script> {
-        Arc::new(Script { shut: Mutex::new(true), ..Script::default() })
-    }
-
-    fn open(&self) {
-        *self.shut.lock().unwrap() = false;
-        self.opened.notify_all();
-    }
-
-    fn wait_for_gate(&self) {
-        let shut = self.shut.lock().unwrap();
-        let waited = self.opened.wait_timeout_while(shut, LONG, |shut| *shut).unwrap();
-        assert!(!waited.1.timed_out());
-    }
-
-    fn pushed(&self) -> Vec<u32> {
-        self.pushed.lock().unwrap().clone()
-    }
-
-    fn is(flag: &AtomicBool) -> bool {
-        flag.load(Ordering::SeqCst)
-    }
-}
-
-struct Scripted(Arc<Script>, u32);
-
-impl LayerSink for Scripted {
-    fn find(&self, _: Deadline) -> Result<u64> {
-        assert!(!self.0.found.swap(true, Ordering::SeqCst), "found twice");
-        if self.0.shut_at_find {
-            self.0.wait_for_gate();
-        }
-        if self.0.find_fails { Err(broken()) } else { Ok(u64::from(self.1) * BYTES) }
-    }
-
-    /// Also stops before the layer at which it fails.
-    fn push(&self, ready: LayerRange, max_bytes: u64, deadline: Deadline) -> Result<(u32, u64)> {
-        let fails_next = |&layer: &u32| self.0.fails_at != Some(layer + 1);
-        let count = if self.0.shut_at_find {
-            (max_bytes / BYTES).clamp(1, u64::from(ready.end - ready.first)) as u32
-        } else {
-            let more = (ready.first..ready.end - 1).take(self.0.more as usize).take_while(fails_next);
-            1 + more.count() as u32
-        };
-        let layers = LayerRange { end: ready.first + count, ..ready };
-        assert!(Script::is(&self.0.found) && !Script::is(&self.0.dropped));
-        self.0.at_gate.store(true, Ordering::SeqCst);
-        self.0.wait_for_gate();
-        self.0.requests.lock().unwrap().push((layers.first, layers.end));
-        deadline.check("pushing")?;
-        if self.0.fails_at == Some(layers.first) {
-            return Err(broken());
-        }
-        self.0.pushed.lock().unwrap().extend(layers.first..layers.end);
-        Ok((count, u64::from(count) * BYTES))
-    }
-
-    fn named(&self, error: Error) -> Error {
-        error.with("peer", "somewhere")
-    }
-}
-
-impl Drop for Scripted {
-    fn drop(&mut self) {
-        // Slow, so that an event that comes too early is noticed.
-        thread::sleep(Duration::from_millis(1));
-        assert!(!self.0.dropped.swap(true, Ordering::SeqCst));
-    }
-}
-
-fn broken() -> Error {
-    Error::new(ErrorKind::NotLinked, "scripted")
-}
 
 type To = (u32, u32, Arc<Script>);
 
@@ -145,11 +44,7 @@ impl Bed {
     }
 
     fn try_begin(&self, to: &[To]) -> Result<LayerTask> {
-        let delivery = |(first, end, script): &To| {
-            let sink: Arc<dyn LayerSink> = Arc::new(Scripted(script.clone(), end - first));
-            let layers = LayerRange { first: *first, end: *end };
-            Delivery { cluster: ClusterId(2), layers, sink: Ok(sink) }
-        };
+        let delivery = |(first, end, script): &To| delivery(2, (*first, *end), script);
         begin_layer_task(&self.calls, LAYERS, to.iter().map(delivery).collect(), self.limit)
     }
 
@@ -200,7 +95,7 @@ struct Model {
 
 impl Model {
     fn new(to: &[To]) -> Model {
-        let find_fails = to.iter().any(|(.., script)| script.find_fails);
+        let find_fails = to.iter().any(|(.., script)| script.find.is_some());
         Model { arrived: vec![vec![]; to.len()], end: find_fails.then_some(Err(ErrorKind::NotLinked)) }
     }
 
@@ -236,10 +131,7 @@ impl Model {
         });
         for (arrived, (.., script)) in self.arrived.iter().zip(to) {
             assert!(arrived.starts_with(&script.pushed()), "{:?} of {arrived:?}", script.pushed());
-            assert!(
-                self.end.is_none() || Script::is(&script.dropped),
-                "an end before the memory was released"
-            );
+            assert!(self.end.is_none() || script.dropped(), "an end before the memory was released");
         }
     }
 }
@@ -259,7 +151,8 @@ fn destinations() -> impl Strategy<Value = Vec<DestinationCase>> {
 
 fn scripted(given: &[DestinationCase]) -> Vec<To> {
     let one = |&(first, end, find_fails, fails_at, more): &DestinationCase| {
-        (first, end, Arc::new(Script { find_fails, fails_at, more, ..Script::default() }))
+        let find = find_fails.then_some(FAIL);
+        (first, end, Arc::new(Script { find, fails_at, more, ..Script::default() }))
     };
     given.iter().map(one).collect()
 }
@@ -326,7 +219,7 @@ fn every_order_of_several_threads() {
             });
             drop(task);
             assert!(transfer.wait(Deadline::after(LONG)).unwrap());
-            assert!(to.iter().all(|(.., script)| Script::is(&script.dropped)));
+            assert!(to.iter().all(|(.., script)| script.dropped()));
             match transfer.peek().unwrap() {
                 Ok(bytes) => {
                     for (first, end, script) in &to {
@@ -340,7 +233,7 @@ fn every_order_of_several_threads() {
                     );
                 }
                 Err(error) if error.kind() == ErrorKind::NotLinked => {
-                    assert!(to.iter().any(|(.., script)| script.find_fails || script.fails_at.is_some()));
+                    assert!(to.iter().any(|(.., script)| script.find.is_some() || script.fails_at.is_some()));
                 }
                 Err(error) => assert!(cancels && error.kind() == ErrorKind::Cancelled, "{error}"),
             }
@@ -374,25 +267,6 @@ fn layers_that_wait_share_requests() {
     panic!("layers never shared a request");
 }
 
-#[test]
-fn errors_of_layers_name_the_layer_and_the_range() {
-    let bed = Bed::new();
-    let task = bed.begin(&[(2, 4, Script::good())]);
-    task.ready(7).unwrap();
-    for (layer, text) in [
-        (8, "layer=8 is out of range"),
-        (u32::MAX, "layer=4294967295 is out of range"),
-        (7, "layer=7 was reported before"),
-    ] {
-        let error = task.ready(layer).unwrap_err();
-        assert!(error.kind() == ErrorKind::InvalidArgument && error.to_string().contains(text), "{error}");
-        assert!(error.to_string().contains("0 to 7"), "{error}");
-    }
-    assert!(!task.transfer().done());
-    [2, 3].iter().for_each(|&layer| task.ready(layer).unwrap());
-    succeeded(task.transfer());
-}
-
 /// However many destinations it has, a push takes one place in the queue.
 #[test]
 fn a_push_takes_room_for_one_transfer() {
@@ -403,7 +277,7 @@ fn a_push_takes_room_for_one_transfer() {
     let error = bed.try_begin(&refused).unwrap_err();
     let facts = ["open_transfers", "limit"].map(|name| error.fact(name).unwrap());
     assert_eq!((error.kind(), facts), (ErrorKind::Busy, ["64", "64"]));
-    assert!(refused.iter().all(|(.., script)| !Script::is(&script.found)), "a destination was begun");
+    assert!(refused.iter().all(|(.., script)| script.finds() == 0), "a destination was begun");
     tasks.iter().for_each(|task| task.ready(0).unwrap());
     tasks.iter().for_each(|task| succeeded(task.transfer()));
     assert_eq!(bed.events().len(), 64);
@@ -417,9 +291,9 @@ fn a_layer_that_waits_for_a_thread_is_late() {
     let mut bed = Bed::with(LONG);
     let stalled: Vec<To> = (0..32).map(|_| (0, 1, Script::stalled())).collect();
     let stall = bed.begin(&stalled);
-    eventually("all to be found", || stalled.iter().all(|(.., script)| Script::is(&script.found)));
+    eventually("all to be found", || stalled.iter().all(|(.., script)| script.finds() == 1));
     stall.ready(0).unwrap();
-    eventually("all workers", || stalled.iter().all(|(.., script)| Script::is(&script.at_gate)));
+    eventually("all workers", || stalled.iter().all(|(.., script)| script.is_at_gate()));
     bed.limit = Duration::from_secs(2);
     let late = Script::good();
     let task = bed.begin(&[(0, 2, late.clone())]);
@@ -428,7 +302,7 @@ fn a_layer_that_waits_for_a_thread_is_late() {
     task.ready(0).unwrap();
     check(task.transfer(), ErrorKind::Timeout, 0, "sync_kv_timeout passed while layer 0 was waiting");
     assert_eq!(failure(task.transfer()).fact("limit_ms"), Some("2000"));
-    assert!(Script::is(&late.dropped) && late.pushed().is_empty());
+    assert!(late.dropped() && late.pushed().is_empty());
     assert!(!stall.transfer().done());
     stalled.iter().for_each(|(.., script)| script.open());
     succeeded(stall.transfer());
@@ -442,7 +316,7 @@ fn a_layer_has_the_deadline_of_its_report() {
     let slow = Script::stalled();
     let task = bed.begin(&[(0, 2, slow.clone())]);
     task.ready(1).unwrap();
-    eventually("the push", || Script::is(&slow.at_gate));
+    slow.arrived();
     thread::sleep(Duration::from_millis(2100));
     assert!(!task.transfer().done(), "a layer in transit still touches memory");
     slow.open();
@@ -460,7 +334,7 @@ fn a_push_ends_only_when_nothing_moves() {
             let task = bed.begin(&[(0, 2, slow.clone()), (2, 4, other.clone())]);
             let transfer = task.transfer().clone();
             task.ready(0).unwrap();
-            eventually("the push", || Script::is(&slow.at_gate));
+            slow.arrived();
             match kind {
                 // The drop does it.
                 ErrorKind::Cancelled if dropped => {}
@@ -468,17 +342,17 @@ fn a_push_ends_only_when_nothing_moves() {
                 ErrorKind::Closed => bed.calls.close(),
                 _ => task.ready(2).unwrap(),
             }
-            let ended = || eventually("the end of the other destination", || Script::is(&other.dropped));
+            let ended = || eventually("the end of the other destination", || other.dropped());
             if kind == ErrorKind::NotLinked {
                 ended();
             }
             let kept = (!dropped).then_some(task);
             ended();
             thread::sleep(Duration::from_millis(30));
-            assert!(!transfer.done() && !Script::is(&slow.dropped), "{kind:?}");
+            assert!(!transfer.done() && !slow.dropped(), "{kind:?}");
             slow.open();
             assert_eq!(failure(&transfer).kind(), kind);
-            assert!(Script::is(&slow.dropped));
+            assert!(slow.dropped());
             assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
             drop(kept);
         }
@@ -512,24 +386,9 @@ fn a_task_without_threads_fails() {
     let script = Script::good();
     let task = bed.begin(&[(0, 1, script.clone())]);
     assert_eq!(failure(task.transfer()).kind(), ErrorKind::System);
-    assert!(Script::is(&script.dropped) && !Script::is(&script.found));
+    assert!(script.dropped() && script.finds() == 0);
     task.ready(0).unwrap();
     assert!(bed.calls.drain(Deadline::after(Duration::ZERO)).unwrap());
-}
-
-/// One caller hands over many jobs; the workers wake one another.
-#[test]
-fn every_destination_of_a_cluster_is_served() {
-    let bed = Bed::new();
-    for _ in 0..20 {
-        let to: Vec<To> = (0..40).map(|_| (0, 3, Script::good())).collect();
-        let task = bed.begin(&to);
-        (0..3).for_each(|layer| task.ready(layer).unwrap());
-        succeeded(task.transfer());
-        assert_eq!(task.transfer().progress().total, 40 * 3 * BYTES);
-        assert_eq!(bed.events().len(), 1);
-    }
-    assert!(bed.executor.handle().threads() <= 33);
 }
 
 /// One transfer, and one event, however many destinations there are. It ends after the last of them.
@@ -540,11 +399,11 @@ fn a_joint_transfer_ends_with_the_last_destination() {
     let task = bed.begin(&[(0, 4, quick.clone()), (2, 8, slow.clone())]);
     let transfer = task.transfer();
     (0..LAYERS).for_each(|layer| task.ready(layer).unwrap());
-    eventually("the end of the first destination", || Script::is(&quick.dropped));
+    eventually("the end of the first destination", || quick.dropped());
     assert!(!transfer.done() && bed.events().is_empty());
     slow.open();
     succeeded(transfer);
-    assert!(Script::is(&slow.dropped));
+    assert!(slow.dropped());
     assert_eq!(transfer.peek().unwrap().unwrap(), 10 * BYTES);
     assert_eq!(transfer.progress().total, 10 * BYTES);
     assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
@@ -580,7 +439,7 @@ fn a_joint_transfer_fails_as_a_whole() {
             assert_eq!(error.fact("part"), part, "{what}: {error}");
             assert_eq!(bed.events(), [transfer.number()]);
         }
-        eventually("the ends of all", || scripts.iter().all(|script| Script::is(&script.dropped)));
+        eventually("the ends of all", || scripts.iter().all(|script| script.dropped()));
         assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
     }
 }
@@ -644,7 +503,7 @@ fn the_end_of_a_link_waits_for_no_call_that_stalls() {
     let slow = Script::stalled();
     let task = bed.begin(&[(0, 1, slow.clone())]);
     task.ready(0).unwrap();
-    eventually("the push", || Script::is(&slow.at_gate));
+    slow.arrived();
     end_link(bed.calls.queue(), link_end(2));
     let mut reported = Vec::new();
     eventually("the end of the link", || {

@@ -43,6 +43,7 @@ mod kv_cache_manager;
 mod kv_geometry;
 mod kv_layouts;
 mod layer_destination;
+mod layer_sinks;
 mod layer_task;
 mod layerwise_arguments;
 mod links;

@@ -1,129 +1,34 @@
 //! A `CacheTask` and its workers alone: the outcome of each destination, in every order in which layers, sinks and the
 //! callers that end the task may act. Bytes are covered by `links/layerwise.rs` and `links/layerwise_faults.rs`.
-#![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
+#![allow(clippy::needless_for_each, reason = "one line")]
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 use std::{array, thread};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use llm_datadist_core::bindings::{AwaitQueue, LayerRange};
+use llm_datadist_core::bindings::AwaitQueue;
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, CacheTask, Delivery, Executor, ExecutorHandle, LayerProgress, LayerSink, Outcome,
+    AsyncCalls, CacheTask, Executor, ExecutorHandle, LayerProgress, Outcome,
 };
 use llm_datadist_core::testing::{refuse_layer, start_task};
-use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, Result};
+use llm_datadist_core::{Deadline, Error, ErrorKind, EventQueue};
 
 use crate::fixtures::eventually;
+use crate::layer_sinks::{BYTES, Does, FAIL, LONG, PANIC, PUSH, Script, delivery};
 
-const LONG: Duration = Duration::from_secs(20);
 /// Number of layers of the source cache.
 const LAYERS: u32 = 10;
 
-/// What a sink does next.
-type Does = fn() -> Result<()>;
-const PUSH: Does = || Ok(());
-const FAIL: Does = || Err(Error::new(ErrorKind::NotLinked, "scripted"));
-const PANIC: Does = || panic!("scripted");
-
-/// The script of a sink, whose layers may stall at a gate, and the record of what it did.
-struct Script {
-    find: Does,
-    layers: Mutex<VecDeque<Does>>,
-    open: Mutex<bool>,
-    opened: Condvar,
-    at_gate: AtomicBool,
-    finds: AtomicU32,
-    pushed: Mutex<Vec<u32>>,
-    /// Whether the task has dropped the sink.
-    dropped: AtomicBool,
-}
-
-impl Script {
-    fn new(find: Does, layers: &[Does], open: bool) -> Arc<Script> {
-        Arc::new(Script {
-            find,
-            layers: Mutex::new(layers.to_vec().into()),
-            open: Mutex::new(open),
-            opened: Condvar::new(),
-            at_gate: AtomicBool::new(false),
-            finds: AtomicU32::new(0),
-            pushed: Mutex::default(),
-            dropped: AtomicBool::new(false),
-        })
-    }
-
-    fn good() -> Arc<Script> {
-        Script::new(PUSH, &[], true)
-    }
-
-    fn stalled() -> Arc<Script> {
-        Script::new(PUSH, &[], false)
-    }
-
-    fn open(&self) {
-        *self.open.lock().unwrap() = true;
-        self.opened.notify_all();
-    }
-
-    /// Waits until a layer has reached the gate.
-    fn arrived(&self) {
-        eventually("a layer", || self.at_gate.load(Ordering::SeqCst));
-    }
-
-    fn finds(&self) -> u32 {
-        self.finds.load(Ordering::SeqCst)
-    }
-
-    fn pushed(&self) -> Vec<u32> {
-        self.pushed.lock().unwrap().clone()
-    }
-
-    fn dropped(&self) -> bool {
-        self.dropped.load(Ordering::SeqCst)
-    }
-}
-
-struct Scripted(Arc<Script>);
-
-impl LayerSink for Scripted {
-    fn find(&self, _: Deadline) -> Result<u64> {
-        assert_eq!(self.0.finds.fetch_add(1, Ordering::SeqCst), 0, "found twice");
-        (self.0.find)().map(|()| 0)
-    }
-
-    fn push(&self, ready: LayerRange, _: u64, _: Deadline) -> Result<(u32, u64)> {
-        assert_eq!(self.0.finds(), 1, "a layer before the destination was found");
-        self.0.at_gate.store(true, Ordering::SeqCst);
-        let open = self.0.open.lock().unwrap();
-        let waited = self.0.opened.wait_timeout_while(open, LONG, |open| !*open).unwrap();
-        assert!(!waited.1.timed_out());
-        drop(waited);
-        let next = self.0.layers.lock().unwrap().pop_front();
-        next.unwrap_or(PUSH)()?;
-        self.0.pushed.lock().unwrap().push(ready.first);
-        Ok((1, 10))
-    }
-}
-
-impl Drop for Scripted {
-    fn drop(&mut self) {
-        // Slow, so that a task that does not wait for it is noticed.
-        thread::sleep(Duration::from_millis(5));
-        assert!(!self.0.dropped.swap(true, Ordering::SeqCst));
-    }
+/// The script of a sink whose `find` and first pushes do this.
+fn scripted(find: Does, pushes: &[Does]) -> Arc<Script> {
+    Arc::new(Script { find: Some(find), pushes: Mutex::new(pushes.to_vec().into()), ..Script::default() })
 }
 
 type To<'a> = (u32, u32, &'a Arc<Script>);
-
-fn delivery(cluster: u64, &(first, end, script): &To<'_>) -> Delivery {
-    let sink: Arc<dyn LayerSink> = Arc::new(Scripted(script.clone()));
-    Delivery { cluster: ClusterId(cluster), layers: LayerRange { first, end }, sink: Ok(sink) }
-}
 
 /// Returns the calls of an engine with these workers.
 fn calls(executor: &ExecutorHandle) -> AsyncCalls {
@@ -135,7 +40,7 @@ fn start(executor: &Executor, to: &[To<'_>], layer_timeout: Option<Duration>) ->
 }
 
 fn start_in(calls: &AsyncCalls, to: &[To<'_>], layer_timeout: Option<Duration>) -> CacheTask {
-    let deliveries = to.iter().map(|to| delivery(2, to)).collect();
+    let deliveries = to.iter().map(|(first, end, script)| delivery(2, (*first, *end), script)).collect();
     start_task(calls, LAYERS, deliveries, layer_timeout).unwrap()
 }
 
@@ -176,7 +81,7 @@ struct Stalled(CacheTask, Vec<Arc<Script>>);
 impl Stalled {
     fn new(executor: &Executor, cluster: u64, count: usize) -> Stalled {
         let scripts: Vec<_> = (0..count).map(|_| Script::stalled()).collect();
-        let deliveries = scripts.iter().map(|script| delivery(cluster, &(0, 1, script))).collect();
+        let deliveries = scripts.iter().map(|script| delivery(cluster, (0, 1), script)).collect();
         let task = start_task(&calls(executor.handle()), LAYERS, deliveries, None).unwrap();
         eventually("all to be found", || scripts.iter().all(|script| script.finds() == 1));
         task.ready(0).unwrap();
@@ -185,8 +90,7 @@ impl Stalled {
 
     /// Waits until `count` layers stall.
     fn arrived(&self, count: usize) {
-        let at_gate = |script: &&Arc<Script>| script.at_gate.load(Ordering::SeqCst);
-        eventually("layers at work", || self.1.iter().filter(at_gate).count() >= count);
+        eventually("layers at work", || self.1.iter().filter(|script| script.is_at_gate()).count() >= count);
     }
 
     fn finish(&self) {
@@ -207,7 +111,7 @@ fn every_cluster_gets_a_worker_and_at_most_32() {
     all[16].arrived(1);
 
     let scripts = [Script::stalled(), Script::good(), Script::good(), Script::good()];
-    let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
+    let deliveries = scripts.iter().map(|script| delivery(200, (0, 2), script)).collect();
     let task = start_task(&calls(executor.handle()), LAYERS, deliveries, None).unwrap();
     ready_to(&task, 1);
     // The worker stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth cluster.
@@ -302,7 +206,7 @@ fn a_task_without_layers_ends_once_all_are_found() {
     let task = start(&executor, &[], Some(LONG));
     ended_as(&task, &[]);
     assert!(task.layers().is_empty() && !task.wanted(0) && !task.cancel());
-    let bad = Script::new(FAIL, &[], true);
+    let bad = scripted(FAIL, &[]);
     let task = start(&executor, &[(3, 3, &Script::good()), (3, 3, &bad), (5, 4, &Script::good())], None);
     ended_as(&task, &["Done", "NotLinked", "Done"]);
     ready_to(&task, 9);
@@ -317,7 +221,7 @@ fn destinations_are_independent() {
     for _ in 0..20 {
         let slow = Script::stalled();
         let scripts = [(FAIL, PUSH), (PUSH, FAIL), (PANIC, PUSH), (PUSH, PANIC), (PUSH, PUSH)]
-            .map(|(find, second)| Script::new(find, &[PUSH, second], true));
+            .map(|(find, second)| scripted(find, &[PUSH, second]));
         let mut to: Vec<_> = scripts.iter().map(|script| (0, 4, script)).collect();
         to.push((0, 4, &slow));
         let task = start(&executor, &to, None);
@@ -335,7 +239,7 @@ fn destinations_are_independent() {
         let pushed = scripts.map(|script| script.pushed());
         assert_eq!(pushed, [vec![], vec![0], vec![], vec![0], vec![0, 1, 2, 3]]);
     }
-    assert!(executor.handle().threads() <= 12, "{executor:?}");
+    assert!(executor.handle().threads() <= 12);
 }
 
 #[test]
@@ -349,11 +253,13 @@ fn layers_may_be_ready_in_any_order_but_once() {
         task.ready(layer).unwrap();
         eventually("the layer", || [0, 1].map(|at| task.progress()[at].layers) == done);
     }
-    for wrong in [0, 3, 1, 3, 10, u32::MAX] {
+    for (wrong, why) in [0, 3, 1, 3, 10, u32::MAX]
+        .map(|layer| (layer, if layer < 10 { "was reported before" } else { "is out of range" }))
+    {
         let error = task.ready(wrong).unwrap_err();
         let text = error.to_string();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        assert!(text.contains(&format!("layer={wrong} ")) && text.contains("0 to 9"), "{text}");
+        assert!(text.contains(&format!("layer={wrong} {why}")) && text.contains("0 to 9"), "{text}");
     }
     assert!(!task.wait(Deadline::after(Duration::from_millis(20))).unwrap());
     assert_eq!(ends_of(&task), ["Done", "UnderWay", "UnderWay"]);
@@ -361,7 +267,7 @@ fn layers_may_be_ready_in_any_order_but_once() {
     ready_to(&task, 9);
     ended_as(&task, &["Done"; 3]);
     assert_eq!((a.pushed(), b.pushed(), c.pushed()), (vec![1, 2, 0], vec![3, 2, 4, 5], vec![5, 6, 7, 8]));
-    let progress = |layers| LayerProgress { layers, of_layers: layers, bytes: u64::from(layers) * 10 };
+    let progress = |layers| LayerProgress { layers, of_layers: layers, bytes: u64::from(layers) * BYTES };
     assert_eq!(task.progress(), [progress(3), progress(4), progress(4)]);
 }
 
@@ -399,7 +305,8 @@ fn a_task_is_done_only_when_nothing_moves() {
     for kind in ["Cancelled", "Closed", "System", "NotLinked"] {
         let executor = Executor::default();
         let fails = kind == "NotLinked";
-        let script = Script::new(PUSH, if fails { &[FAIL] } else { &[] }, false);
+        let script = scripted(PUSH, if fails { &[FAIL] } else { &[] });
+        *script.shut.lock().unwrap() = true;
         let calls = calls(executor.handle());
         let task = start_in(&calls, &[(0, 3, &script)], None);
         ready_to(&task, 1);
@@ -525,7 +432,7 @@ fn tasks_that_wait_take_no_threads() {
         task
     };
     let tasks: Vec<_> = (0..700).map(wait).collect();
-    assert!(executor.handle().threads() < 100, "{executor:?}");
+    assert!(executor.handle().threads() < 100);
     for layer in 0..2 {
         for task in &tasks {
             assert!(task.wanted(layer));
@@ -631,8 +538,8 @@ fn every_order_of_everything() {
     let executor = Executor::default();
     TestRunner::default()
         .run(&(scripts, times, 0..ends.len()), |(scripts, (layer_timeout, pause), end)| {
-            let scripts = scripts
-                .map(|(first, count, find, layers)| (first, first + count, Script::new(find, &layers, true)));
+            let scripts =
+                scripts.map(|(first, count, find, layers)| (first, first + count, scripted(find, &layers)));
             let to = scripts.each_ref().map(|(first, end, script)| (*first, *end, script));
             let calls = calls(executor.handle());
             let task = start_in(&calls, &to, layer_timeout.map(Duration::from_micros));
@@ -650,7 +557,7 @@ fn every_order_of_everything() {
                 let pushed: Vec<_> = (*first..first + progress.layers).collect();
                 assert!(script.dropped() && script.pushed() == pushed, "{:?}", script.pushed());
                 assert!(outcome != "Done" || progress.layers == end - first);
-                assert_eq!(progress.bytes, u64::from(progress.layers) * 10);
+                assert_eq!(progress.bytes, u64::from(progress.layers) * BYTES);
             }
             Ok(())
         })
