@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{
-    CacheKey, CallExtras, DataDist, End, GroupMember, Layers, Name, RemoteName, Rows,
+    CacheKey, CallExtras, DataDist, End, GroupMember, Layers, Name, RemoteName, Rows, Side,
 };
 use llm_datadist_core::{
     CacheDesc, CacheKind, ClusterId, DataType, Deadline, KvLayout, KvPlanes, Placement, TokenOrder,
@@ -216,7 +216,8 @@ impl Bed<'_> {
             GroupMember { remote, local: local.clone(), rows, layers: Layers::ALL, grant: None }
         };
         let owners = owners.iter().map(member).collect();
-        let pull = self.engine.pull_owners(owners, CallExtras::default(), None).unwrap();
+        let pull =
+            self.engine.transfer_group(Side::Destination, owners, true, CallExtras::default(), None).unwrap();
         pull.join(Deadline::after(Duration::MAX)).unwrap();
     }
 

@@ -15,7 +15,8 @@ pub use crate::model::{
     CacheKey, CacheLayout, Geometry, KvGeometry, NO_ID, Name, RemoteCacheName, RowSizes, SubRow, Words,
     tensor_bytes,
 };
-pub use crate::native::{OwnPairs, PeerCall, PeerPairs};
+pub use crate::native::{OwnPairs, PeerPairs};
+pub use crate::plan::Side;
 pub use crate::session::{CommStatus, PeerAddress};
 pub use crate::status::StatusCode;
 pub use crate::threads::engine_of_thread;

@@ -52,57 +52,6 @@ pub struct CopyMember {
 type Parts = (Vec<PeerTransfer>, Vec<(Arc<Cache>, RowUse)>);
 
 impl DataDist {
-    /// Starts to [pull](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys are released after that. An error
-    /// names the part, counted from 0.
-    pub fn pull_group(
-        &self,
-        parts: Vec<GroupMember<impl Into<RemoteCacheName>>>,
-        extras: CallExtras,
-        limit: Option<Duration>,
-    ) -> Result<Arc<Transfer>> {
-        self.group(Side::Destination, parts, false, extras, limit)
-    }
-
-    /// Pulls the blocks of a sequence from several `owners`, each of which holds some layers and heads of it, for example the
-    /// ranks of a tensor-parallel group. All members name one local cache and the same rows of it, and all caches have KV layouts.
-    /// Each layer and head of the local cache is read from one owner; where several hold it, engines with neighbouring ids read
-    /// from different ones, and a native engine reads from the first one in the list. Otherwise like [`pull_group`](Self::pull_group).
-    ///
-    /// Fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model, or if no
-    /// owner holds some head of the local cache.
-    pub fn pull_owners(
-        &self,
-        owners: Vec<GroupMember<impl Into<RemoteCacheName>>>,
-        extras: CallExtras,
-        limit: Option<Duration>,
-    ) -> Result<Arc<Transfer>> {
-        self.group(Side::Destination, owners, true, extras, limit)
-    }
-
-    /// Starts to [push](Self::push) all `parts`; otherwise like [`pull_group`](Self::pull_group).
-    pub fn push_group(
-        &self,
-        parts: Vec<GroupMember<impl Into<RemoteCacheName>>>,
-        extras: CallExtras,
-        limit: Option<Duration>,
-    ) -> Result<Arc<Transfer>> {
-        self.group(Side::Source, parts, false, extras, limit)
-    }
-
-    /// Pushes the blocks of a sequence to several `owners`, each of which gets the layers and heads that both caches hold,
-    /// possibly none. All members name the same rows of one local cache. Otherwise like [`push_group`](Self::push_group).
-    ///
-    /// Fails with `InvalidArgument` before any byte moves if the push does not fit the cache of an owner, if no owner holds a
-    /// layer and head of the local cache, or if the owners get different numbers of tokens.
-    pub fn push_owners(
-        &self,
-        owners: Vec<GroupMember<impl Into<RemoteCacheName>>>,
-        extras: CallExtras,
-        limit: Option<Duration>,
-    ) -> Result<Arc<Transfer>> {
-        self.group(Side::Source, owners, true, extras, limit)
-    }
-
     /// Starts to [copy](Self::copy) all `parts`, one after the other, under the pins of all. Nothing moves if a part is refused. An
     /// error names the part, counted from 0; the parts before it are in place then.
     pub fn copy_group(
@@ -126,7 +75,19 @@ impl DataDist {
         self.start_work(Op::CopyBlocks, self.own_class(), limit, (CallRows::of_all(used)?, work))
     }
 
-    fn group(
+    /// Starts to [pull](Self::pull) or [push](Self::push) all `members`; the local caches are the side `local_side`. Succeeds only
+    /// if the bytes of all are in place. Keys are released after that. An error names the part, counted from 0.
+    ///
+    /// With `owners`, the peers are several owners of one sequence, each of which holds some layers and heads of it, for example the
+    /// ranks of a tensor-parallel group. All members name the same rows of one local cache. A pull reads each layer and head of the
+    /// local cache from one owner; all caches have KV layouts. Where several owners hold it, engines with neighbouring ids read from
+    /// different ones, and a native engine reads from the first one in the list. A push writes to each owner the layers and heads
+    /// that both caches hold, possibly none.
+    ///
+    /// Fails with `InvalidArgument` before any byte moves if an owner of a pull has no layout, or one of another model, or if no
+    /// owner holds some head of the local cache; and if a push does not fit the cache of an owner, if no owner holds a layer and
+    /// head of the local cache, or if the owners get different numbers of tokens.
+    pub fn transfer_group(
         &self,
         local_side: Side,
         members: Vec<GroupMember<impl Into<RemoteCacheName>>>,

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use super::cache_form::CacheForm;
 use super::cache_names::{EngineName, OwnCache, PeerCache};
-use super::moved_rows::PeerCall;
 use super::pairs::{OwnPairs, PairExtras, PeerPairs, RowsOfPair};
 use super::{BlockRows, grant_time, lend, link};
 use crate::config::Config;
@@ -17,6 +16,7 @@ use crate::events::{Event, EventQueue, PeerInfo, Transfer};
 use crate::grants::Grant;
 use crate::memory::Adopted;
 use crate::model::{ClusterId, GrantToken};
+use crate::plan::Side;
 use crate::stats::Snapshot;
 use crate::transfer::LayerTask;
 
@@ -124,23 +124,23 @@ impl Engine {
     /// ended, the destination must not be used; if it fails, [`Error::arrived`] lists the rows of it that are complete. With a
     /// grant, the pull fails with [`GrantEnded`](ErrorKind::GrantEnded) if the grant ended before all bytes were read.
     pub fn pull(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<Arc<Transfer>> {
-        self.run(|engine| self.pairs(PeerCall::Pull, pairs)?.start(engine, extras))
+        self.run(|engine| self.pairs(Side::Destination, pairs)?.start(engine, extras))
     }
 
     /// Starts to write blocks of this engine into blocks of peers, under the rules of [`pull`](Self::pull). The source must not
     /// be written until the transfer has ended.
     pub fn push(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<Arc<Transfer>> {
-        self.run(|engine| self.pairs(PeerCall::Push, pairs)?.start(engine, extras))
+        self.run(|engine| self.pairs(Side::Source, pairs)?.start(engine, extras))
     }
 
     /// Starts a push whose layers the program reports with [`LayerTask::ready`]. All pairs have one local cache, and rows of
     /// whole blocks. The limit is that of each layer. Dropping the task before its last layer cancels the push.
     pub fn push_layers(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<LayerTask> {
-        self.run(|engine| self.pairs(PeerCall::Push, pairs)?.start_layers(engine, extras))
+        self.run(|engine| self.pairs(Side::Source, pairs)?.start_layers(engine, extras))
     }
 
-    fn pairs<'a>(&self, call: PeerCall, pairs: &[RowsOfPair<'a>]) -> Result<PeerPairs<'a>> {
-        PeerPairs::checked(&self.name, call, pairs.iter().copied())
+    fn pairs<'a>(&self, local_side: Side, pairs: &[RowsOfPair<'a>]) -> Result<PeerPairs<'a>> {
+        PeerPairs::checked(&self.name, local_side, pairs.iter().copied())
     }
 
     /// Starts to link with the engine that listens at `ip:port` or `[ipv6]:port`, unless a link to it exists.

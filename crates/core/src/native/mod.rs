@@ -21,7 +21,6 @@ pub use cache_names::{EngineName, OwnCache, PeerCache, RowsCache};
 pub use element_types::ElementTypes;
 pub use engine::Engine;
 pub use error_words::{ErrorClass, ErrorWords};
-pub use moved_rows::PeerCall;
 pub use pairs::{OwnPairs, PairExtras, PeerPairs, RowsOfPair};
 pub use peers::{grant_time, lend, link};
 

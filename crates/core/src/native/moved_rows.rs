@@ -7,32 +7,21 @@ use super::cache_names::RowsCache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::SubRow;
+use crate::plan::Side;
 use crate::validate::{LayerRange, Layers, Rows};
 
 /// Name of the lists in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
 
-/// Whether the local rows are written or read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PeerCall {
-    /// The rows of this engine are written.
-    Pull,
-    /// The rows of this engine are read.
-    Push,
-}
-
-/// Returns the rows and the layers of a pull or push. `local` is of this engine and has `tensors_per_layer` tensors in each
-/// layer; `remote` is of a peer. The core checks them against both caches.
+/// Returns the rows and the layers of a pull or push. `local` is of this engine, is the side `local_side`, and has
+/// `tensors_per_layer` tensors in each layer; `remote` is of a peer. The core checks them against both caches.
 pub(super) fn with_peer(
-    call: PeerCall,
+    local_side: Side,
     local: &BlockRows,
     remote: &BlockRows,
     tensors_per_layer: u32,
 ) -> Result<(Rows, Layers)> {
-    let (dst, src) = match call {
-        PeerCall::Pull => (local, remote),
-        PeerCall::Push => (remote, local),
-    };
+    let (src, dst) = local_side.source_first(local, remote);
     let layers = Layers { src: layers_of(src), dst: layers_of(dst), tensors_per_layer };
     let part = sub_row(dst, src)?;
     let (local_tokens, remote_tokens) = (local.part().tokens.clone(), remote.part().tokens.clone());

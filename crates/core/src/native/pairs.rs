@@ -8,12 +8,13 @@ use smallvec::SmallVec;
 
 use super::block_rows::{BlockRows, RowsPart};
 use super::cache_names::{EngineName, OwnCache, PeerCache, RowsCache};
-use super::moved_rows::{self, PeerCall, layer_range};
+use super::moved_rows::{self, layer_range};
 use crate::engine::{CallExtras, CopyMember, DataDist, GroupMember, LayerReceiver};
 use crate::error::{Error, Result, ensure};
 use crate::events::Transfer;
 use crate::fallible;
 use crate::model::{GrantUse, Verify, Words};
+use crate::plan::Side;
 use crate::transfer::LayerTask;
 use crate::validate::{Destination, LayerwiseArgs, Target};
 
@@ -50,7 +51,8 @@ struct OwnPair<'a> {
 
 /// Pairs of rows, of which one side belongs to an engine, and the other one to its peers.
 pub struct PeerPairs<'a> {
-    call: PeerCall,
+    /// The side of the rows of the engine.
+    local_side: Side,
     pairs: OfEach<PeerPair<'a>>,
 }
 
@@ -98,24 +100,21 @@ impl<'a> OwnPairs<'a> {
 }
 
 impl<'a> PeerPairs<'a> {
-    /// Checks that one side of each pair is of `engine`, and the other one of a peer of it.
+    /// Checks that the side `local_side` of each pair is of `engine`, and the other one of a peer of it.
     pub fn checked(
         engine: &EngineName,
-        call: PeerCall,
+        local_side: Side,
         pairs: impl ExactSizeIterator<Item = RowsOfPair<'a>>,
     ) -> Result<Self> {
-        let (own_name, peer_name) = match call {
-            PeerCall::Pull => ("dst", "src"),
-            PeerCall::Push => ("src", "dst"),
-        };
+        let (own_name, peer_name) = local_side.of((("src", "dst"), ("dst", "src")));
         let pairs = each(pairs, |(dst, src)| {
-            let (local, remote) = if call == PeerCall::Pull { (dst, src) } else { (src, dst) };
+            let (local, remote) = local_side.of(((src, dst), (dst, src)));
             let (own, of_peer) = (own(own_name, local)?, of_peer(peer_name, remote)?);
             same_engine(engine, own_name, &own.engine)?;
             same_engine(engine, peer_name, &of_peer.engine)?;
             Ok(PeerPair { local, own, remote, of_peer })
         })?;
-        Ok(PeerPairs { call, pairs })
+        Ok(PeerPairs { local_side, pairs })
     }
 
     /// Starts the pull or push. `engine` is that of the rows.
@@ -127,7 +126,8 @@ impl<'a> PeerPairs<'a> {
         })?;
         let extras = CallExtras { notify, verify, words: Words::NATIVE, ..CallExtras::default() };
         let member = |(index, pair): (usize, &PeerPair<'a>)| {
-            let moved = moved_rows::with_peer(self.call, pair.local, pair.remote, pair.own.tensors_per_layer);
+            let moved =
+                moved_rows::with_peer(self.local_side, pair.local, pair.remote, pair.own.tensors_per_layer);
             let (rows, layers) = moved.map_err(|error| of_part(error, index, self.pairs.len()))?;
             let (remote, grant) = (pair.of_peer.remote_name(), grants.get(index).copied().flatten());
             Ok(GroupMember { remote, local: pair.own.end(), rows, layers, grant })
@@ -135,19 +135,14 @@ impl<'a> PeerPairs<'a> {
         if let [pair] = &self.pairs[..] {
             let GroupMember { remote, local, rows, layers, grant } = member((0, pair))?;
             let extras = CallExtras { grant, ..extras };
-            let operation = match self.call {
-                PeerCall::Pull => engine.pull_with(remote, &local, rows, layers, extras),
-                PeerCall::Push => engine.push_with(&local, remote, rows, layers, extras),
+            let operation = match self.local_side {
+                Side::Destination => engine.pull_with(remote, &local, rows, layers, extras),
+                Side::Source => engine.push_with(&local, remote, rows, layers, extras),
             };
             return operation.within(limit).start();
         }
         let members = fallible::try_collect(PAIRS, self.pairs.iter().enumerate().map(member))?;
-        match (self.call, are_shares(&self.pairs)) {
-            (PeerCall::Pull, true) => engine.pull_owners(members, extras, limit),
-            (PeerCall::Push, true) => engine.push_owners(members, extras, limit),
-            (PeerCall::Pull, false) => engine.pull_group(members, extras, limit),
-            (PeerCall::Push, false) => engine.push_group(members, extras, limit),
-        }
+        engine.transfer_group(self.local_side, members, are_shares(&self.pairs), extras, limit)
     }
 
     /// Starts a push of which the caller reports each layer. `engine` is that of the rows. A push takes no grants.

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{
-    CacheKey, CallExtras, CopyArgs, DataDist, End, GroupMember, Layers, Name, RemoteName, Rows, SwapInPath,
+    CacheKey, CallExtras, CopyArgs, DataDist, End, GroupMember, Layers, Name, RemoteName, Rows, Side,
+    SwapInPath,
 };
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::kernels::Kernel;
@@ -112,7 +113,10 @@ fn groups_that_do_not_begin_are_not_counted() {
     let kind_of_group = |block| {
         let part =
             GroupMember { remote, local: local.clone(), rows: rows(block), layers: Layers::ALL, grant: None };
-        engine.pull_group(vec![part], CallExtras::default(), None).unwrap_err().kind()
+        engine
+            .transfer_group(Side::Destination, vec![part], false, CallExtras::default(), None)
+            .unwrap_err()
+            .kind()
     };
     let counted = || ops(&engine).into_iter().find(|(name, ..)| *name == "pull").unwrap();
     assert_eq!(kind_of_group(8), ErrorKind::InvalidArgument);

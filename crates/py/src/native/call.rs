@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::bindings::{OwnPairs, PeerCall, PeerPairs};
+use llm_datadist_core::bindings::{OwnPairs, PeerPairs, Side};
 use llm_datadist_core::{GrantToken, GrantUse, PairExtras, RowsOfPair, Verify};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -84,15 +84,16 @@ pub(crate) fn copy(
     NativeTransfer::started(py, shared, &transfer)
 }
 
-/// Starts a pull or push.
+/// Starts a pull or push. The rows of the engine are the side `local_side`.
 pub(crate) fn move_rows(
     py: Python<'_>,
     shared: &Arc<EngineShared>,
-    call: PeerCall,
+    local_side: Side,
     pairs: &Pairs<'_>,
     given: &GivenExtras<'_, '_>,
 ) -> PyResult<Py<NativeTransfer>> {
-    let checked = shared.engine.attached(py, |_| PeerPairs::checked(&shared.name, call, pairs.all()))?;
+    let checked =
+        shared.engine.attached(py, |_| PeerPairs::checked(&shared.name, local_side, pairs.all()))?;
     let extras = extras(py, pairs.0.len(), given)?;
     let transfer = shared.engine.start(py, pairs.num_blocks(), |engine| checked.start(engine, extras))?;
     NativeTransfer::started(py, shared, &transfer)
@@ -106,7 +107,7 @@ pub(crate) fn push_layers(
     given: &GivenExtras<'_, '_>,
 ) -> PyResult<Py<NativeTransfer>> {
     let checked =
-        shared.engine.attached(py, |_| PeerPairs::checked(&shared.name, PeerCall::Push, pairs.all()))?;
+        shared.engine.attached(py, |_| PeerPairs::checked(&shared.name, Side::Source, pairs.all()))?;
     let extras = extras(py, pairs.0.len(), given)?;
     let task = shared.engine.start(py, pairs.num_blocks(), |engine| checked.start_layers(engine, extras))?;
     NativeTransfer::of_layers(py, shared, task)

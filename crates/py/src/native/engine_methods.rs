@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::native;
-use llm_datadist_core::bindings::{Config, DataDist, PeerCall};
+use llm_datadist_core::bindings::{Config, DataDist, Side};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -304,7 +304,7 @@ impl NativeEngine {
         timeout: Option<&Any<'py>>,
     ) -> PyResult<Py<NativeTransfer>> {
         let given = GivenExtras { grant, last, notify, verify, timeout };
-        call::move_rows(py, &self.shared, PeerCall::Pull, &Pairs::read(dst, src)?, &given)
+        call::move_rows(py, &self.shared, Side::Destination, &Pairs::read(dst, src)?, &given)
     }
 
     /// Start to write blocks of this engine into blocks of a peer.
@@ -356,7 +356,7 @@ impl NativeEngine {
         if layerwise {
             return call::push_layers(py, &self.shared, &pairs, &given);
         }
-        call::move_rows(py, &self.shared, PeerCall::Push, &pairs, &given)
+        call::move_rows(py, &self.shared, Side::Source, &pairs, &given)
     }
 
     /// Start to link with the engine that listens at an address, unless a link to it exists.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::bindings::{CacheKey, CallExtras, GroupMember, Layers, Name, Rows};
+use llm_datadist_core::bindings::{CacheKey, CallExtras, GroupMember, Layers, Name, Rows, Side};
 use llm_datadist_core::{CacheKind, ClusterId, Deadline, ErrorKind, Placement, Result};
 
 use super::fake_peer::Fake;
@@ -152,7 +152,8 @@ fn interrupted_group_is_cancelled() {
             thread::sleep(Duration::from_millis(300));
             INTERRUPT.store(true, Ordering::SeqCst);
         });
-        let group = engine.pull_group(vec![part], CallExtras::default(), None).unwrap();
+        let group =
+            engine.transfer_group(Side::Destination, vec![part], false, CallExtras::default(), None).unwrap();
         let interrupted: fn() -> bool = || INTERRUPT.swap(false, Ordering::SeqCst);
         let error = group.join(Deadline::after(2 * LONG).watched(Some(interrupted))).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use llm_datadist_core::bindings::{CallExtras, DataDist, GroupMember, Layers, Name, RemoteName, Rows};
+use llm_datadist_core::bindings::{CallExtras, DataDist, GroupMember, Layers, Name, RemoteName, Rows, Side};
 use llm_datadist_core::{
     CacheDesc, CacheKind, DataType, ErrorKind, KvLayout, KvPlanes, Result, TokenOrder, Verify,
 };
@@ -203,7 +203,8 @@ fn several_owners_fill_any_other_layout() {
                 .iter()
                 .map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens))))
                 .collect();
-            let call = pair.local.pull_owners(members, full(), Some(LONG)).unwrap();
+            let call =
+                pair.local.transfer_group(Side::Destination, members, true, full(), Some(LONG)).unwrap();
             outcome(&call).unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             into.check(before, tokens, |_| true);
             owners.iter().for_each(|owner| owner.held.free(&pair.remote));
@@ -353,7 +354,13 @@ fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
         let owners = [part(0..2), part(3..4)];
         let pull = |owners: &[Rank]| {
             let members = owners.iter().map(|far| owner(far, &near, sequence(far, &near, None))).collect();
-            let call = pair.local.pull_owners(members, CallExtras::default(), Some(LONG));
+            let call = pair.local.transfer_group(
+                Side::Destination,
+                members,
+                true,
+                CallExtras::default(),
+                Some(LONG),
+            );
             outcome(&call.unwrap())
         };
         let error = pull(&owners).unwrap_err();

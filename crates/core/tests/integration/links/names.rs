@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::{
-    CallExtras, DataDist, GroupMember, Layers, Outcome, RemoteCacheName, RemoteName, Rows, Target,
+    CallExtras, DataDist, GroupMember, Layers, Outcome, RemoteCacheName, RemoteName, Rows, Side, Target,
 };
 use llm_datadist_core::testing::model::MAX_NAME;
 use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, GrantUse, PeerInfo, Result, Transfer};
@@ -74,7 +74,8 @@ fn caches_are_pulled_and_pushed_by_their_names() {
             GroupMember { remote, local, rows: all_rows(), layers: Layers::ALL, grant: None }
         };
         let members = ["kv", "漢字/🦀 e\u{301}"].into_iter().zip(&ours).map(member).collect();
-        ended(&local.pull_group(members, CallExtras::default(), None).unwrap()).unwrap();
+        ended(&local.transfer_group(Side::Destination, members, false, CallExtras::default(), None).unwrap())
+            .unwrap();
         assert!(ours[0].read() == pushed && ours[1].read() == second);
         let layers = source.fill(4);
         let target = Target::Cache { name: RemoteCacheName::Text("kv".into()), first_layer: Some(0) };

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use llm_datadist_core::bindings::{
     CallExtras, Config, DataDist, Destination, GroupMember, LayerRange, LayerReceiver, Layers, LayerwiseArgs,
-    Role, Rows, Target,
+    Role, Rows, Side, Target,
 };
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
@@ -124,11 +124,18 @@ fn a_native_engine_reads_the_first_of_equal_owners() {
                 grant: None,
             };
             let owners = |layers| order.map(|at| owner(at, layers)).into();
-            outcome(&local.pull_owners(owners(Layers::ALL), CallExtras::default(), None).unwrap()).unwrap();
+            outcome(
+                &local
+                    .transfer_group(Side::Destination, owners(Layers::ALL), true, CallExtras::default(), None)
+                    .unwrap(),
+            )
+            .unwrap();
             assert!(into.read() == bytes[order[0]], "{order:?}");
             let one = LayerRange { first: 0, end: 1 };
             let some = Layers { src: Some(one), dst: Some(one), tensors_per_layer: 2 };
-            let refused = local.pull_owners(owners(some), CallExtras::default(), None).unwrap_err();
+            let refused = local
+                .transfer_group(Side::Destination, owners(some), true, CallExtras::default(), None)
+                .unwrap_err();
             assert_eq!((refused.kind(), refused.fact("part")), (ErrorKind::InvalidArgument, Some("0")));
         }
     }
@@ -157,9 +164,17 @@ fn the_parts_of_a_group_move_their_layers() {
             };
             let members = vec![member(0, 2, 0), member(1, 0, 1)];
             let (call, src, mut dst) = if pushes {
-                (local.push_group(members, CallExtras::default(), None), ours, theirs)
+                (
+                    local.transfer_group(Side::Source, members, false, CallExtras::default(), None),
+                    ours,
+                    theirs,
+                )
             } else {
-                (local.pull_group(members, CallExtras::default(), None), theirs, ours)
+                (
+                    local.transfer_group(Side::Destination, members, false, CallExtras::default(), None),
+                    theirs,
+                    ours,
+                )
             };
             outcome(&call.unwrap()).unwrap();
             for (from, to, at) in [(0, 4, 0), (1, 5, 0), (2, 0, 1), (3, 1, 1)] {

@@ -7,7 +7,8 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{
-    CacheLayout, CallExtras, DataDist, Geometry, GroupMember, Layers, Name, Outcome, RemoteName, Rows, Target,
+    CacheLayout, CallExtras, DataDist, Geometry, GroupMember, Layers, Name, Outcome, RemoteName, Rows, Side,
+    Target,
 };
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache, digest};
@@ -326,7 +327,10 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
         grant: None,
     };
     let group = || {
-        let transfer = pair.local.pull_group(vec![part(0), part(1)], extras(Verify::Full), None).unwrap();
+        let transfer = pair
+            .local
+            .transfer_group(Side::Destination, vec![part(0), part(1)], false, extras(Verify::Full), None)
+            .unwrap();
         transfer.wait(Deadline::after(LONG)).unwrap();
         transfer.outcome().unwrap()
     };
