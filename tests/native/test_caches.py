@@ -278,6 +278,17 @@ def test_registered_addresses(engine: Engine) -> None:
     assert engine.register("b", addresses, of_layout, blocks=4).layout == of_layout
 
 
+def test_registered_addresses_with_a_stride(engine: Engine) -> None:
+    pages = np.zeros((8, 2, 32), np.uint8)
+    starts = [pages.ctypes.data, pages.ctypes.data + 32]
+    kv = engine.register("kv", starts, blocks=8, shape=(32,), dtype="uint8", stride=64)
+    pages[1, 0], pages[1, 1] = 5, 6
+    engine.copy(kv[[7]], kv[[1]]).result(LIMIT)
+    assert (pages[7, 0] == 5).all()
+    assert (pages[7, 1] == 6).all()
+    assert not pages[2:7].any()
+
+
 def test_registered_objects_stay_alive_until_they_are_free(engine: Engine) -> None:
     class Array(np.ndarray):
         pass

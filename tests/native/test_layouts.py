@@ -37,6 +37,7 @@ CONVERSIONS = {
     "latent, some layers": (latent(16), latent(24, layers=range(2))),
     "single, half the heads": (layout(16, rank(0, 2), kv="single"), layout(16, (2, 4), kv="single")),
     "k then v to separate, some heads": (layout(16, kv="k_then_v", order="HND"), layout(24, (0, 4))),
+    "separate to k then v": (layout(16), layout(24, kv="k_then_v", order="HND")),
 }
 
 

@@ -524,6 +524,19 @@ def test_layers_to_several_destinations(pair: Pair) -> None:
     assert len(of(Completed, pair.near.events())) == 0
 
 
+def test_only_some_layers(pair: Pair) -> None:
+    """Layers outside the range of the rows are reported as well, and move nothing."""
+    mine, theirs = pair.caches()
+    model = Model(theirs)
+    push = pair.near.push(pair.peer["kv"][[1]].part(layers=(1, 3)), mine[[2]].part(layers=(1, 3)), layerwise=True)
+    push.ready(0)
+    push.ready(1)
+    assert not push.done()
+    push.ready(2)
+    push.result(LIMIT)
+    model.write([1], Model(mine), [2], tensors=range(1, 3)).check(theirs)
+
+
 def test_layers_of_a_pipeline_stage(pair: Pair) -> None:
     """A push layer by layer writes the layers of the model that the source holds, as other transfers do."""
     stage, whole = layout(layers=range(2, 4)), layout(layers=4)
