@@ -118,11 +118,13 @@ def keeper(folder: Path, size: int, memory: int) -> Iterator[Store]:
     socket = folder / "keeper"
     order = ["serve", "--memory", f"{memory >> 10}KiB", "--value", f"{size >> 10}KiB", "--socket", str(socket)]
     with subprocess.Popen([sys.executable, "-m", "llm_datadist", *order], stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ready"), "the keeper has not started"
-        with Store(socket, namespace="a benchmark", value=size, timeout=TIMEOUT) as store:
-            yield store
-        process.terminate()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("ready"), "the keeper has not started"
+            with Store(socket, namespace="a benchmark", value=size, timeout=TIMEOUT) as store:
+                yield store
+        finally:
+            process.terminate()
 
 
 def throughput(folder: Path, label: str, size: int, count: int, rounds: int) -> str:
@@ -136,12 +138,12 @@ def throughput(folder: Path, label: str, size: int, count: int, rounds: int) -> 
         shutil.rmtree(shm)
     gigabytes = count * size / 1e9
     median = statistics.median
-    cells = [f"{label:8}{gigabytes / median([one.copy for one in taken]):9.1f}"]
+    cells = [f"{label:8}{gigabytes / median([one.copy for one in taken]):9.3g}"]
     for ours, theirs in (("put", "write"), ("get", "read")):
         times = [getattr(one, ours) for one in taken]
-        cells.append(f"{gigabytes / median(times):9.1f}")
-        cells.append(f"{median([one.copy / getattr(one, ours) for one in taken]):9.2f}")
-        cells.append(f"{median([getattr(one, theirs) / getattr(one, ours) for one in taken]):9.2f}")
+        cells.append(f"{gigabytes / median(times):9.3g}")
+        cells.append(f"{median([one.copy / getattr(one, ours) for one in taken]):9.3g}")
+        cells.append(f"{median([getattr(one, theirs) / getattr(one, ours) for one in taken]):9.3g}")
     return "".join(cells)
 
 

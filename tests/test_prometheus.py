@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from llm_datadist import Engine, Keeper, Store
 from llm_datadist.integrations.prometheus import EngineCollector, KeeperCollector, StoreCollector
+from llm_datadist.native import KeeperObserver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -193,6 +199,20 @@ def stored(folder: Path) -> tuple[Keeper, Store]:
     return keeper, store
 
 
+def down(registry: CollectorRegistry, socket: Path) -> list[str]:
+    """Return why the keeper has given no counters."""
+    samples = [
+        one for family in registry.collect() for one in family.samples if one.labels.get("keeper") == str(socket)
+    ]
+    flags = {one.labels["reason"]: one.value for one in samples if one.name == "llm_datadist_keeper_down"}
+    assert sorted(flags) == ["away", "refused", "timeout"]
+    assert set(flags.values()) <= {0, 1}
+    reasons = [reason for reason, flag in flags.items() if flag]
+    up = [one.value for one in samples if one.name == "llm_datadist_keeper_up"]
+    assert (up, len(reasons)) in (([1], 0), ([0], 1))
+    return reasons
+
+
 def test_stores_and_keepers_have_the_values_of_stats(tmp_path: Path) -> None:
     keeper, store = stored(tmp_path)
     registry = CollectorRegistry()
@@ -208,23 +228,73 @@ def test_stores_and_keepers_have_the_values_of_stats(tmp_path: Path) -> None:
     assert misses == {"absent": 1, "changed": 0, "away": 0}
     results = {result: value("llm_datadist_store_put_values_total", {**of, "result": result}) for result in RESULTS}
     assert results == {"stored": 2, "present": 1, "no_room": 0, "away": 0}
-    assert value("llm_datadist_store_keeper_up", of) == 1
     counted = stats["keeper"]
     assert counted is not None
+    assert value("llm_datadist_keeper_observers", at) == 1, "the collector itself"
     for name in ("slots", "values", "clients", "namespaces", "leased"):
         assert value(f"llm_datadist_keeper_{name}", at) == counted[name]  # type: ignore[literal-required]
     for name in ("stored", "stored_bytes", "present", "evicted", "puts"):
         assert value(f"llm_datadist_keeper_{name}_total", at) == counted[name]  # type: ignore[literal-required]
-    assert [value("llm_datadist_keeper_up", {"keeper": str(tmp_path / name)}) for name in ("keeper", "nobody")] == [
-        1,
-        0,
-    ]
+    assert value("llm_datadist_keeper_up", at) == 1
+    assert down(registry, tmp_path / "keeper") == []
+    assert down(registry, tmp_path / "nobody") == ["away"]
     keeper.close()
-    assert value("llm_datadist_keeper_up", at) == 0
+    assert down(registry, tmp_path / "keeper") == ["away"]
     assert value("llm_datadist_keeper_slots", at) is None
-    assert value("llm_datadist_store_keeper_up", of) == 0
     store.close()
     assert value("llm_datadist_store_hits_total", of) is None
+
+
+def test_a_keeper_that_refuses_is_not_away(tmp_path: Path) -> None:
+    keeper, store = stored(tmp_path)
+    registry = CollectorRegistry()
+    registry.register(KeeperCollector(tmp_path / "keeper"))
+    with keeper, store:
+        with ExitStack() as observers:
+            for _ in range(8):
+                observers.enter_context(KeeperObserver(tmp_path / "keeper"))
+            assert down(registry, tmp_path / "keeper") == ["refused"]
+        assert (store.stats()["keeper"] or {})["refused"] == 1
+        end = time.monotonic() + LIMIT
+        while down(registry, tmp_path / "keeper"):  # until it has seen the end of the others
+            assert time.monotonic() < end
+
+
+def test_a_keeper_that_hangs_costs_no_hits(tmp_path: Path) -> None:
+    socket = tmp_path / "keeper"
+    order = [
+        sys.executable,
+        "-m",
+        "llm_datadist",
+        "serve",
+        "--memory",
+        "1MiB",
+        "--value",
+        "1KiB",
+        "--socket",
+        str(socket),
+    ]
+    with subprocess.Popen(order, stdout=subprocess.PIPE, text=True) as serve:  # noqa: S603
+        assert serve.stdout is not None
+        assert serve.stdout.readline().startswith("ready")
+        (child,) = map(int, Path(f"/proc/{serve.pid}/task/{serve.pid}/children").read_text().split())
+        try:
+            with Store(socket, namespace="a model", value=1024, timeout=LIMIT) as store:
+                assert store.put([bytes(28)], [bytes(1024)]) == [True]
+                registry = CollectorRegistry()
+                registry.register(StoreCollector({"small": store}))
+                os.kill(child, signal.SIGSTOP)
+                hits = "llm_datadist_store_hits_total"
+                assert registry.get_sample_value(hits, {"store": "small"}) == 0
+                assert store.get([bytes(28)], [bytearray(1024)]) == [True]
+                assert registry.get_sample_value(hits, {"store": "small"}) == 1
+                registry.register(KeeperCollector(socket))
+                assert down(registry, socket) == ["timeout"]
+                assert store.get([bytes(28)], [bytearray(1024)]) == [True]
+                assert store.stats(keeper=False)["misses_away"] == 0
+        finally:
+            os.kill(child, signal.SIGCONT)
+            serve.terminate()
 
 
 REASONS = ("absent", "changed", "away")
@@ -256,6 +326,7 @@ def test_the_dashboard_has_names_that_exist(start: Open, tmp_path: Path) -> None
         "llm_datadist_keeper_leases",
         "llm_datadist_keeper_leases_refused",
         "llm_datadist_keeper_namespaces",
+        "llm_datadist_keeper_observers",
         "llm_datadist_keeper_present",
         "llm_datadist_keeper_refused",
         "llm_datadist_keeper_slot_bytes",

@@ -1316,6 +1316,8 @@ class Store:
     def clear(self, *, timeout: float | None = None) -> int:
         """Have the keeper drop all values of the namespace. Those that are put meanwhile may stay.
 
+        An error of a call that has dropped some says how many: ``dropped=...`` in its text.
+
         Args:
             timeout: time limit in seconds. ``None``: that of the store.
 
@@ -1329,18 +1331,21 @@ class Store:
             Closed: the store is closed, or belongs to the parent of this process.
         """
 
-    def stats(self, *, timeout: float | None = None) -> StoreStats:
+    def stats(self, *, keeper: bool = True, timeout: float | None = None) -> StoreStats:
         """Return the counts of this store, and those of the keeper.
 
         Args:
+            keeper: whether to ask the keeper for its counters. ``False`` sends no message, so a keeper that hangs does
+                not matter.
             timeout: time limit in seconds. ``None``: that of the store.
 
         Returns:
             A dict: ``llm_datadist.stats.StoreStats`` has its fields. The counters of the keeper are ``None`` if it is
-            away or does not answer in time.
+            away or was not asked. They are also ``None`` if it does not answer in time: then the store attaches again,
+            as after a ``put``.
 
         Raises:
-            TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
+            TypeError, InvalidArgument: an argument has the wrong type or is out of range.
             Closed: the store is closed, or belongs to the parent of this process.
         """
 
@@ -1404,8 +1409,9 @@ class Keeper:
 class KeeperObserver:
     """A client of a keeper that only looks: it lists values and namespaces, and reads counters.
 
-    It has no namespace of its own. It does not attach again: once a call has failed with ``PeerLost`` or ``Timeout``,
-    open another one. A keeper has at most 8. Several threads may use it. ``with`` calls ``close`` at the end.
+    It has no namespace of its own. It does not attach again: after a call that the keeper has not answered, all calls
+    fail. Open another one then. A keeper has at most 8. Several threads may use it. ``with`` calls ``close`` at the
+    end.
 
     Args:
         socket: path at which the keeper listens.
@@ -1425,8 +1431,8 @@ class KeeperObserver:
         """Return the counters of the keeper.
 
         Raises:
-            PeerLost: the keeper has ended, or an earlier call has failed.
-            Timeout: the keeper has not answered in time.
+            PeerLost: the keeper has ended, or has not answered an earlier call.
+            Timeout: the keeper has not answered in time, or calls of other threads took the time.
             Closed: the observer is closed, or belongs to the parent of this process.
         """
 
@@ -1434,8 +1440,8 @@ class KeeperObserver:
         """Return the namespaces that the keeper knows, in the order of their numbers.
 
         Raises:
-            PeerLost: the keeper has ended, or an earlier call has failed.
-            Timeout: the keeper has not answered in time.
+            PeerLost: the keeper has ended, or has not answered an earlier call.
+            Timeout: the keeper has not answered in time, or calls of other threads took the time.
             Closed: the observer is closed, or belongs to the parent of this process.
         """
 
@@ -1453,8 +1459,8 @@ class KeeperObserver:
         Raises:
             TypeError: an argument has the wrong type.
             InvalidArgument: an argument is out of range.
-            PeerLost: the keeper has ended, or an earlier call has failed.
-            Timeout: the keeper has not answered in time.
+            PeerLost: the keeper has ended, or has not answered an earlier call.
+            Timeout: the keeper has not answered in time, or calls of other threads took the time.
             Closed: the observer is closed, or belongs to the parent of this process.
         """
 
@@ -1463,11 +1469,11 @@ class KeeperObserver:
 
         The first call returns none: call it before ``values`` to follow the keeper from then on without a gap. The
         keeper remembers the last 65,536 changes. Who asks too rarely is told how many are missing, and needs ``values``
-        again. Threads share what was returned.
+        again. Each change is returned once, to one of the threads.
 
         Raises:
-            PeerLost: the keeper has ended, or an earlier call has failed.
-            Timeout: the keeper has not answered in time.
+            PeerLost: the keeper has ended, or has not answered an earlier call.
+            Timeout: the keeper has not answered in time, or calls of other threads took the time.
             Closed: the observer is closed, or belongs to the parent of this process.
         """
 

@@ -268,7 +268,8 @@ class KeeperStats(TypedDict):
     put_nanos: int
     """Total time of these requests in the keeper, in nanoseconds."""
     refused: int
-    """Connections that it has refused or closed because of what the client sent."""
+    """Clients that it has refused, and told why: because of what they sent, because of a limit, or because of the
+    system."""
 
 
 class StoreStats(TypedDict):
@@ -307,7 +308,7 @@ class StoreStats(TypedDict):
     refused: Optional[str]
     """The reason why the store could not attach when it last tried. ``None`` if it could, or if the keeper was away."""
     keeper: Optional[KeeperStats]
-    """The counters of the keeper. ``None`` if it is away, or does not answer in time."""
+    """The counters of the keeper. ``None`` if it is away, was not asked, or does not answer in time."""
 
 
 class StoredNamespace(TypedDict):

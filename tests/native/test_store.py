@@ -6,6 +6,7 @@ Not for: random calls against a model, and hostile clients (`crates/keeper/tests
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import socket as sockets
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable
 
@@ -295,6 +297,36 @@ def test_buffers_and_arrays_are_values(socket: Path, keeper: Keeper) -> None:
         assert (into[0] == array).all()
         assert [bytes(into[1]), bytes(into[2])] == [value(2), value(3)]
     assert keeper.slots == 64
+
+
+def test_read_only_buffer_of_another_size_is_not_copied(socket: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sparse"
+    file.touch()
+    os.truncate(file, 64 << 20)
+    with file.open("rb") as reading, opened(socket) as store:
+        given = memoryview(mmap.mmap(reading.fileno(), 0, prot=mmap.PROT_READ))
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidArgument, match=r"values\[0\]=67108864 bytes"):
+                store.put([key(1)], [given])
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_own_stats_do_not_wait_for_a_stopped_keeper(socket: Path, served: subprocess.Popen[str]) -> None:
+    with opened(socket) as store:
+        assert store.put([key(1)], [value(1)]) == [True]
+        pid = stop(served)
+        stats = store.stats(keeper=False)
+        assert (stats["puts_stored"], stats["keeper"]) == (1, None)
+        assert got(store, 1) == value(1), "the store is still attached"
+        with pytest.raises(TypeError):
+            store.stats(keeper=1)  # type: ignore[arg-type]
+        os.kill(pid, signal.SIGCONT)
+        assert (store.stats()["keeper"] or {})["stored"] == 1
+    with pytest.raises(Closed):
+        store.stats(keeper=False)
 
 
 @pytest.mark.usefixtures("keeper")

@@ -13,16 +13,19 @@ import pty
 import re
 import select
 import signal
+import socket as sockets
 import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 
 from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Store
 from llm_datadist.commands.main import main
+from llm_datadist.commands.store import cli, top
 from llm_datadist.native import KeeperObserver
 
 if TYPE_CHECKING:
@@ -109,6 +112,41 @@ def test_observer_needs_a_keeper(socket: Path) -> None:
                 observer.stats()
 
 
+def shared_mappings() -> int:
+    """Return how many parts of memory files this process has mapped."""
+    with open("/proc/self/maps", encoding="ascii") as maps:  # noqa: PTH123  (lines, one by one)
+        return sum("memfd:llm_datadist" in line for line in maps)
+
+
+@pytest.mark.usefixtures("filled")
+def test_observer_maps_no_memory_of_the_keeper(socket: Path) -> None:
+    before = shared_mappings()
+    assert before > 0
+    with KeeperObserver(socket) as observer:
+        assert len(observer.values()) == 4
+        assert shared_mappings() == before
+
+
+@pytest.mark.usefixtures("filled")
+def test_forked_observer_refuses_calls_and_closes_nothing(socket: Path) -> None:
+    observer = KeeperObserver(socket)
+    forked = os.fork()
+    if forked == 0:
+        refused = 0
+        with contextlib.suppress(BaseException):
+            for name in ("stats", "namespaces", "values", "changes"):
+                with contextlib.suppress(Closed):
+                    getattr(observer, name)()
+                    break
+                refused += 1
+            observer.close()
+            del observer
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 4
+    assert observer.stats()["values"] == 4, "the child has not ended the connection of its parent"
+    observer.close()
+
+
 def test_observer_follows_changes(socket: Path, filled: Store) -> None:
     with KeeperObserver(socket) as observer:
         assert observer.changes() == {"changes": [], "missed": 0}
@@ -183,6 +221,72 @@ def test_errors_say_what_is_wrong(socket: Path, filled: Store, capsys: pytest.Ca
         assert run(capsys, nobody, action) == (1, "", f"llm-datadist store: no keeper listens at {nobody}\n")
 
 
+def test_commands_give_up_after_their_timeout(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as silent:
+        silent.bind(str(socket))
+        silent.listen()
+        drop = ("drop", "--namespace", "a", "--all")
+        for action in (("stats",), ("ls",), drop):
+            status, _, error = run(capsys, socket, *action, "--timeout", "0.01")
+            assert status == 1, error
+            assert "timeout passed while waiting for the keeper (limit_ms=10)" in error
+    assert run(capsys, socket, "ls", "--timeout", "0")[0] == 2
+
+
+def test_failed_drop_tells_how_many_values_were_dropped(
+    socket: Path, filled: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call finds no keeper."""
+    calls = iter((filled.drop, None))
+
+    def drop(keys: list[bytes]) -> int:
+        call = next(calls)
+        if call is None:
+            raise PeerLost("the keeper has ended: dropped=0")
+        return call(keys)
+
+    monkeypatch.setattr(cli, "Store", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(drop=drop)))
+    keys = [word for number in range(4097) for word in ("--key", key(number).hex())]
+    status, _, error = run(capsys, socket, "drop", "--namespace", "a model", *keys)
+    text = "the keeper has ended: dropped=0; earlier calls have dropped 3 values"
+    assert (status, error) == (1, f"llm-datadist store: {text}\n")
+
+
+def test_top_divides_by_the_time_since_the_last_answer(
+    socket: Path, keeper: Keeper, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KeeperObserver(socket) as real:
+        stats = real.stats()
+    now = 0.0
+
+    def observer(*_: Any, **__: Any) -> Any:
+        """It answers after 0 and after 4 seconds, and has stored 40 values meanwhile."""
+        if now == 2:
+            raise PeerLost("away")
+        counted = {**stats, "stored": 10 * now}
+        return contextlib.nullcontext(SimpleNamespace(stats=lambda: counted, namespaces=list))
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        if now == 4:
+            raise KeyboardInterrupt
+        now += seconds
+
+    monkeypatch.setattr(top, "KeeperObserver", observer)
+    monkeypatch.setattr(top, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert not keeper.closed
+    text = run(capsys, socket, "top", "--interval", "2")[1]
+    assert text.count("no keeper answers") == 1
+    assert re.findall(r"values stored +([0-9,]+) +([0-9,]+)\n", text) == [("0", "0"), ("10", "40")]
+
+
+@pytest.mark.usefixtures("filled")
+def test_top_reports_a_file_that_takes_no_more(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = run(capsys, socket, "top", "--json", "/dev/full")
+    assert status == 1
+    assert error.endswith("cannot write the results to /dev/full: No space left on device (errno=28)\n")
+
+
 def read_until(descriptor: int, holds: Callable[[str], bool]) -> str:
     """Read from a descriptor until a condition holds for all that was read."""
     text, end = "", time.monotonic() + LIMIT
@@ -233,6 +337,33 @@ def test_top_goes_on_while_the_keeper_is_away(socket: Path, keeper: Keeper, tmp_
     looks = [json.loads(line) for line in file.read_text().splitlines()]
     assert looks[0]["slots"] == 64
     assert None in looks
+
+
+@pytest.mark.usefixtures("filled")
+def test_top_goes_on_while_the_keeper_refuses_it(socket: Path) -> None:
+    with started(*TOP, str(socket), "--interval", "0.01", stdout=subprocess.PIPE) as top:
+        assert top.stdout is not None
+        read_until(top.stdout.fileno(), lambda text: "keeper at" in text)
+        with contextlib.ExitStack() as observers:
+            count, end = 0, time.monotonic() + LIMIT
+            while count < 8:  # `top` is an observer at times
+                assert time.monotonic() < end
+                with contextlib.suppress(Error):
+                    observers.enter_context(KeeperObserver(socket))
+                    count += 1
+            read_until(top.stdout.fileno(), lambda text: "8 clients that only look" in text)
+        read_until(top.stdout.fileno(), lambda text: "keeper at" in text)
+
+
+def test_top_replaces_characters_that_the_terminal_has_not(socket: Path, keeper: Keeper) -> None:
+    ours, terminal = pty.openpty()
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with keeper, Store(socket, namespace="f\u00fcr alle", value=VALUE) as store:
+        assert store.put([key(1)], [bytes(VALUE)]) == [True]
+        with started(*TOP, str(socket), stdin=terminal, stdout=terminal, env=environment):
+            read_until(ours, lambda text: "f?r alle" in text)
+    os.close(terminal)
+    os.close(ours)
 
 
 @pytest.mark.parametrize("end", ["q", signal.SIGINT, signal.SIGTERM])

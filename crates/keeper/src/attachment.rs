@@ -1,43 +1,72 @@
-//! A client's connection to a keeper, with the memory that both share.
+//! What a store has of a keeper: a connection, and the memory that both share.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use llm_datadist_core::bindings::keeper::{
-    CloseOnFork, Copy, Generations, Kernel, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region,
-    Tensors, Window, copy_all,
+    Copy, Generations, Kernel, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region, Tensors, Window,
+    copy_all,
 };
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{Shutdown, shutdown};
 
+use crate::connection::{KeeperConnection, ended, unexpected};
 use crate::index::{self, Index, Place};
 use crate::key::{IndexKey, StoreKey};
-use crate::messages::{
-    AttachRequest, KeeperRefusal, KeeperReply, KeeperRequest, RefusalKind, SharedGeometry, Stored, VERSION,
-    decoded, encoded,
-};
-use crate::sizes::{self, MESSAGE_BYTES};
-use crate::socket::{PeerFile, connect_to, receive, send};
+use crate::messages::{AttachRequest, KeeperReply, KeeperRequest, SharedGeometry, Stored, VERSION};
+use crate::sizes;
+use crate::socket::PeerFile;
 
-/// A connection on which the keeper has attached this process.
+/// An attached store: a connection, with the memory that both ends share.
 #[derive(Debug)]
 pub(crate) struct Attachment {
-    /// Declared before the socket, so that it drops first.
-    _forked: CloseOnFork,
-    socket: OwnedFd,
+    pub(crate) connection: KeeperConnection,
+    pub(crate) memory: SharedMemory,
+    /// The memory of this process from which the keeper copies values. `None` while it may do so, which is for ever after a put
+    /// without a reply.
+    staging: Mutex<Option<Tensors>>,
+    value: u64,
+}
+
+/// The memory of a keeper. This process has mapped it read-only.
+#[derive(Debug)]
+pub(crate) struct SharedMemory {
     pub(crate) geometry: SharedGeometry,
     pub(crate) index: Index<PeerWords>,
     pub(crate) generations: PeerGenerations,
     /// The slots as one tensor.
     pub(crate) values: Tensors,
-    /// The memory of this process from which the keeper copies values. `None` while it may do so, which is for ever after a put
-    /// without a reply, and if this attachment only looks.
-    staging: Mutex<Option<Tensors>>,
-    value: u64,
+}
+
+impl SharedMemory {
+    /// Maps the memory that the keeper has answered with.
+    pub(crate) fn map(
+        geometry: SharedGeometry,
+        files: Vec<PeerFile>,
+        deadline: Deadline,
+    ) -> Result<SharedMemory> {
+        let SharedGeometry { slots, slot_bytes, .. } = geometry;
+        let all =
+            u64::from(slots).checked_mul(slot_bytes).filter(|_| (1..=Generations::CACHES).contains(&slots));
+        let (Some(all), Ok(files)) = (all, <[PeerFile; 3]>::try_from(files)) else {
+            return Err(unexpected());
+        };
+        let [values, index, generations] = files.each_ref().map(PeerFile::duplicate);
+        let budget = MapBudget::new(None);
+        let values = PeerMapping::map(values?, all, &budget, deadline)?;
+        Ok(SharedMemory {
+            geometry,
+            index: Index::new(PeerWords::map(index?, index::words(slots), &budget, deadline)?, slots),
+            generations: PeerGenerations::map(generations?, &budget, deadline)?,
+            values: Tensors::mapped(values, [0], all)?,
+        })
+    }
+
+    /// Returns where the value of a key is, if the keeper has it.
+    pub(crate) fn place(&self, namespace: u32, key: &StoreKey) -> Option<Place> {
+        self.index.find(&IndexKey::of(namespace, key)).filter(|place| place.slot < self.geometry.slots)
+    }
 }
 
 impl Attachment {
@@ -49,69 +78,12 @@ impl Attachment {
         let bytes = sizes::staging_bytes(value);
         let region = Arc::new(Region::ordinary("llm_datadist staging", bytes)?);
         let memory = region.descriptor().ok_or_else(not_sealed)?;
-        let request = AttachRequest { version: VERSION, namespace: namespace.into(), value };
-        let attachment = Self::attach(path, &KeeperRequest::Attach(request), &[memory], deadline)?;
+        let request =
+            KeeperRequest::Attach(AttachRequest { version: VERSION, namespace: namespace.into(), value });
+        let (connection, geometry, files) = KeeperConnection::open(path, &request, &[memory], deadline)?;
+        let memory = SharedMemory::map(geometry, files, deadline)?;
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
-        Ok(Attachment { staging, value, ..attachment })
-    }
-
-    /// Attaches without memory to look at what the keeper has. Returns the errors of [`open`](Self::open).
-    pub(crate) fn observe(path: &Path, deadline: Deadline) -> Result<Attachment> {
-        Self::attach(path, &KeeperRequest::Observe(VERSION), &[], deadline)
-    }
-
-    /// Connects, sends the first message, and maps what the keeper answers with. The attachment has no staging memory.
-    fn attach(
-        path: &Path,
-        request: &KeeperRequest,
-        memory: &[BorrowedFd<'_>],
-        deadline: Deadline,
-    ) -> Result<Attachment> {
-        let socket = connect_to(path)?;
-        let forked = CloseOnFork::new(&socket);
-        send(&socket, &encoded(request)?, memory).map_err(ended)?;
-        let (reply, files) = received(&socket, deadline)?;
-        let geometry = match reply {
-            KeeperReply::Attached(geometry) => geometry,
-            KeeperReply::Refused(refusal) => return Err(refused(refusal)),
-            _ => return Err(unexpected()),
-        };
-        let SharedGeometry { slots, slot_bytes, .. } = geometry;
-        let all =
-            u64::from(slots).checked_mul(slot_bytes).filter(|_| (1..=Generations::CACHES).contains(&slots));
-        let (Some(all), Ok(files)) = (all, <[PeerFile; 3]>::try_from(files)) else {
-            return Err(unexpected());
-        };
-        let [values, index, generations] = files.each_ref().map(PeerFile::duplicate);
-        let budget = MapBudget::new(None);
-        let values = PeerMapping::map(values?, all, &budget, deadline)?;
-        Ok(Attachment {
-            _forked: forked,
-            socket,
-            geometry,
-            index: Index::new(PeerWords::map(index?, index::words(slots), &budget, deadline)?, slots),
-            generations: PeerGenerations::map(generations?, &budget, deadline)?,
-            values: Tensors::mapped(values, [0], all)?,
-            staging: Mutex::new(None),
-            value: 0,
-        })
-    }
-
-    /// Returns whether the keeper has not ended the connection.
-    pub(crate) fn alive(&self) -> bool {
-        let mut watched = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        loop {
-            match poll(&mut watched, Some(&now)) {
-                Err(Errno::INTR) => {}
-                other => return other == Ok(0),
-            }
-        }
-    }
-
-    /// Returns where the value of a key is, if the keeper has it.
-    pub(crate) fn place(&self, namespace: u32, key: &StoreKey) -> Option<Place> {
-        self.index.find(&IndexKey::of(namespace, key)).filter(|place| place.slot < self.geometry.slots)
+        Ok(Attachment { connection, memory, staging, value })
     }
 
     /// Has the keeper copy values, the last ones first, and writes to `results` what became of each. This process copies some into one
@@ -159,13 +131,14 @@ impl Attachment {
         }
         copy_all(&copies, Kernel::for_bytes(pairs.len() as u64 * self.value))?;
         let first = u32::try_from(first).unwrap_or(u32::MAX);
-        self.send(&KeeperRequest::Put(first, pairs.iter().map(|(key, _)| *key).collect()), deadline)
+        self.connection
+            .send(&KeeperRequest::Put(first, pairs.iter().map(|(key, _)| *key).collect()), deadline)
     }
 
     /// Waits for what became of the values of one message.
     fn take_results(&self, results: Option<&mut [Stored]>, deadline: Deadline) -> Result<()> {
         let Some(results) = results else { return Ok(()) };
-        match self.reply(deadline)? {
+        match self.connection.reply(deadline)? {
             KeeperReply::Put(stored) if stored.len() == results.len() => {
                 results.copy_from_slice(&stored);
                 Ok(())
@@ -178,89 +151,14 @@ impl Attachment {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a request, and returns the reply. At most one thread may call this at a time. After an error, the reply may still come, so
-    /// the attachment must not be used any more.
-    pub(crate) fn ask(&self, request: &KeeperRequest, deadline: Deadline) -> Result<KeeperReply> {
-        self.send(request, deadline)?;
-        self.reply(deadline)
-    }
-
-    fn send(&self, request: &KeeperRequest, deadline: Deadline) -> Result<()> {
-        let message = encoded(request)?;
-        loop {
-            match send(&self.socket, &message, &[]) {
-                Ok(()) => return Ok(()),
-                Err(Errno::AGAIN) => wait(&self.socket, PollFlags::OUT, deadline)?,
-                Err(errno) => return Err(ended(errno)),
-            }
-        }
-    }
-
-    fn reply(&self, deadline: Deadline) -> Result<KeeperReply> {
-        match received(&self.socket, deadline)?.0 {
-            KeeperReply::Refused(refusal) => Err(refused(refusal)),
-            reply => Ok(reply),
-        }
-    }
-
     /// Tells the keeper that these slots were read, unless its queue is full.
     pub(crate) fn touch(&self, slots: &[u32]) {
         // The end of the chain first, because what the keeper hears last is used again last.
         for slots in slots.chunks(sizes::MESSAGE_KEYS).rev() {
-            let Ok(message) = encoded(&KeeperRequest::Touch(slots.into())) else { return };
             // A lost message makes the order of use less exact, and nothing else.
-            let _ = send(&self.socket, &message, &[]);
+            self.connection.send_if_room(&KeeperRequest::Touch(slots.into()));
         }
     }
-
-    /// Ends the connection. Calls that wait for a reply fail at once.
-    pub(crate) fn end(&self) {
-        // Fails only if the keeper has ended it.
-        let _ = shutdown(&self.socket, Shutdown::Both);
-    }
-}
-
-/// Waits for the next message of the keeper.
-fn received(socket: &OwnedFd, deadline: Deadline) -> Result<(KeeperReply, Vec<PeerFile>)> {
-    let (mut buffer, mut files) = (vec![0; MESSAGE_BYTES], Vec::new());
-    loop {
-        match receive(socket, &mut buffer, &mut files) {
-            Ok(Some(message)) => return Ok((decoded(message)?, files)),
-            Ok(None) => return Err(ended(Errno::PIPE)),
-            Err(Errno::AGAIN) => wait(socket, PollFlags::IN, deadline)?,
-            Err(errno) => return Err(ended(errno)),
-        }
-    }
-}
-
-/// Waits until the socket is ready, or the keeper has ended the connection.
-fn wait(socket: impl AsFd, flags: PollFlags, deadline: Deadline) -> Result<()> {
-    loop {
-        let limit = Timespec::try_from(deadline.wait_limit()).ok();
-        match poll(&mut [PollFd::new(&socket, flags)], limit.as_ref()) {
-            Ok(0) | Err(Errno::INTR) => deadline.waiting("waiting for the keeper")?,
-            Ok(_) => return Ok(()),
-            Err(errno) => return Err(Error::new(ErrorKind::System, "poll failed").errno(errno)),
-        }
-    }
-}
-
-fn ended(errno: Errno) -> Error {
-    Error::new(ErrorKind::NotLinked, "the keeper has ended the connection").errno(errno)
-}
-
-fn refused(refusal: KeeperRefusal) -> Error {
-    let KeeperRefusal { kind, argument, reason } = refusal;
-    let kind = match kind {
-        RefusalKind::Argument => ErrorKind::InvalidArgument,
-        RefusalKind::System => ErrorKind::System,
-    };
-    let error = Error::new(kind, reason).with("reported_by", "the keeper");
-    if argument.is_empty() { error } else { error.of_argument(&argument) }
-}
-
-fn unexpected() -> Error {
-    Error::new(ErrorKind::NotLinked, "the keeper has sent a reply that does not fit")
 }
 
 fn not_sealed() -> Error {
@@ -270,14 +168,17 @@ fn not_sealed() -> Error {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
     use std::path::PathBuf;
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::thread::{JoinHandle, sleep, spawn};
     use std::time::Duration;
 
     use super::*;
+    use crate::messages::{decoded, encoded};
     use crate::shared_files::SharedFiles;
-    use crate::socket::ListeningPath;
+    use crate::sizes::MESSAGE_BYTES;
+    use crate::socket::{ListeningPath, receive, send};
     use crate::table::SlotTable;
 
     /// The path of a keeper that is not there yet. It is removed when dropped.
@@ -309,11 +210,11 @@ pub(crate) mod tests {
         }
     }
 
-    /// A keeper that attaches one client, and answers nothing else.
+    /// A keeper that attaches one client, and answers nothing else by itself.
     pub(crate) struct SilentKeeper {
         socket: OwnedFd,
-        /// The staging memory of the client.
-        memory: PeerFile,
+        /// The staging memory of the client; `None` if it only looks.
+        memory: Option<PeerFile>,
         _listening: ListeningPath,
         _table: SlotTable,
     }
@@ -322,7 +223,7 @@ pub(crate) mod tests {
     pub(crate) struct AskedKeeper {
         listening: ListeningPath,
         socket: OwnedFd,
-        memory: PeerFile,
+        memory: Option<PeerFile>,
     }
 
     impl AskedKeeper {
@@ -332,7 +233,8 @@ pub(crate) mod tests {
             let table = SlotTable::over(Arc::new(SharedFiles::new(4, 64).unwrap())).unwrap();
             let geometry = SharedGeometry { namespace: 0, slots: 4, slot_bytes: 64 };
             let reply = encoded(&KeeperReply::Attached(geometry)).unwrap();
-            send(&socket, &reply, &table.shared.descriptors().unwrap()).unwrap();
+            let shared = table.shared.descriptors().unwrap();
+            send(&socket, &reply, if memory.is_some() { &shared } else { &[] }).unwrap();
             SilentKeeper { socket, memory, _listening: listening, _table: table }
         }
     }
@@ -347,7 +249,7 @@ pub(crate) mod tests {
                 }
             };
             let (_, memory) = message(&socket);
-            AskedKeeper { listening, socket, memory: memory.into_iter().next().unwrap() }
+            AskedKeeper { listening, socket, memory: memory.into_iter().next() }
         }
 
         /// Waits for the next message of the client.
@@ -355,10 +257,15 @@ pub(crate) mod tests {
             message(&self.socket).0
         }
 
+        /// Answers the last message of the client.
+        pub(crate) fn reply(&self, reply: &KeeperReply) {
+            send(&self.socket, &encoded(reply).unwrap(), &[]).unwrap();
+        }
+
         /// Returns the first bytes that the client has staged.
         pub(crate) fn staged(&self) -> [u8; 64] {
             let mut bytes = [0; 64];
-            assert_eq!(rustix::io::pread(self.memory.as_fd(), &mut bytes, 0), Ok(64));
+            assert_eq!(rustix::io::pread(self.memory.as_ref().unwrap().as_fd(), &mut bytes, 0), Ok(64));
             bytes
         }
     }

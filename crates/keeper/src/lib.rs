@@ -15,19 +15,21 @@
 //!
 //! ```text
 //!  store   observer   take_over   holder   keeper    the ends
-//!  attachment   turns   serving   client    what they do with messages
+//!  attachment   connection   serving   client    what they do with messages
 //!  table   leases   namespaces   changes   what only the keeper has
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key   stats
+//!  sizes   key   stats   call_lock
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
 mod attachment;
+mod call_lock;
 mod changes;
 mod client;
+mod connection;
 mod holder;
 mod index;
 mod keeper;
@@ -45,7 +47,6 @@ mod stats;
 mod store;
 mod table;
 mod take_over;
-mod turns;
 
 pub use holder::{Holder, KeeperOptions};
 pub use keeper::Keeper;

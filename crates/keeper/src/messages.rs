@@ -7,7 +7,7 @@ use crate::key::StoreKey;
 use crate::stats::KeeperStats;
 
 /// The version of the messages and of the shared memory. Another version is refused.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 /// The number of no namespace.
 pub(crate) const NO_NAMESPACE: u32 = u32::MAX;
 
@@ -28,8 +28,9 @@ pub(crate) enum KeeperRequest {
     Unlease(Vec<StoreKey>),
     /// What the keeper has counted.
     Stats,
-    /// The first message of a client that only looks, with the version that it speaks. It has no namespace and no memory.
-    Observe(u32),
+    /// The first message of a client that only looks, with the version that it speaks, and whether it reads values as well. It has no
+    /// namespace and no memory.
+    Observe(u32, bool),
     /// Which values the keeper has, in the order of their slots.
     List(ListRequest),
     /// Which namespaces the keeper knows, from this number on.
@@ -64,8 +65,8 @@ pub(crate) struct AttachRequest {
 /// What the keeper answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum KeeperReply {
-    /// The client is attached. The descriptors of the values, of the index and of the generations come with it.
-    /// The namespace of a client that only looks is [`NO_NAMESPACE`].
+    /// The client is attached. The descriptors of the values, of the index and of the generations come with it, unless the client only
+    /// looks and reads no values. The namespace of a client that only looks is [`NO_NAMESPACE`].
     Attached(SharedGeometry),
     /// The keeper refuses the client, and closes the connection.
     Refused(KeeperRefusal),
@@ -215,7 +216,7 @@ mod tests {
             KeeperRequest::Lease(vec![key; MESSAGE_KEYS], u32::MAX),
             KeeperRequest::Unlease(vec![key; MESSAGE_KEYS]),
             KeeperRequest::Stats,
-            KeeperRequest::Observe(VERSION),
+            KeeperRequest::Observe(VERSION, true),
             KeeperRequest::List(ListRequest { from: u32::MAX, namespace: Some(u32::MAX) }),
             KeeperRequest::Namespaces(u32::MAX),
             KeeperRequest::Clear(u32::MAX),

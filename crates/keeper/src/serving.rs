@@ -201,15 +201,18 @@ impl KeeperLoop {
     }
 
     fn answer(&mut self, number: u64, message: &[u8], descriptors: Vec<PeerFile>) -> Result<(), Goodbye> {
-        let reply = match decoded::<KeeperRequest>(message)? {
+        let request = decoded::<KeeperRequest>(message)?;
+        if !descriptors.is_empty() && !matches!(request, KeeperRequest::Attach(_)) {
+            return Err(Goodbye::refused("", "only an attach request may come with a descriptor"));
+        }
+        self.check_request(number, &request)?;
+        let reply = match request {
             KeeperRequest::Attach(request) => return self.attach(number, &request, descriptors),
-            _ if !descriptors.is_empty() => {
-                return Err(Goodbye::refused("", "only an attach request may come with a descriptor"));
+            KeeperRequest::Observe(version, with_memory) => {
+                return self.observe(number, version, with_memory);
             }
-            KeeperRequest::Observe(version) => return self.observe(number, version),
             KeeperRequest::Put(first, keys) => self.put(number, first, &keys)?,
             KeeperRequest::Touch(slots) => {
-                self.attached(number)?;
                 self.counts.touched += slots.len() as u64;
                 self.table.touch(slots.into_iter());
                 return Ok(());
@@ -220,7 +223,6 @@ impl KeeperLoop {
             KeeperRequest::Unlease(keys) => self.unlease(number, &keys)?,
             KeeperRequest::Stats => KeeperReply::Stats(self.stats()),
             KeeperRequest::List(request) => {
-                self.attached(number)?;
                 let (page, next) = self.table.list(request);
                 KeeperReply::Listed(page, next)
             }
@@ -230,12 +232,24 @@ impl KeeperLoop {
                 KeeperReply::Namespaces(page, next)
             }
             KeeperRequest::End => {
-                self.attached(number)?;
                 self.replaced = true;
                 return Ok(());
             }
         };
         send_reply(&self.attached(number)?.0.socket, &reply)
+    }
+
+    /// Returns the reason if a client may not ask this, because it has not attached or only looks.
+    fn check_request(&self, number: u64, request: &KeeperRequest) -> Result<(), Goodbye> {
+        use KeeperRequest::{Attach, Changes, End, List, Namespaces, Observe, Stats};
+        if matches!(request, Attach(_) | Observe(..)) {
+            return Ok(());
+        }
+        let looks = matches!(request, Stats | List(_) | Namespaces(_) | Changes(_) | End);
+        if self.attached(number)?.1.memory.is_none() && !looks {
+            return Err(Goodbye::refused("", "a client that only looks may change nothing"));
+        }
+        Ok(())
     }
 
     fn attach(
@@ -254,21 +268,27 @@ impl KeeperLoop {
             PeerMapping::map(memory.duplicate()?, bytes, &self.budget, Deadline::after(Duration::ZERO))?;
         let staging = Tensors::mapped(mapping, [0], bytes)?;
         let namespace = self.table.namespaces.attach(namespace, value).map_err(Goodbye::Refused)?;
-        self.admit_as(number, namespace, Some(ClientMemory { value, staging, _file: memory }))
+        self.admit_as(number, namespace, Some(ClientMemory { value, staging, _file: memory }), true)
     }
 
     /// Attaches a client that only looks.
-    fn observe(&mut self, number: u64, version: u32) -> Result<(), Goodbye> {
+    fn observe(&mut self, number: u64, version: u32, with_memory: bool) -> Result<(), Goodbye> {
         self.check_client(number, version)?;
         if self.observers() >= MAX_OBSERVERS {
             let reason = format!("{MAX_OBSERVERS} clients that only look are attached, which is the limit");
             return Err(Goodbye::at_limit(reason));
         }
-        self.admit_as(number, NO_NAMESPACE, None)
+        self.admit_as(number, NO_NAMESPACE, None, with_memory)
     }
 
-    /// Attaches a client, and sends it the descriptors.
-    fn admit_as(&mut self, number: u64, namespace: u32, memory: Option<ClientMemory>) -> Result<(), Goodbye> {
+    /// Attaches a client, and sends it the descriptors if it maps the memory of the keeper.
+    fn admit_as(
+        &mut self,
+        number: u64,
+        namespace: u32,
+        memory: Option<ClientMemory>,
+        maps: bool,
+    ) -> Result<(), Goodbye> {
         let client = self.clients.get_mut(&number).ok_or(Goodbye::Left)?;
         // On older kernels than Linux 6.16, the client can still send some. They are refused.
         take_descriptors(client.socket.as_fd(), false);
@@ -276,7 +296,8 @@ impl KeeperLoop {
         let geometry =
             SharedGeometry { namespace, slots: self.table.slots(), slot_bytes: self.table.slot_bytes() };
         let reply = encoded(&KeeperReply::Attached(geometry))?;
-        send(&client.socket, &reply, &self.table.shared.descriptors()?).map_err(|_| Goodbye::Left)
+        let shared = self.table.shared.descriptors()?;
+        send(&client.socket, &reply, if maps { &shared } else { &[] }).map_err(|_| Goodbye::Left)
     }
 
     /// Returns the reason if a client may not attach.
@@ -332,8 +353,7 @@ impl KeeperLoop {
     fn put(&mut self, number: u64, first: u32, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
         let client = self.clients.get(&number).and_then(|client| client.attached.as_ref());
         let AttachedClient { namespace, memory, .. } = client.ok_or_else(Goodbye::unattached)?;
-        let only_looks = || Goodbye::refused("", "a client that only looks has no memory for values");
-        let ClientMemory { value, staging, .. } = memory.as_ref().ok_or_else(only_looks)?;
+        let ClientMemory { value, staging, .. } = memory.as_ref().ok_or_else(Goodbye::unattached)?;
         let (begin, mut results) = (Instant::now(), vec![Stored::NoRoom; keys.len()]);
         for (at, key) in keys.iter().enumerate().rev() {
             let bytes = staging.window(0, (u64::from(first) + at as u64) * value, *value)?;

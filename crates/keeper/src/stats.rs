@@ -44,7 +44,7 @@ pub struct KeeperStats {
     pub puts: u64,
     /// Total time of these requests in nanoseconds.
     pub put_nanos: u64,
-    /// Connections that it has refused or closed because of what the client sent.
+    /// Clients that it has refused, and told why: because of what they sent, because of a limit, or because of the system.
     pub refused: u64,
 }
 

@@ -9,13 +9,13 @@ use llm_datadist_core::bindings::{remember_process, this_process};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::attachment::Attachment;
+use crate::call_lock::CallLock;
 use crate::index::Place;
 use crate::key::StoreKey;
 use crate::messages::{KeeperReply, KeeperRequest, Stored};
 use crate::sizes::{self, MESSAGE_KEYS};
 use crate::socket;
 use crate::stats::{KeeperStats, StoreStats, nanos_since};
-use crate::turns::Turns;
 
 /// How long a call waits for a keeper that has just come back.
 const ATTACH_WAIT: Duration = Duration::from_millis(50);
@@ -46,7 +46,7 @@ pub struct Store {
     attaching: Mutex<()>,
     /// How long it waits for the keeper.
     attach_wait: Duration,
-    turns: Turns,
+    call_lock: CallLock,
     /// Without the reason of a refusal, and without the counts of the keeper.
     counts: Mutex<StoreStats>,
 }
@@ -91,7 +91,7 @@ impl Store {
             state,
             attaching: Mutex::new(()),
             attach_wait: ATTACH_WAIT,
-            turns: Turns::default(),
+            call_lock: CallLock::default(),
             counts,
         })
     }
@@ -161,7 +161,7 @@ impl Store {
 
     /// Returns for each place whether what was copied from there is its value, and counts it.
     fn confirmed(&self, attachment: &Attachment, places: &[Option<Place>]) -> Vec<bool> {
-        let right = |place: &Place| attachment.generations.still(place.slot, place.generation);
+        let right = |place: &Place| attachment.memory.generations.still(place.slot, place.generation);
         let hits: Vec<bool> = places.iter().map(|place| place.as_ref().is_some_and(right)).collect();
         let count = |hits: &mut dyn Iterator<Item = bool>| hits.filter(|&hit| hit).count() as u64;
         let (found, hit) = (count(&mut places.iter().map(Option::is_some)), count(&mut hits.iter().copied()));
@@ -208,7 +208,7 @@ impl Store {
         deadline: Deadline,
         results: &mut [Stored],
     ) -> Result<()> {
-        let Some(_turn) = self.turns.take(deadline)? else { return Ok(()) };
+        let Some(_guard) = self.call_lock.lock(deadline)? else { return Ok(()) };
         let mut missing = Vec::with_capacity(keys.len());
         for (at, key) in keys.iter().enumerate() {
             match place(attachment, key) {
@@ -245,14 +245,12 @@ impl Store {
     pub fn drop_values(&self, keys: &[StoreKey], deadline: Deadline) -> Result<u64> {
         sizes::check_keys(keys.len())?;
         let attachment = self.attachment()?.ok_or_else(|| self.away())?;
-        let Some(_turn) = self.turns.take(deadline)? else {
-            return Err(deadline.error("waiting for other calls"));
-        };
+        let _guard = self.call_lock.lock_or_fail(deadline)?;
         let mut dropped = 0;
         for keys in keys.chunks(MESSAGE_KEYS) {
-            match self.asked(&attachment, &KeeperRequest::Drop(keys.into()), deadline)? {
-                KeeperReply::Dropped(count) => dropped += u64::from(count),
-                _ => return Err(self.away()),
+            match self.asked(&attachment, &KeeperRequest::Drop(keys.into()), deadline) {
+                Ok(KeeperReply::Dropped(count)) => dropped += u64::from(count),
+                other => return Err(self.dropped_before(other.err(), dropped)),
             }
         }
         Ok(dropped)
@@ -263,20 +261,23 @@ impl Store {
     /// Returns `Err(NotLinked)` if the keeper is away, and `Err(Timeout)` if it does not answer before `deadline`.
     pub fn clear(&self, deadline: Deadline) -> Result<u64> {
         let attachment = self.attachment()?.ok_or_else(|| self.away())?;
-        let Some(_turn) = self.turns.take(deadline)? else {
-            return Err(deadline.error("waiting for other calls"));
-        };
+        let _guard = self.call_lock.lock_or_fail(deadline)?;
         let (mut dropped, mut from) = (0, Some(0));
         while let Some(slot) = from {
-            let KeeperReply::Cleared(count, next) =
-                self.asked(&attachment, &KeeperRequest::Clear(slot), deadline)?
-            else {
-                return Err(self.away());
-            };
-            dropped += u64::from(count);
-            from = next.filter(|next| *next > slot);
+            match self.asked(&attachment, &KeeperRequest::Clear(slot), deadline) {
+                Ok(KeeperReply::Cleared(count, next)) => {
+                    dropped += u64::from(count);
+                    from = next.filter(|next| *next > slot);
+                }
+                other => return Err(self.dropped_before(other.err(), dropped)),
+            }
         }
         Ok(dropped)
+    }
+
+    /// Returns the error of a call that has dropped values before it failed.
+    fn dropped_before(&self, error: Option<Error>, dropped: u64) -> Error {
+        error.unwrap_or_else(|| self.away()).with("dropped", dropped)
     }
 
     /// Has the keeper not replace the values of keys for `time`, at most [`MAX_LEASE`](crate::MAX_LEASE), or until this store has ended.
@@ -318,7 +319,7 @@ impl Store {
         mut each: impl FnMut(KeeperReply),
     ) -> Result<()> {
         let Some(attachment) = self.attachment()? else { return Ok(()) };
-        let Some(_turn) = self.turns.take(deadline)? else { return Ok(()) };
+        let Some(_guard) = self.call_lock.lock(deadline)? else { return Ok(()) };
         for keys in keys.chunks(MESSAGE_KEYS) {
             match self.asked(&attachment, &request(keys.into()), deadline) {
                 Ok(reply) => each(reply),
@@ -329,18 +330,27 @@ impl Store {
         Ok(())
     }
 
-    /// Returns the counts of this store, and those of the keeper if it answers before `deadline`.
+    /// Returns the counts of this store, without those of the keeper. Asks the keeper nothing, and does not attach.
+    pub fn own_stats(&self) -> Result<StoreStats> {
+        self.check_process()?;
+        let state = self.state();
+        if state.closed {
+            return Err(closed());
+        }
+        Ok(StoreStats { refused: state.refused.clone(), ..self.counts().clone() })
+    }
+
+    /// Returns the counts of this store, and those of the keeper if it answers before `deadline`. If it does not, the store attaches again.
     pub fn stats(&self, deadline: Deadline) -> Result<StoreStats> {
         let keeper = match self.attachment()? {
             Some(attachment) => self.keeper_stats(&attachment, deadline)?,
             None => None,
         };
-        let refused = self.state().refused.clone();
-        Ok(StoreStats { refused, keeper, ..self.counts().clone() })
+        Ok(StoreStats { keeper, ..self.own_stats()? })
     }
 
     fn keeper_stats(&self, attachment: &Arc<Attachment>, deadline: Deadline) -> Result<Option<KeeperStats>> {
-        let Some(_turn) = self.turns.take(deadline)? else { return Ok(None) };
+        let Some(_guard) = self.call_lock.lock(deadline)? else { return Ok(None) };
         match self.asked(attachment, &KeeperRequest::Stats, deadline) {
             Ok(KeeperReply::Stats(stats)) => Ok(Some(stats)),
             Err(error) if error.kind() == ErrorKind::Interrupted => Err(error),
@@ -354,7 +364,7 @@ impl Store {
             let mut state = self.state();
             state.closed = true;
             if let Some(attachment) = state.attached.take() {
-                attachment.end();
+                attachment.connection.end();
             }
         }
     }
@@ -365,7 +375,7 @@ impl Store {
         request: &KeeperRequest,
         deadline: Deadline,
     ) -> Result<KeeperReply> {
-        let reply = attachment.ask(request, deadline);
+        let reply = attachment.connection.ask(request, deadline);
         if reply.is_err() {
             self.forget(attachment);
         }
@@ -380,7 +390,7 @@ impl Store {
 
     /// Ends an attachment that must not be used any more.
     fn forget(&self, attachment: &Arc<Attachment>) {
-        attachment.end();
+        attachment.connection.end();
         let mut state = self.state();
         if state.attached.as_ref().is_some_and(|attached| Arc::ptr_eq(attached, attachment)) {
             state.attached = None;
@@ -391,10 +401,7 @@ impl Store {
     /// Returns the attachment if there is a keeper. Attaches again if its connection has ended: at once, and then after pauses that become
     /// longer. Only one call does; the others take the keeper for away, and do not wait.
     fn attachment(&self) -> Result<Option<Arc<Attachment>>> {
-        if self.process != this_process() {
-            let text = "this process was forked after the store was opened; the store belongs to its parent";
-            return Err(Error::new(ErrorKind::Forked, text));
-        }
+        self.check_process()?;
         if let Some(attachment) = self.known()? {
             return Ok(Some(attachment));
         }
@@ -426,13 +433,21 @@ impl Store {
         Ok(state.attached.clone())
     }
 
+    fn check_process(&self) -> Result<()> {
+        if self.process == this_process() {
+            return Ok(());
+        }
+        let text = "this process was forked after the store was opened; the store belongs to its parent";
+        Err(Error::new(ErrorKind::Forked, text))
+    }
+
     /// Returns the attachment if its connection has not ended. If it has, the next call that tries to attach may do so at once.
     fn known(&self) -> Result<Option<Arc<Attachment>>> {
         let mut state = self.state();
         if state.closed {
             return Err(closed());
         }
-        if state.attached.as_ref().is_some_and(|attachment| !attachment.alive()) {
+        if state.attached.as_ref().is_some_and(|attachment| !attachment.connection.alive()) {
             state.attached = None;
             state.next_try = Instant::now();
         }
@@ -440,8 +455,8 @@ impl Store {
     }
 
     fn copy_of<'a>(&self, attachment: &'a Attachment, place: Place, into: Window<'a>) -> Result<Copy<'a>> {
-        let at = u64::from(place.slot) * attachment.geometry.slot_bytes;
-        Ok(Copy::one(attachment.values.window(0, at, self.options.value)?, into))
+        let at = u64::from(place.slot) * attachment.memory.geometry.slot_bytes;
+        Ok(Copy::one(attachment.memory.values.window(0, at, self.options.value)?, into))
     }
 
     fn check_windows(&self, name: &str, keys: &[StoreKey], windows: &[Window<'_>]) -> Result<()> {
@@ -516,7 +531,7 @@ fn attach(options: &StoreOptions, deadline: Deadline) -> Result<Attachment> {
 
 /// Returns where the value of a key is, if the keeper has it.
 fn place(attachment: &Attachment, key: &StoreKey) -> Option<Place> {
-    attachment.place(attachment.geometry.namespace, key)
+    attachment.memory.place(attachment.memory.geometry.namespace, key)
 }
 
 #[cfg(test)]
@@ -636,5 +651,41 @@ mod tests {
         assert_eq!(get(&[128, 0, 65]), overlaps(2, 0));
         assert_eq!(get(&[7, 100, 7]), overlaps(2, 0));
         assert_eq!(get(&[192, 191]), overlaps(1, 0));
+    }
+
+    #[test]
+    fn own_stats_leave_the_connection_to_a_hung_keeper() {
+        let path = SilentPath::new();
+        let keeper = path.start();
+        let store = opened(&path);
+        let keeper = keeper.join().unwrap();
+        let first = store.attachment().unwrap().unwrap();
+        assert_eq!(store.own_stats().unwrap().keeper, None);
+        assert_eq!(store.exists(&[key(1)]).unwrap(), [false]);
+        assert!(first.connection.alive(), "the store still reads the memory of the keeper");
+        // With the counts of the keeper, the store waits for it, and gives the connection up.
+        assert_eq!(store.stats(Deadline::after(Duration::from_millis(1))).unwrap().keeper, None);
+        assert!(matches!(keeper.message(), KeeperRequest::Stats), "the first message is that of stats");
+        assert!(!first.connection.alive());
+        store.close();
+        assert_eq!(store.own_stats().unwrap_err().kind(), ErrorKind::Closed);
+    }
+
+    #[test]
+    fn a_failed_drop_says_how_many_values_were_dropped_before() {
+        let path = SilentPath::new();
+        let keeper = path.start();
+        let store = opened(&path);
+        let keeper = keeper.join().unwrap();
+        scope(|scope| {
+            let cleared = scope.spawn(|| store.clear(soon()));
+            assert!(matches!(keeper.message(), KeeperRequest::Clear(0)));
+            keeper.reply(&KeeperReply::Cleared(7, Some(9)));
+            assert!(matches!(keeper.message(), KeeperRequest::Clear(9)));
+            drop(keeper);
+            let error = cleared.join().unwrap().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::NotLinked);
+            assert!(error.to_string().contains("dropped=7"), "{error}");
+        });
     }
 }

@@ -34,7 +34,7 @@ pub(crate) fn take_over(
     listening: &ListeningPath,
     stop: &OwnedFd,
 ) -> Result<TakenOver> {
-    let other = Observer::open(listening.path(), answer())?;
+    let other = Observer::with_memory(listening.path(), answer())?;
     let mut copy = ValueCopy { other, table: SlotTable::over(files.clone())?, namespaces: HashMap::new() };
     let newest = copy.all()?;
     // What clients have put, used or dropped meanwhile. What they do from here on is lost.
@@ -126,7 +126,7 @@ impl ValueCopy {
         else {
             return Ok(());
         };
-        let from = self.other.attachment()?;
+        let from = self.other.memory()?;
         let Some(Place { slot, generation }) = from.place(value.namespace, &value.key) else { return Ok(()) };
         let stored = self
             .table
@@ -196,7 +196,7 @@ mod tests {
         let (one, other) = (store(&path.socket(), "one"), store(&path.socket(), "other"));
         (0..6).for_each(|number| put(&one, number));
         let table = SlotTable::over(Arc::new(SharedFiles::new(4, 64).unwrap())).unwrap();
-        let observer = Observer::open(&path.socket(), answer()).unwrap();
+        let observer = Observer::with_memory(&path.socket(), answer()).unwrap();
         let mut copy = ValueCopy { other: observer, table, namespaces: HashMap::new() };
         let newest = copy.all().unwrap();
         // In the new memory are 2 to 5, the oldest one first.

@@ -522,9 +522,9 @@ impl Stranger {
     }
 }
 
-/// An attach request for values of 64 bytes, as version 1 has it.
+/// An attach request for values of 64 bytes, as version 2 has it.
 fn attach_request() -> Vec<u8> {
-    vec![0, 1, 1, b'n', 64]
+    vec![0, 2, 1, b'n', 64]
 }
 
 fn memory(bytes: u64, seals: SealFlags) -> OwnedFd {
@@ -568,7 +568,7 @@ fn hostile_clients_cost_only_themselves() {
     let stranger = Stranger::connect(&folder.socket());
     stranger.send(&[0, 9, 1, b'n', 64], &[good.as_fd()]).unwrap();
     assert!(
-        String::from_utf8_lossy(&stranger.received()[0]).contains("speaks version 1, the client version 9")
+        String::from_utf8_lossy(&stranger.received()[0]).contains("speaks version 2, the client version 9")
     );
     // A value behind the end of its memory.
     let stranger = Stranger::connect(&folder.socket());
@@ -712,15 +712,70 @@ fn observers_put_nothing_and_are_limited() {
     wait_for("room for an observer", || Observer::open(&folder.socket(), soon()).is_ok());
     let message = |bytes: &[u8]| {
         let stranger = Stranger::connect(&folder.socket());
-        stranger.send(b"\x07\x01", &[]).unwrap();
+        stranger.send(b"\x07\x02\x00", &[]).unwrap();
         stranger.send(bytes, &[]).unwrap();
         String::from_utf8_lossy(&stranger.received()[1]).into_owned()
     };
-    let mut put = vec![1, 0, 1];
-    put.extend([1; 28]);
-    assert!(message(&put).contains("a client that only looks has no memory for values"));
-    assert!(message(b"\x07\x01").contains("has attached already"));
+    let with_key = |begin: &[u8]| [begin, &[1; 28]].concat();
+    let (put, drop, lease, unlease) = (
+        with_key(b"\x01\x00\x01"),
+        with_key(b"\x03\x01"),
+        [&*with_key(b"\x04\x01"), b"\x64"].concat(),
+        with_key(b"\x05\x01"),
+    );
+    let (touch, clear) = (b"\x02\x01\x00", b"\x0a\x00");
+    for request in [&*put, touch, &*drop, &*lease, &*unlease, clear] {
+        let answer = message(request);
+        assert!(answer.contains("a client that only looks may change nothing"), "{request:?}: {answer}");
+    }
+    assert!(message(b"\x07\x02\x00").contains("has attached already"));
     let stranger = Stranger::connect(&folder.socket());
-    stranger.send(b"\x07\x09", &[]).unwrap();
+    stranger.send(b"\x07\x09\x00", &[]).unwrap();
     assert!(String::from_utf8_lossy(&stranger.received()[0]).contains("the client version 9"));
+    for request in [b"\x06", b"\x0c"] {
+        let stranger = Stranger::connect(&folder.socket());
+        stranger.send(request, &[]).unwrap();
+        assert!(String::from_utf8_lossy(&stranger.received()[0]).contains("first message must be an attach"));
+    }
+    assert!(Observer::open(&folder.socket(), soon()).is_ok(), "a stranger cannot end the keeper");
+}
+
+#[test]
+fn threads_of_an_observer_share_all_changes_in_order() {
+    let folder = Folder::new();
+    let _keeper = keeper(&folder.socket(), 20_000);
+    let store = store(&folder.socket(), "a");
+    let [shared, alone] = [(); 2].map(|()| Observer::open(&folder.socket(), soon()).unwrap());
+    for observer in [&shared, &alone] {
+        assert_eq!(observer.changes(soon()).unwrap().changes, []);
+    }
+    let (numbers, values): (Vec<u32>, _) = ((0..20_000).collect(), vec![vec![1; VALUE]; MAX_KEYS]);
+    let seen = AtomicU64::new(0);
+    let mut parts: Vec<Vec<ListedChange>> = thread::scope(|scope| {
+        let follow = || {
+            let mut parts = Vec::new();
+            let (begin, all) = (Instant::now(), numbers.len() as u64);
+            while seen.load(Ordering::Relaxed) < all && begin.elapsed() < Duration::from_secs(30) {
+                let new = shared.changes(soon()).unwrap();
+                assert_eq!(new.missed, 0);
+                seen.fetch_add(new.changes.len() as u64, Ordering::Relaxed);
+                parts.push(new.changes);
+            }
+            parts
+        };
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(follow)).collect();
+        for numbers in numbers.chunks(MAX_KEYS) {
+            put(&store, numbers, &values[..numbers.len()]);
+        }
+        threads
+            .into_iter()
+            .flat_map(|thread| thread.join().unwrap())
+            .filter(|part| !part.is_empty())
+            .collect()
+    });
+    let expected = alone.changes(soon()).unwrap().changes;
+    assert_eq!(expected.len(), numbers.len());
+    let position: HashMap<_, _> = expected.iter().enumerate().map(|(at, change)| (change.key, at)).collect();
+    parts.sort_by_key(|part| position[&part[0].key]);
+    assert!(parts.concat() == expected, "a change is missing, is there twice, or is not in order");
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 STANDARD_OUTPUT = "-"
 """In place of the name of a file with JSON."""
@@ -125,10 +125,17 @@ def write_results(text: str, results: Mapping[str, Any], destination: str | None
         write(text)
     finally:
         if destination is not None:
-            try:
+            with written_to(destination):
                 Path(destination).write_text(data + "\n", encoding="utf-8")
-            except OSError as error:
-                raise OutputError(f"cannot write the results to {destination}: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def written_to(path: str) -> Iterator[None]:
+    """Raise ``OutputError`` if the block cannot write its file."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write the results to {path}: {_reason(error)}") from error
 
 
 def complain(text: str) -> None:

@@ -5,13 +5,12 @@
     start_http_server(9400)
 
 The collectors read ``Engine.stats``, ``Store.stats`` or the counters of a keeper when Prometheus asks, and nothing in
-between. What is closed has no metrics. The how-to page "Monitoring" lists them, and ``docs/monitoring/dashboard.json``
-is a dashboard for Grafana.
+between. `StoreCollector` asks no keeper, so it does not wait for one. What is closed has no metrics. The how-to page
+"Monitoring" lists them, and ``docs/monitoring/dashboard.json`` is a dashboard for Grafana.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily as Histogram
 from prometheus_client.registry import Collector
 
-from llm_datadist.native import Closed, Error, KeeperObserver
+from llm_datadist.native import Closed, Error, KeeperObserver, PeerLost, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from llm_datadist.native import Engine, Store
-    from llm_datadist.stats import EngineStats, OpStats
+    from llm_datadist.stats import EngineStats, KeeperStats, OpStats
 
 __all__ = ["EngineCollector", "KeeperCollector", "StoreCollector"]
 
@@ -86,8 +85,8 @@ class StoreCollector(Collector):
         found = _Families()
         for name, store in self._stores.items():
             try:
-                # A limit of its own would end the connection of a store whose keeper is busy.
-                stats = store.stats()
+                # A question without an answer would end the connection to the keeper, and make every key a miss.
+                stats = store.stats(keeper=False)
             except Closed:
                 continue
             found.add_all("store", _STORE, {"store": name}, stats)
@@ -95,13 +94,13 @@ class StoreCollector(Collector):
                 metric, text, counts = rows
                 for reason, field in counts.items():
                     found.add(Count, f"store_{metric}", text, {"store": name, label: reason}, stats[field])  # type: ignore[literal-required]
-            text = "Whether the store is attached to a keeper that answers."
-            found.add(Gauge, "store_keeper_up", text, {"store": name}, int(stats["keeper"] is not None))
         yield from found.families.values()
 
 
 class KeeperCollector(Collector):
     """Makes the counters of keepers of this host available to a registry of ``prometheus_client``.
+
+    It is a `KeeperObserver` while Prometheus asks. A keeper has at most 8 observers, and refuses further ones.
 
     Args:
         sockets: the paths at which they listen. The label ``keeper`` of every metric has the path.
@@ -111,16 +110,36 @@ class KeeperCollector(Collector):
         self._sockets = sockets
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of this moment. Of a keeper that does not answer, that is ``keeper_up`` alone."""
+        """Yield the metrics of this moment. Without counters, these are ``keeper_up`` and ``keeper_down`` alone."""
         found = _Families()
         for socket in self._sockets:
-            of, stats = {"keeper": str(socket)}, None
-            with contextlib.suppress(Error), KeeperObserver(socket, timeout=_KEEPER_SECONDS) as observer:
-                stats = observer.stats()
-            found.add(Gauge, "keeper_up", "Whether the keeper answers.", of, int(stats is not None))
-            if stats is not None:
-                found.add_all("keeper", _KEEPER, of, stats)
+            of = {"keeper": str(socket)}
+            counted = _counted(socket)
+            up = not isinstance(counted, str)
+            found.add(Gauge, "keeper_up", "Whether the keeper has given its counters.", of, int(up))
+            for reason in _DOWN:
+                text = "Whether the keeper has not given its counters, by reason."
+                found.add(Gauge, "keeper_down", text, {**of, "reason": reason}, int(counted == reason))
+            if not isinstance(counted, str):
+                found.add_all("keeper", _KEEPER, of, counted)
         yield from found.families.values()
+
+
+_DOWN = ("away", "timeout", "refused")
+"""Why a keeper gives no counters: none listens, it does not answer in time, or it or the system refuses."""
+
+
+def _counted(socket: str | PathLike[str]) -> KeeperStats | str:
+    """Return the counters of a keeper, or why it gives none."""
+    try:
+        with KeeperObserver(socket, timeout=_KEEPER_SECONDS) as observer:
+            return observer.stats()
+    except PeerLost:
+        return "away"
+    except Timeout:
+        return "timeout"
+    except Error:
+        return "refused"
 
 
 class _Families:
@@ -195,6 +214,7 @@ _KEEPER: _Rows = {
     "values": (Gauge, "Values that it has."),
     "leased": (Gauge, "Values that leases hold."),
     "clients": (Gauge, "Stores that are attached."),
+    "observers": (Gauge, "Connections of observers, with that of the collector."),
     "namespaces": (Gauge, "Namespaces that it knows."),
     "stored": (Count, "Values that it has copied."),
     "stored_bytes": (Count, "Bytes of these values."),
@@ -207,7 +227,7 @@ _KEEPER: _Rows = {
     "leases_refused": (Count, "Keys that were not leased."),
     "puts": (Count, "Requests to copy values."),
     "put_nanos": (Count, "Total time of these requests."),
-    "refused": (Count, "Connections that it has refused or closed because of what the client sent."),
+    "refused": (Count, "Clients that it has refused: what they sent, a limit, or the system."),
 }
 
 _POOLS: dict[str, tuple[str, Any]] = {

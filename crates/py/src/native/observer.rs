@@ -18,8 +18,8 @@ const LIMIT: usize = 1000;
 
 /// A client of a keeper that only looks: it lists values and namespaces, and reads counters.
 ///
-/// It has no namespace of its own. It does not attach again: once a call has failed with ``PeerLost`` or ``Timeout``, open another one. A keeper has at most 8. Several
-/// threads may use it. ``with`` calls ``close`` at the end.
+/// It has no namespace of its own. It does not attach again: after a call that the keeper has not answered, all calls fail. Open another
+/// one then. A keeper has at most 8. Several threads may use it. ``with`` calls ``close`` at the end.
 ///
 /// Args:
 ///     socket: path at which the keeper listens.
@@ -64,8 +64,8 @@ impl NativeObserver {
     /// Return the counters of the keeper.
     ///
     /// Raises:
-    ///     PeerLost: the keeper has ended, or an earlier call has failed.
-    ///     Timeout: the keeper has not answered in time.
+    ///     PeerLost: the keeper has ended, or has not answered an earlier call.
+    ///     Timeout: the keeper has not answered in time, or calls of other threads took the time.
     ///     Closed: the observer is closed, or belongs to the parent of this process.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats::dict(py, &self.run(py, Observer::stats)?.to_json())
@@ -74,8 +74,8 @@ impl NativeObserver {
     /// Return the namespaces that the keeper knows, in the order of their numbers.
     ///
     /// Raises:
-    ///     PeerLost: the keeper has ended, or an earlier call has failed.
-    ///     Timeout: the keeper has not answered in time.
+    ///     PeerLost: the keeper has ended, or has not answered an earlier call.
+    ///     Timeout: the keeper has not answered in time, or calls of other threads took the time.
     ///     Closed: the observer is closed, or belongs to the parent of this process.
     fn namespaces<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let listed = self.run(py, Observer::namespaces)?;
@@ -94,8 +94,8 @@ impl NativeObserver {
     /// Raises:
     ///     TypeError: an argument has the wrong type.
     ///     InvalidArgument: an argument is out of range.
-    ///     PeerLost: the keeper has ended, or an earlier call has failed.
-    ///     Timeout: the keeper has not answered in time.
+    ///     PeerLost: the keeper has ended, or has not answered an earlier call.
+    ///     Timeout: the keeper has not answered in time, or calls of other threads took the time.
     ///     Closed: the observer is closed, or belongs to the parent of this process.
     #[pyo3(signature = (namespace=None, /, *, limit=None), text_signature = "($self, namespace=None, /, *, limit=1000)")]
     fn values<'py>(
@@ -114,12 +114,12 @@ impl NativeObserver {
     /// Return which values were stored and removed since the last call, in this order.
     ///
     /// The first call returns none: call it before ``values`` to follow the keeper from then on without a gap. The keeper remembers the
-    /// last 65,536 changes. Who asks too rarely is told how many are missing, and needs ``values`` again. Threads share what was
-    /// returned.
+    /// last 65,536 changes. Who asks too rarely is told how many are missing, and needs ``values`` again. Each change is returned once, to
+    /// one of the threads.
     ///
     /// Raises:
-    ///     PeerLost: the keeper has ended, or an earlier call has failed.
-    ///     Timeout: the keeper has not answered in time.
+    ///     PeerLost: the keeper has ended, or has not answered an earlier call.
+    ///     Timeout: the keeper has not answered in time, or calls of other threads took the time.
     ///     Closed: the observer is closed, or belongs to the parent of this process.
     fn changes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let new = self.run(py, Observer::changes)?;

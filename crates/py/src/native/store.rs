@@ -222,6 +222,8 @@ impl NativeStore {
 
     /// Have the keeper drop all values of the namespace. Those that are put meanwhile may stay.
     ///
+    /// An error of a call that has dropped some says how many: ``dropped=...`` in its text.
+    ///
     /// Args:
     ///     timeout: time limit in seconds. ``None``: that of the store.
     ///
@@ -241,18 +243,29 @@ impl NativeStore {
     /// Return the counts of this store, and those of the keeper.
     ///
     /// Args:
+    ///     keeper: whether to ask the keeper for its counters. ``False`` sends no message, so a keeper that hangs does not matter.
     ///     timeout: time limit in seconds. ``None``: that of the store.
     ///
     /// Returns:
-    ///     A dict: ``llm_datadist.stats.StoreStats`` has its fields. The counters of the keeper are ``None`` if it is away or does not
-    ///     answer in time.
+    ///     A dict: ``llm_datadist.stats.StoreStats`` has its fields. The counters of the keeper are ``None`` if it is away or was not
+    ///     asked. They are also ``None`` if it does not answer in time: then the store attaches again, as after a ``put``.
     ///
     /// Raises:
-    ///     TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
+    ///     TypeError, InvalidArgument: an argument has the wrong type or is out of range.
     ///     Closed: the store is closed, or belongs to the parent of this process.
-    #[pyo3(signature = (*, timeout=None))]
-    fn stats<'py>(&self, py: Python<'py>, timeout: Option<&Any<'py>>) -> PyResult<Bound<'py, PyDict>> {
-        stats::dict(py, &self.run(py, timeout, Store::stats)?.to_json())
+    #[pyo3(
+        signature = (*, keeper=true, timeout=None),
+        text_signature = "($self, *, keeper=True, timeout=None)"
+    )]
+    fn stats<'py>(
+        &self,
+        py: Python<'py>,
+        keeper: bool,
+        timeout: Option<&Any<'py>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let counted =
+            |store: &Store, deadline| if keeper { store.stats(deadline) } else { store.own_stats() };
+        stats::dict(py, &self.run(py, timeout, counted)?.to_json())
     }
 
     /// End the connection to the keeper, which keeps the values. Closing again does nothing.

@@ -49,19 +49,14 @@ impl StoreValues {
         let mut kept = fallible::with_capacity(LISTS, items.len()).map_err(no_memory)?;
         for (at, item) in items.iter().enumerate() {
             let name = format!("{name}[{at}]");
-            let bytes = if let Some(bytes) = item.cast::<PyBytes>().ok().filter(|_| only_read) {
+            if let Some(bytes) = item.cast::<PyBytes>().ok().filter(|_| only_read) {
+                tensors::check_bytes(py, &name, bytes.as_bytes().len() as u64, value)?;
                 backed.push(Some(PyBackedBytes::from(bytes.clone())));
-                bytes.as_bytes().len() as u64
             } else {
-                let memory = tensors::host_bytes(&name, &item, only_read)?;
+                let memory = tensors::host_bytes(&name, &item, value, only_read)?;
                 addresses.push(memory.address);
                 kept.push(memory.kept);
                 backed.push(None);
-                memory.bytes
-            };
-            if bytes != value {
-                let allowed = format!("{value} bytes, a value of the store");
-                return Err(invalid(py, &name, format_args!("{bytes} bytes"), &allowed));
             }
         }
         let tensors =

@@ -111,7 +111,7 @@ fn objects(items: &Bound<'_, PyTuple>) -> PyResult<HostTensors> {
     let mut first: Option<TensorForm> = None;
     for (at, item) in items.iter().enumerate() {
         let name = format!("tensors[{at}]");
-        let tensor = described(&name, &item, false)?;
+        let tensor = described(&name, &item, None)?;
         let form = tensor.form(py, &name)?;
         match &first {
             None => first = Some(form),
@@ -129,25 +129,29 @@ fn objects(items: &Bound<'_, PyTuple>) -> PyResult<HostTensors> {
 pub(crate) struct HostBytes {
     /// The address of the first one.
     pub(crate) address: u64,
-    /// How many there are.
-    pub(crate) bytes: u64,
     /// What keeps the memory.
     pub(crate) kept: Py<PyAny>,
 }
 
-/// Reads an object without gaps, which must be writable unless it is `only_read`.
-pub(crate) fn host_bytes(name: &str, given: &Any<'_>, only_read: bool) -> PyResult<HostBytes> {
-    let tensor = described(name, given, only_read)?;
+/// Refuses memory that has not the bytes of a value of the store.
+pub(crate) fn check_bytes(py: Python<'_>, name: &str, bytes: u64, value: u64) -> PyResult<()> {
+    let allowed = || format!("{value} bytes, a value of the store");
+    if bytes == value { Ok(()) } else { Err(invalid(py, name, format_args!("{bytes} bytes"), &allowed())) }
+}
+
+/// Reads an object of `bytes` bytes without gaps, which must be writable unless it is `only_read`.
+pub(crate) fn host_bytes(name: &str, given: &Any<'_>, bytes: u64, only_read: bool) -> PyResult<HostBytes> {
+    let tensor = described(name, given, only_read.then_some(bytes))?;
     let form = tensor.form(given.py(), name)?;
     if form.row_stride.is_some() {
         return Err(invalid(given.py(), name, form, "an array without gaps"));
     }
-    let bytes = form.row_bytes().saturating_mul(form.shape[0].unsigned_abs());
-    Ok(HostBytes { address: tensor.address, bytes, kept: tensor.kept })
+    check_bytes(given.py(), name, form.row_bytes().saturating_mul(form.shape[0].unsigned_abs()), bytes)?;
+    Ok(HostBytes { address: tensor.address, kept: tensor.kept })
 }
 
-/// Reads one object, which must be writable unless it is `only_read`.
-fn described(name: &str, given: &Any<'_>, only_read: bool) -> PyResult<Described> {
+/// Reads one object, which must be writable unless it is `only_read`: then a read-only buffer is copied, if it has so many bytes.
+fn described(name: &str, given: &Any<'_>, only_read: Option<u64>) -> PyResult<Described> {
     let py = given.py();
     if given.is_instance_of::<PyString>() {
         return Err(wrong_type(name, FORMS, given));
@@ -158,7 +162,7 @@ fn described(name: &str, given: &Any<'_>, only_read: bool) -> PyResult<Described
             return Err(on_device(name, given));
         }
         match from_dlpack(given) {
-            Ok(Some(tensor)) => return tensor.permitted(name, given, only_read),
+            Ok(Some(tensor)) => return tensor.permitted(name, given, only_read.is_some()),
             Ok(None) => {}
             // numpy exports no tensor of read-only memory or of some types, and these objects have another form as well.
             Err(error) if error.is_instance_of::<PyException>(py) => refusal = Some(error),
@@ -166,7 +170,7 @@ fn described(name: &str, given: &Any<'_>, only_read: bool) -> PyResult<Described
         }
     }
     if let Some(interface) = given.getattr_opt(intern!(py, "__array_interface__"))? {
-        return from_interface(name, given, &interface)?.permitted(name, given, only_read);
+        return from_interface(name, given, &interface)?.permitted(name, given, only_read.is_some());
     }
     match PyMemoryView::from(given) {
         Ok(view) => from_buffer(name, given, &view, only_read),
@@ -240,11 +244,11 @@ fn from_buffer(
     name: &str,
     given: &Any<'_>,
     view: &Bound<'_, PyMemoryView>,
-    only_read: bool,
+    only_read: Option<u64>,
 ) -> PyResult<Described> {
     let py = given.py();
     let constant = view.getattr(intern!(py, "readonly"))?.is_truthy()?;
-    if constant && !only_read {
+    if constant && only_read.is_none() {
         return Err(read_only(name, given));
     }
     if !view.getattr(intern!(py, "c_contiguous"))?.is_truthy()? {
@@ -264,7 +268,8 @@ fn from_buffer(
     let data_type = native_type(&format, item_bytes);
     // Before version 3.11, the limited API has no function for the address. For a read-only buffer, nothing else has it either: its
     // bytes are copied.
-    if constant {
+    if let (true, Some(value)) = (constant, only_read) {
+        check_bytes(py, name, view.getattr(intern!(py, "nbytes"))?.extract()?, value)?;
         let bytes = view.call_method0(intern!(py, "tobytes"))?.cast_into::<PyBytes>()?;
         let address = bytes.as_bytes().as_ptr() as u64;
         let kept = bytes.into_any().unbind();

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llm_datadist.commands.output import CommandParser, complain, seconds, write_results
@@ -11,7 +13,7 @@ from llm_datadist.commands.store import report, top
 from llm_datadist.native import Error, InvalidArgument, KeeperObserver, PeerLost, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from llm_datadist.stats import StoredNamespace
 
@@ -31,6 +33,10 @@ class UnknownNamespaceError(Exception):
     """The keeper has no namespace of this name."""
 
 
+class DropFailedError(Exception):
+    """The keeper has not dropped all values."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Show what a keeper has, or drop values.
 
@@ -47,12 +53,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.action == "top":
             return top.run(options.socket, options.interval, options.json)
-        with KeeperObserver(options.socket, timeout=_TIMEOUT) as observer:
+        with KeeperObserver(options.socket, timeout=options.timeout) as observer:
             shown = _SHOW[options.action](observer, options)
         write_results(shown.text, shown.data, options.json)
     except PeerLost:
         return _failed(f"no keeper listens at {options.socket}", 1)
-    except UnknownNamespaceError as error:
+    except (UnknownNamespaceError, DropFailedError) as error:
         return _failed(str(error), 1)
     except Error as error:
         return _failed(str(error), 2 if isinstance(error, InvalidArgument) else 1)
@@ -78,9 +84,23 @@ def _ls(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
 
 def _drop(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
     namespace = _namespace(observer, options.namespace)
-    with Store(options.socket, namespace=namespace["text"], value=namespace["value"], timeout=_TIMEOUT) as store:
-        dropped = store.clear() if options.all else sum(map(store.drop, _batches(options.key)))
+    text, value, dropped = namespace["text"], namespace["value"], 0
+    with Store(options.socket, namespace=text, value=value, timeout=options.timeout) as store:
+        calls = [store.clear] if options.all else [partial(store.drop, keys) for keys in _batches(options.key)]
+        for call in calls:
+            with _failure(dropped):
+                dropped += call()
     return Shown(f"dropped {dropped:,} values", {"dropped": dropped})
+
+
+@contextlib.contextmanager
+def _failure(dropped: int) -> Iterator[None]:
+    """Add to an error what earlier calls have dropped. Its text has what its own call has dropped."""
+    try:
+        yield
+    except Error as error:
+        before = f"; earlier calls have dropped {dropped:,} values" if dropped else ""
+        raise DropFailedError(f"{error}{before}") from error
 
 
 _SHOW = {"stats": _stats, "ls": _ls, "drop": _drop}
@@ -133,6 +153,9 @@ def _parser() -> tuple[CommandParser, dict[str, CommandParser]]:
         one = parsers[action] = actions.add_parser(action, help=summary, description=f"{summary.capitalize()}.")
         one.add_argument("--socket", required=True, metavar="PATH", help="path at which the keeper listens")
         one.add_argument("--json", metavar="FILE", help=_JSON[action == "top"])
+        if action != "top":
+            text = f"most seconds to wait for the keeper (default: {_TIMEOUT:.0f})"
+            one.add_argument("--timeout", type=seconds(4), default=_TIMEOUT, metavar="S", help=text)
     named = "text of a namespace, or its number"
     parsers["ls"].add_argument("--namespace", metavar="NAME", help=f"list its values: {named}")
     parsers["ls"].add_argument(

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
-from llm_datadist.commands.output import STANDARD_OUTPUT, OutputError, write
+from llm_datadist.commands.output import STANDARD_OUTPUT, OutputError, write, written_to
 from llm_datadist.commands.store import report
-from llm_datadist.native import KeeperObserver, PeerLost, Timeout
+from llm_datadist.native import Error, KeeperObserver, PeerLost, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,13 +42,13 @@ def run(socket: str, interval: float, destination: str | None) -> int:
         PeerLost: no keeper listens at the first look.
     """
     before = _look(socket)
-    look: _Look | None = before
+    look: _Look | str = before
     with _json_file(destination) as lines, _screen(destination != STANDARD_OUTPUT) as screen:
-        then = time.monotonic() - interval
         while True:
-            shown = _text(socket, look, before, max(time.monotonic() - then, 1e-3))
-            before, then = look or before, time.monotonic()
-            if not (lines(look) and screen.show(shown)) or screen.wait(interval):
+            shown = _text(socket, look, before)
+            counted = look if isinstance(look, _Look) else None
+            before = counted or before
+            if not (lines(counted) and screen.show(shown)) or screen.wait(interval):
                 break
             look = _look_again(socket)
     return 0
@@ -59,24 +59,29 @@ class _Look(NamedTuple):
 
     stats: KeeperStats
     namespaces: list[StoredNamespace]
+    moment: float
+    """In seconds."""
 
 
 def _look(socket: str) -> _Look:
     with KeeperObserver(socket, timeout=_TIMEOUT) as observer:
-        return _Look(observer.stats(), observer.namespaces())
+        return _Look(observer.stats(), observer.namespaces(), time.monotonic())
 
 
-def _look_again(socket: str) -> _Look | None:
+def _look_again(socket: str) -> _Look | str:
+    """Return the look, or why there is none."""
     try:
         return _look(socket)
     except (PeerLost, Timeout):
-        return None
+        return f"no keeper answers at {socket}"
+    except Error as error:  # such as that of a keeper which has come back with another version
+        return str(error)
 
 
-def _text(socket: str, look: _Look | None, before: _Look, seconds: float) -> list[str]:
-    if look is None:
-        return [f"no keeper answers at {socket}"]
-    lines = report.rates(socket, look.stats, before.stats, seconds)
+def _text(socket: str, look: _Look | str, before: _Look) -> list[str]:
+    if isinstance(look, str):
+        return [look]
+    lines = report.rates(socket, look.stats, before.stats, max(look.moment - before.moment, 1e-3))
     return [*lines, "", *report.namespaces(look.namespaces)]
 
 
@@ -152,8 +157,9 @@ def _keys() -> Iterator[None]:
 
 
 def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text, end="", flush=True)  # noqa: T201  (a command prints)
+        print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)  # noqa: T201  (a command prints)
     except OSError as error:
         raise OutputError(f"cannot write to the terminal: {error.strerror}") from error
 
@@ -173,5 +179,15 @@ def _json_file(destination: str | None) -> Iterator[Callable[[_Look | None], boo
     elif destination == STANDARD_OUTPUT:
         yield lambda look: write(line(look))
     else:
-        with Path(destination).open("w", encoding="utf-8", buffering=1) as file:
-            yield lambda look: file.write(line(look) + "\n") > 0
+        with written_to(destination):
+            file = Path(destination).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115  (it is closed below)
+
+        def append(look: _Look | None) -> bool:
+            with written_to(destination):
+                return file.write(line(look) + "\n") > 0
+
+        try:
+            yield append
+        finally:
+            with written_to(destination):
+                file.close()
