@@ -115,6 +115,12 @@ test-vllm-033:  ## the short version with the Python files of vLLM 0.33, which h
 test-vllm-canary:  ## the short version with the newest vLLM that can be installed: what the next release will break
 	$(MAKE) --no-print-directory test-vllm VLLM=newest SUBSET=1
 
+test-store: build .venv-store/.tools  ## inference servers over a keeper, on a CPU: vLLM in the environment of test-vllm, SGLang and LMCache in one over it
+	VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked
+	.venv-vllm/bin/python -m pytest -c integration-tests/pytest.ini integration-tests/vllm/test_store_tier.py
+	VIRTUAL_ENV=$(CURDIR)/.venv-store $(BIN)/maturin develop --release --quiet --locked
+	.venv-store/bin/python -m pytest -c integration-tests/pytest.ini integration-tests/store
+
 test-lmcache: build .venv-peers/.tools  ## the transfer channel inside the real LMCache, in the environment of bench-peers
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers $(BIN)/maturin develop --release --quiet --locked
 	.venv-peers/bin/python $(PIP) --quiet pytest==9.2.0
@@ -368,6 +374,13 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 	.venv-vllm/bin/python $(PIP) --quiet --no-deps -r requirements-vllm.txt
 	touch $@
 
+# SGLang and LMCache ask for other builds of torch than the one for CPUs, so no dependencies, and all else from test-vllm.
+.venv-store/.tools: requirements-store.txt .venv-vllm/.tools
+	$(PYTHON) -m venv .venv-store
+	.venv-vllm/bin/python -c "import site; print(site.getsitepackages()[0])" > "$$(.venv-store/bin/python -c "import site; print(site.getsitepackages()[0])")/vllm.pth"
+	.venv-store/bin/python $(PIP) --quiet --no-deps --ignore-installed -r requirements-store.txt
+	touch $@
+
 # A peer that cannot be installed gets a row with the reason. The other peers are still measured.
 .venv-peers/.tools: requirements-build.txt requirements-peers.txt requirements-peers-nodeps.txt
 	$(PYTHON) -m venv .venv-peers
@@ -378,6 +391,6 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 	touch $@
 
 clean:  ## remove everything that was built
-	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm .venv-vllm-* dist python/llm_datadist/_core*.so
+	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-store .venv-vllm .venv-vllm-* dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-calls bench-latency bench-peers bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-store test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-calls bench-latency bench-peers bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FOLDER = Path(interface.__file__).parent
 # The first one is guarded by `register`, which logs what this vLLM lacks. The second one is what is tested.
 NOT_CHECKED = {"__init__.py", "interface.py"}
-TABLES = (interface.CONNECTOR, interface.OFFLOADING, interface.P2P)
+TABLES = (interface.CONNECTOR, interface.OFFLOADING, interface.P2P, interface.STORE_TIER)
 # Members of tensors and types of torch, and of the context of ZMQ: vLLM only passes them on.
 OTHERS = {"device", "itemsize", "shape", "stride", "tolist", "type", "linger"}
 # Members of objects of ours that vLLM gives back.

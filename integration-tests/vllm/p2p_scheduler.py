@@ -82,7 +82,8 @@ class Scheduler:
         register()
         self.address = f"127.0.0.1:{free_port()}"
         host, _, port = self.address.rpartition(":")
-        extra = {"cpu_bytes_to_use": chunks * row, "secondary_tiers": [{"host": host, "port": int(port), **tier}]}
+        control = {"host": host, "port": int(port)} if "p2p" in tier["type"].lower() else {}
+        extra = {"cpu_bytes_to_use": chunks * row, "secondary_tiers": [{**control, **tier}]}
         config = OffloadingConfig(
             groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0, **_more("group")),),
             worker_kv_bytes_per_block=row,
@@ -92,6 +93,7 @@ class Scheduler:
             model=OffloadingModelConfig(**{"name": "model", "dtype": "int8", **_more("model"), **model}),
             cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
             parallel=OffloadingParallelConfig(**_PARALLEL),
+            kv_cache_layout="LBHNC",
         )
         self.manager = TieringOffloadingSpec(config).get_manager()
         # From 0.33 on, another thread of vLLM polls tiers between the steps. A scheduler holds the lock in a step.
@@ -129,6 +131,8 @@ class Scheduler:
     def store(self, context: ReqContext, wanted: list[Any]) -> None:
         """Compute chunks: as the model would, fill the rows that the manager gives."""
         prepared = self.manager.prepare_store(wanted, context)
+        for position, key in enumerate(wanted):
+            context.set_offload_key_position(key, 16 * (position + 1))
         for key, row in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids):
             self.rows[row] = content(key, self.rows.shape[1])
         self.manager.complete_store(prepared.keys_to_store, context)
@@ -142,8 +146,10 @@ class Scheduler:
     @_locked
     def found(self, context: ReqContext, count: int) -> list[LookupResult]:
         """Look the chunks of a request up, as each step does, until one is missing."""
-        results = []
-        for key in keys(context.req_id, count):
+        results, wanted = [], keys(context.req_id, count)
+        for position, key in enumerate(wanted):
+            context.set_offload_key_position(key, 16 * (position + 1))
+        for key in wanted:
             results.append(self.manager.lookup(key, context))
             if results[-1] is LookupResult.MISS:
                 break

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist.integrations.vllm import connector, interface, metrics, offloading, p2p_tier, supported
+from llm_datadist.integrations.vllm import connector, interface, metrics, offloading, p2p_tier, store_tier, supported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,7 @@ CLASSES = (
     offloading.LlmDatadistOffloadingSpec,
     p2p_tier.LlmDatadistP2PTier,
     p2p_tier.LlmDatadistTransport,
+    store_tier.LlmDatadistStoreTier,
 )
 OVERRIDES = [
     (ours, name)
@@ -30,7 +31,7 @@ OVERRIDES = [
     for name in vars(ours)
     if not name.startswith("_") and inspect.isroutine(getattr(ours, name))
 ]
-TABLES = (interface.CONNECTOR, interface.OFFLOADING, interface.P2P)
+TABLES = (interface.CONNECTOR, interface.OFFLOADING, interface.P2P, interface.STORE_TIER)
 USES = [(use, names) for table in TABLES for use, names in table.items()]
 
 

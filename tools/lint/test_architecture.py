@@ -438,6 +438,9 @@ SERVERS = {
     "vllm": ("vllm", "torch", "numpy", "msgspec"),
     "prometheus.py": ("prometheus_client",),
     "lmcache": ("lmcache",),
+    "lmcache_l2.py": ("lmcache",),
+    "sglang.py": ("sglang", "torch"),
+    "store_settings.py": ("msgspec",),
     "opentelemetry.py": ("opentelemetry",),
 }
 

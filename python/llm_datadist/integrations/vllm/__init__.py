@@ -1,4 +1,4 @@
-"""vLLM on llm_datadist: prefill and decode in separate processes, and offloading to host memory, here or at a peer.
+"""vLLM on llm_datadist: prefill and decode in separate processes, and offloading to host memory, a peer or a keeper.
 
 vLLM calls ``register`` through the entry point ``vllm.general_plugins``. It only registers names, so a vLLM that
 uses none of them behaves as if this package were not installed. The how-to page "Use it in vLLM" describes the
@@ -22,13 +22,14 @@ logger = logging.getLogger("vllm.llm_datadist")
 def register() -> None:
     """Register the names of this package with vLLM. Further calls change nothing.
 
-    The names are ``LlmDatadistConnector``, ``LlmDatadistOffloadingSpec`` and ``LlmDatadistP2PTier``. A vLLM that lacks
-    one of the interfaces does not get that name, and logs a warning. The function never raises, because vLLM would not
-    start then.
+    The names are ``LlmDatadistConnector``, ``LlmDatadistOffloadingSpec``, ``LlmDatadistP2PTier`` and
+    ``LlmDatadistStoreTier``. A vLLM that lacks one of the interfaces does not get that name, and logs a warning. The
+    function never raises, because vLLM would not start then.
     """
     _guarded(_add_connector)
     _guarded(_add_offloading)
-    _guarded(_add_tier)
+    _guarded(lambda: _add_tier("LlmDatadistP2PTier", "p2p_tier"))
+    _guarded(lambda: _add_tier("LlmDatadistStoreTier", "store_tier"))
 
 
 def _guarded(add: Callable[[], None]) -> None:
@@ -52,8 +53,7 @@ def _add_offloading() -> None:
     OffloadingSpecFactory.register_spec(name, f"{__name__}.offloading", name)
 
 
-def _add_tier() -> None:
+def _add_tier(name: str, module: str) -> None:
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory  # noqa: PLC0415
 
-    name = "LlmDatadistP2PTier"
-    SecondaryTierFactory.register_tier(name, f"{__name__}.p2p_tier", name)
+    SecondaryTierFactory.register_tier(name, f"{__name__}.{module}", name)

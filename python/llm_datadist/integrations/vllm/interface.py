@@ -16,7 +16,7 @@ from llm_datadist.integrations.vllm.supported import TESTED, installed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["CONNECTOR", "OFFLOADING", "P2P", "check", "needed"]
+__all__ = ["CONNECTOR", "OFFLOADING", "P2P", "STORE_TIER", "check", "needed"]
 
 _CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CONNECTOR_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -25,6 +25,9 @@ _CONFIG = "vllm.config"
 _KV_CACHE = "vllm.v1.kv_cache_interface"
 _SCHEDULER_OUTPUT = "vllm.v1.core.sched.output"
 _OFFLOADING_BASE = "vllm.v1.kv_offload.base"
+_OFFLOADING_CONFIG = "vllm.v1.kv_offload.config"
+_OFFLOADING_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+_TIERING_BASE = "vllm.v1.kv_offload.tiering.base"
 _P2P = "vllm.v1.kv_offload.tiering.p2p"
 
 # What is called, with the parameters that are passed, and, in brackets, what is read of objects and modules. Public
@@ -103,10 +106,10 @@ P2P: dict[str, Sequence[str]] = {
     "vllm.utils.network_utils:get_ip": (),
     f"{_OFFLOADING_BASE}:OffloadingSpec[]": ("config",),
     f"{_OFFLOADING_BASE}:ReqContext[]": ("get_state",),
-    "vllm.v1.kv_offload.config:OffloadingConfig[]": ("parallel",),
-    "vllm.v1.kv_offload.config:OffloadingParallelConfig[]": ("data_parallel_index",),
-    "vllm.v1.kv_offload.tiering.base:JobResult[]": ("job_id", "success"),
-    "vllm.v1.kv_offload.tiering.base:TransferJob[]": ("job_id", "chunk_ids", "req_context"),
+    f"{_OFFLOADING_CONFIG}:OffloadingConfig[]": ("parallel",),
+    f"{_OFFLOADING_CONFIG}:OffloadingParallelConfig[]": ("data_parallel_index",),
+    f"{_TIERING_BASE}:JobResult[]": ("job_id", "success"),
+    f"{_TIERING_BASE}:TransferJob[]": ("job_id", "chunk_ids", "req_context"),
     f"{_P2P}.control:ZmqTransport[]": ("_zmq_ctx",),
     f"{_P2P}.data:DataTransport.__init__": ("view", "config_fields"),
     f"{_P2P}.data:DataTransport[]": ("num_blocks", "block_len"),
@@ -121,6 +124,37 @@ P2P: dict[str, Sequence[str]] = {
     # The override of this method checks the peers that requests name, so a vLLM without it would admit all of them.
     f"{_P2P}.manager:P2PSecondaryTierManager._get_or_create_session": ("peer_id",),
     f"{_P2P}.manager:P2PSecondaryTierManager[]": ("_control", "_data", "_failed_req_ids"),
+}
+STORE_TIER: dict[str, Sequence[str]] = {
+    f"{_OFFLOADING_CONNECTOR}.canonical_mapping:canonical_format_id": ("kv_cache_layout",),
+    f"{_OFFLOADING_CONNECTOR}.metrics:OffloadingConnectorStats": (),
+    f"{_OFFLOADING_CONNECTOR}.metrics:OffloadingConnectorStats.increase_counter": (
+        *("counter_name", "counter_increase_value", "labelvalues"),
+    ),
+    "vllm.v1.core.kv_cache_utils:get_none_hash_seed": (),
+    f"{_OFFLOADING_BASE}:Locality[]": (),
+    f"{_OFFLOADING_BASE}:LookupResult[]": ("HIT", "MISS"),
+    f"{_OFFLOADING_BASE}:Medium[]": ("CPU",),
+    f"{_OFFLOADING_BASE}:OffloadingCounterMetadata": ("documentation", "labelnames"),
+    f"{_OFFLOADING_BASE}:OffloadingSpec[]": ("config",),
+    # The keys of a request, so that lookups of one chunk at a time need few calls of the store.
+    f"{_OFFLOADING_BASE}:ReqContext[]": ("req_id", "get_offload_key_position", "_offload_key_positions"),
+    f"{_OFFLOADING_BASE}:RequestOffloadingContext": (),
+    f"{_OFFLOADING_CONFIG}:OffloadingCacheConfig[]": ("tokens_per_hash", "blocks_per_chunk"),
+    f"{_OFFLOADING_CONFIG}:OffloadingConfig[]": (
+        *("groups", "model", "cache", "parallel", "kv_cache_layout", "canonical_layout", "replicated_layout"),
+    ),
+    f"{_OFFLOADING_CONFIG}:OffloadingGroupConfig[]": ("group_id", "tokens_per_block", "layer_names"),
+    f"{_OFFLOADING_CONFIG}:OffloadingModelConfig[]": ("name", "dtype"),
+    f"{_OFFLOADING_CONFIG}:OffloadingParallelConfig[]": (
+        *("is_parallelism_agnostic", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"),
+    ),
+    f"{_TIERING_BASE}:JobResult": ("job_id", "success", "successful_keys", "transfer_time"),
+    f"{_TIERING_BASE}:SecondaryTierManager.__init__": (
+        *("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
+    ),
+    f"{_TIERING_BASE}:SecondaryTierManager[]": ("block_size_bytes",),
+    f"{_TIERING_BASE}:TransferJob": ("job_id", "keys", "chunk_ids", "is_promotion", "req_context"),
 }
 
 
