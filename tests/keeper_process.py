@@ -28,13 +28,13 @@ def serving(socket: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def stopped(started: subprocess.Popen[str]) -> Iterator[None]:
-    """Stop the process that serves, which is the child of the other one."""
+def stopped(started: subprocess.Popen[str]) -> Iterator[int]:
+    """Stop the process that serves, which is the child of the other one. Its id is given."""
     pid = child_of(started)
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-        yield
+        yield pid
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import mmap
+import os
+import signal
 import sys
 import threading
 import time
@@ -441,9 +443,10 @@ def test_a_keeper_that_is_killed_while_it_stores(start: Callable[..., Tier], soc
     with serving(socket) as keeper:
         tier = start()
         context = tier.begin("r", keys(1))
-        with stopped(keeper):
+        with stopped(keeper) as serves:
             tier.submit("store", context, keys(1), [0])
-            keeper.kill()  # its child ends with it
+            keeper.kill()  # so that nothing starts another one
+            os.kill(serves, signal.SIGKILL)
             (result,) = tier.reported(1)
             assert not result.success
 
@@ -490,8 +493,9 @@ def test_threads_start_with_the_tier(start: Callable[..., Tier], monkeypatch: py
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert tier.run("store", context, keys(1), [0]).success
     assert tier.run("load", context, keys(1), [8]).success
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(RuntimeError, match="can't start new thread") as failed:
         start()
+    assert failed.tb, "it refers to the tier"
     with Store(socket, namespace="n", value=ROW) as store:
         end = time.monotonic() + LIMIT
         while store.stats()["keeper"]["clients"] != 2:  # type: ignore[index]

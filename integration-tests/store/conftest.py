@@ -6,10 +6,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from llm_datadist import KeeperObserver, PeerLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +41,18 @@ def serving(socket: Path, value: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+def kill(process: subprocess.Popen[str], socket: Path) -> None:
+    """Kill a keeper, and wait until it is away: the process that serves ends a little later."""
+    process.kill()
+    limit = time.monotonic() + 30
+    process.wait(30)
+    with contextlib.suppress(PeerLost):
+        while True:
+            assert time.monotonic() < limit
+            with KeeperObserver(socket):
+                time.sleep(0.01)
 
 
 @pytest.fixture

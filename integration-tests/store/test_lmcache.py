@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import serving
+from conftest import kill, serving
 from llm_datadist import Store
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ def test_a_server_whose_keeper_is_killed_goes_on_with_its_own_memory(socket: Pat
     with serving(socket, "1MiB") as keeper, server(socket, tmp_path / "log") as running:
         cold = running.request("cold")
         wait_for_values(socket, CHUNKS)
-        keeper.kill()
-        keeper.wait(LIMIT)
+        kill(keeper, socket)
         assert running.request("warm") == {"hits": CHUNKS, "checksums": cold["checksums"]}
         assert '"is_healthy": false' in json.dumps(running.get("/status"))
 

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hicache import LIMIT, PAGE, PAGES, PIECE, Server, options, prompt
+from sglang.srt import runtime_context
 
-from conftest import serving
+from conftest import kill, serving
 from llm_datadist import InvalidArgument
 
 if TYPE_CHECKING:
@@ -102,8 +104,7 @@ def test_a_killed_keeper_costs_hits_only_and_a_new_one_is_used(server: Server, s
             assert time.monotonic() < end
         content = written(server, 7, 50)
         assert server.bytes(server.prefetch(prompt(7, 50))) == content
-        first.kill()
-        first.wait(LIMIT)
+        kill(first, socket)
         assert len(server.prefetch(prompt(7, 50))) == 0
         rows = server.pool.alloc(50 * PAGE)
         assert server.write(rows, prompt(7, 50)) == 0
@@ -133,3 +134,17 @@ def test_a_wrong_configuration_fails_the_attach(socket: Path) -> None:
             Server(options(str(socket), **extra))
     with serving(socket, "4KiB"), pytest.raises(InvalidArgument, match=str(PIECE)):
         Server(options(str(socket)))
+
+
+@pytest.mark.usefixtures("keeper")
+def test_kinds_of_8_bit_floats_share_nothing(socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has all of them as bytes in its host pool, and its option says which."""
+    with pytest.raises(ValueError, match="dtype must be known"):
+        Server(options(str(socket)), dtype=torch.uint8)
+    assert runtime_context.get_model
+    for kind, found in [("fp8_e4m3", 0), ("fp8_e5m2", 0), ("fp8_e4m3", 10)]:
+        monkeypatch.setattr(runtime_context, "get_model", lambda kind=kind: SimpleNamespace(kv_cache_dtype=kind))
+        server = Server(options(str(socket)), dtype=torch.uint8)
+        assert len(server.prefetch(prompt(9, 10))) == found * PAGE
+        written(server, 9, 10)
+        server.detach()
