@@ -208,7 +208,7 @@ mutants: build $(VENV)/.test-tools  ## run the mutants of tools/mutants, each ag
 	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json $(MUTANTS)
 
 nightly:  ## every long job, one after another; CI runs one of them in turn (hours)
-	@failed=; for job in asan sanitize valgrind loom fuzz test-vllm test-vllm-033 test-lmcache mutants test-wheel sdist; do \
+	@failed=; for job in asan sanitize valgrind loom fuzz test-vllm test-vllm-033 test-lmcache test-store mutants test-wheel sdist; do \
 		echo "== $$job"; $(MAKE) --no-print-directory $$job || failed="$$failed $$job"; done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
