@@ -23,6 +23,7 @@ from llm_datadist.integrations.vllm.handover import Handover, digest_of, prompt_
 from llm_datadist.integrations.vllm.identity import Identity
 from llm_datadist.integrations.vllm.lending import MAX_READY
 from llm_datadist.integrations.vllm.pages import PageFormat
+from llm_datadist.integrations.vllm.prompts import lent_while_computed
 from llm_datadist.integrations.vllm.ranks import Shard, heads_of, unique_id
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
@@ -245,12 +246,18 @@ def test_blocks_that_are_copied_first_are_lent_as_they_are_computed() -> None:
     assert prefill.take_step(Output()) == Step(sends=[Send("r", ticket)])
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_an_aborted_prompt_without_a_ticket_is_withdrawn_if_it_is_lent(lent: bool) -> None:
+@pytest.mark.parametrize("when", ["in the queue", "lent", "preempted"])
+def test_an_aborted_prompt_without_a_ticket_is_withdrawn_if_it_was_lent(when: str) -> None:
+    """Otherwise the workers would remember it, and its ticket, for ever."""
     prefill = side(copied=True)
     request = Request(kv_transfer_params=for_decode())
     prefill.arrived(request)
-    tickets = [one.ticket for one in prefill.take_step(Output({"r": 64}, [new("r", [5, 6])])).parts] if lent else []
+    tickets = []
+    if when != "in the queue":
+        tickets = [one.ticket for one in prefill.take_step(Output({"r": 64}, [new("r", [5, 6])])).parts]
+        assert len(tickets) == 1
+    if when == "preempted":
+        prefill.take_step(Output(preempted_req_ids={"r"}))
     assert prefill.finished(request, ([5, 6],), complete=False) is None
     assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw(ticket, ended=True) for ticket in tickets])
 
@@ -265,6 +272,28 @@ def test_a_preempted_prompt_is_withdrawn_and_lent_again() -> None:
     assert prefill.take_step(output).parts == [part(1, 0, [1, 2, 3])]
 
 
+@pytest.mark.parametrize(("computed", "again"), [(32, True), (96, True), (100, False)])
+def test_a_prompt_of_which_vllm_takes_computed_tokens_back_is_lent_again(computed: int, again: bool) -> None:
+    """Another connector has loaded blocks, and then reports that they are invalid. There is no preemption."""
+    prefill = side()
+    prefill.arrived(Request(kv_transfer_params=for_decode("t")))
+    prefill.take_step(Output({"r": 36}, [new("r", [5, 6, 7, 8], 64)]))
+    step = prefill.take_step(Output({"r": 101 - computed}, scheduled_cached_reqs=cached(r=(computed, None))))
+    lent_again = Step(withdrawn=[Withdraw("t", ended=False)], parts=[part(1, 0, [5, 6, 7, 8], last=True)])
+    assert step == (lent_again if again else Step())
+
+
+def test_a_part_that_is_computed_again_is_lent_again() -> None:
+    """Also if vLLM computes less of the prompt than before."""
+    prefill = side(copied=True)
+    prefill.arrived(Request(kv_transfer_params=for_decode()))
+    (first,) = prefill.take_step(Output({"r": 10}, [new("r", [5, 6, 7], 64)])).parts
+    step = prefill.take_step(Output({"r": 16}, scheduled_cached_reqs=cached(r=(32, None))))
+    assert (step.withdrawn, [one.blocks for one in step.parts]) == ([Withdraw(first.ticket, ended=False)], [[[5]]])
+    step = prefill.take_step(Output({"r": 16}, scheduled_cached_reqs=cached(r=(48, None))))
+    assert (step.withdrawn, [one.blocks for one in step.parts]) == ([], [[[6]]])
+
+
 def test_an_aborted_prompt_is_withdrawn() -> None:
     prefill = side()
     request = Request(kv_transfer_params=for_decode("t"))
@@ -272,6 +301,25 @@ def test_an_aborted_prompt_is_withdrawn() -> None:
     prefill.take_step(Output({"r": 64}, [new("r", [5, 6])]))
     assert prefill.finished(request, ([5, 6],), complete=False) is None
     assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)])
+
+
+def configured(*, use_ubatching: bool = False, speculative_config: Any = None) -> Any:
+    """What the tests need of vLLM's `VllmConfig`."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(use_ubatching=use_ubatching), speculative_config=speculative_config
+    )
+
+
+def test_prompts_are_lent_while_they_are_computed_if_each_layer_is_reported_once() -> None:
+    full, window = (type(f"{kind}Spec", (), {})() for kind in ("FullAttention", "SlidingWindow"))
+    assert lent_while_computed(configured(), [full])
+    for config, specs in [
+        (configured(), [window]),
+        (configured(), [full, full]),
+        (configured(use_ubatching=True), [full]),
+        (configured(speculative_config=SimpleNamespace()), [full]),
+    ]:
+        assert not lent_while_computed(config, specs)
 
 
 def test_blocks_that_vllm_may_free_early_are_lent_at_the_end() -> None:

@@ -1,6 +1,7 @@
 """The work of the model's thread in a step does not grow with the number of requests that wait.
 
-It is counted in lines of Python. Not for: times (`benches/vllm/step_costs.py`).
+It is counted in lines of Python of the integration. Work inside one line, such as a copy of a list, a search in it, or
+a call of the engine, counts as one line, however long it takes. Not for: times (`benches/vllm/step_costs.py`).
 """
 
 from __future__ import annotations

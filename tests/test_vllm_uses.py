@@ -1,4 +1,4 @@
-"""Each member of vLLM's objects that the integration uses is in a table of `interface`, and the tables have no others.
+"""Each member of vLLM's objects that a module uses is in the tables of `interface` for it, which have no others.
 
 mypy does not look into vLLM, so its objects are `Any` in the integration. What is read of such a value, or of what it
 yields, is a use. Not for: whether vLLM has the member (`integration-tests/vllm/test_interface.py`).
@@ -15,12 +15,18 @@ import pytest
 from llm_datadist.integrations.vllm import interface
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
 FOLDER = Path(interface.__file__).parent
 # The first one is guarded by `register`, which logs what this vLLM lacks. The second one is what is tested.
 NOT_CHECKED = {"__init__.py", "interface.py"}
-TABLES = (interface.CONNECTOR, interface.OFFLOADING, interface.P2P, interface.STORE_TIER)
+# Each is checked when vLLM loads what it is named for.
+TABLES = {
+    "connector": interface.CONNECTOR,
+    "offloading": interface.OFFLOADING,
+    "peer-to-peer tier": interface.P2P,
+    "store tier": interface.STORE_TIER,
+}
 # Members of tensors and types of torch, and of the context of ZMQ: vLLM only passes them on.
 OTHERS = {"device", "itemsize", "shape", "stride", "tolist", "type", "linger"}
 # Members of objects of ours that vLLM gives back.
@@ -168,32 +174,45 @@ def uses_of(source: str) -> dict[str, int]:
     return found
 
 
-def in_tables() -> set[str]:
-    """Return the names of all tables: what is read of objects, and what is called."""
-    given = {name for table in TABLES for use, names in table.items() if use.endswith("[]") for name in names}
-    return given | {word for table in TABLES for use in table for word in use.rstrip("[]").partition(":")[2].split(".")}
+def table_of(module: str) -> str:
+    """Return the name of the table of a module. Modules that several of them load have objects of the connector."""
+    if module.startswith("p2p_"):
+        return "peer-to-peer tier"
+    return {"offloading.py": "offloading", "store_tier.py": "store tier"}.get(module, "connector")
 
 
-def all_uses() -> dict[str, str]:
+def read_of(table: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return what a table says is read of objects."""
+    return {name for use, names in table.items() if use.endswith("[]") for name in names}
+
+
+def all_uses(table: str) -> dict[str, str]:
+    """Return what the modules of a table use, each with its first place."""
     found: dict[str, str] = {}
     for path in sorted(FOLDER.glob("*.py")):
-        if path.name not in NOT_CHECKED:
+        if path.name not in NOT_CHECKED and table_of(path.name) == table:
             found |= {name: f"{path.name}:{line}" for name, line in uses_of(path.read_text()).items()}
     return found
 
 
-def test_each_use_of_vllm_is_in_a_table() -> None:
-    known = in_tables()
-    found = all_uses()
-    assert len(found) > 80
+@pytest.mark.parametrize(
+    ("table", "least"), [("connector", 50), ("offloading", 8), ("peer-to-peer tier", 8), ("store tier", 8)]
+)
+def test_each_use_of_vllm_is_in_the_table_of_its_module(table: str, least: int) -> None:
+    called = {word for use in TABLES[table] for word in use.rstrip("[]").partition(":")[2].split(".")}
+    known = read_of(TABLES[table]) | called
+    found = all_uses(table)
+    assert len(found) > least
     assert {name: place for name, place in found.items() if name not in known} == {}
 
 
-def test_the_tables_have_nothing_that_is_not_used() -> None:
-    used = set(all_uses())
-    given = {name for table in TABLES for use, names in table.items() if use.endswith("[]") for name in names}
-    assert len(given) > 60
-    assert given - used == set()
+@pytest.mark.parametrize(
+    ("table", "least"), [("connector", 40), ("offloading", 6), ("peer-to-peer tier", 8), ("store tier", 8)]
+)
+def test_the_tables_have_nothing_that_their_modules_do_not_use(table: str, least: int) -> None:
+    given = read_of(TABLES[table])
+    assert len(given) > least
+    assert given - set(all_uses(table)) == set()
 
 
 SOURCES = {

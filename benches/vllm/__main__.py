@@ -192,6 +192,8 @@ def killed(model: str, system: str) -> dict[str, float]:
         decode.add(name, tokens, TOKENS, prefill.result()[1].params)
     time.sleep(2)  # decode holds them in the next step
     used = prefill.usage()
+    if not used:
+        raise RuntimeError("prefill has no blocks in use before decode is killed, so there is nothing to measure")
     begin = time.monotonic()
     decode.signal(signal.SIGKILL)
     while left := prefill.usage():

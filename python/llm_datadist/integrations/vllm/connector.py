@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist.integrations.vllm import interface, supported
 from llm_datadist.integrations.vllm.addresses import allowed_peers
+from llm_datadist.integrations.vllm.prompts import lent_while_computed
 from llm_datadist.integrations.vllm.ranks import unique_id
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Addresses", "LlmDatadistConnector", "StepMetadata"]
 
-# The KV caches in which vLLM keeps all blocks of a request until it ends.
-_KEPT = ("FullAttentionSpec", "MLAAttentionSpec")
 _PLATFORM_COPIES = ("insert_blocks_to_device", "swap_out_blocks_to_host")
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -101,7 +100,7 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
             sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups]
             options = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
-            layerwise = settings.layerwise and _keeps_blocks(specs)
+            layerwise = settings.layerwise and lent_while_computed(vllm_config, specs)
             copied = settings.host_buffers or vllm_config.device_config.device_type != "cpu"
             options |= {"layerwise": layerwise, "copied": copied, "stages": parallel.pipeline_parallel_size}
             self._scheduler = SchedulerSide(engine_id, sizes, allowed_peers(settings, get_ip), **options)
@@ -250,10 +249,6 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if self._transfers is None:
             raise RuntimeError("vLLM has not registered its KV cache")
         return self._transfers
-
-
-def _keeps_blocks(specs: list[Any]) -> bool:
-    return len(specs) == 1 and type(specs[0]).__name__ in _KEPT
 
 
 def _check_supported(vllm_config: Any) -> None:

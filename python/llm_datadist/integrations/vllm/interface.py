@@ -32,16 +32,17 @@ _P2P = "vllm.v1.kv_offload.tiering.p2p"
 
 # What is called, with the parameters that are passed, and, in brackets, what is read of objects and modules. Public
 # methods that vLLM calls need no table: `check` compares those of vLLM's class with those of ours. Nor do members that
-# are read with a default. `test_each_use_of_vllm_is_in_a_table` finds uses that are missing here.
+# are read with a default. `test_each_use_of_vllm_is_in_the_table_of_its_module` finds uses that are missing here.
 CONNECTOR: dict[str, Sequence[str]] = {
     f"{_CONFIG}:VllmConfig[]": (
         *("model_config", "parallel_config", "device_config", "compilation_config", "kv_transfer_config"),
+        "speculative_config",
     ),
     f"{_CONFIG}:ModelConfig[]": ("model", "revision", "dtype", "use_mla", "enable_sleep_mode"),
     f"{_CONFIG}:ModelConfig.get_total_num_kv_heads": (),
     f"{_CONFIG}:ParallelConfig[]": (
         *("data_parallel_index", "pipeline_parallel_size"),
-        *("decode_context_parallel_size", "prefill_context_parallel_size"),
+        *("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching"),
     ),
     f"{_CONFIG}:DeviceConfig[]": ("device_type",),
     f"{_CONFIG}:CompilationConfig[]": ("static_forward_context",),
@@ -154,7 +155,7 @@ STORE_TIER: dict[str, Sequence[str]] = {
         *("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
     ),
     f"{_TIERING_BASE}:SecondaryTierManager[]": ("block_size_bytes",),
-    f"{_TIERING_BASE}:TransferJob": ("job_id", "keys", "chunk_ids", "is_promotion", "req_context"),
+    f"{_TIERING_BASE}:TransferJob[]": ("job_id", "chunk_ids", "req_context"),
 }
 
 

@@ -1,8 +1,9 @@
 """Prefill: the prompts that are computed for decode, and which of their blocks are lent when.
 
-A request to which the proxy has given a ticket is lent in parts, each in the step that computes it, if the model has
-one KV cache group whose blocks vLLM keeps until the request ends. Decode reads the layers of a part while the next
-ones are computed. Any other request is lent as a whole when it has finished.
+If `lent_while_computed` allows it, requests are lent in parts, each in the step that computes it: those to which the
+proxy has given a ticket, so that decode reads the layers of a part while the next ones are computed, and all others if
+blocks are copied to host memory first, so that little is left to copy at the end. Any other request is lent as a whole
+when it has finished.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from llm_datadist.integrations.vllm.step import Part, Withdraw
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Prompt", "Prompts"]
+__all__ = ["Prompt", "Prompts", "lent_while_computed"]
 
+# The KV caches in which vLLM keeps all blocks of a request until it ends.
+_KEPT = ("FullAttentionSpec", "MLAAttentionSpec")
 # A part is one message to decode, with the numbers of its blocks. A message has at most 64 KiB.
 MAX_BLOCKS = 4096
 
@@ -47,7 +50,7 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts with a ticket that vLLM computes, by the id of the request. They have one KV cache group."""
+    """The prompts that are lent while vLLM computes them, by the id of the request. They have one KV cache group."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -62,41 +65,65 @@ class Prompts:
         return self._prompts.pop(request_id, None)
 
     def scheduled(self, output: Any) -> tuple[list[Withdraw], list[Part]]:
-        """Return what becomes of the prompts in a step: those that are preempted, and the parts that it computes."""
-        if not self._prompts:
-            return [], []
-        withdrawn = [self._preempted(name) for name in output.preempted_req_ids or () if name in self._prompts]
+        """Return what a step does with the prompts: those whose parts are withdrawn, and the parts that it computes."""
+        withdrawn: list[Withdraw] = []
         parts: list[Part] = []
+        if not self._prompts:
+            return withdrawn, parts
+        for name in output.preempted_req_ids or ():
+            if name in self._prompts:
+                self._prompts[name].blocks = []
+                withdrawn.append(self._withdraw(name))
+        for name, count in self._take_blocks(output).items():
+            prompt = self._prompts[name]
+            # If another connector reports that it could not load blocks, vLLM computes them again in the same place,
+            # without a preemption. What was lent since is wrong.
+            if count < min(prompt.lent * self._block_size, prompt.num_tokens):
+                withdrawn.append(self._withdraw(name))
+            parts += self._computed_in(prompt, count + output.num_scheduled_tokens[name])
+        return withdrawn, parts
+
+    def _take_blocks(self, output: Any) -> dict[str, int]:
+        """Take the blocks of the prompts in a step. Return how many tokens of each are in place before the step."""
+        computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             if new.req_id in self._prompts:
                 self._prompts[new.req_id].blocks = list(new.block_ids[0])
-                parts += self._computed_in(new.req_id, new.num_computed_tokens, output)
+                computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+        for name, blocks, count in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
             if name in self._prompts:
                 more = [] if blocks is None else list(blocks[0])
                 if name in cached.resumed_req_ids:
                     self._prompts[name].blocks = more
                 else:
                     self._prompts[name].blocks += more
-                parts += self._computed_in(name, computed, output)
-        return withdrawn, parts
+                computed[name] = count
+        return computed
 
-    def _preempted(self, name: str) -> Withdraw:
+    def _withdraw(self, name: str) -> Withdraw:
         prompt = self._prompts[name]
-        prompt.blocks, prompt.lent = [], 0
+        prompt.lent = 0
         return Withdraw(prompt.ticket, ended=False)
 
-    def _computed_in(self, name: str, computed: int, output: Any) -> list[Part]:
-        """Return the parts of a prompt of which ``computed`` tokens are in place before the step."""
-        prompt, size = self._prompts[name], self._block_size
+    def _computed_in(self, prompt: Prompt, end: int) -> list[Part]:
+        """Return the parts of a prompt of which ``end`` tokens are in place after the step."""
+        size = self._block_size
         count = -(-prompt.num_tokens // size)
-        end = min(computed + output.num_scheduled_tokens[name], prompt.num_tokens)
-        full = count if end == prompt.num_tokens else end // size
+        full = count if end >= prompt.num_tokens else end // size
         prompt.blocks = prompt.blocks[:count]
         groups = [[*prompt.blocks, *[0] * (count - len(prompt.blocks))]]
         # This includes blocks of the prefix cache: another request may compute them in this very step.
         return prompt.lend(groups, full, computed=False)
+
+
+def lent_while_computed(config: Any, specs: Sequence[Any]) -> bool:
+    """Return whether prompts may be lent while they are computed, with a configuration and KV cache specs of vLLM."""
+    if len(specs) != 1 or type(specs[0]).__name__ not in _KEPT:
+        return False
+    # Microbatches run side by side, and each reports a layer when it has computed its own tokens. With speculative
+    # decoding, a step may leave out the layers of the draft model. The whole request would fail then.
+    return not config.parallel_config.use_ubatching and config.speculative_config is None
 
 
 def prompt_of(request: Any, ticket: str) -> Prompt:

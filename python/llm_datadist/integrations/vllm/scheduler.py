@@ -155,6 +155,8 @@ class SchedulerSide:
     ) -> dict[str, Any] | None:
         name = request.request_id
         begun = self._prompts.end(name)
+        # A preempted prompt has had parts, although none of them is lent now. The workers still know its ticket.
+        known = begun is not None and begun.parts > 0
         if complete:
             prompt = begun or prompt_of(request, ticket)
             in_parts = prompt.lent > 0
@@ -169,8 +171,8 @@ class SchedulerSide:
                 place = (self._engine_id, addresses, prompt.digest, self._block_sizes, self._stages)
                 return Handover(ticket, *place).params()
         self._taken.discard(ticket)
-        if given or (begun is not None and begun.lent):
-            # Decode may have asked for it, or read it. Without a ticket of the proxy, it is lent all the same.
+        if given or known:
+            # Decode may have asked for it, or read it.
             self._step.withdrawn.append(Withdraw(ticket, ended=True))
         return None
 
