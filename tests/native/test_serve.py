@@ -10,13 +10,14 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import socket as sockets
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import pytest
 
@@ -35,10 +36,9 @@ ROUNDS = int(os.environ.get("LLM_DATADIST_SOAK", "5"))
 class Serve:
     """`llm-datadist serve`, which is killed at the end."""
 
-    def __init__(self, socket: Path, *options: str) -> None:
+    def __init__(self, socket: Path, *options: str, output: int | IO[str] = subprocess.PIPE) -> None:
         command = [sys.executable, "-m", "llm_datadist", "serve", "--memory", "4MiB", "--socket", str(socket), *options]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)  # noqa: S603
+        self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True)  # noqa: S603
 
     def __enter__(self) -> Self:
         return self
@@ -87,6 +87,15 @@ def ready(socket: Path, *options: str) -> Iterator[Serve]:
         yield serve
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def put(store: Store, *numbers: int) -> list[bool]:
     return store.put([key(number) for number in numbers], [value(number) for number in numbers])
 
@@ -120,6 +129,50 @@ def test_values_of_a_killed_process_are_found_again(socket: Path, served: Serve)
         # The order of use is that from before: value 0 was used last above, as the last one of the loop of `got` was.
         assert put(store, 100) == [True]
         assert [n for n in range(64) if store.exists([key(n)]) == [False]] == [0]
+
+
+def test_a_child_is_started_once_the_system_has_descriptors_again(socket: Path, served: Serve) -> None:
+    with opened(socket) as store:
+        assert put(store, 1) == [True]
+        before = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        served.kill()
+        assert served.complained().endswith("; starting another one\n")
+        assert "cannot start a process that serves; trying again: " in served.complained()
+        resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, before)
+        wait_for(lambda: got(store, 1) == value(1))
+        # It complains once, however often it has tried.
+        assert served.complained().endswith(" serves, with 1 values from before\n")
+
+
+def test_a_child_that_cannot_wait_for_clients_fails(socket: Path) -> None:
+    code = """
+import os, socket, sys, threading
+from pathlib import Path
+from llm_datadist import Error, Store
+from llm_datadist.native import _Holder
+holder = _Holder(memory="1MiB", socket=sys.argv[1], value="64KiB", take_over=False)
+stop, other = socket.socketpair()
+def serve():
+    try:
+        print(holder.serve(other, empty=False))
+    except Error as error:
+        print(error)
+thread = threading.Thread(target=serve)
+thread.start()
+stop.recv(4)
+descriptors = []
+while not descriptors:
+    links = [(link, os.readlink(link)) for link in map(str, Path("/proc/self/fd").iterdir()) if os.path.islink(link)]
+    descriptors = [int(link.rpartition("/")[2]) for link, name in links if "eventpoll" in name]
+store = Store(sys.argv[1], namespace="n", timeout=60.0)
+os.close(descriptors[0])
+store.stats()  # it waits again after this message
+thread.join()
+"""
+    command = [sys.executable, "-c", code, str(socket)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)  # noqa: S603
+    assert "epoll_wait failed" in done.stdout, done.stdout + done.stderr
 
 
 def test_memory_is_emptied_after_two_crashes(socket: Path, served: Serve) -> None:
@@ -225,10 +278,12 @@ def test_a_stopped_process_that_is_killed_is_replaced(socket: Path, served: Serv
 
 
 def test_another_keeper_takes_over_the_values(socket: Path, served: Serve) -> None:
-    with opened(socket) as store, Serve(socket, "--take-over", "--memory", "2MiB", "--json") as other:
-        # The second process has half of the memory.
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(opened(socket))
         assert all(put(store, *range(40)))
         assert store.lease([key(39)], ttl=10) == [True]
+        # The second process has half of the memory.
+        other = stack.enter_context(Serve(socket, "--take-over", "--memory", "2MiB", "--json"))
         facts = json.loads(other.printed())
         assert facts == {
             "ready": True,
@@ -242,7 +297,7 @@ def test_another_keeper_takes_over_the_values(socket: Path, served: Serve) -> No
         assert served.complained() == "llm-datadist serve: another keeper has taken over\n"
         wait_for(lambda: attached(store))
         taken = [number for number in range(40) if got(store, number) == value(number)]
-        assert len(taken) <= 32
+        assert len(taken) == 32
         assert other.complained().startswith(f"llm-datadist serve: {len(taken)} values were taken over")
         assert socket.exists()
         assert sorted(path.name for path in socket.parent.iterdir()) == ["keeper", "keeper.lock"]
@@ -250,6 +305,52 @@ def test_another_keeper_takes_over_the_values(socket: Path, served: Serve) -> No
         other.kill()
         wait_for(lambda: attached(store) and store.stats()["attached"] == 3)
         assert [number for number in range(40) if got(store, number) == value(number)] == taken
+
+
+def test_of_two_keepers_that_take_over_at_once_one_has_the_values(socket: Path, served: Serve) -> None:
+    with opened(socket) as store:
+        assert all(put(store, *range(64)))
+        with Serve(socket, "--take-over") as one, Serve(socket, "--take-over") as other:
+            assert served.process.wait(LIMIT) == 0
+            wait_for(lambda: [one.process.poll(), other.process.poll()] != [None, None])
+            # If the second one was late, it has taken over from the first one.
+            assert [one.process.poll(), other.process.poll()].count(None) == 1
+            wait_for(lambda: attached(store))
+            assert [got(store, number) for number in range(64)] == [value(number) for number in range(64)]
+
+
+@pytest.mark.parametrize("which", ["holder", "child"])
+def test_a_keeper_that_is_killed_while_it_takes_over_leaves_the_other_one_alone(
+    socket: Path, served: Serve, which: str
+) -> None:
+    with opened(socket) as store, contextlib.ExitStack() as stack:
+        assert all(put(store, *range(64)))
+        with stopped(served.serving):
+            other = stack.enter_context(Serve(socket, "--take-over"))
+            wait_for(lambda: _has_child(other))
+            child = other.serving
+            os.kill(other.process.pid if which == "holder" else child, signal.SIGKILL)
+        assert other.process.wait(LIMIT) == (-signal.SIGKILL if which == "holder" else 1)
+        wait_for(lambda: ended(child))
+        assert served.process.poll() is None
+        assert [got(store, number) for number in range(64)] == [value(number) for number in range(64)]
+        assert store.stats()["keeper"]["values"] == 64
+
+
+def _has_child(serve: Serve) -> bool:
+    pid = serve.process.pid
+    return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+def test_a_keeper_that_has_taken_over_goes_on_without_standard_output(socket: Path, served: Serve) -> None:
+    with opened(socket) as store, Path("/dev/full").open("w") as full:
+        assert put(store, 1) == [True]
+        with Serve(socket, "--take-over", output=full) as other:
+            assert served.process.wait(LIMIT) == 0
+            assert other.complained() == "llm-datadist serve: 1 values were taken over\n"
+            assert "cannot write the results" in other.complained()
+            wait_for(lambda: got(store, 1) == value(1))
+            assert other.process.poll() is None
 
 
 def test_nothing_is_taken_over_without_a_keeper(socket: Path) -> None:
@@ -299,23 +400,45 @@ def test_the_service_manager_is_told(
         monkeypatch.setenv("NOTIFY_SOCKET", path.replace("\0", "@"))
         with ready(socket, "--prepare") as serve:
             assert serve.complained() == "llm-datadist serve: memory: 4.0 MiB of 4.0 MiB prepared\n"
+            serve.kill()
+            again = [serve.complained(), serve.complained()]
             serve.process.terminate()
             assert serve.process.wait(LIMIT) == 0
-        prepared, started, stopping = (manager.recv(1000).decode() for _ in range(3))
+        prepared, started, crashed, serves, stopping = (manager.recv(1000).decode() for _ in range(5))
         assert prepared.splitlines() == [
             "STATUS=memory: 4.0 MiB of 4.0 MiB prepared",
             "EXTEND_TIMEOUT_USEC=60000000",
         ]
         assert started.splitlines() == ["READY=1", f"STATUS=64 values of 64KiB at {socket}"]
+        assert [f"llm-datadist serve: {text.removeprefix('STATUS=')}\n" for text in (crashed, serves)] == again
         assert stopping == "STOPPING=1"
 
 
+def test_the_service_manager_waits_while_values_are_taken_over(
+    socket: Path, served: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_DGRAM) as manager:
+        manager.bind(f"{tmp_path}/notify")
+        manager.settimeout(LIMIT)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"{tmp_path}/notify")
+        with stopped(served.serving), Serve(socket, "--take-over"):
+            assert manager.recv(1000).decode().splitlines() == [
+                "STATUS=taking over the values of another keeper",
+                "EXTEND_TIMEOUT_USEC=60000000",
+            ]
+
+
 def test_prepared_memory_is_used_at_once(socket: Path) -> None:
-    def memory(serve: Serve) -> int:
-        fields = dict(line.split(":") for line in Path(f"/proc/{serve.process.pid}/status").read_text().splitlines())
-        return int(fields["RssShmem"].split()[0])
+    def kib(serve: Serve) -> tuple[int, int]:
+        """Return how much memory for values is used, and how much counts for the process that holds it."""
+        process = Path(f"/proc/{serve.process.pid}")
+        (values,) = (link for link in (process / "fd").iterdir() if "llm_datadist values" in str(link.readlink()))
+        fields = dict(line.split(":") for line in (process / "status").read_text().splitlines())
+        return values.stat().st_blocks // 2, int(fields["RssShmem"].split()[0])
 
     with ready(socket, "--prepare") as serve:
-        assert memory(serve) >= 4096
+        used, counted = kib(serve)
+        assert used == 4096
+        assert counted < 1024, "the kernel would end the process that holds the values first"
     with ready(socket) as serve:
-        assert memory(serve) < 1024
+        assert kib(serve)[0] < 1024

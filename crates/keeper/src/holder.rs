@@ -1,8 +1,9 @@
 //! The memory and the socket of a keeper. They outlive the process that serves from them, if it is a forked child.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use llm_datadist_core::bindings::keeper::refuse_beyond_room;
 use llm_datadist_core::bindings::remember_process;
@@ -36,6 +37,8 @@ pub struct Holder {
     listening: Arc<ListeningPath>,
     files: Arc<SharedFiles>,
     takes_over: bool,
+    /// The values that this process has taken over, until it serves. Finding them again would take longer the more there are.
+    taken: Mutex<Option<SlotTable>>,
 }
 
 impl Holder {
@@ -56,7 +59,7 @@ impl Holder {
         let found = take_over && connect_to(socket).is_ok();
         let listening = if found { ListeningPath::open_beside(socket) } else { ListeningPath::open(socket) };
         let (listening, files) = (Arc::new(listening?), Arc::new(SharedFiles::new(slots, slot_bytes)?));
-        Ok(Holder { listening, files, takes_over: found })
+        Ok(Holder { listening, files, takes_over: found, taken: Mutex::new(None) })
     }
 
     /// Returns the number of values that fit.
@@ -79,18 +82,19 @@ impl Holder {
         self.takes_over
     }
 
-    /// Takes a part of the memory for values from the system, from byte `from` on. Returns the byte at which the next call goes on.
-    /// Call it only before there are values.
-    pub fn prepare(&self, from: u64) -> Result<u64> {
-        self.files.prepare(from)
+    /// Takes the bytes of the memory for values from the system, as far as there are so many. Call it only before there are values.
+    pub fn prepare(&self, bytes: Range<u64>) -> Result<()> {
+        self.files.prepare(bytes)
     }
 
     /// Copies the values of the keeper that has the path, the most recently used ones first as far as the memory goes. Then has it end,
     /// and takes its path, unless `stop` is readable by then.
     ///
-    /// After an error, the other keeper has its path and its values, unless it ends too late.
+    /// After an error, the other keeper has its path and its values, unless it ends too late, or a third keeper takes the path.
     pub fn take_over(&self, stop: &OwnedFd) -> Result<TakenOver> {
-        take_over(&self.files, &self.listening, stop)
+        let (taken, table) = take_over(&self.files, &self.listening, stop)?;
+        *self.taken() = Some(table);
+        Ok(taken)
     }
 
     /// Creates the loop that serves from the memory, with the values that it has, until `stop` is readable.
@@ -100,14 +104,44 @@ impl Holder {
 
     /// Serves clients on this thread, until `stop` is readable or another keeper takes over. Returns whether the latter has happened.
     /// Sends the number of values that it has found as four bytes to `stop`, the least one first, before it begins. With `empty`, it
-    /// forgets what is in the memory.
+    /// forgets what is in the memory. Returns `Err(System)` if the system lets it wait for clients no more.
     pub fn serve(&self, stop: OwnedFd, empty: bool) -> Result<bool> {
         if empty {
+            *self.taken() = None;
             SlotTable::forget_all(&self.files);
         }
         let failed = |errno| Error::new(ErrorKind::System, "the holder of the keeper has ended").errno(errno);
-        let table = SlotTable::over(self.files.clone())?;
+        let taken = self.taken().take();
+        let table = taken.map_or_else(|| SlotTable::over(self.files.clone()), Ok)?;
         send(&stop, &table.values().to_le_bytes(), &[]).map_err(failed)?;
-        Ok(KeeperLoop::new(self.listening.clone(), stop, table)?.run())
+        KeeperLoop::new(self.listening.clone(), stop, table)?.run()
+    }
+
+    fn taken(&self) -> MutexGuard<'_, Option<SlotTable>> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::attachment::tests::SilentPath;
+    use crate::keeper::Keeper;
+
+    #[test]
+    fn values_that_were_taken_over_are_not_searched_again() {
+        let path = SilentPath::new();
+        let options = KeeperOptions { memory: 4096, value: 64, socket: path.socket() };
+        let _keeper = Keeper::open(&options).unwrap();
+        let holder = Holder::open(&options, true).unwrap();
+        let (stop, other) = UnixStream::pair().unwrap();
+        holder.take_over(&OwnedFd::from(stop.try_clone().unwrap())).unwrap();
+        assert!(holder.taken().is_some());
+        drop(other);
+        // It has nobody to serve: the other end is closed.
+        holder.serve(stop.into(), false).unwrap_err();
+        assert!(holder.taken().is_none());
     }
 }

@@ -88,15 +88,15 @@ impl KeeperLoop {
     }
 
     /// Serves clients until the keeper is closed, or another one takes over. Returns whether the latter has happened.
-    pub(crate) fn run(mut self) -> bool {
+    /// Returns `Err(System)` if a descriptor of the keeper was closed by other code of its process.
+    pub(crate) fn run(mut self) -> Result<bool> {
         let mut ready = Vec::with_capacity(ROUND);
         let mut buffer = vec![0; MESSAGE_BYTES];
-        loop {
+        let waited = loop {
             ready.clear();
-            let limit = self.sleep_limit();
-            // Fails only if a descriptor of the keeper was closed by other code of its process.
-            if self.poller.wait(&mut ready, ROUND, limit).is_err() || ready.contains(&STOP) {
-                break;
+            let waited = self.poller.wait(&mut ready, ROUND, self.sleep_limit());
+            if waited.is_err() || ready.contains(&STOP) {
+                break waited;
             }
             for &number in &ready {
                 match number {
@@ -110,11 +110,11 @@ impl KeeperLoop {
             }
             self.end_pause();
             if self.replaced {
-                break;
+                break Ok(());
             }
-        }
+        };
         self.end();
-        self.replaced
+        waited.map(|()| self.replaced)
     }
 
     /// Ends all connections. Another thread closes their sockets, so clients might see the end later otherwise.

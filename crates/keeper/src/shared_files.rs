@@ -1,5 +1,6 @@
 //! The memory of a keeper that outlives the process that serves from it: files that clients map, and two that they do not get.
 
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -11,8 +12,6 @@ use llm_datadist_core::{Error, ErrorKind, Result};
 use crate::index::{self, Index};
 use crate::namespaces;
 
-/// Bytes that are prepared at a time.
-const PREPARED: u64 = 256 << 20;
 /// Pages that are touched with one call.
 const BATCH: usize = 1024;
 
@@ -69,15 +68,14 @@ impl SharedFiles {
         Tensors::carved(self.values.clone(), [0], self.bytes(), ())
     }
 
-    /// Takes memory for slots from the system, from byte `from` on, before there are values. Returns the byte at which the next call
-    /// goes on.
-    pub(crate) fn prepare(&self, from: u64) -> Result<u64> {
-        let (tensor, end) = (self.tensor()?, self.bytes().min(from.saturating_add(PREPARED)));
-        let pages: Vec<u64> = (from..end).step_by(rustix::param::page_size()).collect();
+    /// Takes memory for slots from the system, the given bytes as far as there are so many, before there are values.
+    pub(crate) fn prepare(&self, bytes: Range<u64>) -> Result<()> {
+        let (tensor, end) = (self.tensor()?, self.bytes().min(bytes.end));
+        let pages: Vec<u64> = (bytes.start..end).step_by(rustix::param::page_size()).collect();
         for pages in pages.chunks(BATCH) {
             let touch = |&page| Ok(Copy::one(Window::of_slice(&[0]), tensor.window(0, page, 1)?));
             copy_all(&pages.iter().map(touch).collect::<Result<Vec<_>>>()?, Kernel::PLAIN)?;
         }
-        Ok(end)
+        Ok(())
     }
 }

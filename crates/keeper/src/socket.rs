@@ -38,8 +38,13 @@ const BACKLOG: i32 = 64;
 
 /// How long a new keeper waits for one that is ending.
 const ENDING: Duration = Duration::from_secs(10);
+/// How long it waits for one that it has asked to end, which first frees its memory. Its values are lost if this one gives up.
+const TAKING: Duration = Duration::from_secs(300);
 /// How often it looks whether that one has ended.
 const LOOK: Duration = Duration::from_millis(5);
+
+/// Device and number of a file.
+type FileNumbers = (u64, u64);
 
 /// A socket that listens at a path. No other keeper takes the path while this value lives, here or in a forked process. The path is
 /// removed with it by the process that has opened it.
@@ -51,8 +56,8 @@ pub(crate) struct ListeningPath {
     path: PathBuf,
     /// Where it listens until it [takes](Self::take) the path over.
     beside: Option<PathBuf>,
-    /// Device and number of the file at the path.
-    file: (u64, u64),
+    /// The file at which it listens.
+    file: FileNumbers,
     process: u32,
 }
 
@@ -63,7 +68,7 @@ impl ListeningPath {
     pub(crate) fn open(path: &Path) -> Result<ListeningPath> {
         let address = address(path)?;
         let lock = lock_file(path)?;
-        wait_for_lock(path, &lock, |listener| listener.is_none_or(|listener| !lives(listener)))?;
+        wait_for_lock(path, &lock, ENDING, |listener| listener.is_none_or(|listener| !lives(listener)))?;
         match connected(&address) {
             Err(Errno::CONNREFUSED | Errno::NOENT) => {}
             living => return Err(in_use(path, living.ok().as_ref())),
@@ -100,13 +105,29 @@ impl ListeningPath {
         &self.path
     }
 
-    /// Takes the path over, once the keeper that listened there has ended. Returns `Err(System)` if it does not end.
-    pub(crate) fn take(&self) -> Result<()> {
-        if let Some(beside) = &self.beside {
-            wait_for_lock(&self.path, &self.lock, |_| true)?;
-            std::fs::rename(beside, &self.path).map_err(|error| refused(&self.path, "take over", error))?;
+    /// Returns where it listens until it takes the path over.
+    #[cfg(test)]
+    pub(crate) fn beside(&self) -> Option<&Path> {
+        self.beside.as_deref()
+    }
+
+    /// Returns the socket that is at the path now.
+    pub(crate) fn found(&self) -> Option<FileNumbers> {
+        identity(&self.path).ok()
+    }
+
+    /// Takes the path over, once the keeper whose socket is `replaced` has ended. Returns `Err(System)` if it does not end, or if another
+    /// keeper takes the path first, with its process.
+    pub(crate) fn take(&self, replaced: Option<FileNumbers>) -> Result<()> {
+        let Some(beside) = &self.beside else { return Ok(()) };
+        let another = || self.found().is_some_and(|found| Some(found) != replaced);
+        wait_for_lock(&self.path, &self.lock, TAKING, |_| !another())?;
+        // A process of another container may have the same id, and so the same path.
+        if identity(beside).ok() != Some(self.file) {
+            let error = std::io::Error::other("another process has removed the socket beside it");
+            return Err(refused(&self.path, "take over", error).with("beside", beside.display()));
         }
-        Ok(())
+        std::fs::rename(beside, &self.path).map_err(|error| refused(&self.path, "take over", error))
     }
 
     /// Accepts a connection. `None` if there is none.
@@ -276,9 +297,15 @@ fn lock_file(path: &Path) -> Result<OwnedFd> {
     above_standard_streams(file.into()).map_err(|errno| refused(path, "lock", errno.into()))
 }
 
-/// Locks the file of `path`. Waits as long as `ending` says of the socket of the keeper that has it locked, if it still listens.
-fn wait_for_lock(path: &Path, lock: &OwnedFd, ending: impl Fn(Option<&OwnedFd>) -> bool) -> Result<()> {
-    let end = Instant::now() + ENDING;
+/// Locks the file of `path`. Waits at most `time`, as long as `ending` says of the socket of the keeper that has it locked, if it still
+/// listens.
+fn wait_for_lock(
+    path: &Path,
+    lock: &OwnedFd,
+    time: Duration,
+    ending: impl Fn(Option<&OwnedFd>) -> bool,
+) -> Result<()> {
+    let end = Instant::now() + time;
     loop {
         match flock(lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(()),
@@ -311,7 +338,7 @@ fn remove_socket(path: &Path) -> Result<()> {
 }
 
 /// Returns the device and the number of the file at `path`.
-fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+fn identity(path: &Path) -> std::io::Result<FileNumbers> {
     std::fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
 }
 

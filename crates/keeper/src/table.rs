@@ -87,6 +87,7 @@ impl SlotTable {
         let (index, generations) = (&shared.index, &shared.generations);
         keys.extend(used_slots(shared).map(|_| None));
         if keys.is_empty() {
+            namespaces.forget_unused();
             return Ok(());
         }
         let mut claims: Vec<Place> = Vec::new();
@@ -671,6 +672,13 @@ mod tests {
                 assert_eq!(same, rest.contains(&key), "{what}: {key}");
             }
         }
+    }
+
+    #[test]
+    fn a_namespace_is_forgotten_although_no_slot_was_ever_used() {
+        let mut table = table(10, 128);
+        assert_eq!(table.namespaces.attach("n", 100), Ok(0));
+        assert_eq!(recovered(table).0.namespaces.count(), 0);
     }
 
     #[test]

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Arc;
+use std::thread::Builder;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::fallible;
@@ -16,8 +18,15 @@ use crate::shared_files::SharedFiles;
 use crate::socket::{ListeningPath, is_readable};
 use crate::table::SlotTable;
 
+/// Name of the thread that frees the memory of the other keeper.
+const THREAD: &str = "llm-keeper-free";
 /// How long the other keeper may take for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
+/// How often the values of the other keeper are listed: until a round copies at most so many bytes, and at most so often.
+const LITTLE: u64 = 16 << 20;
+const MAX_ROUNDS: u32 = 10;
+/// Values that are copied between two looks at `stop`.
+const BATCH: usize = 64;
 
 /// What became of the values of the other keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,76 +38,111 @@ pub struct TakenOver {
 }
 
 /// Copies the values of the keeper at the path of `listening`, has it end, and takes its path, unless `stop` is readable by then.
+/// Returns the table of the values, too.
 pub(crate) fn take_over(
     files: &Arc<SharedFiles>,
     listening: &ListeningPath,
     stop: &OwnedFd,
-) -> Result<TakenOver> {
-    let other = Observer::with_memory(listening.path(), answer())?;
-    let mut copy = ValueCopy { other, table: SlotTable::over(files.clone())?, namespaces: HashMap::new() };
-    let newest = copy.all()?;
-    // What clients have put, used or dropped meanwhile. What they do from here on is lost.
-    let listed = copy.newer_than(newest)?;
+) -> Result<(TakenOver, SlotTable)> {
+    let mut copy = ValueCopy::new(listening.path(), files)?;
+    // The socket of the other keeper: if another one is there later, a third keeper was faster.
+    let replaced = listening.found();
+    let mut listed = Vec::new();
+    for _ in 0..MAX_ROUNDS {
+        let (values, copied) = copy.round(stop)?;
+        listed = values;
+        if copied <= LITTLE {
+            break;
+        }
+    }
+    copy.drop_changed(&listed)?;
     let has = |value: &&ListedValue| copy.slot_of(value).is_some();
     let values = listed.iter().filter(has).count() as u64;
     let left = listed.len() as u64 - values;
     copy.forget_namespaces();
-    if is_readable(stop) {
-        return Err(Error::new(ErrorKind::Closed, "the keeper that was to take over has been stopped"));
-    }
-    copy.other.end(answer())?;
-    listening.take()?;
-    Ok(TakenOver { values, left })
+    check_stop(stop)?;
+    let ValueCopy { other, table, .. } = copy;
+    // Whatever the answer is, the other keeper may end from here on. If it goes on, it keeps its path.
+    let asked = other.end(answer());
+    drop(asked);
+    listening.take(replaced)?;
+    drop_elsewhere(other);
+    Ok((TakenOver { values, left }, table))
 }
 
 fn answer() -> Deadline {
     Deadline::after(ANSWER)
 }
 
+fn check_stop(stop: &OwnedFd) -> Result<()> {
+    if is_readable(stop) {
+        return Err(Error::new(ErrorKind::Closed, "the keeper that was to take over has been stopped"));
+    }
+    Ok(())
+}
+
+/// Drops a value on another thread. The last process that has the memory of the other keeper mapped frees it, which takes the longer the
+/// more there is, and clients wait.
+fn drop_elsewhere(other: Observer) {
+    // Without a thread, it is dropped at once.
+    let _ = Builder::new().name(THREAD.into()).spawn(move || drop(other));
+}
+
 /// A copy of the values of another keeper.
 struct ValueCopy {
     other: Observer,
     table: SlotTable,
+    /// For each slot here, the place from which its value was copied.
+    places: Vec<Place>,
     /// For each namespace of the other keeper, the number that it has here, and the bytes of its values.
     namespaces: HashMap<u32, (u32, u64)>,
 }
 
 impl ValueCopy {
-    /// Copies all values as far as the memory goes, the most recently used ones first. Returns the last use of the latest one.
-    fn all(&mut self) -> Result<u64> {
-        let listed = self.list()?;
-        for value in &listed {
-            if self.table.values() < self.table.slots() {
-                self.copy(value)?;
-            }
-        }
-        self.touch(&listed);
-        Ok(listed.first().map_or(0, |value| value.used))
+    /// Attaches to the keeper at `path`.
+    fn new(path: &Path, files: &Arc<SharedFiles>) -> Result<ValueCopy> {
+        let other = Observer::with_memory(path, answer())?;
+        // No value has the generation 0.
+        let nowhere = Place { slot: 0, generation: 0 };
+        let places = fallible::collect("the places of values", (0..files.slots).map(|_| nowhere))?;
+        Ok(ValueCopy { other, table: SlotTable::over(files.clone())?, places, namespaces: HashMap::new() })
     }
 
-    /// Copies the values that were put after the use `newest`, in place of those that were not used for the longest time, and drops those
-    /// that the other keeper has no more. Returns all values of the other keeper.
-    fn newer_than(&mut self, newest: u64) -> Result<Vec<ListedValue>> {
+    /// Makes the values those that the other keeper has, the most recently used ones as far as the memory goes. Returns all values of
+    /// the other keeper, and how many bytes were copied.
+    ///
+    /// What clients do meanwhile is found by the next round: the list is not one of a single moment.
+    fn round(&mut self, stop: &OwnedFd) -> Result<(Vec<ListedValue>, u64)> {
         let listed = self.list()?;
-        let newer = listed.partition_point(|value| value.used > newest);
-        for value in listed[..newer].iter().rev() {
-            if self.slot_of(value).is_none() {
-                self.copy(value)?;
+        let fit = listed.iter().enumerate().filter(|(_, value)| self.key(value).is_some());
+        let most = fit.take(self.table.slots() as usize).last().map_or(0, |(last, _)| last + 1);
+        let latest = &listed[..most];
+        self.drop_changed(latest)?;
+        let mut copied = 0;
+        for values in latest.chunks(BATCH) {
+            check_stop(stop)?;
+            for value in values {
+                copied += self.copy(value)?;
             }
         }
-        self.touch(&listed[..newer]);
-        self.drop_others(&listed)?;
-        Ok(listed)
+        self.touch(latest);
+        Ok((listed, copied))
     }
 
-    /// Drops the values that are not listed: clients may have dropped them meanwhile.
-    fn drop_others(&mut self, listed: &[ListedValue]) -> Result<()> {
-        let unlisted = self.table.keys.iter().map(|_| true);
-        let mut unlisted: Vec<bool> = fallible::collect("the values that were dropped meanwhile", unlisted)?;
-        for slot in listed.iter().filter_map(|value| self.slot_of(value)) {
-            unlisted[slot as usize] = false;
+    /// Drops the values that are not listed, and those that the other keeper has no more, or has at another place: clients may have
+    /// dropped them meanwhile, and put other bytes under the same keys.
+    fn drop_changed(&mut self, listed: &[ListedValue]) -> Result<()> {
+        let changed = self.table.keys.iter().map(|_| true);
+        let mut changed: Vec<bool> = fallible::collect("the values that have changed", changed)?;
+        let other = self.other.memory()?;
+        for value in listed {
+            if let Some(slot) = self.slot_of(value)
+                && other.place(value.namespace, &value.key) == Some(self.places[slot as usize])
+            {
+                changed[slot as usize] = false;
+            }
         }
-        for (at, _) in unlisted.iter().enumerate().filter(|(_, unlisted)| **unlisted) {
+        for (at, _) in changed.iter().enumerate().filter(|(_, changed)| **changed) {
             if let Some(key) = self.table.keys[at] {
                 self.table.drop_value(&key);
             }
@@ -120,21 +164,19 @@ impl ValueCopy {
         Ok(listed)
     }
 
-    /// Copies a value that fits, unless it is replaced meanwhile.
-    fn copy(&mut self, value: &ListedValue) -> Result<()> {
-        let Some((key, bytes)) = self.key(value).filter(|(_, bytes)| *bytes <= self.table.slot_bytes())
-        else {
-            return Ok(());
-        };
-        let from = self.other.memory()?;
-        let Some(Place { slot, generation }) = from.place(value.namespace, &value.key) else { return Ok(()) };
-        let stored = self
-            .table
-            .put(&key, from.values.window(0, u64::from(slot) * from.geometry.slot_bytes, bytes)?)?;
-        if stored == Stored::Stored && !from.generations.still(slot, generation) {
+    /// Copies a value that fits and is not here yet, unless it is replaced meanwhile. Returns how many bytes were copied.
+    fn copy(&mut self, value: &ListedValue) -> Result<u64> {
+        let Some((key, bytes)) = self.key(value) else { return Ok(0) };
+        let other = self.other.memory()?;
+        let Some(place) = other.place(value.namespace, &value.key) else { return Ok(0) };
+        let from = other.values.window(0, u64::from(place.slot) * other.geometry.slot_bytes, bytes)?;
+        let stored = self.table.put(&key, from)?;
+        let Some(slot) = self.table.slot_of(&key).filter(|_| stored == Stored::Stored) else { return Ok(0) };
+        self.places[slot as usize] = place;
+        if !other.generations.still(place.slot, place.generation) {
             self.table.drop_value(&key);
         }
-        Ok(())
+        Ok(bytes)
     }
 
     /// Makes the order of use here that of values that are listed, the most recently used one first.
@@ -147,10 +189,10 @@ impl ValueCopy {
         self.table.slot_of(&self.key(value)?.0)
     }
 
-    /// Returns the key that a value has here, and its bytes.
+    /// Returns the key that a value has here, and its bytes; `None` if it does not fit.
     fn key(&self, value: &ListedValue) -> Option<(IndexKey, u64)> {
         let &(namespace, bytes) = self.namespaces.get(&value.namespace)?;
-        Some((IndexKey::of(namespace, &value.key), bytes))
+        (bytes <= self.table.slot_bytes()).then(|| (IndexKey::of(namespace, &value.key), bytes))
     }
 
     /// Forgets the namespaces of which no value was copied.
@@ -163,57 +205,177 @@ impl ValueCopy {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
-    use llm_datadist_core::bindings::keeper::Window;
+    use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
 
     use super::*;
     use crate::attachment::tests::SilentPath;
     use crate::holder::KeeperOptions;
     use crate::keeper::Keeper;
     use crate::key::StoreKey;
+    use crate::sizes::PAGE_VALUES;
     use crate::store::{Store, StoreOptions};
 
-    fn key(number: u8) -> StoreKey {
-        StoreKey::read(0, &[number; 28]).unwrap()
+    fn key(number: u32) -> StoreKey {
+        let mut bytes = [7; 28];
+        bytes[..4].copy_from_slice(&number.to_le_bytes());
+        StoreKey::read(0, &bytes).unwrap()
     }
 
-    fn store(path: &Path, namespace: &str) -> Store {
-        let options = StoreOptions { socket: path.into(), namespace: namespace.into(), value: 64 };
-        Store::open(options, answer()).unwrap()
+    fn keeper(path: &SilentPath, slots: u64) -> Keeper {
+        Keeper::open(&KeeperOptions { memory: 64 * slots, value: 64, socket: path.socket() }).unwrap()
     }
 
-    fn put(store: &Store, number: u8) {
-        let stored = store.put(&[key(number)], &[Window::of_slice(&[number; 64])], answer()).unwrap();
+    fn store(path: &SilentPath, namespace: &str) -> Store {
+        let options = StoreOptions { socket: path.socket(), namespace: namespace.into(), value: 64 };
+        Store::open(options, Deadline::after(Duration::from_secs(30))).unwrap()
+    }
+
+    fn put(store: &Store, number: u32, byte: u8) {
+        let stored = store.put(&[key(number)], &[Window::of_slice(&[byte; 64])], answer()).unwrap();
         assert_eq!(stored, [Stored::Stored]);
+    }
+
+    fn files(slots: u32) -> Arc<SharedFiles> {
+        Arc::new(SharedFiles::new(slots, 64).unwrap())
+    }
+
+    /// Returns the first byte of a value of the namespace "a", the first one.
+    fn copied(copy: &ValueCopy, number: u32) -> Option<u8> {
+        let &(here, _) = copy.namespaces.get(&0)?;
+        let slot = copy.table.slot_of(&IndexKey::of(here, &key(number)))?;
+        let mut byte = [0];
+        let from = copy.table.shared.tensor().unwrap();
+        let from = from.window(0, u64::from(slot) * copy.table.slot_bytes(), 1).unwrap();
+        copy_all(&[Copy::one(from, Window::of_slice_mut(&mut byte))], Kernel::PLAIN).unwrap();
+        Some(byte[0])
+    }
+
+    /// A socket that is not readable, with its other end.
+    fn running() -> (OwnedFd, OwnedFd) {
+        let (stop, other) = UnixStream::pair().unwrap();
+        (stop.into(), other.into())
     }
 
     #[test]
     fn values_that_are_put_or_used_meanwhile_replace_the_oldest() {
-        let path = SilentPath::new();
-        let options = KeeperOptions { memory: 64 * 100, value: 64, socket: path.socket() };
-        let _keeper = Keeper::open(&options).unwrap();
-        let (one, other) = (store(&path.socket(), "one"), store(&path.socket(), "other"));
-        (0..6).for_each(|number| put(&one, number));
-        let table = SlotTable::over(Arc::new(SharedFiles::new(4, 64).unwrap())).unwrap();
-        let observer = Observer::with_memory(&path.socket(), answer()).unwrap();
-        let mut copy = ValueCopy { other: observer, table, namespaces: HashMap::new() };
-        let newest = copy.all().unwrap();
+        let (path, (stop, _other)) = (SilentPath::new(), running());
+        let _keeper = keeper(&path, 100);
+        let (one, other) = (store(&path, "a"), store(&path, "b"));
+        (0..6).for_each(|number| put(&one, number, 1));
+        let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
+        assert_eq!(copy.round(&stop).unwrap().1, 4 * 64);
         // In the new memory are 2 to 5, the oldest one first.
-        put(&other, 9);
+        put(&other, 9, 1);
         let mut bytes = [0; 64];
         assert_eq!(one.get(&[key(3)], &[Window::of_slice_mut(&mut bytes)]).unwrap(), [true]);
         assert_eq!(one.drop_values(&[key(5)], answer()).unwrap(), 1);
         // The message that the value was used arrives before this answer.
         assert_eq!(one.stats(answer()).unwrap().keeper.unwrap().values, 6);
-        let listed = copy.newer_than(newest).unwrap();
-        assert_eq!(listed.len(), 6);
+        let (listed, bytes) = copy.round(&stop).unwrap();
+        assert_eq!((listed.len(), bytes), (6, 64), "9 was copied, and the others are there");
         let has: Vec<bool> = listed.iter().map(|value| copy.slot_of(value).is_some()).collect();
         // 3 was used last, then 9 was put, then 4, 2, 1 and 0.
-        assert_eq!(has, [true, true, true, false, false, false]);
-        assert_eq!(copy.table.values(), 3, "5 was dropped");
+        assert_eq!(has, [true, true, true, true, false, false]);
+        assert_eq!(copy.table.values(), 4, "5 was dropped");
         let order: Vec<u64> =
-            listed[..3].iter().map(|value| copy.table.recency.used(copy.slot_of(value).unwrap())).collect();
+            listed[..4].iter().map(|value| copy.table.recency.used(copy.slot_of(value).unwrap())).collect();
         assert!(order.is_sorted_by(|later, earlier| later > earlier), "{order:?}");
+    }
+
+    #[test]
+    fn a_value_that_is_dropped_and_put_again_has_its_new_bytes() {
+        let (path, (stop, _other)) = (SilentPath::new(), running());
+        let _keeper = keeper(&path, 100);
+        let one = store(&path, "a");
+        put(&one, 1, 1);
+        let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
+        copy.round(&stop).unwrap();
+        assert_eq!(copied(&copy, 1), Some(1));
+        one.drop_values(&[key(1)], answer()).unwrap();
+        put(&one, 1, 2);
+        let (listed, _) = copy.round(&stop).unwrap();
+        assert_eq!(copied(&copy, 1), Some(2));
+        one.drop_values(&[key(1)], answer()).unwrap();
+        put(&one, 1, 3);
+        copy.drop_changed(&listed).unwrap();
+        assert_eq!(copied(&copy, 1), None, "a miss, and not the bytes from before");
+    }
+
+    #[test]
+    fn values_that_are_put_while_several_pages_are_listed_are_found_by_the_next_round() {
+        let (path, (stop, _other)) = (SilentPath::new(), running());
+        let count = u32::try_from(PAGE_VALUES * 20).unwrap();
+        let _keeper = keeper(&path, u64::from(count) + 1);
+        let one = store(&path, "a");
+        let numbers: Vec<u32> = (0..count).collect();
+        for numbers in numbers.chunks(1000) {
+            let keys: Vec<StoreKey> = numbers.iter().copied().map(key).collect();
+            one.put(&keys, &vec![Window::of_slice(&[1; 64]); keys.len()], answer()).unwrap();
+        }
+        let mut copy = ValueCopy::new(&path.socket(), &files(count + 1)).unwrap();
+        let listing = AtomicBool::new(true);
+        let replaced = std::thread::scope(|scope| {
+            // Each value takes the slot of another one, which is on the first page. Then one on the last page is used.
+            let putting = scope.spawn(|| {
+                let (mut replaced, mut bytes) = (100, [0; 64]);
+                while replaced < 900 && (replaced == 100 || listing.load(Ordering::SeqCst)) {
+                    assert_eq!(one.drop_values(&[key(replaced)], answer()).unwrap(), 1);
+                    put(&one, count + replaced, 2);
+                    one.get(&[key(count - 1)], &[Window::of_slice_mut(&mut bytes)]).unwrap();
+                    replaced += 1;
+                }
+                replaced
+            });
+            copy.round(&stop).unwrap();
+            listing.store(false, Ordering::SeqCst);
+            putting.join().unwrap()
+        });
+        copy.round(&stop).unwrap();
+        for number in 0..count {
+            let has = (copied(&copy, number), copied(&copy, count + number));
+            let was_replaced = (100..replaced).contains(&number);
+            assert_eq!(has, if was_replaced { (None, Some(2)) } else { (Some(1), None) }, "{number}");
+        }
+        assert_eq!(copy.table.values(), count);
+    }
+
+    #[test]
+    fn nothing_is_copied_once_it_is_stopped() {
+        let (path, (stop, other)) = (SilentPath::new(), running());
+        let _keeper = keeper(&path, 100);
+        put(&store(&path, "a"), 1, 1);
+        let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
+        drop(other);
+        assert_eq!(copy.round(&stop).unwrap_err().kind(), ErrorKind::Closed);
+        assert_eq!(copy.table.values(), 0);
+    }
+
+    #[test]
+    fn the_slower_one_of_two_keepers_that_take_over_fails_at_once() {
+        let (path, (stop, _other)) = (SilentPath::new(), running());
+        let first = keeper(&path, 100);
+        put(&store(&path, "a"), 1, 1);
+        // Both have the same process id, and so would have the same path beside the first one.
+        let slower = ListeningPath::open_beside(&path.socket()).unwrap();
+        let copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
+        let found = slower.found();
+        std::fs::rename(slower.beside().unwrap(), path.socket().with_extension("slower")).unwrap();
+        let faster = ListeningPath::open_beside(&path.socket()).unwrap();
+        let (taken, _) = take_over(&files(4), &faster, &stop).unwrap();
+        assert_eq!((taken, first.running()), (TakenOver { values: 1, left: 0 }, false));
+        copy.other.end(answer()).unwrap();
+        let refused = slower.take(found).unwrap_err();
+        assert_eq!(refused.reason(), "another program listens at the socket");
+        assert_eq!(refused.fact("pid"), Some(&*std::process::id().to_string()));
+        assert_eq!(slower.found(), faster.found(), "the path is that of the faster one");
+        // Once the path is free, another socket beside it is not taken for its own.
+        drop(faster);
+        std::fs::write(slower.beside().unwrap(), "another file").unwrap();
+        let refused = slower.take(slower.found()).unwrap_err();
+        assert!(refused.reason().contains("cannot take over the path"), "{refused}");
+        assert_eq!(slower.found(), None);
     }
 }

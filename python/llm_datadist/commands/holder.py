@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Callable
 
 from llm_datadist import Error
 from llm_datadist.commands import systemd
-from llm_datadist.commands.output import complain
+from llm_datadist.commands.output import OutputError, complain
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,6 +31,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CRASH_SECONDS = 60.0
 """After two crashes within this time, the memory may be what makes the child crash."""
 _PAUSE_SECONDS = 1.0
+"""Also between two attempts to start a child, and between two messages to the service manager."""
 _COUNT_BYTES = 4
 """The number of values that a child has found, which it sends once it serves."""
 _STOP_SECONDS = 5.0
@@ -124,21 +125,23 @@ def hold(holder: _Holder, stop: StopSignals, ready: Callable[[int], None]) -> in
     """
     child, serving, crashed = _Child(holder, stop, first=True, empty=False), False, -_CRASH_SECONDS
     while True:
-        readable = _readable(None, stop, child.end)
+        taking_over = holder.takes_over and not serving
+        readable = _readable(_PAUSE_SECONDS if taking_over else None, stop, child.end)
+        if not readable:
+            # The values of another keeper may take long to copy, and its memory to be freed.
+            systemd.notify("STATUS=taking over the values of another keeper", "EXTEND_TIMEOUT_USEC=60000000")
+            continue
         if stop in readable:
             systemd.notify("STOPPING=1")
             child.stop()
             return 0
         if kept := child.end.recv(_COUNT_BYTES):
             if serving:
-                values = int.from_bytes(kept, "little")
-                complain(f"llm-datadist serve: pid {child.pid} serves, with {values:,} values from before")
+                serves = f"pid {child.pid} serves, with {int.from_bytes(kept, 'little'):,} values from before"
+                complain(f"llm-datadist serve: {serves}")
+                systemd.notify(f"STATUS={serves}")
             else:
-                try:
-                    ready(child.pid)
-                except BaseException:
-                    child.stop()
-                    raise
+                _call_ready(ready, holder, child)
             serving = True
             continue
         text, status = child.result()
@@ -155,7 +158,39 @@ def hold(holder: _Holder, stop: StopSignals, ready: Callable[[int], None]) -> in
         if again and stop.arrived(_PAUSE_SECONDS):
             return 0
         child.end.close()
-        child = _Child(holder, stop, first=False, empty=again)
+        started = _next_child(holder, stop, empty=again)
+        if started is None:
+            return 0
+        child = started
+
+
+def _call_ready(ready: Callable[[int], None], holder: _Holder, child: _Child) -> None:
+    """Call `ready`. If it fails, end the child, unless it has taken over: then nobody else has the values."""
+    try:
+        ready(child.pid)
+    except OutputError as error:
+        if not holder.takes_over:
+            child.stop()
+            raise
+        complain(f"llm-datadist serve: {error}")
+    except BaseException:
+        child.stop()
+        raise
+
+
+def _next_child(holder: _Holder, stop: StopSignals, *, empty: bool) -> _Child | None:
+    """Start a child once the system has a process and descriptors for it. Return `None` if a signal arrives before."""
+    complained = False
+    while True:
+        try:
+            return _Child(holder, stop, first=False, empty=empty)
+        except OSError as error:
+            if not complained:
+                complain(f"llm-datadist serve: cannot start a process that serves; trying again: {error}")
+            complained = True
+        if stop.arrived(_PAUSE_SECONDS):
+            systemd.notify("STOPPING=1")
+            return None
 
 
 def _complain_of_crash(child: _Child, text: str, seconds: float, *, again: bool) -> None:

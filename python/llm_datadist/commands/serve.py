@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PROGRESS_SECONDS = 1.0
+_PREPARED_BYTES = 256 << 20
+"""Bytes that are prepared at a time. A signal waits as long as that takes."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
         with StopSignals() as stop:
             take_over = options.take_over
             holder = _Holder(memory=options.memory, socket=options.socket, value=options.value, take_over=take_over)
-            if options.prepare and not _prepared(holder, stop):
-                return 0
+            if options.prepare and (status := _prepared(holder, stop)) is not None:
+                return status
 
             def ready(child: int) -> None:
                 text = f"{holder.slots:,} values of {options.value} at {options.socket}"
@@ -50,20 +52,48 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if isinstance(error, InvalidArgument) else 1
 
 
-def _prepared(holder: _Holder, stop: StopSignals) -> bool:
-    """Touch all memory for values, and show how far that is. Return whether no signal arrived."""
+def _prepared(holder: _Holder, stop: StopSignals) -> int | None:
+    """Touch all memory for values, and show how far that is.
+
+    Processes of their own touch it, because memory counts for the processes that have touched it: if memory is short,
+    the kernel ends the one that serves rather than this one, which keeps the values.
+
+    Args:
+        holder: the memory.
+        stop: says when to end.
+
+    Returns:
+        The exit status of the command, or `None` if it goes on: 0 after a signal, 1 if a process has failed.
+    """
     done, shown = 0, time.monotonic()
     while done < holder.bytes:
-        done = holder.prepare(done)
+        end = min(done + _PREPARED_BYTES, holder.bytes)
+        child = os.fork()
+        if child == 0:
+            os._exit(_prepare(holder, done, end))
+        failed = os.waitpid(child, 0)[1] != 0
         if stop.arrived():
-            return False
+            return 0
+        if failed:
+            complain(f"llm-datadist serve: bytes {done} to {end} of the memory cannot be prepared")
+            return 1
+        done = end
         if time.monotonic() - shown >= _PROGRESS_SECONDS or done == holder.bytes:
             shown = time.monotonic()
             text = f"memory: {size(done)} of {size(holder.bytes)} prepared"
             complain(f"llm-datadist serve: {text}")
             # The start takes as long as it makes progress.
             systemd.notify(f"STATUS={text}", "EXTEND_TIMEOUT_USEC=60000000")
-    return True
+    return None
+
+
+def _prepare(holder: _Holder, begin: int, end: int) -> int:
+    try:
+        holder.prepare(begin, end)
+    except Error as error:
+        complain(f"llm-datadist serve: {error}")
+        return 1
+    return 0
 
 
 def _parser() -> CommandParser:

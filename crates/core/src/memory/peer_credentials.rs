@@ -62,6 +62,9 @@ pub fn peer_process_descriptor(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
     let found = if result == 0 && number >= 0 {
         // SAFETY: the kernel has just opened this descriptor for the call above, and nothing else has its number.
         unsafe { OwnedFd::from_raw_fd(number) }
+    } else if std::io::Error::last_os_error().raw_os_error() != Some(libc::ENOPROTOOPT) {
+        // The kernel knows the option, and the process has ended. Another one may have its id by now.
+        return None;
     } else {
         let process = Pid::from_raw(peer_credentials(socket)?.pid?)?;
         pidfd_open(process, PidfdFlags::empty()).ok()?

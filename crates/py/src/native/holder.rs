@@ -56,9 +56,9 @@ impl NativeHolder {
         self.holder.takes_over()
     }
 
-    /// Takes a part of the memory from the system. Returns where the next call goes on.
-    fn prepare(&self, py: Python<'_>, begin: u64) -> PyResult<u64> {
-        engine::allow_threads(py, || self.holder.prepare(begin)).map_err(|error| raise(py, &error))
+    /// Takes a part of the memory from the system.
+    fn prepare(&self, py: Python<'_>, begin: u64, end: u64) -> PyResult<()> {
+        engine::allow_threads(py, || self.holder.prepare(begin..end)).map_err(|error| raise(py, &error))
     }
 
     /// Copies the values of the keeper that has the path, and takes the path, unless the socket `stop` is readable by then. Returns how
