@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,13 @@ from typing import Any
 import pytest
 
 from llm_datadist import Busy, Error, OutOfMemory
+from llm_datadist.integrations.vllm import transfer_thread
 from llm_datadist.integrations.vllm.handover import MAX_DECODES
 from llm_datadist.integrations.vllm.lending import MAX_HELD, MAX_RECEIVES, Lending
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Hold, Lent, Ready
-from llm_datadist.integrations.vllm.step import Part, Send, Withdraw
+from llm_datadist.integrations.vllm.ranks import Shard
+from llm_datadist.integrations.vllm.settings import Settings
+from llm_datadist.integrations.vllm.step import Part, Send, Step, Withdraw
 
 LEASE_S = 60.0
 
@@ -478,3 +483,38 @@ def test_nothing_is_kept_of_peers_that_have_ended(prefill: Prefill) -> None:
     prefill.lending.unlinked(RESTARTED)
     assert prefill.freed == [("r", True)]
     assert (prefill.lending._held, prefill.lending._receives) == ({}, {})
+
+
+def test_without_options_a_request_that_no_decode_holds_is_kept_for_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still in between."""
+    now = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now)
+    monkeypatch.setattr(transfer_thread, "time", clock)
+    wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    engine: Any = SimpleNamespace(fileno=lambda: wake, events=list, close=lambda: None)
+    group: Any = Group()
+    transfers = transfer_thread.TransferThread(engine, [group], Shard(0, 1, 2), None, Settings(), [["layer"] * 4])
+
+    def turn() -> None:
+        """Wait for the end of a turn that begins from now on."""
+        for _ in range(2):
+            begun = threading.Event()
+            transfers._call(begun.set)
+            assert begun.wait(60)
+
+    def sent() -> set[str]:
+        turn()
+        return transfers.take().sent
+
+    try:
+        step = Step(parts=[Part("t", "digest", 0, 0, [[1]], computed=True, last=True)], sends=[Send("r", "t")])
+        transfers.begin(step)
+        transfers.submit(step)
+        assert sent() == set()
+        now += 29.999
+        assert sent() == set()
+        now += 0.001
+        assert sent() == {"r"}
+    finally:
+        transfers.close()
+        os.close(wake)

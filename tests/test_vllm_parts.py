@@ -77,6 +77,7 @@ class Request:
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = field(default_factory=dict)
     lora_request: Any = None
+    num_computed_tokens: int = 1_000_000
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Output:
     scheduled_new_reqs: list[Any] = field(default_factory=list)
     scheduled_cached_reqs: Any = None
     preempted_req_ids: set[str] | None = None
+    has_sync_kv_loads: bool = False
 
     def __post_init__(self) -> None:
         self.scheduled_cached_reqs = self.scheduled_cached_reqs or cached()
@@ -272,9 +274,47 @@ def test_a_preempted_prompt_is_withdrawn_and_lent_again() -> None:
     assert prefill.take_step(output).parts == [part(1, 0, [1, 2, 3])]
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_prompts_are_lent_when_they_have_finished_once_a_step_loads_blocks(
+    copied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM learns only after the step whether the blocks are valid, and other prompts may share them."""
+    caplog.set_level("INFO", "vllm.llm_datadist")
+    prefill = side(copied=copied)
+    requests = {name: Request(name, kv_transfer_params=for_decode(name)) for name in ("before", "loads", "shares")}
+    for request in requests.values():
+        prefill.arrived(request)
+    begun = prefill.take_step(Output({"before": 64}, [new("before", [1, 2])])).parts
+    assert [one.blocks for one in begun] == [[[1, 2]]]
+    both = [new("loads", [5, 6, 7, 8], 64), new("shares", [5, 6, 9, 10], 64)]
+    output = Output({"before": 10, "loads": 36, "shares": 20}, both, cached(before=(64, [3])), has_sync_kv_loads=True)
+    assert prefill.take_step(output) == Step()
+    # With asynchronous scheduling, this step is scheduled before vLLM learns how the one before it went.
+    output = Output({"before": 26, "shares": 16}, scheduled_cached_reqs=cached(before=(74, [4]), shares=(84, None)))
+    assert prefill.take_step(output) == Step()
+    for name, blocks in (("before", [1, 2, 3, 4]), ("loads", [5, 6, 7, 8]), ("shares", [5, 6, 9, 10])):
+        assert prefill.finished(requests[name], (blocks,), complete=True) is not None
+    parts = prefill.take_step(Output()).parts
+    assert [(one.ticket, one.blocks) for one in parts] == [
+        ("before", [[3, 4]]),
+        ("loads", [[5, 6, 7, 8]]),
+        ("shares", [[5, 6, 9, 10]]),
+    ]
+    assert all(one.computed and one.last for one in parts)
+    assert caplog.text.count("another connector loads KV within the step") == 1
+
+
+def test_a_request_of_which_computed_tokens_were_taken_back_is_not_handed_over() -> None:
+    """With asynchronous scheduling, a later step may end it before its prompt is computed again."""
+    prefill = side()
+    request = Request(kv_transfer_params=for_decode("t"), num_computed_tokens=99)
+    assert finished(prefill, request, [5, 6, 7, 8]) is None
+    assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)])
+
+
 @pytest.mark.parametrize(("computed", "again"), [(32, True), (96, True), (100, False)])
 def test_a_prompt_of_which_vllm_takes_computed_tokens_back_is_lent_again(computed: int, again: bool) -> None:
-    """Another connector has loaded blocks, and then reports that they are invalid. There is no preemption."""
+    """There is no preemption: vLLM computes the tokens again in the same blocks."""
     prefill = side()
     prefill.arrived(Request(kv_transfer_params=for_decode("t")))
     prefill.take_step(Output({"r": 36}, [new("r", [5, 6, 7, 8], 64)]))

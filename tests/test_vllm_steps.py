@@ -61,7 +61,11 @@ def scheduled(name: str, computed: int) -> Any:
         req_ids=[name], new_block_ids=[([1, 2],)], num_computed_tokens=[computed], resumed_req_ids=set()
     )
     return SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={name: 64}, preempted_req_ids=None
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={name: 64},
+        preempted_req_ids=None,
+        has_sync_kv_loads=False,
     )
 
 

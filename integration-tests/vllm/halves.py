@@ -114,7 +114,7 @@ class Halves:
         """Have a request finish that decode continues. Return its response."""
         asked = request(name, {"do_remote_decode": True}, tokens)
         self.scheduler.on_new_request(asked)
-        asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        asked.status, asked.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(tokens)
         kept, params = self.scheduler.request_finished_all_groups(asked, given)
         assert kept
         return params

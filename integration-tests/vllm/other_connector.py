@@ -7,8 +7,11 @@ It hands over nothing. Like NIXL's connector, it has handshake metadata of its o
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+
+from llm_datadist.integrations.vllm.device_copies import page_rows
 
 
 @dataclass
@@ -111,3 +116,70 @@ class WithPool(OtherConnector):
 
     def get_mem_pool_context(self) -> Any:
         return nullcontext()
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    blocks: list[int]
+
+
+class FailsWithinStep(KVConnectorBase_V1, SupportsHMA):
+    """It loads the first blocks of each long prompt within the step that needs them, and fails.
+
+    It writes other bytes to the blocks, and reports a moment after the step that they are invalid, so that decode has
+    the time to read them. The file ``MARK`` gets a line for each failure.
+    """
+
+    BLOCKS = 2
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._tokens = self.BLOCKS * vllm_config.cache_config.block_size
+        self._seen: set[str] = set()
+        self._blocks: list[int] = []
+        self._invalid: set[int] = set()
+        self._rows: list[Any] = []
+        self._config = kv_cache_config
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        wanted = not num_computed_tokens and request.num_prompt_tokens > self._tokens
+        return (self._tokens if wanted and request.request_id not in self._seen else 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._seen.add(request.request_id)
+        if num_external_tokens:
+            self._blocks += [block.block_id for block in blocks.blocks[0][: self.BLOCKS]]
+
+    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        loads, self._blocks = Loads(self._blocks), []
+        return loads
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        page_bytes = self._config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+        self._rows = [page_rows(layer, self._config.num_blocks, page_bytes) for layer in kv_caches.values()]
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._invalid.update(self._get_connector_metadata().blocks)
+        for block in self._invalid:
+            for rows in self._rows:
+                rows[block] = 0x40404040_40404040
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        if invalid:
+            time.sleep(0.2)
+            with Path(os.environ["MARK"]).open("a") as mark:
+                mark.write(f"{len(invalid)}\n")
+        return invalid

@@ -38,7 +38,7 @@ def test_groups_that_may_not_be_transferred_are_left_alone(parallel_state: Any) 
     assert [caches.form.layers for caches in worker._worker.groups] == [2, 1]
     asked = request("r", {"do_remote_decode": True})
     scheduler.on_new_request(asked)
-    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    asked.status, asked.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 100
     params = scheduler.request_finished_all_groups(asked, ([1, 2, 3, 4], [5, 5, 5, 5], [6, 7, 1, 2]))[1]
     step = scheduler.build_connector_meta(SchedulerOutput.make_empty()).step
     assert [part.blocks for part in step.parts] == [[[1, 2, 3, 4], [6, 7, 1, 2]]]

@@ -6,11 +6,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from servers import hand_over
+from servers import hand_over, where
 from test_offloading import SMALL, offloading, rounds
 from test_prefill_decode import first, one_by_one, pass_on, prefilled, wrong
 
+from test_layerwise import LAYERWISE
+from test_layerwise import both as at_the_same_time
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from servers import Server
 
     from conftest import Start
@@ -88,3 +93,34 @@ def test_nixl_beside_the_connector(start: Start, prompts: Prompts, expected: Pro
     received = len(stats.get(OURS, {}).get("bytes", []))
     assert received == (16 if ours_first else 0)
     assert any(name.startswith("Nixl") for name in stats) == (not ours_first)
+
+
+@pytest.mark.subset
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_decode_never_uses_what_was_computed_with_invalid_blocks(
+    start: Start, prompts: Prompts, expected: Prompts, tmp_path: Path, asynchronous: bool, ours_first: bool
+) -> None:
+    """A connector of prefill loads blocks within the step, which is found to have failed only after the step.
+
+    With tickets, decode could have read everything by then.
+    """
+    mark = tmp_path / "mark"
+    children = [
+        {"kv_connector": OURS, "kv_role": "kv_producer", "kv_connector_extra_config": LAYERWISE},
+        {"kv_connector": "FailsWithinStep", "kv_connector_module_path": "other_connector", "kv_role": "kv_both"},
+    ]
+    kv = {
+        **multi("kv_producer", *(children if ours_first else children[::-1])),
+        "kv_load_failure_policy": "recompute",
+    }
+    options = {"async_scheduling": asynchronous, "max_num_batched_tokens": 256}
+    prefill = start.configured(kv, environment={"MARK": str(mark)}, **options).wait()
+    decode = start("kv_consumer", extra=LAYERWISE, policy="recompute").wait()
+    place = where(prefill, decode, prompts["r6"])  # too short to be loaded
+    some = first(prompts, 8)
+    found = {}
+    for name, tokens in some.items():
+        found.update(at_the_same_time(prefill, decode, {name: tokens}, place))
+    assert wrong(found, expected) == []
+    assert len(mark.read_text().split()) == sum(len(tokens) > 64 for tokens in some.values())

@@ -77,6 +77,7 @@ CONNECTOR: dict[str, Sequence[str]] = {
     f"{_KV_CACHE}:KVCacheTensor[]": ("size", "layers", "layer_stride", "block_stride", "offset"),
     f"{_SCHEDULER_OUTPUT}:SchedulerOutput[]": (
         *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"),
+        "has_sync_kv_loads",
     ),
     f"{_SCHEDULER_OUTPUT}:NewRequestData[]": ("req_id", "block_ids", "num_computed_tokens"),
     f"{_SCHEDULER_OUTPUT}:CachedRequestData[]": (
@@ -88,6 +89,7 @@ CONNECTOR: dict[str, Sequence[str]] = {
     "vllm.v1.outputs:KVConnectorOutput[]": ("finished_sending", "finished_recving", "kv_connector_worker_meta"),
     "vllm.v1.request:Request[]": (
         *("request_id", "status", "num_prompt_tokens", "prompt_token_ids", "kv_transfer_params", "lora_request"),
+        "num_computed_tokens",
     ),
     "vllm.v1.request:RequestStatus[]": ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
 }

@@ -3,11 +3,13 @@
 If `lent_while_computed` allows it, requests are lent in parts, each in the step that computes it: those to which the
 proxy has given a ticket, so that decode reads the layers of a part while the next ones are computed, and all others if
 blocks are copied to host memory first, so that little is left to copy at the end. Any other request is lent as a whole
-when it has finished.
+when it has finished. So are all requests once another connector loads blocks within the step that needs them: vLLM
+learns only after such a step whether they are valid, and decode could have read what was computed with them.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["Prompt", "Prompts", "lent_while_computed"]
+
+logger = logging.getLogger("vllm.llm_datadist")
 
 # The KV caches in which vLLM keeps all blocks of a request until it ends.
 _KEPT = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -55,6 +59,7 @@ class Prompts:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._prompts: dict[str, Prompt] = {}
+        self._only_finished = False  # whether a step has loaded blocks that it needs itself
 
     def begin(self, request: Any, ticket: str) -> None:
         """Take a request that vLLM will compute."""
@@ -68,6 +73,13 @@ class Prompts:
         """Return what a step does with the prompts: those whose parts are withdrawn, and the parts that it computes."""
         withdrawn: list[Withdraw] = []
         parts: list[Part] = []
+        # This holds beyond the step. With asynchronous scheduling, later ones begin before vLLM learns how it went.
+        if output.has_sync_kv_loads and not self._only_finished:
+            self._only_finished = True
+            logger.info(
+                "another connector loads KV within the step that needs it, so llm_datadist hands over prompts only "
+                "when they have finished, and not layer by layer"
+            )
         if not self._prompts:
             return withdrawn, parts
         for name in output.preempted_req_ids or ():
@@ -76,11 +88,11 @@ class Prompts:
                 withdrawn.append(self._withdraw(name))
         for name, count in self._take_blocks(output).items():
             prompt = self._prompts[name]
-            # If another connector reports that it could not load blocks, vLLM computes them again in the same place,
-            # without a preemption. What was lent since is wrong.
+            # If vLLM takes tokens back without a preemption, it computes them again in the same place.
             if count < min(prompt.lent * self._block_size, prompt.num_tokens):
                 withdrawn.append(self._withdraw(name))
-            parts += self._computed_in(prompt, count + output.num_scheduled_tokens[name])
+            if not self._only_finished:
+                parts += self._computed_in(prompt, count + output.num_scheduled_tokens[name])
         return withdrawn, parts
 
     def _take_blocks(self, output: Any) -> dict[str, int]:

@@ -138,6 +138,7 @@ class SchedulerSide:
         """Decide what becomes of the blocks of a finished request, which ``groups`` has for each KV cache group.
 
         If it is not ``complete``, the request has not finished normally, and the KV of its prompt may lack something.
+        That of a request whose computed tokens vLLM has taken back, while a later step of it ran, lacks something too.
 
         Returns:
             The ``kv_transfer_params`` of the response, if the blocks must be kept for decode; ``None`` otherwise.
@@ -147,6 +148,7 @@ class SchedulerSide:
         if name in self._held:
             # It ends before it was received. Prefill may free its blocks.
             self._cancel(name)
+        complete = complete and request.num_computed_tokens >= request.num_prompt_tokens
         ticket = self._tickets.pop(name, None)
         return None if ticket is None else self._handed_over(request, *ticket, groups, complete)
 
