@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from multiprocessing.connection import Connection
 
-START_S = 240
-REQUEST_S = 120
+START_S = 900  # on a machine that builds something else beside, a start takes minutes
+REQUEST_S = 300
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
