@@ -304,6 +304,15 @@ def test_prompts_are_lent_when_they_have_finished_once_a_step_loads_blocks(
     assert caplog.text.count("another connector loads KV within the step") == 1
 
 
+@pytest.mark.parametrize("given", [{"producer": False}, {"layerwise": False}])
+def test_a_vllm_that_never_lends_layer_by_layer_logs_nothing_about_it(
+    given: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.llm_datadist")
+    assert side(**given).take_step(Output({"r": 64}, [new("r", [5, 6])], has_sync_kv_loads=True)) == Step()
+    assert not caplog.text
+
+
 def test_a_request_of_which_computed_tokens_were_taken_back_is_not_handed_over() -> None:
     """With asynchronous scheduling, a later step may end it before its prompt is computed again."""
     prefill = side()

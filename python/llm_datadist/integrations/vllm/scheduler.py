@@ -51,7 +51,7 @@ class SchedulerSide:
         self._allowed = allowed
         self._producer = producer
         self._consumer = consumer
-        self._layerwise = layerwise
+        self._layerwise = layerwise and producer
         self._copied = copied
         self._stages = stages
         # The addresses of the workers, in order.
@@ -186,9 +186,10 @@ class SchedulerSide:
     def take_step(self, output: Any) -> Step:
         """Return the work of the step of a ``SchedulerOutput``, and begin to collect that of the next one."""
         step, self._step = self._step, Step()
-        withdrawn, parts = self._prompts.scheduled(output)
-        step.withdrawn += withdrawn
-        step.parts += parts
+        if self._layerwise:
+            withdrawn, parts = self._prompts.scheduled(output)
+            step.withdrawn += withdrawn
+            step.parts += parts
         return step
 
     def _cancel(self, name: str) -> None:
