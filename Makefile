@@ -178,7 +178,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/mypy examples/asyncio_server
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
-	MYPYPATH=benches:tools $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py store.py transfer_latency.py)
+	MYPYPATH=benches:tools $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py transfer_latency.py)
 	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native
 	$(BIN)/python tools/mutants/run.py --check
 	$(BIN)/python -m pytest -q tools/lint tools/build/tests
@@ -257,10 +257,15 @@ thorough: loom build $(VENV)/.test-tools  ## long property tests and the model c
 	PROPTEST_CASES=10000000 cargo test --release -p llm-datadist-core --test integration -- between_any_two_layouts
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
-soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of each fuzz target (four hours)
-	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_peer_wires.py tests/test_links.py tests/test_link_security.py tests/test_hostile_*.py tests/native/test_serve.py
+soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of soak-store and of each fuzz target (five hours)
+	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_peer_wires.py tests/test_links.py tests/test_link_security.py tests/test_hostile_*.py
 	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test integration links::
+	$(MAKE) --no-print-directory soak-store
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(or $(SOAK_FUZZ_SECONDS),3600)
+
+soak-store: KILL_SECONDS = 3600
+soak-store: build $(VENV)/.test-tools  ## random kills of a keeper and its clients for KILL_SECONDS (an hour), against a naive map
+	LLM_DATADIST_KILL_SECONDS=$(KILL_SECONDS) $(BIN)/python -m pytest -q -s tests/native/test_keeper_kills.py
 
 example: build  ## a transformer in two processes, bit-identical to one (examples/transformer)
 	$(BIN)/python examples/transformer
@@ -291,8 +296,11 @@ bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (
 bench-calls: build $(VENV)/.test-tools  ## single calls of LLM-DataDist's API on this tree beside BASE=commit, in turn; two minutes
 	$(BIN)/python benches/single_calls.py --base $(or $(BASE),$(error name a commit: make bench-calls BASE=commit))
 
-bench-store: build $(VENV)/.test-tools  ## put and get of a store beside a copy loop and files in shared memory; one minute
+# A trace for the hit rate of a keeper: TRACE=file.
+bench-store: build $(VENV)/.test-tools  ## put and get of a store beside a copy loop and files, memory and times of a keeper and its clients; three minutes
 	$(BIN)/python benches/store.py
+	$(BIN)/python benches/keepers.py $(if $(TRACE),--trace "$(TRACE)")
+	cargo bench -p llm-datadist-keeper --bench exists
 
 bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: benches/results (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
@@ -393,4 +401,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-store .venv-vllm .venv-vllm-* dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-store test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-calls bench-latency bench-peers bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-store test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak soak-store bench bench-calls bench-latency bench-peers bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

@@ -1,7 +1,7 @@
 """The processes of `llm-datadist serve`: one that holds the memory, and one that serves, which is killed or replaced.
 
-Not for: an index that is left half-written (`crates/keeper/src/table.rs`), and what a store does without a keeper
-(`test_store.py`).
+Not for: kills at random moments (`test_keeper_kills.py`), an index that is left half-written
+(`crates/keeper/src/table.rs`), and what a store does without a keeper (`test_store.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import resource
 import signal
 import socket as sockets
@@ -23,14 +22,12 @@ import pytest
 
 from llm_datadist import Store
 
-from .stores import CHILD, LIMIT, VALUE, child_of, got, key, opened, value, wait_for
+from .stores import LIMIT, VALUE, child_of, got, key, opened, value, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from typing_extensions import Self
-
-ROUNDS = int(os.environ.get("LLM_DATADIST_SOAK", "5"))
 
 
 class Serve:
@@ -188,49 +185,6 @@ def test_memory_is_emptied_after_two_crashes(socket: Path, served: Serve) -> Non
         assert lines[1].endswith(" serves, with 1 values from before\n")
         assert lines[2].endswith("; starting with empty memory, after two crashes within 60 s\n")
         assert lines[3].endswith(" serves, with 0 values from before\n")
-
-
-CLIENT = """
-import random
-confirmed, buffer = set(), bytearray(65536)
-numbers = range(60) if sys.argv[2] == "fit" else range(200)
-print("begun", flush=True)
-for turn in range(int(sys.argv[3])):
-    chosen = random.sample(numbers, 4)
-    for number, stored in zip(chosen, store.put([key(n) for n in chosen], [value(n) for n in chosen])):
-        confirmed |= {number} if stored else set()
-    if turn % 7 == 0 and sys.argv[2] != "fit":
-        try:
-            store.drop([key(chosen[0])])
-        except Exception:
-            pass  # the keeper is away
-    for number in random.sample(numbers, 4):
-        if store.get([key(number)], [buffer]) == [True]:
-            assert buffer == value(number), f"wrong bytes of {number}"
-print(*sorted(confirmed), flush=True)
-"""
-
-
-@pytest.mark.parametrize("values", ["fit", "replaced"])
-def test_killed_at_any_moment_no_wrong_byte_is_read_and_no_confirmed_value_is_lost(socket: Path, values: str) -> None:
-    """Two crashes within a minute empty the memory, so each round has processes of its own."""
-    for _ in range(ROUNDS):
-        with ready(socket) as serve:
-            code = [sys.executable, "-c", CHILD + CLIENT, str(socket), values, "300"]
-            with subprocess.Popen(code, stdout=subprocess.PIPE, text=True) as client:  # noqa: S603
-                assert client.stdout is not None
-                assert client.stdout.readline() == "begun\n"
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    client.wait(random.uniform(0, 0.3))  # noqa: S311
-                serve.kill()
-                confirmed = [int(number) for number in client.stdout.readline().split()]
-                assert client.wait(LIMIT) == 0
-            with opened(socket) as store:
-                wait_for(lambda: attached(store))
-                found = {number: got(store, number) for number in range(200)}
-            assert all(found[number] in (None, value(number)) for number in found)
-            if values == "fit":
-                assert [number for number in confirmed if found[number] is None] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -36,13 +36,13 @@ class CommandParser(argparse.ArgumentParser):
         else:  # `None` if standard output is closed
             write(message.rstrip("\n"))
 
-    def check_json(self, destination: str | None) -> None:
-        """Exit with 2 if the file of the option ``--json`` cannot be written."""
+    def check_json(self, destination: str | None, option: str = "--json") -> None:
+        """Exit with 2 if the file of an option cannot be written."""
         if destination not in (None, STANDARD_OUTPUT):
             try:
                 Path(str(destination)).touch()
             except OSError as error:
-                self.error(f"--json: {error}")
+                self.error(f"{option}: {error}")
 
 
 def seconds(digits: int) -> Callable[[str], float]:

@@ -6,10 +6,11 @@ import argparse
 import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.commands.output import STANDARD_OUTPUT, CommandParser, complain, write, write_results
-from llm_datadist.commands.replay import report, trace
+from llm_datadist.commands.output import STANDARD_OUTPUT, CommandParser, complain, write, write_results, written_to
+from llm_datadist.commands.replay import hit_rates, report, trace
 from llm_datadist.commands.replay.node import POOLS, Geometry, Node
 from llm_datadist.commands.replay.prefill import Prefill, PrefillError, shown
 from llm_datadist.commands.replay.serve import Outcome, Server, WrongByteError
@@ -32,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     geometry = Geometry(options.layers, options.heads, options.head_dim, options.block_tokens)
-    blocks = _check(parser, options, geometry)
+    _check(parser, options)
+    if options.hit_rates:
+        return _hit_rates(parser, options, geometry)
+    blocks = _pools(parser, options, geometry)
     outcome, found = Outcome(), None
     try:
         requests = _requests(parser, options)
@@ -95,7 +99,7 @@ def _setting(
 ) -> dict[str, Any]:
     names = ("layers", "heads", "head_dim", "block_tokens", "concurrency", "seed", "transport", "kill_prefill_at")
     return {
-        "trace": options.trace or f"built-in, seed {options.seed}",
+        "trace": _name(options),
         **trace.describe(requests),
         **{name: getattr(options, name) for name in names},
         "block_bytes": geometry.block_bytes,
@@ -136,13 +140,40 @@ def _requests(parser: CommandParser, options: argparse.Namespace) -> list[trace.
     return requests
 
 
-def _check(parser: CommandParser, options: argparse.Namespace, geometry: Geometry) -> tuple[int, int]:
-    """Check that the options are consistent, and return how many blocks the device and the host pool hold."""
+def _hit_rates(parser: CommandParser, options: argparse.Namespace, geometry: Geometry) -> int:
+    """Write the hit rates over the capacity, and return the exit status."""
+    try:
+        requests = _requests(parser, options)
+        rates = hit_rates.hit_rates(requests)
+    except KeyboardInterrupt:
+        complain("replay: interrupted")
+        return 130
+    found = hit_rates.results(rates, _name(options), trace.describe(requests), geometry.block_bytes)
+    if options.svg is not None:
+        with written_to(options.svg):
+            Path(options.svg).write_text(hit_rates.svg(found), encoding="utf-8")
+    write_results(hit_rates.table(found), found, options.json)
+    return 0
+
+
+def _name(options: argparse.Namespace) -> str:
+    return options.trace or f"built-in, seed {options.seed}"
+
+
+def _check(parser: CommandParser, options: argparse.Namespace) -> None:
+    """Check that the options are consistent."""
     if options.trace is not None and options.block_tokens != trace.FILE_BLOCK_TOKENS:
         parser.error(f"--block-tokens: a trace file has blocks of {trace.FILE_BLOCK_TOKENS} tokens")
+    if options.svg is not None and not options.hit_rates:
+        parser.error("--svg: only with --hit-rates")
+    parser.check_json(options.json)
+    parser.check_json(options.svg, "--svg")
+
+
+def _pools(parser: CommandParser, options: argparse.Namespace, geometry: Geometry) -> tuple[int, int]:
+    """Return how many blocks the device and the host pool hold."""
     if geometry.row_bytes % 8:
         parser.error(f"a block takes {geometry.row_bytes} bytes of a tensor, which must be a multiple of 8")
-    parser.check_json(options.json)
     blocks = (geometry.blocks(options.device_pool - geometry.ring_bytes), geometry.blocks(options.host_pool))
     for name, given, count in zip(POOLS, (options.device_pool, options.host_pool), blocks):
         if count < 1:
@@ -173,6 +204,9 @@ def _parser() -> CommandParser:
         add(f"--{name}", default=default, help=f"{meaning} (%(default)s)", **choices)
     killed = "kill the prefill process during the pull of request N, or of the middle one"
     add("--kill-prefill-at", type=_whole_or_half, metavar="N|half", help=killed)
+    rates = "run no process: print the hit rate of an LRU cache, such as a keeper, for each capacity"
+    add("--hit-rates", action="store_true", help=rates)
+    add("--svg", metavar="FILE", help="with --hit-rates: also write the curve to FILE")
     add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     add("--quiet", action="store_true", help="show no progress")
     return parser

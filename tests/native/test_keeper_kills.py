@@ -1,0 +1,181 @@
+"""Clients and keepers that are killed at random moments, while a naive map says what may be read.
+
+LLM_DATADIST_KILL_SECONDS is how long that goes on, and 10 by default. Not for: a keeper that is stopped or is away
+(`test_store.py`), and what a holder says (`test_serve.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llm_datadist import Error, KeeperObserver
+
+from . import mapped_store
+from .mapped_store import TTL, Losses, MappedStore, Setting
+from .stores import LIMIT, child_of, wait_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from llm_datadist.stats import KeeperStats
+
+SECONDS = float(os.environ.get("LLM_DATADIST_KILL_SECONDS", "10"))
+CLIENTS = 3
+ROUND_SECONDS = 5.0
+_SIZES = {4096: 100, 64 << 10: 40, 1 << 20: 6, 3 << 20: 2}
+"""Bytes of a value, and keys of a client."""
+
+
+class Round:
+    """A keeper and its clients. `kill_one` kills one of these processes and starts another one in its place."""
+
+    def __init__(self, folder: Path, seed: str, *, fits: bool, counts: Counter[str]) -> None:
+        self.dice, self.counts = random.Random(seed), counts  # noqa: S311
+        size, keys = self.dice.choice(list(_SIZES.items()))
+        self.setting = Setting(folder / "keeper", folder, keys, size, fits)
+        self.losses = Losses(folder)
+        # The keeper needs free slots for values that it copies: at most 8 a client.
+        self.slots = CLIENTS * (keys + 8) if fits else CLIENTS * keys // 2
+        self.errors = (folder / "errors").open("w+")
+        self.serve = self.started_keeper()
+        self.clients = [self.started_client(number) for number in range(CLIENTS)]
+
+    def started_keeper(self) -> subprocess.Popen[str]:
+        self.crashed = False
+        memory = f"{self.slots * self.setting.value >> 10}KiB"
+        options = ("--memory", memory, "--value", f"{self.setting.value >> 10}KiB", "--socket", self.setting.socket)
+        started = self.started(sys.executable, "-m", "llm_datadist", "serve", *map(str, options))
+        assert started.stdout is not None
+        assert started.stdout.readline().startswith(f"ready: {self.slots} values"), self.printed()
+        return started
+
+    def started_client(self, number: int) -> subprocess.Popen[str]:
+        arguments = (*self.setting, number, CLIENTS, self.dice.randrange(1 << 30))
+        started = self.started(sys.executable, mapped_store.__file__, *map(str, arguments))
+        assert started.stdout is not None
+        assert started.stdout.readline() == "begun\n", self.printed()
+        return started
+
+    def started(self, *command: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True)  # noqa: S603
+
+    def printed(self) -> str:
+        self.errors.flush()
+        return Path(self.errors.name).read_text()
+
+    def kill_one(self) -> None:
+        kinds = (self.kill_client, self.kill_child, self.kill_holder)
+        self.dice.choices(kinds, (0.55, 0.3, 0.15))[0]()
+
+    def kill_client(self) -> None:
+        """The clients go on in the middle of calls, so each has a call of any kind when it is killed."""
+        number = self.dice.randrange(CLIENTS)
+        self.end(self.clients[number])
+        self.counts["clients killed"] += 1
+        self.settled(CLIENTS - 1)
+        self.clients[number] = self.started_client(number)
+
+    def end(self, client: subprocess.Popen[str]) -> None:
+        self.close(client)
+        assert client.returncode == -signal.SIGKILL, self.printed()
+
+    def settled(self, clients: int) -> None:
+        """Wait until the keeper knows the end of a client, so that it copies nothing for it any more."""
+
+        def holds() -> bool:
+            assert not any(client.poll() == 1 for client in self.clients), self.printed()
+            stats = self.stats()
+            return stats is not None and stats["clients"] == clients
+
+        for _ in range(2):
+            wait_for(holds)
+            time.sleep(0.02)
+
+    def stats(self) -> KeeperStats | None:
+        try:
+            with KeeperObserver(self.setting.socket, timeout=LIMIT) as observer:
+                return observer.stats()
+        except Error:
+            return None
+
+    def kill_child(self) -> None:
+        """The values stay, unless it is the second time: then the memory may be the reason, and is emptied."""
+        again, self.crashed = self.crashed, True
+        if again:
+            self.losses.add()
+        killed = child_of(self.serve)
+        os.kill(killed, signal.SIGKILL)
+        self.counts["keepers killed, values lost" if again else "keepers killed, values kept"] += 1
+        if again:
+            self.settled(CLIENTS)
+            self.losses.add()
+
+    def kill_holder(self) -> None:
+        self.losses.add()
+        self.close(self.serve)
+        self.counts["holders killed"] += 1
+        self.serve = self.started_keeper()
+        self.settled(CLIENTS)
+        self.losses.add()
+
+    def finish(self) -> None:
+        """End all clients, and compare what they have left with the maps."""
+        for client in self.clients:
+            self.end(client)
+            self.counts["clients killed"] += 1
+        begin = time.monotonic()
+        wait_for(lambda: (stats := self.stats()) is not None and stats["leased"] == stats["clients"] == 0)
+        took = time.monotonic() - begin
+        assert took < TTL / 2, "leases of killed clients stay"
+        self.counts["most ms until leases ended"] = max(self.counts["most ms until leases ended"], int(took * 1000))
+        for number in range(CLIENTS):
+            mapped = MappedStore(self.setting, number, 0)
+            wait_for(lambda mapped=mapped: mapped.store.stats()["keeper"] is not None)
+            mapped.read_all()
+            mapped.store.close()
+            self.counts.update(mapped.map.counts())
+
+    @staticmethod
+    def close(process: subprocess.Popen[str]) -> None:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (*self.clients, self.serve):
+            self.close(process)
+        self.errors.close()
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["fit", "replaced"])
+def test_killed_at_any_moment_no_wrong_byte_is_read_and_no_confirmed_value_is_lost(tmp_path: Path, fits: bool) -> None:
+    counts: Counter[str] = Counter()
+    begin, first = time.monotonic(), random.randrange(1 << 30)  # noqa: S311
+    while counts["rounds"] == 0 or time.monotonic() - begin < SECONDS / 2:
+        folder = tmp_path / str(counts["rounds"])
+        folder.mkdir()
+        seed = f"{first} {counts['rounds']}"
+        print(f"seed {seed}")  # noqa: T201
+        with Round(folder, seed, fits=fits, counts=counts) as this:
+            end = time.monotonic() + min(ROUND_SECONDS, SECONDS / 2)
+            while time.monotonic() < end:
+                time.sleep(this.dice.uniform(0, 0.4))
+                this.kill_one()
+            this.finish()
+        counts["rounds"] += 1
+    print(dict(counts))  # noqa: T201
+    assert counts["hits"]
