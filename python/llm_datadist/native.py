@@ -47,6 +47,7 @@ __all__ = [
     "RemoteCache",
     "Rows",
     "Store",
+    "StoreView",
     "TensorView",
     "Timeout",
     "Transfer",
@@ -72,6 +73,7 @@ PeerUp = _native.PeerUp
 RemoteCache = _native.RemoteCache
 Rows = _native.Rows
 Store = _native.Store
+StoreView = _native.StoreView
 TensorView = _native.TensorView
 Transfer = _native.Transfer
 

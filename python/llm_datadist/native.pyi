@@ -66,6 +66,7 @@ __all__ = [
     "RemoteCache",
     "Rows",
     "Store",
+    "StoreView",
     "TensorView",
     "Timeout",
     "Transfer",
@@ -1236,6 +1237,29 @@ class Store:
             Closed: the store is closed, or belongs to the parent of this process.
         """
 
+    def view(self, keys: Sequence[bytes], /, *, ttl: float, timeout: float | None = None) -> StoreView:
+        """Give the values of keys where they lie in the memory of the keeper, without a copy, with leases on them.
+
+        Use the view in a ``with`` statement, and call its ``valid`` in it after the last use: the bytes may change at
+        any time, with a lease as well. What was computed from a value counts only if ``valid`` says that the value was
+        right.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            ttl: seconds for which the values are leased, above 0 and at most 10. The end of the ``with`` statement ends
+                the leases of this store on the keys, also those of ``lease``, unless another view has them.
+            timeout: time limit of the call in seconds. ``None``: that of the store. A value without a lease is there
+                all the same.
+
+        Returns:
+            The view. If the keeper is away, it has no values.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: a key does not have 28 bytes, there are too many, or ``ttl`` is out of range.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
     def put(
         self, keys: Sequence[bytes], values: Sequence[bytes | _Memory], /, *, timeout: float | None = None
     ) -> list[bool]:
@@ -1283,7 +1307,9 @@ class Store:
         """
 
     def unlease(self, keys: Sequence[bytes], /, *, timeout: float | None = None) -> None:
-        """End the leases of this store on the values of keys.
+        """End the leases of this store on the values of keys, without waiting for a reply.
+
+        If the keeper takes no message for the time limit, the leases end with their time.
 
         Args:
             keys: list of keys, at most 4,096.
@@ -1353,6 +1379,56 @@ class Store:
         """End the connection to the keeper, which keeps the values. Closing again does nothing.
 
         Calls of other threads that wait for the keeper end.
+        """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+@final
+class StoreView:
+    """The values of keys where they lie in the memory of the keeper. ``Store.view`` makes it.
+
+    Use it in a ``with`` statement, and call ``valid`` in it after the last use of the values::
+
+        with store.view(keys, ttl=5) as view:
+            sums = [value and crc32(value) for value in view.values]
+            right = view.valid()
+
+    The bytes may change at any time: the keeper may have refused a lease, another store may drop a value, or the time
+    of the leases may be over. What was computed from a value counts only if ``valid`` says that the value was right. A
+    ``with`` statement that ends without a call of ``valid`` raises.
+
+    The end of the ``with`` statement releases ``values``, and ends the leases without waiting for the keeper. An array
+    or a slice that was made from a value stays readable as long as it lives, but its bytes may be those of other keys
+    later.
+
+    A view does not need the keeper. After the keeper has ended, after ``Store.close`` and in a forked child, its values
+    stay readable and ``valid`` answers. Several threads may use it.
+    """
+
+    @property
+    def values(self) -> tuple[memoryview | None, ...]:
+        """For each key a read-only ``memoryview`` of its value, or ``None`` if the keeper does not have it.
+
+        ``numpy.frombuffer`` and similar functions accept it, without a copy.
+        """
+
+    @property
+    def leased(self) -> list[bool]:
+        """For each key whether the keeper has leased its value.
+
+        A value without a lease is likelier to become invalid.
+        """
+
+    def valid(self) -> list[bool]:
+        """Say which values are still right. Then everything that was read of them so far is right.
+
+        The first call counts hits and misses, as ``Store.get`` does. It may be called again after more reads.
+
+        Returns:
+            For each key whether its value is right. ``False`` for a key without a value.
         """
 
     def __enter__(self) -> Self: ...
@@ -1468,8 +1544,8 @@ class KeeperObserver:
         """Return which values were stored and removed since the last call, in this order.
 
         The first call returns none: call it before ``values`` to follow the keeper from then on without a gap. The
-        keeper remembers the last 65,536 changes. Who asks too rarely is told how many are missing, and needs ``values``
-        again. Each change is returned once, to one of the threads.
+        keeper remembers the last 65,536 changes. If there were more since the last call, ``missed`` is the number of
+        those that are not returned; call ``values`` again then. Each change is returned once, to one of the threads.
 
         Raises:
             PeerLost: the keeper has ended, or has not answered an earlier call.

@@ -276,15 +276,15 @@ class StoreStats(TypedDict):
     """A store (``Store.stats``). The counters start at 0 when it opens."""
 
     hits: int
-    """Values that ``get`` has copied."""
+    """Values that ``get`` has copied, and those of views that were right."""
     hit_bytes: int
     """Bytes of these values."""
     misses_absent: int
-    """Keys of ``get`` without a value. The keeper does not know whether it ever had one."""
+    """Keys of ``get`` and of views without a value. The keeper does not know whether it ever had one."""
     misses_changed: int
-    """Keys of ``get`` whose value was replaced while it was copied."""
+    """Keys of ``get`` and of views whose value was replaced before it was checked."""
     misses_away: int
-    """Keys of ``get`` while the keeper was away."""
+    """Keys of ``get`` and of views while the keeper was away."""
     gets: int
     """Calls of ``get``."""
     get_nanos: int

@@ -283,7 +283,9 @@ def test_a_keeper_that_is_killed_while_it_takes_over_leaves_the_other_one_alone(
             other = stack.enter_context(Serve(socket, "--take-over"))
             wait_for(lambda: _has_child(other))
             child = other.serving
-            os.kill(other.process.pid if which == "holder" else child, signal.SIGKILL)
+            killed = other.process.pid if which == "holder" else child
+            os.kill(killed, signal.SIGKILL)
+            wait_for(lambda: ended(killed))  # on a busy machine, later than the other one could take over
         assert other.process.wait(LIMIT) == (-signal.SIGKILL if which == "holder" else 1)
         wait_for(lambda: ended(child))
         assert served.process.poll() is None
@@ -305,6 +307,19 @@ def test_a_keeper_that_has_taken_over_goes_on_without_standard_output(socket: Pa
             assert "cannot write the results" in other.complained()
             wait_for(lambda: got(store, 1) == value(1))
             assert other.process.poll() is None
+
+
+def test_a_size_without_a_unit_is_a_number_of_bytes(socket: Path) -> None:
+    for memory, reason in [
+        ("100", "memory=100 must be at least 65536 bytes, the slot of one value"),
+        ("0", "memory=0 must be a number of bytes above 0, or a text with a unit"),
+        ("64K", "memory=64K must be a number of bytes above 0, or a text with a unit"),
+    ]:
+        with Serve(socket, "--memory", memory) as refused:
+            assert refused.complained().startswith(f"llm-datadist serve: {reason}")
+            assert refused.process.wait(LIMIT) != 0
+    with Serve(socket, "--memory", "131072") as serve:
+        assert serve.printed() == f"ready: 2 values of 64KiB at {socket}\n"
 
 
 def test_nothing_is_taken_over_without_a_keeper(socket: Path) -> None:

@@ -22,7 +22,8 @@ use crate::socket::PeerFile;
 #[derive(Debug)]
 pub(crate) struct Attachment {
     pub(crate) connection: KeeperConnection,
-    pub(crate) memory: SharedMemory,
+    /// Views keep it mapped.
+    pub(crate) memory: Arc<SharedMemory>,
     /// The memory of this process from which the keeper copies values. `None` while it may do so, which is for ever after a put
     /// without a reply.
     staging: Mutex<Option<Tensors>>,
@@ -67,6 +68,16 @@ impl SharedMemory {
     pub(crate) fn place(&self, namespace: u32, key: &StoreKey) -> Option<Place> {
         self.index.find(&IndexKey::of(namespace, key)).filter(|place| place.slot < self.geometry.slots)
     }
+
+    /// Returns whether everything that was read at `place` so far was the value that was found there.
+    pub(crate) fn still(&self, place: &Place) -> bool {
+        self.generations.still(place.slot, place.generation)
+    }
+
+    /// Returns the first `bytes` bytes of a slot.
+    pub(crate) fn window(&self, place: Place, bytes: u64) -> Result<Window<'_>> {
+        self.values.window(0, u64::from(place.slot) * self.geometry.slot_bytes, bytes)
+    }
 }
 
 impl Attachment {
@@ -81,9 +92,14 @@ impl Attachment {
         let request =
             KeeperRequest::Attach(AttachRequest { version: VERSION, namespace: namespace.into(), value });
         let (connection, geometry, files) = KeeperConnection::open(path, &request, &[memory], deadline)?;
-        let memory = SharedMemory::map(geometry, files, deadline)?;
+        let memory = Arc::new(SharedMemory::map(geometry, files, deadline)?);
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
         Ok(Attachment { connection, memory, staging, value })
+    }
+
+    /// Returns where the value of a key is, if the keeper has it.
+    pub(crate) fn place(&self, key: &StoreKey) -> Option<Place> {
+        self.memory.place(self.memory.geometry.namespace, key)
     }
 
     /// Has the keeper copy values, the last ones first, and writes to `results` what became of each. This process copies some into one
@@ -149,6 +165,13 @@ impl Attachment {
 
     fn staging(&self) -> MutexGuard<'_, Option<Tensors>> {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the keeper end the leases of this client on keys, unless its queue is full: then they end with their time.
+    pub(crate) fn unlease(&self, keys: &[StoreKey]) {
+        for keys in keys.chunks(sizes::MESSAGE_KEYS) {
+            self.connection.send_if_room(&KeeperRequest::Unlease(keys.into()));
+        }
     }
 
     /// Tells the keeper that these slots were read, unless its queue is full.

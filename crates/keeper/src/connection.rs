@@ -89,6 +89,16 @@ impl KeeperConnection {
         }
     }
 
+    /// Ends the connection, and returns the reply that the keeper has sent before, if there is one. The keeper can send none from now on.
+    pub(crate) fn last_reply(&self) -> Option<KeeperReply> {
+        self.end();
+        let (mut buffer, mut files) = (vec![0; MESSAGE_BYTES], Vec::new());
+        receive(&self.socket, &mut buffer, &mut files)
+            .ok()
+            .flatten()
+            .and_then(|message| decoded(message).ok())
+    }
+
     /// Ends the connection. Calls that wait for a reply fail at once.
     pub(crate) fn end(&self) {
         // Fails only if the keeper has ended it.

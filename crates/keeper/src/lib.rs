@@ -11,24 +11,28 @@
 //! - [`Holder`] owns the memory, and serves clients in forked processes, one after the other. The values outlive each of them.
 //! - [`Store`] is the client: [`exists`](Store::exists), [`get`](Store::get), [`put`](Store::put). If the keeper is away, it answers that
 //!   nothing is there.
+//! - [`StoreView`] has values where they lie, without a copy.
 //! - [`Observer`] lists what a keeper has, for people and tools.
 //!
 //! ```text
-//!  store   observer   take_over   holder   keeper    the ends
-//!  attachment   connection   serving   client    what they do with messages
+//!  store   view   observer   take_over   holder   keeper    the ends
+//!  access   put   serving                        what they do with messages
+//!  attachment   connection   clients   client    what each has of the other
 //!  table   leases   namespaces   changes   what only the keeper has
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key   stats   call_lock
+//!  sizes   key   stats   call_lock   windows   viewed
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
+mod access;
 mod attachment;
 mod call_lock;
 mod changes;
 mod client;
+mod clients;
 mod connection;
 mod holder;
 mod index;
@@ -38,6 +42,7 @@ mod leases;
 mod messages;
 mod namespaces;
 mod observer;
+mod put;
 mod recency;
 mod serving;
 mod shared_files;
@@ -47,7 +52,11 @@ mod stats;
 mod store;
 mod table;
 mod take_over;
+mod view;
+mod viewed;
+mod windows;
 
+pub use access::StoreOptions;
 pub use holder::{Holder, KeeperOptions};
 pub use keeper::Keeper;
 pub use key::{KEY_BYTES, StoreKey};
@@ -55,5 +64,6 @@ pub use messages::{ListedChange, ListedNamespace, ListedValue, Stored};
 pub use observer::{NewChanges, Observer};
 pub use sizes::{MAX_KEYS, MAX_LEASE, MAX_NAMESPACE, MAX_VALUE};
 pub use stats::{KeeperStats, StoreStats};
-pub use store::{Store, StoreOptions};
+pub use store::Store;
 pub use take_over::TakenOver;
+pub use view::{StoreView, ViewedValue};

@@ -7,7 +7,7 @@ use crate::key::StoreKey;
 use crate::stats::KeeperStats;
 
 /// The version of the messages and of the shared memory. Another version is refused.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 /// The number of no namespace.
 pub(crate) const NO_NAMESPACE: u32 = u32::MAX;
 
@@ -24,7 +24,7 @@ pub(crate) enum KeeperRequest {
     Drop(Vec<StoreKey>),
     /// Not to replace the values of these keys for so many milliseconds.
     Lease(Vec<StoreKey>, u32),
-    /// To end the leases of this client on these keys.
+    /// To end the leases of this client on these keys. There is no reply.
     Unlease(Vec<StoreKey>),
     /// What the keeper has counted.
     Stats,
@@ -39,7 +39,7 @@ pub(crate) enum KeeperRequest {
     Clear(u32),
     /// Which values were stored and removed, from this change on; `None` for those from now on.
     Changes(Option<u64>),
-    /// To end, because another keeper takes over. The reply is the end of the connection.
+    /// To end, because this client takes over.
     End,
 }
 
@@ -50,6 +50,8 @@ pub(crate) struct ListRequest {
     pub(crate) from: u32,
     /// The number of the namespace whose values are listed; `None` for all.
     pub(crate) namespace: Option<u32>,
+    /// Values that were not used after this use are left out; 0 leaves out none.
+    pub(crate) used_after: u64,
 }
 
 /// What a client says about itself.
@@ -76,8 +78,6 @@ pub(crate) enum KeeperReply {
     Dropped(u32),
     /// For each key whether the client has a lease on it now.
     Leased(Vec<bool>),
-    /// The leases have ended.
-    Unleased,
     /// What the keeper has counted.
     Stats(KeeperStats),
     /// Values, and the slot from which the next page begins; `None` behind the last slot.
@@ -88,6 +88,8 @@ pub(crate) enum KeeperReply {
     Cleared(u32, Option<u32>),
     /// Changes, in their order.
     Changes(ChangePage),
+    /// The keeper ends now, because the client takes over.
+    Ending,
 }
 
 /// A page of changes.
@@ -217,7 +219,11 @@ mod tests {
             KeeperRequest::Unlease(vec![key; MESSAGE_KEYS]),
             KeeperRequest::Stats,
             KeeperRequest::Observe(VERSION, true),
-            KeeperRequest::List(ListRequest { from: u32::MAX, namespace: Some(u32::MAX) }),
+            KeeperRequest::List(ListRequest {
+                from: u32::MAX,
+                namespace: Some(u32::MAX),
+                used_after: u64::MAX,
+            }),
             KeeperRequest::Namespaces(u32::MAX),
             KeeperRequest::Clear(u32::MAX),
             KeeperRequest::Changes(Some(u64::MAX)),

@@ -14,7 +14,6 @@ use crate::connection::KeeperConnection;
 use crate::messages::{
     KeeperReply, KeeperRequest, ListRequest, ListedChange, ListedNamespace, ListedValue, VERSION,
 };
-use crate::sizes::PAGE_VALUES;
 use crate::stats::KeeperStats;
 
 /// Name of the list in out-of-memory errors.
@@ -102,24 +101,44 @@ impl Observer {
     ///
     /// Not all are of the same moment: the keeper serves others meanwhile. A value that stays meanwhile is there exactly once, whatever
     /// is used. A key whose value is replaced or put again meanwhile may be missing, or be there twice with different slots.
+    ///
+    /// The deadline is that of the whole call, however many values there are.
     pub fn values(
         &self,
         namespace: Option<u32>,
         limit: usize,
         deadline: Deadline,
     ) -> Result<Vec<ListedValue>> {
+        self.list(namespace, limit, || deadline)
+    }
+
+    /// Returns all values, as [`values`](Self::values). Each page of the list has a deadline of its own, so that there may be any number
+    /// of values.
+    pub(crate) fn all_values(&self, each: impl Fn() -> Deadline) -> Result<Vec<ListedValue>> {
+        self.list(None, usize::MAX, each)
+    }
+
+    fn list(
+        &self,
+        namespace: Option<u32>,
+        limit: usize,
+        deadline: impl Fn() -> Deadline,
+    ) -> Result<Vec<ListedValue>> {
         let latest = |value: &ListedValue| Reverse(value.used);
-        let (mut values, mut from) = (Vec::new(), Some(0));
+        let (mut values, mut from, mut used_after) = (Vec::new(), Some(0), 0);
         while let Some(slot) = from {
-            let request = ListRequest { from: slot, namespace };
-            let KeeperReply::Listed(page, next) = self.asked(&KeeperRequest::List(request), deadline)? else {
+            let request = ListRequest { from: slot, namespace, used_after };
+            let KeeperReply::Listed(page, next) = self.asked(&KeeperRequest::List(request), deadline())?
+            else {
                 return Err(self.away());
             };
             fallible::grow(LIST, &mut values, page.len())?;
             values.extend(page);
-            // So that the time stays in proportion to the values of the keeper.
-            if limit > 0 && values.len() >= limit.saturating_add(limit.max(PAGE_VALUES)) {
-                values.select_nth_unstable_by_key(limit - 1, latest);
+            // Not after each page, so that the time stays in proportion to the values of the keeper. The later pages leave out what was
+            // used before all of these, so they are few, however many values there are.
+            if limit > 0 && values.len() >= limit.saturating_mul(2) {
+                let (_, last, _) = values.select_nth_unstable_by_key(limit - 1, latest);
+                used_after = last.used;
                 values.truncate(limit);
             }
             from = next.filter(|next| *next > slot);
@@ -129,14 +148,21 @@ impl Observer {
         Ok(values)
     }
 
-    /// Has the keeper end.
-    pub(crate) fn end(&self, deadline: Deadline) -> Result<()> {
-        match self.asked(&KeeperRequest::End, deadline) {
-            // The end of the connection is the answer.
+    /// Asks the keeper to end, without waiting for it. Does nothing if it has ended the connection.
+    pub(crate) fn ask_to_end(&self, deadline: Deadline) -> Result<()> {
+        let _guard = self.locked(deadline)?;
+        let connection = self.connection.as_ref().ok_or_else(|| self.away())?;
+        match connection.send(&KeeperRequest::End, deadline) {
             Err(error) if error.kind() == ErrorKind::NotLinked => Ok(()),
-            Err(error) => Err(error),
-            Ok(_) => Err(self.away()),
+            sent => sent,
         }
+    }
+
+    /// Takes the request to end back, and ends the connection. Returns whether it is too late, because the keeper has agreed before.
+    /// Otherwise it does not end, whenever it reads the request.
+    pub(crate) fn take_back(&self) -> bool {
+        let reply = self.connection.as_ref().and_then(KeeperConnection::last_reply);
+        matches!(reply, Some(KeeperReply::Ending))
     }
 
     /// Returns the memory of the keeper, if it is mapped.
@@ -145,7 +171,8 @@ impl Observer {
     }
 
     /// Returns which values were stored and removed since the last call, by any of the threads; nothing at the first call. Each change is
-    /// returned once. A keeper remembers the last 65,536 changes, so a client that asks too rarely is told how many it has missed.
+    /// returned once. A keeper remembers the last 65,536 changes. If there were more since the last call, the result has the number of
+    /// those that are missing.
     pub fn changes(&self, deadline: Deadline) -> Result<NewChanges> {
         // Held for all pages, so that another thread does not get one of them.
         let guard = self.locked(deadline)?;
@@ -232,12 +259,15 @@ impl Drop for Observer {
 mod tests {
     use std::time::Duration;
 
+    use llm_datadist_core::bindings::keeper::Window;
+
     use super::*;
     use crate::attachment::tests::{SilentKeeper, SilentPath};
     use crate::key::StoreKey;
     use crate::messages::ChangePage;
+    use crate::sizes::PAGE_VALUES;
     use crate::socket::ListeningPath;
-    use crate::{Keeper, KeeperOptions};
+    use crate::{Keeper, KeeperOptions, Store, StoreOptions};
 
     fn soon() -> Deadline {
         Deadline::after(Duration::from_secs(30))
@@ -301,5 +331,79 @@ mod tests {
             assert_eq!(new(), NewChanges { changes: [8].map(change).into(), missed: 0 });
             keeper.join().unwrap();
         });
+    }
+
+    #[test]
+    fn a_short_list_asks_for_few_pages() {
+        let value = |number: u32| ListedValue {
+            namespace: 0,
+            key: StoreKey::read(0, &[7; 28]).unwrap(),
+            slot: number,
+            used: number.into(),
+            leased: false,
+        };
+        let path = SilentPath::new();
+        let listening = ListeningPath::open(&path.socket()).unwrap();
+        std::thread::scope(|scope| {
+            let keeper = scope.spawn(|| {
+                let keeper = SilentKeeper::asked(listening).answer();
+                let first: Vec<_> = (1..=u32::try_from(PAGE_VALUES).unwrap()).map(value).collect();
+                for (asked, after, page, next) in [
+                    (0, 0, first.clone(), Some(960)),
+                    // The third of the latest three is 958.
+                    (960, 958, vec![value(1000), value(999)], Some(70_000)),
+                    (70_000, 958, vec![], None),
+                ] {
+                    let KeeperRequest::List(request) = keeper.message() else { panic!("it lists") };
+                    assert_eq!((request.from, request.used_after), (asked, after));
+                    keeper.reply(&KeeperReply::Listed(page, next));
+                }
+            });
+            let observer = Observer::open(&path.socket(), soon()).unwrap();
+            let listed = observer.values(None, 3, soon()).unwrap();
+            assert_eq!(listed.iter().map(|value| value.used).collect::<Vec<_>>(), [1000, 999, 960]);
+            keeper.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_list_of_any_limit_has_the_latest_values() {
+        let path = SilentPath::new();
+        let options = KeeperOptions { memory: 64 * 5000, value: 64, socket: path.socket() };
+        let _keeper = Keeper::open(&options).unwrap();
+        let options = StoreOptions { socket: path.socket(), namespace: "n".into(), value: 64 };
+        let store = Store::open(options, soon()).unwrap();
+        let key = |number: u32| {
+            let mut bytes = [7; 28];
+            bytes[..4].copy_from_slice(&number.to_le_bytes());
+            StoreKey::read(0, &bytes).unwrap()
+        };
+        // Each key once, in an order that has nothing to do with that of the slots.
+        let order: Vec<StoreKey> = (0..5000).map(|number| key(number * 1009 % 5000)).collect();
+        for keys in order.chunks(1) {
+            store.put(keys, &[Window::of_slice(&[1; 64])], soon()).unwrap();
+        }
+        for keys in [&order[100..400], &order[3000..3100]] {
+            // The first key of a call is used last.
+            store.put(keys, &vec![Window::of_slice(&[1; 64]); keys.len()], soon()).unwrap();
+        }
+        store.stats(soon()).unwrap();
+        let rest = order
+            .iter()
+            .enumerate()
+            .rev()
+            .filter(|(at, _)| !(100..400).contains(at) && !(3000..3100).contains(at));
+        let latest: Vec<StoreKey> = order[3000..3100]
+            .iter()
+            .chain(&order[100..400])
+            .chain(rest.map(|(_, key)| key))
+            .copied()
+            .collect();
+        let observer = Observer::open(&path.socket(), soon()).unwrap();
+        for limit in [1, 3, 99, 960, 1000, 2500, 5000, 6000] {
+            let listed = observer.values(None, limit, soon()).unwrap();
+            let keys: Vec<StoreKey> = listed.iter().map(|value| value.key).collect();
+            assert!(keys == latest[..limit.min(5000)], "{limit}");
+        }
     }
 }

@@ -38,13 +38,11 @@ const BACKLOG: i32 = 64;
 
 /// How long a new keeper waits for one that is ending.
 const ENDING: Duration = Duration::from_secs(10);
-/// How long it waits for one that it has asked to end, which first frees its memory. Its values are lost if this one gives up.
-const TAKING: Duration = Duration::from_secs(300);
 /// How often it looks whether that one has ended.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Device and number of a file.
-type FileNumbers = (u64, u64);
+pub(crate) type FileNumbers = (u64, u64);
 
 /// A socket that listens at a path. No other keeper takes the path while this value lives, here or in a forked process. The path is
 /// removed with it by the process that has opened it.
@@ -116,12 +114,12 @@ impl ListeningPath {
         identity(&self.path).ok()
     }
 
-    /// Takes the path over, once the keeper whose socket is `replaced` has ended. Returns `Err(System)` if it does not end, or if another
-    /// keeper takes the path first, with its process.
-    pub(crate) fn take(&self, replaced: Option<FileNumbers>) -> Result<()> {
+    /// Takes the path over, once the keeper whose socket is `replaced` has ended. Returns `Err(System)` if it does not end within `time`,
+    /// or if another keeper takes the path first, with its process.
+    pub(crate) fn take(&self, replaced: Option<FileNumbers>, time: Duration) -> Result<()> {
         let Some(beside) = &self.beside else { return Ok(()) };
         let another = || self.found().is_some_and(|found| Some(found) != replaced);
-        wait_for_lock(&self.path, &self.lock, TAKING, |_| !another())?;
+        wait_for_lock(&self.path, &self.lock, time, |_| !another())?;
         // A process of another container may have the same id, and so the same path.
         if identity(beside).ok() != Some(self.file) {
             let error = std::io::Error::other("another process has removed the socket beside it");

@@ -51,15 +51,15 @@ pub struct KeeperStats {
 /// The counts of a store since it was opened, and those of its keeper.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct StoreStats {
-    /// Values that `get` has copied.
+    /// Values that `get` has copied, and those of views that were right.
     pub hits: u64,
     /// Bytes of these values.
     pub hit_bytes: u64,
-    /// Keys of `get` that the keeper did not have.
+    /// Keys of `get` and of views that the keeper did not have.
     pub misses_absent: u64,
-    /// Keys of `get` whose value was replaced while it was copied.
+    /// Keys of `get` and of views whose value was replaced before it was checked.
     pub misses_changed: u64,
-    /// Keys of `get` while the keeper was away.
+    /// Keys of `get` and of views while the keeper was away.
     pub misses_away: u64,
     /// Calls of `get`.
     pub gets: u64,

@@ -241,7 +241,7 @@ impl SlotTable {
     /// Returns a page of values in the order of their slots, and the slot from which the next page begins. A value that stays in its slot
     /// is in exactly one page, whatever is used, put or dropped between two pages.
     pub(crate) fn list(&self, request: ListRequest) -> (Vec<ListedValue>, Option<u32>) {
-        let ListRequest { from, namespace } = request;
+        let ListRequest { from, namespace, used_after } = request;
         let used = u32::try_from(self.keys.len()).unwrap_or(u32::MAX);
         let end = used.min(from.saturating_add(PAGE_SLOTS));
         let mut page = Vec::new();
@@ -250,8 +250,11 @@ impl SlotTable {
                 return (page, Some(slot));
             }
             let listed = |key: &&IndexKey| namespace.is_none_or(|namespace| namespace == key.namespace());
-            if let Some(key) = self.keys[slot as usize].as_ref().filter(listed) {
-                let (used, leased) = (self.recency.used(slot), self.held.holds(self.place(slot)));
+            let used = self.recency.used(slot);
+            if let Some(key) = self.keys[slot as usize].as_ref().filter(listed)
+                && used > used_after
+            {
+                let leased = self.held.holds(self.place(slot));
                 page.push(ListedValue { namespace: key.namespace(), key: key.key(), slot, used, leased });
             }
         }
@@ -454,7 +457,7 @@ mod tests {
         table.lease(&mut ClientLeases::default(), &[of(9)], Instant::now());
         let (mut listed, mut from) = (Vec::new(), Some(0));
         while let Some(begin) = from {
-            let (page, next) = table.list(ListRequest { from: begin, namespace: None });
+            let (page, next) = table.list(ListRequest { from: begin, namespace: None, used_after: 0 });
             assert!(page.len() <= PAGE_VALUES && next.is_none_or(|next| next > begin));
             (listed, from) = ([listed, page].concat(), next);
             // What is used and dropped meanwhile changes nothing for the other values.
@@ -469,12 +472,18 @@ mod tests {
         assert!(listed.iter().all(|value| value.leased == (value.slot == 9)));
         assert!(listed[1..4999].is_sorted_by_key(|value| value.used));
         // A namespace without values in many slots: pages without values, of a bounded number of slots.
-        let none = ListRequest { from: 0, namespace: Some(2) };
+        let none = ListRequest { from: 0, namespace: Some(2), used_after: 0 };
         assert_eq!(table.list(none), (Vec::new(), Some(PAGE_SLOTS)));
         assert_eq!(table.list(ListRequest { from: PAGE_SLOTS, ..none }), (Vec::new(), None));
         assert_eq!(table.list(ListRequest { from: u32::MAX, ..none }), (Vec::new(), None));
-        let (odd, _) = table.list(ListRequest { from: 0, namespace: Some(1) });
+        let (odd, _) = table.list(ListRequest { namespace: Some(1), ..none });
         assert!(odd.iter().all(|value| value.namespace == 1 && value.slot % 2 == 1));
+        // The last uses are those of 0, and of 99,999 by the touches.
+        let latest = ListRequest { namespace: None, used_after: 100_000, ..none };
+        assert!(table.list(latest).0.iter().map(|value| value.slot).eq([0]));
+        assert!(
+            table.list(ListRequest { from: 90_000, ..latest }).0.iter().map(|value| value.slot).eq([99_999])
+        );
     }
 
     #[test]

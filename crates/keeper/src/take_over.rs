@@ -15,13 +15,15 @@ use crate::key::IndexKey;
 use crate::messages::{ListedNamespace, ListedValue, Stored};
 use crate::observer::Observer;
 use crate::shared_files::SharedFiles;
-use crate::socket::{ListeningPath, is_readable};
+use crate::socket::{FileNumbers, ListeningPath, is_readable};
 use crate::table::SlotTable;
 
 /// Name of the thread that frees the memory of the other keeper.
 const THREAD: &str = "llm-keeper-free";
 /// How long the other keeper may take for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
+/// How long this keeper waits for the other one to end, which first frees its memory.
+const TAKING: Duration = Duration::from_secs(300);
 /// How often the values of the other keeper are listed: until a round copies at most so many bytes, and at most so often.
 const LITTLE: u64 = 16 << 20;
 const MAX_ROUNDS: u32 = 10;
@@ -62,12 +64,24 @@ pub(crate) fn take_over(
     copy.forget_namespaces();
     check_stop(stop)?;
     let ValueCopy { other, table, .. } = copy;
-    // Whatever the answer is, the other keeper may end from here on. If it goes on, it keeps its path.
-    let asked = other.end(answer());
-    drop(asked);
-    listening.take(replaced)?;
+    replace(&other, listening, replaced, TAKING)?;
     drop_elsewhere(other);
     Ok((TakenOver { values, left }, table))
+}
+
+/// Has the other keeper end, whose socket is `replaced`, and takes its path. After an error, the other keeper has its path and its
+/// values, whenever it reads the request, unless it has agreed to end: then this one waits for `time` once more.
+fn replace(
+    other: &Observer,
+    listening: &ListeningPath,
+    replaced: Option<FileNumbers>,
+    time: Duration,
+) -> Result<()> {
+    other.ask_to_end(answer())?;
+    match listening.take(replaced, time) {
+        Err(_) if other.take_back() => listening.take(replaced, time),
+        taken => taken,
+    }
 }
 
 fn answer() -> Deadline {
@@ -152,7 +166,7 @@ impl ValueCopy {
 
     /// Returns the values of the other keeper, the most recently used ones first, once their namespaces are known here.
     fn list(&mut self) -> Result<Vec<ListedValue>> {
-        let listed = self.other.values(None, usize::MAX, answer())?;
+        let listed = self.other.all_values(answer)?;
         for ListedNamespace { number, text, value, .. } in self.other.namespaces(answer())? {
             // A namespace that there is no room for is left.
             if !self.namespaces.contains_key(&number)
@@ -211,12 +225,14 @@ mod tests {
     use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
 
     use super::*;
+    use crate::access::StoreOptions;
     use crate::attachment::tests::SilentPath;
-    use crate::holder::KeeperOptions;
+    use crate::holder::{Holder, KeeperOptions};
     use crate::keeper::Keeper;
     use crate::key::StoreKey;
-    use crate::sizes::PAGE_VALUES;
-    use crate::store::{Store, StoreOptions};
+    use crate::sizes::{MESSAGE_BYTES, PAGE_VALUES};
+    use crate::socket::connect_to;
+    use crate::store::Store;
 
     fn key(number: u32) -> StoreKey {
         let mut bytes = [7; 28];
@@ -366,16 +382,137 @@ mod tests {
         let faster = ListeningPath::open_beside(&path.socket()).unwrap();
         let (taken, _) = take_over(&files(4), &faster, &stop).unwrap();
         assert_eq!((taken, first.running()), (TakenOver { values: 1, left: 0 }, false));
-        copy.other.end(answer()).unwrap();
-        let refused = slower.take(found).unwrap_err();
+        let refused = replace(&copy.other, &slower, found, TAKING).unwrap_err();
         assert_eq!(refused.reason(), "another program listens at the socket");
         assert_eq!(refused.fact("pid"), Some(&*std::process::id().to_string()));
         assert_eq!(slower.found(), faster.found(), "the path is that of the faster one");
         // Once the path is free, another socket beside it is not taken for its own.
         drop(faster);
         std::fs::write(slower.beside().unwrap(), "another file").unwrap();
-        let refused = slower.take(slower.found()).unwrap_err();
+        let refused = slower.take(slower.found(), TAKING).unwrap_err();
         assert!(refused.reason().contains("cannot take over the path"), "{refused}");
         assert_eq!(slower.found(), None);
+    }
+
+    /// A keeper whose process can be stopped and goes on later.
+    struct StoppableKeeper<'a> {
+        path: &'a SilentPath,
+        paused: AtomicBool,
+        /// Whether it reads nothing now.
+        parked: AtomicBool,
+        /// Whether it has ended, because another one takes over.
+        replaced: AtomicBool,
+    }
+
+    impl StoppableKeeper<'_> {
+        /// Serves until it is replaced, or `stop` is readable.
+        fn serve(&self, stop: OwnedFd) {
+            let options = KeeperOptions { memory: 64 * 100, value: 64, socket: self.path.socket() };
+            let mut keeper = Holder::open(&options, false).unwrap().keeper_loop(stop).unwrap();
+            let (mut events, mut buffer) = (Vec::new(), vec![0; MESSAGE_BYTES]);
+            loop {
+                while self.paused.load(Ordering::SeqCst) {
+                    self.parked.store(true, Ordering::SeqCst);
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                self.parked.store(false, Ordering::SeqCst);
+                if !keeper.round(&mut events, &mut buffer).unwrap() {
+                    break;
+                }
+            }
+            self.replaced.store(keeper.end(), Ordering::SeqCst);
+        }
+
+        fn pause(&self) {
+            self.paused.store(true, Ordering::SeqCst);
+            // A connection ends its wait, if it waits.
+            let _stranger = connect_to(&self.path.socket()).unwrap();
+            while !self.parked.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+
+        fn resume(&self) {
+            self.paused.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Lets a keeper go on when a test ends or fails.
+    struct Resume<'a>(&'a StoppableKeeper<'a>);
+
+    impl Drop for Resume<'_> {
+        fn drop(&mut self) {
+            self.0.resume();
+        }
+    }
+
+    fn with_stoppable_keeper(test: impl Fn(&StoppableKeeper<'_>, &Store)) {
+        let (path, (stop, other)) = (SilentPath::new(), running());
+        let [paused, parked, replaced] = [(); 3].map(|()| AtomicBool::new(false));
+        let keeper = StoppableKeeper { path: &path, paused, parked, replaced };
+        std::thread::scope(|scope| {
+            let serving = scope.spawn(|| keeper.serve(stop));
+            let resume = Resume(&keeper);
+            while !path.socket().exists() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let store = store(&path, "a");
+            put(&store, 1, 1);
+            test(&keeper, &store);
+            drop((resume, other));
+            serving.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_stopped_keeper_goes_on_once_the_other_one_has_given_up() {
+        with_stoppable_keeper(|keeper, store| {
+            let newer = ListeningPath::open_beside(&keeper.path.socket()).unwrap();
+            let (found, copy) = (newer.found(), ValueCopy::new(&keeper.path.socket(), &files(4)).unwrap());
+            keeper.pause();
+            let refused = replace(&copy.other, &newer, found, Duration::from_millis(20)).unwrap_err();
+            assert_eq!(refused.reason(), "another program listens at the socket");
+            keeper.resume();
+            assert_eq!(store.stats(answer()).unwrap().keeper.unwrap().values, 1);
+            put(store, 2, 2);
+            let mut bytes = [0; 64];
+            assert_eq!(store.get(&[key(1)], &[Window::of_slice_mut(&mut bytes)]).unwrap(), [true]);
+            let stats = store.stats(answer()).unwrap();
+            assert_eq!((bytes, stats.attached, stats.keeper.unwrap().observers), ([1; 64], 1, 0));
+            assert_eq!(newer.found(), found);
+            assert!(!keeper.replaced.load(Ordering::SeqCst));
+        });
+    }
+
+    #[test]
+    fn a_request_to_end_is_taken_back_or_agreed_to_and_never_both() {
+        for agrees in [false, true] {
+            with_stoppable_keeper(|keeper, store| {
+                let other = Observer::with_memory(&keeper.path.socket(), answer()).unwrap();
+                if !agrees {
+                    keeper.pause();
+                }
+                other.ask_to_end(answer()).unwrap();
+                let ended = || store.stats(answer()).unwrap().keeper.is_none();
+                while agrees && !ended() {}
+                assert_eq!(other.take_back(), agrees);
+                keeper.resume();
+                // In the first round, it may answer before it reads the request to end.
+                assert_eq!([ended(), ended()], [agrees; 2]);
+            });
+        }
+    }
+
+    #[test]
+    fn a_stopped_keeper_that_goes_on_in_time_is_replaced() {
+        with_stoppable_keeper(|keeper, _| {
+            let newer = ListeningPath::open_beside(&keeper.path.socket()).unwrap();
+            let (found, copy) = (newer.found(), ValueCopy::new(&keeper.path.socket(), &files(4)).unwrap());
+            keeper.pause();
+            copy.other.ask_to_end(answer()).unwrap();
+            keeper.resume();
+            newer.take(found, TAKING).unwrap();
+            assert!(newer.found().is_some() && newer.found() != found);
+        });
     }
 }

@@ -529,9 +529,9 @@ impl Stranger {
     }
 }
 
-/// An attach request for values of 64 bytes, as version 2 has it.
+/// An attach request for values of 64 bytes, as version 3 has it.
 fn attach_request() -> Vec<u8> {
-    vec![0, 2, 1, b'n', 64]
+    vec![0, 3, 1, b'n', 64]
 }
 
 fn memory(bytes: u64, seals: SealFlags) -> OwnedFd {
@@ -575,7 +575,7 @@ fn hostile_clients_cost_only_themselves() {
     let stranger = Stranger::connect(&folder.socket());
     stranger.send(&[0, 9, 1, b'n', 64], &[good.as_fd()]).unwrap();
     assert!(
-        String::from_utf8_lossy(&stranger.received()[0]).contains("speaks version 2, the client version 9")
+        String::from_utf8_lossy(&stranger.received()[0]).contains("speaks version 3, the client version 9")
     );
     // A value behind the end of its memory.
     let stranger = Stranger::connect(&folder.socket());
@@ -719,7 +719,7 @@ fn observers_put_nothing_and_are_limited() {
     wait_for("room for an observer", || Observer::open(&folder.socket(), soon()).is_ok());
     let message = |bytes: &[u8]| {
         let stranger = Stranger::connect(&folder.socket());
-        stranger.send(b"\x07\x02\x00", &[]).unwrap();
+        stranger.send(b"\x07\x03\x00", &[]).unwrap();
         stranger.send(bytes, &[]).unwrap();
         String::from_utf8_lossy(&stranger.received()[1]).into_owned()
     };
@@ -735,7 +735,7 @@ fn observers_put_nothing_and_are_limited() {
         let answer = message(request);
         assert!(answer.contains("a client that only looks may change nothing"), "{request:?}: {answer}");
     }
-    assert!(message(b"\x07\x02\x00").contains("has attached already"));
+    assert!(message(b"\x07\x03\x00").contains("has attached already"));
     let stranger = Stranger::connect(&folder.socket());
     stranger.send(b"\x07\x09\x00", &[]).unwrap();
     assert!(String::from_utf8_lossy(&stranger.received()[0]).contains("the client version 9"));

@@ -12,7 +12,7 @@ use crate::cache::{TensorView, cpu_only};
 use crate::engine::ProcessOwned;
 use crate::error::Raise;
 use crate::numpy::import_numpy;
-use crate::raw::{self, CachePart, DL_CPU, ExportsCache};
+use crate::raw::{self, CachePart, DL_CPU, ExportsBytes};
 
 /// All bytes of a contiguous cache. It is the base of the public class, which adds the buffer protocol.
 #[pyclass(frozen, subclass, module = "llm_datadist._core")]
@@ -22,9 +22,12 @@ pub(crate) struct FlatView {
     raise: Raise,
 }
 
-impl ExportsCache for FlatView {
-    fn held(&self) -> Result<&Arc<Cache>> {
-        self.cache.get()
+impl ExportsBytes for FlatView {
+    const WRITABLE: bool = true;
+
+    fn exported(&self) -> Result<(u64, u64)> {
+        let cache = self.cache.get()?;
+        Ok((cache.one_range()?, cache.bytes()))
     }
 }
 
@@ -44,7 +47,7 @@ pub(crate) fn of(py: Python<'_>, view: TensorView) -> PyResult<Bound<'_, PyAny>>
 
 impl FlatView {
     fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
-        self.held().map_err(|error| (self.raise)(py, &error))
+        self.cache.get().map_err(|error| (self.raise)(py, &error))
     }
 }
 

@@ -9,7 +9,7 @@ pub(crate) use self::dlpack::{
     CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device, strides_with_gaps,
     tensor_place,
 };
-pub(crate) use self::exporter::{ExportsCache, exporting_class};
+pub(crate) use self::exporter::{ExportsBytes, exporting_class};
 pub(crate) use self::items::{dict_lists, dict_words, list_words, tuple_words};
 
 use std::os::fd::{BorrowedFd, OwnedFd};

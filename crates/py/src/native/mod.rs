@@ -1,5 +1,5 @@
-//! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events, `KvLayout`, `Store`, `Keeper` and
-//! `KeeperObserver`.
+//! The classes of the native API: `Engine`, `Cache`, `Rows`, `Peer`, `Transfer`, `Grant`, the events, `KvLayout`, `Store`, `StoreView`,
+//! `Keeper` and `KeeperObserver`.
 //!
 //! They convert Python values, call the core, and raise the exceptions of `llm_datadist.errors`. `core::native` and
 //! `core::validate` have the rules for arguments.
@@ -34,6 +34,7 @@ mod store_values;
 mod tensors;
 mod transfer;
 mod values;
+mod view;
 
 use pyo3::prelude::*;
 
@@ -64,6 +65,7 @@ pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {
     native.add_class::<remote_cache::NativeRemoteCache>()?;
     native.add_class::<rows::NativeRows>()?;
     native.add_class::<store::NativeStore>()?;
+    native.add_class::<view::NativeView>()?;
     native.add_class::<transfer::NativeTransfer>()?;
     native.add_function(wrap_pyfunction!(shared::close_all, &native)?)?;
     native.add_class::<TensorView>()?;

@@ -114,8 +114,8 @@ impl NativeObserver {
     /// Return which values were stored and removed since the last call, in this order.
     ///
     /// The first call returns none: call it before ``values`` to follow the keeper from then on without a gap. The keeper remembers the
-    /// last 65,536 changes. Who asks too rarely is told how many are missing, and needs ``values`` again. Each change is returned once, to
-    /// one of the threads.
+    /// last 65,536 changes. If there were more since the last call, ``missed`` is the number of those that are not returned; call
+    /// ``values`` again then. Each change is returned once, to one of the threads.
     ///
     /// Raises:
     ///     PeerLost: the keeper has ended, or has not answered an earlier call.

@@ -1,15 +1,17 @@
 //! `Store`, as Python holds it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::{Deadline, Result};
-use llm_datadist_keeper::{Store, StoreOptions, Stored};
+use llm_datadist_keeper::{Store, StoreOptions, StoreView, Stored};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::errors::raise;
 use super::store_values::{StoreValues, keys};
 use super::values;
+use super::view::NativeView;
 use crate::convert::Any;
 use crate::{engine, stats};
 
@@ -37,7 +39,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 ///         reached a limit.
 #[pyclass(frozen, weakref, name = "Store", module = "llm_datadist.native")]
 pub(crate) struct NativeStore {
-    store: Store,
+    store: Arc<Store>,
     timeout: Duration,
 }
 
@@ -47,7 +49,7 @@ impl NativeStore {
         &self,
         py: Python<'_>,
         timeout: Option<&Any<'_>>,
-        call: impl FnOnce(&Store, Deadline) -> Result<T> + Send,
+        call: impl FnOnce(&Arc<Store>, Deadline) -> Result<T> + Send,
     ) -> PyResult<T> {
         let limit = timeout.map_or(Ok(self.timeout), |given| values::seconds("timeout", given))?;
         let deadline = Deadline::after(limit).named("timeout");
@@ -76,7 +78,7 @@ impl NativeStore {
         let options = StoreOptions { socket, namespace: namespace?, value };
         let deadline = Deadline::after(timeout).named("timeout");
         let store = engine::waiting(py, raise, deadline, |deadline| Store::open(options, deadline))?;
-        Ok(NativeStore { store, timeout })
+        Ok(NativeStore { store: Arc::new(store), timeout })
     }
 
     /// Say which keys the keeper has, without a message to it.
@@ -120,6 +122,37 @@ impl NativeStore {
         self.run(py, None, |store, _| store.get(&keys, &into.windows()?))
     }
 
+    /// Give the values of keys where they lie in the memory of the keeper, without a copy, with leases on them.
+    ///
+    /// Use the view in a ``with`` statement, and call its ``valid`` in it after the last use: the bytes may change at any time, with a
+    /// lease as well. What was computed from a value counts only if ``valid`` says that the value was right.
+    ///
+    /// Args:
+    ///     keys: list of keys, at most 4,096.
+    ///     ttl: seconds for which the values are leased, above 0 and at most 10. The end of the ``with`` statement ends the leases of this
+    ///         store on the keys, also those of ``lease``, unless another view has them.
+    ///     timeout: time limit of the call in seconds. ``None``: that of the store. A value without a lease is there all the same.
+    ///
+    /// Returns:
+    ///     The view. If the keeper is away, it has no values.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type.
+    ///     InvalidArgument: a key does not have 28 bytes, there are too many, or ``ttl`` is out of range.
+    ///     Closed: the store is closed, or belongs to the parent of this process.
+    #[pyo3(signature = (keys, /, *, ttl, timeout=None))]
+    fn view(
+        &self,
+        py: Python<'_>,
+        keys: &Any<'_>,
+        ttl: &Any<'_>,
+        timeout: Option<&Any<'_>>,
+    ) -> PyResult<NativeView> {
+        let (keys, ttl) = (self::keys(keys)?, values::seconds("ttl", ttl)?);
+        let open = |store: &Arc<Store>, deadline| StoreView::open(store, keys, ttl, deadline);
+        self.run(py, timeout, open).map(NativeView::new)
+    }
+
     /// Have the keeper copy values. It keeps the value that it has of a key.
     ///
     /// Give the keys of a chain in its order: the end of a chain is replaced before its start.
@@ -148,7 +181,7 @@ impl NativeStore {
     ) -> PyResult<Vec<bool>> {
         let (keys, given) =
             (self::keys(keys)?, StoreValues::read("values", values, self.store.value_bytes(), true)?);
-        let put = |store: &Store, deadline| store.put(&keys, &given.windows()?, deadline);
+        let put = |store: &Arc<Store>, deadline| store.put(&keys, &given.windows()?, deadline);
         let has = |stored| matches!(stored, Stored::Stored | Stored::Present);
         Ok(self.run(py, timeout, put)?.into_iter().map(has).collect())
     }
@@ -183,7 +216,9 @@ impl NativeStore {
         self.run(py, timeout, |store, deadline| store.lease(&keys, ttl, deadline))
     }
 
-    /// End the leases of this store on the values of keys.
+    /// End the leases of this store on the values of keys, without waiting for a reply.
+    ///
+    /// If the keeper takes no message for the time limit, the leases end with their time.
     ///
     /// Args:
     ///     keys: list of keys, at most 4,096.
@@ -237,7 +272,7 @@ impl NativeStore {
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(signature = (*, timeout=None))]
     fn clear(&self, py: Python<'_>, timeout: Option<&Any<'_>>) -> PyResult<u64> {
-        self.run(py, timeout, Store::clear)
+        self.run(py, timeout, |store, deadline| store.clear(deadline))
     }
 
     /// Return the counts of this store, and those of the keeper.
@@ -264,7 +299,7 @@ impl NativeStore {
         timeout: Option<&Any<'py>>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let counted =
-            |store: &Store, deadline| if keeper { store.stats(deadline) } else { store.own_stats() };
+            |store: &Arc<Store>, deadline| if keeper { store.stats(deadline) } else { store.own_stats() };
         stats::dict(py, &self.run(py, timeout, counted)?.to_json())
     }
 

@@ -76,11 +76,11 @@ pub(crate) fn int(name: &str, value: &Any<'_>, range: RangeInclusive<u64>) -> Py
     }
 }
 
-/// Reads a number of bytes: an `int` above 0, or a text with a unit.
+/// Reads a number of bytes: an `int` above 0, or a text, with a unit or without.
 pub(crate) fn size(name: &str, value: &Any<'_>) -> PyResult<u64> {
     let allowed = "a number of bytes above 0, or a text with a unit: \"64MiB\" (KiB, MiB, GiB or TiB)";
     let bytes = match value.extract::<String>() {
-        Ok(text) => size_with_unit(&text),
+        Ok(text) => size_with_unit(&text).or_else(|| text.parse().ok()),
         Err(_) => index(name, allowed, value)?.extract().ok(),
     };
     bytes.filter(|&bytes| bytes > 0).ok_or_else(|| invalid(value.py(), name, shown(value), allowed))

@@ -1,4 +1,4 @@
-//! A class whose instances export the bytes of a cache through the buffer protocol.
+//! Classes whose instances export bytes through the buffer protocol.
 //!
 //! The limited API has this protocol since Python 3.11, and the extension is built for 3.9. But `CPython` accepts the slot
 //! in type specifications since 3.9, and the layout of `Py_buffer` is the same in every version of Python 3. So this module
@@ -7,10 +7,8 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::offset_of;
 use std::ptr;
-use std::sync::Arc;
 
 use llm_datadist_core::Result;
-use llm_datadist_core::bindings::Cache;
 use pyo3::PyClass;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -21,7 +19,8 @@ use pyo3::types::{PyTuple, PyType};
 /// The format of an exported element: an unsigned byte.
 const BYTE: &CStr = c"B";
 
-/// What a consumer asks to be filled in.
+/// What a consumer asks for: to write, and what it wants to be filled in.
+const WANTS_TO_WRITE: c_int = 0x0001;
 const WANTS_FORMAT: c_int = 0x0004;
 const WANTS_SHAPE: c_int = 0x0008;
 const WANTS_STRIDES: c_int = 0x0010;
@@ -43,14 +42,17 @@ struct BufferFields {
     internal: *mut c_void,
 }
 
-/// A class whose instances hold a cache as long as they live.
-pub(crate) trait ExportsCache: PyClass<Frozen = True> + Sync {
-    /// Returns the cache that this object holds.
-    fn held(&self) -> Result<&Arc<Cache>>;
+/// A class whose instances keep bytes mapped as long as they live.
+pub(crate) trait ExportsBytes: PyClass<Frozen = True> + Sync {
+    /// Whether consumers may write the bytes.
+    const WRITABLE: bool;
+
+    /// Returns the address of the bytes, and how many there are.
+    fn exported(&self) -> Result<(u64, u64)>;
 }
 
-/// Creates a subclass of `T` called `name`, with its module, that exports the bytes of a contiguous cache.
-pub(crate) fn exporting_class<'py, T: ExportsCache>(
+/// Creates a subclass of `T` called `name`, with its module, that exports the bytes.
+pub(crate) fn exporting_class<'py, T: ExportsBytes>(
     py: Python<'py>,
     name: &'static CStr,
 ) -> PyResult<Bound<'py, PyType>> {
@@ -98,7 +100,7 @@ impl BufferFields {
 /// # Safety
 /// Called by Python, attached, with an instance of a class that [`exporting_class`] made, and with a `view` that is null
 /// or valid for writes.
-unsafe extern "C" fn get_buffer<T: ExportsCache>(
+unsafe extern "C" fn get_buffer<T: ExportsBytes>(
     exporter: *mut ffi::PyObject,
     view: *mut BufferFields,
     flags: c_int,
@@ -111,11 +113,12 @@ unsafe extern "C" fn get_buffer<T: ExportsCache>(
     }
     // SAFETY: the caller promises a live object, which outlives this call.
     let object = unsafe { Borrowed::from_ptr(py, exporter) };
-    let (fields, result) = match bytes_of::<T>(object) {
+    let (fields, result) = match bytes_of::<T>(object, flags) {
         Ok((address, len)) => {
             // SAFETY: the object is alive. The view owns this reference, and Python drops it with the view.
             unsafe { ffi::Py_IncRef(exporter) };
-            (filled(exporter, (address, len), view, flags), 0)
+            let fields = filled(exporter, (address, len), view, flags);
+            (BufferFields { readonly: (!T::WRITABLE).into(), ..fields }, 0)
         }
         Err(error) => {
             error.restore(py);
@@ -127,7 +130,7 @@ unsafe extern "C" fn get_buffer<T: ExportsCache>(
     result
 }
 
-/// Returns what describes `len` writable bytes at `address`. The shape and the stride are fields of `view` itself, where
+/// Returns what describes `len` bytes at `address`. The shape and the stride are fields of `view` itself, where
 /// the result will be stored.
 fn filled(
     exporter: *mut ffi::PyObject,
@@ -153,11 +156,16 @@ fn filled(
     }
 }
 
-/// Returns the address and length of the bytes that `object` exports.
-fn bytes_of<T: ExportsCache>(object: Borrowed<'_, '_, PyAny>) -> PyResult<(usize, ffi::Py_ssize_t)> {
-    let refused = |error: llm_datadist_core::Error| PyBufferError::new_err(error.to_string());
+/// Returns the address and length of the bytes that `object` exports, unless `flags` asks to write what must not be written.
+fn bytes_of<T: ExportsBytes>(
+    object: Borrowed<'_, '_, PyAny>,
+    flags: c_int,
+) -> PyResult<(usize, ffi::Py_ssize_t)> {
+    if !T::WRITABLE && flags & WANTS_TO_WRITE != 0 {
+        return Err(PyBufferError::new_err("the memory is read-only"));
+    }
     let exporter = object.cast::<T>()?;
-    let cache = exporter.get().held().map_err(refused)?;
-    let address = cache.one_range().map_err(refused)?;
-    Ok((address.try_into()?, cache.bytes().try_into()?))
+    let (address, bytes) =
+        exporter.get().exported().map_err(|error| PyBufferError::new_err(error.to_string()))?;
+    Ok((address.try_into()?, bytes.try_into()?))
 }

@@ -1,0 +1,218 @@
+//! A keeper that comes and goes, as a store has it: what it needs to attach again.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use llm_datadist_core::bindings::{remember_process, this_process};
+use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
+
+use crate::attachment::Attachment;
+use crate::sizes;
+use crate::socket;
+
+/// How long a call waits for a keeper that has just come back.
+const ATTACH_WAIT: Duration = Duration::from_millis(50);
+/// How long a store does not try again to attach: at first, and at most. The time doubles with each attempt. A keeper that was killed
+/// is back soon if its holder lives.
+const ATTACH_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
+
+/// What a store is opened with.
+#[derive(Clone, Debug)]
+pub struct StoreOptions {
+    /// The path at which the keeper listens.
+    pub socket: PathBuf,
+    /// A text that stands for everything that gives values their meaning. Stores with other texts share nothing.
+    pub namespace: String,
+    /// Bytes of each value.
+    pub value: u64,
+}
+
+/// The keeper of a store: the attachment while there is one, and when to try again.
+#[derive(Debug)]
+pub(crate) struct KeeperAccess {
+    process: u32,
+    options: StoreOptions,
+    state: Mutex<AccessState>,
+    /// Locked by the call that tries to attach.
+    attaching: Mutex<()>,
+    /// How long it waits for the keeper.
+    wait: Duration,
+}
+
+#[derive(Debug)]
+struct AccessState {
+    attached: Option<Arc<Attachment>>,
+    /// How often it has attached.
+    times: u64,
+    /// Why the last attempt to attach failed, unless the keeper was away.
+    refused: Option<String>,
+    /// When it may try to attach.
+    next_try: Instant,
+    /// How long it does not try again after the next attempt.
+    pause: Duration,
+    closed: bool,
+}
+
+impl KeeperAccess {
+    /// Checks the options, and attaches to the keeper if there is one. A keeper that is away, or does not answer before `deadline`, is
+    /// no error.
+    pub(crate) fn open(options: StoreOptions, deadline: Deadline) -> Result<KeeperAccess> {
+        remember_process();
+        sizes::check_value(options.value)?;
+        sizes::check_namespace(&options.namespace)?;
+        socket::address(&options.socket)?;
+        let attached = match attach(&options, deadline) {
+            Err(error) if is_away(&error) => None,
+            attached => Some(Arc::new(attached?)),
+        };
+        let state = Mutex::new(AccessState {
+            times: attached.is_some().into(),
+            attached,
+            refused: None,
+            next_try: Instant::now() + ATTACH_PAUSES[0],
+            pause: ATTACH_PAUSES[0],
+            closed: false,
+        });
+        Ok(KeeperAccess {
+            process: this_process(),
+            options,
+            state,
+            attaching: Mutex::new(()),
+            wait: ATTACH_WAIT,
+        })
+    }
+
+    /// Returns the bytes of each value.
+    pub(crate) fn value(&self) -> u64 {
+        self.options.value
+    }
+
+    /// Returns the attachment if there is a keeper. Attaches again if its connection has ended: at once, and then after pauses that become
+    /// longer. Only one call does; the others take the keeper for away, and do not wait.
+    pub(crate) fn attachment(&self) -> Result<Option<Arc<Attachment>>> {
+        self.check_process()?;
+        if let Some(attachment) = self.known()? {
+            return Ok(Some(attachment));
+        }
+        let _attaching = match self.attaching.try_lock() {
+            Ok(attaching) => attaching,
+            Err(TryLockError::Poisoned(attaching)) => attaching.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(None),
+        };
+        {
+            let state = self.state();
+            if state.next_try > Instant::now() {
+                return Ok(state.attached.clone());
+            }
+        }
+        let tried = attach(&self.options, Deadline::after(self.wait));
+        let mut state = self.state();
+        let [first, longest] = ATTACH_PAUSES;
+        state.next_try = Instant::now() + state.pause;
+        state.pause = if tried.is_ok() { first } else { longest.min(2 * state.pause) };
+        if state.closed {
+            return Err(closed());
+        }
+        match tried {
+            Ok(attachment) => (state.attached, state.refused) = (Some(Arc::new(attachment)), None),
+            Err(error) if is_away(&error) => state.refused = None,
+            Err(error) => state.refused = Some(error.to_string()),
+        }
+        state.times += u64::from(state.attached.is_some());
+        Ok(state.attached.clone())
+    }
+
+    /// Returns the attachment, or `Err(NotLinked)` if the keeper is away.
+    pub(crate) fn required(&self) -> Result<Arc<Attachment>> {
+        self.attachment()?.ok_or_else(|| self.away())
+    }
+
+    /// Returns the error of a call that needs the keeper.
+    pub(crate) fn away(&self) -> Error {
+        Error::new(ErrorKind::NotLinked, "the keeper is away").with("socket", self.options.socket.display())
+    }
+
+    /// Returns how often it has attached, and why the last attempt failed, unless the keeper was away. Does not attach.
+    pub(crate) fn history(&self) -> Result<(u64, Option<String>)> {
+        self.check_process()?;
+        let state = self.state();
+        if state.closed { Err(closed()) } else { Ok((state.times, state.refused.clone())) }
+    }
+
+    /// Ends an attachment that must not be used any more.
+    pub(crate) fn forget(&self, attachment: &Arc<Attachment>) {
+        attachment.connection.end();
+        let mut state = self.state();
+        if state.attached.as_ref().is_some_and(|attached| Arc::ptr_eq(attached, attachment)) {
+            state.attached = None;
+            state.next_try = Instant::now();
+        }
+    }
+
+    /// Ends the connection. Later calls fail, and calls that wait for the keeper end at once. Closing again does nothing.
+    pub(crate) fn close(&self) {
+        if self.process == this_process() {
+            let mut state = self.state();
+            state.closed = true;
+            if let Some(attachment) = state.attached.take() {
+                attachment.connection.end();
+            }
+        }
+    }
+
+    /// Lets the next call attach at once, and wait this long for the keeper.
+    #[cfg(test)]
+    pub(crate) fn wait_now(&mut self, wait: Duration) {
+        self.wait = wait;
+        self.state().next_try = Instant::now();
+    }
+
+    fn check_process(&self) -> Result<()> {
+        if self.process == this_process() {
+            return Ok(());
+        }
+        let text = "this process was forked after the store was opened; the store belongs to its parent";
+        Err(Error::new(ErrorKind::Forked, text))
+    }
+
+    /// Returns the attachment if its connection has not ended. If it has, the next call that tries to attach may do so at once.
+    fn known(&self) -> Result<Option<Arc<Attachment>>> {
+        let mut state = self.state();
+        if state.closed {
+            return Err(closed());
+        }
+        if state.attached.as_ref().is_some_and(|attachment| !attachment.connection.alive()) {
+            state.attached = None;
+            state.next_try = Instant::now();
+        }
+        Ok(state.attached.clone())
+    }
+
+    fn state(&self) -> MutexGuard<'_, AccessState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A forked child leaks its copy: other values of the child may have the numbers of the descriptors.
+impl Drop for KeeperAccess {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if self.process != this_process() {
+            std::mem::forget(state.attached.take());
+        }
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the store was closed")
+}
+
+/// Returns whether an attempt to attach failed because there is no keeper, or none that answers.
+fn is_away(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotLinked | ErrorKind::Timeout)
+}
+
+fn attach(options: &StoreOptions, deadline: Deadline) -> Result<Attachment> {
+    Attachment::open(&options.socket, &options.namespace, options.value, deadline)
+}

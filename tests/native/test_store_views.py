@@ -1,0 +1,233 @@
+"""Views of values where they lie in the memory of a keeper.
+
+Not for: which values a lease keeps, and views of one store beside each other (`crates/keeper/src/view.rs`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import Closed, InvalidArgument, Keeper, KeeperObserver, Store
+
+from .stores import VALUE, child_of, key, opened, process, value, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "keeper"
+
+
+@pytest.fixture
+def keeper(socket: Path) -> Iterator[Keeper]:
+    with Keeper(memory="4MiB", socket=socket) as keeper:
+        yield keeper
+
+
+@pytest.fixture
+def store(socket: Path, keeper: Keeper) -> Iterator[Store]:  # noqa: ARG001 (it is there first)
+    with opened(socket) as store:
+        put(store, range(8))
+        yield store
+
+
+def put(store: Store, numbers: range) -> None:
+    assert all(store.put([key(number) for number in numbers], [value(number) for number in numbers]))
+
+
+def view(store: Store, *numbers: int) -> Any:
+    return store.view([key(number) for number in numbers], ttl=10)
+
+
+def test_values_are_those_that_were_put_without_a_copy(store: Store) -> None:
+    with view(store, 0, 100, 7) as seen:
+        first, missing, last = seen.values
+        assert missing is None
+        assert (bytes(first), bytes(last)) == (value(0), value(7))
+        assert seen.leased == [True, False, True]
+        assert seen.values is seen.values
+        assert np.frombuffer(first, dtype=np.uint8).ctypes.data == np.asarray(first).ctypes.data
+        assert (first.nbytes, first.format, first.readonly) == (VALUE, "B", True)
+        assert repr(seen) == "StoreView(keys=3, found=2)"
+        assert seen.valid() == [True, False, True]
+    stats = store.stats()
+    assert (stats["hits"], stats["misses_absent"], stats["hit_bytes"]) == (2, 1, 2 * VALUE)
+    assert stats["keeper"] is not None
+    assert stats["keeper"]["leased"] == 0
+
+
+def test_writing_raises(store: Store) -> None:
+    with view(store, 0) as seen:
+        (first,) = seen.values
+        with pytest.raises(TypeError, match="read-only"):
+            first[0] = 1
+        array = np.frombuffer(first, dtype=np.uint8)
+        for readonly in (array, np.asarray(first), np.asarray(first.obj), array.view(np.float32)):
+            with pytest.raises(ValueError, match="read-only"):
+                readonly[0] = 1
+            with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+                readonly.flags.writeable = True
+        with pytest.raises(TypeError, match="not writable"):
+            (ctypes.c_char * VALUE).from_buffer(first)
+        with pytest.raises((BufferError, TypeError)):
+            (ctypes.c_char * VALUE).from_buffer(first.obj)
+        with open(os.devnull, "rb") as source, pytest.raises((BufferError, TypeError)):  # noqa: PTH123
+            source.readinto(first)
+        assert bytes(first) == value(0)
+        seen.valid()
+
+
+def test_dropped_value_is_not_valid_and_others_are(store: Store, socket: Path) -> None:
+    with opened(socket) as other, view(store, 0, 1) as seen:
+        assert seen.valid() == [True, True]
+        other.drop([key(0)])
+        other.put([key(0)], [value(0)])
+        assert seen.valid() == [False, True]
+        assert bytes(seen.values[1]) == value(1)
+
+
+def test_with_statement_that_does_not_ask_raises(store: Store) -> None:
+    with pytest.raises(RuntimeError, match=r"without a call of valid\(\)"), view(store, 0) as seen:
+        assert bytes(seen.values[0]) == value(0)
+    with pytest.raises(KeyError), view(store, 0) as seen:
+        raise KeyError(bytes(seen.values[0][:1]))
+    with view(store, 0):
+        """Nothing was used."""
+
+
+def test_end_releases_buffers_and_keeps_the_memory_of_arrays(store: Store, socket: Path) -> None:
+    with view(store, 0, 1) as seen:
+        first, second = seen.values
+        array = np.frombuffer(second, dtype=np.uint8)
+        part = second[:4]
+        assert seen.valid() == [True, True]
+    with pytest.raises(ValueError, match="released"):
+        first[0]
+    assert seen.valid() == [True, True]
+    assert array.tobytes() == value(1)
+    with opened(socket) as other:
+        other.drop([key(number) for number in range(8)])
+        put(other, range(100, 164))  # all slots
+        assert array.tobytes() in [value(number) for number in range(100, 164)], "the bytes of another key"
+    assert seen.valid() == [False, False]
+    store.close()
+    del seen, first, second, store
+    gc.collect()
+    assert part.tobytes() == array.tobytes()[:4]
+
+
+def test_view_outlives_a_killed_keeper_and_its_store(socket: Path) -> None:
+    command = [sys.executable, "-m", "llm_datadist", "serve", "--memory", "4MiB", "--socket", str(socket)]
+    with process(*command) as served:
+        assert served.stdout is not None
+        assert served.stdout.readline().startswith("ready")
+        store = opened(socket)
+        put(store, range(4))
+        with view(store, 0, 1, 2) as seen:
+            os.kill(child_of(served), signal.SIGKILL)
+            served.kill()
+            served.wait()
+            wait_for(lambda: store.stats()["keeper"] is None)
+            assert [bytes(found) for found in seen.values] == [value(0), value(1), value(2)]
+            assert seen.valid() == [True] * 3
+            array = np.frombuffer(seen.values[2], dtype=np.uint8)
+            store.close()
+            assert seen.valid() == [True] * 3
+        assert array.tobytes() == value(2)
+    with pytest.raises(Closed), view(store, 0):
+        pass
+
+
+def test_next_process_of_a_keeper_does_not_make_changed_values_valid(socket: Path) -> None:
+    command = [sys.executable, "-m", "llm_datadist", "serve", "--memory", "4MiB", "--socket", str(socket)]
+    with process(*command) as served, opened(socket) as store:
+        assert served.stdout is not None
+        assert served.stdout.readline().startswith("ready")
+        wait_for(lambda: store.stats()["keeper"] is not None)
+        before = store.stats()["attached"]
+        put(store, range(4))
+        with view(store, 0, 1) as seen:
+            os.kill(child_of(served), signal.SIGKILL)
+            wait_for(lambda: store.stats()["attached"] == before + 1)
+            assert seen.valid() == [True, True], "the values were recovered where they lie"
+            store.drop([key(0)])
+            assert seen.valid() == [False, True]
+            assert bytes(seen.values[1]) == value(1)
+
+
+def test_forked_child_reads_and_asks_and_leaves_the_leases(store: Store, socket: Path) -> None:
+    with KeeperObserver(socket) as observer, view(store, 0, 1) as seen:
+        values = seen.values
+        pid = os.fork()
+        if pid == 0:
+            right = [bytes(found) for found in values] == [value(0), value(1)] and seen.valid() == [True, True]
+            seen.__exit__(None, None, None)
+            del seen, values
+            gc.collect()
+            try:
+                store.view([key(0)], ttl=1)
+            except Closed:
+                os._exit(0 if right else 1)
+            os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert observer.stats()["leased"] == 2
+        assert seen.valid() == [True, True]
+    assert store.stats()["keeper"]["leased"] == 0  # type: ignore[index]
+
+
+def test_refused_leases_cost_no_value(socket: Path) -> None:
+    with Keeper(memory="512KiB", socket=socket), opened(socket) as store:
+        put(store, range(8))
+        with view(store, *range(8)) as seen:
+            assert seen.leased == [True, True] + [False] * 6  # a quarter of the slots
+            assert [bytes(found) for found in seen.values] == [value(number) for number in range(8)]
+            assert seen.valid() == [True] * 8
+            with opened(socket) as other:
+                put(other, range(100, 106))
+            assert seen.valid() == [True, True] + [False] * 6
+
+
+def test_arguments_are_checked(store: Store) -> None:
+    for ttl in (0, 11):
+        with pytest.raises(InvalidArgument, match="ttl="):
+            store.view([key(0)], ttl=ttl)
+    with pytest.raises(InvalidArgument, match="4096"):
+        store.view([key(0)] * 4097, ttl=1)
+    with pytest.raises(TypeError):
+        store.view(b"key", ttl=1)  # type: ignore[arg-type]
+    with view(store) as seen:
+        assert (seen.values, seen.leased, seen.valid()) == ((), [], [])
+
+
+def test_without_a_keeper_nothing_is_there(socket: Path) -> None:
+    with opened(socket) as store, view(store, 0) as seen:
+        assert (seen.values, seen.leased, seen.valid()) == ((None,), [False], [False])
+        assert store.stats()["misses_away"] == 1
+
+
+def test_last_buffer_unmaps_the_memory(store: Store) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("llm_datadist values")
+
+    with view(store, 0) as seen:
+        array = np.frombuffer(seen.values[0], dtype=np.uint8)
+        seen.valid()
+    before = mapped()
+    store.close()
+    del seen
+    gc.collect()
+    assert mapped() == before
+    del array
+    gc.collect()
+    assert mapped() == before - 1
