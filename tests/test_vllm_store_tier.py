@@ -21,7 +21,7 @@ import pytest
 
 import vllm_stand_ins as vllm
 from keeper_process import serving, stopped
-from llm_datadist import Error, InvalidArgument, Keeper, Store
+from llm_datadist import Error, InvalidArgument, Keeper
 from peers import LIMIT
 
 if TYPE_CHECKING:
@@ -161,38 +161,6 @@ def filled(tier: Tier, wanted: list[bytes], name: str = "filled") -> vllm.Contex
     return context
 
 
-class Slow:
-    """A store whose calls wait until they may go on, and then fail or answer."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.puts, self.gets = threading.Event(), threading.Event()
-        self.entered = threading.Semaphore(0)
-
-    def put(self, keys: Any, values: Any, timeout: float) -> list[bool]:
-        self.entered.release()
-        assert self.puts.wait(LIMIT)
-        return self._store.put(keys, values, timeout=timeout)
-
-    def get(self, keys: Any, into: Any) -> list[bool]:
-        self.entered.release()
-        assert self.gets.wait(LIMIT)
-        return self._store.get(keys, into)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
-@pytest.fixture
-def slow(start: Callable[..., Tier], keeper: Keeper) -> Iterator[tuple[Tier, Slow]]:
-    assert keeper.slots
-    tier = start()
-    tier.tier._store = Slow(tier.tier._store)
-    yield tier, tier.tier._store
-    tier.tier._store.puts.set()
-    tier.tier._store.gets.set()
-
-
 @pytest.mark.usefixtures("keeper")
 def test_a_server_loads_what_another_one_has_stored(start: Callable[..., Tier]) -> None:
     one, other = start(), start()
@@ -285,7 +253,7 @@ def test_finished_requests_leave_nothing(start: Callable[..., Tier]) -> None:
     tier.tier.on_request_finished(context)
     (result,) = tier.reported(1)
     assert not result.success
-    assert (tier.tier._live, tier.tier._failed, tier.tier._futures, tier.tier._found) == (set(), {}, {}, {})
+    assert (tier.tier._live, tier.tier._failed, tier.tier._running, tier.tier._found) == (set(), {}, {}, {})
     assert not tier.tier._ended
 
 
@@ -330,51 +298,22 @@ def test_each_step_asks_again(start: Callable[..., Tier]) -> None:
     assert tier.found(context, wanted) == [MISS, HIT]
 
 
-def test_a_job_is_reported_after_its_last_byte(slow: tuple[Tier, Slow]) -> None:
-    """And once. Nothing is written into its rows afterwards, because the call has returned."""
-    tier, store = slow
-    store.puts.set()
-    context = filled(tier, keys(2))
-    tier.submit("load", context, keys(2), [8, 9])
-    assert store.entered.acquire(timeout=LIMIT)
-    assert store.entered.acquire(timeout=LIMIT)
-    assert tier.tier.get_finished_jobs() == []
-    assert not tier.rows[8:].any()
-    store.gets.set()
-    (result,) = tier.reported(1)
-    assert result.success
-    assert [set(tier.rows[row]) for row in (8, 9)] == [{one[0]} for one in keys(2)]
-
-
-def test_loads_do_not_wait_for_stores(slow: tuple[Tier, Slow]) -> None:
-    tier, store = slow
-    context = tier.begin("r", keys(3))
-    store.gets.set()
-    stores = {tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(3))}
-    load = tier.submit("load", context, keys(1), [8])
-    (result,) = tier.reported(1)
-    assert result.job_id == load
-    assert not result.success
-    store.puts.set()
-    assert {result.job_id for result in tier.reported(3) if result.success} == stores
-
-
-def test_jobs_that_wait_too_long_fail_and_touch_no_row(module: Any, socket: Path, keeper: Keeper) -> None:
-    """vLLM pins the rows of a job until it is reported."""
-    assert keeper.slots
-    tier = Tier(module, socket, timeout_ms=50)
-    store = tier.tier._store = Slow(tier.tier._store)
-    context = tier.begin("r", keys(2))
-    first, late = (tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(2)))
-    assert store.entered.acquire(timeout=LIMIT)
-    deadline = time.monotonic() + 0.05  # that of the tier is earlier
-    while time.monotonic() <= deadline:
-        time.sleep(0.01)
-    store.puts.set()
-    assert sorted((result.job_id, result.success) for result in tier.reported(2)) == [(first, True), (late, False)]
-    assert not store.entered.acquire(blocking=False), "the late one has reached the store"
-    assert tier.counts()[STORES, "late"] == 1
-    tier.close()
+def test_jobs_that_wait_too_long_fail_and_touch_no_row(module: Any, socket: Path) -> None:
+    """vLLM pins the rows of a job until it is reported. The keeper is stopped, so the second job never begins."""
+    with serving(socket) as keeper:
+        tier = Tier(module, socket, timeout_ms=200)
+        context = tier.begin("r", keys(2))
+        with stopped(keeper):
+            first, late = (tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(2)))
+            results = {result.job_id: result.success for result in tier.reported(2)}
+            assert results == {first: False, late: False}
+            # The first one may have ended a moment before the other one was late.
+            counts = tier.counts()
+            assert counts.pop((STORES, "away")) + counts.pop((STORES, "late"), 0) == 2
+            assert counts == {}
+        eventually_attached(tier)
+        assert tier.found(context, keys(2)[1:]) == [MISS]
+        tier.close()
 
 
 def test_a_keeper_that_comes_and_goes(
@@ -476,8 +415,8 @@ def test_no_exception_reaches_the_scheduler(start: Callable[..., Tier], caplog: 
     assert not tier.run("load", context, keys(2), [0, ROWS]).success, "a row that does not exist"
     assert tier.counts() == {(STORES, "failed"): 2, (LOADS, "failed"): 4}
     assert caplog.text.count("a fault of exists") == 1, "logged once"
-    assert "a fault of put" in caplog.text
-    assert "a fault of get" in caplog.text
+    assert "a fault of start_put" in caplog.text
+    assert "a fault of start_get" in caplog.text
 
 
 def refuse(*_given: Any, **_named: Any) -> None:
@@ -485,22 +424,11 @@ def refuse(*_given: Any, **_named: Any) -> None:
 
 
 @pytest.mark.usefixtures("keeper")
-def test_threads_start_with_the_tier(start: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, socket: Path) -> None:
-    """A job must not be reported as failed because its thread did not start, and then run all the same."""
-    tier = start()
-    context = tier.begin("r", keys(1))
-
+def test_no_thread_of_python_is_started(start: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert tier.run("store", context, keys(1), [0]).success
+    tier = start()
+    context = filled(tier, keys(1))
     assert tier.run("load", context, keys(1), [8]).success
-    with pytest.raises(RuntimeError, match="can't start new thread") as failed:
-        start()
-    assert failed.tb, "it refers to the tier"
-    with Store(socket, namespace="n", value=ROW) as store:
-        end = time.monotonic() + LIMIT
-        while store.stats()["keeper"]["clients"] != 2:  # type: ignore[index]
-            assert time.monotonic() < end, "the tier that failed has left its store"
-            time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("keeper")
@@ -521,29 +449,34 @@ def test_calls_may_come_from_several_threads(start: Callable[..., Tier]) -> None
     assert results == [[HIT] * 4, True] * 2
 
 
-def test_drain_waits_for_the_jobs_and_keeps_the_results(slow: tuple[Tier, Slow]) -> None:
-    tier, store = slow
-    context = tier.begin("r", keys(2))
-    jobs = {tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(2))}
-    jobs.add(tier.submit("load", context, keys(1), [8]))
-    threading.Timer(0.05, lambda: (store.puts.set(), store.gets.set())).start()
-    tier.tier.drain_jobs()
-    assert all(future.done() for future in tier.tier._futures.values())
-    assert {result.job_id for result in tier.tier.get_finished_jobs()} == jobs
-    tier.tier.drain_jobs()
+def test_drain_waits_for_the_jobs_and_keeps_the_results(start: Callable[..., Tier], socket: Path) -> None:
+    with serving(socket) as keeper:
+        tier = start(timeout_ms=200)
+        context = tier.begin("r", keys(2))
+        with stopped(keeper):
+            jobs = {tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(2))}
+            jobs.add(tier.submit("load", context, keys(1), [8]))
+            tier.tier.drain_jobs()
+            assert not tier.tier._running
+            assert {result.job_id for result in tier.tier.get_finished_jobs()} == jobs
+            tier.tier.drain_jobs()
 
 
-def test_drain_does_not_wait_without_end(slow: tuple[Tier, Slow], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_does_not_wait_without_end(
+    start: Callable[..., Tier], socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It must not return either: a copy still runs."""
-    tier, store = slow
-    monkeypatch.setattr(tier.tier, "_timeout_s", 0.01)
-    monkeypatch.setattr(sys.modules[NAME], "_GRACE_S", 0.02)
-    tier.submit("load", tier.begin("r", keys(1)), keys(1), [0])
-    with pytest.raises(RuntimeError, match=r"the copies of 1 jobs .* not ended within 0\.03 s"):
+    with serving(socket) as keeper:
+        tier = start()
+        with stopped(keeper):
+            tier.submit("store", tier.begin("r", keys(1)), keys(1), [0])
+            monkeypatch.setattr(tier.tier, "_timeout_s", 0.01)
+            monkeypatch.setattr(sys.modules[NAME], "_GRACE_S", 0.02)
+            with pytest.raises(RuntimeError, match=r"1 copies .* not ended within 0\.03 s"):
+                tier.tier.drain_jobs()
+        (result,) = tier.reported(1)
+        assert result.success
         tier.tier.drain_jobs()
-    store.gets.set()
-    tier.tier.drain_jobs()
-    assert len(tier.tier.get_finished_jobs()) == 1
 
 
 def test_shutdown_ends_what_runs_and_drops_all_buffers(
@@ -565,28 +498,13 @@ def test_shutdown_ends_what_runs_and_drops_all_buffers(
     tier.tier.shutdown()
 
 
-def test_shutdown_waits_for_a_copy_that_runs(slow: tuple[Tier, Slow]) -> None:
-    tier, store = slow
-    tier.submit("load", tier.begin("r", keys(1)), keys(1), [0])
-    assert store.entered.acquire(timeout=LIMIT)
-    thread = threading.Thread(target=tier.tier.shutdown)
-    thread.start()
-    thread.join(0.1)
-    assert thread.is_alive()
-    store.gets.set()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
-
-
 def test_chunks_are_counted_once_when_the_store_is_closed(start: Callable[..., Tier]) -> None:
     """Its counts are not to be had then."""
     tier = start()
     context = tier.begin("r", keys(1))
     tier.run("store", context, keys(1), [0])
+    tier.tier._store.close()
     assert tier.counts() == {(STORES, "away"): 1}
-    store = tier.tier._store
-    tier.tier._store = SimpleNamespace(put=lambda *_given, **_named: [False], stats=store.stats, close=store.close)
-    store.close()
     tier.run("store", context, keys(1), [0])
     assert tier.counts() == {(STORES, "failed"): 1}
 

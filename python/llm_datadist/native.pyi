@@ -9,7 +9,8 @@ Three rules hold for every call:
   value, with the name of the argument. ``bool`` is not accepted as a number.
 - An operation that can wait returns a ``Transfer`` at once. Its failure is the outcome of the transfer. Only
   ``Transfer.result``, ``Engine(...)``, ``Engine.close`` and the end of a ``with`` block wait.
-  Calls of a ``Store`` return their results, and wait at most their ``timeout``.
+  Other calls of a ``Store`` than ``start_get`` and ``start_put`` return their results, and wait at most their
+  ``timeout``.
 - After ``Engine.close``, and in a forked child, calls raise ``Closed``. A child may open its own engine. Views of
   tensors stay readable.
 
@@ -89,6 +90,7 @@ _Size: TypeAlias = int | str
 _Blocks: TypeAlias = SupportsIndex | slice | Sequence[SupportsIndex] | Buffer | _SupportsDLPack
 _Span: TypeAlias = range | slice | tuple[int, int]
 _Tensor: TypeAlias = int | Buffer | _SupportsDLPack | _SupportsArrayInterface
+_Integers: TypeAlias = Sequence[SupportsIndex] | Buffer
 _Memory: TypeAlias = Buffer | _SupportsDLPack | _SupportsArrayInterface
 _Dtype: TypeAlias = str | Any
 _Pool: TypeAlias = Literal["device", "host"]
@@ -769,15 +771,15 @@ class Peer:
 class Transfer(Generic[_T_co]):
     """The handle of an operation that was started. Its outcome is a result or an error, and never changes.
 
-    The result of ``link`` is a ``Peer``, and that of every other operation is ``None``. ``await transfer`` waits in an
-    event loop without a thread. ``asyncio.ensure_future``, ``wait_for`` and ``gather`` take a transfer, and
-    ``create_task`` does not. Several threads and several event loops may wait for one transfer, and each gets the
-    outcome. Cancelling a coroutine that waits does not cancel the transfer: its blocks must not be reused before
-    ``done``.
+    The result of ``Engine.link`` is a ``Peer``, that of ``Store.start_get`` and ``Store.start_put`` is a list, and that
+    of every other operation is ``None``. ``await transfer`` waits in an event loop without a thread.
+    ``asyncio.ensure_future``, ``wait_for`` and ``gather`` take a transfer, and ``create_task`` does not. Several
+    threads and several event loops may wait for one transfer, and each gets the outcome. Cancelling a coroutine that
+    waits does not cancel the transfer: its blocks must not be reused before ``done``.
 
-    Unless somebody takes the outcome with ``result`` or ``await`` first, ``Engine.events`` returns one ``Completed``
-    for it. Dropping the handle does not end the transfer, and its event still comes. A layer-wise push that is dropped
-    before its last ``ready`` is cancelled, because nobody could report its layers.
+    Unless somebody takes the outcome with ``result`` or ``await`` first, ``events`` of its engine or store returns one
+    ``Completed`` for it. Dropping the handle does not end the transfer, and its event still comes. A layer-wise push
+    that is dropped before its last ``ready`` is cancelled, because nobody could report its layers.
 
     Handles compare and hash by identity.
     """
@@ -1173,17 +1175,22 @@ class Store:
     """A client of a keeper: values by key, shared with other processes of this host, which outlive this one.
 
     A key is 28 bytes: a digest of everything that decides the bytes of the value, such as ``hashlib.sha224``. If the
-    keeper is away, every key is a miss and nothing raises; the store attaches again by itself.
-    Several threads may use a store. A call has at most 4,096 keys. ``with`` calls ``close`` at the end.
+    keeper is away, every key is a miss and nothing raises; the store attaches again by itself. Several threads may use
+    a store. A call has at most 4,096 keys. ``with`` calls ``close`` at the end.
+
+    ``start_get`` and ``start_put`` return a ``Transfer`` at once. Wait for it, ``await`` it, or take what has ended
+    from ``events`` when ``fileno`` is readable. At most 4,096 transfers of a store run or have an outcome that was not
+    taken.
 
     Args:
         socket: path at which the keeper listens. The keeper need not be there yet.
-        namespace: text of 1 to 4,096 bytes that stands for everything that gives values their meaning: model,
-            revision, element type, layout, ranks, versions. Stores with other texts share nothing.
-        value: bytes of each value, as a number or a text such as ``"64KiB"``. All stores of a namespace have the
-            same.
-        timeout: seconds after which ``put``, ``drop`` and ``stats`` give up, if they have no ``timeout`` of their
-            own.
+        namespace: text of 1 to 4,096 bytes that stands for everything that gives values their meaning: model, revision,
+            element type, layout, ranks, versions. Stores with other texts share nothing.
+        value: bytes of each value, as a number or a text such as ``"64KiB"``. All stores of a namespace have the same.
+        timeout: seconds after which ``put``, ``drop``, ``stats`` and started calls give up, if they have no ``timeout``
+            of their own.
+        queue: bytes of values that started calls may use at a time, in the form of ``value``. Until a call has ended,
+            its memory must not be used for anything else.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -1201,6 +1208,7 @@ class Store:
         namespace: str,
         value: _Size = "64KiB",
         timeout: float = 5.0,
+        queue: _Size = "16GiB",
     ) -> Self: ...
     def exists(self, keys: Sequence[bytes], /) -> list[bool]:
         """Say which keys the keeper has, without a message to it.
@@ -1219,13 +1227,17 @@ class Store:
             Closed: the store is closed, or belongs to the parent of this process.
         """
 
-    def get(self, keys: Sequence[bytes], into: Sequence[_Memory], /) -> list[bool]:
+    def get(
+        self, keys: Sequence[bytes], into: Sequence[_Memory] | _Memory, /, *, rows: _Integers | None = None
+    ) -> list[bool]:
         """Copy the values of keys out of the memory of the keeper, without a message to it.
 
         Args:
             keys: list of keys, at most 4,096.
             into: list of writable buffers or arrays in host memory, one for each key, each with the bytes of a value.
                 They must not overlap.
+            rows: if given, for each key the row of ``into`` that the value goes to. Then ``into`` is one writable
+                buffer or array, with a multiple of the bytes of a value. A list or an array of integers.
 
         Returns:
             For each key whether its buffer has the value, complete and right. Other buffers may have any bytes.
@@ -1261,7 +1273,13 @@ class Store:
         """
 
     def put(
-        self, keys: Sequence[bytes], values: Sequence[bytes | _Memory], /, *, timeout: float | None = None
+        self,
+        keys: Sequence[bytes],
+        values: Sequence[bytes | _Memory] | _Memory,
+        /,
+        *,
+        rows: _Integers | None = None,
+        timeout: float | None = None,
     ) -> list[bool]:
         """Have the keeper copy values. It keeps the value that it has of a key.
 
@@ -1272,16 +1290,107 @@ class Store:
             values: list of ``bytes``, buffers or arrays in host memory, one for each key, each with the bytes of a
                 value. No other thread may write them during the call. A read-only buffer that is neither ``bytes`` nor
                 an array is copied first.
+            rows: if given, for each key the row of ``values`` that has the value. Then ``values`` is one writable
+                buffer or array, with a multiple of the bytes of a value. A list or an array of integers.
             timeout: time limit in seconds. ``None``: that of the store.
 
         Returns:
-            For each key whether the keeper has a value now. If the keeper is away or does not answer in time, no
-            value that it has not confirmed.
+            For each key whether the keeper has a value now. If the keeper is away or does not answer in time, no value
+            that it has not confirmed.
 
         Raises:
             TypeError: an argument has the wrong type.
             InvalidArgument: a key does not have 28 bytes, there are too many, or a value has another size.
             Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def start_get(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[_Memory] | _Memory,
+        /,
+        *,
+        rows: _Integers | None = None,
+        timeout: float | None = None,
+    ) -> Transfer[list[bool]]:
+        """Start a ``get``, and return at once.
+
+        The result of the transfer is the list that ``get`` returns, and its ``bytes`` are those that were found. Its
+        buffers are held until it has ended: nobody may use them before ``done``, and nothing is written into them
+        afterwards. Loads do not wait for stores. A transfer that is cancelled first finishes a batch of values that it
+        copies.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            into: as for ``get``.
+            rows: as for ``get``.
+            timeout: seconds from now. The transfer ends then with ``Timeout``, whether it has begun or not. ``None``:
+                that of the store.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: an argument is out of range, as for ``get``.
+            Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of
+                values.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def start_put(
+        self,
+        keys: Sequence[bytes],
+        values: Sequence[bytes | _Memory] | _Memory,
+        /,
+        *,
+        rows: _Integers | None = None,
+        timeout: float | None = None,
+    ) -> Transfer[list[bool]]:
+        """Start a ``put``, and return at once.
+
+        The result of the transfer is the list that ``put`` returns, and its ``bytes`` are those that the keeper has.
+        Its values are held until it has ended: nobody may write them before ``done``. Puts of a store run one after the
+        other, in the order in which they were started. A transfer that is cancelled while it waits for the keeper ends
+        within 100 ms, and the store attaches again.
+
+        Args:
+            keys: list of keys, at most 4,096.
+            values: as for ``put``.
+            rows: as for ``put``.
+            timeout: seconds from now. If the transfer has not begun then, it ends with ``Timeout``. If it has, what the
+                keeper has not confirmed is not stored. ``None``: that of the store.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            InvalidArgument: an argument is out of range, as for ``put``.
+            Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of
+                values.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def events(self, limit: int = 1024) -> list[Completed]:
+        """Return the transfers that have ended since the last call, in the order of their ends. The call never waits.
+
+        A transfer whose outcome was taken by ``result`` or ``await`` has no event. ``result`` and ``await`` still give
+        the outcome of a transfer whose ``Completed`` was taken.
+
+        Args:
+            limit: largest number of events, from 1 to 2**32 - 1. The others stay for the next call.
+
+        Raises:
+            TypeError: ``limit`` is not an integer.
+            InvalidArgument: ``limit`` is out of range.
+            OutOfMemory: there is no memory for the list. The events stay.
+            Closed: the store is closed, or belongs to the parent of this process.
+        """
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while ``events`` has something to return.
+
+        Use it with ``select``, ``selectors`` or ``epoll``, which also accept the store itself. It belongs to the store:
+        do not read, write or close it.
+
+        Raises:
+            Closed: the store is closed, or belongs to the parent of this process.
+            Error: no descriptor is left.
         """
 
     def lease(self, keys: Sequence[bytes], /, *, ttl: float, timeout: float | None = None) -> list[bool]:
@@ -1378,7 +1487,8 @@ class Store:
     def close(self) -> None:
         """End the connection to the keeper, which keeps the values. Closing again does nothing.
 
-        Calls of other threads that wait for the keeper end.
+        Calls of other threads that wait for the keeper end. Transfers end with ``Closed``: this waits for the copies
+        that run, at most 10 s. Handles of ended transfers keep their outcomes, and no event comes any more.
         """
 
     def __enter__(self) -> Self: ...

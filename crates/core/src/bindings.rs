@@ -42,7 +42,7 @@ pub mod validate {
     }
 }
 
-/// Shared memory, descriptors, waits and copies for `crates/keeper`.
+/// Shared memory, descriptors, waits, copies and asynchronous calls for `crates/keeper`.
 pub mod keeper {
     pub use crate::memory::kernels::{Copy, Kernel, copy_all};
     pub use crate::memory::{
@@ -52,6 +52,7 @@ pub mod keeper {
     };
     pub use crate::net::{discard, is_crowded};
     pub use crate::session::{Poller, Watching};
+    pub use crate::transfer::{ClientCalls, ClientLane};
 }
 
 /// Calls of the native API that every language makes in the same way.

@@ -135,9 +135,15 @@ impl KeeperAccess {
 
     /// Returns how often it has attached, and why the last attempt failed, unless the keeper was away. Does not attach.
     pub(crate) fn history(&self) -> Result<(u64, Option<String>)> {
-        self.check_process()?;
+        self.check_open()?;
         let state = self.state();
-        if state.closed { Err(closed()) } else { Ok((state.times, state.refused.clone())) }
+        Ok((state.times, state.refused.clone()))
+    }
+
+    /// Returns an error if the store was closed, or belongs to the parent of this process.
+    pub(crate) fn check_open(&self) -> Result<()> {
+        self.check_process()?;
+        if self.state().closed { Err(closed()) } else { Ok(()) }
     }
 
     /// Ends an attachment that must not be used any more.
@@ -168,7 +174,8 @@ impl KeeperAccess {
         self.state().next_try = Instant::now();
     }
 
-    fn check_process(&self) -> Result<()> {
+    /// Returns `Err(Forked)` in a child of the process that opened the store.
+    pub(crate) fn check_process(&self) -> Result<()> {
         if self.process == this_process() {
             return Ok(());
         }

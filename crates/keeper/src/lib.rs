@@ -15,14 +15,14 @@
 //! - [`Observer`] lists what a keeper has, for people and tools.
 //!
 //! ```text
-//!  store   view   observer   take_over   holder   keeper    the ends
+//!  store   started   view   observer   take_over   holder   keeper    the ends
 //!  access   put   serving                        what they do with messages
 //!  attachment   connection   clients   client    what each has of the other
 //!  table   leases   namespaces   changes   what only the keeper has
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key   stats   call_lock   windows   viewed
+//!  sizes   key   stats   call_lock   jobs   windows   viewed
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
@@ -36,6 +36,7 @@ mod clients;
 mod connection;
 mod holder;
 mod index;
+mod jobs;
 mod keeper;
 mod key;
 mod leases;
@@ -48,6 +49,7 @@ mod serving;
 mod shared_files;
 mod sizes;
 mod socket;
+mod started;
 mod stats;
 mod store;
 mod table;
@@ -63,6 +65,7 @@ pub use key::{KEY_BYTES, StoreKey};
 pub use messages::{ListedChange, ListedNamespace, ListedValue, Stored};
 pub use observer::{NewChanges, Observer};
 pub use sizes::{MAX_KEYS, MAX_LEASE, MAX_NAMESPACE, MAX_VALUE};
+pub use started::{JobMemory, StoreJob};
 pub use stats::{KeeperStats, StoreStats};
 pub use store::Store;
 pub use take_over::TakenOver;

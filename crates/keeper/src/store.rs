@@ -10,6 +10,7 @@ use crate::access::{KeeperAccess, StoreOptions};
 use crate::attachment::{Attachment, SharedMemory};
 use crate::call_lock::CallLock;
 use crate::index::Place;
+use crate::jobs::StartedCalls;
 use crate::key::StoreKey;
 use crate::messages::{KeeperReply, KeeperRequest, Stored};
 use crate::put::put_missing;
@@ -18,8 +19,9 @@ use crate::stats::{KeeperStats, StoreStats, nanos_since};
 use crate::viewed::ViewedKeys;
 use crate::windows;
 
-/// Values that are copied between two looks at their generations.
+/// Values that are copied between two looks at their generations: at most so many, and about so many bytes.
 const BATCH: usize = 64;
+const BATCH_BYTES: u64 = 64 << 20;
 
 /// A client of a keeper. Several threads may use it. It attaches again by itself when the keeper has come back.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub struct Store {
     pub(crate) viewed: ViewedKeys,
     /// Without what `keeper` knows, and without the counts of the keeper.
     counts: Mutex<StoreStats>,
+    /// The calls that were started and not waited for.
+    pub(crate) jobs: StartedCalls,
 }
 
 impl Store {
@@ -37,9 +41,13 @@ impl Store {
     /// Returns `Err(InvalidArgument)` for an argument that is out of range or that the keeper refuses, and `Err(System)` if the system
     /// refuses the connection. A keeper that is away, or does not answer before `deadline`, is no error.
     pub fn open(options: StoreOptions, deadline: Deadline) -> Result<Store> {
-        let keeper = KeeperAccess::open(options, deadline)?;
-        let (call_lock, viewed, counts) = (CallLock::default(), ViewedKeys::default(), Mutex::default());
-        Ok(Store { keeper, call_lock, viewed, counts })
+        Ok(Store {
+            keeper: KeeperAccess::open(options, deadline)?,
+            call_lock: CallLock::default(),
+            viewed: ViewedKeys::default(),
+            counts: Mutex::default(),
+            jobs: StartedCalls::default(),
+        })
     }
 
     /// Returns the bytes of each value.
@@ -57,13 +65,28 @@ impl Store {
     /// Copies the value of each key into the window at the same position. Returns which values are complete and right; the other
     /// windows may have any bytes. Asks the keeper nothing. Returns `Err(InvalidArgument)` if two windows overlap.
     pub fn get(&self, keys: &[StoreKey], into: &[Window<'_>]) -> Result<Vec<bool>> {
+        self.check_get(keys, into)?;
+        self.get_while(keys, into, || Ok(()))
+    }
+
+    /// Returns an error if a call of [`get`](Self::get) must not have these arguments.
+    pub(crate) fn check_get(&self, keys: &[StoreKey], into: &[Window<'_>]) -> Result<()> {
         sizes::check_keys(keys.len())?;
         windows::check_sizes("into", keys.len(), into, self.value_bytes())?;
-        windows::check_disjoint(into)?;
+        windows::check_disjoint(into)
+    }
+
+    /// Does what [`get`](Self::get) does with checked arguments, and fails as `proceed` does before a batch.
+    pub(crate) fn get_while(
+        &self,
+        keys: &[StoreKey],
+        into: &[Window<'_>],
+        proceed: impl Fn() -> Result<()>,
+    ) -> Result<Vec<bool>> {
         let begin = Instant::now();
         let attachment = self.attachment()?;
         let results = match &attachment {
-            Some(attachment) => self.get_from(attachment, keys, into)?,
+            Some(attachment) => self.get_from(attachment, keys, into, proceed)?,
             None => vec![false; keys.len()],
         };
         if attachment.is_none() {
@@ -75,10 +98,18 @@ impl Store {
         Ok(results)
     }
 
-    fn get_from(&self, attachment: &Attachment, keys: &[StoreKey], into: &[Window<'_>]) -> Result<Vec<bool>> {
+    fn get_from(
+        &self,
+        attachment: &Attachment,
+        keys: &[StoreKey],
+        into: &[Window<'_>],
+        proceed: impl Fn() -> Result<()>,
+    ) -> Result<Vec<bool>> {
         let kernel = Kernel::for_bytes(keys.len() as u64 * self.keeper.value());
         let (mut results, mut slots) = (Vec::with_capacity(keys.len()), Vec::new());
-        for (keys, into) in keys.chunks(BATCH).zip(into.chunks(BATCH)) {
+        let batch = usize::try_from(BATCH_BYTES / self.keeper.value()).unwrap_or(BATCH).clamp(1, BATCH);
+        for (keys, into) in keys.chunks(batch).zip(into.chunks(batch)) {
+            proceed()?;
             let places = self.copied(attachment, keys, into, kernel)?;
             let hits = self.confirmed(&attachment.memory, &places);
             slots.extend(
@@ -123,8 +154,7 @@ impl Store {
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first. Returns what became of each value.
     /// If the keeper ends or does not answer before `deadline`, the values that it has not confirmed are [`Stored::Away`].
     pub fn put(&self, keys: &[StoreKey], values: &[Window<'_>], deadline: Deadline) -> Result<Vec<Stored>> {
-        sizes::check_keys(keys.len())?;
-        windows::check_sizes("values", keys.len(), values, self.value_bytes())?;
+        self.check_put(keys, values)?;
         let (begin, mut results) = (Instant::now(), vec![Stored::Away; keys.len()]);
         if let Some(attachment) = self.attachment()? {
             self.put_to(&attachment, keys, values, deadline, &mut results)?;
@@ -145,6 +175,12 @@ impl Store {
         counts.put_nanos += nanos_since(begin);
         drop(counts);
         Ok(results)
+    }
+
+    /// Returns an error if a call of [`put`](Self::put) must not have these arguments.
+    pub(crate) fn check_put(&self, keys: &[StoreKey], values: &[Window<'_>]) -> Result<()> {
+        sizes::check_keys(keys.len())?;
+        windows::check_sizes("values", keys.len(), values, self.value_bytes())
     }
 
     fn put_to(
@@ -277,9 +313,24 @@ impl Store {
         }
     }
 
-    /// Ends the connection. Later calls fail, and calls that wait for the keeper end at once. Closing again does nothing.
+    /// Ends the connection. Later calls fail, and calls that wait for the keeper end at once. Started calls end, too: this waits until
+    /// none of them copies any more, at most 10 s. Closing again does nothing.
     pub fn close(&self) {
+        if self.check_process().is_ok() {
+            // Before the connection ends, so that no started call ends as if the keeper were away.
+            self.jobs.close();
+        }
         self.keeper.close();
+    }
+
+    /// Returns an error if the store was closed, or belongs to the parent of this process.
+    pub(crate) fn check_open(&self) -> Result<()> {
+        self.keeper.check_open()
+    }
+
+    /// Returns `Err(Forked)` in a child of the process that opened the store.
+    pub fn check_process(&self) -> Result<()> {
+        self.keeper.check_process()
     }
 
     fn asked(

@@ -29,10 +29,12 @@ use crate::threads::{CLOSE_WAIT, EngineNumber, JobQueue, PerProcess, PollLimits,
 
 /// The threads that all engines of this process share.
 static SHARED: PerProcess<TransferThreads> = PerProcess::new();
-/// Maximum number of workers. Further jobs wait, except the first one of a class.
+/// Maximum number of workers. Further jobs wait, except the first one of most classes.
 const MAX_WORKERS: usize = 512;
 /// Maximum number of workers at work for one class: half of the streams of a link.
 const MAX_WORKERS_OF_CLUSTER: usize = 32;
+/// Maximum number of workers that copy for one client: two keep the memory of most hosts busy.
+const MAX_READERS_OF_CLIENT: usize = 2;
 /// Number of withdrawn jobs of a class that are never worth removing from its queue.
 const MIN_WITHDRAWN: usize = 64;
 /// Name of these lists in out-of-memory errors.
@@ -54,6 +56,33 @@ pub(crate) enum JobClass {
     LinkEnds,
     /// Calls to several clusters. They may wait for each of them, so they use the workers of none of these.
     SeveralClusters,
+    /// The calls of a client without an engine.
+    Client(ClientLane),
+}
+
+/// What calls of one client wait for: calls of one lane share workers, and never wait for those of the other one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ClientLane {
+    /// Calls that wait for nobody. A few run beside each other.
+    Reads,
+    /// Calls that wait for the other end, and run one after the other.
+    Writes,
+}
+
+impl JobClass {
+    /// Maximum number of workers at work for the class.
+    fn max_workers(self) -> usize {
+        match self {
+            JobClass::Client(ClientLane::Reads) => MAX_READERS_OF_CLIENT,
+            JobClass::Client(ClientLane::Writes) => 1,
+            _ => MAX_WORKERS_OF_CLUSTER,
+        }
+    }
+
+    /// Whether the class gets a worker even if there are [`MAX_WORKERS`]. A program may have any number of clients, so theirs do not.
+    fn always_has_worker(self) -> bool {
+        !matches!(self, JobClass::Client(_))
+    }
 }
 
 /// Work for a worker thread. It is run or refused, exactly once. The executor keeps no other reference then.
@@ -274,7 +303,7 @@ impl ExecutorHandle {
         }
         let queue = &mut state.queue;
         let at = queue.classes.entry(class).or_default();
-        if at.taken == MAX_WORKERS_OF_CLUSTER {
+        if at.taken == class.1.max_workers() {
             return match queue.reserve_waiting(class) {
                 Ok(key) => {
                     queue.waiting.fill(key, job);
@@ -290,7 +319,7 @@ impl ExecutorHandle {
         at.taken += 1;
         // A class without a worker gets one, however many others stall
         // (`every_cluster_gets_a_worker_and_at_most_32`).
-        let first = at.taken == 1;
+        let first = at.taken == 1 && class.1.always_has_worker();
         if first {
             queue.jobs.push_front((class, job));
         } else {

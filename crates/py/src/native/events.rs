@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use llm_datadist_core::bindings::DataDist;
-use llm_datadist_core::{Error, ErrorKind, Event, Result};
+use llm_datadist_core::{Error, ErrorKind, Event, EventQueue, Result};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::errors::raise;
 use super::grant::{self, NativeGrant};
+use super::owner::TransferOwner;
 use super::peer::NativePeer;
 use super::shared::EngineShared;
 use super::transfer::NativeTransfer;
@@ -60,37 +61,49 @@ pub(crate) struct GrantClosedEvent {
     reason: &'static str,
 }
 
-/// Returns at most `most` events. If that fails, they stay in the queue.
+/// Returns at most `most` events of an engine. If that fails, they stay in the queue.
 pub(crate) fn taken(py: Python<'_>, shared: &Arc<EngineShared>, most: usize) -> PyResult<Vec<Py<PyAny>>> {
     let poll = |engine: &DataDist| Ok((engine.events().clone(), engine.poll(most)?));
-    let (queue, mut events) = shared.engine.attached(py, poll)?;
+    let (queue, events) = shared.engine.attached(py, poll)?;
+    delivered(py, &TransferOwner::Engine(shared.clone()), &queue, events)
+}
+
+/// Returns events that were taken out of a queue. If that fails, puts them back.
+pub(crate) fn delivered(
+    py: Python<'_>,
+    owner: &TransferOwner,
+    queue: &EventQueue,
+    mut events: Vec<Event>,
+) -> PyResult<Vec<Py<PyAny>>> {
     // A call on many blocks starts while it is detached from the interpreter. Its transfer may end before the call has made the
     // handle that it returns, and the event has the same one.
     let unknown = |event: &Event| match event {
-        Event::Completed(transfer) => shared.transfers.get(&transfer.number(), |_| ()).is_none(),
+        Event::Completed(transfer) => owner.transfers().get(&transfer.number(), |_| ()).is_none(),
         _ => false,
     };
     if let Some(at) = events.iter().position(unknown) {
         queue.put_back(events.split_off(at).into_iter());
     }
-    let made = events.iter().filter_map(|event| of(py, shared, event).transpose());
+    let made = events.iter().filter_map(|event| of(py, owner, event).transpose());
     let made: PyResult<Vec<_>> = made.collect();
     match &made {
-        Ok(_) => events.iter().for_each(|event| forget(shared, event)),
+        Ok(_) => events.iter().for_each(|event| forget(owner, event)),
         Err(_) => queue.put_back(events.into_iter()),
     }
     made
 }
 
 /// Returns an event as Python sees it; `None` for the end of a grant that `lend` could not return.
-fn of(py: Python<'_>, shared: &Arc<EngineShared>, event: &Event) -> PyResult<Option<Py<PyAny>>> {
+fn of(py: Python<'_>, owner: &TransferOwner, event: &Event) -> PyResult<Option<Py<PyAny>>> {
+    if let Event::Completed(transfer) = event {
+        let error = transfer.peek().and_then(Result::err).map(|error| owner.raise(py, &error));
+        let error = error.map(|error| error.into_value(py).into_any());
+        let transfer = NativeTransfer::of_event(py, owner, transfer)?;
+        return Ok(Some(Py::new(py, TransferEnded { transfer, error })?.into_any()));
+    }
+    // A store has no other events.
+    let TransferOwner::Engine(shared) = owner else { return Ok(None) };
     let event = match event {
-        Event::Completed(transfer) => {
-            let error = transfer.peek().and_then(Result::err).map(|error| raise(py, &error));
-            let error = error.map(|error| error.into_value(py).into_any());
-            let transfer = NativeTransfer::of_event(py, shared, transfer)?;
-            Py::new(py, TransferEnded { transfer, error })?.into_any()
-        }
         Event::Notification(message) => {
             let data = convert::bytes(py, &message.payload, raise)?.unbind();
             let peer = NativePeer::of(py, shared, &message.peer)?;
@@ -119,10 +132,12 @@ fn of(py: Python<'_>, shared: &Arc<EngineShared>, event: &Event) -> PyResult<Opt
 }
 
 /// Forgets what an event that Python has got was about.
-fn forget(shared: &EngineShared, event: &Event) {
-    match event {
-        Event::Completed(transfer) => drop(shared.transfers.remove(&transfer.number())),
-        Event::GrantEnded(grant, _) => drop(shared.grants.remove(&grant::key(grant))),
+fn forget(owner: &TransferOwner, event: &Event) {
+    match (event, owner) {
+        (Event::Completed(transfer), _) => drop(owner.transfers().remove(&transfer.number())),
+        (Event::GrantEnded(grant, _), TransferOwner::Engine(shared)) => {
+            drop(shared.grants.remove(&grant::key(grant)));
+        }
         _ => {}
     }
 }

@@ -1,17 +1,22 @@
 //! `Store`, as Python holds it.
 
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::{Deadline, Result};
-use llm_datadist_keeper::{Store, StoreOptions, StoreView, Stored};
+use llm_datadist_keeper::{Store, StoreJob, StoreKey, StoreOptions, StoreView, Stored};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::errors::raise;
+use super::optional_arg::OptionalArg;
+use super::owner::TransferOwner;
+use super::store_shared::{StoreShared, ValuesOfCall};
 use super::store_values::{StoreValues, keys};
-use super::values;
+use super::transfer::NativeTransfer;
 use super::view::NativeView;
+use super::{events, values};
 use crate::convert::Any;
 use crate::{engine, stats};
 
@@ -24,12 +29,17 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 /// every key is a miss and nothing raises; the store attaches again by itself. Several threads may use a store.
 /// A call has at most 4,096 keys. ``with`` calls ``close`` at the end.
 ///
+/// ``start_get`` and ``start_put`` return a ``Transfer`` at once. Wait for it, ``await`` it, or take what has ended from ``events`` when
+/// ``fileno`` is readable. At most 4,096 transfers of a store run or have an outcome that was not taken.
+///
 /// Args:
 ///     socket: path at which the keeper listens. The keeper need not be there yet.
 ///     namespace: text of 1 to 4,096 bytes that stands for everything that gives values their meaning: model, revision, element type,
 ///         layout, ranks, versions. Stores with other texts share nothing.
 ///     value: bytes of each value, as a number or a text such as ``"64KiB"``. All stores of a namespace have the same.
-///     timeout: seconds after which ``put``, ``drop`` and ``stats`` give up, if they have no ``timeout`` of their own.
+///     timeout: seconds after which ``put``, ``drop``, ``stats`` and started calls give up, if they have no ``timeout`` of their own.
+///     queue: bytes of values that started calls may use at a time, in the form of ``value``. Until a call has ended, its memory must
+///         not be used for anything else.
 ///
 /// Raises:
 ///     TypeError: an argument has the wrong type.
@@ -39,7 +49,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 ///         reached a limit.
 #[pyclass(frozen, weakref, name = "Store", module = "llm_datadist.native")]
 pub(crate) struct NativeStore {
-    store: Arc<Store>,
+    shared: Arc<StoreShared>,
     timeout: Duration,
 }
 
@@ -51,9 +61,43 @@ impl NativeStore {
         timeout: Option<&Any<'_>>,
         call: impl FnOnce(&Arc<Store>, Deadline) -> Result<T> + Send,
     ) -> PyResult<T> {
+        let (deadline, store) = (self.deadline(timeout)?, &self.shared.store);
+        engine::waiting(py, raise, deadline, |deadline| call(store, deadline))
+    }
+
+    fn deadline(&self, timeout: Option<&Any<'_>>) -> PyResult<Deadline> {
         let limit = timeout.map_or(Ok(self.timeout), |given| values::seconds("timeout", given))?;
-        let deadline = Deadline::after(limit).named("timeout");
-        engine::waiting(py, raise, deadline, |deadline| call(&self.store, deadline))
+        Ok(Deadline::after(limit).named("timeout"))
+    }
+
+    /// Starts a call, and returns its handle.
+    fn start(
+        &self,
+        py: Python<'_>,
+        (keys, values): (Vec<StoreKey>, StoreValues),
+        deadline: Deadline,
+        call: impl FnOnce(&Arc<Store>, Vec<StoreKey>, ValuesOfCall, Deadline) -> Result<StoreJob>,
+    ) -> PyResult<Py<NativeTransfer>> {
+        let (shared, values) = (&self.shared, Arc::new(values));
+        let held = ValuesOfCall(values.clone());
+        let job = engine::attached(py, raise, || call(&shared.store, keys, held, deadline))?;
+        let transfer = job.transfer.clone();
+        shared.memory.insert(transfer.number(), values);
+        NativeTransfer::started_by(py, &TransferOwner::Store(shared.clone(), Some(job)), &transfer)
+    }
+
+    /// Reads keys, and their values as [`StoreValues::given`] does.
+    fn keys_and(
+        &self,
+        given_keys: &Any<'_>,
+        (name, values): (&str, &Any<'_>),
+        rows: Option<&Any<'_>>,
+        only_read: bool,
+    ) -> PyResult<(Vec<StoreKey>, StoreValues)> {
+        let keys = keys(given_keys)?;
+        let sizes = (keys.len(), self.shared.store.value_bytes());
+        let values = StoreValues::given(name, values, rows, sizes, only_read)?;
+        Ok((keys, values))
     }
 }
 
@@ -61,8 +105,8 @@ impl NativeStore {
 impl NativeStore {
     #[new]
     #[pyo3(
-        signature = (socket, /, *, namespace, value=None, timeout=None),
-        text_signature = "(socket, /, *, namespace, value='64KiB', timeout=5.0)"
+        signature = (socket, /, *, namespace, value=None, timeout=None, queue=None),
+        text_signature = "(socket, /, *, namespace, value='64KiB', timeout=5.0, queue='16GiB')"
     )]
     fn new(
         py: Python<'_>,
@@ -70,6 +114,7 @@ impl NativeStore {
         namespace: &Any<'_>,
         value: Option<&Any<'_>>,
         timeout: Option<&Any<'_>>,
+        queue: Option<&Any<'_>>,
     ) -> PyResult<Self> {
         let namespace: Result<String, _> =
             namespace.extract().map_err(|_| values::wrong_type("namespace", "a str", namespace));
@@ -77,8 +122,13 @@ impl NativeStore {
         let timeout = timeout.map_or(Ok(TIMEOUT), |given| values::seconds("timeout", given))?;
         let options = StoreOptions { socket, namespace: namespace?, value };
         let deadline = Deadline::after(timeout).named("timeout");
+        let queue = queue.map(|given| values::size("queue", given)).transpose()?;
         let store = engine::waiting(py, raise, deadline, |deadline| Store::open(options, deadline))?;
-        Ok(NativeStore { store: Arc::new(store), timeout })
+        let store = match queue {
+            Some(bytes) => store.with_queue(bytes),
+            None => store,
+        };
+        Ok(NativeStore { shared: Arc::new(StoreShared::new(store)), timeout })
     }
 
     /// Say which keys the keeper has, without a message to it.
@@ -107,6 +157,8 @@ impl NativeStore {
     ///     keys: list of keys, at most 4,096.
     ///     into: list of writable buffers or arrays in host memory, one for each key, each with the bytes of a value. They must not
     ///         overlap.
+    ///     rows: if given, for each key the row of ``into`` that the value goes to. Then ``into`` is one writable buffer or array, with a multiple
+    ///         of the bytes of a value. A list or an array of integers.
     ///
     /// Returns:
     ///     For each key whether its buffer has the value, complete and right. Other buffers may have any bytes.
@@ -115,10 +167,15 @@ impl NativeStore {
     ///     TypeError: an argument has the wrong type.
     ///     InvalidArgument: a key does not have 28 bytes, there are too many, or a buffer has another size or overlaps another one.
     ///     Closed: the store is closed, or belongs to the parent of this process.
-    #[pyo3(signature = (keys, into, /))]
-    fn get(&self, py: Python<'_>, keys: &Any<'_>, into: &Any<'_>) -> PyResult<Vec<bool>> {
-        let (keys, into) =
-            (self::keys(keys)?, StoreValues::read("into", into, self.store.value_bytes(), false)?);
+    #[pyo3(signature = (keys, into, /, *, rows=None))]
+    fn get(
+        &self,
+        py: Python<'_>,
+        keys: &Any<'_>,
+        into: &Any<'_>,
+        rows: Option<&Any<'_>>,
+    ) -> PyResult<Vec<bool>> {
+        let (keys, into) = self.keys_and(keys, ("into", into), rows, false)?;
         self.run(py, None, |store, _| store.get(&keys, &into.windows()?))
     }
 
@@ -161,6 +218,8 @@ impl NativeStore {
     ///     keys: list of keys, at most 4,096.
     ///     values: list of ``bytes``, buffers or arrays in host memory, one for each key, each with the bytes of a value. No other
     ///         thread may write them during the call. A read-only buffer that is neither ``bytes`` nor an array is copied first.
+    ///     rows: if given, for each key the row of ``values`` that has the value. Then ``values`` is one writable buffer or array, with a multiple
+    ///         of the bytes of a value. A list or an array of integers.
     ///     timeout: time limit in seconds. ``None``: that of the store.
     ///
     /// Returns:
@@ -171,19 +230,119 @@ impl NativeStore {
     ///     TypeError: an argument has the wrong type.
     ///     InvalidArgument: a key does not have 28 bytes, there are too many, or a value has another size.
     ///     Closed: the store is closed, or belongs to the parent of this process.
-    #[pyo3(signature = (keys, values, /, *, timeout=None))]
+    #[pyo3(signature = (keys, values, /, *, rows=None, timeout=None))]
     fn put(
         &self,
         py: Python<'_>,
         keys: &Any<'_>,
         values: &Any<'_>,
+        rows: Option<&Any<'_>>,
         timeout: Option<&Any<'_>>,
     ) -> PyResult<Vec<bool>> {
-        let (keys, given) =
-            (self::keys(keys)?, StoreValues::read("values", values, self.store.value_bytes(), true)?);
+        let (keys, given) = self.keys_and(keys, ("values", values), rows, true)?;
         let put = |store: &Arc<Store>, deadline| store.put(&keys, &given.windows()?, deadline);
         let has = |stored| matches!(stored, Stored::Stored | Stored::Present);
         Ok(self.run(py, timeout, put)?.into_iter().map(has).collect())
+    }
+
+    /// Start a ``get``, and return at once.
+    ///
+    /// The result of the transfer is the list that ``get`` returns, and its ``bytes`` are those that were found. Its buffers are held until
+    /// it has ended: nobody may use them before ``done``, and nothing is written into them afterwards. Loads do not wait for stores.
+    /// A transfer that is cancelled first finishes a batch of values that it copies.
+    ///
+    /// Args:
+    ///     keys: list of keys, at most 4,096.
+    ///     into: as for ``get``.
+    ///     rows: as for ``get``.
+    ///     timeout: seconds from now. The transfer ends then with ``Timeout``, whether it has begun or not. ``None``: that of the store.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type.
+    ///     InvalidArgument: an argument is out of range, as for ``get``.
+    ///     Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of values.
+    ///     Closed: the store is closed, or belongs to the parent of this process.
+    #[pyo3(signature = (keys, into, /, *, rows=None, timeout=None))]
+    fn start_get(
+        &self,
+        py: Python<'_>,
+        keys: &Any<'_>,
+        into: &Any<'_>,
+        rows: Option<&Any<'_>>,
+        timeout: Option<&Any<'_>>,
+    ) -> PyResult<Py<NativeTransfer>> {
+        let (given, deadline) = (self.keys_and(keys, ("into", into), rows, false)?, self.deadline(timeout)?);
+        self.start(py, given, deadline, Store::start_get)
+    }
+
+    /// Start a ``put``, and return at once.
+    ///
+    /// The result of the transfer is the list that ``put`` returns, and its ``bytes`` are those that the keeper has. Its values are held
+    /// until it has ended: nobody may write them before ``done``. Puts of a store run one after the other, in the order in which they were
+    /// started. A transfer that is cancelled while it waits for the keeper ends within 100 ms, and the store attaches again.
+    ///
+    /// Args:
+    ///     keys: list of keys, at most 4,096.
+    ///     values: as for ``put``.
+    ///     rows: as for ``put``.
+    ///     timeout: seconds from now. If the transfer has not begun then, it ends with ``Timeout``. If it has, what the keeper has not
+    ///         confirmed is not stored. ``None``: that of the store.
+    ///
+    /// Raises:
+    ///     TypeError: an argument has the wrong type.
+    ///     InvalidArgument: an argument is out of range, as for ``put``.
+    ///     Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of values.
+    ///     Closed: the store is closed, or belongs to the parent of this process.
+    #[pyo3(signature = (keys, values, /, *, rows=None, timeout=None))]
+    fn start_put(
+        &self,
+        py: Python<'_>,
+        keys: &Any<'_>,
+        values: &Any<'_>,
+        rows: Option<&Any<'_>>,
+        timeout: Option<&Any<'_>>,
+    ) -> PyResult<Py<NativeTransfer>> {
+        let (given, deadline) =
+            (self.keys_and(keys, ("values", values), rows, true)?, self.deadline(timeout)?);
+        self.start(py, given, deadline, Store::start_put)
+    }
+
+    /// Return the transfers that have ended since the last call, in the order of their ends. The call never waits.
+    ///
+    /// A transfer whose outcome was taken by ``result`` or ``await`` has no event. ``result`` and ``await`` still give the outcome of a
+    /// transfer whose ``Completed`` was taken.
+    ///
+    /// Args:
+    ///     limit: largest number of events, from 1 to 2**32 - 1. The others stay for the next call.
+    ///
+    /// Raises:
+    ///     TypeError: ``limit`` is not an integer.
+    ///     InvalidArgument: ``limit`` is out of range.
+    ///     OutOfMemory: there is no memory for the list. The events stay.
+    ///     Closed: the store is closed, or belongs to the parent of this process.
+    #[pyo3(signature = (limit=OptionalArg::Missing), text_signature = "($self, limit=1024)")]
+    fn events(&self, py: Python<'_>, limit: OptionalArg<'_, '_>) -> PyResult<Vec<Py<PyAny>>> {
+        let limit = limit.given().map_or(Ok(1024), |limit| values::int32("limit", &limit, 1))?;
+        let most = usize::try_from(limit).unwrap_or(usize::MAX);
+        let poll = || {
+            let queue = self.shared.store.events()?;
+            Ok((queue, queue.poll(most)?))
+        };
+        let (queue, taken) = engine::attached(py, raise, poll)?;
+        events::delivered(py, &TransferOwner::Store(self.shared.clone(), None), queue, taken)
+    }
+
+    /// Return a descriptor that is readable while ``events`` has something to return.
+    ///
+    /// Use it with ``select``, ``selectors`` or ``epoll``, which also accept the store itself. It belongs to the store: do not read,
+    /// write or close it.
+    ///
+    /// Raises:
+    ///     Closed: the store is closed, or belongs to the parent of this process.
+    ///     Error: no descriptor is left.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        let descriptor = || Ok(self.shared.store.events()?.descriptor()?.as_fd().as_raw_fd());
+        engine::attached(py, raise, descriptor)
     }
 
     /// Have the keeper not replace the values of keys for a while.
@@ -305,9 +464,10 @@ impl NativeStore {
 
     /// End the connection to the keeper, which keeps the values. Closing again does nothing.
     ///
-    /// Calls of other threads that wait for the keeper end.
+    /// Calls of other threads that wait for the keeper end. Transfers end with ``Closed``: this waits for the copies that run, at most 10 s.
+    /// Handles of ended transfers keep their outcomes, and no event comes any more.
     fn close(&self, py: Python<'_>) {
-        engine::allow_threads(py, || self.store.close());
+        self.shared.close(py);
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -321,7 +481,7 @@ impl NativeStore {
     }
 
     fn __repr__(&self) -> String {
-        format!("Store(value={})", self.store.value_bytes())
+        format!("Store(value={})", self.shared.store.value_bytes())
     }
 }
 

@@ -12,7 +12,7 @@ use super::errors::{invalid, raise};
 use super::tensors;
 use super::values::wrong_type;
 use crate::convert::Any;
-use crate::raw;
+use crate::{index_arrays, raw};
 
 /// Name of the lists in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
@@ -31,17 +31,46 @@ pub(crate) fn keys(given: &Any<'_>) -> PyResult<Vec<StoreKey>> {
 /// The memory of the values of a call, each as large as the store has them.
 pub(crate) struct StoreValues {
     value: u64,
-    /// For each value its bytes; `None` if it is the next tensor.
-    backed: Vec<Option<PyBackedBytes>>,
-    /// The memory of the other values; `None` if there are none.
-    tensors: Option<Tensors>,
+    places: Places,
     /// What keeps that memory.
     _kept: Vec<Py<PyAny>>,
 }
 
+/// Where each value is.
+enum Places {
+    /// Its `bytes`; `None` if it is the next tensor. There are no tensors if all values are `bytes`.
+    Listed(Vec<Option<PyBackedBytes>>, Option<Tensors>),
+    /// Which row of the only tensor it is.
+    Rows(Vec<u64>, Tensors),
+}
+
 impl StoreValues {
+    /// Reads the values of `count` keys: rows of one buffer or array if `rows` are given, and otherwise a list or tuple of them, as
+    /// [`read`](Self::read) does.
+    pub(crate) fn given(
+        name: &str,
+        given: &Any<'_>,
+        rows: Option<&Any<'_>>,
+        (count, value): (usize, u64),
+        only_read: bool,
+    ) -> PyResult<StoreValues> {
+        let Some(rows) = rows else { return Self::read(name, given, value, only_read) };
+        let py = given.py();
+        let (memory, bytes) = tensors::whole(name, given)?;
+        if !bytes.is_multiple_of(value) {
+            let allowed = format!("a multiple of {value} bytes, a value of the store");
+            return Err(invalid(py, name, format_args!("{bytes} bytes"), &allowed));
+        }
+        let rows = self::rows(rows, bytes / value)?;
+        if rows.len() != count {
+            return Err(invalid(py, "len(rows)", rows.len(), &format!("{count}, one for each key")));
+        }
+        let tensors = adopted(&[memory.address], bytes).map_err(|error| raise(py, &error))?;
+        Ok(StoreValues { value, places: Places::Rows(rows, tensors), _kept: vec![memory.kept] })
+    }
+
     /// Reads a list or tuple of buffers or arrays, which must be writable unless they are `only_read`.
-    pub(crate) fn read(name: &str, given: &Any<'_>, value: u64, only_read: bool) -> PyResult<StoreValues> {
+    fn read(name: &str, given: &Any<'_>, value: u64, only_read: bool) -> PyResult<StoreValues> {
         let (py, items) = (given.py(), items(name, given)?);
         let no_memory = |error| raise(py, &error);
         let mut backed = fallible::with_capacity(LISTS, items.len()).map_err(no_memory)?;
@@ -61,21 +90,47 @@ impl StoreValues {
         }
         let tensors =
             (!addresses.is_empty()).then(|| adopted(&addresses, value)).transpose().map_err(no_memory)?;
-        Ok(StoreValues { value, backed, tensors, _kept: kept })
+        Ok(StoreValues { value, places: Places::Listed(backed, tensors), _kept: kept })
     }
 
     /// Returns a window of each value.
     pub(crate) fn windows(&self) -> Result<Vec<Window<'_>>> {
-        let mut windows = fallible::with_capacity(LISTS, self.backed.len())?;
+        let (backed, tensors) = match &self.places {
+            Places::Listed(backed, tensors) => (backed, tensors),
+            Places::Rows(rows, tensors) => {
+                let windows = rows.iter().map(|row| tensors.window(0, row * self.value, self.value));
+                return fallible::try_collect(LISTS, windows);
+            }
+        };
+        let mut windows = fallible::with_capacity(LISTS, backed.len())?;
         let mut tensor = 0..;
-        for bytes in &self.backed {
-            windows.push(match (bytes, &self.tensors) {
+        for bytes in backed {
+            windows.push(match (bytes, tensors) {
                 (None, Some(tensors)) => tensors.window(tensor.next().unwrap_or_default(), 0, self.value)?,
                 (bytes, _) => Window::of_slice(bytes.as_deref().unwrap_or_default()),
             });
         }
         Ok(windows)
     }
+}
+
+/// Reads the rows of values: a list, tuple or array of integers below `count`.
+fn rows(given: &Any<'_>, count: u64) -> PyResult<Vec<u64>> {
+    let py = given.py();
+    let wrong = || wrong_type("rows", "a list or an array of integers", given);
+    let listed = given.is_instance_of::<PyList>() || given.is_instance_of::<PyTuple>();
+    let words: Vec<i64> = if listed {
+        given.extract().map_err(|_| wrong())?
+    } else if given.is_instance_of::<PyBytes>() {
+        return Err(wrong());
+    } else {
+        index_arrays::any_flat("rows", given, raise)?.ok_or_else(wrong)?.words
+    };
+    let row = |(at, word): (usize, i64)| match u64::try_from(word) {
+        Ok(row) if row < count => Ok(row),
+        _ => Err(invalid(py, &format!("rows[{at}]"), word, &format!("0 to {}", count.saturating_sub(1)))),
+    };
+    words.into_iter().enumerate().map(row).collect()
 }
 
 /// Adopts memory of the caller: a value at each address.

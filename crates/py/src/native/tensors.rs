@@ -150,6 +150,17 @@ pub(crate) fn host_bytes(name: &str, given: &Any<'_>, bytes: u64, only_read: boo
     Ok(HostBytes { address: tensor.address, kept: tensor.kept })
 }
 
+/// Reads one writable object without gaps, and returns how many bytes it has.
+pub(crate) fn whole(name: &str, given: &Any<'_>) -> PyResult<(HostBytes, u64)> {
+    let tensor = described(name, given, None)?;
+    let form = tensor.form(given.py(), name)?;
+    if form.row_stride.is_some() {
+        return Err(invalid(given.py(), name, form, "an array without gaps"));
+    }
+    let bytes = form.row_bytes().saturating_mul(form.shape[0].unsigned_abs());
+    Ok((HostBytes { address: tensor.address, kept: tensor.kept }, bytes))
+}
+
 /// Reads one object, which must be writable unless it is `only_read`: then a read-only buffer is copied, if it has so many bytes.
 fn described(name: &str, given: &Any<'_>, only_read: Option<u64>) -> PyResult<Described> {
     let py = given.py();

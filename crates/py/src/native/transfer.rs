@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
 use super::errors::raise;
-use super::peer::NativePeer;
+use super::owner::TransferOwner;
 use super::shared::EngineShared;
 use super::values;
 use crate::convert::Any;
@@ -19,41 +19,51 @@ use crate::engine::{self, ProcessOwned};
 
 /// The handle of an operation that was started. Its outcome is a result or an error, and never changes.
 ///
-/// The result of ``Engine.link`` is a ``Peer``, and that of every other operation is ``None``. ``await transfer`` waits in an event
-/// loop without a thread. ``asyncio.ensure_future``, ``wait_for`` and ``gather`` take a transfer, and ``create_task`` does not.
-/// Several threads and several event loops may wait for one transfer, and each gets the outcome. Cancelling a coroutine that waits
-/// does not cancel the transfer: its blocks must not be reused before ``done``.
+/// The result of ``Engine.link`` is a ``Peer``, that of ``Store.start_get`` and ``Store.start_put`` is a list, and that of every
+/// other operation is ``None``. ``await transfer`` waits in an event loop without a thread. ``asyncio.ensure_future``, ``wait_for``
+/// and ``gather`` take a transfer, and ``create_task`` does not. Several threads and several event loops may wait for one transfer,
+/// and each gets the outcome. Cancelling a coroutine that waits does not cancel the transfer: its blocks must not be reused before
+/// ``done``.
 ///
-/// Unless somebody takes the outcome with ``result`` or ``await`` first, ``Engine.events`` returns one ``Completed`` for it. Dropping
-/// the handle does not end the transfer, and its event still comes. A layer-wise push that is dropped before its last ``ready``
-/// is cancelled, because nobody could report its layers.
+/// Unless somebody takes the outcome with ``result`` or ``await`` first, ``events`` of its engine or store returns one
+/// ``Completed`` for it. Dropping the handle does not end the transfer, and its event still comes. A layer-wise push that is
+/// dropped before its last ``ready`` is cancelled, because nobody could report its layers.
 ///
 /// Handles compare and hash by identity.
 #[pyclass(frozen, weakref, generic, name = "Transfer", module = "llm_datadist.native")]
 pub(crate) struct NativeTransfer {
     /// `None` for an operation that had nothing to do.
     transfer: Option<Arc<Transfer>>,
-    shared: Arc<EngineShared>,
+    owner: TransferOwner,
     /// What reports the layers of a layer-wise push. In a box, because few transfers have it.
     layers: Option<Box<ProcessOwned<LayerTask>>>,
 }
 
 impl NativeTransfer {
-    fn new(shared: &Arc<EngineShared>, transfer: Option<&Arc<Transfer>>) -> Self {
-        NativeTransfer { transfer: transfer.cloned(), shared: shared.clone(), layers: None }
+    fn new(owner: &TransferOwner, transfer: Option<&Arc<Transfer>>) -> Self {
+        NativeTransfer { transfer: transfer.cloned(), owner: owner.clone(), layers: None }
     }
 
-    /// Returns the handle of a transfer that has just started. If that fails, nobody could wait for the transfer, so it is
-    /// cancelled.
+    /// Returns the handle of a transfer of an engine that has just started.
     pub(crate) fn started(
         py: Python<'_>,
         shared: &Arc<EngineShared>,
         transfer: &Arc<Transfer>,
     ) -> PyResult<Py<Self>> {
-        Self::kept(py, shared, transfer).inspect_err(|_| {
+        Self::started_by(py, &TransferOwner::Engine(shared.clone()), transfer)
+    }
+
+    /// Returns the handle of a transfer that has just started. If that fails, nobody could wait for the transfer, so it is
+    /// cancelled.
+    pub(crate) fn started_by(
+        py: Python<'_>,
+        owner: &TransferOwner,
+        transfer: &Arc<Transfer>,
+    ) -> PyResult<Py<Self>> {
+        Self::kept(py, owner, transfer).inspect_err(|_| {
             transfer.cancel();
             // Its event needs an entry.
-            shared.transfers.insert(transfer.number(), py.None());
+            owner.transfers().insert(transfer.number(), py.None());
         })
     }
 
@@ -65,7 +75,8 @@ impl NativeTransfer {
     ) -> PyResult<Py<Self>> {
         let transfer = task.transfer().clone();
         let layers = Some(Box::new(ProcessOwned::new(Arc::new(task))));
-        let handle = Py::new(py, NativeTransfer { layers, ..Self::new(shared, Some(&transfer)) })?;
+        let owner = TransferOwner::Engine(shared.clone());
+        let handle = Py::new(py, NativeTransfer { layers, ..Self::new(&owner, Some(&transfer)) })?;
         let weak = PyWeakrefReference::new(handle.bind(py).as_any())?;
         shared.transfers.insert(transfer.number(), weak.into_any().unbind());
         Ok(handle)
@@ -73,18 +84,19 @@ impl NativeTransfer {
 
     /// Returns the handle of an operation that had nothing to do: it has succeeded, and there is no event.
     pub(crate) fn ended(py: Python<'_>, shared: &Arc<EngineShared>) -> PyResult<Py<Self>> {
-        Py::new(py, Self::new(shared, None))
+        Py::new(py, Self::new(&TransferOwner::Engine(shared.clone()), None))
     }
 
     /// Returns the handle of a transfer for its event: the one that the program has, or a new one.
     pub(crate) fn of_event(
         py: Python<'_>,
-        shared: &Arc<EngineShared>,
+        owner: &TransferOwner,
         transfer: &Arc<Transfer>,
     ) -> PyResult<Py<Self>> {
-        let held = shared.transfers.get(&transfer.number(), |handle| handle.clone_ref(py));
+        owner.ended(transfer);
+        let held = owner.transfers().get(&transfer.number(), |handle| handle.clone_ref(py));
         let Some(held) = held.map(|held| held.into_bound(py)) else {
-            return Self::kept(py, shared, transfer);
+            return Self::kept(py, owner, transfer);
         };
         let handle = match held.cast::<PyWeakrefReference>() {
             Ok(weak) => weak.upgrade(),
@@ -92,23 +104,21 @@ impl NativeTransfer {
         };
         match handle {
             Some(handle) => Ok(handle.cast_into::<Self>()?.unbind()),
-            None => Self::kept(py, shared, transfer),
+            None => Self::kept(py, owner, transfer),
         }
     }
 
-    fn kept(py: Python<'_>, shared: &Arc<EngineShared>, transfer: &Arc<Transfer>) -> PyResult<Py<Self>> {
-        let handle = Py::new(py, Self::new(shared, Some(transfer)))?;
+    fn kept(py: Python<'_>, owner: &TransferOwner, transfer: &Arc<Transfer>) -> PyResult<Py<Self>> {
+        let handle = Py::new(py, Self::new(owner, Some(transfer)))?;
         if transfer.has_event() {
-            shared.transfers.insert(transfer.number(), handle.clone_ref(py).into_any());
+            owner.transfers().insert(transfer.number(), handle.clone_ref(py).into_any());
         }
         Ok(handle)
     }
 
     /// Returns the record; `None` if there was nothing to do. In a forked child, the locks of its copy may be held for ever.
     fn record(&self, py: Python<'_>) -> PyResult<Option<&Arc<Transfer>>> {
-        if self.shared.engine.is_inherited() {
-            return Err(raise(py, &engine::forked()));
-        }
+        self.owner.check_process(py)?;
         Ok(self.transfer.as_ref())
     }
 
@@ -138,9 +148,10 @@ impl NativeTransfer {
         let Some(transfer) = self.record(py)? else { return Ok(None) };
         let outcome = transfer.outcome();
         if outcome.is_some() {
-            drop(self.shared.transfers.remove(&transfer.number()));
+            drop(self.owner.transfers().remove(&transfer.number()));
+            self.owner.ended(transfer);
         }
-        Ok(outcome.and_then(Result::err).map(|error| raise(py, &error)))
+        Ok(outcome.and_then(Result::err).map(|error| self.owner.raise(py, &error)))
     }
 }
 
@@ -166,7 +177,12 @@ impl NativeTransfer {
 
     /// Return whether the transfer has ended. Then nothing of it touches memory any more.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.record(py)?.is_none_or(|transfer| transfer.done()))
+        let Some(transfer) = self.record(py)? else { return Ok(true) };
+        let done = transfer.done();
+        if done {
+            self.owner.ended(transfer);
+        }
+        Ok(done)
     }
 
     /// Wait until the transfer has ended. Return its result, or raise its error. Ctrl-C interrupts the wait.
@@ -182,11 +198,10 @@ impl NativeTransfer {
     ///         the transfer.
     ///     Error: the outcome of the transfer, as the call that started it describes.
     #[pyo3(signature = (timeout=None))]
-    fn result(&self, py: Python<'_>, timeout: Option<&Any<'_>>) -> PyResult<Option<Py<NativePeer>>> {
+    fn result(&self, py: Python<'_>, timeout: Option<&Any<'_>>) -> PyResult<Py<PyAny>> {
         let limit = timeout.map(|limit| values::seconds_from_zero("timeout", limit)).transpose()?;
         self.wait(py, limit.unwrap_or(Duration::MAX))?;
-        let peer = self.record(py)?.and_then(|transfer| transfer.peer());
-        peer.map(|peer| NativePeer::of(py, &self.shared, peer)).transpose()
+        self.record(py)?.map_or_else(|| Ok(py.None()), |transfer| self.owner.result(py, transfer))
     }
 
     /// Ask the transfer to end with ``Cancelled``, without waiting for its end.

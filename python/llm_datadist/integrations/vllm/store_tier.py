@@ -1,21 +1,20 @@
 """``LlmDatadistStoreTier``: vLLM's chunks in a keeper, which outlives the servers of its host and serves all of them.
 
-vLLM decides which chunks are stored and loaded. Two threads copy them between its primary tier and the keeper: one
-stores, and the other one loads, so that no load waits for stores. Lookups read the mapped index of the keeper.
+vLLM decides which chunks are stored and loaded. The store copies them between its primary tier and the keeper in the
+background (``Store.start_get``, ``Store.start_put``). Lookups read the mapped index of the keeper.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from concurrent.futures import wait
-from contextlib import ExitStack
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
-from llm_datadist import Closed, Error, Store
-from llm_datadist.integrations.store_access import MAX_KEYS, KeeperLog, namespace, parts, started_thread
+from llm_datadist import Closed, Error, Store, Timeout
+from llm_datadist.integrations.store_access import MAX_KEYS, KeeperLog, namespace, parts
 from llm_datadist.integrations.store_settings import StoreSettings
 from llm_datadist.integrations.vllm import interface
 from llm_datadist.integrations.vllm.supported import installed, warn_untested
@@ -34,8 +33,9 @@ with interface.needed():
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Sequence
+
+    from llm_datadist import Transfer
 
 __all__ = ["LlmDatadistStoreTier", "TierSettings"]
 
@@ -54,7 +54,7 @@ _GRACE_S = 10.0
 _LOADS, _STORES = "vllm:llm_datadist_tier_loads", "vllm:llm_datadist_tier_stores"
 _REASONS = {
     _LOADS: {"misses_absent": "absent", "misses_changed": "changed", "misses_away": "away"},
-    _STORES: {"puts_away": "away"},
+    _STORES: {"puts_no_room": "failed", "puts_away": "away"},
 }
 
 
@@ -71,17 +71,10 @@ class _Job:
     job_id: int
     kind: str  # _LOADS or _STORES
     keys: list[bytes]
-    rows: list[int]
     request: str
-    position: Callable[[bytes], Optional[int]]  # where the chunk of a key ends in the prompt
-    deadline: float
+    parts: int = 0  # calls that have not ended
     good: list[bytes] = field(default_factory=list)  # keys of chunks that were loaded or stored
-    counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-
-    def chain(self) -> list[tuple[bytes, int]]:
-        """Return keys and rows in the order of the prompt. vLLM gives those of a store as a set."""
-        return sorted(zip(self.keys, self.rows), key=lambda pair: self.position(pair[0]) or 0)
 
 
 class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -102,7 +95,6 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         ValueError: an option is unknown, missing or has a wrong value, or vLLM does not say something that decides the
             bytes of its chunks.
         Error: the keeper refuses the tier; for example, its values are smaller than a chunk.
-        RuntimeError: no thread can be started.
     """
 
     # Hits count as those of host memory, which a keeper uses.
@@ -120,37 +112,31 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         warn_untested(installed())
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if settings.locality is None else Locality(settings.locality)
-        self._settings, self._config = settings, offloading_spec.config
-        self._timeout_s = settings.timeout_s
-        self._futures: dict[int, Future[None]] = {}  # of jobs that were not reported
-        self._ended: deque[_Job] = deque()  # jobs that touch no row any more
+        self._settings, self._config, self._timeout_s = settings, offloading_spec.config, settings.timeout_s
+        self._running: dict[Transfer[list[bool]], tuple[_Job, Sequence[bytes]]] = {}  # the keys of each call of a job
+        self._ended: list[_Job] = []  # jobs that touch no row any more, and were not reported
         self._live: set[str] = set()  # requests
         self._failed: dict[str, set[bytes]] = {}  # keys that could not be loaded, of requests that live
-        self._found: dict[bytes, bool] = {}  # what was asked in this step
+        self._found: dict[bytes, LookupResult] = {}  # what was asked in this step
         self._asked = ("", _FIRST_KEYS)  # the last request that was asked about in this step, and the keys of a call
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._seen: Counter[str] = Counter()  # counts of the store that `_counts` has; each belongs to one thread
-        with ExitStack() as undo:
-            self._open(self._timeout_s)
-            undo.callback(self._store.close)
-            self._threads = {}
-            for kind, name in ((_LOADS, "kv-load"), (_STORES, "kv-store")):
-                self._threads[kind] = started_thread(name)
-                undo.callback(self._threads[kind].shutdown)
-            self._rows = primary_kv_view.cast("B")
-            undo.pop_all()
+        self._pinned = 4 * primary_kv_view.nbytes  # by jobs, at most; vLLM rarely gives a row to several
+        self._open(self._timeout_s)
+        self._rows = primary_kv_view.cast("B")
 
     def _open(self, timeout_s: float) -> None:
         self._seed, socket = get_none_hash_seed(), self._settings.socket
-        text = _namespace(self._config, self._settings.revision, self.block_size_bytes, self._seed)
-        self._store = Store(socket, namespace=text, value=self.block_size_bytes, timeout=timeout_s)
+        size = self.block_size_bytes
+        text = _namespace(self._config, self._settings.revision, size, self._seed)
+        self._store = Store(socket, namespace=text, value=size, timeout=timeout_s, queue=self._pinned)
+        self._seen: Counter[str] = Counter()  # counts of the store that `_counts` has
         self._log = KeeperLog(logger, socket)
-        logger.info("llm_datadist keeps chunks of %d bytes at %s as %r", self.block_size_bytes, socket, text)
+        logger.info("llm_datadist keeps chunks of %d bytes at %s as %r", size, socket, text)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Take a request. Only chunks that it has computed are stored."""
         if get_none_hash_seed() != self._seed:  # vLLM chooses the seed after it has made its tiers
-            self._store.close()
+            self._close()
             try:
                 self._open(_OPEN_S)
             except (Error, ValueError) as error:  # all calls of the closed store now miss
@@ -160,15 +146,16 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say whether the keeper has a chunk. vLLM asks for each chunk of each waiting request, in each step."""
-        found = self._found.get(key)
-        if found is None:
+        try:
+            found = self._found[key]
+        except KeyError:
             found = self._ask(key, req_context)
         # A chunk that could not be loaded would be promoted again without end, if it were still found.
         if self._failed and key in self._failed.get(req_context.req_id, ()):
             return LookupResult.MISS
-        return _LOOKUPS[found]
+        return found
 
-    def _ask(self, key: bytes, context: Any) -> bool:
+    def _ask(self, key: bytes, context: Any) -> LookupResult:
         """Ask for a key, and for those that vLLM is likely to look up next."""
         request, count = self._asked
         count = min(count * _MORE, MAX_KEYS) if request == context.req_id else _FIRST_KEYS
@@ -186,7 +173,7 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - the scheduler would end
             self._log.error(error)
             there = [False] * len(keys)
-        self._found.update(zip(keys, there))
+        self._found.update(zip(keys, map(_LOOKUPS.__getitem__, there)))
         return self._found[key]
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -198,62 +185,64 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(_LOADS, job_metadata)
 
     def _submit(self, kind: str, given: Any) -> None:
-        # The rows of the jobs that wait are pinned, so their number is bounded by that of the rows.
-        context, deadline = given.req_context, time.monotonic() + self._timeout_s
-        of_request = (context.req_id, context.get_offload_key_position)
-        job = _Job(given.job_id, kind, list(given.keys), given.chunk_ids.tolist(), *of_request, deadline)
+        context, keys, rows = given.req_context, list(given.keys), given.chunk_ids.tolist()
+        job, left = _Job(given.job_id, kind, keys, context.req_id), len(keys)
         try:
-            self._futures[job.job_id] = self._threads[kind].submit(self._move, job)
-        except RuntimeError as error:  # they were shut down
-            self._log.error(error)
+            start = self._store.start_get if kind is _LOADS else self._store.start_put
+            if kind is _STORES:  # vLLM gives their keys as a set
+                row = dict(zip(keys, rows))
+                keys = sorted(keys, key=lambda key: context.get_offload_key_position(key) or 0)
+                rows = [row[key] for key in keys]
+            for part, at in zip(parts(keys), parts(rows)):
+                self._running[start(_store_keys(part), self._rows, rows=at, timeout=self._timeout_s)] = job, part
+                job.parts, left = job.parts + 1, left - len(part)
+        except Exception as error:  # noqa: BLE001 - the scheduler would end
+            self._fail(kind, left, error)
+        if not job.parts:
             self._ended.append(job)
 
-    def _move(self, job: _Job) -> None:
-        """Copy the chunks of a job, on a thread of its kind. An exception would keep the rows, so none leaves it."""
-        began = time.monotonic()
-        try:
-            for part in parts(job.chain()):
-                self._move_part(job, part)
-        except Closed:  # by `shutdown`
-            pass
-        except Exception as error:  # noqa: BLE001 - the job has failed
+    def _fail(self, kind: str, chunks: int, error: Exception) -> None:
+        self._counts[kind, "late" if isinstance(error, Timeout) else "failed"] += chunks
+        if not isinstance(error, (Closed, Timeout)):  # by `shutdown`, or by the time limit
             self._log.error(error)
-        job.seconds = time.monotonic() - began
-        self._ended.append(job)
 
-    def _move_part(self, job: _Job, part: Sequence[tuple[bytes, int]]) -> None:
-        left_s = job.deadline - time.monotonic()
-        if left_s <= 0:
-            job.counts["late"] += len(part)
-            return
-        size = self.block_size_bytes
-        keys = _store_keys([key for key, _ in part])
-        rows = [self._rows[row * size : row * size + size] for _, row in part]
-        done = self._store.get(keys, rows) if job.kind is _LOADS else self._store.put(keys, rows, timeout=left_s)
-        good = [key for (key, _), right in zip(part, done) if right]
-        job.good += good
-        job.counts["done"] += len(good)
-        stats = self._log.noted(self._store, done)
-        for name, reason in _REASONS[job.kind].items():
-            new = stats.get(name, self._seen[name])
-            job.counts[reason] += new - self._seen[name]
-            self._seen[name] = new
+    def _note(self, call: Transfer[list[bool]]) -> None:
+        """Take note of a call that has ended."""
+        job, keys = self._running.pop(call)
+        try:
+            done = call.result(0)
+            good = keys if all(done) else [key for key, right in zip(keys, done) if right]
+            job.good += good
+            self._counts[job.kind, "done"] += len(good)
+            self._explain(self._log.noted(self._store, done))
+        except Exception as error:  # noqa: BLE001 - the scheduler would end
+            self._fail(job.kind, len(keys), error)
+        job.seconds = max(job.seconds, call.nanos / 1e9)
+        job.parts -= 1
+        if not job.parts:
+            self._ended.append(job)
+
+    def _explain(self, stats: dict[str, Any]) -> None:
+        """Count why chunks are missing: also those of calls that have ended, and were not noted yet."""
+        for kind, names in _REASONS.items() if stats else ():
+            for name, reason in names.items():
+                self._counts[kind, reason] += stats[name] - self._seen[name]
+                self._seen[name] = stats[name]
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Return the jobs that have ended since the last call."""
-        results = []
-        while self._ended:
-            results.append(self._result(self._ended.popleft()))
-        return results
+        try:
+            for event in self._store.events() if self._running else ():
+                self._note(event.transfer)
+        except Exception as error:  # noqa: BLE001 - the scheduler would end
+            self._log.error(error)
+        ended, self._ended = self._ended, []
+        return [self._result(job) for job in ended]
 
     def _result(self, job: _Job) -> JobResult:
-        self._futures.pop(job.job_id, None)
         success = len(job.good) == len(job.keys)
         if not success and job.kind is _LOADS and job.request in self._live:
             self._failed.setdefault(job.request, set()).update(set(job.keys).difference(job.good))
-        job.counts["failed"] += len(job.keys) - sum(job.counts.values())
-        for result, count in (+job.counts).items():
-            self._counts[job.kind, result] += count
         loaded = None if success else job.good
         return JobResult(job.job_id, success, successful_keys=loaded, transfer_time=job.seconds)
 
@@ -274,37 +263,48 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
             RuntimeError: a copy still runs, long after its time limit. vLLM must not use the rows again.
         """
         limit_s = self._timeout_s + _GRACE_S
-        running = wait(self._futures.values(), limit_s).not_done
-        if running:
-            text = f"the copies of {len(running)} jobs of the primary tier have not ended within {limit_s:g} s"
-            raise RuntimeError(f"{text} (timeout_ms={self._settings.timeout_ms}, and {_GRACE_S:g} s)")
+        self._wait(limit_s)
+        if self._running:
+            text = f"{len(self._running)} copies of the primary tier have not ended within {limit_s:g} s (timeout_ms"
+            raise RuntimeError(f"{text}={self._settings.timeout_ms}, and {_GRACE_S:g} s)")
+
+    def _wait(self, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        for call in list(self._running):
+            with suppress(Error, TimeoutError):
+                call.result(max(0.0, end - time.monotonic()))
+            if call.done():
+                self._note(call)
+
+    def _close(self) -> None:
+        """Close the store. Copies that run end first, and jobs that wait fail."""
+        self._store.close()
+        self._wait(0)
 
     def shutdown(self) -> None:
-        """Close the store, and let go of the primary tier. Copies that run end first, and jobs that wait fail."""
-        self._store.close()
-        for thread in self._threads.values():
-            thread.shutdown(wait=True)
-        self._rows.release()
+        """Close the store, and let go of the primary tier."""
+        self._close()
+        with suppress(BufferError):  # a copy still runs, long after its time limit
+            self._rows.release()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingCounterMetadata]:  # noqa: ARG003
         """Return the metrics of the tier. vLLM itself counts lookups, hits, bytes and seconds of each tier."""
-        loads = "Chunks to be loaded from the keeper, by result: done, absent, changed (replaced while copied), away"
-        stores = "Chunks to be stored in the keeper, by result: done, away"
-        others = "(no keeper), late (not begun within timeout_ms), failed (all others; if stored, there was no room)."
+        others = "away (no keeper), late (not done within timeout_ms), failed (all others"
+        loads = f"Chunks to be loaded from the keeper, by result: done, absent, changed while copied, {others})."
+        stores = f"Chunks to be stored in the keeper, by result: done, {others}, and those without room)."
         return {
-            _LOADS: OffloadingCounterMetadata(f"{loads} {others}", ("result",)),
-            _STORES: OffloadingCounterMetadata(f"{stores} {others}", ("result",)),
+            name: OffloadingCounterMetadata(text, ("result",)) for name, text in ((_LOADS, loads), (_STORES, stores))
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what has been counted since the last call."""
-        if not self._counts:
+        counts, self._counts = +self._counts, Counter()
+        if not counts:
             return None
         stats = OffloadingConnectorStats()
-        for (kind, result), count in self._counts.items():
+        for (kind, result), count in counts.items():
             stats.increase_counter(kind, count, (result,))
-        self._counts.clear()
         return stats
 
 
