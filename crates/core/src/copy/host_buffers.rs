@@ -1,4 +1,5 @@
-//! Buffers of host memory, through which the bytes of a device pass where nothing reaches its memory directly.
+//! Buffers of host memory, through which the bytes of a device pass where nothing reaches its memory directly, and short windows
+//! where they pass a socket faster (`short_windows`).
 
 use std::sync::Arc;
 
@@ -6,7 +7,7 @@ use crate::device::{Copier, Copy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::kernels::Kernel;
-use crate::memory::{BounceBuffer, Window};
+use crate::memory::{BounceBuffer, Window, Windows};
 use crate::plan::Side;
 use crate::sync::Mutex;
 
@@ -47,8 +48,13 @@ pub(super) struct HostBuffer {
 impl HostBuffer {
     /// Returns a window of `len` bytes from byte `at` on. Returns `Err(System)` if the buffer does not contain it.
     pub(super) fn window(&self, at: u64, len: u64) -> Result<Window<'_>> {
+        Ok(self.windows(at, len, 1)?.first())
+    }
+
+    /// Returns windows as [`BounceBuffer::windows`] does.
+    pub(super) fn windows(&self, at: u64, len: u64, count: u64) -> Result<Windows<'_>> {
         let gone = || Error::new(ErrorKind::System, "the buffer was returned");
-        Ok(self.buffer.as_ref().ok_or_else(gone)?.windows(at, len, 1)?.first())
+        self.buffer.as_ref().ok_or_else(gone)?.windows(at, len, count)
     }
 }
 

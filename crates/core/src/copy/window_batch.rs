@@ -1,5 +1,6 @@
 //! Lists the windows of a plan at one end, in batches.
 
+use super::host_buffers::BUFFER_BYTES;
 use crate::error::Result;
 use crate::memory::{Tensors, Window, Windows};
 use crate::plan::{CopyPlan, Side};
@@ -9,12 +10,13 @@ const MAX_WINDOWS: u64 = 1024;
 /// Windows of fewer bytes than this are short.
 const SHORT: u64 = 8 << 10;
 /// Maximum number of bytes in a batch of short windows, which fits the caches of every core.
-pub(super) const SHORT_BYTES: u64 = 256 << 10;
+const SHORT_BYTES: u64 = 256 << 10;
 /// Minimum number of windows in a batch of short windows. With fewer, a buffer saves no time.
 const MIN_WINDOWS: u64 = 16;
 
 const _: () =
     assert!(MIN_WINDOWS * SHORT <= SHORT_BYTES, "a batch of windows just below the limit can be short");
+const _: () = assert!(SHORT_BYTES <= BUFFER_BYTES, "a batch of short windows fits a host buffer");
 
 /// One end of a plan.
 pub(super) struct PlanEnd<'a> {
@@ -110,5 +112,26 @@ impl<'a> WindowBatch<'a> {
     pub(super) fn list_windows(&self, windows: &mut Vec<Window<'a>>) {
         windows.clear();
         windows.extend(self.runs.iter().flat_map(|run| run.iter()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::memory::Region;
+    use crate::plan::{Moves, Pieces};
+
+    #[test]
+    fn windows_of_two_tensors_are_not_joined() {
+        let region = Arc::new(Region::ordinary("a test", 1600).unwrap());
+        let tensors = Tensors::contiguous(region, 0, 16, 100, ()).unwrap();
+        let pieces = Pieces::blocks(100, [(0, 0)].into_iter()).unwrap();
+        let plan = CopyPlan::moves(&mut Moves { pieces, num_tensors: 16, ..Moves::default() }).unwrap();
+        let end = PlanEnd { plan: &plan, end: Side::Source, tensors: &tensors, most: 1 << 20 };
+        let mut batch = WindowBatch::new();
+        end.list(0, plan.bytes(), &mut batch).unwrap();
+        assert_eq!((batch.windows, batch.bytes), (16, 1600));
     }
 }

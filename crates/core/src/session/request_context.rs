@@ -38,7 +38,7 @@ pub(super) struct RequestContext<'a> {
     /// When the caller gives up, by the clock of this side.
     pub(super) deadline: Deadline,
     pub(super) unlinked: &'a dyn Fn(),
-    /// When this thread last began to send a reply with [`reply`](Self::reply), if it did. The request is not older.
+    /// When this thread last began to send a reply, if it did. The request is not older.
     pub(super) replied: &'a Cell<Option<Instant>>,
 }
 
@@ -153,6 +153,7 @@ impl RequestContext<'_> {
         let reply = match begun {
             Ok(Some(begun)) => {
                 let send_ready = if payload_follows { send_message_before } else { send_message };
+                self.replied.set(Some(Instant::now()));
                 let sent = send_ready(self.stream, &Reply::Ready { bytes }, self.deadline);
                 return sent.map(|()| Some(begun)).map_err(RequestFailure::Broken);
             }

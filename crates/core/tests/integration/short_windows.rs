@@ -10,6 +10,7 @@ use llm_datadist_core::bindings::Name;
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::copy::{Progress, WindowSum};
 use llm_datadist_core::testing::memory;
+use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::{CopyPlan, Span, Template, TensorSteps};
 use llm_datadist_core::{CacheId, Deadline, Error, ErrorKind};
 use proptest::prelude::*;
@@ -182,11 +183,18 @@ fn whole_pieces_before_a_break_are_in_place() {
     assert!(buffer.read(0, BYTES) == expected);
 }
 
-/// The bytes of a plan that the sender gathered and the receiver scattered in a buffer.
-fn through_buffers(spans: &[Span]) -> (u64, u64) {
-    let (_source, src) = tensors_over(1, 1, 2 * BYTES, |tensor, at| pattern(4, tensor, at));
-    let (_buffer, dst) = tensors_over(1, 1, 2 * BYTES, |_, _| 0xEE);
-    let (local, remote) = local_streams("short_windows_count");
+/// Bytes of a transmission from which on windows of 512 bytes and more go through a buffer.
+const LARGE: u64 = 16 << 20;
+
+/// The bytes of a plan that the sender gathered and the receiver scattered in a buffer, over `streams`.
+fn through_buffers(streams: fn(&str) -> (Stream, Stream), spans: &[Span]) -> (u64, u64) {
+    let end = |at: u64, step: i64, span: &Span| at + (span.count - 1) * step.unsigned_abs() + span.len;
+    let bytes = |ends: &dyn Fn(&Span) -> u64| spans.iter().map(ends).max().unwrap() as usize;
+    let tensor = bytes(&|span| end(span.src, span.src_step, span))
+        .max(bytes(&|span| end(span.dst, span.dst_step, span)));
+    let (_source, src) = tensors_over(1, 1, tensor, |_, at| at as u8);
+    let (_buffer, dst) = tensors_over(1, 1, tensor, |_, _| 0xEE);
+    let (local, remote) = streams("short_windows_count");
     let (sender, receiver) = (copy_engine(), copy_engine());
     let plan = plan_of_peer(1, 0, 0, spans.to_vec()).unwrap();
     std::thread::scope(|scope| {
@@ -197,59 +205,60 @@ fn through_buffers(spans: &[Span]) -> (u64, u64) {
     (copied(sender.counted().bytes()), copied(receiver.counted().bytes()))
 }
 
+fn span(len: u64, count: u64, gaps: (u64, u64)) -> Span {
+    let (src_step, dst_step) = ((len + gaps.0) as i64, (len + gaps.1) as i64);
+    Span { src: 0, dst: 0, len, count, src_step, dst_step }
+}
+
 #[test]
-fn many_short_windows_go_through_a_buffer() {
-    let span = |len: u64, count: u64, gaps: (u64, u64)| Span {
-        src: 0,
-        dst: 0,
-        len,
-        count,
-        src_step: (len + gaps.0) as i64,
-        dst_step: (len + gaps.1) as i64,
+fn runs_of_short_windows_go_through_a_buffer() {
+    let large = |len: u64| LARGE / len + 1;
+    let buffered = |len: u64, count: u64, gaps| {
+        let (sent, received) = through_buffers(local_streams, &[span(len, count, gaps)]);
+        // The few windows at the end of an interval of the padding may be moved by themselves.
+        [sent, received].map(|bytes| bytes * 10 > count * len * 9)
     };
-    for len in [100, 4096, 5000, 8191] {
-        let bytes = 96 * len;
+    for (len, count) in [(100, 16), (100, 96), (511, 96)] {
         // Pieces without gaps are one window.
-        assert_eq!(through_buffers(&[span(len, 96, (0, 64))]), (0, bytes), "{len}");
-        assert_eq!(through_buffers(&[span(len, 96, (64, 0))]), (bytes, 0), "{len}");
-        assert_eq!(through_buffers(&[span(len, 96, (64, 64))]), (bytes, bytes), "{len}");
-        assert_eq!(through_buffers(&[span(len, 16, (64, 64))]), (16 * len, 16 * len), "{len}");
+        assert_eq!(buffered(len, count, (0, 64)), [false, true], "{count} of {len}");
+        assert_eq!(buffered(len, count, (64, 0)), [true, false], "{count} of {len}");
+        assert_eq!(buffered(len, count, (64, 64)), [true, true], "{count} of {len}");
     }
-    // Too long, too few, or neighbours.
-    for spans in [span(8192, 100, (64, 64)), span(100, 15, (64, 64)), span(100, 100, (0, 0))] {
-        assert_eq!(through_buffers(&[spans]), (0, 0), "{spans:?}");
+    for len in [512, 8191] {
+        assert_eq!(buffered(len, large(len), (64, 64)), [true, true], "{len}");
     }
+    // Not tiny in a small transmission, too long in a large one, too few, or neighbours.
+    for spans in [
+        span(512, 96, (64, 64)),
+        span(4096, LARGE / 4096 - 1, (64, 64)),
+        span(8192, large(8192), (64, 64)),
+        span(100, 15, (64, 64)),
+        span(100, 100, (0, 0)),
+    ] {
+        assert_eq!(through_buffers(local_streams, &[spans]), (0, 0), "{spans:?}");
+    }
+    // Rings need no buffer.
+    assert_eq!(through_buffers(ringed_streams, &[span(100, 96, (64, 64))]), (0, 0));
     // One piece is read many times.
     let repeated = Span { src_step: 0, ..span(100, 100, (0, 50)) };
-    assert_eq!(through_buffers(&[repeated]), (10_000, 10_000));
-    // A neighbour among pieces of 4 KiB, and long pieces among short ones, which do not keep those from the buffer.
+    assert_eq!(through_buffers(local_streams, &[repeated]), (10_000, 10_000));
+}
+
+#[test]
+fn single_windows_among_runs_count_on_average() {
+    let through_buffers = |spans: &[Span]| through_buffers(local_streams, spans);
     let at = |at: u64, span: Span| Span { src: at, dst: at, ..span };
-    let pair = at(1 << 20, Span { count: 2, src_step: 4096, dst_step: 4096, ..span(4096, 1, (0, 0)) });
-    let many = span(4096, 100, (64, 64));
-    assert_eq!(through_buffers(&[pair, many]), (102 * 4096, 102 * 4096));
+    let singles = |count: u64| (0..count).map(|index| at(1000 + index * (300 + index), span(100, 1, (0, 0))));
+    assert_eq!(through_buffers(&singles(100).collect::<Vec<_>>()), (0, 0));
+    // In all, 8 runs with fewer than 64 windows, or with 64.
+    let run = |count| at(100_000, span(100, count, (50, 50)));
+    let with_singles = |count| through_buffers(&singles(7).chain([run(count)]).collect::<Vec<_>>());
+    assert_eq!(with_singles(56), (0, 0));
+    assert_eq!(with_singles(57), (6400, 6400));
+    // Long pieces among short ones do not keep those from the buffer.
     let long = at(1 << 20, span(300_000, 1, (0, 0)));
     let (after, before) = (at(0, span(100, 50, (50, 50))), at(1_500_000, span(100, 50, (50, 50))));
     assert_eq!(through_buffers(&[before, long, after]), (5000, 5000));
-}
-
-/// Tensors that happen to be neighbours are not one window.
-#[test]
-fn windows_of_two_tensors_are_not_joined() {
-    let (_source, src) = tensors_over(16, 1, 100, |tensor, at| pattern(4, tensor, at));
-    let (buffer, dst) = tensors_over(16, 1, 100, |_, _| 0xEE);
-    let (local, remote) = local_streams("short_windows_tensors");
-    let (sender, receiver) = (copy_engine(), copy_engine());
-    let whole = Span { src: 0, dst: 0, len: 100, count: 1, src_step: 0, dst_step: 0 };
-    let plan = plan_of_peer(16, 0, 0, vec![whole]).unwrap();
-    std::thread::scope(|scope| {
-        scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
-        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Arc::default()).unwrap();
-    });
-    // As one window, they would not go through the buffer.
-    assert_eq!(sender.counted().bytes(), (1600, 0));
-    let expected: Vec<u8> =
-        (0..16).flat_map(|tensor| (0..100).map(move |at| pattern(4, tensor, at))).collect();
-    assert!(buffer.read(0, 1600) == expected);
 }
 
 #[test]

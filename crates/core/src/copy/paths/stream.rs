@@ -3,8 +3,8 @@
 //!
 //! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from the byte count alone
 //! ([`padding_at`](crate::net::padding_at)). The bytes are copied directly between the windows and the socket, or the rings in
-//! shared memory of a stream that has them (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through
-//! a buffer (`short_windows`). `protocol` and `session` agree on the plan.
+//! shared memory of a stream that has them (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Runs of short windows may go
+//! through a buffer (`short_windows`). `protocol` and `session` agree on the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -108,7 +108,7 @@ impl StreamPath<'_> {
         let (sent, total) = (Progress::default(), range.end - range.start);
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Source, tensors: src, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine, total));
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine, stream, total));
         let padding = || stream.send_padding(deadline);
         in_batches(&end, range, &sent, deadline, padding, |batch, _| {
             if let Some(sum) = &mut self.sum {
@@ -128,7 +128,7 @@ impl StreamPath<'_> {
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Destination, tensors: dst, most };
         let total = range.end - range.start;
-        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine, total));
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine, stream, total));
         // What is hashed is read again at once.
         let kernel = Kernel::for_bytes(if self.sum.is_some() { 0 } else { total });
         let padding = || stream.receive_padding(deadline);
