@@ -60,11 +60,20 @@ fn median(mut times: Vec<f64>) -> f64 {
 /// Prints the times for a keeper with so many keys.
 fn measure(slots: u64) {
     let socket = std::env::temp_dir().join(format!("bench-exists-{}", std::process::id()));
-    let options = KeeperOptions { memory: slots * VALUE as u64, value: VALUE as u64, socket: socket.clone() };
+    let options = KeeperOptions {
+        memory: slots * VALUE as u64,
+        value: VALUE as u64,
+        socket: socket.clone(),
+        ..KeeperOptions::default()
+    };
     let keeper = Keeper::open(&options).unwrap();
     let soon = || Deadline::after(Duration::from_secs(60));
-    let options =
-        StoreOptions { socket: socket.clone(), namespace: "a benchmark".into(), value: VALUE as u64 };
+    let options = StoreOptions {
+        socket: socket.clone(),
+        namespace: "a benchmark".into(),
+        value: VALUE as u64,
+        ..StoreOptions::default()
+    };
     let store = Store::open(options, soon()).unwrap();
     let value = [7; VALUE];
     let mut set = HashSet::new();

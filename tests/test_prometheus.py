@@ -225,7 +225,7 @@ def test_stores_and_keepers_have_the_values_of_stats(tmp_path: Path) -> None:
     assert value("llm_datadist_store_hit_bytes_total", of) == 128
     assert value("llm_datadist_store_get_seconds_total", of) == stats["get_nanos"] / 1e9 > 0
     misses = {reason: value("llm_datadist_store_misses_total", {**of, "reason": reason}) for reason in REASONS}
-    assert misses == {"absent": 1, "changed": 0, "away": 0}
+    assert misses == {"absent": 1, "changed": 0, "corrupt": 0, "away": 0}
     results = {result: value("llm_datadist_store_put_values_total", {**of, "result": result}) for result in RESULTS}
     assert results == {"stored": 2, "present": 1, "no_room": 0, "away": 0}
     counted = stats["keeper"]
@@ -297,7 +297,7 @@ def test_a_keeper_that_hangs_costs_no_hits(tmp_path: Path) -> None:
             serve.terminate()
 
 
-REASONS = ("absent", "changed", "away")
+REASONS = ("absent", "changed", "corrupt", "away")
 RESULTS = ("stored", "present", "no_room", "away")
 
 

@@ -1191,11 +1191,19 @@ class Store:
             of their own.
         queue: bytes of values that started calls may use at a time, in the form of ``value``. Until a call has ended,
             its memory must not be used for anything else.
+        checksums: whether ``put`` gives each value a checksum (XXH3, 64 bits), and ``get`` compares it with the bytes
+            that it has copied. A value that differs is a miss, and the keeper drops it. All stores of a namespace have
+            the same.
+        token: token that gives the store its role: ``put`` needs the role ``write``, ``drop`` and ``clear`` need
+            ``admin``, and the other calls ``read``. ``None``: that of ``token_file``, or none. Processes of the user of
+            the keeper need no token, and may do everything.
+        token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
+        keeper_user: number of the user whose keeper is trusted with the values. ``None``: this user.
 
     Raises:
         TypeError: an argument has the wrong type.
         InvalidArgument: an argument is out of range, or the keeper refuses it: its values are smaller, the namespace
-            has values of another size, or its version differs.
+            has values of another size or other ``checksums``, the token is none of its own, or its version differs.
         Error: the system refuses the connection, a process of another user listens at the socket, or the keeper has
             reached a limit.
     """
@@ -1209,6 +1217,10 @@ class Store:
         value: _Size = "64KiB",
         timeout: float = 5.0,
         queue: _Size = "16GiB",
+        checksums: bool = False,
+        token: str | None = None,
+        token_file: str | PathLike[str] | None = None,
+        keeper_user: int | None = None,
     ) -> Self: ...
     def exists(self, keys: Sequence[bytes], /) -> list[bool]:
         """Say which keys the keeper has, without a message to it.
@@ -1240,7 +1252,8 @@ class Store:
                 buffer or array, with a multiple of the bytes of a value. A list or an array of integers.
 
         Returns:
-            For each key whether its buffer has the value, complete and right. Other buffers may have any bytes.
+            For each key whether its buffer has the value, complete and right, and with its checksum if the store has
+            checksums. Other buffers may have any bytes.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -1301,6 +1314,7 @@ class Store:
         Raises:
             TypeError: an argument has the wrong type.
             InvalidArgument: a key does not have 28 bytes, there are too many, or a value has another size.
+            Error: the role of the token is ``read``; ``code`` is ``"not_enabled"``. The store can be used further.
             Closed: the store is closed, or belongs to the parent of this process.
         """
 
@@ -1443,6 +1457,7 @@ class Store:
         Raises:
             TypeError: an argument has the wrong type.
             InvalidArgument: a key does not have 28 bytes, or there are too many.
+            Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The store can be used further.
             PeerLost: the keeper is away.
             Timeout: the keeper has not answered in time.
             Closed: the store is closed, or belongs to the parent of this process.
@@ -1461,6 +1476,7 @@ class Store:
 
         Raises:
             TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
+            Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The store can be used further.
             PeerLost: the keeper is away.
             Timeout: the keeper has not answered in time.
             Closed: the store is closed, or belongs to the parent of this process.
@@ -1550,9 +1566,9 @@ class StoreView:
 class Keeper:
     """A store of values that outlives the processes that use it, here in a thread of this process.
 
-    ``llm-datadist serve`` runs one in a process of its own. Processes of the same user use it with a ``Store``. When
-    its memory is full, the value that was not used for the longest time is replaced. ``with`` calls ``close`` at the
-    end.
+    ``llm-datadist serve`` runs one in a process of its own. Processes of the same user use it with a ``Store``, and
+    others with a token. When its memory is full, the value that was not used for the longest time is replaced. ``with``
+    calls ``close`` at the end.
 
     Args:
         memory: bytes for values, as a number or a text such as ``"8GiB"``. It is used as values arrive, and not
@@ -1560,18 +1576,31 @@ class Keeper:
         socket: path at which stores attach, of at most 108 bytes. A socket that a dead keeper has left there is taken
             over. The file ``<socket>.lock`` beside it stays.
         value: bytes of the largest value, at most 64 MiB, in the same form. Each value takes so much memory.
+        tokens: path of a file with tokens, of mode 0600 or 0400. Each line has a role (``read``, ``write`` or
+            ``admin``) and a token of at least 16 characters. ``None``: only processes of this user attach.
+        group: number of a group of this user. Its processes may connect to the socket, too, which then has mode 0660.
+            Those of other users need a token, so ``tokens`` must be given.
 
     Raises:
         TypeError: an argument has the wrong type.
-        InvalidArgument: a size is out of range, ``memory`` does not hold one value, or the path cannot be one of a
-            socket.
+        InvalidArgument: a size is out of range, ``memory`` does not hold one value, the path cannot be one of a socket,
+            the file of tokens cannot be read, can be read by others or has a wrong line, or ``group`` is given without
+            ``tokens``.
         OutOfMemory: ``memory`` is more than this process may use: the free memory of the machine or of its control
             group.
         Error: another program listens at the path; the error has its process as the fact ``pid``. Or the system
-            refuses a file, a socket or a thread.
+            refuses a file, a socket, the group or a thread.
     """
 
-    def __new__(cls, *, memory: _Size, socket: str | PathLike[str], value: _Size = "64KiB") -> Self: ...
+    def __new__(
+        cls,
+        *,
+        memory: _Size,
+        socket: str | PathLike[str],
+        value: _Size = "64KiB",
+        tokens: str | PathLike[str] | None = None,
+        group: int | None = None,
+    ) -> Self: ...
     @property
     def slots(self) -> int:
         """How many values fit into the memory."""
@@ -1602,17 +1631,32 @@ class KeeperObserver:
     Args:
         socket: path at which the keeper listens.
         timeout: seconds after which attaching and each call give up.
+        token: token that gives the observer its role: ``stats`` needs the role ``read``, and the other calls ``admin``.
+            ``None``: that of ``token_file``, or none. Processes of the user of the keeper need no token, and may do
+            everything.
+        token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
+        keeper_user: number of the user whose keeper is meant. ``None``: this user.
 
     Raises:
         TypeError: an argument has the wrong type.
-        InvalidArgument: an argument is out of range, or the version of the keeper differs.
+        InvalidArgument: an argument is out of range, the version of the keeper differs, or the keeper does not accept
+            the token.
         PeerLost: no keeper listens there.
         Timeout: the keeper has not answered in time.
         Error: the system refuses the connection, a process of another user listens at the socket, or the keeper has 8
             observers.
     """
 
-    def __new__(cls, socket: str | PathLike[str], /, *, timeout: float = 5.0) -> Self: ...
+    def __new__(
+        cls,
+        socket: str | PathLike[str],
+        /,
+        *,
+        timeout: float = 5.0,
+        token: str | None = None,
+        token_file: str | PathLike[str] | None = None,
+        keeper_user: int | None = None,
+    ) -> Self: ...
     def stats(self) -> KeeperStats:
         """Return the counters of the keeper.
 
@@ -1626,6 +1670,8 @@ class KeeperObserver:
         """Return the namespaces that the keeper knows, in the order of their numbers.
 
         Raises:
+            Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The observer can be used
+                further.
             PeerLost: the keeper has ended, or has not answered an earlier call.
             Timeout: the keeper has not answered in time, or calls of other threads took the time.
             Closed: the observer is closed, or belongs to the parent of this process.
@@ -1645,6 +1691,8 @@ class KeeperObserver:
         Raises:
             TypeError: an argument has the wrong type.
             InvalidArgument: an argument is out of range.
+            Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The observer can be used
+                further.
             PeerLost: the keeper has ended, or has not answered an earlier call.
             Timeout: the keeper has not answered in time, or calls of other threads took the time.
             Closed: the observer is closed, or belongs to the parent of this process.
@@ -1658,6 +1706,8 @@ class KeeperObserver:
         those that are not returned; call ``values`` again then. Each change is returned once, to one of the threads.
 
         Raises:
+            Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The observer can be used
+                further.
             PeerLost: the keeper has ended, or has not answered an earlier call.
             Timeout: the keeper has not answered in time, or calls of other threads took the time.
             Closed: the observer is closed, or belongs to the parent of this process.
@@ -1678,7 +1728,16 @@ class KeeperObserver:
 class _Holder:
     """The memory and the socket of a keeper, from which forked children serve one after the other."""
 
-    def __new__(cls, *, memory: _Size, socket: str | PathLike[str], value: _Size, take_over: bool) -> Self: ...
+    def __new__(
+        cls,
+        *,
+        memory: _Size,
+        socket: str | PathLike[str],
+        value: _Size,
+        take_over: bool,
+        tokens: str | PathLike[str] | None = None,
+        group: int | None = None,
+    ) -> Self: ...
     @property
     def slots(self) -> int: ...
     @property

@@ -257,6 +257,8 @@ class KeeperStats(TypedDict):
     """Values that were replaced because all slots were in use."""
     dropped: int
     """Values that stores have dropped."""
+    corrupt: int
+    """Values that it has dropped because their bytes did not have their checksum. A store has found them."""
     touched: int
     """Values that stores have read or put again, as far as the keeper was told: a store says it without waiting."""
     leases: int
@@ -270,6 +272,8 @@ class KeeperStats(TypedDict):
     refused: int
     """Clients that it has refused, and told why: because of what they sent, because of a limit, or because of the
     system."""
+    forbidden: int
+    """Requests that the role of a client does not allow. Stores and observers refuse such calls before they ask."""
 
 
 class StoreStats(TypedDict):
@@ -283,6 +287,8 @@ class StoreStats(TypedDict):
     """Keys of ``get`` and of views without a value. The keeper does not know whether it ever had one."""
     misses_changed: int
     """Keys of ``get`` and of views whose value was replaced before it was checked."""
+    misses_corrupt: int
+    """Keys of ``get`` whose value did not have its checksum. Without ``checksums``, this is 0."""
     misses_away: int
     """Keys of ``get`` and of views while the keeper was away."""
     gets: int
@@ -320,6 +326,8 @@ class StoredNamespace(TypedDict):
     """Its text."""
     value: int
     """Bytes of each of its values."""
+    checksums: bool
+    """Whether its values have checksums."""
     values: int
     """How many values it has."""
 

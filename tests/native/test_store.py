@@ -160,7 +160,7 @@ def lingering() -> tuple[sockets.socket, sockets.socket]:
 
 
 def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subprocess.Popen[str]) -> None:
-    attach = b"\x00\x01\x01n\x40"
+    attach = b"\x00\x03\x01n\x40\x00"
     with contextlib.ExitStack() as kept, opened(socket) as store:
         assert store.put([key(1)], [value(1)]) == [True]
         stopped = stop(served)  # so that it has the last descriptors

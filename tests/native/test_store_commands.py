@@ -85,8 +85,8 @@ def test_observer_lists_what_a_keeper_has(socket: Path, filled: Store) -> None:
         assert observer.values(0, limit=2) == listed[:2]
         assert {row["namespace"] for row in observer.values()} == {0, 1}
         first, second = observer.namespaces()
-        assert first == {"number": 0, "text": "a model", "value": VALUE, "values": 3}
-        assert second == {"number": 1, "text": "b\x1b[2J", "value": 7, "values": 1}
+        assert first == {"number": 0, "text": "a model", "value": VALUE, "checksums": False, "values": 3}
+        assert second == {"number": 1, "text": "b\x1b[2J", "value": 7, "checksums": False, "values": 1}
         assert observer.stats() == {**(filled.stats()["keeper"] or {}), "observers": 1}
         for wrong in ({"limit": 0}, {"limit": -1}):
             with pytest.raises(InvalidArgument, match="limit="):

@@ -42,16 +42,20 @@ pub mod validate {
     }
 }
 
-/// Shared memory, descriptors, waits, copies and asynchronous calls for `crates/keeper`.
+/// Shared memory, descriptors, waits, copies, checksums, tokens and asynchronous calls for `crates/keeper`.
 pub mod keeper {
+    pub use crate::config::Token;
+    pub use crate::copy::window_sums;
     pub use crate::memory::kernels::{Copy, Kernel, copy_all};
     pub use crate::memory::{
         CloseOnFork, Generations, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region, SharedWords,
-        Tensors, Window, above_standard_streams, peer_credentials, peer_process_descriptor,
+        Tensors, Window, above_standard_streams, is_user, peer_credentials, peer_process_descriptor, random,
         refuse_beyond_room, same_user, take_descriptors,
     };
     pub use crate::net::{discard, is_crowded};
-    pub use crate::session::{Poller, Watching};
+    pub use crate::options::link_token;
+    pub use crate::session::{KeyProof, Poller, Watching};
+    pub use crate::token_file::{read as read_token_file, secret_text};
     pub use crate::transfer::{ClientCalls, ClientLane};
 }
 

@@ -1,4 +1,4 @@
-//! Reads the link token from a file that only its owner can read.
+//! Reads tokens from files that only their owner can read.
 //!
 //! A file is safer than an environment variable, which leaks from containers into child processes, crash
 //! reports and the description of the container. The path may be a symbolic link, as for secrets mounted by
@@ -34,6 +34,15 @@ pub fn token(links: &LinkConfig, option: &'static str) -> Result<Option<Token>> 
 /// or of root, which no other user may access, with at most 4096 bytes and a valid token. One line break at
 /// its end is ignored.
 pub fn read(path: &Path, option: &'static str) -> Result<Token> {
+    let text = secret_text(path, option, MAX_BYTES)?;
+    let text = text.strip_suffix('\n').map_or(&*text, |line| line.strip_suffix('\r').unwrap_or(line));
+    let name = if option == "link_token_file" { "link_token" } else { option };
+    link_token(name, text).map_err(|error| error.with(option, path.display()))
+}
+
+/// Returns the text of the file at `path`, which has secrets. `Err(InvalidArgument)` unless it is a regular file of this user
+/// or of root, which no other user may access, with at most `most` bytes of UTF-8.
+pub fn secret_text(path: &Path, option: &'static str, most: u64) -> Result<String> {
     let refused = |path: &Path, why: &str| refused((option, path), why);
     // Opened without blocking, because opening a pipe would wait for its writer.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
@@ -41,15 +50,12 @@ pub fn read(path: &Path, option: &'static str) -> Result<Token> {
     let file = File::from(opened.map_err(|errno| refused(path, "cannot be opened").because(errno))?);
     private((option, path), &file)?;
     let mut bytes = Vec::new();
-    let read = file.take(MAX_BYTES + 1).read_to_end(&mut bytes);
+    let read = file.take(most + 1).read_to_end(&mut bytes);
     read.map_err(|error| refused(path, "cannot be read").because(error))?;
-    if bytes.len() as u64 > MAX_BYTES {
-        return Err(refused(path, &format!("is longer than {MAX_BYTES} bytes")));
+    if bytes.len() as u64 > most {
+        return Err(refused(path, &format!("is longer than {most} bytes")));
     }
-    let text = std::str::from_utf8(&bytes).map_err(|_| refused(path, "is not UTF-8 text"))?;
-    let text = text.strip_suffix('\n').map_or(text, |line| line.strip_suffix('\r').unwrap_or(line));
-    let name = if option == "link_token_file" { "link_token" } else { option };
-    link_token(name, text).map_err(|error| error.with(option, path.display()))
+    String::from_utf8(bytes).map_err(|_| refused(path, "is not UTF-8 text"))
 }
 
 /// Refuses a file that other users can read or could have written.

@@ -6,15 +6,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use llm_datadist_core::bindings::keeper::{
     Copy, Generations, Kernel, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region, Tensors, Window,
-    copy_all,
+    copy_all, window_sums,
 };
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::io::Errno;
 
-use crate::connection::{KeeperConnection, ended, unexpected};
+use crate::connection::{KeeperAccess, KeeperConnection, ended, unexpected};
 use crate::index::{self, Index, Place};
 use crate::key::{IndexKey, StoreKey};
-use crate::messages::{AttachRequest, KeeperReply, KeeperRequest, SharedGeometry, Stored, VERSION};
+use crate::messages::{
+    AttachRequest, KeeperReply, KeeperRequest, SharedGeometry, Stored, VERSION, ValueTerms,
+};
 use crate::sizes;
 use crate::socket::PeerFile;
 
@@ -27,7 +29,7 @@ pub(crate) struct Attachment {
     /// The memory of this process from which the keeper copies values. `None` while it may do so, which is for ever after a put
     /// without a reply.
     staging: Mutex<Option<Tensors>>,
-    value: u64,
+    terms: ValueTerms,
 }
 
 /// The memory of a keeper. This process has mapped it read-only.
@@ -81,20 +83,27 @@ impl SharedMemory {
 }
 
 impl Attachment {
-    /// Attaches to the keeper at `path`, for values of `value` bytes in a namespace.
+    /// Attaches to the keeper at `path`, for values with these terms in a namespace.
     ///
     /// Returns `Err(NotLinked)` if no keeper listens there or it ends meanwhile, `Err(Timeout)` if it does not answer in time,
     /// `Err(InvalidArgument)` with the reason if it refuses, and another error if memory or descriptors are short here.
-    pub(crate) fn open(path: &Path, namespace: &str, value: u64, deadline: Deadline) -> Result<Attachment> {
-        let bytes = sizes::staging_bytes(value);
+    pub(crate) fn open(
+        path: &Path,
+        access: &KeeperAccess,
+        namespace: &str,
+        terms: ValueTerms,
+        deadline: Deadline,
+    ) -> Result<Attachment> {
+        let bytes = sizes::staging_bytes(terms.value);
         let region = Arc::new(Region::ordinary("llm_datadist staging", bytes)?);
         let memory = region.descriptor().ok_or_else(not_sealed)?;
         let request =
-            KeeperRequest::Attach(AttachRequest { version: VERSION, namespace: namespace.into(), value });
-        let (connection, geometry, files) = KeeperConnection::open(path, &request, &[memory], deadline)?;
+            KeeperRequest::Attach(AttachRequest { version: VERSION, namespace: namespace.into(), terms });
+        let (connection, geometry, files) =
+            KeeperConnection::open(path, access, &request, &[memory], deadline)?;
         let memory = Arc::new(SharedMemory::map(geometry, files, deadline)?);
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
-        Ok(Attachment { connection, memory, staging, value })
+        Ok(Attachment { connection, memory, staging, terms })
     }
 
     /// Returns where the value of a key is, if the keeper has it.
@@ -114,7 +123,7 @@ impl Attachment {
         deadline: Deadline,
     ) -> Result<()> {
         let staging = self.staging().take().ok_or_else(|| ended(Errno::PIPE))?;
-        let capacity = sizes::staged_values(self.value);
+        let capacity = sizes::staged_values(self.terms.value);
         // A value that needs more than half of the memory takes turns with the keeper.
         let halves = capacity.min(2);
         let part = capacity / halves;
@@ -141,14 +150,19 @@ impl Attachment {
         pairs: &[(StoreKey, Window<'_>)],
         deadline: Deadline,
     ) -> Result<()> {
+        let bytes = self.terms.value;
         let mut copies = Vec::with_capacity(pairs.len());
         for (at, (_, value)) in (first as u64..).zip(pairs) {
-            copies.push(Copy::one(*value, staging.window(0, at * self.value, self.value)?));
+            copies.push(Copy::one(*value, staging.window(0, at * bytes, bytes)?));
         }
-        copy_all(&copies, Kernel::for_bytes(pairs.len() as u64 * self.value))?;
-        let first = u32::try_from(first).unwrap_or(u32::MAX);
-        self.connection
-            .send(&KeeperRequest::Put(first, pairs.iter().map(|(key, _)| *key).collect()), deadline)
+        copy_all(&copies, Kernel::for_bytes(pairs.len() as u64 * bytes))?;
+        let checksums = if self.terms.checksums {
+            window_sums(pairs.iter().map(|(key, value)| (&key.bytes()[..], *value)))?
+        } else {
+            Vec::new()
+        };
+        let (first, keys) = (u32::try_from(first).unwrap_or(u32::MAX), pairs.iter().map(|(key, _)| *key));
+        self.connection.send(&KeeperRequest::Put(first, keys.collect(), checksums), deadline)
     }
 
     /// Waits for what became of the values of one message.
@@ -161,6 +175,12 @@ impl Attachment {
             }
             _ => Err(unexpected()),
         }
+    }
+
+    /// Tells the keeper which slots have values without their checksums, as far as its queue has room.
+    pub(crate) fn report_corrupt(&self, slots: &[u32]) {
+        // What it does not hear now, it hears at the next `get`.
+        let _ = slots.iter().all(|&slot| self.connection.send_if_room(&KeeperRequest::Corrupt(slot)));
     }
 
     fn staging(&self) -> MutexGuard<'_, Option<Tensors>> {
@@ -308,7 +328,9 @@ pub(crate) mod tests {
         let path = SilentPath::new();
         let keeper = path.start();
         let soon = || Deadline::after(Duration::from_secs(30));
-        let attachment = Attachment::open(&path.socket(), "n", 64, soon()).unwrap();
+        let terms = ValueTerms { value: 64, checksums: false };
+        let attachment =
+            Attachment::open(&path.socket(), &KeeperAccess::default(), "n", terms, soon()).unwrap();
         let keeper = keeper.join().unwrap();
         let put = |byte: u8, deadline| {
             let key = StoreKey::read(0, &[byte; 28]).unwrap();

@@ -6,7 +6,8 @@ use llm_datadist_core::Error;
 use llm_datadist_core::bindings::keeper::{CloseOnFork, Tensors};
 
 use crate::leases::ClientLeases;
-use crate::messages::{KeeperRefusal, KeeperReply, RefusalKind, encoded};
+use crate::messages::{KeeperRefusal, KeeperReply, RefusalKind, ValueTerms, encoded};
+use crate::roles::{ClientRole, Greeting};
 use crate::socket::{PeerFile, send};
 
 /// A connection.
@@ -18,15 +19,31 @@ pub(crate) struct Client {
     /// Readable once its process has ended, which may be before the end of the socket: a child of that process may have a copy of the
     /// socket. `None` if the kernel does not tell.
     pub(crate) process: Option<OwnedFd>,
-    /// `None` until its first message.
+    /// The number of its user; `None` if the kernel does not tell.
+    pub(crate) user: Option<u32>,
+    /// What it is authenticated with.
+    pub(crate) standing: Standing,
+    /// `None` until it has attached.
     pub(crate) attached: Option<AttachedClient>,
 }
 
-/// What a client has said in its first message.
+/// How far a client has authenticated.
+#[derive(Debug)]
+pub(crate) enum Standing {
+    /// It has shown no token. Its user decides.
+    User,
+    /// It has been sent a random number, and may prove a token.
+    Greeted(Greeting),
+    /// It has proved a token with this role.
+    Proved(ClientRole),
+}
+
+/// What a client has said when it attached.
 #[derive(Debug)]
 pub(crate) struct AttachedClient {
     /// The number of its namespace; that of none if it only looks.
     pub(crate) namespace: u32,
+    pub(crate) role: ClientRole,
     /// `None` if it only looks.
     pub(crate) memory: Option<ClientMemory>,
     pub(crate) leases: ClientLeases,
@@ -35,8 +52,7 @@ pub(crate) struct AttachedClient {
 /// The memory of a client from which values are copied.
 #[derive(Debug)]
 pub(crate) struct ClientMemory {
-    /// Bytes of a value.
-    pub(crate) value: u64,
+    pub(crate) terms: ValueTerms,
     pub(crate) staging: Tensors,
     /// Its descriptor. Declared after the memory, so that unmapping it is never what frees a file of the client, which may be huge.
     pub(crate) _file: PeerFile,

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::bindings::keeper::{
-    CloseOnFork, Poller, Watching, is_crowded, peer_process_descriptor,
+    CloseOnFork, Poller, Watching, is_crowded, peer_credentials, peer_process_descriptor,
 };
 use rustix::io::Errno;
 
-use crate::client::{AttachedClient, Client, Goodbye};
+use crate::admission;
+use crate::client::{AttachedClient, Client, Goodbye, Standing};
 use crate::sizes::MAX_PENDING;
 use crate::socket::{ListeningPath, PeerFile};
 
@@ -122,10 +123,7 @@ impl Clients {
 
     /// Takes a connection. Whether it may attach is decided by its first message, so that a refusal reaches it.
     fn admit(&mut self, socket: OwnedFd) {
-        let pending = || self.by_number.iter().filter(|(_, client)| client.attached.is_none());
-        if pending().count() >= MAX_PENDING
-            && let Some((&oldest, _)) = pending().next()
-        {
+        if let Some(oldest) = admission::gives_way(&self.by_number, MAX_PENDING) {
             self.remove(oldest);
         }
         self.last += 1;
@@ -140,7 +138,9 @@ impl Clients {
                 watched.is_ok()
             });
             let forked = CloseOnFork::new(&socket);
-            let client = Client { _forked: forked, socket: PeerFile::new(socket), process, attached: None };
+            let user = peer_credentials(socket.as_fd()).map(|peer| peer.uid);
+            let (socket, standing) = (PeerFile::new(socket), Standing::User);
+            let client = Client { _forked: forked, socket, process, user, standing, attached: None };
             self.by_number.insert(self.last, client);
         }
     }
@@ -148,6 +148,11 @@ impl Clients {
     /// Returns a client.
     pub(crate) fn get(&self, number: u64) -> Option<&Client> {
         self.by_number.get(&number)
+    }
+
+    /// Returns a client.
+    pub(crate) fn get_mut(&mut self, number: u64) -> Option<&mut Client> {
+        self.by_number.get_mut(&number)
     }
 
     /// Returns a client that has attached.

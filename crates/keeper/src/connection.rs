@@ -2,18 +2,33 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::thread::sleep;
+use std::time::Duration;
 
-use llm_datadist_core::bindings::keeper::CloseOnFork;
+use llm_datadist_core::bindings::keeper::{CloseOnFork, Token, random};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 
 use crate::messages::{
-    KeeperRefusal, KeeperReply, KeeperRequest, RefusalKind, SharedGeometry, decoded, encoded,
+    KeeperRefusal, KeeperReply, KeeperRequest, RefusalKind, SharedGeometry, VERSION, decoded, encoded,
 };
+use crate::roles::{ClientRole, Greeting};
 use crate::sizes::MESSAGE_BYTES;
 use crate::socket::{PeerFile, connect_to, receive, send};
+
+/// How often a client tries to connect while the queue of the socket is full.
+const CROWDED: Duration = Duration::from_millis(1);
+
+/// What a client shows to a keeper, and which one it trusts. By default, a keeper of the same user, which needs no token.
+#[derive(Clone, Debug, Default)]
+pub struct KeeperAccess {
+    /// The token that gives the client its role. Without one, only a process of the user of the keeper may attach.
+    pub token: Option<Token>,
+    /// The number of the user whose keeper is trusted with the values of this process; `None` for that of this process.
+    pub keeper_user: Option<u32>,
+}
 
 /// A connection on which the keeper has attached this process.
 #[derive(Debug)]
@@ -21,27 +36,38 @@ pub(crate) struct KeeperConnection {
     /// Declared before the socket, so that it drops first.
     _forked: CloseOnFork,
     socket: OwnedFd,
+    role: ClientRole,
 }
 
 impl KeeperConnection {
     /// Connects, and sends the first message. Returns the sizes of the memory of the keeper, and the descriptors that it shares.
     pub(crate) fn open(
         path: &Path,
+        access: &KeeperAccess,
         request: &KeeperRequest,
         memory: &[BorrowedFd<'_>],
         deadline: Deadline,
     ) -> Result<(KeeperConnection, SharedGeometry, Vec<PeerFile>)> {
-        let socket = connect_to(path)?;
+        let socket = connected(path, access, deadline)?;
         let forked = CloseOnFork::new(&socket);
+        let role = match &access.token {
+            Some(token) => prove(&socket, token, deadline)?,
+            None => ClientRole::Admin,
+        };
         send(&socket, &encoded(request)?, memory).map_err(ended)?;
         let (reply, files) = received(&socket, deadline)?;
         match reply {
             KeeperReply::Attached(geometry) => {
-                Ok((KeeperConnection { _forked: forked, socket }, geometry, files))
+                Ok((KeeperConnection { _forked: forked, socket, role }, geometry, files))
             }
             KeeperReply::Refused(refusal) => Err(refused(refusal)),
             _ => Err(unexpected()),
         }
+    }
+
+    /// Returns the reason if the role of this client does not allow what needs the role `needed`.
+    pub(crate) fn check(&self, needed: ClientRole) -> Result<()> {
+        self.role.check(needed)
     }
 
     /// Returns whether the keeper has not ended the connection.
@@ -77,16 +103,18 @@ impl KeeperConnection {
     pub(crate) fn reply(&self, deadline: Deadline) -> Result<KeeperReply> {
         match received(&self.socket, deadline)?.0 {
             KeeperReply::Refused(refusal) => Err(refused(refusal)),
+            KeeperReply::Forbidden(role, needed) => {
+                role.check(needed)?;
+                Err(unexpected())
+            }
             reply => Ok(reply),
         }
     }
 
-    /// Sends a request without a reply, unless the queue of the keeper is full.
-    pub(crate) fn send_if_room(&self, request: &KeeperRequest) {
-        if let Ok(message) = encoded(request) {
-            // The sender does not need it to arrive.
-            let _ = send(&self.socket, &message, &[]);
-        }
+    /// Sends a request without a reply, unless the queue of the keeper is full. Returns whether it was sent: the sender does not need
+    /// it to arrive.
+    pub(crate) fn send_if_room(&self, request: &KeeperRequest) -> bool {
+        encoded(request).is_ok_and(|message| send(&self.socket, &message, &[]).is_ok())
     }
 
     /// Ends the connection, and returns the reply that the keeper has sent before, if there is one. The keeper can send none from now on.
@@ -103,6 +131,44 @@ impl KeeperConnection {
     pub(crate) fn end(&self) {
         // Fails only if the keeper has ended it.
         let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+}
+
+/// Connects. Waits for a place in the queue of the socket, which others may have filled.
+fn connected(path: &Path, access: &KeeperAccess, deadline: Deadline) -> Result<OwnedFd> {
+    loop {
+        match connect_to(path, access.keeper_user) {
+            Err(error) if error.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => {
+                deadline.waiting("waiting for the keeper")?;
+                sleep(CROWDED);
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Proves a token, and has the keeper prove it. Returns the role that the keeper gives this client for it.
+fn prove(socket: &OwnedFd, token: &Token, deadline: Deadline) -> Result<ClientRole> {
+    let nonce = random()?;
+    let asked = |request: &KeeperRequest| {
+        send(socket, &encoded(request)?, &[]).map_err(ended)?;
+        match received(socket, deadline)?.0 {
+            KeeperReply::Refused(refusal) => Err(refused(refusal)),
+            reply => Ok(reply),
+        }
+    };
+    let KeeperReply::Challenge(other) = asked(&KeeperRequest::Greet(VERSION, nonce))? else {
+        return Err(unexpected());
+    };
+    let greeting = Greeting::of(nonce, other);
+    let proof = greeting.client_proof(token)?.bytes();
+    match asked(&KeeperRequest::Prove(proof))? {
+        KeeperReply::Proved(role, answer) if greeting.keeper_proof(token)?.is(&answer) => Ok(role),
+        KeeperReply::Proved(..) => {
+            let text = "what listens at the socket has not proved that it has the token";
+            Err(Error::new(ErrorKind::System, text).of_argument("token"))
+        }
+        _ => Err(unexpected()),
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Each bucket is guarded by its version, which is odd while the keeper writes it. A reader takes what it has read of a bucket only if
 //! the version was even and has not changed. Whether the bytes of the slot are still those of the key is decided by the generation
-//! that the bucket has.
+//! that the bucket has. Behind the buckets is a number for each slot: the checksum of its value.
 
 use std::hint::spin_loop;
 use std::os::fd::BorrowedFd;
@@ -73,7 +73,7 @@ fn buckets(slots: u32) -> u64 {
 
 /// Returns the number of words of an index for this many slots.
 pub(crate) fn words(slots: u32) -> u64 {
-    HEAD + buckets(slots) * BUCKET
+    HEAD + buckets(slots) * BUCKET + u64::from(slots)
 }
 
 impl<W: LoadWord> Index<W> {
@@ -133,6 +133,15 @@ impl<W: LoadWord> Index<W> {
         BucketState::Changing
     }
 
+    /// Returns the checksum of the value in a slot. It is right if the generation of the slot is the same afterwards.
+    pub(crate) fn checksum(&self, slot: u32) -> u64 {
+        self.words.load_word(self.checksum_at(slot))
+    }
+
+    fn checksum_at(&self, slot: u32) -> u64 {
+        HEAD + (self.mask + 1) * BUCKET + u64::from(slot)
+    }
+
     /// Returns the first bucket in which `key` may be.
     fn home(&self, key: &IndexKey) -> u64 {
         key.mixed() & self.mask
@@ -158,6 +167,11 @@ impl Index<SharedWords> {
             self.write(bucket, Some((*key, place)));
         }
         empty.is_some()
+    }
+
+    /// Sets the checksum of the value in a slot, before its key is added.
+    pub(crate) fn set_checksum(&self, slot: u32, checksum: u64) {
+        self.words.word(self.checksum_at(slot)).store(checksum, Ordering::Relaxed);
     }
 
     fn empty_bucket(&self, key: &IndexKey) -> Option<u64> {

@@ -16,18 +16,18 @@
 //!
 //! ```text
 //!  store   started   view   observer   take_over   holder   keeper    the ends
-//!  access   put   serving                        what they do with messages
+//!  keeper_link   put   serving   admission       what they do with messages
 //!  attachment   connection   clients   client    what each has of the other
 //!  table   leases   namespaces   changes   what only the keeper has
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key   stats   call_lock   jobs   windows   viewed
+//!  sizes   key   stats   roles   call_lock   jobs   windows   viewed
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
-mod access;
+mod admission;
 mod attachment;
 mod call_lock;
 mod changes;
@@ -38,6 +38,7 @@ mod holder;
 mod index;
 mod jobs;
 mod keeper;
+mod keeper_link;
 mod key;
 mod leases;
 mod messages;
@@ -45,6 +46,7 @@ mod namespaces;
 mod observer;
 mod put;
 mod recency;
+mod roles;
 mod serving;
 mod shared_files;
 mod sizes;
@@ -58,12 +60,14 @@ mod view;
 mod viewed;
 mod windows;
 
-pub use access::StoreOptions;
+pub use connection::KeeperAccess;
 pub use holder::{Holder, KeeperOptions};
 pub use keeper::Keeper;
+pub use keeper_link::StoreOptions;
 pub use key::{KEY_BYTES, StoreKey};
 pub use messages::{ListedChange, ListedNamespace, ListedValue, Stored};
 pub use observer::{NewChanges, Observer};
+pub use roles::{ClientRole, RoleTokens};
 pub use sizes::{MAX_KEYS, MAX_LEASE, MAX_NAMESPACE, MAX_VALUE};
 pub use started::{JobMemory, StoreJob};
 pub use stats::{KeeperStats, StoreStats};

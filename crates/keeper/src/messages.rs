@@ -4,6 +4,7 @@ use llm_datadist_core::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::key::StoreKey;
+use crate::roles::{ClientRole, Nonce};
 use crate::stats::KeeperStats;
 
 /// The version of the messages and of the shared memory. Another version is refused.
@@ -16,8 +17,9 @@ pub(crate) const NO_NAMESPACE: u32 = u32::MAX;
 pub(crate) enum KeeperRequest {
     /// The first message, with a descriptor of the memory from which the keeper copies values.
     Attach(AttachRequest),
-    /// To copy a value for each key. They lie one after the other in the memory of the client, behind so many values.
-    Put(u32, Vec<StoreKey>),
+    /// To copy a value for each key. They lie one after the other in the memory of the client, behind so many values. The last list has
+    /// the checksum of each value, or nothing if the namespace has no checksums.
+    Put(u32, Vec<StoreKey>, Vec<u64>),
     /// That these slots were read. There is no reply.
     Touch(Vec<u32>),
     /// To drop the values of these keys.
@@ -41,6 +43,29 @@ pub(crate) enum KeeperRequest {
     Changes(Option<u64>),
     /// To end, because this client takes over.
     End,
+    /// The first message of a client that has a token, with the version that it speaks, and a random number.
+    Greet(u32, Nonce),
+    /// The proof of that token. The client attaches or observes afterwards.
+    Prove([u8; 32]),
+    /// That a value which was read from this slot did not have its checksum. The keeper calculates the checksum, too, and drops the value
+    /// if it differs. There is no reply.
+    Corrupt(u32),
+}
+
+impl KeeperRequest {
+    /// Returns the role that a client needs for it. Requests without a reply need no more than [`ClientRole::Read`].
+    pub(crate) fn needs(&self) -> ClientRole {
+        use KeeperRequest::{
+            Attach, Changes, Clear, Corrupt, Drop, End, Greet, Lease, List, Namespaces, Observe, Prove, Put,
+            Stats, Touch, Unlease,
+        };
+        match self {
+            Greet(..) | Prove(_) | Attach(_) | Observe(..) | Touch(_) | Lease(..) | Unlease(_) | Stats
+            | Corrupt(_) => ClientRole::Read,
+            Put(..) => ClientRole::Write,
+            Drop(_) | Clear(_) | List(_) | Namespaces(_) | Changes(_) | End => ClientRole::Admin,
+        }
+    }
 }
 
 /// Where a page of values begins.
@@ -60,8 +85,16 @@ pub(crate) struct AttachRequest {
     pub(crate) version: u32,
     /// The text that stands for everything that gives values their meaning.
     pub(crate) namespace: String,
-    /// Bytes of each value in the namespace.
+    pub(crate) terms: ValueTerms,
+}
+
+/// What the values of a namespace have in common.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ValueTerms {
+    /// Bytes of each value.
     pub(crate) value: u64,
+    /// Whether each value has a checksum.
+    pub(crate) checksums: bool,
 }
 
 /// What the keeper answers.
@@ -90,6 +123,12 @@ pub(crate) enum KeeperReply {
     Changes(ChangePage),
     /// The keeper ends now, because the client takes over.
     Ending,
+    /// The random number of the keeper.
+    Challenge(Nonce),
+    /// The role of the client, and the proof that the keeper has the same token.
+    Proved(ClientRole, [u8; 32]),
+    /// The client has the first role, and the request needs the second one. The connection goes on.
+    Forbidden(ClientRole, ClientRole),
 }
 
 /// A page of changes.
@@ -166,6 +205,8 @@ pub struct ListedNamespace {
     pub text: String,
     /// Bytes of each of its values.
     pub value: u64,
+    /// Whether its values have checksums.
+    pub checksums: bool,
     /// How many values it has.
     pub values: u32,
 }
@@ -208,11 +249,11 @@ mod tests {
     #[test]
     fn the_longest_messages_fit() {
         let key = StoreKey::read(0, &[0xff; 28]).unwrap();
-        let attach =
-            AttachRequest { version: VERSION, namespace: "n".repeat(MAX_NAMESPACE), value: u64::MAX };
+        let terms = ValueTerms { value: u64::MAX, checksums: true };
+        let attach = AttachRequest { version: VERSION, namespace: "n".repeat(MAX_NAMESPACE), terms };
         let requests = [
             KeeperRequest::Attach(attach),
-            KeeperRequest::Put(u32::MAX, vec![key; MESSAGE_KEYS]),
+            KeeperRequest::Put(u32::MAX, vec![key; MESSAGE_KEYS], vec![u64::MAX; MESSAGE_KEYS]),
             KeeperRequest::Touch(vec![u32::MAX; MESSAGE_KEYS]),
             KeeperRequest::Drop(vec![key; MESSAGE_KEYS]),
             KeeperRequest::Lease(vec![key; MESSAGE_KEYS], u32::MAX),
@@ -228,6 +269,9 @@ mod tests {
             KeeperRequest::Clear(u32::MAX),
             KeeperRequest::Changes(Some(u64::MAX)),
             KeeperRequest::End,
+            KeeperRequest::Greet(VERSION, [0xff; 32]),
+            KeeperRequest::Prove([0xff; 32]),
+            KeeperRequest::Corrupt(u32::MAX),
         ];
         for request in requests {
             let bytes = encoded(&request).unwrap();
@@ -239,6 +283,7 @@ mod tests {
             number: u32::MAX,
             text: "n".repeat(MAX_NAMESPACE),
             value: u64::MAX,
+            checksums: true,
             values: u32::MAX,
         };
         let change = ListedChange { namespace: u32::MAX, key, stored: true };

@@ -9,14 +9,14 @@ use std::sync::atomic::Ordering;
 
 use llm_datadist_core::bindings::keeper::SharedWords;
 
-use crate::messages::{KeeperRefusal, ListedNamespace, NO_NAMESPACE, RefusalKind};
+use crate::messages::{KeeperRefusal, ListedNamespace, NO_NAMESPACE, RefusalKind, ValueTerms};
 use crate::sizes::{MAX_NAMESPACE, MAX_NAMESPACES, PAGE_NAMESPACES};
 
 const WORD: usize = size_of::<u64>();
 /// Words of the text of a namespace.
 const TEXT: u64 = MAX_NAMESPACE.div_ceil(WORD) as u64;
-/// Words of a record: the bytes of each value, those of the text, and the text.
-const RECORD: u64 = 2 + TEXT;
+/// Words of a record: the bytes of each value, whether they have checksums, the bytes of the text, and the text.
+const RECORD: u64 = 3 + TEXT;
 /// The word with the number of the next namespace.
 const NEXT: u64 = 0;
 /// The first of the words with the number of each record plus 1, which is 0 if the record is not used. They lie together, so that
@@ -27,7 +27,7 @@ const RECORDS: u64 = NUMBERS + MAX_NAMESPACES as u64;
 /// Words of the memory that outlives the process.
 pub(crate) const WORDS: u64 = RECORDS + MAX_NAMESPACES as u64 * RECORD;
 
-/// Texts, each with its number and the bytes of its values. A number never stands for another text, also after the first one was
+/// Texts, each with its number and the terms of its values. A number never stands for another text, also after the first one was
 /// forgotten: a client that was away may still look for its keys.
 #[derive(Debug)]
 pub(crate) struct Namespaces {
@@ -41,8 +41,7 @@ pub(crate) struct Namespaces {
 #[derive(Debug)]
 struct Namespace {
     text: Arc<str>,
-    /// Bytes of each value.
-    value: u64,
+    terms: ValueTerms,
     /// Clients that are attached to it. Without any and without values, it is forgotten.
     clients: u32,
     values: u32,
@@ -62,7 +61,7 @@ impl Namespaces {
         let mut namespaces = Namespaces { numbers, all, free: Vec::new(), words };
         for record in (0..MAX_NAMESPACES as u64).rev() {
             match namespaces.read_record(record) {
-                Some((number, value, text)) => namespaces.add(number, value, text.into(), record),
+                Some((number, terms, text)) => namespaces.add(number, terms, text.into(), record),
                 None => namespaces.free.push(record),
             }
         }
@@ -70,22 +69,22 @@ impl Namespaces {
     }
 
     /// Returns the number of a text for a client, with a new one for a text that is not known. Returns the reason if the values of this
-    /// text have another size, or if there are too many texts.
-    pub(crate) fn attach(&mut self, text: &str, value: u64) -> Result<u32, KeeperRefusal> {
+    /// text have other terms, or if there are too many texts.
+    pub(crate) fn attach(&mut self, text: &str, terms: ValueTerms) -> Result<u32, KeeperRefusal> {
         let number = match self.numbers.get(text) {
             Some(&number) => number,
-            None => self.learn(text, value)?,
+            None => self.learn(text, terms)?,
         };
         match self.all.get_mut(&number) {
-            Some(namespace) if namespace.value == value => namespace.clients += 1,
-            other => {
-                let known = other.map_or(0, |namespace| namespace.value);
-                let reason =
-                    format!("value={value} must be {known}, as in the namespace that the keeper has");
-                return Err(KeeperRefusal { kind: RefusalKind::Argument, argument: "value".into(), reason });
-            }
+            Some(namespace) if namespace.terms == terms => namespace.clients += 1,
+            other => return Err(other_terms(terms, other.map_or(terms, |namespace| namespace.terms))),
         }
         Ok(number)
+    }
+
+    /// Returns the terms of the values of a namespace.
+    pub(crate) fn terms(&self, number: u32) -> Option<ValueTerms> {
+        self.all.get(&number).map(|namespace| namespace.terms)
     }
 
     /// Counts the end of a client.
@@ -132,8 +131,9 @@ impl Namespaces {
     /// Returns a page of those with numbers from `from` on, in their order, and the number from which the next page begins.
     pub(crate) fn list(&self, from: u32) -> (Vec<ListedNamespace>, Option<u32>) {
         let mut rest = self.all.range(from..).map(|(&number, namespace)| {
-            let &Namespace { ref text, value, values, .. } = namespace;
-            ListedNamespace { number, text: (**text).into(), value, values }
+            let &Namespace { ref text, terms, values, .. } = namespace;
+            let ValueTerms { value, checksums } = terms;
+            ListedNamespace { number, text: (**text).into(), value, checksums, values }
         });
         let page = rest.by_ref().take(PAGE_NAMESPACES).collect();
         (page, rest.next().map(|namespace| namespace.number))
@@ -144,7 +144,7 @@ impl Namespaces {
         u32::try_from(self.all.len()).unwrap_or(u32::MAX)
     }
 
-    fn learn(&mut self, text: &str, value: u64) -> Result<u32, KeeperRefusal> {
+    fn learn(&mut self, text: &str, terms: ValueTerms) -> Result<u32, KeeperRefusal> {
         let full = |what: &str| KeeperRefusal {
             kind: RefusalKind::System,
             argument: "namespace".into(),
@@ -154,14 +154,14 @@ impl Namespaces {
         let number = u32::try_from(next).ok().filter(|&number| number != NO_NAMESPACE);
         let number = number.ok_or_else(|| full(&format!("had {next} namespaces")))?;
         let record = self.free.pop().ok_or_else(|| full(&format!("{MAX_NAMESPACES} namespaces")))?;
-        self.write_record(record, number, value, text);
-        self.add(number, value, text.into(), record);
+        self.write_record(record, number, terms, text);
+        self.add(number, terms, text.into(), record);
         Ok(number)
     }
 
-    fn add(&mut self, number: u32, value: u64, text: Arc<str>, record: u64) {
+    fn add(&mut self, number: u32, terms: ValueTerms, text: Arc<str>, record: u64) {
         self.numbers.insert(text.clone(), number);
-        self.all.insert(number, Namespace { text, value, clients: 0, values: 0, record });
+        self.all.insert(number, Namespace { text, terms, clients: 0, values: 0, record });
     }
 
     fn forget(&mut self, number: u32) {
@@ -172,23 +172,25 @@ impl Namespaces {
         }
     }
 
-    /// Returns the number, the bytes of values and the text of a record.
-    fn read_record(&self, record: u64) -> Option<(u32, u64, String)> {
+    /// Returns the number, the terms of values and the text of a record.
+    fn read_record(&self, record: u64) -> Option<(u32, ValueTerms, String)> {
         let number = u32::try_from(self.load_at(NUMBERS + record).checked_sub(1)?).ok()?;
         let at = RECORDS + record * RECORD;
-        let bytes = usize::try_from(self.load_at(at + 1)).ok().filter(|bytes| *bytes <= MAX_NAMESPACE)?;
-        let words = (at + 2..at + RECORD).map(|at| self.load_at(at));
+        let bytes = usize::try_from(self.load_at(at + 2)).ok().filter(|bytes| *bytes <= MAX_NAMESPACE)?;
+        let words = (at + 3..at + RECORD).map(|at| self.load_at(at));
         let text = words.flat_map(u64::to_le_bytes).take(bytes).collect();
-        Some((number, self.load_at(at), String::from_utf8(text).ok()?))
+        let terms = ValueTerms { value: self.load_at(at), checksums: self.load_at(at + 1) != 0 };
+        Some((number, terms, String::from_utf8(text).ok()?))
     }
 
     /// Writes a record. Its number is last, because a process that is killed leaves the others half-written.
-    fn write_record(&self, record: u64, number: u32, value: u64, text: &str) {
+    fn write_record(&self, record: u64, number: u32, terms: ValueTerms, text: &str) {
         let at = RECORDS + record * RECORD;
         self.store_at(NEXT, u64::from(number) + 1);
-        self.store_at(at, value);
-        self.store_at(at + 1, text.len() as u64);
-        for (at, part) in (at + 2..).zip(text.as_bytes().chunks(WORD)) {
+        self.store_at(at, terms.value);
+        self.store_at(at + 1, terms.checksums.into());
+        self.store_at(at + 2, text.len() as u64);
+        for (at, part) in (at + 3..).zip(text.as_bytes().chunks(WORD)) {
             let mut word = [0; WORD];
             word[..part.len()].copy_from_slice(part);
             self.store_at(at, u64::from_le_bytes(word));
@@ -205,9 +207,29 @@ impl Namespaces {
     }
 }
 
+fn other_terms(given: ValueTerms, known: ValueTerms) -> KeeperRefusal {
+    let (argument, given, known) = if given.value == known.value {
+        ("checksums", shown(given.checksums).to_owned(), shown(known.checksums).to_owned())
+    } else {
+        ("value", given.value.to_string(), known.value.to_string())
+    };
+    let reason = format!("{argument}={given} must be {known}, as in the namespace that the keeper has");
+    KeeperRefusal { kind: RefusalKind::Argument, argument: argument.into(), reason }
+}
+
+/// Returns a truth value as Python writes it.
+fn shown(value: bool) -> &'static str {
+    if value { "True" } else { "False" }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Terms of values without checksums.
+    fn of(value: u64) -> ValueTerms {
+        ValueTerms { value, checksums: false }
+    }
 
     fn words() -> Arc<SharedWords> {
         Arc::new(SharedWords::new("a test", WORDS).unwrap())
@@ -217,19 +239,22 @@ mod tests {
     fn each_text_has_its_own_number_and_one_size() {
         let mut namespaces = Namespaces::over(words());
         assert_eq!(
-            [namespaces.attach("a", 64), namespaces.attach("b", 64), namespaces.attach("a", 64)],
+            [namespaces.attach("a", of(64)), namespaces.attach("b", of(64)), namespaces.attach("a", of(64))],
             [Ok(0), Ok(1), Ok(0)]
         );
-        let other = namespaces.attach("a", 128).unwrap_err();
+        let other = namespaces.attach("a", of(128)).unwrap_err();
         assert_eq!((other.kind, &*other.argument), (RefusalKind::Argument, "value"));
         assert_eq!(other.reason, "value=128 must be 64, as in the namespace that the keeper has");
+        let other = namespaces.attach("a", ValueTerms { value: 64, checksums: true }).unwrap_err();
+        assert_eq!((other.kind, &*other.argument), (RefusalKind::Argument, "checksums"));
+        assert_eq!(other.reason, "checksums=True must be False, as in the namespace that the keeper has");
         for number in 2..MAX_NAMESPACES {
-            namespaces.attach(&number.to_string(), 1).unwrap();
+            namespaces.attach(&number.to_string(), of(1)).unwrap();
         }
-        let many = namespaces.attach("c", 1).unwrap_err();
+        let many = namespaces.attach("c", of(1)).unwrap_err();
         assert_eq!((many.kind, &*many.argument), (RefusalKind::System, "namespace"));
         assert!(many.reason.contains("the limit"));
-        assert_eq!(namespaces.attach("b", 64), Ok(1));
+        assert_eq!(namespaces.attach("b", of(64)), Ok(1));
         namespaces.add_value(1);
         let (mut listed, mut from) = (Vec::new(), Some(0));
         while let Some(page) = from.map(|from| namespaces.list(from)) {
@@ -238,7 +263,10 @@ mod tests {
             from = page.1;
         }
         assert!(listed.iter().map(|row| row.number as usize).eq(0..MAX_NAMESPACES));
-        assert_eq!(listed[1], ListedNamespace { number: 1, text: "b".into(), value: 64, values: 1 });
+        assert_eq!(
+            listed[1],
+            ListedNamespace { number: 1, text: "b".into(), value: 64, checksums: false, values: 1 }
+        );
     }
 
     #[test]
@@ -246,7 +274,7 @@ mod tests {
         let mut namespaces = Namespaces::over(words());
         let many = 3 * u32::try_from(MAX_NAMESPACES).unwrap();
         for number in 0..many {
-            assert_eq!(namespaces.attach(&format!("model {number}"), 64), Ok(number));
+            assert_eq!(namespaces.attach(&format!("model {number}"), of(64)), Ok(number));
             namespaces.add_value(number);
             namespaces.detach(number);
             assert_eq!(namespaces.count(), 1);
@@ -254,7 +282,7 @@ mod tests {
             assert!(!namespaces.knows(number));
         }
         // Its values may have another size now.
-        assert_eq!(namespaces.attach("model 1", 128), Ok(many));
+        assert_eq!(namespaces.attach("model 1", of(128)), Ok(many));
     }
 
     #[test]
@@ -263,18 +291,24 @@ mod tests {
         let mut before = Namespaces::over(words.clone());
         let long = "ü".repeat(MAX_NAMESPACE / 2);
         for text in ["a", "client only", &long, "gone"] {
-            before.attach(text, 64).unwrap();
+            before.attach(text, of(64)).unwrap();
         }
         before.detach(3);
         // A process that was killed had not written the number yet.
-        words.word(RECORDS + 3 * RECORD + 1).store(u64::MAX, Ordering::Relaxed);
-        let mut after = Namespaces::over(words);
+        words.word(RECORDS + 3 * RECORD + 2).store(u64::MAX, Ordering::Relaxed);
+        let mut after = Namespaces::over(words.clone());
         after.add_value(0);
         after.add_value(2);
         after.forget_unused();
         assert_eq!((after.count(), after.knows(0), after.knows(1)), (2, true, false));
         let again = [("a", 64), (&*long, 64), ("client only", 8), ("gone", 8)];
-        assert_eq!(again.map(|(text, value)| after.attach(text, value)), [Ok(0), Ok(2), Ok(4), Ok(5)]);
-        assert!(after.attach("a", 8).is_err());
+        assert_eq!(again.map(|(text, value)| after.attach(text, of(value))), [Ok(0), Ok(2), Ok(4), Ok(5)]);
+        assert!(after.attach("a", of(8)).is_err());
+        let terms = ValueTerms { value: 64, checksums: true };
+        assert!(after.attach("a", terms).is_err());
+        assert_eq!(after.attach("checked", terms), Ok(6));
+        let mut later = Namespaces::over(words);
+        assert_eq!((later.terms(6), later.terms(0)), (Some(terms), Some(of(64))));
+        assert!(later.attach("checked", of(64)).is_err());
     }
 }

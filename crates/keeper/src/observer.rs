@@ -10,7 +10,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::attachment::SharedMemory;
 use crate::call_lock::{CallGuard, CallLock};
-use crate::connection::KeeperConnection;
+use crate::connection::{KeeperAccess, KeeperConnection};
 use crate::messages::{
     KeeperReply, KeeperRequest, ListRequest, ListedChange, ListedNamespace, ListedValue, VERSION,
 };
@@ -50,18 +50,28 @@ impl Observer {
     /// Returns `Err(NotLinked)` if no keeper listens there, `Err(Timeout)` if it does not answer before `deadline`, `Err(InvalidArgument)`
     /// if it refuses or the path cannot be one of a socket, and `Err(System)` if the system refuses the connection or too many look.
     pub fn open(socket: &Path, deadline: Deadline) -> Result<Observer> {
-        Self::attach(socket, false, deadline)
+        Self::attach(socket, &KeeperAccess::default(), false, deadline)
+    }
+
+    /// Attaches as [`open`](Self::open) does, with a token or to a keeper of another user.
+    pub fn with_access(socket: &Path, access: &KeeperAccess, deadline: Deadline) -> Result<Observer> {
+        Self::attach(socket, access, false, deadline)
     }
 
     /// Attaches as [`open`](Self::open) does, and maps the memory of the keeper.
     pub(crate) fn with_memory(socket: &Path, deadline: Deadline) -> Result<Observer> {
-        Self::attach(socket, true, deadline)
+        Self::attach(socket, &KeeperAccess::default(), true, deadline)
     }
 
-    fn attach(socket: &Path, with_memory: bool, deadline: Deadline) -> Result<Observer> {
+    fn attach(
+        socket: &Path,
+        access: &KeeperAccess,
+        with_memory: bool,
+        deadline: Deadline,
+    ) -> Result<Observer> {
         remember_process();
         let request = KeeperRequest::Observe(VERSION, with_memory);
-        let (connection, geometry, files) = KeeperConnection::open(socket, &request, &[], deadline)?;
+        let (connection, geometry, files) = KeeperConnection::open(socket, access, &request, &[], deadline)?;
         let memory = with_memory.then(|| SharedMemory::map(geometry, files, deadline)).transpose()?;
         Ok(Observer {
             process: this_process(),
@@ -152,6 +162,7 @@ impl Observer {
     pub(crate) fn ask_to_end(&self, deadline: Deadline) -> Result<()> {
         let _guard = self.locked(deadline)?;
         let connection = self.connection.as_ref().ok_or_else(|| self.away())?;
+        connection.check(KeeperRequest::End.needs())?;
         match connection.send(&KeeperRequest::End, deadline) {
             Err(error) if error.kind() == ErrorKind::NotLinked => Ok(()),
             sent => sent,
@@ -233,6 +244,7 @@ impl Observer {
             return Err(Error::new(ErrorKind::Closed, "the observer was closed"));
         }
         let connection = self.connection.as_ref().ok_or_else(|| self.away())?;
+        connection.check(request.needs())?;
         let reply = connection.ask(request, deadline);
         if reply.is_err() {
             // The reply may still come, and would be taken for that of the next call.
@@ -276,12 +288,14 @@ mod tests {
     #[test]
     fn observer_gets_descriptors_only_with_memory() {
         let path = SilentPath::new();
-        let options = KeeperOptions { memory: 64 * 10, value: 64, socket: path.socket() };
+        let options =
+            KeeperOptions { memory: 64 * 10, value: 64, socket: path.socket(), ..KeeperOptions::default() };
         let _keeper = Keeper::open(&options).unwrap();
         for (with_memory, shared) in [(false, 0), (true, 3)] {
             let request = KeeperRequest::Observe(VERSION, with_memory);
             let (_connection, _, files) =
-                KeeperConnection::open(&path.socket(), &request, &[], soon()).unwrap();
+                KeeperConnection::open(&path.socket(), &KeeperAccess::default(), &request, &[], soon())
+                    .unwrap();
             assert_eq!(files.len(), shared);
         }
         assert!(Observer::open(&path.socket(), soon()).unwrap().memory().is_err());
@@ -369,9 +383,15 @@ mod tests {
     #[test]
     fn a_list_of_any_limit_has_the_latest_values() {
         let path = SilentPath::new();
-        let options = KeeperOptions { memory: 64 * 5000, value: 64, socket: path.socket() };
+        let options =
+            KeeperOptions { memory: 64 * 5000, value: 64, socket: path.socket(), ..KeeperOptions::default() };
         let _keeper = Keeper::open(&options).unwrap();
-        let options = StoreOptions { socket: path.socket(), namespace: "n".into(), value: 64 };
+        let options = StoreOptions {
+            socket: path.socket(),
+            namespace: "n".into(),
+            value: 64,
+            ..StoreOptions::default()
+        };
         let store = Store::open(options, soon()).unwrap();
         let key = |number: u32| {
             let mut bytes = [7; 28];

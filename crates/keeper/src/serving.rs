@@ -7,20 +7,20 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::bindings::keeper::{
-    MapBudget, PeerMapping, Tensors, is_crowded, peer_credentials, same_user, take_descriptors,
-};
+use llm_datadist_core::bindings::keeper::{MapBudget, PeerMapping, Tensors, is_crowded, take_descriptors};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::io::Errno;
 
+use crate::admission;
 use crate::client::{AttachedClient, Client, ClientMemory, Goodbye, send_reply};
 use crate::clients::{ClientEvent, Clients};
 use crate::key::{IndexKey, StoreKey};
 use crate::leases::ClientLeases;
 use crate::messages::{
-    AttachRequest, KeeperReply, KeeperRequest, ListRequest, NO_NAMESPACE, SharedGeometry, Stored, VERSION,
+    AttachRequest, KeeperReply, KeeperRequest, ListRequest, NO_NAMESPACE, SharedGeometry, Stored, ValueTerms,
     decoded, encoded,
 };
+use crate::roles::{ClientRole, RoleTokens};
 use crate::sizes::{self, MAX_CLIENTS, MAX_LEASE, MAX_OBSERVERS, MESSAGE_BYTES};
 use crate::socket::{ListeningPath, PeerFile, receive, send};
 use crate::stats::{KeeperStats, nanos_since};
@@ -35,6 +35,7 @@ pub(crate) struct KeeperLoop {
     /// Declared before the memory, so that the socket is gone before the memory is unmapped.
     clients: Clients,
     table: SlotTable,
+    tokens: Arc<RoleTokens>,
     /// For the memory of clients that is mapped.
     budget: Arc<MapBudget>,
     /// When to look for leases whose time is over.
@@ -46,12 +47,18 @@ pub(crate) struct KeeperLoop {
 
 impl KeeperLoop {
     /// Creates the loop. It ends once `stop` is readable.
-    pub(crate) fn new(listening: Arc<ListeningPath>, stop: OwnedFd, table: SlotTable) -> Result<KeeperLoop> {
+    pub(crate) fn new(
+        listening: Arc<ListeningPath>,
+        stop: OwnedFd,
+        table: SlotTable,
+        tokens: Arc<RoleTokens>,
+    ) -> Result<KeeperLoop> {
         // Mappings have whole huge pages.
         let staging = sizes::most_staging_bytes(table.slot_bytes()).next_multiple_of(2 << 20);
         Ok(KeeperLoop {
             clients: Clients::new(listening, stop)?,
             table,
+            tokens,
             budget: MapBudget::new(Some(staging * MAX_CLIENTS as u64)),
             late_leases: Instant::now(),
             counts: KeeperStats::default(),
@@ -134,15 +141,28 @@ impl KeeperLoop {
             return Err(Goodbye::refused("", "only an attach request may come with a descriptor"));
         }
         self.check_request(number, &request)?;
+        if let Some(client) = self.clients.get(number)
+            && let Some(attached) = &client.attached
+            && attached.role < request.needs()
+        {
+            self.counts.forbidden += 1;
+            return send_reply(&client.socket, &KeeperReply::Forbidden(attached.role, request.needs()));
+        }
         let reply = match request {
+            KeeperRequest::Greet(..) | KeeperRequest::Prove(_) => return self.authenticate(number, &request),
             KeeperRequest::Attach(request) => return self.attach(number, &request, descriptors),
             KeeperRequest::Observe(version, with_memory) => {
                 return self.observe(number, version, with_memory);
             }
-            KeeperRequest::Put(first, keys) => self.put(number, first, &keys)?,
+            KeeperRequest::Put(first, keys, checksums) => self.put(number, first, &keys, &checksums)?,
             KeeperRequest::Touch(slots) => {
                 self.counts.touched += slots.len() as u64;
                 self.table.touch(slots.into_iter());
+                return Ok(());
+            }
+            KeeperRequest::Corrupt(slot) => {
+                // It takes as long as to put the value.
+                self.counts.corrupt += u64::from(self.table.drop_corrupt(slot)?);
                 return Ok(());
             }
             KeeperRequest::Drop(keys) => self.drop_values(number, &keys)?,
@@ -171,8 +191,8 @@ impl KeeperLoop {
 
     /// Returns the reason if a client may not ask this, because it has not attached or only looks.
     fn check_request(&self, number: u64, request: &KeeperRequest) -> Result<(), Goodbye> {
-        use KeeperRequest::{Attach, Changes, End, List, Namespaces, Observe, Stats};
-        if matches!(request, Attach(_) | Observe(..)) {
+        use KeeperRequest::{Attach, Changes, End, Greet, List, Namespaces, Observe, Prove, Stats};
+        if matches!(request, Attach(_) | Observe(..) | Greet(..) | Prove(_)) {
             return Ok(());
         }
         let looks = matches!(request, Stats | List(_) | Namespaces(_) | Changes(_) | End);
@@ -182,44 +202,54 @@ impl KeeperLoop {
         Ok(())
     }
 
+    fn authenticate(&mut self, number: u64, request: &KeeperRequest) -> Result<(), Goodbye> {
+        let client = self.clients.get_mut(number).ok_or(Goodbye::Left)?;
+        let reply = match request {
+            KeeperRequest::Greet(version, nonce) => admission::greet(client, &self.tokens, *version, *nonce)?,
+            KeeperRequest::Prove(proof) => admission::prove(client, &self.tokens, proof)?,
+            _ => return Err(Goodbye::unattached()),
+        };
+        send_reply(&client.socket, &reply)
+    }
+
     fn attach(
         &mut self,
         number: u64,
         request: &AttachRequest,
         descriptors: Vec<PeerFile>,
     ) -> Result<(), Goodbye> {
-        self.check_attach(number, request)?;
-        let &AttachRequest { ref namespace, value, .. } = request;
+        let role = self.check_attach(number, request)?;
+        let &AttachRequest { ref namespace, terms, .. } = request;
         let [memory] = <[PeerFile; 1]>::try_from(descriptors).map_err(|sent| {
             Goodbye::refused("", &format!("an attach request with {} descriptors", sent.len()))
         })?;
-        let bytes = sizes::staging_bytes(value);
+        let bytes = sizes::staging_bytes(terms.value);
         let mapping =
             PeerMapping::map(memory.duplicate()?, bytes, &self.budget, Deadline::after(Duration::ZERO))?;
         let staging = Tensors::mapped(mapping, [0], bytes)?;
-        let namespace = self.table.namespaces.attach(namespace, value).map_err(Goodbye::Refused)?;
-        self.admit_as(number, namespace, Some(ClientMemory { value, staging, _file: memory }), true)
+        let namespace = self.table.namespaces.attach(namespace, terms).map_err(Goodbye::Refused)?;
+        let memory = Some(ClientMemory { terms, staging, _file: memory });
+        self.admit_as(
+            number,
+            AttachedClient { namespace, role, memory, leases: ClientLeases::default() },
+            true,
+        )
     }
 
     /// Attaches a client that only looks.
     fn observe(&mut self, number: u64, version: u32, with_memory: bool) -> Result<(), Goodbye> {
-        self.check_client(number, version)?;
+        let role = self.check_client(number, version)?;
         if self.clients.observers() >= MAX_OBSERVERS {
             let reason = format!("{MAX_OBSERVERS} clients that only look are attached, which is the limit");
             return Err(Goodbye::at_limit(reason));
         }
-        self.admit_as(number, NO_NAMESPACE, None, with_memory)
+        let (namespace, memory, leases) = (NO_NAMESPACE, None, ClientLeases::default());
+        self.admit_as(number, AttachedClient { namespace, role, memory, leases }, with_memory)
     }
 
     /// Attaches a client, and sends it the descriptors if it maps the memory of the keeper.
-    fn admit_as(
-        &mut self,
-        number: u64,
-        namespace: u32,
-        memory: Option<ClientMemory>,
-        maps: bool,
-    ) -> Result<(), Goodbye> {
-        let attached = AttachedClient { namespace, memory, leases: ClientLeases::default() };
+    fn admit_as(&mut self, number: u64, attached: AttachedClient, maps: bool) -> Result<(), Goodbye> {
+        let namespace = attached.namespace;
         let client = self.clients.attach(number, attached)?;
         // On older kernels than Linux 6.16, the client can still send some. They are refused.
         take_descriptors(client.socket.as_fd(), false);
@@ -230,10 +260,10 @@ impl KeeperLoop {
         send(&client.socket, &reply, if maps { &shared } else { &[] }).map_err(|_| Goodbye::Left)
     }
 
-    /// Returns the reason if a client may not attach.
-    fn check_attach(&self, number: u64, request: &AttachRequest) -> Result<(), Goodbye> {
-        let &AttachRequest { version, ref namespace, value } = request;
-        self.check_client(number, version)?;
+    /// Returns the role of a client that attaches, or the reason if it may not.
+    fn check_attach(&self, number: u64, request: &AttachRequest) -> Result<ClientRole, Goodbye> {
+        let &AttachRequest { version, ref namespace, terms: ValueTerms { value, .. } } = request;
+        let role = self.check_client(number, version)?;
         let invalid =
             |error: Error| Goodbye::refused(error.argument_name().unwrap_or_default(), error.reason());
         let most = self.table.slot_bytes();
@@ -244,34 +274,44 @@ impl KeeperLoop {
             let reason = format!("value={value} must be at most {most}, the slots of the keeper");
             Err(Goodbye::refused("value", &reason))
         } else {
-            sizes::check_namespace(namespace).and_then(|()| sizes::check_value(value)).map_err(invalid)
+            sizes::check_namespace(namespace).and_then(|()| sizes::check_value(value)).map_err(invalid)?;
+            Ok(role)
         }
     }
 
-    /// Returns the reason if a process may not attach, whatever for.
-    fn check_client(&self, number: u64, version: u32) -> Result<(), Goodbye> {
+    /// Returns the role of a process that attaches, whatever for, or the reason if it may not.
+    fn check_client(&self, number: u64, version: u32) -> Result<ClientRole, Goodbye> {
         let client = self.clients.get(number).ok_or(Goodbye::Left)?;
-        if !peer_credentials(client.socket.as_fd()).is_some_and(same_user) {
-            Err(Goodbye::refused("", "only processes of the user of the keeper may attach"))
-        } else if version != VERSION {
-            let reason =
-                format!("the keeper speaks version {VERSION}, the client version {version}; use one version");
-            Err(Goodbye::refused("", &reason))
-        } else if client.attached.is_some() {
-            Err(Goodbye::refused("", "the client has attached already"))
-        } else {
-            Ok(())
+        let role = admission::role(client, &self.tokens)?;
+        admission::check_version(version)?;
+        if client.attached.is_some() {
+            return Err(Goodbye::refused("", "the client has attached already"));
         }
+        Ok(role)
     }
 
     /// Copies values, the last key of a chain first, so that the start of the chain is used last and outlives its end.
-    fn put(&mut self, number: u64, first: u32, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
+    fn put(
+        &mut self,
+        number: u64,
+        first: u32,
+        keys: &[StoreKey],
+        checksums: &[u64],
+    ) -> Result<KeeperReply, Goodbye> {
         let AttachedClient { namespace, memory, .. } = self.clients.attached(number)?.1;
-        let ClientMemory { value, staging, .. } = memory.as_ref().ok_or_else(Goodbye::unattached)?;
+        let ClientMemory { terms, staging, .. } = memory.as_ref().ok_or_else(Goodbye::unattached)?;
+        let value = &terms.value;
+        if checksums.len() != if terms.checksums { keys.len() } else { 0 } {
+            return Err(Goodbye::refused(
+                "",
+                "another number of checksums than the namespace has for the keys",
+            ));
+        }
         let (begin, mut results) = (Instant::now(), vec![Stored::NoRoom; keys.len()]);
         for (at, key) in keys.iter().enumerate().rev() {
             let bytes = staging.window(0, (u64::from(first) + at as u64) * value, *value)?;
-            let stored = self.table.put(&IndexKey::of(*namespace, key), bytes)?;
+            let checksum = checksums.get(at).copied().unwrap_or_default();
+            let stored = self.table.put_value(&IndexKey::of(*namespace, key), bytes, checksum)?;
             match stored {
                 Stored::Stored => {
                     self.counts.stored += 1;

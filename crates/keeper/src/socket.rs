@@ -4,14 +4,14 @@ use std::fs::{OpenOptions, Permissions, set_permissions};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::keeper::{
-    above_standard_streams, discard, peer_credentials, peer_process_descriptor, same_user,
+    above_standard_streams, discard, is_user, peer_credentials, peer_process_descriptor, same_user,
 };
 use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Error, ErrorKind, Result};
@@ -96,6 +96,16 @@ impl ListeningPath {
         let file = identity(at).map_err(|error| refused(at, "examine", error))?;
         listen(&socket, BACKLOG).map_err(failed)?;
         Ok(ListeningPath { socket, lock, path: path.into(), beside, file, process: this_process() })
+    }
+
+    /// Lets processes of a group connect. Returns `Err(System)` if this process may not do so, for instance because its user is not in it.
+    pub(crate) fn share_with(&self, group: u32) -> Result<()> {
+        let at = self.beside.as_deref().unwrap_or(&self.path);
+        let shared =
+            chown(at, None, Some(group)).and_then(|()| set_permissions(at, Permissions::from_mode(0o660)));
+        shared.map_err(|error| {
+            refused(at, "give a group access to", error).of_argument("group").with("gid", group)
+        })
     }
 
     /// Returns the path at which clients attach.
@@ -202,9 +212,9 @@ impl Drop for LastCopy {
     }
 }
 
-/// Connects to a keeper of the same user. Returns `Err(NotLinked)` if nobody listens at the path, or too many wait there, and
-/// `Err(System)` if the system refuses it or another user listens there, who must not get values.
-pub(crate) fn connect_to(path: &Path) -> Result<OwnedFd> {
+/// Connects to a keeper of the user with the number `user`, by default that of this process. Returns `Err(NotLinked)` if nobody listens
+/// at the path, or too many wait there (`EAGAIN`), and `Err(System)` if the system refuses it or another user listens there, who must not get values.
+pub(crate) fn connect_to(path: &Path, user: Option<u32>) -> Result<OwnedFd> {
     let failed = |errno| {
         let (kind, text) = match errno {
             Errno::CONNREFUSED | Errno::NOENT | Errno::AGAIN => {
@@ -216,8 +226,9 @@ pub(crate) fn connect_to(path: &Path) -> Result<OwnedFd> {
     };
     let socket = connected(&address(path)?).map_err(failed)?;
     make_room(&socket, QUEUE_BYTES)?;
+    let trusted = |listener| user.map_or_else(|| same_user(listener), |user| is_user(listener, user));
     match peer_credentials(socket.as_fd()) {
-        Some(listener) if same_user(listener) => Ok(socket),
+        Some(listener) if trusted(listener) => Ok(socket),
         listener => {
             let text = "a process of another user listens at the socket of the keeper";
             let error = Error::new(ErrorKind::System, text).of_argument("socket");

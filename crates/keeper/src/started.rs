@@ -135,7 +135,12 @@ mod tests {
     }
 
     fn opened(path: &SilentPath) -> Arc<Store> {
-        let options = StoreOptions { socket: path.socket(), namespace: "n".into(), value: VALUE };
+        let options = StoreOptions {
+            socket: path.socket(),
+            namespace: "n".into(),
+            value: VALUE,
+            ..StoreOptions::default()
+        };
         Arc::new(Store::open(options, soon()).unwrap())
     }
 
@@ -183,7 +188,13 @@ mod tests {
     }
 
     fn keeper(path: &SilentPath) -> Keeper {
-        Keeper::open(&KeeperOptions { memory: 64 * VALUE, value: VALUE, socket: path.socket() }).unwrap()
+        Keeper::open(&KeeperOptions {
+            memory: 64 * VALUE,
+            value: VALUE,
+            socket: path.socket(),
+            ..KeeperOptions::default()
+        })
+        .unwrap()
     }
 
     #[test]
@@ -231,7 +242,12 @@ mod tests {
     fn bytes_of_jobs_that_have_not_ended_are_bounded() {
         let path = SilentPath::new();
         let asked = path.start();
-        let options = StoreOptions { socket: path.socket(), namespace: "n".into(), value: VALUE };
+        let options = StoreOptions {
+            socket: path.socket(),
+            namespace: "n".into(),
+            value: VALUE,
+            ..StoreOptions::default()
+        };
         let store = Arc::new(Store::open(options, soon()).unwrap().with_queue(3 * VALUE));
         let _silent = asked.join().unwrap();
         let first = put(&store, &[1, 2], soon()).unwrap();

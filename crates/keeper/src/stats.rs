@@ -34,6 +34,8 @@ pub struct KeeperStats {
     pub evicted: u64,
     /// Values that clients dropped.
     pub dropped: u64,
+    /// Values that it has dropped because their bytes did not have their checksum.
+    pub corrupt: u64,
     /// Values that clients have read or put again, as far as they have said so.
     pub touched: u64,
     /// Leases that it has granted or renewed.
@@ -46,6 +48,8 @@ pub struct KeeperStats {
     pub put_nanos: u64,
     /// Clients that it has refused, and told why: because of what they sent, because of a limit, or because of the system.
     pub refused: u64,
+    /// Requests that the role of their client does not allow.
+    pub forbidden: u64,
 }
 
 /// The counts of a store since it was opened, and those of its keeper.
@@ -59,6 +63,8 @@ pub struct StoreStats {
     pub misses_absent: u64,
     /// Keys of `get` and of views whose value was replaced before it was checked.
     pub misses_changed: u64,
+    /// Keys of `get` whose value did not have its checksum.
+    pub misses_corrupt: u64,
     /// Keys of `get` and of views while the keeper was away.
     pub misses_away: u64,
     /// Calls of `get`.

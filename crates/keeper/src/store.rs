@@ -3,17 +3,18 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
+use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all, window_sums};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
-use crate::access::{KeeperAccess, StoreOptions};
 use crate::attachment::{Attachment, SharedMemory};
 use crate::call_lock::CallLock;
 use crate::index::Place;
 use crate::jobs::StartedCalls;
+use crate::keeper_link::{KeeperLink, StoreOptions};
 use crate::key::StoreKey;
 use crate::messages::{KeeperReply, KeeperRequest, Stored};
 use crate::put::put_missing;
+use crate::roles::ClientRole;
 use crate::sizes::{self, MESSAGE_KEYS};
 use crate::stats::{KeeperStats, StoreStats, nanos_since};
 use crate::viewed::ViewedKeys;
@@ -26,7 +27,7 @@ const BATCH_BYTES: u64 = 64 << 20;
 /// A client of a keeper. Several threads may use it. It attaches again by itself when the keeper has come back.
 #[derive(Debug)]
 pub struct Store {
-    keeper: KeeperAccess,
+    keeper: KeeperLink,
     call_lock: CallLock,
     pub(crate) viewed: ViewedKeys,
     /// Without what `keeper` knows, and without the counts of the keeper.
@@ -42,7 +43,7 @@ impl Store {
     /// refuses the connection. A keeper that is away, or does not answer before `deadline`, is no error.
     pub fn open(options: StoreOptions, deadline: Deadline) -> Result<Store> {
         Ok(Store {
-            keeper: KeeperAccess::open(options, deadline)?,
+            keeper: KeeperLink::open(options, deadline)?,
             call_lock: CallLock::default(),
             viewed: ViewedKeys::default(),
             counts: Mutex::default(),
@@ -111,7 +112,9 @@ impl Store {
         for (keys, into) in keys.chunks(batch).zip(into.chunks(batch)) {
             proceed()?;
             let places = self.copied(attachment, keys, into, kernel)?;
-            let hits = self.confirmed(&attachment.memory, &places);
+            let checksums = self.checksums_at(attachment, &places);
+            let mut hits = self.confirmed(&attachment.memory, &places);
+            self.refuse_corrupt(attachment, &places, &checksums, keys.iter().zip(into), &mut hits)?;
             slots.extend(
                 places.iter().zip(&hits).filter_map(|(place, &hit)| Some(place.filter(|_| hit)?.slot)),
             );
@@ -151,12 +154,48 @@ impl Store {
         hits
     }
 
+    /// Returns the checksums of the values at places, before it is known whether they are still there. Empty if values have none.
+    fn checksums_at(&self, attachment: &Attachment, places: &[Option<Place>]) -> Vec<u64> {
+        let checksum =
+            |place: &Option<Place>| place.map_or(0, |place| attachment.memory.index.checksum(place.slot));
+        if self.keeper.checksums() { places.iter().map(checksum).collect() } else { Vec::new() }
+    }
+
+    /// Makes each hit whose bytes do not have their checksum a miss, and reports its slot.
+    fn refuse_corrupt<'a>(
+        &self,
+        attachment: &Attachment,
+        places: &[Option<Place>],
+        checksums: &[u64],
+        copied: impl Iterator<Item = (&'a StoreKey, &'a Window<'a>)>,
+        hits: &mut [bool],
+    ) -> Result<()> {
+        if checksums.is_empty() {
+            return Ok(());
+        }
+        let found: Vec<_> = copied.enumerate().filter(|(at, _)| hits[*at]).collect();
+        let sums = window_sums(found.iter().map(|(_, (key, value))| (&key.bytes()[..], **value)))?;
+        let mut slots = Vec::new();
+        for ((at, _), _) in found.iter().zip(sums).filter(|((at, _), sum)| checksums[*at] != *sum) {
+            hits[*at] = false;
+            slots.extend(places[*at].map(|place| place.slot));
+        }
+        let (count, mut counts) = (slots.len() as u64, self.counts());
+        counts.hits -= count;
+        counts.hit_bytes -= count * self.keeper.value();
+        counts.misses_corrupt += count;
+        drop(counts);
+        attachment.report_corrupt(&slots);
+        Ok(())
+    }
+
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first. Returns what became of each value.
     /// If the keeper ends or does not answer before `deadline`, the values that it has not confirmed are [`Stored::Away`].
     pub fn put(&self, keys: &[StoreKey], values: &[Window<'_>], deadline: Deadline) -> Result<Vec<Stored>> {
         self.check_put(keys, values)?;
         let (begin, mut results) = (Instant::now(), vec![Stored::Away; keys.len()]);
         if let Some(attachment) = self.attachment()? {
+            attachment.connection.check(ClientRole::Write)?;
             self.put_to(&attachment, keys, values, deadline, &mut results)?;
         }
         let mut counts = self.counts();
@@ -339,6 +378,7 @@ impl Store {
         request: &KeeperRequest,
         deadline: Deadline,
     ) -> Result<KeeperReply> {
+        attachment.connection.check(request.needs())?;
         let reply = attachment.connection.ask(request, deadline);
         if reply.is_err() {
             self.keeper.forget(attachment);
@@ -381,7 +421,12 @@ mod tests {
         let path = SilentPath::new();
         let keeper = path.start();
         let soon = || Deadline::after(Duration::from_secs(30));
-        let options = StoreOptions { socket: path.socket(), namespace: "n".into(), value: 64 };
+        let options = StoreOptions {
+            socket: path.socket(),
+            namespace: "n".into(),
+            value: 64,
+            ..StoreOptions::default()
+        };
         let store = Store::open(options, soon()).unwrap();
         let keeper = keeper.join().unwrap();
         let put = |byte: u8| {
@@ -415,13 +460,23 @@ mod tests {
     }
 
     fn opened(path: &SilentPath) -> Store {
-        Store::open(StoreOptions { socket: path.socket(), namespace: "n".into(), value: 64 }, soon()).unwrap()
+        Store::open(
+            StoreOptions {
+                socket: path.socket(),
+                namespace: "n".into(),
+                value: 64,
+                ..StoreOptions::default()
+            },
+            soon(),
+        )
+        .unwrap()
     }
 
     #[test]
     fn value_replaced_between_copy_and_check_is_a_miss() {
         let path = SilentPath::new();
-        let options = KeeperOptions { memory: 64, value: 64, socket: path.socket() };
+        let options =
+            KeeperOptions { memory: 64, value: 64, socket: path.socket(), ..KeeperOptions::default() };
         let _keeper = Keeper::open(&options).unwrap();
         let store = opened(&path);
         let put = |number: u8| store.put(&[key(number)], &[Window::of_slice(&[number; 64])], soon()).unwrap();

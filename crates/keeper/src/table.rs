@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::bindings::keeper::{Copy, Kernel, Tensors, Window, copy_all};
+use llm_datadist_core::bindings::keeper::{Copy, Kernel, Tensors, Window, copy_all, window_sums};
 use llm_datadist_core::{Error, ErrorKind, Result};
 
 use crate::changes::Changes;
@@ -147,9 +147,9 @@ impl SlotTable {
         u32::try_from(self.keys.len() - self.free.len()).unwrap_or(u32::MAX)
     }
 
-    /// Copies `value`, which fits a slot, unless the key has a value. The value becomes visible once it is complete. Replaces a value only
-    /// if there is room for the key and the bytes.
-    pub(crate) fn put(&mut self, key: &IndexKey, value: Window<'_>) -> Result<Stored> {
+    /// Copies `value`, which fits a slot, unless the key has a value. The value and its checksum become visible once they are complete.
+    /// Replaces a value only if there is room for the key and the bytes.
+    pub(crate) fn put_value(&mut self, key: &IndexKey, value: Window<'_>, checksum: u64) -> Result<Stored> {
         if let Some(place) = self.shared.index.find(key) {
             self.touch(std::iter::once(place.slot));
             return Ok(Stored::Present);
@@ -168,6 +168,7 @@ impl SlotTable {
         self.shared.generations.bump(slot);
         let generation = self.shared.generations.of(slot);
         let copied = self.fill(slot, value);
+        self.shared.index.set_checksum(slot, checksum);
         if copied.is_err() || !self.shared.index.insert(key, Place { slot, generation }) {
             self.free.push(slot);
             return copied.map(|()| Stored::NoRoom);
@@ -281,6 +282,17 @@ impl SlotTable {
         true
     }
 
+    /// Drops the value of a slot if it has not its checksum. Returns whether it had not.
+    pub(crate) fn drop_corrupt(&mut self, slot: u32) -> Result<bool> {
+        let Some(&Some(key)) = self.keys.get(slot as usize) else { return Ok(false) };
+        let Some(terms) = self.namespaces.terms(key.namespace()).filter(|terms| terms.checksums) else {
+            return Ok(false);
+        };
+        let value = self.bytes.window(0, u64::from(slot) * self.slot_bytes(), terms.value)?;
+        let sums = window_sums([(&key.key().bytes()[..], value)].into_iter())?;
+        Ok(sums != [self.shared.index.checksum(slot)] && self.drop_value(&key))
+    }
+
     /// Returns a slot that holds no value: a free one, one that was never used, or that of the least recently used value. `None` if
     /// leases hold all values.
     fn take_slot(&mut self) -> Option<u32> {
@@ -319,8 +331,20 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::messages::ValueTerms;
 
     const SLOTS: u32 = 8;
+
+    impl SlotTable {
+        fn put(&mut self, key: &IndexKey, value: Window<'_>) -> Result<Stored> {
+            self.put_value(key, value, 0)
+        }
+    }
+
+    /// Terms of values without checksums.
+    fn terms(value: u64) -> ValueTerms {
+        ValueTerms { value, checksums: false }
+    }
 
     /// A store as a list of keys and values, the least recently used one first.
     #[derive(Default)]
@@ -417,9 +441,9 @@ mod tests {
 
     #[test]
     fn the_memory_of_a_table_includes_that_of_its_keys() {
-        // 4 Mi buckets of 64 bytes, 4,096 namespaces of 4,120 bytes, and for each slot a key of 40 bytes and 28 bytes of numbers.
-        let namespaces = 4096 * (4096 + 24) + 64;
-        assert_eq!(table_bytes(2 << 20, 128), (256 << 20) + 64 + namespaces + (2 << 20) * (128 + 40 + 28));
+        // 4 Mi buckets of 64 bytes, 4,096 namespaces of 4,128 bytes, and for each slot a key of 40 bytes and 36 bytes of numbers.
+        let namespaces = 4096 * (4096 + 32) + 64;
+        assert_eq!(table_bytes(2 << 20, 128), (256 << 20) + 64 + namespaces + (2 << 20) * (128 + 40 + 36));
     }
 
     #[test]
@@ -525,7 +549,7 @@ mod tests {
     /// A table of the namespace 0 with the values 1 to 6, of which 4 was dropped. 2 was used last.
     fn left_behind() -> SlotTable {
         let mut table = table(10, 128);
-        assert_eq!(table.namespaces.attach("n", 100), Ok(0));
+        assert_eq!(table.namespaces.attach("n", terms(100)), Ok(0));
         for key in 1..=6 {
             table.put(&of_zero(key), Window::of_slice(&[u8::try_from(key).unwrap(); 100])).unwrap();
         }
@@ -568,7 +592,7 @@ mod tests {
     fn the_next_process_has_the_values_and_their_order_of_use() {
         let (mut table, order) = recovered(left_behind());
         assert_eq!(order, [1, 3, 5, 6, 2]);
-        assert_eq!((table.values(), table.namespaces.attach("n", 100)), (5, Ok(0)));
+        assert_eq!((table.values(), table.namespaces.attach("n", terms(100))), (5, Ok(0)));
         for key in 7..=11 {
             table.put(&of_zero(key), Window::of_slice(&[u8::try_from(key).unwrap(); 100])).unwrap();
         }
@@ -585,7 +609,7 @@ mod tests {
         runner
             .run(&calls, |calls| {
                 let mut table = table(SLOTS, 128);
-                table.namespaces.attach("n", 100).unwrap();
+                table.namespaces.attach("n", terms(100)).unwrap();
                 let mut model = Model::default();
                 for call in calls {
                     match call {
@@ -686,7 +710,7 @@ mod tests {
     #[test]
     fn a_namespace_is_forgotten_although_no_slot_was_ever_used() {
         let mut table = table(10, 128);
-        assert_eq!(table.namespaces.attach("n", 100), Ok(0));
+        assert_eq!(table.namespaces.attach("n", terms(100)), Ok(0));
         assert_eq!(recovered(table).0.namespaces.count(), 0);
     }
 

@@ -12,7 +12,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::index::Place;
 use crate::key::IndexKey;
-use crate::messages::{ListedNamespace, ListedValue, Stored};
+use crate::messages::{ListedNamespace, ListedValue, Stored, ValueTerms};
 use crate::observer::Observer;
 use crate::shared_files::SharedFiles;
 use crate::socket::{FileNumbers, ListeningPath, is_readable};
@@ -167,10 +167,10 @@ impl ValueCopy {
     /// Returns the values of the other keeper, the most recently used ones first, once their namespaces are known here.
     fn list(&mut self) -> Result<Vec<ListedValue>> {
         let listed = self.other.all_values(answer)?;
-        for ListedNamespace { number, text, value, .. } in self.other.namespaces(answer())? {
+        for ListedNamespace { number, text, value, checksums, .. } in self.other.namespaces(answer())? {
             // A namespace that there is no room for is left.
             if !self.namespaces.contains_key(&number)
-                && let Ok(here) = self.table.namespaces.attach(&text, value)
+                && let Ok(here) = self.table.namespaces.attach(&text, ValueTerms { value, checksums })
             {
                 self.namespaces.insert(number, (here, value));
             }
@@ -184,7 +184,7 @@ impl ValueCopy {
         let other = self.other.memory()?;
         let Some(place) = other.place(value.namespace, &value.key) else { return Ok(0) };
         let from = other.values.window(0, u64::from(place.slot) * other.geometry.slot_bytes, bytes)?;
-        let stored = self.table.put(&key, from)?;
+        let stored = self.table.put_value(&key, from, other.index.checksum(place.slot))?;
         let Some(slot) = self.table.slot_of(&key).filter(|_| stored == Stored::Stored) else { return Ok(0) };
         self.places[slot as usize] = place;
         if !other.generations.still(place.slot, place.generation) {
@@ -225,10 +225,10 @@ mod tests {
     use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
 
     use super::*;
-    use crate::access::StoreOptions;
     use crate::attachment::tests::SilentPath;
     use crate::holder::{Holder, KeeperOptions};
     use crate::keeper::Keeper;
+    use crate::keeper_link::StoreOptions;
     use crate::key::StoreKey;
     use crate::sizes::{MESSAGE_BYTES, PAGE_VALUES};
     use crate::socket::connect_to;
@@ -241,11 +241,22 @@ mod tests {
     }
 
     fn keeper(path: &SilentPath, slots: u64) -> Keeper {
-        Keeper::open(&KeeperOptions { memory: 64 * slots, value: 64, socket: path.socket() }).unwrap()
+        Keeper::open(&KeeperOptions {
+            memory: 64 * slots,
+            value: 64,
+            socket: path.socket(),
+            ..KeeperOptions::default()
+        })
+        .unwrap()
     }
 
     fn store(path: &SilentPath, namespace: &str) -> Store {
-        let options = StoreOptions { socket: path.socket(), namespace: namespace.into(), value: 64 };
+        let options = StoreOptions {
+            socket: path.socket(),
+            namespace: namespace.into(),
+            value: 64,
+            ..StoreOptions::default()
+        };
         Store::open(options, Deadline::after(Duration::from_secs(30))).unwrap()
     }
 
@@ -407,7 +418,12 @@ mod tests {
     impl StoppableKeeper<'_> {
         /// Serves until it is replaced, or `stop` is readable.
         fn serve(&self, stop: OwnedFd) {
-            let options = KeeperOptions { memory: 64 * 100, value: 64, socket: self.path.socket() };
+            let options = KeeperOptions {
+                memory: 64 * 100,
+                value: 64,
+                socket: self.path.socket(),
+                ..KeeperOptions::default()
+            };
             let mut keeper = Holder::open(&options, false).unwrap().keeper_loop(stop).unwrap();
             let (mut events, mut buffer) = (Vec::new(), vec![0; MESSAGE_BYTES]);
             loop {
@@ -426,7 +442,7 @@ mod tests {
         fn pause(&self) {
             self.paused.store(true, Ordering::SeqCst);
             // A connection ends its wait, if it waits.
-            let _stranger = connect_to(&self.path.socket()).unwrap();
+            let _stranger = connect_to(&self.path.socket(), None).unwrap();
             while !self.parked.load(Ordering::SeqCst) {
                 std::thread::sleep(Duration::from_millis(1));
             }

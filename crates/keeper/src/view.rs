@@ -157,11 +157,22 @@ mod tests {
     }
 
     fn keeper(path: &SilentPath, slots: u64) -> Keeper {
-        Keeper::open(&KeeperOptions { memory: 64 * slots, value: 64, socket: path.socket() }).unwrap()
+        Keeper::open(&KeeperOptions {
+            memory: 64 * slots,
+            value: 64,
+            socket: path.socket(),
+            ..KeeperOptions::default()
+        })
+        .unwrap()
     }
 
     fn store(path: &SilentPath) -> Arc<Store> {
-        let options = StoreOptions { socket: path.socket(), namespace: "n".into(), value: 64 };
+        let options = StoreOptions {
+            socket: path.socket(),
+            namespace: "n".into(),
+            value: 64,
+            ..StoreOptions::default()
+        };
         Arc::new(Store::open(options, soon()).unwrap())
     }
 

@@ -55,7 +55,12 @@ fn soon() -> Deadline {
 }
 
 fn keeper_options(socket: &Path, values: usize) -> KeeperOptions {
-    KeeperOptions { memory: (values * 1024) as u64, value: 1024, socket: socket.into() }
+    KeeperOptions {
+        memory: (values * 1024) as u64,
+        value: 1024,
+        socket: socket.into(),
+        ..KeeperOptions::default()
+    }
 }
 
 fn keeper(socket: &Path, values: usize) -> Keeper {
@@ -63,7 +68,12 @@ fn keeper(socket: &Path, values: usize) -> Keeper {
 }
 
 fn options(socket: &Path, namespace: &str) -> StoreOptions {
-    StoreOptions { socket: socket.into(), namespace: namespace.into(), value: VALUE as u64 }
+    StoreOptions {
+        socket: socket.into(),
+        namespace: namespace.into(),
+        value: VALUE as u64,
+        ..StoreOptions::default()
+    }
 }
 
 fn store(socket: &Path, namespace: &str) -> Store {
@@ -213,9 +223,15 @@ fn values_of_several_messages_are_those_that_were_put() {
     let folder = Folder::new();
     for (at, bytes) in [3 << 20, 2 << 20, 700 << 10].into_iter().enumerate() {
         let socket = folder.0.join(at.to_string());
-        let options = KeeperOptions { memory: 9 * bytes as u64, value: bytes as u64, socket: socket.clone() };
+        let options = KeeperOptions {
+            memory: 9 * bytes as u64,
+            value: bytes as u64,
+            socket: socket.clone(),
+            ..KeeperOptions::default()
+        };
         let _keeper = Keeper::open(&options).unwrap();
-        let options = StoreOptions { socket, namespace: "a".into(), value: bytes as u64 };
+        let options =
+            StoreOptions { socket, namespace: "a".into(), value: bytes as u64, ..StoreOptions::default() };
         let store = Store::open(options, soon()).unwrap();
         let keys: Vec<_> = (0..9).map(key).collect();
         let values: Vec<_> = (1u8..10).map(|number| vec![number; bytes]).collect();
@@ -252,8 +268,14 @@ fn arguments_out_of_range_are_refused() {
     assert!(wrong(open(999, "a").unwrap_err()).contains("value=999 must be 1000"));
     assert!(wrong(open(0, "a").unwrap_err()).contains("value=0 is out of range"));
     assert!(wrong(open(1, "").unwrap_err()).contains("namespace=0 bytes must be"));
-    let memory =
-        |memory, value| Keeper::open(&KeeperOptions { memory, value, socket: folder.0.join("other") });
+    let memory = |memory, value| {
+        Keeper::open(&KeeperOptions {
+            memory,
+            value,
+            socket: folder.0.join("other"),
+            ..KeeperOptions::default()
+        })
+    };
     assert_eq!(
         wrong(memory(1023, 1024).unwrap_err()),
         "memory=1023 must be at least 1024 bytes, the slot of one value"
@@ -266,7 +288,14 @@ fn arguments_out_of_range_are_refused() {
 #[test]
 fn a_path_in_use_is_named_and_that_of_a_dead_keeper_is_taken_over() {
     let folder = Folder::new();
-    let open = || Keeper::open(&KeeperOptions { memory: 4096, value: 1024, socket: folder.socket() });
+    let open = || {
+        Keeper::open(&KeeperOptions {
+            memory: 4096,
+            value: 1024,
+            socket: folder.socket(),
+            ..KeeperOptions::default()
+        })
+    };
     let first = open().unwrap();
     let refused = open().unwrap_err();
     assert_eq!(refused.reason(), "another program listens at the socket");
@@ -283,8 +312,12 @@ fn a_path_in_use_is_named_and_that_of_a_dead_keeper_is_taken_over() {
     std::fs::write(folder.socket(), "a file").unwrap();
     assert_eq!(open().unwrap_err().kind(), ErrorKind::InvalidArgument);
     assert_eq!(std::fs::read(folder.socket()).unwrap(), b"a file");
-    let long =
-        Keeper::open(&KeeperOptions { memory: 4096, value: 64, socket: folder.0.join("x".repeat(108)) });
+    let long = Keeper::open(&KeeperOptions {
+        memory: 4096,
+        value: 64,
+        socket: folder.0.join("x".repeat(108)),
+        ..KeeperOptions::default()
+    });
     assert_eq!(long.unwrap_err().argument_name(), Some("socket"));
 }
 
@@ -356,7 +389,8 @@ fn a_holder_serves_the_same_values_again() {
 #[test]
 fn another_keeper_takes_over_what_fits() {
     let folder = Folder::new();
-    let old = KeeperOptions { memory: 60 * 2048, value: 2048, socket: folder.socket() };
+    let old =
+        KeeperOptions { memory: 60 * 2048, value: 2048, socket: folder.socket(), ..KeeperOptions::default() };
     let old = Keeper::open(&old).unwrap();
     let [one, large] = [("a", VALUE), ("large", 2000)].map(|(namespace, value)| {
         Store::open(StoreOptions { value: value as u64, ..options(&folder.socket(), namespace) }, soon())
@@ -367,7 +401,8 @@ fn another_keeper_takes_over_what_fits() {
     put(&one, &numbers, &values);
     // Used last, and too large for the other keeper.
     large.put(&[key(0)], &[Window::of_slice(&[9; 2000])], soon()).unwrap();
-    let smaller = KeeperOptions { memory: 30 * 1000, value: 1000, socket: folder.socket() };
+    let smaller =
+        KeeperOptions { memory: 30 * 1000, value: 1000, socket: folder.socket(), ..KeeperOptions::default() };
     let alone = Holder::open(&smaller, false).unwrap_err();
     assert_eq!(alone.reason(), "another program listens at the socket");
     let holder = Holder::open(&smaller, true).unwrap();
@@ -404,7 +439,12 @@ fn store_attached(store: &Store) -> bool {
 #[test]
 fn memory_is_prepared_in_parts() {
     let folder = Folder::new();
-    let options = KeeperOptions { memory: 300 << 20, value: 1 << 20, socket: folder.socket() };
+    let options = KeeperOptions {
+        memory: 300 << 20,
+        value: 1 << 20,
+        socket: folder.socket(),
+        ..KeeperOptions::default()
+    };
     let holder = Holder::open(&options, false).unwrap();
     let resident = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -529,9 +569,9 @@ impl Stranger {
     }
 }
 
-/// An attach request for values of 64 bytes, as version 3 has it.
+/// An attach request for values of 64 bytes without checksums, as version 3 has it.
 fn attach_request() -> Vec<u8> {
-    vec![0, 3, 1, b'n', 64]
+    vec![0, 3, 1, b'n', 64, 0]
 }
 
 fn memory(bytes: u64, seals: SealFlags) -> OwnedFd {
@@ -573,16 +613,22 @@ fn hostile_clients_cost_only_themselves() {
     }
     // A version that nobody has is refused with both numbers.
     let stranger = Stranger::connect(&folder.socket());
-    stranger.send(&[0, 9, 1, b'n', 64], &[good.as_fd()]).unwrap();
+    stranger.send(&[0, 9, 1, b'n', 64, 0], &[good.as_fd()]).unwrap();
     assert!(
         String::from_utf8_lossy(&stranger.received()[0]).contains("speaks version 3, the client version 9")
     );
     // A value behind the end of its memory.
     let stranger = Stranger::connect(&folder.socket());
     stranger.send(&attach_request(), &[good.as_fd()]).unwrap();
-    stranger.send(&[&[1, 0x80, 8, 1][..], &[7; 28]].concat(), &[]).unwrap();
+    stranger.send(&[&[1, 0x80, 8, 1][..], &[7; 28], &[0]].concat(), &[]).unwrap();
     let replies = stranger.received();
     assert!(replies.len() == 2 && replies[1][0] == 1, "{replies:?}");
+    // A checksum that the namespace does not have.
+    let stranger = Stranger::connect(&folder.socket());
+    stranger.send(&attach_request(), &[good.as_fd()]).unwrap();
+    stranger.send(&[&[1, 0, 1][..], &[7; 28], &[1, 5]].concat(), &[]).unwrap();
+    let replies = stranger.received();
+    assert!(replies.len() == 2 && String::from_utf8_lossy(&replies[1]).contains("number of checksums"));
     // One that never takes its replies is disconnected once its queue is full.
     let deaf = Stranger::connect(&folder.socket());
     deaf.send(&attach_request(), &[good.as_fd()]).unwrap();
@@ -725,13 +771,13 @@ fn observers_put_nothing_and_are_limited() {
     };
     let with_key = |begin: &[u8]| [begin, &[1; 28]].concat();
     let (put, drop, lease, unlease) = (
-        with_key(b"\x01\x00\x01"),
+        [&*with_key(b"\x01\x00\x01"), b"\x00"].concat(),
         with_key(b"\x03\x01"),
         [&*with_key(b"\x04\x01"), b"\x64"].concat(),
         with_key(b"\x05\x01"),
     );
-    let (touch, clear) = (b"\x02\x01\x00", b"\x0a\x00");
-    for request in [&*put, touch, &*drop, &*lease, &*unlease, clear] {
+    let (touch, clear, corrupt) = (b"\x02\x01\x00", b"\x0a\x00", b"\x0f\x00");
+    for request in [&*put, touch, &*drop, &*lease, &*unlease, clear, corrupt] {
         let answer = message(request);
         assert!(answer.contains("a client that only looks may change nothing"), "{request:?}: {answer}");
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import grp
 import json
 import os
 import time
@@ -35,7 +37,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with StopSignals() as stop:
             take_over = options.take_over
-            holder = _Holder(memory=options.memory, socket=options.socket, value=options.value, take_over=take_over)
+            holder = _Holder(
+                memory=options.memory,
+                socket=options.socket,
+                value=options.value,
+                take_over=take_over,
+                tokens=options.tokens,
+                group=options.group,
+            )
             if options.prepare and (status := _prepared(holder, stop)) is not None:
                 return status
 
@@ -96,8 +105,15 @@ def _prepare(holder: _Holder, begin: int, end: int) -> int:
     return 0
 
 
+def _group(name: str) -> int:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"{name!r} is no group of this system") from None
+
+
 def _parser() -> CommandParser:
-    description = "Keep values for other processes of this user, which use them with llm_datadist.Store."
+    description = "Keep values for other processes, which use them with llm_datadist.Store."
     parser = CommandParser(prog="llm-datadist serve", description=description)
     parser.add_argument("--memory", required=True, metavar="SIZE", help="memory for values, such as 8GiB")
     parser.add_argument("--socket", required=True, metavar="PATH", help="path at which stores attach")
@@ -114,6 +130,15 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--prepare", action="store_true", help="take the memory for values from the system at the start"
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="FILE",
+        help="file with a role (read, write or admin) and a token on each line, with which processes of other users "
+        "attach; only its owner may read it",
+    )
+    parser.add_argument(
+        "--group", type=_group, metavar="NAME", help="group whose processes may connect to the socket; needs --tokens"
     )
     parser.add_argument("--json", action="store_true", help="print the line at the start as JSON")
     return parser

@@ -247,9 +247,9 @@ class _Stores:
         healthy = False
         with suppress(Error):  # closed meanwhile, or no keeper answers
             stats += ({**store.stats(keeper=False)} for store in self._all())
-            with KeeperObserver(self.settings.socket, timeout=_ANSWER_S):
+            with KeeperObserver(self.settings.socket, timeout=_ANSWER_S, **self.settings.access):
                 healthy = not self._closed and all(each["refused"] is None for each in stats)
-        names = ("hits", "misses_absent", "misses_changed", "misses_away", "puts_away")
+        names = ("hits", "misses_absent", "misses_changed", "misses_corrupt", "misses_away", "puts_away")
         return {
             "is_healthy": healthy,
             "socket": self.settings.socket,
@@ -286,7 +286,8 @@ class _Stores:
             # Keys have the name of the model.
             text = namespace("lmcache", "any", self.settings.revision, facts)
             # Without the lock, because it may wait for the keeper.
-            made = Store(self.settings.socket, namespace=text, value=layout.bytes, timeout=_ANSWER_S)
+            options = self.settings.store_options
+            made = Store(self.settings.socket, namespace=text, value=layout.bytes, timeout=_ANSWER_S, **options)
             try:
                 kept = self._kept(layout, made) or made
             finally:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Callable
 
 from prometheus_client.core import CounterMetricFamily as Count
 from prometheus_client.core import GaugeMetricFamily as Gauge
@@ -104,17 +105,28 @@ class KeeperCollector(Collector):
 
     Args:
         sockets: the paths at which they listen. The label ``keeper`` of every metric has the path.
+        token_file: path of a file with a token of the keepers, which needs the role ``read``. ``None``: the keepers are
+            those of this user.
+        keeper_user: number of the user whose keepers are meant. ``None``: this user.
     """
 
-    def __init__(self, *sockets: str | PathLike[str]) -> None:
+    def __init__(
+        self,
+        *sockets: str | PathLike[str],
+        token_file: str | PathLike[str] | None = None,
+        keeper_user: int | None = None,
+    ) -> None:
         self._sockets = sockets
+        self._observer = partial(
+            KeeperObserver, timeout=_KEEPER_SECONDS, token_file=token_file, keeper_user=keeper_user
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of this moment. Without counters, these are ``keeper_up`` and ``keeper_down`` alone."""
         found = _Families()
         for socket in self._sockets:
             of = {"keeper": str(socket)}
-            counted = _counted(socket)
+            counted = _counted(partial(self._observer, socket))
             up = not isinstance(counted, str)
             found.add(Gauge, "keeper_up", "Whether the keeper has given its counters.", of, int(up))
             for reason in _DOWN:
@@ -129,11 +141,11 @@ _DOWN = ("away", "timeout", "refused")
 """Why a keeper gives no counters: none listens, it does not answer in time, or it or the system refuses."""
 
 
-def _counted(socket: str | PathLike[str]) -> KeeperStats | str:
+def _counted(observer: Callable[[], KeeperObserver]) -> KeeperStats | str:
     """Return the counters of a keeper, or why it gives none."""
     try:
-        with KeeperObserver(socket, timeout=_KEEPER_SECONDS) as observer:
-            return observer.stats()
+        with observer() as opened:
+            return opened.stats()
     except PeerLost:
         return "away"
     except Timeout:
@@ -198,7 +210,12 @@ _STORE_REASONS: dict[str, tuple[str, str, dict[str, str]]] = {
     "reason": (
         "misses",
         "Keys of get without a value.",
-        {"absent": "misses_absent", "changed": "misses_changed", "away": "misses_away"},
+        {
+            "absent": "misses_absent",
+            "changed": "misses_changed",
+            "corrupt": "misses_corrupt",
+            "away": "misses_away",
+        },
     ),
     "result": (
         "put_values",
@@ -222,12 +239,14 @@ _KEEPER: _Rows = {
     "no_room": (Count, "Values that it had no room for."),
     "evicted": (Count, "Values that were replaced because all slots were in use."),
     "dropped": (Count, "Values that stores have dropped."),
+    "corrupt": (Count, "Values that it has dropped because their bytes did not have their checksum."),
     "touched": (Count, "Values that stores have read or put again."),
     "leases": (Count, "Leases that it has granted or renewed."),
     "leases_refused": (Count, "Keys that were not leased."),
     "puts": (Count, "Requests to copy values."),
     "put_nanos": (Count, "Total time of these requests."),
     "refused": (Count, "Clients that it has refused: what they sent, a limit, or the system."),
+    "forbidden": (Count, "Requests that the role of a client does not allow."),
 }
 
 _POOLS: dict[str, tuple[str, Any]] = {

@@ -187,7 +187,8 @@ class _Pages:
         try:
             for size in sorted(set(self._sizes)):
                 one = f"{text} {size}"
-                store = Store(settings.socket, namespace=one, value=size, timeout=self._timeout_s)
+                options = settings.store_options
+                store = Store(settings.socket, namespace=one, value=size, timeout=self._timeout_s, **options)
                 self._stores.append((store, [at for at, piece in enumerate(self._sizes) if piece == size]))
                 logger.info("llm_datadist keeps pieces of pages of %d bytes at %s as %r", size, settings.socket, one)
         except BaseException:

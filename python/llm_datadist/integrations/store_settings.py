@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 from msgspec import Meta, Struct, ValidationError, convert
 
@@ -24,6 +24,9 @@ class StoreSettings(Struct, frozen=True, forbid_unknown_fields=True):
     socket: _Text
     revision: _Text
     timeout_ms: Annotated[int, Meta(ge=1, le=60_000)] = 10_000
+    checksums: bool = False
+    token_file: Optional[_Text] = None
+    keeper_user: Optional[Annotated[int, Meta(ge=0, le=2**32 - 1)]] = None
 
     @classmethod
     def parse(cls, adapter: str, given: Mapping[str, Any]) -> Self:
@@ -37,6 +40,16 @@ class StoreSettings(Struct, frozen=True, forbid_unknown_fields=True):
         except ValidationError as error:
             allowed = ", ".join(cls.__struct_fields__)
             raise ValueError(f"options of {adapter}: {error}; allowed: {allowed}") from None
+
+    @property
+    def access(self) -> dict[str, Any]:
+        """Arguments of ``Store`` and ``KeeperObserver``: the token, as a file, and the user of the keeper."""
+        return {"token_file": self.token_file, "keeper_user": self.keeper_user}
+
+    @property
+    def store_options(self) -> dict[str, Any]:
+        """Arguments of ``Store`` beside the namespace, the size of a value and the time limit."""
+        return {"checksums": self.checksums, **self.access}
 
     @property
     def timeout_s(self) -> float:

@@ -12,7 +12,7 @@ use crate::model::{CacheId, CacheKey, Name};
 
 type Secret = SecretBuffer<[u8; DEFAULT_SECRET_LENGTH]>;
 
-/// Calculates the checksums of blocks of one remote cache, as one name and one generation of its entry identify it.
+/// Calculates the checksums of blocks of one remote cache, as one name and one generation of its entry identify it, or of one value.
 #[derive(Clone)]
 pub struct Checksums(Secret);
 
@@ -37,7 +37,12 @@ impl Checksums {
         for (target, word) in bytes.chunks_exact_mut(8).zip(words) {
             target.copy_from_slice(&word.to_le_bytes());
         }
-        let seed = xxhash3_64::Hasher::oneshot(&bytes);
+        Checksums::bound_to_bytes(&bytes)
+    }
+
+    /// Returns the checksums that are bound to `bytes`, such as the key of a value in a store.
+    pub fn bound_to_bytes(bytes: &[u8]) -> Result<Checksums> {
+        let seed = xxhash3_64::Hasher::oneshot(bytes);
         let secret = SecretBuffer::with_seed(seed, [0; DEFAULT_SECRET_LENGTH]);
         let refused = |_| Error::new(ErrorKind::System, "the secret of the checksums has the wrong length");
         secret.map(Checksums).map_err(refused)

@@ -28,4 +28,4 @@ pub use run::HeldPins;
 pub use unit_job::STILL_READING;
 #[cfg(feature = "testing")]
 pub use unit_job::Work;
-pub use window_sum::WindowSum;
+pub use window_sum::{WindowSum, window_sums};

@@ -6,7 +6,7 @@
 use crate::checksums::{BlockChecksum, Checksums};
 use crate::error::Result;
 use crate::fallible;
-use crate::memory::{Windows, read_bytes};
+use crate::memory::{Window, Windows, read_bytes};
 
 /// Bytes that are read and hashed at a time.
 const BUFFER: usize = 16 << 10;
@@ -57,4 +57,23 @@ impl WindowSum {
     pub fn value(mut self) -> u64 {
         self.end_block()
     }
+}
+
+/// Returns the checksum of the bytes of each window as they are in memory now, bound to the bytes beside it.
+pub fn window_sums<'a>(pairs: impl ExactSizeIterator<Item = (&'a [u8], Window<'a>)>) -> Result<Vec<u64>> {
+    let mut sums = fallible::with_capacity("the checksums of values", pairs.len())?;
+    let mut sum: Option<WindowSum> = None;
+    for (bound, window) in pairs {
+        let checksums = Checksums::bound_to_bytes(bound)?;
+        let sum = match &mut sum {
+            Some(sum) => {
+                sum.checksum = checksums.block();
+                sum
+            }
+            empty => empty.insert(WindowSum::new(checksums)?),
+        };
+        sum.add(window.into())?;
+        sums.push(sum.end_block());
+    }
+    Ok(sums)
 }

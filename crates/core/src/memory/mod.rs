@@ -58,7 +58,7 @@ pub use limits::{refuse_beyond_room, usable_bytes, usable_under};
 pub use map_budget::{MapBudget, Reservation};
 pub use page_merge::{MergeRefusal, OwnPages};
 pub use peer_credentials::{
-    Credentials, peer_credentials, peer_process_descriptor, same_user, take_descriptors,
+    Credentials, is_user, peer_credentials, peer_process_descriptor, same_user, take_descriptors,
 };
 pub use peer_mapping::PeerMapping;
 #[cfg(feature = "testing")]

@@ -90,23 +90,27 @@ pub fn take_descriptors(socket: BorrowedFd<'_>, take: bool) {
 }
 
 /// Returns whether the user of `peer` is provably the effective user of this process.
+pub fn same_user(peer: Credentials) -> bool {
+    is_user(peer, rustix::process::geteuid().as_raw())
+}
+
+/// Returns whether the user of `peer` is provably the one with the number `user`.
 ///
 /// The kernel shows every user without a number in this namespace as the overflow user. So that number proves
 /// nothing unless every user has a number here.
-pub fn same_user(peer: Credentials) -> bool {
-    let own = rustix::process::geteuid().as_raw();
+pub fn is_user(peer: Credentials, user: u32) -> bool {
     let read = |path| std::fs::read_to_string(path).ok();
     let overflow = read("/proc/sys/kernel/overflowuid").and_then(|text| text.trim().parse().ok());
-    proves(peer.uid, own, overflow.unwrap_or(65534), read("/proc/self/uid_map").as_deref())
+    proves(peer.uid, user, overflow.unwrap_or(65534), read("/proc/self/uid_map").as_deref())
 }
 
-/// The rule of [`same_user`], over the values that the kernel reports.
-fn proves(peer: u32, own: u32, overflow: u32, uid_map: Option<&str>) -> bool {
+/// The rule of [`is_user`], over the values that the kernel reports.
+fn proves(peer: u32, user: u32, overflow: u32, uid_map: Option<&str>) -> bool {
     let whole = || {
         let numbers = |line: &str| line.split_whitespace().map(|word| word.parse().ok()).collect::<Vec<_>>();
         uid_map.is_some_and(|map| map.lines().any(|line| numbers(line) == [Some(0), Some(0), Some(u32::MAX)]))
     };
-    peer == own && (peer != overflow || whole())
+    peer == user && (peer != overflow || whole())
 }
 
 #[cfg(test)]

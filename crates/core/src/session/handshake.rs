@@ -4,17 +4,15 @@
 //! The dialing side proves its identity first. Each proof is an HMAC-SHA256 over the preceding messages of
 //! the handshake and a label for the side, so it can neither be reflected nor replayed. The proof of the
 //! accepting side also covers the welcome message that contains it
-//! (`a_welcome_cannot_be_changed_on_the_way`). Proofs are compared in constant time (`verify_slice`).
+//! (`a_welcome_cannot_be_changed_on_the_way`). Proofs are compared in constant time (`KeyProof::is`).
 //!
 //! The key is the token. Without a token, the key is empty over a local socket, where the kernel reports the
 //! user of the peer; over TCP it is a secret that the accepting side hands out over its local socket.
 
 use std::time::Duration;
 
-use hmac::{Hmac, KeyInit, Mac};
-use sha2::Sha256;
-
 use super::message_io;
+use super::proof::KeyProof;
 use super::refusals::{Reason, Refusal};
 use crate::config::{Config, LinkConfig, Token};
 use crate::error::{Error, ErrorKind, OptionName, Result};
@@ -126,11 +124,11 @@ pub(super) fn dial(
     stream.send(&frame, deadline)?;
     let hello = &frame[HEADER..];
     let challenge: Challenge = message_io::receive_message(stream, HANDSHAKE_LIMIT, deadline)?;
-    let mac = keyed(key, b"dialer", hello, &challenge)?.finalize().into_bytes().into();
+    let mac = keyed(key, b"dialer", hello, &challenge)?.bytes();
     message_io::send_message(stream, &Proof { mac }, deadline)?;
     let welcome: Welcome = message_io::receive_message(stream, HANDSHAKE_LIMIT, deadline)?;
     let expected = acceptor(key, hello, &challenge, &welcome)?;
-    if expected.verify_slice(&welcome.mac).is_err() {
+    if !expected.is(&welcome.mac) {
         return Err(other_token("the peer at this address", &stream.about.peer));
     }
     if let Some(asked) = asked.filter(|asked| asked.0 != welcome.from.cluster) {
@@ -202,7 +200,7 @@ impl ChallengedPeer {
         let mut open = None;
         for accepted in &self.accepted_keys {
             let expected = keyed(&accepted.key, b"dialer", &self.hello_body, &self.challenge)?;
-            if open.is_none() && expected.verify_slice(&given.mac).is_ok() {
+            if expected.is(&given.mac) && open.is_none() {
                 open = Some((accepted.key.clone(), accepted.name_only));
             }
         }
@@ -243,8 +241,7 @@ impl ChallengedPeer {
             _ => None,
         };
         let mut welcome = Welcome { from: me.party, mac: [0; 32], local, secret };
-        welcome.mac =
-            acceptor(&self.key, &self.hello_body, &self.challenge, &welcome)?.finalize().into_bytes().into();
+        welcome.mac = acceptor(&self.key, &self.hello_body, &self.challenge, &welcome)?.bytes();
         protocol::encode(&welcome)
     }
 }
@@ -282,22 +279,15 @@ pub(super) fn accepted_keys(
     Ok(accepted_keys)
 }
 
-fn keyed(key: &Key, side: &[u8], hello: &[u8], challenge: &Challenge) -> Result<Hmac<Sha256>> {
-    let mut mac = Hmac::<Sha256>::new_from_slice(key.bytes())
-        .map_err(|_| Error::new(ErrorKind::System, "the token cannot be used as a key"))?;
-    mac.update(side);
-    mac.update(&[0]);
-    mac.update(hello);
-    mac.update(&challenge.nonce);
-    Ok(mac)
+fn keyed(key: &Key, side: &[u8], hello: &[u8], challenge: &Challenge) -> Result<KeyProof> {
+    KeyProof::over(key.bytes(), side, &[hello, &challenge.nonce])
 }
 
 /// Computes the proof of the accepting side. It also covers the welcome message, with the proof field set to
 /// zeros.
-fn acceptor(key: &Key, hello: &[u8], challenge: &Challenge, welcome: &Welcome) -> Result<Hmac<Sha256>> {
-    let mut mac = keyed(key, b"acceptor", hello, challenge)?;
-    mac.update(&protocol::encode(&Welcome { mac: [0; 32], ..welcome.clone() })?[HEADER..]);
-    Ok(mac)
+fn acceptor(key: &Key, hello: &[u8], challenge: &Challenge, welcome: &Welcome) -> Result<KeyProof> {
+    let welcome = protocol::encode(&Welcome { mac: [0; 32], ..welcome.clone() })?;
+    KeyProof::over(key.bytes(), b"acceptor", &[hello, &challenge.nonce, &welcome[HEADER..]])
 }
 
 /// The remedy that error messages offer a peer that could not authenticate.

@@ -39,6 +39,7 @@ mod peer_memory;
 mod peer_snapshot;
 mod pending;
 mod poller;
+mod proof;
 mod pushes_in_flight;
 mod refusals;
 mod registry;
@@ -54,6 +55,7 @@ pub use communicator::CommStatus;
 pub use dial::Transports;
 pub use link::Link;
 pub use poller::{Poller, Watching};
+pub use proof::KeyProof;
 
 pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{Describe, REPORTED_BY, limit_ms, timed};

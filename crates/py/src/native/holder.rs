@@ -17,18 +17,23 @@ pub(crate) struct NativeHolder {
 #[pymethods]
 impl NativeHolder {
     #[new]
-    #[pyo3(signature = (*, memory, socket, value, take_over))]
+    #[pyo3(signature = (*, memory, socket, value, take_over, tokens=None, group=None))]
     fn new(
         py: Python<'_>,
         memory: &Any<'_>,
         socket: &Any<'_>,
         value: &Any<'_>,
         take_over: bool,
+        tokens: Option<&Any<'_>>,
+        group: Option<&Any<'_>>,
     ) -> PyResult<Self> {
+        let (tokens, group) = values::keeper_tokens(tokens, group)?;
         let options = KeeperOptions {
             memory: values::size("memory", memory)?,
             value: values::value_size(Some(value))?,
             socket: values::path("socket", socket)?,
+            tokens,
+            group,
         };
         let holder = engine::allow_threads(py, || Holder::open(&options, take_over));
         Ok(NativeHolder { holder: holder.map_err(|error| raise(py, &error))? })

@@ -10,7 +10,7 @@ use crate::engine;
 
 /// A store of values that outlives the processes that use it, here in a thread of this process.
 ///
-/// ``llm-datadist serve`` runs one in a process of its own. Processes of the same user use it with a ``Store``. When its memory is full,
+/// ``llm-datadist serve`` runs one in a process of its own. Processes of the same user use it with a ``Store``, and others with a token. When its memory is full,
 /// the value that was not used for the longest time is replaced. ``with`` calls ``close`` at the end.
 ///
 /// Args:
@@ -18,13 +18,18 @@ use crate::engine;
 ///     socket: path at which stores attach, of at most 108 bytes. A socket that a dead keeper has left there is taken over. The file
 ///         ``<socket>.lock`` beside it stays.
 ///     value: bytes of the largest value, at most 64 MiB, in the same form. Each value takes so much memory.
+///     tokens: path of a file with tokens, of mode 0600 or 0400. Each line has a role (``read``, ``write`` or ``admin``) and a token of
+///         at least 16 characters. ``None``: only processes of this user attach.
+///     group: number of a group of this user. Its processes may connect to the socket, too, which then has mode 0660. Those of other
+///         users need a token, so ``tokens`` must be given.
 ///
 /// Raises:
 ///     TypeError: an argument has the wrong type.
-///     InvalidArgument: a size is out of range, ``memory`` does not hold one value, or the path cannot be one of a socket.
+///     InvalidArgument: a size is out of range, ``memory`` does not hold one value, the path cannot be one of a socket, the file of
+///         tokens cannot be read, can be read by others or has a wrong line, or ``group`` is given without ``tokens``.
 ///     OutOfMemory: ``memory`` is more than this process may use: the free memory of the machine or of its control group.
 ///     Error: another program listens at the path; the error has its process as the fact ``pid``. Or the system refuses a file, a
-///         socket or a thread.
+///         socket, the group or a thread.
 #[pyclass(frozen, weakref, name = "Keeper", module = "llm_datadist.native")]
 pub(crate) struct NativeKeeper {
     keeper: Keeper,
@@ -33,12 +38,25 @@ pub(crate) struct NativeKeeper {
 #[pymethods]
 impl NativeKeeper {
     #[new]
-    #[pyo3(signature = (*, memory, socket, value=None), text_signature = "(*, memory, socket, value='64KiB')")]
-    fn new(py: Python<'_>, memory: &Any<'_>, socket: &Any<'_>, value: Option<&Any<'_>>) -> PyResult<Self> {
+    #[pyo3(
+        signature = (*, memory, socket, value=None, tokens=None, group=None),
+        text_signature = "(*, memory, socket, value='64KiB', tokens=None, group=None)"
+    )]
+    fn new(
+        py: Python<'_>,
+        memory: &Any<'_>,
+        socket: &Any<'_>,
+        value: Option<&Any<'_>>,
+        tokens: Option<&Any<'_>>,
+        group: Option<&Any<'_>>,
+    ) -> PyResult<Self> {
+        let (tokens, group) = values::keeper_tokens(tokens, group)?;
         let options = KeeperOptions {
             memory: values::size("memory", memory)?,
             value: values::value_size(value)?,
             socket: values::path("socket", socket)?,
+            tokens,
+            group,
         };
         let keeper = engine::allow_threads(py, || Keeper::open(&options));
         Ok(NativeKeeper { keeper: keeper.map_err(|error| raise(py, &error))? })

@@ -24,10 +24,14 @@ const LIMIT: usize = 1000;
 /// Args:
 ///     socket: path at which the keeper listens.
 ///     timeout: seconds after which attaching and each call give up.
+///     token: token that gives the observer its role: ``stats`` needs the role ``read``, and the other calls ``admin``. ``None``: that of
+///         ``token_file``, or none. Processes of the user of the keeper need no token, and may do everything.
+///     token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
+///     keeper_user: number of the user whose keeper is meant. ``None``: this user.
 ///
 /// Raises:
 ///     TypeError: an argument has the wrong type.
-///     InvalidArgument: an argument is out of range, or the version of the keeper differs.
+///     InvalidArgument: an argument is out of range, the version of the keeper differs, or the keeper does not accept the token.
 ///     PeerLost: no keeper listens there.
 ///     Timeout: the keeper has not answered in time.
 ///     Error: the system refuses the connection, a process of another user listens at the socket, or the keeper has 8 observers.
@@ -52,12 +56,25 @@ impl NativeObserver {
 #[pymethods]
 impl NativeObserver {
     #[new]
-    #[pyo3(signature = (socket, /, *, timeout=None), text_signature = "(socket, /, *, timeout=5.0)")]
-    fn new(py: Python<'_>, socket: &Any<'_>, timeout: Option<&Any<'_>>) -> PyResult<Self> {
+    #[pyo3(
+        signature = (socket, /, *, timeout=None, token=None, token_file=None, keeper_user=None),
+        text_signature = "(socket, /, *, timeout=5.0, token=None, token_file=None, keeper_user=None)"
+    )]
+    fn new(
+        py: Python<'_>,
+        socket: &Any<'_>,
+        timeout: Option<&Any<'_>>,
+        token: Option<&Any<'_>>,
+        token_file: Option<&Any<'_>>,
+        keeper_user: Option<&Any<'_>>,
+    ) -> PyResult<Self> {
+        let access = values::keeper_access(token, token_file, keeper_user)?;
         let socket = values::path("socket", socket)?;
         let timeout = timeout.map_or(Ok(TIMEOUT), |given| values::seconds("timeout", given))?;
         let deadline = Deadline::after(timeout).named("timeout");
-        let observer = engine::waiting(py, raise, deadline, |deadline| Observer::open(&socket, deadline))?;
+        let observer = engine::waiting(py, raise, deadline, |deadline| {
+            Observer::with_access(&socket, &access, deadline)
+        })?;
         Ok(NativeObserver { observer, timeout })
     }
 
@@ -74,6 +91,7 @@ impl NativeObserver {
     /// Return the namespaces that the keeper knows, in the order of their numbers.
     ///
     /// Raises:
+    ///     Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The observer can be used further.
     ///     PeerLost: the keeper has ended, or has not answered an earlier call.
     ///     Timeout: the keeper has not answered in time, or calls of other threads took the time.
     ///     Closed: the observer is closed, or belongs to the parent of this process.
@@ -94,6 +112,7 @@ impl NativeObserver {
     /// Raises:
     ///     TypeError: an argument has the wrong type.
     ///     InvalidArgument: an argument is out of range.
+    ///     Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The observer can be used further.
     ///     PeerLost: the keeper has ended, or has not answered an earlier call.
     ///     Timeout: the keeper has not answered in time, or calls of other threads took the time.
     ///     Closed: the observer is closed, or belongs to the parent of this process.
@@ -118,6 +137,7 @@ impl NativeObserver {
     /// ``values`` again then. Each change is returned once, to one of the threads.
     ///
     /// Raises:
+    ///     Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The observer can be used further.
     ///     PeerLost: the keeper has ended, or has not answered an earlier call.
     ///     Timeout: the keeper has not answered in time, or calls of other threads took the time.
     ///     Closed: the observer is closed, or belongs to the parent of this process.
@@ -149,11 +169,12 @@ impl NativeObserver {
 }
 
 fn namespace_dict<'py>(py: Python<'py>, namespace: &ListedNamespace) -> PyResult<Bound<'py, PyDict>> {
-    let ListedNamespace { number, text, value, values } = namespace;
+    let ListedNamespace { number, text, value, checksums, values } = namespace;
     let dict = PyDict::new(py);
     dict.set_item("number", number)?;
     dict.set_item("text", text)?;
     dict.set_item("value", value)?;
+    dict.set_item("checksums", checksums)?;
     dict.set_item("values", values)?;
     Ok(dict)
 }

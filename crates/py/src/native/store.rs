@@ -40,11 +40,18 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 ///     timeout: seconds after which ``put``, ``drop``, ``stats`` and started calls give up, if they have no ``timeout`` of their own.
 ///     queue: bytes of values that started calls may use at a time, in the form of ``value``. Until a call has ended, its memory must
 ///         not be used for anything else.
+///     checksums: whether ``put`` gives each value a checksum (XXH3, 64 bits), and ``get`` compares it with the bytes that it has copied. A
+///         value that differs is a miss, and the keeper drops it. All stores of a namespace have the same.
+///     token: token that gives the store its role: ``put`` needs the role ``write``, ``drop`` and ``clear`` need ``admin``, and the other
+///         calls ``read``. ``None``: that of ``token_file``, or none. Processes of the user of the keeper need no token, and may do
+///         everything.
+///     token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
+///     keeper_user: number of the user whose keeper is trusted with the values. ``None``: this user.
 ///
 /// Raises:
 ///     TypeError: an argument has the wrong type.
 ///     InvalidArgument: an argument is out of range, or the keeper refuses it: its values are smaller, the namespace has values of
-///         another size, or its version differs.
+///         another size or other ``checksums``, the token is none of its own, or its version differs.
 ///     Error: the system refuses the connection, a process of another user listens at the socket, or the keeper has
 ///         reached a limit.
 #[pyclass(frozen, weakref, name = "Store", module = "llm_datadist.native")]
@@ -105,9 +112,14 @@ impl NativeStore {
 impl NativeStore {
     #[new]
     #[pyo3(
-        signature = (socket, /, *, namespace, value=None, timeout=None, queue=None),
-        text_signature = "(socket, /, *, namespace, value='64KiB', timeout=5.0, queue='16GiB')"
+        signature = (
+            socket, /, *, namespace, value=None, timeout=None, queue=None, checksums=None, token=None, token_file=None,
+            keeper_user=None
+        ),
+        text_signature = "(socket, /, *, namespace, value='64KiB', timeout=5.0, queue='16GiB', checksums=False, \
+                          token=None, token_file=None, keeper_user=None)"
     )]
+    #[expect(clippy::too_many_arguments, reason = "the keywords of the constructor")]
     fn new(
         py: Python<'_>,
         socket: &Any<'_>,
@@ -115,12 +127,18 @@ impl NativeStore {
         value: Option<&Any<'_>>,
         timeout: Option<&Any<'_>>,
         queue: Option<&Any<'_>>,
+        checksums: Option<&Any<'_>>,
+        token: Option<&Any<'_>>,
+        token_file: Option<&Any<'_>>,
+        keeper_user: Option<&Any<'_>>,
     ) -> PyResult<Self> {
+        let access = values::keeper_access(token, token_file, keeper_user)?;
+        let checksums = checksums.map_or(Ok(false), |given| values::truth("checksums", given))?;
         let namespace: Result<String, _> =
             namespace.extract().map_err(|_| values::wrong_type("namespace", "a str", namespace));
         let (socket, value) = (values::path("socket", socket)?, values::value_size(value)?);
         let timeout = timeout.map_or(Ok(TIMEOUT), |given| values::seconds("timeout", given))?;
-        let options = StoreOptions { socket, namespace: namespace?, value };
+        let options = StoreOptions { socket, namespace: namespace?, value, checksums, access };
         let deadline = Deadline::after(timeout).named("timeout");
         let queue = queue.map(|given| values::size("queue", given)).transpose()?;
         let store = engine::waiting(py, raise, deadline, |deadline| Store::open(options, deadline))?;
@@ -161,7 +179,7 @@ impl NativeStore {
     ///         of the bytes of a value. A list or an array of integers.
     ///
     /// Returns:
-    ///     For each key whether its buffer has the value, complete and right. Other buffers may have any bytes.
+    ///     For each key whether its buffer has the value, complete and right, and with its checksum if the store has checksums. Other buffers may have any bytes.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type.
@@ -229,6 +247,7 @@ impl NativeStore {
     /// Raises:
     ///     TypeError: an argument has the wrong type.
     ///     InvalidArgument: a key does not have 28 bytes, there are too many, or a value has another size.
+    ///     Error: the role of the token is ``read``; ``code`` is ``"not_enabled"``. The store can be used further.
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(signature = (keys, values, /, *, rows=None, timeout=None))]
     fn put(
@@ -405,6 +424,7 @@ impl NativeStore {
     /// Raises:
     ///     TypeError: an argument has the wrong type.
     ///     InvalidArgument: a key does not have 28 bytes, or there are too many.
+    ///     Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The store can be used further.
     ///     PeerLost: the keeper is away.
     ///     Timeout: the keeper has not answered in time.
     ///     Closed: the store is closed, or belongs to the parent of this process.
@@ -426,6 +446,7 @@ impl NativeStore {
     ///
     /// Raises:
     ///     TypeError, InvalidArgument: ``timeout`` has the wrong type or is out of range.
+    ///     Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The store can be used further.
     ///     PeerLost: the keeper is away.
     ///     Timeout: the keeper has not answered in time.
     ///     Closed: the store is closed, or belongs to the parent of this process.

@@ -7,8 +7,10 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use llm_datadist_core::MAX_SECONDS;
+use llm_datadist_core::bindings::keeper::{link_token, read_token_file};
 use llm_datadist_core::bindings::options::size_with_unit;
+use llm_datadist_core::{Error, ErrorKind, MAX_SECONDS};
+use llm_datadist_keeper::{KeeperAccess, RoleTokens};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -89,6 +91,48 @@ pub(crate) fn size(name: &str, value: &Any<'_>) -> PyResult<u64> {
 /// Reads the bytes of a value of a store or keeper; 64 KiB by default.
 pub(crate) fn value_size(value: Option<&Any<'_>>) -> PyResult<u64> {
     value.map_or(Ok(64 << 10), |value| size("value", value))
+}
+
+/// Reads a truth value.
+pub(crate) fn truth(name: &str, value: &Any<'_>) -> PyResult<bool> {
+    value.cast::<PyBool>().map(|value| value.is_true()).map_err(|_| wrong_type(name, "a bool", value))
+}
+
+/// Reads what a client shows to a keeper, and whose keeper it trusts. No error has the token in its text.
+pub(crate) fn keeper_access(
+    token: Option<&Any<'_>>,
+    token_file: Option<&Any<'_>>,
+    keeper_user: Option<&Any<'_>>,
+) -> PyResult<KeeperAccess> {
+    let keeper_user = keeper_user.map(|given| int32("keeper_user", given, 0)).transpose()?;
+    let token = match (token, token_file) {
+        (Some(token), Some(_)) => {
+            let text = "token and token_file are both given; give one of them";
+            let error = Error::new(ErrorKind::InvalidArgument, text);
+            return Err(raise(token.py(), &error.of_argument("token_file")));
+        }
+        (Some(given), None) => {
+            let text: String = given.extract().map_err(|_| wrong_type("token", "a str", given))?;
+            Some(link_token("token", &text).map_err(|error| raise(given.py(), &error))?)
+        }
+        (None, Some(given)) => {
+            let read = read_token_file(&path("token_file", given)?, "token_file");
+            Some(read.map_err(|error| raise(given.py(), &error))?)
+        }
+        (None, None) => None,
+    };
+    Ok(KeeperAccess { token, keeper_user })
+}
+
+/// Reads the tokens of a keeper from the file at a path, and the number of the group that may connect.
+pub(crate) fn keeper_tokens(
+    tokens: Option<&Any<'_>>,
+    group: Option<&Any<'_>>,
+) -> PyResult<(RoleTokens, Option<u32>)> {
+    let group = group.map(|given| int32("group", given, 0)).transpose()?;
+    let Some(given) = tokens else { return Ok((RoleTokens::default(), group)) };
+    let read = RoleTokens::read(&path("tokens", given)?).map_err(|error| raise(given.py(), &error))?;
+    Ok((read, group))
 }
 
 /// Reads a path: a `str`, or an object that `os.fspath` accepts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import pwd
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     actions[options.action].check_json(options.json)
     try:
         if options.action == "top":
-            return top.run(options.socket, options.interval, options.json)
-        with KeeperObserver(options.socket, timeout=options.timeout) as observer:
+            return top.run(options.socket, options.interval, options.json, _access(options))
+        with KeeperObserver(options.socket, timeout=options.timeout, **_access(options)) as observer:
             shown = _SHOW[options.action](observer, options)
         write_results(shown.text, shown.data, options.json)
     except PeerLost:
@@ -84,8 +85,11 @@ def _ls(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
 
 def _drop(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
     namespace = _namespace(observer, options.namespace)
-    text, value, dropped = namespace["text"], namespace["value"], 0
-    with Store(options.socket, namespace=text, value=value, timeout=options.timeout) as store:
+    dropped = 0
+    terms: dict[str, Any] = {"value": namespace["value"], "checksums": namespace["checksums"]}
+    with Store(
+        options.socket, namespace=namespace["text"], timeout=options.timeout, **terms, **_access(options)
+    ) as store:
         calls = [store.clear] if options.all else [partial(store.drop, keys) for keys in _batches(options.key)]
         for call in calls:
             with _failure(dropped):
@@ -104,6 +108,20 @@ def _failure(dropped: int) -> Iterator[None]:
 
 
 _SHOW = {"stats": _stats, "ls": _ls, "drop": _drop}
+
+
+def _access(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a client shows to a keeper of another user."""
+    return {"token_file": options.token_file, "keeper_user": options.keeper_user}
+
+
+def _user(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,10}", text):
+        return int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a user of this system nor a number of one") from None
 
 
 def _batches(keys: list[bytes]) -> list[list[bytes]]:
@@ -153,6 +171,8 @@ def _parser() -> tuple[CommandParser, dict[str, CommandParser]]:
         one = parsers[action] = actions.add_parser(action, help=summary, description=f"{summary.capitalize()}.")
         one.add_argument("--socket", required=True, metavar="PATH", help="path at which the keeper listens")
         one.add_argument("--json", metavar="FILE", help=_JSON[action == "top"])
+        one.add_argument("--token-file", metavar="FILE", help=f"file with a token of the keeper: role {_ROLES[action]}")
+        one.add_argument("--keeper-user", type=_user, metavar="USER", help="user of the keeper (default: this user)")
         if action != "top":
             text = f"most seconds to wait for the keeper (default: {_TIMEOUT:.0f})"
             one.add_argument("--timeout", type=seconds(4), default=_TIMEOUT, metavar="S", help=text)
@@ -170,6 +190,8 @@ def _parser() -> tuple[CommandParser, dict[str, CommandParser]]:
     )
     return parser, parsers
 
+
+_ROLES = {"stats": "read", "ls": "admin", "drop": "admin", "top": "admin"}
 
 _JSON = (
     "also write the results to FILE as JSON; - prints them in place of the text",

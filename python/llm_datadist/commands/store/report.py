@@ -19,9 +19,11 @@ RATES = {
     "touched": "values read or put again",
     "evicted": "values replaced",
     "dropped": "values dropped",
+    "corrupt": "values with a wrong checksum",
     "leases": "leases",
     "leases_refused": "leases refused",
     "refused": "connections refused",
+    "forbidden": "requests above a role",
 }
 """The counters that grow, with their meaning."""
 

@@ -21,7 +21,7 @@ from llm_datadist.commands.store import report
 from llm_datadist.native import Error, KeeperObserver, PeerLost, Timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from llm_datadist.stats import KeeperStats, StoredNamespace
 
@@ -30,18 +30,19 @@ _OTHER_SCREEN, _FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def run(socket: str, interval: float, destination: str | None) -> int:
+def run(socket: str, interval: float, destination: str | None, access: Mapping[str, Any]) -> int:
     """Show what a keeper does until a signal or the key q.
 
     Args:
         socket: the path at which the keeper listens. It may end and come back.
         interval: seconds between two looks.
         destination: a file for JSON, ``"-"`` to print only that, or ``None``.
+        access: arguments of ``KeeperObserver`` for a keeper of another user.
 
     Raises:
         PeerLost: no keeper listens at the first look.
     """
-    before = _look(socket)
+    before = _look(socket, access)
     look: _Look | str = before
     with _json_file(destination) as lines, _screen(destination != STANDARD_OUTPUT) as screen:
         while True:
@@ -50,7 +51,7 @@ def run(socket: str, interval: float, destination: str | None) -> int:
             before = counted or before
             if not (lines(counted) and screen.show(shown)) or screen.wait(interval):
                 break
-            look = _look_again(socket)
+            look = _look_again(socket, access)
     return 0
 
 
@@ -63,15 +64,15 @@ class _Look(NamedTuple):
     """In seconds."""
 
 
-def _look(socket: str) -> _Look:
-    with KeeperObserver(socket, timeout=_TIMEOUT) as observer:
+def _look(socket: str, access: Mapping[str, Any]) -> _Look:
+    with KeeperObserver(socket, timeout=_TIMEOUT, **access) as observer:
         return _Look(observer.stats(), observer.namespaces(), time.monotonic())
 
 
-def _look_again(socket: str) -> _Look | str:
+def _look_again(socket: str, access: Mapping[str, Any]) -> _Look | str:
     """Return the look, or why there is none."""
     try:
-        return _look(socket)
+        return _look(socket, access)
     except (PeerLost, Timeout):
         return f"no keeper answers at {socket}"
     except Error as error:  # such as that of a keeper which has come back with another version

@@ -53,7 +53,12 @@ _GRACE_S = 10.0
 # What became of chunks, and the counts of ``Store.stats`` that say why chunks were not loaded or not stored.
 _LOADS, _STORES = "vllm:llm_datadist_tier_loads", "vllm:llm_datadist_tier_stores"
 _REASONS = {
-    _LOADS: {"misses_absent": "absent", "misses_changed": "changed", "misses_away": "away"},
+    _LOADS: {
+        "misses_absent": "absent",
+        "misses_changed": "changed",
+        "misses_corrupt": "corrupt",
+        "misses_away": "away",
+    },
     _STORES: {"puts_no_room": "failed", "puts_away": "away"},
 }
 
@@ -126,9 +131,10 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _open(self, timeout_s: float) -> None:
         self._seed, socket = get_none_hash_seed(), self._settings.socket
-        size = self.block_size_bytes
-        text = _namespace(self._config, self._settings.revision, size, self._seed)
-        self._store = Store(socket, namespace=text, value=size, timeout=timeout_s, queue=self._pinned)
+        size, settings = self.block_size_bytes, self._settings
+        text = _namespace(self._config, settings.revision, size, self._seed)
+        limits: dict[str, Any] = {"timeout": timeout_s, "queue": self._pinned}
+        self._store = Store(socket, namespace=text, value=size, **limits, **settings.store_options)
         self._seen: Counter[str] = Counter()  # counts of the store that `_counts` has
         self._log = KeeperLog(logger, socket)
         logger.info("llm_datadist keeps chunks of %d bytes at %s as %r", size, socket, text)

@@ -8,6 +8,8 @@ use llm_datadist_core::bindings::{remember_process, this_process};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::attachment::Attachment;
+use crate::connection::KeeperAccess;
+use crate::messages::ValueTerms;
 use crate::sizes;
 use crate::socket;
 
@@ -18,7 +20,7 @@ const ATTACH_WAIT: Duration = Duration::from_millis(50);
 const ATTACH_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
 
 /// What a store is opened with.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct StoreOptions {
     /// The path at which the keeper listens.
     pub socket: PathBuf,
@@ -26,14 +28,18 @@ pub struct StoreOptions {
     pub namespace: String,
     /// Bytes of each value.
     pub value: u64,
+    /// Whether each value has a checksum, which `get` compares. All stores of a namespace have the same.
+    pub checksums: bool,
+    /// The token of the store, and the keeper that it trusts.
+    pub access: KeeperAccess,
 }
 
 /// The keeper of a store: the attachment while there is one, and when to try again.
 #[derive(Debug)]
-pub(crate) struct KeeperAccess {
+pub(crate) struct KeeperLink {
     process: u32,
     options: StoreOptions,
-    state: Mutex<AccessState>,
+    state: Mutex<LinkState>,
     /// Locked by the call that tries to attach.
     attaching: Mutex<()>,
     /// How long it waits for the keeper.
@@ -41,7 +47,7 @@ pub(crate) struct KeeperAccess {
 }
 
 #[derive(Debug)]
-struct AccessState {
+struct LinkState {
     attached: Option<Arc<Attachment>>,
     /// How often it has attached.
     times: u64,
@@ -54,10 +60,10 @@ struct AccessState {
     closed: bool,
 }
 
-impl KeeperAccess {
+impl KeeperLink {
     /// Checks the options, and attaches to the keeper if there is one. A keeper that is away, or does not answer before `deadline`, is
     /// no error.
-    pub(crate) fn open(options: StoreOptions, deadline: Deadline) -> Result<KeeperAccess> {
+    pub(crate) fn open(options: StoreOptions, deadline: Deadline) -> Result<KeeperLink> {
         remember_process();
         sizes::check_value(options.value)?;
         sizes::check_namespace(&options.namespace)?;
@@ -66,7 +72,7 @@ impl KeeperAccess {
             Err(error) if is_away(&error) => None,
             attached => Some(Arc::new(attached?)),
         };
-        let state = Mutex::new(AccessState {
+        let state = Mutex::new(LinkState {
             times: attached.is_some().into(),
             attached,
             refused: None,
@@ -74,7 +80,7 @@ impl KeeperAccess {
             pause: ATTACH_PAUSES[0],
             closed: false,
         });
-        Ok(KeeperAccess {
+        Ok(KeeperLink {
             process: this_process(),
             options,
             state,
@@ -86,6 +92,11 @@ impl KeeperAccess {
     /// Returns the bytes of each value.
     pub(crate) fn value(&self) -> u64 {
         self.options.value
+    }
+
+    /// Returns whether each value has a checksum.
+    pub(crate) fn checksums(&self) -> bool {
+        self.options.checksums
     }
 
     /// Returns the attachment if there is a keeper. Attaches again if its connection has ended: at once, and then after pauses that become
@@ -196,13 +207,13 @@ impl KeeperAccess {
         Ok(state.attached.clone())
     }
 
-    fn state(&self) -> MutexGuard<'_, AccessState> {
+    fn state(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A forked child leaks its copy: other values of the child may have the numbers of the descriptors.
-impl Drop for KeeperAccess {
+impl Drop for KeeperLink {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if self.process != this_process() {
@@ -221,5 +232,7 @@ fn is_away(error: &Error) -> bool {
 }
 
 fn attach(options: &StoreOptions, deadline: Deadline) -> Result<Attachment> {
-    Attachment::open(&options.socket, &options.namespace, options.value, deadline)
+    let StoreOptions { socket, namespace, value, checksums, access } = options;
+    let terms = ValueTerms { value: *value, checksums: *checksums };
+    Attachment::open(socket, access, namespace, terms, deadline)
 }
