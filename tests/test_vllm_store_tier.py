@@ -611,7 +611,7 @@ def test_other_versions_of_vllm_share_nothing(module: Any, monkeypatch: pytest.M
         ({"config": changed(model__name="")}, "model must be known"),
         ({"revision": 3}, r"Expected `str`, got `int` - at `\$.revision`"),
         ({"timeout_ms": 0}, "Expected `int` >= 1"),
-        ({"path": "/tmp"}, "unknown field `path`; allowed: socket, revision, timeout_ms, locality"),  # noqa: S108
+        ({"path": "/tmp"}, "unknown field `path`; allowed: socket, revision, timeout_ms, checksums, "),  # noqa: S108
         ({"locality": "HERE"}, "'HERE' is not a valid Locality"),
     ],
 )
