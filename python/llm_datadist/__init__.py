@@ -36,6 +36,7 @@ from llm_datadist.native import PeerUp as PeerUp
 from llm_datadist.native import RemoteCache as RemoteCache
 from llm_datadist.native import Rows as Rows
 from llm_datadist.native import Store as Store
+from llm_datadist.native import StoreView as StoreView
 from llm_datadist.native import Timeout as Timeout
 from llm_datadist.native import Transfer as Transfer
 from llm_datadist.native import VerifyFailed as VerifyFailed

@@ -1413,7 +1413,8 @@ class Store:
         A lease makes a hit likelier, and promises nothing: the keeper may end, and another store may drop the
         value. It ends with its time, with the store, or with the process. All leases of a store hold at most a
         quarter of the slots of the keeper, and those of all stores half. Leasing a value again lets its lease last
-        longer.
+        longer. A store has one lease on a value: it also ends when a view of this store on the key ends, unless another
+        view has the key.
 
         Args:
             keys: list of keys, at most 4,096.
@@ -1432,7 +1433,8 @@ class Store:
     def unlease(self, keys: Sequence[bytes], /, *, timeout: float | None = None) -> None:
         """End the leases of this store on the values of keys, without waiting for a reply.
 
-        If the keeper takes no message for the time limit, the leases end with their time.
+        Leases of its views end, too: their values stay readable, and are likelier to become invalid. If the keeper
+        takes no message for the time limit, the leases end with their time.
 
         Args:
             keys: list of keys, at most 4,096.
@@ -1524,11 +1526,16 @@ class StoreView:
 
     The bytes may change at any time: the keeper may have refused a lease, another store may drop a value, or the time
     of the leases may be over. What was computed from a value counts only if ``valid`` says that the value was right. A
-    ``with`` statement that ends without a call of ``valid`` raises.
+    ``with`` statement that ends without a call of ``valid`` after the last use of ``values`` raises.
+
+    Wait for every read to finish before you call ``valid``. A copy to a device and a send without a copy may read
+    later: synchronize the stream first.
 
     The end of the ``with`` statement releases ``values``, and ends the leases without waiting for the keeper. An array
     or a slice that was made from a value stays readable as long as it lives, but its bytes may be those of other keys
-    later.
+    later. A value whose buffer another object holds at that time, such as a ``pickle.PickleBuffer`` or a call in
+    another thread, is not released. What stays readable keeps all memory of the keeper in use, also after the keeper
+    has ended.
 
     A view does not need the keeper. After the keeper has ended, after ``Store.close`` and in a forked child, its values
     stay readable and ``valid`` answers. Several threads may use it.
@@ -1538,7 +1545,11 @@ class StoreView:
     def values(self) -> tuple[memoryview | None, ...]:
         """For each key a read-only ``memoryview`` of its value, or ``None`` if the keeper does not have it.
 
-        ``numpy.frombuffer`` and similar functions accept it, without a copy.
+        ``numpy.frombuffer`` and similar functions accept it, without a copy. Each use of this property needs a call of
+        ``valid`` after it.
+
+        Raises:
+            ValueError: the ``with`` statement has ended.
         """
 
     @property
@@ -1551,7 +1562,8 @@ class StoreView:
     def valid(self) -> list[bool]:
         """Say which values are still right. Then everything that was read of them so far is right.
 
-        The first call counts hits and misses, as ``Store.get`` does. It may be called again after more reads.
+        The first call counts hits and misses, as ``Store.get`` does. It may be called again after more reads. If the
+        store has checksums, each call reads all bytes of the values, and a value without its checksum is not right.
 
         Returns:
             For each key whether its value is right. ``False`` for a key without a value.

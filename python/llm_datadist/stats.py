@@ -288,7 +288,7 @@ class StoreStats(TypedDict):
     misses_changed: int
     """Keys of ``get`` and of views whose value was replaced before it was checked."""
     misses_corrupt: int
-    """Keys of ``get`` whose value did not have its checksum. Without ``checksums``, this is 0."""
+    """Keys of ``get`` and of views whose value did not have its checksum. Without ``checksums``, this is 0."""
     misses_away: int
     """Keys of ``get`` and of views while the keeper was away."""
     gets: int

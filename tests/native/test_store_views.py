@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pickle
+import re
 import signal
 import sys
 from pathlib import Path
@@ -50,6 +52,13 @@ def view(store: Store, *numbers: int) -> Any:
     return store.view([key(number) for number in numbers], ttl=10)
 
 
+def mapped() -> list[tuple[int, int]]:
+    """Return the addresses at which this process has memory of keepers mapped that it cannot write."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [re.match(r"(\w+)-(\w+) r--", line) for line in lines if "llm_datadist values" in line]
+    return [(int(match[1], 16), int(match[2], 16)) for match in found if match]
+
+
 def test_values_are_those_that_were_put_without_a_copy(store: Store) -> None:
     with view(store, 0, 100, 7) as seen:
         first, missing, last = seen.values
@@ -57,7 +66,8 @@ def test_values_are_those_that_were_put_without_a_copy(store: Store) -> None:
         assert (bytes(first), bytes(last)) == (value(0), value(7))
         assert seen.leased == [True, False, True]
         assert seen.values is seen.values
-        assert np.frombuffer(first, dtype=np.uint8).ctypes.data == np.asarray(first).ctypes.data
+        address = np.frombuffer(first, dtype=np.uint8).ctypes.data
+        assert any(begin <= address and address + VALUE <= end for begin, end in mapped())
         assert (first.nbytes, first.format, first.readonly) == (VALUE, "B", True)
         assert repr(seen) == "StoreView(keys=3, found=2)"
         assert seen.valid() == [True, False, True]
@@ -95,6 +105,7 @@ def test_dropped_value_is_not_valid_and_others_are(store: Store, socket: Path) -
         other.put([key(0)], [value(0)])
         assert seen.valid() == [False, True]
         assert bytes(seen.values[1]) == value(1)
+        assert seen.valid() == [False, True]
 
 
 def test_with_statement_that_does_not_ask_raises(store: Store) -> None:
@@ -104,6 +115,41 @@ def test_with_statement_that_does_not_ask_raises(store: Store) -> None:
         raise KeyError(bytes(seen.values[0][:1]))
     with view(store, 0):
         """Nothing was used."""
+    with view(store, 100) as seen:
+        assert seen.values == (None,)
+
+
+def test_question_before_the_use_does_not_count(store: Store) -> None:
+    for earlier in ([], [0]):
+        seen = view(store, 0)
+        for at in earlier:
+            assert bytes(seen.values[at]) == value(0)
+        assert seen.valid() == [True]
+        assert bytes(seen.values[0]) == value(0)
+        with pytest.raises(RuntimeError, match=r"without a call of valid\(\)"), seen:
+            pass
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_values_are_gone_after_the_end(store: Store, used: bool) -> None:
+    with view(store, 0) as seen:
+        if used:
+            assert seen.values[0] is not None
+        seen.valid()
+    with pytest.raises(ValueError, match="the view has ended"):
+        seen.values  # noqa: B018
+
+
+def test_value_whose_buffer_is_held_is_not_released(store: Store) -> None:
+    with view(store, 0, 1) as seen:
+        first, second = seen.values
+        held = pickle.PickleBuffer(first)
+        seen.valid()
+    assert bytes(first) == value(0)
+    with pytest.raises(ValueError, match="released"):
+        second[0]
+    held.release()
+    first.release()
 
 
 def test_end_releases_buffers_and_keeps_the_memory_of_arrays(store: Store, socket: Path) -> None:
@@ -162,8 +208,8 @@ def test_next_process_of_a_keeper_does_not_make_changed_values_valid(socket: Pat
             wait_for(lambda: store.stats()["attached"] == before + 1)
             assert seen.valid() == [True, True], "the values were recovered where they lie"
             store.drop([key(0)])
-            assert seen.valid() == [False, True]
             assert bytes(seen.values[1]) == value(1)
+            assert seen.valid() == [False, True]
 
 
 def test_forked_child_reads_and_asks_and_leaves_the_leases(store: Store, socket: Path) -> None:
@@ -171,19 +217,30 @@ def test_forked_child_reads_and_asks_and_leaves_the_leases(store: Store, socket:
         values = seen.values
         pid = os.fork()
         if pid == 0:
-            right = [bytes(found) for found in values] == [value(0), value(1)] and seen.valid() == [True, True]
-            seen.__exit__(None, None, None)
-            del seen, values
-            gc.collect()
+            status = 2
             try:
-                store.view([key(0)], ttl=1)
-            except Closed:
-                os._exit(0 if right else 1)
-            os._exit(2)
+                right = [bytes(found) for found in values] == [value(0), value(1)] and seen.valid() == [True, True]
+                seen.__exit__(None, None, None)
+                del seen, values
+                gc.collect()
+                try:
+                    store.view([key(0)], ttl=1)
+                except Closed:
+                    status = 0 if right else 1
+            finally:
+                os._exit(status)
         assert os.waitpid(pid, 0)[1] == 0
         assert observer.stats()["leased"] == 2
         assert seen.valid() == [True, True]
     assert store.stats()["keeper"]["leased"] == 0  # type: ignore[index]
+
+
+def test_values_with_checksums_are_valid(socket: Path, keeper: Keeper) -> None:  # noqa: ARG001 (it is there first)
+    with opened(socket, checksums=True) as store:
+        put(store, range(2))
+        with view(store, 0, 100, 1) as seen:
+            assert seen.valid() == [True, False, True]
+        assert store.stats()["misses_corrupt"] == 0
 
 
 def test_refused_leases_cost_no_value(socket: Path) -> None:
@@ -217,17 +274,14 @@ def test_without_a_keeper_nothing_is_there(socket: Path) -> None:
 
 
 def test_last_buffer_unmaps_the_memory(store: Store) -> None:
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("llm_datadist values")
-
     with view(store, 0) as seen:
         array = np.frombuffer(seen.values[0], dtype=np.uint8)
         seen.valid()
-    before = mapped()
+    before = len(mapped())
     store.close()
     del seen
     gc.collect()
-    assert mapped() == before
+    assert len(mapped()) == before
     del array
     gc.collect()
-    assert mapped() == before - 1
+    assert len(mapped()) == before - 1

@@ -19,6 +19,7 @@ use crate::messages::{
 };
 use crate::sizes;
 use crate::socket::PeerFile;
+use crate::viewed::ViewedKeys;
 
 /// An attached store: a connection, with the memory that both ends share.
 #[derive(Debug)]
@@ -30,6 +31,8 @@ pub(crate) struct Attachment {
     /// without a reply.
     staging: Mutex<Option<Tensors>>,
     terms: ValueTerms,
+    /// The keys of the views whose leases this client has.
+    pub(crate) viewed: ViewedKeys,
 }
 
 /// The memory of a keeper. This process has mapped it read-only.
@@ -103,7 +106,7 @@ impl Attachment {
             KeeperConnection::open(path, access, &request, &[memory], deadline)?;
         let memory = Arc::new(SharedMemory::map(geometry, files, deadline)?);
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
-        Ok(Attachment { connection, memory, staging, terms })
+        Ok(Attachment { connection, memory, staging, terms, viewed: ViewedKeys::default() })
     }
 
     /// Returns where the value of a key is, if the keeper has it.
@@ -111,12 +114,49 @@ impl Attachment {
         self.memory.place(self.memory.geometry.namespace, key)
     }
 
+    /// Has the keeper copy the value of each key that it does not have, the end of a chain first, and writes to `results` what became of
+    /// each. At most one thread may call this at a time. After an error, the attachment must not be used any more.
+    pub(crate) fn put_missing(
+        &self,
+        keys: &[StoreKey],
+        values: &[Window<'_>],
+        deadline: Deadline,
+        results: &mut [Stored],
+    ) -> Result<()> {
+        let mut missing = Vec::with_capacity(keys.len());
+        for (at, key) in keys.iter().enumerate() {
+            match self.place(key) {
+                Some(_) => results[at] = Stored::Present,
+                None => missing.push(at),
+            }
+        }
+        let touch_known = || {
+            let slots = keys.iter().filter_map(|key| self.place(key)).map(|place| place.slot);
+            self.touch(&slots.collect::<Vec<_>>());
+        };
+        // So that the new values do not replace those of this call.
+        let some_known = missing.len() < keys.len();
+        if some_known && !missing.is_empty() {
+            touch_known();
+        }
+        let pairs: Vec<_> = missing.iter().map(|&at| (keys[at], values[at])).collect();
+        let mut stored = vec![Stored::Away; missing.len()];
+        let put = self.put(&pairs, &mut stored, deadline);
+        missing.iter().zip(stored).for_each(|(&at, stored)| results[at] = stored);
+        put?;
+        // In the order of the chain.
+        if some_known {
+            touch_known();
+        }
+        Ok(())
+    }
+
     /// Has the keeper copy values, the last ones first, and writes to `results` what became of each. This process copies some into one
     /// half of the staging memory while the keeper copies those of the other half. At most one thread may call this at a time.
     ///
     /// After an error, the keeper may still read the staging memory and store what it has under the keys of this call. So each later
     /// call returns `Err(NotLinked)`, and changes nothing there.
-    pub(crate) fn put(
+    fn put(
         &self,
         pairs: &[(StoreKey, Window<'_>)],
         results: &mut [Stored],

@@ -110,7 +110,8 @@ impl Holder {
     /// Copies the values of the keeper that has the path, the most recently used ones first as far as the memory goes. Then has it end,
     /// and takes its path, unless `stop` is readable by then.
     ///
-    /// After an error, the other keeper has its path and its values, unless it ends too late, or a third keeper takes the path.
+    /// After an error, the other keeper has its path and its values, unless it had agreed to end before `stop` was readable, or a third
+    /// keeper has taken the path.
     pub fn take_over(&self, stop: &OwnedFd) -> Result<TakenOver> {
         let (taken, table) = take_over(&self.files, &self.listening, stop)?;
         *self.taken() = Some(table);
@@ -159,6 +160,7 @@ mod tests {
     use crate::key::{IndexKey, StoreKey};
     use crate::messages::Stored;
     use crate::store::Store;
+    use crate::view::StoreView;
 
     #[test]
     fn values_that_were_taken_over_are_not_searched_again() {
@@ -268,6 +270,31 @@ mod tests {
             assert_eq!(store.exists(&[key(2)]).unwrap(), [false]);
             put(&store, 2);
             assert_eq!(got(&store, 2), Some([2; 100]));
+        });
+    }
+
+    #[test]
+    fn a_view_does_not_confirm_a_value_with_a_flipped_bit() {
+        let path = SilentPath::new();
+        let holder = Holder::open(&options(&path), false).unwrap();
+        serving(&holder, || {
+            let store = Arc::new(store(&path, true));
+            (1..3).for_each(|number| put(&store, number));
+            let keys = || vec![key(1), key(2), key(3)];
+            let view = StoreView::open(&store, keys(), Duration::from_secs(5), soon()).unwrap();
+            assert_eq!(view.valid().unwrap(), [true, true, false]);
+            flip(&holder.files, 2);
+            assert_eq!(view.valid().unwrap(), [true, false, false]);
+            // Only the first call of a view counts.
+            let stats = store.stats(soon()).unwrap();
+            assert_eq!((stats.hits, stats.misses_absent, stats.misses_corrupt), (2, 1, 0));
+            assert_eq!(stats.keeper.unwrap().corrupt, 1, "the keeper has dropped it");
+            put(&store, 2);
+            flip(&holder.files, 2);
+            let view = StoreView::open(&store, keys(), Duration::from_secs(5), soon()).unwrap();
+            assert_eq!(view.valid().unwrap(), [true, false, false]);
+            let stats = store.own_stats().unwrap();
+            assert_eq!((stats.hits, stats.hit_bytes, stats.misses_corrupt), (3, 300, 1));
         });
     }
 

@@ -1,4 +1,4 @@
-//! A keeper that comes and goes, as a store has it: what it needs to attach again.
+//! The connection of a store to its keeper, and when to try to attach again.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};

@@ -16,7 +16,7 @@
 //!
 //! ```text
 //!  store   started   view   observer   take_over   holder   keeper    the ends
-//!  keeper_link   put   serving   admission       what they do with messages
+//!  keeper_link   serving   admission             what they do with messages
 //!  attachment   connection   clients   client    what each has of the other
 //!  table   leases   namespaces   changes   what only the keeper has
 //!  shared_files            what outlives the process that serves
@@ -44,7 +44,6 @@ mod leases;
 mod messages;
 mod namespaces;
 mod observer;
-mod put;
 mod recency;
 mod roles;
 mod serving;

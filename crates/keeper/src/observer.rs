@@ -158,15 +158,12 @@ impl Observer {
         Ok(values)
     }
 
-    /// Asks the keeper to end, without waiting for it. Does nothing if it has ended the connection.
+    /// Asks the keeper to end, without waiting for it. Returns `Err(NotLinked)` if it has ended the connection.
     pub(crate) fn ask_to_end(&self, deadline: Deadline) -> Result<()> {
         let _guard = self.locked(deadline)?;
         let connection = self.connection.as_ref().ok_or_else(|| self.away())?;
         connection.check(KeeperRequest::End.needs())?;
-        match connection.send(&KeeperRequest::End, deadline) {
-            Err(error) if error.kind() == ErrorKind::NotLinked => Ok(()),
-            sent => sent,
-        }
+        connection.send(&KeeperRequest::End, deadline)
     }
 
     /// Takes the request to end back, and ends the connection. Returns whether it is too late, because the keeper has agreed before.

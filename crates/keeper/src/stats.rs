@@ -63,7 +63,7 @@ pub struct StoreStats {
     pub misses_absent: u64,
     /// Keys of `get` and of views whose value was replaced before it was checked.
     pub misses_changed: u64,
-    /// Keys of `get` whose value did not have its checksum.
+    /// Keys of `get` and of views whose value did not have its checksum.
     pub misses_corrupt: u64,
     /// Keys of `get` and of views while the keeper was away.
     pub misses_away: u64,

@@ -13,11 +13,9 @@ use crate::jobs::StartedCalls;
 use crate::keeper_link::{KeeperLink, StoreOptions};
 use crate::key::StoreKey;
 use crate::messages::{KeeperReply, KeeperRequest, Stored};
-use crate::put::put_missing;
 use crate::roles::ClientRole;
 use crate::sizes::{self, MESSAGE_KEYS};
 use crate::stats::{KeeperStats, StoreStats, nanos_since};
-use crate::viewed::ViewedKeys;
 use crate::windows;
 
 /// Values that are copied between two looks at their generations: at most so many, and about so many bytes.
@@ -29,7 +27,6 @@ const BATCH_BYTES: u64 = 64 << 20;
 pub struct Store {
     keeper: KeeperLink,
     call_lock: CallLock,
-    pub(crate) viewed: ViewedKeys,
     /// Without what `keeper` knows, and without the counts of the keeper.
     counts: Mutex<StoreStats>,
     /// The calls that were started and not waited for.
@@ -45,10 +42,14 @@ impl Store {
         Ok(Store {
             keeper: KeeperLink::open(options, deadline)?,
             call_lock: CallLock::default(),
-            viewed: ViewedKeys::default(),
             counts: Mutex::default(),
             jobs: StartedCalls::default(),
         })
+    }
+
+    /// Returns whether each value has a checksum.
+    pub(crate) fn checksums(&self) -> bool {
+        self.keeper.checksums()
     }
 
     /// Returns the bytes of each value.
@@ -180,13 +181,17 @@ impl Store {
             hits[*at] = false;
             slots.extend(places[*at].map(|place| place.slot));
         }
-        let (count, mut counts) = (slots.len() as u64, self.counts());
+        self.count_corrupt(slots.len() as u64);
+        attachment.report_corrupt(&slots);
+        Ok(())
+    }
+
+    /// Counts hits as misses, because their bytes do not have their checksums.
+    pub(crate) fn count_corrupt(&self, count: u64) {
+        let mut counts = self.counts();
         counts.hits -= count;
         counts.hit_bytes -= count * self.keeper.value();
         counts.misses_corrupt += count;
-        drop(counts);
-        attachment.report_corrupt(&slots);
-        Ok(())
     }
 
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first. Returns what became of each value.
@@ -231,7 +236,8 @@ impl Store {
         results: &mut [Stored],
     ) -> Result<()> {
         let Some(_guard) = self.call_lock.lock(deadline)? else { return Ok(()) };
-        put_missing(attachment, keys, values, deadline, results)
+        attachment
+            .put_missing(keys, values, deadline, results)
             .or_else(|error| self.given_up(attachment, error))
     }
 
@@ -279,8 +285,8 @@ impl Store {
     /// Has the keeper not replace the values of keys for `time`, at most [`MAX_LEASE`](crate::MAX_LEASE), or until this store has ended.
     /// Returns for each key whether it does. A store has leases for at most a quarter of the slots, and all stores together for half.
     ///
-    /// A lease makes a hit likelier, and promises nothing: the keeper may end, and another store may drop the value. If the keeper is
-    /// away or does not answer before `deadline`, nothing is leased.
+    /// A lease makes a hit likelier, and promises nothing: the keeper may end, and another store may drop the value. A store has one lease
+    /// on a value, which also ends with a [view](crate::StoreView) of this store that has the key. If the keeper is away or does not answer before `deadline`, nothing is leased.
     pub fn lease(&self, keys: &[StoreKey], time: Duration, deadline: Deadline) -> Result<Vec<bool>> {
         sizes::check_keys(keys.len())?;
         sizes::check_lease(time)?;
@@ -313,7 +319,7 @@ impl Store {
         Ok(leased)
     }
 
-    /// Ends the leases of this store on the values of keys, without a reply of the keeper. If its queue is full until `deadline`, they
+    /// Ends the leases of this store on the values of keys, also those of its views, without a reply of the keeper. If its queue is full until `deadline`, they
     /// end with their time.
     pub fn unlease(&self, keys: &[StoreKey], deadline: Deadline) -> Result<()> {
         sizes::check_keys(keys.len())?;

@@ -1,29 +1,34 @@
 //! Copies the values of a keeper that is replaced by another one, which then takes its path.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::Builder;
-use std::time::Duration;
+use std::thread::{Builder, sleep};
+use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::bindings::keeper::peer_credentials;
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::index::Place;
 use crate::key::IndexKey;
 use crate::messages::{ListedNamespace, ListedValue, Stored, ValueTerms};
 use crate::observer::Observer;
 use crate::shared_files::SharedFiles;
-use crate::socket::{FileNumbers, ListeningPath, is_readable};
+use crate::socket::{FileNumbers, ListeningPath, connect_to, is_readable};
 use crate::table::SlotTable;
 
 /// Name of the thread that frees the memory of the other keeper.
 const THREAD: &str = "llm-keeper-free";
 /// How long the other keeper may take for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
-/// How long this keeper waits for the other one to end, which first frees its memory.
-const TAKING: Duration = Duration::from_secs(300);
+/// How long this keeper waits for the other one to agree to end.
+const AGREEING: Duration = Duration::from_secs(300);
+/// How often it looks whether the other one has ended.
+const LOOK: Duration = Duration::from_millis(5);
 /// How often the values of the other keeper are listed: until a round copies at most so many bytes, and at most so often.
 const LITTLE: u64 = 16 << 20;
 const MAX_ROUNDS: u32 = 10;
@@ -35,7 +40,7 @@ const BATCH: usize = 64;
 pub struct TakenOver {
     /// Values that this keeper has now.
     pub values: u64,
-    /// Values that it has not, because they do not fit.
+    /// Values that were listed and that it has not, because they do not fit or have changed since.
     pub left: u64,
 }
 
@@ -57,35 +62,72 @@ pub(crate) fn take_over(
             break;
         }
     }
-    copy.drop_changed(&listed)?;
-    let has = |value: &&ListedValue| copy.slot_of(value).is_some();
-    let values = listed.iter().filter(has).count() as u64;
-    let left = listed.len() as u64 - values;
-    copy.forget_namespaces();
     check_stop(stop)?;
-    let ValueCopy { other, table, .. } = copy;
-    replace(&other, listening, replaced, TAKING)?;
-    drop_elsewhere(other);
-    Ok((TakenOver { values, left }, table))
+    copy.replace(&listed, listening, replaced, stop, AGREEING)
 }
 
 /// Has the other keeper end, whose socket is `replaced`, and takes its path. After an error, the other keeper has its path and its
-/// values, whenever it reads the request, unless it has agreed to end: then this one waits for `time` once more.
+/// values, whenever it reads the request, unless it has agreed to end before, or a third keeper has taken the path.
 fn replace(
     other: &Observer,
     listening: &ListeningPath,
     replaced: Option<FileNumbers>,
+    stop: &OwnedFd,
     time: Duration,
 ) -> Result<()> {
-    other.ask_to_end(answer())?;
-    match listening.take(replaced, time) {
-        Err(_) if other.take_back() => listening.take(replaced, time),
-        taken => taken,
+    let asked = other.ask_to_end(answer());
+    let time = match &asked {
+        Ok(()) => time,
+        // It may be ending by itself.
+        Err(error) if error.kind() == ErrorKind::NotLinked => time.min(ANSWER),
+        Err(error) => return Err(error.clone()),
+    };
+    let taken = take_path(listening, replaced, stop, Some(Instant::now() + time));
+    if matches!(taken, Ok(true)) {
+        return Ok(());
+    }
+    let agreed = other.take_back();
+    match taken {
+        Err(error) => Err(error),
+        // Nobody else has the values now. It first frees its memory.
+        Ok(_) if agreed => take_path(listening, replaced, stop, None).map(drop),
+        Ok(_) => Err(asked.err().unwrap_or_else(|| not_agreed(listening, time))),
     }
 }
 
+/// Takes the path once the keeper whose socket is `replaced` has ended. Returns whether it has by `end`, if that is given. Returns
+/// `Err(Closed)` once `stop` is readable, and `Err(System)` if another keeper takes the path first, with its process.
+fn take_path(
+    listening: &ListeningPath,
+    replaced: Option<FileNumbers>,
+    stop: &OwnedFd,
+    end: Option<Instant>,
+) -> Result<bool> {
+    loop {
+        let lock = flock(&listening.lock, FlockOperation::NonBlockingLockExclusive);
+        let another = listening.found().is_some_and(|found| Some(found) != replaced);
+        if another || !matches!(lock, Err(Errno::WOULDBLOCK | Errno::INTR)) {
+            return listening.take(replaced, Duration::ZERO).map(|()| true);
+        }
+        check_stop(stop)?;
+        if end.is_some_and(|end| end <= Instant::now()) {
+            return Ok(false);
+        }
+        sleep(LOOK);
+    }
+}
+
+fn not_agreed(listening: &ListeningPath, time: Duration) -> Error {
+    let text =
+        format!("the keeper has not agreed to end within {} s; it goes on with its values", time.as_secs());
+    let error = Error::new(ErrorKind::System, text).with("socket", listening.path().display());
+    let socket = connect_to(listening.path(), None).ok();
+    let process = socket.and_then(|socket| peer_credentials(socket.as_fd())?.pid);
+    process.map_or(error.clone(), |process| error.with("pid", process))
+}
+
 fn answer() -> Deadline {
-    Deadline::after(ANSWER)
+    Deadline::after(ANSWER).named("the limit for an answer of the other keeper")
 }
 
 fn check_stop(stop: &OwnedFd) -> Result<()> {
@@ -141,6 +183,24 @@ impl ValueCopy {
         }
         self.touch(latest);
         Ok((listed, copied))
+    }
+
+    /// Has the other keeper end, and takes its path. Returns what was copied of the values that were listed.
+    fn replace(
+        mut self,
+        listed: &[ListedValue],
+        listening: &ListeningPath,
+        replaced: Option<FileNumbers>,
+        stop: &OwnedFd,
+        time: Duration,
+    ) -> Result<(TakenOver, SlotTable)> {
+        replace(&self.other, listening, replaced, stop, time)?;
+        // The other keeper changes nothing any more. Until it ended, it has answered its clients.
+        self.drop_changed(listed)?;
+        let values = listed.iter().filter(|value| self.slot_of(value).is_some()).count() as u64;
+        self.forget_namespaces();
+        drop_elsewhere(self.other);
+        Ok((TakenOver { values, left: listed.len() as u64 - values }, self.table))
     }
 
     /// Drops the values that are not listed, and those that the other keeper has no more, or has at another place: clients may have
@@ -370,6 +430,23 @@ mod tests {
     }
 
     #[test]
+    fn values_that_change_before_the_other_keeper_ends_are_misses() {
+        let (path, (stop, _other)) = (SilentPath::new(), running());
+        let _keeper = keeper(&path, 100);
+        let one = store(&path, "a");
+        (1..=3).for_each(|number| put(&one, number, 1));
+        let newer = ListeningPath::open_beside(&path.socket()).unwrap();
+        let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
+        let (listed, _) = copy.round(&stop).unwrap();
+        assert_eq!(one.drop_values(&[key(1), key(2)], answer()).unwrap(), 2);
+        put(&one, 1, 2);
+        let here = copy.namespaces[&0].0;
+        let (taken, table) = copy.replace(&listed, &newer, newer.found(), &stop, AGREEING).unwrap();
+        let has = [1, 2, 3].map(|number| table.slot_of(&IndexKey::of(here, &key(number))).is_some());
+        assert_eq!((has, taken), ([false, false, true], TakenOver { values: 1, left: 2 }));
+    }
+
+    #[test]
     fn nothing_is_copied_once_it_is_stopped() {
         let (path, (stop, other)) = (SilentPath::new(), running());
         let _keeper = keeper(&path, 100);
@@ -393,14 +470,14 @@ mod tests {
         let faster = ListeningPath::open_beside(&path.socket()).unwrap();
         let (taken, _) = take_over(&files(4), &faster, &stop).unwrap();
         assert_eq!((taken, first.running()), (TakenOver { values: 1, left: 0 }, false));
-        let refused = replace(&copy.other, &slower, found, TAKING).unwrap_err();
+        let refused = replace(&copy.other, &slower, found, &stop, AGREEING).unwrap_err();
         assert_eq!(refused.reason(), "another program listens at the socket");
         assert_eq!(refused.fact("pid"), Some(&*std::process::id().to_string()));
         assert_eq!(slower.found(), faster.found(), "the path is that of the faster one");
         // Once the path is free, another socket beside it is not taken for its own.
         drop(faster);
         std::fs::write(slower.beside().unwrap(), "another file").unwrap();
-        let refused = slower.take(slower.found(), TAKING).unwrap_err();
+        let refused = slower.take(slower.found(), Duration::ZERO).unwrap_err();
         assert!(refused.reason().contains("cannot take over the path"), "{refused}");
         assert_eq!(slower.found(), None);
     }
@@ -413,6 +490,8 @@ mod tests {
         parked: AtomicBool,
         /// Whether it has ended, because another one takes over.
         replaced: AtomicBool,
+        /// Whether it keeps its memory and its path when it ends.
+        lingers: AtomicBool,
     }
 
     impl StoppableKeeper<'_> {
@@ -429,27 +508,36 @@ mod tests {
             loop {
                 while self.paused.load(Ordering::SeqCst) {
                     self.parked.store(true, Ordering::SeqCst);
-                    std::thread::sleep(Duration::from_millis(1));
+                    sleep(Duration::from_millis(1));
                 }
                 self.parked.store(false, Ordering::SeqCst);
                 if !keeper.round(&mut events, &mut buffer).unwrap() {
                     break;
                 }
             }
+            while self.lingers.load(Ordering::SeqCst) {
+                self.parked.store(true, Ordering::SeqCst);
+                sleep(Duration::from_millis(1));
+            }
             self.replaced.store(keeper.end(), Ordering::SeqCst);
+        }
+
+        fn wait_until_parked(&self) {
+            while !self.parked.load(Ordering::SeqCst) {
+                sleep(Duration::from_millis(1));
+            }
         }
 
         fn pause(&self) {
             self.paused.store(true, Ordering::SeqCst);
             // A connection ends its wait, if it waits.
             let _stranger = connect_to(&self.path.socket(), None).unwrap();
-            while !self.parked.load(Ordering::SeqCst) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            self.wait_until_parked();
         }
 
         fn resume(&self) {
             self.paused.store(false, Ordering::SeqCst);
+            self.lingers.store(false, Ordering::SeqCst);
         }
     }
 
@@ -464,15 +552,19 @@ mod tests {
 
     fn with_stoppable_keeper(test: impl Fn(&StoppableKeeper<'_>, &Store)) {
         let (path, (stop, other)) = (SilentPath::new(), running());
-        let [paused, parked, replaced] = [(); 3].map(|()| AtomicBool::new(false));
-        let keeper = StoppableKeeper { path: &path, paused, parked, replaced };
+        let [paused, parked, replaced, lingers] = [(); 4].map(|()| AtomicBool::new(false));
+        let keeper = StoppableKeeper { path: &path, paused, parked, replaced, lingers };
         std::thread::scope(|scope| {
             let serving = scope.spawn(|| keeper.serve(stop));
             let resume = Resume(&keeper);
             while !path.socket().exists() {
-                std::thread::sleep(Duration::from_millis(1));
+                sleep(Duration::from_millis(1));
             }
             let store = store(&path, "a");
+            // The path is there before the keeper listens.
+            while store.stats(answer()).unwrap().keeper.is_none() {
+                sleep(Duration::from_millis(1));
+            }
             put(&store, 1, 1);
             test(&keeper, &store);
             drop((resume, other));
@@ -486,8 +578,11 @@ mod tests {
             let newer = ListeningPath::open_beside(&keeper.path.socket()).unwrap();
             let (found, copy) = (newer.found(), ValueCopy::new(&keeper.path.socket(), &files(4)).unwrap());
             keeper.pause();
-            let refused = replace(&copy.other, &newer, found, Duration::from_millis(20)).unwrap_err();
-            assert_eq!(refused.reason(), "another program listens at the socket");
+            let (stop, time) = (running(), Duration::from_millis(20));
+            let refused = replace(&copy.other, &newer, found, &stop.0, time).unwrap_err();
+            let text = "the keeper has not agreed to end within 0 s; it goes on with its values";
+            assert_eq!(refused.reason(), text);
+            assert_eq!(refused.fact("pid"), Some(&*std::process::id().to_string()));
             keeper.resume();
             assert_eq!(store.stats(answer()).unwrap().keeper.unwrap().values, 1);
             put(store, 2, 2);
@@ -527,8 +622,80 @@ mod tests {
             keeper.pause();
             copy.other.ask_to_end(answer()).unwrap();
             keeper.resume();
-            newer.take(found, TAKING).unwrap();
+            assert!(take_path(&newer, found, &running().0, Some(Instant::now() + AGREEING)).unwrap());
             assert!(newer.found().is_some() && newer.found() != found);
+        });
+    }
+
+    /// Runs `replace` against a keeper that has agreed to end and keeps its path, and `meanwhile` once it has begun.
+    fn replaced_by_lingering(
+        keeper: &StoppableKeeper<'_>,
+        stop: &OwnedFd,
+        meanwhile: impl FnOnce(&dyn Fn() -> bool),
+    ) -> Result<()> {
+        let newer = ListeningPath::open_beside(&keeper.path.socket()).unwrap();
+        let (found, copy) = (newer.found(), ValueCopy::new(&keeper.path.socket(), &files(4)).unwrap());
+        keeper.lingers.store(true, Ordering::SeqCst);
+        copy.other.ask_to_end(answer()).unwrap();
+        keeper.wait_until_parked();
+        std::thread::scope(|scope| {
+            let _resume = Resume(keeper);
+            let time = Duration::from_millis(20);
+            let replacing = scope.spawn(move || replace(&copy.other, &newer, found, stop, time));
+            // Many times the limit.
+            sleep(Duration::from_millis(400));
+            meanwhile(&|| replacing.is_finished());
+            replacing.join().unwrap()
+        })
+    }
+
+    #[test]
+    fn a_keeper_that_has_agreed_is_waited_for_without_a_limit() {
+        with_stoppable_keeper(|keeper, _| {
+            let (stop, _other) = running();
+            let replaced = replaced_by_lingering(keeper, &stop, |finished| {
+                assert!(!finished());
+                keeper.resume();
+            });
+            replaced.unwrap();
+        });
+    }
+
+    #[test]
+    fn stop_ends_the_wait_for_a_keeper_that_has_agreed() {
+        with_stoppable_keeper(|keeper, _| {
+            let (stop, other) = running();
+            let replaced = replaced_by_lingering(keeper, &stop, |_| drop(other));
+            assert_eq!(replaced.unwrap_err().kind(), ErrorKind::Closed);
+        });
+    }
+
+    #[test]
+    fn stop_ends_the_wait_for_a_stopped_keeper_which_goes_on() {
+        with_stoppable_keeper(|keeper, store| {
+            let newer = ListeningPath::open_beside(&keeper.path.socket()).unwrap();
+            let (found, copy) = (newer.found(), ValueCopy::new(&keeper.path.socket(), &files(4)).unwrap());
+            keeper.pause();
+            let (stop, other) = running();
+            drop(other);
+            let refused = replace(&copy.other, &newer, found, &stop, Duration::from_secs(5)).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Closed);
+            keeper.resume();
+            assert_eq!(store.stats(answer()).unwrap().keeper.unwrap().values, 1);
+            assert_eq!(newer.found(), found);
+        });
+    }
+
+    #[test]
+    fn a_keeper_that_has_ended_the_connection_is_not_waited_for_long() {
+        with_stoppable_keeper(|keeper, _| {
+            let newer = ListeningPath::open_beside(&keeper.path.socket()).unwrap();
+            let (found, copy) = (newer.found(), ValueCopy::new(&keeper.path.socket(), &files(4)).unwrap());
+            copy.other.take_back();
+            let (stop, time) = (running(), Duration::from_millis(20));
+            let refused = replace(&copy.other, &newer, found, &stop.0, time).unwrap_err();
+            assert_eq!(refused.reason(), "the keeper has ended the connection");
+            assert_eq!(newer.found(), found);
         });
     }
 }

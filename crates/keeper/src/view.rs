@@ -1,10 +1,10 @@
 //! Values where they lie in the memory of the keeper, without a copy.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use llm_datadist_core::bindings::keeper::Window;
+use llm_datadist_core::bindings::keeper::{Window, window_sums};
 use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Deadline, Result};
 
@@ -58,8 +58,8 @@ impl StoreView {
         sizes::check_keys(keys.len())?;
         sizes::check_lease(time)?;
         let attachment = store.attachment()?;
-        if attachment.is_some() {
-            store.viewed.add(&keys)?;
+        if let Some(attachment) = &attachment {
+            attachment.viewed.add(&keys)?;
         }
         let mut view = StoreView {
             process: this_process(),
@@ -94,25 +94,63 @@ impl StoreView {
     }
 
     /// Returns for each key whether its value is still right: then everything that was read of it so far is right. `false` for a key
-    /// without a value.
-    pub fn valid(&self) -> Vec<bool> {
-        let Some(memory) = &self.memory else { return vec![false; self.keys.len()] };
+    /// without a value. If values have checksums, this reads all bytes of them, and a value without its checksum is not right.
+    pub fn valid(&self) -> Result<Vec<bool>> {
+        let Some(memory) = &self.memory else { return Ok(vec![false; self.keys.len()]) };
+        // Before the generations are compared: the bytes of a value that is replaced meanwhile say nothing.
+        let corrupt = self.corrupt(memory)?;
         // A thread of the parent may hold the lock of the counts of a forked child.
-        if self.process == this_process() && !self.counted.swap(true, Ordering::Relaxed) {
-            return self.store.confirmed(memory, &self.places);
+        let own = self.process == this_process();
+        let counts = own && !self.counted.swap(true, Ordering::Relaxed);
+        let still = |place: &Option<Place>| place.as_ref().is_some_and(|place| memory.still(place));
+        let mut right = if counts {
+            self.store.confirmed(memory, &self.places)
+        } else {
+            self.places.iter().map(still).collect()
+        };
+        let mut slots = Vec::with_capacity(corrupt.len());
+        for at in corrupt {
+            if std::mem::take(&mut right[at]) {
+                slots.extend(self.places[at].map(|place| place.slot));
+            }
         }
-        self.places.iter().map(|place| place.as_ref().is_some_and(|place| memory.still(place))).collect()
+        if counts {
+            self.store.count_corrupt(slots.len() as u64);
+        }
+        if own && let Some(attachment) = &*self.attachment() {
+            attachment.report_corrupt(&slots);
+        }
+        Ok(right)
     }
 
-    /// Ends the leases of the store on the keys that no other view of it has. Does not wait for the keeper. What is mapped stays
+    /// Returns the positions of the values whose bytes do not have their checksum. None if values have no checksums.
+    fn corrupt(&self, memory: &SharedMemory) -> Result<Vec<usize>> {
+        if !self.store.checksums() {
+            return Ok(Vec::new());
+        }
+        let found = self.places.iter().enumerate().filter_map(|(at, place)| Some((at, (*place)?)));
+        let found: Vec<(usize, Place)> = found.collect();
+        let keys = found.iter().map(|(at, _)| self.keys[*at].bytes()).collect::<Vec<_>>();
+        let window = |(_, place): &(usize, Place)| memory.window(*place, self.store.value_bytes());
+        let windows = found.iter().map(window).collect::<Result<Vec<_>>>()?;
+        let sums = window_sums(keys.iter().zip(windows).map(|(key, value)| (&key[..], value)))?;
+        let wrong = |((_, place), sum): &(&(usize, Place), u64)| memory.index.checksum(place.slot) != *sum;
+        Ok(found.iter().zip(sums).filter(wrong).map(|((at, _), _)| *at).collect())
+    }
+
+    fn attachment(&self) -> MutexGuard<'_, Option<Arc<Attachment>>> {
+        self.attachment.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the leases of the store on the keys that no other view of it has, also those of [`Store::lease`]. Does not wait for the keeper. What is mapped stays
     /// readable, and [`valid`](Self::valid) may still be called. Ending again does nothing, and so does ending in a forked child.
     pub fn end(&self) {
         if self.process != this_process() {
             return;
         }
-        let attachment = self.attachment.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let attachment = self.attachment().take();
         let Some(attachment) = attachment else { return };
-        self.store.viewed.remove(&self.keys, |keys| attachment.unlease(keys));
+        attachment.viewed.remove(&self.keys, |keys| attachment.unlease(keys));
         // In the order of the chain.
         let right = self.places.iter().flatten().filter(|place| attachment.memory.still(place));
         attachment.touch(&right.map(|place| place.slot).collect::<Vec<_>>());
@@ -211,14 +249,14 @@ mod tests {
         let view = view(&store, &[1, 2, 3, 99]);
         assert_eq!(view.leased(), [true, true, false, false], "a quarter of the slots");
         assert_eq!(bytes(&view), [Some(1), Some(2), Some(3), None]);
-        assert_eq!(view.valid(), [true, true, true, false]);
+        assert_eq!(view.valid().unwrap(), [true, true, true, false]);
         (11..=16).for_each(|number| put(&other, number, number));
         assert_eq!(bytes(&view)[..2], [Some(1), Some(2)]);
-        assert_eq!(view.valid(), [true, true, false, false]);
+        assert_eq!(view.valid().unwrap(), [true, true, false, false]);
         // A lease does not prevent a drop, and the same value again is another one.
         assert_eq!(other.drop_values(&[key(1)], soon()).unwrap(), 1);
         put(&other, 1, 1);
-        assert_eq!(view.valid(), [false, true, false, false]);
+        assert_eq!(view.valid().unwrap(), [false, true, false, false]);
         let stats = store.stats(soon()).unwrap();
         assert_eq!(
             (stats.hits, stats.hit_bytes, stats.misses_absent),
@@ -245,11 +283,29 @@ mod tests {
         first.end();
         first.end();
         assert_eq!(leased(&store), 3);
-        assert_eq!(first.valid(), [true; 3], "it may be asked later");
+        assert_eq!(first.valid().unwrap(), [true; 3], "it may be asked later");
         drop(first);
         assert_eq!(leased(&store), 3);
         drop(second);
         assert_eq!(leased(&store), 0);
+    }
+
+    #[test]
+    fn views_of_an_earlier_connection_do_not_keep_leases_of_a_later_one() {
+        let path = SilentPath::new();
+        let (first_keeper, store) = (keeper(&path, 8), store(&path));
+        put(&store, 1, 1);
+        let first = view(&store, &[1]);
+        drop(first_keeper);
+        let _keeper = keeper(&path, 8);
+        while store.attachment().unwrap().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        put(&store, 1, 1);
+        let second = view(&store, &[1]);
+        assert_eq!(leased(&store), 1);
+        drop(second);
+        assert_eq!((leased(&store), bytes(&first)), (0, vec![Some(1)]));
     }
 
     #[test]
@@ -260,9 +316,15 @@ mod tests {
         put(&store, 2, 2);
         let view = view(&store, &[1, 2, 3]);
         store.close();
-        assert_eq!((bytes(&view), view.valid()), (vec![Some(1), Some(2), None], vec![true, true, false]));
+        assert_eq!(
+            (bytes(&view), view.valid().unwrap()),
+            (vec![Some(1), Some(2), None], vec![true, true, false])
+        );
         drop((keeper, store));
-        assert_eq!((bytes(&view), view.valid()), (vec![Some(1), Some(2), None], vec![true, true, false]));
+        assert_eq!(
+            (bytes(&view), view.valid().unwrap()),
+            (vec![Some(1), Some(2), None], vec![true, true, false])
+        );
         let value = view.value(1).unwrap();
         drop(view);
         assert_eq!(read(&value), 2);
@@ -274,7 +336,7 @@ mod tests {
         let store = store(&path);
         let view = view(&store, &[1, 2]);
         assert_eq!(
-            (bytes(&view), view.valid(), view.leased()),
+            (bytes(&view), view.valid().unwrap(), view.leased()),
             (vec![None; 2], vec![false; 2], &[false; 2][..])
         );
         assert_eq!(store.own_stats().unwrap().misses_away, 2);
@@ -293,7 +355,7 @@ mod tests {
         let keys = vec![key(1)];
         let view = StoreView::open(&store, keys, TIME, Deadline::after(Duration::from_millis(1))).unwrap();
         // The table of the silent keeper is empty, but it was looked at.
-        assert_eq!((view.valid(), view.leased()), (vec![false], &[false][..]));
+        assert_eq!((view.valid().unwrap(), view.leased()), (vec![false], &[false][..]));
         assert_eq!(store.own_stats().unwrap().misses_absent, 1);
     }
 
@@ -348,7 +410,7 @@ mod tests {
                     Step::Put(_) | Step::Close(_) => {}
                 }
                 for (view, expected) in &views {
-                    let (seen, valid) = (bytes(view), view.valid());
+                    let (seen, valid) = (bytes(view), view.valid().unwrap());
                     for (at, &(number, life)) in expected.iter().enumerate() {
                         let right = life.is_some() && living.get(&number).copied() == life;
                         prop_assert_eq!(valid[at], right);

@@ -1,4 +1,4 @@
-//! Which keys the views of a store have, so that one view does not end the leases of another.
+//! Which keys the views of an attached store have, so that one view does not end the leases of another.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -205,7 +205,7 @@ def _serve(holder: _Holder, stop: socket.socket, *, first: bool, empty: bool) ->
     try:
         if first and holder.takes_over:
             taken, left = holder.take_over(stop)
-            rest = f"; {left:,} were left: they do not fit" if left else ""
+            rest = f"; {left:,} were left: they do not fit, or have changed" if left else ""
             complain(f"llm-datadist serve: {taken:,} values were taken over{rest}")
         if holder.serve(stop, empty=empty):
             complain("llm-datadist serve: another keeper has taken over")

@@ -196,7 +196,7 @@ _Rows = dict[str, tuple[Any, str]]
 """The kind and the meaning of the metrics of counters, by field."""
 
 _STORE: _Rows = {
-    "hits": (Count, "Values that get has copied."),
+    "hits": (Count, "Values that get has copied or a view has confirmed."),
     "hit_bytes": (Count, "Bytes of these values."),
     "gets": (Count, "Calls of get."),
     "get_nanos": (Count, "Total time of these calls."),
@@ -209,7 +209,7 @@ _STORE: _Rows = {
 _STORE_REASONS: dict[str, tuple[str, str, dict[str, str]]] = {
     "reason": (
         "misses",
-        "Keys of get without a value.",
+        "Keys of get and of views without a value.",
         {
             "absent": "misses_absent",
             "changed": "misses_changed",

@@ -368,7 +368,8 @@ impl NativeStore {
     ///
     /// A lease makes a hit likelier, and promises nothing: the keeper may end, and another store may drop the value. It ends with its
     /// time, with the store, or with the process. All leases of a store hold at most a quarter of the slots of the keeper, and those of all
-    /// stores half. Leasing a value again lets its lease last longer.
+    /// stores half. Leasing a value again lets its lease last longer. A store has one lease on a value: it also ends when a view of this
+    /// store on the key ends, unless another view has the key.
     ///
     /// Args:
     ///     keys: list of keys, at most 4,096.
@@ -396,7 +397,8 @@ impl NativeStore {
 
     /// End the leases of this store on the values of keys, without waiting for a reply.
     ///
-    /// If the keeper takes no message for the time limit, the leases end with their time.
+    /// Leases of its views end, too: their values stay readable, and are likelier to become invalid. If the keeper takes no message for
+    /// the time limit, the leases end with their time.
     ///
     /// Args:
     ///     keys: list of keys, at most 4,096.

@@ -82,10 +82,15 @@ pub(crate) fn int(name: &str, value: &Any<'_>, range: RangeInclusive<u64>) -> Py
 pub(crate) fn size(name: &str, value: &Any<'_>) -> PyResult<u64> {
     let allowed = "a number of bytes above 0, or a text with a unit: \"64MiB\" (KiB, MiB, GiB or TiB)";
     let bytes = match value.extract::<String>() {
-        Ok(text) => size_with_unit(&text).or_else(|| text.parse().ok()),
+        Ok(text) => size_with_unit(&text).or_else(|| digits(&text)?.parse().ok()),
         Err(_) => index(name, allowed, value)?.extract().ok(),
     };
     bytes.filter(|&bytes| bytes > 0).ok_or_else(|| invalid(value.py(), name, shown(value), allowed))
+}
+
+/// Returns a text that has only digits. `parse` would also accept a sign.
+fn digits(text: &str) -> Option<&str> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then_some(text)
 }
 
 /// Reads the bytes of a value of a store or keeper; 64 KiB by default.

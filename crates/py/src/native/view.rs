@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use llm_datadist_core::Result;
 use llm_datadist_keeper::{StoreView, ViewedValue};
-use pyo3::exceptions::{PyBufferError, PyIndexError, PyRuntimeError};
+use pyo3::exceptions::{PyBufferError, PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -26,10 +26,15 @@ use crate::raw::{self, ExportsBytes};
 ///
 /// The bytes may change at any time: the keeper may have refused a lease, another store may drop a value, or the time of the leases may be
 /// over. What was computed from a value counts only if ``valid`` says that the value was right. A ``with`` statement that ends
-/// without a call of ``valid`` raises.
+/// without a call of ``valid`` after the last use of ``values`` raises.
+///
+/// Wait for every read to finish before you call ``valid``. A copy to a device and a send without a copy may read later: synchronize the
+/// stream first.
 ///
 /// The end of the ``with`` statement releases ``values``, and ends the leases without waiting for the keeper. An array or a slice that was
-/// made from a value stays readable as long as it lives, but its bytes may be those of other keys later.
+/// made from a value stays readable as long as it lives, but its bytes may be those of other keys later. A value whose buffer another
+/// object holds at that time, such as a ``pickle.PickleBuffer`` or a call in another thread, is not released. What stays readable keeps
+/// all memory of the keeper in use, also after the keeper has ended.
 ///
 /// A view does not need the keeper. After the keeper has ended, after ``Store.close`` and in a forked child, its values stay readable and
 /// ``valid`` answers. Several threads may use it.
@@ -38,8 +43,9 @@ pub(crate) struct NativeView {
     view: ProcessOwned<StoreView>,
     /// Made when they are first used.
     values: PyOnceLock<Py<PyTuple>>,
-    /// Whether `valid` was called.
-    asked: AtomicBool,
+    /// Whether values were handed out since the last call of `valid`.
+    unchecked: AtomicBool,
+    ended: AtomicBool,
 }
 
 impl NativeView {
@@ -47,7 +53,8 @@ impl NativeView {
         NativeView {
             view: ProcessOwned::new(Arc::new(view)),
             values: PyOnceLock::new(),
-            asked: AtomicBool::new(false),
+            unchecked: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
         }
     }
 
@@ -55,7 +62,7 @@ impl NativeView {
         self.view.get().map_err(|error| raise(py, &error))
     }
 
-    /// Makes the values unusable, apart from those of which there are arrays.
+    /// Makes the values unusable, apart from those whose buffer another object holds.
     fn release_values(&self, py: Python<'_>) -> PyResult<()> {
         let Some(values) = self.values.get(py) else { return Ok(()) };
         for value in values.bind(py).iter().filter(|value| !value.is_none()) {
@@ -72,7 +79,10 @@ impl NativeView {
 impl NativeView {
     /// For each key a read-only ``memoryview`` of its value, or ``None`` if the keeper does not have it.
     ///
-    /// ``numpy.frombuffer`` and similar functions accept it, without a copy.
+    /// ``numpy.frombuffer`` and similar functions accept it, without a copy. Each use of this property needs a call of ``valid`` after it.
+    ///
+    /// Raises:
+    ///     ValueError: the ``with`` statement has ended.
     #[getter]
     fn values<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
         let (py, this) = (slf.py(), slf.get());
@@ -85,7 +95,15 @@ impl NativeView {
             let buffers: PyResult<Vec<_>> = (0..view.leased().len()).map(buffer).collect();
             PyTuple::new(py, buffers?).map(Bound::unbind)
         };
-        Ok(this.values.get_or_try_init(py, make)?.bind(py).clone())
+        let values = this.values.get_or_try_init(py, make)?.bind(py).clone();
+        // Afterwards: the end releases what was made before it.
+        if this.ended.load(Ordering::SeqCst) {
+            return Err(PyValueError::new_err("the view has ended"));
+        }
+        if values.iter().any(|value| !value.is_none()) {
+            this.unchecked.store(true, Ordering::Relaxed);
+        }
+        Ok(values)
     }
 
     /// For each key whether the keeper has leased its value.
@@ -98,14 +116,15 @@ impl NativeView {
 
     /// Say which values are still right. Then everything that was read of them so far is right.
     ///
-    /// The first call counts hits and misses, as ``Store.get`` does. It may be called again after more reads.
+    /// The first call counts hits and misses, as ``Store.get`` does. It may be called again after more reads. If the store has checksums,
+    /// each call reads all bytes of the values, and a value without its checksum is not right.
     ///
     /// Returns:
     ///     For each key whether its value is right. ``False`` for a key without a value.
     fn valid(&self, py: Python<'_>) -> PyResult<Vec<bool>> {
         let view = self.view(py)?;
-        self.asked.store(true, Ordering::Relaxed);
-        Ok(engine::allow_threads(py, || view.valid()))
+        self.unchecked.store(false, Ordering::Relaxed);
+        engine::allow_threads(py, || view.valid()).map_err(|error| raise(py, &error))
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -116,11 +135,11 @@ impl NativeView {
     #[expect(unused_variables, reason = "the parameters of the protocol")]
     fn __exit__(&self, py: Python<'_>, kind: &Any<'_>, error: &Any<'_>, trace: &Any<'_>) -> PyResult<()> {
         let view = self.view(py)?;
+        self.ended.store(true, Ordering::SeqCst);
         engine::allow_threads(py, || view.end());
         self.release_values(py)?;
-        let forgotten = self.values.get(py).is_some() && !self.asked.load(Ordering::Relaxed);
-        if kind.is_none() && forgotten {
-            let text = "values of the view were used without a call of valid(), so they may have been wrong";
+        if kind.is_none() && self.unchecked.load(Ordering::Relaxed) {
+            let text = "values of the view were used without a call of valid() afterwards, so they may have been wrong";
             return Err(PyRuntimeError::new_err(text));
         }
         Ok(())
