@@ -1,4 +1,5 @@
 //! `exists` of 1,000 keys of a keeper: microseconds a call, beside a `HashSet` with as many keys in this process.
+//! The `HashSet` has the default hash function, SipHash.
 //!
 //! `cargo bench -p llm-datadist-keeper --bench exists`. Medians of rounds, in which the two take turns, over keys in random order.
 //! The keepers are full: their indexes are as crowded as they get. The index of the small one fits into the cache of a core, and that
@@ -67,6 +68,7 @@ fn measure(slots: u64) {
         ..KeeperOptions::default()
     };
     let keeper = Keeper::open(&options).unwrap();
+    assert_eq!(u64::from(keeper.slots()), slots, "the keeper has another capacity");
     let soon = || Deadline::after(Duration::from_secs(60));
     let options = StoreOptions {
         socket: socket.clone(),

@@ -65,12 +65,13 @@ sys.stdin.read()
 class Served:
     """A keeper that is full, as `llm-datadist serve` runs it."""
 
-    def __init__(self, folder: Path, values: int) -> None:
+    def __init__(self, folder: Path, values: int, stack: ExitStack) -> None:
         self.socket, self.values = folder / "keeper", values
         order = ["serve", "--memory", f"{values * VALUE >> 10}KiB", "--socket", str(self.socket)]
         self.holder = subprocess.Popen(  # noqa: S603
             [sys.executable, "-m", "llm_datadist", *order], stdout=subprocess.PIPE, text=True
         )
+        stack.callback(self.close)
         assert self.holder.stdout is not None
         assert self.holder.stdout.readline().startswith("ready"), "the keeper has not started"
         children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()
@@ -81,6 +82,11 @@ class Served:
                 numbers = range(at, min(at + BATCH, values))
                 stored = store.put(keys[at : at + BATCH], [n.to_bytes(8, "little") * (VALUE // 8) for n in numbers])
                 assert all(stored), "a value was not stored"
+
+    def close(self) -> None:
+        """End the keeper."""
+        self.holder.terminate()
+        self.holder.wait()
 
     @contextmanager
     def client(self, code: str, count: int) -> Iterator[subprocess.Popen[str]]:
@@ -104,13 +110,8 @@ def line(process: subprocess.Popen[str]) -> str:
 @contextmanager
 def served(values: int) -> Iterator[Served]:
     """A full keeper, and its end."""
-    with tempfile.TemporaryDirectory() as folder:
-        keeper = Served(Path(folder), values)
-        try:
-            yield keeper
-        finally:
-            keeper.holder.terminate()
-            keeper.holder.wait()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        yield Served(Path(folder), values, stack)
 
 
 def pss(pid: int) -> int:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from llm_datadist import Keeper, Store
+from llm_datadist.commands.output import CommandParser, OutputError
 from llm_datadist.commands.replay.cli import main
 from llm_datadist.commands.replay.hit_rates import hit_rates
 from llm_datadist.commands.replay.trace import Request, make_trace, read_trace
@@ -135,10 +138,42 @@ def test_trace_of_one_block_has_a_picture(tmp_path: Path) -> None:
     assert ET.parse(tmp_path / "one.svg").getroot().tag.endswith("svg")  # noqa: S314
 
 
+def test_title_has_the_name_of_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / os.fsdecode(b"a <b>&\x01\n\xff.jsonl")
+    path.write_bytes(Path(write_trace(tmp_path, GOOD)).read_bytes())
+    assert main([str(path), "--hit-rates", "--svg", str(tmp_path / "one.svg")]) == 0
+    title = ET.parse(tmp_path / "one.svg").getroot().findtext(".//{*}text")  # noqa: S314
+    assert title is not None
+    assert title.startswith("a <b>&???.jsonl: 1 requests, ")
+    assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_results_are_written_although_the_picture_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, json_file = write_trace(tmp_path, GOOD), tmp_path / "rates.json"
+    monkeypatch.setattr(CommandParser, "check_json", Mock())  # the disk is full only later
+    with pytest.raises(OutputError, match="/dev/full"):
+        main([trace, "--hit-rates", "--svg", "/dev/full", "--json", str(json_file)])
+    assert json.loads(json_file.read_text())["requests"] == 1
+    assert "hit rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--svg", "--json"])
+def test_folder_in_place_of_a_file_is_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--hit-rates", option, str(tmp_path)])
+    assert caught.value.code == 2
+    assert f"{option}: {str(tmp_path)!r} is a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (["--svg", "rates.svg"], "--svg: only with --hit-rates"),
+        (["--hit-rates", "--svg", "-"], "--svg: standard output takes no picture"),
+        (["--hit-rates", "--kill-prefill-at", "3"], "--kill-prefill-at: --hit-rates has no prefill process"),
+        (["--hit-rates", "--kill-prefill-at", "half"], "--kill-prefill-at: --hit-rates has no prefill process"),
         (["--hit-rates", "--svg", "/nowhere/rates.svg"], "--svg: [Errno 2]"),
         (["--hit-rates", "/nowhere/trace"], "/nowhere/trace: [Errno 2]"),
     ],

@@ -321,6 +321,44 @@ def test_a_request_of_which_computed_tokens_were_taken_back_is_not_handed_over()
     assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)])
 
 
+# A loads blocks 5 and 6 in step N, and vLLM takes its tokens back at the end of N. B, of which N computes a part, and
+# C, which N + 1 computes, have found 5 and 6 in the prefix cache. vLLM takes nothing back of them.
+@pytest.mark.parametrize(
+    ("computed", "blocks", "handed_over"),
+    [
+        (100, [5, 6, 9, 10], False),
+        (100, [3, 6, 9, 10], False),
+        (33, [3, 6, 9, 10], False),
+        (32, [3, 6, 9, 10], True),
+        (0, [5, 6, 7, 8], True),
+        (100, [1, 2, 3, 4], True),
+    ],
+    ids=["all shared", "the second one shared", "partly computed", "taken back", "not begun", "others"],
+)
+def test_a_request_that_has_used_blocks_of_a_failed_load_is_not_handed_over(
+    computed: int, blocks: list[int], handed_over: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = side()
+    request = Request(kv_transfer_params=for_decode("t"), num_computed_tokens=computed)
+    prefill.arrived(request)
+    prefill.invalid(set())
+    prefill.invalid({5, 6})
+    prefill.invalid({77})
+    request.num_computed_tokens = 100
+    assert (prefill.finished(request, [blocks], complete=True) is not None) == handed_over
+    refused = "request r is not handed over, because another connector failed to load its blocks"
+    assert caplog.text.count(refused) == (not handed_over)
+    step = prefill.take_step(Output())
+    assert step.withdrawn == ([] if handed_over else [Withdraw("t", ended=True)])
+    assert [send.ticket for send in step.sends] == (["t"] if handed_over else [])
+
+
+def test_a_failed_load_is_no_matter_of_later_requests() -> None:
+    prefill = side()
+    prefill.invalid({5, 6})
+    assert finished(prefill, Request(kv_transfer_params=for_decode("t")), [5, 6, 7, 8]) is not None
+
+
 @pytest.mark.parametrize(("computed", "again"), [(32, True), (96, True), (100, False)])
 def test_a_prompt_of_which_vllm_takes_computed_tokens_back_is_lent_again(computed: int, again: bool) -> None:
     """There is no preemption: vLLM computes the tokens again in the same blocks."""

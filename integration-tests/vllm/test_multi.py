@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from llm_datadist.integrations.vllm.step import Cancel, Receive
 
@@ -110,6 +111,19 @@ def test_blocks_are_kept_until_both_have_sent_them(vllm: Vllm) -> None:
     assert vllm.step().finished_sending == set()
     # Its ticket is free, so the same request can be handed over again.
     assert "llm_datadist" in vllm.finish("r")
+
+
+def test_the_failed_loads_of_the_other_connector_are_known(vllm: Vllm) -> None:
+    """vLLM reports them to all connectors, and says which tokens it still takes as computed."""
+    vllm.step()
+    asked = request("r", {"do_remote_decode": True})
+    vllm.scheduler.on_new_request(asked)
+    asked.num_computed_tokens = asked.num_prompt_tokens
+    vllm.scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids={2}))
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = vllm.scheduler.request_finished_all_groups(asked, ([1, 2, 3, 4],))
+    assert "llm_datadist" not in params
+    assert "llm_datadist" in vllm.finish("later")
 
 
 def handed_over(vllm: Vllm) -> dict[str, Any]:

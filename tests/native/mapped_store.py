@@ -21,7 +21,7 @@ from llm_datadist import PeerLost, Store
 ABSENT = 1 << 7
 VERSIONS = 7
 """How many values a key may have. Each has random bytes, so that a mixture of two is noticed."""
-COUNTS = ("hits", "misses", "stored", "dropped", "leased", "away")
+COUNTS = ("hits", "misses", "stored", "dropped", "leased", "leases held", "away")
 TTL = 10.0
 """Seconds of a lease."""
 NAMESPACE = "killed clients"
@@ -48,7 +48,7 @@ def key(client: int, number: int) -> bytes:
     return hashlib.sha224(b"%d %d" % (client, number)).digest()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def value(size: int, client: int, number: int, version: int) -> bytes:
     return random.Random(f"{client} {number} {version}").randbytes(size)  # noqa: S311
 
@@ -220,8 +220,11 @@ class MappedStore:
         found = self.store.exists(self.keys(leased))
         answered = self.store.stats()["keeper"] is not None
         same = answered and self.store.stats(keeper=False)["attached"] == attached
-        if same and time.monotonic() - begin < TTL and not all(found):
+        if not same or time.monotonic() - begin >= TTL:
+            return
+        if not all(found):
             raise self.wrong(f"keys {leased} were leased for {TTL} s, and are replaced: {found}", b"")
+        self.map.count("leases held", len(found))
 
     def unlease(self) -> None:
         self.store.unlease(self.keys(self.some(8)))

@@ -39,8 +39,11 @@ class CommandParser(argparse.ArgumentParser):
     def check_json(self, destination: str | None, option: str = "--json") -> None:
         """Exit with 2 if the file of an option cannot be written."""
         if destination not in (None, STANDARD_OUTPUT):
+            path = Path(str(destination))
+            if path.is_dir():
+                self.error(f"{option}: {str(path)!r} is a folder")
             try:
-                Path(str(destination)).touch()
+                path.touch()
             except OSError as error:
                 self.error(f"{option}: {error}")
 

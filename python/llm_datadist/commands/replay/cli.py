@@ -149,10 +149,12 @@ def _hit_rates(parser: CommandParser, options: argparse.Namespace, geometry: Geo
         complain("replay: interrupted")
         return 130
     found = hit_rates.results(rates, _name(options), trace.describe(requests), geometry.block_bytes)
-    if options.svg is not None:
-        with written_to(options.svg):
-            Path(options.svg).write_text(hit_rates.svg(found), encoding="utf-8")
-    write_results(hit_rates.table(found), found, options.json)
+    try:
+        write_results(hit_rates.table(found), found, options.json)
+    finally:
+        if options.svg is not None:
+            with written_to(options.svg):
+                Path(options.svg).write_text(hit_rates.svg(found), encoding="utf-8")
     return 0
 
 
@@ -166,6 +168,10 @@ def _check(parser: CommandParser, options: argparse.Namespace) -> None:
         parser.error(f"--block-tokens: a trace file has blocks of {trace.FILE_BLOCK_TOKENS} tokens")
     if options.svg is not None and not options.hit_rates:
         parser.error("--svg: only with --hit-rates")
+    if options.svg == STANDARD_OUTPUT:
+        parser.error("--svg: standard output takes no picture; use the name of a file")
+    if options.hit_rates and options.kill_prefill_at is not None:
+        parser.error("--kill-prefill-at: --hit-rates has no prefill process")
     parser.check_json(options.json)
     parser.check_json(options.svg, "--svg")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llm_datadist.commands.output import aligned, size
@@ -129,17 +130,19 @@ def table(found: dict[str, Any]) -> str:
         (f"{row['blocks']:,}", f"{row['bytes'] / _GIB:,.3f}", f"{100 * row['share']:.1f} %")
         for row in found["hit_rates"]
     ]
-    return "\n".join([_title(found), "", *aligned(rows, left=0)])
+    return "\n".join([_title(found, found["trace"]), "", *aligned(rows, left=0)])
 
 
-def _title(found: dict[str, Any]) -> str:
+def _title(found: dict[str, Any], trace: str) -> str:
     counts = f"{found['requests']:,} requests, {found['block_references']:,} blocks of {size(found['block_bytes'])}"
-    return f"{found['trace']}: {counts}, {found['distinct_blocks']:,} distinct"
+    return f"{trace}: {counts}, {found['distinct_blocks']:,} distinct"
 
 
 def svg(found: dict[str, Any]) -> str:
     """Return the hit rates as a picture: the share in percent over the capacity, which has a logarithmic axis."""
     rows = found["hit_rates"]
+    # XML has no control characters, and UTF-8 no surrogates, which stand for other bytes in names of files.
+    name = "".join(char if char.isprintable() else "?" for char in Path(found["trace"]).name)
     rows = rows[sum(row["share"] < rows[0]["share"] + _FLAT for row in rows) - 1 :]
     first, last = rows[0]["blocks"], rows[-1]["blocks"]
     scale = _WIDE / math.log(max(last / first, 2))
@@ -148,7 +151,7 @@ def svg(found: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE + 2 * _LEFT} {_HIGH + 2 * _TOP + 30}">',
         "<style>text { font: 11px DejaVu Sans, sans-serif }</style>",
         f'<rect width="{_WIDE + 2 * _LEFT}" height="{_HIGH + 2 * _TOP + 30}" fill="white"/>',
-        f'<g transform="translate({_LEFT} {_TOP})"><text y="-16">{escape(_title(found))}</text>',
+        f'<g transform="translate({_LEFT} {_TOP})"><text y="-16">{escape(_title(found, name))}</text>',
     ]
     for part in range(6):
         y = _HIGH - _HIGH * part / 5

@@ -135,11 +135,12 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return StepMetadata(self._scheduler.take_step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the addresses of the workers, and the requests that all workers have sent or received."""
+        """Take the addresses of the workers, the requests that all have sent or received, and blocks not loaded."""
         if isinstance(connector_output.kv_connector_worker_meta, Addresses):
             self._scheduler.set_addresses(connector_output.kv_connector_worker_meta.by_worker)
         self._scheduler.freed(connector_output.finished_sending or set())
         self._scheduler.received(connector_output.finished_recving or set())
+        self._scheduler.invalid(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether the blocks of a request are kept for decode, and what prefill returns."""

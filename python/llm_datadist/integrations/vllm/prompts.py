@@ -78,7 +78,7 @@ class Prompts:
             self._only_finished = True
             logger.info(
                 "another connector loads KV within the step that needs it, so llm_datadist hands over prompts only "
-                "when they have finished, and not layer by layer"
+                "when they have finished, and not layer by layer, and copies no blocks ahead"
             )
         if not self._prompts:
             return withdrawn, parts

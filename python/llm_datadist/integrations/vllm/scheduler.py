@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.integrations.vllm.handover import Handover, digest_of, names_prefill, new_ticket, ticket_of
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
 __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger("vllm.llm_datadist")
+
+
+@dataclass
+class _Ticket:
+    """The ticket of a request of prefill that has not finished."""
+
+    name: str
+    given: bool  # whether the proxy has given it
+    request: Any
+    # The invalid blocks of each report that came after vLLM had computed tokens, and how many it had computed then.
+    invalid: list[tuple[frozenset[int], int]] = field(default_factory=list)
+
+    def used_invalid(self, blocks: Sequence[int], block_size: int) -> bool:
+        """Return whether one of the ``blocks`` of the request was invalid, and vLLM did not compute it again."""
+        return any(block in invalid for invalid, tokens in self.invalid for block in blocks[: -(-tokens // block_size)])
 
 
 class SchedulerSide:
@@ -61,9 +77,8 @@ class SchedulerSide:
         self._unfilled: list[list[str]] = []
         self._step = Step()
         self._prompts = Prompts(block_sizes[0])
-        # Prefill: the tickets of requests that have not finished, by the id of the request, and whether the proxy has
-        # given them.
-        self._tickets: dict[str, tuple[str, bool]] = {}
+        # Prefill: the tickets of requests that have not finished, by the id of the request.
+        self._tickets: dict[str, _Ticket] = {}
         # The tickets of finished requests that are lent, by the id of the request.
         self._lent: dict[str, str] = {}
         # The tickets of both.
@@ -100,7 +115,7 @@ class SchedulerSide:
         if ticket in self._taken:
             logger.error("request %s is not handed over: another one has the ticket %r", request.request_id, ticket)
             return
-        self._tickets[request.request_id] = ticket, given is not None
+        self._tickets[request.request_id] = _Ticket(ticket, given is not None, request)
         self._taken.add(ticket)
         if self._layerwise and (given is not None or self._copied):
             self._prompts.begin(request, ticket)
@@ -134,11 +149,23 @@ class SchedulerSide:
         """Note that the receives of requests have ended in all workers."""
         self._held -= requests
 
+    def invalid(self, blocks: set[int]) -> None:
+        """Note that other connectors have failed to load blocks, after vLLM has taken tokens back because of that.
+
+        vLLM takes the computed tokens of one request back, which computes the blocks again. It keeps those that other
+        requests have computed from the same blocks in the meantime.
+        """
+        shared = frozenset(blocks)
+        for ticket in self._tickets.values() if shared else ():
+            if ticket.request.num_computed_tokens:
+                ticket.invalid.append((shared, ticket.request.num_computed_tokens))
+
     def finished(self, request: Any, groups: Sequence[Sequence[int]], complete: bool) -> dict[str, Any] | None:
         """Decide what becomes of the blocks of a finished request, which ``groups`` has for each KV cache group.
 
         If it is not ``complete``, the request has not finished normally, and the KV of its prompt may lack something.
-        That of a request whose computed tokens vLLM has taken back, while a later step of it ran, lacks something too.
+        A request is not handed over either if it ends before vLLM has computed again what it took back, or if it may
+        have been computed from blocks that another connector failed to load.
 
         Returns:
             The ``kv_transfer_params`` of the response, if the blocks must be kept for decode; ``None`` otherwise.
@@ -148,9 +175,16 @@ class SchedulerSide:
         if name in self._held:
             # It ends before it was received. Prefill may free its blocks.
             self._cancel(name)
-        complete = complete and request.num_computed_tokens >= request.num_prompt_tokens
         ticket = self._tickets.pop(name, None)
-        return None if ticket is None else self._handed_over(request, *ticket, groups, complete)
+        if ticket is None:
+            return None
+        if complete and (
+            request.num_computed_tokens < request.num_prompt_tokens
+            or ticket.used_invalid(groups[0], self._block_sizes[0])
+        ):
+            logger.warning("request %s is not handed over, because another connector failed to load its blocks", name)
+            complete = False
+        return self._handed_over(request, ticket.name, ticket.given, groups, complete)
 
     def _handed_over(
         self, request: Any, ticket: str, given: bool, groups: Sequence[Sequence[int]], complete: bool
