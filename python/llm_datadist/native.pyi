@@ -1198,7 +1198,8 @@ class Store:
             ``admin``, and the other calls ``read``. ``None``: that of ``token_file``, or none. Processes of the user of
             the keeper need no token, and may do everything.
         token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
-        keeper_user: number of the user whose keeper is trusted with the values. ``None``: this user.
+        keeper_user: number of the user whose keeper is trusted with the values. ``None``: this user. Another
+            one needs a token.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -1647,7 +1648,7 @@ class KeeperObserver:
             ``None``: that of ``token_file``, or none. Processes of the user of the keeper need no token, and may do
             everything.
         token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
-        keeper_user: number of the user whose keeper is meant. ``None``: this user.
+        keeper_user: number of the user whose keeper is meant. ``None``: this user. Another one needs a token.
 
     Raises:
         TypeError: an argument has the wrong type.

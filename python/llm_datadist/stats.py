@@ -259,6 +259,9 @@ class KeeperStats(TypedDict):
     """Values that stores have dropped."""
     corrupt: int
     """Values that it has dropped because their bytes did not have their checksum. A store has found them."""
+    wrong_reports: int
+    """Values that stores have reported as wrong, and that match their checksums. For 1 s after such a report, the
+    keeper ignores the reports of its user."""
     touched: int
     """Values that stores have read or put again, as far as the keeper was told: a store says it without waiting."""
     leases: int

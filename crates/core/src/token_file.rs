@@ -41,13 +41,14 @@ pub fn read(path: &Path, option: &'static str) -> Result<Token> {
 }
 
 /// Returns the text of the file at `path`, which has secrets. `Err(InvalidArgument)` unless it is a regular file of this user
-/// or of root, which no other user may access, with at most `most` bytes of UTF-8.
+/// or of root, which no other user may access, with at most `most` bytes of UTF-8. An error shows a path only if it
+/// begins as one, or the file exists: otherwise it may be the token itself, given to the wrong argument.
 pub fn secret_text(path: &Path, option: &'static str, most: u64) -> Result<String> {
     let refused = |path: &Path, why: &str| refused((option, path), why);
     // Opened without blocking, because opening a pipe would wait for its writer.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     let opened = rustix::fs::open(path, flags, Mode::empty());
-    let file = File::from(opened.map_err(|errno| refused(path, "cannot be opened").because(errno))?);
+    let file = File::from(opened.map_err(|errno| not_opened((option, path)).because(errno))?);
     private((option, path), &file)?;
     let mut bytes = Vec::new();
     let read = file.take(most + 1).read_to_end(&mut bytes);
@@ -77,6 +78,15 @@ fn private(path: (&str, &Path), file: &File) -> Result<()> {
         return Err(refused(path, &why));
     }
     Ok(())
+}
+
+fn not_opened((option, path): (&str, &Path)) -> Error {
+    let text = path.to_string_lossy();
+    if ["/", "./", "../"].iter().any(|begin| text.starts_with(begin)) {
+        return refused((option, path), "cannot be opened");
+    }
+    let count = text.chars().count();
+    Error::invalid(format!("{option}=({count} characters, not shown) cannot be opened")).of_argument(option)
 }
 
 fn refused((option, path): (&str, &Path), why: &str) -> Error {

@@ -44,6 +44,9 @@ pub(crate) fn prove(
     tokens: &RoleTokens,
     proof: &[u8; 32],
 ) -> Result<KeeperReply, Goodbye> {
+    if client.attached.is_some() {
+        return Err(Goodbye::refused("", "the client has attached already"));
+    }
     let Standing::Greeted(greeting) = client.standing else {
         return Err(Goodbye::refused("", "a proof must follow a greeting"));
     };
@@ -85,6 +88,7 @@ pub(crate) fn gives_way(clients: &BTreeMap<u64, Client>, most: usize) -> Option<
 
 #[cfg(test)]
 mod tests {
+    use std::iter::successors;
     use std::os::fd::OwnedFd;
     use std::os::unix::fs::PermissionsExt;
     use std::path::PathBuf;
@@ -100,8 +104,12 @@ mod tests {
     use super::*;
     use crate::attachment::tests::SilentPath;
     use crate::key::StoreKey;
-    use crate::messages::{AttachRequest, KeeperRequest, ListRequest, Stored, ValueTerms, decoded, encoded};
-    use crate::sizes::{MAX_PENDING, MESSAGE_BYTES};
+    use crate::messages::{
+        AttachRequest, KeeperRequest, ListRequest, RefusalKind, Stored, ValueTerms, decoded, encoded,
+    };
+    use crate::sizes::{
+        MAX_CLIENTS, MAX_OBSERVERS, MAX_PENDING, MESSAGE_BYTES, RESERVED_CLIENTS, RESERVED_OBSERVERS,
+    };
     use crate::socket::{ListeningPath, PeerFile, connect_to, receive, send};
     use crate::{Keeper, KeeperAccess, KeeperOptions, Observer, Store, StoreOptions};
 
@@ -204,21 +212,50 @@ mod tests {
         KeeperRequest::Attach(AttachRequest { version: VERSION, namespace: "n".into(), terms })
     }
 
-    /// Each request that has a reply and does not attach, with the least role that may send it.
-    fn requests() -> Vec<(KeeperRequest, ClientRole)> {
+    /// Returns the request after another one in the order of their numbers, with the least role that may send it. A new request needs an
+    /// arm here.
+    fn request_after(request: &KeeperRequest) -> Option<(KeeperRequest, ClientRole)> {
+        use KeeperRequest as Request;
         let keys = || vec![key(200)];
-        vec![
-            (KeeperRequest::Stats, ClientRole::Read),
-            (KeeperRequest::Lease(keys(), 1), ClientRole::Read),
-            (KeeperRequest::Unlease(keys()), ClientRole::Read),
-            (KeeperRequest::Put(0, keys(), Vec::new()), ClientRole::Write),
-            (KeeperRequest::Drop(keys()), ClientRole::Admin),
-            (KeeperRequest::Clear(0), ClientRole::Admin),
-            (KeeperRequest::List(ListRequest { from: 0, namespace: None, used_after: 0 }), ClientRole::Admin),
-            (KeeperRequest::Namespaces(0), ClientRole::Admin),
-            (KeeperRequest::Changes(None), ClientRole::Admin),
-            (KeeperRequest::End, ClientRole::Admin),
-        ]
+        Some(match request {
+            Request::Attach(_) => (Request::Put(0, keys(), Vec::new()), ClientRole::Write),
+            // None of these slots has wrong bytes, or there are no such slots.
+            Request::Put(..) => (Request::Touch(vec![0, 5, u32::MAX]), ClientRole::Read),
+            Request::Touch(_) => (Request::Drop(keys()), ClientRole::Admin),
+            Request::Drop(_) => (Request::Lease(keys(), 1), ClientRole::Read),
+            Request::Lease(..) => (Request::Unlease(keys()), ClientRole::Read),
+            Request::Unlease(_) => (Request::Stats, ClientRole::Read),
+            Request::Stats => (Request::Observe(VERSION, false), ClientRole::Read),
+            Request::Observe(..) => {
+                (Request::List(ListRequest { from: 0, namespace: None, used_after: 0 }), ClientRole::Admin)
+            }
+            Request::List(_) => (Request::Namespaces(0), ClientRole::Admin),
+            Request::Namespaces(_) => (Request::Clear(0), ClientRole::Admin),
+            Request::Clear(_) => (Request::Changes(None), ClientRole::Admin),
+            Request::Changes(_) => (Request::End, ClientRole::Admin),
+            Request::End => (Request::Greet(VERSION, [7; 32]), ClientRole::Read),
+            Request::Greet(..) => (Request::Prove([7; 32]), ClientRole::Read),
+            Request::Prove(_) => (Request::Corrupt(u32::MAX, 2), ClientRole::Read),
+            Request::Corrupt(..) => return None,
+        })
+    }
+
+    /// Returns each request that a client may send after it has attached, with the least role that may send it.
+    fn requests() -> Vec<(KeeperRequest, ClientRole)> {
+        let all = successors(Some((attach_request(), ClientRole::Read)), |(last, _)| request_after(last));
+        all.filter(|(request, _)| !is_first(request)).collect()
+    }
+
+    /// Returns whether a request belongs before the end of attaching. The keeper ends a connection that sends it later.
+    fn is_first(request: &KeeperRequest) -> bool {
+        use KeeperRequest::{Attach, Greet, Observe, Prove};
+        matches!(request, Attach(_) | Observe(..) | Greet(..) | Prove(_))
+    }
+
+    /// Returns whether a request has a reply.
+    fn has_reply(request: &KeeperRequest) -> bool {
+        use KeeperRequest::{Corrupt, Touch, Unlease};
+        !matches!(request, Corrupt(..) | Touch(_) | Unlease(_))
     }
 
     #[test]
@@ -232,6 +269,11 @@ mod tests {
             let stranger = Stranger::proved(&path, text);
             assert!(matches!(stranger.asked(&attach_request()), KeeperReply::Attached(_)));
             for (request, needed) in requests() {
+                if !has_reply(&request) {
+                    assert_eq!(needed, ClientRole::Read, "{request:?}");
+                    stranger.send(&request);
+                    continue;
+                }
                 let reply = stranger.asked(&request);
                 let expected = (*role < needed).then_some((*role, needed));
                 forbidden += u64::from(expected.is_some());
@@ -240,11 +282,6 @@ mod tests {
                     _ => None,
                 };
                 assert_eq!(got, expected, "{request:?}");
-            }
-            // Requests without a reply. None of these slots has wrong bytes, or there are no such slots.
-            for slot in [0, 5, u32::MAX] {
-                stranger.send(&KeeperRequest::Touch(vec![slot]));
-                stranger.send(&KeeperRequest::Corrupt(slot));
             }
             assert!(matches!(stranger.asked(&KeeperRequest::Stats), KeeperReply::Stats(_)));
         }
@@ -257,12 +294,147 @@ mod tests {
             let stranger =
                 text.map_or_else(|| Stranger::connect(&path), |text| Stranger::proved(&path, text));
             assert!(matches!(stranger.asked(&attach_request()), KeeperReply::Attached(_)));
-            for (request, _) in
-                requests().into_iter().filter(|(request, _)| !matches!(request, KeeperRequest::End))
-            {
+            for (request, _) in requests().into_iter().filter(|(request, _)| has_reply(request)) {
+                if matches!(request, KeeperRequest::End) {
+                    continue;
+                }
                 assert!(!matches!(stranger.asked(&request), KeeperReply::Forbidden(..)), "{request:?}");
             }
         }
+    }
+
+    /// Attaches a client with a token, for values with these terms.
+    fn attached(path: &SilentPath, text: &str, terms: ValueTerms) -> Stranger {
+        let stranger = Stranger::proved(path, text);
+        let (version, namespace) = (VERSION, "n".into());
+        let request = KeeperRequest::Attach(AttachRequest { version, namespace, terms });
+        assert!(matches!(stranger.asked(&request), KeeperReply::Attached(_)));
+        stranger
+    }
+
+    #[test]
+    fn a_reader_keeps_no_writer_out_of_a_namespace() {
+        let path = SilentPath::new();
+        let _keeper = keeper(&path);
+        let [other, same] =
+            [1, 64].map(|value| attached(&path, TOKENS[0].0, ValueTerms { value, checksums: value == 1 }));
+        let writer = Store::open(options(&path, access(TOKENS[1].0)), soon()).unwrap();
+        let stored = writer.put(&[key(1)], &[Window::of_slice(&[1; 64])], soon()).unwrap();
+        assert_eq!(stored, [Stored::Stored]);
+        assert!(other.reply().is_none(), "the reader with other terms was disconnected");
+        assert!(matches!(same.asked(&KeeperRequest::Stats), KeeperReply::Stats(_)));
+        let again = Stranger::proved(&path, TOKENS[0].0);
+        let terms = ValueTerms { value: 1, checksums: false };
+        let (version, namespace) = (VERSION, "n".into());
+        again.send(&KeeperRequest::Attach(AttachRequest { version, namespace, terms }));
+        again.refused("value=1 must be 64");
+    }
+
+    #[test]
+    fn readers_leave_places_to_the_user_of_the_keeper() {
+        let path = SilentPath::new();
+        let _keeper = keeper(&path);
+        let mut taken = Vec::new();
+        for _ in 0..MAX_OBSERVERS - RESERVED_OBSERVERS {
+            let stranger = Stranger::proved(&path, TOKENS[0].0);
+            let reply = stranger.asked(&KeeperRequest::Observe(VERSION, false));
+            assert!(matches!(reply, KeeperReply::Attached(_)));
+            taken.push(stranger);
+        }
+        for _ in 0..MAX_CLIENTS - RESERVED_CLIENTS {
+            taken.push(attached(&path, TOKENS[1].0, ValueTerms { value: 64, checksums: false }));
+        }
+        for request in [attach_request(), KeeperRequest::Observe(VERSION, false)] {
+            let stranger = Stranger::proved(&path, TOKENS[1].0);
+            stranger.send(&request);
+            stranger.refused("which is the limit");
+        }
+        let own = Store::open(options(&path, KeeperAccess::default()), soon()).unwrap();
+        let stats = Observer::open(&path.socket(), soon()).unwrap().stats(soon()).unwrap();
+        assert_eq!((stats.clients, stats.observers), (57, 7));
+        assert_eq!(own.drop_values(&[key(1)], soon()).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_client_of_version_2_is_told_both_versions() {
+        let path = SilentPath::new();
+        let _keeper = keeper(&path);
+        let text = "the keeper speaks version 3, the client version 2";
+        // An attach request with the namespace "n" and values of 64 bytes, and one that looks.
+        for message in [&[0, 2, 1, b'n', 64][..], &[7, 2, 1]] {
+            let stranger = Stranger::connect(&path);
+            send(&stranger.0, message, &[]).unwrap();
+            match stranger.reply() {
+                Some(KeeperReply::Refused(refusal)) => {
+                    assert_eq!(refusal.kind, RefusalKind::Argument);
+                    assert!(refusal.reason.contains(text), "{refusal:?}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_wrong_report_silences_its_user_for_a_while_and_other_namespaces_are_not_checked() {
+        let path = SilentPath::new();
+        let _keeper = keeper(&path);
+        let mut checked = options(&path, KeeperAccess::default());
+        checked.checksums = true;
+        let own = Store::open(checked.clone(), soon()).unwrap();
+        own.put(&[key(1)], &[Window::of_slice(&[1; 64])], soon()).unwrap();
+        let place = own.attachment().unwrap().unwrap().place(&key(1)).unwrap();
+        let report = KeeperRequest::Corrupt(place.slot, place.generation);
+        let terms = ValueTerms { value: 64, checksums: true };
+        let stranger = Stranger::proved(&path, TOKENS[0].0);
+        let (version, namespace) = (VERSION, "another".into());
+        let attach = KeeperRequest::Attach(AttachRequest { version, namespace, terms });
+        assert!(matches!(stranger.asked(&attach), KeeperReply::Attached(_)));
+        let wrong = |stranger: &Stranger| match stranger.asked(&KeeperRequest::Stats) {
+            KeeperReply::Stats(stats) => stats.wrong_reports,
+            other => panic!("{other:?}"),
+        };
+        stranger.send(&report);
+        assert_eq!(wrong(&stranger), 0, "the value is in another namespace");
+        let stranger = attached(&path, TOKENS[0].0, terms);
+        stranger.send(&KeeperRequest::Corrupt(place.slot, place.generation + 2));
+        assert_eq!(wrong(&stranger), 0, "the value was replaced");
+        (0..20).for_each(|_| stranger.send(&report));
+        assert_eq!(wrong(&stranger), 1);
+        assert_eq!(own.exists(&[key(1)]).unwrap(), [true]);
+    }
+
+    #[test]
+    fn a_client_that_has_attached_proves_no_token() {
+        let path = SilentPath::new();
+        let _keeper = keeper(&path);
+        let stranger = Stranger::connect(&path);
+        let proof = stranger.greeted([7; 32]).client_proof(&token(TOKENS[0].0)).unwrap().bytes();
+        assert!(matches!(stranger.asked(&attach_request()), KeeperReply::Attached(_)));
+        stranger.send(&KeeperRequest::Prove(proof));
+        stranger.refused("the client has attached already");
+    }
+
+    #[test]
+    fn a_keeper_that_attaches_without_a_proof_is_no_keeper_that_is_away() {
+        let path = SilentPath::new();
+        let silent = path.start();
+        let mut options = options(&path, access(TOKENS[0].0));
+        options.namespace = "n".into();
+        let refused = Store::open(options, soon()).unwrap_err();
+        assert_eq!((refused.kind(), refused.argument_name()), (ErrorKind::System, Some("token")));
+        drop(silent.join());
+    }
+
+    #[test]
+    fn a_keeper_of_another_user_needs_a_token() {
+        let path = SilentPath::new();
+        let another = rustix::process::geteuid().as_raw() + 1;
+        let access = KeeperAccess { token: None, keeper_user: Some(another) };
+        let refused = Store::open(options(&path, access), soon()).unwrap_err();
+        assert_eq!(
+            (refused.kind(), refused.argument_name()),
+            (ErrorKind::InvalidArgument, Some("keeper_user"))
+        );
     }
 
     #[test]

@@ -17,6 +17,7 @@ use crate::key::{IndexKey, StoreKey};
 use crate::messages::{
     AttachRequest, KeeperReply, KeeperRequest, SharedGeometry, Stored, VERSION, ValueTerms,
 };
+use crate::reported::ReportedPlaces;
 use crate::sizes;
 use crate::socket::PeerFile;
 use crate::viewed::ViewedKeys;
@@ -33,6 +34,7 @@ pub(crate) struct Attachment {
     terms: ValueTerms,
     /// The keys of the views whose leases this client has.
     pub(crate) viewed: ViewedKeys,
+    reported: ReportedPlaces,
 }
 
 /// The memory of a keeper. This process has mapped it read-only.
@@ -106,11 +108,16 @@ impl Attachment {
             KeeperConnection::open(path, access, &request, &[memory], deadline)?;
         let memory = Arc::new(SharedMemory::map(geometry, files, deadline)?);
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
-        Ok(Attachment { connection, memory, staging, terms, viewed: ViewedKeys::default() })
+        let (viewed, reported) = (ViewedKeys::default(), ReportedPlaces::default());
+        Ok(Attachment { connection, memory, staging, terms, viewed, reported })
     }
 
-    /// Returns where the value of a key is, if the keeper has it.
+    /// Returns where the value of a key is, if the keeper has it and this client has not reported it as wrong.
     pub(crate) fn place(&self, key: &StoreKey) -> Option<Place> {
+        self.found(key).filter(|place| !self.reported.has(place))
+    }
+
+    fn found(&self, key: &StoreKey) -> Option<Place> {
         self.memory.place(self.memory.geometry.namespace, key)
     }
 
@@ -173,7 +180,7 @@ impl Attachment {
                 self.take_results(sent.pop_front(), deadline)?;
             }
             self.stage(&staging, turn % halves * part, pairs, deadline)?;
-            sent.push_back(results);
+            sent.push_back((pairs, results));
         }
         while !sent.is_empty() {
             self.take_results(sent.pop_front(), deadline)?;
@@ -206,21 +213,35 @@ impl Attachment {
     }
 
     /// Waits for what became of the values of one message.
-    fn take_results(&self, results: Option<&mut [Stored]>, deadline: Deadline) -> Result<()> {
-        let Some(results) = results else { return Ok(()) };
+    fn take_results(
+        &self,
+        sent: Option<(&[(StoreKey, Window<'_>)], &mut [Stored])>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let Some((pairs, results)) = sent else { return Ok(()) };
         match self.connection.reply(deadline)? {
             KeeperReply::Put(stored) if stored.len() == results.len() => {
                 results.copy_from_slice(&stored);
+                // The keeper has read the reports before this message, and found these values right.
+                let present = pairs.iter().zip(stored).filter(|(_, stored)| *stored == Stored::Present);
+                let places = present.filter_map(|((key, _), _)| self.found(key));
+                places.for_each(|place| self.reported.forget(&place));
                 Ok(())
             }
             _ => Err(unexpected()),
         }
     }
 
-    /// Tells the keeper which slots have values without their checksums, as far as its queue has room.
-    pub(crate) fn report_corrupt(&self, slots: &[u32]) {
-        // What it does not hear now, it hears at the next `get`.
-        let _ = slots.iter().all(|&slot| self.connection.send_if_room(&KeeperRequest::Corrupt(slot)));
+    /// Tells the keeper which places have values that do not match their checksums, as far as its queue has room. This client takes
+    /// these values for absent from now on, so that they can be put again at once.
+    pub(crate) fn report_corrupt(&self, places: &[Place]) {
+        for place in places {
+            // What it does not hear now, it hears at the next `get`.
+            if !self.connection.send_if_room(&KeeperRequest::Corrupt(place.slot, place.generation)) {
+                return;
+            }
+            self.reported.add(*place);
+        }
     }
 
     fn staging(&self) -> MutexGuard<'_, Option<Tensors>> {
@@ -299,7 +320,7 @@ pub(crate) mod tests {
         /// The staging memory of the client; `None` if it only looks.
         memory: Option<PeerFile>,
         _listening: ListeningPath,
-        _table: SlotTable,
+        table: SlotTable,
     }
 
     /// A client that waits for the reply to its first message.
@@ -318,7 +339,7 @@ pub(crate) mod tests {
             let reply = encoded(&KeeperReply::Attached(geometry)).unwrap();
             let shared = table.shared.descriptors().unwrap();
             send(&socket, &reply, if memory.is_some() { &shared } else { &[] }).unwrap();
-            SilentKeeper { socket, memory, _listening: listening, _table: table }
+            SilentKeeper { socket, memory, _listening: listening, table }
         }
     }
 
@@ -343,6 +364,12 @@ pub(crate) mod tests {
         /// Answers the last message of the client.
         pub(crate) fn reply(&self, reply: &KeeperReply) {
             send(&self.socket, &encoded(reply).unwrap(), &[]).unwrap();
+        }
+
+        /// Stores a value that does not match its checksum.
+        pub(crate) fn store_wrong(&mut self, key: &StoreKey) {
+            let stored = self.table.put_value(&IndexKey::of(0, key), Window::of_slice(&[1; 64]), 0);
+            assert_eq!(stored.unwrap(), Stored::Stored);
         }
 
         /// Returns the first bytes that the client has staged.

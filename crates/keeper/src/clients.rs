@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::bindings::keeper::{
-    CloseOnFork, Poller, Watching, is_crowded, peer_credentials, peer_process_descriptor,
+    CloseOnFork, Poller, Watching, is_crowded, peer_credentials, peer_process_descriptor, same_user,
+    take_descriptors,
 };
 use rustix::io::Errno;
 
 use crate::admission;
 use crate::client::{AttachedClient, Client, Goodbye, Standing};
+use crate::messages::ValueTerms;
 use crate::sizes::MAX_PENDING;
 use crate::socket::{ListeningPath, PeerFile};
 
@@ -138,7 +140,12 @@ impl Clients {
                 watched.is_ok()
             });
             let forked = CloseOnFork::new(&socket);
-            let user = peer_credentials(socket.as_fd()).map(|peer| peer.uid);
+            let peer = peer_credentials(socket.as_fd());
+            if !peer.is_some_and(same_user) {
+                // Until it has proved a token. Before Linux 6.16, it can send descriptors; they are closed with its message.
+                take_descriptors(socket.as_fd(), false);
+            }
+            let user = peer.map(|peer| peer.uid);
             let (socket, standing) = (PeerFile::new(socket), Standing::User);
             let client = Client { _forked: forked, socket, process, user, standing, attached: None };
             self.by_number.insert(self.last, client);
@@ -177,6 +184,15 @@ impl Clients {
         let client = self.by_number.get_mut(&number).ok_or(Goodbye::Left)?;
         client.attached = Some(attached);
         Ok(client)
+    }
+
+    /// Returns the clients of a namespace whose values have other terms than these.
+    pub(crate) fn with_other_terms(&self, namespace: u32, terms: ValueTerms) -> Vec<u64> {
+        let other = |client: &Client| {
+            let attached = client.attached.as_ref().filter(|attached| attached.namespace == namespace);
+            attached.and_then(|attached| attached.memory.as_ref()).is_some_and(|memory| memory.terms != terms)
+        };
+        self.by_number.iter().filter(|(_, client)| other(client)).map(|(&number, _)| number).collect()
     }
 
     /// Returns the number of clients that have memory.

@@ -10,6 +10,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
+use rustix::process::geteuid;
 
 use crate::messages::{
     KeeperRefusal, KeeperReply, KeeperRequest, RefusalKind, SharedGeometry, VERSION, decoded, encoded,
@@ -21,13 +22,31 @@ use crate::socket::{PeerFile, connect_to, receive, send};
 /// How often a client tries to connect while the queue of the socket is full.
 const CROWDED: Duration = Duration::from_millis(1);
 
-/// What a client shows to a keeper, and which one it trusts. By default, a keeper of the same user, which needs no token.
+/// The token of a client, and the user whose keeper it trusts. By default, that is the same user, whose keeper needs no token.
 #[derive(Clone, Debug, Default)]
 pub struct KeeperAccess {
     /// The token that gives the client its role. Without one, only a process of the user of the keeper may attach.
     pub token: Option<Token>,
     /// The number of the user whose keeper is trusted with the values of this process; `None` for that of this process.
     pub keeper_user: Option<u32>,
+}
+
+impl KeeperAccess {
+    /// Returns `Err(InvalidArgument)` if a keeper of this user needs a token, and there is none.
+    fn check(&self) -> Result<()> {
+        match self.keeper_user {
+            Some(user) if self.token.is_none() && user != geteuid().as_raw() => {
+                let text = format!("keeper_user={user} is another user, whose keeper needs a token");
+                Err(Error::new(ErrorKind::InvalidArgument, text).of_argument("keeper_user"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns how many messages the keeper answers until it has attached this client.
+    pub(crate) fn round_trips(&self) -> u32 {
+        if self.token.is_some() { 3 } else { 1 }
+    }
 }
 
 /// A connection on which the keeper has attached this process.
@@ -48,6 +67,7 @@ impl KeeperConnection {
         memory: &[BorrowedFd<'_>],
         deadline: Deadline,
     ) -> Result<(KeeperConnection, SharedGeometry, Vec<PeerFile>)> {
+        access.check()?;
         let socket = connected(path, access, deadline)?;
         let forked = CloseOnFork::new(&socket);
         let role = match &access.token {
@@ -157,18 +177,18 @@ fn prove(socket: &OwnedFd, token: &Token, deadline: Deadline) -> Result<ClientRo
             reply => Ok(reply),
         }
     };
+    let unproved = || {
+        let text = "what listens at the socket has not proved that it has the token";
+        Error::new(ErrorKind::System, text).of_argument("token")
+    };
     let KeeperReply::Challenge(other) = asked(&KeeperRequest::Greet(VERSION, nonce))? else {
-        return Err(unexpected());
+        return Err(unproved());
     };
     let greeting = Greeting::of(nonce, other);
     let proof = greeting.client_proof(token)?.bytes();
     match asked(&KeeperRequest::Prove(proof))? {
         KeeperReply::Proved(role, answer) if greeting.keeper_proof(token)?.is(&answer) => Ok(role),
-        KeeperReply::Proved(..) => {
-            let text = "what listens at the socket has not proved that it has the token";
-            Err(Error::new(ErrorKind::System, text).of_argument("token"))
-        }
-        _ => Err(unexpected()),
+        _ => Err(unproved()),
     }
 }
 

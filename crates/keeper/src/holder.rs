@@ -67,12 +67,13 @@ impl Holder {
             let text = "group must not be given without tokens: nobody else could attach";
             return Err(Error::new(ErrorKind::InvalidArgument, text).of_argument("group"));
         }
-        let found = take_over && connect_to(socket, None).is_ok();
-        let listening = if found { ListeningPath::open_beside(socket) } else { ListeningPath::open(socket) };
-        let (listening, files) = (Arc::new(listening?), Arc::new(SharedFiles::new(slots, slot_bytes)?));
-        if let Some(group) = group {
-            listening.share_with(group)?;
+        if group == Some(u32::MAX) {
+            // To the system, it means not to change the group.
+            return Err(Error::out_of_range("group", u32::MAX, format!("0 to {}", u32::MAX - 1)));
         }
+        let found = take_over && connect_to(socket, None).is_ok();
+        let listening = ListeningPath::open_for(socket, found, group)?;
+        let (listening, files) = (Arc::new(listening), Arc::new(SharedFiles::new(slots, slot_bytes)?));
         Ok(Holder {
             listening,
             files,
@@ -347,6 +348,19 @@ mod tests {
                 assert_eq!(first.stats(soon()).unwrap().misses_corrupt, 2);
             });
         });
+    }
+
+    #[test]
+    fn the_number_that_stands_for_no_group_is_refused() {
+        let path = SilentPath::new();
+        let file = path.socket().with_extension("tokens");
+        std::fs::write(&file, "read 0123456789abcdef").unwrap();
+        std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        let tokens = RoleTokens::read(&file).unwrap();
+        let with_group = KeeperOptions { group: Some(u32::MAX), tokens, ..options(&path) };
+        let refused = Holder::open(&with_group, false).unwrap_err();
+        assert_eq!((refused.kind(), refused.argument_name()), (ErrorKind::InvalidArgument, Some("group")));
+        assert!(!path.socket().exists());
     }
 
     #[test]

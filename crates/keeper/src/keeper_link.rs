@@ -13,7 +13,7 @@ use crate::messages::ValueTerms;
 use crate::sizes;
 use crate::socket;
 
-/// How long a call waits for a keeper that has just come back.
+/// How long a call waits for a keeper that has just come back, for each message that the keeper answers.
 const ATTACH_WAIT: Duration = Duration::from_millis(50);
 /// How long a store does not try again to attach: at first, and at most. The time doubles with each attempt. A keeper that was killed
 /// is back soon if its holder lives.
@@ -39,7 +39,7 @@ pub struct StoreOptions {
 pub(crate) struct KeeperLink {
     process: u32,
     options: StoreOptions,
-    state: Mutex<LinkState>,
+    state: Mutex<AttachState>,
     /// Locked by the call that tries to attach.
     attaching: Mutex<()>,
     /// How long it waits for the keeper.
@@ -47,7 +47,7 @@ pub(crate) struct KeeperLink {
 }
 
 #[derive(Debug)]
-struct LinkState {
+struct AttachState {
     attached: Option<Arc<Attachment>>,
     /// How often it has attached.
     times: u64,
@@ -72,7 +72,7 @@ impl KeeperLink {
             Err(error) if is_away(&error) => None,
             attached => Some(Arc::new(attached?)),
         };
-        let state = Mutex::new(LinkState {
+        let state = Mutex::new(AttachState {
             times: attached.is_some().into(),
             attached,
             refused: None,
@@ -80,13 +80,8 @@ impl KeeperLink {
             pause: ATTACH_PAUSES[0],
             closed: false,
         });
-        Ok(KeeperLink {
-            process: this_process(),
-            options,
-            state,
-            attaching: Mutex::new(()),
-            wait: ATTACH_WAIT,
-        })
+        let wait = ATTACH_WAIT * options.access.round_trips();
+        Ok(KeeperLink { process: this_process(), options, state, attaching: Mutex::new(()), wait })
     }
 
     /// Returns the bytes of each value.
@@ -207,7 +202,7 @@ impl KeeperLink {
         Ok(state.attached.clone())
     }
 
-    fn state(&self) -> MutexGuard<'_, LinkState> {
+    fn state(&self) -> MutexGuard<'_, AttachState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -22,7 +22,7 @@
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key   stats   roles   call_lock   jobs   windows   viewed
+//!  sizes   key   stats   roles   call_lock   jobs   reported   windows   viewed
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
@@ -45,6 +45,7 @@ mod messages;
 mod namespaces;
 mod observer;
 mod recency;
+mod reported;
 mod roles;
 mod serving;
 mod shared_files;
@@ -66,7 +67,7 @@ pub use keeper_link::StoreOptions;
 pub use key::{KEY_BYTES, StoreKey};
 pub use messages::{ListedChange, ListedNamespace, ListedValue, Stored};
 pub use observer::{NewChanges, Observer};
-pub use roles::{ClientRole, RoleTokens};
+pub use roles::{ClientRole, RoleTokens, read_token};
 pub use sizes::{MAX_KEYS, MAX_LEASE, MAX_NAMESPACE, MAX_VALUE};
 pub use started::{JobMemory, StoreJob};
 pub use stats::{KeeperStats, StoreStats};

@@ -47,9 +47,9 @@ pub(crate) enum KeeperRequest {
     Greet(u32, Nonce),
     /// The proof of that token. The client attaches or observes afterwards.
     Prove([u8; 32]),
-    /// That a value which was read from this slot did not have its checksum. The keeper calculates the checksum, too, and drops the value
-    /// if it differs. There is no reply.
-    Corrupt(u32),
+    /// Reports that the value in this slot, with this generation, did not match its checksum. The keeper calculates the checksum, too,
+    /// and drops the value if it differs. There is no reply.
+    Corrupt(u32, u64),
 }
 
 impl KeeperRequest {
@@ -61,7 +61,7 @@ impl KeeperRequest {
         };
         match self {
             Greet(..) | Prove(_) | Attach(_) | Observe(..) | Touch(_) | Lease(..) | Unlease(_) | Stats
-            | Corrupt(_) => ClientRole::Read,
+            | Corrupt(..) => ClientRole::Read,
             Put(..) => ClientRole::Write,
             Drop(_) | Clear(_) | List(_) | Namespaces(_) | Changes(_) | End => ClientRole::Admin,
         }
@@ -224,6 +224,15 @@ pub enum Stored {
     Away,
 }
 
+/// Returns the version that the first message of a client names, whatever follows it. `None` if the message does not begin as one.
+/// All versions of these messages begin with the number of the request and the version.
+pub(crate) fn version_of(first: &[u8]) -> Option<u32> {
+    /// The numbers of [`KeeperRequest::Attach`], [`KeeperRequest::Observe`] and [`KeeperRequest::Greet`].
+    const FIRST: [u32; 3] = [0, 7, 13];
+    let ((request, version), _) = postcard::take_from_bytes::<(u32, u32)>(first).ok()?;
+    FIRST.contains(&request).then_some(version)
+}
+
 /// Returns the bytes of a message.
 pub(crate) fn encoded(message: &impl Serialize) -> Result<Vec<u8>> {
     let failed = |error| Error::new(ErrorKind::System, "a message cannot be encoded").because(error);
@@ -271,7 +280,7 @@ mod tests {
             KeeperRequest::End,
             KeeperRequest::Greet(VERSION, [0xff; 32]),
             KeeperRequest::Prove([0xff; 32]),
-            KeeperRequest::Corrupt(u32::MAX),
+            KeeperRequest::Corrupt(u32::MAX, u64::MAX),
         ];
         for request in requests {
             let bytes = encoded(&request).unwrap();
@@ -302,6 +311,25 @@ mod tests {
         for reply in replies {
             let bytes = encoded(&reply).unwrap();
             assert!(bytes.len() <= MESSAGE_BYTES, "{} bytes", bytes.len());
+        }
+    }
+
+    #[test]
+    fn first_messages_of_all_versions_name_their_version() {
+        let terms = ValueTerms { value: 64, checksums: false };
+        let attach = AttachRequest { version: VERSION, namespace: "n".into(), terms };
+        for first in [
+            KeeperRequest::Attach(attach),
+            KeeperRequest::Observe(VERSION, true),
+            KeeperRequest::Greet(VERSION, [7; 32]),
+        ] {
+            assert_eq!(version_of(&encoded(&first).unwrap()), Some(VERSION), "{first:?}");
+        }
+        // What version 2 sends.
+        assert_eq!([&[0, 2, 1, b'n', 64][..], &[7, 2, 1]].map(version_of), [Some(2), Some(2)]);
+        let later = [KeeperRequest::Stats, KeeperRequest::Clear(3), KeeperRequest::Prove([2; 32])];
+        for other in later {
+            assert_eq!(version_of(&encoded(&other).unwrap()), None, "{other:?}");
         }
     }
 

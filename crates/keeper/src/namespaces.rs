@@ -42,15 +42,22 @@ pub(crate) struct Namespaces {
 struct Namespace {
     text: Arc<str>,
     terms: ValueTerms,
-    /// Clients that are attached to it. Without any and without values, it is forgotten.
-    clients: u32,
+    /// Clients that are attached to it and may put values. While there are any, or values, its terms stay.
+    writers: u32,
+    /// Clients that are attached to it and only read. Without any client and without values, it is forgotten.
+    readers: u32,
     values: u32,
     record: u64,
 }
 
 impl Namespace {
     fn unused(&self) -> bool {
-        self.clients == 0 && self.values == 0
+        self.readers == 0 && !self.settled()
+    }
+
+    /// Returns whether values or writers decide its terms.
+    fn settled(&self) -> bool {
+        self.writers > 0 || self.values > 0
     }
 }
 
@@ -68,18 +75,36 @@ impl Namespaces {
         namespaces
     }
 
-    /// Returns the number of a text for a client, with a new one for a text that is not known. Returns the reason if the values of this
-    /// text have other terms, or if there are too many texts.
+    /// Returns the number of a text for a client that may put values, with a new one for a text that is not known. If the text has
+    /// neither values nor other such clients, it has these terms from now on: its readers with other terms must not stay. Returns the
+    /// reason if the values of this text have other terms, or if there are too many texts.
     pub(crate) fn attach(&mut self, text: &str, terms: ValueTerms) -> Result<u32, KeeperRefusal> {
+        let (number, namespace) = self.enter(text, terms)?;
+        namespace.writers += 1;
+        namespace.terms = terms;
+        let record = namespace.record;
+        self.write_terms(record, terms);
+        Ok(number)
+    }
+
+    /// Returns the number of a text for a client that only reads, as [`attach`](Self::attach) does. Its terms bind nobody else: they
+    /// only have to be those of values and writers, if there are any.
+    pub(crate) fn attach_reader(&mut self, text: &str, terms: ValueTerms) -> Result<u32, KeeperRefusal> {
+        let (number, namespace) = self.enter(text, terms)?;
+        namespace.readers += 1;
+        Ok(number)
+    }
+
+    /// Returns the namespace of a text, which is new if the text is not known, unless a client with these terms does not fit it.
+    fn enter(&mut self, text: &str, terms: ValueTerms) -> Result<(u32, &mut Namespace), KeeperRefusal> {
         let number = match self.numbers.get(text) {
             Some(&number) => number,
             None => self.learn(text, terms)?,
         };
         match self.all.get_mut(&number) {
-            Some(namespace) if namespace.terms == terms => namespace.clients += 1,
-            other => return Err(other_terms(terms, other.map_or(terms, |namespace| namespace.terms))),
+            Some(namespace) if namespace.terms == terms || !namespace.settled() => Ok((number, namespace)),
+            other => Err(other_terms(terms, other.map_or(terms, |namespace| namespace.terms))),
         }
-        Ok(number)
     }
 
     /// Returns the terms of the values of a namespace.
@@ -87,9 +112,14 @@ impl Namespaces {
         self.all.get(&number).map(|namespace| namespace.terms)
     }
 
-    /// Counts the end of a client.
+    /// Counts the end of a client that may put values.
     pub(crate) fn detach(&mut self, number: u32) {
-        self.count_down(number, |namespace| &mut namespace.clients);
+        self.count_down(number, |namespace| &mut namespace.writers);
+    }
+
+    /// Counts the end of a client that only reads.
+    pub(crate) fn detach_reader(&mut self, number: u32) {
+        self.count_down(number, |namespace| &mut namespace.readers);
     }
 
     /// Counts a value.
@@ -161,7 +191,7 @@ impl Namespaces {
 
     fn add(&mut self, number: u32, terms: ValueTerms, text: Arc<str>, record: u64) {
         self.numbers.insert(text.clone(), number);
-        self.all.insert(number, Namespace { text, terms, clients: 0, values: 0, record });
+        self.all.insert(number, Namespace { text, terms, writers: 0, readers: 0, values: 0, record });
     }
 
     fn forget(&mut self, number: u32) {
@@ -187,8 +217,7 @@ impl Namespaces {
     fn write_record(&self, record: u64, number: u32, terms: ValueTerms, text: &str) {
         let at = RECORDS + record * RECORD;
         self.store_at(NEXT, u64::from(number) + 1);
-        self.store_at(at, terms.value);
-        self.store_at(at + 1, terms.checksums.into());
+        self.write_terms(record, terms);
         self.store_at(at + 2, text.len() as u64);
         for (at, part) in (at + 3..).zip(text.as_bytes().chunks(WORD)) {
             let mut word = [0; WORD];
@@ -196,6 +225,12 @@ impl Namespaces {
             self.store_at(at, u64::from_le_bytes(word));
         }
         self.store_at(NUMBERS + record, u64::from(number) + 1);
+    }
+
+    fn write_terms(&self, record: u64, terms: ValueTerms) {
+        let at = RECORDS + record * RECORD;
+        self.store_at(at, terms.value);
+        self.store_at(at + 1, terms.checksums.into());
     }
 
     fn load_at(&self, at: u64) -> u64 {
@@ -286,6 +321,32 @@ mod tests {
     }
 
     #[test]
+    fn readers_bind_no_writer_to_their_terms() {
+        let words = words();
+        let mut namespaces = Namespaces::over(words.clone());
+        let checked = ValueTerms { value: 64, checksums: true };
+        // Readers with different terms, before there is a writer.
+        assert_eq!([1, 64].map(|value| namespaces.attach_reader("a", of(value))), [Ok(0), Ok(0)]);
+        assert_eq!((namespaces.attach("a", checked), namespaces.terms(0)), (Ok(0), Some(checked)));
+        for refused in [namespaces.attach_reader("a", of(64)), namespaces.attach("a", of(64))] {
+            assert!(refused.unwrap_err().reason.starts_with("checksums=False must be True"));
+        }
+        namespaces.add_value(0);
+        namespaces.detach(0);
+        assert!(namespaces.attach("a", of(64)).is_err(), "its values have checksums");
+        assert_eq!(
+            Namespaces::over(words).terms(0),
+            Some(checked),
+            "the next process knows the terms of the writer"
+        );
+        namespaces.remove_value(0);
+        assert_eq!((namespaces.attach("a", of(8)), namespaces.terms(0)), (Ok(0), Some(of(8))));
+        namespaces.detach(0);
+        (0..2).for_each(|_| namespaces.detach_reader(0));
+        assert!(!namespaces.knows(0));
+    }
+
+    #[test]
     fn the_next_process_knows_the_namespaces_with_values() {
         let words = words();
         let mut before = Namespaces::over(words.clone());
@@ -309,6 +370,7 @@ mod tests {
         assert_eq!(after.attach("checked", terms), Ok(6));
         let mut later = Namespaces::over(words);
         assert_eq!((later.terms(6), later.terms(0)), (Some(terms), Some(of(64))));
+        later.add_value(6);
         assert!(later.attach("checked", of(64)).is_err());
     }
 }

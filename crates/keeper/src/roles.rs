@@ -7,7 +7,9 @@ use std::fmt;
 use std::path::Path;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::bindings::keeper::{KeyProof, Token, link_token, random, secret_text};
+use llm_datadist_core::bindings::keeper::{
+    KeyProof, Token, link_token, random, read_token_file, secret_text,
+};
 use llm_datadist_core::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +19,23 @@ const TOKENS: &str = "tokens";
 const MAX_BYTES: u64 = 64 << 10;
 /// The most tokens of a keeper. Each proof is compared with all of them.
 const MAX_TOKENS: usize = 64;
+
+/// Reads the file at `path` with the token of a client, the argument `token_file`.
+///
+/// Returns `Err(InvalidArgument)` unless it is a regular file of this user or of root, which no other user may access, with a token of at
+/// least 16 characters without white space, which the file with the tokens of a keeper cannot have. No error has the token in its text.
+pub fn read_token(path: &Path) -> Result<Token> {
+    const FILE: &str = "token_file";
+    let token = read_token_file(path, FILE)?;
+    if String::from_utf8_lossy(token.bytes()).contains(char::is_whitespace) {
+        let name = path.display().to_string();
+        let why = "has white space; the file must have the token alone, without its role";
+        return Err(
+            Error::new(ErrorKind::InvalidArgument, format!("{FILE}={name:?} {why}")).of_argument(FILE)
+        );
+    }
+    Ok(token)
+}
 
 /// A number that was drawn for one connection.
 pub(crate) type Nonce = [u8; 32];

@@ -3,6 +3,7 @@
 //! It never waits for a client: a message arrives whole, and a client that does not take its replies is disconnected. It copies
 //! values from memory of the client that cannot shrink. In each round, it answers one message of each client.
 
+use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,20 +15,27 @@ use rustix::io::Errno;
 use crate::admission;
 use crate::client::{AttachedClient, Client, ClientMemory, Goodbye, send_reply};
 use crate::clients::{ClientEvent, Clients};
+use crate::index::Place;
 use crate::key::{IndexKey, StoreKey};
 use crate::leases::ClientLeases;
 use crate::messages::{
     AttachRequest, KeeperReply, KeeperRequest, ListRequest, NO_NAMESPACE, SharedGeometry, Stored, ValueTerms,
-    decoded, encoded,
+    decoded, encoded, version_of,
 };
 use crate::roles::{ClientRole, RoleTokens};
-use crate::sizes::{self, MAX_CLIENTS, MAX_LEASE, MAX_OBSERVERS, MESSAGE_BYTES};
+use crate::sizes::{
+    self, MAX_CLIENTS, MAX_LEASE, MAX_OBSERVERS, MESSAGE_BYTES, RESERVED_CLIENTS, RESERVED_OBSERVERS,
+};
 use crate::socket::{ListeningPath, PeerFile, receive, send};
 use crate::stats::{KeeperStats, nanos_since};
 use crate::table::SlotTable;
 
 /// How often leases are looked at while there are any: a lease may last so much longer.
 const LEASE_LOOK: Duration = Duration::from_millis(500);
+
+/// How long reports of wrong checksums are ignored that come from a user after a wrong report of it. To check a report takes as long as
+/// to put the value.
+const REPORT_PAUSE: Duration = Duration::from_secs(1);
 
 /// What the thread owns.
 #[derive(Debug)]
@@ -40,6 +48,8 @@ pub(crate) struct KeeperLoop {
     budget: Arc<MapBudget>,
     /// When to look for leases whose time is over.
     late_leases: Instant,
+    /// Until when reports of users are ignored.
+    wrong_reports: HashMap<Option<u32>, Instant>,
     counts: KeeperStats,
     /// Whether a client has asked it to end, because another keeper takes over.
     replaced: bool,
@@ -61,6 +71,7 @@ impl KeeperLoop {
             tokens,
             budget: MapBudget::new(Some(staging * MAX_CLIENTS as u64)),
             late_leases: Instant::now(),
+            wrong_reports: HashMap::new(),
             counts: KeeperStats::default(),
             replaced: false,
         })
@@ -136,6 +147,12 @@ impl KeeperLoop {
     }
 
     fn answer(&mut self, number: u64, message: &[u8], descriptors: Vec<PeerFile>) -> Result<(), Goodbye> {
+        if self.clients.get(number).is_some_and(|client| client.attached.is_none())
+            && let Some(version) = version_of(message)
+        {
+            // Before the rest, which may be another one in another version.
+            admission::check_version(version)?;
+        }
         let request = decoded::<KeeperRequest>(message)?;
         if !descriptors.is_empty() && !matches!(request, KeeperRequest::Attach(_)) {
             return Err(Goodbye::refused("", "only an attach request may come with a descriptor"));
@@ -160,10 +177,8 @@ impl KeeperLoop {
                 self.table.touch(slots.into_iter());
                 return Ok(());
             }
-            KeeperRequest::Corrupt(slot) => {
-                // It takes as long as to put the value.
-                self.counts.corrupt += u64::from(self.table.drop_corrupt(slot)?);
-                return Ok(());
+            KeeperRequest::Corrupt(slot, generation) => {
+                return self.check_reported(number, Place { slot, generation });
             }
             KeeperRequest::Drop(keys) => self.drop_values(number, &keys)?,
             KeeperRequest::Clear(from) => self.clear(number, from)?,
@@ -206,7 +221,12 @@ impl KeeperLoop {
         let client = self.clients.get_mut(number).ok_or(Goodbye::Left)?;
         let reply = match request {
             KeeperRequest::Greet(version, nonce) => admission::greet(client, &self.tokens, *version, *nonce)?,
-            KeeperRequest::Prove(proof) => admission::prove(client, &self.tokens, proof)?,
+            KeeperRequest::Prove(proof) => {
+                let proved = admission::prove(client, &self.tokens, proof)?;
+                // It may attach now, with its memory.
+                take_descriptors(client.socket.as_fd(), true);
+                proved
+            }
             _ => return Err(Goodbye::unattached()),
         };
         send_reply(&client.socket, &reply)
@@ -227,7 +247,18 @@ impl KeeperLoop {
         let mapping =
             PeerMapping::map(memory.duplicate()?, bytes, &self.budget, Deadline::after(Duration::ZERO))?;
         let staging = Tensors::mapped(mapping, [0], bytes)?;
-        let namespace = self.table.namespaces.attach(namespace, terms).map_err(Goodbye::Refused)?;
+        let namespaces = &mut self.table.namespaces;
+        let namespace = match role {
+            ClientRole::Read => namespaces.attach_reader(namespace, terms),
+            ClientRole::Write | ClientRole::Admin => namespaces.attach(namespace, terms),
+        };
+        let namespace = namespace.map_err(Goodbye::Refused)?;
+        if role >= ClientRole::Write {
+            self.clients
+                .with_other_terms(namespace, terms)
+                .into_iter()
+                .for_each(|other| self.disconnect(other));
+        }
         let memory = Some(ClientMemory { terms, staging, _file: memory });
         self.admit_as(
             number,
@@ -239,8 +270,9 @@ impl KeeperLoop {
     /// Attaches a client that only looks.
     fn observe(&mut self, number: u64, version: u32, with_memory: bool) -> Result<(), Goodbye> {
         let role = self.check_client(number, version)?;
-        if self.clients.observers() >= MAX_OBSERVERS {
-            let reason = format!("{MAX_OBSERVERS} clients that only look are attached, which is the limit");
+        let most = places(role, MAX_OBSERVERS, RESERVED_OBSERVERS);
+        if self.clients.observers() >= most {
+            let reason = format!("{most} clients that only look are attached, which is the limit");
             return Err(Goodbye::at_limit(reason));
         }
         let (namespace, memory, leases) = (NO_NAMESPACE, None, ClientLeases::default());
@@ -266,9 +298,9 @@ impl KeeperLoop {
         let role = self.check_client(number, version)?;
         let invalid =
             |error: Error| Goodbye::refused(error.argument_name().unwrap_or_default(), error.reason());
-        let most = self.table.slot_bytes();
-        if self.clients.with_memory() >= MAX_CLIENTS {
-            let reason = format!("{MAX_CLIENTS} clients are attached, which is the limit");
+        let (most, clients) = (self.table.slot_bytes(), places(role, MAX_CLIENTS, RESERVED_CLIENTS));
+        if self.clients.with_memory() >= clients {
+            let reason = format!("{clients} clients are attached, which is the limit");
             Err(Goodbye::at_limit(reason))
         } else if value > most {
             let reason = format!("value={value} must be at most {most}, the slots of the keeper");
@@ -325,6 +357,25 @@ impl KeeperLoop {
         self.counts.puts += 1;
         self.counts.put_nanos += nanos_since(begin);
         Ok(KeeperReply::Put(results))
+    }
+
+    /// Drops a value that a client has reported, if its bytes do not match its checksum.
+    fn check_reported(&mut self, number: u64, place: Place) -> Result<(), Goodbye> {
+        let (client, attached) = self.clients.attached(number)?;
+        let (user, namespace, now) = (client.user, attached.namespace, Instant::now());
+        self.wrong_reports.retain(|_, until| *until > now);
+        if self.wrong_reports.contains_key(&user) {
+            return Ok(());
+        }
+        match self.table.drop_corrupt(namespace, place)? {
+            Some(true) => self.counts.corrupt += 1,
+            Some(false) => {
+                self.counts.wrong_reports += 1;
+                self.wrong_reports.insert(user, now + REPORT_PAUSE);
+            }
+            None => {}
+        }
+        Ok(())
     }
 
     fn drop_values(&mut self, number: u64, keys: &[StoreKey]) -> Result<KeeperReply, Goodbye> {
@@ -393,7 +444,15 @@ impl KeeperLoop {
     fn detach(&mut self, client: Client) {
         if let Some(mut attached) = client.attached {
             self.table.end_leases(&mut attached.leases, |_, _| true);
-            self.table.namespaces.detach(attached.namespace);
+            match attached.role {
+                ClientRole::Read => self.table.namespaces.detach_reader(attached.namespace),
+                ClientRole::Write | ClientRole::Admin => self.table.namespaces.detach(attached.namespace),
+            }
         }
     }
+}
+
+/// Returns how many of `all` places may be taken when a client with a role comes, if `reserved` of them are for the role `admin`.
+fn places(role: ClientRole, all: usize, reserved: usize) -> usize {
+    if role == ClientRole::Admin { all } else { all - reserved }
 }

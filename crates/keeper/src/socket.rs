@@ -3,8 +3,8 @@
 use std::fs::{OpenOptions, Permissions, set_permissions};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::sleep;
@@ -16,13 +16,14 @@ use llm_datadist_core::bindings::keeper::{
 use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Gid, Mode, OFlags, chownat, fchmod, flock, fstat, open};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
     listen, recvmsg, sendmsg, socket_with, sockopt,
 };
+use rustix::process::geteuid;
 
 use crate::sizes::MESSAGE_BYTES;
 
@@ -63,49 +64,68 @@ impl ListeningPath {
     /// Listens at `path`. Takes over a socket that a dead keeper has left, and waits for one that is ending. Returns
     /// `Err(InvalidArgument)` if the path cannot be one of a socket or something else is there, and `Err(System)` with its process if a
     /// living program listens there.
+    #[cfg(test)]
     pub(crate) fn open(path: &Path) -> Result<ListeningPath> {
+        Self::open_for(path, false, None)
+    }
+
+    /// Listens at a path beside `path`, at which another keeper listens, until [`take`](Self::take) is called.
+    #[cfg(test)]
+    pub(crate) fn open_beside(path: &Path) -> Result<ListeningPath> {
+        Self::open_for(path, true, None)
+    }
+
+    /// Listens at `path`, or with `beside` at a path beside it, at which another keeper listens, until [`take`](Self::take) is called.
+    /// Processes of the user may connect, and those of `group`.
+    ///
+    /// Takes over a socket that a dead keeper has left at `path`, and waits for one that is ending. Returns `Err(InvalidArgument)` if the
+    /// path cannot be one of a socket or something else is there, and `Err(System)` with its process if a living program listens there,
+    /// or if this process may not give the group access, for instance because its user is not in it.
+    pub(crate) fn open_for(path: &Path, beside: bool, group: Option<u32>) -> Result<ListeningPath> {
         let address = address(path)?;
         let lock = lock_file(path)?;
+        if beside {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!(".{}", std::process::id()));
+            return Self::listen(path, Some(name.into()), lock, group);
+        }
         wait_for_lock(path, &lock, ENDING, |listener| listener.is_none_or(|listener| !lives(listener)))?;
         match connected(&address) {
             Err(Errno::CONNREFUSED | Errno::NOENT) => {}
             living => return Err(in_use(path, living.ok().as_ref())),
         }
-        Self::listen(path, None, lock)
+        Self::listen(path, None, lock, group)
     }
 
-    /// Listens at a path beside `path`, at which another keeper listens, until [`take`](Self::take) is called.
-    pub(crate) fn open_beside(path: &Path) -> Result<ListeningPath> {
-        let mut name = path.as_os_str().to_owned();
-        name.push(format!(".{}", std::process::id()));
-        Self::listen(path, Some(name.into()), lock_file(path)?)
-    }
-
-    fn listen(path: &Path, beside: Option<PathBuf>, lock: OwnedFd) -> Result<ListeningPath> {
+    fn listen(
+        path: &Path,
+        beside: Option<PathBuf>,
+        lock: OwnedFd,
+        group: Option<u32>,
+    ) -> Result<ListeningPath> {
         let at = beside.as_deref().unwrap_or(path);
         let address = address(at)?;
         remove_socket(at)?;
         let socket = seqpacket().map_err(|errno| refused(path, "create a socket for", errno.into()))?;
         // What the system refuses to this socket, it would refuse to those of clients.
         make_room(&socket, QUEUE_BYTES)?;
-        let failed = |errno: Errno| refused(at, "listen at", errno.into());
-        bind(&socket, &address).map_err(failed)?;
+        // The file gets this mode when it appears.
+        fchmod(&socket, Mode::RUSR | Mode::WUSR)
+            .map_err(|errno| refused(at, "set the mode of", errno.into()))?;
+        bind(&socket, &address).map_err(|errno| refused(at, "listen at", errno.into()))?;
+        let file = BoundFile::at(at).map_err(|error| refused(at, "examine", error))?;
+        let (path, numbers, process) = (path.into(), file.numbers, this_process());
+        let listening = ListeningPath { socket, lock, path, beside, file: numbers, process };
         // Before anybody can connect.
-        set_permissions(at, Permissions::from_mode(0o600))
-            .map_err(|error| refused(at, "set the mode of", error))?;
-        let file = identity(at).map_err(|error| refused(at, "examine", error))?;
-        listen(&socket, BACKLOG).map_err(failed)?;
-        Ok(ListeningPath { socket, lock, path: path.into(), beside, file, process: this_process() })
-    }
-
-    /// Lets processes of a group connect. Returns `Err(System)` if this process may not do so, for instance because its user is not in it.
-    pub(crate) fn share_with(&self, group: u32) -> Result<()> {
-        let at = self.beside.as_deref().unwrap_or(&self.path);
-        let shared =
-            chown(at, None, Some(group)).and_then(|()| set_permissions(at, Permissions::from_mode(0o660)));
-        shared.map_err(|error| {
-            refused(at, "give a group access to", error).of_argument("group").with("gid", group)
-        })
+        if let Some(group) = group {
+            let at = listening.beside.as_deref().unwrap_or(&listening.path);
+            file.share_with(at, group).map_err(|error| {
+                refused(at, "give a group access to", error).of_argument("group").with("gid", group)
+            })?;
+        }
+        listen(&listening.socket, BACKLOG)
+            .map_err(|errno| refused(listening.path(), "listen at", errno.into()))?;
+        Ok(listening)
     }
 
     /// Returns the path at which clients attach.
@@ -169,6 +189,37 @@ impl Drop for ListeningPath {
                 let _ = std::fs::remove_file(path);
             }
         }
+    }
+}
+
+/// The file of a socket that was bound, however the path changes.
+#[derive(Debug)]
+struct BoundFile {
+    descriptor: OwnedFd,
+    numbers: FileNumbers,
+}
+
+impl BoundFile {
+    /// Finds the socket of this user that was bound at a path. Follows no link.
+    fn at(path: &Path) -> std::io::Result<BoundFile> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let descriptor = above_standard_streams(open(path, flags, Mode::empty())?)?;
+        let found = fstat(&descriptor)?;
+        if FileType::from_raw_mode(found.st_mode) != FileType::Socket || found.st_uid != geteuid().as_raw() {
+            return Err(std::io::Error::other("another process has replaced the socket"));
+        }
+        Ok(BoundFile { descriptor, numbers: (found.st_dev, found.st_ino) })
+    }
+
+    /// Lets processes of a group connect to the socket, if it is still at the path.
+    fn share_with(&self, path: &Path, group: u32) -> std::io::Result<()> {
+        if identity(path)? != self.numbers {
+            return Err(std::io::Error::other("another process has replaced the socket"));
+        }
+        chownat(&self.descriptor, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH)?;
+        // A descriptor of a path alone has no call that changes the mode before Linux 6.6.
+        let opened = format!("/proc/self/fd/{}", self.descriptor.as_raw_fd());
+        set_permissions(opened, Permissions::from_mode(0o660))
     }
 }
 
@@ -396,6 +447,28 @@ fn refused(path: &Path, what: &str, error: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_replaced_socket_is_not_shared_and_no_link_is_followed() {
+        let folder = std::env::temp_dir().join(format!("llm-datadist-shared-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let (path, victim) = (folder.join("keeper"), folder.join("victim"));
+        std::fs::write(&victim, "").unwrap();
+        set_permissions(&victim, Permissions::from_mode(0o600)).unwrap();
+        let socket = seqpacket().unwrap();
+        bind(&socket, &address(&path).unwrap()).unwrap();
+        let (bound, group) = (BoundFile::at(&path).unwrap(), rustix::process::getegid().as_raw());
+        bound.share_with(&path, group).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o660);
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&victim, &path).unwrap();
+        let replaced = [bound.share_with(&path, group), BoundFile::at(&path).map(drop)];
+        for error in replaced.map(Result::unwrap_err) {
+            assert!(error.to_string().contains("has replaced the socket"), "{error}");
+        }
+        assert_eq!(std::fs::metadata(&victim).unwrap().mode() & 0o777, 0o600);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn the_longest_message_fits_whatever_the_default_is() {

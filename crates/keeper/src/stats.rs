@@ -36,6 +36,8 @@ pub struct KeeperStats {
     pub dropped: u64,
     /// Values that it has dropped because their bytes did not have their checksum.
     pub corrupt: u64,
+    /// Values that clients have reported, and whose bytes have their checksum.
+    pub wrong_reports: u64,
     /// Values that clients have read or put again, as far as they have said so.
     pub touched: u64,
     /// Leases that it has granted or renewed.

@@ -114,8 +114,10 @@ impl Store {
             proceed()?;
             let places = self.copied(attachment, keys, into, kernel)?;
             let checksums = self.checksums_at(attachment, &places);
-            let mut hits = self.confirmed(&attachment.memory, &places);
-            self.refuse_corrupt(attachment, &places, &checksums, keys.iter().zip(into), &mut hits)?;
+            let mut hits = still(&attachment.memory, &places);
+            let copied = keys.iter().zip(into);
+            let corrupt = self.refuse_corrupt(attachment, &places, &checksums, copied, &mut hits)?;
+            self.count_found(&places, &hits, corrupt);
             slots.extend(
                 places.iter().zip(&hits).filter_map(|(place, &hit)| Some(place.filter(|_| hit)?.slot)),
             );
@@ -142,17 +144,23 @@ impl Store {
     }
 
     /// Returns for each place whether what was read there is its value, and counts it.
-    pub(crate) fn confirmed(&self, memory: &SharedMemory, places: &[Option<Place>]) -> Vec<bool> {
-        let right = |place: &Option<Place>| place.as_ref().is_some_and(|place| memory.still(place));
-        let hits: Vec<bool> = places.iter().map(right).collect();
+    #[cfg(test)]
+    fn confirmed(&self, memory: &SharedMemory, places: &[Option<Place>]) -> Vec<bool> {
+        let hits = still(memory, places);
+        self.count_found(places, &hits, 0);
+        hits
+    }
+
+    /// Counts the hits and misses of keys, of which so many had a wrong checksum.
+    pub(crate) fn count_found(&self, places: &[Option<Place>], hits: &[bool], corrupt: u64) {
         let count = |hits: &mut dyn Iterator<Item = bool>| hits.filter(|&hit| hit).count() as u64;
         let (found, hit) = (count(&mut places.iter().map(Option::is_some)), count(&mut hits.iter().copied()));
         let mut counts = self.counts();
         counts.hits += hit;
         counts.hit_bytes += hit * self.keeper.value();
-        counts.misses_changed += found - hit;
+        counts.misses_corrupt += corrupt;
+        counts.misses_changed += found - hit - corrupt;
         counts.misses_absent += places.len() as u64 - found;
-        hits
     }
 
     /// Returns the checksums of the values at places, before it is known whether they are still there. Empty if values have none.
@@ -162,7 +170,7 @@ impl Store {
         if self.keeper.checksums() { places.iter().map(checksum).collect() } else { Vec::new() }
     }
 
-    /// Makes each hit whose bytes do not have their checksum a miss, and reports its slot.
+    /// Makes each hit whose bytes do not have their checksum a miss, and reports its place. Returns how many there were.
     fn refuse_corrupt<'a>(
         &self,
         attachment: &Attachment,
@@ -170,28 +178,19 @@ impl Store {
         checksums: &[u64],
         copied: impl Iterator<Item = (&'a StoreKey, &'a Window<'a>)>,
         hits: &mut [bool],
-    ) -> Result<()> {
+    ) -> Result<u64> {
         if checksums.is_empty() {
-            return Ok(());
+            return Ok(0);
         }
         let found: Vec<_> = copied.enumerate().filter(|(at, _)| hits[*at]).collect();
         let sums = window_sums(found.iter().map(|(_, (key, value))| (&key.bytes()[..], **value)))?;
-        let mut slots = Vec::new();
+        let mut wrong = Vec::new();
         for ((at, _), _) in found.iter().zip(sums).filter(|((at, _), sum)| checksums[*at] != *sum) {
             hits[*at] = false;
-            slots.extend(places[*at].map(|place| place.slot));
+            wrong.extend(places[*at]);
         }
-        self.count_corrupt(slots.len() as u64);
-        attachment.report_corrupt(&slots);
-        Ok(())
-    }
-
-    /// Counts hits as misses, because their bytes do not have their checksums.
-    pub(crate) fn count_corrupt(&self, count: u64) {
-        let mut counts = self.counts();
-        counts.hits -= count;
-        counts.hit_bytes -= count * self.keeper.value();
-        counts.misses_corrupt += count;
+        attachment.report_corrupt(&wrong);
+        Ok(wrong.len() as u64)
     }
 
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first. Returns what became of each value.
@@ -413,6 +412,11 @@ impl Store {
     }
 }
 
+/// Returns for each place whether what was read there is its value.
+pub(crate) fn still(memory: &SharedMemory, places: &[Option<Place>]) -> Vec<bool> {
+    places.iter().map(|place| place.as_ref().is_some_and(|place| memory.still(place))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::thread::{scope, sleep};
@@ -505,6 +509,64 @@ mod tests {
         let stats = store.stats(soon()).unwrap();
         assert_eq!((stats.hits, stats.misses_changed, stats.misses_absent), (2, 2, 0));
         assert_eq!(value, [1; 64]);
+    }
+
+    #[test]
+    fn a_value_with_a_wrong_checksum_is_put_again_before_the_keeper_has_dropped_it() {
+        let path = SilentPath::new();
+        let keeper = path.start();
+        let (socket, namespace) = (path.socket(), "n".into());
+        let options =
+            StoreOptions { socket, namespace, value: 64, checksums: true, ..StoreOptions::default() };
+        let store = Store::open(options, soon()).unwrap();
+        let mut keeper = keeper.join().unwrap();
+        keeper.store_wrong(&key(1));
+        assert_eq!(store.exists(&[key(1)]).unwrap(), [true]);
+        let mut value = [0; 64];
+        assert_eq!(store.get(&[key(1)], &[Window::of_slice_mut(&mut value)]).unwrap(), [false]);
+        let KeeperRequest::Corrupt(slot, generation) = keeper.message() else { panic!("no report") };
+        // The keeper still has it.
+        let attachment = store.attachment().unwrap().unwrap();
+        assert!(attachment.memory.still(&Place { slot, generation }));
+        assert_eq!(store.exists(&[key(1)]).unwrap(), [false]);
+        // The first time, the keeper has dropped it. The second time, it has found it right.
+        for stored in [Stored::Stored, Stored::Present] {
+            scope(|scope| {
+                let put =
+                    scope.spawn(|| store.put(&[key(1)], &[Window::of_slice(&[1; 64])], soon()).unwrap());
+                assert!(matches!(keeper.message(), KeeperRequest::Put(0, keys, _) if keys == [key(1)]));
+                keeper.reply(&KeeperReply::Put(vec![stored]));
+                assert_eq!(put.join().unwrap(), [stored]);
+            });
+        }
+        assert_eq!(store.exists(&[key(1)]).unwrap(), [true], "the keeper has the last word");
+    }
+
+    #[test]
+    fn a_value_with_a_wrong_checksum_is_never_counted_as_a_hit() {
+        let path = SilentPath::new();
+        let keeper = path.start();
+        let (socket, namespace) = (path.socket(), "n".into());
+        let options =
+            StoreOptions { socket, namespace, value: 64, checksums: true, ..StoreOptions::default() };
+        let store = Store::open(options, soon()).unwrap();
+        let mut keeper = keeper.join().unwrap();
+        keeper.store_wrong(&key(1));
+        let attachment = store.attachment().unwrap().unwrap();
+        let (keys, mut value) = ([key(1)], [0; 64]);
+        let windows = [Window::of_slice_mut(&mut value)];
+        let places = store.copied(&attachment, &keys, &windows, Kernel::PLAIN).unwrap();
+        let (checksums, mut hits) =
+            (store.checksums_at(&attachment, &places), still(&attachment.memory, &places));
+        assert_eq!(hits, [true]);
+        let copied = keys.iter().zip(&windows);
+        let corrupt = store.refuse_corrupt(&attachment, &places, &checksums, copied, &mut hits).unwrap();
+        assert_eq!((corrupt, &hits[..]), (1, &[false][..]));
+        assert_eq!(store.own_stats().unwrap(), StoreStats { attached: 1, ..StoreStats::default() });
+        store.count_found(&places, &hits, corrupt);
+        let counted = store.own_stats().unwrap();
+        assert_eq!((counted.hits, counted.hit_bytes, counted.misses_corrupt), (0, 0, 1));
+        assert_eq!((counted.misses_changed, counted.misses_absent), (0, 0));
     }
 
     #[test]

@@ -282,15 +282,18 @@ impl SlotTable {
         true
     }
 
-    /// Drops the value of a slot if it has not its checksum. Returns whether it had not.
-    pub(crate) fn drop_corrupt(&mut self, slot: u32) -> Result<bool> {
-        let Some(&Some(key)) = self.keys.get(slot as usize) else { return Ok(false) };
-        let Some(terms) = self.namespaces.terms(key.namespace()).filter(|terms| terms.checksums) else {
-            return Ok(false);
+    /// Drops the value of a slot if its bytes do not match its checksum. Returns whether it did; `None` without looking at the bytes if
+    /// this place has no value of the namespace any more, or values of the namespace have no checksums.
+    pub(crate) fn drop_corrupt(&mut self, namespace: u32, place: Place) -> Result<Option<bool>> {
+        let Some(&Some(key)) = self.keys.get(place.slot as usize) else { return Ok(None) };
+        let terms = self.namespaces.terms(namespace).filter(|terms| terms.checksums);
+        let Some(terms) = terms.filter(|_| key.namespace() == namespace && self.place(place.slot) == place)
+        else {
+            return Ok(None);
         };
-        let value = self.bytes.window(0, u64::from(slot) * self.slot_bytes(), terms.value)?;
+        let value = self.bytes.window(0, u64::from(place.slot) * self.slot_bytes(), terms.value)?;
         let sums = window_sums([(&key.key().bytes()[..], value)].into_iter())?;
-        Ok(sums != [self.shared.index.checksum(slot)] && self.drop_value(&key))
+        Ok(Some(sums != [self.shared.index.checksum(place.slot)] && self.drop_value(&key)))
     }
 
     /// Returns a slot that holds no value: a free one, one that was never used, or that of the least recently used value. `None` if

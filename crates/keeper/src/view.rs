@@ -12,7 +12,7 @@ use crate::attachment::{Attachment, SharedMemory};
 use crate::index::Place;
 use crate::key::StoreKey;
 use crate::sizes;
-use crate::store::Store;
+use crate::store::{Store, still};
 
 /// The values of keys where they lie in the memory of the keeper, with leases until it is dropped.
 ///
@@ -102,23 +102,18 @@ impl StoreView {
         // A thread of the parent may hold the lock of the counts of a forked child.
         let own = self.process == this_process();
         let counts = own && !self.counted.swap(true, Ordering::Relaxed);
-        let still = |place: &Option<Place>| place.as_ref().is_some_and(|place| memory.still(place));
-        let mut right = if counts {
-            self.store.confirmed(memory, &self.places)
-        } else {
-            self.places.iter().map(still).collect()
-        };
-        let mut slots = Vec::with_capacity(corrupt.len());
+        let mut right = still(memory, &self.places);
+        let mut wrong = Vec::with_capacity(corrupt.len());
         for at in corrupt {
             if std::mem::take(&mut right[at]) {
-                slots.extend(self.places[at].map(|place| place.slot));
+                wrong.extend(self.places[at]);
             }
         }
         if counts {
-            self.store.count_corrupt(slots.len() as u64);
+            self.store.count_found(&self.places, &right, wrong.len() as u64);
         }
         if own && let Some(attachment) = &*self.attachment() {
-            attachment.report_corrupt(&slots);
+            attachment.report_corrupt(&wrong);
         }
         Ok(right)
     }

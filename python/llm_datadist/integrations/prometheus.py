@@ -240,6 +240,7 @@ _KEEPER: _Rows = {
     "evicted": (Count, "Values that were replaced because all slots were in use."),
     "dropped": (Count, "Values that stores have dropped."),
     "corrupt": (Count, "Values that it has dropped because their bytes did not have their checksum."),
+    "wrong_reports": (Count, "Values that were reported as wrong and match their checksums."),
     "touched": (Count, "Values that stores have read or put again."),
     "leases": (Count, "Leases that it has granted or renewed."),
     "leases_refused": (Count, "Keys that were not leased."),

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     import logging
@@ -36,10 +37,12 @@ class StoreSettings(Struct, frozen=True, forbid_unknown_fields=True):
             ValueError: an option is unknown or missing, has a value of another type, or is out of range.
         """
         try:
-            return convert(dict(given), cls)
+            settings = convert(dict(given), cls)
         except ValidationError as error:
             allowed = ", ".join(cls.__struct_fields__)
             raise ValueError(f"options of {adapter}: {error}; allowed: {allowed}") from None
+        # Values with checksums have a namespace of their own, so that a keeper with values from before takes both.
+        return replace(settings, revision=f"{settings.revision} checksums") if settings.checksums else settings
 
     @property
     def access(self) -> dict[str, Any]:

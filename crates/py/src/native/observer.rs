@@ -27,7 +27,7 @@ const LIMIT: usize = 1000;
 ///     token: token that gives the observer its role: ``stats`` needs the role ``read``, and the other calls ``admin``. ``None``: that of
 ///         ``token_file``, or none. Processes of the user of the keeper need no token, and may do everything.
 ///     token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
-///     keeper_user: number of the user whose keeper is meant. ``None``: this user.
+///     keeper_user: number of the user whose keeper is meant. ``None``: this user. Another one needs a token.
 ///
 /// Raises:
 ///     TypeError: an argument has the wrong type.

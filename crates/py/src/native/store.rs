@@ -46,7 +46,8 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 ///         calls ``read``. ``None``: that of ``token_file``, or none. Processes of the user of the keeper need no token, and may do
 ///         everything.
 ///     token_file: path of a file with the token, of mode 0600 or 0400, in place of ``token``.
-///     keeper_user: number of the user whose keeper is trusted with the values. ``None``: this user.
+///     keeper_user: number of the user whose keeper is trusted with the values. ``None``: this user. Another
+///         one needs a token.
 ///
 /// Raises:
 ///     TypeError: an argument has the wrong type.

@@ -7,10 +7,10 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::keeper::{link_token, read_token_file};
+use llm_datadist_core::bindings::keeper::link_token;
 use llm_datadist_core::bindings::options::size_with_unit;
 use llm_datadist_core::{Error, ErrorKind, MAX_SECONDS};
-use llm_datadist_keeper::{KeeperAccess, RoleTokens};
+use llm_datadist_keeper::{KeeperAccess, RoleTokens, read_token};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -121,7 +121,7 @@ pub(crate) fn keeper_access(
             Some(link_token("token", &text).map_err(|error| raise(given.py(), &error))?)
         }
         (None, Some(given)) => {
-            let read = read_token_file(&path("token_file", given)?, "token_file");
+            let read = read_token(&path("token_file", given)?);
             Some(read.map_err(|error| raise(given.py(), &error))?)
         }
         (None, None) => None,

@@ -20,6 +20,7 @@ RATES = {
     "evicted": "values replaced",
     "dropped": "values dropped",
     "corrupt": "values with a wrong checksum",
+    "wrong_reports": "wrong reports",
     "leases": "leases",
     "leases_refused": "leases refused",
     "refused": "connections refused",
