@@ -253,7 +253,9 @@ def test_finished_requests_leave_nothing(start: Callable[..., Tier]) -> None:
     tier.tier.on_request_finished(context)
     (result,) = tier.reported(1)
     assert not result.success
-    assert (tier.tier._live, tier.tier._failed, tier.tier._running, tier.tier._found) == (set(), {}, {}, {})
+    assert (tier.tier._live, tier.tier._failed, tier.tier._running) == (set(), {}, {})
+    assert not tier.tier._known
+    assert not tier.tier._hits
     assert not tier.tier._ended
 
 
@@ -412,11 +414,100 @@ def test_no_exception_reaches_the_scheduler(start: Callable[..., Tier], caplog: 
         assert tier.found(context, keys(2)) == [MISS, MISS]
     assert not tier.run("store", context, keys(2), [0, 1]).success
     assert not tier.run("load", context, keys(2), [0, 1]).success
-    assert not tier.run("load", context, keys(2), [0, ROWS]).success, "a row that does not exist"
-    assert tier.counts() == {(STORES, "failed"): 2, (LOADS, "failed"): 4}
+    assert tier.counts() == {(STORES, "failed"): 2, (LOADS, "failed"): 2}
     assert caplog.text.count("a fault of exists") == 1, "logged once"
     assert "a fault of start_put" in caplog.text
     assert "a fault of start_get" in caplog.text
+
+
+@pytest.mark.usefixtures("keeper")
+def test_rows_that_do_not_exist_fail_their_jobs(start: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
+    tier = start()
+    context = filled(tier, keys(2))
+    for kind, rows in ("load", [0, ROWS]), ("store", [-1, 0]):
+        assert not tier.run(kind, context, keys(2), rows).success
+    assert tier.counts() == {(STORES, "done"): 2, (STORES, "failed"): 2, (LOADS, "failed"): 2}
+    assert "rows[1]=16" in caplog.text
+    assert "rows[0]=-1" in caplog.text
+
+
+@pytest.mark.usefixtures("keeper")
+def test_an_unknown_event_loses_no_other_one(start: Callable[..., Tier]) -> None:
+    tier = start()
+    context = tier.begin("r", keys(1))
+    tier.tier._store.start_put([key(9)[-28:]], [bytes(ROW)])
+    assert tier.run("store", context, keys(1), [0]).success
+
+
+@pytest.mark.usefixtures("keeper")
+def test_many_ended_jobs_are_explained_once(start: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, asked = start(), []
+    noted = tier.tier._log.noted
+
+    def note(store: Any, done: Any) -> Any:
+        asked.append(done)
+        return noted(store, done)
+
+    monkeypatch.setattr(tier.tier._log, "noted", note)
+    context = tier.begin("r", keys(5))
+    for row, one in enumerate(keys(5)):
+        tier.submit("load", context, [one], [row])
+    for call in tier.tier._running:
+        while not call.done():
+            time.sleep(0.001)
+    assert len(tier.reported(5)) == 5
+    assert len(asked) == 1
+    assert tier.counts() == {(LOADS, "absent"): 5}
+
+
+class Stuck:
+    """A call whose copy does not end until it is told."""
+
+    ended = False
+    nanos = 1
+
+    def done(self) -> bool:
+        return self.ended
+
+    def result(self, _timeout: float) -> list[bool]:
+        if not self.ended:
+            raise TimeoutError
+        return [True]
+
+
+def stuck(tier: Tier) -> Stuck:
+    """Have a store of the tier be stuck."""
+    job = sys.modules[NAME]._Job(77, STORES, keys(1), "r", 1)
+    call = Stuck()
+    tier.tier._running[call] = job, keys(1)
+    return call
+
+
+@pytest.mark.usefixtures("keeper")
+def test_copies_that_outlast_their_store_are_reported(start: Callable[..., Tier], seed: vllm.Seed) -> None:
+    tier = start()
+    call = stuck(tier)
+    seed.value = "random"
+    context = filled(tier, keys(2))  # a new store
+    assert tier.tier.get_finished_jobs() == []
+    call.ended = True
+    (result,) = tier.reported(1)
+    assert (result.job_id, result.success) == (77, True)
+    assert tier.run("load", context, keys(2), [8, 9]).success
+    assert tier.tier._left == []
+
+
+@pytest.mark.usefixtures("keeper")
+def test_shutdown_logs_copies_that_still_run(start: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
+    tier = start()
+    call = stuck(tier)
+    tier.tier.shutdown()
+    assert "1 copies of the primary tier still run" in caplog.text
+    call.ended = True
+    (result,) = tier.reported(1)
+    assert result.job_id == 77
+    with pytest.raises(ValueError, match="released"):
+        tier.tier._rows[0]
 
 
 def refuse(*_given: Any, **_named: Any) -> None:
@@ -611,7 +702,7 @@ def test_other_versions_of_vllm_share_nothing(module: Any, monkeypatch: pytest.M
         ({"config": changed(model__name="")}, "model must be known"),
         ({"revision": 3}, r"Expected `str`, got `int` - at `\$.revision`"),
         ({"timeout_ms": 0}, "Expected `int` >= 1"),
-        ({"path": "/tmp"}, "unknown field `path`; allowed: socket, revision, timeout_ms, checksums, "),  # noqa: S108
+        ({"path": "/tmp"}, "unknown field `path`; allowed: socket, revision, timeout_ms, checksums, token_file"),  # noqa: S108
         ({"locality": "HERE"}, "'HERE' is not a valid Locality"),
     ],
 )

@@ -9,8 +9,8 @@ Three rules hold for every call:
   value, with the name of the argument. ``bool`` is not accepted as a number.
 - An operation that can wait returns a ``Transfer`` at once. Its failure is the outcome of the transfer. Only
   ``Transfer.result``, ``Engine(...)``, ``Engine.close`` and the end of a ``with`` block wait.
-  Other calls of a ``Store`` than ``start_get`` and ``start_put`` return their results, and wait at most their
-  ``timeout``.
+  ``Store.start_get`` and ``Store.start_put`` return a ``Transfer``, too. All other calls of a ``Store`` return their
+  results; those that ask the keeper wait at most their ``timeout``.
 - After ``Engine.close``, and in a forked child, calls raise ``Closed``. A child may open its own engine. Views of
   tensors stay readable.
 
@@ -794,7 +794,10 @@ class Transfer(Generic[_T_co]):
 
     @property
     def nanos(self) -> int:
-        """Nanoseconds from the start of the transfer to its end, or until now."""
+        """Nanoseconds from the start of the transfer to its end, or until now.
+
+        Those of a transfer of a store begin when a thread begins it. Before, they are 0.
+        """
 
     def done(self) -> bool:
         """Return whether the transfer has ended. Then nothing of it touches memory any more."""
@@ -818,7 +821,8 @@ class Transfer(Generic[_T_co]):
         """Ask the transfer to end with ``Cancelled``, without waiting for its end.
 
         A transfer that waits ends at once, or within 100 ms if it waits for a peer. A copy of memory that has begun is
-        finished first. Until ``done``, the transfer may touch its blocks.
+        finished first; a transfer of a store only finishes the part of its values that it copies. Until ``done``, the
+        transfer may touch its memory.
 
         Returns:
             ``True`` if the transfer will end with ``Cancelled``, ``False`` if its outcome can no longer change.
@@ -1180,7 +1184,8 @@ class Store:
 
     ``start_get`` and ``start_put`` return a ``Transfer`` at once. Wait for it, ``await`` it, or take what has ended
     from ``events`` when ``fileno`` is readable. At most 4,096 transfers of a store run or have an outcome that was not
-    taken.
+    taken. The buffers of a transfer are let go when the program learns of its end, or with the next call of
+    ``start_get``, ``start_put`` or ``events``.
 
     Args:
         socket: path at which the keeper listens. The keeper need not be there yet.
@@ -1189,8 +1194,8 @@ class Store:
         value: bytes of each value, as a number or a text such as ``"64KiB"``. All stores of a namespace have the same.
         timeout: seconds after which ``put``, ``drop``, ``stats`` and started calls give up, if they have no ``timeout``
             of their own.
-        queue: bytes of values that started calls may use at a time, in the form of ``value``. Until a call has ended,
-            its memory must not be used for anything else.
+        queue: largest number of bytes of values of started calls that have not ended, as a number or a text. A further
+            call raises ``Busy``.
         checksums: whether ``put`` gives each value a checksum (XXH3, 64 bits), and ``get`` compares it with the bytes
             that it has copied. A value that differs is a miss, and the keeper drops it. All stores of a namespace have
             the same.
@@ -1332,8 +1337,8 @@ class Store:
 
         The result of the transfer is the list that ``get`` returns, and its ``bytes`` are those that were found. Its
         buffers are held until it has ended: nobody may use them before ``done``, and nothing is written into them
-        afterwards. Loads do not wait for stores. A transfer that is cancelled first finishes a batch of values that it
-        copies.
+        afterwards. Gets do not wait for puts. A cancelled get finishes its current batch first: at most 64 values or
+        about 64 MiB.
 
         Args:
             keys: list of keys, at most 4,096.
@@ -1344,7 +1349,7 @@ class Store:
 
         Raises:
             TypeError: an argument has the wrong type.
-            InvalidArgument: an argument is out of range, as for ``get``.
+            InvalidArgument: an argument is out of range, as for ``get``, or the values have more bytes than ``queue``.
             Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of
                 values.
             Closed: the store is closed, or belongs to the parent of this process.
@@ -1363,8 +1368,8 @@ class Store:
 
         The result of the transfer is the list that ``put`` returns, and its ``bytes`` are those that the keeper has.
         Its values are held until it has ended: nobody may write them before ``done``. Puts of a store run one after the
-        other, in the order in which they were started. A transfer that is cancelled while it waits for the keeper ends
-        within 100 ms, and the store attaches again.
+        other, in the order in which they were started. A put that is cancelled gives the keeper no further values, and
+        ends within 100 ms if it waits for the keeper. The store attaches again afterwards.
 
         Args:
             keys: list of keys, at most 4,096.
@@ -1375,7 +1380,7 @@ class Store:
 
         Raises:
             TypeError: an argument has the wrong type.
-            InvalidArgument: an argument is out of range, as for ``put``.
+            InvalidArgument: an argument is out of range, as for ``put``, or the values have more bytes than ``queue``.
             Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of
                 values.
             Closed: the store is closed, or belongs to the parent of this process.

@@ -9,11 +9,12 @@ import asyncio
 import os
 import random
 import select
+import threading
 import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 
@@ -107,12 +108,21 @@ def test_rows_of_one_buffer(socket: Path) -> None:
             ([6], r"rows\[0\]=6 .*0 to 5"),
             ([-1], r"rows\[0\]=-1"),
             ([1, 2], r"len\(rows\)=2 .*1, one for each key"),
+            ([None] * 3, r"len\(rows\)=3 .*1, one for each key"),
+            ([2**70], r"rows\[0\]=1180591620717411303424 .*0 to 5"),
+            ((-(2**70),), r"rows\[0\]=-1180591620717411303424"),
+            (numpy.array([7], numpy.uint64), r"rows\[0\]=7"),
         ]:
             with pytest.raises(InvalidArgument, match=text):
                 store.start_get([key(0)], into, rows=wrong)
-        for bad in (b"\0", "a", 1, [1.5], [None]):
+        assert store.get([key(0), key(2)], into, rows=[numpy.int64(2), 4]) == [True, True]
+        assert [bytes(into[at]) for at in (2, 4)] == [value(0), value(2)]
+        for bad in (b"\0", bytearray(1), "a", 1):
             with pytest.raises(TypeError, match="rows must be a list or an array of integers"):
                 store.get([key(0)], into, rows=bad)  # type: ignore[arg-type]
+        for unfit in ([1.5], [None], (True,), [False]):
+            with pytest.raises(TypeError, match=r"rows\[0\] must be an int"):
+                store.get([key(0)], into, rows=unfit)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgument, match=r"into\[1\]=memory that overlaps into\[0\]"):
             store.start_get([key(0), key(1)], into, rows=[3, 3])
         with pytest.raises(InvalidArgument, match="into=5000 bytes must be a multiple of 4096 bytes"):
@@ -134,6 +144,7 @@ def test_transfers_end_in_time_although_others_wait_for_the_keeper(socket: Path)
             assert bytes(buffer) == value(0)
             with pytest.raises(Timeout, match="timeout passed while waiting for a thread"):
                 late.result(LIMIT)
+            assert late.nanos == 0, "it has not begun"
             assert cancelled.cancel()
             with pytest.raises(Cancelled):
                 cancelled.result(LIMIT)
@@ -156,7 +167,7 @@ def test_waiting_transfers_use_a_bounded_number_of_bytes(socket: Path) -> None:
             assert store.start_get([key(1)], [bytearray(SIZE)]).result() == [False]
         assert first.result() == [True, True]
         assert store.start_get([key(1), key(2)], [bytearray(SIZE), bytearray(SIZE)]).result() == [True, True]
-        with pytest.raises(Busy):
+        with pytest.raises(InvalidArgument, match="queue=12288 must be at least 16384, the bytes of the values"):
             store.start_put([key(n) for n in range(4)], [value(n) for n in range(4)])
     with pytest.raises(InvalidArgument, match="queue"):
         opened(socket, queue=0)
@@ -196,6 +207,46 @@ def test_buffers_are_held_until_their_transfer_has_ended(socket: Path) -> None:
         del buffer
         (event,) = ended(store, 1)
         assert (gone(), event.transfer.result()) == (None, [True])
+
+
+@pytest.mark.usefixtures("keeper")
+def test_buffers_of_ended_transfers_go_with_the_next_call(socket: Path) -> None:
+    """Also if nobody asks for the outcome."""
+    with opened(socket) as store:
+        buffer = Buffer(SIZE)
+        gone = weakref.ref(buffer)
+        kept = store.start_get([key(1)], [buffer])
+        del buffer
+        assert select.select([store], [], [], LIMIT)[0]
+        assert gone() is not None
+        store.start_get([], [])
+        assert gone() is None
+        assert kept.result() == [False]
+
+
+def text_of(call: Callable[[], object]) -> str:
+    """Return the text of the error of a call, or an empty one."""
+    try:
+        call()
+    except Closed as error:
+        return str(error)
+    return ""
+
+
+def test_calls_during_a_close_raise_the_error_of_the_store(socket: Path) -> None:
+    with serving(socket) as process:
+        store = opened(socket)
+        with stopped(process):
+            put = store.start_put([key(1)], [value(1)])
+            closing = threading.Thread(target=store.close)
+            texts = set()
+            closing.start()  # the put notices it a little later
+            while closing.is_alive():
+                for call in (store.events, store.fileno, lambda: store.start_get([], [])):
+                    texts.add(text_of(call))
+            closing.join()
+        assert put.done()
+    assert texts - {""} == {"the store was closed"}
 
 
 def test_close_ends_transfers_and_lets_go_of_their_buffers(socket: Path) -> None:

@@ -22,6 +22,9 @@ use crate::sizes;
 use crate::socket::PeerFile;
 use crate::viewed::ViewedKeys;
 
+/// Keys whose first buckets are loaded together: enough for the loads that a core has in flight, and few enough for its first cache.
+const LOOKED_UP: usize = 64;
+
 /// An attached store: a connection, with the memory that both ends share.
 #[derive(Debug)]
 pub(crate) struct Attachment {
@@ -76,6 +79,18 @@ impl SharedMemory {
         self.index.find(&IndexKey::of(namespace, key)).filter(|place| place.slot < self.geometry.slots)
     }
 
+    /// Returns where the value of each key is, if the keeper has it.
+    fn places(&self, namespace: u32, keys: &[StoreKey]) -> Vec<Option<Place>> {
+        let mut places = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(LOOKED_UP) {
+            let keys: Vec<_> = keys.iter().map(|key| IndexKey::of(namespace, key)).collect();
+            self.index.load_homes(&keys);
+            let found = keys.iter().map(|key| self.index.find(key));
+            places.extend(found.map(|place| place.filter(|place| place.slot < self.geometry.slots)));
+        }
+        places
+    }
+
     /// Returns whether everything that was read at `place` so far was the value that was found there.
     pub(crate) fn still(&self, place: &Place) -> bool {
         self.generations.still(place.slot, place.generation)
@@ -122,12 +137,14 @@ impl Attachment {
     }
 
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first, and writes to `results` what became of
-    /// each. At most one thread may call this at a time. After an error, the attachment must not be used any more.
+    /// each. Fails as `proceed` does before a part of them. At most one thread may call this at a time. After an error, the attachment must
+    /// not be used any more.
     pub(crate) fn put_missing(
         &self,
         keys: &[StoreKey],
         values: &[Window<'_>],
         deadline: Deadline,
+        proceed: impl Fn() -> Result<()>,
         results: &mut [Stored],
     ) -> Result<()> {
         let mut missing = Vec::with_capacity(keys.len());
@@ -148,7 +165,7 @@ impl Attachment {
         }
         let pairs: Vec<_> = missing.iter().map(|&at| (keys[at], values[at])).collect();
         let mut stored = vec![Stored::Away; missing.len()];
-        let put = self.put(&pairs, &mut stored, deadline);
+        let put = self.put(&pairs, &mut stored, deadline, proceed);
         missing.iter().zip(stored).for_each(|(&at, stored)| results[at] = stored);
         put?;
         // In the order of the chain.
@@ -158,8 +175,15 @@ impl Attachment {
         Ok(())
     }
 
+    /// Returns for each key what [`place`](Self::place) does.
+    pub(crate) fn places(&self, keys: &[StoreKey]) -> Vec<Option<Place>> {
+        let found = self.memory.places(self.memory.geometry.namespace, keys).into_iter();
+        found.map(|place| place.filter(|place| !self.reported.has(place))).collect()
+    }
+
     /// Has the keeper copy values, the last ones first, and writes to `results` what became of each. This process copies some into one
-    /// half of the staging memory while the keeper copies those of the other half. At most one thread may call this at a time.
+    /// half of the staging memory while the keeper copies those of the other half, and fails as `proceed` does before each such part. At
+    /// most one thread may call this at a time.
     ///
     /// After an error, the keeper may still read the staging memory and store what it has under the keys of this call. So each later
     /// call returns `Err(NotLinked)`, and changes nothing there.
@@ -168,6 +192,7 @@ impl Attachment {
         pairs: &[(StoreKey, Window<'_>)],
         results: &mut [Stored],
         deadline: Deadline,
+        proceed: impl Fn() -> Result<()>,
     ) -> Result<()> {
         let staging = self.staging().take().ok_or_else(|| ended(Errno::PIPE))?;
         let capacity = sizes::staged_values(self.terms.value);
@@ -179,6 +204,7 @@ impl Attachment {
             if sent.len() == halves {
                 self.take_results(sent.pop_front(), deadline)?;
             }
+            proceed()?;
             self.stage(&staging, turn % halves * part, pairs, deadline)?;
             sent.push_back((pairs, results));
         }
@@ -361,6 +387,17 @@ pub(crate) mod tests {
             message(&self.socket).0
         }
 
+        /// Waits until the client has ended, and returns whether it has sent no further message.
+        pub(crate) fn ended(&self) -> bool {
+            let (mut buffer, mut files) = (vec![0; MESSAGE_BYTES], Vec::new());
+            loop {
+                match receive(&self.socket, &mut buffer, &mut files) {
+                    Err(Errno::AGAIN) => sleep(Duration::from_millis(1)),
+                    received => return !matches!(received, Ok(Some(_))),
+                }
+            }
+        }
+
         /// Answers the last message of the client.
         pub(crate) fn reply(&self, reply: &KeeperReply) {
             send(&self.socket, &encoded(reply).unwrap(), &[]).unwrap();
@@ -401,7 +438,7 @@ pub(crate) mod tests {
         let keeper = keeper.join().unwrap();
         let put = |byte: u8, deadline| {
             let key = StoreKey::read(0, &[byte; 28]).unwrap();
-            attachment.put(&[(key, Window::of_slice(&[byte; 64]))], &mut [Stored::Away], deadline)
+            attachment.put(&[(key, Window::of_slice(&[byte; 64]))], &mut [Stored::Away], deadline, || Ok(()))
         };
         assert_eq!(put(1, Deadline::after(Duration::from_millis(1))).unwrap_err().kind(), ErrorKind::Timeout);
         assert!(matches!(keeper.message(), KeeperRequest::Put(..)));

@@ -1,11 +1,13 @@
 //! The calls of a store that were started and not waited for: how many there may be, and their end with the store.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 
 use llm_datadist_core::bindings::keeper::{ClientCalls, ClientLane};
 use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Deadline, Error, ErrorKind, EventQueue, Result, Transfer};
+
+use crate::keeper_link::closed;
 
 /// The default of the bytes of values that calls use at a time.
 pub(crate) const QUEUE_BYTES: u64 = 16 << 30;
@@ -16,8 +18,10 @@ const MAX_JOBS: usize = 4_096;
 #[derive(Debug)]
 pub(crate) struct StartedCalls {
     process: u32,
-    /// Made by the first call, so that a store without any has no descriptor for them.
-    calls: OnceLock<ClientCalls>,
+    /// Made by the first call, so that a store without any has no descriptor for them. `None` if the store was closed before.
+    calls: OnceLock<Option<ClientCalls>>,
+    /// Whether the calls were ended. A second close waits for the end of the first one, and never again for a call that is stuck.
+    ended: Once,
     /// Bytes of the values of the calls that have not ended.
     pinned: Arc<AtomicU64>,
     /// The largest number of these bytes.
@@ -29,6 +33,7 @@ impl Default for StartedCalls {
         StartedCalls {
             process: this_process(),
             calls: OnceLock::new(),
+            ended: Once::new(),
             pinned: Arc::default(),
             limit: QUEUE_BYTES,
         }
@@ -45,16 +50,19 @@ impl Drop for PinnedBytes {
 }
 
 impl StartedCalls {
-    fn calls(&self) -> &ClientCalls {
-        self.calls.get_or_init(|| ClientCalls::new(MAX_JOBS))
+    fn calls(&self) -> Result<&ClientCalls> {
+        self.calls.get_or_init(|| Some(ClientCalls::new(MAX_JOBS))).as_ref().ok_or_else(closed)
     }
 
     /// Returns the outcomes that nobody has taken.
-    pub(crate) fn events(&self) -> &Arc<EventQueue> {
-        self.calls().events()
+    pub(crate) fn events(&self) -> Result<&Arc<EventQueue>> {
+        self.calls().map(ClientCalls::events)
     }
 
-    /// Starts a call on values of `bytes` bytes. Returns `Err(Busy)` if there are too many calls or bytes.
+    /// Starts a call on values of `bytes` bytes.
+    ///
+    /// Returns `Err(InvalidArgument)` if it may never have so many bytes, `Err(Busy)` if there are too many calls or bytes now, and
+    /// `Err(Closed)` once the calls were ended.
     pub(crate) fn start(
         &self,
         lane: ClientLane,
@@ -63,13 +71,19 @@ impl StartedCalls {
         work: impl FnOnce(Deadline) -> Result<u64> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
         let pinned = self.pin(bytes)?;
-        self.calls().start(lane, deadline, move |deadline| {
+        let started = self.calls()?.start(lane, deadline, move |deadline| {
             let _pinned = pinned;
             work(deadline)
-        })
+        });
+        // The core only knows engines that are closed.
+        started.map_err(|error| if error.kind() == ErrorKind::Closed { closed() } else { error })
     }
 
     fn pin(&self, bytes: u64) -> Result<PinnedBytes> {
+        if bytes > self.limit {
+            let allowed = format!("at least {bytes}, the bytes of the values of this call");
+            return Err(Error::argument("queue", self.limit, allowed));
+        }
         let more = |now: u64| now.checked_add(bytes).filter(|sum| *sum <= self.limit);
         match self.pinned.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
             Ok(_) => Ok(PinnedBytes(self.pinned.clone(), bytes)),
@@ -81,11 +95,13 @@ impl StartedCalls {
         }
     }
 
-    /// Ends all calls, and waits until none touches memory, at most 10 s.
+    /// Ends all calls, refuses new ones, and waits until none touches memory, at most 10 s.
     pub(crate) fn close(&self) {
-        if let Some(calls) = self.calls.get() {
-            calls.close();
-        }
+        self.ended.call_once(|| {
+            if let Some(calls) = self.calls.get_or_init(|| None) {
+                calls.close();
+            }
+        });
     }
 }
 

@@ -129,6 +129,15 @@ impl KeeperLink {
         Ok(state.attached.clone())
     }
 
+    /// Returns whether a call would not attach: there is an attachment, or the next attempt comes later.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.check_process().is_err() || {
+            let state = self.state();
+            let alive = state.attached.as_ref().is_some_and(|attachment| attachment.connection.alive());
+            state.closed || alive || (state.attached.is_none() && state.next_try > Instant::now())
+        }
+    }
+
     /// Returns the attachment, or `Err(NotLinked)` if the keeper is away.
     pub(crate) fn required(&self) -> Result<Arc<Attachment>> {
         self.attachment()?.ok_or_else(|| self.away())
@@ -217,7 +226,8 @@ impl Drop for KeeperLink {
     }
 }
 
-fn closed() -> Error {
+/// Returns the error of calls of a closed store.
+pub(crate) fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the store was closed")
 }
 

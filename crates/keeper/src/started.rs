@@ -1,12 +1,14 @@
 //! The calls of a store that return at once. Their end is an event of the store.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use llm_datadist_core::bindings::keeper::{ClientLane, Window};
 use llm_datadist_core::{Deadline, EventQueue, Result, Transfer};
 
 use crate::key::StoreKey;
 use crate::messages::Stored;
+use crate::stats::nanos_since;
 use crate::store::Store;
 
 /// The memory of the values of a call. It is dropped before the end of the call is reported.
@@ -20,10 +22,17 @@ pub trait JobMemory: Send + 'static {
 pub struct StoreJob {
     /// Its record. Its outcome is the number of bytes that were found, or that the keeper has.
     pub transfer: Arc<Transfer>,
+    /// Nanoseconds from its start until a thread has begun it.
+    waited: Arc<OnceLock<u64>>,
     results: Arc<OnceLock<Vec<bool>>>,
 }
 
 impl StoreJob {
+    /// Returns how many nanoseconds the job took, or has taken so far, since a thread has begun it.
+    pub fn nanos(&self) -> u64 {
+        self.waited.get().map_or(0, |waited| self.transfer.nanos().saturating_sub(*waited))
+    }
+
     /// Returns for each key whether its value was found, or whether the keeper has it; `None` unless the job has succeeded.
     pub fn results(&self) -> Option<&[bool]> {
         self.results.get().map(Vec::as_slice).filter(|_| matches!(self.transfer.peek(), Some(Ok(_))))
@@ -46,7 +55,8 @@ impl Store {
     ///
     /// It ends with `Err(Timeout)` if it has not finished when `deadline` passes, with `Err(Cancelled)` if it is cancelled, and with
     /// `Err(Closed)` if the store is closed. A batch of values that is being copied is finished first; nothing is written after the end.
-    /// Returns `Err(InvalidArgument)` as [`get`](Store::get) does, and `Err(Busy)` if too many calls or bytes have not ended.
+    /// Returns `Err(InvalidArgument)` as [`get`](Store::get) does and for values above the bytes of the queue, and `Err(Busy)` if too
+    /// many calls or bytes have not ended.
     pub fn start_get(
         self: &Arc<Self>,
         keys: Vec<StoreKey>,
@@ -65,9 +75,9 @@ impl Store {
     /// started.
     ///
     /// It ends with `Err(Timeout)` if it has not begun when `deadline` passes. If it has, values that the keeper has not confirmed by then
-    /// count as not stored. It ends with `Err(Cancelled)` if it is cancelled, and with `Err(Closed)` if the store is closed. No value is
-    /// read after the end. Returns `Err(InvalidArgument)` as [`put`](Store::put) does, and `Err(Busy)` if too many calls or bytes have not
-    /// ended.
+    /// count as not stored. It ends with `Err(Cancelled)` if it is cancelled, and with `Err(Closed)` if the store is closed; the keeper
+    /// may have some of the values then. No value is read after the end. Returns `Err(InvalidArgument)` as [`put`](Store::put) does and
+    /// for values above the bytes of the queue, and `Err(Busy)` if too many calls or bytes have not ended.
     pub fn start_put(
         self: &Arc<Self>,
         keys: Vec<StoreKey>,
@@ -77,7 +87,7 @@ impl Store {
         self.check_open()?;
         self.check_put(&keys, &values.windows()?)?;
         let put = |store: &Store, keys: &[StoreKey], values: &[Window<'_>], deadline: Deadline| {
-            let stored = store.put(keys, values, deadline)?;
+            let stored = store.put_while(keys, values, deadline, || deadline.waiting("storing values"))?;
             Ok(stored.into_iter().map(has_value).collect())
         };
         self.start(ClientLane::Writes, keys, values, deadline, put)
@@ -91,37 +101,42 @@ impl Store {
         deadline: Deadline,
         call: impl FnOnce(&Store, &[StoreKey], &[Window<'_>], Deadline) -> Result<Vec<bool>> + Send + 'static,
     ) -> Result<StoreJob> {
-        let results = Arc::new(OnceLock::new());
-        let (store, value, filled) = (self.clone(), self.value_bytes(), results.clone());
+        let (results, waited, started) =
+            (Arc::new(OnceLock::new()), Arc::new(OnceLock::new()), Instant::now());
+        let (store, value, filled, begun) =
+            (self.clone(), self.value_bytes(), results.clone(), waited.clone());
         let bytes = value.saturating_mul(keys.len() as u64);
         let transfer = self.jobs.start(lane, bytes, deadline, move |deadline| {
+            // Like the results, it is set once, because a job runs once.
+            let _ = begun.set(nanos_since(started));
             let done = call(&store, &keys, &memory.windows()?, deadline)?;
             let bytes = value * done.iter().filter(|&&done| done).count() as u64;
-            // It runs once.
             let _ = filled.set(done);
             Ok(bytes)
         })?;
-        Ok(StoreJob { transfer, results })
+        Ok(StoreJob { transfer, waited, results })
     }
 
     /// Returns the queue of the started calls that have ended, and whose outcome nobody has taken. It is closed with the store.
     pub fn events(&self) -> Result<&Arc<EventQueue>> {
         self.check_open()?;
-        Ok(self.jobs.events())
+        self.jobs.events()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::thread::{scope, sleep};
     use std::time::Duration;
 
     use llm_datadist_core::bindings::keeper::{Copy, Kernel, Region, Tensors, copy_all};
-    use llm_datadist_core::{ErrorKind, Event};
+    use llm_datadist_core::{Error, ErrorKind, Event};
 
     use super::*;
     use crate::attachment::tests::SilentPath;
-    use crate::messages::KeeperRequest;
+    use crate::messages::{KeeperReply, KeeperRequest};
     use crate::{Keeper, KeeperOptions, StoreOptions};
 
     const VALUE: u64 = 64;
@@ -229,6 +244,8 @@ mod tests {
         get(&store, &[1]).unwrap().transfer.join(soon()).unwrap();
         assert_eq!(late.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Timeout);
         assert_eq!((late.results(), first.transfer.done()), (None, false));
+        assert_eq!(late.nanos(), 0, "it has not begun");
+        assert!(first.nanos() > 0);
         assert!(next.transfer.cancel(), "it waits behind the first one");
         assert_eq!(next.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Cancelled);
         assert_eq!(silent.staged(), [1; 64]);
@@ -257,6 +274,9 @@ mod tests {
             error.to_string().contains("bytes=128") && error.to_string().contains("in_use=128"),
             "{error}"
         );
+        let never = get(&store, &[1, 2, 3, 4]).unwrap_err();
+        assert_eq!(never.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(never.reason(), "queue=192 must be at least 256, the bytes of the values of this call");
         get(&store, &[1]).unwrap().transfer.join(soon()).unwrap();
         assert!(first.transfer.cancel());
         assert_eq!(first.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Cancelled);
@@ -290,6 +310,188 @@ mod tests {
         for job in jobs {
             job.transfer.join(soon()).unwrap();
             assert_eq!(job.results(), Some(&[true][..]));
+        }
+    }
+
+    /// Memory of a job that its thread can only use once the returned sender is dropped.
+    struct GatedValues(Values, std::sync::Mutex<Option<Receiver<()>>>, AtomicUsize, Sender<()>);
+
+    impl GatedValues {
+        /// Also returns a receiver that hears of the beginning of the job.
+        fn new(held: &Arc<AtomicUsize>) -> (GatedValues, Sender<()>, Receiver<()>) {
+            let ((open, gate), (begun, begins)) = (channel(), channel());
+            let gate = std::sync::Mutex::new(Some(gate));
+            (GatedValues(Values::new(&[0], held), gate, AtomicUsize::new(0), begun), open, begins)
+        }
+    }
+
+    impl JobMemory for GatedValues {
+        fn windows(&self) -> Result<Vec<Window<'_>>> {
+            // The first use is the check of the arguments.
+            if self.2.fetch_add(1, Ordering::SeqCst) == 1 {
+                let gate = self.1.lock().unwrap().take().unwrap();
+                self.3.send(()).unwrap();
+                gate.recv().unwrap_err();
+            }
+            self.0.windows()
+        }
+    }
+
+    #[test]
+    fn a_job_is_reported_when_it_touches_nothing_any_more_and_close_waits_for_that() {
+        let path = SilentPath::new();
+        let _keeper = keeper(&path);
+        let (store, held) = (opened(&path), Arc::default());
+        put(&store, &[1], soon()).unwrap().transfer.join(soon()).unwrap();
+        let (values, open, begins) = GatedValues::new(&held);
+        let job = store.start_get(vec![key(1)], values, soon()).unwrap();
+        begins.recv().unwrap();
+        assert!(store.events().unwrap().poll(9).unwrap().is_empty());
+        assert_eq!((job.transfer.done(), held.load(Ordering::SeqCst)), (false, 1));
+        scope(|scope| {
+            let closes = [(); 2].map(|()| {
+                let closing = || {
+                    store.close();
+                    held.load(Ordering::SeqCst)
+                };
+                scope.spawn(closing)
+            });
+            // Calls are refused as soon as the store is being closed.
+            while get(&store, &[1]).is_ok() {
+                sleep(Duration::from_millis(1));
+            }
+            sleep(Duration::from_millis(50));
+            assert!(closes.iter().all(|close| !close.is_finished()), "the job still runs");
+            drop(open);
+            assert_eq!(closes.map(|close| close.join().unwrap()), [0, 0]);
+        });
+        assert_eq!(job.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Closed);
+    }
+
+    #[test]
+    fn a_cancelled_put_sends_no_further_values() {
+        let path = SilentPath::new();
+        let asked = path.start();
+        let store = opened(&path);
+        let silent = asked.join().unwrap();
+        let (keys, held) = (some_keys(4096), Arc::default());
+        let job = store.start_put(keys, Values::new(&[1; 4096], &held), soon()).unwrap();
+        let sent = || match silent.message() {
+            KeeperRequest::Put(_, keys, _) => keys.len(),
+            other => panic!("{other:?}"),
+        };
+        let (first, second) = (sent(), sent());
+        assert_eq!((first, second), (512, 512), "both halves of the staging memory");
+        assert!(job.transfer.cancel());
+        silent.reply(&KeeperReply::Put(vec![Stored::Stored; first]));
+        assert_eq!(job.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Cancelled);
+        assert!(silent.ended(), "another part was sent after the cancellation");
+    }
+
+    #[test]
+    fn a_put_that_is_stopped_leaves_fewer_values_than_keys() {
+        let path = SilentPath::new();
+        let _keeper = Keeper::open(&KeeperOptions {
+            memory: 4096 * VALUE,
+            value: VALUE,
+            socket: path.socket(),
+            ..KeeperOptions::default()
+        })
+        .unwrap();
+        let (store, keys, value) = (opened(&path), some_keys(4096), [7; 64]);
+        let values = vec![Window::of_slice(&value); keys.len()];
+        let parts = AtomicUsize::new(0);
+        let stopped = store.put_while(&keys, &values, soon(), || stop_at(&parts, 3));
+        assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
+        let there = store.exists(&keys).unwrap().iter().filter(|&&there| there).count();
+        assert!(there < 4096, "{there}");
+        assert_eq!(parts.load(Ordering::SeqCst), 3);
+    }
+
+    #[test]
+    fn a_get_that_is_stopped_finishes_its_batch_writes_no_further_one_and_counts_nothing() {
+        let path = SilentPath::new();
+        let _keeper = Keeper::open(&KeeperOptions {
+            memory: 256 * VALUE,
+            value: VALUE,
+            socket: path.socket(),
+            ..KeeperOptions::default()
+        })
+        .unwrap();
+        let (store, keys, value) = (opened(&path), some_keys(100), [7; 64]);
+        store.put(&keys, &vec![Window::of_slice(&value); 100], soon()).unwrap();
+        let (mut into, batches) = (vec![0_u8; 100 * 64], AtomicUsize::new(0));
+        let whole = Window::of_slice_mut(&mut into);
+        let windows: Vec<_> = (0..100).map(|at| whole.part(at * VALUE, VALUE)).collect();
+        let stopped = store.get_while(&keys, &windows, || stop_at(&batches, 2));
+        assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
+        let stats = store.own_stats().unwrap();
+        assert_eq!((stats.gets, stats.hits, stats.hit_bytes), (0, 0, 0));
+        let (copied, others) = into.split_at(64 * 64);
+        assert!(copied.iter().all(|&byte| byte == 7) && others.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn a_batch_has_about_64_mib() {
+        let path = SilentPath::new();
+        let value = 24 << 20;
+        let _keeper = Keeper::open(&KeeperOptions {
+            memory: value,
+            value,
+            socket: path.socket(),
+            ..KeeperOptions::default()
+        })
+        .unwrap();
+        let options =
+            StoreOptions { socket: path.socket(), namespace: "n".into(), value, ..StoreOptions::default() };
+        let store = Store::open(options, soon()).unwrap();
+        let (bytes, batches) = ([0; 64], AtomicUsize::new(0));
+        // Nothing is there, so nothing is copied into these windows.
+        let windows = vec![Window::of_slice(&bytes); 5];
+        let found = store.get_while(&some_keys(5), &windows, || stop_at(&batches, 99)).unwrap();
+        assert_eq!((found, batches.load(Ordering::SeqCst)), (vec![false; 5], 3), "two values in a batch");
+    }
+
+    #[test]
+    fn no_call_starts_after_the_first_close() {
+        let path = SilentPath::new();
+        let store = opened(&path);
+        // As if the store were closed right after a call has found it open.
+        store.jobs.close();
+        for error in [put(&store, &[1], soon()).unwrap_err(), store.events().map(drop).unwrap_err()] {
+            assert_eq!((error.kind(), error.reason()), (ErrorKind::Closed, "the store was closed"));
+        }
+        let store = opened(&path);
+        get(&store, &[1]).unwrap().transfer.join(soon()).unwrap();
+        store.jobs.close();
+        let error = put(&store, &[1], soon()).unwrap_err();
+        assert_eq!((error.kind(), error.reason()), (ErrorKind::Closed, "the store was closed"));
+    }
+
+    #[test]
+    fn a_store_is_settled_unless_it_would_attach() {
+        let path = SilentPath::new();
+        let store = opened(&path);
+        while store.is_settled() {
+            sleep(Duration::from_millis(1));
+        }
+        let _keeper = keeper(&path);
+        assert_eq!(store.exists(&[key(1)]).unwrap(), [false]);
+        assert!(store.is_settled());
+        store.close();
+        assert!(store.is_settled());
+    }
+
+    fn some_keys(count: u32) -> Vec<StoreKey> {
+        let bytes = |number: u32| [number.to_le_bytes(); 7].concat();
+        (0..count).map(|number| StoreKey::read(0, &bytes(number)).unwrap()).collect()
+    }
+
+    /// Fails the call number `last`, counted from 1.
+    fn stop_at(calls: &AtomicUsize, last: usize) -> Result<()> {
+        match calls.fetch_add(1, Ordering::SeqCst) + 1 {
+            call if call == last => Err(Error::new(ErrorKind::Interrupted, "stopped")),
+            _ => Ok(()),
         }
     }
 }

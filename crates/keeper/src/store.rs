@@ -61,7 +61,12 @@ impl Store {
     pub fn exists(&self, keys: &[StoreKey]) -> Result<Vec<bool>> {
         sizes::check_keys(keys.len())?;
         let Some(attachment) = self.attachment()? else { return Ok(vec![false; keys.len()]) };
-        Ok(keys.iter().map(|key| attachment.place(key).is_some()).collect())
+        Ok(attachment.places(keys).into_iter().map(|place| place.is_some()).collect())
+    }
+
+    /// Returns whether [`exists`](Self::exists) would return at once, because it would not try to attach.
+    pub fn is_settled(&self) -> bool {
+        self.keeper.is_settled()
     }
 
     /// Copies the value of each key into the window at the same position. Returns which values are complete and right; the other
@@ -109,6 +114,7 @@ impl Store {
     ) -> Result<Vec<bool>> {
         let kernel = Kernel::for_bytes(keys.len() as u64 * self.keeper.value());
         let (mut results, mut slots) = (Vec::with_capacity(keys.len()), Vec::new());
+        let mut counts = StoreStats::default();
         let batch = usize::try_from(BATCH_BYTES / self.keeper.value()).unwrap_or(BATCH).clamp(1, BATCH);
         for (keys, into) in keys.chunks(batch).zip(into.chunks(batch)) {
             proceed()?;
@@ -117,12 +123,14 @@ impl Store {
             let mut hits = still(&attachment.memory, &places);
             let copied = keys.iter().zip(into);
             let corrupt = self.refuse_corrupt(attachment, &places, &checksums, copied, &mut hits)?;
-            self.count_found(&places, &hits, corrupt);
+            self.count_found(&places, &hits, corrupt, &mut counts);
             slots.extend(
                 places.iter().zip(&hits).filter_map(|(place, &hit)| Some(place.filter(|_| hit)?.slot)),
             );
             results.extend(hits);
         }
+        // Not those of a call that fails: nobody knows which of its values are there.
+        self.add(&counts);
         attachment.touch(&slots);
         Ok(results)
     }
@@ -135,7 +143,7 @@ impl Store {
         into: &[Window<'_>],
         kernel: Kernel,
     ) -> Result<Vec<Option<Place>>> {
-        let places: Vec<_> = keys.iter().map(|key| attachment.place(key)).collect();
+        let places = attachment.places(keys);
         let found = places.iter().zip(into).filter_map(|(place, into)| Some(((*place)?, *into)));
         let from = |place| attachment.memory.window(place, self.keeper.value());
         let copies = found.map(|(place, into)| Ok(Copy::one(from(place)?, into)));
@@ -146,16 +154,32 @@ impl Store {
     /// Returns for each place whether what was read there is its value, and counts it.
     #[cfg(test)]
     fn confirmed(&self, memory: &SharedMemory, places: &[Option<Place>]) -> Vec<bool> {
-        let hits = still(memory, places);
-        self.count_found(places, &hits, 0);
+        let (hits, mut counts) = (still(memory, places), StoreStats::default());
+        self.count_found(places, &hits, 0, &mut counts);
+        self.add(&counts);
         hits
     }
 
-    /// Counts the hits and misses of keys, of which so many had a wrong checksum.
-    pub(crate) fn count_found(&self, places: &[Option<Place>], hits: &[bool], corrupt: u64) {
+    /// Adds what was read to the counts.
+    pub(crate) fn add(&self, read: &StoreStats) {
+        let mut counts = self.counts();
+        counts.hits += read.hits;
+        counts.hit_bytes += read.hit_bytes;
+        counts.misses_changed += read.misses_changed;
+        counts.misses_absent += read.misses_absent;
+        counts.misses_corrupt += read.misses_corrupt;
+    }
+
+    /// Adds the hits and misses of keys to `counts`, of which `corrupt` had a wrong checksum.
+    pub(crate) fn count_found(
+        &self,
+        places: &[Option<Place>],
+        hits: &[bool],
+        corrupt: u64,
+        counts: &mut StoreStats,
+    ) {
         let count = |hits: &mut dyn Iterator<Item = bool>| hits.filter(|&hit| hit).count() as u64;
         let (found, hit) = (count(&mut places.iter().map(Option::is_some)), count(&mut hits.iter().copied()));
-        let mut counts = self.counts();
         counts.hits += hit;
         counts.hit_bytes += hit * self.keeper.value();
         counts.misses_corrupt += corrupt;
@@ -197,10 +221,22 @@ impl Store {
     /// If the keeper ends or does not answer before `deadline`, the values that it has not confirmed are [`Stored::Away`].
     pub fn put(&self, keys: &[StoreKey], values: &[Window<'_>], deadline: Deadline) -> Result<Vec<Stored>> {
         self.check_put(keys, values)?;
+        // To look for an interruption each time may wait for the interpreter.
+        self.put_while(keys, values, deadline, || Ok(()))
+    }
+
+    /// Does what [`put`](Self::put) does with checked arguments, and fails as `proceed` does before a part of the values.
+    pub(crate) fn put_while(
+        &self,
+        keys: &[StoreKey],
+        values: &[Window<'_>],
+        deadline: Deadline,
+        proceed: impl Fn() -> Result<()>,
+    ) -> Result<Vec<Stored>> {
         let (begin, mut results) = (Instant::now(), vec![Stored::Away; keys.len()]);
         if let Some(attachment) = self.attachment()? {
             attachment.connection.check(ClientRole::Write)?;
-            self.put_to(&attachment, keys, values, deadline, &mut results)?;
+            self.put_to(&attachment, keys, values, deadline, proceed, &mut results)?;
         }
         let mut counts = self.counts();
         for result in &results {
@@ -232,11 +268,12 @@ impl Store {
         keys: &[StoreKey],
         values: &[Window<'_>],
         deadline: Deadline,
+        proceed: impl Fn() -> Result<()>,
         results: &mut [Stored],
     ) -> Result<()> {
         let Some(_guard) = self.call_lock.lock(deadline)? else { return Ok(()) };
         attachment
-            .put_missing(keys, values, deadline, results)
+            .put_missing(keys, values, deadline, proceed, results)
             .or_else(|error| self.given_up(attachment, error))
     }
 
@@ -563,8 +600,8 @@ mod tests {
         let corrupt = store.refuse_corrupt(&attachment, &places, &checksums, copied, &mut hits).unwrap();
         assert_eq!((corrupt, &hits[..]), (1, &[false][..]));
         assert_eq!(store.own_stats().unwrap(), StoreStats { attached: 1, ..StoreStats::default() });
-        store.count_found(&places, &hits, corrupt);
-        let counted = store.own_stats().unwrap();
+        let mut counted = StoreStats::default();
+        store.count_found(&places, &hits, corrupt, &mut counted);
         assert_eq!((counted.hits, counted.hit_bytes, counted.misses_corrupt), (0, 0, 1));
         assert_eq!((counted.misses_changed, counted.misses_absent), (0, 0));
     }

@@ -12,6 +12,7 @@ use crate::attachment::{Attachment, SharedMemory};
 use crate::index::Place;
 use crate::key::StoreKey;
 use crate::sizes;
+use crate::stats::StoreStats;
 use crate::store::{Store, still};
 
 /// The values of keys where they lie in the memory of the keeper, with leases until it is dropped.
@@ -110,7 +111,9 @@ impl StoreView {
             }
         }
         if counts {
-            self.store.count_found(&self.places, &right, wrong.len() as u64);
+            let mut counts = StoreStats::default();
+            self.store.count_found(&self.places, &right, wrong.len() as u64, &mut counts);
+            self.store.add(&counts);
         }
         if own && let Some(attachment) = &*self.attachment() {
             attachment.report_corrupt(&wrong);

@@ -16,7 +16,7 @@ impl<K, V> Default for Handles<K, V> {
     }
 }
 
-impl<K: Ord, V> Handles<K, V> {
+impl<K: Ord + Copy, V> Handles<K, V> {
     fn lock(&self) -> MutexGuard<'_, Entries<K, V>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -39,6 +39,14 @@ impl<K: Ord, V> Handles<K, V> {
     /// Takes an entry out. The caller drops it without a lock.
     pub(crate) fn remove(&self, key: &K) -> Option<V> {
         self.lock().as_mut()?.remove(key)
+    }
+
+    /// Takes out the entries of which `which` is true. The caller drops them without a lock.
+    pub(crate) fn remove_where(&self, which: impl Fn(&V) -> bool) -> Vec<V> {
+        let mut entries = self.lock();
+        let Some(entries) = entries.as_mut() else { return Vec::new() };
+        let keys: Vec<K> = entries.iter().filter(|(_, handle)| which(handle)).map(|(key, _)| *key).collect();
+        keys.iter().filter_map(|key| entries.remove(key)).collect()
     }
 
     /// Drops all entries, and those that are added later.

@@ -13,7 +13,7 @@ use crate::events::{EventQueue, Transfer};
 use crate::model::Deadline;
 use crate::threads::{CLOSE_WAIT, EngineNumber};
 
-/// The asynchronous calls of one client. Drop ends them as [`close`](Self::close) does.
+/// The asynchronous calls of one client. Drop ends those that wait, and waits for those that run, which it does not have end early.
 pub struct ClientCalls {
     calls: AsyncCalls,
     /// Dropped last, because it waits for the calls that run.

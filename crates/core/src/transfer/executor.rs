@@ -29,7 +29,7 @@ use crate::threads::{CLOSE_WAIT, EngineNumber, JobQueue, PerProcess, PollLimits,
 
 /// The threads that all engines of this process share.
 static SHARED: PerProcess<TransferThreads> = PerProcess::new();
-/// Maximum number of workers. Further jobs wait, except the first one of most classes.
+/// Maximum number of workers. Further jobs wait, except the first job of a class of an engine.
 const MAX_WORKERS: usize = 512;
 /// Maximum number of workers at work for one class: half of the streams of a link.
 const MAX_WORKERS_OF_CLUSTER: usize = 32;

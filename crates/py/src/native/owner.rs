@@ -64,13 +64,27 @@ impl TransferOwner {
         }
     }
 
-    /// Returns the exception for the error of a transfer. The core only knows engines that are closed.
+    /// Returns the exception for the error of a transfer.
     pub(crate) fn raise(&self, py: Python<'_>, error: &Error) -> PyErr {
         match self {
-            TransferOwner::Store(..) if error.kind() == ErrorKind::Closed => {
-                raise(py, &Error::new(ErrorKind::Closed, "the store was closed"))
-            }
-            _ => raise(py, error),
+            TransferOwner::Store(..) => raise_of_store(py, error),
+            TransferOwner::Engine(_) => raise(py, error),
         }
+    }
+
+    /// Returns the nanoseconds of a transfer: of a store, those since a thread has begun it.
+    pub(crate) fn nanos(&self, transfer: &Transfer) -> u64 {
+        match self {
+            TransferOwner::Store(_, Some(job)) => job.nanos(),
+            _ => transfer.nanos(),
+        }
+    }
+}
+
+/// Creates the exception for an error of a store. The core only knows engines that are closed.
+pub(crate) fn raise_of_store(py: Python<'_>, error: &Error) -> PyErr {
+    match error.kind() {
+        ErrorKind::Closed => raise(py, &Error::new(ErrorKind::Closed, "the store was closed")),
+        _ => raise(py, error),
     }
 }

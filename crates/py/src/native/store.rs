@@ -11,7 +11,7 @@ use pyo3::types::PyDict;
 
 use super::errors::raise;
 use super::optional_arg::OptionalArg;
-use super::owner::TransferOwner;
+use super::owner::{TransferOwner, raise_of_store};
 use super::store_shared::{StoreShared, ValuesOfCall};
 use super::store_values::{StoreValues, keys};
 use super::transfer::NativeTransfer;
@@ -30,7 +30,8 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 /// A call has at most 4,096 keys. ``with`` calls ``close`` at the end.
 ///
 /// ``start_get`` and ``start_put`` return a ``Transfer`` at once. Wait for it, ``await`` it, or take what has ended from ``events`` when
-/// ``fileno`` is readable. At most 4,096 transfers of a store run or have an outcome that was not taken.
+/// ``fileno`` is readable. At most 4,096 transfers of a store run or have an outcome that was not taken. The buffers of a transfer are
+/// let go when the program learns of its end, or with the next call of ``start_get``, ``start_put`` or ``events``.
 ///
 /// Args:
 ///     socket: path at which the keeper listens. The keeper need not be there yet.
@@ -38,8 +39,8 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 ///         layout, ranks, versions. Stores with other texts share nothing.
 ///     value: bytes of each value, as a number or a text such as ``"64KiB"``. All stores of a namespace have the same.
 ///     timeout: seconds after which ``put``, ``drop``, ``stats`` and started calls give up, if they have no ``timeout`` of their own.
-///     queue: bytes of values that started calls may use at a time, in the form of ``value``. Until a call has ended, its memory must
-///         not be used for anything else.
+///     queue: largest number of bytes of values of started calls that have not ended, as a number or a text. A further call raises
+///         ``Busy``.
 ///     checksums: whether ``put`` gives each value a checksum (XXH3, 64 bits), and ``get`` compares it with the bytes that it has copied. A
 ///         value that differs is a miss, and the keeper drops it. All stores of a namespace have the same.
 ///     token: token that gives the store its role: ``put`` needs the role ``write``, ``drop`` and ``clear`` need ``admin``, and the other
@@ -87,8 +88,9 @@ impl NativeStore {
         call: impl FnOnce(&Arc<Store>, Vec<StoreKey>, ValuesOfCall, Deadline) -> Result<StoreJob>,
     ) -> PyResult<Py<NativeTransfer>> {
         let (shared, values) = (&self.shared, Arc::new(values));
+        shared.release_unused();
         let held = ValuesOfCall(values.clone());
-        let job = engine::attached(py, raise, || call(&shared.store, keys, held, deadline))?;
+        let job = engine::attached(py, raise_of_store, || call(&shared.store, keys, held, deadline))?;
         let transfer = job.transfer.clone();
         shared.memory.insert(transfer.number(), values);
         NativeTransfer::started_by(py, &TransferOwner::Store(shared.clone(), Some(job)), &transfer)
@@ -166,7 +168,10 @@ impl NativeStore {
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(signature = (keys, /))]
     fn exists(&self, py: Python<'_>, keys: &Any<'_>) -> PyResult<Vec<bool>> {
-        let keys = self::keys(keys)?;
+        let (keys, store) = (self::keys(keys)?, &self.shared.store);
+        if store.is_settled() {
+            return engine::attached(py, raise, || store.exists(&keys));
+        }
         self.run(py, None, |store, _| store.exists(&keys))
     }
 
@@ -268,8 +273,8 @@ impl NativeStore {
     /// Start a ``get``, and return at once.
     ///
     /// The result of the transfer is the list that ``get`` returns, and its ``bytes`` are those that were found. Its buffers are held until
-    /// it has ended: nobody may use them before ``done``, and nothing is written into them afterwards. Loads do not wait for stores.
-    /// A transfer that is cancelled first finishes a batch of values that it copies.
+    /// it has ended: nobody may use them before ``done``, and nothing is written into them afterwards. Gets do not wait for puts.
+    /// A cancelled get finishes its current batch first: at most 64 values or about 64 MiB.
     ///
     /// Args:
     ///     keys: list of keys, at most 4,096.
@@ -279,7 +284,7 @@ impl NativeStore {
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type.
-    ///     InvalidArgument: an argument is out of range, as for ``get``.
+    ///     InvalidArgument: an argument is out of range, as for ``get``, or the values have more bytes than ``queue``.
     ///     Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of values.
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(signature = (keys, into, /, *, rows=None, timeout=None))]
@@ -299,7 +304,8 @@ impl NativeStore {
     ///
     /// The result of the transfer is the list that ``put`` returns, and its ``bytes`` are those that the keeper has. Its values are held
     /// until it has ended: nobody may write them before ``done``. Puts of a store run one after the other, in the order in which they were
-    /// started. A transfer that is cancelled while it waits for the keeper ends within 100 ms, and the store attaches again.
+    /// started. A put that is cancelled gives the keeper no further values, and ends within 100 ms if it waits for the keeper. The store
+    /// attaches again afterwards.
     ///
     /// Args:
     ///     keys: list of keys, at most 4,096.
@@ -310,7 +316,7 @@ impl NativeStore {
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type.
-    ///     InvalidArgument: an argument is out of range, as for ``put``.
+    ///     InvalidArgument: an argument is out of range, as for ``put``, or the values have more bytes than ``queue``.
     ///     Busy: 4,096 transfers run or have an outcome that was not taken, or those that run use ``queue`` bytes of values.
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(signature = (keys, values, /, *, rows=None, timeout=None))]
@@ -344,11 +350,12 @@ impl NativeStore {
     fn events(&self, py: Python<'_>, limit: OptionalArg<'_, '_>) -> PyResult<Vec<Py<PyAny>>> {
         let limit = limit.given().map_or(Ok(1024), |limit| values::int32("limit", &limit, 1))?;
         let most = usize::try_from(limit).unwrap_or(usize::MAX);
+        self.shared.release_unused();
         let poll = || {
             let queue = self.shared.store.events()?;
             Ok((queue, queue.poll(most)?))
         };
-        let (queue, taken) = engine::attached(py, raise, poll)?;
+        let (queue, taken) = engine::attached(py, raise_of_store, poll)?;
         events::delivered(py, &TransferOwner::Store(self.shared.clone(), None), queue, taken)
     }
 
@@ -362,7 +369,7 @@ impl NativeStore {
     ///     Error: no descriptor is left.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
         let descriptor = || Ok(self.shared.store.events()?.descriptor()?.as_fd().as_raw_fd());
-        engine::attached(py, raise, descriptor)
+        engine::attached(py, raise_of_store, descriptor)
     }
 
     /// Have the keeper not replace the values of keys for a while.
@@ -481,9 +488,13 @@ impl NativeStore {
         keeper: bool,
         timeout: Option<&Any<'py>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let counted =
-            |store: &Arc<Store>, deadline| if keeper { store.stats(deadline) } else { store.own_stats() };
-        stats::dict(py, &self.run(py, timeout, counted)?.to_json())
+        let counts = if keeper {
+            self.run(py, timeout, |store, deadline| store.stats(deadline))?
+        } else {
+            self.deadline(timeout)?;
+            engine::attached(py, raise, || self.shared.store.own_stats())?
+        };
+        stats::dict(py, &counts.to_json())
     }
 
     /// End the connection to the keeper, which keeps the values. Closing again does nothing.

@@ -1,4 +1,4 @@
-//! What a store and its transfers share.
+//! The store behind a Python object, with the handles and the memory of its transfers.
 
 use std::sync::Arc;
 
@@ -23,6 +23,11 @@ pub(crate) struct StoreShared {
 impl StoreShared {
     pub(crate) fn new(store: Store) -> Self {
         StoreShared { store: Arc::new(store), transfers: Handles::default(), memory: Handles::default() }
+    }
+
+    /// Lets go of the memory of transfers that do not use it any more, although nobody has asked whether they have ended.
+    pub(crate) fn release_unused(&self) {
+        drop(self.memory.remove_where(|values| Arc::strong_count(values) == 1));
     }
 
     /// Closes the store, while the interpreter is detached. Then lets go of what its transfers have used.

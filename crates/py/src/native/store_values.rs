@@ -1,17 +1,19 @@
 //! The keys and values of a call of `Store`.
 
+use std::fmt::Display;
+
 use llm_datadist_core::bindings::fallible;
 use llm_datadist_core::bindings::keeper::{Tensors, Window};
 use llm_datadist_core::{CacheForm, CacheKind, DataType, Placement, Result};
 use llm_datadist_keeper::{MAX_KEYS, StoreKey};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyList, PyTuple};
+use pyo3::types::{PyByteArray, PyBytes, PyList, PyTuple};
 
 use super::errors::{invalid, raise};
 use super::tensors;
-use super::values::wrong_type;
-use crate::convert::Any;
+use super::values::{index, wrong_type};
+use crate::convert::{Any, shown};
 use crate::{index_arrays, raw};
 
 /// Name of the lists in out-of-memory errors.
@@ -61,10 +63,7 @@ impl StoreValues {
             let allowed = format!("a multiple of {value} bytes, a value of the store");
             return Err(invalid(py, name, format_args!("{bytes} bytes"), &allowed));
         }
-        let rows = self::rows(rows, bytes / value)?;
-        if rows.len() != count {
-            return Err(invalid(py, "len(rows)", rows.len(), &format!("{count}, one for each key")));
-        }
+        let rows = self::rows(rows, count, bytes / value)?;
         let tensors = adopted(&[memory.address], bytes).map_err(|error| raise(py, &error))?;
         Ok(StoreValues { value, places: Places::Rows(rows, tensors), _kept: vec![memory.kept] })
     }
@@ -114,23 +113,53 @@ impl StoreValues {
     }
 }
 
-/// Reads the rows of values: a list, tuple or array of integers below `count`.
-fn rows(given: &Any<'_>, count: u64) -> PyResult<Vec<u64>> {
+/// Reads the rows of `keys` values: a list, tuple or array of integers below `count`.
+fn rows(given: &Any<'_>, keys: usize, count: u64) -> PyResult<Vec<u64>> {
     let py = given.py();
-    let wrong = || wrong_type("rows", "a list or an array of integers", given);
-    let listed = given.is_instance_of::<PyList>() || given.is_instance_of::<PyTuple>();
-    let words: Vec<i64> = if listed {
-        given.extract().map_err(|_| wrong())?
-    } else if given.is_instance_of::<PyBytes>() {
-        return Err(wrong());
+    let no_memory = |error| raise(py, &error);
+    let check = |rows: usize| {
+        let wrong = || invalid(py, "len(rows)", rows, &format!("{keys}, one for each key"));
+        if rows == keys { Ok(()) } else { Err(wrong()) }
+    };
+    let words = if let Ok(list) = given.cast::<PyList>() {
+        check(list.len())?;
+        raw::list_words(list).map_err(no_memory)?.map_or_else(|| one_by_one(list.iter(), keys, count), Ok)?
+    } else if let Ok(tuple) = given.cast::<PyTuple>() {
+        check(tuple.len())?;
+        raw::tuple_words(tuple)
+            .map_err(no_memory)?
+            .map_or_else(|| one_by_one(tuple.iter(), keys, count), Ok)?
     } else {
-        index_arrays::any_flat("rows", given, raise)?.ok_or_else(wrong)?.words
+        let text = given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyByteArray>();
+        let array = if text { None } else { index_arrays::any_flat("rows", given, raise)? };
+        array.ok_or_else(|| wrong_type("rows", "a list or an array of integers", given))?.words
     };
-    let row = |(at, word): (usize, i64)| match u64::try_from(word) {
-        Ok(row) if row < count => Ok(row),
-        _ => Err(invalid(py, &format!("rows[{at}]"), word, &format!("0 to {}", count.saturating_sub(1)))),
-    };
-    words.into_iter().enumerate().map(row).collect()
+    check(words.len())?;
+    let mut rows = fallible::with_capacity(LISTS, words.len()).map_err(no_memory)?;
+    for (at, word) in words.into_iter().enumerate() {
+        let row = u64::try_from(word).ok().filter(|&row| row < count);
+        rows.push(row.ok_or_else(|| no_row(py, at, word, count))?);
+    }
+    Ok(rows)
+}
+
+/// Reads the items of a list or tuple of `keys` items, of which some are no plain integers of 64 bits.
+fn one_by_one<'py>(items: impl Iterator<Item = Any<'py>>, keys: usize, count: u64) -> PyResult<Vec<i64>> {
+    let mut words = Vec::new();
+    for (at, item) in items.enumerate() {
+        let (py, number) = (item.py(), index(format_args!("rows[{at}]"), "an int", &item)?);
+        let word = number.extract::<i64>().map_err(|_| no_row(py, at, shown(&number), count))?;
+        if words.is_empty() {
+            words = fallible::with_capacity(LISTS, keys).map_err(|error| raise(py, &error))?;
+        }
+        // Python code of an item may have made the list longer.
+        fallible::push(LISTS, &mut words, word).map_err(|error| raise(py, &error))?;
+    }
+    Ok(words)
+}
+
+fn no_row(py: Python<'_>, at: usize, row: impl Display, count: u64) -> PyErr {
+    invalid(py, &format!("rows[{at}]"), row, &format!("0 to {}", count.saturating_sub(1)))
 }
 
 /// Adopts memory of the caller: a value at each address.

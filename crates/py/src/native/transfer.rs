@@ -170,9 +170,11 @@ impl NativeTransfer {
     }
 
     /// Nanoseconds from the start of the transfer to its end, or until now.
+    ///
+    /// Those of a transfer of a store begin when a thread begins it. Before, they are 0.
     #[getter]
     fn nanos(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(self.record(py)?.map_or(0, |transfer| transfer.nanos()))
+        Ok(self.record(py)?.map_or(0, |transfer| self.owner.nanos(transfer)))
     }
 
     /// Return whether the transfer has ended. Then nothing of it touches memory any more.
@@ -207,7 +209,8 @@ impl NativeTransfer {
     /// Ask the transfer to end with ``Cancelled``, without waiting for its end.
     ///
     /// A transfer that waits ends at once, or within 100 ms if it waits for a peer. A copy of memory that has begun is finished
-    /// first. Until ``done``, the transfer may touch its blocks.
+    /// first; a transfer of a store only finishes the part of its values that it copies. Until ``done``, the transfer may touch its
+    /// memory.
     ///
     /// Returns:
     ///     ``True`` if the transfer will end with ``Cancelled``, ``False`` if its outcome can no longer change.

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Optional
 
 from llm_datadist import Closed, Error, Store, Timeout
@@ -33,7 +34,7 @@ with interface.needed():
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from llm_datadist import Transfer
 
@@ -42,7 +43,7 @@ __all__ = ["LlmDatadistStoreTier", "TierSettings"]
 logger = logging.getLogger("vllm.llm_datadist")
 
 _KEY_BYTES = 28
-_LOOKUPS = (LookupResult.MISS, LookupResult.HIT)  # by whether the keeper has the chunk
+_MISS, _HIT = LookupResult.MISS, LookupResult.HIT
 # Keys that the first lookup of a request asks for, and by how much each further one of the step asks for more. A
 # request of 1,000 chunks then needs four calls, and one whose first chunk is missing does not pay for 1,000.
 _FIRST_KEYS, _MORE = 16, 4
@@ -79,7 +80,7 @@ class _Job:
     request: str
     parts: int = 0  # calls that have not ended
     good: list[bytes] = field(default_factory=list)  # keys of chunks that were loaded or stored
-    seconds: float = 0.0
+    seconds: float = 0.0  # of its longest call, without the wait for a thread
 
 
 class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -122,8 +123,12 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._ended: list[_Job] = []  # jobs that touch no row any more, and were not reported
         self._live: set[str] = set()  # requests
         self._failed: dict[str, set[bytes]] = {}  # keys that could not be loaded, of requests that live
-        self._found: dict[bytes, LookupResult] = {}  # what was asked in this step
-        self._asked = ("", _FIRST_KEYS)  # the last request that was asked about in this step, and the keys of a call
+        self._left: list[Transfer[list[bool]]] = []  # those of `_running` whose store was closed: they have no events
+        # Keys that were looked up in this step, and those of them that the keeper has.
+        self._known: set[bytes] = set()
+        self._hits: set[bytes] = set()
+        # The last request that was asked about in this step, its keys, and how many of them the last call had.
+        self._asked: tuple[str, list[bytes], int] = ("", [], 0)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._pinned = 4 * primary_kv_view.nbytes  # by jobs, at most; vLLM rarely gives a row to several
         self._open(self._timeout_s)
@@ -152,35 +157,33 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say whether the keeper has a chunk. vLLM asks for each chunk of each waiting request, in each step."""
-        try:
-            found = self._found[key]
-        except KeyError:
-            found = self._ask(key, req_context)
+        if key not in self._known:
+            self._ask(key, req_context)
         # A chunk that could not be loaded would be promoted again without end, if it were still found.
-        if self._failed and key in self._failed.get(req_context.req_id, ()):
-            return LookupResult.MISS
-        return found
+        if key not in self._hits or (self._failed and key in self._failed.get(req_context.req_id, ())):
+            return _MISS
+        return _HIT
 
-    def _ask(self, key: bytes, context: Any) -> LookupResult:
+    def _ask(self, key: bytes, context: Any) -> None:
         """Ask for a key, and for those that vLLM is likely to look up next."""
-        request, count = self._asked
-        count = min(count * _MORE, MAX_KEYS) if request == context.req_id else _FIRST_KEYS
-        self._asked = (context.req_id, count)
-        # vLLM's keys of the request, in order. It looks prefixes up forwards, and sliding windows backwards.
-        keys = list(context._offload_key_positions)  # noqa: SLF001 - vLLM has no other way to ask
+        request, keys, count = self._asked
+        if request == context.req_id:
+            count = min(count * _MORE, MAX_KEYS)
+        else:  # vLLM's keys of the request, in order
+            keys, count = list(context._offload_key_positions), _FIRST_KEYS  # noqa: SLF001 - there is no other way
+        self._asked = (context.req_id, keys, count)
         try:
             at = keys.index(key)
-            backwards = at + 1 < len(keys) and keys[at + 1] in self._found
+            # vLLM looks prefixes up forwards, and sliding windows backwards.
+            backwards = at + 1 < len(keys) and keys[at + 1] in self._known
             keys = keys[max(0, at + 1 - count) : at + 1] if backwards else keys[at : at + count]
         except ValueError:
             keys = [key]
         try:
-            there = self._store.exists(_store_keys(keys))
+            self._hits.update(compress(keys, self._store.exists(_store_keys(keys))))
         except Exception as error:  # noqa: BLE001 - the scheduler would end
             self._log.error(error)
-            there = [False] * len(keys)
-        self._found.update(zip(keys, map(_LOOKUPS.__getitem__, there)))
-        return self._found[key]
+        self._known.update(keys)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Start to copy chunks to the keeper."""
@@ -196,9 +199,8 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         try:
             start = self._store.start_get if kind is _LOADS else self._store.start_put
             if kind is _STORES:  # vLLM gives their keys as a set
-                row = dict(zip(keys, rows))
-                keys = sorted(keys, key=lambda key: context.get_offload_key_position(key) or 0)
-                rows = [row[key] for key in keys]
+                row, keys = dict(zip(keys, rows)), _in_order(keys, context)
+                rows = list(map(row.__getitem__, keys))
             for part, at in zip(parts(keys), parts(rows)):
                 self._running[start(_store_keys(part), self._rows, rows=at, timeout=self._timeout_s)] = job, part
                 job.parts, left = job.parts + 1, left - len(part)
@@ -212,21 +214,32 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if not isinstance(error, (Closed, Timeout)):  # by `shutdown`, or by the time limit
             self._log.error(error)
 
-    def _note(self, call: Transfer[list[bool]]) -> None:
-        """Take note of a call that has ended."""
-        job, keys = self._running.pop(call)
+    def _note(self, calls: Iterable[Transfer[list[bool]]]) -> None:
+        """Take note of calls that have ended."""
+        seen: list[bool] = []  # for each call whether all chunks are there, and whether some are
+        for call in calls:
+            entry = self._running.pop(call, None)
+            if entry is None:  # its outcome was noted before
+                continue
+            job, keys = entry
+            try:
+                done = call.result(0)
+                whole = all(done)
+                good = keys if whole else list(compress(keys, done))
+                job.good += good
+                job.seconds = max(job.seconds, call.nanos / 1e9)
+                self._counts[job.kind, "done"] += len(good)
+                seen += (whole, bool(good) or whole)
+            except Exception as error:  # noqa: BLE001 - the scheduler would end
+                self._fail(job.kind, len(keys), error)
+            job.parts -= 1
+            if not job.parts:
+                self._ended.append(job)
         try:
-            done = call.result(0)
-            good = keys if all(done) else [key for key, right in zip(keys, done) if right]
-            job.good += good
-            self._counts[job.kind, "done"] += len(good)
-            self._explain(self._log.noted(self._store, done))
+            if seen:
+                self._explain(self._log.noted(self._store, seen))
         except Exception as error:  # noqa: BLE001 - the scheduler would end
-            self._fail(job.kind, len(keys), error)
-        job.seconds = max(job.seconds, call.nanos / 1e9)
-        job.parts -= 1
-        if not job.parts:
-            self._ended.append(job)
+            self._log.error(error)
 
     def _explain(self, stats: dict[str, Any]) -> None:
         """Count why chunks are missing: also those of calls that have ended, and were not noted yet."""
@@ -238,8 +251,11 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def get_finished_jobs(self) -> list[JobResult]:
         """Return the jobs that have ended since the last call."""
         try:
-            for event in self._store.events() if self._running else ():
-                self._note(event.transfer)
+            if self._left:
+                self._note([call for call in self._left if call.done()])
+                self._left = [call for call in self._left if call in self._running]
+            if len(self._running) > len(self._left):
+                self._note([event.transfer for event in self._store.events()])
         except Exception as error:  # noqa: BLE001 - the scheduler would end
             self._log.error(error)
         ended, self._ended = self._ended, []
@@ -259,8 +275,9 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM gives it
         """Forget what was found: chunks come and go between steps."""
-        self._found.clear()
-        self._asked = ("", _FIRST_KEYS)
+        self._known.clear()
+        self._hits.clear()
+        self._asked = ("", [], 0)
 
     def drain_jobs(self) -> None:
         """Wait until nothing touches the primary tier.
@@ -279,24 +296,26 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         for call in list(self._running):
             with suppress(Error, TimeoutError):
                 call.result(max(0.0, end - time.monotonic()))
-            if call.done():
-                self._note(call)
+        self._note([call for call in self._running if call.done()])
 
     def _close(self) -> None:
         """Close the store. Copies that run end first, and jobs that wait fail."""
         self._store.close()
         self._wait(0)
+        self._left = list(self._running)
 
     def shutdown(self) -> None:
         """Close the store, and let go of the primary tier."""
         self._close()
-        with suppress(BufferError):  # a copy still runs, long after its time limit
-            self._rows.release()
+        if self._running:
+            logger.error("%d copies of the primary tier still run, and may write into it", len(self._running))
+        self._rows.release()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingCounterMetadata]:  # noqa: ARG003
         """Return the metrics of the tier. vLLM itself counts lookups, hits, bytes and seconds of each tier."""
-        others = "away (no keeper), late (not done within timeout_ms), failed (all others"
+        away = "away (no keeper, or it has not answered in time)"
+        others = f"{away}, late (loads not done, and stores not begun, within timeout_ms), failed (all others"
         loads = f"Chunks to be loaded from the keeper, by result: done, absent, changed while copied, {others})."
         stores = f"Chunks to be stored in the keeper, by result: done, {others}, and those without room)."
         return {
@@ -312,6 +331,15 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         for (kind, result), count in counts.items():
             stats.increase_counter(kind, count, (result,))
         return stats
+
+
+def _in_order(keys: list[bytes], context: Any) -> list[bytes]:
+    """Return the keys of chunks in the order of their request. Those that are not of the request come first."""
+    positions = context._offload_key_positions  # noqa: SLF001 - a call for each key takes longer than the sort
+    try:
+        return sorted(keys, key=positions.get)
+    except TypeError:
+        return sorted(keys, key=lambda key: positions.get(key) or 0)
 
 
 def _store_keys(keys: Sequence[bytes]) -> list[bytes]:
