@@ -1,5 +1,5 @@
 //! `exists` of 1,000 keys of a keeper: microseconds a call, beside a `HashSet` with as many keys in this process.
-//! The `HashSet` has the default hash function, SipHash.
+//! The `HashSet` has the default hash function, `SipHash`.
 //!
 //! `cargo bench -p llm-datadist-keeper --bench exists`. Medians of rounds, in which the two take turns, over keys in random order.
 //! The keepers are full: their indexes are as crowded as they get. The index of the small one fits into the cache of a core, and that

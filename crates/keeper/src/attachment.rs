@@ -40,6 +40,9 @@ pub(crate) struct Attachment {
     reported: ReportedPlaces,
 }
 
+/// Values that were sent in one message, and where the results go.
+type SentPart<'a> = (&'a [(StoreKey, Window<'a>)], &'a mut [Stored]);
+
 /// The memory of a keeper. This process has mapped it read-only.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
@@ -239,11 +242,7 @@ impl Attachment {
     }
 
     /// Waits for what became of the values of one message.
-    fn take_results(
-        &self,
-        sent: Option<(&[(StoreKey, Window<'_>)], &mut [Stored])>,
-        deadline: Deadline,
-    ) -> Result<()> {
+    fn take_results(&self, sent: Option<SentPart<'_>>, deadline: Deadline) -> Result<()> {
         let Some((pairs, results)) = sent else { return Ok(()) };
         match self.connection.reply(deadline)? {
             KeeperReply::Put(stored) if stored.len() == results.len() => {
@@ -256,6 +255,28 @@ impl Attachment {
             }
             _ => Err(unexpected()),
         }
+    }
+
+    /// Makes each hit whose bytes do not have their checksum a miss, and reports its place. Returns how many there were.
+    pub(crate) fn refuse_corrupt<'a>(
+        &self,
+        places: &[Option<Place>],
+        checksums: &[u64],
+        copied: impl Iterator<Item = (&'a StoreKey, &'a Window<'a>)>,
+        hits: &mut [bool],
+    ) -> Result<u64> {
+        if checksums.is_empty() {
+            return Ok(0);
+        }
+        let found: Vec<_> = copied.enumerate().filter(|(at, _)| hits[*at]).collect();
+        let sums = window_sums(found.iter().map(|(_, (key, value))| (&key.bytes()[..], **value)))?;
+        let mut wrong = Vec::new();
+        for ((at, _), _) in found.iter().zip(sums).filter(|((at, _), sum)| checksums[*at] != *sum) {
+            hits[*at] = false;
+            wrong.extend(places[*at]);
+        }
+        self.report_corrupt(&wrong);
+        Ok(wrong.len() as u64)
     }
 
     /// Tells the keeper which places have values that do not match their checksums, as far as its queue has room. This client takes

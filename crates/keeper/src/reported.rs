@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::index::Place;
 
 /// The most places that are remembered: a keeper that is behind with more of them has a broken machine.
-const MOST: usize = 256;
+const MAX_REPORTED: usize = 256;
 
 /// Places whose values the keeper was told not to match their checksums. The keeper may not have read this yet, so it may still have them.
 #[derive(Debug, Default)]
@@ -21,7 +21,7 @@ impl ReportedPlaces {
     /// Adds a place. The oldest one is forgotten if there are too many.
     pub(crate) fn add(&self, place: Place) {
         let mut places = self.places();
-        if places.len() == MOST {
+        if places.len() == MAX_REPORTED {
             places.pop_front();
         }
         places.push_back(place);

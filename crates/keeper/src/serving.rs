@@ -147,17 +147,7 @@ impl KeeperLoop {
     }
 
     fn answer(&mut self, number: u64, message: &[u8], descriptors: Vec<PeerFile>) -> Result<(), Goodbye> {
-        if self.clients.get(number).is_some_and(|client| client.attached.is_none())
-            && let Some(version) = version_of(message)
-        {
-            // Before the rest, which may be another one in another version.
-            admission::check_version(version)?;
-        }
-        let request = decoded::<KeeperRequest>(message)?;
-        if !descriptors.is_empty() && !matches!(request, KeeperRequest::Attach(_)) {
-            return Err(Goodbye::refused("", "only an attach request may come with a descriptor"));
-        }
-        self.check_request(number, &request)?;
+        let request = self.checked(number, message, &descriptors)?;
         if let Some(client) = self.clients.get(number)
             && let Some(attached) = &client.attached
             && attached.role < request.needs()
@@ -202,6 +192,27 @@ impl KeeperLoop {
             }
         };
         send_reply(&self.clients.attached(number)?.0.socket, &reply)
+    }
+
+    /// Reads a request. Returns the reason if a client may not send it, whatever its role.
+    fn checked(
+        &self,
+        number: u64,
+        message: &[u8],
+        descriptors: &[PeerFile],
+    ) -> Result<KeeperRequest, Goodbye> {
+        if self.clients.get(number).is_some_and(|client| client.attached.is_none())
+            && let Some(version) = version_of(message)
+        {
+            // Before the rest, which may be another one in another version.
+            admission::check_version(version)?;
+        }
+        let request = decoded::<KeeperRequest>(message)?;
+        if !descriptors.is_empty() && !matches!(request, KeeperRequest::Attach(_)) {
+            return Err(Goodbye::refused("", "only an attach request may come with a descriptor"));
+        }
+        self.check_request(number, &request)?;
+        Ok(request)
     }
 
     /// Returns the reason if a client may not ask this, because it has not attached or only looks.

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all, window_sums};
+use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::attachment::{Attachment, SharedMemory};
@@ -122,7 +122,7 @@ impl Store {
             let checksums = self.checksums_at(attachment, &places);
             let mut hits = still(&attachment.memory, &places);
             let copied = keys.iter().zip(into);
-            let corrupt = self.refuse_corrupt(attachment, &places, &checksums, copied, &mut hits)?;
+            let corrupt = attachment.refuse_corrupt(&places, &checksums, copied, &mut hits)?;
             self.count_found(&places, &hits, corrupt, &mut counts);
             slots.extend(
                 places.iter().zip(&hits).filter_map(|(place, &hit)| Some(place.filter(|_| hit)?.slot)),
@@ -192,29 +192,6 @@ impl Store {
         let checksum =
             |place: &Option<Place>| place.map_or(0, |place| attachment.memory.index.checksum(place.slot));
         if self.keeper.checksums() { places.iter().map(checksum).collect() } else { Vec::new() }
-    }
-
-    /// Makes each hit whose bytes do not have their checksum a miss, and reports its place. Returns how many there were.
-    fn refuse_corrupt<'a>(
-        &self,
-        attachment: &Attachment,
-        places: &[Option<Place>],
-        checksums: &[u64],
-        copied: impl Iterator<Item = (&'a StoreKey, &'a Window<'a>)>,
-        hits: &mut [bool],
-    ) -> Result<u64> {
-        if checksums.is_empty() {
-            return Ok(0);
-        }
-        let found: Vec<_> = copied.enumerate().filter(|(at, _)| hits[*at]).collect();
-        let sums = window_sums(found.iter().map(|(_, (key, value))| (&key.bytes()[..], **value)))?;
-        let mut wrong = Vec::new();
-        for ((at, _), _) in found.iter().zip(sums).filter(|((at, _), sum)| checksums[*at] != *sum) {
-            hits[*at] = false;
-            wrong.extend(places[*at]);
-        }
-        attachment.report_corrupt(&wrong);
-        Ok(wrong.len() as u64)
     }
 
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first. Returns what became of each value.
@@ -597,7 +574,7 @@ mod tests {
             (store.checksums_at(&attachment, &places), still(&attachment.memory, &places));
         assert_eq!(hits, [true]);
         let copied = keys.iter().zip(&windows);
-        let corrupt = store.refuse_corrupt(&attachment, &places, &checksums, copied, &mut hits).unwrap();
+        let corrupt = attachment.refuse_corrupt(&places, &checksums, copied, &mut hits).unwrap();
         assert_eq!((corrupt, &hits[..]), (1, &[false][..]));
         assert_eq!(store.own_stats().unwrap(), StoreStats { attached: 1, ..StoreStats::default() });
         let mut counted = StoreStats::default();

@@ -776,7 +776,7 @@ fn observers_put_nothing_and_are_limited() {
         [&*with_key(b"\x04\x01"), b"\x64"].concat(),
         with_key(b"\x05\x01"),
     );
-    let (touch, clear, corrupt) = (b"\x02\x01\x00", b"\x0a\x00", b"\x0f\x00");
+    let (touch, clear, corrupt) = (b"\x02\x01\x00", b"\x0a\x00", b"\x0f\x00\x00");
     for request in [&*put, touch, &*drop, &*lease, &*unlease, clear, corrupt] {
         let answer = message(request);
         assert!(answer.contains("a client that only looks may change nothing"), "{request:?}: {answer}");

@@ -100,7 +100,10 @@ pub(crate) fn value_size(value: Option<&Any<'_>>) -> PyResult<u64> {
 
 /// Reads a truth value.
 pub(crate) fn truth(name: &str, value: &Any<'_>) -> PyResult<bool> {
-    value.cast::<PyBool>().map(|value| value.is_true()).map_err(|_| wrong_type(name, "a bool", value))
+    value
+        .cast::<PyBool>()
+        .map(pyo3::types::PyBoolMethods::is_true)
+        .map_err(|_| wrong_type(name, "a bool", value))
 }
 
 /// Reads what a client shows to a keeper, and whose keeper it trusts. No error has the token in its text.

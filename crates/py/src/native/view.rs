@@ -86,16 +86,7 @@ impl NativeView {
     #[getter]
     fn values<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
         let (py, this) = (slf.py(), slf.get());
-        let make = || {
-            let view = this.view(py)?;
-            let buffer = |at| match view.value(at) {
-                Some(_) => PyMemoryView::from(&class(py)?.call1((slf, at))?).map(Some),
-                None => Ok(None),
-            };
-            let buffers: PyResult<Vec<_>> = (0..view.leased().len()).map(buffer).collect();
-            PyTuple::new(py, buffers?).map(Bound::unbind)
-        };
-        let values = this.values.get_or_try_init(py, make)?.bind(py).clone();
+        let values = this.values.get_or_try_init(py, || buffers_of(slf))?.bind(py).clone();
         // Afterwards: the end releases what was made before it.
         if this.ended.load(Ordering::SeqCst) {
             return Err(PyValueError::new_err("the view has ended"));
@@ -151,6 +142,17 @@ impl NativeView {
         let found = (0..keys).filter(|&at| view.value(at).is_some()).count();
         Ok(format!("StoreView(keys={keys}, found={found})"))
     }
+}
+
+/// Makes the buffers of a view: one for each key with a value.
+fn buffers_of(view: &Bound<'_, NativeView>) -> PyResult<Py<PyTuple>> {
+    let (py, values) = (view.py(), view.get().view(view.py())?);
+    let buffer = |at| match values.value(at) {
+        Some(_) => PyMemoryView::from(&class(py)?.call1((view, at))?).map(Some),
+        None => Ok(None),
+    };
+    let buffers: PyResult<Vec<_>> = (0..values.leased().len()).map(buffer).collect();
+    PyTuple::new(py, buffers?).map(Bound::unbind)
 }
 
 /// The bytes of a value. It is the base of the class that has the buffer protocol.
