@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -167,7 +168,7 @@ class _Layout(NamedTuple):
     @classmethod
     def described(cls, desc: Any) -> _Layout:
         """Return the layout that a ``MemoryLayoutDesc`` describes."""
-        sizes = (dtype.itemsize * _product(shape) for shape, dtype in zip(desc.shapes, desc.dtypes))
+        sizes = (dtype.itemsize * math.prod(map(int, shape)) for shape, dtype in zip(desc.shapes, desc.dtypes))
         return cls(sum(sizes), tuple(desc.shapes), tuple(desc.dtypes))
 
     def text(self) -> str:
@@ -198,8 +199,7 @@ class _Stores:
             store = self._open(layout)
             for part in parts(chain):
                 memory = [(c_ubyte * layout.bytes).from_address(objects[at].data_ptr) for at in part]
-                results = call(store, [_store_key(keys[at]) for at in part], memory)
-                for at, result in zip(part, results):
+                for at, result in zip(part, call(store, [_store_key(keys[at]) for at in part], memory)):
                     done[at] = result
             self._log.noted(store, [done[at] for at in chain])
         return done
@@ -250,12 +250,8 @@ class _Stores:
             with KeeperObserver(self.settings.socket, timeout=_ANSWER_S, **self.settings.access):
                 healthy = not self._closed and all(each["refused"] is None for each in stats)
         names = ("hits", "misses_absent", "misses_changed", "misses_corrupt", "misses_away", "puts_away")
-        return {
-            "is_healthy": healthy,
-            "socket": self.settings.socket,
-            "layouts": len(stats),
-            **{name: sum(each[name] for each in stats) for name in names},
-        }
+        counts = {name: sum(each[name] for each in stats) for name in names}
+        return {"is_healthy": healthy, "socket": self.settings.socket, "layouts": len(stats), **counts}
 
     def failed(self, error: Exception) -> None:
         """Log that a task has failed."""
@@ -283,8 +279,7 @@ class _Stores:
         kept = self._kept(layout)
         if kept is None:
             facts = {"lmcache": self._version, "layout": layout.text()}
-            # Keys have the name of the model.
-            text = namespace("lmcache", "any", self.settings.revision, facts)
+            text = namespace("lmcache", "any", self.settings.revision, facts)  # keys have the name of the model
             # Without the lock, because it may wait for the keeper.
             options = self.settings.store_options
             made = Store(self.settings.socket, namespace=text, value=layout.bytes, timeout=_ANSWER_S, **options)
@@ -401,10 +396,3 @@ def _bitmap(bits: Sequence[bool]) -> Bitmap:
         if bit:
             made.set(at)
     return made
-
-
-def _product(numbers: Iterable[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= int(number)
-    return result
