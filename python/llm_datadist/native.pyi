@@ -1184,7 +1184,7 @@ class Store:
 
     ``start_get`` and ``start_put`` return a ``Transfer`` at once. Wait for it, ``await`` it, or take what has ended
     from ``events`` when ``fileno`` is readable. At most 4,096 transfers of a store run or have an outcome that was not
-    taken. The buffers of a transfer are let go when the program learns of its end, or with the next call of
+    taken. The store releases the buffers of a transfer when the program learns of its end, or with the next call of
     ``start_get``, ``start_put`` or ``events``.
 
     Args:
@@ -1192,8 +1192,7 @@ class Store:
         namespace: text of 1 to 4,096 bytes that stands for everything that gives values their meaning: model, revision,
             element type, layout, ranks, versions. Stores with other texts share nothing.
         value: bytes of each value, as a number or a text such as ``"64KiB"``. All stores of a namespace have the same.
-        timeout: seconds after which ``put``, ``drop``, ``stats`` and started calls give up, if they have no ``timeout``
-            of their own.
+        timeout: time limit in seconds of opening the store, and of each call that has no ``timeout`` of its own.
         queue: largest number of bytes of values of started calls that have not ended, as a number or a text. A further
             call raises ``Busy``.
         checksums: whether ``put`` gives each value a checksum (XXH3, 64 bits), and ``get`` compares it with the bytes
@@ -1209,7 +1208,8 @@ class Store:
     Raises:
         TypeError: an argument has the wrong type.
         InvalidArgument: an argument is out of range, or the keeper refuses it: its values are smaller, the namespace
-            has values of another size or other ``checksums``, the token is none of its own, or its version differs.
+            has values of another size or other ``checksums``, the keeper does not know the token, or its version
+            differs.
         Error: the system refuses the connection, a process of another user listens at the socket, or the keeper has
             reached a limit.
     """
