@@ -519,7 +519,7 @@ def test_lane_that_has_died_is_noticed(layers: Layers, caplog: pytest.LogCapture
     with pytest.raises(RuntimeError, match=r"\(d2h\) have ended"):
         layers.save("refused", (0, 0))
     assert layers.ended == []
-    assert "(d2h) end" in caplog.text
+    eventually(lambda: "(d2h) end" in caplog.text)
     assert layers.buffers.stop()
 
 

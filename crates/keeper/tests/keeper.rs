@@ -524,7 +524,7 @@ fn leases_end_with_their_time_and_with_their_store() {
     fill(100);
     assert_eq!(one.exists(&keys).unwrap(), granted);
     one.unlease(&keys[..4], soon()).unwrap();
-    assert_eq!(leased(), 6);
+    wait_for("the end of 4 leases", || leased() == 6);
     fill(200);
     assert_eq!(one.exists(&keys).unwrap(), [vec![false; 4], vec![true; 6], vec![false; 2]].concat());
     drop(one);

@@ -27,6 +27,7 @@ RATES = {
     "forbidden": "requests above a role",
 }
 """The counters that grow, with their meaning."""
+_RARE = ("corrupt", "wrong_reports", "forbidden")  # `store top` has few lines
 
 
 def stats(socket: str, counted: KeeperStats) -> str:
@@ -41,6 +42,8 @@ def rates(socket: str, counted: KeeperStats, before: KeeperStats, seconds: float
     rows = [("", "a second", "in all")]
     grown = {name: _grown(name, counted, before) for name in (*RATES, "puts", "put_nanos")}
     for name, meaning in RATES.items():
+        if name in _RARE and not counted[name]:  # type: ignore[literal-required]
+            continue
         in_all = _number(name, counted[name])  # type: ignore[literal-required]
         rows.append((meaning, _number(name, grown[name] / seconds), in_all))
     rows.append(("time of a put", _put_time(grown), _put_time(counted)))

@@ -86,7 +86,9 @@ CONNECTOR: dict[str, Sequence[str]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks[]": ("blocks",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock[]": ("block_id", "block_hash", "is_null"),
     "vllm.v1.metrics.cache_hit_source:CacheHitSource[]": ("P2P",),
-    "vllm.v1.outputs:KVConnectorOutput[]": ("finished_sending", "finished_recving", "kv_connector_worker_meta"),
+    "vllm.v1.outputs:KVConnectorOutput[]": (
+        *("finished_sending", "finished_recving", "kv_connector_worker_meta", "invalid_block_ids"),
+    ),
     "vllm.v1.request:Request[]": (
         *("request_id", "status", "num_prompt_tokens", "prompt_token_ids", "kv_transfer_params", "lora_request"),
         "num_computed_tokens",
@@ -141,7 +143,7 @@ STORE_TIER: dict[str, Sequence[str]] = {
     f"{_OFFLOADING_BASE}:OffloadingCounterMetadata": ("documentation", "labelnames"),
     f"{_OFFLOADING_BASE}:OffloadingSpec[]": ("config",),
     # The keys of a request, so that lookups of one chunk at a time need few calls of the store.
-    f"{_OFFLOADING_BASE}:ReqContext[]": ("req_id", "get_offload_key_position", "_offload_key_positions"),
+    f"{_OFFLOADING_BASE}:ReqContext[]": ("req_id", "_offload_key_positions"),
     f"{_OFFLOADING_BASE}:RequestOffloadingContext": (),
     f"{_OFFLOADING_CONFIG}:OffloadingCacheConfig[]": ("tokens_per_hash", "blocks_per_chunk"),
     f"{_OFFLOADING_CONFIG}:OffloadingConfig[]": (
