@@ -56,7 +56,7 @@ pub mod keeper {
     pub use crate::options::link_token;
     pub use crate::session::{KeyProof, Poller, Watching};
     pub use crate::token_file::{read as read_token_file, secret_text};
-    pub use crate::transfer::{ClientCalls, ClientLane};
+    pub use crate::transfer::{ClientCallKind, ClientCalls};
 }
 
 /// Calls of the native API that every language makes in the same way.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 
-use llm_datadist_core::bindings::keeper::{ClientCalls, ClientLane};
+use llm_datadist_core::bindings::keeper::{ClientCallKind, ClientCalls};
 use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Deadline, Error, ErrorKind, EventQueue, Result, Transfer};
 
@@ -65,13 +65,13 @@ impl StartedCalls {
     /// `Err(Closed)` once the calls were ended.
     pub(crate) fn start(
         &self,
-        lane: ClientLane,
+        kind: ClientCallKind,
         bytes: u64,
         deadline: Deadline,
         work: impl FnOnce(Deadline) -> Result<u64> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
         let pinned = self.pin(bytes)?;
-        let started = self.calls()?.start(lane, deadline, move |deadline| {
+        let started = self.calls()?.start(kind, deadline, move |deadline| {
             let _pinned = pinned;
             work(deadline)
         });

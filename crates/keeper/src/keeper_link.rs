@@ -130,7 +130,7 @@ impl KeeperLink {
     }
 
     /// Returns whether a call would not attach: there is an attachment, or the next attempt comes later.
-    pub(crate) fn is_settled(&self) -> bool {
+    pub(crate) fn answers_at_once(&self) -> bool {
         self.check_process().is_err() || {
             let state = self.state();
             let alive = state.attached.as_ref().is_some_and(|attachment| attachment.connection.alive());

@@ -52,11 +52,11 @@ struct Namespace {
 
 impl Namespace {
     fn unused(&self) -> bool {
-        self.readers == 0 && !self.settled()
+        self.readers == 0 && !self.has_fixed_terms()
     }
 
     /// Returns whether values or writers decide its terms.
-    fn settled(&self) -> bool {
+    fn has_fixed_terms(&self) -> bool {
         self.writers > 0 || self.values > 0
     }
 }
@@ -102,7 +102,9 @@ impl Namespaces {
             None => self.learn(text, terms)?,
         };
         match self.all.get_mut(&number) {
-            Some(namespace) if namespace.terms == terms || !namespace.settled() => Ok((number, namespace)),
+            Some(namespace) if namespace.terms == terms || !namespace.has_fixed_terms() => {
+                Ok((number, namespace))
+            }
             other => Err(other_terms(terms, other.map_or(terms, |namespace| namespace.terms))),
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use llm_datadist_core::bindings::keeper::{ClientLane, Window};
+use llm_datadist_core::bindings::keeper::{ClientCallKind, Window};
 use llm_datadist_core::{Deadline, EventQueue, Result, Transfer};
 
 use crate::key::StoreKey;
@@ -68,7 +68,7 @@ impl Store {
         let get = |store: &Store, keys: &[StoreKey], into: &[Window<'_>], deadline: Deadline| {
             store.get_while(keys, into, || deadline.waiting("copying values"))
         };
-        self.start(ClientLane::Reads, keys, into, deadline, get)
+        self.start(ClientCallKind::Reads, keys, into, deadline, get)
     }
 
     /// Starts a [`put`](Store::put), and returns at once. Puts of a store run one after the other, in the order in which they were
@@ -90,12 +90,12 @@ impl Store {
             let stored = store.put_while(keys, values, deadline, || deadline.waiting("storing values"))?;
             Ok(stored.into_iter().map(has_value).collect())
         };
-        self.start(ClientLane::Writes, keys, values, deadline, put)
+        self.start(ClientCallKind::Writes, keys, values, deadline, put)
     }
 
     fn start(
         self: &Arc<Self>,
-        lane: ClientLane,
+        kind: ClientCallKind,
         keys: Vec<StoreKey>,
         memory: impl JobMemory,
         deadline: Deadline,
@@ -106,7 +106,7 @@ impl Store {
         let (store, value, filled, begun) =
             (self.clone(), self.value_bytes(), results.clone(), waited.clone());
         let bytes = value.saturating_mul(keys.len() as u64);
-        let transfer = self.jobs.start(lane, bytes, deadline, move |deadline| {
+        let transfer = self.jobs.start(kind, bytes, deadline, move |deadline| {
             // Like the results, it is set once, because a job runs once.
             let _ = begun.set(nanos_since(started));
             let done = call(&store, &keys, &memory.windows()?, deadline)?;
@@ -469,17 +469,17 @@ mod tests {
     }
 
     #[test]
-    fn a_store_is_settled_unless_it_would_attach() {
+    fn a_store_answers_at_once_unless_it_would_attach() {
         let path = SilentPath::new();
         let store = opened(&path);
-        while store.is_settled() {
+        while store.answers_at_once() {
             sleep(Duration::from_millis(1));
         }
         let _keeper = keeper(&path);
         assert_eq!(store.exists(&[key(1)]).unwrap(), [false]);
-        assert!(store.is_settled());
+        assert!(store.answers_at_once());
         store.close();
-        assert!(store.is_settled());
+        assert!(store.answers_at_once());
     }
 
     fn some_keys(count: u32) -> Vec<StoreKey> {

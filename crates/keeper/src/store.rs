@@ -65,8 +65,8 @@ impl Store {
     }
 
     /// Returns whether [`exists`](Self::exists) would return at once, because it would not try to attach.
-    pub fn is_settled(&self) -> bool {
-        self.keeper.is_settled()
+    pub fn answers_at_once(&self) -> bool {
+        self.keeper.answers_at_once()
     }
 
     /// Copies the value of each key into the window at the same position. Returns which values are complete and right; the other

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::async_call::CallPurpose;
 use super::async_calls::AsyncCalls;
-use super::executor::{ClientLane, Executor, JobClass};
+use super::executor::{ClientCallKind, Executor, JobClass};
 use crate::cache::CallRows;
 use crate::error::Result;
 use crate::events::{EventQueue, Transfer};
@@ -33,18 +33,18 @@ impl ClientCalls {
         self.calls.queue()
     }
 
-    /// Starts a call that runs `work` on a worker of its lane. Calls of a lane begin in the order in which they were started.
+    /// Starts a call that runs `work` on a worker. Calls of a kind begin in the order in which they were started.
     ///
     /// A call that has not begun when `deadline` passes ends then. The waits of the deadline that `work` gets end early once the call is
     /// stopped. Whatever `work` holds is dropped before the end of the call is reported. Returns `Err(Busy)` beyond the limit, and
     /// `Err(Closed)` once the calls were closed.
     pub fn start(
         &self,
-        lane: ClientLane,
+        kind: ClientCallKind,
         deadline: Deadline,
         work: impl FnOnce(Deadline) -> Result<u64> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
-        let purpose = CallPurpose::new(None, JobClass::Client(lane), deadline);
+        let purpose = CallPurpose::new(None, JobClass::Client(kind), deadline);
         self.calls.start(purpose, CallRows::none(), Box::new(|_, deadline| work(deadline)))
     }
 
@@ -77,7 +77,7 @@ mod tests {
     /// A call that reports its number when it begins, and runs until the returned sender sends or is dropped.
     fn blocking(
         calls: &ClientCalls,
-        lane: ClientLane,
+        kind: ClientCallKind,
         begun: &Sender<usize>,
         number: usize,
     ) -> (Arc<Transfer>, Sender<()>) {
@@ -87,19 +87,19 @@ mod tests {
             let _ = gate.recv();
             Ok(number as u64)
         };
-        (calls.start(lane, soon(), work).unwrap(), open)
+        (calls.start(kind, soon(), work).unwrap(), open)
     }
 
     #[test]
     fn reads_do_not_wait_for_writes_and_writes_run_one_after_the_other() {
         let (calls, (begun, order)) = (ClientCalls::new(100), channel());
-        let writes: Vec<_> = (0..3).map(|at| blocking(&calls, ClientLane::Writes, &begun, at)).collect();
+        let writes: Vec<_> = (0..3).map(|at| blocking(&calls, ClientCallKind::Writes, &begun, at)).collect();
         assert_eq!(order.recv(), Ok(0));
-        let reads: Vec<_> = (10..12).map(|at| blocking(&calls, ClientLane::Reads, &begun, at)).collect();
+        let reads: Vec<_> = (10..12).map(|at| blocking(&calls, ClientCallKind::Reads, &begun, at)).collect();
         let mut both = [order.recv().unwrap(), order.recv().unwrap()];
         both.sort_unstable();
         assert_eq!(both, [10, 11], "two reads run beside each other and beside the write");
-        let (third, _open) = blocking(&calls, ClientLane::Reads, &begun, 12);
+        let (third, _open) = blocking(&calls, ClientCallKind::Reads, &begun, 12);
         assert!(
             order.recv_timeout(Duration::from_millis(20)).is_err(),
             "the workers of a client are bounded"
@@ -117,12 +117,13 @@ mod tests {
     #[test]
     fn a_call_that_waits_ends_at_its_deadline_and_drops_what_it_holds() {
         let (calls, (begun, order)) = (ClientCalls::new(100), channel());
-        let (first, open) = blocking(&calls, ClientLane::Writes, &begun, 0);
+        let (first, open) = blocking(&calls, ClientCallKind::Writes, &begun, 0);
         assert_eq!(order.recv(), Ok(0));
         let held = Arc::new(());
         let kept = held.clone();
         let deadline = Deadline::after(Duration::from_millis(5)).named("timeout");
-        let late = calls.start(ClientLane::Writes, deadline, move |_| Ok(Arc::strong_count(&kept) as u64));
+        let late =
+            calls.start(ClientCallKind::Writes, deadline, move |_| Ok(Arc::strong_count(&kept) as u64));
         let late = late.unwrap();
         let error = late.join(soon()).unwrap_err();
         assert_eq!((error.kind(), Arc::strong_count(&held)), (ErrorKind::Timeout, 1));
@@ -137,7 +138,7 @@ mod tests {
         let (calls, (begun, order)) = (ClientCalls::new(100), channel());
         let stopped = Arc::new(Mutex::new(None));
         let (reports, told) = (stopped.clone(), begun.clone());
-        let running = calls.start(ClientLane::Writes, soon(), move |deadline| {
+        let running = calls.start(ClientCallKind::Writes, soon(), move |deadline| {
             told.send(0).unwrap();
             while deadline.waiting("testing").is_ok() {
                 std::thread::sleep(Duration::from_millis(1));
@@ -147,13 +148,13 @@ mod tests {
         });
         let (running, queue) = (running.unwrap(), calls.events().clone());
         assert_eq!(order.recv(), Ok(0));
-        let (waiting, _open) = blocking(&calls, ClientLane::Writes, &begun, 1);
+        let (waiting, _open) = blocking(&calls, ClientCallKind::Writes, &begun, 1);
         calls.close();
         assert_eq!(stopped.lock().unwrap().take(), Some(ErrorKind::Interrupted));
         for ended in [running, waiting] {
             assert_eq!(ended.peek().unwrap().unwrap_err().kind(), ErrorKind::Closed);
         }
-        let refused = calls.start(ClientLane::Reads, soon(), |_| Ok(0));
+        let refused = calls.start(ClientCallKind::Reads, soon(), |_| Ok(0));
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(queue.poll(1).unwrap_err().kind(), ErrorKind::Closed);
         drop(calls);
@@ -163,7 +164,7 @@ mod tests {
     #[test]
     fn calls_beyond_the_limit_are_refused_until_an_outcome_is_taken() {
         let calls = ClientCalls::new(2);
-        let start = || calls.start(ClientLane::Reads, soon(), |_| Ok(7));
+        let start = || calls.start(ClientCallKind::Reads, soon(), |_| Ok(7));
         let (first, second) = (start().unwrap(), start().unwrap());
         assert!(first.wait(soon()).unwrap() && second.wait(soon()).unwrap());
         assert_eq!(start().unwrap_err().kind(), ErrorKind::Busy);

@@ -57,12 +57,12 @@ pub(crate) enum JobClass {
     /// Calls to several clusters. They may wait for each of them, so they use the workers of none of these.
     SeveralClusters,
     /// The calls of a client without an engine.
-    Client(ClientLane),
+    Client(ClientCallKind),
 }
 
-/// What calls of one client wait for: calls of one lane share workers, and never wait for those of the other one.
+/// What calls of one client wait for: calls of one kind share workers, and never wait for those of the other one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ClientLane {
+pub enum ClientCallKind {
     /// Calls that wait for nobody. A few run beside each other.
     Reads,
     /// Calls that wait for the other end, and run one after the other.
@@ -73,8 +73,8 @@ impl JobClass {
     /// Maximum number of workers at work for the class.
     fn max_workers(self) -> usize {
         match self {
-            JobClass::Client(ClientLane::Reads) => MAX_READERS_OF_CLIENT,
-            JobClass::Client(ClientLane::Writes) => 1,
+            JobClass::Client(ClientCallKind::Reads) => MAX_READERS_OF_CLIENT,
+            JobClass::Client(ClientCallKind::Writes) => 1,
             _ => MAX_WORKERS_OF_CLUSTER,
         }
     }

@@ -37,7 +37,7 @@ pub use delivery::{Delivery, LayerProgress, LayerSink, Outcome};
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
 pub(crate) use executor::JobClass;
-pub use executor::{ClientLane, Executor};
+pub use executor::{ClientCallKind, Executor};
 pub use grants::GrantClock;
 pub(crate) use group::Group;
 pub(crate) use layer_notice::LayerNotice;

@@ -169,7 +169,7 @@ impl NativeStore {
     #[pyo3(signature = (keys, /))]
     fn exists(&self, py: Python<'_>, keys: &Any<'_>) -> PyResult<Vec<bool>> {
         let (keys, store) = (self::keys(keys)?, &self.shared.store);
-        if store.is_settled() {
+        if store.answers_at_once() {
             return engine::attached(py, raise, || store.exists(&keys));
         }
         self.run(py, None, |store, _| store.exists(&keys))
