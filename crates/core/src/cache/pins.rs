@@ -16,7 +16,7 @@ use smallvec::{SmallVec, smallvec};
 use super::cache::Cache;
 use super::readiness::{OnReady, Readiness};
 use super::row_queues::{PINS, RowQueues, RowUse, counter_shift};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{Deadline, RowList};
 use crate::sync::MutexGuard;
@@ -30,8 +30,18 @@ pub struct CallRows(SmallVec<[CacheRows; 1]>);
 struct CacheRows {
     cache: Arc<Cache>,
     used: RowUse,
-    /// The call in the queues of the cache, if it waits there or has waited.
-    waiter: Option<u32>,
+    turn: Turn,
+}
+
+/// How far a call is in the queues of a cache.
+#[derive(Clone, Copy, Debug)]
+enum Turn {
+    /// It has not waited.
+    New,
+    /// The same, for the call that waits for the end of all others in a cache that was freed.
+    Last,
+    /// It waits as this waiter, or has waited.
+    Waiter(u32),
 }
 
 /// Rows that are taken for one call, together with their caches; given back on drop.
@@ -48,12 +58,22 @@ pub struct WaitingCall {
 
 impl CacheRows {
     fn new(cache: Arc<Cache>, used: RowUse) -> Self {
-        CacheRows { cache, used, waiter: None }
+        CacheRows { cache, used, turn: Turn::New }
     }
 
-    /// Locks the rows of the cache. `Err(OutOfMemory)` if their counters cannot be allocated.
+    /// Returns the call in the queues of the cache, if it waits there or has waited.
+    fn waiter(&self) -> Option<u32> {
+        if let Turn::Waiter(waiter) = self.turn { Some(waiter) } else { None }
+    }
+
+    /// Locks the rows of the cache. `Err(OutOfMemory)` if their counters cannot be allocated. `Err(CacheNotFound)` for a new call if
+    /// the cache was freed after the call had found it: its memory may be gone (`a_freed_cache_admits_no_call`).
     fn lock(&self) -> Result<MutexGuard<'_, RowQueues>> {
         let mut queues = self.cache.pins.lock();
+        ensure(!queues.is_closed() || !matches!(self.turn, Turn::New), || {
+            Error::new(ErrorKind::CacheNotFound, "the cache was freed before the call took its rows")
+                .with("cache_id", self.cache.id())
+        })?;
         queues.prepare(self.cache.rows())?;
         Ok(queues)
     }
@@ -176,7 +196,7 @@ impl CallRows {
         (waiters, entered): (Vec<u32>, Result<()>),
         readiness: Arc<Readiness>,
     ) -> Result<WaitingCall> {
-        self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.waiter = Some(waiter));
+        self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.turn = Turn::Waiter(waiter));
         let waiting = WaitingCall { rows: self, readiness };
         entered.map(|()| waiting)
     }
@@ -203,10 +223,9 @@ impl WaitingCall {
             {
                 let mut locked = self.rows.lock()?;
                 if self.readiness.is_ready() {
-                    for (CacheRows { used, waiter, .. }, queues) in self.rows.0.iter().zip(locked.iter_mut())
-                    {
-                        if let Some(waiter) = *waiter {
-                            queues.begin(waiter, used);
+                    for (rows, queues) in self.rows.0.iter().zip(locked.iter_mut()) {
+                        if let Some(waiter) = rows.waiter() {
+                            queues.begin(waiter, &rows.used);
                         }
                     }
                     drop(locked);
@@ -224,8 +243,9 @@ impl WaitingCall {
 
     /// Adds a row for which the call waits to an error.
     pub fn named(&self, error: Error) -> Error {
-        let blocking = self.rows.0.iter().find_map(|CacheRows { cache, waiter, .. }| {
-            cache.pins.lock().blocking((*waiter)?).map(|row| (cache.id(), row))
+        let blocking = self.rows.0.iter().find_map(|rows| {
+            let row = rows.cache.pins.lock().blocking(rows.waiter()?);
+            row.map(|row| (rows.cache.id(), row))
         });
         match blocking {
             Some((cache, row)) => error.with("cache_id", cache).with("row", row),
@@ -237,9 +257,9 @@ impl WaitingCall {
 impl Drop for WaitingCall {
     fn drop(&mut self) {
         let mut ready = ReadyCalls::default();
-        for CacheRows { cache, waiter, .. } in &self.rows.0 {
-            let Some(waiter) = *waiter else { continue };
-            ready.take(&mut cache.pins.lock(), |queues| queues.withdraw(waiter));
+        for rows in &self.rows.0 {
+            let Some(waiter) = rows.waiter() else { continue };
+            ready.take(&mut rows.cache.pins.lock(), |queues| queues.withdraw(waiter));
         }
     }
 }
@@ -265,7 +285,7 @@ impl Drop for ReadyCalls {
 impl Pin {
     /// Returns whether the call had to wait for the rows.
     pub fn waited(&self) -> bool {
-        self.0.0.iter().any(|rows| rows.waiter.is_some())
+        self.0.0.iter().any(|rows| rows.waiter().is_some())
     }
 
     /// Returns whether the call writes any of the rows.
@@ -293,15 +313,22 @@ impl Drop for Pin {
     }
 }
 
-/// Returns the rows of a call that waits until no call uses any row of `cache`.
+/// Returns the rows of a call that waits until no call uses any row of `cache`, which was freed. From now on, no new call takes any.
 pub fn all_rows(cache: &Arc<Cache>) -> Result<CallRows> {
-    let Some(step) = cache.pins.lock().step() else { return Ok(CallRows::none()) };
+    let step = {
+        let mut queues = cache.pins.lock();
+        queues.close();
+        queues.step()
+    };
+    let Some(step) = step else { return Ok(CallRows::none()) };
     let all = (0..cache.rows()).step_by(usize::try_from(step).unwrap_or(usize::MAX));
     let writes = fallible::collect_growing(PINS, all.size_hint().0, all)?.into();
-    Ok(CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }))
+    let used = RowUse { writes, ..RowUse::default() };
+    let rows = CacheRows { cache: cache.clone(), used, turn: Turn::Last };
+    Ok(CallRows(smallvec![rows]))
 }
 
-/// Waits until no call uses any row of `cache`.
+/// Waits until no call uses any row of `cache`, which was freed.
 pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
     all_rows(cache)?.pin(deadline).map(drop)
 }

@@ -54,6 +54,8 @@ pub(super) struct RowQueues {
     waiting: usize,
     /// Waiters whose entries have all become open, each at most once.
     ready: Vec<u32>,
+    /// Whether the cache was freed, so that no new call may use its rows.
+    closed: bool,
 }
 
 /// One row, or neighbouring rows that share a counter.
@@ -120,6 +122,16 @@ impl RowQueues {
         let free = Row { users: 0, first: NONE, last: NONE };
         self.rows = fallible::filled(PINS, free, self.index(rows) + 1)?;
         Ok(())
+    }
+
+    /// Notes that the cache was freed.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+    }
+
+    /// Whether the cache was freed.
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed
     }
 
     /// Returns the number of consecutive rows that share a counter; `None` before the first call.

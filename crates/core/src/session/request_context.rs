@@ -121,7 +121,11 @@ impl RequestContext<'_> {
     ) -> Result<Option<(Arc<Cache>, Pin)>> {
         self.still_wanted()?;
         let Some(cache) = self.opened(named)? else { return Ok(None) };
-        let pin = check_and_pin(&cache)?;
+        let pin = match check_and_pin(&cache) {
+            // The cache was freed meanwhile, and another one may have its name.
+            Err(error) if error.kind() == ErrorKind::CacheNotFound => return Ok(None),
+            pin => pin?,
+        };
         // A caller that has given up may repeat the write on another stream. If this side sees here that the stream has ended, it
         // refuses the request. Otherwise the repeated write waits for these rows, and so writes last
         // (`test_repeated_write_is_the_last_one`). Over TCP, this side may see the end late.

@@ -45,22 +45,23 @@ fn keys_and_ids() {
 fn unregister_waits_each_time_while_the_cache_is_in_use() {
     let config = Config { sync_timeout: Duration::from_millis(20), ..config(1 << 16) };
     let engine = DataDist::open(config).unwrap();
-    let own =
-        Own::new(&desc(Host, 1, 4, 8), Batch, |adopted| engine.register(adopted, &[], Some(true)).unwrap());
-    let id = own.cache.id();
     let long = || Deadline::after(Duration::from_secs(9));
     for pin in [pin_reads, pin_writes] {
+        let register = |adopted| engine.register(adopted, &[], Some(true)).unwrap();
+        let own = Own::new(&desc(Host, 1, 4, 8), Batch, register);
+        let id = own.cache.id();
         let pinned = pin(&own.cache, vec![2], long()).unwrap();
         for _ in 0..3 {
             let error = engine.unregister(id).unwrap_err();
-            assert_eq!((error.kind(), error.fact("cache_id")), (ErrorKind::Timeout, Some("1")));
+            assert_eq!((error.kind(), error.fact("cache_id")), (ErrorKind::Timeout, Some(&*id.to_string())));
             assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound, "it left at once");
+            let late = pin(&own.cache, vec![1], long()).unwrap_err();
+            assert_eq!(late.kind(), ErrorKind::CacheNotFound, "nor does it admit a call that had found it");
         }
         drop(pinned);
+        engine.unregister(id).unwrap();
+        engine.unregister(id).unwrap();
     }
-    engine.unregister(id).unwrap();
-    let _pinned = pin_reads(&own.cache, vec![2], long()).unwrap();
-    engine.unregister(id).unwrap();
     assert_eq!(engine.stats().table.caches, 0);
 }
 

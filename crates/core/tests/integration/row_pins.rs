@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::Cache;
-use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
+use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse, all_rows};
 use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Placement};
 
 use crate::fixtures::{adopt, desc, pin_reads, pin_writes};
@@ -239,4 +239,28 @@ fn writer_that_timed_out_blocks_no_reader() {
         behind.join().unwrap().unwrap();
     });
     drop(reader);
+}
+
+#[test]
+fn a_freed_cache_admits_no_call() {
+    let cache = cache(16);
+    let reader = reads(&cache, &[3]).unwrap();
+    let waiting = CallRows::of(cache.clone(), RowUse { writes: [3].into(), ..RowUse::default() });
+    let waiting = waiting.enter(false, None).unwrap();
+    let last = all_rows(&cache).unwrap();
+    let not_found = |result: Result<Pin, Error>| result.unwrap_err().kind() == ErrorKind::CacheNotFound;
+    assert!(not_found(reads(&cache, &[0])) && not_found(pin_for_peer(&cache, &[0], soon())));
+    assert!(
+        CallRows::of(cache.clone(), RowUse { reads: [0].into(), ..RowUse::default() }).pin_now().is_none()
+    );
+    // The calls that were there before end first.
+    assert_eq!(last.pin(soon()).unwrap_err().kind(), ErrorKind::Timeout);
+    drop(reader);
+    drop(waiting.pin(soon()).unwrap());
+    all_rows(&cache).unwrap().pin(soon()).unwrap();
+    assert!(not_found(writes(&cache, [0])));
+    // Nor does one that no call has used.
+    let unused = self::cache(16);
+    all_rows(&unused).unwrap().pin(soon()).unwrap();
+    assert!(not_found(reads(&unused, &[0])));
 }
