@@ -22,9 +22,6 @@ use crate::sizes;
 use crate::socket::PeerFile;
 use crate::viewed::ViewedKeys;
 
-/// Keys whose first buckets are loaded together: enough for the loads that a core has in flight, and few enough for its first cache.
-const LOOKED_UP: usize = 64;
-
 /// An attached store: a connection, with the memory that both ends share.
 #[derive(Debug)]
 pub(crate) struct Attachment {
@@ -84,14 +81,7 @@ impl SharedMemory {
 
     /// Returns where the value of each key is, if the keeper has it.
     fn places(&self, namespace: u32, keys: &[StoreKey]) -> Vec<Option<Place>> {
-        let mut places = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(LOOKED_UP) {
-            let keys: Vec<_> = keys.iter().map(|key| IndexKey::of(namespace, key)).collect();
-            self.index.load_homes(&keys);
-            let found = keys.iter().map(|key| self.index.find(key));
-            places.extend(found.map(|place| place.filter(|place| place.slot < self.geometry.slots)));
-        }
-        places
+        keys.iter().map(|key| self.place(namespace, key)).collect()
     }
 
     /// Returns whether everything that was read at `place` so far was the value that was found there.

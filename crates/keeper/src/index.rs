@@ -4,7 +4,7 @@
 //! the version was even and has not changed. Whether the bytes of the slot are still those of the key is decided by the generation
 //! that the bucket has. Behind the buckets is a number for each slot: the checksum of its value.
 
-use std::hint::{black_box, spin_loop};
+use std::hint::spin_loop;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{Ordering, fence};
 
@@ -97,12 +97,6 @@ impl<W: LoadWord> Index<W> {
             spin_loop();
         }
         None
-    }
-
-    /// Loads the first bucket of each key into the caches of this core, so that their misses overlap.
-    pub(crate) fn load_homes(&self, keys: &[IndexKey]) {
-        let version = |key| self.words.load_word(HEAD + self.home(key) * BUCKET);
-        black_box(keys.iter().fold(0, |all, key| all ^ version(key)));
     }
 
     /// Returns the bucket that has `key`, and what it says.
