@@ -245,6 +245,12 @@ def test_stores_and_keepers_have_the_values_of_stats(tmp_path: Path) -> None:
     assert value("llm_datadist_store_hits_total", of) is None
 
 
+def test_a_store_without_a_name_is_refused(tmp_path: Path) -> None:
+    keeper, store = stored(tmp_path)
+    with keeper, store, pytest.raises(TypeError, match="stores must be a mapping of names to stores, not 'Store'"):
+        StoreCollector(store)  # type: ignore[arg-type]
+
+
 def test_a_keeper_that_refuses_is_not_away(tmp_path: Path) -> None:
     keeper, store = stored(tmp_path)
     registry = CollectorRegistry()

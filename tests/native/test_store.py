@@ -201,6 +201,7 @@ while True:
             with pytest.raises(Error, match="a process of another user listens at the socket") as caught:
                 opened(path)
             assert caught.value.facts["uid"] == "12345"
+            assert "keeper_user names the user whose keeper is trusted" in str(caught.value)
             assert line(other) == "0\n"
             time.sleep(1.1)  # until the store attaches again
             assert early.put([key(1)], [value(1)]) == [False]
@@ -251,8 +252,8 @@ sys.stdin.read()
         assert store.lease([key(0), key(1000)], ttl=5) == [True, False]
         store.unlease([key(0)])
         assert store.stats()["keeper"]["leased"] == 0
-        for ttl in (0, 11):
-            with pytest.raises(InvalidArgument, match="ttl="):
+        for ttl in (0, -1, float("nan"), 10.001, 11):
+            with pytest.raises(InvalidArgument, match=f"ttl={ttl} must be above 0 and at most 10 seconds"):
                 store.lease([key(0)], ttl=ttl)
 
 
@@ -388,7 +389,19 @@ def test_wrong_arguments_are_named(socket: Path) -> None:
         assert "writable" in refused(lambda: store.get([key(1)], [memoryview(bytes(VALUE))]))
         assert "keys must be a list or tuple" in refused(lambda: store.exists(key(1)), TypeError)  # type: ignore[arg-type]
         assert "keys[0] must be bytes" in refused(lambda: store.exists(["a"]), TypeError)  # type: ignore[list-item]
-        assert "values[0] must be" in refused(lambda: store.put([key(1)], ["a"]), TypeError)  # type: ignore[list-item]
+        objects = "an object with __dlpack__ or __array_interface__, not"
+        assert f"values[0] must be a buffer, or {objects} 'str'" in refused(
+            lambda: store.put([key(1)], ["a"]), TypeError
+        )  # type: ignore[list-item]
+        assert f"values[0] must be a buffer, or {objects} 'int'" in refused(
+            lambda: store.put([key(1)], [4096]), TypeError
+        )  # type: ignore[list-item]
+        assert f"into[0] must be a writable buffer, or {objects} 'int'" in refused(
+            lambda: store.get([key(1)], [4096]), TypeError
+        )  # type: ignore[list-item]
+        assert "values must be a list or tuple, or one buffer with rows" in refused(
+            lambda: store.put([key(1)], value(1)), TypeError
+        )  # type: ignore[arg-type]
         assert "timeout" in refused(lambda: store.put([], [], timeout=0))
         assert "tmeout" in refused(lambda: store.put([], [], tmeout=1), TypeError)  # type: ignore[call-arg]
         assert "value=1024 must be 65536, as in the namespace" in refused(lambda: opened(socket, value="1KiB"))
@@ -397,6 +410,7 @@ def test_wrong_arguments_are_named(socket: Path) -> None:
     assert "value=big must be a number of bytes" in refused(lambda: opened(socket, value="big"))
     assert "memory=1024 must be at least" in refused(lambda: Keeper(memory=1024, socket=f"{socket}2"))
     assert "memory" in refused(lambda: Keeper(memory="1000TiB", socket=f"{socket}2"))
+    assert "its folder must exist" in refused(lambda: Keeper(memory="4MiB", socket=f"{socket}2/keeper"), Error)
     assert refused(lambda: Keeper(memory="60TiB", socket=f"{socket}2", value="64MiB"), MemoryError)
 
 

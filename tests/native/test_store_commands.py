@@ -104,7 +104,7 @@ def test_observer_needs_a_keeper(socket: Path) -> None:
         with contextlib.ExitStack() as observers:
             for _ in range(8):
                 observer = observers.enter_context(KeeperObserver(socket))
-            with pytest.raises(Error, match="8 clients that only look"):
+            with pytest.raises(Error, match="8 observers are attached"):
                 KeeperObserver(socket)
         with KeeperObserver(socket) as observer:
             keeper.close()
@@ -351,7 +351,7 @@ def test_top_goes_on_while_the_keeper_refuses_it(socket: Path) -> None:
                 with contextlib.suppress(Error):
                     observers.enter_context(KeeperObserver(socket))
                     count += 1
-            read_until(top.stdout.fileno(), lambda text: "8 clients that only look" in text)
+            read_until(top.stdout.fileno(), lambda text: "8 observers are attached" in text)
         read_until(top.stdout.fileno(), lambda text: "keeper at" in text)
 
 

@@ -257,7 +257,7 @@ def test_refused_leases_cost_no_value(socket: Path) -> None:
 
 def test_arguments_are_checked(store: Store) -> None:
     for ttl in (0, 11):
-        with pytest.raises(InvalidArgument, match="ttl="):
+        with pytest.raises(InvalidArgument, match=f"ttl={ttl} must be above 0 and at most 10 seconds"):
             store.view([key(0)], ttl=ttl)
     with pytest.raises(InvalidArgument, match="4096"):
         store.view([key(0)] * 4097, ttl=1)

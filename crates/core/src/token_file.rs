@@ -86,7 +86,8 @@ fn not_opened((option, path): (&str, &Path)) -> Error {
         return refused((option, path), "cannot be opened");
     }
     let count = text.chars().count();
-    Error::invalid(format!("{option}=({count} characters, not shown) cannot be opened")).of_argument(option)
+    let why = "cannot be opened; a path that begins with / or ./ would be shown";
+    Error::invalid(format!("{option}=({count} characters, not shown) {why}")).of_argument(option)
 }
 
 fn refused((option, path): (&str, &Path), why: &str) -> Error {

@@ -223,7 +223,7 @@ impl KeeperLoop {
         }
         let looks = matches!(request, Stats | List(_) | Namespaces(_) | Changes(_) | End);
         if self.clients.attached(number)?.1.memory.is_none() && !looks {
-            return Err(Goodbye::refused("", "a client that only looks may change nothing"));
+            return Err(Goodbye::refused("", "an observer may change nothing"));
         }
         Ok(())
     }
@@ -283,7 +283,7 @@ impl KeeperLoop {
         let role = self.check_client(number, version)?;
         let most = places(role, MAX_OBSERVERS, RESERVED_OBSERVERS);
         if self.clients.observers() >= most {
-            let reason = format!("{most} clients that only look are attached, which is the limit");
+            let reason = format!("{most} observers are attached, which is the limit");
             return Err(Goodbye::at_limit(reason));
         }
         let (namespace, memory, leases) = (NO_NAMESPACE, None, ClientLeases::default());

@@ -281,7 +281,8 @@ pub(crate) fn connect_to(path: &Path, user: Option<u32>) -> Result<OwnedFd> {
     match peer_credentials(socket.as_fd()) {
         Some(listener) if trusted(listener) => Ok(socket),
         listener => {
-            let text = "a process of another user listens at the socket of the keeper";
+            let text = "a process of another user listens at the socket of the keeper; keeper_user names the user \
+                        whose keeper is trusted";
             let error = Error::new(ErrorKind::System, text).of_argument("socket");
             let error = error.with("socket", path.display());
             Err(listener.map_or(error.clone(), |listener| error.with("uid", listener.uid)))
@@ -353,7 +354,11 @@ fn lock_file(path: &Path) -> Result<OwnedFd> {
     let mut name = path.as_os_str().to_owned();
     name.push(".lock");
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&name);
-    let file = file.map_err(|error| refused(path, "create the lock file of", error))?;
+    let file = file.map_err(|error| {
+        let text = "cannot create the lock file beside the socket; its folder must exist, and this user must be able to \
+                    write there";
+        Error::new(ErrorKind::System, text).of_argument("socket").with("socket", path.display()).because(error)
+    })?;
     above_standard_streams(file.into()).map_err(|errno| refused(path, "lock", errno.into()))
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -24,7 +25,7 @@ from prometheus_client.registry import Collector
 from llm_datadist.native import Closed, Error, KeeperObserver, PeerLost, Timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from os import PathLike
 
     from prometheus_client import Metric
@@ -76,9 +77,14 @@ class StoreCollector(Collector):
 
     Args:
         stores: the stores by a name, such as that of the model. The label ``store`` of every metric has the name.
+
+    Raises:
+        TypeError: ``stores`` is not a mapping, such as a ``dict``.
     """
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
+        if not isinstance(stores, Mapping):
+            raise TypeError(f"stores must be a mapping of names to stores, not {type(stores).__name__!r}")
         self._stores = dict(stores)
 
     def collect(self) -> Iterator[Metric]:

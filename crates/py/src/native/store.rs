@@ -229,7 +229,7 @@ impl NativeStore {
         ttl: &Any<'_>,
         timeout: Option<&Any<'_>>,
     ) -> PyResult<NativeView> {
-        let (keys, ttl) = (self::keys(keys)?, values::seconds("ttl", ttl)?);
+        let (keys, ttl) = (self::keys(keys)?, values::lease_seconds(ttl)?);
         let open = |store: &Arc<Store>, deadline| StoreView::open(store, keys, ttl, deadline);
         self.run(py, timeout, open).map(NativeView::new)
     }
@@ -399,7 +399,7 @@ impl NativeStore {
         ttl: &Any<'_>,
         timeout: Option<&Any<'_>>,
     ) -> PyResult<Vec<bool>> {
-        let (keys, ttl) = (self::keys(keys)?, values::seconds("ttl", ttl)?);
+        let (keys, ttl) = (self::keys(keys)?, values::lease_seconds(ttl)?);
         self.run(py, timeout, |store, deadline| store.lease(&keys, ttl, deadline))
     }
 

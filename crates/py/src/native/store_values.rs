@@ -21,7 +21,7 @@ const LISTS: &str = "the lists of a call";
 
 /// Reads a list or tuple of keys.
 pub(crate) fn keys(given: &Any<'_>) -> PyResult<Vec<StoreKey>> {
-    let (py, items) = (given.py(), items("keys", given)?);
+    let (py, items) = (given.py(), items(("keys", "a list or tuple"), given)?);
     let mut keys = fallible::with_capacity(LISTS, items.len()).map_err(|error| raise(py, &error))?;
     for (at, item) in items.iter().enumerate() {
         let bytes = item.cast::<PyBytes>().map_err(|_| wrong_type(format!("keys[{at}]"), "bytes", &item))?;
@@ -70,7 +70,7 @@ impl StoreValues {
 
     /// Reads a list or tuple of buffers or arrays, which must be writable unless they are `only_read`.
     fn read(name: &str, given: &Any<'_>, value: u64, only_read: bool) -> PyResult<StoreValues> {
-        let (py, items) = (given.py(), items(name, given)?);
+        let (py, items) = (given.py(), items((name, "a list or tuple, or one buffer with rows=..."), given)?);
         let no_memory = |error| raise(py, &error);
         let mut backed = fallible::with_capacity(LISTS, items.len()).map_err(no_memory)?;
         let mut addresses = fallible::with_capacity(LISTS, items.len()).map_err(no_memory)?;
@@ -170,11 +170,11 @@ fn adopted(addresses: &[u64], value: u64) -> Result<Tensors> {
     raw::adopt(form.desc(), CacheKind::Blocks, addresses).map(Tensors::adopted)
 }
 
-fn items<'py>(name: &str, given: &Any<'py>) -> PyResult<Bound<'py, PyTuple>> {
+fn items<'py>((name, forms): (&str, &str), given: &Any<'py>) -> PyResult<Bound<'py, PyTuple>> {
     let items = match (given.cast::<PyList>(), given.cast::<PyTuple>()) {
         (Ok(list), _) => list.to_tuple(),
         (_, Ok(tuple)) => tuple.clone(),
-        _ => return Err(wrong_type(name, "a list or tuple", given)),
+        _ => return Err(wrong_type(name, forms, given)),
     };
     let too_many =
         || invalid(given.py(), &format!("len({name})"), items.len(), &format!("at most {MAX_KEYS}"));

@@ -23,6 +23,10 @@ use crate::raw;
 const LISTS: &str = "the tensors of a cache";
 /// What a tensor may be.
 const FORMS: &str = "a writable buffer, an object with __dlpack__ or __array_interface__, or an address";
+/// What the memory of a value may be.
+const WRITABLE: &str = "a writable buffer, or an object with __dlpack__ or __array_interface__";
+/// What the memory of a value that is only read may be.
+const READABLE: &str = "a buffer, or an object with __dlpack__ or __array_interface__";
 
 /// The tensors of one call.
 pub(crate) enum GivenTensors {
@@ -111,7 +115,7 @@ fn objects(items: &Bound<'_, PyTuple>) -> PyResult<HostTensors> {
     let mut first: Option<TensorForm> = None;
     for (at, item) in items.iter().enumerate() {
         let name = format!("tensors[{at}]");
-        let tensor = described(&name, &item, None)?;
+        let tensor = described((&name, FORMS), &item, None)?;
         let form = tensor.form(py, &name)?;
         match &first {
             None => first = Some(form),
@@ -141,7 +145,8 @@ pub(crate) fn check_bytes(py: Python<'_>, name: &str, bytes: u64, value: u64) ->
 
 /// Reads an object of `bytes` bytes without gaps, which must be writable unless it is `only_read`.
 pub(crate) fn host_bytes(name: &str, given: &Any<'_>, bytes: u64, only_read: bool) -> PyResult<HostBytes> {
-    let tensor = described(name, given, only_read.then_some(bytes))?;
+    let forms = if only_read { READABLE } else { WRITABLE };
+    let tensor = described((name, forms), given, only_read.then_some(bytes))?;
     let form = tensor.form(given.py(), name)?;
     if form.row_stride.is_some() {
         return Err(invalid(given.py(), name, form, "an array without gaps"));
@@ -152,7 +157,7 @@ pub(crate) fn host_bytes(name: &str, given: &Any<'_>, bytes: u64, only_read: boo
 
 /// Reads one writable object without gaps, and returns how many bytes it has.
 pub(crate) fn whole(name: &str, given: &Any<'_>) -> PyResult<(HostBytes, u64)> {
-    let tensor = described(name, given, None)?;
+    let tensor = described((name, WRITABLE), given, None)?;
     let form = tensor.form(given.py(), name)?;
     if form.row_stride.is_some() {
         return Err(invalid(given.py(), name, form, "an array without gaps"));
@@ -161,11 +166,12 @@ pub(crate) fn whole(name: &str, given: &Any<'_>) -> PyResult<(HostBytes, u64)> {
     Ok((HostBytes { address: tensor.address, kept: tensor.kept }, bytes))
 }
 
-/// Reads one object, which must be writable unless it is `only_read`: then a read-only buffer is copied, if it has so many bytes.
-fn described(name: &str, given: &Any<'_>, only_read: Option<u64>) -> PyResult<Described> {
+/// Reads one object, one of `forms`, which must be writable unless it is `only_read`: then a read-only buffer is copied, if it has so
+/// many bytes.
+fn described((name, forms): (&str, &str), given: &Any<'_>, only_read: Option<u64>) -> PyResult<Described> {
     let py = given.py();
     if given.is_instance_of::<PyString>() {
-        return Err(wrong_type(name, FORMS, given));
+        return Err(wrong_type(name, forms, given));
     }
     let mut refusal = None;
     if let Some(place) = device(given)? {
@@ -188,7 +194,7 @@ fn described(name: &str, given: &Any<'_>, only_read: Option<u64>) -> PyResult<De
         Err(error) if !error.is_instance_of::<PyException>(py) => Err(error),
         Err(_) if given.hasattr(intern!(py, "__cuda_array_interface__"))? => Err(on_device(name, given)),
         Err(_) => {
-            let wrong = wrong_type(name, FORMS, given);
+            let wrong = wrong_type(name, forms, given);
             wrong.set_cause(py, refusal);
             Err(wrong)
         }

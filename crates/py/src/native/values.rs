@@ -10,7 +10,7 @@ use std::time::Duration;
 use llm_datadist_core::bindings::keeper::link_token;
 use llm_datadist_core::bindings::options::size_with_unit;
 use llm_datadist_core::{Error, ErrorKind, MAX_SECONDS};
-use llm_datadist_keeper::{KeeperAccess, RoleTokens, read_token};
+use llm_datadist_keeper::{KeeperAccess, MAX_LEASE, RoleTokens, read_token};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -156,12 +156,20 @@ pub(crate) fn int32(name: &str, value: &Any<'_>, least: u32) -> PyResult<u32> {
 
 /// Reads a time limit in seconds: an `int` or a `float` above 0, of at most 4,294,967.
 pub(crate) fn seconds(name: &str, value: &Any<'_>) -> PyResult<Duration> {
-    let wrong =
-        || invalid(value.py(), name, shown(value), &format!("above 0 and at most {MAX_SECONDS} seconds"));
+    seconds_up_to(name, value, MAX_SECONDS)
+}
+
+/// Reads the time of leases of a store in seconds: as [`seconds`], of at most 10.
+pub(crate) fn lease_seconds(value: &Any<'_>) -> PyResult<Duration> {
+    seconds_up_to("ttl", value, MAX_LEASE.as_secs())
+}
+
+fn seconds_up_to(name: &str, value: &Any<'_>, most: u64) -> PyResult<Duration> {
+    let wrong = || invalid(value.py(), name, shown(value), &format!("above 0 and at most {most} seconds"));
     match number_of_seconds(name, value)? {
         // A time that rounds to 0 nanoseconds is still a time.
         Some(time) if time.is_zero() && value.gt(0)? => Ok(Duration::from_nanos(1)),
-        Some(time) if !time.is_zero() => Ok(time),
+        Some(time) if !time.is_zero() && time <= Duration::from_secs(most) => Ok(time),
         _ => Err(wrong()),
     }
 }
