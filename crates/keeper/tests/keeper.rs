@@ -760,7 +760,7 @@ fn observers_put_nothing_and_are_limited() {
     let _keeper = keeper(&folder.socket(), 4);
     let observers: Vec<_> = (0..8).map(|_| Observer::open(&folder.socket(), soon()).unwrap()).collect();
     let refused = Observer::open(&folder.socket(), soon()).unwrap_err();
-    assert!(refused.kind() == ErrorKind::System && refused.reason().contains("8 clients"), "{refused}");
+    assert!(refused.kind() == ErrorKind::System && refused.reason().contains("8 observers"), "{refused}");
     drop(observers);
     wait_for("room for an observer", || Observer::open(&folder.socket(), soon()).is_ok());
     let message = |bytes: &[u8]| {
