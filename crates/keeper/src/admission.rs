@@ -331,6 +331,19 @@ mod tests {
     }
 
     #[test]
+    fn a_reader_with_other_terms_finds_no_value_of_a_writer() {
+        let path = SilentPath::new();
+        let _keeper = keeper(&path);
+        let shorter = StoreOptions { value: 1, ..options(&path, access(TOKENS[0].0)) };
+        let reader = Store::open(shorter, soon()).unwrap();
+        // As a call of the reader has it that begins before the reader is disconnected.
+        let before = reader.attachment().unwrap().unwrap();
+        let writer = Store::open(options(&path, access(TOKENS[1].0)), soon()).unwrap();
+        writer.put(&[key(1)], &[Window::of_slice(&[1; 64])], soon()).unwrap();
+        assert_eq!(before.place(&key(1)), None);
+    }
+
+    #[test]
     fn readers_leave_places_to_the_user_of_the_keeper() {
         let path = SilentPath::new();
         let _keeper = keeper(&path);

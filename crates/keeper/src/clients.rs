@@ -14,7 +14,6 @@ use rustix::io::Errno;
 
 use crate::admission;
 use crate::client::{AttachedClient, Client, Goodbye, Standing};
-use crate::messages::ValueTerms;
 use crate::sizes::MAX_PENDING;
 use crate::socket::{ListeningPath, PeerFile};
 
@@ -186,13 +185,12 @@ impl Clients {
         Ok(client)
     }
 
-    /// Returns the clients of a namespace whose values have other terms than these.
-    pub(crate) fn with_other_terms(&self, namespace: u32, terms: ValueTerms) -> Vec<u64> {
-        let other = |client: &Client| {
-            let attached = client.attached.as_ref().filter(|attached| attached.namespace == namespace);
-            attached.and_then(|attached| attached.memory.as_ref()).is_some_and(|memory| memory.terms != terms)
+    /// Returns the clients of namespaces.
+    pub(crate) fn of(&self, namespaces: &[u32]) -> Vec<u64> {
+        let of = |client: &Client| {
+            client.attached.as_ref().is_some_and(|attached| namespaces.contains(&attached.namespace))
         };
-        self.by_number.iter().filter(|(_, client)| other(client)).map(|(&number, _)| number).collect()
+        self.by_number.iter().filter(|(_, client)| of(client)).map(|(&number, _)| number).collect()
     }
 
     /// Returns the number of clients that have memory.

@@ -27,11 +27,12 @@ const RECORDS: u64 = NUMBERS + MAX_NAMESPACES as u64;
 /// Words of the memory that outlives the process.
 pub(crate) const WORDS: u64 = RECORDS + MAX_NAMESPACES as u64 * RECORD;
 
-/// Texts, each with its number and the terms of its values. A number never stands for another text, also after the first one was
-/// forgotten: a client that was away may still look for its keys.
+/// Texts with the terms of their values, each pair with its number. A number never stands for another text or for other terms, also after
+/// the first ones were forgotten: a client that was away, or is being disconnected, may still look for its keys.
 #[derive(Debug)]
 pub(crate) struct Namespaces {
-    numbers: HashMap<Arc<str>, u32>,
+    /// The numbers of each text. At most one of them has [fixed terms](Namespace::has_fixed_terms). The others only have readers.
+    numbers: HashMap<Arc<str>, Vec<u32>>,
     all: BTreeMap<u32, Namespace>,
     /// Records that are not used. The last one is used next.
     free: Vec<u64>,
@@ -42,7 +43,7 @@ pub(crate) struct Namespaces {
 struct Namespace {
     text: Arc<str>,
     terms: ValueTerms,
-    /// Clients that are attached to it and may put values. While there are any, or values, its terms stay.
+    /// Clients that are attached to it and may put values. While there are any, or values, its text has no other terms.
     writers: u32,
     /// Clients that are attached to it and only read. Without any client and without values, it is forgotten.
     readers: u32,
@@ -75,38 +76,45 @@ impl Namespaces {
         namespaces
     }
 
-    /// Returns the number of a text for a client that may put values, with a new one for a text that is not known. If the text has
-    /// neither values nor other such clients, it has these terms from now on: its readers with other terms must not stay. Returns the
-    /// reason if the values of this text have other terms, or if there are too many texts.
+    /// Returns the number of a text with terms for a client that may put values, with a new one if they are not known. Readers with
+    /// [other terms](Self::with_other_terms) must not stay: they would find nothing. Returns the reason if the values or writers of this
+    /// text have other terms, or if there are too many texts.
     pub(crate) fn attach(&mut self, text: &str, terms: ValueTerms) -> Result<u32, KeeperRefusal> {
-        let (number, namespace) = self.enter(text, terms)?;
-        namespace.writers += 1;
-        namespace.terms = terms;
-        let record = namespace.record;
-        self.write_terms(record, terms);
-        Ok(number)
+        self.enter(text, terms, |namespace| &mut namespace.writers)
     }
 
-    /// Returns the number of a text for a client that only reads, as [`attach`](Self::attach) does. Its terms bind nobody else: they
-    /// only have to be those of values and writers, if there are any.
+    /// Returns the number of a text with terms for a client that only reads, as [`attach`](Self::attach) does. Its terms bind nobody else.
     pub(crate) fn attach_reader(&mut self, text: &str, terms: ValueTerms) -> Result<u32, KeeperRefusal> {
-        let (number, namespace) = self.enter(text, terms)?;
-        namespace.readers += 1;
+        self.enter(text, terms, |namespace| &mut namespace.readers)
+    }
+
+    fn enter(
+        &mut self,
+        text: &str,
+        terms: ValueTerms,
+        count: impl FnOnce(&mut Namespace) -> &mut u32,
+    ) -> Result<u32, KeeperRefusal> {
+        let mut known = None;
+        for &number in self.numbers.get(text).into_iter().flatten() {
+            match self.all.get(&number) {
+                Some(namespace) if namespace.terms == terms => known = Some(number),
+                Some(namespace) if namespace.has_fixed_terms() => {
+                    return Err(other_terms(terms, namespace.terms));
+                }
+                _ => {}
+            }
+        }
+        let number = known.map_or_else(|| self.learn(text, terms), Ok)?;
+        if let Some(namespace) = self.all.get_mut(&number) {
+            *count(namespace) += 1;
+        }
         Ok(number)
     }
 
-    /// Returns the namespace of a text, which is new if the text is not known, unless a client with these terms does not fit it.
-    fn enter(&mut self, text: &str, terms: ValueTerms) -> Result<(u32, &mut Namespace), KeeperRefusal> {
-        let number = match self.numbers.get(text) {
-            Some(&number) => number,
-            None => self.learn(text, terms)?,
-        };
-        match self.all.get_mut(&number) {
-            Some(namespace) if namespace.terms == terms || !namespace.has_fixed_terms() => {
-                Ok((number, namespace))
-            }
-            other => Err(other_terms(terms, other.map_or(terms, |namespace| namespace.terms))),
-        }
+    /// Returns the numbers of the text of a namespace with other terms.
+    pub(crate) fn with_other_terms(&self, number: u32) -> Vec<u32> {
+        let numbers = self.all.get(&number).and_then(|namespace| self.numbers.get(&namespace.text));
+        numbers.into_iter().flatten().copied().filter(|other| *other != number).collect()
     }
 
     /// Returns the terms of the values of a namespace.
@@ -192,13 +200,18 @@ impl Namespaces {
     }
 
     fn add(&mut self, number: u32, terms: ValueTerms, text: Arc<str>, record: u64) {
-        self.numbers.insert(text.clone(), number);
+        self.numbers.entry(text.clone()).or_default().push(number);
         self.all.insert(number, Namespace { text, terms, writers: 0, readers: 0, values: 0, record });
     }
 
     fn forget(&mut self, number: u32) {
         if let Some(Namespace { text, record, .. }) = self.all.remove(&number) {
-            self.numbers.remove(&text);
+            if let Some(numbers) = self.numbers.get_mut(&text) {
+                numbers.retain(|known| *known != number);
+                if numbers.is_empty() {
+                    self.numbers.remove(&text);
+                }
+            }
             self.store_at(NUMBERS + record, 0);
             self.free.push(record);
         }
@@ -219,7 +232,8 @@ impl Namespaces {
     fn write_record(&self, record: u64, number: u32, terms: ValueTerms, text: &str) {
         let at = RECORDS + record * RECORD;
         self.store_at(NEXT, u64::from(number) + 1);
-        self.write_terms(record, terms);
+        self.store_at(at, terms.value);
+        self.store_at(at + 1, terms.checksums.into());
         self.store_at(at + 2, text.len() as u64);
         for (at, part) in (at + 3..).zip(text.as_bytes().chunks(WORD)) {
             let mut word = [0; WORD];
@@ -227,12 +241,6 @@ impl Namespaces {
             self.store_at(at, u64::from_le_bytes(word));
         }
         self.store_at(NUMBERS + record, u64::from(number) + 1);
-    }
-
-    fn write_terms(&self, record: u64, terms: ValueTerms) {
-        let at = RECORDS + record * RECORD;
-        self.store_at(at, terms.value);
-        self.store_at(at + 1, terms.checksums.into());
     }
 
     fn load_at(&self, at: u64) -> u64 {
@@ -328,24 +336,24 @@ mod tests {
         let mut namespaces = Namespaces::over(words.clone());
         let checked = ValueTerms { value: 64, checksums: true };
         // Readers with different terms, before there is a writer.
-        assert_eq!([1, 64].map(|value| namespaces.attach_reader("a", of(value))), [Ok(0), Ok(0)]);
-        assert_eq!((namespaces.attach("a", checked), namespaces.terms(0)), (Ok(0), Some(checked)));
+        assert_eq!([1, 64, 1].map(|value| namespaces.attach_reader("a", of(value))), [Ok(0), Ok(1), Ok(0)]);
+        assert_eq!((namespaces.attach("a", checked), namespaces.terms(2)), (Ok(2), Some(checked)));
+        assert_eq!(namespaces.with_other_terms(2), [0, 1]);
         for refused in [namespaces.attach_reader("a", of(64)), namespaces.attach("a", of(64))] {
             assert!(refused.unwrap_err().reason.starts_with("checksums=False must be True"));
         }
-        namespaces.add_value(0);
-        namespaces.detach(0);
+        namespaces.add_value(2);
+        namespaces.detach(2);
         assert!(namespaces.attach("a", of(64)).is_err(), "its values have checksums");
-        assert_eq!(
-            Namespaces::over(words).terms(0),
-            Some(checked),
-            "the next process knows the terms of the writer"
-        );
-        namespaces.remove_value(0);
-        assert_eq!((namespaces.attach("a", of(8)), namespaces.terms(0)), (Ok(0), Some(of(8))));
-        namespaces.detach(0);
-        (0..2).for_each(|_| namespaces.detach_reader(0));
-        assert!(!namespaces.knows(0));
+        let next = Namespaces::over(words);
+        assert_eq!([0, 1, 2].map(|number| next.terms(number)), [of(1), of(64), checked].map(Some));
+        namespaces.remove_value(2);
+        assert_eq!((namespaces.attach("a", checked), namespaces.knows(2)), (Ok(3), false));
+        namespaces.detach(3);
+        assert_eq!(namespaces.attach("a", of(64)), Ok(1), "as one of the readers");
+        namespaces.detach(1);
+        [0, 0, 1].into_iter().for_each(|number| namespaces.detach_reader(number));
+        assert_eq!((namespaces.count(), namespaces.numbers.len()), (0, 0));
     }
 
     #[test]

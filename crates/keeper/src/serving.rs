@@ -265,10 +265,8 @@ impl KeeperLoop {
         };
         let namespace = namespace.map_err(Goodbye::Refused)?;
         if role >= ClientRole::Write {
-            self.clients
-                .with_other_terms(namespace, terms)
-                .into_iter()
-                .for_each(|other| self.disconnect(other));
+            let others = self.clients.of(&self.table.namespaces.with_other_terms(namespace));
+            others.into_iter().for_each(|other| self.disconnect(other));
         }
         let memory = Some(ClientMemory { terms, staging, _file: memory });
         self.admit_as(
