@@ -12,6 +12,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::io::Errno;
 
 use crate::connection::{KeeperAccess, KeeperConnection, ended, unexpected};
+use crate::freed_elsewhere::FreedElsewhere;
 use crate::index::{self, Index, Place};
 use crate::key::{IndexKey, StoreKey};
 use crate::messages::{
@@ -27,7 +28,7 @@ use crate::viewed::ViewedKeys;
 pub(crate) struct Attachment {
     pub(crate) connection: KeeperConnection,
     /// Views keep it mapped.
-    pub(crate) memory: Arc<SharedMemory>,
+    pub(crate) memory: FreedElsewhere<SharedMemory>,
     /// The memory of this process from which the keeper copies values. `None` while it may do so, which is for ever after a put
     /// without a reply.
     staging: Mutex<Option<Tensors>>,
@@ -114,7 +115,7 @@ impl Attachment {
             KeeperRequest::Attach(AttachRequest { version: VERSION, namespace: namespace.into(), terms });
         let (connection, geometry, files) =
             KeeperConnection::open(path, access, &request, &[memory], deadline)?;
-        let memory = Arc::new(SharedMemory::map(geometry, files, deadline)?);
+        let memory = FreedElsewhere::new(SharedMemory::map(geometry, files, deadline)?);
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
         let (viewed, reported) = (ViewedKeys::default(), ReportedPlaces::default());
         Ok(Attachment { connection, memory, staging, terms, viewed, reported })

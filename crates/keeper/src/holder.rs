@@ -351,6 +351,25 @@ mod tests {
     }
 
     #[test]
+    fn a_keeper_that_is_killed_after_it_has_agreed_to_end_is_not_waited_for() {
+        let path = SilentPath::new();
+        let [holder, newer] = [false, true].map(|newer| Holder::open(&options(&path), newer).unwrap());
+        let [(_running, first), (again, second), (_stop, stopped)] =
+            [(); 3].map(|()| UnixStream::pair().unwrap());
+        let keeper = holder.keeper_loop(first.into()).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                assert!(keeper.run().unwrap(), "it has agreed");
+                // Its holder, which lives, starts another process.
+                holder.keeper_loop(second.into()).unwrap().run().unwrap();
+            });
+            let refused = newer.take_over(&stopped.into()).unwrap_err();
+            drop(again);
+            assert!(refused.reason().contains("was killed, and its holder has started another"), "{refused}");
+        });
+    }
+
+    #[test]
     fn the_number_that_stands_for_no_group_is_refused() {
         let path = SilentPath::new();
         let file = path.socket().with_extension("tokens");

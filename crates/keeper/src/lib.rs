@@ -22,7 +22,7 @@
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key   stats   roles   call_lock   jobs   reported   windows   viewed   reported
+//!  sizes   key   stats   roles   call_lock   jobs   windows   viewed   reported   freed_elsewhere
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
@@ -34,6 +34,7 @@ mod changes;
 mod client;
 mod clients;
 mod connection;
+mod freed_elsewhere;
 mod holder;
 mod index;
 mod jobs;

@@ -11,6 +11,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use crate::attachment::SharedMemory;
 use crate::call_lock::{CallGuard, CallLock};
 use crate::connection::{KeeperAccess, KeeperConnection};
+use crate::freed_elsewhere::FreedElsewhere;
 use crate::messages::{
     KeeperReply, KeeperRequest, ListRequest, ListedChange, ListedNamespace, ListedValue, VERSION,
 };
@@ -28,7 +29,7 @@ pub struct Observer {
     /// `None` only while a copy in a forked process is dropped.
     connection: Option<KeeperConnection>,
     /// The memory of the keeper, if values are read as well.
-    memory: Option<SharedMemory>,
+    memory: Option<FreedElsewhere<SharedMemory>>,
     closed: AtomicBool,
     /// The number of the change with which the next call of `changes` begins; `None` before the first one.
     next_change: Mutex<Option<u64>>,
@@ -72,7 +73,8 @@ impl Observer {
         remember_process();
         let request = KeeperRequest::Observe(VERSION, with_memory);
         let (connection, geometry, files) = KeeperConnection::open(socket, access, &request, &[], deadline)?;
-        let memory = with_memory.then(|| SharedMemory::map(geometry, files, deadline)).transpose()?;
+        let mapped = with_memory.then(|| SharedMemory::map(geometry, files, deadline)).transpose()?;
+        let memory = mapped.map(FreedElsewhere::new);
         Ok(Observer {
             process: this_process(),
             socket: socket.into(),
@@ -173,9 +175,14 @@ impl Observer {
         matches!(reply, Some(KeeperReply::Ending))
     }
 
+    /// Returns whether the keeper has ended the connection.
+    pub(crate) fn has_ended(&self) -> bool {
+        !self.connection.as_ref().is_some_and(KeeperConnection::alive)
+    }
+
     /// Returns the memory of the keeper, if it is mapped.
     pub(crate) fn memory(&self) -> Result<&SharedMemory> {
-        self.memory.as_ref().ok_or_else(|| self.away())
+        self.memory.as_deref().ok_or_else(|| self.away())
     }
 
     /// Returns which values were stored and removed since the last call, by any of the threads; nothing at the first call. Each change is

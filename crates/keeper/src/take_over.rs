@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::{Builder, sleep};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::bindings::fallible;
@@ -21,12 +21,12 @@ use crate::shared_files::SharedFiles;
 use crate::socket::{FileNumbers, ListeningPath, connect_to, is_readable};
 use crate::table::SlotTable;
 
-/// Name of the thread that frees the memory of the other keeper.
-const THREAD: &str = "llm-keeper-free";
 /// How long the other keeper may take for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
 /// How long this keeper waits for the other one to agree to end.
 const AGREEING: Duration = Duration::from_secs(300);
+/// How often it looks whether a keeper that has ended the connection serves again, and how long it waits for an answer then.
+const ALIVE: Duration = Duration::from_secs(1);
 /// How often it looks whether the other one has ended.
 const LOOK: Duration = Duration::from_millis(5);
 /// How often the values of the other keeper are listed: until a round copies at most so many bytes, and at most so often.
@@ -82,16 +82,27 @@ fn replace(
         Err(error) if error.kind() == ErrorKind::NotLinked => time.min(ANSWER),
         Err(error) => return Err(error.clone()),
     };
-    let taken = take_path(listening, replaced, stop, Some(Instant::now() + time));
-    if matches!(taken, Ok(true)) {
-        return Ok(());
-    }
-    let agreed = other.take_back();
-    match taken {
-        Err(error) => Err(error),
-        // Nobody else has the values now. It first frees its memory.
-        Ok(_) if agreed => take_path(listening, replaced, stop, None).map(drop),
-        Ok(_) => Err(asked.err().unwrap_or_else(|| not_agreed(listening, time))),
+    let (end, mut agreed) = (Instant::now() + time, false);
+    loop {
+        let next = Instant::now() + ALIVE;
+        let taken = take_path(listening, replaced, stop, Some(if agreed { next } else { next.min(end) }));
+        if matches!(taken, Ok(true)) {
+            return Ok(());
+        }
+        let late = end <= Instant::now();
+        if late || taken.is_err() {
+            // If it has agreed, nobody else has the values now. It first frees its memory.
+            agreed |= other.take_back();
+        }
+        taken?;
+        let why = if late && !agreed {
+            format!("the keeper has not agreed to end within {} s", time.as_secs())
+        } else if other.has_ended() && serves(listening.path()) {
+            "the process that was to end was killed, and its holder has started another one".into()
+        } else {
+            continue;
+        };
+        return Err(asked.err().unwrap_or_else(|| goes_on(listening, &why)));
     }
 }
 
@@ -117,9 +128,14 @@ fn take_path(
     }
 }
 
-fn not_agreed(listening: &ListeningPath, time: Duration) -> Error {
-    let text =
-        format!("the keeper has not agreed to end within {} s; it goes on with its values", time.as_secs());
+/// Returns whether the keeper at a path answers. One that is ending, or was stopped, does not.
+fn serves(path: &Path) -> bool {
+    let opened = Observer::open(path, Deadline::after(ALIVE));
+    !matches!(opened.map_err(|error| error.kind()), Err(ErrorKind::NotLinked | ErrorKind::Timeout))
+}
+
+fn goes_on(listening: &ListeningPath, why: &str) -> Error {
+    let text = format!("{why}; it goes on with its values");
     let error = Error::new(ErrorKind::System, text).with("socket", listening.path().display());
     let socket = connect_to(listening.path(), None).ok();
     let process = socket.and_then(|socket| peer_credentials(socket.as_fd())?.pid);
@@ -135,13 +151,6 @@ fn check_stop(stop: &OwnedFd) -> Result<()> {
         return Err(Error::new(ErrorKind::Closed, "the keeper that was to take over has been stopped"));
     }
     Ok(())
-}
-
-/// Drops a value on another thread. The last process that has the memory of the other keeper mapped frees it, which takes the longer the
-/// more there is, and clients wait.
-fn drop_elsewhere(other: Observer) {
-    // Without a thread, it is dropped at once.
-    let _ = Builder::new().name(THREAD.into()).spawn(move || drop(other));
 }
 
 /// A copy of the values of another keeper.
@@ -199,7 +208,6 @@ impl ValueCopy {
         self.drop_changed(listed)?;
         let values = listed.iter().filter(|value| self.slot_of(value).is_some()).count() as u64;
         self.forget_namespaces();
-        drop_elsewhere(self.other);
         Ok((TakenOver { values, left: listed.len() as u64 - values }, self.table))
     }
 
