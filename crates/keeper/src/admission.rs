@@ -96,14 +96,13 @@ mod tests {
     use std::thread::{scope, sleep};
     use std::time::Duration;
 
+    use llm_datadist_core::ErrorKind;
     use llm_datadist_core::bindings::keeper::{CloseOnFork, Region, Token, Window};
-    use llm_datadist_core::{Deadline, ErrorKind};
     use rustix::io::Errno;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     use super::*;
-    use crate::attachment::tests::SilentPath;
-    use crate::key::StoreKey;
+    use crate::attachment::tests::{SilentPath, key, soon};
     use crate::messages::{
         AttachRequest, KeeperRequest, ListRequest, RefusalKind, Stored, ValueTerms, decoded, encoded,
     };
@@ -118,14 +117,6 @@ mod tests {
         ("the token of writers", ClientRole::Write),
         ("the token of operators", ClientRole::Admin),
     ];
-
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(30))
-    }
-
-    fn key(number: u8) -> StoreKey {
-        StoreKey::read(0, &[number; 28]).unwrap()
-    }
 
     fn token(text: &str) -> Token {
         Token::new(&text.replace(' ', "-"))
@@ -149,7 +140,7 @@ mod tests {
     }
 
     fn options(path: &SilentPath, access: KeeperAccess) -> StoreOptions {
-        StoreOptions { socket: path.socket(), namespace: "n".into(), value: 64, checksums: false, access }
+        StoreOptions { access, ..path.store_options(64) }
     }
 
     /// A connection that sends what it likes.

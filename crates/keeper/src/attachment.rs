@@ -322,6 +322,15 @@ pub(crate) mod tests {
     use crate::sizes::MESSAGE_BYTES;
     use crate::socket::{ListeningPath, receive, send};
     use crate::table::SlotTable;
+    use crate::{Keeper, KeeperOptions, Store, StoreOptions};
+
+    pub(crate) fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(30))
+    }
+
+    pub(crate) fn key(number: u8) -> StoreKey {
+        StoreKey::read(0, &[number; 28]).unwrap()
+    }
 
     /// The path of a keeper that is not there yet. It is removed when dropped.
     pub(crate) struct SilentPath(PathBuf);
@@ -337,6 +346,23 @@ pub(crate) mod tests {
 
         pub(crate) fn socket(&self) -> PathBuf {
             self.0.join("socket")
+        }
+
+        /// Opens a keeper with this many slots for values of at most `value` bytes.
+        pub(crate) fn keeper(&self, slots: u64, value: u64) -> Keeper {
+            let (memory, socket) = (slots * value, self.socket());
+            Keeper::open(&KeeperOptions { memory, value, socket, ..KeeperOptions::default() }).unwrap()
+        }
+
+        /// Returns the options of a store in the namespace "n", with values of `value` bytes.
+        pub(crate) fn store_options(&self, value: u64) -> StoreOptions {
+            let (socket, namespace) = (self.socket(), "n".into());
+            StoreOptions { socket, namespace, value, ..StoreOptions::default() }
+        }
+
+        /// Opens a store with values of `value` bytes.
+        pub(crate) fn store(&self, value: u64) -> Store {
+            Store::open(self.store_options(value), soon()).unwrap()
         }
 
         /// Starts the keeper. It listens when this returns.
@@ -443,14 +469,17 @@ pub(crate) mod tests {
     fn staged_bytes_stay_once_a_put_had_no_reply() {
         let path = SilentPath::new();
         let keeper = path.start();
-        let soon = || Deadline::after(Duration::from_secs(30));
         let terms = ValueTerms { value: 64, checksums: false };
         let attachment =
             Attachment::open(&path.socket(), &KeeperAccess::default(), "n", terms, soon()).unwrap();
         let keeper = keeper.join().unwrap();
         let put = |byte: u8, deadline| {
-            let key = StoreKey::read(0, &[byte; 28]).unwrap();
-            attachment.put(&[(key, Window::of_slice(&[byte; 64]))], &mut [Stored::Away], deadline, || Ok(()))
+            attachment.put(
+                &[(key(byte), Window::of_slice(&[byte; 64]))],
+                &mut [Stored::Away],
+                deadline,
+                || Ok(()),
+            )
         };
         assert_eq!(put(1, Deadline::after(Duration::from_millis(1))).unwrap_err().kind(), ErrorKind::Timeout);
         assert!(matches!(keeper.message(), KeeperRequest::Put(..)));

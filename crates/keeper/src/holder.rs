@@ -151,14 +151,13 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
-    use llm_datadist_core::Deadline;
     use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
 
     use super::*;
-    use crate::attachment::tests::SilentPath;
+    use crate::attachment::tests::{SilentPath, key, soon};
     use crate::keeper::Keeper;
     use crate::keeper_link::StoreOptions;
-    use crate::key::{IndexKey, StoreKey};
+    use crate::key::IndexKey;
     use crate::messages::Stored;
     use crate::store::Store;
     use crate::view::StoreView;
@@ -179,18 +178,8 @@ mod tests {
         assert!(holder.taken().is_none());
     }
 
-    fn key(number: u8) -> StoreKey {
-        StoreKey::read(0, &[number; 28]).unwrap()
-    }
-
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(30))
-    }
-
     fn store(path: &SilentPath, checksums: bool) -> Store {
-        let (socket, namespace) = (path.socket(), "n".into());
-        Store::open(StoreOptions { socket, namespace, value: 100, checksums, ..Default::default() }, soon())
-            .unwrap()
+        Store::open(StoreOptions { checksums, ..path.store_options(100) }, soon()).unwrap()
     }
 
     fn put(store: &Store, number: u8) {
@@ -309,13 +298,8 @@ mod tests {
             flip(&holder.files, 2);
             assert_eq!(got(&plain, 2), Some(flipped(2)));
             assert_eq!(plain.stats(soon()).unwrap().misses_corrupt, 0);
-            let other = StoreOptions {
-                socket: path.socket(),
-                namespace: "n".into(),
-                value: 100,
-                ..Default::default()
-            };
-            let refused = Store::open(StoreOptions { checksums: true, ..other }, soon()).unwrap_err();
+            let other = StoreOptions { checksums: true, ..path.store_options(100) };
+            let refused = Store::open(other, soon()).unwrap_err();
             assert_eq!(refused.argument_name(), Some("checksums"));
             let text = "checksums=True must be False, as in the namespace that the keeper has";
             assert_eq!(refused.reason(), text);

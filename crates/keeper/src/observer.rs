@@ -273,28 +273,19 @@ impl Drop for Observer {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use llm_datadist_core::bindings::keeper::Window;
 
     use super::*;
-    use crate::attachment::tests::{SilentKeeper, SilentPath};
+    use crate::attachment::tests::{SilentKeeper, SilentPath, soon};
     use crate::key::StoreKey;
     use crate::messages::ChangePage;
     use crate::sizes::PAGE_VALUES;
     use crate::socket::ListeningPath;
-    use crate::{Keeper, KeeperOptions, Store, StoreOptions};
-
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(30))
-    }
 
     #[test]
     fn observer_gets_descriptors_only_with_memory() {
         let path = SilentPath::new();
-        let options =
-            KeeperOptions { memory: 64 * 10, value: 64, socket: path.socket(), ..KeeperOptions::default() };
-        let _keeper = Keeper::open(&options).unwrap();
+        let _keeper = path.keeper(10, 64);
         for (with_memory, shared) in [(false, 0), (true, 3)] {
             let request = KeeperRequest::Observe(VERSION, with_memory);
             let (_connection, _, files) =
@@ -387,16 +378,8 @@ mod tests {
     #[test]
     fn a_list_of_any_limit_has_the_latest_values() {
         let path = SilentPath::new();
-        let options =
-            KeeperOptions { memory: 64 * 5000, value: 64, socket: path.socket(), ..KeeperOptions::default() };
-        let _keeper = Keeper::open(&options).unwrap();
-        let options = StoreOptions {
-            socket: path.socket(),
-            namespace: "n".into(),
-            value: 64,
-            ..StoreOptions::default()
-        };
-        let store = Store::open(options, soon()).unwrap();
+        let _keeper = path.keeper(5000, 64);
+        let store = path.store(64);
         let key = |number: u32| {
             let mut bytes = [7; 28];
             bytes[..4].copy_from_slice(&number.to_le_bytes());

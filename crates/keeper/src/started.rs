@@ -135,9 +135,8 @@ mod tests {
     use llm_datadist_core::{Error, ErrorKind, Event};
 
     use super::*;
-    use crate::attachment::tests::SilentPath;
+    use crate::attachment::tests::{SilentPath, key};
     use crate::messages::{KeeperReply, KeeperRequest};
-    use crate::{Keeper, KeeperOptions, StoreOptions};
 
     const VALUE: u64 = 64;
 
@@ -145,18 +144,8 @@ mod tests {
         Deadline::after(Duration::from_secs(60)).named("timeout")
     }
 
-    fn key(number: u8) -> StoreKey {
-        StoreKey::read(0, &[number; 28]).unwrap()
-    }
-
     fn opened(path: &SilentPath) -> Arc<Store> {
-        let options = StoreOptions {
-            socket: path.socket(),
-            namespace: "n".into(),
-            value: VALUE,
-            ..StoreOptions::default()
-        };
-        Arc::new(Store::open(options, soon()).unwrap())
+        Arc::new(path.store(VALUE))
     }
 
     /// Values of a call. Counts those that were not dropped.
@@ -202,20 +191,10 @@ mod tests {
         store.start_get(keys, Values::new(&vec![0; numbers.len()], &held), soon())
     }
 
-    fn keeper(path: &SilentPath) -> Keeper {
-        Keeper::open(&KeeperOptions {
-            memory: 64 * VALUE,
-            value: VALUE,
-            socket: path.socket(),
-            ..KeeperOptions::default()
-        })
-        .unwrap()
-    }
-
     #[test]
     fn jobs_have_one_result_each_and_drop_their_memory_before() {
         let path = SilentPath::new();
-        let _keeper = keeper(&path);
+        let _keeper = path.keeper(64, VALUE);
         let (store, held) = (opened(&path), Arc::default());
         let first = store.start_put(vec![key(1), key(2)], Values::new(&[1, 2], &held), soon()).unwrap();
         first.transfer.join(soon()).unwrap();
@@ -259,13 +238,7 @@ mod tests {
     fn bytes_of_jobs_that_have_not_ended_are_bounded() {
         let path = SilentPath::new();
         let asked = path.start();
-        let options = StoreOptions {
-            socket: path.socket(),
-            namespace: "n".into(),
-            value: VALUE,
-            ..StoreOptions::default()
-        };
-        let store = Arc::new(Store::open(options, soon()).unwrap().with_queue(3 * VALUE));
+        let store = Arc::new(path.store(VALUE).with_queue(3 * VALUE));
         let _silent = asked.join().unwrap();
         let first = put(&store, &[1, 2], soon()).unwrap();
         let error = get(&store, &[1, 2]).unwrap_err();
@@ -303,7 +276,7 @@ mod tests {
     #[test]
     fn a_store_that_is_dropped_keeps_its_jobs_until_they_end() {
         let path = SilentPath::new();
-        let _keeper = keeper(&path);
+        let _keeper = path.keeper(64, VALUE);
         let store = opened(&path);
         let jobs: Vec<_> = (0..50).map(|number| put(&store, &[number], soon()).unwrap()).collect();
         drop(store);
@@ -340,7 +313,7 @@ mod tests {
     #[test]
     fn a_job_is_reported_when_it_touches_nothing_any_more_and_close_waits_for_that() {
         let path = SilentPath::new();
-        let _keeper = keeper(&path);
+        let _keeper = path.keeper(64, VALUE);
         let (store, held) = (opened(&path), Arc::default());
         put(&store, &[1], soon()).unwrap().transfer.join(soon()).unwrap();
         let (values, open, begins) = GatedValues::new(&held);
@@ -391,13 +364,7 @@ mod tests {
     #[test]
     fn a_put_that_is_stopped_leaves_fewer_values_than_keys() {
         let path = SilentPath::new();
-        let _keeper = Keeper::open(&KeeperOptions {
-            memory: 4096 * VALUE,
-            value: VALUE,
-            socket: path.socket(),
-            ..KeeperOptions::default()
-        })
-        .unwrap();
+        let _keeper = path.keeper(4096, VALUE);
         let (store, keys, value) = (opened(&path), some_keys(4096), [7; 64]);
         let values = vec![Window::of_slice(&value); keys.len()];
         let parts = AtomicUsize::new(0);
@@ -411,13 +378,7 @@ mod tests {
     #[test]
     fn a_get_that_is_stopped_finishes_its_batch_writes_no_further_one_and_counts_nothing() {
         let path = SilentPath::new();
-        let _keeper = Keeper::open(&KeeperOptions {
-            memory: 256 * VALUE,
-            value: VALUE,
-            socket: path.socket(),
-            ..KeeperOptions::default()
-        })
-        .unwrap();
+        let _keeper = path.keeper(256, VALUE);
         let (store, keys, value) = (opened(&path), some_keys(100), [7; 64]);
         store.put(&keys, &vec![Window::of_slice(&value); 100], soon()).unwrap();
         let (mut into, batches) = (vec![0_u8; 100 * 64], AtomicUsize::new(0));
@@ -435,16 +396,8 @@ mod tests {
     fn a_batch_has_about_64_mib() {
         let path = SilentPath::new();
         let value = 24 << 20;
-        let _keeper = Keeper::open(&KeeperOptions {
-            memory: value,
-            value,
-            socket: path.socket(),
-            ..KeeperOptions::default()
-        })
-        .unwrap();
-        let options =
-            StoreOptions { socket: path.socket(), namespace: "n".into(), value, ..StoreOptions::default() };
-        let store = Store::open(options, soon()).unwrap();
+        let _keeper = path.keeper(1, value);
+        let store = path.store(value);
         let (bytes, batches) = ([0; 64], AtomicUsize::new(0));
         // Nothing is there, so nothing is copied into these windows.
         let windows = vec![Window::of_slice(&bytes); 5];
@@ -475,7 +428,7 @@ mod tests {
         while store.answers_at_once() {
             sleep(Duration::from_millis(1));
         }
-        let _keeper = keeper(&path);
+        let _keeper = path.keeper(64, VALUE);
         assert_eq!(store.exists(&[key(1)]).unwrap(), [false]);
         assert!(store.answers_at_once());
         store.close();

@@ -436,27 +436,16 @@ mod tests {
     use std::thread::{scope, sleep};
 
     use super::*;
-    use crate::attachment::tests::{SilentKeeper, SilentPath};
+    use crate::attachment::tests::{SilentKeeper, SilentPath, key, soon};
     use crate::socket::ListeningPath;
-    use crate::{Keeper, KeeperOptions};
 
     #[test]
     fn close_during_puts_leaves_staged_bytes_alone() {
         let path = SilentPath::new();
         let keeper = path.start();
-        let soon = || Deadline::after(Duration::from_secs(30));
-        let options = StoreOptions {
-            socket: path.socket(),
-            namespace: "n".into(),
-            value: 64,
-            ..StoreOptions::default()
-        };
-        let store = Store::open(options, soon()).unwrap();
+        let store = path.store(64);
         let keeper = keeper.join().unwrap();
-        let put = |byte: u8| {
-            let key = StoreKey::read(0, &[byte; 28]).unwrap();
-            store.put(&[key], &[Window::of_slice(&[byte; 64])], soon()).unwrap()
-        };
+        let put = |byte: u8| store.put(&[key(byte)], &[Window::of_slice(&[byte; 64])], soon()).unwrap();
         scope(|scope| {
             let first = scope.spawn(|| put(1));
             assert!(matches!(keeper.message(), KeeperRequest::Put(..)));
@@ -475,34 +464,21 @@ mod tests {
         assert_eq!(keeper.staged(), [1; 64], "the keeper may still copy the first value");
     }
 
-    fn key(number: u8) -> StoreKey {
-        StoreKey::read(0, &[number; 28]).unwrap()
-    }
-
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(30))
-    }
-
-    fn opened(path: &SilentPath) -> Store {
-        Store::open(
-            StoreOptions {
-                socket: path.socket(),
-                namespace: "n".into(),
-                value: 64,
-                ..StoreOptions::default()
-            },
-            soon(),
-        )
-        .unwrap()
+    /// Opens a store whose keeper has a value of the key 1 that does not match its checksum.
+    fn with_wrong_value(path: &SilentPath) -> (Store, SilentKeeper) {
+        let keeper = path.start();
+        let options = StoreOptions { checksums: true, ..path.store_options(64) };
+        let store = Store::open(options, soon()).unwrap();
+        let mut keeper = keeper.join().unwrap();
+        keeper.store_wrong(&key(1));
+        (store, keeper)
     }
 
     #[test]
     fn value_replaced_between_copy_and_check_is_a_miss() {
         let path = SilentPath::new();
-        let options =
-            KeeperOptions { memory: 64, value: 64, socket: path.socket(), ..KeeperOptions::default() };
-        let _keeper = Keeper::open(&options).unwrap();
-        let store = opened(&path);
+        let _keeper = path.keeper(1, 64);
+        let store = path.store(64);
         let put = |number: u8| store.put(&[key(number)], &[Window::of_slice(&[number; 64])], soon()).unwrap();
         put(1);
         let attachment = store.attachment().unwrap().unwrap();
@@ -528,13 +504,7 @@ mod tests {
     #[test]
     fn a_value_with_a_wrong_checksum_is_put_again_before_the_keeper_has_dropped_it() {
         let path = SilentPath::new();
-        let keeper = path.start();
-        let (socket, namespace) = (path.socket(), "n".into());
-        let options =
-            StoreOptions { socket, namespace, value: 64, checksums: true, ..StoreOptions::default() };
-        let store = Store::open(options, soon()).unwrap();
-        let mut keeper = keeper.join().unwrap();
-        keeper.store_wrong(&key(1));
+        let (store, keeper) = with_wrong_value(&path);
         assert_eq!(store.exists(&[key(1)]).unwrap(), [true]);
         let mut value = [0; 64];
         assert_eq!(store.get(&[key(1)], &[Window::of_slice_mut(&mut value)]).unwrap(), [false]);
@@ -559,13 +529,7 @@ mod tests {
     #[test]
     fn a_value_with_a_wrong_checksum_is_never_counted_as_a_hit() {
         let path = SilentPath::new();
-        let keeper = path.start();
-        let (socket, namespace) = (path.socket(), "n".into());
-        let options =
-            StoreOptions { socket, namespace, value: 64, checksums: true, ..StoreOptions::default() };
-        let store = Store::open(options, soon()).unwrap();
-        let mut keeper = keeper.join().unwrap();
-        keeper.store_wrong(&key(1));
+        let (store, _keeper) = with_wrong_value(&path);
         let attachment = store.attachment().unwrap().unwrap();
         let (keys, mut value) = ([key(1)], [0; 64]);
         let windows = [Window::of_slice_mut(&mut value)];
@@ -586,7 +550,7 @@ mod tests {
     #[test]
     fn calls_do_not_wait_for_the_one_that_attaches() {
         let path = SilentPath::new();
-        let mut store = opened(&path);
+        let mut store = path.store(64);
         store.keeper.wait_now(Duration::from_secs(30));
         let listening = ListeningPath::open(&path.socket()).unwrap();
         scope(|scope| {
@@ -606,7 +570,7 @@ mod tests {
     #[test]
     fn overlapping_windows_are_refused() {
         let path = SilentPath::new();
-        let store = opened(&path);
+        let store = path.store(64);
         let mut bytes = [0_u8; 256];
         let whole = Window::of_slice_mut(&mut bytes);
         let get = |begins: &[u64]| {
@@ -626,7 +590,7 @@ mod tests {
     fn own_stats_leave_the_connection_to_a_hung_keeper() {
         let path = SilentPath::new();
         let keeper = path.start();
-        let store = opened(&path);
+        let store = path.store(64);
         let keeper = keeper.join().unwrap();
         let first = store.attachment().unwrap().unwrap();
         assert_eq!(store.own_stats().unwrap().keeper, None);
@@ -644,7 +608,7 @@ mod tests {
     fn a_failed_drop_says_how_many_values_were_dropped_before() {
         let path = SilentPath::new();
         let keeper = path.start();
-        let store = opened(&path);
+        let store = path.store(64);
         let keeper = keeper.join().unwrap();
         scope(|scope| {
             let cleared = scope.spawn(|| store.clear(soon()));

@@ -179,38 +179,18 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::attachment::tests::SilentPath;
+    use crate::Keeper;
+    use crate::attachment::tests::{SilentPath, key, soon};
     use crate::messages::Stored;
-    use crate::{Keeper, KeeperOptions, StoreOptions};
 
     const TIME: Duration = Duration::from_secs(10);
 
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(30))
-    }
-
-    fn key(number: u8) -> StoreKey {
-        StoreKey::read(0, &[number; 28]).unwrap()
-    }
-
     fn keeper(path: &SilentPath, slots: u64) -> Keeper {
-        Keeper::open(&KeeperOptions {
-            memory: 64 * slots,
-            value: 64,
-            socket: path.socket(),
-            ..KeeperOptions::default()
-        })
-        .unwrap()
+        path.keeper(slots, 64)
     }
 
     fn store(path: &SilentPath) -> Arc<Store> {
-        let options = StoreOptions {
-            socket: path.socket(),
-            namespace: "n".into(),
-            value: 64,
-            ..StoreOptions::default()
-        };
-        Arc::new(Store::open(options, soon()).unwrap())
+        Arc::new(path.store(64))
     }
 
     fn put(store: &Store, number: u8, byte: u8) {
