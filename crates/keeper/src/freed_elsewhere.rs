@@ -15,24 +15,24 @@ const THREAD: &str = "llm-keeper-free";
 pub(crate) struct FreedElsewhere<T: Send + Sync + 'static> {
     /// Declared before the last copy, so that it drops first.
     value: Arc<T>,
-    last: LastCopy<T>,
+    last: LastReference<T>,
 }
 
-/// The value, and the process that has created it.
+/// A reference to the value, and the process that has created it.
 #[derive(Debug)]
-struct LastCopy<T: Send + Sync + 'static>(Option<Arc<T>>, u32);
+struct LastReference<T: Send + Sync + 'static>(Option<Arc<T>>, u32);
 
 impl<T: Send + Sync + 'static> FreedElsewhere<T> {
     pub(crate) fn new(value: T) -> Self {
         let value = Arc::new(value);
-        FreedElsewhere { last: LastCopy(Some(value.clone()), this_process()), value }
+        FreedElsewhere { last: LastReference(Some(value.clone()), this_process()), value }
     }
 }
 
 impl<T: Send + Sync + 'static> Clone for FreedElsewhere<T> {
     fn clone(&self) -> Self {
-        let LastCopy(value, process) = &self.last;
-        FreedElsewhere { value: self.value.clone(), last: LastCopy(value.clone(), *process) }
+        let LastReference(value, process) = &self.last;
+        FreedElsewhere { value: self.value.clone(), last: LastReference(value.clone(), *process) }
     }
 }
 
@@ -44,7 +44,7 @@ impl<T: Send + Sync + 'static> Deref for FreedElsewhere<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> Drop for LastCopy<T> {
+impl<T: Send + Sync + 'static> Drop for LastReference<T> {
     fn drop(&mut self) {
         let Some(value) = self.0.take().and_then(Arc::into_inner) else { return };
         // A forked child frees nothing that its parent has, and should start no thread.
