@@ -352,7 +352,9 @@ mod tests {
         namespaces.detach(3);
         assert_eq!(namespaces.attach("a", of(64)), Ok(1), "as one of the readers");
         namespaces.detach(1);
-        [0, 0, 1].into_iter().for_each(|number| namespaces.detach_reader(number));
+        for number in [0, 0, 1] {
+            namespaces.detach_reader(number);
+        }
         assert_eq!((namespaces.count(), namespaces.numbers.len()), (0, 0));
     }
 

@@ -266,7 +266,9 @@ impl KeeperLoop {
         let namespace = namespace.map_err(Goodbye::Refused)?;
         if role >= ClientRole::Write {
             let others = self.clients.of(&self.table.namespaces.with_other_terms(namespace));
-            others.into_iter().for_each(|other| self.disconnect(other));
+            for other in others {
+                self.disconnect(other);
+            }
         }
         let memory = Some(ClientMemory { terms, staging, _file: memory });
         self.admit_as(
