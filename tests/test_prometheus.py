@@ -328,18 +328,14 @@ def test_the_dashboard_has_names_that_exist(start: Open, tmp_path: Path) -> None
     unused = {name for name in {**kinds, **VLLM} if not any(one.startswith(name) for one in used)}
     assert unused == {
         "llm_datadist_caches",
-        "llm_datadist_keeper_corrupt",
         "llm_datadist_keeper_dropped",
-        "llm_datadist_keeper_forbidden",
         "llm_datadist_keeper_leases",
         "llm_datadist_keeper_leases_refused",
         "llm_datadist_keeper_namespaces",
         "llm_datadist_keeper_observers",
         "llm_datadist_keeper_present",
-        "llm_datadist_keeper_refused",
         "llm_datadist_keeper_slot_bytes",
         "llm_datadist_keeper_stored_bytes",
-        "llm_datadist_keeper_wrong_reports",
         "llm_datadist_keys",
         "llm_datadist_pool_failures",
         "llm_datadist_pool_peak_used_bytes",
