@@ -254,8 +254,7 @@ def test_finished_requests_leave_nothing(start: Callable[..., Tier]) -> None:
     (result,) = tier.reported(1)
     assert not result.success
     assert (tier.tier._live, tier.tier._failed, tier.tier._running) == (set(), {}, {})
-    assert not tier.tier._known
-    assert not tier.tier._hits
+    assert not tier.tier._found
     assert not tier.tier._ended
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Optional
 
 from llm_datadist import Closed, Error, Store, Timeout
@@ -43,6 +44,7 @@ __all__ = ["LlmDatadistStoreTier", "TierSettings"]
 logger = logging.getLogger("vllm.llm_datadist")
 
 _KEY_BYTES = 28
+_end = itemgetter(slice(-_KEY_BYTES, None))  # faster than a loop that cuts keys
 _MISS, _HIT = LookupResult.MISS, LookupResult.HIT
 # Keys that the first lookup of a request asks for, and by how much each further one of the step asks for more. A
 # request of 1,000 chunks then needs four calls, and one whose first chunk is missing does not pay for 1,000.
@@ -124,9 +126,7 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._live: set[str] = set()  # requests
         self._failed: dict[str, set[bytes]] = {}  # keys that could not be loaded, of requests that live
         self._left: list[Transfer[list[bool]]] = []  # those of `_running` whose store was closed: they have no events
-        # Keys that were looked up in this step, and those of them that the keeper has.
-        self._known: set[bytes] = set()
-        self._hits: set[bytes] = set()
+        self._found: dict[bytes, bool] = {}  # whether the keeper has the keys that were looked up in this step
         # The last request that was asked about in this step, its keys, and how many of them the last call had.
         self._asked: tuple[str, list[bytes], int] = ("", [], 0)
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -157,15 +157,16 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say whether the keeper has a chunk. vLLM asks for each chunk of each waiting request, in each step."""
-        if key not in self._known:
-            self._ask(key, req_context)
+        found = self._found.get(key)
+        if found is None:
+            found = self._ask(key, req_context)
         # A chunk that could not be loaded would be promoted again without end, if it were still found.
-        if key not in self._hits or (self._failed and key in self._failed.get(req_context.req_id, ())):
+        if not found or (self._failed and key in self._failed.get(req_context.req_id, ())):
             return _MISS
         return _HIT
 
-    def _ask(self, key: bytes, context: Any) -> None:
-        """Ask for a key, and for those that vLLM is likely to look up next."""
+    def _ask(self, key: bytes, context: Any) -> bool:
+        """Ask for a key, and for those that vLLM is likely to look up next. Return whether the keeper has it."""
         request, keys, count = self._asked
         if request == context.req_id:
             count = min(count * _MORE, MAX_KEYS)
@@ -175,15 +176,16 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
         try:
             at = keys.index(key)
             # vLLM looks prefixes up forwards, and sliding windows backwards.
-            backwards = at + 1 < len(keys) and keys[at + 1] in self._known
+            backwards = at + 1 < len(keys) and keys[at + 1] in self._found
             keys = keys[max(0, at + 1 - count) : at + 1] if backwards else keys[at : at + count]
         except ValueError:
             keys = [key]
         try:
-            self._hits.update(compress(keys, self._store.exists(_store_keys(keys))))
+            self._found.update(zip(keys, self._store.exists(_store_keys(keys))))
         except Exception as error:  # noqa: BLE001 - the scheduler would end
             self._log.error(error)
-        self._known.update(keys)
+            self._found.update(dict.fromkeys(keys, False))
+        return self._found[key]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Start to copy chunks to the keeper."""
@@ -275,8 +277,7 @@ class LlmDatadistStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM gives it
         """Forget what was found: chunks come and go between steps."""
-        self._known.clear()
-        self._hits.clear()
+        self._found.clear()
         self._asked = ("", [], 0)
 
     def drain_jobs(self) -> None:
@@ -349,7 +350,7 @@ def _store_keys(keys: Sequence[bytes]) -> list[bytes]:
     24 bytes of the hash, which is enough against collisions, and cost a tenth of a digest of the key. Keys with a
     shorter hash (xxhash) are taken whole.
     """
-    ends = [key[-_KEY_BYTES:] for key in keys]
+    ends = list(map(_end, keys))
     return ends if len(ends[0]) == _KEY_BYTES else [end.rjust(_KEY_BYTES, b"\0") for end in ends]
 
 
