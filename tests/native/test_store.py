@@ -128,6 +128,39 @@ def test_stopped_keeper_answers_from_its_memory_and_puts_end_in_time(
         wait_for(lambda: store.put([key(3)], [value(3)]) == [True])
 
 
+def test_calls_of_all_clients_of_a_stopped_keeper_end_in_time_and_go_on_with_it(
+    socket: Path, served: subprocess.Popen[str]
+) -> None:
+    """Each call has a store of its own, because one that times out ends the connection of its store."""
+
+    def refused(call: Callable[[], int]) -> None:
+        with pytest.raises(Timeout):
+            call()
+
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(opened(socket)) for _ in range(7)]
+        reads, puts, started, drops, clears, leases, counts = stores
+        assert reads.put([key(1)], [value(1)]) == [True]
+        stopped = stop(served)
+        assert puts.put([key(2)], [value(2)], timeout=0.1) == [False]
+        assert started.start_put([key(3)], [value(3)], timeout=0.1).result() == [False]
+        refused(lambda: drops.drop([key(1)], timeout=0.1))
+        refused(lambda: clears.clear(timeout=0.1))
+        assert leases.lease([key(1)], ttl=5, timeout=0.1) == [False]
+        assert counts.stats(timeout=0.1)["keeper"] is None
+        late = stack.enter_context(opened(socket, timeout=0.1))
+        # Until the keeper answers, whoever must attach again finds nothing.
+        for store in (*stores[1:], late):
+            assert (store.exists([key(1)]), got(store, 1)) == ([False], None)
+            assert store.put([key(4)], [value(4)]) == [False]
+            assert store.start_get([key(1)], [bytearray(VALUE)]).result() == [False]
+        assert got(reads, 1) == value(1)
+        os.kill(stopped, signal.SIGCONT)
+        # `drop` and `clear` may have reached the keeper.
+        wait_for(lambda: all(store.put([key(5)], [value(5)]) == [True] for store in (*stores, late)))
+        assert [got(store, 5) for store in (*stores, late)] == [value(5)] * 8
+
+
 def test_put_that_times_out_is_not_stored_with_bytes_of_the_next_one(
     socket: Path, served: subprocess.Popen[str]
 ) -> None:
