@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 
 import pytest
 
-from llm_datadist import Store
+from llm_datadist import InvalidArgument, Store
 
 from .stores import LIMIT, VALUE, child_of, got, key, opened, value, wait_for
 
@@ -170,6 +170,33 @@ thread.join()
     command = [sys.executable, "-c", code, str(socket)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)  # noqa: S603
     assert "epoll_wait failed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_refused_client_is_reported_and_those_of_the_next_minute_are_counted(socket: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text("read a-token-of-readers\n")
+    with ready(socket, "--tokens", str(tokens)) as served:
+
+        def refuse(count: int) -> None:
+            for _ in range(count):
+                with pytest.raises(InvalidArgument):
+                    opened(socket, token="a-wrong-token-0123")
+
+        line = "llm-datadist serve: a client was refused: "
+        line += f"pid={os.getpid()} uid={os.geteuid()}: the token is none of those of the keeper\n"
+        refuse(3)
+        assert served.complained() == line
+        with opened(socket) as store:
+            assert store.stats()["keeper"]["refused"] == 3
+            served.kill()
+            wait_for(lambda: attached(store))
+            assert served.complained().endswith("; starting another one\n"), "nothing between the two lines"
+            assert served.complained().endswith(" serves, with 0 values from before\n")
+            refuse(1)
+            assert served.complained() == line, "the next process reports, too"
+        served.process.terminate()
+        assert served.process.communicate()[1] == ""
 
 
 def test_memory_is_emptied_after_two_crashes(socket: Path, served: Serve) -> None:

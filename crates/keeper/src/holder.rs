@@ -122,12 +122,14 @@ impl Holder {
     /// Creates the loop that serves from the memory, with the values that it has, until `stop` is readable.
     pub(crate) fn keeper_loop(&self, stop: OwnedFd) -> Result<KeeperLoop> {
         let table = SlotTable::over(self.files.clone())?;
-        KeeperLoop::new(self.listening.clone(), stop, table, self.tokens.clone())
+        KeeperLoop::new(self.listening.clone(), stop, table, self.tokens.clone(), None)
     }
 
     /// Serves clients on this thread, until `stop` is readable or another keeper takes over. Returns whether the latter has happened.
-    /// Sends the number of values that it has found as four bytes to `stop`, the least one first, before it begins. With `empty`, it
-    /// forgets what is in the memory. Returns `Err(System)` if the system lets it wait for clients no more.
+    /// With `empty`, it forgets what is in the memory. Returns `Err(System)` if the system lets it wait for clients no more.
+    ///
+    /// Sends messages to `stop`, which keeps them apart (`SOCK_SEQPACKET`). The first one is the number of values that it has found, as
+    /// four bytes, the least one first. Later ones are texts about clients that it has refused, at most one a minute.
     pub fn serve(&self, stop: OwnedFd, empty: bool) -> Result<bool> {
         if empty {
             *self.taken() = None;
@@ -137,7 +139,10 @@ impl Holder {
         let taken = self.taken().take();
         let table = taken.map_or_else(|| SlotTable::over(self.files.clone()), Ok)?;
         send(&stop, &table.values().to_le_bytes(), &[]).map_err(failed)?;
-        KeeperLoop::new(self.listening.clone(), stop, table, self.tokens.clone())?.run()
+        let told = stop.try_clone().map_err(|error| {
+            Error::new(ErrorKind::System, "cannot copy the descriptor of the holder").because(error)
+        })?;
+        KeeperLoop::new(self.listening.clone(), stop, table, self.tokens.clone(), Some(told))?.run()
     }
 
     fn taken(&self) -> MutexGuard<'_, Option<SlotTable>> {

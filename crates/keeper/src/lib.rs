@@ -17,7 +17,7 @@
 //! ```text
 //!  store   started   view   observer   take_over   holder   keeper    the ends
 //!  keeper_link   serving   admission             what they do with messages
-//!  attachment   connection   clients   client    what each has of the other
+//!  attachment   connection   clients   refusals   client    what each has of the other
 //!  table   leases   namespaces   changes   what only the keeper has
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
@@ -46,6 +46,7 @@ mod messages;
 mod namespaces;
 mod observer;
 mod recency;
+mod refusals;
 mod reported;
 mod roles;
 mod serving;

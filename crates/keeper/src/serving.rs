@@ -22,6 +22,7 @@ use crate::messages::{
     AttachRequest, KeeperReply, KeeperRequest, ListRequest, NO_NAMESPACE, SharedGeometry, Stored, ValueTerms,
     decoded, encoded, version_of,
 };
+use crate::refusals::Refusals;
 use crate::roles::{ClientRole, RoleTokens};
 use crate::sizes::{
     self, MAX_CLIENTS, MAX_LEASE, MAX_OBSERVERS, MESSAGE_BYTES, RESERVED_CLIENTS, RESERVED_OBSERVERS,
@@ -51,17 +52,19 @@ pub(crate) struct KeeperLoop {
     /// Until when reports of users are ignored.
     wrong_reports: HashMap<Option<u32>, Instant>,
     counts: KeeperStats,
+    refusals: Refusals,
     /// Whether a client has asked it to end, because another keeper takes over.
     replaced: bool,
 }
 
 impl KeeperLoop {
-    /// Creates the loop. It ends once `stop` is readable.
+    /// Creates the loop. It ends once `stop` is readable. It sends a text about clients that it refuses to `told`, at most once a minute.
     pub(crate) fn new(
         listening: Arc<ListeningPath>,
         stop: OwnedFd,
         table: SlotTable,
         tokens: Arc<RoleTokens>,
+        told: Option<OwnedFd>,
     ) -> Result<KeeperLoop> {
         // Mappings have whole huge pages.
         let staging = sizes::most_staging_bytes(table.slot_bytes()).next_multiple_of(2 << 20);
@@ -73,6 +76,7 @@ impl KeeperLoop {
             late_leases: Instant::now(),
             wrong_reports: HashMap::new(),
             counts: KeeperStats::default(),
+            refusals: Refusals::new(told),
             replaced: false,
         })
     }
@@ -101,7 +105,7 @@ impl KeeperLoop {
     /// Waits until something happens, and does what it asks for. Returns whether the keeper goes on.
     pub(crate) fn round(&mut self, events: &mut Vec<ClientEvent>, buffer: &mut [u8]) -> Result<bool> {
         let leases = (self.table.held() > 0).then_some(self.late_leases);
-        self.clients.wait(events, leases)?;
+        self.clients.wait(events, leases.into_iter().chain(self.refusals.due()).min())?;
         if events.contains(&ClientEvent::Stop) {
             return Ok(false);
         }
@@ -116,6 +120,7 @@ impl KeeperLoop {
         if self.late_leases <= Instant::now() {
             self.end_late_leases();
         }
+        self.refusals.tell(Instant::now());
         self.clients.end_pause();
         Ok(!self.replaced)
     }
@@ -138,10 +143,11 @@ impl KeeperLoop {
             },
         };
         if let (Goodbye::Refused(refusal), Some(client)) = (goodbye, self.clients.get(number)) {
+            self.counts.refused += 1;
+            self.refusals.add(client, &refusal.reason, Instant::now());
             let told = send_reply(&client.socket, &KeeperReply::Refused(refusal));
             // It is disconnected in either case.
             drop(told);
-            self.counts.refused += 1;
         }
         self.disconnect(number);
     }

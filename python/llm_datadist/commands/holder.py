@@ -32,8 +32,9 @@ _CRASH_SECONDS = 60.0
 """After two crashes within this time, the memory may be what makes the child crash."""
 _PAUSE_SECONDS = 1.0
 """Also between two attempts to start a child, and between two messages to the service manager."""
-_COUNT_BYTES = 4
-"""The number of values that a child has found, which it sends once it serves."""
+_MESSAGE_BYTES = 4096
+"""Of a message of a child. The first one is the number of values that it has found, once it serves. Later ones are texts
+about clients that it has refused."""
 _STOP_SECONDS = 5.0
 """How long a child may take to end before it is killed."""
 
@@ -80,8 +81,9 @@ class _Child:
 
     def __init__(self, holder: _Holder, stop: StopSignals, *, first: bool, empty: bool) -> None:
         self.begin = time.monotonic()
+        self.serves = False
         # The end of each side tells the other one.
-        self.end, other = socket.socketpair()
+        self.end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:
             stop.default()
@@ -135,14 +137,16 @@ def hold(holder: _Holder, stop: StopSignals, ready: Callable[[int], None]) -> in
             systemd.notify("STOPPING=1")
             child.stop()
             return 0
-        if kept := child.end.recv(_COUNT_BYTES):
-            if serving:
-                serves = f"pid {child.pid} serves, with {int.from_bytes(kept, 'little'):,} values from before"
+        if message := child.end.recv(_MESSAGE_BYTES):
+            if child.serves:
+                complain(f"llm-datadist serve: {message.decode(errors='replace')}")
+            elif serving:
+                serves = f"pid {child.pid} serves, with {int.from_bytes(message, 'little'):,} values from before"
                 complain(f"llm-datadist serve: {serves}")
                 systemd.notify(f"STATUS={serves}")
             else:
                 _call_ready(ready, holder, child)
-            serving = True
+            serving = child.serves = True
             continue
         text, status = child.result()
         if status is None and not serving:
