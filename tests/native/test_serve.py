@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
@@ -176,12 +176,13 @@ def test_a_refused_client_is_reported_and_those_of_the_next_minute_are_counted(s
     tokens = tmp_path / "tokens"
     tokens.touch(0o600)
     tokens.write_text("read a-token-of-readers\n")
+    wrong: dict[str, Any] = {"token": "a-wrong-token-0123"}
     with ready(socket, "--tokens", str(tokens)) as served:
 
         def refuse(count: int) -> None:
             for _ in range(count):
                 with pytest.raises(InvalidArgument):
-                    opened(socket, token="a-wrong-token-0123")
+                    opened(socket, **wrong)
 
         line = "llm-datadist serve: a client was refused: "
         line += f"pid={os.getpid()} uid={os.geteuid()}: the token is none of those of the keeper\n"

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn thelast_copy_is_dropped_once_on_another_thread() {
+    fn the_last_copy_is_dropped_once_on_another_thread() {
         let (sender, dropped) = channel();
         let first = FreedElsewhere::new(Dropped(sender));
         let second = first.clone();

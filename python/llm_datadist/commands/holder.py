@@ -33,8 +33,8 @@ _CRASH_SECONDS = 60.0
 _PAUSE_SECONDS = 1.0
 """Also between two attempts to start a child, and between two messages to the service manager."""
 _MESSAGE_BYTES = 4096
-"""Of a message of a child. The first one is the number of values that it has found, once it serves. Later ones are texts
-about clients that it has refused."""
+"""Of a message of a child. The first one is the number of values that it has found, once it serves. Later ones are
+texts about clients that it has refused."""
 _STOP_SECONDS = 5.0
 """How long a child may take to end before it is killed."""
 
@@ -138,12 +138,8 @@ def hold(holder: _Holder, stop: StopSignals, ready: Callable[[int], None]) -> in
             child.stop()
             return 0
         if message := child.end.recv(_MESSAGE_BYTES):
-            if child.serves:
-                complain(f"llm-datadist serve: {message.decode(errors='replace')}")
-            elif serving:
-                serves = f"pid {child.pid} serves, with {int.from_bytes(message, 'little'):,} values from before"
-                complain(f"llm-datadist serve: {serves}")
-                systemd.notify(f"STATUS={serves}")
+            if serving:
+                _report(child, message)
             else:
                 _call_ready(ready, holder, child)
             serving = child.serves = True
@@ -166,6 +162,16 @@ def hold(holder: _Holder, stop: StopSignals, ready: Callable[[int], None]) -> in
         if started is None:
             return 0
         child = started
+
+
+def _report(child: _Child, message: bytes) -> None:
+    """Print a message of a child that is not the first one of all children."""
+    if child.serves:
+        complain(f"llm-datadist serve: {message.decode(errors='replace')}")
+        return
+    serves = f"pid {child.pid} serves, with {int.from_bytes(message, 'little'):,} values from before"
+    complain(f"llm-datadist serve: {serves}")
+    systemd.notify(f"STATUS={serves}")
 
 
 def _call_ready(ready: Callable[[int], None], holder: _Holder, child: _Child) -> None:

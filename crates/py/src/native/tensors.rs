@@ -10,6 +10,7 @@ use llm_datadist_core::{DataType, ElementTypes};
 use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList, PyMemoryView, PyString, PyTuple};
 
 use super::errors::{invalid, raise};
@@ -256,6 +257,9 @@ fn from_interface(name: &str, given: &Any<'_>, interface: &Any<'_>) -> PyResult<
     })
 }
 
+/// `c_char.from_buffer` and `addressof` of ctypes. They are looked up at the first buffer.
+static CTYPES: PyOnceLock<(Py<PyAny>, Py<PyAny>)> = PyOnceLock::new();
+
 /// Reads an object that only has the buffer protocol, and no gaps.
 fn from_buffer(
     name: &str,
@@ -293,9 +297,13 @@ fn from_buffer(
         return Ok(Described { address, shape, strides: None, data_type, item_bytes, read_only: true, kept });
     }
     // The object of ctypes keeps the buffer exported, so that it does not move.
-    let ctypes = py.import(intern!(py, "ctypes"))?;
-    let first = ctypes.getattr(intern!(py, "c_char"))?.call_method1(intern!(py, "from_buffer"), (view,))?;
-    let address = ctypes.call_method1(intern!(py, "addressof"), (&first,))?.extract()?;
+    let (from_buffer, address_of) = CTYPES.get_or_try_init(py, || -> PyResult<_> {
+        let ctypes = py.import("ctypes")?;
+        let from_buffer = ctypes.getattr("c_char")?.getattr("from_buffer")?;
+        Ok((from_buffer.unbind(), ctypes.getattr("addressof")?.unbind()))
+    })?;
+    let first = from_buffer.bind(py).call1((view,))?;
+    let address = address_of.bind(py).call1((&first,))?.extract()?;
     let kept = first.unbind();
     Ok(Described { address, shape, strides: None, data_type, item_bytes, read_only: false, kept })
 }
