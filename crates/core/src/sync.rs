@@ -5,8 +5,8 @@
 //! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
 //! is consistent.
 //!
-//! With `--cfg loom` they are loom's, for the models in `tests/loom_pins.rs`, `tests/loom_task.rs`,
-//! `copy/unit_job/loom_tests.rs` and `threads/pool/loom_tests.rs`. Locks in statics are taken from `std` directly, because loom has none.
+//! With `--cfg loom` they are loom's, for the models in `tests/loom_pins.rs`, `tests/loom_task.rs` and the files
+//! `loom_tests.rs`. Locks in statics are taken from `std` directly, because loom has none.
 
 #[cfg(loom)]
 use loom::sync as imp;
@@ -24,7 +24,7 @@ pub(crate) use loom::thread::{Builder, ThreadId, current};
 pub(crate) use std::thread::{Builder, ThreadId, current};
 
 pub(crate) use imp::MutexGuard;
-pub(crate) use imp::atomic::{AtomicBool, AtomicUsize, Ordering};
+pub(crate) use imp::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// A mutual exclusion lock that a panic does not poison.
 #[derive(Debug, Default)]

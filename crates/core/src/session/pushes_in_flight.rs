@@ -7,13 +7,12 @@
 //! tracked; docs/links.md states what is guaranteed for those.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
 use crate::model::{CacheId, ClusterId};
-use crate::sync::Mutex;
+use crate::sync::{AtomicU64, Mutex, Ordering, fence};
 
 /// Maximum number of remembered caches. Beyond that, caches that are not being written are forgotten.
 const MAX_CACHES: usize = 1 << 10;
@@ -94,8 +93,11 @@ impl PushesInFlight {
         self.caches.lock().written.values().any(CachePushes::now)
     }
 
-    /// Whether no push to `cache` has begun since [`none_now`](Self::none_now) returned `before`.
+    /// Whether no push to `cache` has begun since [`none_now`](Self::none_now) returned `before`: then none has changed what this
+    /// thread has read in between (`bytes_of_a_push_are_discarded`).
     pub(crate) fn none_since(&self, cache: CacheId, before: u64) -> bool {
+        // Keeps the reads of the data before the read of the number, which alone keeps only later reads behind it.
+        fence(Ordering::Acquire);
         if self.begun.load(Ordering::SeqCst) == before {
             return true;
         }
@@ -128,7 +130,10 @@ impl Drop for PushInFlight<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, loom))]
+mod loom_tests;
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
