@@ -180,6 +180,10 @@ impl Resources {
     /// Checks that the memory of `cache` still belongs to the engine. `Err` if the cache is registered memory
     /// that the program has unregistered in the meantime. The caller must hold pins on the rows, for which
     /// `unregister` waits.
+    ///
+    /// It is for calls that waited for their rows when the program unregistered the cache: they fail instead of
+    /// using the memory (`unregistered_memory_is_not_touched_by_waiting_calls`). Calls that start later do not
+    /// get the rows.
     pub fn still_registered(&self, cache: &Cache) -> Result<()> {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }

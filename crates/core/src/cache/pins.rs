@@ -30,18 +30,18 @@ pub struct CallRows(SmallVec<[CacheRows; 1]>);
 struct CacheRows {
     cache: Arc<Cache>,
     used: RowUse,
-    turn: Turn,
+    state: QueueState,
 }
 
 /// How far a call is in the queues of a cache.
 #[derive(Clone, Copy, Debug)]
-enum Turn {
+enum QueueState {
     /// It has not waited.
     New,
-    /// The same, for the call that waits for the end of all others in a cache that was freed.
-    Last,
+    /// It has not waited, and frees the cache: it waits for all other calls.
+    Freeing,
     /// It waits as this waiter, or has waited.
-    Waiter(u32),
+    Waiting(u32),
 }
 
 /// Rows that are taken for one call, together with their caches; given back on drop.
@@ -58,19 +58,19 @@ pub struct WaitingCall {
 
 impl CacheRows {
     fn new(cache: Arc<Cache>, used: RowUse) -> Self {
-        CacheRows { cache, used, turn: Turn::New }
+        CacheRows { cache, used, state: QueueState::New }
     }
 
     /// Returns the call in the queues of the cache, if it waits there or has waited.
     fn waiter(&self) -> Option<u32> {
-        if let Turn::Waiter(waiter) = self.turn { Some(waiter) } else { None }
+        if let QueueState::Waiting(waiter) = self.state { Some(waiter) } else { None }
     }
 
     /// Locks the rows of the cache. `Err(OutOfMemory)` if their counters cannot be allocated. `Err(CacheNotFound)` for a new call if
     /// the cache was freed after the call had found it: its memory may be gone (`a_freed_cache_admits_no_call`).
     fn lock(&self) -> Result<MutexGuard<'_, RowQueues>> {
         let mut queues = self.cache.pins.lock();
-        ensure(!queues.is_closed() || !matches!(self.turn, Turn::New), || {
+        ensure(!queues.is_freed() || !matches!(self.state, QueueState::New), || {
             Error::new(ErrorKind::CacheNotFound, "the cache was freed before the call took its rows")
                 .with("cache_id", self.cache.id())
         })?;
@@ -196,7 +196,7 @@ impl CallRows {
         (waiters, entered): (Vec<u32>, Result<()>),
         readiness: Arc<Readiness>,
     ) -> Result<WaitingCall> {
-        self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.turn = Turn::Waiter(waiter));
+        self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.state = QueueState::Waiting(waiter));
         let waiting = WaitingCall { rows: self, readiness };
         entered.map(|()| waiting)
     }
@@ -317,14 +317,14 @@ impl Drop for Pin {
 pub fn all_rows(cache: &Arc<Cache>) -> Result<CallRows> {
     let step = {
         let mut queues = cache.pins.lock();
-        queues.close();
+        queues.set_freed();
         queues.step()
     };
     let Some(step) = step else { return Ok(CallRows::none()) };
     let all = (0..cache.rows()).step_by(usize::try_from(step).unwrap_or(usize::MAX));
     let writes = fallible::collect_growing(PINS, all.size_hint().0, all)?.into();
     let used = RowUse { writes, ..RowUse::default() };
-    let rows = CacheRows { cache: cache.clone(), used, turn: Turn::Last };
+    let rows = CacheRows { cache: cache.clone(), used, state: QueueState::Freeing };
     Ok(CallRows(smallvec![rows]))
 }
 

@@ -55,7 +55,7 @@ pub(super) struct RowQueues {
     /// Waiters whose entries have all become open, each at most once.
     ready: Vec<u32>,
     /// Whether the cache was freed, so that no new call may use its rows.
-    closed: bool,
+    freed: bool,
 }
 
 /// One row, or neighbouring rows that share a counter.
@@ -125,13 +125,13 @@ impl RowQueues {
     }
 
     /// Notes that the cache was freed.
-    pub(super) fn close(&mut self) {
-        self.closed = true;
+    pub(super) fn set_freed(&mut self) {
+        self.freed = true;
     }
 
     /// Whether the cache was freed.
-    pub(super) fn is_closed(&self) -> bool {
-        self.closed
+    pub(super) fn is_freed(&self) -> bool {
+        self.freed
     }
 
     /// Returns the number of consecutive rows that share a counter; `None` before the first call.

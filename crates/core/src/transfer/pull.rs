@@ -75,7 +75,6 @@ impl Call {
         }
         let writes = RowUse { writes: checked.rows().local_rows().ok()?, ..RowUse::default() };
         let pin = Arc::new(CallRows::of(self.local.clone(), writes).pin_now()?);
-        self.resources.still_registered(&self.local).ok()?;
         snapshot.memory().read(self.job(plan), to, &Arc::default(), pin.clone()).ok()?;
         if snapshot.validate() != Validity::Valid || self.link.check().is_err() {
             return None;
