@@ -19,6 +19,8 @@ use crate::roles::{ClientRole, Greeting};
 use crate::sizes::MESSAGE_BYTES;
 use crate::socket::{PeerFile, connect_to, receive, send};
 
+/// The fact that an error has if the keeper has answered with it.
+pub(crate) const REPORTED_BY: &str = "reported_by";
 /// How often a client tries to connect while the queue of the socket is full.
 const CROWDED: Duration = Duration::from_millis(1);
 
@@ -227,7 +229,7 @@ fn refused(refusal: KeeperRefusal) -> Error {
         RefusalKind::Argument => ErrorKind::InvalidArgument,
         RefusalKind::System => ErrorKind::System,
     };
-    let error = Error::new(kind, reason).with("reported_by", "the keeper");
+    let error = Error::new(kind, reason).with(REPORTED_BY, "the keeper");
     if argument.is_empty() { error } else { error.of_argument(&argument) }
 }
 

@@ -112,7 +112,8 @@ impl Holder {
     /// and takes its path, unless `stop` is readable by then.
     ///
     /// After an error, the other keeper has its path and its values, unless it had agreed to end before `stop` was readable, or a third
-    /// keeper has taken the path.
+    /// keeper has taken the path. If its process was killed after it had agreed, its holder may have started another one, which has the
+    /// values.
     pub fn take_over(&self, stop: &OwnedFd) -> Result<TakenOver> {
         let (taken, table) = take_over(&self.files, &self.listening, stop)?;
         *self.taken() = Some(table);
@@ -129,7 +130,7 @@ impl Holder {
     /// With `empty`, it forgets what is in the memory. Returns `Err(System)` if the system lets it wait for clients no more.
     ///
     /// Sends messages to `stop`, which keeps them apart (`SOCK_SEQPACKET`). The first one is the number of values that it has found, as
-    /// four bytes, the least one first. Later ones are texts about clients that it has refused, at most one a minute.
+    /// a little-endian `u32`. Later ones are texts about clients that it has refused, at most one a minute.
     pub fn serve(&self, stop: OwnedFd, empty: bool) -> Result<bool> {
         if empty {
             *self.taken() = None;
@@ -139,10 +140,10 @@ impl Holder {
         let taken = self.taken().take();
         let table = taken.map_or_else(|| SlotTable::over(self.files.clone()), Ok)?;
         send(&stop, &table.values().to_le_bytes(), &[]).map_err(failed)?;
-        let told = stop.try_clone().map_err(|error| {
-            Error::new(ErrorKind::System, "cannot copy the descriptor of the holder").because(error)
+        let report_to = stop.try_clone().map_err(|error| {
+            Error::new(ErrorKind::System, "cannot duplicate the socket of the holder").because(error)
         })?;
-        KeeperLoop::new(self.listening.clone(), stop, table, self.tokens.clone(), Some(told))?.run()
+        KeeperLoop::new(self.listening.clone(), stop, table, self.tokens.clone(), Some(report_to))?.run()
     }
 
     fn taken(&self) -> MutexGuard<'_, Option<SlotTable>> {
@@ -354,7 +355,7 @@ mod tests {
             });
             let refused = newer.take_over(&stopped.into()).unwrap_err();
             drop(again);
-            assert!(refused.reason().contains("was killed, and its holder has started another"), "{refused}");
+            assert!(refused.reason().contains("has ended the connection and serves again"), "{refused}");
         });
     }
 

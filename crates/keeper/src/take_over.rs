@@ -13,6 +13,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
+use crate::connection::REPORTED_BY;
 use crate::index::Place;
 use crate::key::IndexKey;
 use crate::messages::{ListedNamespace, ListedValue, Stored, ValueTerms};
@@ -98,7 +99,7 @@ fn replace(
         let why = if late && !agreed {
             format!("the keeper has not agreed to end within {} s", time.as_secs())
         } else if other.has_ended() && serves(listening.path()) {
-            "the process that was to end was killed, and its holder has started another one".into()
+            "the keeper has ended the connection and serves again".into()
         } else {
             continue;
         };
@@ -128,10 +129,11 @@ fn take_path(
     }
 }
 
-/// Returns whether the keeper at a path answers. One that is ending, or was stopped, does not.
+/// Returns whether the keeper at a path answers, also if it refuses. One that is ending, or was stopped, does not. An error of this
+/// process, as if it has no descriptor left, says nothing about the keeper.
 fn serves(path: &Path) -> bool {
-    let opened = Observer::open(path, Deadline::after(ALIVE));
-    !matches!(opened.map_err(|error| error.kind()), Err(ErrorKind::NotLinked | ErrorKind::Timeout))
+    Observer::open(path, Deadline::after(ALIVE))
+        .map_or_else(|error| error.fact(REPORTED_BY).is_some(), |_| true)
 }
 
 fn goes_on(listening: &ListeningPath, why: &str) -> Error {
@@ -178,7 +180,10 @@ impl ValueCopy {
     ///
     /// What clients do meanwhile is found by the next round: the list is not one of a single moment.
     fn round(&mut self, stop: &OwnedFd) -> Result<(Vec<ListedValue>, u64)> {
-        let listed = self.list()?;
+        let listed = self.other.all_values(answer)?;
+        // Before the namespaces are read: a text may have other terms now, and values here would still bind it to the ones before.
+        self.drop_changed(&listed)?;
+        self.read_namespaces()?;
         let fit = listed.iter().enumerate().filter(|(_, value)| self.key(value).is_some());
         let most = fit.take(self.table.slots() as usize).last().map_or(0, |(last, _)| last + 1);
         let latest = &listed[..most];
@@ -232,18 +237,18 @@ impl ValueCopy {
         Ok(())
     }
 
-    /// Returns the values of the other keeper, the most recently used ones first, once their namespaces are known here.
-    fn list(&mut self) -> Result<Vec<ListedValue>> {
-        let listed = self.other.all_values(answer)?;
+    /// Reads the namespaces of the other keeper. They are known here as those of readers, so that only values that are copied fix the
+    /// terms of a text. For another number, a text may have other terms.
+    fn read_namespaces(&mut self) -> Result<()> {
         for ListedNamespace { number, text, value, checksums, .. } in self.other.namespaces(answer())? {
             // A namespace that there is no room for is left.
             if !self.namespaces.contains_key(&number)
-                && let Ok(here) = self.table.namespaces.attach(&text, ValueTerms { value, checksums })
+                && let Ok(here) = self.table.namespaces.attach_reader(&text, ValueTerms { value, checksums })
             {
                 self.namespaces.insert(number, (here, value));
             }
         }
-        Ok(listed)
+        Ok(())
     }
 
     /// Copies a value that fits and is not here yet, unless it is replaced meanwhile. Returns how many bytes were copied.
@@ -280,7 +285,7 @@ impl ValueCopy {
     /// Forgets the namespaces of which no value was copied.
     fn forget_namespaces(&mut self) {
         for (_, (here, _)) in self.namespaces.drain() {
-            self.table.namespaces.detach(here);
+            self.table.namespaces.detach_reader(here);
         }
     }
 }

@@ -1,17 +1,20 @@
 //! Taking over: what is copied while clients go on, and who has the values if one of both keepers stops or ends.
 
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
+use llm_datadist_core::bindings::keeper::{Copy, Kernel, Token, Window, copy_all};
 
 use super::*;
 use crate::attachment::tests::SilentPath;
+use crate::connection::KeeperAccess;
 use crate::holder::{Holder, KeeperOptions};
 use crate::keeper::Keeper;
 use crate::keeper_link::StoreOptions;
 use crate::key::StoreKey;
-use crate::sizes::{MESSAGE_BYTES, PAGE_VALUES};
+use crate::roles::RoleTokens;
+use crate::sizes::{MAX_OBSERVERS, MESSAGE_BYTES, PAGE_VALUES};
 use crate::socket::connect_to;
 use crate::store::Store;
 
@@ -91,6 +94,52 @@ fn values_that_are_put_or_used_meanwhile_replace_the_oldest() {
     let order: Vec<u64> =
         listed[..4].iter().map(|value| copy.table.recency.used(copy.slot_of(value).unwrap())).collect();
     assert!(order.is_sorted_by(|later, earlier| later > earlier), "{order:?}");
+}
+
+/// Returns where a value of the first key is here, if it is listed in the last round.
+fn slot_after_round(copy: &mut ValueCopy, stop: &OwnedFd) -> Option<u32> {
+    let (listed, _) = copy.round(stop).unwrap();
+    let [value] = &listed[..] else { panic!("one value was put: {listed:?}") };
+    assert_eq!(value.key, key(1));
+    copy.slot_of(value)
+}
+
+#[test]
+fn readers_do_not_fix_the_terms_of_a_namespace_that_is_taken_over() {
+    const TOKEN: &str = "the-token-of-readers";
+    let (path, (stop, _other)) = (SilentPath::new(), running());
+    let file = path.socket().with_extension("tokens");
+    std::fs::write(&file, format!("read {TOKEN}")).unwrap();
+    std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
+    let (memory, socket, tokens) = (64 * 100, path.socket(), RoleTokens::read(&file).unwrap());
+    let _keeper = Keeper::open(&KeeperOptions { memory, value: 64, socket, tokens, group: None }).unwrap();
+    let access = KeeperAccess { token: Some(Token::new(TOKEN)), keeper_user: None };
+    let read = StoreOptions { access, ..path.store_options(1) };
+    let _reader = Store::open(read, Deadline::after(Duration::from_secs(30))).unwrap();
+    let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
+    assert_eq!(copy.round(&stop).unwrap().0, []);
+    assert_eq!(copy.namespaces.len(), 1, "that of the reader");
+    put(&store(&path, "n"), 1, 1);
+    assert!(slot_after_round(&mut copy, &stop).is_some());
+}
+
+#[test]
+fn a_namespace_that_has_other_terms_later_is_taken_over() {
+    let (path, (stop, _other)) = (SilentPath::new(), running());
+    let _keeper = keeper(&path, 100);
+    let one = path.store(32);
+    let stored = one.put(&[key(1)], &[Window::of_slice(&[1; 32])], answer()).unwrap();
+    assert_eq!(stored, [Stored::Stored]);
+    let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
+    assert!(slot_after_round(&mut copy, &stop).is_some());
+    // The keeper forgets the namespace once it has no values and no stores.
+    assert_eq!(one.drop_values(&[key(1)], answer()).unwrap(), 1);
+    drop(one);
+    while !copy.other.namespaces(answer()).unwrap().is_empty() {
+        sleep(Duration::from_millis(1));
+    }
+    put(&store(&path, "n"), 1, 1);
+    assert!(slot_after_round(&mut copy, &stop).is_some());
 }
 
 #[test]
@@ -418,4 +467,25 @@ fn a_keeper_that_has_ended_the_connection_is_not_waited_for_long() {
         assert_eq!(refused.reason(), "the keeper has ended the connection");
         assert_eq!(newer.found(), found);
     });
+}
+
+#[test]
+fn only_an_answer_shows_that_a_keeper_serves() {
+    let path = SilentPath::new();
+    assert!(!serves(&path.socket()), "nobody listens");
+    {
+        // The system refuses the connection, because the socket is one of another type.
+        let _other = UnixListener::bind(path.socket()).unwrap();
+        let refused = Observer::open(&path.socket(), answer()).unwrap_err();
+        assert_eq!((refused.kind(), serves(&path.socket())), (ErrorKind::System, false), "{refused}");
+    }
+    std::fs::remove_file(path.socket()).unwrap();
+    let _keeper = keeper(&path, 100);
+    assert!(serves(&path.socket()));
+    let observers: Vec<_> =
+        (0..MAX_OBSERVERS).map_while(|_| Observer::open(&path.socket(), answer()).ok()).collect();
+    let refused = Observer::open(&path.socket(), answer()).unwrap_err();
+    assert!(refused.reason().contains("observers are attached, which is the limit"), "{refused}");
+    assert!(serves(&path.socket()), "it has refused");
+    drop(observers);
 }
