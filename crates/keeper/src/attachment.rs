@@ -12,7 +12,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::io::Errno;
 
 use crate::connection::{KeeperAccess, KeeperConnection, ended, unexpected};
-use crate::freed_elsewhere::FreedElsewhere;
+use crate::dropped_on_thread::{DroppedOnThread, drop_on_thread};
 use crate::index::{self, Index, Place};
 use crate::key::{IndexKey, StoreKey};
 use crate::messages::{
@@ -28,7 +28,7 @@ use crate::viewed::ViewedKeys;
 pub(crate) struct Attachment {
     pub(crate) connection: KeeperConnection,
     /// Views keep it mapped.
-    pub(crate) memory: FreedElsewhere<SharedMemory>,
+    pub(crate) memory: DroppedOnThread<SharedMemory>,
     /// The memory of this process from which the keeper copies values. `None` while it may do so, which is for ever after a put
     /// without a reply.
     staging: Mutex<Option<Tensors>>,
@@ -52,6 +52,11 @@ pub(crate) struct SharedMemory {
 }
 
 impl SharedMemory {
+    /// Returns the memory for several owners. It is freed when the last process unmaps it, which takes longer the more memory there is.
+    pub(crate) fn shared(self) -> DroppedOnThread<SharedMemory> {
+        DroppedOnThread::new(self, drop_on_thread)
+    }
+
     /// Maps the memory that the keeper has answered with.
     pub(crate) fn map(
         geometry: SharedGeometry,
@@ -115,7 +120,7 @@ impl Attachment {
             KeeperRequest::Attach(AttachRequest { version: VERSION, namespace: namespace.into(), terms });
         let (connection, geometry, files) =
             KeeperConnection::open(path, access, &request, &[memory], deadline)?;
-        let memory = FreedElsewhere::new(SharedMemory::map(geometry, files, deadline)?);
+        let memory = SharedMemory::map(geometry, files, deadline)?.shared();
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
         let (viewed, reported) = (ViewedKeys::default(), ReportedPlaces::default());
         Ok(Attachment { connection, memory, staging, terms, viewed, reported })

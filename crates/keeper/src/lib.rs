@@ -22,7 +22,7 @@
 //!  shared_files            what outlives the process that serves
 //!  index   recency         the order of keys, and of slots
 //!  messages   socket       packets between the ends
-//!  sizes   key   stats   roles   call_lock   jobs   windows   viewed   reported   freed_elsewhere
+//!  sizes   key   stats   roles   call_lock   jobs   windows   viewed   reported   dropped_on_thread
 //! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
@@ -34,7 +34,7 @@ mod changes;
 mod client;
 mod clients;
 mod connection;
-mod freed_elsewhere;
+mod dropped_on_thread;
 mod holder;
 mod index;
 mod jobs;

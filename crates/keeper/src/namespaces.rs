@@ -27,8 +27,8 @@ const RECORDS: u64 = NUMBERS + MAX_NAMESPACES as u64;
 /// Words of the memory that outlives the process.
 pub(crate) const WORDS: u64 = RECORDS + MAX_NAMESPACES as u64 * RECORD;
 
-/// Texts with the terms of their values, each pair with its number. A number never stands for another text or for other terms, also after
-/// the first ones were forgotten: a client that was away, or is being disconnected, may still look for its keys.
+/// Namespaces by number. A number stands for one text with one set of terms and is never used again, because a client that was away, or
+/// is being disconnected, may still look for its keys.
 #[derive(Debug)]
 pub(crate) struct Namespaces {
     /// The numbers of each text. At most one of them has [fixed terms](Namespace::has_fixed_terms). The others only have readers.

@@ -11,7 +11,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use crate::attachment::SharedMemory;
 use crate::call_lock::{CallGuard, CallLock};
 use crate::connection::{KeeperAccess, KeeperConnection};
-use crate::freed_elsewhere::FreedElsewhere;
+use crate::dropped_on_thread::DroppedOnThread;
 use crate::messages::{
     KeeperReply, KeeperRequest, ListRequest, ListedChange, ListedNamespace, ListedValue, VERSION,
 };
@@ -29,7 +29,7 @@ pub struct Observer {
     /// `None` only while a copy in a forked process is dropped.
     connection: Option<KeeperConnection>,
     /// The memory of the keeper, if values are read as well.
-    memory: Option<FreedElsewhere<SharedMemory>>,
+    memory: Option<DroppedOnThread<SharedMemory>>,
     closed: AtomicBool,
     /// The number of the change with which the next call of `changes` begins; `None` before the first one.
     next_change: Mutex<Option<u64>>,
@@ -74,7 +74,7 @@ impl Observer {
         let request = KeeperRequest::Observe(VERSION, with_memory);
         let (connection, geometry, files) = KeeperConnection::open(socket, access, &request, &[], deadline)?;
         let mapped = with_memory.then(|| SharedMemory::map(geometry, files, deadline)).transpose()?;
-        let memory = mapped.map(FreedElsewhere::new);
+        let memory = mapped.map(SharedMemory::shared);
         Ok(Observer {
             process: this_process(),
             socket: socket.into(),

@@ -1,4 +1,4 @@
-//! Tells the process that has started the keeper which clients the keeper refuses.
+//! Reports refused clients to the process that has started the keeper.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -11,11 +11,11 @@ use crate::socket::send;
 /// The shortest time between two messages. The refusals of that time share the next one.
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// The refusals that were not told yet.
+/// The refusals that were not reported yet.
 #[derive(Debug)]
-pub(crate) struct Refusals {
-    /// Where each message goes, as a text; `None` if nobody is told.
-    told: Option<OwnedFd>,
+pub(crate) struct RefusalReports {
+    /// Where each message goes, as a text. `None` if refusals are not reported.
+    report_to: Option<OwnedFd>,
     /// When the next message may be sent.
     next: Instant,
     /// How many there are.
@@ -24,14 +24,14 @@ pub(crate) struct Refusals {
     last: String,
 }
 
-impl Refusals {
-    pub(crate) fn new(told: Option<OwnedFd>) -> Refusals {
-        Refusals { told, next: Instant::now(), count: 0, last: String::new() }
+impl RefusalReports {
+    pub(crate) fn new(report_to: Option<OwnedFd>) -> RefusalReports {
+        RefusalReports { report_to, next: Instant::now(), count: 0, last: String::new() }
     }
 
-    /// Adds a refusal, and tells it unless others were told before within a minute.
+    /// Adds a refusal, and reports it unless others were reported within the last minute.
     pub(crate) fn add(&mut self, client: &Client, reason: &str, now: Instant) {
-        if self.told.is_none() {
+        if self.report_to.is_none() {
             return;
         }
         let fact = |name, number: Option<String>| number.map(|number| format!(" {name}={number}"));
@@ -41,16 +41,16 @@ impl Refusals {
         let (process, user) = (process.unwrap_or_default(), user.unwrap_or_default());
         self.count += 1;
         self.last = format!("{process}{user}: {}", reason.replace(char::is_control, " "));
-        self.tell(now);
+        self.report(now);
     }
 
-    /// Returns when [`tell`](Self::tell) has something to send.
+    /// Returns when [`report`](Self::report) has something to send.
     pub(crate) fn due(&self) -> Option<Instant> {
         (self.count > 0).then_some(self.next)
     }
 
     /// Sends what is due. Never waits: a message that does not fit is lost.
-    pub(crate) fn tell(&mut self, now: Instant) {
+    pub(crate) fn report(&mut self, now: Instant) {
         if self.due().is_none_or(|due| now < due) {
             return;
         }
@@ -58,9 +58,9 @@ impl Refusals {
             1 => format!("a client was refused:{}", self.last),
             count => format!("{count} clients were refused in a minute, the last one:{}", self.last),
         };
-        if let Some(told) = &self.told {
+        if let Some(socket) = &self.report_to {
             // Fails if nobody reads, or the other end is closed.
-            let _ = send(told, text.as_bytes(), &[]);
+            let _ = send(socket, text.as_bytes(), &[]);
         }
         (self.count, self.next) = (0, now + INTERVAL);
     }
@@ -89,7 +89,7 @@ mod tests {
     }
 
     /// Returns the next message; `None` if there is none.
-    fn told(reader: &OwnedFd) -> Option<String> {
+    fn reported(reader: &OwnedFd) -> Option<String> {
         let (mut buffer, mut files) = ([0; 1000], Vec::new());
         match receive(reader, &mut buffer, &mut files) {
             Err(Errno::AGAIN) => None,
@@ -98,38 +98,38 @@ mod tests {
     }
 
     #[test]
-    fn the_first_refusal_is_told_at_once_and_those_of_a_minute_together() {
+    fn refusals_are_reported_once_a_minute() {
         let (reader, writer) = pair();
-        let (mut refusals, client, begin) = (Refusals::new(Some(writer)), client(), Instant::now());
+        let (mut refusals, client, begin) = (RefusalReports::new(Some(writer)), client(), Instant::now());
         let after = |seconds| begin + Duration::from_secs(seconds);
         let who = format!("pid={} uid={}", getpid().as_raw_nonzero(), getuid().as_raw());
         assert_eq!(refusals.due(), None);
         refusals.add(&client, "one\n\x1b[2J", after(0));
-        assert_eq!(told(&reader), Some(format!("a client was refused: {who}: one  [2J")));
+        assert_eq!(reported(&reader), Some(format!("a client was refused: {who}: one  [2J")));
         assert_eq!(refusals.due(), None);
         for reason in ["two", "three"] {
             refusals.add(&client, reason, after(1));
         }
-        assert_eq!((told(&reader), refusals.due()), (None, Some(after(60))));
-        refusals.tell(after(59));
-        assert_eq!(told(&reader), None);
-        refusals.tell(after(60));
+        assert_eq!((reported(&reader), refusals.due()), (None, Some(after(60))));
+        refusals.report(after(59));
+        assert_eq!(reported(&reader), None);
+        refusals.report(after(60));
         let text = format!("2 clients were refused in a minute, the last one: {who}: three");
-        assert_eq!((told(&reader), refusals.due()), (Some(text), None));
-        refusals.tell(after(600));
-        assert_eq!(told(&reader), None);
+        assert_eq!((reported(&reader), refusals.due()), (Some(text), None));
+        refusals.report(after(600));
+        assert_eq!(reported(&reader), None);
         refusals.add(&client, "four", after(600));
-        assert_eq!(told(&reader), Some(format!("a client was refused: {who}: four")));
+        assert_eq!(reported(&reader), Some(format!("a client was refused: {who}: four")));
     }
 
     #[test]
-    fn a_reader_that_is_away_or_takes_nothing_holds_nobody_up() {
+    fn refusal_without_reader_does_not_block() {
         let (reader, writer) = pair();
-        let (mut refusals, client, begin) = (Refusals::new(Some(writer)), client(), Instant::now());
+        let (mut refusals, client, begin) = (RefusalReports::new(Some(writer)), client(), Instant::now());
         for minute in 0..10_000 {
             refusals.add(&client, "wrong", begin + INTERVAL * minute);
         }
-        assert!(told(&reader).is_some());
+        assert!(reported(&reader).is_some());
         drop(reader);
         refusals.add(&client, "wrong", begin + INTERVAL * 10_000);
         assert_eq!(refusals.due(), None);

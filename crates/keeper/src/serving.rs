@@ -22,7 +22,7 @@ use crate::messages::{
     AttachRequest, KeeperReply, KeeperRequest, ListRequest, NO_NAMESPACE, SharedGeometry, Stored, ValueTerms,
     decoded, encoded, version_of,
 };
-use crate::refusals::Refusals;
+use crate::refusals::RefusalReports;
 use crate::roles::{ClientRole, RoleTokens};
 use crate::sizes::{
     self, MAX_CLIENTS, MAX_LEASE, MAX_OBSERVERS, MESSAGE_BYTES, RESERVED_CLIENTS, RESERVED_OBSERVERS,
@@ -52,19 +52,20 @@ pub(crate) struct KeeperLoop {
     /// Until when reports of users are ignored.
     wrong_reports: HashMap<Option<u32>, Instant>,
     counts: KeeperStats,
-    refusals: Refusals,
+    refusals: RefusalReports,
     /// Whether a client has asked it to end, because another keeper takes over.
     replaced: bool,
 }
 
 impl KeeperLoop {
-    /// Creates the loop. It ends once `stop` is readable. It sends a text about clients that it refuses to `told`, at most once a minute.
+    /// Creates the loop. It ends once `stop` is readable. It sends a text about clients that it refuses to `report_to`, at most once a
+    /// minute.
     pub(crate) fn new(
         listening: Arc<ListeningPath>,
         stop: OwnedFd,
         table: SlotTable,
         tokens: Arc<RoleTokens>,
-        told: Option<OwnedFd>,
+        report_to: Option<OwnedFd>,
     ) -> Result<KeeperLoop> {
         // Mappings have whole huge pages.
         let staging = sizes::most_staging_bytes(table.slot_bytes()).next_multiple_of(2 << 20);
@@ -76,7 +77,7 @@ impl KeeperLoop {
             late_leases: Instant::now(),
             wrong_reports: HashMap::new(),
             counts: KeeperStats::default(),
-            refusals: Refusals::new(told),
+            refusals: RefusalReports::new(report_to),
             replaced: false,
         })
     }
@@ -120,7 +121,7 @@ impl KeeperLoop {
         if self.late_leases <= Instant::now() {
             self.end_late_leases();
         }
-        self.refusals.tell(Instant::now());
+        self.refusals.report(Instant::now());
         self.clients.end_pause();
         Ok(!self.replaced)
     }
@@ -145,9 +146,9 @@ impl KeeperLoop {
         if let (Goodbye::Refused(refusal), Some(client)) = (goodbye, self.clients.get(number)) {
             self.counts.refused += 1;
             self.refusals.add(client, &refusal.reason, Instant::now());
-            let told = send_reply(&client.socket, &KeeperReply::Refused(refusal));
+            let sent = send_reply(&client.socket, &KeeperReply::Refused(refusal));
             // It is disconnected in either case.
-            drop(told);
+            drop(sent);
         }
         self.disconnect(number);
     }

@@ -6,7 +6,6 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -25,6 +24,7 @@ use rustix::net::{
 };
 use rustix::process::geteuid;
 
+use crate::dropped_on_thread::DroppedOnThread;
 use crate::sizes::MESSAGE_BYTES;
 
 /// The most descriptors that are sent with a message.
@@ -226,40 +226,24 @@ impl BoundFile {
 /// A descriptor that another process has sent, or a socket to which it may have sent some. Closing it may take as long as that process
 /// chose, for instance if it is a socket that lingers. So another thread closes it.
 #[derive(Debug)]
-pub(crate) struct PeerFile {
-    /// Declared before the last copy, so that it drops first.
-    file: Arc<OwnedFd>,
-    _last: LastCopy,
-}
-
-#[derive(Debug)]
-struct LastCopy(Option<Arc<OwnedFd>>);
+pub(crate) struct PeerFile(DroppedOnThread<OwnedFd>);
 
 impl PeerFile {
     pub(crate) fn new(file: OwnedFd) -> PeerFile {
-        let file = Arc::new(file);
-        PeerFile { _last: LastCopy(Some(file.clone())), file }
+        PeerFile(DroppedOnThread::new(file, discard))
     }
 
     /// Returns a second descriptor of the file, with a number above those of the standard streams. As long as this value lives, closing
     /// it does not wait.
     pub(crate) fn duplicate(&self) -> Result<OwnedFd> {
         let failed = |errno| Error::new(ErrorKind::System, "cannot duplicate a descriptor").errno(errno);
-        fcntl_dupfd_cloexec(&self.file, 3).map_err(failed)
+        fcntl_dupfd_cloexec(&*self.0, 3).map_err(failed)
     }
 }
 
 impl AsFd for PeerFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
-    }
-}
-
-impl Drop for LastCopy {
-    fn drop(&mut self) {
-        if let Some(file) = self.0.take().and_then(Arc::into_inner) {
-            discard(file);
-        }
+        self.0.as_fd()
     }
 }
 

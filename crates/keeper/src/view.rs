@@ -9,7 +9,7 @@ use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Deadline, Result};
 
 use crate::attachment::{Attachment, SharedMemory};
-use crate::freed_elsewhere::FreedElsewhere;
+use crate::dropped_on_thread::DroppedOnThread;
 use crate::index::Place;
 use crate::key::StoreKey;
 use crate::sizes;
@@ -30,7 +30,7 @@ pub struct StoreView {
     /// What has the leases. `None` if the keeper was away, and once the view has ended.
     attachment: Mutex<Option<Arc<Attachment>>>,
     /// `None` if the keeper was away.
-    memory: Option<FreedElsewhere<SharedMemory>>,
+    memory: Option<DroppedOnThread<SharedMemory>>,
     keys: Vec<StoreKey>,
     /// For each key the place of its value, if the keeper has one.
     places: Vec<Option<Place>>,
@@ -43,7 +43,7 @@ pub struct StoreView {
 /// change at any time.
 #[derive(Debug)]
 pub struct ViewedValue {
-    memory: FreedElsewhere<SharedMemory>,
+    memory: DroppedOnThread<SharedMemory>,
     place: Place,
     bytes: u64,
 }
