@@ -1640,7 +1640,7 @@ class Keeper:
 
 @final
 class KeeperObserver:
-    """A client of a keeper that only looks: it lists values and namespaces, and reads counters.
+    """A read-only client of a keeper: it lists values and namespaces, and reads counters.
 
     It has no namespace of its own. It does not attach again: after a call that the keeper has not answered, all calls
     fail. Open another one then. A keeper has at most 8. Several threads may use it. ``with`` calls ``close`` at the
@@ -1686,6 +1686,8 @@ class KeeperObserver:
 
     def namespaces(self) -> list[StoredNamespace]:
         """Return the namespaces that the keeper knows, in the order of their numbers.
+
+        A text occurs more than once while only readers with different settings use it.
 
         Raises:
             Error: the role of the token is not ``admin``; ``code`` is ``"not_enabled"``. The observer can be used

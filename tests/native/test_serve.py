@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import socket as sockets
 import subprocess
@@ -172,32 +173,67 @@ thread.join()
     assert "epoll_wait failed" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_refused_client_is_reported_and_those_of_the_next_minute_are_counted(socket: Path, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.touch(0o600)
-    tokens.write_text("read a-token-of-readers\n")
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.touch(0o600)
+    path.write_text("read a-token-of-readers\n")
+    return path
+
+
+def be_refused(socket: Path, count: int) -> None:
     wrong: dict[str, Any] = {"token": "a-wrong-token-0123"}
+    for _ in range(count):
+        with pytest.raises(InvalidArgument):
+            opened(socket, **wrong)
+
+
+def test_refusals_are_reported_once_a_minute(socket: Path, tokens: Path) -> None:
     with ready(socket, "--tokens", str(tokens)) as served:
-
-        def refuse(count: int) -> None:
-            for _ in range(count):
-                with pytest.raises(InvalidArgument):
-                    opened(socket, **wrong)
-
         line = "llm-datadist serve: a client was refused: "
         line += f"pid={os.getpid()} uid={os.geteuid()}: the token is none of those of the keeper\n"
-        refuse(3)
+        be_refused(socket, 3)
         assert served.complained() == line
         with opened(socket) as store:
             assert store.stats()["keeper"]["refused"] == 3
             served.kill()
             wait_for(lambda: attached(store))
-            assert served.complained().endswith("; starting another one\n"), "nothing between the two lines"
+            crashed = served.complained()
+            if "2 clients were refused in a minute" in crashed:  # the machine has paused the test for so long
+                crashed = served.complained()
+            assert crashed.endswith("; starting another one\n"), "one line at most for the other two"
             assert served.complained().endswith(" serves, with 0 values from before\n")
-            refuse(1)
+            be_refused(socket, 1)
             assert served.complained() == line, "the next process reports, too"
         served.process.terminate()
         assert served.process.communicate()[1] == ""
+
+
+def fill(serve: Serve) -> int:
+    """Fill the standard error of a process, a pipe, with zeros. Return how many."""
+    # Opened again, because O_NONBLOCK would count for the process, too.
+    descriptor, count = os.open(f"/proc/{serve.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK), 0
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                count += os.write(descriptor, bytes(select.PIPE_BUF))
+    finally:
+        os.close(descriptor)
+    return count
+
+
+def test_stderr_that_nobody_reads_does_not_block(socket: Path, tokens: Path) -> None:
+    with ready(socket, "--tokens", str(tokens)) as served, opened(socket) as store:
+        assert put(store, 1) == [True]
+        count = fill(served)
+        assert count > 0
+        be_refused(socket, 1)  # the holder has a report to print
+        served.kill()
+        wait_for(lambda: got(store, 1) == value(1))
+        be_refused(socket, 1)
+        served.process.terminate()
+        assert served.process.wait(LIMIT) == 0
+        assert served.process.communicate()[1] == "\0" * count
 
 
 def test_memory_is_emptied_after_two_crashes(socket: Path, served: Serve) -> None:

@@ -424,17 +424,21 @@ def test_wrong_arguments_are_named(socket: Path) -> None:
         assert "keys[0] must be bytes" in refused(lambda: store.exists(["a"]), TypeError)  # type: ignore[list-item]
         objects = "an object with __dlpack__ or __array_interface__, not"
         assert f"values[0] must be a buffer, or {objects} 'str'" in refused(
-            lambda: store.put([key(1)], ["a"]), TypeError
-        )  # type: ignore[list-item]
+            lambda: store.put([key(1)], ["a"]),  # type: ignore[list-item]
+            TypeError,
+        )
         assert f"values[0] must be a buffer, or {objects} 'int'" in refused(
-            lambda: store.put([key(1)], [4096]), TypeError
-        )  # type: ignore[list-item]
+            lambda: store.put([key(1)], [4096]),  # type: ignore[list-item]
+            TypeError,
+        )
         assert f"into[0] must be a writable buffer, or {objects} 'int'" in refused(
-            lambda: store.get([key(1)], [4096]), TypeError
-        )  # type: ignore[list-item]
+            lambda: store.get([key(1)], [4096]),  # type: ignore[list-item]
+            TypeError,
+        )
         assert "values must be a list or tuple, or one buffer with rows" in refused(
-            lambda: store.put([key(1)], value(1)), TypeError
-        )  # type: ignore[arg-type]
+            lambda: store.put([key(1)], value(1)),  # type: ignore[arg-type]
+            TypeError,
+        )
         assert "timeout" in refused(lambda: store.put([], [], timeout=0))
         assert "tmeout" in refused(lambda: store.put([], [], tmeout=1), TypeError)  # type: ignore[call-arg]
         assert "value=1024 must be 65536, as in the namespace" in refused(lambda: opened(socket, value="1KiB"))

@@ -140,7 +140,7 @@ def test_wrong_tokens_are_refused_and_never_shown(keeper: Path, folder: Path) ->
         ({"token_file": folder / "nowhere"}, "nowhere.* cannot be opened"),
         (
             {"token_file": TOKENS["read"]},
-            r"token_file=\(22 characters, not shown\) cannot be opened; a path that begins with / or ./ would be shown",
+            r"token_file=\(22 characters, not shown\) cannot be opened; only a path that begins with / or ./ is shown",
         ),
         (
             {"token_file": secret(folder / "role", f"read {TOKENS['read']}")},

@@ -86,7 +86,7 @@ fn not_opened((option, path): (&str, &Path)) -> Error {
         return refused((option, path), "cannot be opened");
     }
     let count = text.chars().count();
-    let why = "cannot be opened; a path that begins with / or ./ would be shown";
+    let why = "cannot be opened; only a path that begins with / or ./ is shown";
     Error::invalid(format!("{option}=({count} characters, not shown) {why}")).of_argument(option)
 }
 

@@ -386,7 +386,7 @@ pub(crate) mod tests {
     /// A keeper that attaches one client, and answers nothing else by itself.
     pub(crate) struct SilentKeeper {
         socket: OwnedFd,
-        /// The staging memory of the client; `None` if it only looks.
+        /// The staging memory of the client; `None` if it is an observer.
         memory: Option<PeerFile>,
         _listening: ListeningPath,
         table: SlotTable,

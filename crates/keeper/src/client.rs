@@ -41,10 +41,10 @@ pub(crate) enum Standing {
 /// What a client has said when it attached.
 #[derive(Debug)]
 pub(crate) struct AttachedClient {
-    /// The number of its namespace; that of none if it only looks.
+    /// The number of its namespace; that of none if it is an observer.
     pub(crate) namespace: u32,
     pub(crate) role: ClientRole,
-    /// `None` if it only looks.
+    /// `None` if it is an observer.
     pub(crate) memory: Option<ClientMemory>,
     pub(crate) leases: ClientLeases,
 }

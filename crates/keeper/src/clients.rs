@@ -198,7 +198,7 @@ impl Clients {
         self.memories().filter(|memory| *memory).count()
     }
 
-    /// Returns the number of clients that only look.
+    /// Returns the number of observers.
     pub(crate) fn observers(&self) -> usize {
         self.memories().filter(|memory| !memory).count()
     }

@@ -30,8 +30,8 @@ pub(crate) enum KeeperRequest {
     Unlease(Vec<StoreKey>),
     /// What the keeper has counted.
     Stats,
-    /// The first message of a client that only looks, with the version that it speaks, and whether it reads values as well. It has no
-    /// namespace and no memory.
+    /// The first message of an observer, with the version that it speaks, and whether it reads values as well. It has no namespace and no
+    /// memory.
     Observe(u32, bool),
     /// Which values the keeper has, in the order of their slots.
     List(ListRequest),
@@ -100,8 +100,8 @@ pub(crate) struct ValueTerms {
 /// What the keeper answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum KeeperReply {
-    /// The client is attached. The descriptors of the values, of the index and of the generations come with it, unless the client only
-    /// looks and reads no values. The namespace of a client that only looks is [`NO_NAMESPACE`].
+    /// The client is attached. The descriptors of the values, of the index and of the generations come with it, unless the client is
+    /// an observer that reads no values. The namespace of an observer is [`NO_NAMESPACE`].
     Attached(SharedGeometry),
     /// The keeper refuses the client, and closes the connection.
     Refused(KeeperRefusal),

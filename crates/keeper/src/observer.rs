@@ -1,4 +1,4 @@
-//! A client that only looks: it lists what a keeper has, and has no namespace and no memory of its own.
+//! The observer, a read-only client: it lists what a keeper has, and has no namespace and no memory of its own.
 
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};

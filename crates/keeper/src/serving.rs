@@ -222,7 +222,7 @@ impl KeeperLoop {
         Ok(request)
     }
 
-    /// Returns the reason if a client may not ask this, because it has not attached or only looks.
+    /// Returns the reason if a client may not ask this, because it has not attached or is an observer.
     fn check_request(&self, number: u64, request: &KeeperRequest) -> Result<(), Goodbye> {
         use KeeperRequest::{Attach, Changes, End, Greet, List, Namespaces, Observe, Prove, Stats};
         if matches!(request, Attach(_) | Observe(..) | Greet(..) | Prove(_)) {
@@ -230,7 +230,7 @@ impl KeeperLoop {
         }
         let looks = matches!(request, Stats | List(_) | Namespaces(_) | Changes(_) | End);
         if self.clients.attached(number)?.1.memory.is_none() && !looks {
-            return Err(Goodbye::refused("", "an observer may change nothing"));
+            return Err(Goodbye::refused("", "an observer may not change anything"));
         }
         Ok(())
     }
@@ -285,7 +285,7 @@ impl KeeperLoop {
         )
     }
 
-    /// Attaches a client that only looks.
+    /// Attaches an observer.
     fn observe(&mut self, number: u64, version: u32, with_memory: bool) -> Result<(), Goodbye> {
         let role = self.check_client(number, version)?;
         let most = places(role, MAX_OBSERVERS, RESERVED_OBSERVERS);

@@ -15,10 +15,10 @@ pub const MAX_NAMESPACE: usize = 4096;
 pub const MAX_LEASE: Duration = Duration::from_secs(10);
 /// The most clients of a keeper.
 pub(crate) const MAX_CLIENTS: usize = 64;
-/// The most clients of a keeper that only look. They count beside the others.
+/// The most observers of a keeper. They do not count as clients.
 pub(crate) const MAX_OBSERVERS: usize = 8;
-/// How many of the places for clients, and of those for clients that only look, only the role `admin` may take. So others cannot keep
-/// the user of the keeper out.
+/// How many of the places for clients, and of those for observers, only the role `admin` may take. So others cannot keep the user of
+/// the keeper out.
 pub(crate) const RESERVED_CLIENTS: usize = 8;
 pub(crate) const RESERVED_OBSERVERS: usize = 2;
 /// The most connections of a keeper that have not attached. Beyond it, the oldest one is closed.

@@ -340,7 +340,7 @@ fn lock_file(path: &Path) -> Result<OwnedFd> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&name);
     let file = file.map_err(|error| {
         let text = "cannot create the lock file beside the socket; its folder must exist, and this user must be able to \
-                    write there";
+                    write the folder and the lock file";
         Error::new(ErrorKind::System, text).of_argument("socket").with("socket", path.display()).because(error)
     })?;
     above_standard_streams(file.into()).map_err(|errno| refused(path, "lock", errno.into()))

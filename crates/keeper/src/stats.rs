@@ -18,7 +18,7 @@ pub struct KeeperStats {
     pub leased: u32,
     /// Stores that are attached now.
     pub clients: u32,
-    /// Clients that only look, now.
+    /// Observers that are attached now.
     pub observers: u32,
     /// Namespaces that it knows.
     pub namespaces: u32,

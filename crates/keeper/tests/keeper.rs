@@ -779,7 +779,7 @@ fn observers_put_nothing_and_are_limited() {
     let (touch, clear, corrupt) = (b"\x02\x01\x00", b"\x0a\x00", b"\x0f\x00\x00");
     for request in [&*put, touch, &*drop, &*lease, &*unlease, clear, corrupt] {
         let answer = message(request);
-        assert!(answer.contains("an observer may change nothing"), "{request:?}: {answer}");
+        assert!(answer.contains("an observer may not change anything"), "{request:?}: {answer}");
     }
     assert!(message(b"\x07\x03\x00").contains("has attached already"));
     let stranger = Stranger::connect(&folder.socket());

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 import traceback
 from typing import TYPE_CHECKING, Callable
@@ -33,8 +34,10 @@ _CRASH_SECONDS = 60.0
 _PAUSE_SECONDS = 1.0
 """Also between two attempts to start a child, and between two messages to the service manager."""
 _MESSAGE_BYTES = 4096
-"""Of a message of a child. The first one is the number of values that it has found, once it serves. Later ones are
-texts about clients that it has refused."""
+"""The most bytes that are read of a message of a child. The first one is the number of values that it has found, once it
+serves. Later ones are texts about clients that it has refused."""
+_COMPLAINT_BYTES = 2000
+"""The most bytes of a line on standard error. So it fits in the free page that a pipe has if it is writable."""
 _STOP_SECONDS = 5.0
 """How long a child may take to end before it is killed."""
 
@@ -146,7 +149,7 @@ def hold(holder: _Holder, stop: StopSignals, ready: Callable[[int], None]) -> in
             continue
         text, status = child.result()
         if status is None and not serving:
-            complain(f"llm-datadist serve: the process that should serve (pid {child.pid}) {text}")
+            _complain(f"llm-datadist serve: the process that should serve (pid {child.pid}) {text}")
             status = 1
         if status is not None:
             systemd.notify("STOPPING=1")
@@ -167,10 +170,10 @@ def hold(holder: _Holder, stop: StopSignals, ready: Callable[[int], None]) -> in
 def _report(child: _Child, message: bytes) -> None:
     """Print a message of a child that is not the first one of all children."""
     if child.serves:
-        complain(f"llm-datadist serve: {message.decode(errors='replace')}")
+        _complain(f"llm-datadist serve: {message.decode(errors='replace')}")
         return
     serves = f"pid {child.pid} serves, with {int.from_bytes(message, 'little'):,} values from before"
-    complain(f"llm-datadist serve: {serves}")
+    _complain(f"llm-datadist serve: {serves}")
     systemd.notify(f"STATUS={serves}")
 
 
@@ -182,7 +185,7 @@ def _call_ready(ready: Callable[[int], None], holder: _Holder, child: _Child) ->
         if not holder.takes_over:
             child.stop()
             raise
-        complain(f"llm-datadist serve: {error}")
+        _complain(f"llm-datadist serve: {error}")
     except BaseException:
         child.stop()
         raise
@@ -196,7 +199,7 @@ def _next_child(holder: _Holder, stop: StopSignals, *, empty: bool) -> _Child | 
             return _Child(holder, stop, first=False, empty=empty)
         except OSError as error:
             if not complained:
-                complain(f"llm-datadist serve: cannot start a process that serves; trying again: {error}")
+                _complain(f"llm-datadist serve: cannot start a process that serves; trying again: {error}")
             complained = True
         if stop.arrived(_PAUSE_SECONDS):
             systemd.notify("STOPPING=1")
@@ -206,7 +209,7 @@ def _next_child(holder: _Holder, stop: StopSignals, *, empty: bool) -> _Child | 
 def _complain_of_crash(child: _Child, text: str, seconds: float, *, again: bool) -> None:
     what = "starting with empty memory, after two crashes within 60 s" if again else "starting another one"
     crash = f"the process that serves (pid {child.pid}) {text} after {seconds:.1f} s; {what}"
-    complain(f"llm-datadist serve: {crash}")
+    _complain(f"llm-datadist serve: {crash}")
     systemd.notify(f"STATUS={crash}")
 
 
@@ -216,16 +219,33 @@ def _serve(holder: _Holder, stop: socket.socket, *, first: bool, empty: bool) ->
         if first and holder.takes_over:
             taken, left = holder.take_over(stop)
             rest = f"; {left:,} were left: they do not fit, or have changed" if left else ""
-            complain(f"llm-datadist serve: {taken:,} values were taken over{rest}")
+            _complain(f"llm-datadist serve: {taken:,} values were taken over{rest}")
         if holder.serve(stop, empty=empty):
-            complain("llm-datadist serve: another keeper has taken over")
+            _complain("llm-datadist serve: another keeper has taken over")
     except Error as error:
-        complain(f"llm-datadist serve: {error}")
+        _complain(f"llm-datadist serve: {error}")
         return 1
     except BaseException:  # noqa: BLE001  (nobody else would print it)
-        complain(traceback.format_exc().rstrip())
+        for line in traceback.format_exc().splitlines():
+            _complain(line)
         return 1
     return 0
+
+
+def _complain(text: str) -> None:
+    """Print a line to standard error, unless that could wait.
+
+    A pipe that nobody reads becomes full. The line is lost then, because a signal, or the end of the child, must not
+    wait for a reader. A longer line is cut off after 2,000 bytes.
+    """
+    if sys.stderr is None:  # the process was started without it
+        return
+    poll = select.poll()
+    poll.register(sys.stderr, select.POLLOUT)
+    if any(events & select.POLLOUT for _, events in poll.poll(0)):
+        encoding = sys.stderr.encoding
+        shown = text.encode(encoding, "backslashreplace")[:_COMPLAINT_BYTES]
+        complain(shown.decode(encoding, "ignore"))
 
 
 def _readable(seconds: float | None, *given: Any) -> list[Any]:

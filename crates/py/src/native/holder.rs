@@ -76,6 +76,8 @@ impl NativeHolder {
     }
 
     /// Serves until the socket `stop` is readable. Returns whether another keeper has taken over.
+    ///
+    /// Sends messages to `stop`, which must be SOCK_SEQPACKET: first the number of values, then texts about refused clients.
     #[pyo3(signature = (stop, *, empty))]
     fn serve(&self, py: Python<'_>, stop: &Any<'_>, empty: bool) -> PyResult<bool> {
         let stop = raw::descriptor(stop)?;

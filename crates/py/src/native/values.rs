@@ -159,7 +159,8 @@ pub(crate) fn seconds(name: &str, value: &Any<'_>) -> PyResult<Duration> {
     seconds_up_to(name, value, MAX_SECONDS)
 }
 
-/// Reads the time of leases of a store in seconds: as [`seconds`], of at most 10.
+/// Reads the time of a lease in seconds: like [`seconds`], but at most 10. The store checks this too. The check here names the value as
+/// the caller has given it, and this range also for a time that [`seconds`] refuses.
 pub(crate) fn lease_seconds(value: &Any<'_>) -> PyResult<Duration> {
     seconds_up_to("ttl", value, MAX_LEASE.as_secs())
 }

@@ -130,12 +130,15 @@ def _batches(keys: list[bytes]) -> list[list[bytes]]:
 
 
 def _namespace(observer: KeeperObserver, name: str) -> StoredNamespace:
-    """Return the namespace with this text, or else with this number."""
+    """Return the namespace with this text, or else with this number.
+
+    A text occurs more than once while only readers with different settings use it. At most one of them has values.
+    """
     listed = observer.namespaces()
     found = [row for row in listed if row["text"] == name] or [row for row in listed if str(row["number"]) == name]
     if not found:
         raise UnknownNamespaceError(f"--namespace: {name!r} is none of the {len(listed):,} namespaces of the keeper")
-    return found[0]
+    return max(found, key=lambda row: row["values"] > 0)
 
 
 def _key(text: str) -> bytes:
@@ -194,6 +197,6 @@ def _parser() -> tuple[CommandParser, dict[str, CommandParser]]:
 _ROLES = {"stats": "read", "ls": "admin", "drop": "admin", "top": "admin"}
 
 _JSON = (
-    "also write the results to FILE as JSON; - prints them in place of the text",
-    "also write one line of JSON to FILE at each look; - prints them in place of the text",
+    "also write the results to FILE as JSON; - prints them, and the text goes to standard error",
+    "also write one line of JSON to FILE at each refresh; - prints the lines, and no text",
 )
