@@ -204,6 +204,25 @@ def test_drop_drops_keys_or_a_namespace(socket: Path, filled: Store, capsys: pyt
         assert [row["values"] for row in observer.namespaces()] == [0, 1]
 
 
+def test_drop_without_values_disconnects_no_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens, socket = tmp_path / "tokens", tmp_path / "keeper"
+    tokens.touch(0o600)
+    tokens.write_text("read a-token-of-readers\n")
+    reader: dict[str, Any] = {"namespace": "n", "token": "a-token-of-readers"}
+    with (
+        Keeper(memory=64 * VALUE, socket=socket, value=VALUE, tokens=tokens),
+        Store(socket, value=VALUE, **reader) as one,
+        Store(socket, value=7, **reader) as other,
+    ):
+        with KeeperObserver(socket) as observer:
+            assert [(row["text"], row["value"]) for row in observer.namespaces()] == [("n", VALUE), ("n", 7)]
+        assert run(capsys, socket, "drop", "--namespace", "n", "--all") == (0, "dropped 0 values\n", "")
+        for store in (one, other):
+            stats = store.stats()
+            assert stats["keeper"] is not None
+            assert (stats["attached"], stats["keeper"]["clients"]) == (1, 2)
+
+
 def test_errors_say_what_is_wrong(socket: Path, filled: Store, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, error = run(capsys, socket, "ls", "--namespace", "c")
     assert (status, error) == (1, "llm-datadist store: --namespace: 'c' is none of the 2 namespaces of the keeper\n")

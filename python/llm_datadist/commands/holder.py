@@ -34,8 +34,8 @@ _CRASH_SECONDS = 60.0
 _PAUSE_SECONDS = 1.0
 """Also between two attempts to start a child, and between two messages to the service manager."""
 _MESSAGE_BYTES = 4096
-"""The most bytes that are read of a message of a child. The first one is the number of values that it has found, once it
-serves. Later ones are texts about clients that it has refused."""
+"""The most bytes that are read of a message of a child. The first one is the number of values that it has found, once
+it serves. Later ones are texts about clients that it has refused."""
 _COMPLAINT_BYTES = 2000
 """The most bytes of a line on standard error. So it fits in the free page that a pipe has if it is writable."""
 _STOP_SECONDS = 5.0

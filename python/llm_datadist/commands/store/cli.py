@@ -86,6 +86,8 @@ def _ls(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
 def _drop(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
     namespace = _namespace(observer, options.namespace)
     dropped = 0
+    if not namespace["values"]:  # A store that attaches disconnects readers with other settings.
+        return _dropped(dropped)
     terms: dict[str, Any] = {"value": namespace["value"], "checksums": namespace["checksums"]}
     with Store(
         options.socket, namespace=namespace["text"], timeout=options.timeout, **terms, **_access(options)
@@ -94,7 +96,11 @@ def _drop(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
         for call in calls:
             with _failure(dropped):
                 dropped += call()
-    return Shown(f"dropped {dropped:,} values", {"dropped": dropped})
+    return _dropped(dropped)
+
+
+def _dropped(count: int) -> Shown:
+    return Shown(f"dropped {count:,} values", {"dropped": count})
 
 
 @contextlib.contextmanager
