@@ -236,7 +236,8 @@ def _complain(text: str) -> None:
     """Print a line to standard error, unless that could wait.
 
     A pipe that nobody reads becomes full. The line is lost then, because a signal, or the end of the child, must not
-    wait for a reader. A longer line is cut off after 2,000 bytes.
+    wait for a reader. A longer line is cut off after 2,000 bytes. If another program writes to the same pipe at this
+    moment, the line may still wait.
     """
     if sys.stderr is None:  # the process was started without it
         return
