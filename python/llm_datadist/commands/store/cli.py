@@ -85,9 +85,13 @@ def _ls(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
 
 def _drop(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
     namespace = _namespace(observer, options.namespace)
+    # Only if there are values, because a store that attaches disconnects readers with other settings.
+    dropped = _drop_values(namespace, options) if namespace["values"] else 0
+    return Shown(f"dropped {dropped:,} values", {"dropped": dropped})
+
+
+def _drop_values(namespace: StoredNamespace, options: argparse.Namespace) -> int:
     dropped = 0
-    if not namespace["values"]:  # A store that attaches disconnects readers with other settings.
-        return _dropped(dropped)
     terms: dict[str, Any] = {"value": namespace["value"], "checksums": namespace["checksums"]}
     with Store(
         options.socket, namespace=namespace["text"], timeout=options.timeout, **terms, **_access(options)
@@ -96,11 +100,7 @@ def _drop(observer: KeeperObserver, options: argparse.Namespace) -> Shown:
         for call in calls:
             with _failure(dropped):
                 dropped += call()
-    return _dropped(dropped)
-
-
-def _dropped(count: int) -> Shown:
-    return Shown(f"dropped {count:,} values", {"dropped": count})
+    return dropped
 
 
 @contextlib.contextmanager
