@@ -16,6 +16,7 @@ terminal=
 
 # Cargo draws its own bar only on a terminal. Asked for it, it writes "Building [==> ] 34/62: crate, crate" to the log.
 export CARGO_TERM_PROGRESS_WHEN=always CARGO_TERM_PROGRESS_WIDTH=100
+: > "$log" # the first look may come before the command has opened it
 began=$SECONDS
 set -m # a process group for the command, so that Ctrl-C also ends the compilers that it started
 "$@" > "$log" 2>&1 < /dev/null &
