@@ -170,7 +170,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=$(CURDIR)/fuzz/Cargo.toml cargo check --manifest-path fuzz/Cargo.toml --bins --locked --quiet --target-dir target/fuzz/check  # links nothing: any path keeps the build script from compiling libFuzzer
-	cargo clippy -p llm-datadist-core -p llm-datadist-embed -p llm-datadist-py -p llm-datadist-capi -p llm-datadist-keeper -- -D warnings  # without the feature `testing`: finds dead code
+	cargo clippy -p llm-datadist-core -p llm-datadist-embed -p llm-datadist-py -p llm-datadist-capi -p llm-datadist-keeper -p llm-datadist-hixl -- -D warnings  # without the feature `testing`: finds dead code
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude llm-datadist-testing --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -178,8 +178,8 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/mypy examples/asyncio_server
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
-	MYPYPATH=benches:tools $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py transfer_latency.py)
-	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native
+	MYPYPATH=benches:tools:packages/hixl/src $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py transfer_latency.py one_sided.py)
+	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native llm_datadist.hixl_engine
 	$(BIN)/python tools/mutants/run.py --check
 	$(BIN)/python -m pytest -q tools/lint tools/build/tests
 
@@ -296,6 +296,9 @@ bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (
 bench-calls: build $(VENV)/.test-tools  ## single calls of LLM-DataDist's API on this tree beside BASE=commit, in turn; two minutes
 	$(BIN)/python benches/single_calls.py --base $(or $(BASE),$(error name a commit: make bench-calls BASE=commit))
 
+bench-hixl: build $(VENV)/.test-tools  ## the module hixl beside the native engine: READ, WRITE, one call, transfer_async
+	PYTHONPATH=packages/hixl/src $(BIN)/python benches/one_sided.py
+
 # A trace for the hit rate of a keeper: TRACE=file.
 bench-store: build $(VENV)/.test-tools  ## put and get of a store beside a copy loop and files, memory and times of a keeper and its clients; three minutes
 	$(BIN)/python benches/store.py
@@ -308,7 +311,7 @@ bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, t
 	.venv-peers/bin/python benches/peers $(PEERS)
 
 sanitize: check-test-tools build capi $(VENV)/.test-tools  ## the C and C++ programs with the address and undefined-behaviour sanitizers
-	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_c.py tests/test_cpp.py tests/test_cpp_install.py
+	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_c.py tests/test_cpp.py tests/test_cpp_install.py tests/test_hixl_cpp.py
 
 header:  ## write the C header anew
 	LLM_DATADIST_WRITE_HEADER=1 cargo test -p llm-datadist-capi header
@@ -336,7 +339,7 @@ install-files:
 uninstall:  ## remove what `make install` put there, given the same PREFIX and folders
 	@crates/capi/install/install.sh uninstall
 
-wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for every Python from 3.9 on, into dist/
+wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for every Python from 3.9 on, and the wheel of hixl, into dist/
 	@rm -f dist/*.whl
 	@for target in $(WHEEL_TARGETS); do \
 		if [ ! -d "$$(rustc --print sysroot)/lib/rustlib/$$target/lib" ]; then \
@@ -344,10 +347,12 @@ wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for
 		PATH="$(CURDIR)/$(BIN):$$PATH" $(call QUIET,"wheel for $$target",wheel-$$target) $(BIN)/maturin build --release --locked \
 			--zig --target $$target --compatibility $(MANYLINUX) --auditwheel check --out dist || exit; \
 	done
-	@$(BIN)/python tools/wheel.py check $(MANYLINUX) dist/*.whl
+	@$(call QUIET,"wheel of the module hixl",wheel-hixl) $(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist packages/hixl
+	@$(BIN)/python tools/wheel.py check $(MANYLINUX) dist/llm_datadist-*.whl
+	@$(BIN)/python tools/wheel.py check-hixl dist/llm_datadist_hixl-*.whl
 
 test-wheel: wheel  ## the wheel in an environment of its own for each Python from 3.9 to 3.14 that is found
-	$(BIN)/python tools/wheel.py pythons dist/*$(MANYLINUX)_$$(uname -m)*.whl
+	$(BIN)/python tools/wheel.py pythons dist/*$(MANYLINUX)_$$(uname -m)*.whl dist/llm_datadist_hixl-*.whl
 
 sdist: $(VENV)/.build-tools  ## the source distribution into dist/, and a wheel built from it in an empty folder
 	@rm -f dist/*.tar.gz
@@ -401,4 +406,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-store .venv-vllm .venv-vllm-* dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-store test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak soak-store bench bench-calls bench-latency bench-peers bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-store test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak soak-store bench bench-calls bench-latency bench-peers bench-hixl bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

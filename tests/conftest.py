@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 import cpp_programs
+import hixl_ends
 from ids import short
 from llm_datadist import LLMDataDist, LLMRole
 from peers import Ends
@@ -144,6 +145,16 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 def pair(ends: Ends, way: dict[str, Any]) -> tuple[End, Peer]:
     """Two linked ends, in every mode, over every transport."""
     return ends.pair(**way)
+
+
+@pytest.fixture(params=hixl_ends.WAYS)
+def hixl_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have the bytes of all engines of the module `hixl` take one way, and return its name."""
+    way = str(request.param)
+    if way == "tcp":
+        monkeypatch.setenv("LLM_DATADIST_TRANSPORT", "tcp")
+    monkeypatch.setattr(hixl_ends.padding, "is_on", way == "process")
+    return way
 
 
 @pytest.fixture(params=["auto", "tcp"])

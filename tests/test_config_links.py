@@ -71,6 +71,7 @@ def test_the_token_is_in_no_log_no_error_and_no_attribute(
     [
         ("LLM_DATADIST_TOKEN", "short", "LinkToken", TOKEN),
         ("LLM_DATADIST_ACCEPT_REMOTE", "x", "LinkAcceptRemote", "0"),
+        ("LLM_DATADIST_TRANSPORT", "x", "LinkTransport", "tcp"),
         ("LLM_DATADIST_RANK_HOSTS", "x", "RankHosts", "{}"),
         ("LLM_DATADIST_RANK_PORT", "x", "RankPort", "5000"),
         ("HCCL_CONNECT_TIMEOUT", "x", "LinkTotalTime", "5"),

@@ -57,6 +57,7 @@ def ended(child):
 """
 NO_MEMORY = Expected("LLMException(OUT_OF_MEMORY)", (LLMException,), (LLMStatusCode.LLM_OUT_OF_MEMORY,))
 SEED_POOL = 18737418240
+HIXL = {"llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,10 @@ def test_init_again_with_the_same_dictionary_starts_from_nothing(again: str) -> 
         ],
         *[({**options(), "llm.listenIpInfo": bad}, LE) for bad in ("", ":1", "[]:1", "[::1:1", "::1:1")],
         ({**options(), "llm.TransferBackend": "other", "llm.listenIpInfo": "127.0.0.1:1"}, LE),
+        *[
+            ({**options(), **HIXL, "llm.GlobalResourceConfig": bad}, LE)
+            for bad in ("", "x", "[]", '{"connect_pool.thread_num": 0}')
+        ],
         # `options.rs` tests which values each option refuses. Here: each option is read, and the error is raised.
         *[
             ({**options(), f"llm.{key}": "nan"}, LE)

@@ -229,6 +229,10 @@ def test_without_the_cache_manager_switching_has_rules(begin: Callable[..., LLMD
             dist.switch_role(*given)
     dist.finalize()
     dist = begin(LLMRole.DECODER, {**V1, "llm.EnableSwitchRole": "1"})
+    for given in ((LLMRole.PROMPT,), (LLMRole.PROMPT, None)):
+        with raising(LE):
+            dist.switch_role(*given)
+        assert dist._role is LLMRole.DECODER
     dist.switch_role(LLMRole.PROMPT, listening())
     assert dist.listen_ip_info is not None
     dist.switch_role(LLMRole.DECODER)

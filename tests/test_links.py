@@ -65,6 +65,15 @@ def test_one_code_for_each_and_the_last_failing_overall(ends: Ends) -> None:
     assert near.links() == []
 
 
+def test_codes_of_links_with_the_backend_hixl(ends: Ends) -> None:
+    backend = {"llm__TransferBackend": "hixl", "llm__EnableRemoteCacheAccessible": "1"}
+    far, near = ends.peer(options(**backend)), ends.near(options(llm__listenIpInfo="127.0.0.1:0", **backend))
+    assert near.link_clusters([far.at]) == (OK, [OK])
+    assert near.link_clusters([far.at]) == (ALREADY, [ALREADY])
+    assert near.link_clusters([dead(3)]) == (LINK_FAILED, [LINK_FAILED])
+    assert near.link_clusters([(3, far.address)])[1] == [LINK_FAILED]
+
+
 def test_another_engine_with_the_own_cluster_id_is_refused(ends: Ends) -> None:
     """No transfer could name that engine. A process may link to itself, as the contract has it."""
     far, near = ends.peer(cluster=1), ends.peer(cluster=1)

@@ -1,9 +1,11 @@
 """Checks wheels and the source distribution; `make wheel`, `make test-wheel` and `make sdist` run it.
 
 - `wheel.py check TAG WHEEL...` checks the contents, metadata, licence texts and platform tag of each wheel.
-- `wheel.py pythons WHEEL` installs a wheel for each Python from 3.9 to 3.14 that is found, and uses it there.
+- `wheel.py check-hixl WHEEL` checks the contents and metadata of the wheel of the module `hixl`.
+- `wheel.py pythons WHEEL HIXL` installs both for each Python from 3.9 to 3.14 that is found, and uses them there.
 - `wheel.py smoke` uses the package that is installed in this Python, where numpy is not installed.
-- `wheel.py smoke-numpy` uses it where numpy is installed.
+- `wheel.py smoke-hixl` uses the module `hixl` that is installed in this Python.
+- `wheel.py smoke-numpy` uses the package where numpy is installed.
 - `wheel.py sdist ARCHIVE` builds a wheel from a source distribution in an empty folder, and checks it.
 """
 
@@ -69,6 +71,26 @@ def contents(path: Path) -> int:
     return len(crates)
 
 
+def contents_of_hixl(path: Path) -> int:
+    """Check the contents and the metadata of the wheel of `hixl`, which needs the wheel of the same version."""
+    require(path.is_file(), path, "no such wheel")
+    with zipfile.ZipFile(path) as wheel:
+        names = set(wheel.namelist())
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+    sources = Path(__file__).resolve().parents[1] / "packages" / "hixl" / "src"
+    files = {str(file.relative_to(sources)) for kind in ("*.py", "py.typed") for file in sources.rglob(kind)}
+    has = {name for name in names if not name.startswith(f"{info}/")}
+    require(has == files, path, f"has the files {sorted(has)} instead of {sorted(files)}")
+    version = re.search(r'^version = "(.*)"', (sources.parents[2] / "Cargo.toml").read_text(), re.MULTILINE)
+    require(version and metadata["Version"] == version[1], path, f"is of version {metadata['Version']}")
+    needs = metadata.get_all("Requires-Dist", [])
+    require(needs == [f"llm-datadist=={metadata['Version']}"], path, f"needs {needs}")
+    require(metadata["Requires-Python"] and metadata["Summary"], path, "the metadata lacks a field")
+    print(f"{path}: complete")
+    return 0
+
+
 def audit(path: Path, tag: str) -> str:
     """Check that a wheel may have the manylinux tag `tag`. Return the result as text."""
     require(f"{tag}_" in path.name, path, f"is not named {tag}")
@@ -104,9 +126,10 @@ def interpreter(minor: int) -> str | None:
     return None
 
 
-def pythons(path: Path) -> int:
-    """Install a wheel for each Python that is found, and run the smoke tests in it: without numpy, and with it."""
-    require(path.is_file(), path, "no such wheel")
+def pythons(path: Path, hixl: Path) -> int:
+    """Install both wheels for each Python that is found, and run the smoke tests in it: without numpy, and with it."""
+    for wheel in (path, hixl):
+        require(wheel.is_file(), wheel, "no such wheel")
     absent, used = [], []
     for minor in MINORS:
         python = interpreter(minor)
@@ -119,7 +142,9 @@ def pythons(path: Path) -> int:
             for command in (
                 [python, "-m", "venv", own.parent.parent],
                 [own, "-m", "pip", "install", *quiet, path.resolve()],
+                [own, "-m", "pip", "install", *quiet, "--no-deps", hixl.resolve()],
                 [own, "-I", Path(__file__).resolve(), "smoke"],
+                [own, "-I", Path(__file__).resolve(), "smoke-hixl"],
                 [own, "-m", "pip", "install", *quiet, "--only-binary=:all:", f"{path.resolve()}[replay]"],
                 [own, "-I", Path(__file__).resolve(), "smoke-numpy"],
             ):
@@ -166,6 +191,34 @@ def smoke() -> int:
     return 0
 
 
+def smoke_hixl() -> int:
+    """Read a few bytes by address with the module `hixl`, from one engine to another."""
+    import ctypes  # noqa: PLC0415  (the other commands run without these)
+    import socket  # noqa: PLC0415
+
+    import hixl  # noqa: PLC0415
+
+    package = Path(hixl.__file__)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    memory = [ctypes.create_string_buffer(text, 64) for text in (b"there", b"")]
+    engines = [hixl.Hixl(), hixl.Hixl()]
+    for engine, own, name in zip(engines, memory, (address, "127.0.0.1:0")):
+        require(engine.initialize(name) == hixl.SUCCESS, package, f"does not initialize {name}")
+        status, _ = engine.register_mem(hixl.MemDesc(ctypes.addressof(own), 64), hixl.MEM_HOST)
+        require(status == hixl.SUCCESS, package, f"registers nothing: {status}")
+    status = engines[1].connect(address)
+    require(status == hixl.SUCCESS, package, f"does not connect: {status}")
+    operation = hixl.TransferOpDesc(*(ctypes.addressof(own) for own in reversed(memory)), 64)
+    status = engines[1].transfer_sync(address, hixl.READ, [operation])
+    require(status == hixl.SUCCESS and memory[1].value == b"there", package, f"reads nothing: {status}")
+    for engine in reversed(engines):
+        engine.finalize()
+    print(f"Python {sys.version.split()[0]}, the module hixl: works")
+    return 0
+
+
 def smoke_numpy() -> int:
     """Move a few bytes with the original's API and numpy, and replay a short trace through two processes."""
     import numpy as np  # noqa: PLC0415  (the other commands run without these)
@@ -195,7 +248,7 @@ def smoke_numpy() -> int:
     return 0
 
 
-SMOKE = {"smoke": smoke, "smoke-numpy": smoke_numpy}
+SMOKE = {"smoke": smoke, "smoke-hixl": smoke_hixl, "smoke-numpy": smoke_numpy}
 
 
 def sdist(path: Path) -> int:
@@ -213,6 +266,9 @@ def sdist(path: Path) -> int:
     return 0
 
 
+ONE_FILE = {"check-hixl": contents_of_hixl, "sdist": sdist}
+
+
 def main(arguments: list[str]) -> int:
     """Run the command that the arguments name."""
     command, given = (arguments or [""])[0], arguments[1:]
@@ -221,12 +277,12 @@ def main(arguments: list[str]) -> int:
             for path in map(Path, given[1:]):
                 print(f"{path}: the licence texts of {contents(path)} crates; {audit(path, given[0])}")
             return 0
-        if command == "pythons" and len(given) == 1:
-            return pythons(Path(given[0]))
+        if command == "pythons" and len(given) == 2:
+            return pythons(*map(Path, given))
         if command in SMOKE and not given:
             return SMOKE[command]()
-        if command == "sdist" and len(given) == 1:
-            return sdist(Path(given[0]))
+        if command in ONE_FILE and len(given) == 1:
+            return ONE_FILE[command](Path(given[0]))
     except CheckError as error:
         print(error, file=sys.stderr)
         return 1

@@ -50,6 +50,7 @@ __all__ = [
     "check_uint32",
     "check_uint64",
     "close_log",
+    "hixl",
     "import_numpy",
     "log_after_fork",
     "native",
@@ -65,6 +66,8 @@ _Class: TypeAlias = type[Any] | list[type[Any]] | tuple[type[Any], ...]
 
 __version__: str
 
+hixl: ModuleType
+"""The engine of the module ``hixl``. ``llm_datadist.hixl_engine`` has its names and says what they do."""
 native: ModuleType
 """The classes of the native API. ``llm_datadist.native`` has them and says what they do."""
 

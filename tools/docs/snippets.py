@@ -9,6 +9,7 @@ errors on purpose. Ends with 1 if anything fails, or if no block was found at al
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,8 @@ BLOCK = re.compile(
 )
 INCLUDED = re.compile(r'^--8<-- "(examples/[^"]+\.py)"$', re.MULTILINE)
 ROOT = Path(__file__).resolve().parents[2]
+# The module is a distribution of its own, which no build of this tree installs.
+HIXL = ROOT / "packages" / "hixl" / "src"
 LIMIT_S = 120
 
 
@@ -44,6 +47,10 @@ def run(program: Path, folder: Path) -> None:
             done = subprocess.run(
                 [sys.executable, program],
                 cwd=folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HIXL)))),
+                },
                 check=False,
                 timeout=LIMIT_S,
                 stdin=subprocess.DEVNULL,

@@ -67,8 +67,8 @@ pub mod native {
 /// The options of an engine, and rules for single values of them.
 pub mod options {
     pub use crate::options::{
-        OPTIONS, OptionRow, OptionValue, check_native_names, check_number, check_text, config_from_texts,
-        config_from_values, mem_utilization, size_with_unit, value_of_text,
+        OPTIONS, OptionRow, OptionValue, ResourceConfig, check_native_names, check_number, check_text,
+        config_from_texts, config_from_values, mem_utilization, size_with_unit, value_of_text,
     };
 }
 

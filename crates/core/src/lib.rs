@@ -142,10 +142,11 @@ pub use model::{
     KvPlanes, Placement, TokenOrder, Verify,
 };
 pub use native::{
-    BlockRows, CacheForm, ElementTypes, Engine, EngineBuilder, EngineName, ErrorClass, ErrorWords,
-    MAX_SECONDS, OwnCache, PairExtras, PeerCache, RowsCache, RowsOfPair, RowsPart, pool_named,
+    BlockRows, BytesOfPair, CacheForm, ElementTypes, Engine, EngineBuilder, EngineName, ErrorClass,
+    ErrorWords, MAX_SECONDS, OwnCache, PairExtras, PeerCache, RowsCache, RowsOfPair, RowsPart, pool_named,
 };
 pub use options::OptionValue;
+pub use plan::Piece;
 pub use pool::PoolState;
 pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use transfer::{LayerProgress, LayerTask};

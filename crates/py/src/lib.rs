@@ -16,6 +16,7 @@ mod datadist;
 mod engine;
 mod error;
 mod handles;
+mod hixl;
 mod index_arrays;
 mod keys;
 mod kv_caches;
@@ -72,6 +73,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     functions!(module, engine::abandon_sockets numpy::import_numpy python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
     native::add_classes(module)?;
+    hixl::add_classes(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("STATUS_CODES", status_codes(module.py())?)?;
     module.add("DATA_TYPES", data_types(module.py())?)

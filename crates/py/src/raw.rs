@@ -48,6 +48,7 @@ pub(crate) fn descriptor(socket: &Bound<'_, PyAny>) -> PyResult<OwnedFd> {
 /// stay valid, readable and writable while the cache is registered or its handle lives.
 pub(crate) fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
     // SAFETY: the promise cannot be checked here. It is the documented contract of `Engine.register`, `register_cache`,
-    // `register_blocks_cache` and `Cache.create_cpu_cache`, the only ways here; numbers alone are checked by `new`.
+    // `register_blocks_cache`, `Cache.create_cpu_cache` and `Hixl.register_mem`, the only ways here; numbers alone are checked by
+    // `new`.
     unsafe { Adopted::new(desc, kind, addrs) }
 }

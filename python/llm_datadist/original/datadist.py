@@ -136,8 +136,9 @@ class LLMDataDist:
             options: keys and texts, usually from ``LLMConfig.generate_options``. The dict is copied; in KvCacheManager
                 mode ``llm.ClusterInfo`` is stored in it after a success. Environment variables are
                 read for options that are absent: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
-                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and
-                ``HCCL_CONNECT_TIMEOUT`` (seconds) if ``llm.LinkTotalTime`` is absent or 0.
+                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_TRANSPORT``, ``LLM_DATADIST_RANK_HOSTS``,
+                ``LLM_DATADIST_RANK_PORT``, and ``HCCL_CONNECT_TIMEOUT`` (seconds) if ``llm.LinkTotalTime`` is absent
+                or 0.
 
         Raises:
             AttributeError: ``options`` is ``None``.

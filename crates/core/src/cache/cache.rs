@@ -35,6 +35,8 @@ pub struct Cache {
     data_type: DataType,
     kv: Option<Arc<KvGeometry>>,
     remote_accessible: bool,
+    /// Whether calls do not exclude each other in its rows.
+    unordered: bool,
     tensors: Arc<Tensors>,
     pub(super) pins: Mutex<RowQueues>,
 }
@@ -42,15 +44,10 @@ pub struct Cache {
 impl Cache {
     /// Creates a cache over the caller's memory that is in no table; its id is −1.
     pub fn loose(adopted: Adopted) -> Arc<Cache> {
-        let (desc, layout) = (adopted.desc().clone(), adopted.layout());
-        Arc::new(Cache::new(
-            (CacheId(-1), None),
-            Origin::Loose,
-            &desc,
-            layout,
-            Tensors::adopted(adopted),
-            false,
-        ))
+        let (desc, layout, unordered) = (adopted.desc().clone(), adopted.layout(), adopted.is_unordered());
+        let (name, tensors) = ((CacheId(-1), None), Tensors::adopted(adopted));
+        let cache = Cache::new(name, Origin::Loose, &desc, layout, tensors, false);
+        Arc::new(cache.unordered_if(unordered))
     }
 
     pub(super) fn new(
@@ -72,9 +69,20 @@ impl Cache {
             data_type: desc.data_type,
             kv,
             remote_accessible,
+            unordered: false,
             tensors: Arc::new(tensors),
             pins: Mutex::default(),
         }
+    }
+
+    /// Lets calls use the same rows at the same time if `unordered`.
+    pub(super) fn unordered_if(self, unordered: bool) -> Self {
+        Cache { unordered, ..self }
+    }
+
+    /// Whether calls do not exclude each other in its rows.
+    pub(super) fn is_unordered(&self) -> bool {
+        self.unordered
     }
 
     /// Returns the id; −1 for a loose cache.

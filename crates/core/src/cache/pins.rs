@@ -58,6 +58,13 @@ pub struct WaitingCall {
 
 impl CacheRows {
     fn new(cache: Arc<Cache>, used: RowUse) -> Self {
+        // As readers of one row, calls exclude only the end of the cache (`all_rows`).
+        let any = !used.reads.is_empty() || !used.writes.is_empty();
+        let used = if cache.is_unordered() && any {
+            RowUse { reads: smallvec![0], ..RowUse::default() }
+        } else {
+            used
+        };
         CacheRows { cache, used, state: QueueState::New }
     }
 
@@ -288,9 +295,9 @@ impl Pin {
         self.0.0.iter().any(|rows| rows.waiter().is_some())
     }
 
-    /// Returns whether the call writes any of the rows.
-    pub fn writes(&self) -> bool {
-        self.0.0.iter().any(|rows| !rows.used.writes.is_empty())
+    /// Returns whether the call may write any of the rows. In unordered memory, any call may.
+    pub fn may_write(&self) -> bool {
+        self.0.0.iter().any(|rows| !rows.used.writes.is_empty() || rows.cache.is_unordered())
     }
 
     /// Gives back the rows and the caches. The calls that may begin now are notified when the result is dropped.

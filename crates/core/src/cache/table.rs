@@ -153,10 +153,11 @@ impl Table {
         adopted: Adopted,
         remote_accessible: bool,
     ) -> Result<Arc<Cache>> {
-        let (desc, layout) = (adopted.desc().clone(), adopted.layout());
+        let (desc, layout, unordered) = (adopted.desc().clone(), adopted.layout(), adopted.is_unordered());
         let tensors = Tensors::adopted(adopted);
         self.enter(OnBoundKey::Replace, name, keys, |named| {
-            Cache::new(named, Origin::Registered, &desc, layout, tensors, remote_accessible)
+            let cache = Cache::new(named, Origin::Registered, &desc, layout, tensors, remote_accessible);
+            cache.unordered_if(unordered)
         })
     }
 

@@ -4,7 +4,7 @@
 //! A position is the number of a byte in the plan: first all pieces of the first tensor, then those of the next. A successful
 //! transfer adds one entry per unit, and most entries are merged with an earlier one (`what_arrived_is_what_the_twin_says`).
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -28,13 +28,27 @@ const MAX_ROW_RANGES: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
 const ARRIVED: &str = "the progress of a transfer";
 
+/// Returns `Err` once nobody wants the bytes of a transfer any more.
+type Wanted = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
 /// Bytes of one transfer that are in place. Each position is reported once.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Progress {
     /// How long a read of another process may make no progress.
     pub(super) silence: Option<Duration>,
+    /// Asked before each unit, if there is one.
+    wanted: Option<Wanted>,
     bytes: AtomicU64,
     done: Mutex<SmallVec<[Range<u64>; 1]>>,
+}
+
+impl fmt::Debug for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Progress")
+            .field("bytes", &self.bytes)
+            .field("done", &self.done)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Progress {
@@ -42,6 +56,17 @@ impl Progress {
     /// `silence`.
     pub fn within(silence: Duration) -> Progress {
         Progress { silence: Some(silence), ..Progress::default() }
+    }
+
+    /// Starts no further unit once `wanted` returns `Err`.
+    #[must_use]
+    pub fn while_wanted(self, wanted: impl Fn() -> Result<()> + Send + Sync + 'static) -> Progress {
+        Progress { wanted: Some(Box::new(wanted)), ..self }
+    }
+
+    /// Returns `Err` if the transfer must stop, because nobody wants its bytes any more.
+    pub(super) fn check_wanted(&self) -> Result<()> {
+        self.wanted.as_ref().map_or(Ok(()), |wanted| wanted())
     }
 
     /// Records that the bytes at positions `from..to` are in place.

@@ -110,6 +110,7 @@ impl CopyUnits {
 
     fn run(&self, index: usize) -> Result<()> {
         let Copying { plan, src, dst, copier, counted, progress, .. } = &self.copying;
+        progress.check_wanted()?;
         let from = index as u64 * self.unit;
         let to = (from + self.unit).min(self.total);
         let kernel = Kernel::for_bytes(self.total);

@@ -104,6 +104,22 @@ impl DataDist {
         limit: Duration,
         name: Option<String>,
     ) -> Result<Arc<Transfer>> {
+        self.start_link(address, limit, name, true)
+    }
+
+    /// Does the same as [`ensure_link`](Self::ensure_link), but the first attempt that finds that no process listens at the address
+    /// ends the call.
+    pub fn ensure_link_now(&self, address: SocketAddr, limit: Duration) -> Result<Arc<Transfer>> {
+        self.start_link(address, limit, None, false)
+    }
+
+    fn start_link(
+        &self,
+        address: SocketAddr,
+        limit: Duration,
+        name: Option<String>,
+        awaits_listener: bool,
+    ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(Instant::now(), Some(limit));
         validate::peer_port(address)?;
         name.as_deref().map_or(Ok(()), validate::engine_name)?;
@@ -119,7 +135,9 @@ impl DataDist {
             Err(call) => call,
         };
         let work = move |execution: &Arc<Execution>, deadline| {
-            let peer = link.make(&|| execution.transfer().commit(), deadline).map_err(link_failed)?;
+            let peer = link
+                .make(&|| execution.transfer().commit(), awaits_listener, deadline)
+                .map_err(link_failed)?;
             execution.transfer().set_peer(peer);
             Ok(0)
         };

@@ -69,6 +69,8 @@ struct State {
     grant_ends: usize,
     /// Readable while `untaken` is above 0. `None` until somebody asks for it.
     readable: Option<Arc<EventFd>>,
+    /// Whether the ends of transfers are no events ([`EventQueue::drop_outcomes`]).
+    drops_outcomes: bool,
     /// Whether the program polls or is known to, so that news about links and grants are kept.
     polled: bool,
     closed: bool,
@@ -89,6 +91,12 @@ impl EventQueue {
     /// Has news about links and grants kept from now on, and not only once the program polls.
     pub(crate) fn keep_news(&self) {
         self.state.lock().polled = true;
+    }
+
+    /// Lets the ends of transfers be no events from now on: the program takes each outcome from its handle. A transfer that has
+    /// ended does not count as open then.
+    pub fn drop_outcomes(&self) {
+        self.state.lock().drops_outcomes = true;
     }
 
     /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no room for it,
@@ -255,6 +263,10 @@ impl Reports for EventQueue {
     fn ended(&self, transfer: &Arc<Transfer>) {
         let mut state = self.state.lock();
         if state.closed {
+            return;
+        }
+        if state.drops_outcomes && transfer.take() {
+            state.open -= 1;
             return;
         }
         state.push(Event::Completed(transfer.clone()));

@@ -18,6 +18,7 @@ pub struct Adopted {
     layout: CacheLayout,
     addrs: Arc<Vec<u64>>,
     owner: Option<Arc<dyn Any + Send + Sync>>,
+    unordered: bool,
 }
 
 impl Adopted {
@@ -32,7 +33,7 @@ impl Adopted {
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
         let layout = validate::addresses(desc, kind, addrs)?;
         let addrs = Arc::new(fallible::copied(super::window::ADDRESSES, addrs)?);
-        Ok(Adopted { desc: desc.clone(), layout, addrs, owner: None })
+        Ok(Adopted { desc: desc.clone(), layout, addrs, owner: None, unordered: false })
     }
 
     /// Keeps `owner`, to which the memory belongs, until the last cache, transfer and view of the memory is gone. It may be
@@ -40,6 +41,19 @@ impl Adopted {
     #[must_use]
     pub fn owned_by(self, owner: Arc<dyn Any + Send + Sync>) -> Adopted {
         Adopted { owner: Some(owner), ..self }
+    }
+
+    /// Lets any number of calls use the memory at the same time, also to write the same bytes: none waits for another one. The
+    /// program orders them. Otherwise a row has many readers or one writer. A push of a peer whose call has failed may write until
+    /// its deadline, also after a later one.
+    #[must_use]
+    pub fn unordered(self) -> Adopted {
+        Adopted { unordered: true, ..self }
+    }
+
+    /// Whether calls use the memory at the same time ([`unordered`](Self::unordered)).
+    pub(crate) fn is_unordered(&self) -> bool {
+        self.unordered
     }
 
     /// Returns the description that the caller gave.

@@ -152,6 +152,12 @@ impl Engine {
         self.run(|engine| link(engine, address, name.map(str::to_owned), limit))
     }
 
+    /// Does the same as [`link`](Self::link), but ends with [`LinkFailed`](ErrorKind::LinkFailed) as soon as no process listens at
+    /// the address.
+    pub fn link_now(&self, address: SocketAddr, limit: Duration) -> Result<Arc<Transfer>> {
+        self.run(|engine| engine.ensure_link_now(address, limit))
+    }
+
     /// Starts to end the link to a peer, after the transfers that run. A peer that is not linked is no error.
     pub fn unlink(&self, peer: ClusterId, limit: Option<Duration>) -> Result<Arc<Transfer>> {
         self.run(|engine| engine.start_unlink(peer, false, limit))

@@ -5,6 +5,7 @@
 
 mod block_rows;
 mod builder;
+mod byte_pieces;
 mod cache_form;
 mod cache_names;
 mod element_types;
@@ -16,6 +17,7 @@ mod peers;
 
 pub use block_rows::{BlockRows, RowsPart};
 pub use builder::EngineBuilder;
+pub use byte_pieces::BytesOfPair;
 pub use cache_form::{CacheForm, pool_named};
 pub use cache_names::{EngineName, OwnCache, PeerCache, RowsCache};
 pub use element_types::ElementTypes;

@@ -7,6 +7,7 @@ pub mod cpp;
 mod lookup;
 mod names;
 mod pool;
+mod resource_config;
 mod row;
 mod rules;
 mod table;
@@ -17,6 +18,7 @@ pub use lookup::{check_number, check_text};
 #[cfg(feature = "testing")]
 pub use pool::page_shift;
 pub use pool::size_with_unit;
+pub use resource_config::ResourceConfig;
 pub use row::OptionRow;
 pub use rules::{link_token, mem_utilization};
 pub use table::OPTIONS;

@@ -82,7 +82,7 @@ options! {
     /// UCX if both ends have a token, an RDMA device and equal, usable versions of it. `"hixl"` is `"auto"` with the
     /// rules of contract §6.12.
     ("transfer_backend", "llm.TransferBackend", 5).takes(Text(|config, _, text| transfer_backend(config, text)));
-    /// Settings of the backend. It has no effect.
+    /// Settings of the backend `"hixl"` as a JSON object. They are checked if that backend is chosen, and have no effect.
     ("global_resource_config", "llm.GlobalResourceConfig", 0).of_types(&["str"]);
     /// Number of threads that copy, the calling thread included (1 to 256).
     ("copy_workers", "llm.CopyWorkers", 9).native("copy_workers").default("4")
@@ -135,7 +135,8 @@ options! {
         .takes(Time(1, 24 * HOUR_MS, Millis, |config, time| config.links.pin_limit = time));
     /// How bytes travel: `"shm"` is shared memory, or no link; `"tcp"` is TCP, on one host as well; `"auto"` uses
     /// shared memory inside a host and TCP otherwise.
-    ("link_transport", "llm.LinkTransport", 8).native("transport").default("`\"auto\"`")
+    ("link_transport", "llm.LinkTransport", 8).native("transport").or_variable("LLM_DATADIST_TRANSPORT")
+        .default("`LLM_DATADIST_TRANSPORT`, or `\"auto\"`")
         .takes(Text(|config, name, text| one_of(name, text, &LINK_TRANSPORTS).map(|how| config.links.transport = how)));
     /// Absolute path of the library of UCX.
     ("ucx_library", "llm.UcxLibrary", 6).native("ucx_library").default("`libucp.so.0`, which the system finds")

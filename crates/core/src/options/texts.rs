@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::str::FromStr;
 
 use super::lookup::{STEPS, row, rows_of};
+use super::resource_config::ResourceConfig;
 use super::rules::mem_utilization;
 use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
 use crate::error::{Error, Result, ensure};
@@ -45,6 +46,7 @@ fn before_step<'a>(step: u8, config: &mut Config, text: &impl Fn(&str) -> Option
             Ok(())
         }
         5 => connect_timeout(config, text),
+        6 => resource_config(config, text),
         7 => one_token(text),
         8 => silence(&config.links),
         _ => Ok(()),
@@ -140,6 +142,13 @@ fn connect_timeout<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a s
         (Some(row), Some(seconds)) => row.read_text(config, VARIABLE, row.name, seconds),
         _ => Ok(()),
     }
+}
+
+/// Checks the settings of the backend `hixl`, which have no effect here. Without this backend they are not read.
+fn resource_config<'a>(config: &Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    const KEY: &str = "llm.GlobalResourceConfig";
+    let given = text(KEY).filter(|_| config.links.both_ways);
+    given.map_or(Ok(()), |given| ResourceConfig::read(KEY, given).map(drop))
 }
 
 /// Checks that at most one of the token and its file is given.

@@ -7,6 +7,7 @@
 //! bounds of local requests, `untrusted` those of a peer's plan, and `memory::Window` checks both again.
 
 mod bit_set;
+mod byte_pieces;
 mod compared;
 mod conflicts;
 mod copy_plan;

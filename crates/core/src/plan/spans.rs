@@ -79,6 +79,7 @@ pub struct Piece {
     pub src: u64,
     /// First byte written, from the start of the tensor.
     pub dst: u64,
+    /// Number of bytes.
     pub len: u64,
 }
 

@@ -308,7 +308,14 @@ impl RequestContext<'_> {
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         // Limited by `llm.LinkSilence`, so that a peer whose memory does not respond cannot occupy a thread
         // of this side.
-        let progress = Arc::new(Progress::within(self.resources.config.links.silence));
+        // It also stops between two units once the link has ended, because the caller no longer keeps the memory for it
+        // (`test_push_stops_when_its_link_ends`).
+        let link = Arc::downgrade(self.link);
+        let wanted = move || {
+            let stands = link.upgrade().is_some_and(|link| link.stands());
+            ensure(stands, || Error::new(ErrorKind::NotLinked, "the link of the caller has ended"))
+        };
+        let progress = Arc::new(Progress::within(self.resources.config.links.silence).while_wanted(wanted));
         let to = (cache.tensors(), cache.placement());
         // The pin outlives this call if the kernel may still write to the rows afterwards.
         let read = (&tensors).read(self.job(&plan), to, &progress, Arc::new(pin));

@@ -58,12 +58,18 @@ impl LinkOnDemand {
     }
 
     /// Makes the link, and returns the peer. Calls `commit` before this side enters a new link; if that fails, there is
-    /// none. An attempt that fails for a reason that may pass is repeated until `deadline`.
-    pub(crate) fn make(&self, commit: &dyn Fn() -> Result<()>, deadline: Deadline) -> Result<PeerInfo> {
+    /// none. An attempt that fails for a reason that may pass is repeated until `deadline`. That no process listens is such a reason
+    /// if the call `awaits_listener`.
+    pub(crate) fn make(
+        &self,
+        commit: &dyn Fn() -> Result<()>,
+        awaits_listener: bool,
+        deadline: Deadline,
+    ) -> Result<PeerInfo> {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
         let (address, name) = (self.target.0, self.target.1.as_deref());
         let request = LinkRequest { name, commit, ..LinkRequest::new(None, Kind::Ensured) };
-        let made = self.make_before(&shared, &request, deadline);
+        let made = self.make_before(&shared, &request, awaits_listener, deadline);
         // The link may have been there before, or the peer may have made it.
         let made = made.and_then(|link| check_name(&link.peer, name).map(|()| link));
         made.map(|link| PeerInfo::clone(&link.peer)).map_err(|error| {
@@ -79,6 +85,7 @@ impl LinkOnDemand {
         &self,
         shared: &Arc<Shared>,
         request: &LinkRequest<'_>,
+        awaits_listener: bool,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         control_thread::start(shared)?;
@@ -102,7 +109,8 @@ impl LinkOnDemand {
                     error
                 }
             };
-            if !may_pass(&error) {
+            let nobody = error.own_errno() == Some(Errno::CONNREFUSED);
+            if !may_pass(&error) || (nobody && !awaits_listener) {
                 return Err(error);
             }
             // The peer may have made the link, and may listen nowhere.

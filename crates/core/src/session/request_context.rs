@@ -129,7 +129,7 @@ impl RequestContext<'_> {
         // A caller that has given up may repeat the write on another stream. If this side sees here that the stream has ended, it
         // refuses the request. Otherwise the repeated write waits for these rows, and so writes last
         // (`test_repeated_write_is_the_last_one`). Over TCP, this side may see the end late.
-        if pin.waited() || pin.writes() || !self.link.alive() {
+        if pin.waited() || pin.may_write() || !self.link.alive() {
             self.still_wanted()?;
         }
         // While `check_and_pin` ran, the cache may have been released, so it is looked up again.

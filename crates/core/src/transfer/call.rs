@@ -254,13 +254,14 @@ impl Call {
     }
 }
 
-/// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract §12.4).
+/// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract §12.4). In the native API, only
+/// the remote one: `shared` says who finds a cache.
 pub(crate) fn check_accessible(
     (words, local_side): (&Words, Side),
     resources: &Resources,
     local: &Cache,
 ) -> Result<()> {
-    if resources.config.remote_accessible {
+    if resources.config.remote_accessible && !resources.config.native {
         let name = local_side.of(words.sides()).local;
         validate::check_accessible(words, name, local.remote_accessible())?;
     }

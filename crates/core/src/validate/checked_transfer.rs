@@ -15,7 +15,7 @@ use super::layer_ranges::{
 use super::rows::Rows;
 use super::sub_rows::{after, between, fits_row, pushed_slot_bytes, slot_bytes};
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::{CacheLayout, KvGeometry, SideWords, SubRow, Words};
+use crate::model::{CacheLayout, Geometry, KvGeometry, SideWords, SubRow, Words};
 use crate::plan::{CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side};
 
 /// A pull or push that fits the local cache. It is not checked against the remote cache yet.
@@ -89,6 +89,9 @@ impl CheckedTransfer {
                 tensors
             }
         };
+        if let Rows::Bytes { pieces } = given {
+            check_pieces(pieces, (words, local_side), geometry)?;
+        }
         let SubRow { src_offset, dst_offset, .. } = given.part();
         let offset = local_side.of(((&words.src, src_offset), (&words.dst, dst_offset)));
         fits_row(given.part(), offset, geometry)?;
@@ -122,12 +125,25 @@ impl CheckedTransfer {
     /// `Err(CacheNotFound)` if the remote cache does not have the slot of a pull. `Err(InvalidArgument)` also if the KV layouts
     /// do not fit, or if only one cache has one.
     pub fn plan(&self, remote: &RemoteCache, share: &OwnerShare) -> Result<PlannedTransfer> {
+        if let Rows::Bytes { pieces } = &self.rows {
+            return self.plan_bytes(pieces, remote);
+        }
         if let Some(planned) = self.conversion(remote, share)? {
             return Ok(planned);
         }
         let mut moves = self.moves(remote)?;
         let plans = smallvec![CopyPlan::moves(&mut moves)?];
         Ok(PlannedTransfer { plans, read_tensors: Some((moves.src_tensor, moves.num_tensors)), tokens: None })
+    }
+
+    /// Checks pieces of bytes against the remote cache, and plans them.
+    fn plan_bytes(&self, pieces: &[Piece], remote: &RemoteCache) -> Result<PlannedTransfer> {
+        self.check_tensors(remote)?;
+        self.check_remote(remote)?;
+        check_pieces(pieces, (self.words, self.local_side.other()), remote.layout.geometry)?;
+        let Moves { src_tensor, dst_tensor, num_tensors, .. } = self.tensors.moves(Pieces::default());
+        let plans = smallvec![CopyPlan::of_pieces(pieces, (src_tensor, dst_tensor), num_tensors)?];
+        Ok(PlannedTransfer { plans, read_tensors: Some((src_tensor, num_tensors)), tokens: None })
     }
 
     /// Checks the transfer against the remote cache, and returns what moves if rows move as they are.
@@ -299,6 +315,7 @@ impl CheckedTransfer {
                 let rows = side.source_first(u64::from(*local), u64::from(remote.row));
                 Pieces::rows(Piece { src, dst, len }, strides, std::iter::once(rows))
             }
+            Rows::Bytes { .. } => Err(Error::invalid("several owners of one cache need blocks")),
             Rows::SlotToBlocks { local } => {
                 let (slot, blocks) = (peer.row_start(remote.row.into()), numbers(local)?);
                 check_cut(peer.row_bytes(), &blocks, own.row_bytes())?;
@@ -328,6 +345,24 @@ impl CheckedTransfer {
     fn layers_given(&self) -> bool {
         layers_given(self.layers.src).or(layers_given(self.layers.dst)).is_some()
     }
+}
+
+/// Checks that a cache with the sizes `of`, which is the side `side` of a transfer, has one block without gaps, and that `pieces` lie
+/// inside it.
+fn check_pieces(pieces: &[Piece], (words, side): (&Words, Side), of: Geometry) -> Result<()> {
+    let (name, bytes) = (side.of(words.sides()).cache, of.tensor_bytes());
+    ensure(of.rows() == 1 && of.row_bytes() == bytes, || {
+        Error::invalid(format!("bytes move between caches of one block, and {name} has {} blocks", of.rows()))
+    })?;
+    ensure(!pieces.is_empty(), || Error::argument("pieces", "[]", "at least one piece"))?;
+    let inside = |piece: &Piece| {
+        let end = piece.start(side).checked_add(piece.len);
+        piece.len > 0 && end.is_some_and(|end| end <= bytes)
+    };
+    pieces.iter().position(|piece| !inside(piece)).map_or(Ok(()), |at| {
+        let required = format!("at least one byte of the {bytes} bytes of {name}");
+        Err(Error::argument(&format!("pieces[{at}]"), format_args!("{:?}", pieces[at]), required))
+    })
 }
 
 /// Checks the rows of the local cache, and that there are as many remote ones.

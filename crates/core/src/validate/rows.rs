@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::cache_rules::numbers;
 use crate::error::{Error, Result, ensure};
 use crate::model::{RowList, SubRow};
+use crate::plan::Piece;
 
 /// The rows that a pull or push moves between the `local` cache and the `remote` one. A pull writes the local rows, and a push
 /// reads them.
@@ -22,6 +23,9 @@ pub enum Rows {
     SubRows { remote: Vec<i64>, local: Vec<i64>, part: SubRow },
     /// A remote batch slot, cut into local blocks from its start. For pulls only.
     SlotToBlocks { local: Vec<i64> },
+    /// Bytes of every tensor of caches of one block, by their offsets there. Bytes that a later piece writes again count as its
+    /// bytes only.
+    Bytes { pieces: Vec<Piece> },
     /// Some tokens of a sequence whose remote and local blocks are given in the order of its tokens. Both caches must
     /// have KV layouts. Without a range, as many tokens move as the other side's range has, or both lists can hold.
     Sequence {
@@ -38,15 +42,19 @@ impl Rows {
         Rows::Slot { local, remote_offset: 0, local_offset: 0, size }
     }
 
-    /// Returns how many blocks the caller named.
+    /// Returns how many blocks, or pieces of bytes, the caller named.
     pub fn num_blocks(&self) -> usize {
-        self.local_blocks().map_or(0, <[i64]>::len)
+        match self {
+            Rows::Bytes { pieces } => pieces.len(),
+            _ => self.local_blocks().map_or(0, <[i64]>::len),
+        }
     }
 
     /// Returns the rows of the local cache that are read or written, once they were checked.
     pub fn local_rows(&self) -> Result<RowList> {
         match (self.local_slot(), self.local_blocks()) {
             (Some(slot), _) => Ok([u64::from(slot)].into()),
+            (None, None) if matches!(self, Rows::Bytes { .. }) => Ok([0].into()),
             (None, blocks) => numbers(blocks.unwrap_or_default()),
         }
     }
@@ -59,7 +67,7 @@ impl Rows {
     /// Returns the list of local blocks, if there is one.
     pub(super) fn local_blocks(&self) -> Option<&[i64]> {
         match self {
-            Rows::Slot { .. } => None,
+            Rows::Slot { .. } | Rows::Bytes { .. } => None,
             Rows::Blocks { local, .. }
             | Rows::AnyKind { local, .. }
             | Rows::SubRows { local, .. }
@@ -71,7 +79,7 @@ impl Rows {
     /// Returns the list of remote blocks, if there is one.
     pub(super) fn remote_blocks(&self) -> Option<&[i64]> {
         match self {
-            Rows::Slot { .. } | Rows::SlotToBlocks { .. } => None,
+            Rows::Slot { .. } | Rows::SlotToBlocks { .. } | Rows::Bytes { .. } => None,
             Rows::Blocks { remote, .. }
             | Rows::AnyKind { remote, .. }
             | Rows::SubRows { remote, .. }

@@ -7,6 +7,7 @@ mod asynchronous;
 mod awaiting;
 mod broken_poller;
 mod broken_streams;
+mod bytes;
 mod communicators;
 mod damaged_messages;
 mod deadlines;

@@ -212,6 +212,13 @@ fn environment_variables_replace_options_that_are_not_given() {
     let given = [("token", text(SECRET)), ("accept_remote", Flag(false))];
     let links = read(&given, &[(file, "/run/token"), (token, ""), (accept, "1")]).unwrap().links;
     assert_eq!((links.token, links.token_file, links.accept_remote), (Some(Token::new(SECRET)), None, false));
+    let transport = "LLM_DATADIST_TRANSPORT";
+    for (given, chosen) in
+        [(&[][..], TransportChoice::Tcp), (&[("transport", text("shm"))], TransportChoice::Shm)]
+    {
+        assert_eq!(read(given, &[(transport, "tcp")]).unwrap().links.transport, chosen);
+    }
+    refused(read(&[], &[(transport, "TCP")]), &["LLM_DATADIST_TRANSPORT=\"TCP\" must be auto or shm or tcp"]);
     assert!(!read(&[], &[(accept, "")]).unwrap().links.accept_remote);
     refused(read(&[], &[(accept, "yes")]), &["LLM_DATADIST_ACCEPT_REMOTE=\"yes\" must be 0 or 1"]);
     refused(read(&[], &[(token, "short")]), &["LLM_DATADIST_TOKEN=(5 characters, not shown)"]);

@@ -236,6 +236,47 @@ fn malformed_values_are_refused() {
 }
 
 #[test]
+fn settings_of_the_backend_are_checked_with_hixl_only() {
+    let with = |backend: &str, config: &str| {
+        read(&[("llm.TransferBackend", backend), ("llm.GlobalResourceConfig", config)])
+    };
+    let accepted = [
+        "{}",
+        r#"{"connect_pool.thread_num": 64, "connect_pool.task_queue_capacity": "65535", "unknown": []}"#,
+        r#"{"connect_pool": {"thread_num": 1}, "comm_resource_config": {"qos": 7, "protocol_desc": ["roce:host"]}}"#,
+        r#"{"channel_pool.high_waterline": 0.8, "channel_pool.low_waterline": "0.3"}"#,
+        r#"{"local_comm_res_path": "/no/such/file"}"#,
+    ];
+    for config in accepted {
+        with("hixl", config).unwrap();
+    }
+    let invalid = [
+        ("", "a JSON object"),
+        ("x", "a JSON object"),
+        ("[]", "a JSON object"),
+        (r#"{"connect_pool.thread_num": 65}"#, "connect_pool.thread_num is a whole number, 1 to 64"),
+        (r#"{"connect_pool": {"thread_num": 0}}"#, "connect_pool.thread_num is a whole number, 1 to 64"),
+        (r#"{"connect_pool": 3}"#, "connect_pool is an object"),
+        (r#"{"connect_pool.thread_num": "+3"}"#, "connect_pool.thread_num"),
+        (r#"{"comm_resource_config.qos": "7"}"#, "qos is a number, 0 to 7"),
+        (r#"{"comm_resource_config.protocol_desc": ["tcp"]}"#, "roce:device or hccs:device"),
+        (r#"{"channel_pool.high_waterline": 0.8}"#, "given with a larger high_waterline"),
+        (r#"{"channel_pool": {"high_waterline": "nan", "low_waterline": 0.1}}"#, "a number between 0 and 1"),
+        (r#"{"fabric_memory.enable_aicpu_unfold": 1}"#, "true or false"),
+        (r#"{"fabric_memory.task_stream_num": 2}"#, "1 unless enable_aicpu_unfold is false"),
+        (r#"{"local_comm_res_path": 7}"#, "local_comm_res_path is a text"),
+    ];
+    for (config, fact) in invalid {
+        refused(with("hixl", config), &["llm.GlobalResourceConfig=", fact]);
+        for backend in ["auto", "sockets"] {
+            with(backend, config).unwrap();
+        }
+        read(&[("llm.GlobalResourceConfig", config)]).unwrap();
+    }
+    refused(with("hixl", &"[".repeat(100_000)), &["llm.GlobalResourceConfig=", "a JSON object"]);
+}
+
+#[test]
 fn values_that_were_removed_are_refused_with_those_that_remain() {
     let facts = ["hixl or auto or sockets or ucx", "Use ucx", "giving up a NIXL read"];
     refused(read(&[("llm.TransferBackend", "nixl")]), &facts);

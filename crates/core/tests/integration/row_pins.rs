@@ -264,3 +264,14 @@ fn a_freed_cache_admits_no_call() {
     all_rows(&unused).unwrap().pin(soon()).unwrap();
     assert!(not_found(reads(&unused, &[0])));
 }
+
+#[test]
+fn calls_of_unordered_memory_exclude_only_its_end() {
+    let adopted = adopt(&desc(Placement::Host, 1, 16, 1), CacheKind::Blocks, &[4096]);
+    let cache = Cache::loose(adopted.unordered());
+    let held = [reads(&cache, &[3]).unwrap(), writes(&cache, [3]).unwrap(), writes(&cache, [3, 5]).unwrap()];
+    assert!(held.iter().all(Pin::may_write));
+    assert_eq!(all_rows(&cache).unwrap().pin(soon()).unwrap_err().kind(), ErrorKind::Timeout);
+    drop(held);
+    all_rows(&cache).unwrap().pin(soon()).unwrap();
+}

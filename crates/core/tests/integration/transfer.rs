@@ -144,6 +144,7 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let Case { local, remote, pull: rows, layers, .. } = case;
     let (here, there, row) = (Shape::of(*local), Shape::of(remote.layout), u64::from(remote.row));
     let (local_fits, remote_kind) = match rows {
+        Rows::Bytes { .. } => unreachable!("`links/bytes.rs` has its own model"),
         Rows::Slot { local, local_offset, size, .. } => {
             (here.kind == Batch && here.has_part(*local, *local_offset, *size), Batch)
         }
@@ -174,6 +175,7 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     need(from.len() == to.len() && there.has_tensors(&from), InvalidArgument)?;
     need(remote.accessible && there.kind == remote_kind, InvalidArgument)?;
     let bytes = match rows {
+        Rows::Bytes { .. } => unreachable!("`links/bytes.rs` has its own model"),
         Rows::Slot { local, remote_offset, local_offset, size } => {
             let len = if *size == -1 { here.row - local_offset } else { *size as u64 };
             need(remote_offset.saturating_add(len) <= there.row, InvalidArgument)?;
@@ -213,6 +215,7 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     need(from.is_empty() || here.tensors.is_multiple_of(u64::from(per_layer)), InvalidArgument)?;
     need(from.len() == to.len() && here.has_tensors(&from) && there.has_tensors(&to), InvalidArgument)?;
     let kinds = match rows {
+        Rows::Bytes { .. } => unreachable!("`links/bytes.rs` has its own model"),
         Rows::Slot { .. } => (Batch, Batch),
         Rows::Blocks { .. } | Rows::SubRows { .. } => (Blocks, Blocks),
         Rows::AnyKind { .. } => (here.kind, there.kind),
@@ -220,6 +223,7 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     };
     need((here.kind, there.kind) == kinds && remote.accessible, InvalidArgument)?;
     let bytes = match rows {
+        Rows::Bytes { .. } => unreachable!("`links/bytes.rs` has its own model"),
         Rows::Slot { local, .. } => {
             let (slot, row) = (u64::from(*local), u64::from(remote.row));
             need(slot < here.rows && row < there.rows && here.row <= there.row, InvalidArgument)?;

@@ -46,6 +46,7 @@ use crate::cache_buffer;
 pub(crate) use cache::NativeCache;
 pub(crate) use engine::NativeEngine;
 pub(crate) use shared::EngineShared;
+pub(crate) use values::{index, wrong_type};
 
 /// Adds the module `native` with the classes.
 pub(crate) fn add_classes(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -1,0 +1,234 @@
+"""Engines of the module `hixl` with their memory, in this process or in one of their own.
+
+Calls take and return plain values. The fixture `hixl_way` chooses how the bytes of all transfers travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING, Any, Callable
+
+import hixl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+LIMIT = 10_000  # milliseconds of calls that succeed
+WAYS = ("rings", "process", "tcp")
+# Rings carry the bytes of a call up to 2 MiB, and longer calls are read by process id.
+_LONG = (2 << 20) + 1
+_ANSWER = 60.0  # seconds within which another process answers
+
+
+def free_port(family: int = socket.AF_INET) -> int:
+    """Return a port of the loopback interface at which nobody listens now."""
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def listener() -> str:
+    """Return the address of an engine that can listen."""
+    return f"127.0.0.1:{free_port()}"
+
+
+class Padding:
+    """Memory that is moved together with every operation, so that calls are long enough for reads by process id."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._of: dict[str, int] = {}
+
+    def register(self, end: End | Child, address: str) -> None:
+        """Give an engine that was initialized its memory."""
+        if self.is_on:
+            self._of[address] = end.add("padding", _LONG)
+            assert end.register("padding")[0] == hixl.SUCCESS
+            end.padding = self._of[address]
+
+    def added(self, end: End | Child, peer: str, ops: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Return the operations of a call together with one that moves the memory."""
+        remote = self._of.get(peer)
+        return [*ops, (end.padding, remote, _LONG)] if self.is_on and ops and remote and end.padding else ops
+
+
+padding = Padding()
+
+
+class End:
+    """One engine and its memory."""
+
+    padding = 0
+
+    def __init__(self) -> None:
+        self.engine = hixl.Hixl()
+        self.memory: dict[str, Any] = {}
+
+    def initialize(self, address: str, options: dict[str, str] | None = None) -> int:
+        status = self.engine.initialize(address, options or {})
+        if status == hixl.SUCCESS:
+            padding.register(self, address)
+        return status
+
+    def finalize(self) -> None:
+        return self.engine.finalize()
+
+    def add(self, name: str, size: int, seed: int | None = None) -> int:
+        """Allocate memory, zeros or `pattern(seed)`, and return its address."""
+        self.memory[name] = ctypes.create_string_buffer(b"" if seed is None else pattern(seed, size), size)
+        return ctypes.addressof(self.memory[name])
+
+    def address(self, name: str) -> int:
+        return ctypes.addressof(self.memory[name])
+
+    def bytes(self, name: str) -> bytes:
+        return bytes(self.memory[name].raw)
+
+    def samples(self, name: str) -> set[int]:
+        """Return the values of the first byte of each page."""
+        return set(bytes(memoryview(self.memory[name]).cast("B")[::4096]))
+
+    def write(self, name: str, at: int, data: bytes) -> None:
+        ctypes.memmove(self.address(name) + at, data, len(data))
+
+    def register(
+        self, name: str, start: int = 0, size: int | None = None, kind: int = 1, local_only: bool = False
+    ) -> tuple[int, int]:
+        size = len(self.memory[name]) - start if size is None else size
+        return self.register_range(self.address(name) + start, size, kind, local_only)
+
+    def register_range(self, address: int, size: int, kind: int = 1, local_only: bool = False) -> tuple[int, int]:
+        desc = hixl.MemDesc(address, size)
+        desc.local_only = local_only
+        return self.engine.register_mem(desc, hixl.MemType(kind))
+
+    def move(self, peer: str, op: int, ops: list[tuple[int, int, int]], limit: int = LIMIT) -> int:
+        descs = _descs(padding.added(self, peer, ops))
+        return self.engine.transfer_sync(peer, hixl.TransferOp(op), descs, limit)
+
+    def submit(self, peer: str, op: int, ops: list[tuple[int, int, int]], user_data: int = 0) -> tuple[int, int]:
+        args = hixl.TransferArgs()
+        args.user_data = user_data
+        descs = _descs(padding.added(self, peer, ops))
+        return self.engine.transfer_async(peer, hixl.TransferOp(op), descs, args)
+
+    def notify(self, peer: str, name: str, text: str, limit: int = LIMIT) -> int:
+        return self.engine.send_notify(peer, hixl.NotifyDesc(name, text), limit)
+
+    def notifies(self) -> tuple[int, list[tuple[str, str]]]:
+        status, notifies = self.engine.get_notifies()
+        return status, [(notify.name, notify.notify_msg) for notify in notifies]
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method with plain values."""
+        return getattr(self.engine, method)(*args)
+
+
+class Child:
+    """An `End` in a process of its own."""
+
+    padding = 0
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            self._ours.send((name, args, keywords))
+            if not self._ours.poll(_ANSWER):
+                raise TimeoutError(f"{name} did not end")
+            ok, result = self._ours.recv()
+            if not ok:
+                raise RuntimeError(result)
+            return result
+
+        return call
+
+    def initialize(self, address: str, options: dict[str, str] | None = None) -> int:
+        status: int = self.__getattr__("initialize")(address, options)
+        if status == hixl.SUCCESS:
+            padding.register(self, address)
+        return status
+
+    def move(self, peer: str, op: int, ops: list[tuple[int, int, int]], limit: int = LIMIT) -> int:
+        moved: int = self.__getattr__("move")(peer, op, padding.added(self, peer, ops), limit)
+        return moved
+
+    def submit(self, peer: str, op: int, ops: list[tuple[int, int, int]], user_data: int = 0) -> tuple[int, int]:
+        started: tuple[int, int] = self.__getattr__("submit")(peer, op, padding.added(self, peer, ops), user_data)
+        return started
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)  # type: ignore[arg-type]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self._ours.send(None)
+        self.process.join(10)
+        self.kill()
+        self._ours.close()
+
+
+def _serve(pipe: Connection) -> None:
+    end = End()
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            asked = None
+        if asked is None:
+            end.finalize()
+            return
+        name, args, keywords = asked
+        try:
+            answer = (True, getattr(end, name)(*args, **keywords))
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            answer = (False, repr(error))
+        pipe.send(answer)
+
+
+def _descs(ops: list[tuple[int, int, int]]) -> list[hixl.TransferOpDesc]:
+    return [hixl.TransferOpDesc(*op) for op in ops]
+
+
+def pattern(seed: int, size: int) -> bytes:
+    """Return bytes that differ between seeds and positions."""
+    block = bytes((seed * 31 + i * 7 + i // 256 * 13) % 251 for i in range(min(size, 1 << 16)))
+    return (block * (size // len(block) + 1))[:size] if size else b""
+
+
+def eventually(holds: Callable[[], Any], within: float = 10.0) -> Any:
+    """Return the first true result of `holds`, or its last one after `within` seconds."""
+    end = time.monotonic() + within
+    while not (result := holds()) and time.monotonic() < end:
+        time.sleep(0.002)
+    return result
+
+
+@contextlib.contextmanager
+def ends(*kinds: type[End | Child]) -> Iterator[list[Any]]:
+    """Open ends of these kinds, and close them afterwards."""
+    opened: list[Any] = []
+    try:
+        opened.extend(kind() for kind in kinds)
+        yield opened
+    finally:
+        for end in reversed(opened):
+            end.close() if isinstance(end, Child) else end.finalize()

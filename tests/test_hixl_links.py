@@ -1,0 +1,315 @@
+"""Connections of the module `hixl`: direction, codes, asynchronous ones, automatic ones, dead and restarted peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+import hixl
+from hixl_ends import LIMIT, Child, End, ends, eventually, free_port, listener, pattern
+from llm_datadist.native import Engine
+
+every_way = pytest.mark.usefixtures("hixl_way")
+AUTO = {hixl.OPTION_AUTO_CONNECT: "1"}
+
+
+def ready(end: Any, address: str, seed: int | None = None, options: dict[str, str] | None = None) -> int:
+    """Initialize an end with one registered page, and return its address."""
+    place = end.add("m", 4096, seed)
+    assert end.initialize(address, options) == hixl.SUCCESS
+    assert end.register("m")[0] == hixl.SUCCESS
+    return place
+
+
+def test_nobody_listens() -> None:
+    with ends(End) as (end,):
+        ready(end, "127.0.0.1:0")
+        assert end.call("connect", listener(), 5000) == hixl.FAILED
+        assert end.call("connect", "127.0.0.1:0") == hixl.PARAM_INVALID
+        assert end.call("disconnect", "127.0.0.1:9") == hixl.NOT_CONNECTED
+
+
+def test_silent_listener_is_a_timeout() -> None:
+    with ends(End) as (end,), socket.create_server(("127.0.0.1", 0)) as silent:
+        ready(end, "127.0.0.1:0")
+        assert end.call("connect", f"127.0.0.1:{silent.getsockname()[1]}", 300) == hixl.TIMEOUT
+
+
+def test_own_address_is_refused() -> None:
+    with ends(End) as (end,):
+        address = listener()
+        ready(end, address)
+        assert end.call("connect", address) == hixl.PARAM_INVALID
+        assert end.call("disconnect", address) == hixl.NOT_CONNECTED
+
+
+def test_engine_of_the_native_api_is_refused() -> None:
+    with ends(End) as (end,), Engine(listen="127.0.0.1:0") as other:
+        ready(end, "127.0.0.1:0")
+        assert end.call("connect", other.address) == hixl.FAILED
+        assert end.call("disconnect", other.address) == hixl.NOT_CONNECTED
+        assert eventually(lambda: other.peers == [])
+
+
+def test_limits() -> None:
+    with ends(End) as (end,):
+        ready(end, "127.0.0.1:0")
+        op = [hixl.TransferOpDesc(1, 1, 1)]
+        for limit in (0, -1, -(2**31)):
+            for method in ("connect", "disconnect", "connect_async", "disconnect_async"):
+                assert end.call(method, "127.0.0.1:1", limit) == hixl.PARAM_INVALID
+            assert end.call("transfer_sync", "127.0.0.1:1", hixl.READ, op, limit) == hixl.PARAM_INVALID
+            assert end.call("send_notify", "127.0.0.1:1", hixl.NotifyDesc("", ""), limit) == hixl.PARAM_INVALID
+
+
+def test_connect_twice_and_eight_at_once() -> None:
+    with ends(End, Child) as (end, target):
+        address = listener()
+        ready(end, "127.0.0.1:0")
+        ready(target, address)
+        assert end.call("connect", address) == hixl.SUCCESS
+        assert end.call("connect", address) == hixl.ALREADY_CONNECTED
+        assert end.call("disconnect", address) == hixl.SUCCESS
+        assert end.call("disconnect", address) == hixl.NOT_CONNECTED
+        codes: list[int] = []
+        threads = [threading.Thread(target=lambda: codes.append(end.call("connect", address, LIMIT))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(codes) == [hixl.SUCCESS] + [hixl.ALREADY_CONNECTED] * 7
+
+
+@every_way
+def test_connection_belongs_to_the_end_that_made_it() -> None:
+    with ends(End, Child) as (a, b):
+        at_a, at_b = listener(), listener()
+        place_a, place_b = ready(a, at_a, 1), ready(b, at_b, 2)
+        assert a.call("connect", at_b) == hixl.SUCCESS
+        assert b.move(at_a, 0, [(place_b, place_a, 10)]) == hixl.NOT_CONNECTED
+        assert b.notify(at_a, "x", "y") == hixl.NOT_CONNECTED
+        assert b.call("disconnect", at_a) == hixl.NOT_CONNECTED
+        assert b.call("connect", at_a) == hixl.SUCCESS
+        # Each ends only its own direction, several times and in both orders.
+        for first, second in [((a, at_b), (b, at_a)), ((b, at_a), (a, at_b))] * 3:
+            places = {id(a): (place_a, place_b), id(b): (place_b, place_a)}
+            assert first[0].call("disconnect", first[1]) == hixl.SUCCESS
+            here, there = places[id(second[0])]
+            assert second[0].move(second[1], 0, [(here, there, 10)]) == hixl.SUCCESS
+            here, there = places[id(first[0])]
+            assert first[0].move(first[1], 0, [(here, there, 10)]) == hixl.NOT_CONNECTED
+            assert first[0].call("connect", first[1]) == hixl.SUCCESS
+            assert first[0].move(first[1], 1, [(here, there, 10)]) == hixl.SUCCESS
+
+
+@every_way
+def test_both_connect_and_disconnect_at_once() -> None:
+    """Whatever both ends do at the same time, a connection that was made works until it is ended."""
+    with ends(End, End) as (a, b):
+        at = {id(a): listener(), id(b): listener()}
+        place = {id(a): ready(a, at[id(a)], 1), id(b): ready(b, at[id(b)], 2)}
+        codes: list[tuple[int, int, int]] = []
+
+        def work(me: End, other: End) -> None:
+            for _ in range(40):
+                made = me.call("connect", at[id(other)], LIMIT)
+                moved = me.move(at[id(other)], 0, [(place[id(me)], place[id(other)] + 100, 10)])
+                codes.append((made, moved, me.call("disconnect", at[id(other)], LIMIT)))
+
+        threads = [threading.Thread(target=work, args=pair) for pair in ((a, b), (b, a))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert set(codes) == {(hixl.SUCCESS, hixl.SUCCESS, hixl.SUCCESS)}
+
+
+@every_way
+def test_restarted_target() -> None:
+    with ends(End, Child, Child) as (end, target, other):
+        address, other_address = listener(), listener()
+        place = ready(end, "127.0.0.1:0")
+        ready(target, address, 1)
+        far = ready(other, other_address, 3)
+        for one in (address, other_address):
+            assert end.call("connect", one) == hixl.SUCCESS
+        target.kill()
+        with ends(Child) as (again,):
+            remote = ready(again, address, 5)
+            assert end.call("disconnect", address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
+            assert end.call("connect", address, LIMIT) == hixl.SUCCESS
+            assert end.move(address, 1, [(place, remote, 100)]) == hixl.SUCCESS
+            assert again.bytes("m")[:100] == bytes(100)
+            assert end.move(other_address, 0, [(place, far, 4096)]) == hixl.SUCCESS
+            assert end.bytes("m") == pattern(3, 4096)
+
+
+@every_way
+def test_restarted_client() -> None:
+    with ends(Child, Child) as (target, client):
+        address, mine = listener(), listener()
+        place = ready(target, address, 1)
+        for _ in range(3):
+            local = ready(client, mine)
+            assert client.call("connect", address, LIMIT) == hixl.SUCCESS
+            assert client.move(address, 0, [(local, place, 4096)]) == hixl.SUCCESS
+            client.finalize()
+
+
+@every_way
+def test_many_writes_over_one_connection() -> None:
+    with ends(End, Child) as (end, target):
+        address = listener()
+        local, remote = ready(end, "127.0.0.1:0", 1), ready(target, address)
+        assert end.call("connect", address) == hixl.SUCCESS
+        for k in range(250):
+            assert end.move(address, 1, [(local + k, remote + k, 1)]) == hixl.SUCCESS
+        assert target.bytes("m")[:250] == pattern(1, 4096)[:250]
+
+
+@every_way
+def test_asynchronous_connections() -> None:
+    with ends(End, Child) as (end, target):
+        address, dead = listener(), listener()
+        local, remote = ready(end, "127.0.0.1:0"), ready(target, address, 1)
+        state = end.engine.get_async_connect_status
+        assert state(address) == (hixl.SUCCESS, hixl.NOT_CONNECT)
+        for one in (address, dead):
+            assert end.call("connect_async", one, LIMIT) == hixl.SUCCESS
+        running = {hixl.CONNECT_PENDING, hixl.CONNECTING}
+        assert eventually(lambda: state(address)[1] not in running)
+        assert eventually(lambda: state(dead)[1] not in running)
+        expected = {address: hixl.CONNECTED, dead: hixl.CONNECT_FAILED}
+        assert end.engine.get_all_async_connect_status() == (hixl.SUCCESS, expected)
+        assert end.move(address, 0, [(local, remote, 4096)]) == hixl.SUCCESS
+        assert end.call("connect", address) == hixl.ALREADY_CONNECTED
+        assert end.call("connect_async", address) == hixl.SUCCESS
+        assert eventually(lambda: state(address) == (hixl.SUCCESS, hixl.CONNECTED))
+        for one in (address, dead):
+            assert end.call("disconnect_async", one) == hixl.SUCCESS
+        assert eventually(lambda: end.engine.get_all_async_connect_status() == (hixl.SUCCESS, {}))
+        assert state(address) == (hixl.SUCCESS, hixl.NOT_CONNECT)
+        assert end.call("disconnect", address) == hixl.NOT_CONNECTED
+
+
+def test_tasks_for_one_engine_run_in_order() -> None:
+    with ends(End, Child) as (end, target):
+        address = listener()
+        ready(end, "127.0.0.1:0")
+        ready(target, address)
+        for _ in range(20):
+            assert end.call("connect_async", address, LIMIT) == hixl.SUCCESS
+            assert end.call("disconnect_async", address, LIMIT) == hixl.SUCCESS
+        assert end.call("connect_async", address, LIMIT) == hixl.SUCCESS
+        assert eventually(lambda: end.engine.get_async_connect_status(address) == (hixl.SUCCESS, hixl.CONNECTED))
+        assert end.call("connect", address) == hixl.ALREADY_CONNECTED
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_full_queue_of_tasks(nested: bool) -> None:
+    fields = {"thread_num": 1, "task_queue_capacity": "1"}
+    config = {"connect_pool": fields} if nested else {f"connect_pool.{name}": value for name, value in fields.items()}
+    with ends(End) as (end,), socket.create_server(("127.0.0.1", 0)) as silent:
+        ready(end, "127.0.0.1:0", None, {hixl.OPTION_GLOBAL_RESOURCE_CONFIG: json.dumps(config)})
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        codes = [end.call("connect_async", address, 300_000) for _ in range(10)]
+        assert set(codes) == {hixl.SUCCESS, hixl.RESOURCE_EXHAUSTED}
+        assert codes.count(hixl.SUCCESS) <= 2
+        # The end does not wait for the limit of the task.
+        closing = threading.Thread(target=end.finalize)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+
+
+@every_way
+def test_auto_connect() -> None:
+    with ends(End, Child) as (end, target):
+        address = listener()
+        local = ready(end, "127.0.0.1:0", None, AUTO)
+        dead = end.move(address, 0, [(local, 8, 8)], 500)
+        assert dead in (hixl.NOT_CONNECTED, hixl.FAILED, hixl.TIMEOUT, hixl.PARAM_INVALID)
+        status, request = end.submit(address, 0, [(local, 8, 8)])
+        assert status != hixl.SUCCESS
+        assert request == 0
+        remote = ready(target, address, 1)
+        assert end.notify(address, "a", "b") == hixl.NOT_CONNECTED
+        assert end.move(address, 0, [(local, remote, 4096)]) == hixl.SUCCESS
+        assert end.bytes("m") == pattern(1, 4096)
+        assert end.call("connect", address) == hixl.ALREADY_CONNECTED
+        assert end.move(address, 0, [(local, 8, 8)]) == hixl.PARAM_INVALID
+        assert end.call("connect", address) == hixl.ALREADY_CONNECTED
+        target.kill()
+        assert end.move(address, 0, [(local, remote, 8)], 1000) != hixl.SUCCESS
+        assert end.call("disconnect", address) == hixl.NOT_CONNECTED
+        with ends(Child) as (again,):
+            remote = ready(again, address, 7)
+            assert eventually(lambda: end.move(address, 0, [(local, remote, 4096)], 1000) == hixl.SUCCESS, 5)
+            assert end.bytes("m") == pattern(7, 4096)
+
+
+def test_options() -> None:
+    with ends(End) as (end,):
+        for options in ({"x": "1"}, {"AutoConnect": ""}, {"AutoConnect": "true"}, {"GlobalResourceConfig": "[]"}):
+            assert end.initialize("127.0.0.1:0", options) == hixl.PARAM_INVALID, options
+        every = {
+            "EnableUseFabricMem": "0", "RdmaTrafficClass": "132", "RdmaServiceLevel": "4", "BufferPool": "0:0",
+            "AutoConnect": "1", "LocalCommRes": '{"version": "1.3"}',
+            "GlobalResourceConfig": '{"comm_resource_config.protocol_desc": "roce:host"}',
+
+        }  # fmt: skip
+        assert end.initialize("127.0.0.1:0", every) == hixl.SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("content", "accepted"),
+    [
+        (b'{"version": "1.3"}', True),
+        (b"", False),
+        (b"\xff", False),
+        (b"[]", False),
+        (b" " * (1 << 20) + b"{", False),
+        (b"{}" + b" " * ((1 << 20) - 2), True),
+        (b"{}" + b" " * ((1 << 20) - 1), False),
+    ],
+    ids=lambda value: None if isinstance(value, bool) else str(len(value)),
+)
+def test_file_of_local_comm_res(tmp_path: Any, content: bytes, accepted: bool) -> None:
+    path = tmp_path / "res.json"
+    path.write_bytes(content)
+    config = {"GlobalResourceConfig": json.dumps({"local_comm_res_path": str(path)})}
+    with ends(End) as (end,):
+        assert end.initialize("127.0.0.1:0", config) == (hixl.SUCCESS if accepted else hixl.PARAM_INVALID)
+        end.finalize()
+        # A value wins over the file.
+        assert end.initialize("127.0.0.1:0", {**config, "LocalCommRes": "{}"}) == hixl.SUCCESS
+
+
+def test_fifo_as_file_of_local_comm_res(tmp_path: Any) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, tmp_path / "missing"):
+        config = {"GlobalResourceConfig": json.dumps({"local_comm_res_path": str(path)})}
+        with ends(End) as (end,):
+            assert end.initialize("127.0.0.1:0", config) == hixl.PARAM_INVALID
+
+
+@every_way
+def test_engines_of_one_process() -> None:
+    """Ten engines, each connected to each other one."""
+    with ends(*[End] * 10) as all_ends:
+        addresses = [f"127.0.0.1:{free_port()}" for _ in all_ends]
+        places = [ready(end, address, seed) for seed, (end, address) in enumerate(zip(all_ends, addresses))]
+        for me, end in enumerate(all_ends):
+            for other, address in enumerate(addresses):
+                if other != me:
+                    assert end.call("connect", address, LIMIT) == hixl.SUCCESS
+                    assert end.move(address, 1, [(places[me], places[other] + 16 * (me + 1), 8)]) == hixl.SUCCESS
+        for other, end in enumerate(all_ends):
+            for me in range(10):
+                if other != me:
+                    assert end.bytes("m")[16 * (me + 1) :][:8] == pattern(me, 8)

@@ -1,0 +1,104 @@
+"""Notifications of the module `hixl`."""
+
+from __future__ import annotations
+
+import pytest
+
+import hixl
+from hixl_ends import LIMIT, Child, End, ends, listener, pattern
+
+pytestmark = [
+    pytest.mark.usefixtures("hixl_way"),
+    pytest.mark.parametrize("hixl_way", ["rings", "tcp"], indirect=True),
+]
+
+
+def connected(target: object, *senders: object) -> str:
+    address = listener()
+    assert target.initialize(address) == hixl.SUCCESS  # type: ignore[attr-defined]
+    for sender in senders:
+        assert sender.initialize("127.0.0.1:0") == hixl.SUCCESS  # type: ignore[attr-defined]
+        assert sender.call("connect", address, LIMIT) == hixl.SUCCESS  # type: ignore[attr-defined]
+    return address
+
+
+def test_each_notification_arrives_once_and_in_order() -> None:
+    with ends(End, End, Child) as (target, a, b):
+        address = connected(target, a, b)
+        assert target.notifies() == (hixl.SUCCESS, [])
+        for k in range(100):
+            assert a.notify(address, "a", str(k)) == hixl.SUCCESS
+            if k % 2:
+                assert b.notify(address, "b", str(k)) == hixl.SUCCESS
+        status, notifies = target.notifies()
+        assert status == hixl.SUCCESS
+        assert [text for name, text in notifies if name == "a"] == [str(k) for k in range(100)]
+        assert [text for name, text in notifies if name == "b"] == [str(k) for k in range(1, 100, 2)]
+        assert len(notifies) == 150
+        assert target.notifies() == (hixl.SUCCESS, [])
+
+
+@pytest.mark.parametrize("text", ["", "x" * 1024, "𝄞" * 256, "a\0b", "ä"])
+def test_texts(text: str) -> None:
+    with ends(End, End) as (target, sender):
+        address = connected(target, sender)
+        assert sender.notify(address, text, "m") == hixl.SUCCESS
+        assert sender.notify(address, "n", text) == hixl.SUCCESS
+        assert target.notifies() == (hixl.SUCCESS, [(text, "m"), ("n", text)])
+
+
+@pytest.mark.parametrize("text", ["x" * 1025, "𝄞" * 256 + "x", "\ud800"])
+def test_texts_that_are_refused(text: str) -> None:
+    with ends(End, End) as (target, sender):
+        address = connected(target, sender)
+        assert sender.notify(address, text, "m") == hixl.PARAM_INVALID
+        assert sender.notify(address, "n", text) == hixl.PARAM_INVALID
+        assert target.notifies() == (hixl.SUCCESS, [])
+
+
+def test_without_connection() -> None:
+    with ends(End, End) as (target, sender):
+        address = connected(target)
+        sender.initialize("127.0.0.1:0")
+        assert sender.notify(address, "n", "m") == hixl.NOT_CONNECTED
+        assert sender.notify("nonsense", "n", "m") == hixl.NOT_CONNECTED
+
+
+def test_4096_are_kept_for_each_link() -> None:
+    with ends(Child, End, End) as (target, a, b):
+        address = connected(target, a, b)
+        for k in range(4096):
+            assert a.notify(address, "a", str(k)) == hixl.SUCCESS
+        assert a.notify(address, "a", "too many") == hixl.RESOURCE_EXHAUSTED
+        assert b.notify(address, "b", "other link") == hixl.SUCCESS
+        expected = [("a", str(k)) for k in range(4096)] + [("b", "other link")]
+        assert target.notifies() == (hixl.SUCCESS, expected)
+        assert a.notify(address, "a", "again") == hixl.SUCCESS
+        # They are kept after the link and the sender have ended.
+        a.finalize()
+        assert target.notifies() == (hixl.SUCCESS, [("a", "again")])
+
+
+def test_notification_after_a_write_comes_after_its_bytes() -> None:
+    with ends(End, Child) as (sender, target):
+        address = connected(target, sender)
+        remote, local = target.add("m", 1 << 20), sender.add("m", 1 << 20, 3)
+        target.register("m")
+        sender.register("m")
+        for k in range(20):
+            sender.write("m", 0, pattern(k, 1 << 20))
+            assert sender.move(address, 1, [(local, remote, 1 << 20)]) == hixl.SUCCESS
+            assert sender.notify(address, "written", str(k)) == hixl.SUCCESS
+            assert target.notifies() == (hixl.SUCCESS, [("written", str(k))])
+            assert target.bytes("m") == pattern(k, 1 << 20)
+
+
+def test_limit_of_one_millisecond() -> None:
+    """Each call succeeds, or it times out and the notification is not delivered."""
+    with ends(Child, End) as (target, sender):
+        address = connected(target, sender)
+        codes = [(k, sender.notify(address, "n", str(k), 1)) for k in range(300)]
+        assert {code for _, code in codes} <= {hixl.SUCCESS, hixl.TIMEOUT}
+        assert sender.notify(address, "n", "end") == hixl.SUCCESS
+        arrived = [("n", str(k)) for k, code in codes if code == hixl.SUCCESS] + [("n", "end")]
+        assert target.notifies() == (hixl.SUCCESS, arrived)

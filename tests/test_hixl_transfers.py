@@ -1,0 +1,540 @@
+"""READ and WRITE of the module `hixl`, synchronous and asynchronous."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import hixl
+from hixl_ends import LIMIT, Child, End, ends, eventually, free_port, listener, pattern
+from llm_datadist.native import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Over every way: through rings in shared memory, by reads by process id, and over TCP.
+pytestmark = pytest.mark.usefixtures("hixl_way")
+
+READ, WRITE = 0, 1
+SIZE = 1 << 20
+WAITING, COMPLETED, FAILED = hixl.TransferStatus.WAITING, hixl.TransferStatus.COMPLETED, hixl.TransferStatus.FAILED
+
+
+class Pair:
+    """A client here and a target in another process, each with one registered megabyte."""
+
+    def __init__(self, near: End, far: Any, address: str) -> None:
+        self.near, self.far, self.address = near, far, address
+        self.local, self.remote = near.add("near", SIZE), far.add("far", SIZE, 1)
+        self.handles = []
+        for end, name, text in [(near, "near", "127.0.0.1:0"), (far, "far", address)]:
+            assert end.initialize(text) == hixl.SUCCESS
+            status, handle = end.register(name)
+            assert status == hixl.SUCCESS
+            self.handles.append(handle)
+        assert near.call("connect", address, LIMIT) == hixl.SUCCESS
+
+    def move(self, op: int, *ops: tuple[int, int, int], limit: int = LIMIT) -> int:
+        """Move ranges that are given by their offsets in both memories."""
+        return self.near.move(self.address, op, self.at(*ops), limit)
+
+    def at(self, *ops: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        return [(self.local + here, self.remote + there, size) for here, there, size in ops]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ends(End, Child) as (near, far):
+        yield Pair(near, far, listener())
+
+
+def test_bytes_take_the_way_of_the_test(hixl_way: str) -> None:
+    """A native engine reads a region as engines of the module do, and its statistics name the way."""
+    size = 1 << 20 if hixl_way != "process" else (2 << 20) + 1
+    with ends(Child) as (target,), Engine(metadata=b"hixl 1") as reader:
+        address = listener()
+        assert target.initialize(address) == hixl.SUCCESS
+        target.add("far", size, 1)
+        status, handle = target.register("far")
+        assert status == hixl.SUCCESS
+        peer = reader.link(address).result(10)
+        memory = ctypes.create_string_buffer(size)
+        own = reader.register("own", [ctypes.addressof(memory)], blocks=1, shape=[size], dtype="uint8")
+        reader.pull(own[[0]], peer[f"hixl/{handle}"][[0]]).result(10)
+        assert memory.raw == pattern(1, size)
+        paths = reader.stats()["links"][0]["paths"]
+        moved = {path for path, count in paths.items() if count["bytes"] >= size}
+        assert moved == {{"rings": "rings", "process": "process", "tcp": "sockets"}[hixl_way]}
+
+
+def test_read_and_write(pair: Pair) -> None:
+    there, here = bytearray(pattern(1, SIZE)), bytearray(SIZE)
+    assert pair.move(READ, (7, 100, 4096)) == hixl.SUCCESS
+    here[7 : 7 + 4096] = there[100:4196]
+    assert pair.near.bytes("near") == here
+    assert pair.far.bytes("far") == there
+    assert pair.move(WRITE, (0, 512 << 10, 64 << 10)) == hixl.SUCCESS
+    there[512 << 10 : 576 << 10] = here[: 64 << 10]
+    assert pair.near.bytes("near") == here
+    assert pair.far.bytes("far") == there
+    assert pair.near.call("disconnect", pair.address) == hixl.SUCCESS
+    for end, handle in zip((pair.near, pair.far), pair.handles):
+        assert end.call("deregister_mem", handle) == hixl.SUCCESS
+    assert pair.near.finalize() is None
+    assert pair.far.finalize() is None
+
+
+def test_random_operations_move_the_bytes_of_a_model(pair: Pair) -> None:
+    """Lists of 1 to 300 ranges, which may overlap where they are read."""
+    there, here = bytearray(pattern(1, SIZE)), bytearray(SIZE)
+    draw = random.Random(3)  # noqa: S311
+    for _ in range(30):
+        op, count = draw.choice([READ, WRITE]), draw.choice([1, 2, 7, 300])
+        room = SIZE // count
+        size = draw.choice([1, 3, 100, 1000, 3000])
+        slots = draw.sample(range(count), count)
+        ops = []
+        for slot in slots:
+            length = draw.randint(1, min(size, room))
+            written = slot * room + draw.randint(0, room - length)
+            read = draw.randint(0, SIZE - length)
+            ops.append((written, read, length) if op == READ else (read, written, length))
+        if op == WRITE:  # also over TCP and rings, all sources differ
+            pair.near.write("near", 0, pattern(draw.randint(2, 99), SIZE))
+            here[:] = pair.near.bytes("near")
+        assert pair.move(op, *ops) == hixl.SUCCESS
+        for near, far, length in ops:
+            if op == READ:
+                here[near : near + length] = there[far : far + length]
+            else:
+                there[far : far + length] = here[near : near + length]
+        assert pair.near.bytes("near") == here
+        assert pair.far.bytes("far") == there
+
+
+def test_operations_whose_destinations_overlap_succeed(pair: Pair) -> None:
+    assert pair.move(READ, (0, 0, 1000), (500, 3000, 1000), (500, 9000, 10)) == hixl.SUCCESS
+    there = pattern(1, SIZE)
+    expected = there[:500] + there[9000:9010] + there[3010:4000]
+    assert pair.near.bytes("near")[:1500] == expected
+
+
+def ended(end: Any, request: int) -> tuple[int, hixl.TransferStatus]:
+    """Return what is reported about the end of a request."""
+    found: list[tuple[int, hixl.TransferStatus]] = []
+
+    def has_ended() -> bool:
+        found.append(end.call("get_transfer_status", request))
+        return found[-1][1] != WAITING
+
+    assert eventually(has_ended, 30)
+    return found[-1]
+
+
+def test_many_operations_of_one_call(pair: Pair) -> None:
+    """More runs of bytes than one message carries."""
+    count = 70_000
+    ops = [(14 * k, 14 * (count - k), 5) for k in range(count)]
+    there, here = pattern(1, SIZE), bytearray(SIZE)
+    assert pair.move(READ, *ops) == hixl.SUCCESS
+    for near, far, size in ops:
+        here[near : near + size] = there[far : far + size]
+    assert pair.near.bytes("near") == here
+    here = pattern(5, SIZE)
+    pair.near.write("near", 0, here)
+    assert pair.move(WRITE, *ops) == hixl.SUCCESS
+    far_bytes = bytearray(there)
+    for near, far, size in ops:
+        far_bytes[far : far + size] = here[near : near + size]
+    assert pair.far.bytes("far") == far_bytes
+
+
+def test_both_sides_read_each_other_at_once() -> None:
+    """Neither waits for the other, although each reads what the other one writes."""
+    addresses = [listener(), listener()]
+    with ends(End, End) as both:
+        places = []
+        for end, address, seed in zip(both, addresses, (1, 2)):
+            end.initialize(address)
+            places.append(end.add("m", SIZE, seed))
+            end.register("m")
+        for end, other in zip(both, reversed(addresses)):
+            assert end.call("connect", other, LIMIT) == hixl.SUCCESS
+        codes = []
+
+        def work(me: int) -> None:
+            half = SIZE // 2
+            for op in [READ, WRITE] * 50:
+                ops = [(places[me] + half, places[1 - me], half)]
+                codes.append(both[me].move(addresses[1 - me], op, ops, 5000))
+
+        threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert codes == [hixl.SUCCESS] * 200
+
+
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_bad_ranges_change_nothing(pair: Pair, op: int) -> None:
+    before = pair.near.bytes("near"), pair.far.bytes("far")
+    local, remote = pair.local, pair.remote
+    wrong = [
+        (local, remote + SIZE, 1),
+        (local, remote - 1, 1),
+        (local, remote + SIZE - 1, 2),
+        (local, remote, SIZE + 1),
+        (local + SIZE, remote, 1),
+        (local - 1, remote, 2),
+        (local, 8, 8),
+        (local, remote, 0),
+        (local, 2**64 - 1, 1),
+        (local, 2**64 - 1, 2),
+        (2**64 - 1, remote, 2**64 - 1),
+        (0, remote, 1),
+        (local, remote, 2**63),
+    ]
+    good = (local + 5, remote + 9, 3)
+    for bad in wrong:
+        for ops in ([bad], [good, bad], [bad, good]):
+            assert pair.near.move(pair.address, op, ops) == hixl.PARAM_INVALID, ops
+            assert pair.near.submit(pair.address, op, ops) == (hixl.PARAM_INVALID, 0), ops
+    assert pair.near.move(pair.address, op, []) == hixl.PARAM_INVALID
+    assert pair.near.submit(pair.address, op, []) == (hixl.PARAM_INVALID, 0)
+    assert pair.near.engine.transfer_sync(pair.address, 2, [hixl.TransferOpDesc(*good)]) == hixl.PARAM_INVALID
+    assert pair.near.engine.transfer_async(pair.address, -1, [hixl.TransferOpDesc(*good)]) == (hixl.PARAM_INVALID, 0)
+    for limit in (0, -1, -(2**31)):
+        assert pair.near.move(pair.address, op, [good], limit) == hixl.PARAM_INVALID
+    assert (pair.near.bytes("near"), pair.far.bytes("far")) == before
+    assert pair.near.move(pair.address, op, [good]) == hixl.SUCCESS
+
+
+def test_range_over_two_touching_regions_is_refused() -> None:
+    with ends(End, End) as (near, far):
+        address = listener()
+        far.initialize(address)
+        near.initialize("127.0.0.1:0")
+        remote, local = far.add("far", 2000, 1), near.add("near", 2000)
+        for start in (0, 1000):
+            assert far.register("far", start, 1000)[0] == hixl.SUCCESS
+        near.register("near")
+        assert near.call("connect", address) == hixl.SUCCESS
+        assert near.move(address, READ, [(local, remote + 900, 200)]) == hixl.PARAM_INVALID
+        assert near.move(address, READ, [(local, remote + 900, 100), (local + 100, remote + 1000, 100)]) == hixl.SUCCESS
+        assert near.bytes("near")[:200] == pattern(1, 2000)[900:1100]
+
+
+def test_several_regions_in_one_call() -> None:
+    with ends(End, Child) as (near, far):
+        address = listener()
+        far.initialize(address)
+        near.initialize("127.0.0.1:0")
+        count = 300
+        remote = [far.add(f"far{k}", 64, k) for k in range(count)]
+        local = [near.add(f"near{k}", 64) for k in range(count)]
+        assert {far.register(f"far{k}")[0] for k in range(count)} == {hixl.SUCCESS}
+        assert {near.register(f"near{k}", kind=k % 2)[0] for k in range(count)} == {hixl.SUCCESS}
+        assert near.call("connect", address) == hixl.SUCCESS
+        ops = [(local[k] + 3, remote[count - 1 - k] + 5, 50) for k in range(count)]
+        assert near.move(address, READ, ops) == hixl.SUCCESS
+        for k in range(count):
+            assert near.bytes(f"near{k}")[3:53] == pattern(count - 1 - k, 64)[5:55]
+        assert near.move(address, WRITE, [(local[0], remote[k], 64) for k in range(count)]) == hixl.SUCCESS
+        assert {far.bytes(f"far{k}") for k in range(count)} == {near.bytes("near0")}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_regions_that_end_and_begin_while_connected(pair: Pair, op: int, asynchronous: bool) -> None:
+    """A region that has ended is never reached again, and one that has begun is reached at once."""
+
+    def move(*ops: tuple[int, int, int]) -> int:
+        if not asynchronous:
+            return pair.near.move(pair.address, op, list(ops))
+        status, request = pair.near.submit(pair.address, op, list(ops))
+        if status != hixl.SUCCESS:
+            return status
+        outcome = ended(pair.near, request)
+        return hixl.SUCCESS if outcome == (hixl.SUCCESS, COMPLETED) else hixl.PARAM_INVALID
+
+    other = pair.far.add("other", 4096, 9)
+    status, handle = pair.far.register("other", 0, 1000)
+    assert status == hixl.SUCCESS
+    assert move((pair.local, other, 1000)) == hixl.SUCCESS
+    assert move((pair.local, other, 1001)) == hixl.PARAM_INVALID
+    assert pair.far.call("deregister_mem", handle) == hixl.SUCCESS
+    pair.far.write("other", 0, b"\x55" * 4096)
+    before = pair.near.bytes("near"), pair.far.bytes("other")
+    assert move((pair.local, other, 1000)) == hixl.PARAM_INVALID
+    assert (pair.near.bytes("near"), pair.far.bytes("other")) == before
+    assert pair.far.call("deregister_mem", handle) == hixl.SUCCESS
+    assert move((pair.local, pair.remote, 10)) == hixl.SUCCESS
+    assert pair.far.register("other", 500, 3000)[0] == hixl.SUCCESS
+    assert move((pair.local, other, 600)) == hixl.PARAM_INVALID
+    assert move((pair.local, other + 500, 3000)) == hixl.SUCCESS
+    # The same range again, which is another region.
+    status, handle = pair.far.register("other", 500, 3000)
+    assert pair.far.call("deregister_mem", handle) == hixl.SUCCESS
+    assert pair.far.register("other", 500, 3000)[0] == hixl.SUCCESS
+    assert move((pair.local, other + 500, 3000)) == hixl.SUCCESS
+    # A local region that ends.
+    near = pair.near.add("near2", 100)
+    status, handle = pair.near.register("near2")
+    assert move((near, pair.remote, 100)) == hixl.SUCCESS
+    assert pair.near.call("deregister_mem", handle) == hixl.SUCCESS
+    assert move((near, pair.remote, 100)) == hixl.PARAM_INVALID
+
+
+def test_ranges_of_both_kinds_overlap(pair: Pair) -> None:
+    """An operation is right if one range holds it, whatever its kind."""
+    other = pair.far.add("other", 4000, 7)
+    for start, size, kind in [(0, 1000, 1), (500, 1000, 0), (1600, 1000, 1), (2000, 50, 0)]:
+        assert pair.far.register("other", start, size, kind)[0] == hixl.SUCCESS
+    ops = [(100, 300), (1200, 200), (600, 350), (2000, 600), (1700, 100)]
+    for group in ([op] for op in ops), [ops], [ops[::-1]]:
+        for some in group:
+            pair.near.write("near", 0, bytes(4000))
+            moves = [(pair.local + at, other + at, size) for at, size in some]
+            assert pair.near.move(pair.address, READ, moves) == hixl.SUCCESS
+            for at, size in some:
+                assert pair.near.bytes("near")[at : at + size] == pattern(7, 4000)[at : at + size]
+    assert pair.near.move(pair.address, READ, [(pair.local, other + 1400, 200)]) == hixl.PARAM_INVALID
+
+
+def test_disconnect_while_the_target_reads_memory(pair: Pair) -> None:
+    """A range can be reused once `deregister_mem` has returned, and the next connection writes last."""
+    size = 192 << 20
+    local, remote = pair.near.add("source", size), pair.far.add("target", size)
+    assert pair.far.register("target")[0] == hixl.SUCCESS
+    for limit in (1, 5, 10, 20):
+        pair.near.write("source", 0, b"\x11" * size)
+        status, handle = pair.near.register("source")
+        assert status == hixl.SUCCESS
+        status, request = pair.near.submit(pair.address, WRITE, [(local, remote, size)])
+        assert status == hixl.SUCCESS
+        assert pair.near.call("disconnect", pair.address, limit) == hixl.SUCCESS
+        assert pair.near.call("deregister_mem", handle) == hixl.SUCCESS
+        assert ended(pair.near, request)[1] in (COMPLETED, FAILED)
+        # The program uses the memory for something else.
+        pair.near.write("source", 0, b"\x77" * size)
+        assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+        assert pair.far.samples("target") <= {0x00, 0x11, 0x22}
+        pair.near.write("source", 0, b"\x22" * size)
+        status, handle = pair.near.register("source")
+        assert pair.near.move(pair.address, WRITE, [(local, remote, size)]) == hixl.SUCCESS
+        assert pair.near.call("deregister_mem", handle) == hixl.SUCCESS
+        time.sleep(0.2)
+        assert pair.far.samples("target") == {0x22}
+
+
+def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None:
+    marker, going = b"\x5a" * SIZE, threading.Event()
+
+    def disconnect() -> None:
+        while not going.is_set():
+            pair.near.call("disconnect", pair.address, LIMIT)
+            pair.near.call("connect", pair.address, LIMIT)
+
+    thread = threading.Thread(target=disconnect)
+    thread.start()
+    codes = set()
+    try:
+        for _ in range(100):
+            codes.add(code := pair.move(READ, (0, 0, SIZE)))
+            if code != hixl.SUCCESS:
+                pair.near.write("near", 0, marker)
+                time.sleep(0.002)
+                assert pair.near.bytes("near") == marker
+    finally:
+        going.set()
+        thread.join(60)
+    assert codes <= {hixl.SUCCESS, hixl.NOT_CONNECTED, hixl.FAILED}
+
+
+def test_local_only_range_is_hidden(pair: Pair) -> None:
+    hidden = pair.far.add("hidden", 100, 3)
+    assert pair.far.register("hidden", 0, 100, 1, True)[0] == hixl.SUCCESS
+    for op in (READ, WRITE):
+        assert pair.near.move(pair.address, op, [(pair.local, hidden, 10)]) == hixl.PARAM_INVALID
+    own = pair.near.add("own", 100)
+    assert pair.near.register("own", 0, 100, 1, True)[0] == hixl.SUCCESS
+    assert pair.near.move(pair.address, READ, [(own, pair.remote, 100)]) == hixl.SUCCESS
+    assert pair.near.bytes("own") == pattern(1, SIZE)[:100]
+    pair.near.write("own", 0, b"\x77" * 100)
+    assert pair.near.move(pair.address, WRITE, [(own, pair.remote, 100)]) == hixl.SUCCESS
+    assert pair.far.bytes("far")[:100] == b"\x77" * 100
+
+
+def test_write_that_has_timed_out_does_not_arrive_on_a_new_connection(pair: Pair) -> None:
+    pair.near.write("near", 0, b"\x11" * SIZE)
+    assert pair.move(WRITE, (0, 0, 8)) == hixl.SUCCESS  # so that the region is known here
+    limit = 600
+    for size in (100, SIZE):
+        pair.near.write("near", 0, b"\x22" * SIZE)
+        pair.far.signal(signal.SIGSTOP)
+        try:
+            assert pair.move(WRITE, (0, 0, size), limit=limit) == hixl.TIMEOUT
+        finally:
+            pair.far.signal(signal.SIGCONT)
+        assert pair.near.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
+        assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+        pair.near.write("near", 0, b"\x33" * SIZE)
+        assert pair.move(WRITE, (0, 0, SIZE)) == hixl.SUCCESS
+        # The limit of the first WRITE passes at the target.
+        time.sleep(limit / 1000)
+        assert pair.far.bytes("far") == b"\x33" * SIZE
+
+
+def test_finalize_ends_requests(pair: Pair) -> None:
+    """When `finalize` has returned, nothing of a request touches memory at either end."""
+    assert pair.move(WRITE, (0, 0, 8)) == hixl.SUCCESS
+    before = pair.far.bytes("far")
+    pair.far.signal(signal.SIGSTOP)
+    try:
+        status, _ = pair.near.submit(pair.address, READ, pair.at((0, 0, SIZE)))
+        assert status == hixl.SUCCESS
+        pair.near.finalize()
+        here = pair.near.bytes("near")
+    finally:
+        pair.far.signal(signal.SIGCONT)
+    assert pair.far.bytes("far") == before
+    assert pair.near.bytes("near") == here
+
+
+def test_stopped_target_is_a_timeout_and_works_again(pair: Pair, hixl_way: str) -> None:
+    other = pair.far.add("other", 100, 2)
+    assert pair.far.register("other")[0] == hixl.SUCCESS
+    pair.far.signal(signal.SIGSTOP)
+    try:
+        # The region is not known here, so the target is asked.
+        assert pair.near.move(pair.address, READ, [(pair.local, other, 100)], 200) == hixl.TIMEOUT
+        assert pair.move(WRITE, (0, 0, 100), limit=200) == hixl.TIMEOUT
+        # More than the window of the link has. By process id, the WRITE has waited until the link has ended.
+        for k in range(1100 if hixl_way != "process" else 0):
+            assert pair.near.notify(pair.address, "a", str(k), 1) == hixl.TIMEOUT
+    finally:
+        pair.far.signal(signal.SIGCONT)
+    if hixl_way != "process":
+        assert pair.near.notify(pair.address, "a", "last") == hixl.SUCCESS
+        assert pair.far.notifies() == (hixl.SUCCESS, [("a", "last")])
+    pair.near.call("disconnect", pair.address, LIMIT)
+    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.near.move(pair.address, READ, [(pair.local, other, 100)]) == hixl.SUCCESS
+    assert pair.far.notifies() == (hixl.SUCCESS, [])
+
+
+def test_asynchronous_requests(pair: Pair) -> None:
+    requests = {}
+    for k in range(64):
+        ops = pair.at((k * 1000, SIZE // 2 + k * 1000, 1000) if k % 2 else (SIZE // 2 + k * 1000, k * 1000, 1000))
+        status, request = pair.near.submit(pair.address, READ if k % 2 else WRITE, ops, 2**64 - 1 - k)
+        assert status == hixl.SUCCESS
+        assert request != 0
+        requests[request] = 2**64 - 1 - k
+    assert len(requests) == 64
+    first = next(iter(requests))
+    assert ended(pair.near, first) == (hixl.SUCCESS, COMPLETED)
+    del requests[first]
+    for _ in range(2):
+        assert pair.near.call("get_transfer_status", first) == (hixl.PARAM_INVALID, FAILED)
+    seen: dict[int, int] = {}
+    query = hixl.GetTransferStatusArgs(3, skip_waiting=True)
+    order = []
+    while len(seen) < 63:
+        status, results = pair.near.engine.get_all_transfer_status(query)
+        assert status == hixl.SUCCESS
+        assert len(results) <= 3
+        for result in results:
+            assert result.status == COMPLETED
+            assert result.req not in seen
+            seen[result.req] = result.user_data
+            order.append(result.req)
+    assert seen == requests
+    assert pair.near.engine.get_all_transfer_status() == (hixl.SUCCESS, [])
+    status, state = pair.near.call("get_transfer_status", 0)
+    assert status != hixl.SUCCESS
+    assert state == FAILED
+    assert pair.near.call("get_transfer_status", 2**64 - 1) == (hixl.PARAM_INVALID, FAILED)
+    there, here = pair.far.bytes("far"), pair.near.bytes("near")
+    for k in range(1, 64, 2):
+        assert here[k * 1000 : k * 1000 + 1000] == there[SIZE // 2 + k * 1000 :][:1000]
+
+
+def test_twenty_threads_submit(pair: Pair) -> None:
+    found: list[tuple[int, int]] = []
+
+    def work(thread: int) -> None:
+        for k in range(20):
+            ops = pair.at((thread * 20_000 + k * 1000, thread * 20_000 + k * 1000, 1000))
+            found.append(pair.near.submit(pair.address, READ, ops))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {status for status, _ in found} == {hixl.SUCCESS}
+    requests = {request for _, request in found}
+    assert len(requests) == 400
+    done: set[int] = set()
+
+    def all_ended() -> bool:
+        status, results = pair.near.engine.get_all_transfer_status()
+        done.update(one.req for one in results if one.status == COMPLETED)
+        return status == hixl.SUCCESS and done == requests
+
+    assert eventually(all_ended)
+    assert pair.near.bytes("near")[:400_000] == pattern(1, SIZE)[:400_000]
+
+
+def test_disconnect_ends_requests(pair: Pair) -> None:
+    assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS  # so that the region is known here
+    pair.far.signal(signal.SIGSTOP)
+    try:
+        requests = [pair.near.submit(pair.address, WRITE, pair.at((k, k, 1)))[1] for k in range(5)]
+        assert all(requests)
+        assert pair.near.call("get_transfer_status", requests[0]) == (hixl.SUCCESS, WAITING)
+        assert pair.near.call("disconnect", pair.address, 500) == hixl.SUCCESS
+    finally:
+        pair.far.signal(signal.SIGCONT)
+    for request in requests:
+        state = ended(pair.near, request)
+        assert state == (hixl.NOT_CONNECTED, FAILED)
+        assert pair.near.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
+    assert pair.move(READ, (0, 0, 1)) == hixl.NOT_CONNECTED
+    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS
+
+
+def test_killed_target_fails_requests(pair: Pair) -> None:
+    assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS
+    pair.far.signal(signal.SIGSTOP)
+    status, request = pair.near.submit(pair.address, WRITE, pair.at((0, 0, 8)))
+    assert status == hixl.SUCCESS
+    pair.far.kill()
+    state = ended(pair.near, request)
+    assert state[1] == FAILED
+    assert pair.move(READ, (0, 0, 8)) == hixl.FAILED
+    assert pair.near.call("disconnect", pair.address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
+    assert pair.near.call("connect", pair.address) == hixl.FAILED
+
+
+def test_ipv6() -> None:
+    with ends(End, Child) as (near, far):
+        address = f"[::1]:{free_port(socket.AF_INET6)}"
+        assert far.initialize(address) == hixl.SUCCESS
+        assert near.initialize("[::1]") == hixl.SUCCESS
+        remote, local = far.add("far", 100, 1), near.add("near", 100)
+        far.register("far")
+        near.register("near")
+        assert near.call("connect", address) == hixl.SUCCESS
+        assert near.move(address, READ, [(local, remote, 100)]) == hixl.SUCCESS
+        assert near.bytes("near") == pattern(1, 100)
