@@ -51,12 +51,13 @@ COLOURS = ("MAKE_TERMOUT", "MAKE_TERMERR", "CLICOLOR_FORCE")
         ("c++20", "-O2", "-D_GLIBCXX_USE_CXX11_ABI=0"),
     ],
 )
+@pytest.mark.parametrize("source", ["every_method", "hixl_calls", "hixl_types"])
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_the_header_compiles_in_every_dialect(
-    compiler: str, dialect: str, level: str, more: str, tmp_path: Path
+    compiler: str, source: str, dialect: str, level: str, more: str, tmp_path: Path
 ) -> None:
     flags = [f"-std={dialect}", level, *WARNINGS, *more.split(), "-I", INCLUDE]
-    run([compiler, *flags, "-c", SOURCES / "every_method.cpp", "-o", tmp_path / "every_method.o"])
+    run([compiler, *flags, "-c", SOURCES / f"{source}.cpp", "-o", tmp_path / "object.o"])
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -144,6 +145,21 @@ def guide_program(folder: Path) -> Path:
     source = folder / "program.cpp"
     source.write_text(text, encoding="utf-8")
     return source
+
+
+@packaged
+def test_the_program_of_the_page_about_hixl_builds_with_pkg_config_and_runs(installed: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "hixl.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)
+    (command,) = re.findall(r"^g\+\+ .*$", page, re.MULTILINE)
+    (tmp_path / "program.cpp").write_text(text, encoding="utf-8")
+    asked = "$(pkg-config --cflags --libs llm_datadist)"
+    assert asked in command
+    # The prefix has a space, which pkg-config quotes for a shell.
+    command = command.replace(asked, pkg_config(installed / "lib", "--cflags", "--libs"))
+    run(["sh", "-c", command.replace("g++", " ".join([COMPILERS[0], *STRICT]))], cwd=tmp_path)
+    output = run([tmp_path / "program"], env={**os.environ, "LD_LIBRARY_PATH": str(installed / "lib")})
+    assert output == "there\n"
 
 
 def check_guide_output(output: str) -> None:
@@ -235,8 +251,9 @@ def installation(library: str = "lib", include: str = "include", documents: str 
     names = ["libllm_datadist.so", SONAME, f"libllm_datadist.so.{VERSION}", "libllm_datadist.a"]
     names += ["pkgconfig/llm_datadist.pc"]
     names += [f"cmake/llm_datadist/llm_datadist{part}.cmake" for part in ("Config", "ConfigVersion")]
-    names_of_headers = [f"llm_datadist{part}" for part in ("", "_c", "_types")]
-    headers = [f"{include}/llm_datadist/{name}.h" for name in names_of_headers]
+    names_of_headers = [f"llm_datadist/llm_datadist{part}" for part in ("", "_c", "_types")]
+    names_of_headers += ["hixl/hixl", "hixl/hixl_types", "hixl/ascend_string", "adxl/adxl_engine", "adxl/adxl_types"]
+    headers = [f"{include}/{name}.h" for name in names_of_headers]
     licenses = [f"{documents}/{name}" for name in ("LICENSE", "THIRD-PARTY-LICENSES")]
     return {*(f"{library}/{name}" for name in names), *headers, *licenses}
 
@@ -270,7 +287,7 @@ def test_install_honours_its_folders_and_uninstall_leaves_other_files(tmp_path: 
         (prefix / name).touch()
     run([*MAKE, "uninstall", *folders])
     assert files_below(prefix) == foreign
-    assert not (prefix / "headers/llm_datadist").exists()
+    assert not any((prefix / "headers" / folder).exists() for folder in ("llm_datadist", "hixl", "adxl"))
 
 
 def test_install_honours_destdir(tmp_path: Path) -> None:

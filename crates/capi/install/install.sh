@@ -9,7 +9,8 @@ cd "$(dirname "$0")/../../.."
 for name in PREFIX LIBDIR INCLUDEDIR DOCDIR; do
 	[[ ${!name} = /* ]] || { echo "$name must be an absolute path: $name=${!name}" >&2; exit 2; }
 done
-library="$DESTDIR$LIBDIR" include="$DESTDIR$INCLUDEDIR/llm_datadist" doc="$DESTDIR$DOCDIR"
+library="$DESTDIR$LIBDIR" include="$DESTDIR$INCLUDEDIR" doc="$DESTDIR$DOCDIR"
+headers=(llm_datadist hixl adxl)
 pkgconfig="$library/pkgconfig" cmake="$library/cmake/llm_datadist"
 
 # The installed files find each other by relative paths, so that the tree can be moved as a whole.
@@ -25,9 +26,11 @@ relative() {
 }
 
 install_all() {
-	install -d "$include" "$pkgconfig" "$cmake" "$doc"
+	install -d "${headers[@]/#/$include/}" "$pkgconfig" "$cmake" "$doc"
 	install -m 644 LICENSE "$RELEASE/THIRD-PARTY-LICENSES" "$doc"
-	install -m 644 crates/capi/include/llm_datadist/*.h "$include"
+	for folder in "${headers[@]}"; do
+		install -m 644 crates/capi/include/"$folder"/*.h "$include/$folder"
+	done
 	install -m 644 "$RELEASE/libllm_datadist.a" "$library"
 	install -m 755 "$RELEASE/libllm_datadist.so" "$library/libllm_datadist.so.$VERSION"
 	"$STRIP" --strip-debug "$library/libllm_datadist.a"
@@ -42,13 +45,13 @@ install_all() {
 
 uninstall_all() {
 	rm -f "$doc/LICENSE" "$doc/THIRD-PARTY-LICENSES"
-	for header in crates/capi/include/llm_datadist/*.h; do
-		rm -f "$include/${header##*/}"
+	for header in crates/capi/include/*/*.h; do
+		rm -f "$include/${header#crates/capi/include/}"
 	done
 	rm -f "$library/libllm_datadist.a" "$library/libllm_datadist.so" "$library/$SONAME" "$library/libllm_datadist.so.$VERSION"
 	rm -f "$pkgconfig/llm_datadist.pc" "$cmake/llm_datadistConfig.cmake" "$cmake/llm_datadistConfigVersion.cmake"
 	# Remove our own folders if they are empty.
-	for folder in "$include" "$cmake" "$doc"; do
+	for folder in "${headers[@]/#/$include/}" "$cmake" "$doc"; do
 		rmdir "$folder" 2> /dev/null || true
 	done
 }

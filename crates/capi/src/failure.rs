@@ -6,6 +6,7 @@ use std::panic::{self, AssertUnwindSafe};
 
 use llm_datadist_core::bindings::StatusCode;
 use llm_datadist_core::{Error, ErrorClass, ErrorKind, ErrorWords, Result};
+use llm_datadist_hixl::{Outcome, Status};
 
 use crate::polled_events::c_text;
 
@@ -71,6 +72,26 @@ pub(crate) fn native(call: impl FnOnce() -> Result<()>) -> u32 {
         replace(Failure { reason: c_text(&reason), code: c_text(words.code()), argument: c_text(argument) });
         class_status(words.class())
     })
+}
+
+/// Runs `call` of `hixl` and returns its status. The outer failures are invalid pointers, invalid handles and panics.
+pub(crate) fn hixl(call: impl FnOnce() -> Result<Outcome<()>>) -> u32 {
+    let outcome = match caught(call) {
+        Ok(Ok(())) => return Status::Success.code(),
+        Ok(Err(status)) => {
+            let name = Status::ALL.iter().find(|(_, one)| *one == status).map_or("", |(name, _)| name);
+            keep(&format!(
+                "the call of hixl returned {} ({name}); the log at the level of information has more",
+                status.code()
+            ));
+            status
+        }
+        Err(error) => {
+            keep(&error.original().to_string());
+            Status::from_error("a call from C", &error)
+        }
+    };
+    outcome.code()
 }
 
 /// Returns the status of a failure of the native API. `abi` has the names of the numbers.

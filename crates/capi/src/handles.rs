@@ -31,6 +31,8 @@ pub(crate) static ENGINES: HandleKind = HandleKind::new("engine", 1, ErrorKind::
 pub(crate) static CACHES: HandleKind = HandleKind::new("cache", 2, ErrorKind::CacheNotFound);
 /// Transfers of these engines.
 pub(crate) static TRANSFERS: HandleKind = HandleKind::new("transfer", 3, ErrorKind::Closed);
+/// Engines of `hixl`.
+pub(crate) static HIXL_ENGINES: HandleKind = HandleKind::new("hixl engine", 4, ErrorKind::Closed);
 
 impl HandleKind {
     const fn new(name: &'static str, byte: u64, error: ErrorKind) -> Self {
@@ -57,7 +59,7 @@ impl HandleKind {
 
 /// Records, in a forked child, that the handles so far belong to its parent.
 pub(crate) fn forked() {
-    for kind in [&OBJECTS, &ENGINES, &CACHES, &TRANSFERS] {
+    for kind in [&OBJECTS, &ENGINES, &CACHES, &TRANSFERS, &HIXL_ENGINES] {
         kind.inherited.store(kind.last.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 }

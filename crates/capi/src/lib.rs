@@ -1,8 +1,9 @@
 //! `libllm_datadist`: the engine for C and C++.
 //!
 //! Each function converts its arguments, finds the engine of its handle, makes one call, and keeps the reason of a failure.
-//! It decides nothing: `core::native` and `core::validate` have the rules. `include/llm_datadist/llm_datadist_c.h` is the generated
-//! C header, with the native API and what the C++ class needs. `llm_datadist.h` is that class, with its names and defaults.
+//! It decides nothing: `core::native`, `core::validate` and the crate `hixl` have the rules. `include/llm_datadist/llm_datadist_c.h` is the generated
+//! C header, with the native API and what the C++ classes need. `llm_datadist.h`, `hixl.h` and `adxl_engine.h` are these classes, with
+//! their names and defaults.
 
 // Tests of the library may panic; the library may not.
 #![cfg_attr(
@@ -21,6 +22,7 @@ pub mod abi;
 mod calls;
 mod failure;
 mod handles;
+mod hixl_lists;
 mod log;
 mod native;
 mod objects;

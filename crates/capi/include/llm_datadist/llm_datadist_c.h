@@ -262,6 +262,98 @@ typedef struct {
 } LlmDatadistRegisterCfg;
 
 /**
+ * A text, which need not end in a null byte and may have some.
+ */
+typedef struct {
+  /**
+   * Its bytes. Null if there are none.
+   */
+  const char *bytes;
+  /**
+   * Number of bytes.
+   */
+  size_t size;
+} LlmDatadistText;
+
+/**
+ * An option of `llm_datadist_hixl_initialize`.
+ */
+typedef struct {
+  /**
+   * Key.
+   */
+  LlmDatadistText key;
+  /**
+   * Value.
+   */
+  LlmDatadistText value;
+} LlmDatadistHixlOption;
+
+/**
+ * The state of an asynchronous connection.
+ */
+typedef struct {
+  /**
+   * The other engine.
+   */
+  LlmDatadistText remote_engine;
+  /**
+   * Its state, a number of `hixl::AsyncConnectStatus`.
+   */
+  uint32_t state;
+} LlmDatadistHixlConnection;
+
+/**
+ * One operation of a transfer.
+ */
+typedef struct {
+  /**
+   * Address in this process.
+   */
+  uint64_t local_addr;
+  /**
+   * Address at the other engine.
+   */
+  uint64_t remote_addr;
+  /**
+   * Number of bytes.
+   */
+  uint64_t len;
+} LlmDatadistHixlOp;
+
+/**
+ * The state of an asynchronous transfer.
+ */
+typedef struct {
+  /**
+   * The number of the request.
+   */
+  uint64_t request;
+  /**
+   * What the program has given with it.
+   */
+  uint64_t user_data;
+  /**
+   * Its state, a number of `hixl::TransferStatus`.
+   */
+  uint32_t state;
+} LlmDatadistHixlResult;
+
+/**
+ * A notification.
+ */
+typedef struct {
+  /**
+   * Its name.
+   */
+  LlmDatadistText name;
+  /**
+   * Its text.
+   */
+  LlmDatadistText message;
+} LlmDatadistHixlNotice;
+
+/**
  * Receives one line of the log: its level, the part of the engine that it comes from, its text, and `user_data`. The texts
  * end in a null byte and are valid during the call.
  */
@@ -793,6 +885,196 @@ uint32_t llm_datadist_register_cache(uint64_t handle,
  */
 uint32_t llm_datadist_unregister_cache(uint64_t handle,
                                        int64_t cache_id);
+
+/**
+ * Creates an engine of `hixl`, which is not initialized yet. Returns its handle, or 0 on failure. A handle is never used again.
+ */
+uint64_t llm_datadist_hixl_new(void);
+
+/**
+ * Finalizes an engine, and frees its handle.
+ */
+uint32_t llm_datadist_hixl_free(uint64_t hixl);
+
+/**
+ * Opens the engine. If it is open, only checks the options.
+ *
+ * # Safety
+ * `options` points to `num_options` options. Each text has as many bytes as it says.
+ */
+uint32_t llm_datadist_hixl_initialize(uint64_t hixl,
+                                      LlmDatadistText local_engine,
+                                      const LlmDatadistHixlOption *options,
+                                      size_t num_options);
+
+/**
+ * Waits for the calls that run, which end by their limits, and closes the engine. Afterwards, this process touches no memory of the
+ * program for it. Has no effect unless it is open.
+ */
+uint32_t llm_datadist_hixl_finalize(uint64_t hixl);
+
+/**
+ * Registers memory, and writes its handle to `mem_handle`. With `local_only`, peers cannot use it. `mem_type` is a number of
+ * `hixl::MemType`.
+ *
+ * # Safety
+ * `mem_handle` points to space for a handle. The memory is readable and writable until it is deregistered or the engine is closed.
+ */
+uint32_t llm_datadist_hixl_register_mem(uint64_t hixl,
+                                        uint64_t addr,
+                                        uint64_t len,
+                                        bool local_only,
+                                        int32_t mem_type,
+                                        uint64_t *mem_handle);
+
+/**
+ * Ends registered memory, and waits until no transfer uses it, at most 10 s. After `TIMEOUT`, transfers still use the memory, and the
+ * same call waits again. An unknown handle is a success, and 0 is refused.
+ */
+uint32_t llm_datadist_hixl_deregister_mem(uint64_t hixl,
+                                          uint64_t mem_handle);
+
+/**
+ * Connects to another engine.
+ *
+ * # Safety
+ * `remote_engine` has as many bytes as it says.
+ */
+uint32_t llm_datadist_hixl_connect(uint64_t hixl, LlmDatadistText remote_engine, int32_t timeout_in_millis);
+
+/**
+ * Ends the connection to another engine, with all transfers over it.
+ *
+ * # Safety
+ * See `llm_datadist_hixl_connect`.
+ */
+uint32_t llm_datadist_hixl_disconnect(uint64_t hixl,
+                                      LlmDatadistText remote_engine,
+                                      int32_t timeout_in_millis);
+
+/**
+ * Has a thread of the engine connect.
+ *
+ * # Safety
+ * See `llm_datadist_hixl_connect`.
+ */
+uint32_t llm_datadist_hixl_connect_async(uint64_t hixl,
+                                         LlmDatadistText remote_engine,
+                                         int32_t timeout_in_millis);
+
+/**
+ * Has a thread of the engine disconnect.
+ *
+ * # Safety
+ * See `llm_datadist_hixl_connect`.
+ */
+uint32_t llm_datadist_hixl_disconnect_async(uint64_t hixl,
+                                            LlmDatadistText remote_engine,
+                                            int32_t timeout_in_millis);
+
+/**
+ * Writes the state of the latest asynchronous call for an engine to `state`, a number of `hixl::AsyncConnectStatus`.
+ *
+ * # Safety
+ * See `llm_datadist_hixl_connect`. `state` points to space for a number.
+ */
+uint32_t llm_datadist_hixl_connect_state(uint64_t hixl,
+                                         LlmDatadistText remote_engine,
+                                         uint32_t *state);
+
+/**
+ * Writes the states of all asynchronous connections to `connections`, and their number to `num_connections`.
+ *
+ * The list and its texts are valid until the next function of `hixl` that returns a list in this thread, for any engine, and at most
+ * until the thread ends. The program does not free them.
+ *
+ * # Safety
+ * `connections` points to space for a pointer, and `num_connections` to space for a number.
+ */
+uint32_t llm_datadist_hixl_connect_states(uint64_t hixl,
+                                          const LlmDatadistHixlConnection **connections,
+                                          size_t *num_connections);
+
+/**
+ * Writes 1 to `value` if a feature is supported, and otherwise 0. Needs no engine. `feature` is a number of `hixl::FeatureType`.
+ *
+ * # Safety
+ * `value` points to space for a number.
+ */
+uint32_t llm_datadist_hixl_capability(int32_t feature,
+                                      int32_t *value);
+
+/**
+ * Reads memory of another engine, or writes it, and returns when all bytes are in place. `operation` is a number of
+ * `hixl::TransferOp`.
+ *
+ * # Safety
+ * `ops` points to `num_ops` operations. `remote_engine` has as many bytes as it says.
+ */
+uint32_t llm_datadist_hixl_transfer_sync(uint64_t hixl,
+                                         LlmDatadistText remote_engine,
+                                         int32_t operation,
+                                         const LlmDatadistHixlOp *ops,
+                                         size_t num_ops,
+                                         int32_t timeout_in_millis);
+
+/**
+ * Starts to read or write, and writes the number of the request to `request`. `llm_datadist_hixl_transfer_state` and
+ * `llm_datadist_hixl_transfer_states` report its end once, the latter with `user_data`. The list may be freed when the call returns.
+ *
+ * # Safety
+ * See `llm_datadist_hixl_transfer_sync`. `request` points to space for a number.
+ */
+uint32_t llm_datadist_hixl_transfer_async(uint64_t hixl,
+                                          LlmDatadistText remote_engine,
+                                          int32_t operation,
+                                          const LlmDatadistHixlOp *ops,
+                                          size_t num_ops,
+                                          uint64_t user_data,
+                                          uint64_t *request);
+
+/**
+ * Writes the state of a request to `state`, a number of `hixl::TransferStatus`, also if the status is not 0.
+ *
+ * # Safety
+ * `state` points to space for a number.
+ */
+uint32_t llm_datadist_hixl_transfer_state(uint64_t hixl, uint64_t request, uint32_t *state);
+
+/**
+ * Writes the states of at most `max_results` requests to `results`, in the order of their start, and their number to `num_results`.
+ * With `skip_waiting`, those that run are left out. The list is valid as for `llm_datadist_hixl_connect_states`.
+ *
+ * # Safety
+ * `results` points to space for a pointer, and `num_results` to space for a number.
+ */
+uint32_t llm_datadist_hixl_transfer_states(uint64_t hixl,
+                                           uint32_t max_results,
+                                           bool skip_waiting,
+                                           const LlmDatadistHixlResult **results,
+                                           size_t *num_results);
+
+/**
+ * Sends a notification, and returns when the other engine has it.
+ *
+ * # Safety
+ * Each text has as many bytes as it says.
+ */
+uint32_t llm_datadist_hixl_send_notify(uint64_t hixl,
+                                       LlmDatadistText remote_engine,
+                                       LlmDatadistHixlNotice notice,
+                                       int32_t timeout_in_millis);
+
+/**
+ * Writes all notifications that were not read to `notices`, and their number to `num_notices`. The list is valid as for
+ * `llm_datadist_hixl_connect_states`.
+ *
+ * # Safety
+ * `notices` points to space for a pointer, and `num_notices` to space for a number.
+ */
+uint32_t llm_datadist_hixl_notifies(uint64_t hixl,
+                                    const LlmDatadistHixlNotice **notices,
+                                    size_t *num_notices);
 
 /**
  * Sends lines of `max_level` and more severe ones to `callback`. Null removes the callback. A process has one callback for

@@ -5,13 +5,16 @@
 //! a panic are statuses as well, never a crash. A pointer that is neither null nor valid is undefined behaviour, as
 //! everywhere in C.
 //!
-//! The files `native_*` have the native API, and the other files what the C++ class calls. Pointers are converted in `raw` and
+//! The files `native_*` have the native API, `hixl*` the calls of `hixl`, and the other files what the C++ class of LLM-DataDist calls. Pointers are converted in `raw` and
 //! `native_raw`; `types` and `native_types` have the structures, and `log` the log of both.
 
 #[macro_use]
 mod types;
 
 mod arguments;
+mod hixl;
+mod hixl_transfers;
+mod hixl_types;
 mod log;
 mod native_caches;
 mod native_calls;
@@ -31,6 +34,9 @@ use llm_datadist_core::bindings::StatusCode;
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result};
 
+pub use hixl::*;
+pub use hixl_transfers::*;
+pub use hixl_types::*;
 pub use log::*;
 pub use native_caches::*;
 pub use native_calls::*;

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, RwLock};
 
 use llm_datadist_core::Result;
+use llm_datadist_hixl::Hixl;
 
-use crate::handles::{self, CACHES, ENGINES, HandleTable, OBJECTS, TRANSFERS};
+use crate::handles::{self, CACHES, ENGINES, HIXL_ENGINES, HandleTable, OBJECTS, TRANSFERS};
 use crate::log::Recipient;
 use crate::native::{HeldCache, HeldEngine, HeldTransfer};
 use crate::objects::Object;
@@ -21,6 +22,7 @@ pub(crate) struct Process {
     pub(crate) engines: HandleTable<Arc<HeldEngine>>,
     pub(crate) caches: HandleTable<Arc<HeldCache>>,
     pub(crate) transfers: HandleTable<HeldTransfer>,
+    pub(crate) hixl: HandleTable<Arc<Hixl>>,
     pub(crate) log: RwLock<Option<Recipient>>,
 }
 
@@ -31,6 +33,7 @@ impl Process {
             engines: HandleTable::new(&ENGINES),
             caches: HandleTable::new(&CACHES),
             transfers: HandleTable::new(&TRANSFERS),
+            hixl: HandleTable::new(&HIXL_ENGINES),
             log: RwLock::new(None),
         }
     }

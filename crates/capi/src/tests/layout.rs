@@ -36,6 +36,12 @@ fn structures_have_the_layout_of_version_5() {
     layout!(LlmDatadistPeer, 64: peer 0, name 8, address 16, transport 24, metadata 32, metadata_size 40, reserved 48);
     layout!(LlmDatadistEvent, 192: kind 0, status 4, transfer 8, peer 16, message 80, message_size 88, reason 96);
     layout!(LlmDatadistEvent, 192: unconfirmed 104, token 112, reserved 160);
+    layout!(LlmDatadistText, 16: bytes 0, size 8);
+    layout!(LlmDatadistHixlOption, 32: key 0, value 16);
+    layout!(LlmDatadistHixlOp, 24: local_addr 0, remote_addr 8, len 16);
+    layout!(LlmDatadistHixlConnection, 24: remote_engine 0, state 16);
+    layout!(LlmDatadistHixlResult, 24: request 0, user_data 8, state 16);
+    layout!(LlmDatadistHixlNotice, 32: name 0, message 16);
 }
 
 #[test]

@@ -1,11 +1,12 @@
-//! The C interface as C calls it: the native API, invalid handles and pointers, panics, forks and reserved words; and its header.
+//! The C interface as C calls it: the native API, `hixl`, invalid handles and pointers, panics, forks and reserved words; and its header.
 //!
 //! Part of the crate, because Rust cannot link a library for C. Not for: bytes that calls move, and peers that do not answer
-//! (`tests/test_cpp.py`, `tests/test_c.py`).
+//! (`tests/test_cpp.py`, `tests/test_c.py`, `tests/test_hixl_cpp.py`).
 
 mod forks;
 mod handles;
 mod header;
+mod hixl;
 mod layout;
 mod log;
 mod native;
