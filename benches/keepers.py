@@ -177,7 +177,7 @@ def cpu_ms(pid: int) -> float:
 
 
 def idle(keeper: Served, seconds: float) -> None:
-    """Eight clients are attached, and nobody calls."""
+    """Eight clients are attached and make no calls."""
     with ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(Store(keeper.socket, namespace=NAMESPACE, timeout=TIMEOUT)).stats()

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 /// Stands for a text that is no Unicode. No address and no key of an option equals it.
 pub const NO_TEXT: &str = "\0";
 
-/// The address of an engine: `ip:port`, `ip`, `[ip6]:port` or `[ip6]`. Without a port above 0, nobody can connect to the engine.
+/// The address of an engine: `ip:port`, `ip`, `[ip6]:port` or `[ip6]`. Other engines can connect only to a port above 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EngineAddress {
     ip: IpAddr,

@@ -109,7 +109,7 @@ impl Connections {
     }
 
     /// Waits until no other call changes the connection to `engine`, and returns the table with what there is.
-    fn settled(
+    fn wait_for_changes(
         &self,
         engine: &str,
         deadline: Deadline,
@@ -137,7 +137,7 @@ impl Connections {
 
     /// Returns the connection to `engine`, if there is one. Waits for a call that changes it.
     pub(crate) fn find(&self, engine: &str, deadline: Deadline) -> Outcome<Option<Arc<Connection>>> {
-        self.settled(engine, deadline).map(|(_, found)| found)
+        self.wait_for_changes(engine, deadline).map(|(_, found)| found)
     }
 
     /// Whether there is a connection to `engine` now.
@@ -152,7 +152,7 @@ impl Connections {
         engine: &Arc<str>,
         deadline: Deadline,
     ) -> Outcome<Option<Arc<Connection>>> {
-        let (mut table, found) = self.settled(engine, deadline)?;
+        let (mut table, found) = self.wait_for_changes(engine, deadline)?;
         if found.as_ref().is_some_and(|connection| !connection.is_broken()) {
             return Err(Status::AlreadyConnected);
         }
@@ -208,7 +208,7 @@ impl Connections {
 
     /// Lets the caller end the connection to `engine`. Returns `NotConnected` if there is none.
     pub(crate) fn begin_disconnect(&self, engine: &Arc<str>, deadline: Deadline) -> Outcome<Arc<Connection>> {
-        let (mut table, found) = self.settled(engine, deadline)?;
+        let (mut table, found) = self.wait_for_changes(engine, deadline)?;
         let connection = found.ok_or(Status::NotConnected)?;
         table.entries.insert(engine.clone(), Entry::Changing(None));
         Ok(connection)

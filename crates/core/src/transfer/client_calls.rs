@@ -21,7 +21,7 @@ pub struct ClientCalls {
 }
 
 impl ClientCalls {
-    /// Creates the state without calls, and no thread. At most `limit` calls run or have an outcome that nobody has taken.
+    /// Creates the state without calls, and no thread. At most `limit` calls run or have an outcome that the program has not taken.
     pub fn new(limit: usize) -> Self {
         let executor = Executor::of_process(EngineNumber::next(), Duration::ZERO);
         let calls = AsyncCalls::new(Arc::new(EventQueue::new(limit)), executor.handle(), Weak::new());
@@ -137,9 +137,9 @@ mod tests {
     fn close_ends_all_calls_and_waits_for_those_that_run() {
         let (calls, (begun, order)) = (ClientCalls::new(100), channel());
         let stopped = Arc::new(Mutex::new(None));
-        let (reports, told) = (stopped.clone(), begun.clone());
+        let (reports, started) = (stopped.clone(), begun.clone());
         let running = calls.start(ClientCallKind::Writes, soon(), move |deadline| {
-            told.send(0).unwrap();
+            started.send(0).unwrap();
             while deadline.waiting("testing").is_ok() {
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -4,27 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = [
-    "AUTO_CONNECT",
-    "CLIENT_SERVER_COMM",
-    "CONNECTED",
-    "CONNECTING",
-    "CONNECT_FAILED",
-    "CONNECT_PENDING",
-    "DISCONNECTING",
-    "DISCONNECT_PENDING",
-    "MEM_DEVICE",
-    "MEM_HOST",
-    "NOT_CONNECT",
-    "READ",
-    "WRITE",
-    "AsyncConnectStatus",
-    "FeatureType",
-    "MemType",
-    "TransferOp",
-    "TransferStatus",
-]
-
 
 class MemType(enum.IntEnum):
     """The type of the memory of a range. All memory is host memory, so both types are treated alike."""

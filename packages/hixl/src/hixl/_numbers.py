@@ -4,25 +4,6 @@ from __future__ import annotations
 
 from llm_datadist import hixl_engine as _engine
 
-__all__ = [
-    "ALREADY_CONNECTED",
-    "FAILED",
-    "NOTIFY_FAILED",
-    "NOT_CONNECTED",
-    "OPTION_AUTO_CONNECT",
-    "OPTION_BUFFER_POOL",
-    "OPTION_ENABLE_USE_FABRIC_MEM",
-    "OPTION_GLOBAL_RESOURCE_CONFIG",
-    "OPTION_LOCAL_COMM_RES",
-    "OPTION_RDMA_SERVICE_LEVEL",
-    "OPTION_RDMA_TRAFFIC_CLASS",
-    "PARAM_INVALID",
-    "RESOURCE_EXHAUSTED",
-    "SUCCESS",
-    "TIMEOUT",
-    "UNSUPPORTED",
-]
-
 SUCCESS: int = _engine.STATUS["SUCCESS"]
 PARAM_INVALID: int = _engine.STATUS["PARAM_INVALID"]
 TIMEOUT: int = _engine.STATUS["TIMEOUT"]
