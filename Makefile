@@ -177,7 +177,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/mypy
 	$(BIN)/mypy examples/asyncio_server
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
-	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
+	MYPYPATH=benches/scaling:packages/hixl/src $(BIN)/mypy benches/peers
 	MYPYPATH=benches:tools:packages/hixl/src $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py transfer_latency.py one_sided.py)
 	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native llm_datadist.hixl_engine
 	$(BIN)/python tools/mutants/run.py --check
@@ -308,7 +308,7 @@ bench-store: build $(VENV)/.test-tools  ## put and get of a store beside a copy 
 bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: benches/results (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
 	.venv-peers/bin/python -m compileall -q python/llm_datadist # pip compiles the packages of the peers, too
-	.venv-peers/bin/python benches/peers $(PEERS)
+	PYTHONPATH=packages/hixl/src .venv-peers/bin/python benches/peers $(PEERS)
 
 sanitize: check-test-tools build capi $(VENV)/.test-tools  ## the C and C++ programs with the address and undefined-behaviour sanitizers
 	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_c.py tests/test_cpp.py tests/test_cpp_install.py tests/test_hixl_cpp.py

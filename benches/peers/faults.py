@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from between import case_of
 from between.adapter import FAR, PULL, Case
 from between.pair import Failed, Pair, Pattern
-from between.systems import PEERS, TCP, Peer
+from between.systems import HIXL, HIXL_TCP, PEERS, TCP, Peer
 from rows import LIMIT, Row
 from turns import reason
 
@@ -32,7 +32,7 @@ WARM_S = 0.4
 MANY = 10**6
 BESIDE = "; clocked beside another pair of the same system whose far side is stopped"
 # These settings differ from a measured one only in the transport of UCX.
-SKIPPED = (("ucxx", "cma"), ("ucxx", TCP))
+SKIPPED = (("ucxx", "cma"), ("ucxx", TCP), ("ours", HIXL), ("ours", HIXL_TCP))
 
 
 @dataclasses.dataclass(frozen=True)

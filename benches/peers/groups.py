@@ -36,7 +36,7 @@ class Group:
 QUICK_ROUNDS = 2
 GROUPS = (
     Group("local", "local", limit_s=420, quick_s=60, full_about_s=480, quick_about_s=35),
-    Group("between", "between", limit_s=420, quick_s=60, full_about_s=920, quick_about_s=75),
+    Group("between", "between", limit_s=420, quick_s=60, full_about_s=1200, quick_about_s=75),
     Group("layouts", "layouts", limit_s=420, quick_s=60, full_about_s=560, quick_about_s=70),
     Group("small", "small", limit_s=240, quick_s=60, full_about_s=290, quick_about_s=45),
     Group("many", "many", limit_s=240, quick_s=60, full_about_s=200, quick_about_s=40),

@@ -92,6 +92,11 @@ WOKEN = (
     "few blocks one thread copies (64 x 4 KiB of pools: 64 % in the copy loop, 29 % lists, order and pieces; "
     "registered: 72 % in the system call; `perf`)"
 )
+RINGS = (
+    "a READ of at most 2 MiB goes through rings, which takes two messages between two threads. A read by process id on "
+    "the caller's thread would be faster, but a page that the kernel does not give would hold the caller. The other "
+    "system reads by process id, or polls in both processes"
+)
 MALLOC = (
     "it calls `malloc` in one thread; ours makes a range that peers can reach, with a handle, its addresses and a key"
 )
@@ -129,6 +134,9 @@ REASONS: tuple[tuple[str, str], ...] = (
         TENSORS,
     ),
     ("local *: limit", LOCAL),
+    ("between pull hixl, 1 x *", RINGS),
+    ("between pull hixl, 64 x 4 KiB: *", RINGS),
+    ("between pull hixl, 64 x 16 KiB: *", RINGS),
     ("small push tcp*", PACKETS),
     ("small pull tcp*", PACKETS),
     ("between * tcp, 1 x 4 KiB: *", PACKETS),
@@ -162,5 +170,9 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 
 def reason_of(what: str, behind: str) -> Optional[str]:
-    """The recorded reason for a row, if any."""
-    return next((text for pattern, text in REASONS if fnmatchcase(f"{what}: {behind}", pattern)), None)
+    """The recorded reason for a row, if any. The module hixl moves bytes on the paths of the native engine."""
+    named = f"{what}: {behind}"
+    native = named.replace(" hixl-tcp,", " tcp,").replace(" hixl,", " registered,")
+    return next(
+        (text for pattern, text in REASONS if fnmatchcase(named, pattern) or fnmatchcase(native, pattern)), None
+    )

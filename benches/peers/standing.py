@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from between import case_of
 from between.adapter import NEAR, PULL
 from between.pair import Pair, Pattern
-from between.systems import PEERS, Peer
+from between.systems import HIXL, HIXL_TCP, PEERS, Peer
 from rows import LIMIT, OURS, Row, measured
 from turns import reason
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MEMORY = 64 << 20
 IDLE_S, QUICK_IDLE_S = 5.0, 1.0
-SKIPPED = ("process_vm", "stream")  # settings of the limit; one row for Python alone is enough
+# Settings of the limit, as one row for Python alone is enough, and the module hixl, which is not a system of its own.
+SKIPPED = ("process_vm", "stream", HIXL, HIXL_TCP)
 UNITS = {
     "import": "ms",
     "open, memory registered": "ms",

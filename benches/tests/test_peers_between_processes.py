@@ -4,6 +4,7 @@ Not for: figures, which no test asserts.
 """
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -22,14 +23,17 @@ from layouts import MOVES
 from limit import Limit
 
 MEMORY = 4 << 20
+HIXL = Path(__file__).resolve().parents[2] / "packages" / "hixl" / "src"
 CASE = case_of("pull", 64 << 10, 8, MEMORY)
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the limit's loops")
 
 
-@pytest.fixture
-def pair(tmp_path):
-    made = Pair(PEERS["ours", "pool"], Pattern(MEMORY), str(tmp_path))
+@pytest.fixture(params=["pool"])
+def pair(request, tmp_path, monkeypatch):
+    path = os.pathsep.join([str(HIXL), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    made = Pair(PEERS["ours", request.param], Pattern(MEMORY), str(tmp_path))
     yield made
     made.end()
 
@@ -148,6 +152,7 @@ def test_a_wrong_byte_and_a_stray_one_are_found():
     assert side.wrong(CASE) == "block 0 of 8"
 
 
+@pytest.mark.parametrize("pair", ["pool", "registered", "hixl", "hixl-tcp"], indirect=True)
 @pytest.mark.parametrize("op", ["pull", "push"])
 def test_a_transfer_is_checked_where_it_arrives(pair, op):
     pair.lay(case_of(op, 64 << 10, 8, MEMORY))

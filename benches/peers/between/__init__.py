@@ -17,7 +17,7 @@ import numpy as np
 
 from between.adapter import AUTO, HUGE, PULL, PUSH, Case
 from between.pair import Failed, Pair, Pattern, Process
-from between.systems import POOL, REGISTERED, TCP, Peer, of_kind
+from between.systems import HIXL, HIXL_TCP, POOL, REGISTERED, TCP, Peer, of_kind
 from rows import LIMIT, Row
 from turns import Entry, Ground, contest, reason
 
@@ -49,7 +49,7 @@ def parts(ask: Ask) -> list[str]:
     """Both directions in every kind of memory."""
     if ask.quick:
         return [f"{PULL} {POOL}", f"{PUSH} {POOL}", f"{PULL} {REGISTERED}"]
-    small = [f"{op} {kind}" for kind in (POOL, REGISTERED, TCP) for op in (PULL, PUSH)]
+    small = [f"{op} {kind}" for kind in (POOL, REGISTERED, TCP, HIXL, HIXL_TCP) for op in (PULL, PUSH)]
     return [*small, f"{PULL} {POOL} {HUGE}", f"{PULL} {REGISTERED} {HUGE}", f"{PULL} {REGISTERED} {AUTO}"]
 
 

@@ -28,7 +28,7 @@ class Side:
 
     def __init__(self, conn: Connection, system: str, setting: str, role: str, size: int, pattern: int) -> None:
         self.conn, self.role = conn, role
-        kind = adapter(system)
+        kind = adapter(system, setting)
         began = time.perf_counter()
         kind.load()
         loaded = time.perf_counter()

@@ -1,7 +1,8 @@
 """The systems that are measured between two processes, their settings, and which of them are compared.
 
 ``pool``: memory that the system chooses, on one host. ``registered``: existing memory of the process. ``tcp``:
-transports that also work between hosts, over the loopback. Not for: the calls of a system (its adapter).
+transports that also work between hosts, over the loopback. ``hixl`` and ``hixl-tcp``: the module hixl in place of the
+native engine, and of the peers those that also read by address. Not for: the calls of a system (its adapter).
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
     from between.adapter import Adapter
 
 POOL, REGISTERED, TCP = "pool", "registered", "tcp"
+HIXL, HIXL_TCP = "hixl", "hixl-tcp"
 STORE_PORT = "LLM_DATADIST_BENCH_STORE_PORT"
 ADAPTERS = {
     OURS: ("between.ours", "Ours"),
     LIMIT: ("between.bare", "Bare"),
+    HIXL: ("between.hixl", "Hixl"),
     "nixl": ("between.nixl", "Nixl"),
     "mooncake": ("between.mooncake", "Engine"),
     "mooncake store": ("between.store", "Store"),
@@ -58,11 +61,14 @@ NO_THREAD = "no progress thread: both processes poll while it is their turn"
 SHM = {"UCX_TLS": "posix,sysv,self,tcp"}
 TWO_SIDED = "two-sided: near asks by a message, far posts one tagged send a block, in the order that near expects them"
 AS_IT_COMES = "as it comes"
+HIXL_NOTE = "transfer_sync of the module hixl; its list of operations is made outside the clock"
 
 PEERS = {
     ("ours", POOL): Peer(OURS, POOL, threads=2, note="a request is planned within the clock"),
     ("ours", REGISTERED): Peer(OURS, REGISTERED, threads=2, note="memory of the process, read by process id"),
     ("ours", TCP): Peer(OURS, TCP, threads=2),
+    ("ours", HIXL): Peer(OURS, HIXL, threads=2, note=HIXL_NOTE),
+    ("ours", HIXL_TCP): Peer(OURS, HIXL_TCP, {"LLM_DATADIST_TRANSPORT": "tcp"}, threads=2, note=HIXL_NOTE),
     ("limit", POOL): Peer(LIMIT, "mapped", threads=2),
     ("limit", REGISTERED): Peer(LIMIT, "process_vm", threads=2),
     ("limit", TCP): Peer(LIMIT, "stream", attends=True, note="the same bytes in one piece, one stream"),
@@ -107,7 +113,10 @@ BESIDE = {
     ),
     REGISTERED: (("nixl", AS_IT_COMES), ("nixl", "cma"), ("nixl", "shm"), ("ucxx", "cma")),
     TCP: (("nixl", TCP), ("mooncake", TCP), ("mooncake store", TCP), ("ucxx", TCP)),
+    HIXL: (("nixl", AS_IT_COMES), ("nixl", "cma"), ("nixl", "shm"), ("mooncake", TCP)),
+    HIXL_TCP: (("nixl", TCP), ("mooncake", TCP)),
 }
+SAME_LIMIT = {HIXL: REGISTERED, HIXL_TCP: TCP}  # kinds of memory without a limit of their own
 
 
 def of_kind(kind: str, pages: str = "") -> list[Peer]:
@@ -115,7 +124,7 @@ def of_kind(kind: str, pages: str = "") -> list[Peer]:
 
     With ``AUTO``, each system chooses its pages, and the limit uses huge pages, which are the fastest.
     """
-    peers = [PEERS["ours", kind], *(PEERS[name] for name in BESIDE[kind]), PEERS["limit", kind]]
+    peers = [PEERS["ours", kind], *(PEERS[name] for name in BESIDE[kind]), PEERS["limit", SAME_LIMIT.get(kind, kind)]]
     way = {LIMIT: HUGE} if pages == AUTO else {}
     return [
         dataclasses.replace(peer, environment={**peer.environment, PAGES: way.get(peer.system, pages)})
@@ -123,9 +132,9 @@ def of_kind(kind: str, pages: str = "") -> list[Peer]:
     ]
 
 
-def adapter(system: str) -> type[Adapter]:
-    """The class that drives a system."""
-    module, name = ADAPTERS[system]
+def adapter(system: str, setting: str) -> type[Adapter]:
+    """The class that drives a system in a setting."""
+    module, name = ADAPTERS[HIXL if setting in SAME_LIMIT else system]
     kind: type[Adapter] = getattr(importlib.import_module(module), name)
     return kind
 
