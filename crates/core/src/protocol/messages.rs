@@ -301,6 +301,11 @@ impl Request {
         };
         SHORT_REPLY + list
     }
+
+    /// Returns whether the peer writes into a cache for it.
+    pub fn writes(&self) -> bool {
+        matches!(self, Request::Write { .. } | Request::WritePart { .. } | Request::Fetch { .. })
+    }
 }
 
 /// The tensors of a cache that a caller has pulled under a name. Of a grant, only the name counts: the caller is done with it.

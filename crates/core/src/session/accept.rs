@@ -300,7 +300,7 @@ fn enter(
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
     let view = RemoteView::new(memory, shared.pushes.to((cluster, peer.incarnation)));
-    let bounds = (shared.server.budget(), shared.resources.config.links.silence);
+    let bounds = (shared.server.budget(), &shared.resources.config.links);
     let link = Link::new(id, kind, peer, view, stream.clone(), None, bounds);
     // Held until the answer is sent: another thread may find the link, and must not send before the answer.
     // The peer uses the link only after it (`test_either_side_comes_seconds_later`).

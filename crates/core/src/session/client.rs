@@ -19,9 +19,8 @@ use crate::net::POLL_TIME;
 use crate::protocol::{MAX_ADDRS, Reply, Request, SHORT_REPLY, Timed, WireCache, WireUsedKey};
 use crate::validate::RemoteCache;
 
-/// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
-/// deadline every 100 ms while bytes flow.
-const GRACE_MS: u64 = 150;
+/// Extra time that the owner keeps trying after the caller's deadline. A caller checks its deadline every 100 ms while bytes flow.
+const GRACE: Duration = Duration::from_millis(150);
 /// How long a reader waits for the reason of the end of a grant.
 const REASON_TIME: Duration = Duration::from_millis(200);
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
@@ -152,7 +151,7 @@ impl Link {
         request: &Request,
         deadline: Deadline,
     ) -> Result<(Reply, Arc<BudgetShare>)> {
-        let send = || message_io::send_message(lease.stream(), &timed(request, deadline), deadline);
+        let send = || message_io::send_message(lease.stream(), &self.timed(request, deadline), deadline);
         let reply = self.exchange_for(&lease, request.longest_reply(), deadline, send);
         lease.reusable = reply.is_ok();
         drop(lease);
@@ -193,7 +192,7 @@ impl Link {
         request: &Request,
         deadline: Deadline,
     ) -> Result<Reply> {
-        let send = || message_io::send_message(lease.stream(), &timed(request, deadline), deadline);
+        let send = || message_io::send_message(lease.stream(), &self.timed(request, deadline), deadline);
         self.exchange_with(lease, deadline, send).map_err(|error| self.break_reason_or(error))
     }
 
@@ -240,6 +239,17 @@ impl Link {
         message_io::receive_reply(lease.stream(), (limit, POLL_TIME), deadline, |bytes| {
             self.admit_reply(bytes, deadline)
         })
+    }
+
+    /// Returns `request` with the time that its caller waits, as it is sent now. It is a duration because the two clocks are unrelated.
+    pub(crate) fn timed<'a>(&self, request: &'a Request, deadline: Deadline) -> Timed<&'a Request> {
+        let limit = if request.writes() { self.limit_of_push(deadline) } else { limit_at_peer(deadline) };
+        Timed { limit_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX), request }
+    }
+
+    /// Returns for how long the peer may write for a push. A peer that does not answer then has ended it, so reads in place may go on.
+    pub(crate) fn limit_of_push(&self, deadline: Deadline) -> Duration {
+        limit_at_peer(deadline).min(self.pin_limit)
     }
 
     /// Turns a reply that reports a failure into `Err`.
@@ -319,14 +329,7 @@ fn granted_rows(ranges: &[(u64, u64)]) -> Result<RowRanges> {
     RowRanges::from_ranges(ranges).ok_or_else(|| Error::new(ErrorKind::System, text))
 }
 
-/// Returns `request` with the time that its caller waits, as it is sent now.
-pub(crate) fn timed(request: &Request, deadline: Deadline) -> Timed<&Request> {
-    Timed { limit_ms: limit_ms(deadline), request }
-}
-
-/// Returns the remaining time in milliseconds, plus [`GRACE_MS`]. The peer receives a duration because the
-/// two clocks are unrelated.
-pub(crate) fn limit_ms(deadline: Deadline) -> u64 {
-    // With the extra time, the caller's deadline passes first, so the caller reports the timeout.
-    u64::try_from(deadline.left().as_millis()).unwrap_or(u64::MAX).saturating_add(GRACE_MS)
+/// Returns the remaining time with [`GRACE`], so that the caller's deadline passes first and the caller reports the timeout.
+fn limit_at_peer(deadline: Deadline) -> Duration {
+    deadline.left().saturating_add(GRACE)
 }

@@ -206,7 +206,7 @@ impl Shared {
         let peer = PeerInfo { cluster, incarnation: instance, name, address, transport, metadata };
         check_name(&peer, request.name)?;
         let view = RemoteView::new(memory, self.pushes.to((cluster, instance)));
-        let bounds = (self.server.budget(), self.resources.config.links.silence);
+        let bounds = (self.server.budget(), &self.resources.config.links);
         let link = Link::new(id, kind, peer, view, Arc::new(stream), Some(dialer), bounds);
         (request.commit)()?;
         self.enroll(&link)?;

@@ -21,6 +21,7 @@ use super::poller::next_number;
 use super::remote_view::RemoteView;
 use super::served::Served;
 use crate::budget::{Budget, BudgetShare, PeerBudget};
+use crate::config::LinkConfig;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{LinkEnd, PeerInfo};
 use crate::model::{ClusterId, Deadline};
@@ -64,6 +65,8 @@ pub struct Link {
     pub(super) number: u64,
     pub(super) kind: Kind,
     pub(crate) peer: Arc<PeerInfo>,
+    /// How long the peer may write for one push.
+    pub(super) pin_limit: Duration,
     broken: OnceLock<(Instant, EndReason)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
@@ -80,7 +83,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Makes a link to a peer that may be silent for `silence`.
+    /// Makes a link to a peer.
     pub(super) fn new(
         id: u64,
         kind: Kind,
@@ -88,19 +91,20 @@ impl Link {
         view: RemoteView,
         control: Arc<Stream>,
         dialer: Option<Dialer>,
-        (budget, silence): (&Arc<Budget>, Duration),
+        (budget, config): (&Arc<Budget>, &LinkConfig),
     ) -> Arc<Link> {
         Arc::new(Link {
             id,
             number: next_number(),
             kind,
             peer: Arc::new(peer),
+            pin_limit: config.pin_limit,
             broken: OnceLock::new(),
             closed: AtomicBool::new(false),
             found_at: OnceLock::new(),
             control: ControlChannel::new(control),
             calls: CallPool::new(dialer),
-            served: Served::new(silence),
+            served: Served::new(config.silence),
             view,
             notifications: Notifications::default(),
             budget: PeerBudget::new(budget),

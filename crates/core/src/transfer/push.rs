@@ -1,7 +1,6 @@
 //! Pushes: the peer reads this process's memory if it can; otherwise this process sends the bytes.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::call::{Call, Moved};
 use super::pull::TransferEnd;
@@ -13,7 +12,7 @@ use crate::model::{RemoteCacheName, RowList};
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{NamedCache, Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
-use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
+use crate::session::{KnownCache, REPORTED_BY, StreamLease, location};
 use crate::validate::{CheckedTransfer, OwnerShare};
 
 impl Call {
@@ -83,7 +82,7 @@ impl Call {
     ) -> Result<Moved> {
         let writing = self.link.view.pushes().begin(known.cache);
         self.resources.still_registered(&self.local)?;
-        let limit = Duration::from_millis(limit_ms(self.deadline));
+        let limit = self.link.limit_of_push(self.deadline);
         let taken = self.push_bytes(known, plan, total);
         if taken.as_ref().is_err_and(|error| error.fact(REPORTED_BY).is_none()) {
             writing.unanswered(limit);

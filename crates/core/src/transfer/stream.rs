@@ -16,7 +16,7 @@ use crate::fallible;
 use crate::model::Verify;
 use crate::plan::CopyPlan;
 use crate::protocol::{MAX_AHEAD, NamedCache, Reply, Request, WirePlan, digest};
-use crate::session::{KnownCache, StreamLease, send_message_before, timed};
+use crate::session::{KnownCache, StreamLease, send_message_before};
 use crate::sync::Mutex;
 
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
@@ -224,7 +224,7 @@ impl Streams {
         };
         let answer = match &request {
             Some(request) if ahead => self.call.link.exchange_with(&lease, deadline, || {
-                send_message_before(lease.stream(), &timed(request, deadline), deadline)
+                send_message_before(lease.stream(), &self.call.link.timed(request, deadline), deadline)
                     .and_then(|()| self.send_range(&lease, range))
             }),
             Some(request) if !self.ready(&mut lease, request, bytes)? => return Ok(Moved::Stale),

@@ -12,7 +12,7 @@ use crate::fallible;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, PartLimits, Side, Template};
 use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, NamedCache, Reply, Request, WirePlan, digest};
-use crate::session::{KnownCache, send_message, timed};
+use crate::session::{KnownCache, send_message};
 
 /// Name of the comparison in errors of its deadline.
 const COMPARING: &str = "comparing blocks with their source";
@@ -78,7 +78,7 @@ impl Call {
         let mut lease = self.link.lease(self.deadline)?;
         let mut own = Ok(Vec::new());
         let send = || {
-            send_message(lease.stream(), &timed(&request, self.deadline), self.deadline)?;
+            send_message(lease.stream(), &self.link.timed(&request, self.deadline), self.deadline)?;
             // Both sides hash at the same time.
             own = own_sums(known.at.generation);
             Ok(())

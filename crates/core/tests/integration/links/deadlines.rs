@@ -163,6 +163,31 @@ fn interrupted_group_is_cancelled() {
     assert!(began.elapsed() < LONG / 2, "the group was not cancelled");
 }
 
+/// The peer ends what pins its rows for longer than its pin limit, whatever the limit of the push.
+#[test]
+fn unanswered_push_keeps_reads_out_of_place_for_the_pin_limit() {
+    for way in WAYS.into_iter().filter(|way| way.shares()) {
+        let slow = Slow::with_pin_limit(way, Duration::from_millis(300), Duration::from_secs(1));
+        let shape = desc(Placement::Host, 2, 4, 64);
+        let [source, into] = [(); 2].map(|()| Held::pool(&slow.local, &shape, Blocks));
+        let remote = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
+        let name = of(2, Name::Key(KEY));
+        let pull = || pull_blocks(&slow.local, name, &into, &[1], &[1]);
+        pull().unwrap();
+        slow.holding(&remote, |release| {
+            let rows = Rows::Blocks { remote: vec![1], local: vec![1] };
+            let push = slow.local.push(&source.end(), name, rows, Layers::ALL).within(Some(LONG * 100));
+            let push = push.start().unwrap();
+            // While the push is under way, the owner is asked, and its row is pinned.
+            eventually("the push", || pull().is_err());
+            push.cancel();
+            eventually("a read in place", || pull().is_ok());
+            release();
+            assert!(push.wait(Deadline::after(LONG)).unwrap());
+        });
+    }
+}
+
 /// The peer may still execute a push that it did not answer. Until it no longer can, no read is made in
 /// place. The owner makes such a read wait for a pinned row within the caller's limit, and serves other rows
 /// meanwhile. A push that the peer refused is over.

@@ -103,9 +103,14 @@ pub(super) struct Slow {
 impl Slow {
     /// `limit` is the timeout of calls of the local engine.
     pub(super) fn new(way: Way, limit: Duration) -> Slow {
+        Slow::with_pin_limit(way, limit, config(1, way).links.pin_limit)
+    }
+
+    /// `pin_limit` is that of the local engine.
+    pub(super) fn with_pin_limit(way: Way, limit: Duration, pin_limit: Duration) -> Slow {
         let gate = Gated::new(HostReach::Direct);
         let mut local = config(1, way);
-        local.sync_timeout = limit;
+        (local.sync_timeout, local.links.pin_limit) = (limit, pin_limit);
         let remote = open_gated(config(2, way), way, &gate);
         let slow = Slow { local: open(local, way), remote, good: open(config(3, way), way), gate };
         link(&slow.local, &slow.remote).unwrap();
