@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use llm_datadist_core::{
     CacheForm, DataType, Deadline, Engine, Event, GrantToken, GrantUse, KvLayout, KvPlanes, PairExtras,
-    Placement, TokenOrder,
+    Placement, TokenOrder, WhileRefused,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -68,7 +68,8 @@ fn decode() -> Result<(), Failure> {
     let mut lines = BufReader::new(other.stdout.take().ok_or("a pipe")?).lines();
     let engine = Engine::builder().name("decode").pool(64 << 20).open()?;
     let kv = engine.allocate("kv", &form()?)?;
-    let link = engine.link(&lines.next().ok_or("prefill has ended")??, Some("prefill"), None)?;
+    let address = lines.next().ok_or("prefill has ended")??;
+    let link = engine.link(&address, Some("prefill"), None, WhileRefused::Retry)?;
     link.join(Deadline::after(Duration::from_secs(10)))?;
 
     let mut pull = None;

@@ -50,7 +50,7 @@
 //! decode.copy(&[(&ours.rows([4, 5]), &ours.rows([0, 1]))], PairExtras::default())?.join(soon())?;
 //!
 //! // Link, and pull a block by the name of the cache, under a grant of its owner.
-//! let linking = decode.link(&prefill.address()?.unwrap().to_string(), Some("prefill"), None)?;
+//! let linking = decode.link(&prefill.address()?.unwrap().to_string(), Some("prefill"), None, WhileRefused::Retry)?;
 //! linking.join(soon())?;
 //! let peer = linking.peer().expect("the peer of a success").cluster;
 //! let token = prefill.lend(&theirs.rows([3]), Duration::from_secs(30), 1)?; // a program sends it to its readers
@@ -139,7 +139,7 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKind, ClusterId, DataType, Deadline, GrantEnd, GrantToken, GrantUse, KvLayout,
-    KvPlanes, Placement, TokenOrder, Verify,
+    KvPlanes, Placement, TokenOrder, Verify, WhileRefused,
 };
 pub use native::{
     BlockRows, BytesOfPair, CacheForm, ElementTypes, Engine, EngineBuilder, EngineName, ErrorClass,

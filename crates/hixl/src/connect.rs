@@ -1,10 +1,9 @@
 //! Making, using and ending connections.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, WhileRefused};
 
 use crate::address::EngineAddress;
 use crate::connection::Connection;
@@ -27,9 +26,6 @@ impl Open {
     pub(crate) fn connect(&self, engine: &str, deadline: Deadline) -> Outcome<()> {
         let address =
             EngineAddress::parse(engine).and_then(EngineAddress::listener).ok_or(Status::ParamInvalid)?;
-        if self.engine.address().is_ok_and(|own| own == Some(address)) {
-            return Err(Status::ParamInvalid);
-        }
         let engine: Arc<str> = engine.into();
         let stale = self.connections.begin_connect(&engine, deadline)?;
         let _guard = self.connections.guard(&engine);
@@ -40,7 +36,7 @@ impl Open {
             self.connections.end_disconnect(&engine);
             return Err(Status::Timeout);
         }
-        let made = self.make(&engine, address, deadline);
+        let made = self.make(&engine, &address.to_string(), deadline);
         let status = made.as_ref().err().copied();
         if let Some((peer, leave)) = self.connections.end_connect(&engine, made.ok(), BACKGROUND) {
             self.leave_later(peer, leave, BACKGROUND);
@@ -49,11 +45,12 @@ impl Open {
     }
 
     /// Makes the link, if there is none, and tells the peer that this engine uses it.
-    fn make(&self, engine: &Arc<str>, address: SocketAddr, deadline: Deadline) -> Outcome<Arc<Connection>> {
+    fn make(&self, engine: &Arc<str>, address: &str, deadline: Deadline) -> Outcome<Arc<Connection>> {
         let failed = |error: &Error| Status::from_error("connect", error);
         loop {
-            let linking =
-                self.engine.link_now(address, deadline.left().max(PAUSE)).map_err(|error| failed(&error))?;
+            let limit = Some(deadline.left().max(PAUSE));
+            let linking = self.engine.link(address, None, limit, WhileRefused::Fail);
+            let linking = linking.map_err(|error| failed(&error))?;
             // The wait fails only if interrupted, and nobody interrupts this one.
             while linking.wait(Deadline::after(deadline.left().min(SLICE))) == Ok(false) {
                 if self.is_closing() || deadline.passed() {

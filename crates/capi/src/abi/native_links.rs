@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use llm_datadist_core::ClusterId;
+use llm_datadist_core::{ClusterId, WhileRefused};
 
 use super::native_engines::entered;
 use super::native_transfers::kept;
@@ -33,7 +33,7 @@ pub unsafe extern "C" fn llm_datadist_link(
         // SAFETY: the caller's promise.
         let name = unsafe { native_raw::optional_text("name", name) }?;
         let limit = native_raw::limit(timeout)?;
-        out.put(&[kept(held, || held.engine.link(address, name, limit))?]);
+        out.put(&[kept(held, || held.engine.link(address, name, limit, WhileRefused::Retry))?]);
         Ok(())
     })
 }

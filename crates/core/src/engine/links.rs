@@ -13,7 +13,7 @@ use crate::cache::CallRows;
 use crate::config::Role;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{PeerInfo, Transfer};
-use crate::model::{ClusterId, Deadline};
+use crate::model::{ClusterId, Deadline, WhileRefused};
 use crate::protocol::{Comm, Request};
 use crate::session::{CommStatus, PeerAddress};
 use crate::stats::Op;
@@ -92,9 +92,8 @@ impl DataDist {
     /// Starts to link to the engine that listens at `address`, unless there is a link to it, and returns at once. The
     /// result of the [`Transfer`] is its [`peer`](Transfer::peer). A link that exists is a success, whichever side made it
     /// and by which call. If a call has found the peer at this address before, and the link works, the transfer has ended when
-    /// this returns, and nothing was sent. Calls for one address with the same `name` share each attempt to dial it. While no
-    /// process listens at the address, the call tries again until `limit` has passed. If both sides link to each other at once,
-    /// one link is made, and both calls succeed. If `name` is given, the engine there must have this name
+    /// this returns, and nothing was sent. Calls for one address with the same `name` share each attempt to dial it. If both
+    /// sides link to each other at once, one link is made, and both calls succeed. If `name` is given, the engine there must have this name
     /// ([`Config::name`](crate::config::Config::name)); otherwise the call fails with `LinkFailed`, and makes no link.
     ///
     /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`Operation::start`](super::Operation::start) does.
@@ -103,22 +102,7 @@ impl DataDist {
         address: SocketAddr,
         limit: Duration,
         name: Option<String>,
-    ) -> Result<Arc<Transfer>> {
-        self.start_link(address, limit, name, true)
-    }
-
-    /// Does the same as [`ensure_link`](Self::ensure_link), but the first attempt that finds that no process listens at the address
-    /// ends the call.
-    pub fn ensure_link_now(&self, address: SocketAddr, limit: Duration) -> Result<Arc<Transfer>> {
-        self.start_link(address, limit, None, false)
-    }
-
-    fn start_link(
-        &self,
-        address: SocketAddr,
-        limit: Duration,
-        name: Option<String>,
-        awaits_listener: bool,
+        while_refused: WhileRefused,
     ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(Instant::now(), Some(limit));
         validate::peer_port(address)?;
@@ -135,9 +119,8 @@ impl DataDist {
             Err(call) => call,
         };
         let work = move |execution: &Arc<Execution>, deadline| {
-            let peer = link
-                .make(&|| execution.transfer().commit(), awaits_listener, deadline)
-                .map_err(link_failed)?;
+            let peer =
+                link.make(&|| execution.transfer().commit(), while_refused, deadline).map_err(link_failed)?;
             execution.transfer().set_peer(peer);
             Ok(0)
         };

@@ -46,7 +46,7 @@ use crate::error::Result;
 /// let (_, ours) = (prefill.allocate("kv", &form)?, decode.allocate("kv", &form)?);
 ///
 /// block_on(async {
-///     let linking = decode.link(&prefill.address()?.unwrap().to_string(), None, None)?;
+///     let linking = decode.link(&prefill.address()?.unwrap().to_string(), None, None, WhileRefused::Retry)?;
 ///     linking.as_ref().await?;
 ///     let remote = decode.peer_cache(linking.peer().unwrap().cluster, "kv")?;
 ///     let pull = decode.pull(&[(&ours.rows([7]), &remote.rows([3]))], PairExtras::default())?;

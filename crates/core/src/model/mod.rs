@@ -12,6 +12,7 @@ mod row_sizes;
 mod sub_row;
 mod text_names;
 mod verify;
+mod while_refused;
 mod words;
 
 pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
@@ -26,6 +27,7 @@ pub use row_sizes::RowSizes;
 pub use sub_row::SubRow;
 pub use text_names::{MAX_NAME, is_name};
 pub use verify::Verify;
+pub use while_refused::WhileRefused;
 pub use words::{Argument, SideWords, Words};
 
 /// Numbers of rows. One row takes no memory of its own.

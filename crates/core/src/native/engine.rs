@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Event, EventQueue, PeerInfo, Transfer};
 use crate::grants::Grant;
 use crate::memory::Adopted;
-use crate::model::{ClusterId, GrantToken};
+use crate::model::{ClusterId, GrantToken, WhileRefused};
 use crate::plan::Side;
 use crate::stats::Snapshot;
 use crate::transfer::LayerTask;
@@ -145,17 +145,16 @@ impl Engine {
 
     /// Starts to link with the engine that listens at `ip:port` or `[ipv6]:port`, unless a link to it exists.
     /// [`Transfer::peer`] is the result. A call for an address at which an earlier one has found a linked peer sends nothing, and
-    /// its transfer has ended when this returns. Calls for one address with the same `name` share an attempt. While nobody
-    /// listens, the engine tries again until `limit` has passed, by default the time limit of the engine. A peer whose name is
-    /// not `name` is refused.
-    pub fn link(&self, address: &str, name: Option<&str>, limit: Option<Duration>) -> Result<Arc<Transfer>> {
-        self.run(|engine| link(engine, address, name.map(str::to_owned), limit))
-    }
-
-    /// Does the same as [`link`](Self::link), but ends with [`LinkFailed`](ErrorKind::LinkFailed) as soon as no process listens at
-    /// the address.
-    pub fn link_now(&self, address: SocketAddr, limit: Duration) -> Result<Arc<Transfer>> {
-        self.run(|engine| engine.ensure_link_now(address, limit))
+    /// its transfer has ended when this returns. Calls for one address with the same `name` share an attempt. The limit is by
+    /// default that of the engine. A peer whose name is not `name` is refused.
+    pub fn link(
+        &self,
+        address: &str,
+        name: Option<&str>,
+        limit: Option<Duration>,
+        while_refused: WhileRefused,
+    ) -> Result<Arc<Transfer>> {
+        self.run(|engine| link(engine, address, name.map(str::to_owned), limit, while_refused))
     }
 
     /// Starts to end the link to a peer, after the transfers that run. A peer that is not linked is no error.

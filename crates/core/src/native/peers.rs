@@ -11,6 +11,7 @@ use crate::engine::DataDist;
 use crate::error::{Error, Result, ensure};
 use crate::events::Transfer;
 use crate::grants::Grant;
+use crate::model::WhileRefused;
 use crate::validate;
 
 /// Starts to link `engine` with the one that listens at an address, which must be another one and have this name.
@@ -19,11 +20,12 @@ pub fn link(
     address: &str,
     name: Option<String>,
     limit: Option<Duration>,
+    while_refused: WhileRefused,
 ) -> Result<Arc<Transfer>> {
     let at = validate::peer_address("address", address)?;
     ensure(engine.listening() != Some(at), || Error::argument("address", at, "that of another engine"))?;
     let limit = limit.unwrap_or(engine.config().sync_timeout);
-    engine.ensure_link(at, limit, name)
+    engine.ensure_link(at, limit, name, while_refused)
 }
 
 /// Lends rows of `engine`, which is called `owner`.

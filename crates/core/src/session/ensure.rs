@@ -16,7 +16,7 @@ use super::link_attempts::{AttemptEnd, LinkTarget};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::PeerInfo;
-use crate::model::Deadline;
+use crate::model::{Deadline, WhileRefused};
 use crate::net::Address;
 use crate::protocol::MAX_METADATA;
 
@@ -58,18 +58,17 @@ impl LinkOnDemand {
     }
 
     /// Makes the link, and returns the peer. Calls `commit` before this side enters a new link; if that fails, there is
-    /// none. An attempt that fails for a reason that may pass is repeated until `deadline`. That no process listens is such a reason
-    /// if the call `awaits_listener`.
+    /// none. An attempt that fails for a reason that may pass is repeated until `deadline`.
     pub(crate) fn make(
         &self,
         commit: &dyn Fn() -> Result<()>,
-        awaits_listener: bool,
+        while_refused: WhileRefused,
         deadline: Deadline,
     ) -> Result<PeerInfo> {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
         let (address, name) = (self.target.0, self.target.1.as_deref());
         let request = LinkRequest { name, commit, ..LinkRequest::new(None, Kind::Ensured) };
-        let made = self.make_before(&shared, &request, awaits_listener, deadline);
+        let made = self.make_before(&shared, &request, while_refused, deadline);
         // The link may have been there before, or the peer may have made it.
         let made = made.and_then(|link| check_name(&link.peer, name).map(|()| link));
         made.map(|link| PeerInfo::clone(&link.peer)).map_err(|error| {
@@ -85,7 +84,7 @@ impl LinkOnDemand {
         &self,
         shared: &Arc<Shared>,
         request: &LinkRequest<'_>,
-        awaits_listener: bool,
+        while_refused: WhileRefused,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         control_thread::start(shared)?;
@@ -109,8 +108,8 @@ impl LinkOnDemand {
                     error
                 }
             };
-            let nobody = error.own_errno() == Some(Errno::CONNREFUSED);
-            if !may_pass(&error) || (nobody && !awaits_listener) {
+            let refused = error.own_errno() == Some(Errno::CONNREFUSED);
+            if !may_pass(&error) || (refused && while_refused == WhileRefused::Fail) {
                 return Err(error);
             }
             // The peer may have made the link, and may listen nowhere.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use llm_datadist_core::{
     BlockRows, CacheForm, CacheKind, ClusterId, DataType, Engine, Error, ErrorKind, KvLayout, KvPlanes,
-    PairExtras, Placement, Result, RowsPart, TokenOrder,
+    PairExtras, Placement, Result, RowsPart, TokenOrder, WhileRefused,
 };
 
 use crate::fixtures::adopt;
@@ -121,7 +121,7 @@ fn calls_refuse_rows_of_other_engines_and_narrowed_loans() {
     refused(lend(&theirs.rows([0]), Duration::from_secs(1)), "rows", "rows of engine");
     let part = RowsPart { layers: Some(0..1), ..RowsPart::default() };
     refused(lend(&ours.rows([0]).with_part(part).unwrap(), Duration::from_secs(1)), "rows", "whole blocks");
-    refused(one.link("127.0.0.1:0", None, None), "address", "port");
+    refused(one.link("127.0.0.1:0", None, None, WhileRefused::Retry), "address", "port");
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use llm_datadist_core::WhileRefused;
 use llm_datadist_core::bindings::native;
 use llm_datadist_core::bindings::{Config, DataDist, Side};
 use pyo3::intern;
@@ -391,7 +392,7 @@ impl NativeEngine {
     ) -> PyResult<Py<NativeTransfer>> {
         let (address, name) = (text("address", address)?, name.map(|name| text("name", name)).transpose()?);
         let limit = timeout.map(|limit| values::seconds("timeout", limit)).transpose()?;
-        let link = |engine: &DataDist| native::link(engine, &address, name, limit);
+        let link = |engine: &DataDist| native::link(engine, &address, name, limit, WhileRefused::Retry);
         let transfer = self.shared.engine.attached(py, link)?;
         NativeTransfer::started(py, &self.shared, &transfer)
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
 use llm_datadist_core::bindings::DataDist;
-use llm_datadist_core::{ErrorKind, Event, Result, Transfer, TransferFuture};
+use llm_datadist_core::{ErrorKind, Event, Result, Transfer, TransferFuture, WhileRefused};
 
 use super::fake_peer::Fake;
 use super::{LONG, Way, config, eventually, open};
@@ -34,7 +34,7 @@ impl Task {
 /// An engine with a call that runs until the peer answers or the call is cancelled.
 fn running() -> (DataDist, Fake, Arc<Transfer>) {
     let (engine, fake) = (open(config(1, Way::Tcp), Way::Tcp), Fake::new(2, 1));
-    let call = engine.ensure_link(fake.address().remote[0], LONG, None).unwrap();
+    let call = engine.ensure_link(fake.address().remote[0], LONG, None, WhileRefused::Retry).unwrap();
     (engine, fake, call)
 }
 

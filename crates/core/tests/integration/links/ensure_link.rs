@@ -15,7 +15,7 @@ use llm_datadist_core::testing::protocol::{
     BoundedBytes, Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Purpose, Reply,
     Request, encode,
 };
-use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, PeerInfo, Result, Transfer};
+use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, PeerInfo, Result, Transfer, WhileRefused};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
 use super::fake_peer::{Fake, confirm, hear, hear_request, say, soon};
@@ -26,7 +26,7 @@ fn ensure(local: &DataDist, remote: &DataDist) -> Arc<Transfer> {
 }
 
 fn at(local: &DataDist, address: SocketAddr) -> Arc<Transfer> {
-    local.ensure_link(address, LONG, None).unwrap()
+    local.ensure_link(address, LONG, None, WhileRefused::Retry).unwrap()
 }
 
 /// The peer, or the failure.
@@ -229,7 +229,8 @@ fn metadata_travels_both_ways_with_every_kind_of_link() {
 #[test]
 fn bad_arguments_start_nothing() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
-    let error = local.ensure_link("127.0.0.1:0".parse().unwrap(), LONG, None).unwrap_err();
+    let error =
+        local.ensure_link("127.0.0.1:0".parse().unwrap(), LONG, None, WhileRefused::Retry).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.to_string().contains("address=127.0.0.1:0"), "{error}");
     assert_eq!(local.events().open_transfers(), 0);
@@ -268,7 +269,7 @@ fn an_attempt_ends_at_its_deadline() {
     // One listens and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     for (address, errno) in [(nowhere(), Some(111)), (silent.local_addr().unwrap(), None)] {
-        let call = local.ensure_link(address, Duration::from_millis(300), None).unwrap();
+        let call = local.ensure_link(address, Duration::from_millis(300), None, WhileRefused::Retry).unwrap();
         let error = failed(&call);
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         assert_eq!(error.fact("address"), Some(&*address.to_string()), "{error}");
@@ -342,7 +343,7 @@ fn a_call_that_dials_or_waits_can_be_cancelled() {
     // More than there are workers, so some wait for one.
     let calls: Vec<_> = (0..40)
         .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
-        .map(|address| local.ensure_link(address, hour, None).unwrap())
+        .map(|address| local.ensure_link(address, hour, None, WhileRefused::Retry).unwrap())
         .collect();
     // Calls to a peer have workers of their own.
     let remote = open(config(2, Way::Tcp), Way::Tcp);
@@ -396,7 +397,7 @@ fn calls_count_as_transfers() {
     few.max_transfers = 2;
     let local = open(few, Way::Tcp);
     let calls = [at(&local, nowhere()), at(&local, nowhere())];
-    let error = local.ensure_link(nowhere(), LONG, None).unwrap_err();
+    let error = local.ensure_link(nowhere(), LONG, None, WhileRefused::Retry).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     calls.iter().for_each(|call| assert!(call.cancel()));
     calls.iter().for_each(|call| assert_eq!(failed(call).kind(), ErrorKind::Cancelled));
@@ -539,7 +540,7 @@ fn a_call_to_a_linked_peer_sends_nothing() {
 }
 
 fn named(engine: &DataDist, address: SocketAddr, name: &str) -> Arc<Transfer> {
-    engine.ensure_link(address, LONG, Some(name.into())).unwrap()
+    engine.ensure_link(address, LONG, Some(name.into()), WhileRefused::Retry).unwrap()
 }
 
 /// Another engine may listen at the address by now, so the call dials before it refuses the name.
@@ -632,7 +633,7 @@ fn calls_for_one_address_share_an_attempt() {
     let first = at(&engine, address);
     let (refused, _) = other.greet();
     let others: Vec<_> = (0..3).map(|_| at(&engine, address)).collect();
-    let late = engine.ensure_link(address, Duration::from_millis(50), None).unwrap();
+    let late = engine.ensure_link(address, Duration::from_millis(50), None, WhileRefused::Retry).unwrap();
     assert_eq!(failed(&late).kind(), ErrorKind::Timeout);
     assert!(first.cancel());
     assert_eq!(failed(&first).kind(), ErrorKind::Cancelled);
@@ -675,7 +676,7 @@ fn a_short_call_breaks_no_link() {
     assert_eq!(news(&engine), (1, 0));
     thread::sleep(Duration::from_millis(2100));
 
-    let short = engine.ensure_link(address, Duration::from_millis(350), None).unwrap();
+    let short = engine.ensure_link(address, Duration::from_millis(350), None, WhileRefused::Retry).unwrap();
     let _stream = fake.greet();
     let error = failed(&short);
     // It may have dialled once more, just before its time limit passed.
@@ -717,7 +718,7 @@ fn a_short_call_does_not_fall_back_to_tcp() {
     linked(&call).unwrap();
     thread::sleep(Duration::from_millis(2100));
 
-    let short = engine.ensure_link(address, Duration::from_millis(350), None).unwrap();
+    let short = engine.ensure_link(address, Duration::from_millis(350), None, WhileRefused::Retry).unwrap();
     let _probe = listener.greet_with(Some(socket));
     let _stream = fake.greet();
     assert_eq!(failed(&short).kind(), ErrorKind::Timeout);

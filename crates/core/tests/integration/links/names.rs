@@ -11,7 +11,9 @@ use llm_datadist_core::bindings::{
     CallExtras, DataDist, GroupMember, Layers, Outcome, RemoteCacheName, RemoteName, Rows, Side, Target,
 };
 use llm_datadist_core::testing::model::MAX_NAME;
-use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, GrantUse, PeerInfo, Result, Transfer};
+use llm_datadist_core::{
+    ClusterId, Deadline, ErrorKind, Event, GrantUse, PeerInfo, Result, Transfer, WhileRefused,
+};
 
 use super::layerwise::{all_ready, blocks, start, to, wait};
 use super::{Held, LONG, Pair, WAYS, Way, check_pull, config, device, eventually, link, open, pairs, unlink};
@@ -372,7 +374,12 @@ fn ensure_link_checks_the_name_of_the_engine() {
     for way in WAYS {
         let [local, remote] = engines(way);
         let ensure = |name: &str| -> Result<PeerInfo> {
-            let call = local.ensure_link(remote.listening().unwrap(), LONG, Some(name.into()))?;
+            let call = local.ensure_link(
+                remote.listening().unwrap(),
+                LONG,
+                Some(name.into()),
+                WhileRefused::Retry,
+            )?;
             ended(&call).map(|_| call.peer().expect("the peer of a success").clone())
         };
         let refused = || {

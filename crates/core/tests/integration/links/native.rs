@@ -9,7 +9,7 @@ use llm_datadist_core::bindings::{
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
     CacheDesc, CacheKind, ClusterId, DataType, ErrorKind, Event, GrantUse, KvLayout, KvPlanes, PeerInfo,
-    TokenOrder, Verify,
+    TokenOrder, Verify, WhileRefused,
 };
 
 use super::asynchronous::outcome;
@@ -31,7 +31,7 @@ pub(super) fn native_pair(way: Way) -> Pair {
 }
 
 fn peer(local: &DataDist, address: SocketAddr) -> PeerInfo {
-    let call = local.ensure_link(address, LONG, None).unwrap();
+    let call = local.ensure_link(address, LONG, None, WhileRefused::Retry).unwrap();
     outcome(&call).unwrap();
     call.peer().expect("the peer of a success").clone()
 }

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::model::GrantId;
 use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache};
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Deadline, ErrorKind, GrantToken, GrantUse, Placement,
+    CacheId, CacheKind, ClusterId, Deadline, ErrorKind, GrantToken, GrantUse, Placement, WhileRefused,
 };
 
 use super::fake_peer::{Fake, hear_request, say};
@@ -217,7 +217,7 @@ fn a_pull_under_an_ended_grant_fails_with_grant_ended() {
     let engine = open(config(1, Way::Shm), Way::Shm);
     let socket = format!("llm-datadist-test-{}-reason", std::process::id());
     let (listener, owner) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(socket.clone()), 2, 1));
-    let call = engine.ensure_link(listener.address().remote[0], LONG, None).unwrap();
+    let call = engine.ensure_link(listener.address().remote[0], LONG, None, WhileRefused::Retry).unwrap();
     let _probe = listener.greet_with(Some(socket));
     let _control = owner.linked();
     call.join(Deadline::after(LONG)).unwrap();
