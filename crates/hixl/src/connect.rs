@@ -9,7 +9,7 @@ use crate::address::EngineAddress;
 use crate::connection::Connection;
 use crate::connections::Leave;
 use crate::messages::{METADATA, Message};
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::regions::IN_USE;
 use crate::replies::Reply;
 use crate::status::{Outcome, Status};
@@ -21,7 +21,7 @@ const SLICE: Duration = Duration::from_millis(100);
 /// How long the end of a link may take that no call waits for.
 pub(crate) const BACKGROUND: Duration = Duration::from_secs(1);
 
-impl Open {
+impl OpenEngine {
     /// Connects to `engine`. Calls at the same time for one engine wait for each other, and one of them succeeds.
     pub(crate) fn connect(&self, engine: &str, deadline: Deadline) -> Outcome<()> {
         let address =

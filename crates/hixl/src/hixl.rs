@@ -7,7 +7,7 @@ use llm_datadist_core::{Adopted, CacheDesc, Deadline, Result};
 
 use crate::inbox::Notice;
 use crate::moves::{Direction, OpDesc};
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::options::Options;
 use crate::regions::{MemKind, MemRange};
 use crate::requests::RequestResult;
@@ -23,7 +23,7 @@ use crate::tasks::Change;
 /// the whole call; a limit below 1 is `ParamInvalid`.
 #[derive(Debug, Default)]
 pub struct Hixl {
-    open: RwLock<Option<Arc<Open>>>,
+    open: RwLock<Option<Arc<OpenEngine>>>,
     /// Held while the object is initialized or finalized.
     changing: Mutex<()>,
 }
@@ -43,7 +43,7 @@ impl Hixl {
         if read(&self.open).is_some() {
             return Status::Success;
         }
-        let opened = Options::read(options).and_then(|options| Open::new(local_engine, options));
+        let opened = Options::read(options).and_then(|options| OpenEngine::new(local_engine, options));
         opened.map_or_else(
             |status| status,
             |open| {
@@ -66,7 +66,7 @@ impl Hixl {
     }
 
     /// Runs `call` on the engine, which stays open until it has returned.
-    fn run<T>(&self, call: impl FnOnce(&Arc<Open>) -> Outcome<T>) -> Outcome<T> {
+    fn run<T>(&self, call: impl FnOnce(&Arc<OpenEngine>) -> Outcome<T>) -> Outcome<T> {
         let slot = read(&self.open);
         let open = slot.clone().ok_or(Status::Failed)?;
         // Before `finalize` can take the engine and wait for its calls.

@@ -16,7 +16,7 @@
 //! | `connect`, `moves`, `requests`, `notify` | the calls about peers |
 //! | `tasks` | asynchronous connections |
 //! | `service` | the thread that reads the events of the engine |
-//! | `open`, `hixl` | what an initialized object has, and the object |
+//! | `open_engine`, `hixl` | the open engine of an object, and the object |
 
 #![allow(unreachable_pub, reason = "the modules are private")]
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
@@ -31,7 +31,7 @@ mod inbox;
 mod messages;
 mod moves;
 mod notify;
-mod open;
+mod open_engine;
 mod options;
 mod outbox;
 mod regions;

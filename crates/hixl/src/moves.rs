@@ -9,7 +9,7 @@ use llm_datadist_core::{BytesOfPair, Deadline, Error, ErrorKind, MAX_SECONDS, Pi
 
 use crate::connection::Connection;
 use crate::messages::{MAX_ADDRESSES, Message, WireRegion};
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::regions::{Region, cache_name};
 use crate::remote_regions::RemoteRegion;
 use crate::replies::Reply;
@@ -55,7 +55,7 @@ pub(crate) enum Refusal {
     Outdated,
 }
 
-impl Open {
+impl OpenEngine {
     /// Moves bytes, and returns when they are in place.
     pub(crate) fn transfer(
         &self,

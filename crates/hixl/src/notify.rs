@@ -4,11 +4,11 @@ use llm_datadist_core::Deadline;
 
 use crate::inbox::Notice;
 use crate::messages::Message;
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::replies::Reply;
 use crate::status::{Outcome, Status};
 
-impl Open {
+impl OpenEngine {
     /// Sends a notification, and returns when the engine of the peer has it.
     pub(crate) fn notify(&self, engine: &str, notice: &Notice, deadline: Deadline) -> Outcome<()> {
         if notice.name.len() > Notice::MAX_TEXT || notice.text.len() > Notice::MAX_TEXT {

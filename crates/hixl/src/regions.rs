@@ -10,7 +10,7 @@ use llm_datadist_core::{
 };
 
 use crate::messages::{Message, WireRegion};
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::status::{Outcome, Status};
 use crate::sync::{lock, read, write};
 
@@ -180,7 +180,7 @@ impl Regions {
     }
 }
 
-impl Open {
+impl OpenEngine {
     /// Ends a region: peers forget it, and nothing uses its memory afterwards. No peer reaches it from the start of the call on. An
     /// unknown handle is a success. After `Timeout`, transfers still use the memory, and the same call waits again.
     pub(crate) fn deregister(&self, number: u64) -> Outcome<()> {

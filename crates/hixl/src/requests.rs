@@ -9,7 +9,7 @@ use llm_datadist_core::{Deadline, MAX_SECONDS, Transfer};
 
 use crate::connection::Connection;
 use crate::moves::{Direction, OpDesc, Refusal, check_ops};
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::states::TransferState;
 use crate::status::{Outcome, Status};
 use crate::sync::lock;
@@ -57,7 +57,7 @@ pub struct RequestResult {
     pub state: TransferState,
 }
 
-impl Open {
+impl OpenEngine {
     /// Starts a transfer and returns its number.
     pub(crate) fn submit(
         &self,

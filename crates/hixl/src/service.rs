@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::connect::BACKGROUND;
 use crate::inbox::Notice;
 use crate::messages::Message;
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::replies::Reply;
 
 /// Maximum number of events that are handled at a time.
@@ -19,7 +19,7 @@ const EVENTS: usize = 1024;
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Starts the thread. It ends when the engine is closed.
-pub(crate) fn start(open: &Arc<Open>) -> Result<JoinHandle<()>> {
+pub(crate) fn start(open: &Arc<OpenEngine>) -> Result<JoinHandle<()>> {
     let queue = open.engine.event_queue()?;
     queue.drop_outcomes();
     let failed =
@@ -43,7 +43,7 @@ pub(crate) fn start(open: &Arc<Open>) -> Result<JoinHandle<()>> {
 }
 
 /// Handles the events that there are. Returns whether messages wait for room, and `None` once the engine is closed.
-fn step(open: &Weak<Open>, queue: &EventQueue) -> Option<bool> {
+fn step(open: &Weak<OpenEngine>, queue: &EventQueue) -> Option<bool> {
     let open = open.upgrade()?;
     match queue.poll(EVENTS) {
         Ok(events) => events.into_iter().for_each(|event| open.handle(event)),
@@ -53,7 +53,7 @@ fn step(open: &Weak<Open>, queue: &EventQueue) -> Option<bool> {
     Some(open.outbox.flush(&open.engine))
 }
 
-impl Open {
+impl OpenEngine {
     fn handle(&self, event: Event) {
         match event {
             Event::Notification(message) => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use llm_datadist_core::Deadline;
 
-use crate::open::Open;
+use crate::open_engine::OpenEngine;
 use crate::states::ConnectState;
 use crate::status::{Outcome, Status};
 use crate::sync::lock;
@@ -59,7 +59,7 @@ impl EngineTasks {
     }
 }
 
-impl Open {
+impl OpenEngine {
     /// Queues a task. `ResourceExhausted` if too many wait.
     pub(crate) fn queue_task(self: &Arc<Self>, engine: &str, change: Change, limit: Duration) -> Outcome<()> {
         let engine: Arc<str> = engine.into();
@@ -178,7 +178,7 @@ impl Tasks {
 }
 
 /// Runs tasks until they are closed.
-fn run(open: &Weak<Open>) {
+fn run(open: &Weak<OpenEngine>) {
     while let Some(open) = open.upgrade()
         && let Some((engine, change, limit)) = open.tasks.next()
     {

@@ -1,4 +1,4 @@
-//! What an initialized object has.
+//! The open engine of an object, with what its calls share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
@@ -26,7 +26,7 @@ const OTHER_TRANSFERS: usize = 4096;
 
 /// An engine with its tables.
 #[derive(Debug)]
-pub(crate) struct Open {
+pub(crate) struct OpenEngine {
     pub(crate) engine: Engine,
     pub(crate) options: Options,
     pub(crate) regions: Regions,
@@ -42,9 +42,9 @@ pub(crate) struct Open {
     service: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Open {
+impl OpenEngine {
     /// Opens an engine, which listens if its address has a port.
-    pub(crate) fn new(local_engine: &str, options: Options) -> Outcome<Arc<Open>> {
+    pub(crate) fn new(local_engine: &str, options: Options) -> Outcome<Arc<OpenEngine>> {
         let address = EngineAddress::parse(local_engine).ok_or(Status::ParamInvalid)?;
         let builder = Engine::builder().name(local_engine).metadata(METADATA);
         let builder = builder.option("max_transfers", (MAX_REQUESTS + OTHER_TRANSFERS) as u64);
@@ -57,7 +57,7 @@ impl Open {
             Status::ResourceExhausted => Status::ResourceExhausted,
             _ => Status::Failed,
         })?;
-        let open = Arc::new(Open {
+        let open = Arc::new(OpenEngine {
             engine,
             options,
             regions: Regions::default(),
