@@ -26,6 +26,7 @@ pub(crate) struct Connections {
 #[derive(Debug, Default)]
 struct Table {
     entries: HashMap<Arc<str>, Entry>,
+    /// The links of which something is known.
     links: HashMap<ClusterId, LinkState>,
     /// Connections that have ended before their transfers. The next connection to the same engine waits for these.
     ended: HashMap<Arc<str>, Arc<Connection>>,
@@ -40,17 +41,17 @@ enum Entry {
 }
 
 /// What is known of a link, until it has ended (`lost`).
-#[derive(Clone, Copy, Debug, Default)]
-struct LinkState {
-    /// Whether the peer has connections over it.
-    peer_owns: bool,
-    /// Until when this end is ending it. It has ended then, if no earlier.
-    ending: Option<Deadline>,
+#[derive(Clone, Copy, Debug)]
+enum LinkState {
+    /// The peer has connections over it.
+    PeerOwns,
+    /// This end is ending it. It has ended at this time, if no earlier.
+    Ending(Deadline),
 }
 
 impl LinkState {
     fn is_ending(&self) -> bool {
-        self.ending.is_some_and(|until| !until.passed())
+        matches!(self, LinkState::Ending(until) if !until.passed())
     }
 }
 
@@ -79,15 +80,16 @@ impl Table {
         if self.uses(peer) {
             return Leave::Nothing;
         }
-        let link = self.links.entry(peer).or_default();
-        if link.is_ending() {
-            return Leave::Nothing;
+        match self.links.get(&peer) {
+            Some(LinkState::PeerOwns) => Leave::Release,
+            Some(link) if link.is_ending() => Leave::Nothing,
+            _ => {
+                // The event that such a link has ended may have come before its entry was made.
+                self.links.retain(|_, link| matches!(link, LinkState::PeerOwns) || link.is_ending());
+                self.links.insert(peer, LinkState::Ending(Deadline::after(limit + GRACE)));
+                Leave::Unlink
+            }
         }
-        if link.peer_owns {
-            return Leave::Release;
-        }
-        link.ending = Some(Deadline::after(limit + GRACE));
-        Leave::Unlink
     }
 }
 
@@ -170,7 +172,7 @@ impl Connections {
     /// Notes the peer to which the caller makes a connection. Returns `false` if this end is ending the link.
     pub(crate) fn reached(&self, engine: &Arc<str>, peer: ClusterId) -> bool {
         let mut table = lock(&self.table);
-        let ending = table.links.entry(peer).or_default().is_ending();
+        let ending = table.links.get(&peer).is_some_and(LinkState::is_ending);
         let change = Entry::Changing((!ending).then_some(peer));
         table.entries.insert(engine.clone(), change);
         !ending
@@ -237,15 +239,19 @@ impl Connections {
     /// Notes that the peer has connections over its link. Returns `false` if this end is ending the link.
     pub(crate) fn peer_owns(&self, peer: ClusterId) -> bool {
         let mut table = lock(&self.table);
-        let link = table.links.entry(peer).or_default();
-        link.peer_owns = !link.is_ending();
-        link.peer_owns
+        let ending = table.links.get(&peer).is_some_and(LinkState::is_ending);
+        if !ending {
+            table.links.insert(peer, LinkState::PeerOwns);
+        }
+        !ending
     }
 
     /// Notes that the peer has no connection over its link any more. Returns how to leave the link, for which there is `limit`.
     pub(crate) fn peer_released(&self, peer: ClusterId, limit: Duration) -> Leave {
         let mut table = lock(&self.table);
-        table.links.entry(peer).or_default().peer_owns = false;
+        if let Some(LinkState::PeerOwns) = table.links.get(&peer) {
+            table.links.remove(&peer);
+        }
         table.leave(peer, limit)
     }
 
@@ -303,7 +309,8 @@ mod tests {
 
     use llm_datadist_core::{ClusterId, Deadline};
 
-    use super::{Connection, Connections, Leave};
+    use super::{Connection, Connections, Leave, LinkState};
+    use crate::sync::lock;
 
     const PEER: ClusterId = ClusterId(7);
     const LIMIT: Duration = Duration::from_secs(60);
@@ -370,5 +377,29 @@ mod tests {
         let (connections, engine) = connected();
         assert_eq!(connections.lost(PEER, true).len(), 1);
         assert!(connections.find(&engine, Deadline::after(LIMIT)).unwrap().is_none());
+    }
+
+    #[test]
+    fn nothing_is_kept_of_links_that_have_ended() {
+        let connections = Connections::default();
+        let known = || lock(&connections.table).links.len();
+        for peer in (0..100).map(ClusterId) {
+            // The event comes before the calls that it is about.
+            let engine = Arc::from("engine");
+            connections.begin_connect(&engine, Deadline::after(LIMIT)).unwrap();
+            let before = known();
+            assert!(connections.reached(&engine, peer));
+            assert_eq!(known(), before);
+            connections.end_connect(&engine, Some(Arc::new(Connection::new(peer))), LIMIT);
+            connections.lost(peer, true);
+            assert_eq!(connections.leave(peer, LIMIT), Leave::Unlink);
+            assert_eq!(known(), 1, "no earlier one");
+            // Its time passes.
+            lock(&connections.table).links.insert(peer, LinkState::Ending(Deadline::after(Duration::ZERO)));
+        }
+        assert!(connections.peer_owns(PEER));
+        connections.lost(PEER, false);
+        connections.peer_released(ClusterId(200), LIMIT);
+        assert_eq!(known(), 1);
     }
 }

@@ -1,5 +1,6 @@
 //! Notifications of peers that the program has not read.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
 
@@ -63,8 +64,11 @@ impl Inbox {
         let found = unread.notices.iter().rposition(|(peer, number, _)| (*peer, *number) == (from, id));
         if let Some((_, _, notice)) = found.and_then(|at| unread.notices.remove(at)) {
             unread.bytes -= notice.bytes();
-            if let Some(count) = unread.of_peer.get_mut(&from) {
-                *count -= 1;
+            if let Entry::Occupied(mut count) = unread.of_peer.entry(from) {
+                *count.get_mut() -= 1;
+                if *count.get() == 0 {
+                    count.remove();
+                }
             }
         }
     }
@@ -81,6 +85,7 @@ mod tests {
     use llm_datadist_core::ClusterId;
 
     use super::{Inbox, Notice};
+    use crate::sync::lock;
 
     fn notice(text: &str) -> Notice {
         Notice { name: String::new(), text: text.into() }
@@ -104,5 +109,7 @@ mod tests {
         assert_eq!(texts, expected);
         assert_eq!(inbox.take(), []);
         assert!(inbox.add(a, 1, notice("")));
+        inbox.withdraw(a, 1);
+        assert!(lock(&inbox.0).of_peer.is_empty());
     }
 }
