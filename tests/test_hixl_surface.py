@@ -218,6 +218,18 @@ def test_address_of_another_host() -> None:
     assert engine.initialize("127.0.0.1:0") == hixl.SUCCESS
 
 
+def test_texts_longer_than_any_allowed() -> None:
+    for address, options in [("127.0.0.1:" + "0" * 60, {}), ("127.0.0.1", {"LocalCommRes": "{}" + " " * (1 << 20)})]:
+        assert hixl.Hixl().initialize(address, options) == hixl.PARAM_INVALID
+    with ends(End) as (end,):
+        end.initialize("127.0.0.1:0")
+        for text in ("x" * (1 << 21), "127.0.0.1:" + "0" * 60, "no address"):
+            assert end.call("connect_async", text) == hixl.PARAM_INVALID
+            assert end.call("disconnect_async", text) == hixl.PARAM_INVALID
+            assert end.call("disconnect", text) == hixl.NOT_CONNECTED
+        assert end.engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
+
+
 def test_dropped_object_is_finalized() -> None:
     address = listener()
     engine = hixl.Hixl()
@@ -257,6 +269,26 @@ def test_registration_table() -> None:
         assert status == hixl.SUCCESS
         assert again != first
         assert end.register_range(at + 1100, 100, 1, True) == (hixl.SUCCESS, again)
+
+
+def test_one_range_registered_by_several_threads() -> None:
+    with ends(End) as (end,):
+        end.initialize("127.0.0.1:0")
+        address, found = end.add("m", 4096), []
+        for _ in range(20):
+            threads = [threading.Thread(target=lambda: found.append(end.register("m"))) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            ((status, handle),) = {*found}
+            assert status == hixl.SUCCESS
+            assert end.call("deregister_mem", handle) == hixl.SUCCESS
+            # None of the calls has left the range registered.
+            status, handle = end.register_range(address + 1, 10)
+            assert status == hixl.SUCCESS
+            assert end.call("deregister_mem", handle) == hixl.SUCCESS
+            found.clear()
 
 
 def test_calls_of_several_threads_and_finalize() -> None:

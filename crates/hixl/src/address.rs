@@ -5,6 +5,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 /// Stands for a text that is no Unicode. No address and no key of an option equals it.
 pub const NO_TEXT: &str = "\0";
 
+/// Maximum number of bytes of a text: an address, or a key or value of an option. Longer ones are refused, so bindings need not copy them.
+pub const MAX_TEXT: usize = 1 << 20;
+/// Maximum number of bytes of an address.
+const MAX_ADDRESS: usize = 64;
+
 /// The address of an engine: `ip:port`, `ip`, `[ip6]:port` or `[ip6]`. Other engines can connect only to a port above 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EngineAddress {
@@ -15,6 +20,9 @@ pub(crate) struct EngineAddress {
 impl EngineAddress {
     /// Reads an address. `None` for any other text.
     pub(crate) fn parse(text: &str) -> Option<Self> {
+        if text.len() > MAX_ADDRESS {
+            return None;
+        }
         let (ip, port) = if let Some(rest) = text.strip_prefix('[') {
             let (ip, port) = rest.split_once(']')?;
             let port = if port.is_empty() { None } else { Some(port.strip_prefix(':')?) };
@@ -53,6 +61,7 @@ mod tests {
             ("127.0.0.1:26000", "127.0.0.1:26000"),
             ("[::1]:1", "[::1]:1"),
             ("0.0.0.0:65535", "0.0.0.0:65535"),
+            (&format!("1.2.3.4:{}1", "0".repeat(55)), "1.2.3.4:1"),
         ] {
             assert_eq!(listener(text), Some(Some(at.into())), "{text}");
         }
@@ -78,6 +87,7 @@ mod tests {
             "127.0.0.1\0:1",
             "[fe80::1%eth0]:1",
             "1.2.3.4:1:1",
+            &format!("1.2.3.4:{}1", "0".repeat(56)),
         ] {
             assert_eq!(listener(wrong), None, "{wrong:?}");
         }

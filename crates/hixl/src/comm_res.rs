@@ -7,10 +7,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::address::MAX_TEXT;
 use crate::status::{Outcome, Status};
-
-/// The largest file with a description.
-const MAX_FILE: u64 = 1 << 20;
 
 /// Checks a description: a JSON object whose `version` is known, if it has one.
 pub(crate) fn check(text: &str) -> Outcome<()> {
@@ -29,8 +27,8 @@ pub(crate) fn of_file(path: &str) -> Outcome<String> {
             return Ok(None);
         }
         let mut text = String::new();
-        file.take(MAX_FILE + 1).read_to_string(&mut text)?;
-        Ok(Some(text).filter(|text| !text.is_empty() && text.len() as u64 <= MAX_FILE))
+        file.take(MAX_TEXT as u64 + 1).read_to_string(&mut text)?;
+        Ok(Some(text).filter(|text| !text.is_empty() && text.len() <= MAX_TEXT))
     };
     read().ok().flatten().ok_or(Status::ParamInvalid)
 }

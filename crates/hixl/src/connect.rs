@@ -83,8 +83,7 @@ impl OpenEngine {
 
     /// Disconnects from `engine`: ends all transfers and requests over the connection, and the link if neither end uses it.
     pub(crate) fn disconnect(&self, engine: &str, deadline: Deadline) -> Outcome<()> {
-        let engine: Arc<str> = engine.into();
-        let connection = self.connections.begin_disconnect(&engine, deadline)?;
+        let (engine, connection) = self.connections.begin_disconnect(engine, deadline)?;
         let _guard = self.connections.guard(&engine);
         let has_ended = self.end(&connection, deadline);
         if !has_ended {

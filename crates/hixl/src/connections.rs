@@ -209,11 +209,16 @@ impl Connections {
     }
 
     /// Lets the caller end the connection to `engine`. Returns `NotConnected` if there is none.
-    pub(crate) fn begin_disconnect(&self, engine: &Arc<str>, deadline: Deadline) -> Outcome<Arc<Connection>> {
+    pub(crate) fn begin_disconnect(
+        &self,
+        engine: &str,
+        deadline: Deadline,
+    ) -> Outcome<(Arc<str>, Arc<Connection>)> {
         let (mut table, found) = self.wait_for_changes(engine, deadline)?;
-        let connection = found.ok_or(Status::NotConnected)?;
+        let known = table.entries.get_key_value(engine).map(|(engine, _)| engine.clone());
+        let (engine, connection) = known.zip(found).ok_or(Status::NotConnected)?;
         table.entries.insert(engine.clone(), Entry::Changing(None));
-        Ok(connection)
+        Ok((engine, connection))
     }
 
     /// Returns how to leave the link of a connection that is being ended, for which there is `limit`.

@@ -33,12 +33,12 @@ impl Hixl {
     pub const FEATURES: i32 = 2;
 
     /// Checks options as [`initialize`](Self::initialize) does.
-    pub fn check_options(options: &[(String, String)]) -> Status {
+    pub fn check_options<T: AsRef<str>>(options: &[(T, T)]) -> Status {
         Status::of(&Options::read(options))
     }
 
     /// Opens the engine. Has no effect on an object that is initialized, and returns `Success`.
-    pub fn initialize(&self, local_engine: &str, options: &[(String, String)]) -> Status {
+    pub fn initialize<T: AsRef<str>>(&self, local_engine: &str, options: &[(T, T)]) -> Status {
         let _alone = lock(&self.changing);
         if read(&self.open).is_some() {
             return Status::Success;
@@ -168,9 +168,9 @@ impl Hixl {
         self.run(|open| Ok(open.request_states(most, skip_waiting)))
     }
 
-    /// Sends a notification. Returns when the other engine has received it. `None` stands for texts that are not UTF-8; it is
-    /// `ParamInvalid`.
-    pub fn send_notify(&self, engine: &str, notice: Option<&Notice>, limit_ms: i32) -> Outcome<()> {
+    /// Sends a notification, which has a name and a text. Returns when the other engine has received it. `None` stands for texts that
+    /// are not UTF-8; it is `ParamInvalid`.
+    pub fn send_notify(&self, engine: &str, notice: Option<(&str, &str)>, limit_ms: i32) -> Outcome<()> {
         self.run(|open| {
             let notice = notice.ok_or(Status::ParamInvalid)?;
             open.notify(engine, notice, Deadline::after(limit(limit_ms)?))

@@ -44,7 +44,7 @@ mod status;
 mod sync;
 mod tasks;
 
-pub use address::NO_TEXT;
+pub use address::{MAX_TEXT, NO_TEXT};
 pub use hixl::Hixl;
 pub use inbox::Notice;
 pub use moves::{Direction, OpDesc};

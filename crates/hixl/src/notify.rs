@@ -10,8 +10,8 @@ use crate::status::{Outcome, Status};
 
 impl OpenEngine {
     /// Sends a notification, and returns when the engine of the peer has it.
-    pub(crate) fn notify(&self, engine: &str, notice: &Notice, deadline: Deadline) -> Outcome<()> {
-        if notice.name.len() > Notice::MAX_TEXT || notice.text.len() > Notice::MAX_TEXT {
+    pub(crate) fn notify(&self, engine: &str, (name, text): (&str, &str), deadline: Deadline) -> Outcome<()> {
+        if name.len() > Notice::MAX_TEXT || text.len() > Notice::MAX_TEXT {
             return Err(Status::ParamInvalid);
         }
         let connection = self.connections.find(engine, deadline)?.ok_or(Status::NotConnected)?;
@@ -22,7 +22,7 @@ impl OpenEngine {
             connection.peer,
             || !connection.has_ended(),
             deadline,
-            |id| Message::Notify { id, name: notice.name.clone(), text: notice.text.clone() },
+            |id| Message::Notify { id, name: name.to_owned(), text: text.to_owned() },
         )?;
         let asked = sent.map_or(Ok(Reply::Lost), |id| {
             self.replies.wait(id, deadline).inspect_err(|_| {

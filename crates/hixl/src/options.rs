@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use llm_datadist_core::bindings::options::ResourceConfig;
 
+use crate::address::MAX_TEXT;
 use crate::comm_res;
 use crate::status::{Outcome, Status};
 
@@ -63,12 +64,16 @@ pub(crate) struct Options {
 
 impl Options {
     /// Checks the options.
-    pub(crate) fn read(given: &[(String, String)]) -> Outcome<Options> {
+    pub(crate) fn read<T: AsRef<str>>(given: &[(T, T)]) -> Outcome<Options> {
         let mut values = BTreeMap::new();
+        let named = |key: &T| OptionKey::named(key.as_ref());
         for (key, value) in given {
-            let (option, is_old) = OptionKey::named(key).ok_or(Status::ParamInvalid)?;
-            if !is_old || !given.iter().any(|(other, _)| OptionKey::named(other) == Some((option, false))) {
-                values.insert(option, value.as_str());
+            let (option, is_old) = named(key).ok_or(Status::ParamInvalid)?;
+            if value.as_ref().len() > MAX_TEXT {
+                return Err(Status::ParamInvalid);
+            }
+            if !is_old || !given.iter().any(|(other, _)| named(other) == Some((option, false))) {
+                values.insert(option, value.as_ref());
             }
         }
         let value = |option| values.get(&option).copied();
@@ -127,8 +132,7 @@ mod tests {
     use crate::status::Status;
 
     fn read(pairs: &[(&str, &str)]) -> Result<Options, Status> {
-        let owned: Vec<_> = pairs.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
-        Options::read(&owned)
+        Options::read(pairs)
     }
 
     #[test]
@@ -145,6 +149,7 @@ mod tests {
             one("AutoConnect", "0"),
             one("LocalCommRes", ""),
             one("LocalCommRes", r#"{"version": "1.3"}"#),
+            one("LocalCommRes", &format!("{{{}}}", " ".repeat((1 << 20) - 2))),
             one("adxl.RdmaTrafficClass", "4"),
             one("adxl.BufferPool", "1:1"),
             config("{}"),
@@ -177,6 +182,7 @@ mod tests {
             one("AutoConnect", "2"),
             one("LocalCommRes", "[]"),
             one("LocalCommRes", "{"),
+            one("LocalCommRes", &format!("{{{}}}", " ".repeat((1 << 20) - 1))),
             one("LocalCommRes", r#"{"version": 1}"#),
             one("adxl.AutoConnect", "1"),
             config(""),

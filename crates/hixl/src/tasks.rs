@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use llm_datadist_core::Deadline;
 
+use crate::address::EngineAddress;
 use crate::open_engine::OpenEngine;
 use crate::states::ConnectState;
 use crate::status::{Outcome, Status};
@@ -60,8 +61,9 @@ impl EngineTasks {
 }
 
 impl OpenEngine {
-    /// Queues a task. `ResourceExhausted` if too many wait.
+    /// Queues a task. `ParamInvalid` for a text that is no address, and `ResourceExhausted` if too many wait.
     pub(crate) fn queue_task(self: &Arc<Self>, engine: &str, change: Change, limit: Duration) -> Outcome<()> {
+        EngineAddress::parse(engine).ok_or(Status::ParamInvalid)?;
         let engine: Arc<str> = engine.into();
         let mut state = lock(&self.tasks.state);
         if state.closed {

@@ -54,10 +54,10 @@ pub unsafe extern "C" fn llm_datadist_hixl_initialize(
         let mut texts = fallible::with_capacity("the options of an engine", given.len())?;
         for option in given {
             // SAFETY: the caller's promise.
-            let key = unsafe { owned("the key of an option", option.key) }?;
+            let key = unsafe { text("the key of an option", option.key) }?;
             // SAFETY: the caller's promise.
-            let value = unsafe { owned("the value of an option", option.value) }?;
-            texts.push((key.unwrap_or_else(|| NO_TEXT.into()), value.unwrap_or_else(|| NO_TEXT.into())));
+            let value = unsafe { text("the value of an option", option.value) }?;
+            texts.push((key, value));
         }
         Ok(match Hixl::check_options(&texts) {
             Status::Success => outcome(engine.initialize(local_engine, &texts)),
@@ -278,28 +278,21 @@ pub(super) fn shown(text: &str) -> LlmDatadistText {
     LlmDatadistText { bytes: text.as_ptr().cast::<c_char>(), size: text.len() }
 }
 
-/// # Safety
-/// See [`raw::list`].
-unsafe fn bytes<'a>(name: &str, text: LlmDatadistText) -> Result<&'a [u8]> {
-    // SAFETY: the caller's promise.
-    unsafe { raw::list(name, text.bytes.cast::<u8>(), text.size) }
-}
-
 /// Returns a text, or [`NO_TEXT`] if it is not UTF-8.
 ///
 /// # Safety
 /// See [`raw::list`].
 pub(super) unsafe fn text<'a>(name: &str, text: LlmDatadistText) -> Result<&'a str> {
     // SAFETY: the caller's promise.
-    Ok(std::str::from_utf8(unsafe { bytes(name, text) }?).unwrap_or(NO_TEXT))
+    Ok(unsafe { utf8(name, text) }?.unwrap_or(NO_TEXT))
 }
 
-/// Returns a copy of a text; `None` if it is not UTF-8.
+/// Returns a text; `None` if it is not UTF-8.
 ///
 /// # Safety
 /// See [`raw::list`].
-pub(super) unsafe fn owned(name: &str, text: LlmDatadistText) -> Result<Option<String>> {
+pub(super) unsafe fn utf8<'a>(name: &str, text: LlmDatadistText) -> Result<Option<&'a str>> {
     // SAFETY: the caller's promise.
-    let bytes = unsafe { bytes(name, text) }?;
-    Ok(String::from_utf8(fallible::collect(name, bytes.iter().copied())?).ok())
+    let bytes = unsafe { raw::list(name, text.bytes.cast::<u8>(), text.size) }?;
+    Ok(std::str::from_utf8(bytes).ok())
 }

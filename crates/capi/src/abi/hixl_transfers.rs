@@ -4,7 +4,7 @@ use llm_datadist_core::Result;
 use llm_datadist_core::bindings::fallible;
 use llm_datadist_hixl::{Direction, Hixl, Notice, OpDesc, RequestResult, Status};
 
-use super::hixl::{entered, list, owned, shown, text};
+use super::hixl::{entered, list, shown, text, utf8};
 use super::hixl_types::{LlmDatadistHixlNotice, LlmDatadistHixlOp, LlmDatadistHixlResult, LlmDatadistText};
 use super::raw;
 
@@ -114,11 +114,10 @@ pub unsafe extern "C" fn llm_datadist_hixl_send_notify(
         // SAFETY: the caller's promise.
         let remote = unsafe { text("remote_engine", remote_engine) }?;
         // SAFETY: the caller's promise.
-        let name = unsafe { owned("name", notice.name) }?;
+        let name = unsafe { utf8("name", notice.name) }?;
         // SAFETY: the caller's promise.
-        let message = unsafe { owned("message", notice.message) }?;
-        let notice = name.zip(message).map(|(name, text)| Notice { name, text });
-        Ok(engine.send_notify(remote, notice.as_ref(), timeout_in_millis))
+        let message = unsafe { utf8("message", notice.message) }?;
+        Ok(engine.send_notify(remote, name.zip(message), timeout_in_millis))
     })
 }
 

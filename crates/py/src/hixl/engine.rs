@@ -3,17 +3,14 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use llm_datadist_core::CacheKind;
 use llm_datadist_core::bindings::{fallible, this_process};
-use llm_datadist_core::{CacheKind, Error};
-use llm_datadist_hixl::{
-    ConnectState, Direction, Hixl, MemKind, Notice, OpDesc, Outcome, Status, TransferState,
-};
-use pyo3::exceptions::PyMemoryError;
+use llm_datadist_hixl::{ConnectState, Direction, Hixl, MemKind, OpDesc, Outcome, Status, TransferState};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence, PyString};
 
 use super::descs::{GetTransferStatusArgs, MemDesc, NotifyDesc, TransferArgs, TransferOpDesc};
-use super::values::{self, integer, text};
+use super::values::{self, integer, out_of_memory, text};
 use crate::convert::Any;
 use crate::native::wrong_type;
 use crate::raw;
@@ -82,9 +79,8 @@ fn ops(value: &Any<'_>) -> PyResult<Vec<OpDesc>> {
     let texts = value.is_instance_of::<PyString>()
         || value.is_instance_of::<PyBytes>()
         || value.is_instance_of::<PyByteArray>();
-    let memory = |error: Error| PyMemoryError::new_err(error.to_string());
     if let Ok(list) = value.cast::<PyList>() {
-        let mut descs = fallible::with_capacity(WHAT, list.len()).map_err(memory)?;
+        let mut descs = fallible::with_capacity(WHAT, list.len()).map_err(out_of_memory)?;
         for item in list.iter() {
             descs.push(one(&item)?);
         }
@@ -97,7 +93,7 @@ fn ops(value: &Any<'_>) -> PyResult<Vec<OpDesc>> {
         .ok_or_else(|| wrong_type("op_descs", allowed, value))?;
     let mut descs = Vec::new();
     for item in sequence.try_iter()? {
-        fallible::push(WHAT, &mut descs, one(&item?)?).map_err(memory)?;
+        fallible::push(WHAT, &mut descs, one(&item?)?).map_err(out_of_memory)?;
     }
     Ok(descs)
 }
@@ -242,13 +238,14 @@ impl HixlEngine {
     ) -> PyResult<u32> {
         let (engine, limit) = remote(remote_engine, timeout_in_millis)?;
         let notify = notify.cast::<NotifyDesc>().map_err(|_| wrong_type("notify", "a NotifyDesc", notify))?;
-        let notice = notify.get().texts(py).map(|(name, text)| Notice { name, text });
-        Ok(self.status(py, |hixl| hixl.send_notify(&engine, notice.as_ref(), limit)))
+        let texts = notify.get().texts(py);
+        let texts = texts.as_ref().map(|(name, text)| (&**name, &**text));
+        Ok(self.status(py, |hixl| hixl.send_notify(&engine, texts, limit)))
     }
 
     fn notifies(&self, py: Python<'_>) -> (u32, Vec<NotifyDesc>) {
         let (status, notices) = self.value(py, Vec::new(), Hixl::notifies);
-        (status, notices.iter().map(|notice| NotifyDesc::of(py, &notice.name, &notice.text)).collect())
+        (status, notices.iter().map(|notice| NotifyDesc::of(py, notice)).collect())
     }
 }
 

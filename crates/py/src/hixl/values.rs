@@ -1,9 +1,11 @@
-//! Integers and texts, whose only error is a `TypeError`.
+//! Integers, truth values and texts, whose only error is a `TypeError`.
 
-use llm_datadist_hixl::NO_TEXT;
-use pyo3::exceptions::PyTypeError;
+use llm_datadist_core::Error;
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_hixl::{MAX_TEXT, NO_TEXT};
+use pyo3::exceptions::{PyMemoryError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyBool, PyBoolMethods, PyDict, PyString};
 
 use crate::convert::{Any, shown};
 use crate::native::{index, wrong_type};
@@ -20,17 +22,35 @@ where
     })
 }
 
-/// Reads a text.
+/// Reads a truth value.
+pub(super) fn flag(name: &str, value: &Any<'_>) -> PyResult<bool> {
+    value.cast::<PyBool>().map(PyBoolMethods::is_true).map_err(|_| wrong_type(name, "a bool", value))
+}
+
+/// Copies a text of at most `most` characters. `None` for a longer one, and for one that is no Unicode.
+pub(super) fn bounded(text: &Bound<'_, PyString>, most: usize) -> Option<String> {
+    if text.len().is_ok_and(|count| count <= most) { text.extract().ok() } else { None }
+}
+
+/// Reads a text. Returns [`NO_TEXT`] for one that is no Unicode, or longer than any that is allowed.
 pub(super) fn text(name: &str, value: &Any<'_>) -> PyResult<String> {
     let text = value.cast::<PyString>().map_err(|_| wrong_type(name, "a str", value))?;
-    Ok(text.extract().unwrap_or_else(|_| NO_TEXT.to_owned()))
+    Ok(bounded(text, MAX_TEXT).unwrap_or_else(|| NO_TEXT.to_owned()))
 }
 
 /// Reads the options of `initialize`.
 pub(super) fn options(value: &Any<'_>) -> PyResult<Vec<(String, String)>> {
     let options = value.cast::<PyDict>().map_err(|_| wrong_type("options", "a dict", value))?;
-    options
-        .iter()
-        .map(|(key, value)| Ok((text("a key of options", &key)?, text("a value of options", &value)?)))
-        .collect()
+    let mut given = Vec::new();
+    for (key, value) in options.iter() {
+        let option = (text("a key of options", &key)?, text("a value of options", &value)?);
+        fallible::push("the options of an engine", &mut given, option).map_err(out_of_memory)?;
+    }
+    Ok(given)
+}
+
+/// Returns the exception for a failed allocation.
+#[expect(clippy::needless_pass_by_value, reason = "for `map_err`")]
+pub(super) fn out_of_memory(error: Error) -> PyErr {
+    PyMemoryError::new_err(error.to_string())
 }
