@@ -79,7 +79,7 @@ impl OpenEngine {
     ) -> Outcome<()> {
         let mut is_retry = false;
         loop {
-            let started = self.start(connection, direction, ops, (deadline, deadline.left()));
+            let started = self.start(connection, direction, ops, deadline, None);
             let outcome = started.and_then(|transfer| {
                 let joined = transfer.join(Deadline::after(deadline.left() + SLACK));
                 if transfer.done() {
@@ -100,16 +100,18 @@ impl OpenEngine {
         }
     }
 
-    /// Starts a transfer over `connection`, which then tracks it. The first limit is that of this call, the second one that of the
-    /// transfer.
+    /// Starts a transfer over `connection`, which then tracks it. The deadline is that of this call. The transfer has a limit of its own,
+    /// or ends by that deadline.
     pub(crate) fn start(
         &self,
         connection: &Arc<Connection>,
         direction: Direction,
         ops: &[OpDesc],
-        (deadline, limit): (Deadline, Duration),
+        deadline: Deadline,
+        limit: Option<Duration>,
     ) -> Result<Arc<Transfer>, Refusal> {
         let parts = self.parts(connection, direction, ops, deadline).map_err(Refusal::Status)?;
+        let limit = limit.unwrap_or_else(|| deadline.left());
         let limit = Some(limit.clamp(Duration::from_nanos(1), Duration::from_secs(MAX_SECONDS)));
         let started = match direction {
             Direction::Read => self.engine.pull_bytes(parts, limit),
@@ -134,23 +136,23 @@ impl OpenEngine {
     ) -> Outcome<Vec<BytesOfPair>> {
         let out_of_memory = |_: Error| Status::ResourceExhausted;
         let mut parts = Parts { list: Vec::new(), open: HashMap::new(), last: None };
-        let (mut own, mut remote): (Option<Arc<Region>>, Option<RemoteRegion>) = (None, None);
+        let (mut last_local, mut last_remote): (Option<Arc<Region>>, Option<RemoteRegion>) = (None, None);
         for (at, op) in ops.iter().enumerate() {
-            let near = match own.take().filter(|region| region.holds(op.local, op.len)) {
+            let local = match last_local.take().filter(|region| region.holds(op.local, op.len)) {
                 Some(region) => region,
                 None => self.regions.find(op.local, op.len).ok_or(Status::ParamInvalid)?,
             };
-            let far = match remote.take().filter(|region| region.holds(op.remote, op.len)) {
+            let remote = match last_remote.take().filter(|region| region.holds(op.remote, op.len)) {
                 Some(region) => region,
                 None => self.remote_region(connection, &ops[at..], deadline)?,
             };
-            let (here, there) = (op.local - near.range.addr, op.remote - far.addr);
+            let (here, there) = (op.local - local.range.addr, op.remote - remote.addr);
             let piece = match direction {
                 Direction::Read => Piece { src: there, dst: here, len: op.len },
                 Direction::Write => Piece { src: here, dst: there, len: op.len },
             };
-            parts.add(&near, &far, piece, ops.len() - at).map_err(out_of_memory)?;
-            (own, remote) = (Some(near), Some(far));
+            parts.add(&local, &remote, piece, ops.len() - at).map_err(out_of_memory)?;
+            (last_local, last_remote) = (Some(local), Some(remote));
         }
         Ok(parts.list)
     }
@@ -206,14 +208,14 @@ struct Parts {
 
 impl Parts {
     /// Adds a piece. `more` is how many pieces there are at most from this one on.
-    fn add(&mut self, near: &Region, far: &RemoteRegion, piece: Piece, more: usize) -> Result<(), Error> {
+    fn add(&mut self, local: &Region, remote: &RemoteRegion, piece: Piece, more: usize) -> Result<(), Error> {
         let fits = |part: &BytesOfPair| {
-            part.own.id == near.cache.id
-                && Arc::ptr_eq(&part.of_peer, &far.cache)
+            part.own.id == local.cache.id
+                && Arc::ptr_eq(&part.of_peer, &remote.cache)
                 && part.pieces.len() < MAX_PIECES
         };
         let same = self.last.filter(|&at| fits(&self.list[at])).or_else(|| {
-            let known = self.open.get(&(near.number, far.cache.name.clone())).copied();
+            let known = self.open.get(&(local.number, remote.cache.name.clone())).copied();
             known.filter(|&at| fits(&self.list[at]))
         });
         let at = if let Some(at) = same {
@@ -222,9 +224,9 @@ impl Parts {
             // Most transfers have one part, and those with many parts have few pieces in each.
             let room = if self.list.is_empty() { more.min(MAX_PIECES) } else { 1 };
             let pieces = fallible::with_capacity("the pieces of a transfer", room)?;
-            let part = BytesOfPair { own: near.cache.clone(), of_peer: far.cache.clone(), pieces };
+            let part = BytesOfPair { own: local.cache.clone(), of_peer: remote.cache.clone(), pieces };
             fallible::push("the parts of a transfer", &mut self.list, part)?;
-            self.open.insert((near.number, far.cache.name.clone()), self.list.len() - 1);
+            self.open.insert((local.number, remote.cache.name.clone()), self.list.len() - 1);
             self.list.len() - 1
         };
         self.last = Some(at);

@@ -72,11 +72,11 @@ impl OpenEngine {
         }
         let deadline = Deadline::after(START);
         let connection = self.connection(engine, deadline)?;
-        let limit = (deadline, Duration::from_secs(MAX_SECONDS));
-        let mut started = self.start(&connection, direction, ops, limit);
+        let limit = Some(Duration::from_secs(MAX_SECONDS));
+        let mut started = self.start(&connection, direction, ops, deadline, limit);
         if let Err(Refusal::Outdated) = started {
             connection.regions.clear();
-            started = self.start(&connection, direction, ops, limit);
+            started = self.start(&connection, direction, ops, deadline, limit);
         }
         let transfer = started.map_err(|refusal| match refusal {
             Refusal::Status(status) => status,
