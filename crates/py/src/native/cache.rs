@@ -7,7 +7,7 @@ use llm_datadist_core::{Adopted, CacheKind, Error, ErrorKind, OwnCache, Result, 
 use pyo3::prelude::*;
 
 use super::EngineShared;
-use super::cache_form::{self, GivenForm};
+use super::cache_form::{self, Given, GivenForm};
 use super::errors::raise;
 use super::layout::NativeLayout;
 use super::rows::NativeRows;
@@ -35,50 +35,33 @@ pub(crate) struct NativeCache {
     layout: Option<Py<NativeLayout>>,
 }
 
-/// The layout of a call, or none.
-pub(crate) type GivenLayout<'a, 'py> = Option<&'a Bound<'py, NativeLayout>>;
-
 impl NativeCache {
-    /// Does `Engine.allocate`.
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    /// Does `Engine.allocate`, with the numbers of blocks and of tensors.
     pub(crate) fn allocate(
         shared: &Arc<EngineShared>,
         name: &Any<'_>,
-        layout: GivenLayout<'_, '_>,
-        blocks: &Any<'_>,
-        tensors: Option<&Any<'_>>,
-        shape: Option<&Any<'_>>,
-        dtype: Option<&Any<'_>>,
-        pool: &Any<'_>,
-        tensors_per_layer: Option<&Any<'_>>,
+        given: GivenForm<'_, '_>,
+        (blocks, tensors): (&Any<'_>, Given<'_, '_>),
         contiguous: bool,
     ) -> PyResult<Self> {
         let (py, name) = (name.py(), cache_name(name)?);
-        let given = GivenForm { layout, shape, dtype, tensors_per_layer, pool };
         let mut form = cache_form::allocated(given, blocks, tensors)?;
         form.contiguous = contiguous;
         let allocate = |engine: &DataDist| OwnCache::allocate(&shared.name, engine, &name, &form);
-        Ok(Self::of(shared, layout, shared.engine.enter(py, allocate)?))
+        Ok(Self::of(shared, given.layout, shared.engine.enter(py, allocate)?))
     }
 
-    /// Does `Engine.register`.
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    /// Does `Engine.register`, with the number of blocks and the bytes from one to the next.
     pub(crate) fn register(
         shared: &Arc<EngineShared>,
         name: &Any<'_>,
         given_tensors: &Any<'_>,
-        layout: GivenLayout<'_, '_>,
-        blocks: Option<&Any<'_>>,
-        shape: Option<&Any<'_>>,
-        dtype: Option<&Any<'_>>,
-        stride: Option<&Any<'_>>,
-        tensors_per_layer: Option<&Any<'_>>,
-        pool: &Any<'_>,
+        given: GivenForm<'_, '_>,
+        (blocks, stride): (Given<'_, '_>, Given<'_, '_>),
         visible: bool,
     ) -> PyResult<Self> {
         let (py, name) = (name.py(), cache_name(name)?);
         let tensors = tensors::read(given_tensors)?;
-        let given = GivenForm { layout, shape, dtype, tensors_per_layer, pool };
         let form = cache_form::registered(given, &tensors, blocks, stride)?;
         let (addresses, kept) = match tensors {
             GivenTensors::Addresses(addresses) => (addresses, Vec::new()),
@@ -88,7 +71,7 @@ impl NativeCache {
             raw::adopt(form.desc(), CacheKind::Blocks, &addresses).map_err(|error| raise(py, &error))?;
         let adopted = (kept_by(adopted, kept), visible);
         let register = |engine: &DataDist| OwnCache::register(&shared.name, engine, &name, &form, adopted);
-        Ok(Self::of(shared, layout, shared.engine.enter(py, register)?))
+        Ok(Self::of(shared, given.layout, shared.engine.enter(py, register)?))
     }
 
     /// Returns the native object of a cache that a call of the original's API made. It has no name that peers know.
@@ -97,7 +80,7 @@ impl NativeCache {
         Self::of(shared, None, own)
     }
 
-    fn of(shared: &Arc<EngineShared>, layout: GivenLayout<'_, '_>, own: Arc<OwnCache>) -> Self {
+    fn of(shared: &Arc<EngineShared>, layout: Option<&Bound<'_, NativeLayout>>, own: Arc<OwnCache>) -> Self {
         NativeCache { shared: shared.clone(), own, layout: layout.map(|layout| layout.clone().unbind()) }
     }
 

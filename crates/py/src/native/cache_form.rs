@@ -13,7 +13,7 @@ use super::values::{int, int32, wrong_type};
 use crate::convert::{Any, shown};
 
 /// An argument that may be missing.
-type Given<'a, 'py> = Option<&'a Any<'py>>;
+pub(crate) type Given<'a, 'py> = Option<&'a Any<'py>>;
 
 /// The unchecked arguments that describe the blocks of a cache.
 #[derive(Clone, Copy)]

@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::cache::NativeCache;
+use super::cache_form::GivenForm;
 use super::call::{self, GivenExtras, Pairs};
 use super::engine::NativeEngine;
 use super::events;
@@ -139,19 +140,9 @@ impl NativeEngine {
         tensors_per_layer: Option<&Any<'py>>,
         contiguous: bool,
     ) -> PyResult<NativeCache> {
-        let (shared, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
-        NativeCache::allocate(
-            shared,
-            name,
-            layout,
-            blocks,
-            tensors,
-            shape,
-            dtype,
-            &pool,
-            tensors_per_layer,
-            contiguous,
-        )
+        let (engine, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
+        let form = GivenForm { layout, shape, dtype, tensors_per_layer, pool: &pool };
+        NativeCache::allocate(engine, name, form, (blocks, tensors), contiguous)
     }
 
     /// Make a cache of memory that belongs to the program.
@@ -202,19 +193,8 @@ impl NativeEngine {
         shared: bool,
     ) -> PyResult<NativeCache> {
         let (engine, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
-        NativeCache::register(
-            engine,
-            name,
-            tensors,
-            layout,
-            blocks,
-            shape,
-            dtype,
-            stride,
-            tensors_per_layer,
-            &pool,
-            shared,
-        )
+        let form = GivenForm { layout, shape, dtype, tensors_per_layer, pool: &pool };
+        NativeCache::register(engine, name, tensors, form, (blocks, stride), shared)
     }
 
     /// Start to copy blocks inside this engine: within a cache, or between two caches with blocks of equal size.
