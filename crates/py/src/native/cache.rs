@@ -13,7 +13,7 @@ use super::layout::NativeLayout;
 use super::rows::NativeRows;
 use super::tensors::{self, GivenTensors};
 use super::transfer::NativeTransfer;
-use super::values::wrong_type;
+use super::values::text;
 use crate::cache::TensorView;
 use crate::convert::Any;
 use crate::{cache_buffer, raw};
@@ -44,7 +44,7 @@ impl NativeCache {
         (blocks, tensors): (&Any<'_>, Given<'_, '_>),
         contiguous: bool,
     ) -> PyResult<Self> {
-        let (py, name) = (name.py(), cache_name(name)?);
+        let (py, name) = (name.py(), text("name", name)?);
         let mut form = cache_form::allocated(given, blocks, tensors)?;
         form.contiguous = contiguous;
         let allocate = |engine: &DataDist| OwnCache::allocate(&shared.name, engine, &name, &form);
@@ -60,7 +60,7 @@ impl NativeCache {
         (blocks, stride): (Given<'_, '_>, Given<'_, '_>),
         visible: bool,
     ) -> PyResult<Self> {
-        let (py, name) = (name.py(), cache_name(name)?);
+        let (py, name) = (name.py(), text("name", name)?);
         let tensors = tensors::read(given_tensors)?;
         let form = cache_form::registered(given, &tensors, blocks, stride)?;
         let (addresses, kept) = match tensors {
@@ -222,11 +222,6 @@ impl NativeCache {
         let OwnCache { name, blocks, tensors, placement, .. } = &*self.own;
         format!("<Cache '{name}': {blocks} blocks, {tensors} tensors, pool '{placement}'>")
     }
-}
-
-/// Reads the name of a cache.
-fn cache_name(given: &Any<'_>) -> PyResult<String> {
-    given.extract().map_err(|_| wrong_type("name", "a str", given))
 }
 
 /// Keeps objects until the core has released the memory that belongs to them.

@@ -9,7 +9,7 @@ use super::dtypes;
 use super::errors::{invalid, raise};
 use super::layout::NativeLayout;
 use super::tensors::{GivenTensors, TensorForm};
-use super::values::{int, int32, wrong_type};
+use super::values::{int, int32, text, wrong_type};
 use crate::convert::{Any, shown};
 
 /// An argument that may be missing.
@@ -195,7 +195,7 @@ fn block_shape(given: &Any<'_>) -> PyResult<Vec<i64>> {
 
 /// Reads the pool.
 fn placement(given: &Any<'_>) -> PyResult<Placement> {
-    let word = given.extract::<String>().map_err(|_| wrong_type("pool", "a str", given))?;
+    let word = text("pool", given)?;
     pool_named(&word).map_err(|error| raise(given.py(), &error))
 }
 

@@ -165,6 +165,6 @@ fn token(index: usize, given: &Any<'_>) -> PyResult<GrantToken> {
 }
 
 fn verify(given: &Any<'_>) -> PyResult<Verify> {
-    let text = given.extract::<String>().map_err(|_| wrong_type("verify", "a str", given))?;
+    let text = values::text("verify", given)?;
     validate::verify(&text).map_err(|error| raise(given.py(), &error))
 }

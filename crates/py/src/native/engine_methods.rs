@@ -23,7 +23,7 @@ use super::options::GivenOptions;
 use super::peer::NativePeer;
 use super::shared::EngineShared;
 use super::transfer::NativeTransfer;
-use super::values::{self, wrong_type};
+use super::values::{self, text};
 use crate::convert::Any;
 use crate::stats;
 
@@ -56,7 +56,8 @@ impl NativeEngine {
     ) -> PyResult<Self> {
         let arguments = [pool, host_pool, page, listen, token, token_file, accept_remote, timeout, verify];
         let config = GivenOptions { arguments, options, name }.config(py)?;
-        let metadata = metadata.given().map_or_else(|| Ok(Vec::new()), |given| bytes("metadata", &given))?;
+        let metadata =
+            metadata.given().map_or_else(|| Ok(Vec::new()), |given| values::bytes("metadata", &given))?;
         Ok(NativeEngine { shared: EngineShared::open(py, Config { metadata, ..config })?, ends: true })
     }
 
@@ -523,15 +524,6 @@ impl NativeEngine {
             if engine.closed() { "True" } else { "False" }
         )
     }
-}
-
-/// Reads `bytes` or a `bytearray`.
-fn bytes(name: &str, given: &Any<'_>) -> PyResult<Vec<u8>> {
-    values::bytes(name, given)
-}
-
-fn text(name: &str, given: &Any<'_>) -> PyResult<String> {
-    given.extract().map_err(|_| wrong_type(name, "a str", given))
 }
 
 /// Returns the engine, whose caches know its Python object from now on.

@@ -9,7 +9,7 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyInt};
 
 use super::errors::raise;
 use super::optional_arg::OptionalArg;
-use super::values::wrong_type;
+use super::values::{text, wrong_type};
 use crate::convert::Any;
 
 /// The arguments of `Engine(...)` that are options, and whether each may be `None`, which is then as if it was not given.
@@ -50,8 +50,7 @@ impl GivenOptions<'_, '_> {
             builder = builder.option(&name, value(&name, &given)?);
         }
         if let Some(given) = self.name {
-            builder =
-                builder.name(given.extract::<String>().map_err(|_| wrong_type("name", "a str", given))?);
+            builder = builder.name(text("name", given)?);
         }
         builder.config().map_err(|error| raise(py, &error))
     }

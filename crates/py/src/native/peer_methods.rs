@@ -9,7 +9,7 @@ use super::errors::raise;
 use super::peer::NativePeer;
 use super::remote_cache::NativeRemoteCache;
 use super::transfer::NativeTransfer;
-use super::values::{self, wrong_type};
+use super::values;
 use crate::convert::{self, Any};
 
 #[pymethods]
@@ -60,7 +60,7 @@ impl NativePeer {
     ///     TypeError: ``cache`` is not a text.
     ///     InvalidArgument: the name is empty or longer than 128 bytes of UTF-8.
     fn __getitem__(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<NativeRemoteCache> {
-        let text = cache.extract::<String>().map_err(|_| wrong_type("cache", "a str", cache))?;
+        let text = values::text("cache", cache)?;
         let NativePeer { shared, info } = slf.get();
         let cache = PeerCache::new(&shared.name, info.cluster, &text);
         let cache = cache.map_err(|error| raise(slf.py(), &error))?;

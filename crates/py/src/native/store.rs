@@ -137,8 +137,7 @@ impl NativeStore {
     ) -> PyResult<Self> {
         let access = values::keeper_access(token, token_file, keeper_user)?;
         let checksums = checksums.map_or(Ok(false), |given| values::truth("checksums", given))?;
-        let namespace: Result<String, _> =
-            namespace.extract().map_err(|_| values::wrong_type("namespace", "a str", namespace));
+        let namespace = values::text("namespace", namespace);
         let (socket, value) = (values::path("socket", socket)?, values::value_size(value)?);
         let timeout = timeout.map_or(Ok(TIMEOUT), |given| values::seconds("timeout", given))?;
         let options = StoreOptions { socket, namespace: namespace?, value, checksums, access };

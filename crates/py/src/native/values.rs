@@ -66,6 +66,11 @@ pub(crate) fn bytes(name: &str, value: &Any<'_>) -> PyResult<Vec<u8>> {
     Ok(array.to_vec())
 }
 
+/// Reads a `str`.
+pub(crate) fn text(name: &str, value: &Any<'_>) -> PyResult<String> {
+    value.extract().map_err(|_| wrong_type(name, "a str", value))
+}
+
 /// Reads an integer in a range.
 pub(crate) fn int(name: &str, value: &Any<'_>, range: RangeInclusive<u64>) -> PyResult<u64> {
     let number = index(name, "an int", value)?;
@@ -120,7 +125,7 @@ pub(crate) fn keeper_access(
             return Err(raise(token.py(), &error.of_argument("token_file")));
         }
         (Some(given), None) => {
-            let text: String = given.extract().map_err(|_| wrong_type("token", "a str", given))?;
+            let text = text("token", given)?;
             Some(link_token("token", &text).map_err(|error| raise(given.py(), &error))?)
         }
         (None, Some(given)) => {
