@@ -3,13 +3,12 @@
 use llm_datadist_core::{CacheForm, DataType, ElementTypes, Placement, pool_named};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
 
 use super::dtypes;
 use super::errors::{invalid, raise};
 use super::layout::NativeLayout;
 use super::tensors::{GivenTensors, TensorForm};
-use super::values::{int, int32, text, wrong_type};
+use super::values::{int, int32, items, text};
 use crate::convert::{Any, shown};
 
 /// An argument that may be missing.
@@ -185,12 +184,7 @@ fn block_shape(given: &Any<'_>) -> PyResult<Vec<i64>> {
         let dim = int(&format!("shape[{at}]"), &dim, 1..=i64::MAX.cast_unsigned())?;
         Ok(dim.cast_signed())
     };
-    let dims = match (given.cast::<PyTuple>(), given.cast::<PyList>()) {
-        (Ok(tuple), _) => tuple.clone(),
-        (_, Ok(list)) => list.to_tuple(),
-        _ => return Err(wrong_type("shape", "a list or tuple", given)),
-    };
-    dims.iter().enumerate().map(dim).collect()
+    items("shape", "a list or tuple", given)?.iter().enumerate().map(dim).collect()
 }
 
 /// Reads the pool.

@@ -12,7 +12,7 @@ use pyo3::types::{PyByteArray, PyBytes, PyList, PyTuple};
 
 use super::errors::{invalid, raise};
 use super::tensors;
-use super::values::{index, wrong_type};
+use super::values::{self, index, wrong_type};
 use crate::convert::{Any, shown};
 use crate::{index_arrays, raw};
 
@@ -171,11 +171,7 @@ fn adopted(addresses: &[u64], value: u64) -> Result<Tensors> {
 }
 
 fn items<'py>((name, forms): (&str, &str), given: &Any<'py>) -> PyResult<Bound<'py, PyTuple>> {
-    let items = match (given.cast::<PyList>(), given.cast::<PyTuple>()) {
-        (Ok(list), _) => list.to_tuple(),
-        (_, Ok(tuple)) => tuple.clone(),
-        _ => return Err(wrong_type(name, forms, given)),
-    };
+    let items = values::items(name, forms, given)?;
     let too_many =
         || invalid(given.py(), &format!("len({name})"), items.len(), &format!("at most {MAX_KEYS}"));
     if items.len() <= MAX_KEYS { Ok(items) } else { Err(too_many()) }

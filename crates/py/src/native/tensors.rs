@@ -11,10 +11,10 @@ use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyDict, PyList, PyMemoryView, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyMemoryView, PyString, PyTuple};
 
 use super::errors::{invalid, raise};
-use super::values::{index, int, wrong_type};
+use super::values::{self, index, int, wrong_type};
 use crate::cache::{dlpack_type, typestr};
 use crate::convert::{Any, shown};
 use crate::index_arrays::{capsule, device};
@@ -74,11 +74,7 @@ struct Described {
 
 /// Reads a list or tuple of tensors: all objects or all addresses, at least one.
 pub(crate) fn read(given: &Any<'_>) -> PyResult<GivenTensors> {
-    let items = match (given.cast::<PyList>(), given.cast::<PyTuple>()) {
-        (Ok(list), _) => list.to_tuple(),
-        (_, Ok(tuple)) => tuple.clone(),
-        _ => return Err(wrong_type("tensors", "a list or tuple", given)),
-    };
+    let items = values::items("tensors", "a list or tuple", given)?;
     let py = given.py();
     if items.is_empty() {
         return Err(invalid(py, "tensors", "[]", "a list of at least one tensor"));

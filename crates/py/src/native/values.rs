@@ -14,7 +14,7 @@ use llm_datadist_keeper::{KeeperAccess, MAX_LEASE, RoleTokens, read_token};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyByteArray, PyBytes, PyFloat, PyInt};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyFloat, PyInt, PyList, PyTuple};
 
 use super::errors::{invalid, raise};
 use crate::convert::{self, Any, shown};
@@ -69,6 +69,15 @@ pub(crate) fn bytes(name: &str, value: &Any<'_>) -> PyResult<Vec<u8>> {
 /// Reads a `str`.
 pub(crate) fn text(name: &str, value: &Any<'_>) -> PyResult<String> {
     value.extract().map_err(|_| wrong_type(name, "a str", value))
+}
+
+/// Reads the items of a list or tuple, which is one of `forms`.
+pub(crate) fn items<'py>(name: &str, forms: &str, value: &Any<'py>) -> PyResult<Bound<'py, PyTuple>> {
+    match (value.cast::<PyList>(), value.cast::<PyTuple>()) {
+        (Ok(list), _) => Ok(list.to_tuple()),
+        (_, Ok(tuple)) => Ok(tuple.clone()),
+        _ => Err(wrong_type(name, forms, value)),
+    }
 }
 
 /// Reads an integer in a range.
