@@ -58,7 +58,7 @@ impl StoreValues {
     ) -> PyResult<StoreValues> {
         let Some(rows) = rows else { return Self::read(name, given, value, only_read) };
         let py = given.py();
-        let (memory, bytes) = tensors::whole(name, given)?;
+        let (memory, bytes) = tensors::whole(name, given, None)?;
         if !bytes.is_multiple_of(value) {
             let allowed = format!("a multiple of {value} bytes, a value of the store");
             return Err(invalid(py, name, format_args!("{bytes} bytes"), &allowed));

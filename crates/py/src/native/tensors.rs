@@ -142,19 +142,14 @@ pub(crate) fn check_bytes(py: Python<'_>, name: &str, bytes: u64, value: u64) ->
 
 /// Reads an object of `bytes` bytes without gaps, which must be writable unless it is `only_read`.
 pub(crate) fn host_bytes(name: &str, given: &Any<'_>, bytes: u64, only_read: bool) -> PyResult<HostBytes> {
-    let forms = if only_read { READABLE } else { WRITABLE };
-    let tensor = described((name, forms), given, only_read.then_some(bytes))?;
-    let form = tensor.form(given.py(), name)?;
-    if form.row_stride.is_some() {
-        return Err(invalid(given.py(), name, form, "an array without gaps"));
-    }
-    check_bytes(given.py(), name, form.row_bytes().saturating_mul(form.shape[0].unsigned_abs()), bytes)?;
-    Ok(HostBytes { address: tensor.address, kept: tensor.kept })
+    let (found, has) = whole(name, given, only_read.then_some(bytes))?;
+    check_bytes(given.py(), name, has, bytes).map(|()| found)
 }
 
-/// Reads one writable object without gaps, and returns how many bytes it has.
-pub(crate) fn whole(name: &str, given: &Any<'_>) -> PyResult<(HostBytes, u64)> {
-    let tensor = described((name, WRITABLE), given, None)?;
+/// Reads one object without gaps, and returns how many bytes it has. It must be writable unless it is `only_read`: see `described`.
+pub(crate) fn whole(name: &str, given: &Any<'_>, only_read: Option<u64>) -> PyResult<(HostBytes, u64)> {
+    let forms = if only_read.is_some() { READABLE } else { WRITABLE };
+    let tensor = described((name, forms), given, only_read)?;
     let form = tensor.form(given.py(), name)?;
     if form.row_stride.is_some() {
         return Err(invalid(given.py(), name, form, "an array without gaps"));
