@@ -1,6 +1,6 @@
 //! `Holder`, the memory of `llm-datadist serve`. Its users are `commands/serve.py` and `commands/holder.py`.
 
-use llm_datadist_keeper::{Holder, KeeperOptions};
+use llm_datadist_keeper::Holder;
 use pyo3::prelude::*;
 
 use super::errors::raise;
@@ -27,14 +27,7 @@ impl NativeHolder {
         tokens: Option<&Any<'_>>,
         group: Option<&Any<'_>>,
     ) -> PyResult<Self> {
-        let (tokens, group) = values::keeper_tokens(tokens, group)?;
-        let options = KeeperOptions {
-            memory: values::size("memory", memory)?,
-            value: values::value_size(Some(value))?,
-            socket: values::path("socket", socket)?,
-            tokens,
-            group,
-        };
+        let options = values::keeper_options((memory, socket), Some(value), tokens, group)?;
         let holder = engine::allow_threads(py, || Holder::open(&options, take_over));
         Ok(NativeHolder { holder: holder.map_err(|error| raise(py, &error))? })
     }

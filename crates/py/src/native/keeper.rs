@@ -1,6 +1,6 @@
 //! `Keeper`, as Python holds it.
 
-use llm_datadist_keeper::{Keeper, KeeperOptions};
+use llm_datadist_keeper::Keeper;
 use pyo3::prelude::*;
 
 use super::errors::raise;
@@ -50,14 +50,7 @@ impl NativeKeeper {
         tokens: Option<&Any<'_>>,
         group: Option<&Any<'_>>,
     ) -> PyResult<Self> {
-        let (tokens, group) = values::keeper_tokens(tokens, group)?;
-        let options = KeeperOptions {
-            memory: values::size("memory", memory)?,
-            value: values::value_size(value)?,
-            socket: values::path("socket", socket)?,
-            tokens,
-            group,
-        };
+        let options = values::keeper_options((memory, socket), value, tokens, group)?;
         let keeper = engine::allow_threads(py, || Keeper::open(&options));
         Ok(NativeKeeper { keeper: keeper.map_err(|error| raise(py, &error))? })
     }

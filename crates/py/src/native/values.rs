@@ -10,7 +10,7 @@ use std::time::Duration;
 use llm_datadist_core::bindings::keeper::link_token;
 use llm_datadist_core::bindings::options::size_with_unit;
 use llm_datadist_core::{Error, ErrorKind, MAX_SECONDS};
-use llm_datadist_keeper::{KeeperAccess, MAX_LEASE, RoleTokens, read_token};
+use llm_datadist_keeper::{KeeperAccess, KeeperOptions, MAX_LEASE, RoleTokens, read_token};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -146,15 +146,25 @@ pub(crate) fn keeper_access(
     Ok(KeeperAccess { token, keeper_user })
 }
 
-/// Reads the tokens of a keeper from the file at a path, and the number of the group that may connect.
-pub(crate) fn keeper_tokens(
+/// Reads what a keeper is opened with. The tokens are in the file at their path; a group is one that may connect.
+pub(crate) fn keeper_options(
+    (memory, socket): (&Any<'_>, &Any<'_>),
+    value: Option<&Any<'_>>,
     tokens: Option<&Any<'_>>,
     group: Option<&Any<'_>>,
-) -> PyResult<(RoleTokens, Option<u32>)> {
+) -> PyResult<KeeperOptions> {
     let group = group.map(|given| int32("group", given, 0)).transpose()?;
-    let Some(given) = tokens else { return Ok((RoleTokens::default(), group)) };
-    let read = RoleTokens::read(&path("tokens", given)?).map_err(|error| raise(given.py(), &error))?;
-    Ok((read, group))
+    let tokens = tokens.map_or_else(
+        || Ok(RoleTokens::default()),
+        |given| RoleTokens::read(&path("tokens", given)?).map_err(|error| raise(given.py(), &error)),
+    )?;
+    Ok(KeeperOptions {
+        memory: size("memory", memory)?,
+        value: value_size(value)?,
+        socket: path("socket", socket)?,
+        tokens,
+        group,
+    })
 }
 
 /// Reads a path: a `str`, or an object that `os.fspath` accepts.
