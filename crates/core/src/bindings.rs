@@ -42,7 +42,7 @@ pub mod validate {
     }
 }
 
-/// Shared memory, descriptors, waits, copies, checksums, tokens and asynchronous calls for `crates/keeper`.
+/// Shared memory, descriptors, locks, waits, copies, checksums, tokens and asynchronous calls for `crates/keeper`.
 pub mod keeper {
     pub use crate::config::Token;
     pub use crate::copy::window_sums;
@@ -55,6 +55,7 @@ pub mod keeper {
     pub use crate::net::{discard, is_crowded};
     pub use crate::options::link_token;
     pub use crate::session::{KeyProof, Poller, Watching};
+    pub use crate::sync::{Condvar, Mutex};
     pub use crate::token_file::{read as read_token_file, secret_text};
     pub use crate::transfer::{ClientCallKind, ClientCalls};
 }

@@ -14,7 +14,7 @@ use loom::sync as imp;
 use std::sync as imp;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::PoisonError;
+use std::sync::{PoisonError, TryLockError};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
@@ -28,21 +28,37 @@ pub(crate) use imp::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence
 
 /// A mutual exclusion lock that a panic does not poison.
 #[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(imp::Mutex<T>);
+pub struct Mutex<T>(imp::Mutex<T>);
 
 impl<T> Mutex<T> {
-    pub(crate) fn new(value: T) -> Self {
+    /// Creates a lock that is free.
+    pub fn new(value: T) -> Self {
         Mutex(imp::Mutex::new(value))
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+    /// Waits for the lock.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the lock if it is free.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Returns the value without a lock, which nobody else can have.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A condition variable for [`Mutex`]. A notification takes a system call only if a thread waits.
 #[derive(Debug, Default)]
-pub(crate) struct Condvar {
+pub struct Condvar {
     variable: imp::Condvar,
     /// Threads that wait, or are about to wait and hold the lock. A thread that changes under the lock what they wait for, and
     /// then notifies them, sees them here.
@@ -62,7 +78,7 @@ impl Condvar {
     }
 
     /// Returns the lock, and whether `limit` has passed without a notification.
-    pub(crate) fn wait_timeout<'a, T>(
+    pub fn wait_timeout<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
         limit: Duration,
@@ -74,7 +90,8 @@ impl Condvar {
         (guard, waited.timed_out())
     }
 
-    pub(crate) fn notify_one(&self) {
+    /// Wakes a thread that waits.
+    pub fn notify_one(&self) {
         if self.is_awaited() {
             self.variable.notify_one();
         }

@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use llm_datadist_core::bindings::keeper::{
-    Copy, Generations, Kernel, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region, Tensors, Window,
-    copy_all, window_sums,
+    Copy, Generations, Kernel, MapBudget, Mutex, PeerGenerations, PeerMapping, PeerWords, Region, Tensors,
+    Window, copy_all, window_sums,
 };
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use rustix::io::Errno;
@@ -193,7 +193,7 @@ impl Attachment {
         deadline: Deadline,
         proceed: impl Fn() -> Result<()>,
     ) -> Result<()> {
-        let staging = self.staging().take().ok_or_else(|| ended(Errno::PIPE))?;
+        let staging = self.staging.lock().take().ok_or_else(|| ended(Errno::PIPE))?;
         let capacity = sizes::staged_values(self.terms.value);
         // A value that needs more than half of the memory takes turns with the keeper.
         let halves = capacity.min(2);
@@ -210,7 +210,7 @@ impl Attachment {
         while !sent.is_empty() {
             self.take_results(sent.pop_front(), deadline)?;
         }
-        *self.staging() = Some(staging);
+        *self.staging.lock() = Some(staging);
         Ok(())
     }
 
@@ -285,10 +285,6 @@ impl Attachment {
             }
             self.reported.add(*place);
         }
-    }
-
-    fn staging(&self) -> MutexGuard<'_, Option<Tensors>> {
-        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Has the keeper end the leases of this client on keys, unless its queue is full: then they end with their time.

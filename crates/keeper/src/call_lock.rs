@@ -1,7 +1,6 @@
 //! The lock that a call holds while it asks the keeper: one call at a time, because replies do not say which request they answer.
 
-use std::sync::{Condvar, Mutex, PoisonError};
-
+use llm_datadist_core::bindings::keeper::{Condvar, Mutex};
 use llm_datadist_core::{Deadline, ErrorKind, Result};
 
 /// A lock for which calls wait no longer than their deadline.
@@ -19,10 +18,9 @@ impl CallLock {
     /// Waits for the lock. `None` if the deadline passes before.
     pub(crate) fn lock(&self, deadline: Deadline) -> Result<Option<CallGuard<'_>>> {
         loop {
-            let mut locked = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut locked = self.locked.lock();
             if *locked && !deadline.passed() {
-                let waited = self.released.wait_timeout(locked, deadline.wait_limit());
-                locked = waited.unwrap_or_else(PoisonError::into_inner).0;
+                locked = self.released.wait_timeout(locked, deadline.wait_limit()).0;
             }
             if !*locked {
                 *locked = true;
@@ -44,7 +42,7 @@ impl CallLock {
 
 impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
-        *self.0.locked.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        *self.0.locked.lock() = false;
         self.0.released.notify_one();
     }
 }
@@ -87,7 +85,7 @@ mod tests {
                 scope.spawn(move || {
                     let _guard = lock.lock(soon()).unwrap().unwrap();
                     locked.send(()).unwrap();
-                    released.lock().unwrap().recv_timeout(Duration::from_secs(30)).unwrap();
+                    released.lock().recv_timeout(Duration::from_secs(30)).unwrap();
                 });
             }
             assert!(order.try_recv().is_err(), "the lock is not free");

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
-use llm_datadist_core::bindings::keeper::refuse_beyond_room;
+use llm_datadist_core::bindings::keeper::{Mutex, refuse_beyond_room};
 use llm_datadist_core::bindings::remember_process;
 use llm_datadist_core::{Error, ErrorKind, Result};
 
@@ -116,7 +116,7 @@ impl Holder {
     /// values.
     pub fn take_over(&self, stop: &OwnedFd) -> Result<TakenOver> {
         let (taken, table) = take_over(&self.files, &self.listening, stop)?;
-        *self.taken() = Some(table);
+        *self.taken.lock() = Some(table);
         Ok(taken)
     }
 
@@ -133,21 +133,17 @@ impl Holder {
     /// a little-endian `u32`. Later ones are texts about clients that it has refused, at most one a minute.
     pub fn serve(&self, stop: OwnedFd, empty: bool) -> Result<bool> {
         if empty {
-            *self.taken() = None;
+            *self.taken.lock() = None;
             SlotTable::forget_all(&self.files);
         }
         let failed = |errno| Error::new(ErrorKind::System, "the holder of the keeper has ended").errno(errno);
-        let taken = self.taken().take();
+        let taken = self.taken.lock().take();
         let table = taken.map_or_else(|| SlotTable::over(self.files.clone()), Ok)?;
         send(&stop, &table.values().to_le_bytes(), &[]).map_err(failed)?;
         let report_to = stop.try_clone().map_err(|error| {
             Error::new(ErrorKind::System, "cannot duplicate the socket of the holder").because(error)
         })?;
         KeeperLoop::new(self.listening.clone(), stop, table, self.tokens.clone(), Some(report_to))?.run()
-    }
-
-    fn taken(&self) -> MutexGuard<'_, Option<SlotTable>> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -177,11 +173,11 @@ mod tests {
         let holder = Holder::open(&options, true).unwrap();
         let (stop, other) = UnixStream::pair().unwrap();
         holder.take_over(&OwnedFd::from(stop.try_clone().unwrap())).unwrap();
-        assert!(holder.taken().is_some());
+        assert!(holder.taken.lock().is_some());
         drop(other);
         // It has nobody to serve: the other end is closed.
         holder.serve(stop.into(), false).unwrap_err();
-        assert!(holder.taken().is_none());
+        assert!(holder.taken.lock().is_none());
     }
 
     fn store(path: &SilentPath, checksums: bool) -> Store {

@@ -1,10 +1,9 @@
 //! A keeper: its memory, its socket, and the thread that serves its clients.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-use llm_datadist_core::bindings::keeper::above_standard_streams;
+use llm_datadist_core::bindings::keeper::{Mutex, above_standard_streams};
 use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
@@ -53,7 +52,7 @@ impl Keeper {
     pub fn running(&self) -> bool {
         let running =
             |thread: &Option<JoinHandle<()>>| thread.as_ref().is_some_and(|thread| !thread.is_finished());
-        self.process == this_process() && running(&self.thread.lock().unwrap_or_else(PoisonError::into_inner))
+        self.process == this_process() && running(&self.thread.lock())
     }
 
     /// Stops to serve clients, and removes the socket. Clients see the end of their connection; what they have mapped lives on.
@@ -62,7 +61,7 @@ impl Keeper {
         if self.process != this_process() {
             return;
         }
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread {
             // Fails only if the thread has ended. `write` would raise SIGPIPE then.
             let _ = send(&self.stop, &[1], &[]);
@@ -77,7 +76,7 @@ impl Drop for Keeper {
         self.close();
         if self.process != this_process() {
             // A forked child does not have the thread.
-            std::mem::forget(self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+            std::mem::forget(self.thread.get_mut().take());
         }
     }
 }

@@ -1,9 +1,10 @@
 //! The connection of a store to its keeper, and when to try to attach again.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::bindings::keeper::Mutex;
 use llm_datadist_core::bindings::{remember_process, this_process};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
@@ -101,19 +102,15 @@ impl KeeperLink {
         if let Some(attachment) = self.known()? {
             return Ok(Some(attachment));
         }
-        let _attaching = match self.attaching.try_lock() {
-            Ok(attaching) => attaching,
-            Err(TryLockError::Poisoned(attaching)) => attaching.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(None),
-        };
+        let Some(_attaching) = self.attaching.try_lock() else { return Ok(None) };
         {
-            let state = self.state();
+            let state = self.state.lock();
             if state.next_try > Instant::now() {
                 return Ok(state.attached.clone());
             }
         }
         let tried = attach(&self.options, Deadline::after(self.wait));
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let [first, longest] = ATTACH_PAUSES;
         state.next_try = Instant::now() + state.pause;
         state.pause = if tried.is_ok() { first } else { longest.min(2 * state.pause) };
@@ -132,7 +129,7 @@ impl KeeperLink {
     /// Returns whether a call would not attach: there is an attachment, or the next attempt comes later.
     pub(crate) fn answers_at_once(&self) -> bool {
         self.check_process().is_err() || {
-            let state = self.state();
+            let state = self.state.lock();
             let alive = state.attached.as_ref().is_some_and(|attachment| attachment.connection.alive());
             state.closed || alive || (state.attached.is_none() && state.next_try > Instant::now())
         }
@@ -151,20 +148,20 @@ impl KeeperLink {
     /// Returns how often it has attached, and why the last attempt failed, unless the keeper was away. Does not attach.
     pub(crate) fn history(&self) -> Result<(u64, Option<String>)> {
         self.check_open()?;
-        let state = self.state();
+        let state = self.state.lock();
         Ok((state.times, state.refused.clone()))
     }
 
     /// Returns an error if the store was closed, or belongs to the parent of this process.
     pub(crate) fn check_open(&self) -> Result<()> {
         self.check_process()?;
-        if self.state().closed { Err(closed()) } else { Ok(()) }
+        if self.state.lock().closed { Err(closed()) } else { Ok(()) }
     }
 
     /// Ends an attachment that must not be used any more.
     pub(crate) fn forget(&self, attachment: &Arc<Attachment>) {
         attachment.connection.end();
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.attached.as_ref().is_some_and(|attached| Arc::ptr_eq(attached, attachment)) {
             state.attached = None;
             state.next_try = Instant::now();
@@ -174,7 +171,7 @@ impl KeeperLink {
     /// Ends the connection. Later calls fail, and calls that wait for the keeper end at once. Closing again does nothing.
     pub(crate) fn close(&self) {
         if self.process == this_process() {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             state.closed = true;
             if let Some(attachment) = state.attached.take() {
                 attachment.connection.end();
@@ -186,7 +183,7 @@ impl KeeperLink {
     #[cfg(test)]
     pub(crate) fn wait_now(&mut self, wait: Duration) {
         self.wait = wait;
-        self.state().next_try = Instant::now();
+        self.state.lock().next_try = Instant::now();
     }
 
     /// Returns `Err(Forked)` in a child of the process that opened the store.
@@ -200,7 +197,7 @@ impl KeeperLink {
 
     /// Returns the attachment if its connection has not ended. If it has, the next call that tries to attach may do so at once.
     fn known(&self) -> Result<Option<Arc<Attachment>>> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.closed {
             return Err(closed());
         }
@@ -210,16 +207,12 @@ impl KeeperLink {
         }
         Ok(state.attached.clone())
     }
-
-    fn state(&self) -> MutexGuard<'_, AttachState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// A forked child leaks its copy: other values of the child may have the numbers of the descriptors.
 impl Drop for KeeperLink {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.get_mut();
         if self.process != this_process() {
             std::mem::forget(state.attached.take());
         }

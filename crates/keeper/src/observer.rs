@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use llm_datadist_core::bindings::keeper::Mutex;
 use llm_datadist_core::bindings::{fallible, remember_process, this_process};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
@@ -191,7 +191,7 @@ impl Observer {
     pub fn changes(&self, deadline: Deadline) -> Result<NewChanges> {
         // Held for all pages, so that another thread does not get one of them.
         let guard = self.locked(deadline)?;
-        let (mut all, mut from, mut more) = (NewChanges::default(), *self.next_change(), true);
+        let (mut all, mut from, mut more) = (NewChanges::default(), *self.next_change.lock(), true);
         while more {
             let KeeperReply::Changes(page) =
                 self.asked_under(&guard, &KeeperRequest::Changes(from), deadline)?
@@ -209,12 +209,8 @@ impl Observer {
             // Beyond what a keeper remembers, the next call goes on.
             more = page.more && all.changes.len() < 1 << 16;
         }
-        *self.next_change() = from;
+        *self.next_change.lock() = from;
         Ok(all)
-    }
-
-    fn next_change(&self) -> MutexGuard<'_, Option<u64>> {
-        self.next_change.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends the connection. Later calls fail, and calls that wait for the keeper end at once. Closing again does nothing.

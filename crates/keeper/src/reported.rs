@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use llm_datadist_core::bindings::keeper::Mutex;
 
 use crate::index::Place;
 
@@ -20,7 +21,7 @@ pub(crate) struct ReportedPlaces {
 impl ReportedPlaces {
     /// Adds a place. The oldest one is forgotten if there are too many.
     pub(crate) fn add(&self, place: Place) {
-        let mut places = self.places();
+        let mut places = self.places.lock();
         if places.len() == MAX_REPORTED {
             places.pop_front();
         }
@@ -30,19 +31,15 @@ impl ReportedPlaces {
 
     /// Returns whether this place was reported, and not forgotten.
     pub(crate) fn has(&self, place: &Place) -> bool {
-        self.any.load(Ordering::Acquire) && self.places().contains(place)
+        self.any.load(Ordering::Acquire) && self.places.lock().contains(place)
     }
 
     /// Forgets a place: the keeper has read the report, and still has the value.
     pub(crate) fn forget(&self, place: &Place) {
         if self.any.load(Ordering::Acquire) {
-            let mut places = self.places();
+            let mut places = self.places.lock();
             places.retain(|reported| reported != place);
             self.any.store(!places.is_empty(), Ordering::Release);
         }
-    }
-
-    fn places(&self) -> MutexGuard<'_, VecDeque<Place>> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,9 +1,9 @@
 //! The client of a keeper. If the keeper is away, every key is a miss.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::bindings::keeper::{Copy, Kernel, Window, copy_all};
+use llm_datadist_core::bindings::keeper::{Copy, Kernel, Mutex, Window, copy_all};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::attachment::{Attachment, SharedMemory};
@@ -99,7 +99,7 @@ impl Store {
         if attachment.is_none() {
             self.count_away(keys.len());
         }
-        let mut counts = self.counts();
+        let mut counts = self.counts.lock();
         counts.gets += 1;
         counts.get_nanos += nanos_since(begin);
         Ok(results)
@@ -162,7 +162,7 @@ impl Store {
 
     /// Adds what was read to the counts.
     pub(crate) fn add(&self, read: &StoreStats) {
-        let mut counts = self.counts();
+        let mut counts = self.counts.lock();
         counts.hits += read.hits;
         counts.hit_bytes += read.hit_bytes;
         counts.misses_changed += read.misses_changed;
@@ -215,7 +215,7 @@ impl Store {
             attachment.connection.check(ClientRole::Write)?;
             self.put_to(&attachment, keys, values, deadline, proceed, &mut results)?;
         }
-        let mut counts = self.counts();
+        let mut counts = self.counts.lock();
         for result in &results {
             match result {
                 Stored::Stored => {
@@ -350,7 +350,7 @@ impl Store {
     /// Returns the counts of this store, without those of the keeper. Asks the keeper nothing, and does not attach.
     pub fn own_stats(&self) -> Result<StoreStats> {
         let (attached, refused) = self.keeper.history()?;
-        Ok(StoreStats { attached, refused, ..self.counts().clone() })
+        Ok(StoreStats { attached, refused, ..self.counts.lock().clone() })
     }
 
     /// Returns the counts of this store, and those of the keeper if it answers before `deadline`. If it does not, the store attaches again.
@@ -418,11 +418,7 @@ impl Store {
 
     /// Counts keys that were read while the keeper was away.
     pub(crate) fn count_away(&self, keys: usize) {
-        self.counts().misses_away += keys as u64;
-    }
-
-    fn counts(&self) -> MutexGuard<'_, StoreStats> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock().misses_away += keys as u64;
     }
 }
 

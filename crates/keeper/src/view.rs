@@ -1,10 +1,10 @@
 //! Values where they lie in the memory of the keeper, without a copy.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use llm_datadist_core::bindings::keeper::{Window, window_sums};
+use llm_datadist_core::bindings::keeper::{Mutex, Window, window_sums};
 use llm_datadist_core::bindings::this_process;
 use llm_datadist_core::{Deadline, Result};
 
@@ -116,7 +116,7 @@ impl StoreView {
             self.store.count_found(&self.places, &right, wrong.len() as u64, &mut counts);
             self.store.add(&counts);
         }
-        if own && let Some(attachment) = &*self.attachment() {
+        if own && let Some(attachment) = &*self.attachment.lock() {
             attachment.report_corrupt(&wrong);
         }
         Ok(right)
@@ -137,17 +137,13 @@ impl StoreView {
         Ok(found.iter().zip(sums).filter(wrong).map(|((at, _), _)| *at).collect())
     }
 
-    fn attachment(&self) -> MutexGuard<'_, Option<Arc<Attachment>>> {
-        self.attachment.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Ends the leases of the store on the keys that no other view of it has, also those of [`Store::lease`]. Does not wait for the keeper. What is mapped stays
     /// readable, and [`valid`](Self::valid) may still be called. Ending again does nothing, and so does ending in a forked child.
     pub fn end(&self) {
         if self.process != this_process() {
             return;
         }
-        let attachment = self.attachment().take();
+        let attachment = self.attachment.lock().take();
         let Some(attachment) = attachment else { return };
         attachment.viewed.remove(&self.keys, |keys| attachment.unlease(keys));
         // In the order of the chain.
@@ -160,7 +156,7 @@ impl StoreView {
 impl Drop for StoreView {
     fn drop(&mut self) {
         self.end();
-        std::mem::forget(self.attachment.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        std::mem::forget(self.attachment.get_mut().take());
     }
 }
 

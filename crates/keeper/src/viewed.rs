@@ -1,10 +1,10 @@
 //! Which keys the views of an attached store have, so that one view does not end the leases of another.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::bindings::keeper::Mutex;
 
 use crate::key::StoreKey;
 
@@ -15,7 +15,7 @@ pub(crate) struct ViewedKeys(Mutex<HashMap<StoreKey, u32>>);
 impl ViewedKeys {
     /// Counts the keys of a view, before it leases them. Returns `Err(OutOfMemory)` if memory is short.
     pub(crate) fn add(&self, keys: &[StoreKey]) -> Result<()> {
-        let mut views = self.locked();
+        let mut views = self.0.lock();
         let bytes = keys.len() * size_of::<(StoreKey, u32)>();
         let no_memory = |_| fallible::out_of_memory("the keys of a view", bytes);
         views.try_reserve(keys.len()).map_err(no_memory)?;
@@ -28,7 +28,7 @@ impl ViewedKeys {
     /// Counts the keys of a view no more, and calls `end` with those that are in no view now. A view that is made meanwhile waits until
     /// `end` returns, so that its leases come later.
     pub(crate) fn remove(&self, keys: &[StoreKey], end: impl FnOnce(&[StoreKey])) {
-        let mut views = self.locked();
+        let mut views = self.0.lock();
         let mut last = Vec::with_capacity(keys.len());
         for key in keys {
             let Some(count) = views.get_mut(key) else { continue };
@@ -39,10 +39,6 @@ impl ViewedKeys {
             }
         }
         end(&last);
-    }
-
-    fn locked(&self) -> MutexGuard<'_, HashMap<StoreKey, u32>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -64,6 +60,6 @@ mod tests {
         assert_eq!(removed(&[key(1), key(2), key(2)]), [key(1)]);
         assert_eq!(removed(&[key(2), key(3)]), [key(2), key(3)]);
         assert_eq!(removed(&[key(2)]), []);
-        assert!(viewed.locked().is_empty());
+        assert!(viewed.0.lock().is_empty());
     }
 }
