@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar, final
 
-from typing_extensions import CapsuleType, Self, TypeAlias
+from typing_extensions import Self, TypeAlias
 
 from llm_datadist import native as native_api
+from llm_datadist.native import TensorView
 from llm_datadist.original.configs import LLMClusterInfo, LLMRole
 from llm_datadist.original.data_type import DataType
 from llm_datadist.original.kv_cache_manager import KvCache
@@ -457,54 +458,6 @@ class KvCaches:
 
     def tensor_view(self, cache: KvCache, tensor_index: int) -> TensorView:
         """Return a view of one tensor of a cache."""
-
-@final
-class TensorView:
-    """One tensor of a cache without a copy.
-
-    Pool memory stays mapped as long as the view, or an array made from it, exists. Memory of a registered or CPU cache
-    belongs to the caller, and no view keeps it alive.
-
-    ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and similar functions accept a view. The memory is
-    writable, and C-contiguous except for the gaps between rows of a cache with a row stride.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Dimensions, outermost first."""
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """The array interface of numpy. ``DT_BF16`` appears as ``uint16``; ``DT_STRING`` raises ``TypeError``."""
-
-    def numpy(self) -> Any:
-        """Return a ``numpy.ndarray`` over the same memory. ``DT_BF16`` appears as ``uint16``."""
-
-    def __dlpack__(
-        self,
-        *,
-        stream: None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> CapsuleType:
-        """Return a DLPack capsule, in the layout of version 1 if ``max_version`` allows it.
-
-        Raises:
-            BufferError: the caller asks for a stream, a device other than the CPU, or a copy.
-            TypeError: the tensor is ``DT_STRING``, which DLPack does not support.
-        """
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the type and id of the device in DLPack's numbers: CPU, 0."""
 
 def check_isinstance(
     arg_name: str,

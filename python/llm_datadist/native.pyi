@@ -1126,6 +1126,7 @@ class TensorView:
 
         Raises:
             BufferError: the caller asks for a stream, a device other than the CPU, or a copy.
+            TypeError: the elements are texts, as in some caches of the original's API. DLPack has no type for them.
         """
 
     def __dlpack_device__(self) -> tuple[int, int]:
