@@ -21,14 +21,13 @@ use llm_datadist_core::testing::protocol::{
 };
 use llm_datadist_core::testing::validate::{self, CheckedTransfer, RemoteCache};
 use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKind, DataType, Deadline, ErrorKind, KvLayout, KvPlanes, Placement, Result,
-    TokenOrder,
+    CacheDesc, CacheId, CacheKind, DataType, Deadline, ErrorKind, KvLayout, Placement, Result, TokenOrder,
 };
 
 use crate::counting_allocator;
 use crate::fixtures::{
-    Own, block_moves, block_plan, config, desc, listed, local_streams, patterned, pin_reads, pin_writes,
-    plan_of_peer, try_adopt,
+    Own, block_moves, block_plan, config, desc, kv_layout, listed, local_streams, patterned, pin_reads,
+    pin_writes, plan_of_peer, try_adopt,
 };
 
 /// The least size of a list of these tests. Allocations of a constant size are smaller.
@@ -127,16 +126,7 @@ fn planning_fails_whole() {
 fn kv_geometry(heads: Range<u32>, order: TokenOrder) -> KvGeometry {
     let (elements, data_type) = (16 * heads.len() * 8, DataType::Float16);
     let desc = CacheDesc { data_type, ..desc(Placement::Device, 4, MANY as usize, elements) };
-    let layout = KvLayout {
-        tokens_per_block: 16,
-        heads,
-        total_heads: 8,
-        head_dim: 8,
-        order,
-        kv: KvPlanes::Separate,
-        layers: 0..2,
-        model: String::new(),
-    };
+    let layout = KvLayout { heads, order, ..kv_layout(16, 8, 8, 2) };
     KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type).unwrap()
 }
 

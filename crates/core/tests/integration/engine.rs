@@ -6,11 +6,11 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::{
-    BlockRows, CacheForm, CacheKind, ClusterId, DataType, Engine, Error, ErrorKind, KvLayout, KvPlanes,
-    PairExtras, Placement, Result, RowsPart, TokenOrder, WhileRefused,
+    BlockRows, CacheForm, CacheKind, ClusterId, DataType, Engine, Error, ErrorKind, KvLayout, PairExtras,
+    Placement, Result, RowsPart, WhileRefused,
 };
 
-use crate::fixtures::adopt;
+use crate::fixtures::{adopt, kv_layout};
 
 fn open() -> Engine {
     Engine::builder().pool(1 << 20).option("page", "4KiB").open().unwrap()
@@ -59,16 +59,7 @@ fn forms_are_checked_before_they_reach_an_engine() {
     let one_element = plain(2, 8, &[], None).unwrap();
     assert_eq!(one_element.row_bytes(), 1);
     refused(one_element.check_addresses(&[u64::MAX]), "tensors", "below 2^64");
-    let layout = KvLayout {
-        tokens_per_block: 4,
-        heads: 0..2,
-        total_heads: 2,
-        head_dim: 8,
-        order: TokenOrder::Nhd,
-        kv: KvPlanes::Separate,
-        layers: 0..1,
-        model: String::new(),
-    };
+    let layout = kv_layout(4, 2, 8, 1);
     let laid_out =
         |layout: &KvLayout, blocks| CacheForm::laid_out(layout, DataType::Uint8, blocks, Placement::Device);
     refused(laid_out(&KvLayout { heads: 1..1, ..layout.clone() }, 8), "heads", "at least one head");

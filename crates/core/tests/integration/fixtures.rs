@@ -19,7 +19,8 @@ use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Trans
 use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces, Span, Template, Templates, TensorSteps};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
-    Adopted, CacheDesc, CacheKind, ClusterId, DataType, Deadline, Error, ErrorKind, Placement, Result,
+    Adopted, CacheDesc, CacheKind, ClusterId, DataType, Deadline, Error, ErrorKind, KvLayout, KvPlanes,
+    Placement, Result, TokenOrder,
 };
 use llm_datadist_testing::{Local, SimDevice, host_address};
 use tracing::{Level, Subscriber, span};
@@ -127,6 +128,20 @@ pub fn patterned(seed: u8, tensors: usize, bytes: usize) -> Vec<Vec<u8>> {
 pub fn desc(placement: Placement, num_tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
     let shape = vec![rows as i64, row_bytes as i64];
     CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement, row_stride: None, kv_layout: None }
+}
+
+/// What blocks of so many tokens mean, with all heads of a model in the first layers.
+pub fn kv_layout(tokens_per_block: u32, total_heads: u32, head_dim: u32, layers: u32) -> KvLayout {
+    KvLayout {
+        tokens_per_block,
+        heads: 0..total_heads,
+        total_heads,
+        head_dim,
+        order: TokenOrder::Nhd,
+        kv: KvPlanes::Separate,
+        layers: 0..layers,
+        model: String::new(),
+    }
 }
 
 /// The rows of a whole cache, each paired with the same row of another one.

@@ -6,19 +6,10 @@ use llm_datadist_core::bindings::{Geometry, KvGeometry};
 use llm_datadist_core::testing::validate::local_rows_alike;
 use llm_datadist_core::{CacheDesc, DataType, ErrorKind, KvLayout, KvPlanes, Placement, TokenOrder};
 
-use crate::fixtures::desc;
+use crate::fixtures::{desc, kv_layout};
 
 fn layout() -> KvLayout {
-    KvLayout {
-        tokens_per_block: 16,
-        heads: 4..8,
-        total_heads: 8,
-        head_dim: 8,
-        order: TokenOrder::Nhd,
-        kv: KvPlanes::Separate,
-        layers: 0..4,
-        model: String::new(),
-    }
+    KvLayout { heads: 4..8, ..kv_layout(16, 8, 8, 4) }
 }
 
 /// Each rule of a layout, with its argument, its value and what is allowed.

@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{
-    Chance, desc, local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over,
+    Chance, desc, kv_layout, local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over,
 };
 use crate::socket_copies::SocketCopies as _;
 
@@ -457,16 +457,7 @@ fn plans_of_all_owners_write_each_element_once() {
 
 /// A layout of 16 tokens, with all heads of one rank of a group of `ranks`, and 4 layers.
 fn rank(total_heads: u32, ranks: u32, rank: u32) -> KvLayout {
-    KvLayout {
-        tokens_per_block: 16,
-        heads: heads_of_rank(total_heads, ranks, rank),
-        total_heads,
-        head_dim: 8,
-        order: TokenOrder::Nhd,
-        kv: KvPlanes::Separate,
-        layers: 0..4,
-        model: String::new(),
-    }
+    KvLayout { heads: heads_of_rank(total_heads, ranks, rank), ..kv_layout(16, total_heads, 8, 4) }
 }
 
 /// The first `blocks` blocks of a cache.

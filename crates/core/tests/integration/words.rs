@@ -7,11 +7,9 @@ use llm_datadist_core::bindings::{
 };
 use llm_datadist_core::testing::plan::Side::{self, Destination, Source};
 use llm_datadist_core::testing::validate::{self, CheckedTransfer, LocalCache, OwnerShare, RemoteCache};
-use llm_datadist_core::{
-    CacheKind, DataType, Error, ErrorKind, KvLayout, KvPlanes, Placement, Result, TokenOrder,
-};
+use llm_datadist_core::{CacheKind, DataType, Error, ErrorKind, Placement, Result};
 
-use crate::fixtures::desc;
+use crate::fixtures::{desc, kv_layout};
 
 /// A rule that a call breaks, as the callers of an API see it.
 type Broken = Box<dyn Fn(&'static Words) -> Result<()>>;
@@ -58,21 +56,8 @@ fn between(local_side: Side, local: LocalCache, rows: Rows, layers: Layers, to: 
 }
 
 /// What rows mean in a cache of 4 tensors with 16 tokens of 512 bytes in a block.
-fn kv_layout() -> KvLayout {
-    KvLayout {
-        tokens_per_block: 16,
-        heads: 0..4,
-        total_heads: 4,
-        head_dim: 8,
-        order: TokenOrder::Nhd,
-        kv: KvPlanes::Separate,
-        layers: 0..2,
-        model: String::new(),
-    }
-}
-
 fn kv_geometry(blocks: usize) -> KvGeometry {
-    KvGeometry::new(kv_layout(), &spec(4, blocks, 512).geometry, DataType::Uint8).unwrap()
+    KvGeometry::new(kv_layout(16, 4, 8, 2), &spec(4, blocks, 512).geometry, DataType::Uint8).unwrap()
 }
 
 fn local_tokens(blocks: usize) -> LocalCache {

@@ -9,7 +9,7 @@ use llm_datadist_core::{
 
 use super::asynchronous::outcome;
 use super::{Held, LONG, Pair, WAYS, Way, device, of, request, row, times};
-use crate::fixtures::Chance;
+use crate::fixtures::{Chance, kv_layout};
 use crate::kv_layouts::{Element, heads_of_rank, index_of, num_tensors, row_elements};
 
 /// The value of an element, different from those around it.
@@ -128,11 +128,9 @@ fn random_layout(chance: &mut Chance, total_heads: u32, planes: &[KvPlanes]) -> 
         tokens_per_block: [1, 2, 3, 4, 8, 16][chance.below(6) as usize],
         heads: 0..total_heads,
         total_heads,
-        head_dim: 5,
         order: [TokenOrder::Nhd, TokenOrder::Hnd][chance.below(2) as usize],
         kv,
-        layers: 0..4,
-        model: "m".into(),
+        ..good()
     }
 }
 
@@ -263,16 +261,7 @@ fn pull(pair: &Pair, far: &Rank, near: &Rank, extras: CallExtras) -> Result<()> 
 }
 
 pub(super) fn good() -> KvLayout {
-    KvLayout {
-        tokens_per_block: 4,
-        heads: 0..4,
-        total_heads: 4,
-        head_dim: 5,
-        order: TokenOrder::Nhd,
-        kv: KvPlanes::Separate,
-        layers: 0..4,
-        model: "m".into(),
-    }
+    KvLayout { model: "m".into(), ..kv_layout(4, 4, 5, 4) }
 }
 
 #[test]

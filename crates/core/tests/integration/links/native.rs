@@ -8,15 +8,14 @@ use llm_datadist_core::bindings::{
 };
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheDesc, CacheKind, ClusterId, DataType, ErrorKind, Event, GrantUse, KvLayout, KvPlanes, PeerInfo,
-    TokenOrder, Verify, WhileRefused,
+    CacheDesc, CacheKind, ClusterId, DataType, ErrorKind, Event, GrantUse, PeerInfo, Verify, WhileRefused,
 };
 
 use super::asynchronous::outcome;
 use super::{
     Held, LONG, Pair, WAYS, Way, check_pull, config, device, of, open, open_gated, pull_blocks, row,
 };
-use crate::fixtures::{Gated, eventually};
+use crate::fixtures::{Gated, eventually, kv_layout};
 
 /// A configuration as those of the other tests, of a native engine.
 fn native(way: Way) -> Config {
@@ -98,16 +97,7 @@ fn events_of_a_native_engine_are_kept_from_the_start() {
 /// Ids that are drawn spread no readers over replicas: the order of the list decides.
 #[test]
 fn a_native_engine_reads_the_first_of_equal_owners() {
-    let layout = KvLayout {
-        tokens_per_block: 4,
-        heads: 0..2,
-        total_heads: 2,
-        head_dim: 8,
-        order: TokenOrder::Nhd,
-        kv: KvPlanes::Separate,
-        layers: 0..2,
-        model: "m".into(),
-    };
+    let layout = kv_layout(4, 2, 8, 2);
     let desc =
         CacheDesc { data_type: DataType::Int8, kv_layout: Some(Box::new(layout)), ..device(4, 3, 4 * 2 * 8) };
     for _ in 0..8 {
