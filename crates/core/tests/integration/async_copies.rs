@@ -9,10 +9,11 @@ use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Event, Placement, Transfer, Verify};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::fixtures::{Gated, Own, config, contents, desc, end, engine_on, fill, patterned, pin_writes};
+use crate::fixtures::{
+    Gated, LONG, Own, config, contents, desc, end, engine_on, fill, patterned, pin_writes,
+};
 use crate::moved::after_the_move;
 
-const LONG: Duration = Duration::from_secs(60);
 const ROW: usize = 4096;
 
 /// An engine whose device copies wait while the gate is shut, and a blocks cache of each placement.

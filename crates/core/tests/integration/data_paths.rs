@@ -19,16 +19,12 @@ use llm_datadist_core::{Deadline, ErrorKind, Placement};
 use llm_datadist_testing::{SimDevice, Stall};
 
 use crate::fixtures::{
-    Buffer, block_plan, config, copy_engine, eventually, local_streams, ringed_streams, tensors_over,
+    Buffer, block_plan, config, copy_engine, eventually, local_streams, ringed_streams, soon, tensors_over,
 };
 use crate::links::stand_ins::{self, stand_in};
 use crate::peer_memory::{Peer, ROW, ROWS, TENSOR, TENSORS, source};
 
 const REACHES: [Reach; 5] = [Reach::Host, Reach::HostRead, Reach::Process, Reach::Fabric, Reach::Device];
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(60))
-}
 
 /// Blocks in a shuffled order. Two pairs write one destination, of which the plan keeps the last.
 fn pairs() -> Vec<(u64, u64)> {

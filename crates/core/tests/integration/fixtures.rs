@@ -25,6 +25,14 @@ use llm_datadist_core::{
 use llm_datadist_testing::{Local, SimDevice, host_address};
 use tracing::{Level, Subscriber, span};
 
+/// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
+pub const LONG: Duration = Duration::from_secs(60);
+
+/// The end of that time.
+pub fn soon() -> Deadline {
+    Deadline::after(LONG)
+}
+
 /// Reports that a test skipped something, and why. Writes to standard error directly, because the test
 /// harness hides what a passing test prints.
 pub fn skipped(why: &str) {
@@ -175,10 +183,9 @@ pub struct Own {
 /// may still be in the system call that sent it.
 impl Drop for Own {
     fn drop(&mut self) {
-        let in_a_minute = Deadline::after(Duration::from_secs(60));
         // Also of a cache that was freed, which admits no other call.
         let rows = llm_datadist_core::testing::cache::all_rows(&self.cache);
-        let unused = rows.and_then(|rows| rows.pin(in_a_minute));
+        let unused = rows.and_then(|rows| rows.pin(soon()));
         assert!(unused.is_ok() || std::thread::panicking(), "the cache is in use: {:?}", unused.err());
     }
 }
@@ -437,7 +444,7 @@ pub fn local_streams(name: &str) -> (Stream, Stream) {
     let transport = Local::default();
     let at = Address::Local(name.to_owned());
     let listener = transport.listen(&at).unwrap();
-    let dialled = transport.dial(&at, Deadline::after(Duration::from_secs(60))).unwrap();
+    let dialled = transport.dial(&at, soon()).unwrap();
     (dialled, accepted(&*listener).unwrap())
 }
 
@@ -445,7 +452,7 @@ pub fn local_streams(name: &str) -> (Stream, Stream) {
 pub fn ringed_streams(name: &str) -> (Stream, Stream) {
     let at = Address::Unix(format!("llm_datadist-{name}-{}-{:?}", std::process::id(), Instant::now()));
     let listener = Unix.listen(&at).unwrap();
-    let dialled = Unix.dial(&at, Deadline::after(Duration::from_secs(60))).unwrap();
+    let dialled = Unix.dial(&at, soon()).unwrap();
     let accepted = accepted(&*listener).unwrap();
     share_rings(&dialled, &accepted);
     (dialled, accepted)

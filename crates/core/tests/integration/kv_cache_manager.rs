@@ -3,7 +3,6 @@
 //! `tests/test_kv_mode_peers.py` covers two engines of one cluster id, other Python tests the order of checks.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use llm_datadist_core::bindings::{
     Config, CopyArgs, DataDist, End, Layers, Mode, Name, PeerAddress, PoolConfig, RemoteName, Role, Rows,
@@ -15,12 +14,10 @@ use llm_datadist_core::testing::validate;
 use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, Placement};
 
 use crate::arguments::{refused, spec};
-use crate::fixtures::{self, desc};
+use crate::fixtures::{self, LONG, desc};
 use CacheKind::{Batch, Blocks};
 use ErrorKind::InvalidArgument;
 use Placement::{Device, Host};
-
-const LONG: Duration = Duration::from_secs(60);
 
 fn read(options: &[(&str, &str)]) -> llm_datadist_core::Result<Config> {
     let options: BTreeMap<String, String> =

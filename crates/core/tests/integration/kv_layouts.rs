@@ -7,17 +7,16 @@ mod wire;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use llm_datadist_core::bindings::{Geometry, KvGeometry, SwapInPath, Words};
 use llm_datadist_core::testing::copy::{Progress, Staging};
 use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, Side, assign_owners};
-use llm_datadist_core::{CacheDesc, DataType, Deadline, KvLayout, KvPlanes, Placement, Result, TokenOrder};
+use llm_datadist_core::{CacheDesc, DataType, KvLayout, KvPlanes, Placement, Result, TokenOrder};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{
-    Chance, desc, kv_layout, local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over,
+    Chance, desc, kv_layout, local_streams, pattern, proptest_cases, shared_copy_engine, soon, tensors_over,
 };
 use crate::socket_copies::SocketCopies as _;
 
@@ -664,7 +663,6 @@ fn plans_between_layouts_move_bytes() {
                     pattern(1, from as usize, read as usize + byte);
             }
         }
-        let soon = || Deadline::after(Duration::from_secs(60));
         let (buffer, dst) = over(&case.dst, 2);
         let engine = shared_copy_engine();
         for plan in &plans {

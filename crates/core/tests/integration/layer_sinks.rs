@@ -10,10 +10,8 @@ use llm_datadist_core::bindings::LayerRange;
 use llm_datadist_core::testing::transfer::{Delivery, LayerSink};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, Result};
 
-use crate::fixtures::eventually;
+use crate::fixtures::{LONG, eventually};
 
-/// A limit that no test runs into unless it hangs.
-pub const LONG: Duration = Duration::from_secs(60);
 /// Bytes of a layer.
 pub const BYTES: u64 = 10;
 

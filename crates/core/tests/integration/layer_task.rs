@@ -17,8 +17,8 @@ use llm_datadist_core::{
     ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LinkEnd, PeerInfo, Result, Transfer,
 };
 
-use crate::fixtures::eventually;
-use crate::layer_sinks::{BYTES, FAIL, LONG, Script, delivery};
+use crate::fixtures::{LONG, eventually};
+use crate::layer_sinks::{BYTES, FAIL, Script, delivery};
 
 const LAYERS: u32 = 8;
 

@@ -52,11 +52,9 @@ use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Deadline, Placement, Re
 
 use llm_datadist_testing::{Local, SimDevice};
 
+pub use crate::fixtures::LONG;
 use crate::fixtures::{self, Gated, Own, eventually};
 use crate::log;
-
-/// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
-pub const LONG: Duration = Duration::from_secs(60);
 
 /// How two engines reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

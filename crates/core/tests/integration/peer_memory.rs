@@ -21,12 +21,12 @@ use llm_datadist_core::testing::memory::{
     allow_readers, own_probe, socket_io,
 };
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind, Placement};
+use llm_datadist_core::{ArrivedRows, ErrorKind, Placement};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
 use crate::child_process::{self, Process, report};
-use crate::fixtures::{Buffer, block_plan, config, pattern, skipped, tensors_over};
+use crate::fixtures::{Buffer, block_plan, config, pattern, skipped, soon, tensors_over};
 
 pub(crate) const TENSORS: usize = 3;
 pub(crate) const ROWS: usize = 40;
@@ -183,10 +183,6 @@ fn local() -> (Arc<Buffer>, Arc<Tensors>) {
 /// Returns a budget that is large enough for every mapping of these tests.
 fn budget() -> Arc<MapBudget> {
     MapBudget::new(None)
-}
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(60))
 }
 
 fn engine(workers: usize) -> CopyEngine {

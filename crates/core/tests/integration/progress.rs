@@ -6,16 +6,15 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use llm_datadist_core::testing::copy::Progress;
 use llm_datadist_core::testing::plan::{CopyPlan, Side, Span, Template, TensorSteps};
-use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind};
+use llm_datadist_core::{ArrivedRows, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{
-    block_plan, copy_engine, local_streams, pattern, plan_of_peer, proptest_cases, tensors_over,
+    block_plan, copy_engine, local_streams, pattern, plan_of_peer, proptest_cases, soon, tensors_over,
 };
 use crate::socket_copies::SocketCopies as _;
 
@@ -89,10 +88,6 @@ fn what_arrived_is_what_the_twin_says() {
         assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap()), expected);
     }
     assert_eq!(progress.bytes(), 40);
-}
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(60))
 }
 
 const ROWS: usize = 300;

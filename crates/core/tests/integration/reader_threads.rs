@@ -17,15 +17,13 @@ use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement, Result};
 use llm_datadist_testing::Stall;
 
 use crate::fixtures::{
-    Buffer, EventLog, adopt, block_plan, config, desc, eventually, pattern, skipped, tensors_over,
+    Buffer, EventLog, LONG, adopt, block_plan, config, desc, eventually, pattern, skipped, tensors_over,
 };
 use crate::peer_memory::{Peer, ROW, ROWS};
 
 /// Number of threads that one process can block, by default.
 const THREADS_OF_A_PROCESS: usize = 8;
 const SHORT: Duration = Duration::from_millis(60);
-/// A limit that no test runs into unless it hangs.
-const LONG: Duration = Duration::from_secs(60);
 
 fn engine() -> CopyEngine {
     CopyEngine::new(&Config { copy_workers: Some(4), ..config(1 << 20) }, DeviceSet::host_only())

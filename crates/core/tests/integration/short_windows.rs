@@ -4,7 +4,6 @@
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use llm_datadist_core::bindings::Name;
 use llm_datadist_core::testing::checksums::Checksums;
@@ -12,23 +11,19 @@ use llm_datadist_core::testing::copy::{Progress, WindowSum};
 use llm_datadist_core::testing::memory;
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::{CopyPlan, Span, Template, TensorSteps};
-use llm_datadist_core::{CacheId, Deadline, Error, ErrorKind};
+use llm_datadist_core::{CacheId, Error, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{
     copied_bytes, copy_engine, listed, local_streams, pattern, plan_of_peer, proptest_cases, ringed_streams,
-    tensors_over,
+    soon, tensors_over,
 };
 use crate::socket_copies::{Arrived, SocketCopies as _};
 
 const TENSORS: usize = 2;
 /// Bytes of a tensor.
 const BYTES: usize = 1 << 20;
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(60))
-}
 
 /// The bytes of all destination tensors after the plan, moved byte by byte.
 fn model(spans: &[Span]) -> Vec<u8> {

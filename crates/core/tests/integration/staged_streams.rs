@@ -13,10 +13,10 @@ use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostRe
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Reach, Tensors};
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{ClusterId, Deadline, ErrorKind};
+use llm_datadist_core::{ClusterId, ErrorKind};
 
 use crate::fixtures::{
-    Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, ringed_streams, tensors_over,
+    Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, ringed_streams, soon, tensors_over,
 };
 use crate::socket_copies::SocketCopies as _;
 
@@ -24,10 +24,6 @@ const TENSORS: usize = 3;
 const ROWS: usize = 300;
 const ROW: usize = 5000;
 const TENSOR: usize = ROWS * ROW;
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(60))
-}
 
 /// Rows in no order, of which two are written twice.
 fn pairs() -> Vec<(u64, u64)> {

@@ -17,8 +17,8 @@ use llm_datadist_core::testing::transfer::{
 use llm_datadist_core::testing::{refuse_layer, start_task};
 use llm_datadist_core::{Deadline, Error, ErrorKind, EventQueue};
 
-use crate::fixtures::eventually;
-use crate::layer_sinks::{BYTES, Does, FAIL, LONG, PANIC, PUSH, Script, delivery};
+use crate::fixtures::{LONG, eventually};
+use crate::layer_sinks::{BYTES, Does, FAIL, PANIC, PUSH, Script, delivery};
 
 /// Number of layers of the source cache.
 const LAYERS: u32 = 10;

@@ -18,12 +18,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use llm_datadist_testing::Local;
 
 use crate::counting_allocator;
-use crate::fixtures::{accepted, pattern, share_rings, skipped};
-
-/// Long enough for anything that works, short enough for a test that hangs.
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(20))
-}
+use crate::fixtures::{accepted, pattern, share_rings, skipped, soon};
 
 fn short() -> Deadline {
     Deadline::after(Duration::from_millis(50)).named("the_limit")

@@ -22,13 +22,9 @@ use proptest::test_runner::TestRunner;
 
 use super::{Case, Holder, Moved, between, block_list, cases, rank, whole};
 use crate::fixtures::{
-    self, Buffer, local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over,
+    self, Buffer, local_streams, pattern, proptest_cases, shared_copy_engine, soon, tensors_over,
 };
 use crate::socket_copies::SocketCopies as _;
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(60))
-}
 
 /// The plan as the peer has it that receives it in a message.
 fn received(plan: &CopyPlan) -> CopyPlan {

@@ -13,16 +13,12 @@ use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello,
     LinkAnswer, MESSAGE_LIMIT, Party, Proof, Purpose, Request, RingAnswer, RingOffer, Timed, Welcome,
 };
-use llm_datadist_core::{ClusterId, Deadline, Result};
+use llm_datadist_core::{ClusterId, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::LONG;
-use crate::fixtures::accepted;
-
-pub fn soon() -> Deadline {
-    Deadline::after(LONG)
-}
+pub use crate::fixtures::soon;
+use crate::fixtures::{LONG, accepted};
 
 pub fn say<T: Serialize>(stream: &Stream, message: &T) {
     // The other side may be gone; some tests rely on that.
