@@ -22,28 +22,8 @@ impl<'a> From<&'a Arc<Progress>> for Arrived<'a> {
 }
 
 pub trait SocketCopies {
-    fn send(
-        &self,
-        plan: &CopyPlan,
-        range: Range<u64>,
-        src: &Arc<Tensors>,
-        stream: &Stream,
-        deadline: Deadline,
-        sum: Option<&mut WindowSum>,
-    ) -> Result<()>;
+    fn engine(&self) -> &CopyEngine;
 
-    fn receive<'a>(
-        &self,
-        plan: &CopyPlan,
-        range: Range<u64>,
-        dst: &Arc<Tensors>,
-        stream: &Stream,
-        deadline: Deadline,
-        arrived: impl Into<Arrived<'a>>,
-    ) -> Result<()>;
-}
-
-impl SocketCopies for CopyEngine {
     fn send(
         &self,
         plan: &CopyPlan,
@@ -53,7 +33,8 @@ impl SocketCopies for CopyEngine {
         deadline: Deadline,
         sum: Option<&mut WindowSum>,
     ) -> Result<()> {
-        StreamPath { stream, range, sum }.send(PathJob { copy_engine: self, plan, deadline }, src)
+        let job = PathJob { copy_engine: self.engine(), plan, deadline };
+        StreamPath { stream, range, sum }.send(job, src)
     }
 
     fn receive<'a>(
@@ -68,7 +49,13 @@ impl SocketCopies for CopyEngine {
         let Arrived { progress, sum } = arrived.into();
         let device = dst.reach() == Reach::Device;
         let to = (dst, if device { Placement::Device } else { Placement::Host });
-        let job = PathJob { copy_engine: self, plan, deadline };
+        let job = PathJob { copy_engine: self.engine(), plan, deadline };
         StreamPath { stream, range, sum }.read(job, to, progress, Arc::new(())).map(drop)
+    }
+}
+
+impl SocketCopies for CopyEngine {
+    fn engine(&self) -> &CopyEngine {
+        self
     }
 }
