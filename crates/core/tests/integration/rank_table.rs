@@ -6,7 +6,9 @@ use std::net::SocketAddr;
 
 use llm_datadist_core::testing::config::LinkConfig;
 use llm_datadist_core::testing::validate::rank_table::{RankMember, members, resolve};
-use llm_datadist_core::{ClusterId, ErrorKind, Result};
+use llm_datadist_core::{ClusterId, Result};
+
+use crate::arguments::refused;
 
 const TWO: [(ClusterId, u32); 2] = [(ClusterId(5), 0), (ClusterId(21), 1)];
 
@@ -19,14 +21,6 @@ fn found(text: &str) -> Vec<(String, &'static str, String)> {
     let ends = read(text).unwrap();
     assert_eq!(ends.iter().map(|end| (end.cluster, end.rank)).collect::<Vec<_>>(), TWO);
     ends.iter().map(|end| (end.host[0].to_string(), end.why, end.bind.to_string())).collect()
-}
-
-fn refused<T: std::fmt::Debug>(result: Result<T>, facts: &[&str]) {
-    let error = result.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-    for fact in facts {
-        assert!(error.to_string().contains(fact), "{error} does not say {fact:?}");
-    }
 }
 
 fn one(at: &str, why: &'static str, bind: &str) -> (String, &'static str, String) {

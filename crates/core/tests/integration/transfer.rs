@@ -17,6 +17,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
+use crate::arguments::{fails, refused};
 use crate::fixtures::{desc, proptest_cases};
 use CacheKind::{Batch, Blocks};
 use ErrorKind::{CacheNotFound, InvalidArgument};
@@ -37,17 +38,9 @@ fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
     RemoteCache { layout, kv: None, row, accessible: true }
 }
 
-fn layers(src: Option<(u32, u32)>, dst: Option<(u32, u32)>, tensors_per_layer: u32) -> Layers {
+pub fn layers(src: Option<(u32, u32)>, dst: Option<(u32, u32)>, tensors_per_layer: u32) -> Layers {
     let range = |(first, end)| LayerRange { first, end };
     Layers { src: src.map(range), dst: dst.map(range), tensors_per_layer }
-}
-
-fn refused<T: Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) {
-    let error = result.unwrap_err();
-    assert_eq!(error.kind(), kind, "{error}");
-    for fact in facts {
-        assert!(error.to_string().contains(fact), "{error} does not contain {fact:?}");
-    }
 }
 
 fn pull(local: CacheLayout, remote: &RemoteCache, rows: &Rows, layers: Layers) -> Result<Moves> {
@@ -504,9 +497,9 @@ fn refused_pulls_name_the_argument_and_its_limit() {
         (blocks, slots(4, 20), cut(&[0, 1, 2, 3]), all, &["len(dst_blocks)=4", "at most 3"]),
     ];
     for (local, remote, rows, layers, facts) in rules {
-        refused(InvalidArgument, pull(*local, remote, rows, *layers), facts);
+        refused(pull(*local, remote, rows, *layers), facts);
     }
-    refused(CacheNotFound, pull(batch, &absent, &slot(0, -1), all), &["no slot 99", "0 to 2"]);
+    fails(CacheNotFound, pull(batch, &absent, &slot(0, -1), all), &["no slot 99", "0 to 2"]);
 }
 
 #[test]
@@ -525,16 +518,16 @@ fn refused_pushes_name_the_argument_and_its_limit() {
         (narrow, Layers::ALL, &["8 bytes", "the 7 bytes of a slot of the remote cache"]),
     ];
     for (remote, layers, facts) in rules {
-        refused(InvalidArgument, push(local, remote, &slot, *layers), facts);
+        refused(push(local, remote, &slot, *layers), facts);
     }
     for rows in [Rows::slot(2, 8), Rows::SlotToBlocks { local: vec![0] }] {
-        refused(InvalidArgument, push(local, &good, &rows, Layers::ALL), &["a push moves whole slots"]);
+        refused(push(local, &good, &rows, Layers::ALL), &["a push moves whole slots"]);
     }
     let pairs = Rows::Blocks { local: vec![0], remote: vec![] };
-    refused(InvalidArgument, push(spec(Blocks, 10, 3, 8), &good, &pairs, Layers::ALL), &["dst_blocks=[]"]);
+    refused(push(spec(Blocks, 10, 3, 8), &good, &pairs, Layers::ALL), &["dst_blocks=[]"]);
     validate::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
-        refused(InvalidArgument, validate::push_size(size), &["size", "-1"]);
+        refused(validate::push_size(size), &["size", "-1"]);
     }
 }
 
@@ -591,12 +584,12 @@ fn refused_ext_params_name_the_argument_and_its_limit() {
         (4, ext((0, 0), (0, i32::MAX), 1), &["1 layers", "dst_layer_range 2147483648"]),
     ];
     for (tensors, ext, facts) in rules {
-        refused(InvalidArgument, pushed(spec(Batch, *tensors, 4, 64), *ext), facts);
+        refused(pushed(spec(Batch, *tensors, 4, 64), *ext), facts);
     }
     let uneven = pull_kv_layers(spec(Batch, 5, 4, 64).geometry, ext((0, 1), (0, 0), 2));
-    refused(InvalidArgument, uneven, &["2 layers"]);
+    refused(uneven, &["2 layers"]);
     let blocks = pushed(spec(Blocks, 4, 4, 64), ExtParam::default());
-    refused(InvalidArgument, blocks, &["blocks cache"]);
+    refused(blocks, &["blocks cache"]);
 }
 
 #[test]
@@ -622,7 +615,6 @@ fn registered_memory_is_accessible_as_given_or_by_mode() {
     }
     validate::check_accessible(Words::ORIGINAL, "cache", true).unwrap();
     refused(
-        InvalidArgument,
         validate::check_accessible(Words::ORIGINAL, "src_cache", false),
         &["src_cache was registered with"],
     );
@@ -642,11 +634,11 @@ fn rows_beyond_32_bits_are_refused_last() {
     };
     for (side, name) in [(Side::Destination, "source"), (Side::Source, "destination")] {
         let checked = checked(side, 1);
-        refused(InvalidArgument, checked.plan(&closed, &share).map(drop), &["remote_accessible"]);
+        refused(checked.plan(&closed, &share).map(drop), &["remote_accessible"]);
         checked.moves(&remote(wide, 0)).unwrap();
         let text = format!("{name} block=4294967297 is out of range (0 to 4294967295)");
-        refused(InvalidArgument, checked.plan(&remote(wide, 0), &share).map(drop), &[&text]);
-        refused(InvalidArgument, checked.check_share(&remote(wide, 0), &share), &[&text]);
+        refused(checked.plan(&remote(wide, 0), &share).map(drop), &[&text]);
+        refused(checked.check_share(&remote(wide, 0), &share), &[&text]);
     }
     let planned = checked(Side::Source, 3).plan(&remote(wide, 0), &share).unwrap();
     assert!(planned.plans.iter().all(CopyPlan::is_empty));

@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::bindings::{
-    CacheLayout, Geometry, KvGeometry, LayerRange, Layers, Rows, SubRow, Words,
-};
+use llm_datadist_core::bindings::{CacheLayout, Geometry, KvGeometry, Layers, Rows, SubRow, Words};
 use llm_datadist_core::testing::plan::Side::{self, Destination, Source};
 use llm_datadist_core::testing::validate::{self, CheckedTransfer, LocalCache, OwnerShare, RemoteCache};
 use llm_datadist_core::{CacheKind, DataType, Error, ErrorKind, Placement, Result};
 
 use crate::fixtures::{desc, kv_layout};
+use crate::transfer::layers;
 
 /// A rule that a call breaks, as the callers of an API see it.
 type Broken = Box<dyn Fn(&'static Words) -> Result<()>>;
@@ -36,11 +35,6 @@ fn part(src_offset: u64, dst_offset: u64, length: Option<u64>) -> SubRow {
 
 fn sub_rows(part: SubRow) -> Rows {
     Rows::SubRows { local: vec![0], remote: vec![0], part }
-}
-
-fn layers(src: Option<(u32, u32)>, dst: Option<(u32, u32)>, tensors_per_layer: u32) -> Layers {
-    let range = |(first, end)| LayerRange { first, end };
-    Layers { src: src.map(range), dst: dst.map(range), tensors_per_layer }
 }
 
 /// A transfer between a local cache of 4 tensors of 10 blocks of 64 bytes and a remote cache.
