@@ -54,10 +54,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(30))
-    }
+    use crate::attachment::tests::soon;
 
     #[test]
     fn locked_call_lock_times_out() {

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{Config, DataDist, Role, Token};
-use llm_datadist_core::testing::net::{Address, Unix};
+use llm_datadist_core::testing::net::{Address, Stream, Unix};
 use llm_datadist_core::testing::protocol::{
     BoundedBytes, Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Purpose, Reply,
     Request, encode,
@@ -518,16 +518,22 @@ fn patient(heartbeat: Duration) -> DataDist {
     open(patient, Way::Tcp)
 }
 
+/// A peer, its address, and the control stream and the description of a link that the engine has made to it.
+fn linked_fake(engine: &DataDist) -> (Fake, SocketAddr, Stream, PeerInfo) {
+    let fake = Fake::new(2, 1);
+    let address = fake.address().remote[0];
+    let call = at(engine, address);
+    let control = fake.linked();
+    let peer = linked(&call).unwrap();
+    (fake, address, control, peer)
+}
+
 /// A call for an address at which an earlier call has found the peer neither dials nor sends a ping. Its transfer has ended when
 /// the call returns.
 #[test]
 fn a_call_to_a_linked_peer_sends_nothing() {
     let engine = patient(Duration::from_secs(600));
-    let fake = Fake::new(2, 1);
-    let address = fake.address().remote[0];
-    let call = at(&engine, address);
-    let control = fake.linked();
-    let peer = linked(&call).unwrap();
+    let (fake, address, control, peer) = linked_fake(&engine);
     for _ in 0..1500 {
         let call = at(&engine, address);
         assert!(call.done());
@@ -547,11 +553,7 @@ fn named(engine: &DataDist, address: SocketAddr, name: &str) -> Arc<Transfer> {
 #[test]
 fn a_call_with_another_name_dials() {
     let engine = patient(Duration::from_secs(600));
-    let mut fake = Fake::new(2, 1);
-    let address = fake.address().remote[0];
-    let call = at(&engine, address);
-    let _control = fake.linked();
-    linked(&call).unwrap();
+    let (mut fake, address, _control, _) = linked_fake(&engine);
 
     let call = named(&engine, address, "other");
     let _same = fake.greet();
@@ -574,11 +576,7 @@ fn a_call_with_another_name_dials() {
 #[test]
 fn a_link_that_is_being_unlinked_is_not_returned() {
     let engine = patient(Duration::from_secs(600));
-    let fake = Fake::new(2, 1);
-    let address = fake.address().remote[0];
-    let call = at(&engine, address);
-    let _control = fake.linked();
-    linked(&call).unwrap();
+    let (fake, address, _control, _) = linked_fake(&engine);
     let call = thread::scope(|scope| {
         let unlink =
             scope.spawn(|| engine.unlink_clusters(&[fake.address()], LONG, false).remove(0).unwrap());
@@ -668,11 +666,7 @@ fn a_short_call_breaks_no_link() {
     let engine = patient(Duration::from_secs(1));
     // From the first poll on, links are news.
     assert_eq!(news(&engine), (0, 0));
-    let fake = Fake::new(2, 1);
-    let address = fake.address().remote[0];
-    let call = at(&engine, address);
-    let control = fake.linked();
-    let peer = linked(&call).unwrap();
+    let (fake, address, control, peer) = linked_fake(&engine);
     assert_eq!(news(&engine), (1, 0));
     thread::sleep(Duration::from_millis(2100));
 
