@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::ClusterId;
+use super::{ClusterId, named};
 use crate::error::{Error, Result};
 
 /// The first bytes of every token, with the version of its format.
@@ -41,35 +41,25 @@ pub struct GrantUse {
     pub done: bool,
 }
 
-/// Why a grant has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GrantEnd {
-    /// Its time has passed.
-    Expired,
-    /// The owner revoked it.
-    Revoked,
-    /// As many readers as it was given for have reported that they are done.
-    Done,
-    /// Its cache was released.
-    Released,
+named! {
+    /// Why a grant has ended.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum GrantEnd {
+        /// Its time has passed.
+        Expired = "expired",
+        /// The owner revoked it.
+        Revoked = "revoked",
+        /// As many readers as it was given for have reported that they are done.
+        Done = "done",
+        /// Its cache was released.
+        Released = "released",
+    }
 }
 
 impl fmt::Debug for GrantId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let GrantId { slot, generation, .. } = self;
         f.debug_struct("GrantId").field("slot", slot).field("generation", generation).finish_non_exhaustive()
-    }
-}
-
-impl GrantEnd {
-    /// Returns the name that programs compare.
-    pub fn name(self) -> &'static str {
-        match self {
-            GrantEnd::Expired => "expired",
-            GrantEnd::Revoked => "revoked",
-            GrantEnd::Done => "done",
-            GrantEnd::Released => "released",
-        }
     }
 }
 

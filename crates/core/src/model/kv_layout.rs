@@ -6,57 +6,34 @@ use std::ops::Range;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::named;
 use crate::error::{Error, Result, ensure};
 
-/// The order of the dimensions of a block, outermost first. Part of messages to peers, as all of a
-/// layout (`layout_bytes`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum TokenOrder {
-    /// `[tokens, heads, head_dim]`.
-    Nhd,
-    /// `[heads, tokens, head_dim]`.
-    Hnd,
-}
-
-impl TokenOrder {
-    /// Both orders.
-    pub const ALL: [TokenOrder; 2] = [TokenOrder::Nhd, TokenOrder::Hnd];
-
-    /// Returns its name in the public API.
-    pub const fn name(self) -> &'static str {
-        match self {
-            TokenOrder::Nhd => "NHD",
-            TokenOrder::Hnd => "HND",
-        }
+named! {
+    /// The order of the dimensions of a block, outermost first. Part of messages to peers, as all of a
+    /// layout (`layout_bytes`).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+    pub enum TokenOrder {
+        /// `[tokens, heads, head_dim]`.
+        Nhd = "NHD",
+        /// `[heads, tokens, head_dim]`.
+        Hnd = "HND",
     }
 }
 
-/// Where the keys and the values of a layer are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum KvPlanes {
-    /// In two tensors: tensor `2·l` has the keys of the cache's `l`-th layer, and tensor `2·l + 1` its values.
-    Separate,
-    /// In one tensor: each row has the keys of its tokens, and then their values.
-    KThenV,
-    /// In one tensor: each row has one latent vector for each token (MLA), the same in every rank.
-    Latent,
-    /// In one tensor: each row has one vector for each head of each token. What it holds is up to the program, for
-    /// example a key followed by its value.
-    Single,
-}
-
-impl KvPlanes {
-    /// All of them.
-    pub const ALL: [KvPlanes; 4] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent, KvPlanes::Single];
-
-    /// Returns its name in the public API.
-    pub const fn name(self) -> &'static str {
-        match self {
-            KvPlanes::Separate => "separate",
-            KvPlanes::KThenV => "k_then_v",
-            KvPlanes::Latent => "latent",
-            KvPlanes::Single => "single",
-        }
+named! {
+    /// Where the keys and the values of a layer are.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+    pub enum KvPlanes {
+        /// In two tensors: tensor `2·l` has the keys of the cache's `l`-th layer, and tensor `2·l + 1` its values.
+        Separate = "separate",
+        /// In one tensor: each row has the keys of its tokens, and then their values.
+        KThenV = "k_then_v",
+        /// In one tensor: each row has one latent vector for each token (MLA), the same in every rank.
+        Latent = "latent",
+        /// In one tensor: each row has one vector for each head of each token. What it holds is up to the program, for
+        /// example a key followed by its value.
+        Single = "single",
     }
 }
 

@@ -76,12 +76,12 @@ impl LinkStats {
     /// Returns the transfers on each path, with its name, the number of bytes that passed a host buffer of this engine, and why
     /// the owner most recently had to send the bytes of a transfer.
     pub fn paths(&self) -> (Vec<(&'static str, PathState)>, u64, Option<String>) {
-        let state = |&(path, name): &(PathKind, &'static str)| {
+        let state = |path: PathKind| {
             let counter = &self.paths[path as usize];
             let transfers = counter.transfers.load(Ordering::Relaxed);
-            (name, PathState { transfers, bytes: counter.bytes.load(Ordering::Relaxed) })
+            (path.name(), PathState { transfers, bytes: counter.bytes.load(Ordering::Relaxed) })
         };
-        let paths = PathKind::ALL.iter().map(state).collect();
+        let paths = PathKind::ALL.into_iter().map(state).collect();
         (paths, self.staged_bytes.load(Ordering::Relaxed), self.reason.lock().clone())
     }
 }

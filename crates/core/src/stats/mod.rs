@@ -20,48 +20,39 @@ use serde::ser::{SerializeMap, Serializer};
 use crate::cache::TableState;
 use crate::copy::Route;
 use crate::error::Result;
-use crate::model::ClusterId;
+use crate::model::{ClusterId, named};
 use crate::pool::PoolState;
 
-macro_rules! ops {
-    ($($(#[$doc:meta])* $variant:ident = $name:literal;)*) => {
-        /// The kinds of calls that are counted.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum Op { $($(#[$doc])* $variant,)* }
-
-        impl Op {
-            /// Every kind of call, with its name in reports.
-            pub const ALL: &'static [(Op, &'static str)] = &[$((Op::$variant, $name),)*];
-        }
-    };
-}
-
-ops! {
-    /// `allocate_cache` and `allocate_blocks_cache`.
-    Allocate = "allocate";
-    /// `deallocate_cache` and `deallocate_blocks_cache`.
-    Deallocate = "deallocate";
-    RemoveKey = "remove_key";
-    /// `register_cache`, `register_blocks_cache` and `unregister_cache`.
-    Register = "register";
-    /// `copy_cache`, and `CopyKvCache` of the C++ class.
-    CopyCache = "copy_cache";
-    CopyBlocks = "copy_blocks";
-    /// `swap_blocks` from host to device.
-    SwapIn = "swap_in";
-    /// `swap_blocks` from device to host.
-    SwapOut = "swap_out";
-    /// `link_clusters`; each cluster of the list counts as one call.
-    Link = "link";
-    /// `unlink_clusters`; each cluster of the list counts as one call.
-    Unlink = "unlink";
-    Pull = "pull";
-    /// `push_cache` and `push_blocks`, and `PushKvCache` of the C++ class.
-    Push = "push";
-    /// One layer of `transfer_cache_async`, sent to one destination.
-    Layer = "transfer_layer";
-    /// Requests of peers that were served. The bytes are those that passed through this process.
-    Served = "served";
+named! {
+    /// The kinds of calls that are counted.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Op {
+        /// `allocate_cache` and `allocate_blocks_cache`.
+        Allocate = "allocate",
+        /// `deallocate_cache` and `deallocate_blocks_cache`.
+        Deallocate = "deallocate",
+        RemoveKey = "remove_key",
+        /// `register_cache`, `register_blocks_cache` and `unregister_cache`.
+        Register = "register",
+        /// `copy_cache`, and `CopyKvCache` of the C++ class.
+        CopyCache = "copy_cache",
+        CopyBlocks = "copy_blocks",
+        /// `swap_blocks` from host to device.
+        SwapIn = "swap_in",
+        /// `swap_blocks` from device to host.
+        SwapOut = "swap_out",
+        /// `link_clusters`; each cluster of the list counts as one call.
+        Link = "link",
+        /// `unlink_clusters`; each cluster of the list counts as one call.
+        Unlink = "unlink",
+        Pull = "pull",
+        /// `push_cache` and `push_blocks`, and `PushKvCache` of the C++ class.
+        Push = "push",
+        /// One layer of `transfer_cache_async`, sent to one destination.
+        Layer = "transfer_layer",
+        /// Requests of peers that were served. The bytes are those that passed through this process.
+        Served = "served",
+    }
 }
 
 /// All counters of one engine.
@@ -281,6 +272,6 @@ impl Stats {
 
     /// Returns the current counters of every kind of call, with its name.
     pub fn ops(&self) -> Vec<(&'static str, OpState)> {
-        Op::ALL.iter().map(|&(op, name)| (name, self.ops[op as usize].state())).collect()
+        Op::ALL.iter().map(|&op| (op.name(), self.ops[op as usize].state())).collect()
     }
 }

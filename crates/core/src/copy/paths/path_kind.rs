@@ -1,29 +1,22 @@
 //! The kinds of data paths, and their names in reports.
 
-macro_rules! paths {
-    ($($(#[$doc:meta])* $variant:ident = $name:literal;)*) => {
-        /// The kind of a data path.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum PathKind { $($(#[$doc])* $variant,)* }
+use crate::model::named;
 
-        impl PathKind {
-            /// Every path, with its name in reports.
-            pub const ALL: &'static [(PathKind, &'static str)] = &[$((PathKind::$variant, $name),)*];
-        }
-    };
-}
-
-paths! {
-    /// The engine that reads has mapped the memory of the other process.
-    Mapped = "mapped";
-    /// The engine that reads has the kernel read memory of the other process.
-    Process = "process";
-    /// UCX reads memory of the other process.
-    Fabric = "fabric";
-    /// The owner sends the bytes through rings in memory that the two processes share.
-    Rings = "rings";
-    /// The owner sends the bytes through a socket.
-    Sockets = "sockets";
+named! {
+    /// The kind of a data path.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum PathKind {
+        /// The engine that reads has mapped the memory of the other process.
+        Mapped = "mapped",
+        /// The engine that reads has the kernel read memory of the other process.
+        Process = "process",
+        /// UCX reads memory of the other process.
+        Fabric = "fabric",
+        /// The owner sends the bytes through rings in memory that the two processes share.
+        Rings = "rings",
+        /// The owner sends the bytes through a socket.
+        Sockets = "sockets",
+    }
 }
 
 impl PathKind {
