@@ -21,8 +21,6 @@ from llm_datadist.original.types import BlocksCacheKey, Cache, CacheDesc, CacheK
 from llm_datadist.stats import Stats
 
 __all__ = [
-    "DATA_TYPES",
-    "STATUS_CODES",
     "CacheCalls",
     "DataDist",
     "KvCaches",
@@ -71,12 +69,6 @@ hixl: ModuleType
 """The engine of the module ``hixl``. ``llm_datadist.hixl_engine`` has its names and says what they do."""
 native: ModuleType
 """The classes of the native API. ``llm_datadist.native`` has them and says what they do."""
-
-STATUS_CODES: dict[str, int]
-"""Name → number of every status code."""
-
-DATA_TYPES: dict[str, int]
-"""Name → number of every element type."""
 
 def import_numpy(call: str) -> ModuleType:
     """Return numpy for ``call``.

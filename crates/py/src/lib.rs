@@ -39,11 +39,8 @@ mod raw;
 mod stats;
 mod task;
 
-use llm_datadist_core::DataType;
-use llm_datadist_core::bindings::StatusCode;
 use llm_datadist_embed::KeptLists;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 /// Adds functions to a module, each under its own name.
 macro_rules! functions {
@@ -74,9 +71,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
     native::add_classes(module)?;
     hixl::add_classes(module)?;
-    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add("STATUS_CODES", status_codes(module.py())?)?;
-    module.add("DATA_TYPES", data_types(module.py())?)
+    module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 
 /// Functions that check one argument.
@@ -91,22 +86,4 @@ fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
         options::check_mem_utilization options::check_option options::option_rows
     );
     Ok(())
-}
-
-/// Name → number of every status code, in the order of the contract.
-fn status_codes(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let table = PyDict::new(py);
-    for code in StatusCode::ALL {
-        table.set_item(code.name(), code.value())?;
-    }
-    Ok(table)
-}
-
-/// Name → number of every element type, in the order of the public class.
-fn data_types(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let table = PyDict::new(py);
-    for &data_type in DataType::ALL {
-        table.set_item(data_type.name(), data_type as i64)?;
-    }
-    Ok(table)
 }
