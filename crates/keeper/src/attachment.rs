@@ -333,6 +333,13 @@ pub(crate) mod tests {
         StoreKey::read(0, &[number; 28]).unwrap()
     }
 
+    /// Returns another key for every number.
+    pub(crate) fn key_of(number: u32) -> StoreKey {
+        let mut bytes = [7; 28];
+        bytes[..4].copy_from_slice(&number.to_le_bytes());
+        StoreKey::read(0, &bytes).unwrap()
+    }
+
     /// The path of a keeper that is not there yet. It is removed when dropped.
     pub(crate) struct SilentPath(PathBuf);
 

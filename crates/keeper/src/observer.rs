@@ -272,7 +272,7 @@ mod tests {
     use llm_datadist_core::bindings::keeper::Window;
 
     use super::*;
-    use crate::attachment::tests::{SilentKeeper, SilentPath, soon};
+    use crate::attachment::tests::{SilentKeeper, SilentPath, key, key_of, soon};
     use crate::key::StoreKey;
     use crate::messages::ChangePage;
     use crate::sizes::PAGE_VALUES;
@@ -298,11 +298,7 @@ mod tests {
 
     #[test]
     fn changes_missed_between_pages_are_reported_by_the_next_call() {
-        let change = |number: u8| ListedChange {
-            namespace: 0,
-            key: StoreKey::read(0, &[number; 28]).unwrap(),
-            stored: true,
-        };
+        let change = |number| ListedChange { namespace: 0, key: key(number), stored: true };
         // The keeper forgets the changes 2 to 6 after the first page.
         let page = |numbers: &[u8], missed, next, more| {
             KeeperReply::Changes(ChangePage {
@@ -342,7 +338,7 @@ mod tests {
     fn a_short_list_asks_for_few_pages() {
         let value = |number: u32| ListedValue {
             namespace: 0,
-            key: StoreKey::read(0, &[7; 28]).unwrap(),
+            key: key(7),
             slot: number,
             used: number.into(),
             leased: false,
@@ -376,13 +372,8 @@ mod tests {
         let path = SilentPath::new();
         let _keeper = path.keeper(5000, 64);
         let store = path.store(64);
-        let key = |number: u32| {
-            let mut bytes = [7; 28];
-            bytes[..4].copy_from_slice(&number.to_le_bytes());
-            StoreKey::read(0, &bytes).unwrap()
-        };
         // Each key once, in an order that has nothing to do with that of the slots.
-        let order: Vec<StoreKey> = (0..5000).map(|number| key(number * 1009 % 5000)).collect();
+        let order: Vec<StoreKey> = (0..5000).map(|number| key_of(number * 1009 % 5000)).collect();
         for keys in order.chunks(1) {
             store.put(keys, &[Window::of_slice(&[1; 64])], soon()).unwrap();
         }

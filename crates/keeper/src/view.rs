@@ -175,15 +175,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Keeper;
     use crate::attachment::tests::{SilentPath, key, soon};
     use crate::messages::Stored;
 
     const TIME: Duration = Duration::from_secs(10);
-
-    fn keeper(path: &SilentPath, slots: u64) -> Keeper {
-        path.keeper(slots, 64)
-    }
 
     fn store(path: &SilentPath) -> Arc<Store> {
         Arc::new(path.store(64))
@@ -218,7 +213,7 @@ mod tests {
     #[test]
     fn leased_values_stay_valid_and_replaced_ones_do_not() {
         let path = SilentPath::new();
-        let _keeper = keeper(&path, 8);
+        let _keeper = path.keeper(8, 64);
         let (store, other) = (store(&path), store(&path));
         (1..=8).for_each(|number| put(&store, number, number));
         let view = view(&store, &[1, 2, 3, 99]);
@@ -249,7 +244,7 @@ mod tests {
     #[test]
     fn end_of_a_view_leaves_the_leases_of_another_one() {
         let path = SilentPath::new();
-        let _keeper = keeper(&path, 40);
+        let _keeper = path.keeper(40, 64);
         let store = store(&path);
         (1..=4).for_each(|number| put(&store, number, number));
         let first = view(&store, &[1, 2, 3]);
@@ -268,11 +263,11 @@ mod tests {
     #[test]
     fn views_of_an_earlier_connection_do_not_keep_leases_of_a_later_one() {
         let path = SilentPath::new();
-        let (first_keeper, store) = (keeper(&path, 8), store(&path));
+        let (first_keeper, store) = (path.keeper(8, 64), store(&path));
         put(&store, 1, 1);
         let first = view(&store, &[1]);
         drop(first_keeper);
-        let _keeper = keeper(&path, 8);
+        let _keeper = path.keeper(8, 64);
         while store.attachment().unwrap().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -286,7 +281,7 @@ mod tests {
     #[test]
     fn a_view_outlives_its_store_and_its_keeper() {
         let path = SilentPath::new();
-        let (keeper, store) = (keeper(&path, 8), store(&path));
+        let (keeper, store) = (path.keeper(8, 64), store(&path));
         put(&store, 1, 1);
         put(&store, 2, 2);
         let view = view(&store, &[1, 2, 3]);
@@ -361,7 +356,7 @@ mod tests {
         let steps = prop::collection::vec(step(), 1..100);
         let test = |steps: Vec<Step>| {
             let path = SilentPath::new();
-            let _keeper = keeper(&path, 6);
+            let _keeper = path.keeper(6, 64);
             let (store, other) = (store(&path), store(&path));
             // For each living key its life, which is also the byte of its value.
             let (mut living, mut lives) = (HashMap::<u8, u8>::new(), 0);

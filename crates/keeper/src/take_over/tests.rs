@@ -7,41 +7,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use llm_datadist_core::bindings::keeper::{Copy, Kernel, Token, Window, copy_all};
 
 use super::*;
-use crate::attachment::tests::SilentPath;
+use crate::attachment::tests::{SilentPath, key_of as key, soon};
 use crate::connection::KeeperAccess;
 use crate::holder::{Holder, KeeperOptions};
 use crate::keeper::Keeper;
 use crate::keeper_link::StoreOptions;
-use crate::key::StoreKey;
 use crate::roles::RoleTokens;
 use crate::sizes::{MAX_OBSERVERS, MESSAGE_BYTES, PAGE_VALUES};
 use crate::socket::connect_to;
 use crate::store::Store;
 
-fn key(number: u32) -> StoreKey {
-    let mut bytes = [7; 28];
-    bytes[..4].copy_from_slice(&number.to_le_bytes());
-    StoreKey::read(0, &bytes).unwrap()
-}
-
-fn keeper(path: &SilentPath, slots: u64) -> Keeper {
-    Keeper::open(&KeeperOptions {
-        memory: 64 * slots,
-        value: 64,
-        socket: path.socket(),
-        ..KeeperOptions::default()
-    })
-    .unwrap()
-}
-
 fn store(path: &SilentPath, namespace: &str) -> Store {
-    let options = StoreOptions {
-        socket: path.socket(),
-        namespace: namespace.into(),
-        value: 64,
-        ..StoreOptions::default()
-    };
-    Store::open(options, Deadline::after(Duration::from_secs(30))).unwrap()
+    Store::open(StoreOptions { namespace: namespace.into(), ..path.store_options(64) }, soon()).unwrap()
 }
 
 fn put(store: &Store, number: u32, byte: u8) {
@@ -73,7 +50,7 @@ fn running() -> (OwnedFd, OwnedFd) {
 #[test]
 fn values_that_are_put_or_used_meanwhile_replace_the_oldest() {
     let (path, (stop, _other)) = (SilentPath::new(), running());
-    let _keeper = keeper(&path, 100);
+    let _keeper = path.keeper(100, 64);
     let (one, other) = (store(&path, "a"), store(&path, "b"));
     (0..6).for_each(|number| put(&one, number, 1));
     let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
@@ -115,7 +92,7 @@ fn readers_do_not_fix_the_terms_of_a_namespace_that_is_taken_over() {
     let _keeper = Keeper::open(&KeeperOptions { memory, value: 64, socket, tokens, group: None }).unwrap();
     let access = KeeperAccess { token: Some(Token::new(TOKEN)), keeper_user: None };
     let read = StoreOptions { access, ..path.store_options(1) };
-    let _reader = Store::open(read, Deadline::after(Duration::from_secs(30))).unwrap();
+    let _reader = Store::open(read, soon()).unwrap();
     let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
     assert_eq!(copy.round(&stop).unwrap().0, []);
     assert_eq!(copy.namespaces.len(), 1, "that of the reader");
@@ -126,7 +103,7 @@ fn readers_do_not_fix_the_terms_of_a_namespace_that_is_taken_over() {
 #[test]
 fn a_namespace_that_has_other_terms_later_is_taken_over() {
     let (path, (stop, _other)) = (SilentPath::new(), running());
-    let _keeper = keeper(&path, 100);
+    let _keeper = path.keeper(100, 64);
     let one = path.store(32);
     let stored = one.put(&[key(1)], &[Window::of_slice(&[1; 32])], answer()).unwrap();
     assert_eq!(stored, [Stored::Stored]);
@@ -145,7 +122,7 @@ fn a_namespace_that_has_other_terms_later_is_taken_over() {
 #[test]
 fn a_value_that_is_dropped_and_put_again_has_its_new_bytes() {
     let (path, (stop, _other)) = (SilentPath::new(), running());
-    let _keeper = keeper(&path, 100);
+    let _keeper = path.keeper(100, 64);
     let one = store(&path, "a");
     put(&one, 1, 1);
     let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
@@ -165,11 +142,11 @@ fn a_value_that_is_dropped_and_put_again_has_its_new_bytes() {
 fn values_that_are_put_while_several_pages_are_listed_are_found_by_the_next_round() {
     let (path, (stop, _other)) = (SilentPath::new(), running());
     let count = u32::try_from(PAGE_VALUES * 20).unwrap();
-    let _keeper = keeper(&path, u64::from(count) + 1);
+    let _keeper = path.keeper(u64::from(count) + 1, 64);
     let one = store(&path, "a");
     let numbers: Vec<u32> = (0..count).collect();
     for numbers in numbers.chunks(1000) {
-        let keys: Vec<StoreKey> = numbers.iter().copied().map(key).collect();
+        let keys: Vec<_> = numbers.iter().copied().map(key).collect();
         one.put(&keys, &vec![Window::of_slice(&[1; 64]); keys.len()], answer()).unwrap();
     }
     let mut copy = ValueCopy::new(&path.socket(), &files(count + 1)).unwrap();
@@ -202,7 +179,7 @@ fn values_that_are_put_while_several_pages_are_listed_are_found_by_the_next_roun
 #[test]
 fn values_that_change_before_the_other_keeper_ends_are_misses() {
     let (path, (stop, _other)) = (SilentPath::new(), running());
-    let _keeper = keeper(&path, 100);
+    let _keeper = path.keeper(100, 64);
     let one = store(&path, "a");
     (1..=3).for_each(|number| put(&one, number, 1));
     let newer = ListeningPath::open_beside(&path.socket()).unwrap();
@@ -219,7 +196,7 @@ fn values_that_change_before_the_other_keeper_ends_are_misses() {
 #[test]
 fn nothing_is_copied_once_it_is_stopped() {
     let (path, (stop, other)) = (SilentPath::new(), running());
-    let _keeper = keeper(&path, 100);
+    let _keeper = path.keeper(100, 64);
     put(&store(&path, "a"), 1, 1);
     let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
     drop(other);
@@ -230,7 +207,7 @@ fn nothing_is_copied_once_it_is_stopped() {
 #[test]
 fn the_slower_one_of_two_keepers_that_take_over_fails_at_once() {
     let (path, (stop, _other)) = (SilentPath::new(), running());
-    let first = keeper(&path, 100);
+    let first = path.keeper(100, 64);
     put(&store(&path, "a"), 1, 1);
     // Both have the same process id, and so would have the same path beside the first one.
     let slower = ListeningPath::open_beside(&path.socket()).unwrap();
@@ -480,7 +457,7 @@ fn only_an_answer_shows_that_a_keeper_serves() {
         assert_eq!((refused.kind(), serves(&path.socket())), (ErrorKind::System, false), "{refused}");
     }
     std::fs::remove_file(path.socket()).unwrap();
-    let _keeper = keeper(&path, 100);
+    let _keeper = path.keeper(100, 64);
     assert!(serves(&path.socket()));
     let observers: Vec<_> =
         (0..MAX_OBSERVERS).map_while(|_| Observer::open(&path.socket(), answer()).ok()).collect();
