@@ -1085,8 +1085,9 @@ class TensorView:
     """One tensor of a cache, without a copy.
 
     ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and similar functions accept it. The memory is
-    writable. Pool memory stays mapped as long as the view, or an array made from it, exists. Memory that was registered
-    by address belongs to the program, and no view keeps it alive.
+    writable, and C-contiguous except for the gaps between blocks of a cache with a ``stride``. Pool memory stays mapped
+    as long as the view, or an array made from it, exists. Memory that was registered by address belongs to the program,
+    and no view keeps it alive.
     """
 
     @property
@@ -1103,7 +1104,7 @@ class TensorView:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """The array interface of numpy. ``bfloat16`` appears as ``uint16``."""
+        """The array interface of numpy. ``bfloat16`` appears as ``uint16``; texts raise ``TypeError``."""
 
     def numpy(self) -> Any:
         """Return a ``numpy.ndarray`` over the same memory. ``bfloat16`` appears as ``uint16``.

@@ -41,7 +41,7 @@ impl<T> Mutex<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the lock if it is free.
+    /// Returns the lock, or `None` if a thread holds it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),
@@ -50,7 +50,7 @@ impl<T> Mutex<T> {
         }
     }
 
-    /// Returns the value without a lock, which nobody else can have.
+    /// Returns the value. No lock is needed, because the borrow is exclusive.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }

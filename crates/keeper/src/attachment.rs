@@ -334,7 +334,7 @@ pub(crate) mod tests {
     }
 
     /// Returns another key for every number.
-    pub(crate) fn key_of(number: u32) -> StoreKey {
+    pub(crate) fn numbered_key(number: u32) -> StoreKey {
         let mut bytes = [7; 28];
         bytes[..4].copy_from_slice(&number.to_le_bytes());
         StoreKey::read(0, &bytes).unwrap()

@@ -272,7 +272,7 @@ mod tests {
     use llm_datadist_core::bindings::keeper::Window;
 
     use super::*;
-    use crate::attachment::tests::{SilentKeeper, SilentPath, key, key_of, soon};
+    use crate::attachment::tests::{SilentKeeper, SilentPath, key, numbered_key, soon};
     use crate::key::StoreKey;
     use crate::messages::ChangePage;
     use crate::sizes::PAGE_VALUES;
@@ -373,7 +373,7 @@ mod tests {
         let _keeper = path.keeper(5000, 64);
         let store = path.store(64);
         // Each key once, in an order that has nothing to do with that of the slots.
-        let order: Vec<StoreKey> = (0..5000).map(|number| key_of(number * 1009 % 5000)).collect();
+        let order: Vec<StoreKey> = (0..5000).map(|number| numbered_key(number * 1009 % 5000)).collect();
         for keys in order.chunks(1) {
             store.put(keys, &[Window::of_slice(&[1; 64])], soon()).unwrap();
         }

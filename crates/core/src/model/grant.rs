@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ClusterId, named};
+use super::{ClusterId, named_enum};
 use crate::error::{Error, Result};
 
 /// The first bytes of every token, with the version of its format.
@@ -41,7 +41,7 @@ pub struct GrantUse {
     pub done: bool,
 }
 
-named! {
+named_enum! {
     /// Why a grant has ended.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum GrantEnd {

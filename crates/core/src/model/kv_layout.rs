@@ -6,10 +6,10 @@ use std::ops::Range;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::named;
+use super::named_enum;
 use crate::error::{Error, Result, ensure};
 
-named! {
+named_enum! {
     /// The order of the dimensions of a block, outermost first. Part of messages to peers, as all of a
     /// layout (`layout_bytes`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -21,7 +21,7 @@ named! {
     }
 }
 
-named! {
+named_enum! {
     /// Where the keys and the values of a layer are.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
     pub enum KvPlanes {

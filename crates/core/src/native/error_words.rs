@@ -1,35 +1,45 @@
 //! How the native API tells errors apart.
 
 use crate::error::{Error, ErrorKind};
-use crate::model::named;
 
-named! {
-    /// The class of an error, which says what a program does about it. Its name is that of the class in Python.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-    pub enum ErrorClass {
-        /// A value that is not allowed, or rows that do not fit the other cache.
-        InvalidArgument = "InvalidArgument",
-        /// The cache was freed, or the peer has none of this name.
-        NotFound = "NotFound",
-        /// There is no room in a pool, or no memory.
-        OutOfMemory = "OutOfMemory",
-        /// The time limit has passed.
-        Timeout = "Timeout",
-        /// There is no link, or it has ended, or it was not made.
-        PeerLost = "PeerLost",
-        /// Too many transfers, grants or messages.
-        Busy = "Busy",
-        /// The grant has ended.
-        GrantEnded = "GrantEnded",
-        /// Bytes that have moved differ from their source.
-        VerifyFailed = "VerifyFailed",
-        /// The engine was closed.
-        Closed = "Closed",
-        /// The program cancelled the transfer.
-        Cancelled = "Cancelled",
-        /// Every other failure.
-        Error = "Error",
-    }
+macro_rules! classes {
+    ($($(#[$doc:meta])* $class:ident,)*) => {
+        /// The class of an error, which says what a program does about it.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum ErrorClass { $($(#[$doc])* $class,)* }
+
+        impl ErrorClass {
+            /// Returns the name of the class in Python.
+            pub const fn name(self) -> &'static str {
+                match self { $(ErrorClass::$class => stringify!($class),)* }
+            }
+        }
+    };
+}
+
+classes! {
+    /// A value that is not allowed, or rows that do not fit the other cache.
+    InvalidArgument,
+    /// The cache was freed, or the peer has none of this name.
+    NotFound,
+    /// There is no room in a pool, or no memory.
+    OutOfMemory,
+    /// The time limit has passed.
+    Timeout,
+    /// There is no link, or it has ended, or it was not made.
+    PeerLost,
+    /// Too many transfers, grants or messages.
+    Busy,
+    /// The grant has ended.
+    GrantEnded,
+    /// Bytes that have moved differ from their source.
+    VerifyFailed,
+    /// The engine was closed.
+    Closed,
+    /// The program cancelled the transfer.
+    Cancelled,
+    /// Every other failure.
+    Error,
 }
 
 /// What the native API calls the kind of an error.

@@ -20,10 +20,10 @@ use serde::ser::{SerializeMap, Serializer};
 use crate::cache::TableState;
 use crate::copy::Route;
 use crate::error::Result;
-use crate::model::{ClusterId, named};
+use crate::model::{ClusterId, named_enum};
 use crate::pool::PoolState;
 
-named! {
+named_enum! {
     /// The kinds of calls that are counted.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Op {

@@ -12,12 +12,12 @@ use Placement::{Device, Host};
 /// Checks that the result is `InvalidArgument`, and that its message is short and contains `facts`.
 #[track_caller]
 pub fn refused<T: std::fmt::Debug>(result: Result<T>, facts: &[&str]) -> Error {
-    fails(ErrorKind::InvalidArgument, result, facts)
+    refused_as(ErrorKind::InvalidArgument, result, facts)
 }
 
-/// Does the same for an error of this kind.
+/// Checks that the result is an error of this kind, and that its message is short and contains `facts`.
 #[track_caller]
-pub fn fails<T: std::fmt::Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) -> Error {
+pub fn refused_as<T: std::fmt::Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) -> Error {
     let error = result.expect_err(&format!("expected an error that names {facts:?}"));
     let message = error.to_string();
     assert_eq!(error.kind(), kind, "{message}");

@@ -28,7 +28,7 @@ use tracing::{Level, Subscriber, span};
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
 pub const LONG: Duration = Duration::from_secs(60);
 
-/// The end of that time.
+/// Returns the deadline [`LONG`] from now.
 pub fn soon() -> Deadline {
     Deadline::after(LONG)
 }
@@ -138,7 +138,7 @@ pub fn desc(placement: Placement, num_tensors: u32, rows: usize, row_bytes: usiz
     CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement, row_stride: None, kv_layout: None }
 }
 
-/// What blocks of so many tokens mean, with all heads of a model in the first layers.
+/// Returns a layout with all heads of a model, in layers 0 to `layers`.
 pub fn kv_layout(tokens_per_block: u32, total_heads: u32, head_dim: u32, layers: u32) -> KvLayout {
     KvLayout {
         tokens_per_block,

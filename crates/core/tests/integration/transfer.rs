@@ -17,7 +17,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::arguments::{fails, refused};
+use crate::arguments::{refused, refused_as};
 use crate::fixtures::{desc, proptest_cases};
 use CacheKind::{Batch, Blocks};
 use ErrorKind::{CacheNotFound, InvalidArgument};
@@ -499,7 +499,7 @@ fn refused_pulls_name_the_argument_and_its_limit() {
     for (local, remote, rows, layers, facts) in rules {
         refused(pull(*local, remote, rows, *layers), facts);
     }
-    fails(CacheNotFound, pull(batch, &absent, &slot(0, -1), all), &["no slot 99", "0 to 2"]);
+    refused_as(CacheNotFound, pull(batch, &absent, &slot(0, -1), all), &["no slot 99", "0 to 2"]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The table of slots, compared with a list of keys and values.
+//! The table of slots: a reference model, recovery after a killed process, pages and leases.
 
 use proptest::prelude::*;
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use llm_datadist_core::bindings::keeper::{Copy, Kernel, Token, Window, copy_all};
 
 use super::*;
-use crate::attachment::tests::{SilentPath, key_of as key, soon};
+use crate::attachment::tests::{SilentPath, numbered_key, soon};
 use crate::connection::KeeperAccess;
 use crate::holder::{Holder, KeeperOptions};
 use crate::keeper::Keeper;
@@ -22,7 +22,7 @@ fn store(path: &SilentPath, namespace: &str) -> Store {
 }
 
 fn put(store: &Store, number: u32, byte: u8) {
-    let stored = store.put(&[key(number)], &[Window::of_slice(&[byte; 64])], answer()).unwrap();
+    let stored = store.put(&[numbered_key(number)], &[Window::of_slice(&[byte; 64])], answer()).unwrap();
     assert_eq!(stored, [Stored::Stored]);
 }
 
@@ -33,7 +33,7 @@ fn files(slots: u32) -> Arc<SharedFiles> {
 /// Returns the first byte of a value of the namespace "a", the first one.
 fn copied(copy: &ValueCopy, number: u32) -> Option<u8> {
     let &(here, _) = copy.namespaces.get(&0)?;
-    let slot = copy.table.slot_of(&IndexKey::of(here, &key(number)))?;
+    let slot = copy.table.slot_of(&IndexKey::of(here, &numbered_key(number)))?;
     let mut byte = [0];
     let from = copy.table.shared.tensor().unwrap();
     let from = from.window(0, u64::from(slot) * copy.table.slot_bytes(), 1).unwrap();
@@ -58,8 +58,8 @@ fn values_that_are_put_or_used_meanwhile_replace_the_oldest() {
     // In the new memory are 2 to 5, the oldest one first.
     put(&other, 9, 1);
     let mut bytes = [0; 64];
-    assert_eq!(one.get(&[key(3)], &[Window::of_slice_mut(&mut bytes)]).unwrap(), [true]);
-    assert_eq!(one.drop_values(&[key(5)], answer()).unwrap(), 1);
+    assert_eq!(one.get(&[numbered_key(3)], &[Window::of_slice_mut(&mut bytes)]).unwrap(), [true]);
+    assert_eq!(one.drop_values(&[numbered_key(5)], answer()).unwrap(), 1);
     // The message that the value was used arrives before this answer.
     assert_eq!(one.stats(answer()).unwrap().keeper.unwrap().values, 6);
     let (listed, bytes) = copy.round(&stop).unwrap();
@@ -77,7 +77,7 @@ fn values_that_are_put_or_used_meanwhile_replace_the_oldest() {
 fn slot_after_round(copy: &mut ValueCopy, stop: &OwnedFd) -> Option<u32> {
     let (listed, _) = copy.round(stop).unwrap();
     let [value] = &listed[..] else { panic!("one value was put: {listed:?}") };
-    assert_eq!(value.key, key(1));
+    assert_eq!(value.key, numbered_key(1));
     copy.slot_of(value)
 }
 
@@ -105,12 +105,12 @@ fn a_namespace_that_has_other_terms_later_is_taken_over() {
     let (path, (stop, _other)) = (SilentPath::new(), running());
     let _keeper = path.keeper(100, 64);
     let one = path.store(32);
-    let stored = one.put(&[key(1)], &[Window::of_slice(&[1; 32])], answer()).unwrap();
+    let stored = one.put(&[numbered_key(1)], &[Window::of_slice(&[1; 32])], answer()).unwrap();
     assert_eq!(stored, [Stored::Stored]);
     let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
     assert!(slot_after_round(&mut copy, &stop).is_some());
     // The keeper forgets the namespace once it has no values and no stores.
-    assert_eq!(one.drop_values(&[key(1)], answer()).unwrap(), 1);
+    assert_eq!(one.drop_values(&[numbered_key(1)], answer()).unwrap(), 1);
     drop(one);
     while !copy.other.namespaces(answer()).unwrap().is_empty() {
         sleep(Duration::from_millis(1));
@@ -128,11 +128,11 @@ fn a_value_that_is_dropped_and_put_again_has_its_new_bytes() {
     let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
     copy.round(&stop).unwrap();
     assert_eq!(copied(&copy, 1), Some(1));
-    one.drop_values(&[key(1)], answer()).unwrap();
+    one.drop_values(&[numbered_key(1)], answer()).unwrap();
     put(&one, 1, 2);
     let (listed, _) = copy.round(&stop).unwrap();
     assert_eq!(copied(&copy, 1), Some(2));
-    one.drop_values(&[key(1)], answer()).unwrap();
+    one.drop_values(&[numbered_key(1)], answer()).unwrap();
     put(&one, 1, 3);
     copy.drop_changed(&listed).unwrap();
     assert_eq!(copied(&copy, 1), None, "a miss, and not the bytes from before");
@@ -146,7 +146,7 @@ fn values_that_are_put_while_several_pages_are_listed_are_found_by_the_next_roun
     let one = store(&path, "a");
     let numbers: Vec<u32> = (0..count).collect();
     for numbers in numbers.chunks(1000) {
-        let keys: Vec<_> = numbers.iter().copied().map(key).collect();
+        let keys: Vec<_> = numbers.iter().copied().map(numbered_key).collect();
         one.put(&keys, &vec![Window::of_slice(&[1; 64]); keys.len()], answer()).unwrap();
     }
     let mut copy = ValueCopy::new(&path.socket(), &files(count + 1)).unwrap();
@@ -156,9 +156,9 @@ fn values_that_are_put_while_several_pages_are_listed_are_found_by_the_next_roun
         let putting = scope.spawn(|| {
             let (mut replaced, mut bytes) = (100, [0; 64]);
             while replaced < 900 && (replaced == 100 || listing.load(Ordering::SeqCst)) {
-                assert_eq!(one.drop_values(&[key(replaced)], answer()).unwrap(), 1);
+                assert_eq!(one.drop_values(&[numbered_key(replaced)], answer()).unwrap(), 1);
                 put(&one, count + replaced, 2);
-                one.get(&[key(count - 1)], &[Window::of_slice_mut(&mut bytes)]).unwrap();
+                one.get(&[numbered_key(count - 1)], &[Window::of_slice_mut(&mut bytes)]).unwrap();
                 replaced += 1;
             }
             replaced
@@ -185,11 +185,11 @@ fn values_that_change_before_the_other_keeper_ends_are_misses() {
     let newer = ListeningPath::open_beside(&path.socket()).unwrap();
     let mut copy = ValueCopy::new(&path.socket(), &files(4)).unwrap();
     let (listed, _) = copy.round(&stop).unwrap();
-    assert_eq!(one.drop_values(&[key(1), key(2)], answer()).unwrap(), 2);
+    assert_eq!(one.drop_values(&[numbered_key(1), numbered_key(2)], answer()).unwrap(), 2);
     put(&one, 1, 2);
     let here = copy.namespaces[&0].0;
     let (taken, table) = copy.replace(&listed, &newer, newer.found(), &stop, AGREEING).unwrap();
-    let has = [1, 2, 3].map(|number| table.slot_of(&IndexKey::of(here, &key(number))).is_some());
+    let has = [1, 2, 3].map(|number| table.slot_of(&IndexKey::of(here, &numbered_key(number))).is_some());
     assert_eq!((has, taken), ([false, false, true], TakenOver { values: 1, left: 2 }));
 }
 
@@ -334,7 +334,7 @@ fn a_stopped_keeper_goes_on_once_the_other_one_has_given_up() {
         assert_eq!(store.stats(answer()).unwrap().keeper.unwrap().values, 1);
         put(store, 2, 2);
         let mut bytes = [0; 64];
-        assert_eq!(store.get(&[key(1)], &[Window::of_slice_mut(&mut bytes)]).unwrap(), [true]);
+        assert_eq!(store.get(&[numbered_key(1)], &[Window::of_slice_mut(&mut bytes)]).unwrap(), [true]);
         let stats = store.stats(answer()).unwrap();
         assert_eq!((bytes, stats.attached, stats.keeper.unwrap().observers), ([1; 64], 1, 0));
         assert_eq!(newer.found(), found);

@@ -41,7 +41,8 @@ impl NativeCache {
         shared: &Arc<EngineShared>,
         name: &Any<'_>,
         given: GivenForm<'_, '_>,
-        (blocks, tensors): (&Any<'_>, Given<'_, '_>),
+        blocks: &Any<'_>,
+        tensors: Given<'_, '_>,
         contiguous: bool,
     ) -> PyResult<Self> {
         let (py, name) = (name.py(), text("name", name)?);
@@ -57,7 +58,8 @@ impl NativeCache {
         name: &Any<'_>,
         given_tensors: &Any<'_>,
         given: GivenForm<'_, '_>,
-        (blocks, stride): (Given<'_, '_>, Given<'_, '_>),
+        blocks: Given<'_, '_>,
+        stride: Given<'_, '_>,
         visible: bool,
     ) -> PyResult<Self> {
         let (py, name) = (name.py(), text("name", name)?);

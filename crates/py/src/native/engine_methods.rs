@@ -143,7 +143,7 @@ impl NativeEngine {
     ) -> PyResult<NativeCache> {
         let (engine, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
         let form = GivenForm { layout, shape, dtype, tensors_per_layer, pool: &pool };
-        NativeCache::allocate(engine, name, form, (blocks, tensors), contiguous)
+        NativeCache::allocate(engine, name, form, blocks, tensors, contiguous)
     }
 
     /// Make a cache of memory that belongs to the program.
@@ -195,7 +195,7 @@ impl NativeEngine {
     ) -> PyResult<NativeCache> {
         let (engine, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
         let form = GivenForm { layout, shape, dtype, tensors_per_layer, pool: &pool };
-        NativeCache::register(engine, name, tensors, form, (blocks, stride), shared)
+        NativeCache::register(engine, name, tensors, form, blocks, stride, shared)
     }
 
     /// Start to copy blocks inside this engine: within a cache, or between two caches with blocks of equal size.

@@ -27,7 +27,7 @@ impl NativeHolder {
         tokens: Option<&Any<'_>>,
         group: Option<&Any<'_>>,
     ) -> PyResult<Self> {
-        let options = values::keeper_options((memory, socket), Some(value), tokens, group)?;
+        let options = values::keeper_options(memory, socket, Some(value), tokens, group)?;
         let holder = engine::allow_threads(py, || Holder::open(&options, take_over));
         Ok(NativeHolder { holder: holder.map_err(|error| raise(py, &error))? })
     }

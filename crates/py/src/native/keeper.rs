@@ -50,7 +50,7 @@ impl NativeKeeper {
         tokens: Option<&Any<'_>>,
         group: Option<&Any<'_>>,
     ) -> PyResult<Self> {
-        let options = values::keeper_options((memory, socket), value, tokens, group)?;
+        let options = values::keeper_options(memory, socket, value, tokens, group)?;
         let keeper = engine::allow_threads(py, || Keeper::open(&options));
         Ok(NativeKeeper { keeper: keeper.map_err(|error| raise(py, &error))? })
     }

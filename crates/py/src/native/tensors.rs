@@ -146,7 +146,8 @@ pub(crate) fn host_bytes(name: &str, given: &Any<'_>, bytes: u64, only_read: boo
     check_bytes(given.py(), name, has, bytes).map(|()| found)
 }
 
-/// Reads one object without gaps, and returns how many bytes it has. It must be writable unless it is `only_read`: see `described`.
+/// Reads one object without gaps, and returns how many bytes it has. It must be writable unless `only_read` is given: the bytes
+/// that a read-only buffer must have, which are then copied.
 pub(crate) fn whole(name: &str, given: &Any<'_>, only_read: Option<u64>) -> PyResult<(HostBytes, u64)> {
     let forms = if only_read.is_some() { READABLE } else { WRITABLE };
     let tensor = described((name, forms), given, only_read)?;

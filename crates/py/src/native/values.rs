@@ -148,7 +148,8 @@ pub(crate) fn keeper_access(
 
 /// Reads what a keeper is opened with. The tokens are in the file at their path; a group is one that may connect.
 pub(crate) fn keeper_options(
-    (memory, socket): (&Any<'_>, &Any<'_>),
+    memory: &Any<'_>,
+    socket: &Any<'_>,
     value: Option<&Any<'_>>,
     tokens: Option<&Any<'_>>,
     group: Option<&Any<'_>>,

@@ -1,8 +1,8 @@
 //! The kinds of data paths, and their names in reports.
 
-use crate::model::named;
+use crate::model::named_enum;
 
-named! {
+named_enum! {
     /// The kind of a data path.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum PathKind {

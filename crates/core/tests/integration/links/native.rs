@@ -8,7 +8,8 @@ use llm_datadist_core::bindings::{
 };
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheDesc, CacheKind, ClusterId, DataType, ErrorKind, Event, GrantUse, PeerInfo, Verify, WhileRefused,
+    CacheDesc, CacheKind, ClusterId, DataType, ErrorKind, Event, GrantUse, KvLayout, PeerInfo, Verify,
+    WhileRefused,
 };
 
 use super::asynchronous::outcome;
@@ -97,7 +98,7 @@ fn events_of_a_native_engine_are_kept_from_the_start() {
 /// Ids that are drawn spread no readers over replicas: the order of the list decides.
 #[test]
 fn a_native_engine_reads_the_first_of_equal_owners() {
-    let layout = kv_layout(4, 2, 8, 2);
+    let layout = KvLayout { model: "m".into(), ..kv_layout(4, 2, 8, 2) };
     let desc =
         CacheDesc { data_type: DataType::Int8, kv_layout: Some(Box::new(layout)), ..device(4, 3, 4 * 2 * 8) };
     for _ in 0..8 {

@@ -1,7 +1,7 @@
 //! Enums without fields whose variants have names.
 
 /// Defines an enum whose variants have the names that programs and reports use.
-macro_rules! named {
+macro_rules! named_enum {
     ($(#[$attribute:meta])* pub enum $type:ident { $($(#[$doc:meta])* $variant:ident = $name:literal,)* }) => {
         $(#[$attribute])*
         pub enum $type { $($(#[$doc])* $variant,)* }
@@ -18,4 +18,4 @@ macro_rules! named {
     };
 }
 
-pub(crate) use named;
+pub(crate) use named_enum;
