@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
+import signal
 import socket
 import threading
+from collections import UserList, deque
+from typing import Any
 
 import pytest
 
@@ -87,8 +91,9 @@ def test_data_classes() -> None:
     result = hixl.TransferResult()
     assert (result.req, result.user_data, result.status) == (0, 0, hixl.TransferStatus.WAITING)
     assert repr(result) == "<TransferResult: req 0, user_data 0, WAITING>"
-    with pytest.raises(AttributeError):
-        result.req = 1  # type: ignore[misc]
+    for name in ("req", "user_data", "status", "other"):
+        with pytest.raises(AttributeError):
+            setattr(result, name, 1)
     notify = hixl.NotifyDesc("a", notify_msg="b")
     notify.name = "ä\0"
     assert (notify.name, notify.notify_msg) == ("ä\0", "b")
@@ -104,13 +109,20 @@ def test_data_classes() -> None:
         lambda: hixl.MemDesc("1", 1),
         lambda: hixl.MemDesc(1),
         lambda: hixl.MemDesc(1, 1, True),
+        lambda: hixl.MemDesc(1, 1, local_only=True),
+        lambda: hixl.MemDesc(1, 2**64),
         lambda: setattr(hixl.MemDesc(1, 1), "len", -1),
         lambda: setattr(hixl.MemDesc(1, 1), "local_only", 1),
         lambda: hixl.TransferOpDesc(1, 2, -3),
         lambda: hixl.TransferOpDesc(1, 2, None),
+        lambda: hixl.TransferOpDesc(2**64, 2, 3),
+        lambda: hixl.TransferOpDesc(1, 2**64, 3),
         lambda: setattr(hixl.TransferArgs(), "user_data", 2**64),
+        lambda: setattr(hixl.TransferArgs(), "user_data", -1),
         lambda: hixl.TransferArgs(1),
         lambda: hixl.GetTransferStatusArgs(2**32),
+        lambda: hixl.GetTransferStatusArgs(-1),
+        lambda: hixl.TransferResult(1),
         lambda: hixl.GetTransferStatusArgs(1, 2),
         lambda: hixl.NotifyDesc("a", b"b"),
         lambda: hixl.NotifyDesc("a"),
@@ -122,11 +134,26 @@ def test_data_classes() -> None:
         lambda: hixl.Hixl().initialize("127.0.0.1:0", {1: "1"}),
         lambda: hixl.Hixl().initialize(7),
         lambda: hixl.Hixl().connect(5),
-        lambda: hixl.Hixl().connect("a", 2**31),
-        lambda: hixl.Hixl().connect("a", 1.5),
+        *[
+            lambda method=method, limit=limit: getattr(hixl.Hixl(), method)("a", timeout_in_millis=limit)
+            for method in ("connect", "disconnect", "connect_async", "disconnect_async")
+            for limit in (2**31, -(2**31) - 1, 1.5, "1", None)
+        ],
+        *[
+            lambda limit=limit: hixl.Hixl().transfer_sync("a", hixl.READ, [], timeout_in_millis=limit)
+            for limit in (2**31, -(2**31) - 1, 1.5)
+        ],
+        *[
+            lambda limit=limit: hixl.Hixl().send_notify("a", hixl.NotifyDesc("", ""), timeout_in_millis=limit)
+            for limit in (2**31, -(2**31) - 1, 1.5)
+        ],
         lambda: hixl.Hixl().register_mem((1, 2), hixl.MEM_HOST),
         lambda: hixl.Hixl().register_mem(hixl.MemDesc(1, 2), "host"),
         lambda: hixl.Hixl().deregister_mem(-1),
+        lambda: hixl.Hixl().deregister_mem(2**64),
+        lambda: hixl.Hixl().get_transfer_status(-1),
+        lambda: hixl.Hixl().get_transfer_status(2**64),
+        lambda: hixl.Hixl().get_async_connect_status(None),
         lambda: hixl.Hixl().transfer_sync("a", hixl.READ, [(1, 2, 3)]),
         lambda: hixl.Hixl().transfer_sync("a", hixl.READ, hixl.TransferOpDesc(1, 2, 3)),
         lambda: hixl.Hixl().transfer_sync("a", hixl.READ, "ab"),
@@ -140,6 +167,52 @@ def test_data_classes() -> None:
 def test_wrong_types_raise_type_error(call: object) -> None:
     with pytest.raises(TypeError):
         call()  # type: ignore[operator]
+
+
+# Of `Hixl`: the names and the defaults of the arguments, which programs pass by position or by name.
+SIGNATURES = {
+    "initialize": "(self, local_engine, options={})",
+    "finalize": "(self)",
+    "register_mem": "(self, mem_desc, mem_type)",
+    "deregister_mem": "(self, mem_handle)",
+    "connect": "(self, remote_engine, timeout_in_millis=1000)",
+    "disconnect": "(self, remote_engine, timeout_in_millis=1000)",
+    "connect_async": "(self, remote_engine, timeout_in_millis=1000)",
+    "disconnect_async": "(self, remote_engine, timeout_in_millis=1000)",
+    "get_async_connect_status": "(self, remote_engine)",
+    "get_all_async_connect_status": "(self)",
+    "transfer_sync": "(self, remote_engine, op, op_descs, timeout_in_millis=1000)",
+    "transfer_async": "(self, remote_engine, op, op_descs, args=<TransferArgs: user_data 0>)",
+    "get_transfer_status": "(self, req_id)",
+    "get_all_transfer_status": "(self, args=GetTransferStatusArgs(max_query_count=4294967295, skip_waiting=False))",
+    "send_notify": "(self, remote_engine, notify, timeout_in_millis=1000)",
+    "get_notifies": "(self)",
+}
+
+
+def test_signatures() -> None:
+    def plain(function: Any) -> str:
+        signature = inspect.signature(function)
+        parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+        return str(inspect.Signature(parameters))
+
+    public = [name for name in vars(hixl.Hixl) if not name.startswith("_")]
+    assert {name: plain(getattr(hixl.Hixl, name)) for name in public} == SIGNATURES
+    assert plain(hixl.get_capability) == "(feature_type)"
+
+
+def test_operations_are_any_sequence() -> None:
+    address = listener()
+    with ends(End, End) as (target, client):
+        for end, text, seed in ((target, address, 1), (client, "127.0.0.1", 2)):
+            assert end.initialize(text) == hixl.SUCCESS
+            end.add("m", 64, seed)
+            assert end.register("m")[0] == hixl.SUCCESS
+        assert client.call("connect", address, 10_000) == hixl.SUCCESS
+        op = hixl.TransferOpDesc(len=1, remote_addr=target.address("m"), local_addr=client.address("m"))
+        for descs in ([op], (op,), deque([op]), UserList([op])):
+            assert client.engine.transfer_sync(address, 0, descs) == hixl.SUCCESS  # type: ignore[arg-type]
+            assert client.engine.transfer_async(remote_engine=address, op=1, op_descs=descs)[0] == hixl.SUCCESS  # type: ignore[arg-type]
 
 
 def test_capability_needs_no_object() -> None:
@@ -178,6 +251,37 @@ def test_object_that_is_not_initialized() -> None:
     assert engine.get_all_transfer_status() == (hixl.SUCCESS, [])
     engine.finalize()
     assert_not_initialized(engine)
+
+
+def test_object_that_is_initialized_again_has_nothing_of_before() -> None:
+    address = listener()
+    with ends(End, End) as (target, client):
+        for end, text in ((target, address), (client, "127.0.0.1")):
+            assert end.initialize(text) == hixl.SUCCESS
+            end.add("m", 64)
+            assert end.register("m")[0] == hixl.SUCCESS
+        ops = [(client.address("m"), target.address("m"), 8)]
+        assert client.call("connect_async", address, 10_000) == hixl.SUCCESS
+        assert eventually(lambda: client.engine.get_async_connect_status(address)[1] == hixl.CONNECTED)
+        assert client.notify(address, "a", "b") == hixl.SUCCESS
+        status, request = client.submit(address, 1, ops)
+        assert status == hixl.SUCCESS
+        for end, text in ((client, "127.0.0.1"), (target, address)):
+            end.finalize()
+            assert_not_initialized(end.engine)
+            assert end.initialize(text) == hixl.SUCCESS
+        assert target.notifies() == (hixl.SUCCESS, [])
+        assert client.engine.get_transfer_status(request) == (hixl.PARAM_INVALID, hixl.TransferStatus.FAILED)
+        assert client.engine.get_all_transfer_status() == (hixl.SUCCESS, [])
+        assert client.engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
+        assert client.move(address, 0, ops) == hixl.NOT_CONNECTED
+        assert client.call("disconnect", address) == hixl.NOT_CONNECTED
+        assert client.call("connect", address, 10_000) == hixl.SUCCESS
+        assert client.move(address, 0, ops) == hixl.PARAM_INVALID
+        # A part of the range that was registered is a new range.
+        for end in (client, target):
+            assert end.register("m", 1, 62)[0] == hixl.SUCCESS
+        assert client.move(address, 0, [(here + 1, there + 1, 8) for here, there, _ in ops]) == hixl.SUCCESS
 
 
 def test_same_address_is_usable_after_finalize() -> None:
@@ -263,12 +367,68 @@ def test_registration_table() -> None:
         # The same range with the other visibility is refused.
         assert end.register_range(at + 1000, 1000, 1, True) == (hixl.PARAM_INVALID, 0)
         assert end.call("deregister_mem", 0) == hixl.PARAM_INVALID
-        for handle in (first, first, 2**64 - 1, device):
-            assert end.call("deregister_mem", handle) == hixl.SUCCESS
+        # One call ends a range that was registered several times.
+        assert end.call("deregister_mem", first) == hixl.SUCCESS
         status, again = end.register_range(at + 1100, 100, 1, True)
         assert status == hixl.SUCCESS
         assert again != first
         assert end.register_range(at + 1100, 100, 1, True) == (hixl.SUCCESS, again)
+        for handle in (first, 2**64 - 1, device):
+            assert end.call("deregister_mem", handle) == hixl.SUCCESS
+        assert end.register_range(at + 1100, 100, 1, True) == (hixl.SUCCESS, again)
+
+
+def test_4096_ranges() -> None:
+    with ends(End) as (end,):
+        end.initialize("127.0.0.1:0")
+        at = end.add("m", 4096)
+        registered = [end.register_range(at + k, 1) for k in range(4096)]
+        assert {status for status, _ in registered} == {hixl.SUCCESS}
+        assert len({handle for _, handle in registered} - {0}) == 4096
+
+
+# Each call waits for a peer that is stopped.
+WAITING_CALLS: dict[str, Any] = {
+    "connect": lambda end, address, _: end.call("connect", address, 60_000),
+    "transfer_sync": lambda end, address, ops: end.move(address, 1, ops, 60_000),
+    "send_notify": lambda end, address, _: end.notify(address, "a", "b", 60_000),
+    "disconnect": lambda end, address, _: end.call("disconnect", address, 60_000),
+    "deregister_mem": lambda end, _, __: end.call("deregister_mem", end.register("m")[1]),
+    "finalize": lambda end, _, __: end.finalize() or hixl.SUCCESS,
+}
+
+
+@pytest.mark.parametrize("name", WAITING_CALLS)
+def test_calls_that_wait_let_other_threads_run(name: str) -> None:
+    """The target continues only if this thread runs meanwhile."""
+    begun, statuses = threading.Event(), []
+    with ends(End, Child) as (end, target):
+        address = listener()
+        for one, text in ((end, "127.0.0.1"), (target, address)):
+            assert one.initialize(text) == hixl.SUCCESS
+            one.add("m", 64)
+            assert one.register("m")[0] == hixl.SUCCESS
+        ops = [(end.address("m"), target.address("m"), 8)]
+        if name != "connect":
+            assert end.call("connect", address, 10_000) == hixl.SUCCESS
+            assert end.move(address, 1, ops, 10_000) == hixl.SUCCESS
+        target.signal(signal.SIGSTOP)
+        try:
+            if name in ("disconnect", "deregister_mem", "finalize"):
+                assert end.submit(address, 1, ops)[0] == hixl.SUCCESS
+
+            def run() -> None:
+                begun.set()
+                statuses.append(WAITING_CALLS[name](end, address, ops))
+
+            call = threading.Thread(target=run)
+            call.start()
+            assert begun.wait(60)
+            call.join(0.1)  # so that the call has begun
+        finally:
+            target.signal(signal.SIGCONT)
+        call.join(60)
+        assert statuses == [hixl.SUCCESS]
 
 
 def test_one_range_registered_by_several_threads() -> None:
