@@ -260,6 +260,7 @@ def test_object_that_is_initialized_again_has_nothing_of_before() -> None:
             assert end.initialize(text) == hixl.SUCCESS
             end.add("m", 64)
             assert end.register("m")[0] == hixl.SUCCESS
+        ended = [end.register("m")[1] for end in (client, target)]
         ops = [(client.address("m"), target.address("m"), 8)]
         assert client.call("connect_async", address, 10_000) == hixl.SUCCESS
         assert eventually(lambda: client.engine.get_async_connect_status(address)[1] == hixl.CONNECTED)
@@ -278,9 +279,10 @@ def test_object_that_is_initialized_again_has_nothing_of_before() -> None:
         assert client.call("disconnect", address) == hixl.NOT_CONNECTED
         assert client.call("connect", address, 10_000) == hixl.SUCCESS
         assert client.move(address, 0, ops) == hixl.PARAM_INVALID
-        # A part of the range that was registered is a new range.
-        for end in (client, target):
+        # A part of the range that was registered is a new range, and the handles of before have ended.
+        for end, handle in zip((client, target), ended):
             assert end.register("m", 1, 62)[0] == hixl.SUCCESS
+            assert end.call("deregister_mem", handle) == hixl.SUCCESS
         assert client.move(address, 0, [(here + 1, there + 1, 8) for here, there, _ in ops]) == hixl.SUCCESS
 
 

@@ -1,6 +1,7 @@
 //! Memory that this engine has registered. Each region is a cache of one block, whose name no other one ever has.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
@@ -20,6 +21,9 @@ pub(crate) const IN_USE: Duration = Duration::from_secs(10);
 
 /// How long the end of a region waits for peers that know it.
 const FORGET: Duration = Duration::from_secs(1);
+
+/// Numbers of regions. No other region of this process has the same one, so a handle of an engine that was finalized names none.
+static REGISTERED: AtomicU64 = AtomicU64::new(1);
 
 /// What the program says about memory. Both kinds are host memory here. Ranges of different kinds may overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +67,6 @@ struct Table {
     by_number: HashMap<u64, Arc<Region>>,
     /// Regions that no call finds any more, but that transfers may still use.
     in_use: HashMap<u64, Arc<Region>>,
-    last: u64,
 }
 
 /// Returns the name of the cache of a region.
@@ -132,14 +135,13 @@ impl Regions {
         if let Some(number) = table.same(range, kind)? {
             return Ok(number);
         }
-        let number = table.last + 1;
+        let number = REGISTERED.fetch_add(1, Ordering::Relaxed);
         let register = || {
             let form = CacheForm::plain(1, 1, &[bytes], DataType::Uint8, Placement::Host, None)?;
             let adopted = adopt(form.desc(), &[range.addr])?.unordered();
             engine.register(&cache_name(number), &form, adopted, !range.local_only)
         };
         let cache = register().map_err(|error| Status::from_error("register_mem", &error))?;
-        table.last = number;
         let region = Arc::new(Region { range, kind, number, cache, known_by: Mutex::default() });
         table.by_addr[kind as usize].insert(range.addr, region.clone());
         table.by_number.insert(number, region);
