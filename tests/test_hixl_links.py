@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 from typing import Any
@@ -210,6 +211,73 @@ def test_tasks_for_one_engine_run_in_order() -> None:
         assert end.call("connect", address) == hixl.ALREADY_CONNECTED
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_states_of_asynchronous_connections(threads: int) -> None:
+    config = {hixl.OPTION_GLOBAL_RESOURCE_CONFIG: json.dumps({"connect_pool.thread_num": threads})}
+    with ends(End, Child) as (end, target), socket.create_server(("127.0.0.1", 0)) as silent:
+        address, never = listener(), f"127.0.0.1:{silent.getsockname()[1]}"
+        local, remote = ready(end, "127.0.0.1:0", None, config), ready(target, address)
+        state = end.engine.get_async_connect_status
+        assert end.call("connect_async", never, 300_000) == hixl.SUCCESS
+        assert eventually(lambda: state(never) == (hixl.SUCCESS, hixl.CONNECTING))
+        assert end.call("connect_async", address, LIMIT) == hixl.SUCCESS
+        if threads == 1:
+            assert state(address) == (hixl.SUCCESS, hixl.CONNECT_PENDING)
+            assert end.call("disconnect_async", address, LIMIT) == hixl.SUCCESS
+            expected = {never: hixl.CONNECTING, address: hixl.DISCONNECT_PENDING}
+            assert end.engine.get_all_async_connect_status() == (hixl.SUCCESS, expected)
+            return
+        assert eventually(lambda: state(address) == (hixl.SUCCESS, hixl.CONNECTED))
+        assert state(never) == (hixl.SUCCESS, hixl.CONNECTING)
+        assert end.move(address, 1, [(local, remote, 1)]) == hixl.SUCCESS  # so that the region is known here
+        target.signal(signal.SIGSTOP)
+        try:
+            # A disconnection waits for transfers.
+            assert end.submit(address, 1, [(local, remote, 8)])[0] == hixl.SUCCESS
+            assert end.call("disconnect_async", address, 300_000) == hixl.SUCCESS
+            assert eventually(lambda: state(address) == (hixl.SUCCESS, hixl.DISCONNECTING))
+        finally:
+            target.signal(signal.SIGCONT)
+        assert eventually(lambda: state(address) == (hixl.SUCCESS, hixl.NOT_CONNECT))
+
+
+def test_states_of_other_connections() -> None:
+    with ends(End, Child) as (end, target):
+        address = listener()
+        ready(end, "127.0.0.1:0")
+        ready(target, address)
+        state = end.engine.get_async_connect_status
+        assert end.call("connect", address) == hixl.SUCCESS
+        assert state(address) == (hixl.SUCCESS, hixl.CONNECTED)
+        assert end.engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
+        assert end.call("disconnect", address) == hixl.SUCCESS
+        assert state(address) == (hixl.SUCCESS, hixl.NOT_CONNECT)
+        # Addresses are checked when the task runs.
+        for wrong in ("nowhere", "127.0.0.1:0", "a\0b", ""):
+            assert end.call("connect_async", wrong) == hixl.SUCCESS
+            assert eventually(lambda wrong=wrong: state(wrong) == (hixl.SUCCESS, hixl.CONNECT_FAILED))
+
+
+@every_way
+def test_limits_of_one_millisecond() -> None:
+    """Each call ends with a result, and the next one with more time succeeds."""
+    with ends(End, Child) as (end, target):
+        address = listener()
+        local, remote = ready(end, "127.0.0.1:0"), ready(target, address, 1)
+        made, ended, queued = set(), set(), set()
+        for _ in range(30):
+            made.add(end.call("connect", address, 1))
+            ended.add(end.call("disconnect", address, 1))
+            queued |= {end.call(method, address, 1) for method in ("connect_async", "disconnect_async")}
+        assert made <= {hixl.SUCCESS, hixl.TIMEOUT, hixl.ALREADY_CONNECTED}
+        assert ended <= {hixl.SUCCESS, hixl.TIMEOUT, hixl.NOT_CONNECTED}
+        assert queued == {hixl.SUCCESS}
+        assert eventually(lambda: end.engine.get_all_async_connect_status() == (hixl.SUCCESS, {}))
+        assert end.call("connect", address, LIMIT) in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
+        assert end.move(address, 0, [(local, remote, 4096)], 2**31 - 1) == hixl.SUCCESS
+        assert end.bytes("m") == pattern(1, 4096)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_full_queue_of_tasks(nested: bool) -> None:
     fields = {"thread_num": 1, "task_queue_capacity": "1"}
@@ -253,6 +321,48 @@ def test_auto_connect() -> None:
             assert end.bytes("m") == pattern(7, 4096)
 
 
+WATERLINES = {"GlobalResourceConfig": '{"channel_pool": {"high_waterline": 0.5, "low_waterline": "0.25"}}'}
+
+
+@pytest.mark.parametrize("options", [AUTO, WATERLINES], ids=["auto", "waterlines"])
+def test_lost_connections_of_transfers_that_connect_by_themselves(options: dict[str, str]) -> None:
+    """An explicit connection is one, too. The engine removes it when the peer dies, without a transfer."""
+    with ends(End, Child) as (end, target):
+        address = listener()
+        local, remote = ready(end, "127.0.0.1:0", None, options), ready(target, address, 1)
+        assert end.move(address, 0, [(local, remote, 8)]) == hixl.SUCCESS
+        assert end.call("disconnect", address) == hixl.SUCCESS
+        assert end.call("connect", address) == hixl.SUCCESS
+        status, request = end.submit(address, 0, [(local, remote, 8)])
+        assert (status, request > 0) == (hixl.SUCCESS, True)
+        target.kill()
+        assert eventually(lambda: end.engine.get_async_connect_status(address) == (hixl.SUCCESS, hixl.NOT_CONNECT))
+        assert end.call("disconnect", address) == hixl.NOT_CONNECTED
+
+
+# Each option takes a text of any length and content, and refuses it unless the text is a value.
+TEXTS = ["", "\0", "0\0", "1\0", " ", "x", "-", ":", "{", "\ud800", "9" * (1 << 20), "{}" + "\0", "\0" * (1 << 20)]
+
+
+@pytest.mark.parametrize("key", [getattr(hixl, name) for name in hixl.__all__ if name.startswith("OPTION_")])
+def test_texts_that_are_no_values_of_options(key: str) -> None:
+    with ends(End) as (end,):
+        for text in TEXTS:
+            is_absent = key == hixl.OPTION_LOCAL_COMM_RES and not text
+            expected = hixl.SUCCESS if is_absent else hixl.PARAM_INVALID
+            assert end.initialize("127.0.0.1:0", {key: text}) == expected, text[:9]
+            end.finalize()
+        for other in (key + "\0", "\0" + key, key.lower(), key * 10_000):
+            assert end.initialize("127.0.0.1:0", {other: "1"}) == hixl.PARAM_INVALID
+        assert end.initialize("127.0.0.1:0") == hixl.SUCCESS
+
+
+@pytest.mark.parametrize("key", [hixl.OPTION_LOCAL_COMM_RES, hixl.OPTION_GLOBAL_RESOURCE_CONFIG])
+def test_options_of_a_mebibyte(key: str) -> None:
+    with ends(End) as (end,):
+        assert end.initialize("127.0.0.1:0", {key: json.dumps({"unknown": "x" * (1 << 20)})}) == hixl.SUCCESS
+
+
 def test_options() -> None:
     with ends(End) as (end,):
         for options in ({"x": "1"}, {"AutoConnect": ""}, {"AutoConnect": "true"}, {"GlobalResourceConfig": "[]"}):
@@ -272,6 +382,8 @@ def test_options() -> None:
         (b'{"version": "1.3"}', True),
         (b"", False),
         (b"\xff", False),
+        (b"1", False),
+        (b"{}\0", False),
         (b"[]", False),
         (b" " * (1 << 20) + b"{", False),
         (b"{}" + b" " * ((1 << 20) - 2), True),
@@ -286,8 +398,23 @@ def test_file_of_local_comm_res(tmp_path: Any, content: bytes, accepted: bool) -
     with ends(End) as (end,):
         assert end.initialize("127.0.0.1:0", config) == (hixl.SUCCESS if accepted else hixl.PARAM_INVALID)
         end.finalize()
+        # An empty text is no value.
+        empty = end.initialize("127.0.0.1:0", {**config, "LocalCommRes": ""})
+        assert empty == (hixl.SUCCESS if accepted else hixl.PARAM_INVALID)
+        end.finalize()
         # A value wins over the file.
         assert end.initialize("127.0.0.1:0", {**config, "LocalCommRes": "{}"}) == hixl.SUCCESS
+
+
+def test_path_of_local_comm_res_is_relative_to_the_working_directory(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "res.json").write_text("{}", encoding="utf-8")
+    config = {"GlobalResourceConfig": json.dumps({"local_comm_res_path": "res.json"})}
+    with ends(End) as (end,):
+        assert end.initialize("127.0.0.1:0", config) == hixl.PARAM_INVALID
+        monkeypatch.chdir(tmp_path)
+        assert end.initialize("127.0.0.1:0", config) == hixl.SUCCESS
 
 
 def test_fifo_as_file_of_local_comm_res(tmp_path: Any) -> None:
