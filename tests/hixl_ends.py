@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import mmap
 import multiprocessing
 import os
+import platform
 import signal
 import socket
+import struct
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -84,6 +88,18 @@ class End:
         """Allocate memory, zeros or `pattern(seed)`, and return its address."""
         self.memory[name] = ctypes.create_string_buffer(b"" if seed is None else pattern(seed, size), size)
         return ctypes.addressof(self.memory[name])
+
+    def add_silent(self, name: str, size: int) -> int:
+        """Map memory that does not answer: the kernel waits for pages that nobody provides. Needs root."""
+        memory = mmap.mmap(-1, size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        number = {"x86_64": 323, "aarch64": 282}[platform.machine()]  # userfaultfd
+        faults = ctypes.CDLL(None, use_errno=True).syscall(number, os.O_CLOEXEC | os.O_NONBLOCK)
+        assert faults >= 0, os.strerror(ctypes.get_errno())
+        fcntl.ioctl(faults, 0xC018AA3F, struct.pack("QQQ", 0xAA, 0, 0))  # UFFDIO_API
+        fcntl.ioctl(faults, 0xC020AA00, struct.pack("QQQQ", address, size, 1, 0))  # UFFDIO_REGISTER, for missing pages
+        self.memory[name] = memory
+        return address
 
     def address(self, name: str) -> int:
         return ctypes.addressof(self.memory[name])

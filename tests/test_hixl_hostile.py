@@ -1,13 +1,16 @@
-"""Messages of hostile peers to an engine of the module `hixl`: a native engine sends whatever it likes."""
+"""Hostile peers of the module `hixl`: a native engine that sends whatever it likes, and memory that does not answer."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import struct
 
+import pytest
+
 import hixl
-from hixl_ends import LIMIT, End, ends, eventually, listener, pattern
+from hixl_ends import LIMIT, Child, End, ends, eventually, listener, pattern
 from llm_datadist.native import Busy, Engine, Message
 
 
@@ -88,3 +91,23 @@ def test_peer_sees_no_address_that_is_hidden() -> None:
             lambda: answers.extend(event.data for event in hostile.events() if isinstance(event, Message)) or answers
         )
         assert answers == [message(7, 7, struct.pack("<QQQ", shown, 64, handle) + bytes(48))]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
+def test_read_of_memory_that_does_not_answer_is_a_timeout() -> None:
+    """The kernel may still write to the destination, so it stays in use until the process of the target ends."""
+    with ends(End, Child) as (client, target):
+        address, size = listener(), 4 << 20  # above what rings carry
+        assert target.initialize(address) == hixl.SUCCESS
+        assert client.initialize("127.0.0.1") == hixl.SUCCESS
+        silent, local = target.add_silent("silent", size), client.add("m", size)
+        assert target.register_range(silent, size)[0] == hixl.SUCCESS
+        status, handle = client.register("m")
+        assert status == hixl.SUCCESS
+        assert client.call("connect", address, LIMIT) == hixl.SUCCESS
+        assert client.move(address, 0, [(local, silent, size)], 300) == hixl.TIMEOUT
+        assert client.call("deregister_mem", handle) == hixl.TIMEOUT
+        assert client.move(address, 0, [(local, silent, size)], 300) == hixl.PARAM_INVALID
+        target.kill()
+        assert client.call("deregister_mem", handle) == hixl.SUCCESS

@@ -126,6 +126,25 @@ def test_operations_whose_destinations_overlap_succeed(pair: Pair) -> None:
     assert pair.near.bytes("near")[:1500] == expected
 
 
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_last_of_32000_operations_between_two_ranges_wins(pair: Pair, op: int) -> None:
+    draw = random.Random(7)  # noqa: S311
+    source, expected = pattern(1, SIZE), bytearray(SIZE)
+    if op == WRITE:
+        source, expected = pattern(4, SIZE), bytearray(pattern(1, SIZE))
+        pair.near.write("near", 0, source)
+    ops = []
+    for _ in range(32_000):
+        length = draw.randint(1, 200)
+        read, written = draw.randrange(SIZE - length), draw.randrange(SIZE // 16)
+        ops.append((written, read, length) if op == READ else (read, written, length))
+        expected[written : written + length] = source[read : read + length]
+    assert pair.move(op, *ops) == hixl.SUCCESS
+    assert (pair.near.bytes("near") if op == READ else pair.far.bytes("far")) == expected
+    # Beyond that number, the order of operations on the same bytes is undefined.
+    assert pair.move(op, *ops, ops[0]) == hixl.SUCCESS
+
+
 def ended(end: Any, request: int) -> tuple[int, hixl.TransferStatus]:
     """Return what is reported about the end of a request."""
     found: list[tuple[int, hixl.TransferStatus]] = []
@@ -336,10 +355,13 @@ def test_disconnect_while_the_target_reads_memory(pair: Pair) -> None:
 
 
 def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None:
-    marker, going = b"\x5a" * SIZE, threading.Event()
+    marker, begun, going = b"\xff" * SIZE, threading.Event(), threading.Event()
 
     def disconnect() -> None:
         while not going.is_set():
+            # Without a pause, the transfers would only ever find that nothing is connected.
+            begun.wait(10)
+            begun.clear()
             pair.near.call("disconnect", pair.address, LIMIT)
             pair.near.call("connect", pair.address, LIMIT)
 
@@ -348,6 +370,7 @@ def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None
     codes = set()
     try:
         for _ in range(100):
+            begun.set()
             codes.add(code := pair.move(READ, (0, 0, SIZE)))
             if code != hixl.SUCCESS:
                 pair.near.write("near", 0, marker)
@@ -355,6 +378,7 @@ def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None
                 assert pair.near.bytes("near") == marker
     finally:
         going.set()
+        begun.set()
         thread.join(60)
     assert codes <= {hixl.SUCCESS, hixl.NOT_CONNECTED, hixl.FAILED}
 
@@ -391,6 +415,39 @@ def test_write_that_has_timed_out_does_not_arrive_on_a_new_connection(pair: Pair
         # The limit of the first WRITE passes at the target.
         time.sleep(limit / 1000)
         assert pair.far.bytes("far") == b"\x33" * SIZE
+
+
+def test_write_of_a_stopped_caller_ends_before_later_writes() -> None:
+    """The target ends it by its own clock, and another client writes last."""
+    size = 2 * SIZE - 1  # through rings, unless memory is added
+    with ends(End, Child, Child) as (other, target, caller):
+        address, places = listener(), []
+        for end, text, seed in ((target, address, 1), (other, "127.0.0.1", 5), (caller, "127.0.0.1", 3)):
+            places.append(end.add("m", size, seed))
+            assert end.initialize(text) == hixl.SUCCESS
+            assert end.register("m")[0] == hixl.SUCCESS
+        remote, near, stopped = places
+        assert other.call("connect", address, LIMIT) == hixl.SUCCESS
+        for round_ in range(6):
+            assert caller.call("connect", address, LIMIT) in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
+            statuses: list[int] = []
+
+            def write(statuses: list[int] = statuses) -> None:
+                statuses.append(caller.move(address, WRITE, [(stopped, remote, size)], 300))
+
+            call = threading.Thread(target=write)
+            call.start()
+            call.join(0.0005 * round_)  # it is stopped at different moments
+            caller.signal(signal.SIGSTOP)
+            try:
+                assert other.move(address, WRITE, [(near, remote, size)]) == hixl.SUCCESS
+            finally:
+                caller.signal(signal.SIGCONT)
+            call.join(60)
+            assert statuses[0] in (hixl.SUCCESS, hixl.TIMEOUT, hixl.FAILED)
+            assert other.move(address, WRITE, [(near, remote, size)]) == hixl.SUCCESS
+            time.sleep(0.5)  # longer than the limit, in which a transfer that has not ended would go on
+            assert target.bytes("m") == pattern(5, size)
 
 
 def test_finalize_ends_requests(pair: Pair) -> None:
@@ -447,7 +504,6 @@ def test_asynchronous_requests(pair: Pair) -> None:
         assert pair.near.call("get_transfer_status", first) == (hixl.PARAM_INVALID, FAILED)
     seen: dict[int, int] = {}
     query = hixl.GetTransferStatusArgs(3, skip_waiting=True)
-    order = []
     while len(seen) < 63:
         status, results = pair.near.engine.get_all_transfer_status(query)
         assert status == hixl.SUCCESS
@@ -455,8 +511,8 @@ def test_asynchronous_requests(pair: Pair) -> None:
         for result in results:
             assert result.status == COMPLETED
             assert result.req not in seen
+            assert pair.near.call("get_transfer_status", result.req) == (hixl.PARAM_INVALID, FAILED)
             seen[result.req] = result.user_data
-            order.append(result.req)
     assert seen == requests
     assert pair.near.engine.get_all_transfer_status() == (hixl.SUCCESS, [])
     status, state = pair.near.call("get_transfer_status", 0)
@@ -466,6 +522,68 @@ def test_asynchronous_requests(pair: Pair) -> None:
     there, here = pair.far.bytes("far"), pair.near.bytes("near")
     for k in range(1, 64, 2):
         assert here[k * 1000 : k * 1000 + 1000] == there[SIZE // 2 + k * 1000 :][:1000]
+
+
+@pytest.mark.parametrize("end", ["continue", "kill", "disconnect"])
+def test_all_requests_are_reported_in_the_order_of_their_start(pair: Pair, end: str) -> None:
+    assert pair.move(WRITE, (0, 0, 1)) == hixl.SUCCESS  # so that the region is known here
+    every = pair.near.engine.get_all_transfer_status
+    pair.far.signal(signal.SIGSTOP)
+    try:
+        submitted = [pair.near.submit(pair.address, WRITE, pair.at((k, k, 1)), 90 - k) for k in range(6)]
+        assert {status for status, _ in submitted} == {hixl.SUCCESS}
+        expected = [(request, 90 - k, WAITING) for k, (_, request) in enumerate(submitted)]
+        for most in (0, 2, 6, 2**32 - 1):
+            status, results = every(hixl.GetTransferStatusArgs(most))
+            assert status == hixl.SUCCESS
+            assert [(one.req, one.user_data, one.status) for one in results] == expected[:most]
+        assert every(hixl.GetTransferStatusArgs(skip_waiting=True)) == (hixl.SUCCESS, [])
+        if end == "kill":
+            pair.far.kill()
+        if end == "disconnect":
+            assert pair.near.call("disconnect", pair.address, 500) == hixl.SUCCESS
+    finally:
+        if end != "kill":
+            pair.far.signal(signal.SIGCONT)
+    ends_of: list[tuple[int, int]] = []
+
+    def all_have_ended() -> bool:
+        status, results = every()
+        order = [one.req for one in results]
+        assert status == hixl.SUCCESS
+        assert order == sorted(order, key=[request for _, request in submitted].index)
+        ended = [one for one in results if one.status != WAITING]
+        assert {one.status for one in ended} <= {COMPLETED if end == "continue" else FAILED}
+        ends_of.extend((one.req, one.user_data) for one in ended)
+        return len(ends_of) >= 6
+
+    assert eventually(all_have_ended)
+    assert sorted(ends_of) == sorted((request, data) for request, data, _ in expected)
+    assert every() == (hixl.SUCCESS, [])
+    for _, request in submitted:
+        assert pair.near.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
+
+
+@pytest.mark.parametrize("hixl_way", ["rings"], indirect=True)
+def test_65536_requests_may_wait_for_their_report(pair: Pair) -> None:
+    ops = [hixl.TransferOpDesc(*op) for op in pair.at((0, 0, 1))]
+
+    def submit() -> tuple[int, int]:
+        return pair.near.engine.transfer_async(pair.address, hixl.READ, ops)
+
+    requests = [submit() for _ in range(1 << 16)]
+    assert {status for status, _ in requests} == {hixl.SUCCESS}
+    assert submit() == (hixl.RESOURCE_EXHAUSTED, 0)
+    assert ended(pair.near, requests[9][1]) == (hixl.SUCCESS, COMPLETED)
+    assert submit()[0] == hixl.SUCCESS
+    assert submit() == (hixl.RESOURCE_EXHAUSTED, 0)
+    # Those that `disconnect` has ended make room.
+    assert pair.near.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert submit()[0] == hixl.SUCCESS
+    assert pair.near.call("get_transfer_status", requests[0][1]) == (hixl.PARAM_INVALID, FAILED)
+    status, results = pair.near.engine.get_all_transfer_status()
+    assert (status, len(results)) == (hixl.SUCCESS, 1 << 16)
 
 
 def test_twenty_threads_submit(pair: Pair) -> None:
@@ -512,6 +630,24 @@ def test_disconnect_ends_requests(pair: Pair) -> None:
     assert pair.move(READ, (0, 0, 1)) == hixl.NOT_CONNECTED
     assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
     assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS
+
+
+def test_bytes_of_a_write_are_read_by_any_other_engine(pair: Pair) -> None:
+    with ends(End) as (reader,):
+        place = reader.add("m", SIZE)
+        assert reader.initialize("127.0.0.1") == hixl.SUCCESS
+        assert reader.register("m")[0] == hixl.SUCCESS
+        assert reader.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+        for seed in range(20, 26):
+            pair.near.write("near", 0, pattern(seed, SIZE))
+            if seed % 2:
+                assert pair.move(WRITE, (0, 0, SIZE)) == hixl.SUCCESS
+            else:
+                status, request = pair.near.submit(pair.address, WRITE, pair.at((0, 0, SIZE)))
+                assert status == hixl.SUCCESS
+                assert ended(pair.near, request) == (hixl.SUCCESS, COMPLETED)
+            assert reader.move(pair.address, READ, [(place, pair.remote, SIZE)]) == hixl.SUCCESS
+            assert reader.bytes("m") == pattern(seed, SIZE)
 
 
 def test_killed_target_fails_requests(pair: Pair) -> None:
