@@ -34,7 +34,18 @@ LIMIT_MS = 20_000  # of calls that succeed
 
 @pytest.mark.parametrize(
     "command",
-    ["state", "options", "registration", "links", "ranges", "requests", "notifications", "connections", "adxl"],
+    [
+        "state",
+        "options",
+        "registration",
+        "links",
+        "ranges",
+        "requests",
+        "notifications",
+        "connections",
+        "threads",
+        "adxl",
+    ],
 )
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_calls_in_one_process(built: Callable[..., Path], compiler: str, command: str) -> None:

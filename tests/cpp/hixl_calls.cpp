@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -434,6 +435,54 @@ void Connections() {
   CHECK_STATUS(c.engine.Connect(b.Address(), kLimit), ALREADY_CONNECTED);
 }
 
+// Several threads use two objects, also while one of them is finalized.
+void Threads() {
+  End a("127.0.0.1", 1);
+  End b(FreeAddress(), 2);
+  CHECK_STATUS(a.engine.Connect(b.Address(), kLimit), SUCCESS);
+  constexpr size_t kThreads = 4;
+  std::atomic<size_t> through{0};
+  const auto work = [&](size_t thread) {
+    const TransferOpDesc op{a.At(thread * 64), b.At(thread * 64), 64};
+    std::vector<TransferResult> results;
+    std::vector<NotifyDesc> notifies;
+    std::map<AscendString, AsyncConnectStatus> states;
+    for (size_t round = 0;; ++round) {
+      const Status status = a.engine.TransferSync(b.Address(), round % 2 == 0 ? READ : WRITE, {op}, kLimit);
+      TransferReq request = nullptr;
+      if (status == FAILED) {
+        CHECK_STATUS(a.engine.TransferAsync(b.Address(), READ, {op}, TransferArgs{}, request), FAILED);
+        CHECK_STATUS(a.engine.GetTransferStatus(GetTransferStatusArgs{}, results), FAILED);
+        CHECK(results.empty());
+        return;
+      }
+      CHECK_STATUS(status, SUCCESS);
+      a.engine.TransferAsync(b.Address(), READ, {op}, TransferArgs{}, request);
+      a.engine.GetTransferStatus(GetTransferStatusArgs{}, results);
+      for (const auto &result : results) {
+        CHECK(result.req != nullptr);
+      }
+      a.engine.SendNotify(b.Address(), {std::to_string(thread).c_str(), "text"}, kLimit);
+      CHECK_STATUS(b.engine.GetNotifies(notifies), SUCCESS);
+      a.engine.GetAsyncConnectStatus(states);
+      through += round == 20 ? 1U : 0U;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (size_t thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back(work, thread);
+  }
+  while (through < kThreads) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  a.engine.Finalize();
+  // Nothing uses the memory any more.
+  a.page = std::vector<uint8_t>();
+  for (auto &thread : threads) {
+    thread.join();
+  }
+}
+
 void Adxl() {
   adxl::AdxlEngine a;
   adxl::AdxlEngine b;
@@ -501,7 +550,7 @@ int main(int argc, char **argv) {
                                                 {"registration", Registration}, {"links", Links},
                                                 {"ranges", Ranges},       {"requests", Requests},
                                                 {"notifications", Notifications}, {"connections", Connections},
-                                                {"adxl", Adxl}};
+                                                {"threads", Threads},     {"adxl", Adxl}};
   CHECK(argc == 2 && tests.count(argv[1]) == 1);
   tests.at(argv[1])();
   std::cout << "done" << std::endl;

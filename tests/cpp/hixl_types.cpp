@@ -3,7 +3,9 @@
 //
 // Not for: what calls do with them (hixl_calls.cpp, hixl_end.cpp).
 #include <cstring>
+#include <map>
 #include <type_traits>
+#include <vector>
 
 #include "adxl/adxl_engine.h"
 #include "hixl/hixl.h"
@@ -71,6 +73,34 @@ static_assert(!std::is_copy_constructible<hixl::Hixl>::value, "an engine is one"
 static_assert(!std::is_copy_assignable<hixl::Hixl>::value, "an engine is one");
 static_assert(!std::is_polymorphic<hixl::Hixl>::value, "no virtual functions");
 static_assert(!std::is_convertible<adxl::AdxlEngine *, hixl::Hixl *>::value, "two classes");
+
+// The signatures of all methods, of which some have several.
+using hixl::Hixl;
+using Text = const ge::AscendString &;
+using Options = const std::map<ge::AscendString, ge::AscendString> &;
+using Ops = const std::vector<hixl::TransferOpDesc> &;
+template <typename... Arguments>
+constexpr bool Has(hixl::Status (Hixl::*)(Arguments...)) {
+  return true;
+}
+static_assert(Has<Text, Options>(&Hixl::Initialize), "signature");
+static_assert(std::is_same<decltype(&Hixl::Finalize), void (Hixl::*)()>::value, "signature");
+static_assert(Has<const hixl::MemDesc &, hixl::MemType, hixl::MemHandle &>(&Hixl::RegisterMem), "signature");
+static_assert(Has<hixl::MemHandle>(&Hixl::DeregisterMem), "signature");
+static_assert(Has<Text, int32_t>(&Hixl::Connect) && Has<Text, int32_t>(&Hixl::Disconnect), "signature");
+static_assert(Has<Text, int32_t>(&Hixl::ConnectAsync) && Has<Text, int32_t>(&Hixl::DisconnectAsync), "signature");
+static_assert(Has<Text, Connection &>(&Hixl::GetAsyncConnectStatus), "signature");
+static_assert(Has<std::map<ge::AscendString, Connection> &>(&Hixl::GetAsyncConnectStatus), "signature");
+static_assert(Has<Text, hixl::TransferOp, Ops, int32_t>(&Hixl::TransferSync), "signature");
+static_assert(Has<Text, hixl::TransferOp, Ops, const hixl::TransferArgs &, hixl::TransferReq &>(&Hixl::TransferAsync),
+              "signature");
+static_assert(Has<const hixl::TransferReq &, hixl::TransferStatus &>(&Hixl::GetTransferStatus), "signature");
+static_assert(Has<const hixl::GetTransferStatusArgs &, std::vector<hixl::TransferResult> &>(&Hixl::GetTransferStatus),
+              "signature");
+static_assert(Has<Text, const hixl::NotifyDesc &, int32_t>(&Hixl::SendNotify), "signature");
+static_assert(Has<std::vector<hixl::NotifyDesc> &>(&Hixl::GetNotifies), "signature");
+static_assert(std::is_same<decltype(&Hixl::GetCapability), hixl::Status (*)(hixl::FeatureType, int32_t &)>::value,
+              "signature");
 
 template <size_t size>
 bool Zero(const uint8_t (&bytes)[size]) {
