@@ -2,7 +2,8 @@
 
 - `wheel.py check TAG WHEEL...` checks the contents, metadata, licence texts and platform tag of each wheel.
 - `wheel.py check-hixl WHEEL` checks the contents and metadata of the wheel of the module `hixl`.
-- `wheel.py pythons WHEEL HIXL` installs both for each Python from 3.9 to 3.14 that is found, and uses them there.
+- `wheel.py pythons WHEEL HIXL` installs both, HIXL as an extra, for each Python from 3.9 to 3.14 that is found, and
+  uses them there.
 - `wheel.py smoke` uses the package that is installed in this Python, where numpy is not installed.
 - `wheel.py smoke-hixl` uses the module `hixl` that is installed in this Python.
 - `wheel.py smoke-numpy` uses the package where numpy is installed.
@@ -127,7 +128,7 @@ def interpreter(minor: int) -> str | None:
 
 
 def pythons(path: Path, hixl: Path) -> int:
-    """Install both wheels for each Python that is found, and run the smoke tests in it: without numpy, and with it."""
+    """Install both wheels, the second as an extra, for each Python that is found, and run the smoke tests in it."""
     for wheel in (path, hixl):
         require(wheel.is_file(), wheel, "no such wheel")
     absent, used = [], []
@@ -139,10 +140,11 @@ def pythons(path: Path, hixl: Path) -> int:
         with tempfile.TemporaryDirectory() as folder:
             own = Path(folder) / "venv" / "bin" / "python"
             quiet = ["--quiet", "--disable-pip-version-check"]
+            only_here = ["--no-index", "--find-links", hixl.resolve().parent]
             for command in (
                 [python, "-m", "venv", own.parent.parent],
                 [own, "-m", "pip", "install", *quiet, path.resolve()],
-                [own, "-m", "pip", "install", *quiet, "--no-deps", hixl.resolve()],
+                [own, "-m", "pip", "install", *quiet, *only_here, f"{path.resolve()}[hixl]"],
                 [own, "-I", Path(__file__).resolve(), "smoke"],
                 [own, "-I", Path(__file__).resolve(), "smoke-hixl"],
                 [own, "-m", "pip", "install", *quiet, "--only-binary=:all:", f"{path.resolve()}[replay]"],
