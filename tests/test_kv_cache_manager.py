@@ -168,6 +168,9 @@ def test_roles_follow_switch_role(begin: Callable[..., LLMDataDist]) -> None:
     manager = dist.kv_cache_manager
     with raising(LE):
         manager.remove_cache_key(CacheKey(0, 1))
+    for options_ in (None, {}):
+        with raising(LE):  # LLM_PARAM_INVALID: no address to listen at
+            dist.switch_role(LLMRole.PROMPT, options_)
     dist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": "127.0.0.1:0"})
     manager.remove_cache_key(CacheKey(0, 1))
     manager.allocate_cache(desc(), [CacheKey(0, 1)])

@@ -174,6 +174,11 @@ def test_init_refuses_and_can_be_tried_again(given: Any, expected: Expected) -> 
         dist.finalize()
 
 
+@pytest.mark.parametrize("text", ["", "x", "[]", '{"connect_pool.thread_num": 0}'])
+def test_global_resource_config_is_not_read_without_the_backend_hixl(start: Any, text: str) -> None:
+    assert start(options(llm__GlobalResourceConfig=text))._is_initialized
+
+
 def test_a_missing_role_is_noticed_by_init() -> None:
     dist = LLMDataDist(None, 1)
     with raising(LE):
