@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import hixl
@@ -187,6 +188,10 @@ class Child:
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)  # type: ignore[arg-type]
+        if number == signal.SIGSTOP:
+            # Its threads stop one after another.
+            threads = Path(f"/proc/{self.process.pid}/task")
+            assert eventually(lambda: all(is_stopped(thread) for thread in threads.iterdir()))
 
     def kill(self) -> None:
         self.process.kill()
@@ -228,6 +233,10 @@ def pattern(seed: int, size: int) -> bytes:
     """Return bytes that differ between seeds and positions."""
     block = bytes((seed * 31 + i * 7 + i // 256 * 13) % 251 for i in range(min(size, 1 << 16)))
     return (block * (size // len(block) + 1))[:size] if size else b""
+
+
+def is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def eventually(holds: Callable[[], Any], within: float = 10.0) -> Any:

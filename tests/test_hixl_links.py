@@ -252,10 +252,12 @@ def test_states_of_other_connections() -> None:
         assert end.engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
         assert end.call("disconnect", address) == hixl.SUCCESS
         assert state(address) == (hixl.SUCCESS, hixl.NOT_CONNECT)
-        # Addresses are checked when the task runs.
-        for wrong in ("nowhere", "127.0.0.1:0", "a\0b", ""):
-            assert end.call("connect_async", wrong) == hixl.SUCCESS
-            assert eventually(lambda wrong=wrong: state(wrong) == (hixl.SUCCESS, hixl.CONNECT_FAILED))
+        for wrong in ("nowhere", "a\0b", ""):
+            assert end.call("connect_async", wrong) == hixl.PARAM_INVALID
+            assert state(wrong) == (hixl.SUCCESS, hixl.NOT_CONNECT)
+        # Nobody can listen there.
+        assert end.call("connect_async", "127.0.0.1:0") == hixl.SUCCESS
+        assert eventually(lambda: state("127.0.0.1:0") == (hixl.SUCCESS, hixl.CONNECT_FAILED))
 
 
 @every_way
@@ -360,7 +362,10 @@ def test_texts_that_are_no_values_of_options(key: str) -> None:
 @pytest.mark.parametrize("key", [hixl.OPTION_LOCAL_COMM_RES, hixl.OPTION_GLOBAL_RESOURCE_CONFIG])
 def test_options_of_a_mebibyte(key: str) -> None:
     with ends(End) as (end,):
-        assert end.initialize("127.0.0.1:0", {key: json.dumps({"unknown": "x" * (1 << 20)})}) == hixl.SUCCESS
+        longest = json.dumps({"unknown": ""})
+        longest = json.dumps({"unknown": "x" * ((1 << 20) - len(longest))})
+        assert end.initialize("127.0.0.1:0", {key: longest + " "}) == hixl.PARAM_INVALID
+        assert end.initialize("127.0.0.1:0", {key: longest}) == hixl.SUCCESS
 
 
 def test_options() -> None:
