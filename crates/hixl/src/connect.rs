@@ -210,18 +210,20 @@ impl OpenEngine {
         sent.map(|_| None)
     }
 
-    /// Sends a message. Waits while the window of the link is full. Returns `false` if there is no link.
+    /// Sends a message after those of the outbox, so that it does not overtake a withdrawal. Waits while the window of the link is full.
+    /// Returns `false` if there is no link.
     pub(crate) fn send(&self, peer: ClusterId, message: &Message, deadline: Deadline) -> Outcome<bool> {
         let bytes = message.encode();
         loop {
-            match self.engine.send(peer, bytes.clone()) {
-                Ok(()) => return Ok(true),
-                Err(error) if error.kind() == ErrorKind::NotLinked => return Ok(false),
-                Err(error) if error.kind() == ErrorKind::Busy && !deadline.passed() => {
-                    std::thread::sleep(PAUSE);
+            let is_first = !self.outbox.holds(peer);
+            match is_first.then(|| self.engine.send(peer, bytes.clone())) {
+                Some(Ok(())) => return Ok(true),
+                Some(Err(error)) if error.kind() == ErrorKind::NotLinked => return Ok(false),
+                Some(Err(error)) if error.kind() != ErrorKind::Busy => {
+                    return Err(Status::from_error("sending to a peer", &error));
                 }
-                Err(error) if error.kind() == ErrorKind::Busy => return Err(Status::Timeout),
-                Err(error) => return Err(Status::from_error("sending to a peer", &error)),
+                _ if deadline.passed() => return Err(Status::Timeout),
+                _ => std::thread::sleep(PAUSE),
             }
         }
     }

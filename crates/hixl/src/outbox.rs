@@ -87,6 +87,11 @@ impl Outbox {
         }
     }
 
+    /// Returns whether messages to a peer wait.
+    pub(crate) fn holds(&self, peer: ClusterId) -> bool {
+        lock(&self.waiting).by_peer.contains_key(&peer)
+    }
+
     /// Sends the messages for which there is room now. Returns whether others wait.
     pub(crate) fn flush(&self, engine: &Engine) -> bool {
         // Fails if it is not readable.
