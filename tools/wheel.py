@@ -83,6 +83,7 @@ def contents_of_hixl(path: Path) -> int:
     files = {str(file.relative_to(sources)) for kind in ("*.py", "py.typed") for file in sources.rglob(kind)}
     has = {name for name in names if not name.startswith(f"{info}/")}
     require(has == files, path, f"has the files {sorted(has)} instead of {sorted(files)}")
+    require(any(name.endswith("/LICENSE") for name in names), path, "has no licence")
     version = re.search(r'^version = "(.*)"', (sources.parents[2] / "Cargo.toml").read_text(), re.MULTILINE)
     require(version and metadata["Version"] == version[1], path, f"is of version {metadata['Version']}")
     needs = metadata.get_all("Requires-Dist", [])
