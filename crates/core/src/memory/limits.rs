@@ -1,7 +1,8 @@
 //! Determines how much memory this process may use: the free memory of the machine, and the limits of the
 //! process.
 //!
-//! It reads control groups of both versions and the resource limits. What cannot be read counts as no limit.
+//! It reads control groups of both versions, the limit of strict overcommit, and the resource limits. What cannot be read
+//! counts as no limit.
 //! The limits are read when an engine opens, and before much memory is touched at once.
 
 use std::path::{Path, PathBuf};
@@ -46,8 +47,9 @@ pub fn refuse_beyond_room_under(root: &Path, what: &str, bytes: u64) -> Result<(
     if bytes <= usable {
         return Ok(());
     }
-    let text =
-        format!("{what} need more memory than this process may use now (control group, or free memory)");
+    let text = format!(
+        "{what} need more memory than this process may use now (control group, strict overcommit, or free memory)"
+    );
     Err(Error::new(ErrorKind::OutOfMemory, text).with("bytes", bytes).with("usable_bytes", usable))
 }
 
@@ -56,7 +58,18 @@ pub fn refuse_beyond_room_under(root: &Path, what: &str, bytes: u64) -> Result<(
 pub fn usable_under(root: &Path) -> u64 {
     let available = fields(&root.join("proc/meminfo"), "MemAvailable:").map_or(u64::MAX, |kib| kib << 10);
     let groups = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    groups.lines().filter_map(|line| group_room(root, line)).fold(available, u64::min)
+    let rooms = groups.lines().filter_map(|line| group_room(root, line)).chain(commit_room(root));
+    rooms.fold(available, u64::min)
+}
+
+/// Returns the bytes that the system may still commit; `None` without strict overcommit (`vm.overcommit_memory=2`). Beyond this
+/// limit, the first touch of a page of shared memory ends the process with SIGBUS.
+fn commit_room(root: &Path) -> Option<u64> {
+    const STRICT: u64 = 2;
+    number(&root.join("proc/sys/vm/overcommit_memory")).filter(|&mode| mode == STRICT)?;
+    let [limit, taken] =
+        ["CommitLimit:", "Committed_AS:"].map(|name| fields(&root.join("proc/meminfo"), name));
+    Some(limit?.saturating_sub(taken?) << 10)
 }
 
 /// Returns the bytes left in the control group of one line of `/proc/self/cgroup`, or in a group above it,

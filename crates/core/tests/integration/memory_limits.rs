@@ -166,7 +166,11 @@ fn the_memory_a_process_may_use() {
     let used_1 = ("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "900000");
     let stat_1 = "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\n";
     let stat_1 = ("sys/fs/cgroup/memory/job/memory.stat", stat_1);
-    let cases: [(&[(&str, &str)], u64); 9] = [
+    // Strict overcommit: what the whole system may commit counts.
+    let commits = ("proc/meminfo", "MemAvailable: 4000 kB\nCommitLimit: 3000 kB\nCommitted_AS: 2900 kB\n");
+    let full = (commits.0, "MemAvailable: 4000 kB\nCommitLimit: 3000 kB\nCommitted_AS: 3100 kB\n");
+    let [heuristic, strict] = ["0\n", "2\n"].map(|mode| ("proc/sys/vm/overcommit_memory", mode));
+    let cases: [(&[(&str, &str)], u64); 14] = [
         (&[], u64::MAX),
         (&[meminfo], available),
         (&[meminfo, job, unlimited], available),
@@ -176,6 +180,11 @@ fn the_memory_a_process_may_use() {
         (&[meminfo, container, container_limit], 3000),
         (&[meminfo, job_1, limit_1, used_1, stat_1], 2_000_000 - (900_000 - 100_001)),
         (&[meminfo, job_1, unlimited_1], available),
+        (&[commits, strict], 100 << 10),
+        (&[full, strict], 0),
+        (&[commits, heuristic], available),
+        (&[meminfo, strict], available),
+        (&[commits, strict, container, container_limit], 3000),
     ];
     for (files, bytes) in cases {
         assert_eq!(with_files(files, usable_under), bytes, "{files:?}");
