@@ -49,8 +49,8 @@ pub mod keeper {
     pub use crate::memory::kernels::{Copy, Kernel, copy_all};
     pub use crate::memory::{
         CloseOnFork, Generations, MapBudget, PeerGenerations, PeerMapping, PeerWords, Region, SharedWords,
-        Tensors, Window, above_standard_streams, is_user, peer_credentials, peer_process_descriptor, random,
-        refuse_beyond_room, same_user, take_descriptors,
+        Tensors, Window, above_standard_streams, is_user, page_size, peer_credentials,
+        peer_process_descriptor, random, refuse_beyond_room, same_user, take_descriptors,
     };
     pub use crate::net::{discard, is_crowded};
     pub use crate::options::link_token;

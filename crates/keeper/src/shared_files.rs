@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use llm_datadist_core::bindings::keeper::{
-    Copy, Generations, Kernel, Region, SharedWords, Tensors, Window, copy_all,
+    Copy, Generations, Kernel, Region, SharedWords, Tensors, Window, copy_all, page_size,
 };
 use llm_datadist_core::{Error, ErrorKind, Result};
 
@@ -71,7 +71,7 @@ impl SharedFiles {
     /// Takes memory for slots from the system, the given bytes as far as there are so many, before there are values.
     pub(crate) fn prepare(&self, bytes: Range<u64>) -> Result<()> {
         let (tensor, end) = (self.tensor()?, self.bytes().min(bytes.end));
-        let pages: Vec<u64> = (bytes.start..end).step_by(rustix::param::page_size()).collect();
+        let pages: Vec<u64> = (bytes.start..end).step_by(page_size()).collect();
         for pages in pages.chunks(BATCH) {
             let touch = |&page| Ok(Copy::one(Window::of_slice(&[0]), tensor.window(0, page, 1)?));
             copy_all(&pages.iter().map(touch).collect::<Result<Vec<_>>>()?, Kernel::PLAIN)?;

@@ -4,7 +4,7 @@
 
 use std::os::fd::OwnedFd;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
@@ -14,6 +14,9 @@ use crate::error::{Error, ErrorKind};
 /// Flags that request reserved huge pages by size. Without the size, a machine whose default is 1 GiB would
 /// provide pages that fit no pool.
 pub(super) const HUGE_2MB: MemfdFlags = MemfdFlags::HUGETLB.union(MemfdFlags::HUGE_2MB);
+
+/// The type of a file system of reserved huge pages (`HUGETLBFS_MAGIC` of Linux).
+pub(super) const HUGETLBFS: FsWord = 0x9584_58f6;
 
 /// Creates a file of `len` zero bytes that can be sealed and can never be executed.
 pub(super) fn create(name: &str, len: u64, kind: MemfdFlags) -> rustix::io::Result<OwnedFd> {

@@ -31,6 +31,7 @@ mod limits;
 mod map_budget;
 mod memfd;
 mod page_merge;
+mod pages;
 mod peer_credentials;
 mod peer_mapping;
 mod peer_process;
@@ -57,6 +58,7 @@ pub use limits::refuse_beyond_room_under;
 pub use limits::{refuse_beyond_room, usable_bytes, usable_under};
 pub use map_budget::{MapBudget, Reservation};
 pub use page_merge::{MergeRefusal, OwnPages};
+pub use pages::page_size;
 pub use peer_credentials::{
     Credentials, is_user, peer_credentials, peer_process_descriptor, same_user, take_descriptors,
 };

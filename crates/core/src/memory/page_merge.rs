@@ -1,6 +1,7 @@
 //! Huge pages on request: has the kernel merge memory into huge pages, and asks it for the size of pages.
 //!
-//! A unit is an aligned range of the size of one huge page. From Linux 6.1 on, the kernel merges a unit into
+//! A unit is an aligned range of 2 MiB, which is one huge page if pages have 4 KiB. Otherwise nothing is merged
+//! ([`units_are_huge_pages`]). From Linux 6.1 on, the kernel merges a unit into
 //! one huge page if any page of it was touched, regardless of the system's settings for automatic merging,
 //! and commits all of it. Meanwhile readers and writers in this process and others see the same bytes; at
 //! most they wait for it (`readers_and_writers_do_not_notice_merging`).
@@ -12,9 +13,9 @@ use std::os::fd::BorrowedFd;
 
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
-use rustix::param::page_size;
 
 use super::descriptors::above_standard_streams;
+use super::pages::page_size;
 use super::region::HUGE_PAGE;
 use super::{Adopted, Region, Tensors};
 use crate::error::{Error, ErrorKind, Result};
@@ -24,7 +25,8 @@ const MADV_COLLAPSE: libc::c_int = 25;
 /// Number of units of registered memory that are merged between two calls of `check`.
 const UNITS_AT_ONCE: usize = 32;
 
-/// Pages of a unit; [`OwnPages`] supports no other number.
+/// Number of 4 KiB pages in a unit. A huge page consists of as many pages as a page can hold entries of 8 bytes: with pages of 16 or
+/// 64 KiB, it has 32 or 512 MiB.
 const UNIT_PAGES: usize = 512;
 
 const PAGEMAP_SCAN: Opcode = opcode::read_write::<PagemapScan>(b'f', 16);
@@ -163,8 +165,7 @@ pub struct OwnPages(File);
 impl OwnPages {
     /// Opens the page map; `None` if the kernel has none or the page size is not supported.
     pub fn open() -> Option<OwnPages> {
-        let known = HUGE_PAGE / page_size() == UNIT_PAGES;
-        let file = File::open("/proc/self/pagemap").ok().filter(|_| known)?;
+        let file = File::open("/proc/self/pagemap").ok().filter(|_| units_are_huge_pages())?;
         above_standard_streams(file.into()).ok().map(|file| OwnPages(file.into()))
     }
 
@@ -216,8 +217,17 @@ fn units_within(ranges: Vec<(u64, u64)>) -> impl Iterator<Item = (usize, usize)>
     })
 }
 
+/// Returns whether the kernel merges pages into huge pages of the size of a unit.
+fn units_are_huge_pages() -> bool {
+    HUGE_PAGE / page_size() == UNIT_PAGES
+}
+
 /// Has the kernel merge the whole units from `at` on into huge pages.
 fn merge(at: usize, len: usize) -> io::Result<()> {
+    // A kernel with larger huge pages reports success without merging anything if `at` is the start of one.
+    if !units_are_huge_pages() {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
     // SAFETY: this advice changes neither contents nor access rights, and the kernel reports addresses that
     // are not mapped.
     let refused = unsafe { libc::madvise(at as *mut c_void, len, MADV_COLLAPSE) };
@@ -234,6 +244,32 @@ fn reserve(descriptor: BorrowedFd<'_>, from: u64, len: u64) -> Result<()> {
                 let text = "the pool could not be committed (huge_pages=\"eager\")";
                 let error = |errno| Error::new(ErrorKind::OutOfMemory, text).errno(errno);
                 return done.map_err(|errno| error(errno).with("committed_up_to", from));
+            }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use super::*;
+
+    /// Whatever the size of pages, a unit is committed as a whole, and a region of a few bytes consists of whole pages.
+    #[test]
+    fn units_are_committed_with_pages_of_every_size() {
+        for len in [1, 1 << 10, Region::UNIT_BYTES + 1] {
+            let region = Region::ordinary("test", len).unwrap();
+            let units = region.units();
+            let merged: Vec<_> = (0..units).map(|unit| region.commit(unit).unwrap()).collect();
+            assert_eq!(region.committed_bytes(), units * Region::UNIT_BYTES, "{merged:?}");
+            assert!(
+                Region::UNIT_BYTES.is_multiple_of(page_size() as u64) && units * Region::UNIT_BYTES >= len
+            );
+            if page_size() != 4096 {
+                assert!(
+                    merged.iter().all(|unit| *unit == Err(MergeRefusal::Unable(libc::EINVAL))),
+                    "{merged:?}"
+                );
+                assert!(OwnPages::open().is_none());
             }
         }
     }

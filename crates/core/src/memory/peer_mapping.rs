@@ -7,9 +7,10 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+use rustix::fs::{FsWord, SealFlags, fcntl_get_seals, fstat, fstatfs};
 use rustix::mm::ProtFlags;
 
+use super::memfd::HUGETLBFS;
 use super::region::{Aligned, HUGE_PAGE};
 use super::{MapBudget, Reservation};
 use crate::error::{Error, ErrorKind, Result};
@@ -35,11 +36,21 @@ pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
     if has < len || len == 0 {
         return Err(refused("the peer's memory is shorter than announced").with("has_bytes", has));
     }
-    if u64::try_from(stat.st_blksize).is_ok_and(|page| page > HUGE_PAGE as u64) {
+    let system =
+        fstatfs(descriptor).map_err(|error| because("the peer's memory has no file system", error))?;
+    let page = u64::try_from(stat.st_blksize).unwrap_or(u64::MAX);
+    if pages_are_too_large(system.f_type, page) {
         return Err(refused("the peer's memory is made of pages that are too large")
             .with("page_bytes", stat.st_blksize));
     }
     Ok(())
+}
+
+/// Returns whether a file consists of reserved huge pages that do not fit a mapping of whole [`HUGE_PAGE`]s. `page` is what the file
+/// reports as its preferred size. For other memory, this may be the size of the kernel's huge pages, such as 512 MiB with pages of
+/// 64 KiB; its pages fit nevertheless.
+fn pages_are_too_large(file_system: FsWord, page: u64) -> bool {
+    file_system == HUGETLBFS && page > HUGE_PAGE as u64
 }
 
 /// A range of a peer's memory, mapped read-only into this process.
@@ -93,5 +104,24 @@ impl PeerMapping {
     /// Returns the length in bytes.
     pub fn len(&self) -> u64 {
         self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_reserved_huge_pages_may_be_too_large() {
+        let (tmpfs, mib) = (0x0102_1994, 1 << 20);
+        for (file_system, page, too_large) in [
+            (HUGETLBFS, 1024 * mib, true),
+            (HUGETLBFS, 32 * mib, true),
+            (HUGETLBFS, 2 * mib, false),
+            // The value of tmpfs with pages of 64 KiB, if huge pages are enabled for it.
+            (tmpfs, 512 * mib, false),
+        ] {
+            assert_eq!(pages_are_too_large(file_system, page), too_large, "{page} bytes");
+        }
     }
 }

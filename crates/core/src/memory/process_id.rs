@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
+use super::pages::page_size;
+
 /// The page, once it is mapped. It is never unmapped.
 static PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
@@ -36,7 +38,7 @@ pub fn remember_process() {
     if !PAGE.load(Ordering::Acquire).is_null() {
         return;
     }
-    let len = rustix::param::page_size();
+    let len = page_size();
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: this makes a new private mapping at an address that the kernel chooses.
     let Ok(page) = (unsafe { mmap_anonymous(null_mut(), len, access, MapFlags::PRIVATE) }) else { return };

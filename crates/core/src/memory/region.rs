@@ -14,8 +14,9 @@ use super::memfd::seal;
 use super::{memfd, smaps};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Bytes of a huge page: 2 MiB on every machine where this module maps shared memory. A mapping whose start
-/// is not aligned to it never gets one.
+/// Bytes of a unit of shared memory: 2 MiB, a huge page if pages have 4 KiB. Huge pages that an administrator reserves may have this
+/// size with pages of 16 and 64 KiB, too. Every page size divides it, so a region consists of whole pages
+/// (`units_are_committed_with_pages_of_every_size`). A mapping whose start is not aligned to it never gets a huge page.
 pub(super) const HUGE_PAGE: usize = 2 << 20;
 
 const RW: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);

@@ -17,7 +17,7 @@ use rustix::fs::{MemfdFlags, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::ProtFlags;
 
-use super::memfd::{self, seal};
+use super::memfd::{self, HUGETLBFS, seal};
 use super::peer_mapping::refuse_shrinking;
 use super::shared_mapping::SharedMapping;
 use super::window::{Reach, Window};
@@ -87,7 +87,8 @@ const PAYLOAD: RingLayout = RingLayout { words: PAGE / 2, start: PAGE + MESSAGES
 const BYTES: usize = PAYLOAD.start + PAYLOAD.size;
 /// The mapping of the file of one process.
 type File = SharedMapping<BYTES, PAGE>;
-/// Bytes of the words of a file, and the alignment of payload in its ring.
+/// Bytes of the words of a file, and the alignment of payload in its ring. Both processes have the same number, whatever the size of
+/// their pages of memory: processors compare the last 12 bits of the addresses of a load and a store.
 const PAGE: usize = 4096;
 /// Bytes that this side reads or writes before it tells the peer, unless the ring is empty or the call ends earlier.
 const CHUNK: usize = 16 << 10;
@@ -95,9 +96,6 @@ const CHUNK: usize = 16 << 10;
 const STEP: usize = 64 << 10;
 /// Number of polls of a ring before the thread yields.
 const POLLS: u32 = 64;
-
-/// The type of a file system of reserved huge pages (`HUGETLBFS_MAGIC` of Linux).
-const HUGETLBFS: rustix::fs::FsWord = 0x9584_58f6;
 
 /// A word about one pair of rings, by its offset from [`RingLayout::words`]. Each has a cache line to itself.
 #[derive(Clone, Copy, Debug)]

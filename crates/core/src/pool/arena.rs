@@ -101,3 +101,48 @@ impl Drop for ExtentLease {
         self.extents.drain(..).for_each(|extent| pool.free(extent));
     }
 }
+
+#[cfg(all(test, feature = "testing", not(loom)))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::device::HostDevice;
+    use crate::error::ErrorKind;
+    use crate::memory::kernels::{Kernel, copy};
+    use crate::memory::{MapBudget, PeerMapping, Window};
+    use crate::model::{CacheDesc, DataType, Deadline};
+
+    fn all(tensors: &Tensors) -> Window<'_> {
+        tensors.window(0, 0, tensors.tensor_bytes()).unwrap()
+    }
+
+    /// The pages of a pool are independent of those of memory: a region consists of whole pages of memory, however small the pool is.
+    #[test]
+    fn pool_smaller_than_a_page_of_memory_is_used_to_its_last_byte() {
+        const LEN: usize = 1 << 10;
+        let config = PoolConfig { memory_size: LEN as u64, page_shift: 10 };
+        let arena = Arena::open(&HostDevice, config, Placement::Host).unwrap();
+        let desc = CacheDesc {
+            num_tensors: 1,
+            shape: vec![1, i64::try_from(LEN).unwrap()],
+            data_type: DataType::Uint8,
+            placement: Placement::Host,
+            row_stride: None,
+            kv_layout: None,
+        };
+        let geometry = Geometry::new(&desc).unwrap();
+        let tensors = arena.allocate(&geometry).unwrap();
+        assert_eq!(arena.allocate(&geometry).unwrap_err().kind(), ErrorKind::OutOfMemory);
+        let (written, mut read) = ([7; LEN], [0; LEN]);
+        copy(Window::of_slice(&written), all(&tensors), Kernel::PLAIN).unwrap();
+        // As a peer maps it.
+        let (descriptor, soon) =
+            (arena.region().descriptor().unwrap(), Deadline::after(Duration::from_secs(5)));
+        let descriptor = descriptor.try_clone_to_owned().unwrap();
+        let mapping = PeerMapping::map(descriptor, LEN as u64, &MapBudget::new(None), soon).unwrap();
+        let remote = Tensors::mapped(mapping, vec![0], LEN as u64).unwrap();
+        copy(all(&remote), Window::of_slice_mut(&mut read), Kernel::PLAIN).unwrap();
+        assert_eq!(read, written);
+    }
+}

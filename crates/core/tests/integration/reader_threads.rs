@@ -16,6 +16,7 @@ use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement, Result};
 
 use llm_datadist_testing::Stall;
 
+use crate::emulation::PROCESS_READS;
 use crate::fixtures::{
     Buffer, EventLog, LONG, adopt, block_plan, config, desc, eventually, pattern, skipped, tensors_over,
 };
@@ -132,6 +133,9 @@ fn lose(pid: i32, mut call: impl FnMut() -> Result<()>) {
 
 #[test]
 fn a_read_leaves_at_its_deadline_and_keeps_what_the_kernel_writes_to() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     // One unit, and several.
     for (rows, row) in [(4, 4096), (64, 256 << 10)] {
         let (engine, read) = (engine(), Read::new(rows, row));
@@ -150,6 +154,9 @@ fn a_read_leaves_at_its_deadline_and_keeps_what_the_kernel_writes_to() {
 
 #[test]
 fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let (engine, silent) = (engine(), Read::new(4, 4096));
     let stall = silent.stall();
     for lost in 1..=THREADS_OF_A_PROCESS {
@@ -175,6 +182,9 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
 
 #[test]
 fn many_threads_read_one_process_at_the_same_time() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let engine = engine();
     thread::scope(|scope| {
         for caller in 0..3 * THREADS_OF_A_PROCESS {
@@ -193,6 +203,9 @@ fn many_threads_read_one_process_at_the_same_time() {
 
 #[test]
 fn opening_a_silent_process_gives_up_at_its_limit() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let engine = engine();
     let secret = Buffer::new(16, |at| pattern(3, 0, at));
     let probe = Probe { address: secret.addr(), secret: secret.read(0, 16).try_into().unwrap() };
@@ -205,6 +218,9 @@ fn opening_a_silent_process_gives_up_at_its_limit() {
 
 #[test]
 fn an_engine_that_ends_meanwhile_logs_it_and_unmaps_nothing() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let (engine, read) = (engine(), Read::new(4, 4096));
     let stall = read.stall();
     read.lose(&engine);
@@ -220,6 +236,9 @@ fn an_engine_that_ends_meanwhile_logs_it_and_unmaps_nothing() {
 
 #[test]
 fn memory_behind_userfaultfd_costs_a_timeout_until_the_peer_ends() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let peer = Peer::start_as("silent");
     let at = match &peer.silent {
         Ok(at) => *at,

@@ -3,14 +3,18 @@
 //! A streaming store does not read the destination line before overwriting it. This saves a third of the
 //! memory traffic, and leaves the caches to the model. Ordinary stores are faster where the copy fits the
 //! caches. A core falls short of the speed of its memory mainly because it waits at the first lines of every
-//! page. So the kernels of `avx2` process four pages at once, and prefetch.
+//! page. So the kernels in `striped` process four pages at once, and prefetch.
 //!
 //! [`Kernel::for_bytes`] is the rule that chooses. Each kernel is tested against a byte-by-byte twin in
 //! `tests/integration/kernels.rs`.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod plain;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod striped;
 
 pub use plain::Copy;
 use plain::{RawCopies, plain};
@@ -36,9 +40,9 @@ pub struct Kernel(Stores);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stores {
     Plain,
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     PlainStriped,
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     StreamingStriped,
 }
 
@@ -48,14 +52,16 @@ impl Kernel {
 
     /// Returns every kernel that this CPU supports.
     ///
-    /// On `x86_64` with AVX2 there are three: [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn,
+    /// On `x86_64` with AVX2 and on `aarch64` there are three: [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn,
     /// which belong to one piece or to four; and streaming stores to four pages in turn. Elsewhere only `PLAIN` exists.
     pub fn all() -> &'static [Kernel] {
         #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx2") {
-            const AVX2: [Kernel; 3] =
-                [Kernel::PLAIN, Kernel(Stores::PlainStriped), Kernel(Stores::StreamingStriped)];
-            return &AVX2;
+        let striped = std::arch::is_x86_feature_detected!("avx2");
+        #[cfg(target_arch = "aarch64")]
+        let striped = true;
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+        if striped {
+            return &[Kernel::PLAIN, Kernel(Stores::PlainStriped), Kernel(Stores::StreamingStriped)];
         }
         &[Kernel::PLAIN]
     }
@@ -79,9 +85,9 @@ impl Kernel {
     pub fn streams(self) -> bool {
         match self.0 {
             Stores::Plain => false,
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             Stores::PlainStriped => false,
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             Stores::StreamingStriped => true,
         }
     }
@@ -91,9 +97,9 @@ impl Kernel {
     pub fn name(self) -> &'static str {
         match self.0 {
             Stores::Plain => "plain",
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             Stores::PlainStriped => "plain, four pages",
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             Stores::StreamingStriped => "streaming, four pages",
         }
     }
@@ -122,13 +128,13 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         // SAFETY: every copy is between windows of one sound entry, as checked above. They have equal lengths, lie
         // inside live tensors (promise 3), and the CPU can read the first and write the second.
         Stores::Plain => RawCopies::of(batch).for_each(|copy| unsafe { plain(copy) }),
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: every entry is sound, as checked above. The CPU has AVX2, because only `Kernel::all` creates
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+        // SAFETY: every entry is sound, as checked above. An x86 CPU has AVX2, because only `Kernel::all` creates
         // this value, after it has detected AVX2.
-        Stores::PlainStriped => unsafe { avx2::copy::<false>(batch) },
-        #[cfg(target_arch = "x86_64")]
+        Stores::PlainStriped => unsafe { striped::copy::<false>(batch) },
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         // SAFETY: as above.
-        Stores::StreamingStriped => unsafe { avx2::copy::<true>(batch) },
+        Stores::StreamingStriped => unsafe { striped::copy::<true>(batch) },
     }
     Ok(())
 }

@@ -11,6 +11,7 @@ use llm_datadist_core::{CacheKind, Error, ErrorKind, Placement, Result};
 use super::{Held, Pair, Way, eventually, of, pull_blocks, push_blocks, row};
 use llm_datadist_testing::Stall;
 
+use crate::emulation::PROCESS_READS;
 use crate::fixtures::desc;
 
 const ROWS: usize = 4;
@@ -61,6 +62,9 @@ fn lose(mut call: impl FnMut() -> Result<()>) -> Error {
 
 #[test]
 fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     for registered in [false, true] {
         let pair = pair();
         let (silent, loud) = (blocks(&pair.remote, true), blocks(&pair.remote, true));
@@ -105,6 +109,9 @@ fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
 
 #[test]
 fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let pair = pair();
     let (silent, loud) = (blocks(&pair.local, true), blocks(&pair.local, true));
     let loud_bytes = loud.fill(2);
@@ -131,6 +138,9 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
 
 #[test]
 fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let pair = Pair::with(Way::Shm, |config| {
         config.remote_accessible = true;
         // The push has a deadline of one hour.
@@ -149,6 +159,9 @@ fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
 
 #[test]
 fn engine_that_is_finalized_meanwhile_keeps_its_pool_mapped() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     let pair = pair();
     let silent = blocks(&pair.remote, true);
     let to = blocks(&pair.local, false);
