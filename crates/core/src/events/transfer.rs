@@ -3,7 +3,7 @@
 //! A transfer ends exactly once, and only after nothing of it touches memory. The code that runs it reports this with
 //! [`finish`](Transfer::finish); `transfer::async_call` ensures that it does.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::Instant;
@@ -14,7 +14,7 @@ use super::notification::PeerInfo;
 use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex, MutexGuard, SPIN_BEFORE_PARK, guarded, poll};
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering, SPIN_BEFORE_PARK, guarded, poll};
 
 /// How many bytes of a transfer are in place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -458,3 +458,6 @@ impl std::fmt::Debug for State {
         f.debug_struct("State").field("outcome", &self.outcome).finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, loom))]
+mod loom_tests;
