@@ -277,6 +277,8 @@ def test_doctor_reports_this_host_as_text_and_as_json(tmp_path: Path, capsys: py
     assert values["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert f"Linux {os.uname().release}" == values["kernel"]
     assert values["an engine with a pool"] == "can be opened"
+    machine, page = os.uname().machine, os.sysconf("SC_PAGE_SIZE")
+    assert values["architecture"] == f"{machine}, pages of {page >> 10}.0 KiB"
     assert values["kernel"] in text
     assert main(["doctor", "--json", "-"]) == status
     shown = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ def findings(root: Path) -> list[Finding]:
     """Return the facts about the host."""
     return [
         _kernel(root),
+        Finding(_HOST, "architecture", f"{os.uname().machine}, pages of {size(os.sysconf('SC_PAGE_SIZE'))}"),
         _cpus(root),
         _memory(root),
         _open_files(root),
@@ -65,8 +67,7 @@ def _cpus(root: Path) -> Finding:
     limit = cpu_limit(root)
     value = f"{usable} of {online or usable} usable"
     value += "" if limit is None else f", cgroup limit {limit:g}"
-    model = field_of(root / "proc/cpuinfo", "model name")
-    value += f", {model}" if model else ""
+    value += f", {model}" if (model := field_of(root / "proc/cpuinfo", "model name")) else ""
     if min(usable, limit or usable) < 2:  # noqa: PLR2004
         meaning = "the threads that copy share one CPU with the program"
         return Finding(_HOST, "CPUs", value, NOTE, meaning, "give the process two CPUs or more")
@@ -157,8 +158,7 @@ def _huge_pages(root: Path) -> Finding:
     value = f"anonymous: {anonymous}, shared: {shared}"
     if _version(root) < (6, 1):
         meaning = "the option huge_pages cannot merge memory before Linux 6.1"
-        remedy = "use Linux 6.1 or later if small pages cost too much time"
-        return Finding(_LIMITS, name, value, NOTE, meaning, remedy)
+        return Finding(_LIMITS, name, value, NOTE, meaning, "use Linux 6.1 or later if small pages cost too much time")
     if "never" in (anonymous, shared):
         meaning = "that memory has small pages; its first touch, and reads by process id, take longer"
         return Finding(_LIMITS, name, value, NOTE, meaning, 'huge_pages="eager" puts it into huge pages')
