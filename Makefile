@@ -15,6 +15,7 @@ MUTANTS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_JOBS ?= 2
 REPEAT ?= 10
+STEPS ?=
 BUSY ?= 2
 SKIP_CPP ?=
 export SKIP_CPP
@@ -36,7 +37,8 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 # crates/capi/build.rs follows the same rule, and test_soname_follows_the_changelog checks both.
 MAJOR := $(word 1,$(subst ., ,$(VERSION)))
 SONAME := libllm_datadist.so.$(if $(filter 0,$(MAJOR)),0.$(word 2,$(subst ., ,$(VERSION))),$(MAJOR))
-WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+ARM := aarch64-unknown-linux-gnu
+WHEEL_TARGETS := x86_64-unknown-linux-gnu $(ARM)
 # The oldest glibc that Rust itself supports.
 MANYLINUX := manylinux_2_17
 # QUIET,label,log name: runs the command that follows with progress instead of its output, which goes to a log.
@@ -208,7 +210,7 @@ mutants: build $(VENV)/.test-tools  ## run the mutants of tools/mutants, each ag
 	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json $(MUTANTS)
 
 nightly:  ## every long job, one after another; CI runs one of them in turn (hours)
-	@failed=; for job in asan sanitize valgrind loom fuzz test-vllm test-vllm-033 test-lmcache test-store mutants test-wheel sdist; do \
+	@failed=; for job in asan sanitize valgrind loom fuzz test-vllm test-vllm-033 test-lmcache test-store mutants test-wheel sdist test-aarch64; do \
 		echo "== $$job"; $(MAKE) --no-print-directory $$job || failed="$$failed $$job"; done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
@@ -252,6 +254,12 @@ check-aarch64:  ## cargo check for 64-bit Arm, where that target is installed
 		&& echo "aarch64-unknown-linux-gnu: compiles (not run)"; \
 	else echo "NOT CHECKED: aarch64-unknown-linux-gnu is not installed (rustup target add aarch64-unknown-linux-gnu)"; fi
 
+# The steps `wheel` and `python` use the wheel.
+test-aarch64: $(VENV)/.build-tools  ## builds all crates for 64-bit Arm and runs their tests under emulation, in a root of its own in target/aarch64 (STEPS="wheel python")
+	tools/build/aarch64.sh fetch $(if $(filter wheel python,$(STEPS)),$(BIN)/python)
+	$(if $(filter wheel python,$(STEPS)),$(MAKE) --no-print-directory wheel WHEEL_TARGETS=$(ARM))
+	tools/build/aarch64.sh run tests/aarch64/steps.sh $(STEPS)
+
 thorough: loom build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)
 	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test integration
 	PROPTEST_CASES=10000000 cargo test --release -p llm-datadist-core --test integration -- between_any_two_layouts
@@ -289,6 +297,9 @@ differential: SEED = 1
 differential: build $(VENV)/.test-tools  ## the same random calls on this tree and on BASE=commit: codes, rows and bytes must be equal
 	PYTHONPATH=tools:tests $(BIN)/python -m differential --base $(or $(BASE),$(error name a commit: make differential BASE=commit)) \
 		--folder "$(TARGET_DIR)/differential" --calls $(CALLS) --seed $(SEED)
+
+bench-copy:  ## copies and swaps beside hand-written loops in the same run, with the copy kernels of this processor
+	cargo bench -p llm-datadist-core --bench copy -- --all
 
 bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
 	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")
@@ -342,10 +353,12 @@ uninstall:  ## remove what `make install` put there, given the same PREFIX and f
 wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for every Python from 3.9 on, and the wheel of hixl, into dist/
 	@rm -f dist/*.whl
 	@for target in $(WHEEL_TARGETS); do \
+		in=; \
 		if [ ! -d "$$(rustc --print sysroot)/lib/rustlib/$$target/lib" ]; then \
-			echo "NOT BUILT: the wheel for $$target, which is not installed (rustup target add $$target)"; continue; fi; \
-		PATH="$(CURDIR)/$(BIN):$$PATH" $(call QUIET,"wheel for $$target",wheel-$$target) $(BIN)/maturin build --release --locked \
-			--zig --target $$target --compatibility $(MANYLINUX) --auditwheel check --out dist || exit; \
+			if [ $$target = $(ARM) ] && [ -e "$(TARGET_DIR)/aarch64/stamp" ]; then in="tools/build/aarch64.sh run"; tools/build/aarch64.sh fetch || exit; \
+			else echo "NOT BUILT: the wheel for $$target, which is not installed (rustup target add $$target, or make test-aarch64)"; continue; fi; fi; \
+		PATH="$(CURDIR)/$(BIN):$$PATH" CARGO_ZIGBUILD_ZIG_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/ziglang/zig)" $(call QUIET,"wheel for $$target",wheel-$$target) \
+			$$in $(BIN)/maturin build --release --locked --zig --target $$target --compatibility $(MANYLINUX) --auditwheel check --out dist || exit; \
 	done
 	@$(call QUIET,"wheel of the module hixl",wheel-hixl) $(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist packages/hixl
 	@$(BIN)/python tools/wheel.py check $(MANYLINUX) dist/llm_datadist-*.whl
@@ -406,4 +419,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-store .venv-vllm .venv-vllm-* dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-store test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak soak-store bench bench-calls bench-latency bench-peers bench-hixl bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-vllm-033 test-vllm-canary test-store test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 test-aarch64 fast conformance differential lint loom thorough soak soak-store bench bench-calls bench-copy bench-latency bench-peers bench-hixl bench-store example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

@@ -189,7 +189,7 @@ class Child:
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)  # type: ignore[arg-type]
         if number == signal.SIGSTOP:
-            # Its threads stop one after another.
+            # The signal stops the threads one after another.
             threads = Path(f"/proc/{self.process.pid}/task")
             assert eventually(lambda: all(is_stopped(thread) for thread in threads.iterdir()))
 

@@ -27,7 +27,7 @@ const CLASSES: usize = 7;
 const SLOTS: usize = 4;
 /// The alignment that the system allocator guarantees by default on every 64-bit target.
 const ALIGN: usize = 16;
-/// The alignment of every mapping.
+/// The minimum alignment of a mapping. It is larger on machines with larger pages.
 const PAGE: usize = 4096;
 
 /// A global allocator that delegates to the system allocator, but keeps freed blocks of 32 KiB to 2 MiB for

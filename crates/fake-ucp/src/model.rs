@@ -2,6 +2,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_int, c_void};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 pub(crate) type Handle = *mut c_void;
@@ -129,8 +132,19 @@ impl Request {
         let vector = |at: u64| libc::iovec { iov_base: at as Handle, iov_len: self.len };
         let (local, remote) = (vector(self.local), vector(self.remote));
         // SAFETY: the reader has promised that the destination is writable; the kernel checks both ranges.
-        let got =
+        let mut got =
             unsafe { libc::process_vm_readv(self.memory.pid, &raw const local, 1, &raw const remote, 1, 0) };
+        if got == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+            got = self.read_file().unwrap_or(-1);
+        }
         if usize::try_from(got) == Ok(self.len) { 0 } else { -3 }
+    }
+
+    /// Copies the bytes without `process_vm_readv`, which emulators of other processors lack.
+    fn read_file(&self) -> io::Result<isize> {
+        let file = File::open(format!("/proc/{}/mem", self.memory.pid))?;
+        let at = libc::off_t::try_from(self.remote).map_err(io::Error::other)?;
+        // SAFETY: as in `copy`.
+        Ok(unsafe { libc::pread(file.as_raw_fd(), self.local as Handle, self.len, at) })
     }
 }

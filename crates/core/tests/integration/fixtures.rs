@@ -25,7 +25,9 @@ use llm_datadist_core::{
 use llm_datadist_testing::{Local, SimDevice, host_address};
 use tracing::{Level, Subscriber, span};
 
-/// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
+use crate::emulation::{self, emulated};
+
+/// Time limit of a test: long enough for a busy machine, short enough to report a call that hangs.
 pub const LONG: Duration = Duration::from_secs(60);
 
 /// Returns the deadline [`LONG`] from now.
@@ -349,10 +351,12 @@ pub fn engine_on(config: Config, device: Arc<dyn Device>) -> DataDist {
     DataDist::open_over(config, DeviceSet::with_device(device), Transports::default()).unwrap()
 }
 
+/// Runs `default` cases, but at most `emulation::MAX_CASES` under emulation. `PROPTEST_CASES` sets another number.
 pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok());
+    let affordable = || default.min(if emulated() { emulation::MAX_CASES } else { default });
     proptest::test_runner::Config {
-        cases: asked.unwrap_or(default),
+        cases: asked.unwrap_or_else(affordable),
         failure_persistence: None,
         ..proptest::test_runner::Config::default()
     }

@@ -33,6 +33,7 @@ mod counting_allocator;
 mod cpp;
 mod data_paths;
 mod described_layouts;
+mod emulation;
 mod engine;
 mod errors;
 mod fixtures;

@@ -9,7 +9,7 @@ use llm_datadist_core::{CacheKind, Placement};
 
 use crate::fixtures::{adopt, desc, pattern};
 
-const UNIT: usize = Region::UNIT_BYTES as usize;
+pub(crate) const UNIT: usize = Region::UNIT_BYTES as usize;
 pub(crate) const PAGE: usize = 4096;
 pub(crate) const SEED: u8 = 11;
 
@@ -35,8 +35,13 @@ impl Pages {
     }
 
     pub(crate) fn advise(&self, advice: libc::c_int) {
+        assert!(self.takes_advice(advice));
+    }
+
+    /// Gives advice to the kernel. Returns whether the kernel accepts it.
+    pub(crate) fn takes_advice(&self, advice: libc::c_int) -> bool {
         // SAFETY: advice on the mapping just made, which changes no contents here.
-        assert_eq!(unsafe { libc::madvise(self.at() as *mut c_void, self.len, advice) }, 0);
+        unsafe { libc::madvise(self.at() as *mut c_void, self.len, advice) == 0 }
     }
 
     pub(crate) fn at(&self) -> usize {

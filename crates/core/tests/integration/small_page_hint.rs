@@ -7,12 +7,13 @@ use llm_datadist_core::bindings::{
 };
 use llm_datadist_core::testing::config::Token;
 use llm_datadist_core::testing::huge_pages::SmallPageHint;
-use llm_datadist_core::testing::memory::{OwnPages, Region};
+use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Placement};
 use tracing::Level;
 
 use crate::child_process::{self, report};
-use crate::fixtures::{EventLog, adopt, desc, skipped};
+use crate::emulation::{PAGE_SIZES, PROCESS_READS};
+use crate::fixtures::{EventLog, adopt, desc};
 use crate::huge_pages::CHOICES;
 use crate::registered_pages::Pages;
 
@@ -30,20 +31,9 @@ fn small(units: usize) -> Pages {
     pages
 }
 
-/// Returns whether the kernel reports the size of a page, for a page that is present.
-fn reports_page_size() -> bool {
-    let pages = small(1);
-    pages.write(0, 1);
-    let known = OwnPages::open().and_then(|own| own.huge(pages.at() as u64));
-    if known.is_none() {
-        skipped("the kernel does not report the size of pages (before 6.7)");
-    }
-    known.is_some()
-}
-
 #[test]
 fn one_hint_is_given_where_registered_memory_lies_in_small_pages() {
-    if !reports_page_size() {
+    if PAGE_SIZES.skips() {
         return;
     }
     let heard = log();
@@ -112,7 +102,7 @@ fn hints() {
 
 #[test]
 fn an_engine_hints_where_it_leaves_registered_memory_alone() {
-    if reports_page_size() {
+    if !PAGE_SIZES.skips() && !PROCESS_READS.skips() {
         // Auto, off, eager.
         assert_eq!(child_process::run("small_page_hint::hints", "owner"), ["1", "0", "0"]);
     }

@@ -137,7 +137,10 @@ fn other_file_types_are_refused_without_waiting() {
 fn owner_must_be_this_user_or_root() {
     let folder = Folder::new("owner");
     let path = folder.file("token", TOKEN, 0o600);
-    if !rustix::process::geteuid().is_root() {
+    // In a user namespace without other users, root cannot give a file away.
+    let users = fs::read_to_string("/proc/self/uid_map").unwrap();
+    let alone = users.split_whitespace().last() == Some("1");
+    if !rustix::process::geteuid().is_root() || alone {
         return skipped("needs root, to give a file to another user");
     }
     chown(&path, Some(65_534), None).unwrap();

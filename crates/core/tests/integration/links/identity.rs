@@ -18,7 +18,7 @@ use super::fake_peer::{Fake, hear, say, soon, welcome_mac};
 use super::{
     Held, LONG, Way, check_pull, config, device, eventually, link, of, open, pull_slot, row, unlink,
 };
-use crate::log;
+use crate::{emulation, log};
 
 /// The default configuration: no token, and no peer is admitted without a proof.
 fn strict(cluster: u64, way: Way) -> Config {
@@ -102,11 +102,8 @@ fn a_listener_that_proves_nothing_is_not_linked() {
 
 #[test]
 fn the_local_socket_takes_no_descriptor_of_a_stranger() {
-    // Linux 6.16 is the first that can refuse them.
-    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
-    let version: Vec<u32> = release.split(['.', '-']).map_while(|part| part.parse().ok()).take(2).collect();
-    if version < vec![6, 16] {
-        return crate::fixtures::skipped("the kernel is older than 6.16");
+    if emulation::REFUSED_DESCRIPTORS.skips() {
+        return;
     }
     let engine = open(strict(1, Way::Shm), Way::Shm);
     let name = Fake::new(9, 1).local_of(&engine, host()).unwrap();

@@ -7,6 +7,7 @@ use llm_datadist_core::bindings::{DataDist, Layers, Rows};
 use llm_datadist_core::{CacheKind, Deadline, ErrorKind, KvLayout, KvPlanes, LinkState, Placement};
 
 use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
+use crate::emulation::PROCESS_READS;
 use crate::fixtures::{adopt, desc, pattern, pin_writes};
 use crate::registered_pages::{Pages, SEED};
 
@@ -32,15 +33,20 @@ fn moved(pair: &Pair, call: &dyn Fn()) -> HashMap<&'static str, u64> {
     after
 }
 
+/// Returns whether reads by process id work here. Otherwise the owner sends the bytes.
+fn reads_by_process() -> bool {
+    PROCESS_READS.missing().is_none()
+}
+
 /// The path on which few bytes leave `memory`, in a transfer of a caller whose cache lies in `callers`.
 fn path_from(way: Way, memory: Memory, callers: Memory) -> &'static str {
     if way.has_fabric() && !memory.registered {
         return "fabric";
     }
     match (way.shares(), memory.registered, on_device(way, memory)) {
-        (true, true, _) if way == Way::Local || on_device(way, callers) => "process",
+        (true, true, _) if reads_by_process() && (way == Way::Local || on_device(way, callers)) => "process",
         (true, false, false) => "mapped",
-        (true, ..) => "rings",
+        (true, ..) if way != Way::Local => "rings",
         _ => "sockets",
     }
 }
@@ -94,20 +100,24 @@ fn bytes_take_the_path_of_their_memory_and_stats_show_it() {
                     "{way:?}: {reason}"
                 );
             }
-            Way::ShmDevice => assert!(reason.unwrap().contains("belongs to a device"), "{way:?}"),
             Way::Fabric => assert!(reason.unwrap().contains("only pools"), "{way:?}"),
+            _ if !reads_by_process() => {
+                assert!(reason.unwrap().contains("the peer's memory cannot be read"), "{way:?}");
+            }
+            Way::ShmDevice => assert!(reason.unwrap().contains("belongs to a device"), "{way:?}"),
             Way::Local | Way::Shm => assert_eq!(reason, None),
         }
     }
 }
 
-/// The owner sends registered memory through rings, up to 2 MiB. Longer transfers are reads by process id.
+/// The owner sends registered memory through rings, up to 2 MiB. Longer transfers are reads by process id, if these are possible.
 #[test]
 fn rings_carry_short_transfers_of_registered_memory() {
     const MAX_OVER_RINGS: usize = 2 << 20;
+    let long = if reads_by_process() { "process" } else { "rings" };
     for way in [Way::Shm, Way::ShmDevice] {
         let pair = Pair::new(way);
-        for (bytes, path) in [(64, "rings"), (MAX_OVER_RINGS, "rings"), (MAX_OVER_RINGS + 1, "process")] {
+        for (bytes, path) in [(64, "rings"), (MAX_OVER_RINGS, "rings"), (MAX_OVER_RINGS + 1, long)] {
             let shape = device(1, 1, bytes);
             let [local, remote] = [&pair.local, &pair.remote]
                 .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
@@ -127,7 +137,7 @@ fn rings_carry_short_transfers_of_registered_memory() {
             local.free(&pair.local);
             remote.free(&pair.remote);
         }
-        assert_eq!(link(&pair).sockets_reason, None, "{way:?}");
+        assert_eq!(link(&pair).sockets_reason.is_none(), reads_by_process(), "{way:?}");
     }
 }
 
@@ -136,7 +146,8 @@ fn rings_carry_short_transfers_of_registered_memory() {
 #[test]
 fn rings_carry_no_part_of_a_long_transfer() {
     let pair = Pair::new(Way::Shm);
-    for (plane_bytes, path) in [(600 << 10, "rings"), (1200 << 10, "process")] {
+    let long = if reads_by_process() { "process" } else { "rings" };
+    for (plane_bytes, path) in [(600 << 10, "rings"), (1200 << 10, long)] {
         let described = |engine, kv| {
             let layout = KvLayout {
                 heads: 0..1,
@@ -170,11 +181,11 @@ fn rings_carry_no_part_of_a_long_transfer() {
 }
 
 /// A short pull waits until its deadline for rows that a call of the owner uses, because the owner pins what it sends. A longer
-/// pull is a read by process id, and does not wait.
+/// pull is a read by process id, and does not wait, if these are possible.
 #[test]
 fn only_short_pulls_wait_for_rows_that_the_owner_uses() {
     let pair = Pair::new(Way::Shm);
-    for (bytes, waits) in [(512 << 10, true), (3 << 20, false)] {
+    for (bytes, waits) in [(512 << 10, true), (3 << 20, !reads_by_process())] {
         let shape = device(1, 1, bytes);
         let [local, remote] =
             [&pair.local, &pair.remote].map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
@@ -201,6 +212,9 @@ fn only_short_pulls_wait_for_rows_that_the_owner_uses() {
 /// short pull through rings, and has the peer read a push by process id. The pull is then read by process id too.
 #[test]
 fn rows_beside_unmapped_ones_are_only_read_by_process_id() {
+    if PROCESS_READS.skips() {
+        return;
+    }
     const BYTES: usize = 1 << 20;
     let pair = Pair::new(Way::Shm);
     // The memory after the pages is not mapped, so the fifth row cannot be read.
