@@ -35,7 +35,7 @@ class MemDesc:
     len: int
     """Number of bytes."""
     local_only: bool
-    """Whether peers cannot use the range."""
+    """Whether peers are denied access to the range."""
 
     def __new__(cls, addr: SupportsIndex, len: SupportsIndex) -> Self: ...  # noqa: A002
 
@@ -54,10 +54,10 @@ class TransferOpDesc:
 
 @final
 class TransferArgs:
-    """What an asynchronous transfer is given beside its operations."""
+    """Arguments of an asynchronous transfer."""
 
     user_data: int
-    """A number that the results of the transfer have."""
+    """A number of the program, which the results of the transfer contain."""
 
     def __new__(cls) -> Self: ...
 
@@ -66,9 +66,9 @@ class GetTransferStatusArgs:
     """Which transfers ``get_all_transfer_status`` returns."""
 
     max_query_count: int
-    """Most results."""
+    """Maximum number of results."""
     skip_waiting: bool
-    """Whether to leave out transfers that run."""
+    """Whether to leave out transfers that are still running."""
 
     def __new__(cls, max_query_count: SupportsIndex = 4294967295, skip_waiting: bool = False) -> Self: ...
 

@@ -18,7 +18,7 @@ class Hixl(Adapter):
 
     @classmethod
     def load(cls) -> None:
-        """Import it."""
+        """Import the module."""
         import hixl  # noqa: F401, PLC0415  (timed)
 
     def open(self) -> None:
@@ -47,7 +47,7 @@ class Hixl(Adapter):
         self.link(hello)
 
     def request(self, case: Case) -> Run:
-        """One call. The list of operations is made here."""
+        """Return one call. The list of operations is made here, outside the clock."""
         near = (case.near_rows * case.block + address(self.memory)).tolist()
         there = (case.far_rows * case.block + self.there).tolist()
         ops = [self.module.TransferOpDesc(mine, theirs, case.block) for mine, theirs in zip(near, there)]
@@ -67,7 +67,7 @@ def succeed(status: int) -> None:
 
 
 def free_address() -> str:
-    """An address at which an engine can listen."""
+    """Return an address at which an engine can listen."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -26,7 +26,7 @@ pub(crate) struct Connections {
 #[derive(Debug, Default)]
 struct Table {
     entries: HashMap<Arc<str>, Entry>,
-    /// The links of which something is known.
+    /// Links with connections of the peer, and links that this side is ending.
     links: HashMap<ClusterId, LinkState>,
     /// Connections that have ended before their transfers. The next connection to the same engine waits for these.
     ended: HashMap<Arc<str>, Arc<Connection>>,
@@ -45,7 +45,7 @@ enum Entry {
 enum LinkState {
     /// The peer has connections over it.
     PeerOwns,
-    /// This end is ending it. It has ended at this time, if no earlier.
+    /// This side is ending the link, which ends at this time at the latest.
     Ending(Deadline),
 }
 
@@ -84,7 +84,7 @@ impl Table {
             Some(LinkState::PeerOwns) => Leave::Release,
             Some(link) if link.is_ending() => Leave::Nothing,
             _ => {
-                // The event that such a link has ended may have come before its entry was made.
+                // The event of the end of a link may have come before its entry was made, so entries whose time has passed go here.
                 self.links.retain(|_, link| matches!(link, LinkState::PeerOwns) || link.is_ending());
                 self.links.insert(peer, LinkState::Ending(Deadline::after(limit + GRACE)));
                 Leave::Unlink

@@ -168,8 +168,8 @@ impl Hixl {
         self.run(|open| Ok(open.request_states(most, skip_waiting)))
     }
 
-    /// Sends a notification, which has a name and a text. Returns when the other engine has received it. `None` stands for texts that
-    /// are not UTF-8; it is `ParamInvalid`.
+    /// Sends a notification, which has a name and a text. Returns when the other engine has received it. `None` means that a text is not
+    /// UTF-8, and returns `ParamInvalid`.
     pub fn send_notify(&self, engine: &str, notice: Option<(&str, &str)>, limit_ms: i32) -> Outcome<()> {
         self.run(|open| {
             let notice = notice.ok_or(Status::ParamInvalid)?;

@@ -100,8 +100,8 @@ impl OpenEngine {
         }
     }
 
-    /// Starts a transfer over `connection`, which then tracks it. The deadline is that of this call. The transfer has a limit of its own,
-    /// or ends by that deadline.
+    /// Starts a transfer over `connection`, which then tracks it. This call ends by `deadline`. The transfer ends by `limit`, or by
+    /// `deadline` without one.
     pub(crate) fn start(
         &self,
         connection: &Arc<Connection>,

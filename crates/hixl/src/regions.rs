@@ -22,7 +22,7 @@ pub(crate) const IN_USE: Duration = Duration::from_secs(10);
 /// How long the end of a region waits for peers that know it.
 const FORGET: Duration = Duration::from_secs(1);
 
-/// Numbers of regions. No other region of this process has the same one, so a handle of an engine that was finalized names none.
+/// The next number of a region. A process never uses a number twice, so a handle of a finalized engine is never valid again.
 static REGISTERED: AtomicU64 = AtomicU64::new(1);
 
 /// What the program says about memory. Both kinds are host memory here. Ranges of different kinds may overlap.

@@ -92,9 +92,10 @@ impl DataDist {
     /// Starts to link to the engine that listens at `address`, unless there is a link to it, and returns at once. The
     /// result of the [`Transfer`] is its [`peer`](Transfer::peer). A link that exists is a success, whichever side made it
     /// and by which call. If a call has found the peer at this address before, and the link works, the transfer has ended when
-    /// this returns, and nothing was sent. Calls for one address with the same `name` share each attempt to dial it. If both
-    /// sides link to each other at once, one link is made, and both calls succeed. If `name` is given, the engine there must have this name
-    /// ([`Config::name`](crate::config::Config::name)); otherwise the call fails with `LinkFailed`, and makes no link.
+    /// this returns, and nothing was sent. Concurrent calls for one address with the same `name` share each attempt.
+    /// If both sides link to each other at once, one link is made, and both calls succeed. If `name` is given, the engine there must
+    /// have this name ([`Config::name`](crate::config::Config::name)); otherwise the call fails with `LinkFailed`, and makes no link.
+    /// `while_refused` says whether the call waits for a listener.
     ///
     /// Returns `Err` for invalid arguments, and `Err(Busy)` as [`Operation::start`](super::Operation::start) does.
     pub fn ensure_link(

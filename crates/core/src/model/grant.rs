@@ -49,7 +49,7 @@ named_enum! {
         Expired = "expired",
         /// The owner revoked it.
         Revoked = "revoked",
-        /// As many readers as it was given for have reported that they are done.
+        /// The number of readers that it was made for have reported that they are done.
         Done = "done",
         /// Its cache was released.
         Released = "released",

@@ -145,8 +145,9 @@ impl Engine {
 
     /// Starts to link with the engine that listens at `ip:port` or `[ipv6]:port`, unless a link to it exists.
     /// [`Transfer::peer`] is the result. A call for an address at which an earlier one has found a linked peer sends nothing, and
-    /// its transfer has ended when this returns. Calls for one address with the same `name` share an attempt. The limit is by
-    /// default that of the engine. A peer whose name is not `name` is refused.
+    /// its transfer has ended when this returns. Concurrent calls for one address with the same `name` share each attempt. The
+    /// default limit is that of the engine. A peer whose name is not `name` is refused. `while_refused` says whether the call waits for a
+    /// listener.
     pub fn link(
         &self,
         address: &str,

@@ -241,13 +241,14 @@ impl Link {
         })
     }
 
-    /// Returns `request` with the time that its caller waits, as it is sent now. It is a duration because the two clocks are unrelated.
+    /// Adds to `request` how long its caller still waits. This is a duration, because the clocks of the two hosts are unrelated.
     pub(crate) fn timed<'a>(&self, request: &'a Request, deadline: Deadline) -> Timed<&'a Request> {
         let limit = if request.writes() { self.limit_of_push(deadline) } else { limit_at_peer(deadline) };
         Timed { limit_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX), request }
     }
 
-    /// Returns for how long the peer may write for a push. A peer that does not answer then has ended it, so reads in place may go on.
+    /// Returns how long the peer may write for a push. After this time, the push has ended even if the peer did not answer, so reads in
+    /// place may resume.
     pub(crate) fn limit_of_push(&self, deadline: Deadline) -> Duration {
         limit_at_peer(deadline).min(self.pin_limit)
     }

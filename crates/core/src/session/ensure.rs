@@ -58,7 +58,7 @@ impl LinkOnDemand {
     }
 
     /// Makes the link, and returns the peer. Calls `commit` before this side enters a new link; if that fails, there is
-    /// none. An attempt that fails for a reason that may pass is repeated until `deadline`.
+    /// none. Repeats an attempt that fails for a temporary reason until `deadline`; `while_refused` decides about refused connections.
     pub(crate) fn make(
         &self,
         commit: &dyn Fn() -> Result<()>,

@@ -13,8 +13,8 @@ use super::values::{bounded, flag, integer};
 use crate::convert::Any;
 use crate::native::wrong_type;
 
-/// Makes a class of attributes that Python reads and writes: the setter, the type of the value, what keeps it, and what reads it. The
-/// other methods follow, because a class has one list of methods.
+/// Defines a class with attributes that Python can read and write. Each attribute has a name, a setter, the type of its value, the
+/// atomic type that stores it, and the function that reads it. The other methods follow, because PyO3 allows one block of methods.
 macro_rules! data_class {
     (
         $(#[$of_class:meta])*
@@ -55,7 +55,7 @@ data_class! {
         addr, set_addr: u64, AtomicU64, integer;
         /// Number of bytes.
         len, set_len: u64, AtomicU64, integer;
-        /// Whether peers cannot use the range.
+        /// Whether peers are denied access to the range.
         local_only, set_local_only: bool, AtomicBool, flag;
     }
 
@@ -108,10 +108,10 @@ impl TransferOpDesc {
 }
 
 data_class! {
-    /// What an asynchronous transfer is given beside its operations.
+    /// Arguments of an asynchronous transfer.
     #[derive(Default)]
     TransferArgs {
-        /// A number that the results of the transfer have.
+        /// A number of the program, which the results of the transfer contain.
         user_data, set_user_data: u64, AtomicU64, integer;
     }
 
@@ -128,9 +128,9 @@ data_class! {
 data_class! {
     /// Which transfers `get_all_transfer_status` returns.
     GetTransferStatusArgs {
-        /// Most results.
+        /// Maximum number of results.
         max_query_count, set_max_query_count: u32, AtomicU32, integer;
-        /// Whether to leave out transfers that run.
+        /// Whether to leave out transfers that are still running.
         skip_waiting, set_skip_waiting: bool, AtomicBool, flag;
     }
 
@@ -161,7 +161,7 @@ impl NotifyDesc {
         NotifyDesc(Mutex::new([&notice.name, &notice.text].map(|text| PyString::new(py, text).unbind())))
     }
 
-    /// Returns both texts. `None` if one of them is no Unicode, or longer than any that is allowed.
+    /// Returns both texts. `None` if one of them is not valid Unicode, or longer than any limit.
     pub(super) fn texts(&self, py: Python<'_>) -> Option<(String, String)> {
         let [name, text] = &*self.lock();
         Some((bounded(name.bind(py), Notice::MAX_TEXT)?, bounded(text.bind(py), Notice::MAX_TEXT)?))

@@ -27,12 +27,12 @@ pub(super) fn flag(name: &str, value: &Any<'_>) -> PyResult<bool> {
     value.cast::<PyBool>().map(PyBoolMethods::is_true).map_err(|_| wrong_type(name, "a bool", value))
 }
 
-/// Copies a text of at most `most` characters. `None` for a longer one, and for one that is no Unicode.
+/// Copies a text of at most `most` characters. Returns `None` if it is longer, or not valid Unicode.
 pub(super) fn bounded(text: &Bound<'_, PyString>, most: usize) -> Option<String> {
     if text.len().is_ok_and(|count| count <= most) { text.extract().ok() } else { None }
 }
 
-/// Reads a text. Returns [`NO_TEXT`] for one that is no Unicode, or longer than any that is allowed.
+/// Reads a text. Returns [`NO_TEXT`] if it is not valid Unicode, or longer than any limit.
 pub(super) fn text(name: &str, value: &Any<'_>) -> PyResult<String> {
     let text = value.cast::<PyString>().map_err(|_| wrong_type(name, "a str", value))?;
     Ok(bounded(text, MAX_TEXT).unwrap_or_else(|| NO_TEXT.to_owned()))
