@@ -51,7 +51,7 @@ impl OpenEngine {
             let limit = Some(deadline.left().max(PAUSE));
             let linking = self.engine.link(address, None, limit, WhileRefused::Fail);
             let linking = linking.map_err(|error| failed(&error))?;
-            // The wait fails only if interrupted, and nobody interrupts this one.
+            // The wait fails only if interrupted, and no code interrupts this one.
             while linking.wait(Deadline::after(deadline.left().min(SLICE))) == Ok(false) {
                 if self.is_closing() || deadline.passed() {
                     linking.cancel();

@@ -80,7 +80,7 @@ impl Connection {
             transfer.cancel();
         }
         for transfer in &transfers {
-            // Fails only if interrupted, and nobody interrupts this wait.
+            // Fails only if interrupted, and no code interrupts this wait.
             let _ = transfer.wait(deadline);
         }
         !self.is_running()

@@ -62,7 +62,7 @@ pub(crate) enum Leave {
     Nothing,
     /// The peer has connections over it and must learn that this end has none.
     Release,
-    /// Nobody uses it.
+    /// Neither end has a connection over it.
     Unlink,
 }
 

@@ -126,7 +126,7 @@ impl OpenEngine {
                 break;
             }
             match self.request_state(request) {
-                // Another thread has been told its end.
+                // Another thread has reported its end.
                 (Status::ParamInvalid, _) => {}
                 (_, TransferState::Waiting) if skip_waiting => {}
                 (_, state) => results.push(RequestResult { request, user_data, state }),

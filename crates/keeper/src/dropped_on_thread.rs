@@ -14,7 +14,7 @@ const MAX_THREADS: usize = 16;
 /// How many it has now. In a forked child, those of its parent count as well.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// A shared value. Whoever drops its last copy gives it to a function, which has another thread drop it.
+/// A shared value. The thread that drops the last copy passes the value to a function, which lets another thread drop it.
 #[derive(Debug)]
 pub(crate) struct DroppedOnThread<T> {
     /// Declared before the last copy, so that it drops first.

@@ -83,7 +83,8 @@ impl Namespaces {
         self.enter(text, terms, |namespace| &mut namespace.writers)
     }
 
-    /// Returns the number of a text with terms for a client that only reads, as [`attach`](Self::attach) does. Its terms bind nobody else.
+    /// Returns the number of a text with terms for a client that only reads, as [`attach`](Self::attach) does. Writers may
+    /// attach with other terms.
     pub(crate) fn attach_reader(&mut self, text: &str, terms: ValueTerms) -> Result<u32, KeeperRefusal> {
         self.enter(text, terms, |namespace| &mut namespace.readers)
     }

@@ -59,7 +59,7 @@ impl RefusalReports {
             count => format!("{count} clients were refused in a minute, the last one:{}", self.last),
         };
         if let Some(socket) = &self.report_to {
-            // Fails if nobody reads, or the other end is closed.
+            // Fails if the holder does not read, or has closed its end.
             let _ = send(socket, text.as_bytes(), &[]);
         }
         (self.count, self.next) = (0, now + INTERVAL);

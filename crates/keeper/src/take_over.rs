@@ -92,7 +92,7 @@ fn replace(
         }
         let late = end <= Instant::now();
         if late || taken.is_err() {
-            // If it has agreed, nobody else has the values now. It first frees its memory.
+            // If the other keeper has agreed, its values are only here now. It first frees its memory.
             agreed |= other.take_back();
         }
         taken?;

@@ -28,7 +28,7 @@ const MAX_ROW_RANGES: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
 const ARRIVED: &str = "the progress of a transfer";
 
-/// Returns `Err` once nobody wants the bytes of a transfer any more.
+/// Returns `Err` once the caller of a transfer no longer waits for its bytes.
 type Wanted = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// Bytes of one transfer that are in place. Each position is reported once.
@@ -64,7 +64,7 @@ impl Progress {
         Progress { wanted: Some(Box::new(wanted)), ..self }
     }
 
-    /// Returns `Err` if the transfer must stop, because nobody wants its bytes any more.
+    /// Returns `Err` if the transfer must stop, because its caller no longer waits for its bytes.
     pub(super) fn check_wanted(&self) -> Result<()> {
         self.wanted.as_ref().map_or(Ok(()), |wanted| wanted())
     }
