@@ -159,8 +159,8 @@ fn compare(name: &str, options: &Options, tensors: u32, flat: &Flat, dst: (&Cach
     let bytes = (flat.moves.len() * flat.len) as f64;
     let mut times = vec![Vec::new(); LOOPS.len() + 1];
     for round in 0..=options.rounds {
-        for turn in 0..times.len() {
-            let who = (turn + round) % times.len();
+        for step in 0..times.len() {
+            let who = (step + round) % times.len();
             let took = if who == 0 {
                 poison(dst.0, dst.1);
                 let took = timed(&ours);

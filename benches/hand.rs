@@ -128,29 +128,30 @@ mod stores {
 
     pub fn interleaved(moves: &[(u64, u64)], len: usize) {
         #[target_feature(enable = "avx2")]
-        unsafe fn go(lanes: [(u64, u64); 4], len: usize, next: [(u64, u64); 4]) {
+        unsafe fn go(streams: [(u64, u64); 4], len: usize, next: [(u64, u64); 4]) {
             let inside = len - 256.min(len);
             for at in (0..len).step_by(STEP) {
-                for (lane, next) in lanes.iter().zip(next) {
-                    let (from, skip) = if at < inside { (lane.0, at + 256) } else { (next.0, at - inside) };
+                for (stream, next) in streams.iter().zip(next) {
+                    let (from, skip) = if at < inside { (stream.0, at + 256) } else { (next.0, at - inside) };
                     hint(from, skip);
                     // SAFETY: inside a block.
-                    unsafe { step(lane.0, lane.1, at) };
+                    unsafe { step(stream.0, stream.1, at) };
                 }
             }
         }
         // SAFETY: as in `streaming`.
-        let four = |lanes, len, next: Option<_>| unsafe { go(lanes, len, next.unwrap_or(lanes)) };
+        let four = |streams, len, next: Option<_>| unsafe { go(streams, len, next.unwrap_or(streams)) };
         if len >= 16 << 10 {
-            let lane = (len / 4) as u64;
-            let lanes = |&(src, dst): &(u64, u64)| [0, 1, 2, 3].map(|at| (src + at * lane, dst + at * lane));
+            let stream = (len / 4) as u64;
+            let streams =
+                |&(src, dst): &(u64, u64)| [0, 1, 2, 3].map(|at| (src + at * stream, dst + at * stream));
             for (index, block) in moves.iter().enumerate() {
-                four(lanes(block), len / 4, moves.get(index + 1).map(lanes));
+                four(streams(block), len / 4, moves.get(index + 1).map(streams));
             }
         } else {
             let (fours, rest) = moves.as_chunks::<4>();
-            for (index, &lanes) in fours.iter().enumerate() {
-                four(lanes, len, fours.get(index + 1).copied());
+            for (index, &streams) in fours.iter().enumerate() {
+                four(streams, len, fours.get(index + 1).copied());
             }
             streaming(rest, len);
         }
@@ -214,9 +215,9 @@ pub fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// Waits until other processes use little of the machine, or until `patience` is used up. Returns whether it
+/// Waits until other processes use little of the machine, or until `time_left` is used up. Returns whether it
 /// is quiet.
-pub fn quiet(patience: &mut Duration) -> bool {
+pub fn quiet(time_left: &mut Duration) -> bool {
     let ticks = || -> (u64, u64) {
         let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
         let all: Vec<u64> = text
@@ -236,10 +237,10 @@ pub fn quiet(patience: &mut Duration) -> bool {
         if idle * 10 >= all * 8 {
             return true;
         }
-        if patience.is_zero() {
+        if time_left.is_zero() {
             return false;
         }
-        *patience = patience.saturating_sub(QUIET);
+        *time_left = time_left.saturating_sub(QUIET);
     }
 }
 

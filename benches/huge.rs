@@ -100,7 +100,7 @@ fn word(seed: u64, at: usize) -> u64 {
 }
 
 fn fill(cache: &Cache, seed: u64) {
-    words(cache).iter_mut().enumerate().for_each(|(at, place)| *place = word(seed, at));
+    words(cache).iter_mut().enumerate().for_each(|(at, item)| *item = word(seed, at));
 }
 
 /// Whether block `dst` holds what block `src` of memory filled with `seed` did, for every pair.
@@ -125,10 +125,10 @@ fn clocked(call: impl FnOnce()) -> f64 {
 }
 
 /// Runs both choices in turn, beginning with another one in each round. Returns the medians of their results.
-fn in_turn<const N: usize>(rounds: usize, mut round: impl FnMut(usize) -> [f64; N]) -> [[f64; N]; 2] {
+fn alternating<const N: usize>(rounds: usize, mut round: impl FnMut(usize) -> [f64; N]) -> [[f64; N]; 2] {
     let mut all: [Vec<[f64; N]>; 2] = [vec![], vec![]];
-    for turn in 0..rounds {
-        for side in [turn % 2, 1 - turn % 2] {
+    for number in 0..rounds {
+        for side in [number % 2, 1 - number % 2] {
             all[side].push(round(side));
         }
     }
@@ -139,7 +139,7 @@ fn in_turn<const N: usize>(rounds: usize, mut round: impl FnMut(usize) -> [f64; 
 
 fn first(options: &Options) {
     println!("\nfirst touch of {} MiB, ms: opening two pools, then writing all of one", options.mib);
-    let [off, eager] = in_turn(options.rounds, |side| {
+    let [off, eager] = alternating(options.rounds, |side| {
         let mut made = None;
         let open = clocked(|| made = Some(engine(1, options.mib, CHOICES[side])));
         let made = made.unwrap();
@@ -163,7 +163,7 @@ fn copies(options: &Options) {
             fill(&caches[1], 4);
             (engine, caches)
         });
-        let medians = in_turn(options.rounds + 1, |side| {
+        let medians = alternating(options.rounds + 1, |side| {
             let (engine, [device, host]) = &beds[side];
             let (src, dst) = (End::Managed(device.id()), End::Managed(host.id()));
             words(host).fill(0);
@@ -214,7 +214,7 @@ fn cold(options: &Options) {
             fill(&cache, 5);
             (engine, cache)
         });
-        let [off, huge] = in_turn(options.rounds, |side| {
+        let [off, huge] = alternating(options.rounds, |side| {
             let (engine, cache) = &peers[side];
             link(&local, engine, true);
             let speeds = [pull(&local, cache, &to, &pairs), pull(&local, cache, &to, &pairs)];
@@ -253,7 +253,7 @@ fn process(options: &Options) {
             fill(&cache, 5);
             (engine, cache, memory)
         });
-        let [[off], [huge]] = in_turn(options.rounds, |side| {
+        let [[off], [huge]] = alternating(options.rounds, |side| {
             let (engine, cache, _) = &peers[side];
             link(&local, engine, true);
             pull(&local, cache, &to, &pairs);

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "benches" / "latency.rs"
 # Limit for calls of 256 KiB: p99.99 as a multiple of that of the bare loop.
-JUDGED, MOST = 256 << 10, 3.0
+JUDGED, MAX_RATIO = 256 << 10, 3.0
 COLUMNS = ("p50", "p99", "p9999", "bare50", "bare99", "bare9999")
 # Names that the benchmark uses, and their names in older commits.
 RENAMED = {
@@ -128,7 +128,7 @@ def table(now: list[Run], base: list[Run]) -> bool:
         cells = [kind, size_of(size), *(f"{ours[name]:.1f}" for name in ("p50", "p99", "p9999", "bare9999"))]
         cells += [f"{share:.2f}" for share in shares]
         if size == JUDGED:
-            kept = kept and shares[1] <= MOST
+            kept = kept and shares[1] <= MAX_RATIO
             cells[-1] = f"**{cells[-1]}**"
         if base:
             before = medians(base, key)["p50"]
@@ -150,16 +150,18 @@ def main() -> int:
         builds.append(build(other(options.base), ROOT / "target" / "latency-base" / "built"))
     ahead = priority()
     runs: list[list[Run]] = [[] for _ in builds]
-    for turn in range(options.rounds):
-        for side in sorted(range(len(builds)), reverse=turn % 2 == 1):
-            print(f"round {turn + 1} of {options.rounds}, {'before' if side else 'now'}", file=sys.stderr)
+    for round_number in range(options.rounds):
+        for side in sorted(range(len(builds)), reverse=round_number % 2 == 1):
+            print(f"round {round_number + 1} of {options.rounds}, {'before' if side else 'now'}", file=sys.stderr)
             runs[side].append(run(builds[side], ahead, options.more))
     kept = table(runs[0], runs[1] if options.base else [])
     way = "real-time priority" if ahead else "ordinary priority"
     print(
         f"\nMedians of {options.rounds} runs each, {way}; ratios to the bare loop are medians of ratios within one run."
     )
-    print(f"Calls of 256 KiB: p99.99 at most {MOST:g} times that of the bare loop: {'kept' if kept else 'NOT KEPT'}.")
+    print(
+        f"Calls of 256 KiB: p99.99 at most {MAX_RATIO:g} times that of the bare loop: {'kept' if kept else 'NOT KEPT'}."
+    )
     return 0 if kept else 1
 
 

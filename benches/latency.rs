@@ -273,9 +273,10 @@ fn measured(block: u64, seconds: f64, bare: &Bare, mut call: impl FnMut((u64, u6
     while taken.calls.len() < CALLS.0
         || (started.elapsed().as_secs_f64() < seconds && taken.calls.len() < CALLS.1)
     {
-        let places: Vec<_> = (0..batch).map(|_| (random.below(blocks), random.below(blocks))).collect();
-        taken.calls.extend(places.iter().map(|&at| micros(|| call(at))));
-        taken.bare.extend(places.iter().map(|&at| micros(|| bare.copy(at, block))));
+        let pairs_of_blocks: Vec<_> =
+            (0..batch).map(|_| (random.below(blocks), random.below(blocks))).collect();
+        taken.calls.extend(pairs_of_blocks.iter().map(|&at| micros(|| call(at))));
+        taken.bare.extend(pairs_of_blocks.iter().map(|&at| micros(|| bare.copy(at, block))));
         if rested.elapsed() > REST.0 {
             thread::sleep(REST.1);
             rested = Instant::now();
@@ -368,10 +369,10 @@ fn lists(
             let other = at as u64 + random.below(POOL / block - at as u64);
             order.swap(at, other as usize);
         }
-        let places: Vec<_> =
+        let pairs_of_blocks: Vec<_> =
             order.iter().take(count as usize).map(|&at| (at, POOL / block - 1 - at)).collect();
-        taken.calls.push(micros(|| call(&places)));
-        taken.bare.push(micros(|| places.iter().for_each(|&at| bare.copy(at, block))));
+        taken.calls.push(micros(|| call(&pairs_of_blocks)));
+        taken.bare.push(micros(|| pairs_of_blocks.iter().for_each(|&at| bare.copy(at, block))));
     }
     taken
 }
@@ -380,18 +381,18 @@ fn swap_lists(list: (u64, u64), seconds: f64, bare: &Bare) -> Taken {
     let engine = engine(1);
     let [device, host] = [Placement::Device, Placement::Host]
         .map(|placement| End::Managed(allocate(&engine, placement, list.1).id()));
-    lists(list, seconds, bare, |places| {
-        let pairs: Vec<_> = places.iter().map(|&(src, dst)| (src as i64, dst as i64)).collect();
+    lists(list, seconds, bare, |pairs_of_blocks| {
+        let pairs: Vec<_> = pairs_of_blocks.iter().map(|&(src, dst)| (src as i64, dst as i64)).collect();
         engine.swap_blocks(&device, &host, &pairs).run().unwrap();
     })
 }
 
 fn pull_lists(list: (u64, u64), seconds: f64, bare: &Bare) -> Taken {
     let pair = Pair::new(list.1, false);
-    lists(list, seconds, bare, |places| {
+    lists(list, seconds, bare, |pairs_of_blocks| {
         pair.pull(
-            places.iter().map(|&(src, _)| src as i64).collect(),
-            places.iter().map(|&(_, dst)| dst as i64).collect(),
+            pairs_of_blocks.iter().map(|&(src, _)| src as i64).collect(),
+            pairs_of_blocks.iter().map(|&(_, dst)| dst as i64).collect(),
         );
     })
 }

@@ -147,20 +147,20 @@ impl Case {
 
     /// The nested loops: over the tokens and the heads of a block or, if the heads of a token are contiguous on
     /// both sides, over the tokens.
-    fn nest(&self, places: Vec<(u64, u64)>) -> Nest {
+    fn nest(&self, offsets: Vec<(u64, u64)>) -> Nest {
         let heads = self.common_heads();
         let at = |token, head| (self.offset(&self.src, token, head), self.offset(&self.dst, token, head));
         let (first, token, head) = (at(0, heads.start), at(1, heads.start), at(0, heads.start + 1));
         let dimension =
             |count, to: (u64, u64)| Dimension { count, src_step: to.0 - first.0, dst_step: to.1 - first.1 };
         let tokens = dimension(self.tokens_per_block.into(), token);
-        let places = places.into_iter().map(|(src, dst)| (src + first.0, dst + first.1)).collect();
+        let offsets = offsets.into_iter().map(|(src, dst)| (src + first.0, dst + first.1)).collect();
         if self.transposes() {
             let heads = dimension(heads.len() as u64, head);
-            Nest { places, outer: tokens, inner: heads, len: HEAD_BYTES as usize }
+            Nest { offsets, outer: tokens, inner: heads, len: HEAD_BYTES as usize }
         } else {
             let len = heads.len() * HEAD_BYTES as usize;
-            Nest { places, outer: Dimension::ONE, inner: tokens, len }
+            Nest { offsets, outer: Dimension::ONE, inner: tokens, len }
         }
     }
 }
@@ -226,18 +226,18 @@ impl Bed {
         let dst = Side::new(case.geometry(&case.dst, rows, tensors), tensors, 0x5EED_0002);
         let part = KvPart::common(src.geometry.layout(), dst.geometry.layout()).unwrap();
         let plans = CopyPlan::between_layouts(&src.sequence(), &dst.sequence(), &part).unwrap();
-        let places = || {
+        let offsets = || {
             let addrs = || src.tensors.addrs().iter().zip(dst.tensors.addrs());
             let at =
                 |side: &Side, addr: u64, block: u64| addr + block * side.geometry.geometry().row_stride();
             let blocks = src.blocks.iter().zip(&dst.blocks);
             let pairs = blocks.flat_map(|(&s, &d)| addrs().map(move |(&from, &to)| (from, to, s, d)));
-            let mut places: Vec<_> =
+            let mut offsets: Vec<_> =
                 pairs.map(|(from, to, s, d)| (at(&src, from, s), at(&dst, to, d))).collect();
-            places.sort_unstable();
-            places
+            offsets.sort_unstable();
+            offsets
         };
-        let (nest, flat) = (case.nest(places()), flat(case, &places()));
+        let (nest, flat) = (case.nest(offsets()), flat(case, &offsets()));
         let bed = Bed { src, dst, plans, flat, nest };
         assert_eq!(bed.bytes(), (bed.flat.moves.len() * bed.flat.len) as u64);
         bed
@@ -268,17 +268,17 @@ impl Bed {
 }
 
 /// The pieces in the order of the destination, from the definitions of the layouts.
-fn flat(case: &Case, places: &[(u64, u64)]) -> Flat {
+fn flat(case: &Case, offsets: &[(u64, u64)]) -> Flat {
     let heads = case.common_heads();
     let (step, len) = if case.transposes() { (1, 1) } else { (heads.len(), heads.len() as u64) };
     let mut moves = Vec::new();
-    for &(src, dst) in places {
+    for &(src, dst) in offsets {
         let block = moves.len();
         for token in 0..case.tokens_per_block.into() {
-            let places = heads.clone().step_by(step).map(|head| {
+            let offsets = heads.clone().step_by(step).map(|head| {
                 (src + case.offset(&case.src, token, head), dst + case.offset(&case.dst, token, head))
             });
-            moves.extend(places);
+            moves.extend(offsets);
         }
         moves[block..].sort_unstable_by_key(|&(_, dst)| dst);
     }
@@ -310,8 +310,8 @@ fn compare(case: &Case, options: &Options, mib: u64, engine: &CopyEngine) {
     let rounds = if mib < 64 { 5 * options.rounds } else { options.rounds };
     let mut times = vec![Vec::new(); names.len() + 1];
     for round in 0..=rounds {
-        for turn in 0..times.len() {
-            let who = (turn + round) % times.len();
+        for shift in 0..times.len() {
+            let who = (shift + round) % times.len();
             // Before every turn, because what it leaves in the caches slows the next copy down.
             bed.dst.words().fill(0xEEEE_EEEE_EEEE_EEEE);
             let took = if who == 0 {

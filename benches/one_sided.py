@@ -104,8 +104,8 @@ class Bench:
 
     def calls(self, piece: int, moved: int) -> tuple[dict[str, Callable[[], object]], list[int], list[int]]:
         """Return the calls that move the same pieces, and the local and remote offsets of the pieces."""
-        draw, places, count = random.Random(piece), MEMORY // piece, moved // piece  # noqa: S311
-        near, far = draw.sample(range(places), count), draw.sample(range(places), count)
+        draw, piece_count, count = random.Random(piece), MEMORY // piece, moved // piece  # noqa: S311
+        near, far = draw.sample(range(piece_count), count), draw.sample(range(piece_count), count)
         here, there = [piece * block for block in near], [piece * block for block in far]
         ops = [hixl.TransferOpDesc(self.side.at + a, self.remote + b, piece) for a, b in zip(here, there)]
         rows, cache, remote = self.side.native, self.side.caches[piece], self.peer[f"of {piece}"]

@@ -112,11 +112,11 @@ fn single<C: Contender>(group: &mut BenchmarkGroup<'_, WallTime>) {
     let victims: Vec<usize> = (0..PLAY).map(|_| dice.below(LIVE)).collect();
     let (mut pool, mut live) = fragmented::<C>();
 
-    let mut turn = 0;
+    let mut step = 0;
     group.bench_function(format!("pair_mixed/{}", C::NAME), |bencher| {
         bencher.iter(|| {
-            turn = (turn + 1) % PLAY;
-            let range = must(pool.allocate(black_box(sizes[turn])));
+            step = (step + 1) % PLAY;
+            let range = must(pool.allocate(black_box(sizes[step])));
             pool.free(black_box(range));
         });
     });
@@ -128,12 +128,12 @@ fn single<C: Contender>(group: &mut BenchmarkGroup<'_, WallTime>) {
     });
     group.bench_function(format!("churn_mixed/{}", C::NAME), |bencher| {
         bencher.iter(|| {
-            turn = (turn + 1) % PLAY;
-            pool.free(live.swap_remove(victims[turn]));
-            live.push(must(pool.allocate(black_box(sizes[turn]))));
+            step = (step + 1) % PLAY;
+            pool.free(live.swap_remove(victims[step]));
+            live.push(must(pool.allocate(black_box(sizes[step]))));
         });
     });
-    assert!(turn > 0 && live.len() == LIVE);
+    assert!(step > 0 && live.len() == LIVE);
 }
 
 /// Allocates and frees a cache of 80 tensors of 1 MiB, on the fragmented pool (no run holds all) and on an

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import numpy as np
-from serving_peer import PATIENCE_S, PAYLOAD, Near, Setting, linked, opened, rest, row_values
+from serving_peer import PAYLOAD, TIMEOUT_S, Near, Setting, linked, opened, rest, row_values
 
 from llm_datadist.native import Busy, Completed, Transfer
 
@@ -160,11 +160,11 @@ def many(transport: str) -> Callable[[Size], Iterator[Row]]:
             waited: dict[int, list[float]] = {1: [], 2: [], 4: []}
             flying = []
             for number in range(size.rounds + 1):
-                turns = []
+                flown_medians = []
                 for threads, figures in waited.items():
                     figures.append(speed(near, size, partial(pulled, near, size, threads)))
-                    turns.append(speed(near, size, partial(flown, near, size)))
-                flying.append(statistics.median(turns))
+                    flown_medians.append(speed(near, size, partial(flown, near, size)))
+                flying.append(statistics.median(flown_medians))
                 if number == 0:  # touches the memory for the first time
                     flying.clear()
                     for figures in waited.values():
@@ -181,11 +181,11 @@ def many(transport: str) -> Callable[[Size], Iterator[Row]]:
     return measure
 
 
-def speed(near: Near, size: Size, turn: Callable[[], None]) -> float:
+def speed(near: Near, size: Size, timed_call: Callable[[], None]) -> float:
     """GB/s of pulling all blocks once. Checks the first and the last byte of each."""
     edges = near.view[:, :: size.pull_bytes - 1]
     edges[:] = 0
-    nanos = micros(turn) * 1e3
+    nanos = micros(timed_call) * 1e3
     expected = row_values(size.pulls // 4)[np.arange(size.pulls) % (size.pulls // 4)]
     assert (edges == expected[:, None]).all(), "a block arrived wrong"
     return size.pulls * size.pull_bytes / nanos
@@ -426,7 +426,7 @@ def lending(size: Size) -> Iterator[Row]:
     rows = cache[::2]
 
     def lent() -> float:
-        took = micros(lambda: engine.lend(rows, ttl=PATIENCE_S).revoke())
+        took = micros(lambda: engine.lend(rows, ttl=TIMEOUT_S).revoke())
         engine.events()
         return took
 

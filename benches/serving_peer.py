@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PAYLOAD = bytes(range(64))
 # No call of a benchmark ends at a time limit.
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def opened(setting: Setting, blocks: int, **options: Any) -> tuple[Engine, Cache
         page="4KiB",
         listen="127.0.0.1:0",
         transport=setting.transport,
-        silence=PATIENCE_S,
-        timeout=PATIENCE_S,
+        silence=TIMEOUT_S,
+        timeout=TIMEOUT_S,
         **options,
     )
     if setting.registered:
@@ -121,7 +121,7 @@ class Owner:
 
     def grants(self, count: int) -> str:
         """Lend block 1 as often as asked. Returns the tokens."""
-        lent = [self.engine.lend(self.cache[1], ttl=PATIENCE_S) for _ in range(count)]
+        lent = [self.engine.lend(self.cache[1], ttl=TIMEOUT_S) for _ in range(count)]
         return ",".join(grant.token.hex() for grant in lent)
 
     def receive(self, count: int) -> int:

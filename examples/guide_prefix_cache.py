@@ -46,12 +46,12 @@ class PrefixCache:
         hits = next((number for number, hit in enumerate(known) if not hit), len(keys))
         returning = [key for key in keys[:hits] if key in self.host_of]
         self._make_room(len(keys) - hits + len(returning), keep=set(keys[:hits]))
-        places = dict(zip(returning, self.free))
-        if places:  # one call swaps all of them in
-            host = [self.host_of[key] for key in places]
-            self.copy(self.device[list(places.values())], self.host[host]).result()
-        del self.free[: len(places)]
-        for key, block in places.items():
+        target_of = dict(zip(returning, self.free))
+        if target_of:  # one call swaps all of them in
+            host = [self.host_of[key] for key in target_of]
+            self.copy(self.device[list(target_of.values())], self.host[host]).result()
+        del self.free[: len(target_of)]
+        for key, block in target_of.items():
             self.free_host.append(self.host_of.pop(key))
             self._name(block, key)
         blocks = [self.block_of[key] for key in keys[:hits]]

@@ -34,7 +34,7 @@ from llm_datadist.native import (
     PeerLost,
 )
 
-REQUESTS, IN_FLIGHT, MOST_BLOCKS = 400, 32, 6
+REQUESTS, IN_FLIGHT, MAX_BLOCKS = 400, 32, 6
 LIMIT_S, START_LIMIT_S, TTL_S = 60.0, 10.0, 5.0
 LAYOUT = KvLayout(layers=4, block_tokens=16, heads=2, head_dim=64, dtype="uint8", model="example")
 
@@ -57,7 +57,7 @@ class Prefill:
 
     def __init__(self, address: str) -> None:
         # Twice the blocks that decode can ask for, because blocks come back a little later than decode asks again.
-        blocks = 2 * IN_FLIGHT * MOST_BLOCKS
+        blocks = 2 * IN_FLIGHT * MAX_BLOCKS
         self.engine = Engine(pool="64MiB", listen=address, name="prefill")
         self.cache = self.engine.allocate("kv", LAYOUT, blocks=blocks, contiguous=True)
         self.tensors = views(self.cache)
@@ -102,7 +102,7 @@ class Decode:
 
     def __init__(self) -> None:
         self.engine = Engine(pool="64MiB", name="decode")
-        self.cache = self.engine.allocate("kv", LAYOUT, blocks=IN_FLIGHT * MOST_BLOCKS, contiguous=True)
+        self.cache = self.engine.allocate("kv", LAYOUT, blocks=IN_FLIGHT * MAX_BLOCKS, contiguous=True)
         self.tensors = views(self.cache)
         self.free = list(range(self.cache.blocks))
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -169,10 +169,10 @@ class Decode:
         await asyncio.sleep(0)
         await self.linked.wait()
 
-    async def serve(self, request: int, places: asyncio.Semaphore) -> None:
+    async def serve(self, request: int, slots: asyncio.Semaphore) -> None:
         """Serve a request: repeat until its blocks are in place, and compare them."""
-        async with places:
-            blocks = [self.free.pop() for _ in range(1 + request % MOST_BLOCKS)]
+        async with slots:
+            blocks = [self.free.pop() for _ in range(1 + request % MAX_BLOCKS)]
             while True:
                 try:
                     await self.attempt(request, blocks)
@@ -191,9 +191,9 @@ class Decode:
 
     async def serve_all(self) -> None:
         """Serve the first request, whose grant expires, before prefill can be killed. Then serve the others."""
-        places = asyncio.Semaphore(IN_FLIGHT)
-        await self.serve(0, places)
-        await asyncio.gather(*(self.serve(request, places) for request in range(1, REQUESTS)))
+        slots = asyncio.Semaphore(IN_FLIGHT)
+        await self.serve(0, slots)
+        await asyncio.gather(*(self.serve(request, slots) for request in range(1, REQUESTS)))
 
     async def run(self) -> None:
         """Serve all requests, and stop the prefill process."""
@@ -214,7 +214,7 @@ class Decode:
         print(output, end="")
         self.engine.close()
         assert self.done == REQUESTS
-        assert sorted(self.free) == list(range(IN_FLIGHT * MOST_BLOCKS)), "a block was lost"
+        assert sorted(self.free) == list(range(IN_FLIGHT * MAX_BLOCKS)), "a block was lost"
         again = ", ".join(f"{count} {name}" for name, count in sorted(self.failures.items())) or "none"
         print(
             f"{self.done} requests, {self.bytes} bytes compared, 0 wrong, {self.kills} kill survived, "

@@ -219,11 +219,11 @@ def test_pairs_outside_the_cache(manager: Any) -> None:
                 fails(lambda make=make, rows=rows: manager.copy_blocks(cache, make(rows)), LE, text, rows)
                 fails(lambda make=make, rows=rows: manager.swap_blocks(cpu, cache, make(rows)), MISMATCH, text, rows)
     for make in (lambda rows: np.array(rows, "u8"), lambda rows: Tensor(np.array(rows, "u8"))):
-        for rows, place in (([[0, 1], [2**63, 1]], "[1][0]"), ([[1, 2**64 - 1]], "[0][1]")):
+        for rows, index in (([[0, 1], [2**63, 1]], "[1][0]"), ([[1, 2**64 - 1]], "[0][1]")):
             number = max(map(max, rows))
-            text = f"copy_block_info{place}={number} must be between"
+            text = f"copy_block_info{index}={number} must be between"
             fails(lambda make=make, rows=rows: manager.copy_blocks(cache, make(rows)), LE, text, rows)
-            fails(lambda make=make, rows=rows: manager.swap_blocks(cpu, cache, make(rows)), MISMATCH, place, rows)
+            fails(lambda make=make, rows=rows: manager.swap_blocks(cpu, cache, make(rows)), MISMATCH, index, rows)
 
 
 def signed(made: Any) -> bool:

@@ -48,8 +48,8 @@ def test_two_processes(program: Path, transport: str) -> None:
 
 def owners_block(seed: int, block: int) -> bytes:
     """A block of the program's cache, over all tensors."""
-    places = np.arange(block * BLOCK, (block + 1) * BLOCK)
-    content = [seed * 131 + tensor * 29 + places * 7 + places // 256 for tensor in range(TENSORS)]
+    offsets = np.arange(block * BLOCK, (block + 1) * BLOCK)
+    content = [seed * 131 + tensor * 29 + offsets * 7 + offsets // 256 for tensor in range(TENSORS)]
     return np.concatenate(content).astype(np.uint8).tobytes()
 
 

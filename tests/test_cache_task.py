@@ -395,12 +395,12 @@ def test_what_tasks_leave_behind(transfer: Transfer) -> None:
     some(80)
     gc.collect()
 
-    def settled() -> bool:
+    def as_before() -> bool:
         pairs = zip((near.resources(), peer.resources()), before)
         grown = [now[what] - then[what] for now, then in pairs for what in ("threads", "descriptors")]
         return max(grown) <= 4 and not layer_threads()  # the engine keeps a few threads for the next tasks
 
-    eventually(settled, what="threads and descriptors as before")
+    eventually(as_before, what="threads and descriptors as before")
     assert (near.used(), peer.used()) == used
     transfer.again()
     assert len(layerwise._under_way) == 1

@@ -275,11 +275,11 @@ MAKE = ["make", "--no-print-directory", "-C", ROOT]
 @packaged
 def test_install_honours_its_folders_and_uninstall_leaves_other_files(tmp_path: Path) -> None:
     prefix = tmp_path / "pre fix"
-    places = {"prefix": prefix, "libdir": prefix / "lib/triple", "includedir": prefix / "headers"}
-    folders = [*(f"{name.upper()}={path}" for name, path in places.items()), f"DOCDIR={prefix}/doc"]
+    folder_of = {"prefix": prefix, "libdir": prefix / "lib/triple", "includedir": prefix / "headers"}
+    folders = [*(f"{name.upper()}={path}" for name, path in folder_of.items()), f"DOCDIR={prefix}/doc"]
     run([*MAKE, "install-files", *folders])
     assert files_below(prefix) == installation("lib/triple", "headers", "doc")
-    for name, path in places.items():
+    for name, path in folder_of.items():
         found = pkg_config(prefix / "lib/triple", f"--variable={name}")
         assert Path(found.replace("\\", "")).resolve() == path
     foreign = {"lib/triple/libother.so", "doc/notes"}

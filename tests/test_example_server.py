@@ -206,8 +206,8 @@ def test_the_guide_quotes_the_example() -> None:
     for name, excerpt in quoted:
         lines = (EXAMPLE / name).read_text(encoding="utf-8").splitlines()
         wanted = excerpt.rstrip("\n").splitlines()
-        places = [
+        sources = [
             textwrap.dedent("\n".join(lines[at : at + len(wanted)])).splitlines()
             for at in range(len(lines) - len(wanted) + 1)
         ]
-        assert wanted in places, f"{name} does not contain:\n{excerpt}"
+        assert wanted in sources, f"{name} does not contain:\n{excerpt}"

@@ -21,10 +21,10 @@ AUTO = {hixl.OPTION_AUTO_CONNECT: "1"}
 
 def ready(end: Any, address: str, seed: int | None = None, options: dict[str, str] | None = None) -> int:
     """Initialize an end with one registered page, and return its address."""
-    place = end.add("m", 4096, seed)
+    address_of = end.add("m", 4096, seed)
     assert end.initialize(address, options) == hixl.SUCCESS
     assert end.register("m")[0] == hixl.SUCCESS
-    return place
+    return address_of
 
 
 def test_nobody_listens() -> None:
@@ -90,19 +90,19 @@ def test_connect_twice_and_eight_at_once() -> None:
 def test_connection_belongs_to_the_end_that_made_it() -> None:
     with ends(End, Child) as (a, b):
         at_a, at_b = listener(), listener()
-        place_a, place_b = ready(a, at_a, 1), ready(b, at_b, 2)
+        memory_a, memory_b = ready(a, at_a, 1), ready(b, at_b, 2)
         assert a.call("connect", at_b) == hixl.SUCCESS
-        assert b.move(at_a, 0, [(place_b, place_a, 10)]) == hixl.NOT_CONNECTED
+        assert b.move(at_a, 0, [(memory_b, memory_a, 10)]) == hixl.NOT_CONNECTED
         assert b.notify(at_a, "x", "y") == hixl.NOT_CONNECTED
         assert b.call("disconnect", at_a) == hixl.NOT_CONNECTED
         assert b.call("connect", at_a) == hixl.SUCCESS
         # Each ends only its own direction, several times and in both orders.
         for first, second in [((a, at_b), (b, at_a)), ((b, at_a), (a, at_b))] * 3:
-            places = {id(a): (place_a, place_b), id(b): (place_b, place_a)}
+            memory = {id(a): (memory_a, memory_b), id(b): (memory_b, memory_a)}
             assert first[0].call("disconnect", first[1]) == hixl.SUCCESS
-            here, there = places[id(second[0])]
+            here, there = memory[id(second[0])]
             assert second[0].move(second[1], 0, [(here, there, 10)]) == hixl.SUCCESS
-            here, there = places[id(first[0])]
+            here, there = memory[id(first[0])]
             assert first[0].move(first[1], 0, [(here, there, 10)]) == hixl.NOT_CONNECTED
             assert first[0].call("connect", first[1]) == hixl.SUCCESS
             assert first[0].move(first[1], 1, [(here, there, 10)]) == hixl.SUCCESS
@@ -113,13 +113,13 @@ def test_both_connect_and_disconnect_at_once() -> None:
     """Whatever both ends do at the same time, a connection that was made works until it is ended."""
     with ends(End, End) as (a, b):
         at = {id(a): listener(), id(b): listener()}
-        place = {id(a): ready(a, at[id(a)], 1), id(b): ready(b, at[id(b)], 2)}
+        address_of = {id(a): ready(a, at[id(a)], 1), id(b): ready(b, at[id(b)], 2)}
         codes: list[tuple[int, int, int]] = []
 
         def work(me: End, other: End) -> None:
             for _ in range(40):
                 made = me.call("connect", at[id(other)], LIMIT)
-                moved = me.move(at[id(other)], 0, [(place[id(me)], place[id(other)] + 100, 10)])
+                moved = me.move(at[id(other)], 0, [(address_of[id(me)], address_of[id(other)] + 100, 10)])
                 codes.append((made, moved, me.call("disconnect", at[id(other)], LIMIT)))
 
         threads = [threading.Thread(target=work, args=pair) for pair in ((a, b), (b, a))]
@@ -134,7 +134,7 @@ def test_both_connect_and_disconnect_at_once() -> None:
 def test_restarted_target() -> None:
     with ends(End, Child, Child) as (end, target, other):
         address, other_address = listener(), listener()
-        place = ready(end, "127.0.0.1:0")
+        address_of = ready(end, "127.0.0.1:0")
         ready(target, address, 1)
         far = ready(other, other_address, 3)
         for one in (address, other_address):
@@ -144,9 +144,9 @@ def test_restarted_target() -> None:
             remote = ready(again, address, 5)
             assert end.call("disconnect", address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
             assert end.call("connect", address, LIMIT) == hixl.SUCCESS
-            assert end.move(address, 1, [(place, remote, 100)]) == hixl.SUCCESS
+            assert end.move(address, 1, [(address_of, remote, 100)]) == hixl.SUCCESS
             assert again.bytes("m")[:100] == bytes(100)
-            assert end.move(other_address, 0, [(place, far, 4096)]) == hixl.SUCCESS
+            assert end.move(other_address, 0, [(address_of, far, 4096)]) == hixl.SUCCESS
             assert end.bytes("m") == pattern(3, 4096)
 
 
@@ -154,11 +154,11 @@ def test_restarted_target() -> None:
 def test_restarted_client() -> None:
     with ends(Child, Child) as (target, client):
         address, mine = listener(), listener()
-        place = ready(target, address, 1)
+        address_of = ready(target, address, 1)
         for _ in range(3):
             local = ready(client, mine)
             assert client.call("connect", address, LIMIT) == hixl.SUCCESS
-            assert client.move(address, 0, [(local, place, 4096)]) == hixl.SUCCESS
+            assert client.move(address, 0, [(local, address_of, 4096)]) == hixl.SUCCESS
             client.finalize()
 
 
@@ -435,12 +435,12 @@ def test_engines_of_one_process() -> None:
     """Ten engines, each connected to each other one."""
     with ends(*[End] * 10) as all_ends:
         addresses = [f"127.0.0.1:{free_port()}" for _ in all_ends]
-        places = [ready(end, address, seed) for seed, (end, address) in enumerate(zip(all_ends, addresses))]
+        memory = [ready(end, address, seed) for seed, (end, address) in enumerate(zip(all_ends, addresses))]
         for me, end in enumerate(all_ends):
             for other, address in enumerate(addresses):
                 if other != me:
                     assert end.call("connect", address, LIMIT) == hixl.SUCCESS
-                    assert end.move(address, 1, [(places[me], places[other] + 16 * (me + 1), 8)]) == hixl.SUCCESS
+                    assert end.move(address, 1, [(memory[me], memory[other] + 16 * (me + 1), 8)]) == hixl.SUCCESS
         for other, end in enumerate(all_ends):
             for me in range(10):
                 if other != me:

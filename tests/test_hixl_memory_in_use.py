@@ -161,10 +161,10 @@ def test_finalize_cancels_a_request_to_a_stopped_target(pair: Pair, op: int) -> 
         pair.far.signal(signal.SIGCONT)
     # The target works through what it has received before it serves another client.
     with ends(End) as (other,):
-        place = other.add("other", 8)
+        buffer = other.add("other", 8)
         opened(other, "other", "127.0.0.1:0")
         assert other.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-        assert other.move(pair.address, READ, [(place, pair.remote, 8)]) == hixl.SUCCESS
+        assert other.move(pair.address, READ, [(buffer, pair.remote, 8)]) == hixl.SUCCESS
     assert pair.far.bytes("far") == before
     assert pair.near.samples("near") == set(MARKER)
 

@@ -53,7 +53,7 @@ def test_random_calls(seed: int) -> None:
     draw, model = random.Random(seed), Model()  # noqa: S311
     addresses = [listener() for _ in range(ENGINES)]
     with ends(*[End] * ENGINES) as engines:
-        places = [end.add("m", SIZE, number) for number, end in enumerate(engines)]
+        bases = [end.add("m", SIZE, number) for number, end in enumerate(engines)]
         for end, address in zip(engines, addresses):
             assert end.initialize(address) == hixl.SUCCESS
         for _ in range(300):
@@ -72,7 +72,7 @@ def test_random_calls(seed: int) -> None:
                 start, size = 512 * draw.randrange(8), draw.choice([1, 511, 512, 1024])
                 size = min(size, SIZE - start)
                 expected = model.register(here, start, size)
-                status, handle = end.register_range(places[here] + start, size)
+                status, handle = end.register_range(bases[here] + start, size)
                 assert status == (hixl.SUCCESS if expected is None else expected)
                 known = [one for one, found in model.regions[here].items() if found == (start, size)]
                 assert (handle in known) == (expected == hixl.SUCCESS)
@@ -89,6 +89,6 @@ def test_random_calls(seed: int) -> None:
                 size = draw.choice([1, 50, 128])
                 ops = [(128 * slots[2 * k], 128 * slots[2 * k + 1], size) for k in range(count)]
                 expected = model.move(here, there, op, ops)
-                real = [(places[here] + near, places[there] + far, size) for near, far, size in ops]
+                real = [(bases[here] + near, bases[there] + far, size) for near, far, size in ops]
                 assert end.move(address, op, real) == expected
             assert [end.bytes("m") for end in engines] == model.memory

@@ -179,10 +179,10 @@ def test_both_sides_read_each_other_at_once() -> None:
     """Neither waits for the other, although each reads what the other one writes."""
     addresses = [listener(), listener()]
     with ends(End, End) as both:
-        places = []
+        bases = []
         for end, address, seed in zip(both, addresses, (1, 2)):
             end.initialize(address)
-            places.append(end.add("m", SIZE, seed))
+            bases.append(end.add("m", SIZE, seed))
             end.register("m")
         for end, other in zip(both, reversed(addresses)):
             assert end.call("connect", other, LIMIT) == hixl.SUCCESS
@@ -191,7 +191,7 @@ def test_both_sides_read_each_other_at_once() -> None:
         def work(me: int) -> None:
             half = SIZE // 2
             for op in [READ, WRITE] * 50:
-                ops = [(places[me] + half, places[1 - me], half)]
+                ops = [(bases[me] + half, bases[1 - me], half)]
                 codes.append(both[me].move(addresses[1 - me], op, ops, 5000))
 
         threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
@@ -421,12 +421,12 @@ def test_write_of_a_stopped_caller_ends_before_later_writes() -> None:
     """The target ends it by its own clock, and another client writes last."""
     size = 2 * SIZE - 1  # through rings, unless memory is added
     with ends(End, Child, Child) as (other, target, caller):
-        address, places = listener(), []
+        address, bases = listener(), []
         for end, text, seed in ((target, address, 1), (other, "127.0.0.1", 5), (caller, "127.0.0.1", 3)):
-            places.append(end.add("m", size, seed))
+            bases.append(end.add("m", size, seed))
             assert end.initialize(text) == hixl.SUCCESS
             assert end.register("m")[0] == hixl.SUCCESS
-        remote, near, stopped = places
+        remote, near, stopped = bases
         assert other.call("connect", address, LIMIT) == hixl.SUCCESS
         for round_ in range(6):
             assert caller.call("connect", address, LIMIT) in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
@@ -634,7 +634,7 @@ def test_disconnect_ends_requests(pair: Pair) -> None:
 
 def test_bytes_of_a_write_are_read_by_any_other_engine(pair: Pair) -> None:
     with ends(End) as (reader,):
-        place = reader.add("m", SIZE)
+        buffer = reader.add("m", SIZE)
         assert reader.initialize("127.0.0.1") == hixl.SUCCESS
         assert reader.register("m")[0] == hixl.SUCCESS
         assert reader.call("connect", pair.address, LIMIT) == hixl.SUCCESS
@@ -646,7 +646,7 @@ def test_bytes_of_a_write_are_read_by_any_other_engine(pair: Pair) -> None:
                 status, request = pair.near.submit(pair.address, WRITE, pair.at((0, 0, SIZE)))
                 assert status == hixl.SUCCESS
                 assert ended(pair.near, request) == (hixl.SUCCESS, COMPLETED)
-            assert reader.move(pair.address, READ, [(place, pair.remote, SIZE)]) == hixl.SUCCESS
+            assert reader.move(pair.address, READ, [(buffer, pair.remote, SIZE)]) == hixl.SUCCESS
             assert reader.bytes("m") == pattern(seed, SIZE)
 
 

@@ -97,7 +97,7 @@ def test_addresses_take_bounded_memory() -> None:
         trial.begin()
         call.send(request)
         assert m.read_reply(call.hear())["is"] == "Located"
-        trial.settle()
+        trial.stop_pulls()
         watch = trial.watch
         assert watch is not None
         grown = watch.most["resident"] - watch.before["resident"]

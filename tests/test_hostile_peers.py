@@ -158,7 +158,7 @@ def test_links_leave_descriptors_to_the_application(limit: int) -> None:
             failed += 1
             with suppress(*GONE):
                 peer = trial.attacker(100 + number)
-                peer.patience = 1.0
+                peer.step_limit = 1.0
                 link = peer.link_local(trial.local_name) if number % 2 else peer.link_tcp(trial.victim.address)
                 trial.held.callback(link.close)
                 trial.tender.add(link)
@@ -213,7 +213,7 @@ def test_a_storm_of_requests_for_streams_is_bounded(greets: bool) -> None:
         with suppress(OSError):
             link.control.send(frame(m.DIAL) * 20_000)
         time.sleep(2)
-        trial.settle()
+        trial.stop_pulls()
         stall.set()
         trial.judge(links=1, streams=budgets.value("link_streams"), busy=1)
 

@@ -18,7 +18,7 @@ from peers import OK, by_blocks, equal, meanwhile, pattern, together
 ONE = m.span(0, 0, 1, 1, 0, 0)
 
 
-def _interleaved_places() -> bytes:
+def _interleaved_blocks() -> bytes:
     wide = b"\4" + b"".join(number.to_bytes(4, "little") * 2 for number in range(MIB))
     spans = [m.span(0, at, 1, 32, 0, 1) for at in (0, 1 << 26)]
     return m.plan_templates([m.template((1, 64), wide, spans)])
@@ -26,8 +26,8 @@ def _interleaved_places() -> bytes:
 
 def _templates_side_by_side() -> bytes:
     """Templates whose places lie between each other, in no order: one in each 64 bytes, of 4,096 places."""
-    count, places = 200, [(0, place * 1789 % 4096) for place in range(4096)]
-    return m.plan_templates([m.template((0, count * 64), places, [m.span(0, at * 64, 64)]) for at in range(count)])
+    count, positions = 200, [(0, position * 1789 % 4096) for position in range(4096)]
+    return m.plan_templates([m.template((0, count * 64), positions, [m.span(0, at * 64, 64)]) for at in range(count)])
 
 
 # Plans that fill a frame of 60 MiB.
@@ -37,7 +37,7 @@ PLANS = {
     "templates": lambda: m.plan_templates([m.template((0, 0), b"\1", [])] * (10 * MIB)),
     "pairs of templates": lambda: m.plan_templates([m.template((1, 1), b"\2" + bytes(4 << 16), [ONE])] * 220),
     "spans of a template": lambda: m.plan_templates([m.template((1, 1), [(0, 0)], [ONE] * (60 * MIB // len(ONE)))]),
-    "places that interleave": _interleaved_places,
+    "places that interleave": _interleaved_blocks,
     "templates side by side": _templates_side_by_side,
 }
 
@@ -171,7 +171,7 @@ def test_addresses_by_the_million() -> None:
 
 
 REGION = 1 << 20
-PLACES: dict[str, bytes] = {
+LOCATIONS: dict[str, bytes] = {
     "behind the region": m.in_region([m.run(REGION, 0, 2)]),
     "at the end of the region": m.in_region([m.run(REGION - 1, 0, 2)]),
     "at 2^64-1": m.in_region([m.run(U64, 0, 2)]),
@@ -201,14 +201,14 @@ def test_places_that_lie_fail_the_pull_alone() -> None:
         (link,) = (one for one in trial.victim.links() if one["cluster"] == 77)
         assert (link["transport"], link["pools"]) == ("shm", "mapped")
         trial.begin()
-        for number, (what, place) in enumerate(PLACES.items()):
-            answer = m.described(place=number, location=place)
+        for number, (what, location) in enumerate(LOCATIONS.items()):
+            answer = m.described(slot=number, location=location)
             # Each has its own key, because the victim keeps descriptions.
             reply, seconds, _ = trial.victim.timed("pull_blocks", by_blocks(77, number), "n", [0], [0])
             assert reply not in {OK, "MemoryError"}, (what, reply)
             assert seconds < PULL_LIMIT / 1000 + SLACK, (what, seconds)
         # A correct place works, which proves that the others reached the copy. Memory that was never written is zero.
-        answer = m.described(place=99, location=m.in_region([m.run(4096, 8192, 2)]))
+        answer = m.described(slot=99, location=m.in_region([m.run(4096, 8192, 2)]))
         trial.victim.pull_blocks(by_blocks(77, 99), "n", [0], [0])
         assert not any(tensor[0].any() for tensor in trial.victim.read("n"))
         trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)

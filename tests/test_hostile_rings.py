@@ -201,7 +201,7 @@ def test_requests_of_a_caller_that_has_closed_its_stream_are_refused(offer: Offe
             wire.forge(wire.CLOSED, 1)
             request = m.write(m.name_blocks(1), cache, spans(0, count), 0, count, ahead=count == 5)
             if count == 5:
-                wire.payload.place(b"after")
+                wire.payload.write_bytes(b"after")
                 wire.payload.forge(wire.WRITTEN, 5)
             # Sent together: the engine usually reads the second request within 0.2 ms of its first reply, and then does
             # not ask the kernel.
@@ -232,12 +232,12 @@ def test_repeated_write_is_the_last_one(offer: Offer) -> None:
             if number % 2:
                 # Now the engine polls the ring for a moment.
                 assert wire.ask(PING)["is"] == "Done"
-            wire.payload.place(b"first")
+            wire.payload.write_bytes(b"first")
             wire.payload.forge(wire.WRITTEN, 5)
             wire.send(request)
             wire.forge(wire.CLOSED, 1)
             data = b"%05d" % number
-            other.payload.place(data)
+            other.payload.write_bytes(data)
             other.payload.forge(other.WRITTEN, other.payload.written)
             other.send(request)
             assert m.read_reply(other.body()) == {"is": "Done", "bytes": 5}

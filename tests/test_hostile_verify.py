@@ -27,8 +27,8 @@ def test_the_heaviest_requests_do_not_hold_up_honest_peers() -> None:
         pieces = m.checksums(name, cache, _pairs([(row, row) for row in range(PREY_ROWS)], small))
         wires = [link.call() for _ in range(4)]
         trial.begin()
-        for turn in range(20):
-            heavy = whole if turn % 2 else pieces
+        for number in range(20):
+            heavy = whole if number % 2 else pieces
             for wire in wires:
                 wire.say(heavy)
             for wire in wires:

@@ -20,7 +20,7 @@ from peers import GONE, INVALID, OK, UNLINKED, Ends, equal, eventually, pattern
 if TYPE_CHECKING:
     from peers import End, Peer
 
-PLACES = list(itertools.product([False, True], repeat=3))  # source registered, destination on the host, registered
+PLACEMENTS = list(itertools.product([False, True], repeat=3))  # source registered, destination on the host, registered
 
 
 @pytest.mark.parametrize("layout", ["slots", "blocks", "pieces"])
@@ -28,7 +28,7 @@ def test_bytes_arrive_between_all_placements_and_origins(ends: Ends, way: dict[s
     """Rows have 1 byte to 100 kB. A slot that is split into blocks has a short last piece, or is one piece."""
     near, far = ends.pair(pool=32 << 20, **way)
     chance = random.Random(11)  # noqa: S311
-    for number, (mine, host, registered) in enumerate(PLACES * 3):
+    for number, (mine, host, registered) in enumerate(PLACEMENTS * 3):
         layers, rows = chance.randint(1, 4), chance.randint(1, 6)
         row_bytes = chance.choice([chance.randint(2, 9000), chance.randint(60_000, 100_000)])
         near.make("n", rows, row_bytes, 2 * layers, blocks=layout == "blocks", registered=mine, seed=5000 + number)

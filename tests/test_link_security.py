@@ -64,4 +64,4 @@ def test_a_rank_table_link_needs_the_token_too(ends: Ends) -> None:
     far = ends.peer(options(llm__LinkToken=OTHER, **chosen))
     near = ends.near(options(llm__LinkToken=TOKEN, **chosen))
     mine, theirs = (end.link("pair", {1: 0, 2: 1}, one_server()) for end in (near, far))
-    assert near.settled(mine) == far.settled(theirs) == "FAILED"
+    assert near.final_state(mine) == far.final_state(theirs) == "FAILED"

@@ -73,7 +73,7 @@ either_rank = pytest.mark.parametrize("ranks", [RANKS, {2: 0, 1: 1}])
 def both(near: Any, far: Any, text: str = PLAIN, ranks: dict[int, int] = RANKS) -> tuple[int, int]:
     """Let both ends enter a communicator, and wait until it is OK."""
     comms = near.link("pair", ranks, text), far.link("pair", ranks, text)
-    assert near.settled(comms[0]) == far.settled(comms[1]) == "OK"
+    assert near.final_state(comms[0]) == far.final_state(comms[1]) == "OK"
     return comms
 
 
@@ -98,7 +98,7 @@ def test_either_side_comes_seconds_later(ends: Ends, port: int, near_first: bool
     time.sleep(PAUSE)
     assert first.status(comm) == "PREPARING"
     other = second.link("pair", ranks, PLAIN)
-    assert first.settled(comm) == second.settled(other) == "OK"
+    assert first.final_state(comm) == second.final_state(other) == "OK"
     assert [first.status(comm) for _ in range(3)] == ["OK"] * 3
     moves(near, far)
 
@@ -108,7 +108,7 @@ def test_three_clusters_in_one_communicator(ends: Ends, port: int) -> None:
     near = ends.near(given(port))
     ranks, text = {1: 0, 2: 1, 3: 2}, table(device(0, 0), device(1, 1), device(2, 2))
     comms = [(end, end.link("three", ranks, text)) for end in (peers[1], near, peers[0])]
-    assert [end.settled(comm) for end, comm in comms] == ["OK"] * 3
+    assert [end.final_state(comm) for end, comm in comms] == ["OK"] * 3
     peers[1].allocate("f", 1, 64, 2, keys=[by_request(3, 1)], seed=1)
     for end in (near, peers[0]):
         end.allocate("n", 1, 64, 2)
@@ -123,7 +123,7 @@ def test_without_a_peer_the_link_fails_and_can_be_left(ends: Ends, port: int) ->
     assert near.status(comm) == "PREPARING", "link returns before its search ends"
     assert code(near.pull_cache, by_request(2, 1), "n") == UNLINKED
     assert near.status(comm) == "PREPARING", "the pull waits for its own limit only"
-    assert near.settled(comm) == "FAILED"
+    assert near.final_state(comm) == "FAILED"
     told, text = outcome(lambda: near.pull_cache(by_request(2, 1), "n"))
     assert told == UNLINKED
     assert text
@@ -134,7 +134,7 @@ def test_without_a_peer_the_link_fails_and_can_be_left(ends: Ends, port: int) ->
 def test_members_with_other_maps_do_not_meet(ends: Ends, port: int) -> None:
     far, near = opened(ends, port, llm__LinkTotalTime=4)
     comm, other = near.link("map", RANKS, PLAIN), far.link("map", {2: 0, 1: 1}, PLAIN)
-    assert near.settled(comm) == far.settled(other) == "FAILED"
+    assert near.final_state(comm) == far.final_state(other) == "FAILED"
     both(near, far)
 
 
@@ -180,7 +180,7 @@ def test_a_restarted_decoder_links_again_and_the_prefill_process_need_not(
             far.open(given(port))
         eventually(lambda: near.links() == [], what="the end of the old link")
         other = far.link("pair", ranks, PLAIN)
-        assert far.settled(other) == "OK"
+        assert far.final_state(other) == "OK"
         assert near.status(comm) == "OK"
         eventually(lambda: len(near.links()) == 1)
         moves(near, far, 30 + round_)

@@ -121,25 +121,25 @@ def flip(rows, slot, tensor, offset):
 
 def corrupt(monkeypatch, *, hit=0, pulled=0):
     """Have replays flip a byte of one hit, or of one pulled block, both counted from 1, before it is compared."""
-    carry_out, pull = Server._carry_out, Node.pull
+    run_plan, pull = Server._run_plan, Node.pull
 
-    def flip_one(places, index):
-        if 0 <= index < len(places):
-            flip(*places[index], tensor=1, offset=4099)
+    def flip_one(rows_and_slots, index):
+        if 0 <= index < len(rows_and_slots):
+            flip(*rows_and_slots[index], tensor=1, offset=4099)
 
     def with_wrong_hit(self, number, plan):
         node, blocks = self._node, self.outcome.blocks
-        places = [(node.device_rows, slot) for _, slot in plan.hits]
-        places += [(node.host_rows, slot) for _, slot, _ in plan.swap_in]
-        flip_one(places, hit - 1 - blocks["device_hits"] - blocks["host_hits"])
-        carry_out(self, number, plan)
+        rows_and_slots = [(node.device_rows, slot) for _, slot in plan.hits]
+        rows_and_slots += [(node.host_rows, slot) for _, slot, _ in plan.swap_in]
+        flip_one(rows_and_slots, hit - 1 - blocks["device_hits"] - blocks["host_hits"])
+        run_plan(self, number, plan)
 
     def with_wrong_pull(self, peer, targets, *given, **more):
         before = self.calls["pull blocks"].blocks
         pull(self, peer, targets, *given, **more)
         flip_one([(self.device_rows, slot) for slot in targets], pulled - 1 - before)
 
-    monkeypatch.setattr(Server, "_carry_out", with_wrong_hit)
+    monkeypatch.setattr(Server, "_run_plan", with_wrong_hit)
     monkeypatch.setattr(Node, "pull", with_wrong_pull)
 
 

@@ -117,7 +117,7 @@ SHORTAGES = [
 ]
 
 
-def settled(peer: Peer) -> object:
+def stable_stats(peer: Peer) -> object:
     """Wait until the sockets of a process have not changed for a while, and return them."""
     before = peer.sockets()
     while True:
@@ -135,12 +135,12 @@ def test_calls_do_without_rings_while_resources_are_short(ends: Ends) -> None:
     for name, limit, value, *reasons in SHORTAGES:
         # Only the other side can still list its sockets.
         limited, other = (sides.dialing, sides.accepting) if name == "dialing" else (sides.accepting, sides.dialing)
-        settled(limited)
+        stable_stats(limited)
         getattr(limited, limit)(value)
         sides.push()
         # A stream that was opened and lost is closed by another thread.
         eventually(lambda: sides.rings() == [0, 0], what="the end of the stream that got no rings")
-        before = settled(other)
+        before = stable_stats(other)
         for _ in range(3):
             sides.push()
         assert other.sockets() == before, f"{name}, {limit}({value}): each call opens a stream"

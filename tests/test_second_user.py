@@ -125,7 +125,7 @@ def test_rank_table_with_another_user_fails_at_once_and_both_log_why(ends: Ends,
     ranks = {1: 0, 2: 1} if dials else {2: 0, 1: 1}
     listening, dialing = (own, other) if dials else (other, own)
     listening.link("users", ranks, text)
-    assert dialing.settled(dialing.link("users", ranks, text)) == "FAILED"
+    assert dialing.final_state(dialing.link("users", ranks, text)) == "FAILED"
     for peer in (own, other):
         uid = f"_uid={SOMEBODY}"
         told = eventually(lambda peer=peer, uid=uid: errors(peer, uid), what=f"a reason in the log: {peer.said()}")

@@ -42,27 +42,27 @@ KEEPER_CLASSES = [StoreStats, KeeperStats, StoredNamespace, StoredValue, StoredC
 LIMIT = 60.0
 
 
-def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:
+def compare(value: Any, kind: Any, where: str, seen: set[str]) -> None:
     """Check that `value` has the type `kind`, field by field."""
     if kind in CLASSES + KEEPER_CLASSES:
-        assert sorted(value) == sorted(kind.__annotations__), place
+        assert sorted(value) == sorted(kind.__annotations__), where
         seen.add(kind.__name__)
         for name, of in get_type_hints(kind).items():
-            compare(value[name], of, f"{place}.{name}", seen)
+            compare(value[name], of, f"{where}.{name}", seen)
     elif get_origin(kind) is dict:
-        assert isinstance(value, dict), place
+        assert isinstance(value, dict), where
         for name, item in value.items():
-            assert isinstance(name, str), place
-            compare(item, get_args(kind)[1], f"{place}[{name!r}]", seen)
+            assert isinstance(name, str), where
+            compare(item, get_args(kind)[1], f"{where}[{name!r}]", seen)
     elif get_origin(kind) is list:
-        assert isinstance(value, list), place
+        assert isinstance(value, list), where
         for item in value:
-            compare(item, get_args(kind)[0], f"{place}[]", seen)
+            compare(item, get_args(kind)[0], f"{where}[]", seen)
     elif value is not None and get_args(kind)[:1] == (KeeperStats,):  # `Optional`
-        compare(value, KeeperStats, place, seen)
+        compare(value, KeeperStats, where, seen)
     else:
         allowed = get_args(kind) or (kind,)
-        assert type(value) in allowed, f"{place}: {value!r} is no {kind}"
+        assert type(value) in allowed, f"{where}: {value!r} is no {kind}"
 
 
 def test_every_field_of_a_real_answer_is_documented_and_no_other() -> None:

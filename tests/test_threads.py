@@ -173,20 +173,20 @@ def test_another_thread_runs_during_a_transfer(one_sided: tuple[End, Peer], oper
 
 
 def assert_another_thread_runs(call: Callable[[], Any]) -> None:
-    turns = 0
+    iterations = 0
 
     def other() -> None:
-        nonlocal turns
-        turns += 1
+        nonlocal iterations
+        iterations += 1
         time.sleep(0.0005)
 
     def ran_during_a_call() -> bool:
-        before = turns
+        before = iterations
         call()
-        return turns != before
+        return iterations != before
 
     with meanwhile(other):
-        eventually(lambda: turns, what="the other thread")
+        eventually(lambda: iterations, what="the other thread")
         assert any(ran_during_a_call() for _ in range(5000)), "the GIL is never released"
 
 

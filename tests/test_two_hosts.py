@@ -139,6 +139,6 @@ def test_a_rank_table_of_two_servers(hosts: Hosts, numbered: bool) -> None:
     ]
     table = json.dumps({"version": "1.0", "server_count": "2", "status": "completed", "server_list": servers})
     comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
-    assert (near.settled(comms[0]), far.settled(comms[1])) == ("OK", "OK")
+    assert (near.final_state(comms[0]), far.final_state(comms[1])) == ("OK", "OK")
     check_pull(near, far)
     assert near.links()[0]["transport"] == "tcp"

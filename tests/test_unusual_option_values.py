@@ -56,7 +56,7 @@ def small(mode: str) -> dict[str, Any]:
     return {"llm.EnableCacheManager": mode, "ge.flowGraphMemMaxSize": "1048576", "ge.exec.deviceId": "0"}
 
 
-def survive(call: Callable[[], Any], place: Any) -> bool:
+def survive(call: Callable[[], Any], where: Any) -> bool:
     """Return whether the call succeeded. Otherwise check that its exception is documented and its text is short."""
     try:
         call()
@@ -66,8 +66,8 @@ def survive(call: Callable[[], Any], place: Any) -> bool:
         return True
     # The engine may be unable to listen at a valid address.
     argument = getattr(raised, "status_code", INVALID) is INVALID or "listen" in str(raised)
-    assert argument and not isinstance(raised, UnicodeDecodeError), (place, raised)  # noqa: PT018
-    assert len(str(raised)) < 5000, place
+    assert argument and not isinstance(raised, UnicodeDecodeError), (where, raised)  # noqa: PT018
+    assert len(str(raised)) < 5000, where
     return False
 
 

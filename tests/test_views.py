@@ -186,33 +186,33 @@ def test_any_version_may_be_asked_for(manager: Any, version: tuple[int, int] | N
 @pytest.mark.parametrize("through", ["view", "numpy", "dlpack", "capsule"])
 def test_the_last_view_unmaps_its_pool_without_the_gil(start: Callable[..., Any], through: str) -> None:
     """With this switch interval, another thread runs only where the GIL is released. It may get no core at once."""
-    turns = 0
+    iterations = 0
 
     def other() -> None:
-        nonlocal turns
-        turns += 1
+        nonlocal iterations
+        iterations += 1
         time.sleep(0.0005)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:
         with meanwhile(other):
-            ran = any(ran_while_unmapping(start, through, lambda: turns) for _ in range(50))
+            ran = any(ran_while_unmapping(start, through, lambda: iterations) for _ in range(50))
     finally:
         sys.setswitchinterval(before)
     assert ran, "the GIL is never released"
 
 
-def ran_while_unmapping(start: Callable[..., Any], through: str, turns: Callable[[], int]) -> bool:
+def ran_while_unmapping(start: Callable[..., Any], through: str, iterations: Callable[[], int]) -> bool:
     """Return whether another thread had a turn while the last view of a pool was dropped."""
     size = 64 << 20
     dist = start(options(pool(size), None))
     held = hold(dist.cache_manager.tensor_views(dist.cache_manager.allocate_cache(desc(1, size, 1)))[0], through)
     at(address_of(held), size)[::PAGE] = 1
     dist.finalize()
-    before = turns()
+    before = iterations()
     del held
-    return turns() != before
+    return iterations() != before
 
 
 def test_the_deleter_of_a_capsule_may_run_without_the_interpreter(manager: Any) -> None:

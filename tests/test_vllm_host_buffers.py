@@ -512,7 +512,7 @@ def test_saves_behind_one_that_hangs_fail_with_it(layers: Layers, caplog: pytest
     lending.ready.assert_not_called()
 
 
-def test_lane_that_has_died_is_noticed(layers: Layers, caplog: pytest.LogCaptureFixture) -> None:
+def test_queue_that_has_died_is_noticed(layers: Layers, caplog: pytest.LogCaptureFixture) -> None:
     layers.device.failure = SystemExit()
     layers.save("lost", (0, 0))
     eventually(lambda: not layers.buffers.alive)

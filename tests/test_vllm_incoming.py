@@ -121,9 +121,9 @@ class Sides:
 
     def check(self) -> None:
         """No two pulls write to one place, and only what is missing is written."""
-        places = [(index, layer) for pull in self.running for index in self.written(pull) for layer in pull.layers]
-        assert len(places) == len(set(places))
-        assert {index for index, _ in places} <= self.missing
+        targets = [(index, layer) for pull in self.running for index in self.written(pull) for layer in pull.layers]
+        assert len(targets) == len(set(targets))
+        assert {index for index, _ in targets} <= self.missing
         if self.decode.complete:
             assert all(self.memory[index, layer] == RIGHT for index in self.missing for layer in range(self.layers))
             assert not self.running

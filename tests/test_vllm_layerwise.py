@@ -185,17 +185,17 @@ def test_preemption_during_pull_never_delivers_wrong_bytes(case: str) -> None:
     prefill_options, decode_options, _ = CASES[case]
     with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
         count = len(blocks_of(prefill, TOKENS))
-        for turn in range(30):
-            name = f"here {turn}"
-            computing = Prefill(prefill, f"there {turn}")
+        for number in range(30):
+            name = f"here {number}"
+            computing = Prefill(prefill, f"there {number}")
             decode.receive(prefill.handover(computing.ticket), TOKENS, name=name)
             for round_ in range(3):
                 if round_ == 0:
                     # Complete in decode before the next parts have the same blocks.
                     computing.step(0, 1)
-                    time.sleep(0.001 * (turn % 3))
+                    time.sleep(0.001 * (number % 3))
                 computing.step(1 if round_ == 0 else 0, max(2, count - 1))
-                time.sleep(0.0004 * (turn % 5))
+                time.sleep(0.0004 * (number % 5))
                 computing.withdraw(ended=False)
                 computing.blocks = computing.blocks[::-1] if round_ else computing.blocks
             computing.step(0, count)

@@ -495,7 +495,7 @@ def test_without_options_a_request_that_no_decode_holds_is_kept_for_30_s(monkeyp
     group: Any = Group()
     transfers = transfer_thread.TransferThread(engine, [group], Shard(0, 1, 2), None, Settings(), [["layer"] * 4])
 
-    def turn() -> None:
+    def run_once() -> None:
         """Wait for the end of a turn that begins from now on."""
         for _ in range(2):
             begun = threading.Event()
@@ -503,7 +503,7 @@ def test_without_options_a_request_that_no_decode_holds_is_kept_for_30_s(monkeyp
             assert begun.wait(60)
 
     def sent() -> set[str]:
-        turn()
+        run_once()
         return transfers.take().sent
 
     try:

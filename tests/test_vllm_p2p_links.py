@@ -99,13 +99,13 @@ class Pair:
         wait(enough)
         return failed
 
-    def settled(self, success: bool = True, job: int = JOB, scheduler: Scheduler | None = None) -> bool:
+    def finished(self, success: bool = True, job: int = JOB, scheduler: Scheduler | None = None) -> bool:
         found: list[bool | None] = []
         links = (scheduler or self.reader).links
 
         def ended() -> bool:
             links.advance()
-            found.append(links.reads.settle(job, success))
+            found.append(links.reads.finish(job, success))
             return found[-1] is not None
 
         wait(ended)
@@ -152,7 +152,7 @@ def test_only_the_named_rows_arrive(pair: Pair) -> None:
     pair.reader.expect(pair.owner, 3, 1, 8)
     number = pair.write([5, 0, 15], [1, 8, 3])
     assert pair.ended() == ([number], [])
-    assert pair.settled()
+    assert pair.finished()
     before[[1, 8, 3]] = pair.owner.bytes[[5, 0, 15]]
     assert (pair.reader.bytes == before).all()
 
@@ -162,7 +162,7 @@ def test_rows_arrive_in_several_writes(pair: Pair) -> None:
     numbers = [pair.write([row + 9], [row]) for row in range(6)]
     done, failed = pair.ended(6)
     assert (sorted(done), failed) == (numbers, [])
-    assert pair.settled()
+    assert pair.finished()
     assert (pair.reader.bytes[:6] == pair.owner.bytes[9:15]).all()
 
 
@@ -170,7 +170,7 @@ def test_a_load_without_all_of_its_rows_is_no_success(pair: Pair) -> None:
     pair.reader.expect(pair.owner, 1, 2)
     pair.write([1], [1])
     assert len(pair.ended()[0]) == 1
-    assert not pair.settled(success=True)
+    assert not pair.finished(success=True)
 
 
 def test_both_directions_at_once(pair: Pair) -> None:
@@ -186,8 +186,8 @@ def test_both_directions_at_once(pair: Pair) -> None:
         return len(ended) == 2
 
     wait(both)
-    assert pair.settled()
-    assert pair.settled(scheduler=pair.owner, job=1)
+    assert pair.finished()
+    assert pair.finished(scheduler=pair.owner, job=1)
     assert (pair.reader.bytes[:4] == there).all()
     assert (pair.owner.bytes[12:] == back).all()
 
@@ -215,14 +215,14 @@ def test_rows_are_offered_once(pair: Pair) -> None:
     assert pair.ended() == ([first], [])
     again = pair.write([2], [3])
     assert pair.ended() == ([], [again])
-    assert pair.settled()
+    assert pair.finished()
     assert (pair.reader.bytes[3] == pair.owner.bytes[1]).all()
 
 
 def test_rows_of_a_load_that_has_ended_are_refused(pair: Pair) -> None:
     before = pair.reader.bytes.copy()
     pair.reader.expect(pair.owner, 3)
-    assert pair.reader.links.reads.settle(JOB, success=False) is False
+    assert pair.reader.links.reads.finish(JOB, success=False) is False
     number = pair.write([1], [3])
     assert pair.ended() == ([], [number])
     assert (pair.reader.bytes == before).all()
@@ -301,7 +301,7 @@ def test_a_load_may_exceed_one_message() -> None:
     order = np.random.default_rng(1).permutation(count)
     number = pair.write(order.tolist(), list(range(count)))
     assert pair.ended() == ([number], [])
-    assert pair.settled()
+    assert pair.finished()
     assert (pair.reader.bytes == pair.owner.bytes[order]).all()
     pair.owner.links.close()
     pair.reader.links.close()
@@ -314,7 +314,7 @@ def test_more_writes_than_transfers() -> None:
     numbers = [pair.write([row], [ROWS - 1 - row]) for row in range(ROWS)]
     done, failed = pair.ended(ROWS)
     assert (sorted(done), failed) == (numbers, [])
-    assert pair.settled()
+    assert pair.finished()
     assert (pair.reader.bytes == pair.owner.bytes[::-1]).all()
     pair.owner.links.close()
     pair.reader.links.close()
@@ -331,7 +331,7 @@ def test_a_reader_that_does_not_answer_in_time_has_failed() -> None:
     for _ in range(20):
         pair.reader.links.advance()
         time.sleep(0.01)
-    assert not pair.settled(success=True)
+    assert not pair.finished(success=True)
     assert (np.delete(pair.reader.bytes, 3, 0) == np.delete(before, 3, 0)).all()
     pair.owner.links.close()
     pair.reader.links.close()
@@ -344,14 +344,14 @@ def test_a_cancelled_write_is_not_reported_and_not_read(pair: Pair) -> None:
         pair.reader.links.advance()
         assert pair.owner.ended(pair.reader) == ([], [])
         time.sleep(0.002)
-    assert not pair.settled(success=True)
+    assert not pair.finished(success=True)
 
 
 def test_the_end_of_the_owner_fails_the_load(pair: Pair) -> None:
     pair.reader.expect(pair.owner, 3)
     pair.write([1], [3])
     pair.owner.links.close()
-    assert not pair.settled(success=True)
+    assert not pair.finished(success=True)
 
 
 def test_the_end_of_the_reader_fails_the_write(pair: Pair) -> None:
@@ -378,7 +378,7 @@ def test_a_link_that_has_broken_is_made_again(pair: Pair) -> None:
         peer.close().result()
     second = pair.write([2], [4])
     assert pair.ended() == ([second], [])
-    assert pair.settled()
+    assert pair.finished()
 
 
 def test_a_peer_that_was_removed_may_come_back(pair: Pair) -> None:
@@ -443,7 +443,7 @@ def test_unreadable_messages_and_strangers_change_nothing(pair: Pair, caplog: py
     assert caplog.text.count("is ignored") == 2, "one line for each link"
     stranger.links.close()
     advance_until(lambda: len(pair.reader.links._reported) == 1, pair.reader)
-    assert not pair.settled(success=True)  # `b"short"` is no token
+    assert not pair.finished(success=True)  # `b"short"` is no token
 
 
 def test_the_log_shows_no_token(pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

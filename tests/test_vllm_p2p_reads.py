@@ -77,10 +77,10 @@ def test_a_load_ends_with_its_last_pull(reader: Reader) -> None:
         ([5], [105], TOKEN, 10.0),
     ]
     reader.end(reader.pulls[0])
-    assert reader.reads.settle(JOB, success=True) is None
+    assert reader.reads.finish(JOB, success=True) is None
     assert reader.pulls[1].cancelled == 0
     reader.end(reader.pulls[1])
-    assert reader.reads.settle(JOB, success=True) is True
+    assert reader.reads.finish(JOB, success=True) is True
 
 
 def test_a_failed_load_cancels_its_pulls_and_waits_for_them(reader: Reader) -> None:
@@ -88,36 +88,36 @@ def test_a_failed_load_cancels_its_pulls_and_waits_for_them(reader: Reader) -> N
     reader.offer(1, 4)
     reader.offer(2, 7)
     for _ in range(2):
-        assert reader.reads.settle(JOB, success=False) is None
+        assert reader.reads.finish(JOB, success=False) is None
     assert [pull.cancelled > 0 for pull in reader.pulls] == [True, False]
     reader.end(reader.pulls[0])  # the last byte was faster
-    assert reader.reads.settle(JOB, success=False) is False
+    assert reader.reads.finish(JOB, success=False) is False
     reader.end(reader.pulls[1])
-    assert reader.reads.settle(OTHER, success=True) is True
+    assert reader.reads.finish(OTHER, success=True) is True
 
 
 def test_a_failed_pull_is_reported_to_the_owner_and_fails_the_load(reader: Reader) -> None:
     reader.offer(9, 4, 5, 6)
     reader.end(reader.pulls[0], GrantEnded("it has expired"))
     assert reader.refused == [(9, "it has expired")]
-    assert reader.reads.settle(JOB, success=True) is False
+    assert reader.reads.finish(JOB, success=True) is False
 
 
 def test_rows_that_nobody_offered_fail_the_load(reader: Reader) -> None:
     reader.offer(1, 4, 5)
     reader.end(reader.pulls[0])
-    assert reader.reads.settle(JOB, success=True) is False
+    assert reader.reads.finish(JOB, success=True) is False
 
 
 def test_a_job_that_is_no_load_keeps_its_outcome(reader: Reader) -> None:
-    assert reader.reads.settle(77, success=True) is True
-    assert reader.reads.settle(77, success=False) is False
+    assert reader.reads.finish(77, success=True) is True
+    assert reader.reads.finish(77, success=False) is False
 
 
 def test_nothing_begins_after_the_end(reader: Reader) -> None:
     reader.errors = [Busy("full")]
     reader.offer(1, 4)
-    assert reader.reads.settle(JOB, success=False) is False
+    assert reader.reads.finish(JOB, success=False) is False
     reader.reads.resume()
     reader.offer(2, 5)
     assert reader.pulls == []
@@ -128,7 +128,7 @@ def test_a_row_of_the_next_load_is_not_that_of_the_last_one(reader: Reader) -> N
     """vLLM gives the rows of an ended load to another one. Its old offers must not write there."""
     reader.errors = [Busy("full")]
     reader.offer(1, 4)
-    reader.reads.settle(JOB, success=False)
+    reader.reads.finish(JOB, success=False)
     reader.reads.expect(OTHER, "another peer", [4])
     reader.reads.resume()
     reader.offer(2, 4)
@@ -157,7 +157,7 @@ def test_offers_do_not_wait_without_end() -> None:
     time.sleep(0.02)
     reader.reads.resume()
     assert reader.refused == [(1, "max_transfers of the reader left no room within 0.01 s")]
-    assert reader.reads.settle(JOB, success=True) is False
+    assert reader.reads.finish(JOB, success=True) is False
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_pull_that_does_not_start_is_refused(reader: Reader, error: Exception,
     reader.errors = [error]
     reader.offer(1, 4, 5, 6)
     assert reader.refused == [(1, text)]
-    assert reader.reads.settle(JOB, success=True) is False
+    assert reader.reads.finish(JOB, success=True) is False
 
 
 def test_a_waiting_offer_that_fails_leaves_the_others(reader: Reader) -> None:

@@ -242,7 +242,7 @@ def test_a_success_without_the_bytes_becomes_a_failure(pair: tuple[Tier, Tier]) 
 def test_a_load_is_held_while_a_pull_writes(pair: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     _, reader = pair
     answers: list[Any] = [None, None, False]
-    monkeypatch.setattr(reader.data.links.reads, "settle", lambda job, success: answers.pop(0) if job == 5 else success)
+    monkeypatch.setattr(reader.data.links.reads, "finish", lambda job, success: answers.pop(0) if job == 5 else success)
     reader.load(5, 1)
     assert reader.end(5, success=False) == []
     assert reader.end(6, success=True) == [(6, True)]
@@ -270,7 +270,7 @@ def test_drain_waits_for_the_pulls_and_keeps_the_results(
 ) -> None:
     _, reader = pair
     answers: list[Any] = [None, None, False]
-    monkeypatch.setattr(reader.data.links.reads, "settle", lambda job, success: answers.pop(0) if job == 5 else success)
+    monkeypatch.setattr(reader.data.links.reads, "finish", lambda job, success: answers.pop(0) if job == 5 else success)
     reader.load(5, 1)
     reader.tier.ended += [SimpleNamespace(job_id=job, success=True) for job in (4, 5)]
     reader.tier.drain_jobs()
@@ -284,7 +284,7 @@ def test_drain_does_not_wait_without_end(module: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_GRACE_S", 0.02)
     tier = Tier(module, timeout_ms=30)
     answers: list[Any] = []
-    monkeypatch.setattr(tier.data.links.reads, "settle", lambda _job, _success: answers[0] if answers else None)
+    monkeypatch.setattr(tier.data.links.reads, "finish", lambda _job, _success: answers[0] if answers else None)
     tier.load(5, 1)
     tier.tier.ended.append(SimpleNamespace(job_id=5, success=True))
     with pytest.raises(RuntimeError, match=r"the pulls of 1 loads .* within 0\.05 s \(timeout_ms=30, and 0\.02 s\)"):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = os.path.dirname(integration.__file__)  # noqa: PTH120 - compared with names of files of code
 LAYERS = ["layer 0", "layer 1"]
-FEW, MANY = 10, 1000
+SMALL, LARGE = 10, 1000
 
 
 def lines(work: Callable[[], None]) -> int:
@@ -119,11 +119,11 @@ def cost(count: int) -> tuple[int, int, int]:
     finally:
         waiting.close()
     # The thread has ended, so this one may do its work. The second turn has nothing to do.
-    waiting.transfers._turn()
-    return idle, computes, lines(lambda: (waiting.transfers._until_due(), waiting.transfers._turn())[0])
+    waiting.transfers._run_once()
+    return idle, computes, lines(lambda: (waiting.transfers._until_due(), waiting.transfers._run_once())[0])
 
 
 def test_the_work_of_a_step_does_not_grow_with_the_requests_that_wait() -> None:
-    few, many = cost(FEW), cost(MANY)
-    assert min(few) > 10
-    assert many == few
+    small, large = cost(SMALL), cost(LARGE)
+    assert min(small) > 10
+    assert large == small

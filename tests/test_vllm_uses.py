@@ -30,7 +30,7 @@ TABLES = {
 # Members of tensors and types of torch, and of the context of ZMQ: vLLM only passes them on.
 OTHERS = {"device", "itemsize", "shape", "stride", "tolist", "type", "linger"}
 # Members of objects of ours that vLLM gives back.
-OURS = {"by_worker", "step", "links", "reads", "expect", "advance", "settle"}
+OURS = {"by_worker", "step", "links", "reads", "expect", "advance", "finish"}
 BUILTIN = {name for kind in (dict, list, set, str, tuple) for name in dir(kind)}
 CONTAINERS = {"Iterable", "Mapping", "Optional", "Sequence", "Union", "dict", "list", "set", "tuple", "type"}
 # Calls whose result has, or is, what they are given.
@@ -203,7 +203,7 @@ def test_each_use_of_vllm_is_in_the_table_of_its_module(table: str, least: int) 
     known = read_of(TABLES[table]) | called
     found = all_uses(table)
     assert len(found) > least
-    assert {name: place for name, place in found.items() if name not in known} == {}
+    assert {name: where for name, where in found.items() if name not in known} == {}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ DIM = 32
 LAYERS = 2
 
 
-def place(isa: str, block_size: int, plane: int, token: int, dim: int) -> int:
+def slot(isa: str, block_size: int, plane: int, token: int, dim: int) -> int:
     """Return the index of an element in one head of a page: plane 0 has the keys, plane 1 the values."""
     base = plane * block_size * DIM
     if isa == "vec":
@@ -48,9 +48,9 @@ class Pages:
             found += [(token, at[-1]) for at in wrong]
         return found
 
-    def _place(self, local: int, plane: int, token: int, dim: int) -> tuple[int, int]:
+    def _slot(self, local: int, plane: int, token: int, dim: int) -> tuple[int, int]:
         if self.isa != "NHD":
-            return local, place(self.isa, self.block_size, plane, token, dim)
+            return local, slot(self.isa, self.block_size, plane, token, dim)
         # The heads of a token lie together. Counted in heads of a page all the same.
         flat = (token * len(self.heads) + local) * 2 * DIM + plane * DIM + dim
         return divmod(flat, 2 * self.block_size * DIM)
@@ -61,7 +61,7 @@ class Pages:
         block, inside = blocks[token // self.block_size], token % self.block_size
         return [
             (
-                (layer, block, *self._place(local, plane, inside, dim)),
+                (layer, block, *self._slot(local, plane, inside, dim)),
                 whole[layer, plane, token, head, dim],
             )
             for layer in layers

@@ -180,8 +180,8 @@ class _Worker:
     def pause(self, paused: bool) -> None:
         """Have the transfer thread take no events until it goes on."""
         if paused:
-            go_on, turn = threading.Event(), self.transfers._turn
-            self.transfers._turn = lambda: (go_on.wait(LIMIT), turn())  # type: ignore[method-assign]
+            go_on, run_once = threading.Event(), self.transfers._run_once
+            self.transfers._run_once = lambda: (go_on.wait(LIMIT), run_once())  # type: ignore[method-assign]
             self.go_on = go_on
         else:
             self.go_on.set()
@@ -202,7 +202,7 @@ class _Worker:
 
     def break_thread(self) -> None:
         """End the transfer thread by an error, as soon as it wakes up."""
-        self.transfers._turn = lambda: sys.exit(1)  # type: ignore[method-assign]
+        self.transfers._run_once = lambda: sys.exit(1)  # type: ignore[method-assign]
         self.transfers._rouse()
         self.transfers._thread.join(LIMIT)
 

@@ -118,13 +118,13 @@ def interpreter(minor: int) -> str | None:
     name = f"python3.{minor}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR", Path.home() / ".local/share/uv/python"))
-    places = [*pyenv.glob(f"versions/3.{minor}.*/bin/{name}"), *uv.glob(f"cpython-3.{minor}*/bin/{name}")]
-    for place in [shutil.which(name), *sorted(map(str, places))]:
-        if place is None:
+    candidates = [*pyenv.glob(f"versions/3.{minor}.*/bin/{name}"), *uv.glob(f"cpython-3.{minor}*/bin/{name}")]
+    for candidate in [shutil.which(name), *sorted(map(str, candidates))]:
+        if candidate is None:
             continue
         test = f"import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, {minor}))"
-        if subprocess.run([place, "-c", test], capture_output=True, check=False).returncode == 0:
-            return place
+        if subprocess.run([candidate, "-c", test], capture_output=True, check=False).returncode == 0:
+            return candidate
     return None
 
 

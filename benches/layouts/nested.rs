@@ -16,9 +16,9 @@ impl Dimension {
     pub const ONE: Dimension = Dimension { count: 1, src_step: 0, dst_step: 0 };
 }
 
-/// The pieces of all blocks. `places` has the addresses of the first piece of each block.
+/// The pieces of all blocks. `offsets` has the addresses of the first piece of each block.
 pub struct Nest {
-    pub places: Vec<(u64, u64)>,
+    pub offsets: Vec<(u64, u64)>,
     pub outer: Dimension,
     pub inner: Dimension,
     pub len: usize,
@@ -32,11 +32,11 @@ impl Nest {
     pub fn run(&self, copy: Run, threads: usize, swapped: bool) {
         let (outer, inner) = if swapped { (self.inner, self.outer) } else { (self.outer, self.inner) };
         let block = (outer.count * inner.count) as usize * self.len;
-        let fair = self.places.len().div_ceil(threads).max(1);
+        let fair = self.offsets.len().div_ceil(threads).max(1);
         let chunk = fair.min((super::hand::CHUNK / block).max(1));
         let next = AtomicUsize::new(0);
         let work = || {
-            let take = || self.places.chunks(chunk).nth(next.fetch_add(1, Ordering::Relaxed));
+            let take = || self.offsets.chunks(chunk).nth(next.fetch_add(1, Ordering::Relaxed));
             while let Some(some) = take() {
                 for &(src, dst) in some {
                     for at in 0..outer.count {

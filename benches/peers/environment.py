@@ -139,9 +139,9 @@ def chosen(path: Path) -> str:
     return text.partition("[")[2].partition("]")[0] or text.strip()
 
 
-def quiet(patience_s: float) -> bool:
+def quiet(limit_s: float) -> bool:
     """Wait until other programs use little CPU, or until the time limit. Return whether the machine is quiet."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + limit_s
     while True:
         before = ticks()
         time.sleep(0.1)

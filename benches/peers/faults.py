@@ -17,8 +17,8 @@ from between import case_of
 from between.adapter import FAR, PULL, Case
 from between.pair import Failed, Pair, Pattern
 from between.systems import HIXL, HIXL_TCP, PEERS, TCP, Peer
+from comparison import reason
 from rows import LIMIT, Row
-from turns import reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 LARGEST_MIB = 128  # of the memory of each side
-TENSORS, FEW_TENSORS = 16, 2  # the second in a run of a few MiB
+TENSORS, SMALL_TENSORS = 16, 2  # the second in a run of a few MiB
 # Bytes of a pull. Some peers need seconds for 16 MiB of short pieces.
 TOTALS, TOTALS_OF_SHORT = (4 * MIB, 64 * MIB), (4 * MIB, 16 * MIB)
 SHORT = 4 << 10  # bytes of a piece
@@ -57,7 +57,7 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
     """All sizes of one part."""
     kind, name = part.split()
     size = min(ask.mib, LARGEST_MIB) * MIB
-    tensors = TENSORS if ask.mib >= LARGEST_MIB else FEW_TENSORS
+    tensors = TENSORS if ask.mib >= LARGEST_MIB else SMALL_TENSORS
     pairs = Pairs(ask, peers_of(kind), Pattern(size))
     plain = Row("layouts", f"{PULL} {kind}, {MOVES[name][0].name}", "")
     try:

@@ -60,14 +60,14 @@ AVX2 static void ahead(char *dst, const char *src, size_t len, const char *next)
 }
 
 /* Four lanes advance together, each asked for 256 bytes ahead, and beyond its end in the lanes that come next. */
-AVX2 static void lanes(char *const dst[4], const char *const src[4], size_t len, const char *const next[4]) {
+AVX2 static void four_streams(char *const dst[4], const char *const src[4], size_t len, const char *const next[4]) {
     const size_t far = 256;
     for (size_t at = 0; at < len; at += 128)
-        for (size_t lane = 0; lane < 4; lane++) {
-            const char *soon = at + far < len ? src[lane] + at + far : next[lane] + (at + far - len);
+        for (size_t part = 0; part < 4; part++) {
+            const char *soon = at + far < len ? src[part] + at + far : next[part] + (at + far - len);
             _mm_prefetch(soon, _MM_HINT_NTA);
             _mm_prefetch(soon + 64, _MM_HINT_NTA);
-            stream128(dst[lane] + at, src[lane] + at);
+            stream128(dst[part] + at, src[part] + at);
         }
 }
 #define FENCE() _mm_sfence()
@@ -78,9 +78,9 @@ static void ahead(char *dst, const char *src, size_t len, const char *next) {
     (void)next;
     memcpy(dst, src, len);
 }
-static void lanes(char *const dst[4], const char *const src[4], size_t len, const char *const next[4]) {
+static void four_streams(char *const dst[4], const char *const src[4], size_t len, const char *const next[4]) {
     (void)next;
-    for (size_t lane = 0; lane < 4; lane++) memcpy(dst[lane], src[lane], len);
+    for (size_t part = 0; part < 4; part++) memcpy(dst[part], src[part], len);
 }
 #define FENCE()
 #endif
@@ -89,18 +89,18 @@ static void lanes(char *const dst[4], const char *const src[4], size_t len, cons
 #define SHORT (16u << 10)
 
 static size_t ahead4(const struct move *moves, size_t count, size_t len, const struct move *after) {
-    size_t step = len < SHORT ? 4 : 1, lane = len * step / 4, done = 0;
+    size_t step = len < SHORT ? 4 : 1, part = len * step / 4, done = 0;
     for (; done + step <= count; done += step) {
         char *dst[4];
         const char *src[4], *next[4];
         for (size_t i = 0; i < 4; i++) {
-            size_t block = done + i * step / 4, skip = step == 4 ? 0 : i * lane;
+            size_t block = done + i * step / 4, skip = step == 4 ? 0 : i * part;
             const struct move *then = block + step < count ? moves + block + step : step == 1 ? after : NULL;
             dst[i] = (char *)moves[block].dst + skip;
             src[i] = (const char *)moves[block].src + skip;
             next[i] = then != NULL ? (const char *)then->src + skip : src[i];
         }
-        lanes(dst, src, lane, next);
+        four_streams(dst, src, part, next);
     }
     return done; /* up to three short blocks are left */
 }
@@ -125,7 +125,7 @@ static void blocks(const struct move *moves, size_t count, size_t len, int kerne
     if (kernel != PLAIN) FENCE();
 }
 
-#define MOST 64
+#define MAX_THREADS 64
 /* What a thread takes at a time: whoever is through with it takes the next, so that none waits for a slower one. */
 #define CHUNK (512u << 10)
 
@@ -191,8 +191,8 @@ static void *poison_share(void *argument) {
 /* Runs `work` over equal shares, the first in this thread. */
 static void in_threads(void *(*work)(void *), struct share *shares, const struct move *moves, size_t count, size_t len,
                        int kernel, int threads) {
-    pthread_t ids[MOST];
-    int started[MOST] = {0};
+    pthread_t ids[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
     size_t each = (count + (size_t)threads - 1) / (size_t)threads;
     for (int t = 0; t < threads; t++) {
         size_t from = each * (size_t)t < count ? each * (size_t)t : count;
@@ -211,8 +211,8 @@ static void in_threads(void *(*work)(void *), struct share *shares, const struct
 
 /* The same work in several threads, of which this is one; each takes what the others have not. */
 static void run_in(int threads, void *(*work)(void *), void *job) {
-    pthread_t ids[MOST];
-    int started[MOST] = {0};
+    pthread_t ids[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
     for (int t = 1; t < threads; t++) started[t] = pthread_create(&ids[t], NULL, work, job) == 0;
     work(job);
     for (int t = 1; t < threads; t++)
@@ -221,7 +221,7 @@ static void run_in(int threads, void *(*work)(void *), void *job) {
 
 /* Copies `count` blocks of `len` bytes (a multiple of 512, aligned to 32) with one kernel. */
 int limit_copy(const struct move *moves, size_t count, size_t len, int kernel, int threads) {
-    if (threads < 1 || threads > MOST || kernel < 0 || kernel >= KERNELS || len == 0 || len % 512 != 0) return EINVAL;
+    if (threads < 1 || threads > MAX_THREADS || kernel < 0 || kernel >= KERNELS || len == 0 || len % 512 != 0) return EINVAL;
     size_t fair = (count * len + (size_t)threads - 1) / (size_t)threads; /* of few bytes everybody gets some */
     size_t chunk = fair < CHUNK ? fair : CHUNK;
     int split = threads > 1 && chunk < len;
@@ -233,8 +233,8 @@ int limit_copy(const struct move *moves, size_t count, size_t len, int kernel, i
 
 /* Index of a block that is not equal on both sides, or -1. */
 int64_t limit_differs(const struct move *moves, size_t count, size_t len, int threads) {
-    struct share shares[MOST];
-    if (threads < 1 || threads > MOST) return 0;
+    struct share shares[MAX_THREADS];
+    if (threads < 1 || threads > MAX_THREADS) return 0;
     in_threads(same_share, shares, moves, count, len, 0, threads);
     for (int t = 0; t < threads; t++)
         if (shares[t].kernel == -1) return (int64_t)(shares[t].moves - moves) + (int64_t)shares[t].len;
@@ -243,8 +243,8 @@ int64_t limit_differs(const struct move *moves, size_t count, size_t len, int th
 
 /* Overwrites every destination. */
 int limit_poison(const struct move *moves, size_t count, size_t len, int byte, int threads) {
-    struct share shares[MOST];
-    if (threads < 1 || threads > MOST) return EINVAL;
+    struct share shares[MAX_THREADS];
+    if (threads < 1 || threads > MAX_THREADS) return EINVAL;
     in_threads(poison_share, shares, moves, count, len, byte, threads);
     return 0;
 }
@@ -285,7 +285,7 @@ static void *vm_calls(void *argument) {
 /* The same copy by the kernel out of (or into) another process, at most `a_call` blocks a system call; an errno, or 0.
  * `src` and `dst` are as in the list: for a write the destinations are the other process's addresses. */
 int limit_vm(int pid, const struct move *moves, size_t count, size_t len, size_t a_call, int write, int threads) {
-    if (a_call < 1 || a_call > 1024 || threads < 1 || threads > MOST) return EINVAL;
+    if (a_call < 1 || a_call > 1024 || threads < 1 || threads > MAX_THREADS) return EINVAL;
     size_t fair = (count + (size_t)threads - 1) / (size_t)threads;
     struct far_job job = {pid, write, moves, count, len, fair > 0 && fair < a_call ? fair : a_call, 0, 0};
     run_in(threads, vm_calls, &job);

@@ -1,6 +1,6 @@
 """The machine's limit: the copy loops of ``limit.c``, built with ``cc`` and called with the same list of blocks.
 
-Not for: choosing the loop that is the limit of a cell (``turns`` takes the one with the best median).
+Not for: choosing the loop that is the limit of a cell (``comparison`` takes the one with the best median).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Callable
 
 import numpy as np
 
+from comparison import Entry
 from rows import LIMIT, Missing
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -117,7 +117,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     presumed = sum((it.reason or "").startswith(PRESUMED) for it in found)
     yield f"## Where we are behind, or under {GOAL} of the limit"
     lines = [
-        f"| {it.row.group} | {it.row.op} | {place(it.row)} | {it.who} | {it.ratio:.2f} | {it.reason or NO_REASON} |"
+        f"| {it.row.group} | {it.row.op} | {described(it.row)} | {it.who} | {it.ratio:.2f} | {it.reason or NO_REASON} |"
         for it in found
     ]
     if lines:
@@ -198,10 +198,10 @@ def notes(rows: Sequence[Row]) -> str:
 
 def at(row: Row) -> str:
     """The cell of a row in words."""
-    return ", ".join(filter(None, [f"{row.group} {row.op}", place(row)]))
+    return ", ".join(filter(None, [f"{row.group} {row.op}", described(row)]))
 
 
-def place(row: Row) -> str:
+def described(row: Row) -> str:
     """The number and size of the blocks, and their memory, in words."""
     words = [size_of(row.block_bytes, row.blocks, several=row.blocks > 0)] if row.block_bytes or row.blocks else []
     words.append(f"{row.tensors} tensors" if row.tensors > 1 else "")

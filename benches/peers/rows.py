@@ -1,6 +1,6 @@
 """One measured figure, the file of all figures, and the ratios of figures that were measured in turn.
 
-Not for: measuring (``turns``, and the groups), or showing (``report``, ``picture``).
+Not for: measuring (``comparison``, and the groups), or showing (``report``, ``picture``).
 """
 
 from __future__ import annotations

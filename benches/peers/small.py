@@ -16,8 +16,8 @@ from between import Pairs, case_of
 from between.adapter import PULL, PUSH, Case
 from between.pair import Pair, Pattern
 from between.systems import POOL, REGISTERED, TCP, Peer, of_kind
+from comparison import reason
 from rows import LIMIT, OURS, Row, measured
-from turns import reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +87,7 @@ class Caller:
         if self.failed:
             return
         try:
-            took = self.turn(case, most)
+            took = self.timed_rounds(case, most)
         except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
             self.failed = reason(failure)
             return
@@ -96,7 +96,7 @@ class Caller:
         else:
             self.warm = min(self.warm, took[0])
 
-    def turn(self, case: Case, most: int) -> tuple[float, ...]:
+    def timed_rounds(self, case: Case, most: int) -> tuple[float, ...]:
         """Make the calls of one turn, and verify the bytes of the last one."""
         pair = self.pair
         pair.wake()
@@ -115,23 +115,23 @@ class Caller:
 
 def latency(ask: Ask, pairs: Pairs, part: str, case: Case) -> Iterator[Row]:
     """Measure one size: run every pair in turn, and yield three figures of each."""
-    place = Row("small", part, "", block_bytes=case.block, blocks=case.count)
+    base = Row("small", part, "", block_bytes=case.block, blocks=case.count)
     for pair in pairs.pairs:
         if pair.peer.once and case.op == PUSH:
             note = "not clocked call by call: a key can be put once"
-            yield dataclasses.replace(place, system=pair.peer.system, setting=pair.peer.setting, note=note)
+            yield dataclasses.replace(base, system=pair.peer.system, setting=pair.peer.setting, note=note)
     most = QUICK_CALLS if ask.quick else CALLS
     callers, failures = callers_of(pairs, case)
     for peer, why in failures:
-        yield dataclasses.replace(place, system=peer.system, setting=peer.setting, note=why)
+        yield dataclasses.replace(base, system=peer.system, setting=peer.setting, note=why)
     for look in range(LOOKS):
         for caller in callers:
             if look == 0 or caller.system == LIMIT:
                 caller.round(case, most, keep=False)
     callers = chosen(callers)
     for round_ in range(ask.rounds):
-        for turn in range(len(callers)):
-            callers[(turn + round_) % len(callers)].round(case, most, keep=True)
+        for shift in range(len(callers)):
+            callers[(shift + round_) % len(callers)].round(case, most, keep=True)
     yield from judged(callers, part, case)
 
 
@@ -224,8 +224,8 @@ def prepare(ask: Ask, pairs: Pairs) -> Iterator[Row]:
     failed: dict[tuple[str, str], str] = {}
     wanted = [pair for pair in pairs.pairs if pair.peer.system != LIMIT]
     for round_ in range(ask.rounds + 1):
-        for turn in range(len(wanted)):
-            pair = wanted[(turn + round_) % len(wanted)]
+        for shift in range(len(wanted)):
+            pair = wanted[(shift + round_) % len(wanted)]
             name = (pair.peer.system, pair.peer.setting)
             if name in failed:
                 continue

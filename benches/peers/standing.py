@@ -15,8 +15,8 @@ from between import case_of
 from between.adapter import NEAR, PULL
 from between.pair import Pair, Pattern
 from between.systems import HIXL, HIXL_TCP, PEERS, Peer
+from comparison import reason
 from rows import LIMIT, OURS, Row, measured
-from turns import reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ use crate::remote::RemoteCache;
 use crate::setup::{Blocks, LIMIT, Shuffle, config, nanos, shared};
 
 /// Blocks of the largest call.
-const MOST: u64 = 1 << 16;
+const MAX_BLOCKS: u64 = 1 << 16;
 /// Minimum number of blocks of a round, so that small calls are repeated.
 const LEAST: u64 = 1 << 12;
 
@@ -69,7 +69,7 @@ impl Bed {
 }
 
 pub fn blocks(options: &Options, report: &mut Report) {
-    let most = *options.sizes(4, MOST).last().unwrap();
+    let most = *options.sizes(4, MAX_BLOCKS).last().unwrap();
     for bytes in [4096, 64] {
         let bed = Bed::new("shm", most, bytes);
         for (name, call) in [
@@ -96,7 +96,7 @@ fn curve(bed: &Bed, name: &str, call: Call, options: &Options, report: &mut Repo
     let mut curve =
         Curve::new(name.as_str(), "us", "blocks of the call", "shuffled on both sides, one tensor");
     let mut shuffle = Shuffle(46);
-    for size in options.sizes(4, MOST) {
+    for size in options.sizes(4, MAX_BLOCKS) {
         let again = (LEAST / size).max(1) as usize;
         let rounds = (0..=options.rounds()).map(|_| {
             let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
@@ -134,7 +134,7 @@ fn held(mut bed: Bed, transport: &str, options: &Options, report: &mut Report) {
     let mut pulling = new(format!("memory of a pull, {transport}"));
     let mut answering = new(format!("memory of the owner during a pull, {transport}"));
     let mut shuffle = Shuffle(47);
-    for size in options.sizes(4, MOST) {
+    for size in options.sizes(4, MAX_BLOCKS) {
         let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
         let (from, to) = (&from[..size as usize], &to[..size as usize]);
         for (curve, call) in [(&mut copying, Bed::copy as Call), (&mut pulling, Bed::pull)] {

@@ -9,13 +9,13 @@ pub struct Counting;
 
 static ON: AtomicBool = AtomicBool::new(false);
 static LIVE: AtomicI64 = AtomicI64::new(0);
-static MOST: AtomicI64 = AtomicI64::new(0);
+static PEAK: AtomicI64 = AtomicI64::new(0);
 
 fn count(bytes: i64) {
     if ON.load(Ordering::Relaxed) {
         let live = LIVE.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if bytes > 0 {
-            MOST.fetch_max(live, Ordering::Relaxed);
+            PEAK.fetch_max(live, Ordering::Relaxed);
         }
     }
 }
@@ -54,7 +54,7 @@ pub struct Count(());
 impl Count {
     pub fn start() -> Count {
         LIVE.store(0, Ordering::Relaxed);
-        MOST.store(0, Ordering::Relaxed);
+        PEAK.store(0, Ordering::Relaxed);
         ON.store(true, Ordering::Relaxed);
         Count(())
     }
@@ -68,7 +68,7 @@ impl Count {
     /// Returns the maximum number of live bytes since the start.
     #[expect(clippy::unused_self, reason = "as above")]
     pub fn most(&self) -> i64 {
-        MOST.load(Ordering::Relaxed)
+        PEAK.load(Ordering::Relaxed)
     }
 }
 

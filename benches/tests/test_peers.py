@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import comparison
 import report
-import turns
 from ask import Ask
+from comparison import Entry
 from limit import KERNELS, POISON, Limit
 from rows import Row, read
-from turns import Entry
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "benches" / "peers"
@@ -122,15 +122,17 @@ def test_peers_that_are_not_here_or_end_the_process_are_named_and_the_others_are
 
 def contest(entries, rounds=4, **ground):
     """Rows of a contest by system and setting."""
-    place = turns.Ground(Row("group", "op", ""), 1.0, **{"wrong": lambda: None, **ground})
-    return {f"{row.system} {row.setting}".strip(): row for row in turns.contest(Ask(rounds=rounds), place, entries)}
+    target = comparison.Ground(Row("group", "op", ""), 1.0, **{"wrong": lambda: None, **ground})
+    return {
+        f"{row.system} {row.setting}".strip(): row for row in comparison.contest(Ask(rounds=rounds), target, entries)
+    }
 
 
 @pytest.fixture
 def takes(monkeypatch):
     """A fake clock that only the systems advance: `takes(2.0)` advances it by two seconds."""
     now = [0.0]
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: now[0])
 
     def pass_by(seconds):
         now[0] += seconds
@@ -151,14 +153,14 @@ def test_who_begins_changes_and_every_turn_is_poisoned_and_compared():
 
 
 def test_wrong_bytes_and_failures_have_a_reason_and_no_figure():
-    turn = []
+    called = []
 
     def fails():
         raise RuntimeError("no route\n  to the peer")
 
-    entries = [Entry(name, partial(turn.append, name)) for name in ("ours", "liar")]
+    entries = [Entry(name, partial(called.append, name)) for name in ("ours", "liar")]
     entries += [Entry("broken", fails, note="said"), *(Entry("limit", fails, f"{many} a call") for many in (8, 64))]
-    rows = contest(entries, wrong=lambda: "block 3 of the list" if turn[-1] == "liar" else None)
+    rows = contest(entries, wrong=lambda: "block 3 of the list" if called[-1] == "liar" else None)
     assert set(rows) == {"ours", "liar", "broken", "limit 8 a call"}
     for name, note in [
         ("liar", "wrong bytes: block 3 of the list"),
@@ -183,20 +185,20 @@ def test_the_loops_copy_the_list_and_nothing_else(rows, length, threads):
     for kernel in range(len(KERNELS)):
         base = np.full((rows + 1) * length + 64, 0x11, dtype=np.uint8)
         skip = -base.ctypes.data % 64
-        place = base[skip : skip + rows * length].reshape(rows, length)
+        target = base[skip : skip + rows * length].reshape(rows, length)
         near, far = chance.permutation(rows)[:listed], chance.permutation(rows)[:listed]
         expected = base.copy()
         expected[skip : skip + rows * length].reshape(rows, length)[far] = source[near]
-        moves = np.stack([source.ctypes.data + near * length, place.ctypes.data + far * length], axis=1)
+        moves = np.stack([source.ctypes.data + near * length, target.ctypes.data + far * length], axis=1)
         moves = np.ascontiguousarray(moves.astype(np.uint64))
         limit.copy(moves, length, kernel, threads)
         assert (base == expected).all(), KERNELS[kernel]
         assert limit.differs(moves, length) == -1
-        place[far[-1], length - 1] ^= 1
+        target[far[-1], length - 1] ^= 1
         assert limit.differs(moves, length) == listed - 1
         limit.poison(moves, length)
-        assert (place[far] == POISON).all()
-        assert (np.delete(place, far, axis=0) == 0x11).all()
+        assert (target[far] == POISON).all()
+        assert (np.delete(target, far, axis=0) == 0x11).all()
     with pytest.raises(AssertionError, match="Invalid argument"):
         limit.copy(np.zeros((0, 2), dtype=np.uint64), 100, 0, 1)
 
@@ -206,11 +208,11 @@ def test_the_loops_copy_the_list_and_nothing_else(rows, length, threads):
 def test_the_kernels_own_copy_moves_the_list(write, threads):
     limit = Limit()
     source = np.random.default_rng(3).integers(0, 256, (10, 4096), dtype=np.uint8)
-    place = np.zeros_like(source)
+    target = np.zeros_like(source)
     at = np.arange(10, dtype=np.uint64) * np.uint64(4096)
-    moves = np.stack([at + np.uint64(source.ctypes.data), (at + np.uint64(place.ctypes.data))[::-1]], axis=1)
+    moves = np.stack([at + np.uint64(source.ctypes.data), (at + np.uint64(target.ctypes.data))[::-1]], axis=1)
     limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=3, write=write, threads=threads)
-    assert (place == source[::-1]).all()
+    assert (target == source[::-1]).all()
     moves[4, 0] = 8
     with pytest.raises(OSError, match="Bad address"):
         limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=1, write=write, threads=threads)

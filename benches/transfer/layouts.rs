@@ -285,15 +285,15 @@ fn line(options: &Options, transport: &str, mib: u64, case: &Case) {
     let mut shuffle = Shuffle(SEED);
     let (from, to) = (shuffle.order(rows), shuffle.order(rows));
     let bed = Bed { engine: &engine, case, target: Held::new(&engine, &case.dst, rows, None), from, to };
-    let turns = [vec![(EQUAL, &case.dst)], different];
-    let models = turns.each_ref().map(|owners| owners.iter().map(|(model, _)| *model).collect::<Vec<_>>());
+    let variants = [vec![(EQUAL, &case.dst)], different];
+    let models = variants.each_ref().map(|owners| owners.iter().map(|(model, _)| *model).collect::<Vec<_>>());
     let mut times = [Vec::new(), Vec::new()];
     for round in 0..=options.rounds {
-        for turn in 0..2 {
-            let who = (turn + round) % 2;
+        for step in 0..2 {
+            let who = (step + round) % 2;
             bed.poison();
             let took = timed(|| bed.pull(&models[who]));
-            bed.verify(&turns[who]);
+            bed.verify(&variants[who]);
             if round > 0 {
                 times[who].push(took);
             }

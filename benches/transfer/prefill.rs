@@ -206,7 +206,7 @@ impl There {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let stream = stream.unwrap();
-                std::thread::spawn(move || while bare_turn(&stream, base, bytes) {});
+                std::thread::spawn(move || while bare_round(&stream, base, bytes) {});
             }
         });
         at
@@ -215,7 +215,7 @@ impl There {
 
 /// Executes one command on a bare stream: direction, chunk, from, to. Returns `false` at the end of the
 /// stream.
-fn bare_turn(mut stream: &TcpStream, base: u64, bytes: u64) -> bool {
+fn bare_round(mut stream: &TcpStream, base: u64, bytes: u64) -> bool {
     stream.set_nodelay(true).unwrap();
     let mut order = [0u8; 32];
     if stream.read_exact(&mut order).is_err() {

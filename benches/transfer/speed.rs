@@ -55,8 +55,8 @@ pub fn compare(
     let mut times = vec![Vec::new(); all.len()];
     let (mut left, mut busy) = (MAX_WAIT, 0);
     for round in 0..=rounds {
-        for turn in 0..all.len() {
-            let who = (turn + round) % all.len();
+        for step in 0..all.len() {
+            let who = (step + round) % all.len();
             (all[who].before)();
             busy += usize::from(!quiet(&mut left));
             let took = timed(&all[who].call);

@@ -63,8 +63,8 @@ fn line(options: &Options, transport: &str, mib: u64) {
         [&|| pull(Verify::Off), &|| pull(Verify::Sample), &|| pull(Verify::Full), &hash];
     let mut times = vec![Vec::new(); ways.len()];
     for round in 0..=options.rounds * 3 {
-        for turn in 0..ways.len() {
-            let who = (turn + round) % ways.len();
+        for step in 0..ways.len() {
+            let who = (step + round) % ways.len();
             let took = timed(ways[who]);
             if round > 0 {
                 times[who].push(took);

@@ -120,11 +120,11 @@ def layerwise(model: str, system: str) -> dict[str, float]:
         for role in ("kv_producer", "kv_consumer")
     ]
     prefill, decode = servers
-    place = where(prefill, decode, prompts((64,), seed=2)["r0"])
+    transfer_params = where(prefill, decode, prompts((64,), seed=2)["r0"])
     waits = []
     for request, tokens in prompts(LENGTHS).items():
         if when == "layer-wise":
-            start_both(prefill, decode, {request: tokens}, TOKENS, place)
+            start_both(prefill, decode, {request: tokens}, TOKENS, transfer_params)
             done = prefill.result()[1]
         else:
             prefill.add(request, tokens, 1, {"do_remote_decode": True})
@@ -169,10 +169,10 @@ def offloading(model: str, system: str) -> dict[str, float]:
     options = {"num_gpu_blocks_override": 150, "enable_prefix_caching": True, "dtype": "bfloat16"}
     server = Server(model, kv, **options).wait()
     times = []
-    for turn in range(2):
+    for number in range(2):
         begin = time.monotonic()
         for name, tokens in prompts((1500,) * 8).items():
-            alone(server, {f"{name} {turn}": tokens}, 1)
+            alone(server, {f"{name} {number}": tokens}, 1)
         times.append(time.monotonic() - begin)
     server.stop()
     return {"first round, s": times[0], "second round, s": times[1]}
@@ -231,8 +231,8 @@ def main() -> None:
         for group in given.only.split(","):
             measure, systems = GROUPS[group]
             rows: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
-            for turn in range(given.rounds):
-                for system in systems if turn % 2 == 0 else reversed(systems):
+            for number in range(given.rounds):
+                for system in systems if number % 2 == 0 else reversed(systems):
                     rows[system] += attempt(group, system, partial(measure, folder, system))
             table(group, rows)
 

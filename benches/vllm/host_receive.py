@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # 64 KiB for each token, as in the model of the other figures.
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM = 16, 160, 32, 4, 256
-MOST_TOKENS = (BLOCKS - 1) * BLOCK_SIZE  # block 0 is not used, as in vLLM
+MAX_TOKENS = (BLOCKS - 1) * BLOCK_SIZE  # block 0 is not used, as in vLLM
 PAGE = 2 * 2 * BLOCK_SIZE * HEADS * HEAD_DIM
 LIMIT_S = 240.0  # processes start slowly on a busy machine
 TICK_S = 0.001  # vLLM's own loop waits as long after a step in which nothing ran
@@ -68,7 +68,7 @@ class Side:
         caches.register([layer.data_ptr() for layer in rows], BLOCKS, [PAGE] * LAYERS)
         self._transfers = TransferThread(self._engine, [caches], Shard(0, 1, HEADS), None, settings, [names], host)
         self._found: dict[str, float] = defaultdict(float)
-        self._watched(self._transfers, "_turn", "wake-ups of the transfer thread")
+        self._watched(self._transfers, "_run_once", "wake-ups of the transfer thread")
         receiving = self._transfers._receiving  # noqa: SLF001 - a benchmark
         self._watched(receiving, "_pull", "pulls")
         self._copies = host is not None
@@ -191,22 +191,22 @@ def main() -> None:
     if given.rounds < 1:
         parser.error(f"--rounds={given.rounds} is less than 1")
     lengths = [int(length) if length.isdecimal() else 0 for length in given.tokens.split(",")]
-    if not all(1 <= length <= MOST_TOKENS for length in lengths):
-        parser.error(f"--tokens={given.tokens} is not a list of numbers from 1 to {MOST_TOKENS}, which memory is for")
+    if not all(1 <= length <= MAX_TOKENS for length in lengths):
+        parser.error(f"--tokens={given.tokens} is not a list of numbers from 1 to {MAX_TOKENS}, which memory is for")
     pairs = {way: (Process("prefill", extra), Process("decode", extra)) for way, extra in WAYS.items()}
     addresses = {way: prefill.address() for way, (prefill, _) in pairs.items()}
     for length in lengths:
         count = -(-length // BLOCK_SIZE)
         rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for turn in range(-1, given.rounds):  # the first turn links, and touches the blocks
-            for way in WAYS if turn % 2 == 0 else reversed(WAYS):
+        for round_number in range(-1, given.rounds):  # the first turn links, and touches the blocks
+            for way in WAYS if round_number % 2 == 0 else reversed(WAYS):
                 prefill, decode = pairs[way]
                 src, dst = (random.sample(range(1, BLOCKS), count) for _ in range(2))
-                name = f"{length} {turn}"
+                name = f"{length} {round_number}"
                 prefill.lend(name, src)
                 found = decode.receive(name, addresses[way], src, dst)
                 prefill.sent()
-                if turn >= 0:
+                if round_number >= 0:
                     rows[way].append(found)
         show(f"{length:,} tokens", rows)
     for prefill, decode in pairs.values():

@@ -168,8 +168,8 @@ def main() -> None:
             become_the_only_rank(Path(folder) / "store")
             pairs = {number: Pair(config, number) for number in numbers}
             found: dict[int, list[dict[str, float]]] = {number: [] for number in numbers}
-            for turn in range(given.rounds):
-                for number in numbers if turn % 2 == 0 else reversed(numbers):
+            for round_number in range(given.rounds):
+                for number in numbers if round_number % 2 == 0 else reversed(numbers):
                     found[number].append(pairs[number].measure(given.steps))
             for pair in pairs.values():
                 pair.close()

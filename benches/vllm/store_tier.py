@@ -115,8 +115,8 @@ def measure(tier: dict[str, Any], given: argparse.Namespace, times: Times) -> No
 
 def order(given: set[bytes], wanted: list[bytes]) -> list[int]:
     """Return the place of each key of a set, in the order of the set."""
-    places = {key: place for place, key in enumerate(wanted)}
-    return [places[key] for key in given]
+    index_of = {key: index for index, key in enumerate(wanted)}
+    return [index_of[key] for key in given]
 
 
 def main() -> None:
@@ -149,11 +149,11 @@ def main() -> None:
 def rounds(folder: str, socket: str, given: argparse.Namespace) -> dict[str, Times]:
     """Return the figures of all rounds of each system. Each round has values of its own."""
     found: dict[str, Times] = {"LlmDatadistStoreTier": {}, "fs": {}}
-    for turn in range(given.rounds):
-        ours = {"type": "LlmDatadistStoreTier", "socket": socket, "revision": str(turn)}
-        fs = {"type": "fs", "root_dir": f"{folder}/{turn}", "n_read_threads": 4, "n_write_threads": 4}
+    for round_number in range(given.rounds):
+        ours = {"type": "LlmDatadistStoreTier", "socket": socket, "revision": str(round_number)}
+        fs = {"type": "fs", "root_dir": f"{folder}/{round_number}", "n_read_threads": 4, "n_write_threads": 4}
         systems = [("LlmDatadistStoreTier", ours), ("fs", fs)]
-        for name, tier in systems if turn % 2 == 0 else systems[::-1]:
+        for name, tier in systems if round_number % 2 == 0 else systems[::-1]:
             measure(tier, given, found[name])
     return found
 

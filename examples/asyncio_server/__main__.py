@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 20.0
 LIMIT_S = 60.0
-MOST_IN_FLIGHT = 128
+MAX_IN_FLIGHT = 128
 
 
 class Server:
@@ -136,11 +136,11 @@ def main() -> int:
     """Run everything and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--in-flight", type=int, default=64, help=f"requests at a time, 1 to {MOST_IN_FLIGHT}")
+    parser.add_argument("--in-flight", type=int, default=64, help=f"requests at a time, 1 to {MAX_IN_FLIGHT}")
     parser.add_argument("--kill", action="store_true", help="kill prefill in the middle, and start another one")
     parser.add_argument("--cut", action="store_true", help="drop the link in the middle")
     options = parser.parse_args()
-    if options.requests < 1 or not 1 <= options.in_flight <= MOST_IN_FLIGHT:
+    if options.requests < 1 or not 1 <= options.in_flight <= MAX_IN_FLIGHT:
         parser.error("--requests or --in-flight is out of range")
     front_end = FrontEnd(options)
     begin = time.perf_counter()

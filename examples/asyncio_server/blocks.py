@@ -19,7 +19,7 @@ LAYOUT = KvLayout(layers=4, block_tokens=16, heads=4, head_dim=128, dtype="float
 BLOCK_BYTES = math.prod(LAYOUT.shape(1)) * 2
 """Bytes of one block of one tensor."""
 
-MOST_BLOCKS = 16
+MAX_BLOCKS = 16
 """Blocks of the longest request."""
 
 BUSY_PAUSES_S = 0.001, 0.05
@@ -27,8 +27,8 @@ BUSY_PAUSES_S = 0.001, 0.05
 
 
 def blocks_needed(request: int) -> int:
-    """Return the number of blocks of a request, between 4 and `MOST_BLOCKS`."""
-    return 4 + request * 7 % (MOST_BLOCKS - 3)
+    """Return the number of blocks of a request, between 4 and `MAX_BLOCKS`."""
+    return 4 + request * 7 % (MAX_BLOCKS - 3)
 
 
 def kv_of(request: int) -> Any:

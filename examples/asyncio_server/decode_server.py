@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Optional
 
-from blocks import MOST_BLOCKS, Blocks, blocks_needed
+from blocks import MAX_BLOCKS, Blocks, blocks_needed
 from messages import received, send, until_first_ends
 
 from llm_datadist import Error, Message, PeerDown
@@ -39,7 +39,7 @@ class Decode:
     """A decode server with one engine and one event loop, for at most `in_flight` requests at a time."""
 
     def __init__(self, in_flight: int) -> None:
-        self._blocks = Blocks("decode", in_flight * MOST_BLOCKS, max_transfers=MAX_TRANSFERS)
+        self._blocks = Blocks("decode", in_flight * MAX_BLOCKS, max_transfers=MAX_TRANSFERS)
         self._slots = asyncio.Semaphore(in_flight)
         self._requests: set[asyncio.Task[None]] = set()
         self._answers: dict[int, asyncio.Future[Optional[tuple[Rows, bytes]]]] = {}

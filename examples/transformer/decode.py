@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
 
-TURN = 6
+TOKENS_PER_ROUND = 6
 """New tokens that a group generates in one turn."""
 
 
@@ -69,12 +69,12 @@ class Decode:
 
     def _grant(self, group: Sequence[int]) -> None:
         """Reserve rows for a group, and send those of the prompts to prefill."""
-        layout, places = self._node.layout, {}
+        layout, rows_of = self._node.layout, {}
         for number in group:
             request = self._work.requests[number]
             rows = layout.rows.reserve(number, layout.rows_for(request.tokens))
-            places[number] = rows[: layout.rows_for(len(request.prompt))]
-        self._node.send(places)
+            rows_of[number] = rows[: layout.rows_for(len(request.prompt))]
+        self._node.send(rows_of)
 
     def _arrive(self) -> None:
         """Wait until prefill reports that a group has arrived, and take its first tokens and logits."""
@@ -84,7 +84,7 @@ class Decode:
 
     def _generate(self, group: Sequence[int]) -> None:
         """Generate the tokens of one turn, and release the rows of requests that are done."""
-        for _ in range(TURN):
+        for _ in range(TOKENS_PER_ROUND):
             batch = self._made.step(group)
             if not batch:
                 break

@@ -106,5 +106,5 @@ def differences(work: Workload, left: Generation, right: Generation) -> list[str
             found.append(f"request {number}: tokens {left.tokens[number]} and {right.tokens[number]}")
         else:
             wrong = (a.tobytes() != b.tobytes() for a, b in zip(left.logits[number], right.logits[number]))
-            found += [f"request {number}: logits of new token {place}" for place, bad in enumerate(wrong) if bad][:1]
+            found += [f"request {number}: logits of new token {index}" for index, bad in enumerate(wrong) if bad][:1]
     return found

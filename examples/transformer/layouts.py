@@ -81,9 +81,9 @@ class Paged:
         """Store keys and values of tokens from position `start` on."""
         table = np.array(self.rows.of[request])
         position = np.arange(start, start + len(keys))
-        place = table[position // self._block_tokens], position % self._block_tokens
+        position_in_block = table[position // self._block_tokens], position % self._block_tokens
         for tensor, new in zip(self._tensors[2 * layer :], (keys, values)):
-            tensor[place] = new
+            tensor[position_in_block] = new
 
     def read(self, layer: int, request: int, tokens: int) -> tuple[Array, Array]:
         """Return keys and values of the first `tokens` positions, gathered block by block."""

@@ -51,13 +51,13 @@ class Prefill:
             self._decode = engine.link(self._node.receive(), name="decode").result()
             return [self._group(group, self._node.receive()) for group in self._work.groups]
 
-    def _group(self, group: Sequence[int], places: dict[int, list[int]]) -> Timing:
+    def _group(self, group: Sequence[int], rows_of: dict[int, list[int]]) -> Timing:
         """Compute the prompts of a group and send them to the rows that decode named for each request."""
         layers, rows = self._work.shape.layers, self._node.layout.rows
         for number in group:
             rows.reserve(number, self._node.layout.rows_for(len(self._work.requests[number].prompt)))
-        alone = [self._alone(group, places) for _ in range(REPEATS)]  # before compute, so that it sends wrong data
-        push, in_place = self._push(group, places), []
+        alone = [self._alone(group, rows_of) for _ in range(REPEATS)]  # before compute, so that it sends wrong data
+        push, in_place = self._push(group, rows_of), []
 
         def computed(layer: int) -> None:
             if self._prove and layer == layers - 1:
@@ -76,20 +76,20 @@ class Prefill:
             rows.release(number)
         return Timing(push.bytes, end - start, exposed, min(alone), in_place)
 
-    def _alone(self, group: Sequence[int], places: dict[int, list[int]]) -> float:
+    def _alone(self, group: Sequence[int], rows_of: dict[int, list[int]]) -> float:
         """Send the same rows with their old contents, without waiting for layers. Return the seconds that this took."""
         start = time.perf_counter()
-        push = self._push(group, places)
+        push = self._push(group, rows_of)
         for layer in range(self._work.shape.layers):
             push.ready(layer)
         push.result(LIMIT_S)
         return time.perf_counter() - start
 
-    def _push(self, group: Sequence[int], places: dict[int, list[int]]) -> Transfer[None]:
+    def _push(self, group: Sequence[int], rows_of: dict[int, list[int]]) -> Transfer[None]:
         """Start to send the rows of a group, layer by layer."""
-        near = [row for number in group for row in self._node.layout.rows.of[number]]
-        far = [row for number in group for row in places[number]]
-        return self._node.engine.push(self._decode["kv"][far], self._node.cache[near], layerwise=True)
+        local = [row for number in group for row in self._node.layout.rows.of[number]]
+        remote = [row for number in group for row in rows_of[number]]
+        return self._node.engine.push(self._decode["kv"][remote], self._node.cache[local], layerwise=True)
 
 
 def _arrived(push: Transfer[None], layers: int) -> int:

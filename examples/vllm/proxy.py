@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 # What decode must know about a prefill beside the ticket of a request.
-PLACE = ("engine_id", "addresses", "block_sizes", "stages")
+PREFILL_KEYS = ("engine_id", "addresses", "block_sizes", "stages")
 REQUEST_S = 3600
 CHUNK = 65_536
 
@@ -127,7 +127,7 @@ class Proxy:
             return None
         params = found.get("kv_transfer_params")
         if params is not None:
-            self._where[prefill] = {name: params["llm_datadist"][name] for name in PLACE}
+            self._where[prefill] = {name: params["llm_datadist"][name] for name in PREFILL_KEYS}
         return params
 
     async def _decoded(

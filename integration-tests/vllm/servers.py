@@ -321,11 +321,13 @@ def where(prefill: Server, decode: Server, tokens: list[int]) -> dict[str, Any]:
     return {name: given[name] for name in ("engine_id", "addresses", "block_sizes")}
 
 
-def start_both(prefill: Server, decode: Server, prompts: dict[str, list[int]], count: int, place: Any) -> None:
+def start_both(
+    prefill: Server, decode: Server, prompts: dict[str, list[int]], count: int, transfer_params: Any
+) -> None:
     """Give requests to both sides at the same time, as a proxy does that knows where prefill is."""
     for name, tokens in prompts.items():
         ticket = f"ticket of {name}"
-        decode.add(name, tokens, count, {"llm_datadist": {**place, "ticket": ticket}})
+        decode.add(name, tokens, count, {"llm_datadist": {**transfer_params, "ticket": ticket}})
         prefill.add(name, tokens, 1, {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}})
 
 

@@ -61,13 +61,13 @@ def test_blocks_are_copied(monkeypatch: pytest.MonkeyPatch, direction: str, kind
     """Blocks in any order, and blocks that follow each other, in chunks of any size."""
     monkeypatch.setattr(device_copies, "_CHUNK", chunk)
     rng = random.Random(chunk)  # noqa: S311 - not a secret
-    for turn in range(30):
+    for round_number in range(30):
         device = Late() if kind is Late else TorchDevice(CPU)
-        src, dst = caches(40, turn), caches(50, turn + 100)
+        src, dst = caches(40, round_number), caches(50, round_number + 100)
         expected = {name: tensor.clone() for name, tensor in dst.items()}
         count = rng.randint(1, 30)
         pairs = list(zip(rng.sample(range(40), count), rng.sample(range(50), count)))
-        if turn % 3 == 0:
+        if round_number % 3 == 0:
             first, at = rng.randint(0, 40 - count), rng.randint(0, 50 - count)
             pairs = [(first + step, at + step) for step in range(count)]
         for name, tensor in expected.items():
@@ -87,8 +87,8 @@ def views(layout: KVCacheLayout, kernel_tokens: int | None = None) -> tuple[torc
     raw = torch.randint(-128, 128, (LAYERS * BLOCKS * page,), dtype=torch.int8)
     names = [f"layer {number}" for number in range(LAYERS)]
     strides = (page, page * LAYERS) if layout.is_block_outermost else (page * BLOCKS, page)
-    place = KVCacheTensor(size=raw.numel(), layers=names, layer_stride=strides[0], block_stride=strides[1])
-    return raw, create_kv_cache_views(raw, SPEC, BLOCKS, layout, place, kernel_block_size=kernel_tokens)
+    kv_tensor = KVCacheTensor(size=raw.numel(), layers=names, layer_stride=strides[0], block_stride=strides[1])
+    return raw, create_kv_cache_views(raw, SPEC, BLOCKS, layout, kv_tensor, kernel_block_size=kernel_tokens)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +232,6 @@ def test_host_memory_is_page_locked_if_that_is_possible(
     memory = torch.zeros(1 << 20, dtype=torch.int8)
     buffers = host_buffers(torch.device("cuda"), {}, {}, memory)
     assert buffers.close(30)
-    place = memory.data_ptr(), memory.nbytes, 0
-    assert cuda.calls == [("register", *place), *([] if code else [("unregister", place[0])])]
+    given = memory.data_ptr(), memory.nbytes, 0
+    assert cuda.calls == [("register", *given), *([] if code else [("unregister", given[0])])]
     assert ("1 MiB, page-locked" if not code else "not page-locked (cudaHostRegister has returned 2)") in caplog.text

@@ -73,11 +73,11 @@ def test_latent_vectors_arrive(
 ) -> None:
     """Nothing pulled is the negative control."""
     prefill, decode = start_latent.pair(decode={"connector": connector}, extra={"layers_per_read": 1}, **OPTIONS)
-    place = where(prefill, decode, latent_prompts["l40"])
+    transfer_params = where(prefill, decode, latent_prompts["l40"])
     found = {}
     for name, tokens in latent_prompts.items():
         if layerwise:
-            start_both(prefill, decode, {name: tokens}, TOKENS, place)
+            start_both(prefill, decode, {name: tokens}, TOKENS, transfer_params)
             found.update([decode.result()])
             prefill.result()
         else:

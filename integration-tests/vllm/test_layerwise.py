@@ -24,19 +24,19 @@ LAYERWISE: dict[str, Any] = {"layers_per_read": 1, "timeout_ms": 60_000}
 CHUNKED = {"max_num_batched_tokens": 256}
 
 
-def both(prefill: Server, decode: Server, prompts: Prompts, place: Any) -> dict[str, Done]:
+def both(prefill: Server, decode: Server, prompts: Prompts, transfer_params: Any) -> dict[str, Done]:
     """Have both compute prompts, and return what decode says."""
-    start_both(prefill, decode, prompts, TOKENS, place)
+    start_both(prefill, decode, prompts, TOKENS, transfer_params)
     found = dict(decode.result() for _ in prompts)
     for _ in prompts:
         prefill.result()
     return found
 
 
-def one_by_one(prefill: Server, decode: Server, prompts: Prompts, place: Any) -> dict[str, Done]:
+def one_by_one(prefill: Server, decode: Server, prompts: Prompts, transfer_params: Any) -> dict[str, Done]:
     found: dict[str, Done] = {}
     for name, tokens in prompts.items():
-        found.update(both(prefill, decode, {name: tokens}, place))
+        found.update(both(prefill, decode, {name: tokens}, transfer_params))
     return found
 
 
@@ -70,11 +70,11 @@ def test_decode_reads_layers_before_prefill_has_computed_the_last(
     environment = {"MARK": str(mark)}
     prefill = start("kv_producer", connector="WaitsForReads", extra=LAYERWISE, environment=environment).wait()
     decode = start("kv_consumer", connector="ReportsReads", extra=LAYERWISE, environment=environment).wait()
-    place = where(prefill, decode, prompts["r0"])
+    transfer_params = where(prefill, decode, prompts["r0"])
     for name, tokens in some_of(prompts).items():
         mark.unlink(missing_ok=True)
         mark.with_suffix(".expected").touch()
-        assert wrong(both(prefill, decode, {name: tokens}, place), expected) == []
+        assert wrong(both(prefill, decode, {name: tokens}, transfer_params), expected) == []
         assert mark.exists()
 
 
@@ -101,14 +101,14 @@ def test_other_configurations(start: Start, prompts: Prompts, expected: Prompts,
 def test_prefix_caching(start: Start, prompts: Prompts, expected: Prompts) -> None:
     """Prompts that share a prefix are computed in the same steps, and blocks of one belong to the others too."""
     pair = start.pair(extra=LAYERWISE, enable_prefix_caching=True, **CHUNKED)
-    place = where(*pair, prompts["r5"])
+    transfer_params = where(*pair, prompts["r5"])
     some = some_of(prompts)
     again = {f"{name} again": tokens for name, tokens in some.items()}
-    found = both(*pair, {**some, **again}, place)
+    found = both(*pair, {**some, **again}, transfer_params)
     expected = {**expected, **{f"{name} again": expected[name] for name in some}}
     assert wrong(found, expected) == []
     third = {f"{name} third": tokens for name, tokens in some.items()}
-    found = both(*pair, third, place)
+    found = both(*pair, third, transfer_params)
     assert wrong(found, {f"{name} third": expected[name] for name in some}) == []
     time.sleep(1)
     assert [server.stop().usage for server in pair] == [0, 0]
@@ -124,12 +124,12 @@ def test_preempted_prompts_come_again(start: Start, prompts: Prompts, expected: 
         "scheduler_reserve_full_isl": False,
     }
     prefill, decode = start.pair(small, extra=LAYERWISE)
-    place = where(prefill, decode, prompts["r0"])
+    transfer_params = where(prefill, decode, prompts["r0"])
     local = {name: tokens for name, tokens in prompts.items() if len(tokens) in (40, 64)}
     for name, tokens in local.items():
         prefill.add(f"{name} local", tokens, 100)
     long = {name: tokens for name, tokens in prompts.items() if len(tokens) in (700, 1500)}
-    start_both(prefill, decode, first(long, 3), TOKENS, place)
+    start_both(prefill, decode, first(long, 3), TOKENS, transfer_params)
     found = dict(decode.result() for _ in range(3))
     assert wrong(found, expected) == []
     others = dict(prefill.result() for _ in range(3 + len(local)))
@@ -146,9 +146,9 @@ def test_prefill_fails_while_it_computes(start: Start, prompts: Prompts, expecte
     """Decode computes what it has not received."""
     extra = {**LAYERWISE, "timeout_ms": 2000}
     prefill, decode = start.pair(policy="recompute", extra=extra, **CHUNKED)
-    place = where(prefill, decode, prompts["r0"])
+    transfer_params = where(prefill, decode, prompts["r0"])
     some = some_of(prompts)
-    start_both(prefill, decode, some, TOKENS, place)
+    start_both(prefill, decode, some, TOKENS, transfer_params)
     found = dict(decode.result() for _ in range(2))
     prefill.signal(signal.Signals(number))
     found |= dict(decode.result() for _ in range(len(some) - 2))

@@ -111,11 +111,11 @@ def test_decode_receives_what_prefill_computes_again_after_a_failed_load(
     kv = {**multi("kv_producer", *children), "kv_load_failure_policy": "recompute"}
     prefill = start.configured(kv, environment={"MARK": str(mark)}, max_num_batched_tokens=256).wait()
     decode = start("kv_consumer", extra=LAYERWISE, policy="recompute").wait()
-    place = where(prefill, decode, prompts["r6"])  # too short to be loaded
+    transfer_params = where(prefill, decode, prompts["r6"])  # too short to be loaded
     some = first(prompts, 8)
     found = {}
     for name, tokens in some.items():
-        found.update(at_the_same_time(prefill, decode, {name: tokens}, place))
+        found.update(at_the_same_time(prefill, decode, {name: tokens}, transfer_params))
     assert wrong(found, expected) == []
     assert len(mark.read_text().split()) == sum(len(tokens) > 64 for tokens in some.values())
     time.sleep(1)  # the last report of decode

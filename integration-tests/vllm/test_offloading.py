@@ -28,10 +28,10 @@ def offloading(**given: Any) -> dict[str, Any]:
 def rounds(server: Server, prompts: Prompts, count: int, *, at_once: bool) -> list[dict[str, Done]]:
     """Compute all prompts `count` times."""
     found = []
-    for turn in range(count):
+    for round_number in range(count):
         results: dict[str, Done] = {}
         for name, tokens in prompts.items():
-            server.add(f"{name} {turn}", tokens, TOKENS)
+            server.add(f"{name} {round_number}", tokens, TOKENS)
             if not at_once:
                 results.update([server.result()])
         while len(results) < len(prompts):

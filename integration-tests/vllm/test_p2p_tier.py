@@ -114,9 +114,11 @@ def test_peers_find_the_chunks_of_each_other(start: Callable[..., Scheduler]) ->
 def test_peers_name_each_other_by_several_addresses(start: Callable[..., Scheduler]) -> None:
     """Requests name `localhost`, and the peers name themselves `127.0.0.1`."""
     one, two = start(), start()
-    for turn, (asker, owner) in enumerate(((one, two), (two, one), (one, two))):
-        owner.serve(f"r{turn}", 4)
-        wanted = asker.fetch(f"r{turn}", owner.address.replace("127.0.0.1", "localhost" if turn else "127.0.0.1"))
+    for round_number, (asker, owner) in enumerate(((one, two), (two, one), (one, two))):
+        owner.serve(f"r{round_number}", 4)
+        wanted = asker.fetch(
+            f"r{round_number}", owner.address.replace("127.0.0.1", "localhost" if round_number else "127.0.0.1")
+        )
         assert load(asker, wanted, 4, (owner,)) == [HIT] * 4
         assert asker.equal(wanted, 4)
     assert len(one.tier._sessions) == len(two.tier._sessions) == 1
@@ -193,8 +195,8 @@ def test_schedulers_that_are_killed_at_any_time(start: Callable[..., Scheduler],
     """A load either succeeds with its bytes or fails, and later loads from another scheduler work."""
     decode, seen = start(row=1 << 20, chunks=100), set()
     rng = random.Random(1)  # noqa: S311 - not a secret
-    for turn in range(12):
-        name = f"r{turn}"
+    for round_number in range(12):
+        name = f"r{round_number}"
         prefill = other({name: 64}, row=1 << 20, chunks=70)
         wanted = decode.fetch(name, prefill.address)
         while not decode.tier._sessions[prefill.address].ready:

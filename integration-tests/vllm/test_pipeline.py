@@ -36,9 +36,9 @@ def test_two_stages(start: Start, prompts: Prompts, expected: Prompts) -> None:
 
 def test_two_stages_layer_by_layer(start: Start, prompts: Prompts, expected: Prompts) -> None:
     pair = start.pair(**STAGES, max_num_batched_tokens=256, extra={"layers_per_read": 1})
-    place = where(*pair, prompts["r0"])
+    transfer_params = where(*pair, prompts["r0"])
     some = first(prompts, 16)
-    start_both(*pair, some, TOKENS, place)
+    start_both(*pair, some, TOKENS, transfer_params)
     found = dict(pair[1].result() for _ in some)
     assert wrong(found, expected) == []
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 LIMIT_S = 20
-PLACE = {"engine_id": "e", "addresses": ["127.0.0.1:1"], "block_sizes": [32], "stages": 1}
-PARAMS = {"llm_datadist": {"ticket": "t", **PLACE}}
+PREFILL = {"engine_id": "e", "addresses": ["127.0.0.1:1"], "block_sizes": [32], "stages": 1}
+PARAMS = {"llm_datadist": {"ticket": "t", **PREFILL}}
 BODY = {"prompt": [1, 2], "max_tokens": 4}
 
 
@@ -164,7 +164,7 @@ def test_data_parallel_ranks_get_the_requests_that_decode_reads_from_them(layerw
                 params = (await request.json())["kv_transfer_params"]
                 ticket = params.get("llm_datadist", {}).get("ticket", f"{engine} {len(computed)}")
                 computed[ticket] = engine
-                return await answered({"llm_datadist": {**PLACE, "ticket": ticket, "engine_id": engine}})
+                return await answered({"llm_datadist": {**PREFILL, "ticket": ticket, "engine_id": engine}})
 
             return server(answer)
 

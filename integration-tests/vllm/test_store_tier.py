@@ -77,10 +77,10 @@ def serve(scheduler: Scheduler, name: str, count: int) -> None:
     context = scheduler.begin(name)
     scheduler.store(context, keys(name, count))
     scheduler.finish(context)
-    settle(scheduler)
+    drain(scheduler)
 
 
-def settle(scheduler: Scheduler) -> None:
+def drain(scheduler: Scheduler) -> None:
     end = time.monotonic() + LIMIT_S
     while scheduler.manager.has_pending_work():
         assert time.monotonic() < end
@@ -178,7 +178,7 @@ def test_chunks_that_vanish_after_the_lookup_are_computed(scheduler: Callable[..
         other.tier._store.drop([key[-28:] for key in keys("r", 8)[5:]])
         assert load(other, wanted, 8) == [*[HIT] * 5, MISS]
         assert outcomes(other) == [False]
-        settle(other)
+        drain(other)
         for _ in range(50):
             assert other.found(wanted, 8) == [*[HIT] * 5, MISS]
             other.step()
@@ -195,7 +195,7 @@ def test_a_full_primary_tier(scheduler: Callable[..., Scheduler], socket: Path) 
         wanted = other.begin("r")
         assert other.found(wanted, 8) == [*[PENDING] * 4, MISS]
         other.step()
-        settle(other)
+        drain(other)
         assert outcomes(other) == [True]
 
 
@@ -217,17 +217,17 @@ def test_keepers_that_are_killed_at_any_time(scheduler: Callable[..., Scheduler]
     chunks, row = 64, 1 << 20
     one, other = (scheduler({"timeout_ms": 5000}, chunks=chunks, row=row) for _ in range(2))
     seen = Counter[bool]()
-    for turn in range(10):
+    for number in range(10):
         with serving(socket, "1MiB") as keeper:
             for each in (one, other):
                 attach(each)
-            name = f"r{turn}"
+            name = f"r{number}"
             serve(one, name, 32)
             wanted = other.begin(name)
             other.found(wanted, 32)
             other.step()
-            context = one.begin(f"s{turn}")
-            one.store(context, keys(f"s{turn}", 16))
+            context = one.begin(f"s{number}")
+            one.store(context, keys(f"s{number}", 16))
             kill_at = time.monotonic() + rng.uniform(0.0, 0.03)
             while time.monotonic() < kill_at:
                 other.step()
@@ -239,8 +239,8 @@ def test_keepers_that_are_killed_at_any_time(scheduler: Callable[..., Scheduler]
                 assert other.equal(wanted, whole)
             other.finish(wanted)
             one.finish(context)
-            settle(one)
-            settle(other)
+            drain(one)
+            drain(other)
             outcomes(one)
             outcomes(other)
     assert seen.total() == 10

@@ -20,7 +20,7 @@ __all__ = ["drain", "start", "stop"]
 
 # Seconds that `drain` waits for another thread that is passing lines, and that `stop` waits for the thread `llm-log`.
 # Both waits take microseconds, unless a handler of the program waits for the calling thread.
-_PATIENCE = 1.0
+_TIMEOUT_S = 1.0
 
 _lock = threading.RLock()  # re-entrant, for handlers and signal handlers that call the engine
 _thread: Optional[threading.Thread] = None
@@ -31,7 +31,7 @@ _engines = 0  # those for which `start` was called and `stop` was not
 def drain() -> None:
     """Pass the queued lines to ``logging``, or wait up to a second for another thread that is doing so."""
     lock = _lock  # a handler may fork, and `_after_fork` gives the child a new lock
-    if not lock.acquire(timeout=_PATIENCE):
+    if not lock.acquire(timeout=_TIMEOUT_S):
         return
     try:
         dropped, lines = _core.take_log()
@@ -91,7 +91,7 @@ def stop() -> None:
             _core.close_log()
     # Join without the lock, which the thread needs for its last lines. A handler may call `stop` on that thread.
     if thread is not None and thread is not threading.current_thread():
-        thread.join(_PATIENCE)
+        thread.join(_TIMEOUT_S)
     drain()
 
 

@@ -22,8 +22,8 @@ __all__ = ["DATE_FORMAT", "LOGGING_FILES", "LOG_FORMAT", "error", "follow_level"
 
 # The layout that contract §15 states.
 _PROCESS = "%(name)s(%(process)d,%(processName)s)"
-_PLACE = "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s"
-LOG_FORMAT = f"[%(levelname)s] {_PROCESS}:%(asctime)s.%(msecs)03d {_PLACE}: %(message)s"
+_LOCATION = "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s"
+LOG_FORMAT = f"[%(levelname)s] {_PROCESS}:%(asctime)s.%(msecs)03d {_LOCATION}: %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 _NAME = "LLM_DATADIST"

@@ -17,7 +17,7 @@
 
 #include "llm_datadist/llm_datadist_c.h"
 
-enum { BLOCKS = 16, BLOCK = 256, LAYERS = 3, TENSORS = 2 * LAYERS, MOST = 64 };
+enum { BLOCKS = 16, BLOCK = 256, LAYERS = 3, TENSORS = 2 * LAYERS, MAX_EVENTS = 64 };
 
 static const double LONG = 60.0;
 
@@ -156,13 +156,13 @@ static void serve(const char *transport, int out, int in) {
   CHECK(write(out, address, strlen(address)) == (ssize_t)strlen(address));
   for (;;) {
     struct pollfd waited[] = {{node.descriptor, POLLIN, 0}, {in, POLLIN, 0}};
-    LlmDatadistEvent events[MOST];
+    LlmDatadistEvent events[MAX_EVENTS];
     size_t count = 0;
     CHECK(poll(waited, 2, -1) > 0);
     if (waited[1].revents != 0) {
       break;
     }
-    CHECK_STATUS(llm_datadist_events(node.engine, MOST, events, &count), LLM_DATADIST_SUCCESS);
+    CHECK_STATUS(llm_datadist_events(node.engine, MAX_EVENTS, events, &count), LLM_DATADIST_SUCCESS);
     for (size_t at = 0; at < count; ++at) {
       if (events[at].kind == LLM_DATADIST_MESSAGE) {
         answer(&node, &events[at]);
@@ -397,7 +397,7 @@ static void test_threads(const Node *node, uint64_t peer) {
  * `arrived_blocks_are_ranges_of_tensors` (crates/capi/src/tests). */
 static int arrived_are_right(const Node *node, uint64_t transfer) {
   LlmDatadistArrived ranges[TENSORS];
-  size_t count = MOST;
+  size_t count = MAX_EVENTS;
   CHECK_STATUS(llm_datadist_transfer_arrived(transfer, TENSORS, ranges, &count), LLM_DATADIST_SUCCESS);
   int right = count <= TENSORS;
   for (size_t index = 0; right && index < count; ++index) {

@@ -33,7 +33,7 @@ constexpr bool kSanitized = false;
 using namespace hixl;
 
 constexpr int32_t kLimit = 20000;
-constexpr uint64_t kMost = UINT64_MAX;
+constexpr uint64_t kMax = UINT64_MAX;
 constexpr size_t kPage = 4096;
 
 // A socket at a free port of the loopback interface. Without Listen, its port is free again when it is closed.
@@ -186,7 +186,7 @@ void Options() {
 
 void Registration() {
   End end("127.0.0.1:0");
-  const MemHandle junk = view::Pointer(kMost);
+  const MemHandle junk = view::Pointer(kMax);
   const auto refused = [&](uint64_t addr, uint64_t len) {
     MemHandle handle = junk;
     CHECK_STATUS(end.engine.RegisterMem({addr, len}, MEM_DEVICE, handle), PARAM_INVALID);
@@ -201,13 +201,13 @@ void Registration() {
   refused(end.At(1), kPage);
   refused(end.At(1), 10);
   refused(end.At(0), kPage - 1);
-  for (const uint64_t most : {kMost, kMost - 1, uint64_t{1} << 63U}) {
+  for (const uint64_t most : {kMax, kMax - 1, uint64_t{1} << 63U}) {
     refused(most, most);
     refused(end.At(0), most);
   }
-  refused(kMost, kPage);
-  refused(kMost - 1, kPage);
-  refused(kMost, 1);
+  refused(kMax, kPage);
+  refused(kMax - 1, kPage);
+  refused(kMax, 1);
   refused(0, 0);
   refused(0, kPage);
   refused(end.At(0), 0);
@@ -273,11 +273,11 @@ void Ranges() {
   for (const TransferOpDesc &op : std::vector<TransferOpDesc>{{a.At(0), b.At(0), 0},
                                                               {a.At(0), b.At(1), kPage},
                                                               {a.At(1), b.At(0), kPage},
-                                                              {a.At(0), kMost, 1},
+                                                              {a.At(0), kMax, 1},
                                                               {a.At(0), 0, 1},
-                                                              {kMost, b.At(0), 1},
-                                                              {a.At(0), b.At(0), kMost},
-                                                              {kMost, kMost, kMost},
+                                                              {kMax, b.At(0), 1},
+                                                              {a.At(0), b.At(0), kMax},
+                                                              {kMax, kMax, kMax},
                                                               {a.At(0), desc.addr, 1}}) {
     wrong.push_back({op});
     wrong.push_back({good, op});
@@ -287,7 +287,7 @@ void Ranges() {
   for (const auto &ops : wrong) {
     for (const TransferOp operation : {READ, WRITE}) {
       CHECK_STATUS(a.engine.TransferSync(b.Address(), operation, ops, kLimit), PARAM_INVALID);
-      TransferReq request = view::Pointer(kMost);
+      TransferReq request = view::Pointer(kMax);
       CHECK_STATUS(a.engine.TransferAsync(b.Address(), operation, ops, TransferArgs{}, request), PARAM_INVALID);
       CHECK(request == nullptr);
     }
@@ -311,7 +311,7 @@ void Requests() {
   for (size_t i = 0; i < kRequests; ++i) {
     const std::vector<TransferOpDesc> ops{{a.At(i * 16), b.At(i * 16), 8}, {a.At(i * 16 + 8), b.At(i * 16 + 8), 4}};
     TransferArgs args;
-    args.user_data = view::Pointer(kMost - i);
+    args.user_data = view::Pointer(kMax - i);
     CHECK_STATUS(a.engine.TransferAsync(b.Address(), i % 2 == 0 ? READ : WRITE, ops, args, requests[i]), SUCCESS);
     CHECK(requests[i] != nullptr);
     expected[requests[i]] = args.user_data;
@@ -325,7 +325,7 @@ void Requests() {
   CHECK_STATUS(a.engine.GetTransferStatus(requests[5], state), PARAM_INVALID);
   CHECK(state == TransferStatus::FAILED);
   CHECK_STATUS(a.engine.GetTransferStatus(nullptr, state), FAILED);
-  CHECK_STATUS(a.engine.GetTransferStatus(view::Pointer(kMost), state), PARAM_INVALID);
+  CHECK_STATUS(a.engine.GetTransferStatus(view::Pointer(kMax), state), PARAM_INVALID);
   CHECK(state == TransferStatus::FAILED);
   expected.erase(requests[5]);
   GetTransferStatusArgs query;

@@ -176,7 +176,7 @@ class Rings:
         # In one store: `struct.pack_into` stores zeros first, which the engine might see.
         self.words[at // 8] = value
 
-    def place(self, data: bytes) -> None:
+    def write_bytes(self, data: bytes) -> None:
         """Write bytes into the ring without checking the room or updating `WRITTEN`."""
         while data:
             at = self.written % self.size
@@ -186,7 +186,7 @@ class Rings:
             data = data[len(part) :]
 
     def send(self, data: bytes) -> None:
-        self.place(data)
+        self.write_bytes(data)
         self.forge(self.WRITTEN, self.written)
         self.wake()
 
@@ -346,7 +346,7 @@ class Peer:
         self.name = f"cluster {cluster}".encode()  # by which tests recognize it
         self.key = (token or "").encode()  # the key that authenticates it
         self.host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self.patience = LIMIT  # time limit of a step of its greetings, in seconds
+        self.step_limit = LIMIT  # time limit of a step of its greetings, in seconds
 
     def greet(self, wire: Wire, purpose: bytes, *, stop: str = "welcome") -> dict[str, Any]:
         """Greet as the side that dials, up to the step `stop`. Return the `Welcome`, or `{}` if it stops before."""
@@ -372,13 +372,13 @@ class Peer:
 
         `window` is the receive buffer.
         """
-        return self._link(lambda: dial_tcp(address, window, self.patience), stop)
+        return self._link(lambda: dial_tcp(address, window, self.step_limit), stop)
 
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
         """Make a link over the local socket, and offer memory. `stop` may also be a step of `_attach`."""
         made = Offer() if offer is None else offer
         try:
-            return self._link(lambda: dial_local(name, self.patience), stop, made)
+            return self._link(lambda: dial_local(name, self.step_limit), stop, made)
         finally:
             if offer is None:
                 made.close()

@@ -374,9 +374,9 @@ def described(
 
     `granted` has the ranges of rows that a grant lends, and `num_granted` is their number, if it is to be wrong.
     """
-    cache = {"place": 0, "generation": 0, "tensors": 2, "rows": 4, "row_bytes": 256, "placement": 0, "allocated": 1}
+    cache = {"slot": 0, "generation": 0, "tensors": 2, "rows": 4, "row_bytes": 256, "placement": 0, "allocated": 1}
     cache.update(given)
-    names = uint(0) + uint(cache["place"]) + uint(cache["generation"]) + sint(cache.get("cache", 1))
+    names = uint(0) + uint(cache["slot"]) + uint(cache["generation"]) + sint(cache.get("cache", 1))
     stride = cache.get("row_stride", cache["row_bytes"])
     sizes = uint(0) + uint(cache["tensors"]) + uint(cache["rows"]) + uint(cache["row_bytes"]) + uint(stride)
     rows = uint(cache.get("num_granted", len(granted))) + b"".join(uint(first) + uint(end) for first, end in granted)

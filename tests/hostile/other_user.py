@@ -41,7 +41,7 @@ def greet(way: str, at: str) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def _carry(source: socket.socket, target: socket.socket) -> None:
+def _forward(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)
@@ -57,8 +57,8 @@ def forward(address: str) -> None:
         while True:
             caller = door.accept()[0]
             callee = socket.create_connection((host, int(port)))
-            in_thread(_carry, caller, callee)
-            in_thread(_carry, callee, caller)
+            in_thread(_forward, caller, callee)
+            in_thread(_forward, callee, caller)
 
     in_thread(accept)
     sys.stdin.read()

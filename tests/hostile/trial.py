@@ -212,7 +212,7 @@ class Trial:
         self.tender.add(link)
         return listener, link
 
-    def settle(self) -> None:
+    def stop_pulls(self) -> None:
         """Let the honest peers stop pulling, and collect their reports."""
         self.running.unlink(missing_ok=True)
         self.told += [answer.result(60) for answer in self.answers]
@@ -227,7 +227,7 @@ class Trial:
 
         `mapped` are the bytes that the victim may map for the peers, and `memory` the bytes that it may use for them.
         """
-        self.settle()
+        self.stop_pulls()
         watch = self.watch
         assert watch is not None
         died = self.victim.process.poll()

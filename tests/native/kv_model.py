@@ -66,8 +66,8 @@ def put(
                     row = row.reshape(2, -1)[plane]
                 for number, head in enumerate(of.heads):
                     nhd = of.order == "NHD"
-                    place = at * len(of.heads) + number if nhd else number * of.block_tokens + at
-                    row[place * DIM : (place + 1) * DIM] = whole[layer, plane, src + step, head]
+                    slot = at * len(of.heads) + number if nhd else number * of.block_tokens + at
+                    row[slot * DIM : (slot + 1) * DIM] = whole[layer, plane, src + step, head]
     return tensors
 
 

@@ -233,7 +233,7 @@ class MappedStore:
         (self.setting.folder / f"found {self.client}").write_bytes(found)
         return WrongError(f"client {self.client}: {text}; {self.store.stats()}")
 
-    def turn(self, clients: int) -> None:
+    def run_round(self, clients: int) -> None:
         """Make a random call."""
         ways = (self.put, self.put, lambda: self.get(self.some(8)), lambda: self.get(self.some(8)), self.drop)
         others = (lambda: self.get_from_others(clients), self.lease, self.unlease)
@@ -253,7 +253,7 @@ def main() -> None:
     sys.stdout.flush()
     mapped.read_all()
     while True:
-        mapped.turn(int(clients))
+        mapped.run_round(int(clients))
 
 
 if __name__ == "__main__":

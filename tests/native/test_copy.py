@@ -74,9 +74,9 @@ def test_many_copies_in_random_order(engine: Engine, seed: int) -> None:
             dst, src = drawn.randrange(4), drawn.randrange(4)
             count = drawn.randrange(1, 4)
             to = [block for number, block in free if number == dst][:count]
-            free = [place for place in free if place not in {(dst, block) for block in to}]
+            free = [entry for entry in free if entry not in {(dst, block) for block in to}]
             from_ = [block for number, block in free if number == src][: len(to)]
-            free = [place for place in free if place not in {(src, block) for block in from_}]
+            free = [entry for entry in free if entry not in {(src, block) for block in from_}]
             to = to[: len(from_)]
             models[dst].write(to, models[src], from_)
             started.append(engine.copy(caches[dst][to], caches[src][from_]))

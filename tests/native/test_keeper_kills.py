@@ -99,14 +99,14 @@ class Round:
         number = self.dice.randrange(CLIENTS)
         self.end(self.clients[number])
         self.counts["clients killed"] += 1
-        self.settled(CLIENTS - 1)
+        self.until_stable(CLIENTS - 1)
         self.clients[number] = self.started_client(number)
 
     def end(self, client: subprocess.Popen[str]) -> None:
         self.close(client)
         assert client.returncode == -signal.SIGKILL, self.printed()
 
-    def settled(self, clients: int) -> None:
+    def until_stable(self, clients: int) -> None:
         """Wait until the keeper knows the end of a client, so that it copies nothing for it any more."""
 
         def holds() -> bool:
@@ -127,7 +127,7 @@ class Round:
 
     def kill_child(self) -> None:
         """The values stay, unless it is the second time: then the memory may be the reason, and is emptied."""
-        self.settled(CLIENTS)  # the child from before is gone, and the next one serves
+        self.until_stable(CLIENTS)  # the child from before is gone, and the next one serves
         again, self.crashed = self.crashed, True
         if again:
             self.losses.add()
@@ -135,7 +135,7 @@ class Round:
         os.kill(killed, signal.SIGKILL)
         self.counts["keepers killed, values lost" if again else "keepers killed, values kept"] += 1
         if again:
-            self.settled(CLIENTS)
+            self.until_stable(CLIENTS)
             self.losses.add()
 
     def kill_holder(self) -> None:
@@ -143,7 +143,7 @@ class Round:
         self.close(self.serve)
         self.counts["holders killed"] += 1
         self.serve = self.started_keeper()
-        self.settled(CLIENTS)
+        self.until_stable(CLIENTS)
         self.losses.add()
 
     def finish(self) -> None:

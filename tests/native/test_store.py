@@ -518,20 +518,20 @@ def test_keeper_whose_thread_has_ended_is_closed(socket: Path) -> None:
 
 def test_store_unmaps_the_memory_of_its_keeper_without_the_gil(socket: Path) -> None:
     """With this switch interval, another thread runs only where the GIL is released. It may get no core at once."""
-    turns, ended = 0, threading.Event()
+    iterations, ended = 0, threading.Event()
 
     def other() -> None:
-        nonlocal turns
+        nonlocal iterations
         while not ended.is_set():
-            turns += 1
+            iterations += 1
             time.sleep(0.0005)
 
     def ran_while_unmapping() -> bool:
         store = opened(socket)
         assert all(store.get([key(n) for n in range(512)], buffers))
-        before = turns
+        before = iterations
         del store
-        return turns != before
+        return iterations != before
 
     with Keeper(memory="64MiB", socket=socket), opened(socket) as filling:
         buffers = [bytearray(VALUE) for _ in range(512)]

@@ -329,7 +329,7 @@ class End(RowsWithGaps, Process):
         """`query_register_mem_status`, by name."""
         return self.dist.query_register_mem_status(comm_id=comm).name
 
-    def settled(self, comm: int, limit: float = LIMIT) -> str:
+    def final_state(self, comm: int, limit: float = LIMIT) -> str:
         """The status, once it is no longer PREPARING."""
         until = time.monotonic() + limit
         while (status := self.status(comm)) == "PREPARING" and time.monotonic() < until:

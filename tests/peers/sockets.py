@@ -130,10 +130,10 @@ class Proxy(_Door):
         callee = socket.create_connection(split(self.to), timeout=LIMIT)
         callee.settimeout(None)
         self.sockets.append(callee)
-        self.spawn(self._carry, "up", caller, callee)
-        self.spawn(self._carry, "down", callee, caller)
+        self.spawn(self._forward, "up", caller, callee)
+        self.spawn(self._forward, "down", callee, caller)
 
-    def _carry(self, way: str, source: socket.socket, target: socket.socket) -> None:
+    def _forward(self, way: str, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 passed = self._flipped(way, data[: int(min(self.left[way], len(data)))])

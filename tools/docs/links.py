@@ -61,12 +61,12 @@ class Links:
         self.external: dict[str, str] = {}
         self._anchors: dict[Path, set[str] | None] = {}
 
-    def check(self, place: str, link: str, page: Path, root: Path) -> None:
+    def check(self, where: str, link: str, page: Path, root: Path) -> None:
         """Checks one link of `page`; paths that begin with a slash start at `root`."""
         target = urlsplit(link)
         if target.scheme or target.netloc:
             if target.scheme not in {"data", "javascript"}:
-                self.external.setdefault(link, place)
+                self.external.setdefault(link, where)
             return
         self.count += 1
         path = unquote(target.path)
@@ -74,11 +74,11 @@ class Links:
         if file.is_dir() and page.suffix == ".html":
             file /= "index.html"
         if not file.exists():
-            self.broken.append(f"{place}: no such file: {link}")
+            self.broken.append(f"{where}: no such file: {link}")
         elif target.fragment:
             anchors = self.anchors(file)
             if anchors is not None and unquote(target.fragment) not in anchors:
-                self.broken.append(f"{place}: no such anchor: {link}")
+                self.broken.append(f"{where}: no such anchor: {link}")
 
     def anchors(self, file: Path) -> set[str] | None:
         """The anchors of a page; `None` for a file that is not a page."""

@@ -229,10 +229,10 @@ def absolute(path: str, module: tuple[str, ...], modules: dict[tuple[str, ...], 
     if not parts or parts[0] == "crate":
         return parts[1:] or None
     if parts[0] == "super":
-        place = module
+        above = module
         while parts and parts[0] == "super":
-            place, parts = place[:-1], parts[1:]
-        return place + parts
+            above, parts = above[:-1], parts[1:]
+        return above + parts
     return module + parts if path.startswith("self::") or module + parts[:1] in modules else None
 
 
@@ -344,9 +344,9 @@ def keeper_order() -> list[set[str]]:
 def test_files_of_the_keeper_use_those_of_rows_above() -> None:
     graph = file_graph(KEEPER)
     order = keeper_order()
-    place = {f"{name}.rs": row for row, names in enumerate(order) for name in names}
-    assert place.keys() == graph.keys()
-    wrong = {(file, used) for file, all_used in graph.items() for used in all_used if place[used] >= place[file]}
+    position = {f"{name}.rs": row for row, names in enumerate(order) for name in names}
+    assert position.keys() == graph.keys()
+    wrong = {(file, used) for file, all_used in graph.items() for used in all_used if position[used] >= position[file]}
     assert not wrong
 
 
@@ -418,10 +418,10 @@ def python_imports(path: Path) -> set[str]:
     found: set[Path] = set()
     for node in tree_of(path).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llm_datadist"):
-            place = PYTHON.joinpath(*(node.module or "").split(".")[1:])
-            files = {place / f"{alias.name}.py" for alias in node.names if alias.name != "_core"}
-            package = () if all(file.exists() for file in files) else (place / "__init__.py",)
-            found |= {place.with_suffix(".py"), *files, *package}
+            folder = PYTHON.joinpath(*(node.module or "").split(".")[1:])
+            files = {folder / f"{alias.name}.py" for alias in node.names if alias.name != "_core"}
+            package = () if all(file.exists() for file in files) else (folder / "__init__.py",)
+            found |= {folder.with_suffix(".py"), *files, *package}
     return {shown(file) for file in found if file.exists()}
 
 
@@ -533,14 +533,14 @@ def test_a_type_has_a_name_of_its_own() -> None:
 def functions(code: str) -> Iterator[tuple[str, int, int]]:
     """(name, line, lines between its braces) of every Rust function with a body; `code` is blanked."""
     for match in re.finditer(r"\bfn (\w+)", code):
-        depth, place = 0, match.end()
-        while place < len(code) and not (depth == 0 and code[place] in "{;"):
-            depth += (code[place] in "([") - (code[place] in ")]")
-            place += 1
-        if code[place : place + 1] != "{":
+        depth, position = 0, match.end()
+        while position < len(code) and not (depth == 0 and code[position] in "{;"):
+            depth += (code[position] in "([") - (code[position] in ")]")
+            position += 1
+        if code[position : position + 1] != "{":
             continue
-        end = closing(code, place, "{}")
-        yield match[1], code.count("\n", 0, match.start()) + 1, max(code.count("\n", place, end) - 1, 0)
+        end = closing(code, position, "{}")
+        yield match[1], code.count("\n", 0, match.start()) + 1, max(code.count("\n", position, end) - 1, 0)
 
 
 def pymethods(code: str) -> str:

@@ -116,11 +116,11 @@ def candidates(path: Path) -> Iterator[Mutant]:
 def main() -> None:
     """Prints the list. In each area, the spare candidates come last."""
     drawn: list[Mutant] = []
-    for area, places in AREAS.items():
+    for area, paths in AREAS.items():
         files = [
             path
-            for place in places
-            for path in ([CORE / place] if place.endswith(".rs") else (CORE / place).rglob("*.rs"))
+            for entry in paths
+            for path in ([CORE / entry] if entry.endswith(".rs") else (CORE / entry).rglob("*.rs"))
         ]
         found = [mutant for path in sorted(files) for mutant in candidates(path)]
         random.Random(f"{SEED} {area}").shuffle(found)  # noqa: S311

@@ -50,7 +50,7 @@ def copy_tree() -> None:
             shutil.copy2(ROOT / name, TREE / name)
 
 
-def place(path: Path, mutant: Mutant) -> int:
+def line_number(path: Path, mutant: Mutant) -> int:
     """Returns the number of the line that a mutant changes, from 0."""
     lines = path.read_text(encoding="utf-8").splitlines()
     function = ""
@@ -67,13 +67,13 @@ def place(path: Path, mutant: Mutant) -> int:
 
 def write_mutants(mutants: list[Mutant]) -> dict[tuple[str, int], int]:
     """Writes all mutants into the copy. Returns (file, line) → index of the mutant."""
-    places: dict[tuple[str, int], int] = {}
+    line_of: dict[tuple[str, int], int] = {}
     for index, mutant in enumerate(mutants):
         path = ROOT / CORE / mutant["file"]
-        places[mutant["file"], place(path, mutant)] = index
-    for file in {file for file, _ in places}:
+        line_of[mutant["file"], line_number(path, mutant)] = index
+    for file in {file for file, _ in line_of}:
         lines = (ROOT / CORE / file).read_text(encoding="utf-8").splitlines()
-        for (_, at), index in (entry for entry in places.items() if entry[0][0] == file):
+        for (_, at), index in (entry for entry in line_of.items() if entry[0][0] == file):
             old, new = mutants[index]["old"], mutants[index]["new"]
             test = f"crate::mutants::on({index + 1})"
             instead = f"(if {test} {{ {new} }} else {{ {old} }})" if new else f"if {test} {{}} else {{ {old} }}"
@@ -81,7 +81,7 @@ def write_mutants(mutants: list[Mutant]) -> dict[tuple[str, int], int]:
         (TREE / CORE / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
     root = ROOT / CORE / "lib.rs"
     (TREE / CORE / "lib.rs").write_text(root.read_text(encoding="utf-8") + SWITCH, encoding="utf-8")
-    return places
+    return line_of
 
 
 def build() -> tuple[list[Path], set[tuple[str, int]]]:
@@ -114,9 +114,9 @@ def select(drawn: list[Mutant], of_each: int) -> list[Mutant]:
             if at not in refused and count[mutant["area"]] < of_each:
                 count[mutant["area"]] += 1
                 chosen.append(at)
-        places = write_mutants([drawn[at] for at in chosen])
+        line_of = write_mutants([drawn[at] for at in chosen])
         _, wrong = build()
-        bad = {chosen[places[line]] for line in wrong if line in places}
+        bad = {chosen[line_of[line]] for line in wrong if line in line_of}
         print(f"{len(chosen)} mutants, {len(bad)} do not compile", file=sys.stderr)
         if not bad:
             if wrong:
@@ -191,7 +191,7 @@ def run_python(mutants: list[Mutant]) -> list[bool]:
 def check(whole: dict[str, Any]) -> None:
     """Exits with a message unless the line of every mutant, and every test file, is in the tree."""
     for mutant in whole["rust"]:
-        place(ROOT / CORE / mutant["file"], mutant)
+        line_number(ROOT / CORE / mutant["file"], mutant)
     for mutant in whole["python"]:
         found = (ROOT / "python" / "llm_datadist" / mutant["file"]).read_text(encoding="utf-8").count(mutant["old"])
         if found != 1:

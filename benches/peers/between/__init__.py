@@ -18,8 +18,8 @@ import numpy as np
 from between.adapter import AUTO, HUGE, PULL, PUSH, Case
 from between.pair import Failed, Pair, Pattern, Process
 from between.systems import HIXL, HIXL_TCP, POOL, REGISTERED, TCP, Peer, of_kind
+from comparison import Entry, Ground, contest, reason
 from rows import LIMIT, Row
-from turns import Entry, Ground, contest, reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KIB = 1 << 10
 SMALL_PAGES = "4K"
 # Block size → numbers of blocks, in addition to the number that fits into the memory.
-FEW = {
+SMALL_COUNTS = {
     4 * KIB: (1, 64, 4096),
     16 * KIB: (1, 64, 4096),
     64 * KIB: (64,),
@@ -37,11 +37,11 @@ FEW = {
     1024 * KIB: (1,),
     2048 * KIB: (),
 }
-MOST = 16384
+MAX_BLOCKS = 16384
 OTHER_PAGES = (16 * KIB, 256 * KIB, 1024 * KIB)  # block sizes of the series with other pages
 QUICK = {16 * KIB: (64,), 256 * KIB: ()}
 SHORTEST_S = 0.01
-MOST_TIMES = 500
+MAX_REPEATS = 500
 TRIES = 3
 
 
@@ -72,9 +72,11 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
 
 def sizes(ask: Ask) -> Iterator[tuple[int, int]]:
     """Block sizes and numbers of blocks."""
-    for block, few in (QUICK if ask.quick else FEW).items():
+    for block, counts in (QUICK if ask.quick else SMALL_COUNTS).items():
         fit = (ask.mib << 20) // block
-        yield from ((block, count) for count in sorted({*(count for count in few if count < fit), min(fit, MOST)}))
+        yield from (
+            (block, count) for count in sorted({*(count for count in counts if count < fit), min(fit, MAX_BLOCKS)})
+        )
 
 
 def case_of(op: str, block: int, count: int, size: int) -> Case:
@@ -159,7 +161,7 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
     target = pair.destination(case.op)
     pair.rest()
     for variant, threads in settings:
-        turn = Turn(pair, variant, 1 if pair.peer.once and case.op == PUSH else MOST_TIMES)
+        runs = Repeated(pair, variant, 1 if pair.peer.once and case.op == PUSH else MAX_REPEATS)
         setting = pair.peer.setting
         if pair.peer.system == LIMIT:
             setting = f"{setting} {variant}"
@@ -167,7 +169,7 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
             setting = f"{setting}, {variant}"
         yield Entry(
             pair.peer.system,
-            turn.run,
+            runs.run,
             setting,
             threads or pair.peer.threads,
             pair.peer.note,
@@ -176,7 +178,7 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
         )
 
 
-class Turn:
+class Repeated:
     """One turn of a pair. Small transfers are repeated until their total time is long enough to measure."""
 
     def __init__(self, pair: Pair, variant: str, most: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from between.adapter import PULL, Adapter, Case, Run, address
 from between.sequence import Sequence
 
-MOST = 1024  # requests of a call; more fail, and make later calls fail
+MAX_REQUESTS = 1024  # requests of a call; more fail, and make later calls fail
 
 
 class Engine(Adapter):
@@ -63,8 +63,8 @@ class Engine(Adapter):
         near = (case.near_rows * case.block + address(self.memory)).tolist()
         there = (case.far_rows * case.block + self.there).tolist()
         calls = []
-        for at in range(0, case.count, MOST):
-            mine, theirs = near[at : at + MOST], there[at : at + MOST]
+        for at in range(0, case.count, MAX_REQUESTS):
+            mine, theirs = near[at : at + MAX_REQUESTS], there[at : at + MAX_REQUESTS]
             calls.append((mine, theirs, [case.block] * len(mine)))
         call = self.engine.batch_transfer_sync_read if case.op == PULL else self.engine.batch_transfer_sync_write
         host = self.host

@@ -54,8 +54,8 @@ class Ours(Adapter):
         self.free()
         blocks, shape = self.size // block, (block // 2,)
         if self.own is not None:
-            places = [address(self.own)]
-            cache = self.engine.register("0", places, blocks=blocks, shape=shape, dtype="bfloat16")
+            addresses = [address(self.own)]
+            cache = self.engine.register("0", addresses, blocks=blocks, shape=shape, dtype="bfloat16")
             self.memory = self.own
         else:
             cache = self.engine.allocate("0", blocks=blocks, tensors=1, shape=shape, dtype="bfloat16")
@@ -99,8 +99,8 @@ class Ours(Adapter):
         name = str(len(self.caches))
         if self.own is not None:
             own = self.own[at // 8 : (at + size) // 8]
-            places = [address(own) + tensor * (size // case.tensors) for tensor in range(case.tensors)]
-            self.caches.append(self.engine.register(name, places, layout, blocks=case.rows))
+            addresses = [address(own) + tensor * (size // case.tensors) for tensor in range(case.tensors)]
+            self.caches.append(self.engine.register(name, addresses, layout, blocks=case.rows))
             return own
         self.caches.append(self.engine.allocate(name, layout, blocks=case.rows, contiguous=True))
         words: np.ndarray = self.caches[-1].buffer.numpy().view(np.int64)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 import numpy as np
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from between.side import main; main(sys.argv[1:])"
 
 
@@ -84,7 +84,7 @@ class Process:
         except OSError as gone:
             raise Failed(self.end_of_it()) from gone
 
-    def answer(self, limit_s: float = PATIENCE_S) -> Any:
+    def answer(self, limit_s: float = TIMEOUT_S) -> Any:
         """Wait for the answer to the last message."""
         if not self.conn.poll(limit_s):
             self.signal(signal.SIGUSR1)

@@ -68,8 +68,8 @@ class Move:
     def steps(self, owner: Rank) -> tuple[np.ndarray, np.ndarray]:
         """Offsets of the pieces of a block in the owner and in the rank of decode, in pieces, token by token."""
         heads = self.common(owner)[:: self.piece // HEAD]
-        places = [(token, head) for token in range(self.near.tokens) for head in heads]
-        sides = ([rank.offset(*place) // self.piece for place in places] for rank in (owner, self.near))
+        positions = [(token, head) for token in range(self.near.tokens) for head in heads]
+        sides = ([rank.offset(*position) // self.piece for position in positions] for rank in (owner, self.near))
         far, near = (np.array(side, dtype=np.int64) for side in sides)
         return far, near
 

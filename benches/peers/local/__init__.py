@@ -10,10 +10,10 @@ import dataclasses
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from comparison import Entry, Ground, contest, reason
 from limit import Limit
 from local.bed import Bed
 from rows import OURS, Missing, Row
-from turns import Entry, Ground, contest, reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

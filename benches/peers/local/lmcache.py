@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from comparison import Entry
 from local.bed import THREADS, reordered
 from local.torch import within_budget
 from rows import Missing
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from turns import Entry
+from comparison import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from comparison import Entry
 from local.bed import reordered
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one variant after another)
     """Entries: by index (which makes a temporary array), row by row, and memmove with one and two threads."""
     tensors = list(zip(bed.src_words, bed.dst_words))
-    sources, places = bed.src_rows, bed.dst_rows
-    pairs = list(zip(sources.tolist(), places.tolist()))
+    sources, targets = bed.src_rows, bed.dst_rows
+    pairs = list(zip(sources.tolist(), targets.tolist()))
     blocks = bed.moves.tolist()
     copy = ctypes.CDLL(None).memmove
     copy.argtypes, copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 
     def by_index() -> None:
         for src, dst in tensors:
-            dst[places] = src[sources]
+            dst[targets] = src[sources]
 
     def by_row() -> None:
         for src, dst in tensors:

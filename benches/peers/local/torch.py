@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from comparison import Entry
 from local.bed import THREADS, reordered
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,8 @@ def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one variant after anot
     within_budget()
     words = list(zip(map(torch.from_numpy, bed.src_words), map(torch.from_numpy, bed.dst_words)))
     halves = [(src.view(torch.bfloat16), dst.view(torch.bfloat16)) for src, dst in words]
-    sources, places = torch.from_numpy(bed.src_rows), torch.from_numpy(bed.dst_rows)
-    pairs = list(zip(sources.tolist(), places.tolist()))
+    sources, targets = torch.from_numpy(bed.src_rows), torch.from_numpy(bed.dst_rows)
+    pairs = list(zip(sources.tolist(), targets.tolist()))
 
     def by_row() -> None:
         for src, dst in halves:
@@ -33,15 +33,15 @@ def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one variant after anot
 
     def by_index() -> None:
         for src, dst in words:
-            dst[places] = src[sources]
+            dst[targets] = src[sources]
 
     def select_bf16() -> None:
         for src, dst in halves:
-            dst.index_copy_(0, places, src.index_select(0, sources))
+            dst.index_copy_(0, targets, src.index_select(0, sources))
 
     def select_int64() -> None:
         for src, dst in words:
-            dst.index_copy_(0, places, src.index_select(0, sources))
+            dst.index_copy_(0, targets, src.index_select(0, sources))
 
     from_views = [src[at] for src, _ in halves for at, _ in pairs]
     to_views = [dst[to] for _, dst in halves for _, to in pairs]

@@ -10,8 +10,8 @@ import dataclasses
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from comparison import Entry, Ground, contest, reason
 from many.scene import ALLOCATE, CHURN, GET, GET_ALL, PUT, PUT_ALL, REACH, REACH_ALL, UNLIKE, Scene
-from turns import Entry, Ground, contest, reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

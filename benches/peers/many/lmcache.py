@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from comparison import Entry
 from many.scene import ALLOCATE, LIVE, PUT, SIZES, Scene
 from rows import Missing
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,9 +45,9 @@ def entries(scene: Scene) -> Iterator[Entry]:
     def churn() -> None:
         by_size = {size: make(1, size) for size in SIZES}
         live = [by_size[SIZES[0]]() for _ in range(LIVE)]
-        for size, place in zip(scene.sizes, scene.places):
-            live[place].ref_count_down()
-            live[place] = by_size[size]()
+        for size, index in zip(scene.sizes, scene.indices):
+            live[index].ref_count_down()
+            live[index] = by_size[size]()
         for memory in live:
             memory.ref_count_down()
 

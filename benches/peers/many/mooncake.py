@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from comparison import Entry
 from many.scene import GET, GET_ALL, OBJECT, PUT, PUT_ALL, REACH, REACH_ALL, Scene, arrived, ended
 from rows import Missing
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,10 +95,10 @@ def get(scene: Scene) -> Iterator[Entry]:
     """``get_into`` from the segment of another process, and in batches."""
     _, told = scene.other("mooncake")
     store = opened(told, 0)
-    places = np.zeros_like(scene.objects)
-    checked(store.register_buffer(places.ctypes.data, places.nbytes), "register_buffer")
+    received = np.zeros_like(scene.objects)
+    checked(store.register_buffer(received.ctypes.data, received.nbytes), "register_buffer")
     names = [str(number) for number in range(scene.count)]
-    addresses = [int(words.ctypes.data) for words in places]
+    addresses = [int(words.ctypes.data) for words in received]
     sizes = [OBJECT] * scene.count
 
     def each() -> None:
@@ -112,10 +112,10 @@ def get(scene: Scene) -> Iterator[Entry]:
                 raise ValueError(f"batch_get_into says {code}")
 
     def clear() -> None:
-        places.fill(0)
+        received.fill(0)
 
     def check() -> None:
-        arrived(places, scene.objects)
+        arrived(received, scene.objects)
 
     note = f"the object stays; {TCP}"
     if scene.op == GET:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from comparison import Entry
 from many.scene import REACH, Scene
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from comparison import Entry
 from many.scene import ALLOCATE, LIVE, SIZES, Scene
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,8 +26,8 @@ def entries(scene: Scene) -> Iterator[Entry]:
 
     def churn() -> None:
         live = [empty(SIZES[0] // 2, np.uint16) for _ in range(LIVE)]
-        for size, place in zip(scene.sizes, scene.places):
-            live[place] = empty(size // 2, np.uint16)
+        for size, index in zip(scene.sizes, scene.indices):
+            live[index] = empty(size // 2, np.uint16)
 
     yield Entry(
         "numpy", run if scene.op == ALLOCATE else churn, "empty", note="memory of the process; nobody else reaches it"

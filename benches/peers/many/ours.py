@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from comparison import Entry
 from llm_datadist.native import Cache, Engine
 from many.scene import (
     ALLOCATE,
@@ -26,7 +27,6 @@ from many.scene import (
     arrived,
 )
 from rows import OURS
-from turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,13 +73,13 @@ def allocate(scene: Scene) -> Iterator[Entry]:
 
 def churn(scene: Scene) -> Iterator[Entry]:
     """Free one live cache, and allocate one of another size."""
-    engine, every = ready(scene), [str(place) for place in range(LIVE)]
+    engine, every = ready(scene), [str(index) for index in range(LIVE)]
 
     def run() -> None:
         live = [allocated(engine, name, SIZES[0]) for name in every]
-        for size, place in zip(scene.sizes, scene.places):
-            live[place].free().result()
-            live[place] = allocated(engine, every[place], size)
+        for size, index in zip(scene.sizes, scene.indices):
+            live[index].free().result()
+            live[index] = allocated(engine, every[index], size)
         for cache in live:
             cache.free().result()
 
@@ -188,10 +188,10 @@ def get_all(scene: Scene) -> Iterator[Entry]:
     engine, peer = asking(scene)
     near = allocated(engine, "near", scene.size, blocks=scene.count)
     view, mixed = words_of(near), np.random.default_rng(2).permutation(scene.count)
-    every, places = list(range(scene.count)), mixed.tolist()
+    every, indices = list(range(scene.count)), mixed.tolist()
 
     def run() -> None:
-        engine.pull(near[places], peer["all"][every]).result()
+        engine.pull(near[indices], peer["all"][every]).result()
 
     note = "the objects are blocks of one cache, by number and not by name; they stay"
     yield Entry(

@@ -34,12 +34,12 @@ TOLD_S = 60
 class Scene:
     """One part: ``count`` caches with ``size`` bytes in each of ``tensors`` tensors, and ``turns`` turns per system."""
 
-    def __init__(self, op: str, tensors: int, count: int, turns: int) -> None:
-        self.op, self.tensors, self.count, self.turns = op, tensors, count, turns
+    def __init__(self, op: str, tensors: int, count: int, repeats: int) -> None:
+        self.op, self.tensors, self.count, self.repeats = op, tensors, count, repeats
         self.size = OBJECT if op in (PUT, PUT_ALL, GET, GET_ALL) else SIZE if tensors == 1 else SMALL
         chance = random.Random(1)  # noqa: S311  (the same order in every run)
         self.sizes = [chance.choice(SIZES) for _ in range(count)]
-        self.places = [chance.randrange(LIVE) for _ in range(count)]
+        self.indices = [chance.randrange(LIVE) for _ in range(count)]
         self.ends: list[Callable[[], object]] = []
         self.objects = np.random.default_rng(1).integers(0, 2**63, size=(count, OBJECT // 8), dtype=np.int64)
 
@@ -60,7 +60,7 @@ class Scene:
             system,
             self.op,
             str(self.count),
-            str(self.turns),
+            str(self.repeats),
         ]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         self.ends.append(lambda: ended(process))

@@ -65,8 +65,8 @@ def engine_address(name: str, host: str, port: int) -> str:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{name}: cannot look up the host {host!r}: {reason}") from error
     # The same order on every host, so that a name that has both means the same address to both sides.
-    family, *_, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
+    family, *_, socket_address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return f"[{socket_address[0]}]:{port}" if family == socket.AF_INET6 else f"{socket_address[0]}:{port}"
 
 
 def listen_address(name: str, host: str, port: int, logger: logging.Logger) -> str:

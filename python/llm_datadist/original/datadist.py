@@ -45,7 +45,7 @@ _TOKEN = "llm.LinkToken"  # noqa: S105  (the name of the option)
 _NOT_OPEN = "this LLMDataDist is not initialized; call init first"
 
 # Clusters of one call in KvCacheManager mode (contract §9.3).
-_MOST_CLUSTERS = 16
+_MAX_CLUSTERS = 16
 
 
 class LLMDataDist:
@@ -538,8 +538,8 @@ class LLMDataDist:
         if links and self._role != LLMRole.DECODER:
             log.error("link_clusters needs %s, and the role is %s", LLMRole.DECODER, self._role)
             return LLMStatusCode.LLM_PARAM_INVALID
-        if isinstance(clusters, (list, tuple)) and len(clusters) > _MOST_CLUSTERS:
-            log.error("clusters has %s entries; one call takes at most %s", len(clusters), _MOST_CLUSTERS)
+        if isinstance(clusters, (list, tuple)) and len(clusters) > _MAX_CLUSTERS:
+            log.error("clusters has %s entries; one call takes at most %s", len(clusters), _MAX_CLUSTERS)
             return LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
         return None
 

@@ -20,7 +20,7 @@ LOGGING_FILES.add(os.path.normcase(__file__))
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
-_MOST_ITEMS = 8
+_MAX_ITEMS = 8
 _DEEPEST = 3
 _LONGEST = 500
 _WIDEST_BITS = 512
@@ -60,7 +60,7 @@ def _brief(value: object, depth: int) -> str:
 
 
 def _first(texts: Iterator[str], count: int, depth: int) -> str:
-    kept = list(islice(texts, _MOST_ITEMS)) if depth > 0 else []
+    kept = list(islice(texts, _MAX_ITEMS)) if depth > 0 else []
     rest = [] if len(kept) == count else [f"... {count} in all"]
     return ", ".join(kept + rest)
 

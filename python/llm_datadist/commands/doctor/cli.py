@@ -98,8 +98,8 @@ def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
     except (OSError, ValueError, OverflowError) as error:
         parser.error(f"--to: {address!r} is not HOST:PORT or [IPV6]:PORT of a known host: {error}")
     # By default, `--serve` listens at an IPv4 address.
-    family, *_, place = min(found, key=lambda one: one[0] != socket.AF_INET)
-    return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
+    family, *_, socket_address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return f"[{socket_address[0]}]:{port}" if family == socket.AF_INET6 else f"{socket_address[0]}:{port}"
 
 
 def _check(parser: CommandParser, options: argparse.Namespace) -> None:

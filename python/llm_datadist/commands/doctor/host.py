@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HOST, _LIMITS = "host", "limits"
 _RESERVED, _FOR_EACH_LINK = 48, 4
 """Of n open files, an engine keeps 48; each incoming link takes four of the rest (docs/links.md, "Limits")."""
-_FEWEST_LINKS, _MOST_LINKS, _FEW_FILES = 4, 4096, 4096
+_MIN_LINKS, _MAX_LINKS, _ENOUGH_FILES = 4, 4096, 4096
 _TOO_LITTLE_SPACE = "no engine opens whose pools do not fit into it; pools of peers that do not fit go through sockets"
 _SMALL_FILES = "pools are files in memory, so no engine opens with a larger pool"
 
@@ -125,9 +125,9 @@ def _open_files(root: Path) -> Finding:
     soft, hard = _limit(root, "Max open files")
     if soft is None:
         return Finding(_LIMITS, name, "unlimited or unknown")
-    links = min(max((soft - _RESERVED) // _FOR_EACH_LINK, _FEWEST_LINKS), _MOST_LINKS)
+    links = min(max((soft - _RESERVED) // _FOR_EACH_LINK, _MIN_LINKS), _MAX_LINKS)
     value = f"{soft:,} (hard limit {'unlimited' if hard is None else f'{hard:,}'}): {links:,} incoming links"
-    if soft >= _FEW_FILES:
+    if soft >= _ENOUGH_FILES:
         return Finding(_LIMITS, name, value)
     meaning = f"an engine accepts at most {links:,} links of peers"
     remedy = "raise it before the engine opens, for example ulimit -n 65536"

@@ -38,7 +38,7 @@ METADATA = b"llm-datadist doctor 1"
 _START = "start `llm-datadist doctor --serve` there, and give its address"
 _FILL = 0x5A
 _LONGEST_WAIT_S = 1.0
-_MOST_SAMPLES = 20_000
+_MAX_SAMPLES = 20_000
 _FIRST_BLOCKS, _GROWTH = 4, 4
 _ROWS = 4
 
@@ -210,7 +210,7 @@ def samples_us(call: Callable[[], None], limit_s: float) -> list[float]:
         start = time.perf_counter_ns()
         call()
         samples.append((time.perf_counter_ns() - start) / 1e3)
-        if time.monotonic() >= until or len(samples) >= _MOST_SAMPLES:
+        if time.monotonic() >= until or len(samples) >= _MAX_SAMPLES:
             return samples
 
 

@@ -30,7 +30,7 @@ LIMIT_S = 10.0
 
 _ELEMENT_BYTES = 2
 _RING_BLOCKS = 4  # blocks of device memory that are kept free for the staging ring of a swap-in
-_SETTLE_S, _PAUSE_S = 1.0, 0.005
+_QUIET_S, _PAUSE_S = 1.0, 0.005
 
 
 class Geometry(NamedTuple):
@@ -93,7 +93,7 @@ def leaked_bytes(engine: Engine, *caches: Cache) -> int:
     """
     for cache in caches:
         cache.free().result()
-    until = time.monotonic() + _SETTLE_S
+    until = time.monotonic() + _QUIET_S
     while (used := sum(pool["used_bytes"] for pool in engine.stats()["pools"].values())) and time.monotonic() < until:
         time.sleep(_PAUSE_S)
     return used

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 COMMAND = [sys.executable, "-m", "llm_datadist.commands.replay.worker"]
 """The command line of the process, without its argument."""
 
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 """Limit of restarts, after which the replay fails."""
 
 ANSWER_LIMIT_S = 30.0
 """Time limit of the start of the process, and of each of its answers."""
 
-_MOST_BLOCKS = 2048  # in a message, which has at most 64 KiB
+_MAX_BLOCKS = 2048  # in a message, which has at most 64 KiB
 _EXIT_LIMIT_S, _GRACE_S, _POLL_S = 10.0, 2.0, 0.1
 
 
@@ -96,7 +96,7 @@ class Prefill:
         """Have the process compute the blocks of a request, and pull them into slots of the node, in order.
 
         If the process is lost meanwhile, it is replaced and the request is recomputed. Raises PrefillError after
-        more than `MOST_RESTARTS` losses.
+        more than `MAX_RESTARTS` losses.
         """
         pulled = not blocks
         while not pulled:
@@ -143,8 +143,8 @@ class Prefill:
         """Have the process write blocks into its first slots, and wait until it has."""
         start = time.monotonic()
         try:
-            for first in range(0, len(blocks), _MOST_BLOCKS):
-                message = {"compute": number, "first": first, "blocks": blocks[first : first + _MOST_BLOCKS]}
+            for first in range(0, len(blocks), _MAX_BLOCKS):
+                message = {"compute": number, "first": first, "blocks": blocks[first : first + _MAX_BLOCKS]}
                 self.peer.send(json.dumps(message).encode())
             self._wait(lambda: self._computed.get(number) == len(blocks))
         finally:
@@ -228,17 +228,17 @@ class Prefill:
             raise PrefillError(f"it {what}: {shown(error)}; {self._stop(_GRACE_S)}") from error
 
     def _lose(self, number: int, error: Error) -> None:
-        """Report that the process is lost, and end it. Raises PrefillError after `MOST_RESTARTS` restarts."""
+        """Report that the process is lost, and end it. Raises PrefillError after `MAX_RESTARTS` restarts."""
         ended = self._stop(_GRACE_S)
         text = f"at request {number + 1:,}: {shown(error)}"
-        if len(self._restarts) == MOST_RESTARTS:
-            raise PrefillError(f"lost {text}; {ended}; gave up after {MOST_RESTARTS} restarts") from error
+        if len(self._restarts) == MAX_RESTARTS:
+            raise PrefillError(f"lost {text}; {ended}; gave up after {MAX_RESTARTS} restarts") from error
         if not self._killed and not any(restart.gap_ms is None for restart in self._restarts):
             self._lost_at = time.monotonic()
         self._restarts.append(Restart(number + 1, self._killed, ended, error.code, str(error)))
         self._killed = False
         self._tell(f"decode: lost prefill {text}")
-        self._tell(f"decode: {ended}; starting prefill again ({len(self._restarts)} of at most {MOST_RESTARTS})")
+        self._tell(f"decode: {ended}; starting prefill again ({len(self._restarts)} of at most {MAX_RESTARTS})")
 
 
 def shown(error: Error) -> str:

@@ -82,12 +82,12 @@ class Server:
             self.outcome.too_large += 1
             self.outcome.largest_blocks = max(self.outcome.largest_blocks, len(request.blocks) + private)
             return
-        self._carry_out(number, plan)
+        self._run_plan(number, plan)
         ends = request.arrival_ms + MS_PER_TOKEN * request.output_tokens
         heapq.heappush(self._running, (ends, number, request, plan))
         self.outcome.most_running = max(self.outcome.most_running, len(self._running))
 
-    def _carry_out(self, number: int, plan: Plan) -> None:
+    def _run_plan(self, number: int, plan: Plan) -> None:
         self._node.swap_out(plan.swap_out)
         self._node.swap_in(plan.swap_in)
         self._prefill.bring(number, [block for block, _ in plan.writes], [slot for _, slot in plan.writes])

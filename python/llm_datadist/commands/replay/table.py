@@ -113,8 +113,8 @@ class BlockTable:
         # Slots are paired in ascending order, so that adjacent slots stay adjacent, which makes copies faster.
         targets = _take(self._free_host, len(leaving))
         swap_out = [(block, slot, targets.pop()) for block, slot in sorted(leaving, key=_slot)]
-        places = {block: target for block, _, target in swap_out}
-        self._host.update((block, places[block]) for block, _ in leaving)
+        target_of = {block: target for block, _, target in swap_out}
+        self._host.update((block, target_of[block]) for block, _ in leaving)
         return swap_out, evicted, victims[:lost]
 
 
@@ -126,5 +126,5 @@ def _take(free: list[int], count: int) -> list[int]:
     return taken
 
 
-def _slot(place: tuple[int, int]) -> int:
-    return place[1]
+def _slot(item: tuple[int, int]) -> int:
+    return item[1]

@@ -86,9 +86,9 @@ class TorchDevice:
             stage.copy_(gathered, non_blocking=True)
             begun.append((self.mark(), dst[name], to, stage))
             if len(begun) > 1:
-                _settle(*begun.pop(0))
+                _write_rows(*begun.pop(0))
         for one in begun:
-            _settle(*one)
+            _write_rows(*one)
 
     def _scatter(self, src: Tensors, dst: Tensors, src_blocks: list[int], dst_blocks: list[int]) -> None:
         """Gather rows in page-locked memory, and have the device scatter a chunk while the next one is gathered."""
@@ -253,7 +253,7 @@ def _chunks(
             yield name, torch.tensor(src_blocks[at : at + step]), torch.tensor(dst_blocks[at : at + step])
 
 
-def _settle(mark: torch.Event, rows: torch.Tensor, to: torch.Tensor, stage: torch.Tensor) -> None:
+def _write_rows(mark: torch.Event, rows: torch.Tensor, to: torch.Tensor, stage: torch.Tensor) -> None:
     """Copy a chunk to its rows when it has arrived."""
     _wait(mark)
     rows.index_copy_(0, to, stage)

@@ -3,8 +3,8 @@
 The engine reaches host memory only. So each block of a KV cache on a device has a row in host memory. Prefill *saves*
 blocks to their rows before it lends them, and decode pulls into rows and *loads* them to its blocks.
 
-Each direction is a *lane*: a thread, a stream of the device, and a queue. The copies of a lane run in the order in
-which they were given. So a row has the bytes of the last save that was given for it, and no older save comes later.
+Each direction has a queue, with a thread and a stream of the device. The copies of a queue run in the order in which
+they were given. So a row has the bytes of the last save that was given for it, and no older save comes later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.llm_datadist")
 
 # vLLM's names of the directions.
 _SAVE, _LOAD = "d2h", "h2d"
-# Maximum number of copies that wait in a lane.
+# Maximum number of copies that wait in a queue.
 MAX_QUEUED = 16_384
 # Maximum number of blocks of copies that run as one. A single copy may have more.
 _BATCH_BLOCKS = 4096
@@ -35,7 +35,7 @@ _CALL_BLOCKS = 512
 
 
 class Stream(Protocol):
-    """A queue of the device, for the copies of one lane."""
+    """A stream of the device, for the copies of one direction."""
 
     def run(self, after: Sequence[Any], work: Callable[[], None]) -> None:
         """Run copies after marks, and return when all of their bytes are in place.
@@ -63,17 +63,17 @@ class Device(Protocol):
 
 @dataclass(eq=False)
 class Copy:
-    """Blocks of some layers that a lane moves. ``HostBuffers`` makes it."""
+    """Blocks of some layers that a queue moves. ``HostBuffers`` makes it."""
 
     layers: list[str]
     pairs: list[tuple[int, int]]  # the blocks of the device, and their rows
     mark: Any
     done: Callable[[Copy, Exception | None], None]
-    lane: _Lane
+    queue: _CopyQueue
 
     def cancel(self) -> None:
         """Drop the copy, unless it runs. Its end is reported in both cases."""
-        self.lane.drop(self)
+        self.queue.drop(self)
 
 
 class Dropped(Exception):  # noqa: N818 - not an error of the copy
@@ -82,7 +82,7 @@ class Dropped(Exception):  # noqa: N818 - not an error of the copy
 
 @dataclass
 class HostBuffers:
-    """The rows of a KV cache, and its two lanes.
+    """The rows of a KV cache, and its two queues.
 
     Args:
         device: the device.
@@ -99,8 +99,8 @@ class HostBuffers:
 
     def __post_init__(self) -> None:
         self.copy_blocks = self.device.copy_blocks
-        self._saves = _Lane(_SAVE, self)
-        self._loads = _Lane(_LOAD, self)
+        self._saves = _CopyQueue(_SAVE, self)
+        self._loads = _CopyQueue(_LOAD, self)
 
     def use_copy_blocks(self, copy_blocks: Callable[..., None]) -> bool:
         """Copy with the function of vLLM's platform, and return whether that is done.
@@ -132,7 +132,7 @@ class HostBuffers:
                 memory then.
 
         Raises:
-            RuntimeError: ``MAX_QUEUED`` copies wait, or the lane has ended.
+            RuntimeError: ``MAX_QUEUED`` copies wait, or the queue has ended.
         """
         return self._saves.add(Copy(layers, pairs, mark, done, self._saves))
 
@@ -153,7 +153,7 @@ class HostBuffers:
 
     @property
     def alive(self) -> bool:
-        """Whether no lane has ended by an error."""
+        """Whether no queue has ended by an error."""
         return self._saves.alive and self._loads.alive
 
     def stop(self) -> bool:
@@ -164,13 +164,13 @@ class HostBuffers:
         """Stop, wait until no copy runs, and return whether that has happened within ``limit_s`` seconds."""
         end = time.monotonic() + limit_s
         self.stop()
-        if not all(lane.join(max(0.0, end - time.monotonic())) for lane in (self._saves, self._loads)):
+        if not all(queue.join(max(0.0, end - time.monotonic())) for queue in (self._saves, self._loads)):
             return False
         self.release()
         return True
 
 
-class _Lane:
+class _CopyQueue:
     """The copies in one direction. The thread starts with the first of them."""
 
     def __init__(self, direction: str, buffers: HostBuffers) -> None:
@@ -234,7 +234,7 @@ class _Lane:
                 self._running = []
 
     def _next(self) -> list[Copy]:
-        """Wait for copies, and return those with the same layers, which can run as one. Empty if the lane stops."""
+        """Wait for copies, and return those with the same layers, which can run as one. Empty if the queue stops."""
         with self._changed:
             self._running = []
             self._changed.wait_for(lambda: self._waiting or self._stopped)
@@ -254,7 +254,7 @@ class _Lane:
         error: Exception | None = None
         try:
             stream.run([copy.mark for copy in batch if copy.mark is not None], partial(self._copy, batch))
-        except Exception as failed:  # noqa: BLE001 - it fails these copies, not the lane
+        except Exception as failed:  # noqa: BLE001 - it fails these copies, not the queue
             error = failed
         for copy in batch:
             try:

@@ -321,8 +321,8 @@ class Lending:
             self._notify(peer, Gone(part.ticket, number, str(error)))
             return
         tokens = [[grant.token for grant in grants] for grants in lent.grants]
-        place = (part.ticket, number, part.number, part.first, part.blocks)
-        self._notify(peer, Lent(*place, tokens, lent.layers, part.last))
+        common = (part.ticket, number, part.number, part.first, part.blocks)
+        self._notify(peer, Lent(*common, tokens, lent.layers, part.last))
 
     def _end(self, ticket: str, reason: str, *, unread: bool) -> None:
         loan = self._loans[ticket]

@@ -243,13 +243,13 @@ def host_rows(
         ValueError: the chunks do not hold as many blocks.
     """
     # Each block as its place in the list of chunks: a group begins with a chunk of its own.
-    places, taken = [np.empty(0, np.int64)], 0
+    positions, taken = [np.empty(0, np.int64)], 0
     for size, first in zip(group_sizes, first_blocks):
-        places.append(np.arange(size) + first % blocks_per_chunk + taken * blocks_per_chunk)
+        positions.append(np.arange(size) + first % blocks_per_chunk + taken * blocks_per_chunk)
         taken += -(-(first % blocks_per_chunk + size) // blocks_per_chunk) if size else 0
     if taken > len(chunks):
         raise ValueError(f"{len(chunks)} chunks do not hold groups of {list(group_sizes)} blocks")
-    chunk, inside = np.divmod(np.concatenate(places), blocks_per_chunk)
+    chunk, inside = np.divmod(np.concatenate(positions), blocks_per_chunk)
     return np.asarray(chunks, np.int64)[chunk] * blocks_per_chunk + inside
 
 

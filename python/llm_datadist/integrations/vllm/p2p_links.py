@@ -113,7 +113,7 @@ class Links:
             self._link(remote)
 
     def remove(self, peer_id: str) -> None:
-        """End the link to another scheduler, and all writes to it. Loads from it end by ``Reads.settle``."""
+        """End the link to another scheduler, and all writes to it. Loads from it end by ``Reads.finish``."""
         self.writes.forget(peer_id)
         remote = self._remotes.pop(peer_id, None)
         if remote is None:

@@ -75,7 +75,7 @@ class Reads:
         self._waiting: deque[_Read] = deque()
 
     def expect(self, job: int, peer_id: str, rows: Iterable[int]) -> None:
-        """Let a peer offer rows for a load, until ``settle``."""
+        """Let a peer offer rows for a load, until ``finish``."""
         load = _Load(peer_id, frozenset(rows))
         load.wanted.update(load.rows)
         self._loads[job] = load
@@ -116,7 +116,7 @@ class Reads:
         if error is not None:
             self._fail(read, str(error))
 
-    def settle(self, job: int, success: bool) -> bool | None:
+    def finish(self, job: int, success: bool) -> bool | None:
         """End a load: nothing begins to write into its rows any more.
 
         Args:

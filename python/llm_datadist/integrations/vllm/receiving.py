@@ -68,7 +68,7 @@ class _Ongoing:
     request: str
     handover: Handover
     number: int
-    places: list[tuple[str, str]]  # the address and the name of the engine of each rank of prefill
+    ranks_of_prefill: list[tuple[str, str]]  # the address and the name of the engine of each rank of prefill
     order: Receive | None = None  # the blocks that vLLM has for it
     view: str = PAGES
     incoming: Incoming = field(default_factory=_nothing)
@@ -86,9 +86,9 @@ class _Ongoing:
     failure: str = ""
     cancelled: bool = False  # whether decode needs nothing of it any more
 
-    def place(self, source: Source) -> tuple[str, str]:
+    def rank_of_prefill(self, source: Source) -> tuple[str, str]:
         """Return the address and the name of the engine of a rank of prefill."""
-        return self.places[source.rank]
+        return self.ranks_of_prefill[source.rank]
 
 
 class Receiving:
@@ -139,7 +139,7 @@ class Receiving:
         self._ongoing[order.request] = ongoing
         self._by_ticket.setdefault(order.handover.ticket, []).append(ongoing)
         try:
-            sources = self._shard.sources(len(ongoing.places))
+            sources = self._shard.sources(len(ongoing.ranks_of_prefill))
         except ValueError as error:
             self._fail(ongoing, str(error))
             return
@@ -235,7 +235,7 @@ class Receiving:
 
     def _begin(self, ongoing: _Ongoing, order: Receive) -> None:
         handover = ongoing.handover
-        ranks = len(ongoing.places)
+        ranks = len(ongoing.ranks_of_prefill)
         view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
         reads = {source.rank for source in self._shard.sources(ranks) if source.reads}
         # If the heads differ, the engine converts all layers of a part in one transfer.
@@ -256,7 +256,7 @@ class Receiving:
     def _link(self, ongoing: _Ongoing, source: Source) -> None:
         """Hold a request at a rank of prefill, as soon as it is linked. A request that has failed does not wait."""
         try:
-            self._dialing.link(ongoing.place(source), partial(self._linked, ongoing, source))
+            self._dialing.link(ongoing.rank_of_prefill(source), partial(self._linked, ongoing, source))
         except Exception as error:  # noqa: BLE001 - one request fails, not the thread
             self._fail(ongoing, str(error))
             return
@@ -359,7 +359,7 @@ class Receiving:
             if not wanted:
                 continue
             if ongoing.view == HEADS:
-                blocks = self._places(number, order, ongoing.handover, pull.part)[0][1]
+                blocks = self._blocks_and_offsets(number, order, ongoing.handover, pull.part)[0][1]
             else:
                 blocks = [order.blocks[number][index] for index in wanted]
             try:
@@ -398,7 +398,7 @@ class Receiving:
 
     def _pull(self, ongoing: _Ongoing, order: Receive, pull: Pull) -> None:
         part, layers = pull.part, self._groups[0].form.layers
-        ranks = len(ongoing.places)
+        ranks = len(ongoing.ranks_of_prefill)
         owners = [
             Owner(peer, heads_of(source.rank, ranks, self._shard.total_heads), part.grants[source.rank])
             for peer, source in ongoing.peers.items()
@@ -408,8 +408,8 @@ class Receiving:
             if not wanted:
                 continue
             if ongoing.view == HEADS:
-                places = self._places(number, order, ongoing.handover, part)
-                transfer = group.pull_heads(owners, *places, self._left(ongoing))
+                blocks = self._blocks_and_offsets(number, order, ongoing.handover, part)
+                transfer = group.pull_heads(owners, *blocks, self._left(ongoing))
             else:
                 theirs, ours = part.blocks[number], order.blocks[number]
                 pairs = [(theirs[index - part.first], ours[index]) for index in wanted]
@@ -419,7 +419,7 @@ class Receiving:
             ongoing.pulls[transfer] = pull
             self._pulls[transfer] = ongoing
 
-    def _places(
+    def _blocks_and_offsets(
         self, number: int, order: Receive, handover: Handover, part: LentPart
     ) -> tuple[tuple[list[int], list[int]], range, int]:
         """Return the blocks on both sides, the tokens and the block size of a pull between different block sizes."""
@@ -464,9 +464,9 @@ class Receiving:
 
         A request for several completions (n > 1) is several requests here, with one ticket.
         """
-        ticket, place = ongoing.handover.ticket, ongoing.place(source)
+        ticket, rank = ongoing.handover.ticket, ongoing.rank_of_prefill(source)
         for other in self._by_ticket.get(ticket, ()):
-            if other is not ongoing and place in map(other.place, (*other.peers.values(), *other.links)):
+            if other is not ongoing and rank in map(other.rank_of_prefill, (*other.peers.values(), *other.links)):
                 return
         with suppress(Error):  # without a link, prefill frees the blocks
             for message in (*before, Done(ticket)):

@@ -204,8 +204,8 @@ class SchedulerSide:
                 addresses = self._addresses.copy()  # the program may change its response
                 if not addresses:
                     self._unfilled.append(addresses)
-                place = (self._engine_id, addresses, prompt.digest, self._block_sizes, self._stages)
-                return Handover(ticket, *place).params()
+                common = (self._engine_id, addresses, prompt.digest, self._block_sizes, self._stages)
+                return Handover(ticket, *common).params()
         self._taken.discard(ticket)
         if given or known:
             # Decode may have asked for it, or read it.

@@ -309,7 +309,7 @@ class TransferThread:
                 selector.select(self._until_due())
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-                self._turn()
+                self._run_once()
 
     def _until_due(self) -> float | None:
         now = time.monotonic()
@@ -319,7 +319,7 @@ class TransferThread:
         times = [due for due in dues if due is not None]
         return min(max(0.0, min(times) - now), _LONGEST_SLEEP_S) if times else None
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Do the work that was handed over, and take what has happened in the engine."""
         with self._lock:
             work, self._work = self._work, deque()

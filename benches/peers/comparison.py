@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BEST = 4
 LOOKS = 2
 # A system that takes this many times as long as ours is measured in fewer rounds.
-FAR_BEHIND = 4
+SLOW_RATIO = 4
 ROUNDS_OF_THE_SLOW = 2
 
 
@@ -66,22 +66,22 @@ def contest(ask: Ask, ground: Ground, entries: Sequence[Entry]) -> Iterator[Row]
     """Run all entries in turn. Yield one row for each, with its ratios to ours and to the best loop of the limit."""
     seconds: dict[str, list[float]] = {entry.name: [] for entry in entries}
     for round_ in range(ask.rounds + 1):
-        for turn in range(len(entries)):
-            entry = entries[(turn + round_) % len(entries)]
+        for step in range(len(entries)):
+            entry = entries[(step + round_) % len(entries)]
             if entry.failed or (entry.slow and round_ > ROUNDS_OF_THE_SLOW):
                 continue
-            took = one_turn(ask, ground, entry)
+            took = one_round(ask, ground, entry)
             if took is not None and round_ > 0:
                 seconds[entry.name].append(took)
             if took is not None and round_ == 0:
                 entry.warm = took
         if round_ == 0:
             look_again(ask, ground, entries)
-            settle(entries)
+            drop_slow(entries)
     yield from judged(ground, entries, seconds)
 
 
-def one_turn(ask: Ask, ground: Ground, entry: Entry) -> Optional[float]:
+def one_round(ask: Ask, ground: Ground, entry: Entry) -> Optional[float]:
     """Run one turn. Return its seconds, or None if it failed; `entry.failed` then has the reason."""
     ask.breadcrumb(entry.system)
     try:
@@ -109,18 +109,18 @@ def look_again(ask: Ask, ground: Ground, entries: Sequence[Entry]) -> None:
     loops = [entry for entry in entries if entry.system == LIMIT]
     for _ in range(LOOKS - 1 if len(loops) > BEST else 0):
         for entry in loops:
-            took = None if entry.failed else one_turn(ask, ground, entry)
+            took = None if entry.failed else one_round(ask, ground, entry)
             entry.warm = entry.warm if took is None else min(entry.warm, took)
 
 
-def settle(entries: Sequence[Entry]) -> None:
+def drop_slow(entries: Sequence[Entry]) -> None:
     """After the warm-up, keep only the fastest loops of the limit, and mark slow systems, which get fewer rounds."""
     done = [entry for entry in entries if not entry.failed]
     for entry in sorted((entry for entry in done if entry.system == LIMIT), key=lambda entry: entry.warm)[BEST:]:
         entry.failed = "slower than others while warming up"
     ours = next((entry.warm for entry in done if entry.system == OURS), None)
     for entry in done:
-        entry.slow = ours is not None and entry.warm > FAR_BEHIND * ours
+        entry.slow = ours is not None and entry.warm > SLOW_RATIO * ours
 
 
 def judged(ground: Ground, entries: Sequence[Entry], seconds: dict[str, list[float]]) -> Iterator[Row]:
