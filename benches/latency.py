@@ -24,7 +24,7 @@ COLUMNS = ("p50", "p99", "p9999", "bare50", "bare99", "bare9999")
 # Names that the benchmark uses, and their names in older commits.
 RENAMED = {
     "llm_datadist_core::testing::memory": "llm_datadist_core::mem",
-    "RemoteName": "FarName",
+    "RemoteName": "RemoteName",
     "PullRows::Blocks { remote, local }": "PullRows::Blocks { far: remote, near: local }",
 }
 # (kind, size) of a call → its columns.

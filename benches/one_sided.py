@@ -105,15 +105,15 @@ class Bench:
     def calls(self, piece: int, moved: int) -> tuple[dict[str, Callable[[], object]], list[int], list[int]]:
         """Return the calls that move the same pieces, and the local and remote offsets of the pieces."""
         draw, piece_count, count = random.Random(piece), MEMORY // piece, moved // piece  # noqa: S311
-        near, far = draw.sample(range(piece_count), count), draw.sample(range(piece_count), count)
-        here, there = [piece * block for block in near], [piece * block for block in far]
+        local_blocks, remote_blocks = draw.sample(range(piece_count), count), draw.sample(range(piece_count), count)
+        here, there = [piece * block for block in local_blocks], [piece * block for block in remote_blocks]
         ops = [hixl.TransferOpDesc(self.side.at + a, self.remote + b, piece) for a, b in zip(here, there)]
         rows, cache, remote = self.side.native, self.side.caches[piece], self.peer[f"of {piece}"]
         own = self.side.hixl
         calls: dict[str, Callable[[], object]] = {
-            "pull": lambda: rows.pull(cache[near], remote[far]).result(30),
+            "pull": lambda: rows.pull(cache[local_blocks], remote[remote_blocks]).result(30),
             "READ": lambda: succeed(own.transfer_sync(self.address, hixl.READ, ops, LIMIT)),
-            "push": lambda: rows.push(remote[far], cache[near]).result(30),
+            "push": lambda: rows.push(remote[remote_blocks], cache[local_blocks]).result(30),
             "WRITE": lambda: succeed(own.transfer_sync(self.address, hixl.WRITE, ops, LIMIT)),
         }
         return calls, here, there

@@ -44,7 +44,7 @@ LAYERS = 40
 # Name: tensors, blocks, bytes of a block.
 CACHES = {"kv": (1, BLOCKS, BLOCK), "host": (1, BLOCKS, BLOCK), "layers": (2 * LAYERS, 16, 4 << 10)}
 POOL = 32 << 20
-NEAR, OWNER = 1, 2  # the clusters of LLM-DataDist's API
+LOCAL, OWNER = 1, 2  # the clusters of LLM-DataDist's API
 SRC, DST = list(range(512)), list(range(BLOCKS - 1, BLOCKS - 513, -1))
 Call = Callable[[], object]
 
@@ -178,13 +178,13 @@ def rows(native: Native, original: Original, address: str) -> Iterator[Row]:
     engine, (kv, host, layers) = native.engine, native.caches.values()
     manager, (device, swapped, layered) = original.manager, original.caches.values()
     peer, key = engine.link(address).result(), key_of("kv")
-    far, far_layers = peer["kv"], peer["layers"]
+    remote, remote_layers = peer["kv"], peer["layers"]
     config = TransferWithCacheKeyConfig(key_of("layers"), range(LAYERS), range(LAYERS))
     desc = CacheDesc(2 * LAYERS, [4, 4096], DataType.DT_UINT8)
     pairs, running = dict(zip(SRC, DST)), []
 
     def push() -> None:
-        transfer = engine.push(far_layers[3], layers[3], layerwise=True)
+        transfer = engine.push(remote_layers[3], layers[3], layerwise=True)
         for layer in range(LAYERS):
             transfer.ready(layer)
         transfer.result()
@@ -211,18 +211,18 @@ def rows(native: Native, original: Original, address: str) -> Iterator[Row]:
     )
     yield Row(
         "pull of one 16 KiB block from a pool",
-        lambda: engine.pull(kv[521], far[3]).result(),
+        lambda: engine.pull(kv[521], remote[3]).result(),
         lambda: manager.pull_blocks(key, device, [3], [521]),
     )
     yield Row(
         "pull of 512 blocks of 16 KiB from a pool",
-        lambda: engine.pull(kv[DST], far[SRC]).result(),
+        lambda: engine.pull(kv[DST], remote[SRC]).result(),
         lambda: manager.pull_blocks(key, device, SRC, DST),
         share=0.02,
     )
     yield Row(
         "start of a pull of 512 blocks",
-        lambda: running.append(engine.pull(kv[DST], far[SRC])),
+        lambda: running.append(engine.pull(kv[DST], remote[SRC])),
         share=0.02,
         after=lambda: running.pop().result(),
     )
@@ -232,7 +232,7 @@ def rows(native: Native, original: Original, address: str) -> Iterator[Row]:
         lambda: engine.allocate("new", blocks=4, tensors=2 * LAYERS, shape=(4096,), dtype="uint8").free().result(),
         lambda: manager.deallocate_cache(manager.allocate_cache(desc)),
     )
-    engine.pull(layers[5], far_layers[3]).result()
+    engine.pull(layers[5], remote_layers[3]).result()
     manager.pull_blocks(key_of("layers"), layered, [3], [5])
     for side in (native, original):
         check(side)
@@ -260,7 +260,7 @@ def check(side: Native | Original) -> None:
     """Check the bytes that the calls have moved."""
     (kv,), (host,), layers = side.views("kv"), side.views("host"), side.views("layers")
     assert (kv[520] == kv[3]).all(), "the copied block is wrong"
-    assert (host[[520, *DST]] == byte(np.array([3, *SRC]), 0, NEAR)[:, None]).all(), "a swapped block is wrong"
+    assert (host[[520, *DST]] == byte(np.array([3, *SRC]), 0, LOCAL)[:, None]).all(), "a swapped block is wrong"
     assert (kv[[521, *DST]] == byte(np.array([3, *SRC]), 0, OWNER)[:, None]).all(), "a pulled block is wrong"
     assert all((tensor[5] == tensor[3]).all() for tensor in layers), "a layer was pushed wrong"
 
@@ -281,7 +281,7 @@ def main() -> None:
     with subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:  # noqa: S603
         assert owner.stdout is not None
         address, port = owner.stdout.readline().split()
-        with opened(NEAR) as (native, original):
+        with opened(LOCAL) as (native, original):
             original.link(int(port))
             print(f"{options.rounds} rounds of up to {options.calls} calls; microseconds, medians")
             print(f"{'':50} {'native':>9} {'original':>9} {'ratio':>9}  (lowest-highest)")

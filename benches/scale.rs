@@ -41,7 +41,7 @@ mod curve;
 mod heap;
 #[path = "scale/links.rs"]
 mod links;
-#[path = "scale/far.rs"]
+#[path = "scale/remote.rs"]
 mod remote;
 #[path = "scale/setup.rs"]
 mod setup;
@@ -96,7 +96,7 @@ fn options() -> Options {
 type Part = fn(&Options, &mut Report);
 
 fn main() {
-    if std::env::args().nth(1).as_deref() == Some("--far") {
+    if std::env::args().nth(1).as_deref() == Some("--remote") {
         return remote::serve();
     }
     let options = options();

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import numpy as np
-from serving_peer import PAYLOAD, TIMEOUT_S, Near, Setting, linked, opened, rest, row_values
+from serving_peer import PAYLOAD, TIMEOUT_S, Local, Setting, linked, opened, rest, row_values
 
 from llm_datadist.native import Busy, Completed, Transfer
 
@@ -94,7 +94,7 @@ def micros(call: Callable[[], Any]) -> float:
 def start(size: Size) -> Iterator[Row]:
     """The caller's time to start a pull while no other runs."""
     count = 512
-    with linked(Setting(blocks=count), count) as near:
+    with linked(Setting(blocks=count), count) as local:
         src, dst = (random.Random(seed).sample(range(count), count) for seed in (1, 2))  # noqa: S311
         lists: dict[str, tuple[Any, Any]] = {
             "1 block, lists": (dst[:1], src[:1]),
@@ -106,10 +106,10 @@ def start(size: Size) -> Iterator[Row]:
             for name, (to, of) in lists.items():
                 times = []
                 for _ in range(size.calls):
-                    times.append(micros(lambda: near.engine.pull(near.cache[to], near.kv[of])))  # noqa: B023
-                    ends(near, 1)
+                    times.append(micros(lambda: local.engine.pull(local.cache[to], local.kv[of])))  # noqa: B023
+                    ends(local, 1)
                 figures[name].append(statistics.median(times))
-        assert (near.view[dst] == row_values(count)[src][:, None]).all(), "a block arrived wrong"
+        assert (local.view[dst] == row_values(count)[src][:, None]).all(), "a block arrived wrong"
         for name, values in figures.items():
             yield Row(f"start pull, {name}", values, "us", at_most=20)
 
@@ -142,11 +142,11 @@ def wait(transfers: Iterable[Transfer[Any]]) -> None:
             time.sleep(1e-4)
 
 
-def ends(near: Near, count: int) -> None:
+def ends(local: Local, count: int) -> None:
     """Take the events of as many transfers as they end."""
     while count:
-        select.select([near.engine], [], [])
-        for event in near.engine.events():
+        select.select([local.engine], [], [])
+        for event in local.engine.events():
             if isinstance(event, Completed):
                 event.transfer.result()
                 count -= 1
@@ -156,14 +156,14 @@ def many(transport: str) -> Callable[[Size], Iterator[Row]]:
     """Pulls in flight from one thread, beside threads that wait for each pull."""
 
     def measure(size: Size) -> Iterator[Row]:
-        with linked(Setting(transport, size.pull_bytes, size.pulls // 4), size.pulls) as near:
+        with linked(Setting(transport, size.pull_bytes, size.pulls // 4), size.pulls) as local:
             waited: dict[int, list[float]] = {1: [], 2: [], 4: []}
             flying = []
             for number in range(size.rounds + 1):
                 flown_medians = []
                 for threads, figures in waited.items():
-                    figures.append(speed(near, size, partial(pulled, near, size, threads)))
-                    flown_medians.append(speed(near, size, partial(flown, near, size)))
+                    figures.append(speed(local, size, partial(pulled, local, size, threads)))
+                    flown_medians.append(speed(local, size, partial(flown, local, size)))
                 flying.append(statistics.median(flown_medians))
                 if number == 0:  # touches the memory for the first time
                     flying.clear()
@@ -181,9 +181,9 @@ def many(transport: str) -> Callable[[Size], Iterator[Row]]:
     return measure
 
 
-def speed(near: Near, size: Size, timed_call: Callable[[], None]) -> float:
+def speed(local: Local, size: Size, timed_call: Callable[[], None]) -> float:
     """GB/s of pulling all blocks once. Checks the first and the last byte of each."""
-    edges = near.view[:, :: size.pull_bytes - 1]
+    edges = local.view[:, :: size.pull_bytes - 1]
     edges[:] = 0
     nanos = micros(timed_call) * 1e3
     expected = row_values(size.pulls // 4)[np.arange(size.pulls) % (size.pulls // 4)]
@@ -191,27 +191,27 @@ def speed(near: Near, size: Size, timed_call: Callable[[], None]) -> float:
     return size.pulls * size.pull_bytes / nanos
 
 
-def pull(near: Near, size: Size, block: int) -> Transfer[None]:
+def pull(local: Local, size: Size, block: int) -> Transfer[None]:
     """Start to pull one of all blocks."""
-    return near.engine.pull(near.cache[block], near.kv[block % (size.pulls // 4)])
+    return local.engine.pull(local.cache[block], local.kv[block % (size.pulls // 4)])
 
 
-def pulled(near: Near, size: Size, threads: int) -> None:
+def pulled(local: Local, size: Size, threads: int) -> None:
     """Pull all blocks with threads that wait for each pull."""
 
     def some(first: int) -> None:
         for block in range(first, size.pulls, threads):
-            pull(near, size, block).result()
+            pull(local, size, block).result()
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(some, range(threads)))
 
 
-def flown(near: Near, size: Size) -> None:
+def flown(local: Local, size: Size) -> None:
     """Pull all blocks as a scheduler does: start them, then take the events."""
     for block in range(size.pulls):
-        pull(near, size, block)
-    ends(near, size.pulls)
+        pull(local, size, block)
+    ends(local, size.pulls)
 
 
 def messages(transport: str, goal: int) -> Callable[[Size], Iterator[Row]]:
@@ -219,24 +219,24 @@ def messages(transport: str, goal: int) -> Callable[[Size], Iterator[Row]]:
 
     def measure(size: Size) -> Iterator[Row]:
         figures = []
-        with linked(Setting(transport), 1) as near:
+        with linked(Setting(transport), 1) as local:
             for _ in range(size.rounds):
-                near.tell("receive", size.messages)
+                local.tell("receive", size.messages)
                 started = time.perf_counter()
                 for _ in range(size.messages):
-                    while not accepted(near):
+                    while not accepted(local):
                         time.sleep(50e-6)
-                assert int(near.answer()) == size.messages
+                assert int(local.answer()) == size.messages
                 figures.append(size.messages / (time.perf_counter() - started))
         yield Row(f"messages of {len(PAYLOAD)} bytes, {transport}", figures, "per second", at_least=goal)
 
     return measure
 
 
-def accepted(near: Near) -> bool:
+def accepted(local: Local) -> bool:
     """Send one message, unless the window is full."""
     try:
-        near.peer.send(PAYLOAD)
+        local.peer.send(PAYLOAD)
     except Busy:
         return False
     return True
@@ -264,34 +264,34 @@ def in_flight(size: Size, blocks: int) -> tuple[float, int]:
     few, most = size.in_flight
     running: list[Transfer[None]] = []
     taken = []
-    with linked(Setting("tcp", 8, 1), most * blocks, max_transfers=2 * most) as near:
-        stop(near.owner.pid)
+    with linked(Setting("tcp", 8, 1), most * blocks, max_transfers=2 * most) as local:
+        stop(local.owner.pid)
         for count in (few, most):
             while len(running) < count:
                 first = len(running) * blocks
                 to = list(range(first, first + blocks))
-                running.append(near.engine.pull(near.cache[to], near.kv[[0] * blocks]))
+                running.append(local.engine.pull(local.cache[to], local.kv[[0] * blocks]))
             time.sleep(0.2)  # until the workers have begun what they can
-            fill_kept_lists(near)
+            fill_kept_lists(local)
             taken.append(allocated())
         assert not any(transfer.done() for transfer in running)
         for transfer in running:
             transfer.cancel()
-        os.kill(near.owner.pid, signal.SIGCONT)
+        os.kill(local.owner.pid, signal.SIGCONT)
         wait(running)
     before, after = taken
     return (after - before) / (most - few), sys.getsizeof(running[0])
 
 
-def fill_kept_lists(near: Near) -> None:
+def fill_kept_lists(local: Local) -> None:
     """Fill the store of freed lists of every size that the allocator of the engine keeps."""
     most = 1 << 18  # blocks: the longest list that is kept has 2 MiB, 8 bytes for each block
-    with near.engine.allocate("lists", blocks=most + 1, tensors=1, shape=(1,), dtype="uint8") as cache:
+    with local.engine.allocate("lists", blocks=most + 1, tensors=1, shape=(1,), dtype="uint8") as cache:
 
         def copy(blocks: int) -> None:
             # Other threads use the same rows, so the lists of several calls exist at the same time.
             for _ in range(4):
-                near.engine.copy(cache[:blocks], cache[[most] * blocks]).result()
+                local.engine.copy(cache[:blocks], cache[[most] * blocks]).result()
 
         with ThreadPoolExecutor(4) as pool:
             for bits in range(11, 19):
@@ -328,18 +328,18 @@ def allocated() -> int:
 
 def idle(size: Size) -> Iterator[Row]:
     """CPU time of both linked processes while nothing happens, before and after the first use of these calls."""
-    with linked(Setting(), 1) as near:
+    with linked(Setting(), 1) as local:
         time.sleep(size.idle_ms / 5e3)
-        before = both_rest(near, size)
-        near.engine.fileno()
-        near.engine.events()
-        assert near.ask("greet", 1) == "1"
-        near.peer.send(PAYLOAD)
-        assert near.ask("receive", 1) == "1"
-        while not near.engine.events():
+        before = both_rest(local, size)
+        local.engine.fileno()
+        local.engine.events()
+        assert local.ask("greet", 1) == "1"
+        local.peer.send(PAYLOAD)
+        assert local.ask("receive", 1) == "1"
+        while not local.engine.events():
             time.sleep(0.001)
         time.sleep(size.idle_ms / 5e3)
-        after = both_rest(near, size)
+        after = both_rest(local, size)
     what, unit = "CPU of two idle linked processes", f"ms/{size.idle_ms / 1e3:g} s"
     yield Row(f"{what}, before the first call of events", [before], unit)
     yield Row(f"{what}, after fileno, events and messages", [after], unit)
@@ -347,10 +347,10 @@ def idle(size: Size) -> Iterator[Row]:
     yield Row(f"{what}, difference", [float(round(after - before))], unit, at_most=0)
 
 
-def both_rest(near: Near, size: Size) -> float:
+def both_rest(local: Local, size: Size) -> float:
     """Milliseconds of CPU time of both processes."""
-    near.tell("rest", size.idle_ms)
-    return rest(size.idle_ms) + float(near.answer())
+    local.tell("rest", size.idle_ms)
+    return rest(size.idle_ms) + float(local.answer())
 
 
 def layers(size: Size) -> Iterator[Row]:
@@ -368,9 +368,9 @@ def layers(size: Size) -> Iterator[Row]:
     }
     figures: dict[str, list[float]] = {"start": [], **{name: [] for name in rows}}
     for name, (pause_ms, options) in rows.items():
-        with linked(Setting(blocks=64, tensors=2 * LAYERS, block_bytes=4 << 10), 64, **options) as near:
+        with linked(Setting(blocks=64, tensors=2 * LAYERS, block_bytes=4 << 10), 64, **options) as local:
             for _ in range(size.rounds):
-                begin, ready = layered(near, max(2, size.calls // 10), pause_ms)
+                begin, ready = layered(local, max(2, size.calls // 10), pause_ms)
                 if pause_ms and not options:
                     figures["start"].append(begin)
                 figures[name].append(ready)
@@ -380,14 +380,14 @@ def layers(size: Size) -> Iterator[Row]:
     yield Row("waking a sleeping process by a write to a pipe", wake_ups(size), "us")
 
 
-def layered(near: Near, requests: int, pause_ms: float) -> tuple[float, float]:
+def layered(local: Local, requests: int, pause_ms: float) -> tuple[float, float]:
     """The medians of the caller's microseconds to start a request, and to report one of its layers."""
     numbers = list(range(16))
     begins, readies = [], []
     clock = time.perf_counter_ns
     for _ in range(requests):
         started = clock()
-        push = near.engine.push(near.kv[numbers], near.cache[numbers], layerwise=True)
+        push = local.engine.push(local.kv[numbers], local.cache[numbers], layerwise=True)
         begins.append((clock() - started) / 1e3)
         for layer in range(LAYERS):
             compute(pause_ms)
@@ -441,10 +441,10 @@ def pulls(size: Size) -> Iterator[Row]:
     figures: dict[str, list[float]] = {
         name: [] for name in ("alone", "notify", "a known grant", "a new grant", "a new grant and notify")
     }
-    with linked(Setting(), 64) as near:
-        (known,) = near.granted(1)
+    with linked(Setting(), 64) as local:
+        (known,) = local.granted(1)
         for _ in range(size.rounds):
-            tokens = iter(near.granted(2 * count))
+            tokens = iter(local.granted(2 * count))
             calls: dict[str, Callable[[], dict[str, Any]]] = {
                 "alone": dict,
                 "notify": lambda: {"notify": PAYLOAD},
@@ -453,8 +453,8 @@ def pulls(size: Size) -> Iterator[Row]:
                 "a new grant and notify": lambda: {"grant": next(tokens), "notify": PAYLOAD},  # noqa: B023
             }
             for name, extras in calls.items():
-                figures[name].append(statistics.median(one_pull(near, extras()) for _ in range(count)))
-            assert int(near.ask("receive", 2 * count)) == 2 * count
+                figures[name].append(statistics.median(one_pull(local, extras()) for _ in range(count)))
+            assert int(local.ask("receive", 2 * count)) == 2 * count
     for name, values in figures.items():
         yield Row(f"pull of 16 KiB, {name}", values, "us")
     new = figures["a new grant"]
@@ -462,9 +462,9 @@ def pulls(size: Size) -> Iterator[Row]:
     yield Row("pull of 16 KiB, a new grant and notify / a new grant", ratios([*figures.values()][-1], new), "ratio")
 
 
-def one_pull(near: Near, extras: dict[str, Any]) -> float:
+def one_pull(local: Local, extras: dict[str, Any]) -> float:
     """Microseconds of a pull of one block, with these arguments."""
-    return micros(lambda: near.engine.pull(near.cache[1], near.kv[1], **extras).result())
+    return micros(lambda: local.engine.pull(local.cache[1], local.kv[1], **extras).result())
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:

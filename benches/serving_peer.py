@@ -65,7 +65,7 @@ def opened(setting: Setting, blocks: int, **options: Any) -> tuple[Engine, Cache
     return engine, cache, cache.tensors[0].numpy()
 
 
-class Near:
+class Local:
     """The engine of this process, linked to the owner, with a cache that pulls write."""
 
     def __init__(self, setting: Setting, blocks: int, owner: subprocess.Popen[str], **options: Any) -> None:
@@ -99,14 +99,14 @@ class Near:
 
 
 @contextmanager
-def linked(setting: Setting, blocks: int, **options: Any) -> Iterator[Near]:
+def linked(setting: Setting, blocks: int, **options: Any) -> Iterator[Local]:
     """Start the owner, link to it, and end both engines afterwards. `options` are those of this process alone."""
     order = [sys.executable, str(Path(__file__)), json.dumps(asdict(setting))]
     with subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:  # noqa: S603
         try:
-            near = Near(setting, blocks, owner, **options)
-            yield near
-            near.engine.close()
+            local = Local(setting, blocks, owner, **options)
+            yield local
+            local.engine.close()
         except BaseException:
             owner.kill()
             raise

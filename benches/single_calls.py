@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK, BLOCKS, POOL = 16 << 10, 64, 16 << 20
-NEAR, OWNER = 1, 2  # the clusters
+LOCAL, OWNER = 1, 2  # the clusters
 POOLED, REGISTERED = 0, 1  # the models of the caches in the pool and in memory of the program
 SHAPE = [BLOCKS, BLOCK]
 
@@ -100,9 +100,9 @@ class Side:
         """Check the blocks that the calls have written."""
         last, pulled = BLOCKS - 1, byte(OWNER, 5)
         if self.cluster == OWNER:
-            written = [(self.pooled, last, byte(NEAR, 7)), (self.registered, last, byte(NEAR, 7))]
+            written = [(self.pooled, last, byte(LOCAL, 7)), (self.registered, last, byte(LOCAL, 7))]
         else:
-            written = [(self.host, last, byte(NEAR, 3)), (self.pooled, last, byte(NEAR, 3))]
+            written = [(self.host, last, byte(LOCAL, 3)), (self.pooled, last, byte(LOCAL, 3))]
             written += [(self.pooled, last - 1, pulled), (self.registered, last - 1, pulled)]
         for cache, block, expected in written:
             found = ctypes.string_at(cache.tensor_addrs[0] + block * BLOCK, BLOCK)
@@ -173,7 +173,7 @@ def tree(python: str) -> Iterator[Tree]:
         return subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
 
     with started(OWNER) as owner:
-        with started(NEAR) as caller:
+        with started(LOCAL) as caller:
             yield Tree(owner, caller)
         assert caller.returncode == 0, "the calling process has failed"
     assert owner.returncode == 0, "the owner has failed"

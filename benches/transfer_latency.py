@@ -40,8 +40,8 @@ def measure(name: str, calls: int, size: int) -> None:
     transport, registered = SETTINGS[name]
     rows = [(number * 37 % BLOCKS, (number * 37 + 5) % BLOCKS) for number in range(WARM + calls)]
     contents = row_values(BLOCKS)
-    with linked(Setting(transport, size, BLOCKS, registered=registered), BLOCKS) as near:
-        engine, kv, cache, view = near.engine, near.kv, near.cache, near.view
+    with linked(Setting(transport, size, BLOCKS, registered=registered), BLOCKS) as local:
+        engine, kv, cache, view = local.engine, local.kv, local.cache, local.view
 
         def pull(number: int) -> None:
             src, dst = rows[number]

@@ -72,12 +72,12 @@ class Steps(LayerSynchronizer):
         return [layer for layer, _ in self.asked]
 
 
-def launch(near: End, name: str, to: Sequence[Any], steps: Any = None, **kwargs: Any) -> Any:
+def launch(local: End, name: str, to: Sequence[Any], steps: Any = None, **kwargs: Any) -> Any:
     """Start a transfer of a cache of this process; `src`, `dst` and `size` are the blocks and their bytes."""
     names = {"src": "src_block_indices", "dst": "dst_block_indices", "size": "dst_block_memory_size"}
     given = {names[key]: value for key, value in kwargs.items()}
     steps = Steps() if steps is None else steps
-    return near.dist.cache_manager.transfer_cache_async(near.held[name].handle, steps, list(to), **given)
+    return local.dist.cache_manager.transfer_cache_async(local.held[name].handle, steps, list(to), **given)
 
 
 def results(task: Any, limit: Optional[int] = WAIT) -> list[Optional[str]]:
@@ -85,7 +85,7 @@ def results(task: Any, limit: Optional[int] = WAIT) -> list[Optional[str]]:
     return [None if code is None else code.name for code in task.get_results(limit)]
 
 
-class Far:
+class Remote:
     """A cache of a peer, and its twin: the bytes that it must contain."""
 
     def __init__(
@@ -170,21 +170,21 @@ class Transfer:
         way = way or {"accessible": False}
         self.given = options(**way, **settings)
         self.peers = [ends.peer(self.given, 2 + number) for number in range(peers)]
-        self.near = ends.near(self.given)
-        linked(self.near, *self.peers)
+        self.local = ends.local(self.given)
+        linked(self.local, *self.peers)
         self.accessible, self.shape, self.layers = way["accessible"], (rows, row_bytes, layers), layers
-        self.near.allocate("n", rows, row_bytes, 2 * layers, blocks=blocks, seed=1)
+        self.local.allocate("n", rows, row_bytes, 2 * layers, blocks=blocks, seed=1)
         self.source = pattern(1, 2 * layers, rows, row_bytes)
-        self.all = [self.far("f", peer, blocks=blocks) for peer in self.peers]
+        self.all = [self.remote("f", peer, blocks=blocks) for peer in self.peers]
         self.peer, self.to = self.peers[0], self.all[0]
 
-    def far(self, name: str, peer: Optional[Peer] = None, shape: tuple[int, ...] = (), **how: Any) -> Far:
+    def remote(self, name: str, peer: Optional[Peer] = None, shape: tuple[int, ...] = (), **how: Any) -> Remote:
         """Return another destination. By default, it has the same shape."""
-        return Far(peer or self.peer, self.accessible, name, *(shape or self.shape), **{"seed": 2, **how})
+        return Remote(peer or self.peer, self.accessible, name, *(shape or self.shape), **{"seed": 2, **how})
 
     def start(self, steps: Any = None, to: Optional[Sequence[Any]] = None, **lists: Any) -> Any:
-        every = [far.to(range(self.layers)) for far in self.all]
-        return launch(self.near, "n", every if to is None else to, steps, **lists)
+        every = [remote.to(range(self.layers)) for remote in self.all]
+        return launch(self.local, "n", every if to is None else to, steps, **lists)
 
     def send(self, steps: Any = None, to: Optional[Sequence[Any]] = None, **lists: Any) -> list[Optional[str]]:
         return results(self.start(steps, to, **lists))
@@ -196,11 +196,11 @@ class Transfer:
         eventually(lambda: set(layers_done(task)) == {layers}, what=f"{layers} layers")
         return steps, task
 
-    def arrived(self, layers: Optional[int] = None, why: Any = "", at: Sequence[Far] = ()) -> None:
+    def arrived(self, layers: Optional[int] = None, why: Any = "", at: Sequence[Remote] = ()) -> None:
         """Check that slot 0 of the first `layers` layers (default: all) has arrived everywhere, and nothing else."""
-        for far in at or self.all:
-            far.slot(self.source, range(self.layers if layers is None else layers))
-            far.check(why)
+        for remote in at or self.all:
+            remote.slot(self.source, range(self.layers if layers is None else layers))
+            remote.check(why)
 
     def again(self) -> None:
         assert set(self.send()) == {OK}
@@ -212,9 +212,9 @@ def names(error: Any, **facts: int) -> bool:
     return all(re.search(rf"{what}[ =]{value}\b", str(error)) for what, value in facts.items())
 
 
-def unlinked(near: End, cluster: int) -> None:
+def unlinked(local: End, cluster: int) -> None:
     """Wait until the link has ended."""
-    eventually(lambda: cluster not in {link["cluster"] for link in near.links()}, what="the end of the link")
+    eventually(lambda: cluster not in {link["cluster"] for link in local.links()}, what="the end of the link")
 
 
 def layers_done(task: Any) -> list[int]:
@@ -260,16 +260,16 @@ class Decoder:
 
     def __init__(self, ends: Ends, way: Optional[dict[str, Any]] = None, **settings: Any) -> None:
         self.way = way or {"accessible": False, "llm__LinkTransport": "auto"}
-        self.near = ends.near(options(listen="127.0.0.1:0", **self.way, **settings))
-        self.cache = self.near.allocate("f", 1, 6400, 20, seed=2)
+        self.local = ends.local(options(listen="127.0.0.1:0", **self.way, **settings))
+        self.cache = self.local.allocate("f", 1, 6400, 20, seed=2)
         self.good = pattern(1, 20, 1, 6400)
 
     def start(self, text: str, *, until: str = "") -> subprocess.Popen[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "LLM_DATADIST_"))}
-        given = [self.near.listening(), self.way["accessible"], self.way["llm__LinkTransport"], self.cache]
+        given = [self.local.listening(), self.way["accessible"], self.way["llm__LinkTransport"], self.cache]
         program = subprocess.Popen(  # noqa: S603
             [sys.executable, "-W", "error", "-c", PROGRAM + textwrap.dedent(text)]
-            + [str(each) for each in (*given, *self.near.addresses("f"))],
+            + [str(each) for each in (*given, *self.local.addresses("f"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -284,7 +284,7 @@ class Decoder:
         return finish(self.start(text))
 
     def whole(self) -> bool:
-        return equal(self.near.read("f"), self.good)
+        return equal(self.local.read("f"), self.good)
 
 
 def finish(program: subprocess.Popen[str], line: Optional[str] = None) -> tuple[int, str, str]:

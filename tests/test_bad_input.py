@@ -164,7 +164,7 @@ ADDRESS_LISTS: list[tuple[Any, Expected]] = [
 ]
 FLAGS: list[tuple[Any, Expected]] = [(bad, TE) for bad in (0, 1, "True", 1.0, [], "")]
 WIDE_BLOCKS = (2**63, 2**64, 2**64 + 1, -(2**64), 2**200)
-FAR_BLOCKS = (-1, 4, 2**31, 2**32, 2**32 + 1, INT64_MAX, -INT64_MAX - 1)
+REMOTE_BLOCKS = (-1, 4, 2**31, 2**32, 2**32 + 1, INT64_MAX, -INT64_MAX - 1)
 NO_MAP = (1, True, "01", 1.5, [(0, 1)], ((0, 1),), {0}, [], iter(()))
 BLOCK_MAPS: list[tuple[Any, Expected]] = [
     (None, AE),
@@ -172,8 +172,8 @@ BLOCK_MAPS: list[tuple[Any, Expected]] = [
     *[({bad: [1]}, TE) for bad in (None, True, 1.0, "0", (0,), float("nan"))],
     *[({0: bad}, TE) for bad in (None, 1, True, (1,), "1", {1}, {1: 1}, range(1), 1.0)],
     *[({0: [1, bad]}, TE) for bad in (None, True, 1.0, "1", [1], float("nan"))],
-    *[({0: [1], bad: [2]}, LE) for bad in FAR_BLOCKS],
-    *[({0: [1], 2: [3, bad]}, LE) for bad in FAR_BLOCKS],
+    *[({0: [1], bad: [2]}, LE) for bad in REMOTE_BLOCKS],
+    *[({0: [1], 2: [3, bad]}, LE) for bad in REMOTE_BLOCKS],
     *[({0: [1, bad]}, WIDE) for bad in WIDE_BLOCKS],
     *[({0: [1], bad: [0]}, WIDE) for bad in WIDE_BLOCKS],
     ({0: list(range(1_000)) * 100}, LE),
@@ -184,8 +184,8 @@ SWAP_MAPS: list[tuple[Any, Expected]] = [
     *[(bad, TE) for bad in NO_MAP],
     *[({bad: 1}, TE) for bad in (None, True, 1.0, "0", (0,), float("nan"))],
     *[({0: bad}, TE) for bad in (None, True, 1.0, "1", [1], (1,), float("nan"))],
-    *[({0: 1, bad: 2}, MISMATCH) for bad in FAR_BLOCKS],
-    *[({0: 1, 2: bad}, MISMATCH) for bad in FAR_BLOCKS],
+    *[({0: 1, bad: 2}, MISMATCH) for bad in REMOTE_BLOCKS],
+    *[({0: 1, 2: bad}, MISMATCH) for bad in REMOTE_BLOCKS],
     *[({0: 1, 2: bad}, WIDE) for bad in WIDE_BLOCKS],
     *[({0: 1, bad: 2}, WIDE) for bad in WIDE_BLOCKS],
     (dict.fromkeys(range(100000), 0), MISMATCH),

@@ -111,22 +111,22 @@ def form(request: pytest.FixtureRequest) -> Form:
 class Pair:
     """Two linked ends with one blocks cache each."""
 
-    def __init__(self, near: End, far: Peer) -> None:
-        self.near, self.far = near, far
-        near.allocate("near", 40, 96, blocks=True)
-        far.allocate("far", 40, 96, blocks=True, keys=[by_blocks(0)], seed=2)
-        self.handle = near.held["near"].handle
+    def __init__(self, local: End, remote: Peer) -> None:
+        self.local, self.remote = local, remote
+        local.allocate("local", 40, 96, blocks=True)
+        remote.allocate("remote", 40, 96, blocks=True, keys=[by_blocks(0)], seed=2)
+        self.handle = local.held["local"].handle
 
     def call(self, name: str, src: Any, dst: Any) -> Any:
         """Pull or push blocks."""
-        return getattr(self.near.manager, name)(key(by_blocks(2)), self.handle, src, dst)
+        return getattr(self.local.manager, name)(key(by_blocks(2)), self.handle, src, dst)
 
     def bytes_after(self, name: str, src: Any, dst: Any) -> list[np.ndarray]:
         """The bytes of both caches after a call, from known contents."""
-        self.near.fill("near", 1)
-        self.far.fill("far", 2)
+        self.local.fill("local", 1)
+        self.remote.fill("remote", 2)
         assert self.call(name, src, dst) is None
-        return [*self.near.read("near"), *self.far.read("far")]
+        return [*self.local.read("local"), *self.remote.read("remote")]
 
 
 SRC, DST = [3, 0, 39, 17, 5, 18], [10, 39, 0, 1, 2, 30]
@@ -145,14 +145,14 @@ def test_pulls_and_pushes(one_sided: tuple[End, Peer], call: str) -> None:
 
 
 def test_pull_of_a_slot_into_an_array_of_blocks(served: tuple[End, Peer]) -> None:
-    near, far = served
-    cache = far.allocate("far", 2, 96 * 3, seed=2)
-    near.allocate("near", 8, 96, blocks=True)
+    local, remote = served
+    cache = remote.allocate("remote", 2, 96 * 3, seed=2)
+    local.allocate("local", 8, 96, blocks=True)
     blocks = [5, 0, 2]
     for src, dst in (((), blocks), (np.array([], "i8"), np.array(blocks, "u2")), ([], array.array("h", blocks))):
-        near.fill("near", 1)
-        near.manager.pull_blocks(key(("slot", 2, cache, 1)), near.held["near"].handle, src, dst)
-        for ours, theirs in zip(near.read("near"), far.read("far")):
+        local.fill("local", 1)
+        local.manager.pull_blocks(key(("slot", 2, cache, 1)), local.held["local"].handle, src, dst)
+        for ours, theirs in zip(local.read("local"), remote.read("remote")):
             assert (ours[blocks].reshape(-1) == theirs[1]).all()
 
 
@@ -570,7 +570,7 @@ def test_layers(ends: Any, accessible: bool) -> None:
     for make in (list, *FORMS.values()):
         transfer.to.blocks(transfer.source, range(4), 0, list(zip(src, dst)))
         config = transfer.to.to(range(4), 0)
-        assert results(launch(transfer.near, "n", [config], src=make(src), dst=make(dst))) == [OK]
+        assert results(launch(transfer.local, "n", [config], src=make(src), dst=make(dst))) == [OK]
         transfer.to.check()
 
 

@@ -137,8 +137,8 @@ def test_the_limit_of_a_layer_is_fixed_when_the_transfer_starts(transfer: Transf
 
 def source_is_released(transfer: Transfer) -> None:
     """Deallocate the source, and wait until nothing else holds it."""
-    transfer.near.deallocate("n")
-    eventually(lambda: transfer.near.used() == 0, what="the release of the source")
+    transfer.local.deallocate("n")
+    eventually(lambda: transfer.local.used() == 0, what="the release of the source")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no more threads"), KeyboardInterrupt()], ids=short)
@@ -175,20 +175,20 @@ def test_a_thread_that_ends_early_fails_the_transfer(transfer: Transfer, monkeyp
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
     """It continues if all its layers are ready. Otherwise it ends, as after Ctrl-C before the thread starts."""
-    near, to = transfer.near, transfer.to
-    start = near.dist.cache_manager._native.transfer_cache_async
-    native = start(near.held["n"].handle, Steps(), [to.to(range(4))], None, None, None)
+    local, to = transfer.local, transfer.to
+    start = local.dist.cache_manager._native.transfer_cache_async
+    native = start(local.held["n"].handle, Steps(), [to.to(range(4))], None, None, None)
     if asked:
         assert native.wanted(0)
-    near.deallocate("n")
+    local.deallocate("n")
     assert not native.wait(50)
-    assert near.used() > 0, "a running transfer holds its source"
+    assert local.used() > 0, "a running transfer holds its source"
     if asked:
         for layer in range(4):
             native.ready(layer)
         to.slot(transfer.source, range(4))
     del native
-    eventually(lambda: near.used() == 0, what="the release of the source")
+    eventually(lambda: local.used() == 0, what="the release of the source")
     to.check()
 
 
@@ -253,7 +253,7 @@ def test_the_first_failure_counts_and_no_result_is_never_success(
 
 
 def test_a_task_has_no_events(transfer: Transfer) -> None:
-    engine = transfer.near.engine
+    engine = transfer.local.engine
     assert engine.events() == []
     assert transfer.send() == [OK]
     assert engine.events() == []
@@ -302,14 +302,14 @@ def test_ctrl_c_interrupts_a_wait_and_not_the_transfer(transfer: Transfer, call:
 def descriptors(transfer: Transfer) -> int:
     """The number of descriptors. An event loop that was closed has one until it is collected."""
     gc.collect()
-    return transfer.near.resources()["descriptors"]
+    return transfer.local.resources()["descriptors"]
 
 
 def test_await_leaves_the_loop_the_transfer_and_the_descriptors_alone(transfer: Transfer) -> None:
     assert transfer.send() == [OK]  # opens the streams of the link
     steps = Steps(allowed=0)
     task = transfer.start(steps)
-    before, threads = transfer.near.resources()["descriptors"], threading.active_count()
+    before, threads = transfer.local.resources()["descriptors"], threading.active_count()
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -355,7 +355,7 @@ def test_cancelling_a_task_ends_every_await(transfer: Transfer) -> None:
 def test_loops_in_several_threads_and_a_loop_that_is_closed(transfer: Transfer) -> None:
     steps = Steps(allowed=0)
     task = transfer.start(steps)
-    before = transfer.near.resources()["descriptors"]
+    before = transfer.local.resources()["descriptors"]
 
     async def abandon() -> None:
         asyncio.ensure_future(wait(task))  # noqa: RUF006
@@ -376,7 +376,7 @@ def test_loops_in_several_threads_and_a_loop_that_is_closed(transfer: Transfer) 
 
 
 def test_what_tasks_leave_behind(transfer: Transfer) -> None:
-    near, peer, to = transfer.near, transfer.peer, transfer.to
+    local, peer, to = transfer.local, transfer.peer, transfer.to
 
     def some(count: int) -> None:
         for number in range(count):
@@ -391,17 +391,17 @@ def test_what_tasks_leave_behind(transfer: Transfer) -> None:
                 transfer.start(to=[to.to(range(4), row=5)])
 
     some(8)
-    used, before = (near.used(), peer.used()), (near.resources(), peer.resources())
+    used, before = (local.used(), peer.used()), (local.resources(), peer.resources())
     some(80)
     gc.collect()
 
     def as_before() -> bool:
-        pairs = zip((near.resources(), peer.resources()), before)
+        pairs = zip((local.resources(), peer.resources()), before)
         grown = [now[what] - then[what] for now, then in pairs for what in ("threads", "descriptors")]
         return max(grown) <= 4 and not layer_threads()  # the engine keeps a few threads for the next tasks
 
     eventually(as_before, what="threads and descriptors as before")
-    assert (near.used(), peer.used()) == used
+    assert (local.used(), peer.used()) == used
     transfer.again()
     assert len(layerwise._under_way) == 1
     source_is_released(transfer)

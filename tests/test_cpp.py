@@ -110,9 +110,9 @@ def cpp(built: Callable[..., Path]) -> Iterator[Callable[..., Cpp]]:
 
 def pair(cpp: Callable[..., Cpp], **given: Any) -> tuple[Cpp, Cpp]:
     """Two linked processes: 1 linked to 2."""
-    near, far = cpp(1).open(**given), cpp(2, DECODER).open(**given)
-    assert near.ask("link", 2, far.port) == [SUCCESS, SUCCESS], near.reason
-    return near, far
+    local, remote = cpp(1).open(**given), cpp(2, DECODER).open(**given)
+    assert local.ask("link", 2, remote.port) == [SUCCESS, SUCCESS], local.reason
+    return local, remote
 
 
 def refused(end: Cpp, rows: list[tuple[str, str, str]]) -> None:
@@ -124,12 +124,12 @@ def refused(end: Cpp, rows: list[tuple[str, str, str]]) -> None:
 
 @pytest.mark.contract("19.cpp-push-kv-cache", "19.cpp-codes")
 def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
-    near, far = pair(cpp)
-    target = far.make("f", 4, 5, 40, 2)
-    far.make("narrow", 4, 5, 39, 2)
-    near.make("n", 4, 5, 40, 1)
-    near.make("host", 4, 5, 40, 1, "register", HOST)
-    near.make("lent", 4, 5, 40, 1, "loose", HOST)
+    local, remote = pair(cpp)
+    target = remote.make("f", 4, 5, 40, 2)
+    remote.make("narrow", 4, 5, 39, 2)
+    local.make("n", 4, 5, 40, 1)
+    local.make("host", 4, 5, 40, 1, "register", HOST)
+    local.make("lent", 4, 5, 40, 1, "loose", HOST)
     rows = [
         (INVALID, "size=40", "push n 2 1 0 0 40"),
         (INVALID, "src_batch_index=5", "push n 2 1 0 5 -1"),
@@ -156,26 +156,26 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
         (GONE, "-1", "pull_blocks 2 1 0 nobody 1 0 1 0"),
         (INVALID, "src_cache_index.batch_index=2", "pull_blocks 2 1 2 n 1 0 1 0"),
     ]
-    refused(near, rows)
-    assert equal(far.read("f"), pattern(2, 4, 5, 40))
-    assert equal(near.read("n"), pattern(1, 4, 5, 40))
-    assert far.ask("deallocate", target) == [SUCCESS]
-    assert near.ask("push n 2 1 0 0 -1") == [GONE]
-    assert near.ask("pull 2 1 0 n 0 -1") == [GONE]
+    refused(local, rows)
+    assert equal(remote.read("f"), pattern(2, 4, 5, 40))
+    assert equal(local.read("n"), pattern(1, 4, 5, 40))
+    assert remote.ask("deallocate", target) == [SUCCESS]
+    assert local.ask("push n 2 1 0 0 -1") == [GONE]
+    assert local.ask("pull 2 1 0 n 0 -1") == [GONE]
 
 
 @pytest.mark.contract("19.cpp-codes")
 def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
-    near, far = pair(cpp, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
-    near.make("n", 2, 2, 8, 1)
-    far.make("f", 2, 2, 8, 2)
+    local, remote = pair(cpp, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
+    local.make("n", 2, 2, 8, 1)
+    remote.make("f", 2, 2, 8, 2)
     try:
-        stop_process(far.process.pid)
+        stop_process(remote.process.pid)
         for command in ("push n 2 1 0 0 -1", "pull 2 1 0 n 0 -1"):
-            refused(near, [(LATE, "limit_ms=300", command)])
+            refused(local, [(LATE, "limit_ms=300", command)])
     finally:
-        far.process.send_signal(signal.SIGCONT)
-    assert equal(near.read("n"), pattern(1, 2, 2, 8))
+        remote.process.send_signal(signal.SIGCONT)
+    assert equal(local.read("n"), pattern(1, 2, 2, 8))
 
 
 @pytest.mark.contract("19.cpp-push-kv-cache")
@@ -200,12 +200,12 @@ def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp]) ->
 
 
 def test_with_links_that_go_both_ways_a_role_is_a_label(cpp: Callable[..., Cpp]) -> None:
-    far, near = cpp(2).open(llm__TransferBackend="hixl"), cpp(1, DECODER).open(llm__TransferBackend="hixl")
-    far.make("c", 2, 2, 8, 1)
-    near.make("c", 2, 2, 8, 2)
-    assert near.ask("link", 2, far.port) == [SUCCESS, SUCCESS]
-    assert near.ask("push c 2 1 0 1 -1") == [SUCCESS], near.reason
-    for tensor, other in zip(far.read("c"), pattern(2, 2, 2, 8)):
+    remote, local = cpp(2).open(llm__TransferBackend="hixl"), cpp(1, DECODER).open(llm__TransferBackend="hixl")
+    remote.make("c", 2, 2, 8, 1)
+    local.make("c", 2, 2, 8, 2)
+    assert local.ask("link", 2, remote.port) == [SUCCESS, SUCCESS]
+    assert local.ask("push c 2 1 0 1 -1") == [SUCCESS], local.reason
+    for tensor, other in zip(remote.read("c"), pattern(2, 2, 2, 8)):
         assert tensor[0].tolist() == other[1].tolist()
     fixed, never = cpp(3).open(llm__TransferBackend="hixl"), cpp(4).open(llm__EnableSwitchRole=0)
     assert fixed.ask("set_role", MIX) == [SUCCESS, str(fixed.port)]
@@ -215,13 +215,13 @@ def test_with_links_that_go_both_ways_a_role_is_a_label(cpp: Callable[..., Cpp])
 
 
 def test_links(cpp: Callable[..., Cpp]) -> None:
-    near, far = pair(cpp)
-    assert near.ask("link", 2, far.port) == ["5010b008"] * 2, "linked already"
-    assert near.ask("unlink", 5, far.port) == [SUCCESS, SUCCESS], "a cluster that is not linked"
-    assert near.ask("force", 2, far.port) == far.ask("force", 1, near.port) == [SUCCESS, SUCCESS]
-    assert near.ask("link", 2, far.port) == [SUCCESS, SUCCESS], "good again"
-    assert near.ask("link", 3, 1)[0] == "5010b009"
-    assert "cluster=3" in near.reason
+    local, remote = pair(cpp)
+    assert local.ask("link", 2, remote.port) == ["5010b008"] * 2, "linked already"
+    assert local.ask("unlink", 5, remote.port) == [SUCCESS, SUCCESS], "a cluster that is not linked"
+    assert local.ask("force", 2, remote.port) == remote.ask("force", 1, local.port) == [SUCCESS, SUCCESS]
+    assert local.ask("link", 2, remote.port) == [SUCCESS, SUCCESS], "good again"
+    assert local.ask("link", 3, 1)[0] == "5010b009"
+    assert "cluster=3" in local.reason
 
 
 @pytest.mark.contract("19.cpp-copy-kv-cache")
@@ -338,7 +338,7 @@ def test_initialize_reads_its_options(cpp: Callable[..., Cpp]) -> None:
 
 def python_end(ends: Ends, **given: Any) -> End:
     """The Python end here, cluster 9, which listens."""
-    return ends.near(options(accessible=True, listen="127.0.0.1:0", **given), cluster=9)
+    return ends.local(options(accessible=True, listen="127.0.0.1:0", **given), cluster=9)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -346,22 +346,22 @@ def python_end(ends: Ends, **given: Any) -> End:
 def test_a_python_process_links_pulls_from_and_pushes_to_the_class(
     ends: Ends, cpp: Callable[..., Cpp], registered: bool, transport: str
 ) -> None:
-    near, far = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
-    target = far.make("f", 4, 5, 40, 2, "register" if registered else "allocate")
-    near.make("n", 5, 40, 4, registered=registered, seed=1)
+    local, remote = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
+    target = remote.make("f", 4, 5, 40, 2, "register" if registered else "allocate")
+    local.make("n", 5, 40, 4, registered=registered, seed=1)
     ours, theirs = pattern(1, 4, 5, 40), pattern(2, 4, 5, 40)
-    assert near.link_clusters([far.at])[0] == OK
-    near.push_cache(by_slot(2, target, 3), "n", 1)
-    near.pull_cache(by_slot(2, target, 0), "n", 4)
-    near.push_cache(by_slot(2, target, 2), "n", 0, src_layers=(1, 2), dst_layers=(0, 1))
+    assert local.link_clusters([remote.at])[0] == OK
+    local.push_cache(by_slot(2, target, 3), "n", 1)
+    local.pull_cache(by_slot(2, target, 0), "n", 4)
+    local.push_cache(by_slot(2, target, 2), "n", 0, src_layers=(1, 2), dst_layers=(0, 1))
     for tensor in range(4):
         theirs[tensor][3] = ours[tensor][1]
         ours[tensor][4] = theirs[tensor][0]
     for tensor in (0, 1):
         theirs[tensor][2] = ours[tensor + 2][0]
-    assert equal(far.read("f"), theirs)
-    assert equal(near.read("n"), ours)
-    assert near.unlink_clusters([far.at])[0] == OK
+    assert equal(remote.read("f"), theirs)
+    assert equal(local.read("n"), ours)
+    assert local.unlink_clusters([remote.at])[0] == OK
 
 
 @pytest.mark.contract("19.cpp-push-kv-cache")
@@ -370,38 +370,38 @@ def test_a_python_process_links_pulls_from_and_pushes_to_the_class(
 def test_the_class_links_pulls_from_and_pushes_to_a_python_process(
     ends: Ends, cpp: Callable[..., Cpp], blocks: bool, transport: str
 ) -> None:
-    far, near = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
+    remote, local = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
     keys = [by_blocks(9)] if blocks else []
-    target = far.make("f", 5, 40, 4, blocks=blocks, keys=keys, seed=1)
-    near.make("n", 4, 5, 40, 2, "register" if transport == "tcp" else "allocate")
+    target = remote.make("f", 5, 40, 4, blocks=blocks, keys=keys, seed=1)
+    local.make("n", 4, 5, 40, 2, "register" if transport == "tcp" else "allocate")
     ours, theirs = pattern(2, 4, 5, 40), pattern(1, 4, 5, 40)
-    port = far.listening().rpartition(":")[2]
-    assert near.ask("link", 9, port) == [SUCCESS, SUCCESS], near.reason
+    port = remote.listening().rpartition(":")[2]
+    assert local.ask("link", 9, port) == [SUCCESS, SUCCESS], local.reason
     # To the class, slots and blocks of Python are both rows.
-    assert near.ask("push_blocks", "n", 9, target, 0, listed([0, 1]), listed([4, 2])) == [SUCCESS], near.reason
-    assert near.ask("pull_blocks", 9, target, 0, "n", listed([3, 0]), listed([3, 4])) == [SUCCESS], near.reason
+    assert local.ask("push_blocks", "n", 9, target, 0, listed([0, 1]), listed([4, 2])) == [SUCCESS], local.reason
+    assert local.ask("pull_blocks", 9, target, 0, "n", listed([3, 0]), listed([3, 4])) == [SUCCESS], local.reason
     for tensor in range(4):
         theirs[tensor][[4, 2]] = ours[tensor][[0, 1]]
         ours[tensor][[3, 4]] = theirs[tensor][[3, 0]]
     slots = INVALID if blocks else SUCCESS
-    assert near.ask("push", "n", 9, target, 0, 2, -1) == [slots], near.reason
-    assert near.ask("pull", 9, target, 0, "n", 1, 7) == [slots], near.reason
+    assert local.ask("push", "n", 9, target, 0, 2, -1) == [slots], local.reason
+    assert local.ask("pull", 9, target, 0, "n", 1, 7) == [slots], local.reason
     if not blocks:
         for tensor in range(4):
             theirs[tensor][0] = ours[tensor][2]
             ours[tensor][1, :7] = theirs[tensor][0, :7]
-        assert near.ask("push", "n", 9, target, 1, 0, -1, 1, 1, 0, 0, 2) == [SUCCESS], near.reason
-        assert near.ask("pull", 9, target, 0, "n", 2, -1, 0, 0, 3, 3, 1) == [SUCCESS], near.reason
+        assert local.ask("push", "n", 9, target, 1, 0, -1, 1, 1, 0, 0, 2) == [SUCCESS], local.reason
+        assert local.ask("pull", 9, target, 0, "n", 2, -1, 0, 0, 3, 3, 1) == [SUCCESS], local.reason
         for tensor in (0, 1):
             theirs[tensor][1] = ours[tensor + 2][0]
         ours[3][2] = theirs[0][0]
-    assert equal(far.read("f"), theirs)
-    assert equal(near.read("n"), ours)
+    assert equal(remote.read("f"), theirs)
+    assert equal(local.read("n"), ours)
 
 
 def test_a_python_process_in_the_other_mode_is_told_why(ends: Ends, cpp: Callable[..., Cpp]) -> None:
-    near, far = ends.near(options(), cluster=9), cpp(2).open()
-    code, codes = near.link_clusters([far.at])
+    local, remote = ends.local(options(), cluster=9), cpp(2).open()
+    code, codes = local.link_clusters([remote.at])
     assert code != OK
     assert codes == [code]
 

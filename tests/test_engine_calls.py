@@ -125,8 +125,8 @@ def test_switch_role(start: Callable[..., LLMDataDist], ends: Ends) -> None:
         assert dist.switch_role(role) is None
         assert dist._role is role
     dist.finalize()
-    near, _ = ends.pair()
-    assert code(near.switch_role, "PROMPT") == "LLM_EXIST_LINK"
+    local, _ = ends.pair()
+    assert code(local.switch_role, "PROMPT") == "LLM_EXIST_LINK"
 
 
 BEFORE_INIT: dict[str, Callable[[LLMDataDist], Any]] = {
@@ -236,12 +236,12 @@ def test_role_names() -> None:
 @pytest.mark.contract("20.14")
 def test_remap_registered_memory(ends: Ends) -> None:
     one, two = (MemInfo(Memtype.MEM_TYPE_DEVICE, address, 1) for address in (4096, 8192))
-    near, far = ends.pair()
+    local, remote = ends.pair()
     for infos in (one, [one], [one, two]):
-        assert near.dist.cache_manager.remap_registered_memory(infos) is None
-    near.unlink_clusters([far.at])
+        assert local.dist.cache_manager.remap_registered_memory(infos) is None
+    local.unlink_clusters([remote.at])
     with raising(NO_LINK):
-        near.dist.cache_manager.remap_registered_memory(one)
+        local.dist.cache_manager.remap_registered_memory(one)
 
 
 # The number of required arguments of each call.

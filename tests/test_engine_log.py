@@ -108,13 +108,13 @@ def test_a_failed_copy_leaves_queued_lines_to_their_thread(dist: LLMDataDist, co
 def test_lines_of_links_come_with_the_call_and_between_calls(collector: Collector) -> None:
     logging.getLogger("LLM_DATADIST").setLevel(logging.INFO)
     with Ends() as ends:
-        far = ends.peer(options())
-        near = ends.near(options(llm__LinkHeartbeat=50, llm__LinkSilence=200))
-        assert near.link_clusters([far.at])[0] == "LLM_SUCCESS"
+        remote = ends.peer(options())
+        local = ends.local(options(llm__LinkHeartbeat=50, llm__LinkSilence=200))
+        assert local.link_clusters([remote.at])[0] == "LLM_SUCCESS"
         lines = [of.getMessage() for of in collector.records if of.funcName == "llm_datadist.links"]
         assert any("cluster 2" in line for line in lines), "the lines about a call are there when it returns"
-        far.kill()
-        (record, *_) = collector.wait_for(f"the link to cluster {far.cluster} broke")
+        remote.kill()
+        (record, *_) = collector.wait_for(f"the link to cluster {remote.cluster} broke")
         assert record.threadName.startswith("llm-")
         assert record.threadName != "llm-log", "the thread that emitted it, not the one that handed it over"
 

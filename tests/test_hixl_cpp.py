@@ -115,7 +115,7 @@ class HixlEnd:
         return self.ask("submit", word(other.address), op, *self.ops(other, ops))
 
     def ops(self, other: HixlEnd, ops: tuple[tuple[int, int, int], ...]) -> list[int]:
-        return [len(ops), *(number for own, far, size in ops for number in (self.at + own, other.at + far, size))]
+        return [len(ops), *(number for own, remote, size in ops for number in (self.at + own, other.at + remote, size))]
 
     def notify(self, other: HixlEnd, name: str, text: str, limit: int = LIMIT_MS) -> int:
         return self.ask("notify", word(other.address), word(name), word(text), limit)[0]
@@ -168,23 +168,25 @@ def test_client_reads_and_writes_a_target_that_calls_nothing(
     assert a.move(b, READ, (0, 0, 1)) == NOT_CONNECTED
     assert a.connect(b) == SUCCESS
     assert a.connect(b) == ALREADY_CONNECTED
-    own, far = bytearray(pattern(1)), bytearray(pattern(2))
+    own, remote = bytearray(pattern(1)), bytearray(pattern(2))
     assert a.move(b, READ, (7, 100, 4096), (5000, 5001, 3)) == SUCCESS
-    own[7:4103], own[5000:5003] = far[100:4196], far[5001:5004]
+    own[7:4103], own[5000:5003] = remote[100:4196], remote[5001:5004]
     assert a.move(b, WRITE, (0, SIZE // 2, 10_000)) == SUCCESS
-    far[SIZE // 2 : SIZE // 2 + 10_000] = own[:10_000]
-    assert (a.content(), b.content()) == (own, far)
+    remote[SIZE // 2 : SIZE // 2 + 10_000] = own[:10_000]
+    assert (a.content(), b.content()) == (own, remote)
     requests = []
     for i in range(16):
         offset = 20_000 + i * 100
         status, request = a.submit(b, i % 2, (offset, offset, 99))
         assert (status, request != 0) == (SUCCESS, True)
         requests.append(request)
-        (own if i % 2 == READ else far)[offset : offset + 99] = (far if i % 2 == READ else own)[offset : offset + 99]
+        (own if i % 2 == READ else remote)[offset : offset + 99] = (remote if i % 2 == READ else own)[
+            offset : offset + 99
+        ]
     for request in requests:
         assert a.ended(request) == [SUCCESS, COMPLETED]
         assert a.ask("state", request) == [PARAM_INVALID, ENDED]
-    assert (a.content(), b.content()) == (own, far)
+    assert (a.content(), b.content()) == (own, remote)
     assert a.disconnect(b) == SUCCESS
     assert a.disconnect(b) == NOT_CONNECTED
     for end in (a, b):

@@ -21,11 +21,11 @@ def message(kind: int, number: int, rest: bytes = b"") -> bytes:
 def test_invalid_messages_have_no_effect() -> None:
     draw, address = random.Random(5), listener()  # noqa: S311
     with ends(End, End) as (target, client), Engine(metadata=b"hixl 1") as hostile:
-        remote, local = target.add("far", 4096, 1), client.add("near", 4096)
+        remote, local = target.add("remote", 4096, 1), client.add("local", 4096)
         target.initialize(address)
         client.initialize("127.0.0.1:0")
-        target.register("far")
-        client.register("near")
+        target.register("remote")
+        client.register("local")
         assert client.call("connect", address, LIMIT) == hixl.SUCCESS
         peer = hostile.link(address).result(10)
         wrong = [
@@ -52,7 +52,7 @@ def test_invalid_messages_have_no_effect() -> None:
             assert eventually(is_sent)
             hostile.events()
         assert client.move(address, 0, [(local, remote, 4096)]) == hixl.SUCCESS
-        assert client.bytes("near") == pattern(1, 4096)
+        assert client.bytes("local") == pattern(1, 4096)
         status, notifies = target.notifies()
         assert status == hixl.SUCCESS
         assert all(len(name.encode()) <= 1024 and len(text.encode()) <= 1024 for name, text in notifies)
@@ -61,11 +61,11 @@ def test_invalid_messages_have_no_effect() -> None:
 def test_peer_that_reads_no_answers_delays_no_other() -> None:
     address = listener()
     with ends(End, End) as (target, client), Engine(metadata=b"hixl 1") as hostile:
-        remote, local = target.add("far", 64, 1), client.add("near", 64)
+        remote, local = target.add("remote", 64, 1), client.add("local", 64)
         target.initialize(address)
         client.initialize("127.0.0.1:0")
-        target.register("far")
-        client.register("near")
+        target.register("remote")
+        client.register("local")
         peer = hostile.link(address).result(10)
         question = message(3, 1, bytes(8 * 2048))
         with contextlib.suppress(Busy):

@@ -136,17 +136,17 @@ def test_restarted_target() -> None:
         address, other_address = listener(), listener()
         address_of = ready(end, "127.0.0.1:0")
         ready(target, address, 1)
-        far = ready(other, other_address, 3)
+        remote = ready(other, other_address, 3)
         for one in (address, other_address):
             assert end.call("connect", one) == hixl.SUCCESS
         target.kill()
         with ends(Child) as (again,):
-            remote = ready(again, address, 5)
+            remote_address = ready(again, address, 5)
             assert end.call("disconnect", address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
             assert end.call("connect", address, LIMIT) == hixl.SUCCESS
-            assert end.move(address, 1, [(address_of, remote, 100)]) == hixl.SUCCESS
+            assert end.move(address, 1, [(address_of, remote_address, 100)]) == hixl.SUCCESS
             assert again.bytes("m")[:100] == bytes(100)
-            assert end.move(other_address, 0, [(address_of, far, 4096)]) == hixl.SUCCESS
+            assert end.move(other_address, 0, [(address_of, remote, 4096)]) == hixl.SUCCESS
             assert end.bytes("m") == pattern(3, 4096)
 
 
@@ -156,9 +156,9 @@ def test_restarted_client() -> None:
         address, mine = listener(), listener()
         address_of = ready(target, address, 1)
         for _ in range(3):
-            local = ready(client, mine)
+            local_address = ready(client, mine)
             assert client.call("connect", address, LIMIT) == hixl.SUCCESS
-            assert client.move(address, 0, [(local, address_of, 4096)]) == hixl.SUCCESS
+            assert client.move(address, 0, [(local_address, address_of, 4096)]) == hixl.SUCCESS
             client.finalize()
 
 
@@ -166,10 +166,10 @@ def test_restarted_client() -> None:
 def test_many_writes_over_one_connection() -> None:
     with ends(End, Child) as (end, target):
         address = listener()
-        local, remote = ready(end, "127.0.0.1:0", 1), ready(target, address)
+        local_address, remote_address = ready(end, "127.0.0.1:0", 1), ready(target, address)
         assert end.call("connect", address) == hixl.SUCCESS
         for k in range(250):
-            assert end.move(address, 1, [(local + k, remote + k, 1)]) == hixl.SUCCESS
+            assert end.move(address, 1, [(local_address + k, remote_address + k, 1)]) == hixl.SUCCESS
         assert target.bytes("m")[:250] == pattern(1, 4096)[:250]
 
 
@@ -177,7 +177,7 @@ def test_many_writes_over_one_connection() -> None:
 def test_asynchronous_connections() -> None:
     with ends(End, Child) as (end, target):
         address, dead = listener(), listener()
-        local, remote = ready(end, "127.0.0.1:0"), ready(target, address, 1)
+        local_address, remote_address = ready(end, "127.0.0.1:0"), ready(target, address, 1)
         state = end.engine.get_async_connect_status
         assert state(address) == (hixl.SUCCESS, hixl.NOT_CONNECT)
         for one in (address, dead):
@@ -187,7 +187,7 @@ def test_asynchronous_connections() -> None:
         assert eventually(lambda: state(dead)[1] not in running)
         expected = {address: hixl.CONNECTED, dead: hixl.CONNECT_FAILED}
         assert end.engine.get_all_async_connect_status() == (hixl.SUCCESS, expected)
-        assert end.move(address, 0, [(local, remote, 4096)]) == hixl.SUCCESS
+        assert end.move(address, 0, [(local_address, remote_address, 4096)]) == hixl.SUCCESS
         assert end.call("connect", address) == hixl.ALREADY_CONNECTED
         assert end.call("connect_async", address) == hixl.SUCCESS
         assert eventually(lambda: state(address) == (hixl.SUCCESS, hixl.CONNECTED))
@@ -216,7 +216,7 @@ def test_states_of_asynchronous_connections(threads: int) -> None:
     config = {hixl.OPTION_GLOBAL_RESOURCE_CONFIG: json.dumps({"connect_pool.thread_num": threads})}
     with ends(End, Child) as (end, target), socket.create_server(("127.0.0.1", 0)) as silent:
         address, never = listener(), f"127.0.0.1:{silent.getsockname()[1]}"
-        local, remote = ready(end, "127.0.0.1:0", None, config), ready(target, address)
+        local_address, remote_address = ready(end, "127.0.0.1:0", None, config), ready(target, address)
         state = end.engine.get_async_connect_status
         assert end.call("connect_async", never, 300_000) == hixl.SUCCESS
         assert eventually(lambda: state(never) == (hixl.SUCCESS, hixl.CONNECTING))
@@ -229,11 +229,13 @@ def test_states_of_asynchronous_connections(threads: int) -> None:
             return
         assert eventually(lambda: state(address) == (hixl.SUCCESS, hixl.CONNECTED))
         assert state(never) == (hixl.SUCCESS, hixl.CONNECTING)
-        assert end.move(address, 1, [(local, remote, 1)]) == hixl.SUCCESS  # so that the region is known here
+        assert (
+            end.move(address, 1, [(local_address, remote_address, 1)]) == hixl.SUCCESS
+        )  # so that the region is known here
         target.signal(signal.SIGSTOP)
         try:
             # A disconnection waits for transfers.
-            assert end.submit(address, 1, [(local, remote, 8)])[0] == hixl.SUCCESS
+            assert end.submit(address, 1, [(local_address, remote_address, 8)])[0] == hixl.SUCCESS
             assert end.call("disconnect_async", address, 300_000) == hixl.SUCCESS
             assert eventually(lambda: state(address) == (hixl.SUCCESS, hixl.DISCONNECTING))
         finally:
@@ -265,7 +267,7 @@ def test_limits_of_one_millisecond() -> None:
     """Each call ends with a result, and the next one with more time succeeds."""
     with ends(End, Child) as (end, target):
         address = listener()
-        local, remote = ready(end, "127.0.0.1:0"), ready(target, address, 1)
+        local_address, remote_address = ready(end, "127.0.0.1:0"), ready(target, address, 1)
         made, ended, queued = set(), set(), set()
         for _ in range(30):
             made.add(end.call("connect", address, 1))
@@ -276,7 +278,7 @@ def test_limits_of_one_millisecond() -> None:
         assert queued == {hixl.SUCCESS}
         assert eventually(lambda: end.engine.get_all_async_connect_status() == (hixl.SUCCESS, {}))
         assert end.call("connect", address, LIMIT) in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
-        assert end.move(address, 0, [(local, remote, 4096)], 2**31 - 1) == hixl.SUCCESS
+        assert end.move(address, 0, [(local_address, remote_address, 4096)], 2**31 - 1) == hixl.SUCCESS
         assert end.bytes("m") == pattern(1, 4096)
 
 
@@ -301,25 +303,27 @@ def test_full_queue_of_tasks(nested: bool) -> None:
 def test_auto_connect() -> None:
     with ends(End, Child) as (end, target):
         address = listener()
-        local = ready(end, "127.0.0.1:0", None, AUTO)
-        dead = end.move(address, 0, [(local, 8, 8)], 500)
+        local_address = ready(end, "127.0.0.1:0", None, AUTO)
+        dead = end.move(address, 0, [(local_address, 8, 8)], 500)
         assert dead in (hixl.NOT_CONNECTED, hixl.FAILED, hixl.TIMEOUT, hixl.PARAM_INVALID)
-        status, request = end.submit(address, 0, [(local, 8, 8)])
+        status, request = end.submit(address, 0, [(local_address, 8, 8)])
         assert status != hixl.SUCCESS
         assert request == 0
-        remote = ready(target, address, 1)
+        remote_address = ready(target, address, 1)
         assert end.notify(address, "a", "b") == hixl.NOT_CONNECTED
-        assert end.move(address, 0, [(local, remote, 4096)]) == hixl.SUCCESS
+        assert end.move(address, 0, [(local_address, remote_address, 4096)]) == hixl.SUCCESS
         assert end.bytes("m") == pattern(1, 4096)
         assert end.call("connect", address) == hixl.ALREADY_CONNECTED
-        assert end.move(address, 0, [(local, 8, 8)]) == hixl.PARAM_INVALID
+        assert end.move(address, 0, [(local_address, 8, 8)]) == hixl.PARAM_INVALID
         assert end.call("connect", address) == hixl.ALREADY_CONNECTED
         target.kill()
-        assert end.move(address, 0, [(local, remote, 8)], 1000) != hixl.SUCCESS
+        assert end.move(address, 0, [(local_address, remote_address, 8)], 1000) != hixl.SUCCESS
         assert end.call("disconnect", address) == hixl.NOT_CONNECTED
         with ends(Child) as (again,):
-            remote = ready(again, address, 7)
-            assert eventually(lambda: end.move(address, 0, [(local, remote, 4096)], 1000) == hixl.SUCCESS, 5)
+            remote_address = ready(again, address, 7)
+            assert eventually(
+                lambda: end.move(address, 0, [(local_address, remote_address, 4096)], 1000) == hixl.SUCCESS, 5
+            )
             assert end.bytes("m") == pattern(7, 4096)
 
 
@@ -331,11 +335,11 @@ def test_lost_connections_of_transfers_that_connect_by_themselves(options: dict[
     """An explicit connection is one, too. The engine removes it when the peer dies, without a transfer."""
     with ends(End, Child) as (end, target):
         address = listener()
-        local, remote = ready(end, "127.0.0.1:0", None, options), ready(target, address, 1)
-        assert end.move(address, 0, [(local, remote, 8)]) == hixl.SUCCESS
+        local_address, remote_address = ready(end, "127.0.0.1:0", None, options), ready(target, address, 1)
+        assert end.move(address, 0, [(local_address, remote_address, 8)]) == hixl.SUCCESS
         assert end.call("disconnect", address) == hixl.SUCCESS
         assert end.call("connect", address) == hixl.SUCCESS
-        status, request = end.submit(address, 0, [(local, remote, 8)])
+        status, request = end.submit(address, 0, [(local_address, remote_address, 8)])
         assert (status, request > 0) == (hixl.SUCCESS, True)
         target.kill()
         assert eventually(lambda: end.engine.get_async_connect_status(address) == (hixl.SUCCESS, hixl.NOT_CONNECT))

@@ -24,21 +24,21 @@ MARKER = b"\xff"  # a byte that no pattern has
 class Pair:
     """A connected client here and a target in another process, each with one registered range."""
 
-    def __init__(self, near: End, far: Any, size: int) -> None:
-        self.near, self.far, self.address, self.size = near, far, listener(), size
-        self.local, self.remote = near.add("near", size, 2), far.add("far", size, 1)
-        self.near_handle = opened(near, "near", "127.0.0.1:0")
-        self.far_handle = opened(far, "far", self.address)
-        assert near.call("connect", self.address, LIMIT) == hixl.SUCCESS
+    def __init__(self, local: End, remote: Any, size: int) -> None:
+        self.local, self.remote, self.address, self.size = local, remote, listener(), size
+        self.local_address, self.remote_address = local.add("local", size, 2), remote.add("remote", size, 1)
+        self.local_handle = opened(local, "local", "127.0.0.1:0")
+        self.remote_handle = opened(remote, "remote", self.address)
+        assert local.call("connect", self.address, LIMIT) == hixl.SUCCESS
         assert self.move(READ, size=8) == hixl.SUCCESS  # so that the range is known here
-        near.write("near", 0, pattern(2, 8))
+        local.write("local", 0, pattern(2, 8))
 
     def move(self, op: int, limit: int = LIMIT, size: int | None = None) -> int:
         """Move the whole range, or `size` bytes of it."""
-        return self.near.move(self.address, op, [(self.local, self.remote, size or self.size)], limit)
+        return self.local.move(self.address, op, [(self.local_address, self.remote_address, size or self.size)], limit)
 
     def destination(self, op: int) -> tuple[Any, str]:
-        return (self.near, "near") if op == READ else (self.far, "far")
+        return (self.local, "local") if op == READ else (self.remote, "remote")
 
     def mark(self, end: Any, name: str) -> None:
         end.write(name, 0, MARKER * self.size)
@@ -53,8 +53,8 @@ def opened(end: Any, name: str, address: str) -> int:
 
 @pytest.fixture
 def pair(hixl_way: str) -> Iterator[Pair]:
-    with ends(End, Child) as (near, far):
-        yield Pair(near, far, SIZE if hixl_way == "rings" else 8 * SIZE)
+    with ends(End, Child) as (local, remote):
+        yield Pair(local, remote, SIZE if hixl_way == "rings" else 8 * SIZE)
 
 
 class Repeated(threading.Thread):
@@ -84,105 +84,105 @@ def test_target_deregisters_while_transfers_run(pair: Pair, op: int) -> None:
     def move() -> int:
         status = pair.move(op)
         if status == hixl.SUCCESS and op == READ:
-            assert MARKER not in pair.near.bytes("near")
+            assert MARKER not in pair.local.bytes("local")
         return status
 
     transfers = Repeated(move)
     assert transfers.runs()
-    assert pair.far.call("deregister_mem", pair.far_handle) == hixl.SUCCESS
-    pair.mark(pair.far, "far")
+    assert pair.remote.call("deregister_mem", pair.remote_handle) == hixl.SUCCESS
+    pair.mark(pair.remote, "remote")
     assert transfers.end() in (hixl.PARAM_INVALID, hixl.FAILED)
     assert pair.move(op) == hixl.PARAM_INVALID
-    assert pair.far.samples("far") == set(MARKER)
+    assert pair.remote.samples("remote") == set(MARKER)
     # The connection stays.
-    assert pair.far.register("far")[0] == hixl.SUCCESS
+    assert pair.remote.register("remote")[0] == hixl.SUCCESS
     assert pair.move(op) == hixl.SUCCESS
 
 
 def test_client_deregisters_while_its_transfers_run(pair: Pair, op: int) -> None:
     transfers = Repeated(lambda: pair.move(op))
     assert transfers.runs()
-    assert pair.near.call("deregister_mem", pair.near_handle) == hixl.SUCCESS
-    pair.mark(pair.near, "near")
+    assert pair.local.call("deregister_mem", pair.local_handle) == hixl.SUCCESS
+    pair.mark(pair.local, "local")
     assert transfers.end() in (hixl.PARAM_INVALID, hixl.FAILED)
     assert pair.move(op) == hixl.PARAM_INVALID
-    assert pair.near.samples("near") == set(MARKER)
-    assert set(MARKER).isdisjoint(pair.far.samples("far"))
-    assert pair.near.register("near")[0] == hixl.SUCCESS
+    assert pair.local.samples("local") == set(MARKER)
+    assert set(MARKER).isdisjoint(pair.remote.samples("remote"))
+    assert pair.local.register("local")[0] == hixl.SUCCESS
     assert pair.move(op) == hixl.SUCCESS
 
 
 def test_finalize_waits_for_a_transfer_that_runs(pair: Pair, op: int) -> None:
     size = 64 * SIZE
-    local, remote = pair.near.add("near2", size, 4), pair.far.add("far2", size, 3)
-    for end, name in ((pair.near, "near2"), (pair.far, "far2")):
+    local_address, remote_address = pair.local.add("local2", size, 4), pair.remote.add("remote2", size, 3)
+    for end, name in ((pair.local, "local2"), (pair.remote, "remote2")):
         assert end.register(name)[0] == hixl.SUCCESS
-    where, name = (pair.near, "near2") if op == READ else (pair.far, "far2")
+    where, name = (pair.local, "local2") if op == READ else (pair.remote, "remote2")
     before = where.samples(name)
     statuses: list[int] = []
-    ops = [(local, remote, size)]
-    transfer = threading.Thread(target=lambda: statuses.append(pair.near.move(pair.address, op, ops)))
+    ops = [(local_address, remote_address, size)]
+    transfer = threading.Thread(target=lambda: statuses.append(pair.local.move(pair.address, op, ops)))
     transfer.start()
     assert eventually(lambda: where.samples(name) != before)
-    pair.near.finalize()
-    pair.near.write("near2", 0, MARKER * size)
+    pair.local.finalize()
+    pair.local.write("local2", 0, MARKER * size)
     transfer.join(60)
     assert statuses == [hixl.SUCCESS]
     assert pair.move(op) == hixl.FAILED
-    assert pair.near.samples("near2") == set(MARKER)
-    assert set(MARKER).isdisjoint(pair.far.samples("far2"))
+    assert pair.local.samples("local2") == set(MARKER)
+    assert set(MARKER).isdisjoint(pair.remote.samples("remote2"))
 
 
 def test_target_finalizes_while_transfers_run(pair: Pair, op: int) -> None:
     transfers = Repeated(lambda: pair.move(op))
     assert transfers.runs()
-    assert pair.far.finalize() is None
-    pair.mark(pair.far, "far")
+    assert pair.remote.finalize() is None
+    pair.mark(pair.remote, "remote")
     assert transfers.end() != hixl.SUCCESS
-    assert pair.far.samples("far") == set(MARKER)
+    assert pair.remote.samples("remote") == set(MARKER)
     assert pair.move(op, 1000) != hixl.SUCCESS
-    assert pair.near.notify(pair.address, "a", "b", 1000) != hixl.SUCCESS
-    assert pair.near.call("disconnect", pair.address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
-    assert pair.near.call("connect", pair.address) in (hixl.FAILED, hixl.TIMEOUT)
-    opened(pair.far, "far", pair.address)
-    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.local.notify(pair.address, "a", "b", 1000) != hixl.SUCCESS
+    assert pair.local.call("disconnect", pair.address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
+    assert pair.local.call("connect", pair.address) in (hixl.FAILED, hixl.TIMEOUT)
+    opened(pair.remote, "remote", pair.address)
+    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
     assert pair.move(op) == hixl.SUCCESS
 
 
 def test_finalize_cancels_a_request_to_a_stopped_target(pair: Pair, op: int) -> None:
-    before = pair.far.bytes("far")
-    pair.far.signal(signal.SIGSTOP)
+    before = pair.remote.bytes("remote")
+    pair.remote.signal(signal.SIGSTOP)
     try:
-        status, _ = pair.near.submit(pair.address, op, [(pair.local, pair.remote, pair.size)])
+        status, _ = pair.local.submit(pair.address, op, [(pair.local_address, pair.remote_address, pair.size)])
         assert status == hixl.SUCCESS
-        pair.near.finalize()
-        pair.mark(pair.near, "near")
+        pair.local.finalize()
+        pair.mark(pair.local, "local")
     finally:
-        pair.far.signal(signal.SIGCONT)
+        pair.remote.signal(signal.SIGCONT)
     # The target works through what it has received before it serves another client.
     with ends(End) as (other,):
         buffer = other.add("other", 8)
         opened(other, "other", "127.0.0.1:0")
         assert other.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-        assert other.move(pair.address, READ, [(buffer, pair.remote, 8)]) == hixl.SUCCESS
-    assert pair.far.bytes("far") == before
-    assert pair.near.samples("near") == set(MARKER)
+        assert other.move(pair.address, READ, [(buffer, pair.remote_address, 8)]) == hixl.SUCCESS
+    assert pair.remote.bytes("remote") == before
+    assert pair.local.samples("local") == set(MARKER)
 
 
 def test_timed_out_transfers_touch_nothing_of_the_caller(pair: Pair, op: int) -> None:
     """After `TIMEOUT`, the caller may use its memory for something else. The limit is the shortest that there is."""
     statuses = set()
     for _ in range(20):
-        pair.near.write("near", 0, pattern(2, pair.size))
+        pair.local.write("local", 0, pattern(2, pair.size))
         statuses.add(status := pair.move(op, 1))
         assert status in (hixl.SUCCESS, hixl.TIMEOUT)
         if status == hixl.TIMEOUT:
-            pair.mark(pair.near, "near")
+            pair.mark(pair.local, "local")
             # A round trip, in which a copy that has not ended would go on.
-            assert pair.near.notify(pair.address, "a", "b") == hixl.SUCCESS
-            assert pair.near.samples("near") == set(MARKER)
-            assert set(MARKER).isdisjoint(pair.far.samples("far"))
-    pair.near.write("near", 0, pattern(2, pair.size))
+            assert pair.local.notify(pair.address, "a", "b") == hixl.SUCCESS
+            assert pair.local.samples("local") == set(MARKER)
+            assert set(MARKER).isdisjoint(pair.remote.samples("remote"))
+    pair.local.write("local", 0, pattern(2, pair.size))
     assert pair.move(op) == hixl.SUCCESS
     end, name = pair.destination(op)
     assert end.bytes(name) == pattern(1 if op == READ else 2, pair.size)
@@ -191,17 +191,17 @@ def test_timed_out_transfers_touch_nothing_of_the_caller(pair: Pair, op: int) ->
 def test_target_that_was_stopped_does_not_begin_a_transfer_that_has_timed_out(
     pair: Pair, op: int, hixl_way: str
 ) -> None:
-    before = pair.far.bytes("far")
+    before = pair.remote.bytes("remote")
     # A READ by process id needs no answer of the target.
     expected = hixl.SUCCESS if (hixl_way, op) == ("process", READ) else hixl.TIMEOUT
-    pair.far.signal(signal.SIGSTOP)
+    pair.remote.signal(signal.SIGSTOP)
     try:
         assert pair.move(op, LIMIT if expected == hixl.SUCCESS else 200) == expected
-        pair.mark(pair.near, "near")
+        pair.mark(pair.local, "local")
     finally:
-        pair.far.signal(signal.SIGCONT)
-    pair.near.call("disconnect", pair.address, LIMIT)
-    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-    assert pair.near.notify(pair.address, "a", "b") == hixl.SUCCESS
-    assert pair.far.bytes("far") == before
-    assert pair.near.samples("near") == set(MARKER)
+        pair.remote.signal(signal.SIGCONT)
+    pair.local.call("disconnect", pair.address, LIMIT)
+    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.local.notify(pair.address, "a", "b") == hixl.SUCCESS
+    assert pair.remote.bytes("remote") == before
+    assert pair.local.samples("local") == set(MARKER)

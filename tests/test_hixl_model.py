@@ -36,14 +36,14 @@ class Model:
     def move(self, here: int, there: int, op: int, ops: list[tuple[int, int, int]]) -> int:
         if (here, there) not in self.connected:
             return hixl.NOT_CONNECTED
-        for near, far, size in ops:
-            if not (self.registered(here, near, size) and self.registered(there, far, size)):
+        for local, remote, size in ops:
+            if not (self.registered(here, local, size) and self.registered(there, remote, size)):
                 return hixl.PARAM_INVALID
-        for near, far, size in ops:
+        for local, remote, size in ops:
             if op == 0:
-                self.memory[here][near : near + size] = self.memory[there][far : far + size]
+                self.memory[here][local : local + size] = self.memory[there][remote : remote + size]
             else:
-                self.memory[there][far : far + size] = self.memory[here][near : near + size]
+                self.memory[there][remote : remote + size] = self.memory[here][local : local + size]
         return hixl.SUCCESS
 
 
@@ -89,6 +89,6 @@ def test_random_calls(seed: int) -> None:
                 size = draw.choice([1, 50, 128])
                 ops = [(128 * slots[2 * k], 128 * slots[2 * k + 1], size) for k in range(count)]
                 expected = model.move(here, there, op, ops)
-                real = [(bases[here] + near, bases[there] + far, size) for near, far, size in ops]
+                real = [(bases[here] + local, bases[there] + remote, size) for local, remote, size in ops]
                 assert end.move(address, op, real) == expected
             assert [end.bytes("m") for end in engines] == model.memory

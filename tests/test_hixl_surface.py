@@ -458,9 +458,9 @@ def test_calls_of_several_threads_and_finalize() -> None:
     address, finished, codes, moved = listener(), threading.Event(), set(), set()
     with ends(End, End) as (target, client):
         target.initialize(address)
-        remote = target.add("far", 4096, 1)
-        target.register("far")
-        local = client.add("near", 4096)
+        remote = target.add("remote", 4096, 1)
+        target.register("remote")
+        local = client.add("local", 4096)
 
         def work() -> None:
             while not finished.is_set():

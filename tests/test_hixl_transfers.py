@@ -30,29 +30,29 @@ WAITING, COMPLETED, FAILED = hixl.TransferStatus.WAITING, hixl.TransferStatus.CO
 class Pair:
     """A client here and a target in another process, each with one registered megabyte."""
 
-    def __init__(self, near: End, far: Any, address: str) -> None:
-        self.near, self.far, self.address = near, far, address
-        self.local, self.remote = near.add("near", SIZE), far.add("far", SIZE, 1)
+    def __init__(self, local: End, remote: Any, address: str) -> None:
+        self.local, self.remote, self.address = local, remote, address
+        self.local_address, self.remote_address = local.add("local", SIZE), remote.add("remote", SIZE, 1)
         self.handles = []
-        for end, name, text in [(near, "near", "127.0.0.1:0"), (far, "far", address)]:
+        for end, name, text in [(local, "local", "127.0.0.1:0"), (remote, "remote", address)]:
             assert end.initialize(text) == hixl.SUCCESS
             status, handle = end.register(name)
             assert status == hixl.SUCCESS
             self.handles.append(handle)
-        assert near.call("connect", address, LIMIT) == hixl.SUCCESS
+        assert local.call("connect", address, LIMIT) == hixl.SUCCESS
 
     def move(self, op: int, *ops: tuple[int, int, int], limit: int = LIMIT) -> int:
         """Move ranges that are given by their offsets in both memories."""
-        return self.near.move(self.address, op, self.at(*ops), limit)
+        return self.local.move(self.address, op, self.at(*ops), limit)
 
     def at(self, *ops: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-        return [(self.local + here, self.remote + there, size) for here, there, size in ops]
+        return [(self.local_address + here, self.remote_address + there, size) for here, there, size in ops]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with ends(End, Child) as (near, far):
-        yield Pair(near, far, listener())
+    with ends(End, Child) as (local, remote):
+        yield Pair(local, remote, listener())
 
 
 def test_bytes_take_the_way_of_the_test(hixl_way: str) -> None:
@@ -61,8 +61,8 @@ def test_bytes_take_the_way_of_the_test(hixl_way: str) -> None:
     with ends(Child) as (target,), Engine(metadata=b"hixl 1") as reader:
         address = listener()
         assert target.initialize(address) == hixl.SUCCESS
-        target.add("far", size, 1)
-        status, handle = target.register("far")
+        target.add("remote", size, 1)
+        status, handle = target.register("remote")
         assert status == hixl.SUCCESS
         peer = reader.link(address).result(10)
         memory = ctypes.create_string_buffer(size)
@@ -78,17 +78,17 @@ def test_read_and_write(pair: Pair) -> None:
     there, here = bytearray(pattern(1, SIZE)), bytearray(SIZE)
     assert pair.move(READ, (7, 100, 4096)) == hixl.SUCCESS
     here[7 : 7 + 4096] = there[100:4196]
-    assert pair.near.bytes("near") == here
-    assert pair.far.bytes("far") == there
+    assert pair.local.bytes("local") == here
+    assert pair.remote.bytes("remote") == there
     assert pair.move(WRITE, (0, 512 << 10, 64 << 10)) == hixl.SUCCESS
     there[512 << 10 : 576 << 10] = here[: 64 << 10]
-    assert pair.near.bytes("near") == here
-    assert pair.far.bytes("far") == there
-    assert pair.near.call("disconnect", pair.address) == hixl.SUCCESS
-    for end, handle in zip((pair.near, pair.far), pair.handles):
+    assert pair.local.bytes("local") == here
+    assert pair.remote.bytes("remote") == there
+    assert pair.local.call("disconnect", pair.address) == hixl.SUCCESS
+    for end, handle in zip((pair.local, pair.remote), pair.handles):
         assert end.call("deregister_mem", handle) == hixl.SUCCESS
-    assert pair.near.finalize() is None
-    assert pair.far.finalize() is None
+    assert pair.local.finalize() is None
+    assert pair.remote.finalize() is None
 
 
 def test_random_operations_move_the_bytes_of_a_model(pair: Pair) -> None:
@@ -107,23 +107,23 @@ def test_random_operations_move_the_bytes_of_a_model(pair: Pair) -> None:
             read = draw.randint(0, SIZE - length)
             ops.append((written, read, length) if op == READ else (read, written, length))
         if op == WRITE:  # also over TCP and rings, all sources differ
-            pair.near.write("near", 0, pattern(draw.randint(2, 99), SIZE))
-            here[:] = pair.near.bytes("near")
+            pair.local.write("local", 0, pattern(draw.randint(2, 99), SIZE))
+            here[:] = pair.local.bytes("local")
         assert pair.move(op, *ops) == hixl.SUCCESS
-        for near, far, length in ops:
+        for local, remote, length in ops:
             if op == READ:
-                here[near : near + length] = there[far : far + length]
+                here[local : local + length] = there[remote : remote + length]
             else:
-                there[far : far + length] = here[near : near + length]
-        assert pair.near.bytes("near") == here
-        assert pair.far.bytes("far") == there
+                there[remote : remote + length] = here[local : local + length]
+        assert pair.local.bytes("local") == here
+        assert pair.remote.bytes("remote") == there
 
 
 def test_operations_whose_destinations_overlap_succeed(pair: Pair) -> None:
     assert pair.move(READ, (0, 0, 1000), (500, 3000, 1000), (500, 9000, 10)) == hixl.SUCCESS
     there = pattern(1, SIZE)
     expected = there[:500] + there[9000:9010] + there[3010:4000]
-    assert pair.near.bytes("near")[:1500] == expected
+    assert pair.local.bytes("local")[:1500] == expected
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
@@ -132,7 +132,7 @@ def test_last_of_32000_operations_between_two_ranges_wins(pair: Pair, op: int) -
     source, expected = pattern(1, SIZE), bytearray(SIZE)
     if op == WRITE:
         source, expected = pattern(4, SIZE), bytearray(pattern(1, SIZE))
-        pair.near.write("near", 0, source)
+        pair.local.write("local", 0, source)
     ops = []
     for _ in range(32_000):
         length = draw.randint(1, 200)
@@ -140,7 +140,7 @@ def test_last_of_32000_operations_between_two_ranges_wins(pair: Pair, op: int) -
         ops.append((written, read, length) if op == READ else (read, written, length))
         expected[written : written + length] = source[read : read + length]
     assert pair.move(op, *ops) == hixl.SUCCESS
-    assert (pair.near.bytes("near") if op == READ else pair.far.bytes("far")) == expected
+    assert (pair.local.bytes("local") if op == READ else pair.remote.bytes("remote")) == expected
     # Beyond that number, the order of operations on the same bytes is undefined.
     assert pair.move(op, *ops, ops[0]) == hixl.SUCCESS
 
@@ -163,16 +163,16 @@ def test_many_operations_of_one_call(pair: Pair) -> None:
     ops = [(14 * k, 14 * (count - k), 5) for k in range(count)]
     there, here = pattern(1, SIZE), bytearray(SIZE)
     assert pair.move(READ, *ops) == hixl.SUCCESS
-    for near, far, size in ops:
-        here[near : near + size] = there[far : far + size]
-    assert pair.near.bytes("near") == here
+    for local, remote, size in ops:
+        here[local : local + size] = there[remote : remote + size]
+    assert pair.local.bytes("local") == here
     here = pattern(5, SIZE)
-    pair.near.write("near", 0, here)
+    pair.local.write("local", 0, here)
     assert pair.move(WRITE, *ops) == hixl.SUCCESS
-    far_bytes = bytearray(there)
-    for near, far, size in ops:
-        far_bytes[far : far + size] = here[near : near + size]
-    assert pair.far.bytes("far") == far_bytes
+    remote_bytes = bytearray(there)
+    for local, remote, size in ops:
+        remote_bytes[remote : remote + size] = here[local : local + size]
+    assert pair.remote.bytes("remote") == remote_bytes
 
 
 def test_both_sides_read_each_other_at_once() -> None:
@@ -204,70 +204,80 @@ def test_both_sides_read_each_other_at_once() -> None:
 
 @pytest.mark.parametrize("op", [READ, WRITE])
 def test_bad_ranges_change_nothing(pair: Pair, op: int) -> None:
-    before = pair.near.bytes("near"), pair.far.bytes("far")
-    local, remote = pair.local, pair.remote
+    before = pair.local.bytes("local"), pair.remote.bytes("remote")
+    local_address, remote_address = pair.local_address, pair.remote_address
     wrong = [
-        (local, remote + SIZE, 1),
-        (local, remote - 1, 1),
-        (local, remote + SIZE - 1, 2),
-        (local, remote, SIZE + 1),
-        (local + SIZE, remote, 1),
-        (local - 1, remote, 2),
-        (local, 8, 8),
-        (local, remote, 0),
-        (local, 2**64 - 1, 1),
-        (local, 2**64 - 1, 2),
-        (2**64 - 1, remote, 2**64 - 1),
-        (0, remote, 1),
-        (local, remote, 2**63),
+        (local_address, remote_address + SIZE, 1),
+        (local_address, remote_address - 1, 1),
+        (local_address, remote_address + SIZE - 1, 2),
+        (local_address, remote_address, SIZE + 1),
+        (local_address + SIZE, remote_address, 1),
+        (local_address - 1, remote_address, 2),
+        (local_address, 8, 8),
+        (local_address, remote_address, 0),
+        (local_address, 2**64 - 1, 1),
+        (local_address, 2**64 - 1, 2),
+        (2**64 - 1, remote_address, 2**64 - 1),
+        (0, remote_address, 1),
+        (local_address, remote_address, 2**63),
     ]
-    good = (local + 5, remote + 9, 3)
+    good = (local_address + 5, remote_address + 9, 3)
     for bad in wrong:
         for ops in ([bad], [good, bad], [bad, good]):
-            assert pair.near.move(pair.address, op, ops) == hixl.PARAM_INVALID, ops
-            assert pair.near.submit(pair.address, op, ops) == (hixl.PARAM_INVALID, 0), ops
-    assert pair.near.move(pair.address, op, []) == hixl.PARAM_INVALID
-    assert pair.near.submit(pair.address, op, []) == (hixl.PARAM_INVALID, 0)
-    assert pair.near.engine.transfer_sync(pair.address, 2, [hixl.TransferOpDesc(*good)]) == hixl.PARAM_INVALID
-    assert pair.near.engine.transfer_async(pair.address, -1, [hixl.TransferOpDesc(*good)]) == (hixl.PARAM_INVALID, 0)
+            assert pair.local.move(pair.address, op, ops) == hixl.PARAM_INVALID, ops
+            assert pair.local.submit(pair.address, op, ops) == (hixl.PARAM_INVALID, 0), ops
+    assert pair.local.move(pair.address, op, []) == hixl.PARAM_INVALID
+    assert pair.local.submit(pair.address, op, []) == (hixl.PARAM_INVALID, 0)
+    assert pair.local.engine.transfer_sync(pair.address, 2, [hixl.TransferOpDesc(*good)]) == hixl.PARAM_INVALID
+    assert pair.local.engine.transfer_async(pair.address, -1, [hixl.TransferOpDesc(*good)]) == (hixl.PARAM_INVALID, 0)
     for limit in (0, -1, -(2**31)):
-        assert pair.near.move(pair.address, op, [good], limit) == hixl.PARAM_INVALID
-    assert (pair.near.bytes("near"), pair.far.bytes("far")) == before
-    assert pair.near.move(pair.address, op, [good]) == hixl.SUCCESS
+        assert pair.local.move(pair.address, op, [good], limit) == hixl.PARAM_INVALID
+    assert (pair.local.bytes("local"), pair.remote.bytes("remote")) == before
+    assert pair.local.move(pair.address, op, [good]) == hixl.SUCCESS
 
 
 def test_range_over_two_touching_regions_is_refused() -> None:
-    with ends(End, End) as (near, far):
+    with ends(End, End) as (local, remote):
         address = listener()
-        far.initialize(address)
-        near.initialize("127.0.0.1:0")
-        remote, local = far.add("far", 2000, 1), near.add("near", 2000)
+        remote.initialize(address)
+        local.initialize("127.0.0.1:0")
+        remote_address, local_address = remote.add("remote", 2000, 1), local.add("local", 2000)
         for start in (0, 1000):
-            assert far.register("far", start, 1000)[0] == hixl.SUCCESS
-        near.register("near")
-        assert near.call("connect", address) == hixl.SUCCESS
-        assert near.move(address, READ, [(local, remote + 900, 200)]) == hixl.PARAM_INVALID
-        assert near.move(address, READ, [(local, remote + 900, 100), (local + 100, remote + 1000, 100)]) == hixl.SUCCESS
-        assert near.bytes("near")[:200] == pattern(1, 2000)[900:1100]
+            assert remote.register("remote", start, 1000)[0] == hixl.SUCCESS
+        local.register("local")
+        assert local.call("connect", address) == hixl.SUCCESS
+        assert local.move(address, READ, [(local_address, remote_address + 900, 200)]) == hixl.PARAM_INVALID
+        assert (
+            local.move(
+                address,
+                READ,
+                [(local_address, remote_address + 900, 100), (local_address + 100, remote_address + 1000, 100)],
+            )
+            == hixl.SUCCESS
+        )
+        assert local.bytes("local")[:200] == pattern(1, 2000)[900:1100]
 
 
 def test_several_regions_in_one_call() -> None:
-    with ends(End, Child) as (near, far):
+    with ends(End, Child) as (local, remote):
         address = listener()
-        far.initialize(address)
-        near.initialize("127.0.0.1:0")
+        remote.initialize(address)
+        local.initialize("127.0.0.1:0")
         count = 300
-        remote = [far.add(f"far{k}", 64, k) for k in range(count)]
-        local = [near.add(f"near{k}", 64) for k in range(count)]
-        assert {far.register(f"far{k}")[0] for k in range(count)} == {hixl.SUCCESS}
-        assert {near.register(f"near{k}", kind=k % 2)[0] for k in range(count)} == {hixl.SUCCESS}
-        assert near.call("connect", address) == hixl.SUCCESS
-        ops = [(local[k] + 3, remote[count - 1 - k] + 5, 50) for k in range(count)]
-        assert near.move(address, READ, ops) == hixl.SUCCESS
+        remote_address = [remote.add(f"remote{k}", 64, k) for k in range(count)]
+        local_address = [local.add(f"local{k}", 64) for k in range(count)]
+        assert {remote.register(f"remote{k}")[0] for k in range(count)} == {hixl.SUCCESS}
+        assert {local.register(f"local{k}", kind=k % 2)[0] for k in range(count)} == {hixl.SUCCESS}
+        assert local.call("connect", address) == hixl.SUCCESS
+        ops = [(local_address[k] + 3, remote_address[count - 1 - k] + 5, 50) for k in range(count)]
+        assert local.move(address, READ, ops) == hixl.SUCCESS
         for k in range(count):
-            assert near.bytes(f"near{k}")[3:53] == pattern(count - 1 - k, 64)[5:55]
-        assert near.move(address, WRITE, [(local[0], remote[k], 64) for k in range(count)]) == hixl.SUCCESS
-        assert {far.bytes(f"far{k}") for k in range(count)} == {near.bytes("near0")}
+            assert local.bytes(f"local{k}")[3:53] == pattern(count - 1 - k, 64)[5:55]
+        assert (
+            local.move(address, WRITE, [(local_address[0], remote_address[k], 64) for k in range(count)])
+            == hixl.SUCCESS
+        )
+        assert {remote.bytes(f"remote{k}") for k in range(count)} == {local.bytes("local0")}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -277,81 +287,81 @@ def test_regions_that_end_and_begin_while_connected(pair: Pair, op: int, asynchr
 
     def move(*ops: tuple[int, int, int]) -> int:
         if not asynchronous:
-            return pair.near.move(pair.address, op, list(ops))
-        status, request = pair.near.submit(pair.address, op, list(ops))
+            return pair.local.move(pair.address, op, list(ops))
+        status, request = pair.local.submit(pair.address, op, list(ops))
         if status != hixl.SUCCESS:
             return status
-        outcome = ended(pair.near, request)
+        outcome = ended(pair.local, request)
         return hixl.SUCCESS if outcome == (hixl.SUCCESS, COMPLETED) else hixl.PARAM_INVALID
 
-    other = pair.far.add("other", 4096, 9)
-    status, handle = pair.far.register("other", 0, 1000)
+    other = pair.remote.add("other", 4096, 9)
+    status, handle = pair.remote.register("other", 0, 1000)
     assert status == hixl.SUCCESS
-    assert move((pair.local, other, 1000)) == hixl.SUCCESS
-    assert move((pair.local, other, 1001)) == hixl.PARAM_INVALID
-    assert pair.far.call("deregister_mem", handle) == hixl.SUCCESS
-    pair.far.write("other", 0, b"\x55" * 4096)
-    before = pair.near.bytes("near"), pair.far.bytes("other")
-    assert move((pair.local, other, 1000)) == hixl.PARAM_INVALID
-    assert (pair.near.bytes("near"), pair.far.bytes("other")) == before
-    assert pair.far.call("deregister_mem", handle) == hixl.SUCCESS
-    assert move((pair.local, pair.remote, 10)) == hixl.SUCCESS
-    assert pair.far.register("other", 500, 3000)[0] == hixl.SUCCESS
-    assert move((pair.local, other, 600)) == hixl.PARAM_INVALID
-    assert move((pair.local, other + 500, 3000)) == hixl.SUCCESS
+    assert move((pair.local_address, other, 1000)) == hixl.SUCCESS
+    assert move((pair.local_address, other, 1001)) == hixl.PARAM_INVALID
+    assert pair.remote.call("deregister_mem", handle) == hixl.SUCCESS
+    pair.remote.write("other", 0, b"\x55" * 4096)
+    before = pair.local.bytes("local"), pair.remote.bytes("other")
+    assert move((pair.local_address, other, 1000)) == hixl.PARAM_INVALID
+    assert (pair.local.bytes("local"), pair.remote.bytes("other")) == before
+    assert pair.remote.call("deregister_mem", handle) == hixl.SUCCESS
+    assert move((pair.local_address, pair.remote_address, 10)) == hixl.SUCCESS
+    assert pair.remote.register("other", 500, 3000)[0] == hixl.SUCCESS
+    assert move((pair.local_address, other, 600)) == hixl.PARAM_INVALID
+    assert move((pair.local_address, other + 500, 3000)) == hixl.SUCCESS
     # The same range again, which is another region.
-    status, handle = pair.far.register("other", 500, 3000)
-    assert pair.far.call("deregister_mem", handle) == hixl.SUCCESS
-    assert pair.far.register("other", 500, 3000)[0] == hixl.SUCCESS
-    assert move((pair.local, other + 500, 3000)) == hixl.SUCCESS
+    status, handle = pair.remote.register("other", 500, 3000)
+    assert pair.remote.call("deregister_mem", handle) == hixl.SUCCESS
+    assert pair.remote.register("other", 500, 3000)[0] == hixl.SUCCESS
+    assert move((pair.local_address, other + 500, 3000)) == hixl.SUCCESS
     # A local region that ends.
-    near = pair.near.add("near2", 100)
-    status, handle = pair.near.register("near2")
-    assert move((near, pair.remote, 100)) == hixl.SUCCESS
-    assert pair.near.call("deregister_mem", handle) == hixl.SUCCESS
-    assert move((near, pair.remote, 100)) == hixl.PARAM_INVALID
+    local = pair.local.add("local2", 100)
+    status, handle = pair.local.register("local2")
+    assert move((local, pair.remote_address, 100)) == hixl.SUCCESS
+    assert pair.local.call("deregister_mem", handle) == hixl.SUCCESS
+    assert move((local, pair.remote_address, 100)) == hixl.PARAM_INVALID
 
 
 def test_ranges_of_both_kinds_overlap(pair: Pair) -> None:
     """An operation is right if one range holds it, whatever its kind."""
-    other = pair.far.add("other", 4000, 7)
+    other = pair.remote.add("other", 4000, 7)
     for start, size, kind in [(0, 1000, 1), (500, 1000, 0), (1600, 1000, 1), (2000, 50, 0)]:
-        assert pair.far.register("other", start, size, kind)[0] == hixl.SUCCESS
+        assert pair.remote.register("other", start, size, kind)[0] == hixl.SUCCESS
     ops = [(100, 300), (1200, 200), (600, 350), (2000, 600), (1700, 100)]
     for group in ([op] for op in ops), [ops], [ops[::-1]]:
         for some in group:
-            pair.near.write("near", 0, bytes(4000))
-            moves = [(pair.local + at, other + at, size) for at, size in some]
-            assert pair.near.move(pair.address, READ, moves) == hixl.SUCCESS
+            pair.local.write("local", 0, bytes(4000))
+            moves = [(pair.local_address + at, other + at, size) for at, size in some]
+            assert pair.local.move(pair.address, READ, moves) == hixl.SUCCESS
             for at, size in some:
-                assert pair.near.bytes("near")[at : at + size] == pattern(7, 4000)[at : at + size]
-    assert pair.near.move(pair.address, READ, [(pair.local, other + 1400, 200)]) == hixl.PARAM_INVALID
+                assert pair.local.bytes("local")[at : at + size] == pattern(7, 4000)[at : at + size]
+    assert pair.local.move(pair.address, READ, [(pair.local_address, other + 1400, 200)]) == hixl.PARAM_INVALID
 
 
 def test_disconnect_while_the_target_reads_memory(pair: Pair) -> None:
     """A range can be reused once `deregister_mem` has returned, and the next connection writes last."""
     size = 192 << 20
-    local, remote = pair.near.add("source", size), pair.far.add("target", size)
-    assert pair.far.register("target")[0] == hixl.SUCCESS
+    local_address, remote_address = pair.local.add("source", size), pair.remote.add("target", size)
+    assert pair.remote.register("target")[0] == hixl.SUCCESS
     for limit in (1, 5, 10, 20):
-        pair.near.write("source", 0, b"\x11" * size)
-        status, handle = pair.near.register("source")
+        pair.local.write("source", 0, b"\x11" * size)
+        status, handle = pair.local.register("source")
         assert status == hixl.SUCCESS
-        status, request = pair.near.submit(pair.address, WRITE, [(local, remote, size)])
+        status, request = pair.local.submit(pair.address, WRITE, [(local_address, remote_address, size)])
         assert status == hixl.SUCCESS
-        assert pair.near.call("disconnect", pair.address, limit) == hixl.SUCCESS
-        assert pair.near.call("deregister_mem", handle) == hixl.SUCCESS
-        assert ended(pair.near, request)[1] in (COMPLETED, FAILED)
+        assert pair.local.call("disconnect", pair.address, limit) == hixl.SUCCESS
+        assert pair.local.call("deregister_mem", handle) == hixl.SUCCESS
+        assert ended(pair.local, request)[1] in (COMPLETED, FAILED)
         # The program uses the memory for something else.
-        pair.near.write("source", 0, b"\x77" * size)
-        assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-        assert pair.far.samples("target") <= {0x00, 0x11, 0x22}
-        pair.near.write("source", 0, b"\x22" * size)
-        status, handle = pair.near.register("source")
-        assert pair.near.move(pair.address, WRITE, [(local, remote, size)]) == hixl.SUCCESS
-        assert pair.near.call("deregister_mem", handle) == hixl.SUCCESS
+        pair.local.write("source", 0, b"\x77" * size)
+        assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+        assert pair.remote.samples("target") <= {0x00, 0x11, 0x22}
+        pair.local.write("source", 0, b"\x22" * size)
+        status, handle = pair.local.register("source")
+        assert pair.local.move(pair.address, WRITE, [(local_address, remote_address, size)]) == hixl.SUCCESS
+        assert pair.local.call("deregister_mem", handle) == hixl.SUCCESS
         time.sleep(0.2)
-        assert pair.far.samples("target") == {0x22}
+        assert pair.remote.samples("target") == {0x22}
 
 
 def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None:
@@ -362,8 +372,8 @@ def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None
             # Without a pause, the transfers would only ever find that nothing is connected.
             begun.wait(10)
             begun.clear()
-            pair.near.call("disconnect", pair.address, LIMIT)
-            pair.near.call("connect", pair.address, LIMIT)
+            pair.local.call("disconnect", pair.address, LIMIT)
+            pair.local.call("connect", pair.address, LIMIT)
 
     thread = threading.Thread(target=disconnect)
     thread.start()
@@ -373,9 +383,9 @@ def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None
             begun.set()
             codes.add(code := pair.move(READ, (0, 0, SIZE)))
             if code != hixl.SUCCESS:
-                pair.near.write("near", 0, marker)
+                pair.local.write("local", 0, marker)
                 time.sleep(0.002)
-                assert pair.near.bytes("near") == marker
+                assert pair.local.bytes("local") == marker
     finally:
         going.set()
         begun.set()
@@ -384,37 +394,37 @@ def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None
 
 
 def test_local_only_range_is_hidden(pair: Pair) -> None:
-    hidden = pair.far.add("hidden", 100, 3)
-    assert pair.far.register("hidden", 0, 100, 1, True)[0] == hixl.SUCCESS
+    hidden = pair.remote.add("hidden", 100, 3)
+    assert pair.remote.register("hidden", 0, 100, 1, True)[0] == hixl.SUCCESS
     for op in (READ, WRITE):
-        assert pair.near.move(pair.address, op, [(pair.local, hidden, 10)]) == hixl.PARAM_INVALID
-    own = pair.near.add("own", 100)
-    assert pair.near.register("own", 0, 100, 1, True)[0] == hixl.SUCCESS
-    assert pair.near.move(pair.address, READ, [(own, pair.remote, 100)]) == hixl.SUCCESS
-    assert pair.near.bytes("own") == pattern(1, SIZE)[:100]
-    pair.near.write("own", 0, b"\x77" * 100)
-    assert pair.near.move(pair.address, WRITE, [(own, pair.remote, 100)]) == hixl.SUCCESS
-    assert pair.far.bytes("far")[:100] == b"\x77" * 100
+        assert pair.local.move(pair.address, op, [(pair.local_address, hidden, 10)]) == hixl.PARAM_INVALID
+    own = pair.local.add("own", 100)
+    assert pair.local.register("own", 0, 100, 1, True)[0] == hixl.SUCCESS
+    assert pair.local.move(pair.address, READ, [(own, pair.remote_address, 100)]) == hixl.SUCCESS
+    assert pair.local.bytes("own") == pattern(1, SIZE)[:100]
+    pair.local.write("own", 0, b"\x77" * 100)
+    assert pair.local.move(pair.address, WRITE, [(own, pair.remote_address, 100)]) == hixl.SUCCESS
+    assert pair.remote.bytes("remote")[:100] == b"\x77" * 100
 
 
 def test_write_that_has_timed_out_does_not_arrive_on_a_new_connection(pair: Pair) -> None:
-    pair.near.write("near", 0, b"\x11" * SIZE)
+    pair.local.write("local", 0, b"\x11" * SIZE)
     assert pair.move(WRITE, (0, 0, 8)) == hixl.SUCCESS  # so that the region is known here
     limit = 600
     for size in (100, SIZE):
-        pair.near.write("near", 0, b"\x22" * SIZE)
-        pair.far.signal(signal.SIGSTOP)
+        pair.local.write("local", 0, b"\x22" * SIZE)
+        pair.remote.signal(signal.SIGSTOP)
         try:
             assert pair.move(WRITE, (0, 0, size), limit=limit) == hixl.TIMEOUT
         finally:
-            pair.far.signal(signal.SIGCONT)
-        assert pair.near.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
-        assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-        pair.near.write("near", 0, b"\x33" * SIZE)
+            pair.remote.signal(signal.SIGCONT)
+        assert pair.local.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
+        assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+        pair.local.write("local", 0, b"\x33" * SIZE)
         assert pair.move(WRITE, (0, 0, SIZE)) == hixl.SUCCESS
         # The limit of the first WRITE passes at the target.
         time.sleep(limit / 1000)
-        assert pair.far.bytes("far") == b"\x33" * SIZE
+        assert pair.remote.bytes("remote") == b"\x33" * SIZE
 
 
 def test_write_of_a_stopped_caller_ends_before_later_writes() -> None:
@@ -426,26 +436,26 @@ def test_write_of_a_stopped_caller_ends_before_later_writes() -> None:
             bases.append(end.add("m", size, seed))
             assert end.initialize(text) == hixl.SUCCESS
             assert end.register("m")[0] == hixl.SUCCESS
-        remote, near, stopped = bases
+        remote_address, local, stopped = bases
         assert other.call("connect", address, LIMIT) == hixl.SUCCESS
         for round_ in range(6):
             assert caller.call("connect", address, LIMIT) in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
             statuses: list[int] = []
 
             def write(statuses: list[int] = statuses) -> None:
-                statuses.append(caller.move(address, WRITE, [(stopped, remote, size)], 300))
+                statuses.append(caller.move(address, WRITE, [(stopped, remote_address, size)], 300))
 
             call = threading.Thread(target=write)
             call.start()
             call.join(0.0005 * round_)  # it is stopped at different moments
             caller.signal(signal.SIGSTOP)
             try:
-                assert other.move(address, WRITE, [(near, remote, size)]) == hixl.SUCCESS
+                assert other.move(address, WRITE, [(local, remote_address, size)]) == hixl.SUCCESS
             finally:
                 caller.signal(signal.SIGCONT)
             call.join(60)
             assert statuses[0] in (hixl.SUCCESS, hixl.TIMEOUT, hixl.FAILED)
-            assert other.move(address, WRITE, [(near, remote, size)]) == hixl.SUCCESS
+            assert other.move(address, WRITE, [(local, remote_address, size)]) == hixl.SUCCESS
             time.sleep(0.5)  # longer than the limit, in which a transfer that has not ended would go on
             assert target.bytes("m") == pattern(5, size)
 
@@ -453,73 +463,73 @@ def test_write_of_a_stopped_caller_ends_before_later_writes() -> None:
 def test_finalize_ends_requests(pair: Pair) -> None:
     """When `finalize` has returned, nothing of a request touches memory at either end."""
     assert pair.move(WRITE, (0, 0, 8)) == hixl.SUCCESS
-    before = pair.far.bytes("far")
-    pair.far.signal(signal.SIGSTOP)
+    before = pair.remote.bytes("remote")
+    pair.remote.signal(signal.SIGSTOP)
     try:
-        status, _ = pair.near.submit(pair.address, READ, pair.at((0, 0, SIZE)))
+        status, _ = pair.local.submit(pair.address, READ, pair.at((0, 0, SIZE)))
         assert status == hixl.SUCCESS
-        pair.near.finalize()
-        here = pair.near.bytes("near")
+        pair.local.finalize()
+        here = pair.local.bytes("local")
     finally:
-        pair.far.signal(signal.SIGCONT)
-    assert pair.far.bytes("far") == before
-    assert pair.near.bytes("near") == here
+        pair.remote.signal(signal.SIGCONT)
+    assert pair.remote.bytes("remote") == before
+    assert pair.local.bytes("local") == here
 
 
 def test_stopped_target_is_a_timeout_and_works_again(pair: Pair, hixl_way: str) -> None:
-    other = pair.far.add("other", 100, 2)
-    assert pair.far.register("other")[0] == hixl.SUCCESS
-    pair.far.signal(signal.SIGSTOP)
+    other = pair.remote.add("other", 100, 2)
+    assert pair.remote.register("other")[0] == hixl.SUCCESS
+    pair.remote.signal(signal.SIGSTOP)
     try:
         # The region is not known here, so the target is asked.
-        assert pair.near.move(pair.address, READ, [(pair.local, other, 100)], 200) == hixl.TIMEOUT
+        assert pair.local.move(pair.address, READ, [(pair.local_address, other, 100)], 200) == hixl.TIMEOUT
         assert pair.move(WRITE, (0, 0, 100), limit=200) == hixl.TIMEOUT
         # More than the window of the link has. By process id, the WRITE has waited until the link has ended.
         for k in range(1100 if hixl_way != "process" else 0):
-            assert pair.near.notify(pair.address, "a", str(k), 1) == hixl.TIMEOUT
+            assert pair.local.notify(pair.address, "a", str(k), 1) == hixl.TIMEOUT
     finally:
-        pair.far.signal(signal.SIGCONT)
+        pair.remote.signal(signal.SIGCONT)
     if hixl_way != "process":
-        assert pair.near.notify(pair.address, "a", "last") == hixl.SUCCESS
-        assert pair.far.notifies() == (hixl.SUCCESS, [("a", "last")])
-    pair.near.call("disconnect", pair.address, LIMIT)
-    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-    assert pair.near.move(pair.address, READ, [(pair.local, other, 100)]) == hixl.SUCCESS
-    assert pair.far.notifies() == (hixl.SUCCESS, [])
+        assert pair.local.notify(pair.address, "a", "last") == hixl.SUCCESS
+        assert pair.remote.notifies() == (hixl.SUCCESS, [("a", "last")])
+    pair.local.call("disconnect", pair.address, LIMIT)
+    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.local.move(pair.address, READ, [(pair.local_address, other, 100)]) == hixl.SUCCESS
+    assert pair.remote.notifies() == (hixl.SUCCESS, [])
 
 
 def test_asynchronous_requests(pair: Pair) -> None:
     requests = {}
     for k in range(64):
         ops = pair.at((k * 1000, SIZE // 2 + k * 1000, 1000) if k % 2 else (SIZE // 2 + k * 1000, k * 1000, 1000))
-        status, request = pair.near.submit(pair.address, READ if k % 2 else WRITE, ops, 2**64 - 1 - k)
+        status, request = pair.local.submit(pair.address, READ if k % 2 else WRITE, ops, 2**64 - 1 - k)
         assert status == hixl.SUCCESS
         assert request != 0
         requests[request] = 2**64 - 1 - k
     assert len(requests) == 64
     first = next(iter(requests))
-    assert ended(pair.near, first) == (hixl.SUCCESS, COMPLETED)
+    assert ended(pair.local, first) == (hixl.SUCCESS, COMPLETED)
     del requests[first]
     for _ in range(2):
-        assert pair.near.call("get_transfer_status", first) == (hixl.PARAM_INVALID, FAILED)
+        assert pair.local.call("get_transfer_status", first) == (hixl.PARAM_INVALID, FAILED)
     seen: dict[int, int] = {}
     query = hixl.GetTransferStatusArgs(3, skip_waiting=True)
     while len(seen) < 63:
-        status, results = pair.near.engine.get_all_transfer_status(query)
+        status, results = pair.local.engine.get_all_transfer_status(query)
         assert status == hixl.SUCCESS
         assert len(results) <= 3
         for result in results:
             assert result.status == COMPLETED
             assert result.req not in seen
-            assert pair.near.call("get_transfer_status", result.req) == (hixl.PARAM_INVALID, FAILED)
+            assert pair.local.call("get_transfer_status", result.req) == (hixl.PARAM_INVALID, FAILED)
             seen[result.req] = result.user_data
     assert seen == requests
-    assert pair.near.engine.get_all_transfer_status() == (hixl.SUCCESS, [])
-    status, state = pair.near.call("get_transfer_status", 0)
+    assert pair.local.engine.get_all_transfer_status() == (hixl.SUCCESS, [])
+    status, state = pair.local.call("get_transfer_status", 0)
     assert status != hixl.SUCCESS
     assert state == FAILED
-    assert pair.near.call("get_transfer_status", 2**64 - 1) == (hixl.PARAM_INVALID, FAILED)
-    there, here = pair.far.bytes("far"), pair.near.bytes("near")
+    assert pair.local.call("get_transfer_status", 2**64 - 1) == (hixl.PARAM_INVALID, FAILED)
+    there, here = pair.remote.bytes("remote"), pair.local.bytes("local")
     for k in range(1, 64, 2):
         assert here[k * 1000 : k * 1000 + 1000] == there[SIZE // 2 + k * 1000 :][:1000]
 
@@ -527,10 +537,10 @@ def test_asynchronous_requests(pair: Pair) -> None:
 @pytest.mark.parametrize("end", ["continue", "kill", "disconnect"])
 def test_all_requests_are_reported_in_the_order_of_their_start(pair: Pair, end: str) -> None:
     assert pair.move(WRITE, (0, 0, 1)) == hixl.SUCCESS  # so that the region is known here
-    every = pair.near.engine.get_all_transfer_status
-    pair.far.signal(signal.SIGSTOP)
+    every = pair.local.engine.get_all_transfer_status
+    pair.remote.signal(signal.SIGSTOP)
     try:
-        submitted = [pair.near.submit(pair.address, WRITE, pair.at((k, k, 1)), 90 - k) for k in range(6)]
+        submitted = [pair.local.submit(pair.address, WRITE, pair.at((k, k, 1)), 90 - k) for k in range(6)]
         assert {status for status, _ in submitted} == {hixl.SUCCESS}
         expected = [(request, 90 - k, WAITING) for k, (_, request) in enumerate(submitted)]
         for most in (0, 2, 6, 2**32 - 1):
@@ -539,12 +549,12 @@ def test_all_requests_are_reported_in_the_order_of_their_start(pair: Pair, end: 
             assert [(one.req, one.user_data, one.status) for one in results] == expected[:most]
         assert every(hixl.GetTransferStatusArgs(skip_waiting=True)) == (hixl.SUCCESS, [])
         if end == "kill":
-            pair.far.kill()
+            pair.remote.kill()
         if end == "disconnect":
-            assert pair.near.call("disconnect", pair.address, 500) == hixl.SUCCESS
+            assert pair.local.call("disconnect", pair.address, 500) == hixl.SUCCESS
     finally:
         if end != "kill":
-            pair.far.signal(signal.SIGCONT)
+            pair.remote.signal(signal.SIGCONT)
     ends_of: list[tuple[int, int]] = []
 
     def all_have_ended() -> bool:
@@ -561,7 +571,7 @@ def test_all_requests_are_reported_in_the_order_of_their_start(pair: Pair, end: 
     assert sorted(ends_of) == sorted((request, data) for request, data, _ in expected)
     assert every() == (hixl.SUCCESS, [])
     for _, request in submitted:
-        assert pair.near.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
+        assert pair.local.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
 
 
 @pytest.mark.parametrize("hixl_way", ["rings"], indirect=True)
@@ -569,20 +579,20 @@ def test_65536_requests_may_wait_for_their_report(pair: Pair) -> None:
     ops = [hixl.TransferOpDesc(*op) for op in pair.at((0, 0, 1))]
 
     def submit() -> tuple[int, int]:
-        return pair.near.engine.transfer_async(pair.address, hixl.READ, ops)
+        return pair.local.engine.transfer_async(pair.address, hixl.READ, ops)
 
     requests = [submit() for _ in range(1 << 16)]
     assert {status for status, _ in requests} == {hixl.SUCCESS}
     assert submit() == (hixl.RESOURCE_EXHAUSTED, 0)
-    assert ended(pair.near, requests[9][1]) == (hixl.SUCCESS, COMPLETED)
+    assert ended(pair.local, requests[9][1]) == (hixl.SUCCESS, COMPLETED)
     assert submit()[0] == hixl.SUCCESS
     assert submit() == (hixl.RESOURCE_EXHAUSTED, 0)
     # Those that `disconnect` has ended make room.
-    assert pair.near.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
-    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.local.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
     assert submit()[0] == hixl.SUCCESS
-    assert pair.near.call("get_transfer_status", requests[0][1]) == (hixl.PARAM_INVALID, FAILED)
-    status, results = pair.near.engine.get_all_transfer_status()
+    assert pair.local.call("get_transfer_status", requests[0][1]) == (hixl.PARAM_INVALID, FAILED)
+    status, results = pair.local.engine.get_all_transfer_status()
     assert (status, len(results)) == (hixl.SUCCESS, 1 << 16)
 
 
@@ -592,7 +602,7 @@ def test_twenty_threads_submit(pair: Pair) -> None:
     def work(thread: int) -> None:
         for k in range(20):
             ops = pair.at((thread * 20_000 + k * 1000, thread * 20_000 + k * 1000, 1000))
-            found.append(pair.near.submit(pair.address, READ, ops))
+            found.append(pair.local.submit(pair.address, READ, ops))
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(20)]
     for thread in threads:
@@ -605,30 +615,30 @@ def test_twenty_threads_submit(pair: Pair) -> None:
     done: set[int] = set()
 
     def all_ended() -> bool:
-        status, results = pair.near.engine.get_all_transfer_status()
+        status, results = pair.local.engine.get_all_transfer_status()
         done.update(one.req for one in results if one.status == COMPLETED)
         return status == hixl.SUCCESS and done == requests
 
     assert eventually(all_ended)
-    assert pair.near.bytes("near")[:400_000] == pattern(1, SIZE)[:400_000]
+    assert pair.local.bytes("local")[:400_000] == pattern(1, SIZE)[:400_000]
 
 
 def test_disconnect_ends_requests(pair: Pair) -> None:
     assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS  # so that the region is known here
-    pair.far.signal(signal.SIGSTOP)
+    pair.remote.signal(signal.SIGSTOP)
     try:
-        requests = [pair.near.submit(pair.address, WRITE, pair.at((k, k, 1)))[1] for k in range(5)]
+        requests = [pair.local.submit(pair.address, WRITE, pair.at((k, k, 1)))[1] for k in range(5)]
         assert all(requests)
-        assert pair.near.call("get_transfer_status", requests[0]) == (hixl.SUCCESS, WAITING)
-        assert pair.near.call("disconnect", pair.address, 500) == hixl.SUCCESS
+        assert pair.local.call("get_transfer_status", requests[0]) == (hixl.SUCCESS, WAITING)
+        assert pair.local.call("disconnect", pair.address, 500) == hixl.SUCCESS
     finally:
-        pair.far.signal(signal.SIGCONT)
+        pair.remote.signal(signal.SIGCONT)
     for request in requests:
-        state = ended(pair.near, request)
+        state = ended(pair.local, request)
         assert state == (hixl.NOT_CONNECTED, FAILED)
-        assert pair.near.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
+        assert pair.local.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
     assert pair.move(READ, (0, 0, 1)) == hixl.NOT_CONNECTED
-    assert pair.near.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
     assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS
 
 
@@ -639,38 +649,38 @@ def test_bytes_of_a_write_are_read_by_any_other_engine(pair: Pair) -> None:
         assert reader.register("m")[0] == hixl.SUCCESS
         assert reader.call("connect", pair.address, LIMIT) == hixl.SUCCESS
         for seed in range(20, 26):
-            pair.near.write("near", 0, pattern(seed, SIZE))
+            pair.local.write("local", 0, pattern(seed, SIZE))
             if seed % 2:
                 assert pair.move(WRITE, (0, 0, SIZE)) == hixl.SUCCESS
             else:
-                status, request = pair.near.submit(pair.address, WRITE, pair.at((0, 0, SIZE)))
+                status, request = pair.local.submit(pair.address, WRITE, pair.at((0, 0, SIZE)))
                 assert status == hixl.SUCCESS
-                assert ended(pair.near, request) == (hixl.SUCCESS, COMPLETED)
-            assert reader.move(pair.address, READ, [(buffer, pair.remote, SIZE)]) == hixl.SUCCESS
+                assert ended(pair.local, request) == (hixl.SUCCESS, COMPLETED)
+            assert reader.move(pair.address, READ, [(buffer, pair.remote_address, SIZE)]) == hixl.SUCCESS
             assert reader.bytes("m") == pattern(seed, SIZE)
 
 
 def test_killed_target_fails_requests(pair: Pair) -> None:
     assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS
-    pair.far.signal(signal.SIGSTOP)
-    status, request = pair.near.submit(pair.address, WRITE, pair.at((0, 0, 8)))
+    pair.remote.signal(signal.SIGSTOP)
+    status, request = pair.local.submit(pair.address, WRITE, pair.at((0, 0, 8)))
     assert status == hixl.SUCCESS
-    pair.far.kill()
-    state = ended(pair.near, request)
+    pair.remote.kill()
+    state = ended(pair.local, request)
     assert state[1] == FAILED
     assert pair.move(READ, (0, 0, 8)) == hixl.FAILED
-    assert pair.near.call("disconnect", pair.address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
-    assert pair.near.call("connect", pair.address) == hixl.FAILED
+    assert pair.local.call("disconnect", pair.address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
+    assert pair.local.call("connect", pair.address) == hixl.FAILED
 
 
 def test_ipv6() -> None:
-    with ends(End, Child) as (near, far):
+    with ends(End, Child) as (local, remote):
         address = f"[::1]:{free_port(socket.AF_INET6)}"
-        assert far.initialize(address) == hixl.SUCCESS
-        assert near.initialize("[::1]") == hixl.SUCCESS
-        remote, local = far.add("far", 100, 1), near.add("near", 100)
-        far.register("far")
-        near.register("near")
-        assert near.call("connect", address) == hixl.SUCCESS
-        assert near.move(address, READ, [(local, remote, 100)]) == hixl.SUCCESS
-        assert near.bytes("near") == pattern(1, 100)
+        assert remote.initialize(address) == hixl.SUCCESS
+        assert local.initialize("[::1]") == hixl.SUCCESS
+        remote_address, local_address = remote.add("remote", 100, 1), local.add("local", 100)
+        remote.register("remote")
+        local.register("local")
+        assert local.call("connect", address) == hixl.SUCCESS
+        assert local.move(address, READ, [(local_address, remote_address, 100)]) == hixl.SUCCESS
+        assert local.bytes("local") == pattern(1, 100)

@@ -175,16 +175,16 @@ def _serve(_: Wire) -> None:
 )
 def test_answers_that_are_no_link(ends: Ends, answer: bytes) -> None:
     """The call dials until its deadline, and the engine keeps working."""
-    near = ends.near(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
-    far = ends.peer(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
+    local = ends.local(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
+    remote = ends.peer(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
     with Listener(Attacker(77, TOKEN), _serve) as listener:
         listener.answer_to_link = answer
         with pytest.raises(Timeout):
-            near.engine.link(listener.address, timeout=0.5).result()
-        assert near.link_clusters([(77, listener.address)])[1] == [LINK_FAILED]
-        assert near.peers() == []
-        near.engine.link(far.address).result()
-        assert [cluster for cluster, _, _ in near.peers()] == [far.cluster]
+            local.engine.link(listener.address, timeout=0.5).result()
+        assert local.link_clusters([(77, listener.address)])[1] == [LINK_FAILED]
+        assert local.peers() == []
+        local.engine.link(remote.address).result()
+        assert [cluster for cluster, _, _ in local.peers()] == [remote.cluster]
 
 
 def resets(wire: Wire) -> None:

@@ -180,20 +180,20 @@ def test_engines_that_are_not_eager_merge_nothing(word, start):
 def test_transfers_between_eager_pools_of_two_processes(transport, ends):
     rows, row_bytes = 768, 32 << 10  # 48 MiB in each of two processes
     given = {"accessible": True, "pool": 112 << 20, "llm__LinkTransport": transport, "llm__HugePages": "eager"}
-    peer, near = ends.peer(peer_options(**given)), ends.near(peer_options(**given))
+    peer, local = ends.peer(peer_options(**given)), ends.local(peer_options(**given))
     key, every = by_blocks(2), list(range(rows))
-    near.allocate("c", rows, row_bytes, blocks=True, seed=1)
+    local.allocate("c", rows, row_bytes, blocks=True, seed=1)
     peer.allocate("c", rows, row_bytes, blocks=True, keys=[key], seed=2)
     ours, theirs = (np.stack(pattern(seed, 2, rows, row_bytes)) for seed in (1, 2))
-    linked(near, peer)
+    linked(local, peer)
     chance = np.random.default_rng(7)
     for done in range(4):
         take, into, give, onto = (chance.permutation(rows)[:96] for _ in range(4))
-        near.pull_blocks(key, "c", take.tolist(), into.tolist())
+        local.pull_blocks(key, "c", take.tolist(), into.tolist())
         ours[:, into] = theirs[:, take]
-        near.push_blocks(key, "c", give.tolist(), onto.tolist())
+        local.push_blocks(key, "c", give.tolist(), onto.tolist())
         theirs[:, onto] = ours[:, give]
-        assert equal(near.read("c"), list(ours)), f"after {done} rounds"
-    near.allocate("all", rows, row_bytes, blocks=True)
-    near.pull_blocks(key, "all", every, every)
-    assert equal(near.read("all"), list(theirs))
+        assert equal(local.read("c"), list(ours)), f"after {done} rounds"
+    local.allocate("all", rows, row_bytes, blocks=True)
+    local.pull_blocks(key, "all", every, every)
+    assert equal(local.read("all"), list(theirs))

@@ -39,162 +39,162 @@ def slot(seed: int, row: int, rows: int = 2) -> list[object]:
 
 @pytest.mark.contract("19.double-reference", "20.16", "19.pulls-and-keys")
 def test_a_pull_consumes_its_key_exactly_once(served: tuple[End, Peer]) -> None:
-    near, far = served
-    far.allocate("f", 4, 64, 2, keys=[by_request(9, 1), by_request(9, 2)], seed=1)
-    near.allocate("n", 1, 64, 2)
-    near.pull_cache(by_request(2, 1), "n")
-    assert code(near.pull_cache, by_request(2, 1), "n") == GONE
-    assert equal(near.read("n"), slot(1, 0, 4)), "a refused pull wrote"
-    far.remove_key(by_request(9, 1))  # no key any more: nothing happens
-    near.pull_cache(by_request(2, 2), "n", 0, 1)  # a part of a slot counts as a pull
-    assert code(near.pull_cache, by_request(2, 2), "n") == GONE
-    assert far.stats()["table"] == {"caches": 1, "keys": 0}
+    local, remote = served
+    remote.allocate("f", 4, 64, 2, keys=[by_request(9, 1), by_request(9, 2)], seed=1)
+    local.allocate("n", 1, 64, 2)
+    local.pull_cache(by_request(2, 1), "n")
+    assert code(local.pull_cache, by_request(2, 1), "n") == GONE
+    assert equal(local.read("n"), slot(1, 0, 4)), "a refused pull wrote"
+    remote.remove_key(by_request(9, 1))  # no key any more: nothing happens
+    local.pull_cache(by_request(2, 2), "n", 0, 1)  # a part of a slot counts as a pull
+    assert code(local.pull_cache, by_request(2, 2), "n") == GONE
+    assert remote.stats()["table"] == {"caches": 1, "keys": 0}
 
 
 def test_a_pull_by_id_and_slot_consumes_the_key_of_that_slot_alone(served: tuple[End, Peer]) -> None:
-    near, far = served
-    cache = far.allocate("f", 3, 64, 2, keys=[by_request(2, 1), by_request(2, 2)], seed=1)
-    near.allocate("n", 1, 64, 2)
-    near.pull_cache(by_slot(2, cache, 1), "n")
-    assert code(near.pull_cache, by_request(2, 2), "n") == GONE
-    assert code(near.pull_cache, by_slot(2, cache, 1), "n") == OK, "the id is still there, only the key went"
-    far.deallocate("f")
-    near.pull_cache(by_slot(2, cache, 2), "n")  # a key holds the cache, and its id still names it
-    assert equal(near.read("n"), slot(1, 2, 3))
-    near.pull_cache(by_slot(2, cache, 0), "n")  # the last key goes, and with it the memory
-    assert far.used() == 0
-    assert code(near.pull_cache, by_slot(2, cache, 2), "n") == GONE
+    local, remote = served
+    cache = remote.allocate("f", 3, 64, 2, keys=[by_request(2, 1), by_request(2, 2)], seed=1)
+    local.allocate("n", 1, 64, 2)
+    local.pull_cache(by_slot(2, cache, 1), "n")
+    assert code(local.pull_cache, by_request(2, 2), "n") == GONE
+    assert code(local.pull_cache, by_slot(2, cache, 1), "n") == OK, "the id is still there, only the key went"
+    remote.deallocate("f")
+    local.pull_cache(by_slot(2, cache, 2), "n")  # a key holds the cache, and its id still names it
+    assert equal(local.read("n"), slot(1, 2, 3))
+    local.pull_cache(by_slot(2, cache, 0), "n")  # the last key goes, and with it the memory
+    assert remote.used() == 0
+    assert code(local.pull_cache, by_slot(2, cache, 2), "n") == GONE
 
 
 def test_a_failed_pull_keeps_the_key(served: tuple[End, Peer]) -> None:
-    near, far = served
+    local, remote = served
     key = by_request(2, 1)
-    far.allocate("f", 1, 64, 2, keys=[key], seed=4)
-    near.allocate("wide", 1, 65, 2)
-    near.allocate("blocks", 4, 32, 2, blocks=True)
-    near.allocate("n", 1, 64, 2)
+    remote.allocate("f", 1, 64, 2, keys=[key], seed=4)
+    local.allocate("wide", 1, 65, 2)
+    local.allocate("blocks", 4, 32, 2, blocks=True)
+    local.allocate("n", 1, 64, 2)
     for _ in range(2):
-        assert code(near.pull_cache, key, "wide") == INVALID
-        assert code(near.pull_cache, key, "n", src_layers=(0, 1), dst_layers=(1, 2)) == INVALID
-        assert code(near.pull_blocks, key, "blocks", dst=[0, 1, 2]) == INVALID
-    near.pull_cache(key, "n")
-    assert equal(near.read("n"), pattern(4, 2, 1, 64))
+        assert code(local.pull_cache, key, "wide") == INVALID
+        assert code(local.pull_cache, key, "n", src_layers=(0, 1), dst_layers=(1, 2)) == INVALID
+        assert code(local.pull_blocks, key, "blocks", dst=[0, 1, 2]) == INVALID
+    local.pull_cache(key, "n")
+    assert equal(local.read("n"), pattern(4, 2, 1, 64))
 
 
 def test_keys_of_prefixes_blocks_and_registered_caches_stay(served: tuple[End, Peer]) -> None:
-    near, far = served
-    near.allocate("n", 1, 64, 2)
-    near.allocate("b", 2, 64, 2, blocks=True)
-    registered = far.register("r", 2, 64, 2, keys=[by_request(2, 1)], accessible=True)
-    far.allocate("blocks", 4, 64, 2, blocks=True, keys=[by_blocks(2)])
+    local, remote = served
+    local.allocate("n", 1, 64, 2)
+    local.allocate("b", 2, 64, 2, blocks=True)
+    registered = remote.register("r", 2, 64, 2, keys=[by_request(2, 1)], accessible=True)
+    remote.allocate("blocks", 4, 64, 2, blocks=True, keys=[by_blocks(2)])
     # A request, a request of another model, and a prefix with the same number are three keys.
-    cache = far.allocate("f", 2, 64, 2, keys=[by_request(2, 7), prefix(7)], seed=1)
-    far.allocate("g", 1, 64, 2, keys=[by_request(2, 7, 3)], seed=2)
+    cache = remote.allocate("f", 2, 64, 2, keys=[by_request(2, 7), prefix(7)], seed=1)
+    remote.allocate("g", 1, 64, 2, keys=[by_request(2, 7, 3)], seed=2)
     for _ in range(3):
-        near.pull_cache(prefix(7), "n")
-        assert equal(near.read("n"), slot(1, 1))
-        near.pull_blocks(prefix(7), "b", dst=[0])
-        near.pull_cache(by_slot(2, cache, 1), "n")
-        near.pull_blocks(by_blocks(2), "b", [1], [1])
+        local.pull_cache(prefix(7), "n")
+        assert equal(local.read("n"), slot(1, 1))
+        local.pull_blocks(prefix(7), "b", dst=[0])
+        local.pull_cache(by_slot(2, cache, 1), "n")
+        local.pull_blocks(by_blocks(2), "b", [1], [1])
         for key in (by_request(2, 1), by_slot(2, registered)):
-            near.pull_cache(key, "n")
-    near.pull_blocks(by_request(2, 7), "b", dst=[1])
-    assert equal([tensor[1:] for tensor in near.read("b")], slot(1, 0))
-    near.pull_cache(by_request(2, 7, 3), "n")
-    assert equal(near.read("n"), pattern(2, 2, 1, 64))
+            local.pull_cache(key, "n")
+    local.pull_blocks(by_request(2, 7), "b", dst=[1])
+    assert equal([tensor[1:] for tensor in local.read("b")], slot(1, 0))
+    local.pull_cache(by_request(2, 7, 3), "n")
+    assert equal(local.read("n"), pattern(2, 2, 1, 64))
     for used_up in (by_request(2, 7), by_request(2, 7, 3)):
-        assert code(near.pull_cache, used_up, "n") == GONE
+        assert code(local.pull_cache, used_up, "n") == GONE
     for name in ("g", "blocks", "f"):
-        far.deallocate(name)
-    assert far.used() == 2 * PAGE, "the prefix holds it"
-    far.remove_key(prefix(7))
-    assert far.used() == 0
-    assert code(near.pull_cache, prefix(7), "n") == GONE
-    far.remove_key(by_request(2, 1))  # of a registered cache: nothing happens
-    near.pull_cache(by_request(2, 1), "n")
-    far.unregister("r")
-    assert code(near.pull_cache, by_request(2, 1), "n") == GONE
+        remote.deallocate(name)
+    assert remote.used() == 2 * PAGE, "the prefix holds it"
+    remote.remove_key(prefix(7))
+    assert remote.used() == 0
+    assert code(local.pull_cache, prefix(7), "n") == GONE
+    remote.remove_key(by_request(2, 1))  # of a registered cache: nothing happens
+    local.pull_cache(by_request(2, 1), "n")
+    remote.unregister("r")
+    assert code(local.pull_cache, by_request(2, 1), "n") == GONE
 
 
 def test_parts_are_counted_for_each_key(served: tuple[End, Peer]) -> None:
-    near, far = served
+    local, remote = served
     first, second, third = keys = [by_request(2, number) for number in (1, 2, 3)]
-    cache = far.allocate("f", 3, 64, 6, keys=keys)
-    near.allocate("n", 1, 64, 6)
-    near.allocate("b", 1, 64, 6, blocks=True)
+    cache = remote.allocate("f", 3, 64, 6, keys=keys)
+    local.allocate("n", 1, 64, 6)
+    local.allocate("b", 1, 64, 6, blocks=True)
 
     def part(key: Key, first: int, end: int) -> str:
-        return code(near.pull_cache, key, "n", src_layers=(first, end), dst_layers=(first, end), n=1)
+        return code(local.pull_cache, key, "n", src_layers=(first, end), dst_layers=(first, end), n=1)
 
     assert [part(first, 0, 2), part(first, 0, 2)] == [OK, OK], "the same part again completes nothing"
     assert [part(second, 2, 6), part(first, 1, 4), part(second, 1, 4)] == [OK, OK, OK]
     assert part(by_slot(2, cache, 0), 4, 5) == OK, "a part by slot counts for the key of the slot"
-    assert code(near.pull_blocks, first, "b", dst=[0], src_layers=(5, 6), dst_layers=(0, 1), n=1) == OK
+    assert code(local.pull_blocks, first, "b", dst=[0], src_layers=(5, 6), dst_layers=(0, 1), n=1) == OK
     assert part(first, 0, 1) == GONE
     assert [part(second, 2, 6), part(second, 0, 1), part(second, 0, 1)] == [OK, OK, GONE]
-    assert [part(third, 0, 1), code(near.pull_cache, third, "n"), part(third, 1, 6)] == [OK, OK, GONE]
-    far.allocate("g", 1, 64, 6, keys=[third])
+    assert [part(third, 0, 1), code(local.pull_cache, third, "n"), part(third, 1, 6)] == [OK, OK, GONE]
+    remote.allocate("g", 1, 64, 6, keys=[third])
     assert part(third, 0, 1) == OK
-    far.remove_key(third)
-    far.allocate("h", 1, 64, 6, keys=[third])
+    remote.remove_key(third)
+    remote.allocate("h", 1, 64, 6, keys=[third])
     again = [part(third, 1, 6), part(third, 0, 1), part(third, 0, 1)]
     assert again == [OK, OK, GONE], "parts of an earlier bearer of the key do not count"
 
 
 def test_remote_access_consumes_nothing(one_sided: tuple[End, Peer]) -> None:
-    near, far = one_sided
-    cache = far.allocate("f", 2, 64, 2, keys=[by_request(2, 1), prefix(3)], seed=1)
-    near.allocate("n", 1, 64, 2)
-    near.allocate("b", 1, 64, 2, blocks=True)
+    local, remote = one_sided
+    cache = remote.allocate("f", 2, 64, 2, keys=[by_request(2, 1), prefix(3)], seed=1)
+    local.allocate("n", 1, 64, 2)
+    local.allocate("b", 1, 64, 2, blocks=True)
     for _ in range(3):
-        near.pull_cache(by_slot(2, cache), "n")
-        near.pull_blocks(by_slot(2, cache), "b", dst=[0])
-        near.pull_blocks(by_request(2, 1), "b", dst=[0])
-        near.push_cache(by_slot(2, cache), "n")
-    near.pull_blocks(prefix(3), "b", dst=[0])
-    assert equal(near.read("b"), slot(1, 1))
-    far.deallocate("f")
-    far.remove_key(prefix(3))
-    assert code(near.pull_blocks, by_request(2, 1), "b", dst=[0]) == OK, "the key holds it"
-    assert far.used() == 2 * PAGE
-    far.remove_key(by_request(2, 1))
+        local.pull_cache(by_slot(2, cache), "n")
+        local.pull_blocks(by_slot(2, cache), "b", dst=[0])
+        local.pull_blocks(by_request(2, 1), "b", dst=[0])
+        local.push_cache(by_slot(2, cache), "n")
+    local.pull_blocks(prefix(3), "b", dst=[0])
+    assert equal(local.read("b"), slot(1, 1))
+    remote.deallocate("f")
+    remote.remove_key(prefix(3))
+    assert code(local.pull_blocks, by_request(2, 1), "b", dst=[0]) == OK, "the key holds it"
+    assert remote.used() == 2 * PAGE
+    remote.remove_key(by_request(2, 1))
     # Over sockets, the thread that has sent the bytes releases the cache a moment later.
-    eventually(lambda: far.used() == 0)
-    assert code(near.pull_blocks, by_request(2, 1), "b", dst=[0]) == GONE
+    eventually(lambda: remote.used() == 0)
+    assert code(local.pull_blocks, by_request(2, 1), "b", dst=[0]) == GONE
 
 
 @pytest.mark.contract("19.double-reference", "19.pulls-and-keys")
 def test_a_push_releases_the_key_of_its_local_slot_alone(one_sided: tuple[End, Peer]) -> None:
     """A push of a part or by a range of all layers: `links/push.rs`."""
-    near, far = one_sided
-    cache, narrow = far.allocate("f", 1, 64, 2, keys=[by_request(2, 1)]), far.allocate("narrow", 1, 63, 2)
-    near.register("r", 1, 64, 2, keys=[by_request(1, 1)], accessible=True)
-    near.allocate("n", 2, 64, 2, keys=[by_request(1, 2), by_request(1, 3)])
-    assert code(near.push_cache, by_slot(2, cache), "r") == OK
-    assert code(near.push_cache, by_slot(2, narrow), "n") == INVALID
-    assert code(near.push_cache, by_slot(2, 10**6), "n") == GONE
-    assert near.stats()["table"]["keys"] == 3, "registered memory and failures keep their keys"
-    near.deallocate("n")
-    assert code(near.push_cache, by_slot(2, cache), "n") == OK
-    assert near.stats()["table"] == {"caches": 2, "keys": 2}
-    assert far.stats()["table"]["keys"] == 1, "the peer keeps its key"
+    local, remote = one_sided
+    cache, narrow = remote.allocate("f", 1, 64, 2, keys=[by_request(2, 1)]), remote.allocate("narrow", 1, 63, 2)
+    local.register("r", 1, 64, 2, keys=[by_request(1, 1)], accessible=True)
+    local.allocate("n", 2, 64, 2, keys=[by_request(1, 2), by_request(1, 3)])
+    assert code(local.push_cache, by_slot(2, cache), "r") == OK
+    assert code(local.push_cache, by_slot(2, narrow), "n") == INVALID
+    assert code(local.push_cache, by_slot(2, 10**6), "n") == GONE
+    assert local.stats()["table"]["keys"] == 3, "registered memory and failures keep their keys"
+    local.deallocate("n")
+    assert code(local.push_cache, by_slot(2, cache), "n") == OK
+    assert local.stats()["table"] == {"caches": 2, "keys": 2}
+    assert remote.stats()["table"]["keys"] == 1, "the peer keeps its key"
 
 
 @pytest.mark.contract("20.17", "19.last-key-wins", "19.key-per-slot")
 def test_the_last_of_equal_keys_names_its_slot(served: tuple[End, Peer]) -> None:
-    near, far = served
+    local, remote = served
     idle = by_request(2, UINT64_MAX)
-    far.allocate("b", 2, 64, 2, blocks=True, keys=[("blocks", 2, 0)])
-    far.allocate("f", 5, 64, 2, keys=[by_request(2, 7), idle, by_request(9, 7), idle], seed=1)
-    near.allocate("n", 1, 64, 2)
+    remote.allocate("b", 2, 64, 2, blocks=True, keys=[("blocks", 2, 0)])
+    remote.allocate("f", 5, 64, 2, keys=[by_request(2, 7), idle, by_request(9, 7), idle], seed=1)
+    local.allocate("n", 1, 64, 2)
     given = pattern(1, 2, 5, 64)
-    assert code(near.pull_cache, idle, "n") == INVALID
-    near.pull_cache(by_request(2, 7), "n")
-    assert equal(near.read("n"), [tensor[2:3] for tensor in given]), "the last slot with the key"
-    assert code(near.pull_cache, by_request(2, 7), "n") == GONE, "the earlier slot has no key"
-    far.remove_key(idle)
-    far.deallocate("f")
-    assert far.used() == 2 * PAGE, "only the blocks cache is left"
-    far.allocate("g", 5, 64, 2, keys=[idle, idle, by_request(2, 8), idle, idle], seed=3)
-    near.pull_cache(by_request(2, 8), "n")
-    assert equal(near.read("n"), [tensor[2:3] for tensor in pattern(3, 2, 5, 64)])
+    assert code(local.pull_cache, idle, "n") == INVALID
+    local.pull_cache(by_request(2, 7), "n")
+    assert equal(local.read("n"), [tensor[2:3] for tensor in given]), "the last slot with the key"
+    assert code(local.pull_cache, by_request(2, 7), "n") == GONE, "the earlier slot has no key"
+    remote.remove_key(idle)
+    remote.deallocate("f")
+    assert remote.used() == 2 * PAGE, "only the blocks cache is left"
+    remote.allocate("g", 5, 64, 2, keys=[idle, idle, by_request(2, 8), idle, idle], seed=3)
+    local.pull_cache(by_request(2, 8), "n")
+    assert equal(local.read("n"), [tensor[2:3] for tensor in pattern(3, 2, 5, 64)])

@@ -48,9 +48,9 @@ from two_modes import SUCCESS, Gate, synchronizer
 def both(ends: Ends) -> Callable[..., tuple[Peer, End]]:
     """A function that opens a prompt in a peer process and a decoder here, and links them."""
 
-    def make(far: int = 0, near: int = 0, **more: Any) -> tuple[Peer, End]:
-        there = ends.peer(kv_options(), far)
-        here = ends.near(kv_options(**more), near)
+    def make(remote: int = 0, local: int = 0, **more: Any) -> tuple[Peer, End]:
+        there = ends.peer(kv_options(), remote)
+        here = ends.local(kv_options(**more), local)
         assert here.link_clusters([there.at], 20000) == (OK, [OK])
         return there, here
 
@@ -64,11 +64,11 @@ def remains(there: Peer) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("far", "near", "deallocate"), [(0, 0, True), (0, 0, False), (1, 2, True), (UINT64_MAX, UINT64_MAX, True)]
+    ("remote", "local", "deallocate"), [(0, 0, True), (0, 0, False), (1, 2, True), (UINT64_MAX, UINT64_MAX, True)]
 )
-def test_a_cache_that_was_let_go_waits_for_its_pull(both: Any, far: int, near: int, deallocate: bool) -> None:
-    there, here = both(far, near)
-    key = by_request(far, zlib.adler32(b"request 17"), 3)
+def test_a_cache_that_was_let_go_waits_for_its_pull(both: Any, remote: int, local: int, deallocate: bool) -> None:
+    there, here = both(remote, local)
+    key = by_request(remote, zlib.adler32(b"request 17"), 3)
     assert there.allocate("kv", 2, 4096, keys=[key], seed=5) == 1
     if deallocate:
         there.deallocate("kv")
@@ -101,9 +101,9 @@ def test_offsets(both: Any, transport: str) -> None:
         here.paint("kv", 0)
         here.pull_cache(key, "kv", 2, size, src_cache_offset=src, dst_cache_offset=dst)
         first, into = src or 0, dst or 0
-        for got, far in zip(here.read("kv"), pattern(9, 2, 3, 200)):
+        for got, remote in zip(here.read("kv"), pattern(9, 2, 3, 200)):
             expected = np.zeros((4, 160), dtype=np.uint8)
-            expected[2, into : into + count] = far[1, first : first + count]
+            expected[2, into : into + count] = remote[1, first : first + count]
             assert np.array_equal(got, expected), (src, dst, size)
         assert code(here.pull_cache, key, "kv") == GONE, "a part counts as a pull"
         there.deallocate("kv")
@@ -122,7 +122,7 @@ def test_blocks(both: Any) -> None:
     here.allocate("blocks", 3, 128, blocks=True)
     for _ in range(2):
         here.pull_blocks(by_blocks(0, 2), "blocks", [7, 0, 3], [1, 2, 0])
-    assert equal(here.read("blocks"), [far[[3, 7, 0]] for far in pattern(1, 2, 8, 128)])
+    assert equal(here.read("blocks"), [remote[[3, 7, 0]] for remote in pattern(1, 2, 8, 128)])
     assert code(here.pull_blocks, by_blocks(0, 3), "blocks", [0], [0]) == GONE
 
 
@@ -155,7 +155,7 @@ def test_links_of_the_mode(both: Any) -> None:
 
 def test_layers_travel_between_clusters_of_one_id(ends: Ends) -> None:
     """The prompt is this process and sends. The decoder is the peer process and links."""
-    here, there = ends.near(kv_options(listen="127.0.0.1:0"), 0, "PROMPT"), ends.spare()
+    here, there = ends.local(kv_options(listen="127.0.0.1:0"), 0, "PROMPT"), ends.spare()
     there.init(kv_options(), 0, "DECODER")
     assert there.link_clusters([[0, here.listening()]]) == (OK, [OK])
     here.allocate("kv", 2, 128, tensors=6, seed=11)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from layers import Far, Steps, Transfer, launch, names, results
+from layers import Remote, Steps, Transfer, launch, names, results
 from llm_datadist import BlocksCacheKey, LLMStatusCode, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.original.layerwise import LayerProgress
 from peers import GONE, INVALID, OK, UNLINKED, Ends, equal, eventually, pattern
@@ -26,19 +26,19 @@ PLACEMENTS = list(itertools.product([False, True], repeat=3))  # source register
 @pytest.mark.parametrize("layout", ["slots", "blocks", "pieces"])
 def test_bytes_arrive_between_all_placements_and_origins(ends: Ends, way: dict[str, Any], layout: str) -> None:
     """Rows have 1 byte to 100 kB. A slot that is split into blocks has a short last piece, or is one piece."""
-    near, far = ends.pair(pool=32 << 20, **way)
+    local, remote = ends.pair(pool=32 << 20, **way)
     chance = random.Random(11)  # noqa: S311
     for number, (mine, host, registered) in enumerate(PLACEMENTS * 3):
         layers, rows = chance.randint(1, 4), chance.randint(1, 6)
         row_bytes = chance.choice([chance.randint(2, 9000), chance.randint(60_000, 100_000)])
-        near.make("n", rows, row_bytes, 2 * layers, blocks=layout == "blocks", registered=mine, seed=5000 + number)
+        local.make("n", rows, row_bytes, 2 * layers, blocks=layout == "blocks", registered=mine, seed=5000 + number)
         source = pattern(5000 + number, 2 * layers, rows, row_bytes)
         first, dst, row = chance.randrange(layers), chance.randint(0, 2), chance.randrange(rows)
         src = range(first, chance.randint(first + 1, layers))
         how = {"blocks": layout != "slots", "model": number, "host": host, "registered": registered, "seed": number}
 
-        def into(rows: int, row_bytes: int, there: int = dst + len(src), how: Any = how) -> Far:
-            return Far(far, way["accessible"], "f", rows, row_bytes, there, **how)
+        def into(rows: int, row_bytes: int, there: int = dst + len(src), how: Any = how) -> Remote:
+            return Remote(remote, way["accessible"], "f", rows, row_bytes, there, **how)
 
         if layout == "slots":
             to, slot = into(rows, row_bytes + chance.randint(0, 3)), chance.randrange(rows)
@@ -57,18 +57,18 @@ def test_bytes_arrive_between_all_placements_and_origins(ends: Ends, way: dict[s
             to.pieces(source, src, dst, row, right)
             config = to.to(src, dst, row=row, by_id=row > 0 or chance.random() < 0.5)
             lists = {"dst": right, "size": size}
-        assert results(launch(near, "n", [config], **lists)) == [OK], number
+        assert results(launch(local, "n", [config], **lists)) == [OK], number
         to.check(number)
-        assert equal(near.read("n"), source), "a transfer changed its source"
-        near.release("n")
-        far.release("f")
+        assert equal(local.read("n"), source), "a transfer changed its source"
+        local.release("n")
+        remote.release("f")
 
 
 def test_addresses_in_gaps_are_refused(served: tuple[End, Peer]) -> None:
     """In each row, 240 bytes that belong to no tensor follow the rows of the four tensors."""
-    near, far = served
-    first, *others = far.native_register("f", 8, 100, 640, 4, seed=1)
-    near.allocate("n", 8, 100, 4, blocks=True, seed=2)
+    local, remote = served
+    first, *others = remote.native_register("f", 8, 100, 640, 4, seed=1)
+    local.allocate("n", 8, 100, 4, blocks=True, seed=2)
     assert first + 300 == others[-1]
     for offset, block, text in (
         (400, 0, "lies in no cache"),  # the first byte of a gap
@@ -77,17 +77,17 @@ def test_addresses_in_gaps_are_refused(served: tuple[End, Peer]) -> None:
         (640, 7, r"dst_block_indices\[0\]=7"),  # one row after the last one
     ):
         for addresses in ([first + offset, *others], [first + offset] * 4):
-            task = launch(near, "n", [TransferConfig(2, addresses, range(2), 0)], src=[3], dst=[block])
+            task = launch(local, "n", [TransferConfig(2, addresses, range(2), 0)], src=[3], dst=[block])
             assert results(task) == [INVALID], offset
             assert re.search(text, str(task.errors()[0])), task.errors()
-    assert equal(far.read("f"), pattern(1, 4, 8, 100))
-    far.check_gaps("f")
+    assert equal(remote.read("f"), pattern(1, 4, 8, 100))
+    remote.check_gaps("f")
 
 
 def test_a_blocks_cache_without_lists_sends_its_first_block(ends: Ends, way: dict[str, Any]) -> None:
     """Block 0 goes to block 0, or to slot 0, of each tensor, and nothing else moves."""
     transfer = Transfer(ends, way, 6, 32, blocks=True)
-    slots = transfer.far("slots", shape=(3, 40, 4))
+    slots = transfer.remote("slots", shape=(3, 40, 4))
     for to, src, dst, lists in (
         (transfer.to, range(4), 0, {}),
         (transfer.to, range(1, 3), 2, {"src": None, "dst": None}),
@@ -101,17 +101,17 @@ def test_a_blocks_cache_without_lists_sends_its_first_block(ends: Ends, way: dic
 def test_blocks_of_another_size_and_missing_keys_are_refused_with_nothing_moved(ends: Ends) -> None:
     """`layer_destination.rs` has slots, blocks and layers that the remote cache lacks."""
     transfer = Transfer(ends, {"accessible": True}, 6, 32, 2, blocks=True)
-    wide, both = transfer.far("wide", shape=(4, 33, 2), blocks=True, model=1), range(2)
+    wide, both = transfer.remote("wide", shape=(4, 33, 2), blocks=True, model=1), range(2)
     no_key = TransferWithCacheKeyConfig(BlocksCacheKey(2, 77), both, both)
-    transfer.near.allocate("slots", 3, 100, 4)
+    transfer.local.allocate("slots", 3, 100, 4)
     for name, config, lists, code in (
         ("slots", wide.to(both), {"dst": [0, 1], "size": 16}, INVALID),
         ("n", wide.to(both), {}, INVALID),
         ("n", no_key, {"src": [0], "dst": [0]}, GONE),
     ):
-        assert results(launch(transfer.near, name, [config], **lists)) == [code]
-    for far in (transfer.to, wide):
-        far.check()
+        assert results(launch(transfer.local, name, [config], **lists)) == [code]
+    for remote in (transfer.to, wide):
+        remote.check()
 
 
 def test_an_address_named_twice_gets_the_last_layer(ends: Ends) -> None:
@@ -122,24 +122,24 @@ def test_an_address_named_twice_gets_the_last_layer(ends: Ends) -> None:
 
 
 def test_layers_of_three_tensors(ends: Ends, way: dict[str, Any]) -> None:
-    near, far = ends.pair(**way)
-    near.allocate("n", 2, 50, 12, seed=1)
-    to = Far(far, way["accessible"], "f", 2, 50, 4, per=3, seed=2)
+    local, remote = ends.pair(**way)
+    local.allocate("n", 2, 50, 12, seed=1)
+    to = Remote(remote, way["accessible"], "f", 2, 50, 4, per=3, seed=2)
     to.slot(pattern(1, 12, 2, 50), range(1, 4), row=1, slot=1)
 
     class Mine(Steps):
         tensor_num_per_layer = 3
 
     for steps in (Steps(tensor_num_per_layer=3), Mine()):
-        far.fill("f", 2)
-        assert results(launch(near, "n", [to.to(range(1, 4), row=1, slot=1)], steps)) == [OK]
+        remote.fill("f", 2)
+        assert results(launch(local, "n", [to.to(range(1, 4), row=1, slot=1)], steps)) == [OK]
         assert steps.layers == [1, 2, 3]
         to.check()
 
 
 def test_configs_of_one_transfer_have_results_of_their_own(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 3, 80)
-    to, two, short = transfer.to, transfer.far("two"), transfer.far("short", shape=(1, 79, 4))
+    to, two, short = transfer.to, transfer.remote("two"), transfer.remote("short", shape=(1, 79, 4))
     same = to.to(range(1, 3), row=2, slot=2)
     configs = [to.to(range(4)), short.to(range(2)), two.to(range(2, 4), row=1, slot=2), same, same]
     for transfer.peer.cluster in (7, 1, 2):  # no engine, this engine, the peer
@@ -151,8 +151,8 @@ def test_configs_of_one_transfer_have_results_of_their_own(ends: Ends, way: dict
     two.slot(transfer.source, range(2, 4), row=1, slot=2)
     to.slot(transfer.source, range(4))
     to.slot(transfer.source, range(1, 3), 0, row=2, slot=2)
-    for far in (to, two, short):
-        far.check()
+    for remote in (to, two, short):
+        remote.check()
     errors = task.errors()
     assert [at for at, error in enumerate(errors) if error] == [1, 5, 6]
     assert names(errors[1], cluster=2, layer=0), errors[1]
@@ -172,8 +172,8 @@ def test_layers_are_asked_for_once_in_order_and_only_if_needed(ends: Ends) -> No
 
 def test_a_layer_goes_as_soon_as_it_is_ready_and_not_before(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 1, 700)
-    near, source, steps = transfer.near, transfer.source, Steps(allowed=0)
-    near.paint("n", 0xEE)
+    local, source, steps = transfer.local, transfer.source, Steps(allowed=0)
+    local.paint("n", 0xEE)
     task = transfer.start(steps)
     for layer in range(4):
         steps.reached(layer)
@@ -183,11 +183,11 @@ def test_a_layer_goes_as_soon_as_it_is_ready_and_not_before(ends: Ends, way: dic
         assert not task.done()
         transfer.to.check(f"before layer {layer}")
         for tensor in (2 * layer, 2 * layer + 1):
-            near.held["n"].arrays[tensor][:] = source[tensor]
+            local.held["n"].arrays[tensor][:] = source[tensor]
         transfer.to.slot(source, range(layer, layer + 1), layer)
         steps.allow(layer + 1)
     assert results(task) == [OK]
-    near.paint("n", 0xEE)
+    local.paint("n", 0xEE)
     transfer.to.check("the source was read after the end")
     (progress,) = task.progress()
     assert (progress.layers_done, progress.num_layers, progress.bytes_done) == (4, 4, 5600)

@@ -27,7 +27,7 @@ from llm_datadist import (
 from memory import LE, TE, UINT32_MAX, UINT64_MAX, VE, UserTensors, desc, raising
 from mistakes import Row, check, fails
 
-FAR = 2
+REMOTE = 2
 UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
 LAYERS = 4
 KV = {"llm.listenIpInfo": "127.0.0.1:0", "llm.MemPoolConfig": pool()}
@@ -46,12 +46,12 @@ class Ready(LayerSynchronizer):
 def addressed(layers: Optional[range] = None, row: int = 0, count: Optional[int] = None, per_layer: int = 2) -> Any:
     """A config with as many addresses as tensors."""
     tensors = (LAYERS if layers is None else len(layers)) * per_layer
-    return TransferConfig(FAR, list(range(1, (tensors if count is None else count) + 1)), layers, row)
+    return TransferConfig(REMOTE, list(range(1, (tensors if count is None else count) + 1)), layers, row)
 
 
 def keyed(src: Optional[range] = range(LAYERS), dst: Optional[range] = range(LAYERS), row: int = 0) -> Any:
     """A config with a key."""
-    made = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(FAR, 1), range(1), range(1), row)
+    made = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(REMOTE, 1), range(1), range(1), row)
     made.src_layer_range, made.dst_layer_range = src, dst
     return made
 
@@ -226,12 +226,12 @@ def test_a_blocks_cache_without_lists_is_one_slot_of_one_block(one_sided: Bench)
     """Index 0 passes every check on both sides, with either kind of key. Another index is refused."""
     blocks, layers = one_sided.blocks, range(LAYERS)
     for none in (None, [], ()):
-        for key in (CacheKeyByIdAndIndex(FAR, 1, 0), BlocksCacheKey(FAR, 1)):
+        for key in (CacheKeyByIdAndIndex(REMOTE, 1, 0), BlocksCacheKey(REMOTE, 1)):
             configs = [TransferWithCacheKeyConfig(key, layers, layers)]
             lists = {"src_block_indices": none, "dst_block_indices": none}
             one_sided.ends(UNLINKED, src_cache=blocks, transfer_configs=configs, **lists)
     for index in (1, UINT32_MAX):
-        configs = [TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(FAR, 1, index), layers, layers)]
+        configs = [TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(REMOTE, 1, index), layers, layers)]
         text = f"batch_index={index} of cache_key must be 0"
         one_sided.refuses(text, src_cache=blocks, transfer_configs=configs)
 
@@ -240,7 +240,7 @@ def test_a_range_that_was_not_given_is_set_to_all_layers(bench: Bench) -> None:
     configs = [addressed(), addressed(range(1, 3)), addressed()]
     bench.ends(UNLINKED, UNLINKED, UNLINKED, transfer_configs=configs)
     assert [config.src_layer_range for config in configs] == [range(4), range(1, 3), range(4)]
-    before, after = TransferConfig(FAR, [1]), addressed()
+    before, after = TransferConfig(REMOTE, [1]), addressed()
     bench.refuses("len(dst_addrs)", transfer_configs=[before, after])
     assert before.src_layer_range == range(4), "set before its other checks"
     assert after.src_layer_range is None, "a later config was touched"

@@ -43,11 +43,11 @@ def compute():
 
 def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 3, llm__SyncKvCacheWaitTime=3000)
-    near, to, steps = transfer.near, transfer.to, Steps(allowed=2)
+    local, to, steps = transfer.local, transfer.to, Steps(allowed=2)
     task = transfer.start(steps, [to.to(range(4)), to.to(range(1), slot=1), to.to(range(3, 4), slot=2)])
     steps.reached(2)
     eventually(lambda: layers_done(task)[:2] == [2, 1], what="two layers")
-    waited, _ = together(2, lambda number: near.finalize() if number else task.synchronize())
+    waited, _ = together(2, lambda number: local.finalize() if number else task.synchronize())
     assert waited is LLMStatusCode.LLM_ENGINE_FINALIZED
     ended = results(task, 0)
     assert ended[:2] == [FINALIZED, OK]
@@ -59,9 +59,9 @@ def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any
     steps.allow()
     to.slot(transfer.source, range(1), slot=1)
     transfer.arrived(2)
-    near.init(options(**way))  # the process may have another engine
-    linked(near, transfer.peer)
-    near.allocate("n", 3, 64, 8, seed=1)
+    local.init(options(**way))  # the process may have another engine
+    linked(local, transfer.peer)
+    local.allocate("n", 3, 64, 8, seed=1)
     transfer.again()
     assert results(task, 0) == ended
 
@@ -75,7 +75,7 @@ def test_finalize_while_layers_arrive_waits_for_them(ends: Ends, way: dict[str, 
             return super().synchronize_layer(layer_index, timeout_in_millis)
 
     task = transfer.start(Model())
-    transfer.near.finalize()
+    transfer.local.finalize()
     assert results(task) == [OK]
     transfer.arrived()
 
@@ -116,12 +116,12 @@ def test_a_process_ends_though_a_synchronizer_does_not_return(ends: Ends, blocks
     status, out, err = decoder.run(f"{COMPUTE}\ntask = go(Model(0, lambda: {blocks}))\nprint(task.get_results(100))\n")
     assert status == 0, err
     assert "LLM_TIMEOUT" in out
-    eventually(lambda: decoder.near.links() == [], what="the end of the link")
-    for got, good in zip(decoder.near.read("f")[:6], decoder.good):
+    eventually(lambda: decoder.local.links() == [], what="the end of the link")
+    for got, good in zip(decoder.local.read("f")[:6], decoder.good):
         assert np.array_equal(got, good)
-    decoder.near.deallocate("f")
+    decoder.local.deallocate("f")
     # The engine answers the last layer before it lets go of the cache.
-    eventually(lambda: decoder.near.used() == 0, what="the memory")
+    eventually(lambda: decoder.local.used() == 0, what="the memory")
 
 
 def test_a_synchronizer_that_ends_the_process(ends: Ends) -> None:
@@ -140,10 +140,10 @@ def test_a_synchronizer_that_ends_the_process(ends: Ends) -> None:
 
 def test_a_process_ends_though_its_decoder_stands_still(ends: Ends, way: dict[str, Any]) -> None:
     decoder = Decoder(ends, way)
-    far = ends.peer(options(**way), cluster=9)
-    cache = far.allocate("f", 1, 6400, 20, seed=2)
+    remote = ends.peer(options(**way), cluster=9)
+    cache = remote.allocate("f", 1, 6400, 20, seed=2)
     text = f"""
-        address, cache, addresses = {far.address!r}, {cache}, {far.addresses("f")}
+        address, cache, addresses = {remote.address!r}, {cache}, {remote.addresses("f")}
         assert end.link_clusters([(9, address)])[0] == "LLM_SUCCESS"
         if accessible == "True":
             config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(9, cache), range(10), range(10))
@@ -157,10 +157,10 @@ def test_a_process_ends_though_its_decoder_stands_still(ends: Ends, way: dict[st
         steps.allow()
     """
     program = decoder.start(text, until="flows")
-    with far.stopped():
+    with remote.stopped():
         status, _, err = finish(program, "\n")
     assert status == 0, err
-    eventually(lambda: far.links() == [], what="the end of the link")
+    eventually(lambda: remote.links() == [], what="the end of the link")
 
 
 def test_threads_at_work_survive_the_end_of_the_interpreter(ends: Ends) -> None:
@@ -176,7 +176,7 @@ def test_threads_at_work_survive_the_end_of_the_interpreter(ends: Ends) -> None:
             time.sleep(random.random() * 0.003)
         """)
         assert (status, err) == (0, "")
-        eventually(lambda: decoder.near.links() == [], what="the end of the link")
+        eventually(lambda: decoder.local.links() == [], what="the end of the link")
 
 
 def test_a_task_after_its_engine_was_closed_at_exit(ends: Ends) -> None:
@@ -230,45 +230,45 @@ while True:
 
 def test_a_prefill_that_is_killed_holds_nothing_of_the_decoder(ends: Ends, way: dict[str, Any]) -> None:
     decoder = Decoder(ends, way)
-    near = decoder.near
-    near.allocate("g", 1, 6400, 20, seed=3)
+    local = decoder.local
+    local.allocate("g", 1, 6400, 20, seed=3)
     chance = random.Random(1)  # noqa: S311
     for number in range(10 if THOROUGH else 2):
         program = decoder.start(FLOWS, until="flows")
         time.sleep(0.05 + chance.random() * 0.02)
         program.kill()
         program.communicate()
-        eventually(lambda: near.links() == [], what="the end of the link")
-        near.copy_cache("f", "g")
+        eventually(lambda: local.links() == [], what="the end of the link")
+        local.copy_cache("f", "g")
         time.sleep(0.05)
-        assert equal(near.read("f"), pattern(3, 20, 1, 6400)), number
+        assert equal(local.read("f"), pattern(3, 20, 1, 6400)), number
     status, _, err = decoder.run("assert results(go(Model())) == ['LLM_SUCCESS']")
     assert status == 0, err
     assert decoder.whole()
     for name in ("f", "g"):
-        near.deallocate(name)
-    eventually(lambda: near.used() == 0, what="the memory")
+        local.deallocate(name)
+    eventually(lambda: local.used() == 0, what="the memory")
 
 
 def test_a_prefill_that_stood_still_does_not_write_where_others_live_now(ends: Ends, way: dict[str, Any]) -> None:
     """Prefill is stopped while it sends a layer. The link ends, other caches get the memory, and prefill resumes."""
     quick = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 400, "llm__SyncKvCacheWaitTime": 2000}
     decoder = Decoder(ends, way, **quick)
-    near = decoder.near
+    local = decoder.local
     program = decoder.start(FLOWS, until="flows")
     try:
         time.sleep(0.05 + random.Random(1).random() * 0.02)  # noqa: S311
         stop_process(program.pid)
-        unlinked(near, 2)
-        near.deallocate("f")
+        unlinked(local, 2)
+        local.deallocate("f")
         for seed, name in ((3, "g"), (4, "h")):
-            near.allocate(name, 1, 6400, 20, seed=seed)
+            local.allocate(name, 1, 6400, 20, seed=seed)
         program.send_signal(signal.SIGCONT)
         time.sleep(0.3)
         for seed, name in ((3, "g"), (4, "h")):
-            assert equal(near.read(name), pattern(seed, 20, 1, 6400)), "the late prefill wrote"
-            near.deallocate(name)
+            assert equal(local.read(name), pattern(seed, 20, 1, 6400)), "the late prefill wrote"
+            local.deallocate(name)
     finally:
         program.kill()
         program.communicate()
-    eventually(lambda: near.used() == 0, what="the memory")
+    eventually(lambda: local.used() == 0, what="the memory")

@@ -18,7 +18,7 @@ from peers import GONE, OK, THOROUGH, TIMEOUT, UNLINKED, Ends, by_request, equal
 @pytest.mark.parametrize("moment", ["before", "between", "during"])
 def test_one_of_three_decoders_is_killed(ends: Ends, way: dict[str, Any], moment: str) -> None:
     transfer = Transfer(ends, way, 1, 200_000, peers=3, pool=16 << 20, llm__SyncKvCacheWaitTime=8000)
-    near, (first, _, third), (_, victim, _) = transfer.near, transfer.all, transfer.peers
+    local, (first, _, third), (_, victim, _) = transfer.local, transfer.all, transfer.peers
     if moment == "before":
         victim.kill()
         steps = Steps()
@@ -26,7 +26,7 @@ def test_one_of_three_decoders_is_killed(ends: Ends, way: dict[str, Any], moment
     elif moment == "between":
         steps, task = transfer.begun(2)
         victim.kill()
-        unlinked(near, victim.cluster)
+        unlinked(local, victim.cluster)
         steps.allow()
     else:
         steps, task = transfer.begun(1)
@@ -41,8 +41,8 @@ def test_one_of_three_decoders_is_killed(ends: Ends, way: dict[str, Any], moment
     assert names(task.errors()[1], cluster=victim.cluster)
     transfer.arrived(at=[first, third])
     again = ends.peer(transfer.given, victim.cluster)
-    eventually(lambda: near.link_clusters([again.at])[1][0] == OK, what="the link")
-    transfer.all[1] = transfer.far("f", again)
+    eventually(lambda: local.link_clusters([again.at])[1][0] == OK, what="the link")
+    transfer.all[1] = transfer.remote("f", again)
     transfer.again()
 
 
@@ -52,7 +52,7 @@ def test_nobody_is_asked_for_layers_that_only_the_dead_needed(ends: Ends) -> Non
     steps, task = transfer.begun(2, [gone.to(range(6)), to.to(range(2))])
     steps.reached(2)
     gone.peer.kill()
-    unlinked(transfer.near, gone.peer.cluster)
+    unlinked(transfer.local, gone.peer.cluster)
     steps.allow(3)
     assert results(task) == [UNLINKED, OK], "it ends though the synchronizer may wait for layer 3"
     steps.allow()
@@ -66,7 +66,7 @@ def test_nobody_is_asked_for_layers_that_only_the_dead_needed(ends: Ends) -> Non
 def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any], end: str, code: str) -> None:
     settings = {"llm__SyncKvCacheWaitTime": 3000 if end == "timeout" else 15000, "llm__LinkSilence": 60000}
     transfer = Transfer(ends, way, 1, 400_000, pool=16 << 20, **settings)
-    near, peer, to = transfer.near, transfer.peer, transfer.to
+    local, peer, to = transfer.local, transfer.peer, transfer.to
     transfer.again()
     to.twin = pattern(2, 8, 1, 400_000)
     peer.fill("f", 2)
@@ -83,7 +83,7 @@ def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any
         elif end == "cancel":
             assert task.cancel()
         elif end == "force":
-            near.unlink_clusters([peer.at], 500, force=True)
+            local.unlink_clusters([peer.at], 500, force=True)
             assert results(task, 8000) == [UNLINKED], "it need not wait for sync_kv_timeout"
         else:
             assert results(task) == [TIMEOUT]
@@ -95,9 +95,9 @@ def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any
     steps.allow()
     assert equal(peer.read("f")[2:], to.twin[2:]), "a layer arrived that was not ready"
     if end != "cancel":
-        near.unlink_clusters([peer.at], 2000, force=True)
+        local.unlink_clusters([peer.at], 2000, force=True)
         peer.unlink_clusters([(1, None)], 2000, force=True)
-        linked(near, peer)
+        linked(local, peer)
     peer.fill("f", 2)
     assert transfer.send(to=[to.to(range(1, 3), 1)]) == [OK]
     to.slot(transfer.source, range(1, 3), 1)
@@ -108,10 +108,10 @@ def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any
 def test_a_destination_that_is_unregistered_between_layers(ends: Ends, way: dict[str, Any]) -> None:
     """`test_destinations_that_go_at_any_moment` covers memory that is reused by another cache."""
     transfer = Transfer(ends, way, 1, 100_000, blocks=True, pool=2 << 20)
-    peer, to = transfer.peer, transfer.far("g", blocks=True, model=5, registered=True)
+    peer, to = transfer.peer, transfer.remote("g", blocks=True, model=5, registered=True)
     steps, task = transfer.begun(2, [to.to(range(4))], src=[0], dst=[0])
     peer.unregister("g")
-    new = transfer.far("new", blocks=True, model=5, seed=5)  # it has the key
+    new = transfer.remote("new", blocks=True, model=5, seed=5)  # it has the key
     steps.allow()
     assert results(task) == [GONE]
     peer.rest(0.1)
@@ -126,13 +126,13 @@ def test_destinations_that_go_at_any_moment(ends: Ends, way: dict[str, Any]) -> 
     peer, before = transfer.peer, transfer.peer.used()
     chance = random.Random(5)  # noqa: S311
     for number in range(40 if THOROUGH else 12):
-        to = transfer.far("g")
+        to = transfer.remote("g")
         task = transfer.start(to=[to.to(range(10))])
         if not transfer.accessible:  # the peer looks up addresses when the transfer begins
             eventually(lambda task=task: layers_done(task)[0] > 0, what="layer 0")
         peer.rest(chance.random() * 0.002)
         peer.deallocate("g")
-        new = transfer.far("new", seed=number)
+        new = transfer.remote("new", seed=number)
         assert results(task)[0] in (OK, GONE)
         new.check("a layer arrived in another cache")
         peer.deallocate("new")
@@ -141,33 +141,33 @@ def test_destinations_that_go_at_any_moment(ends: Ends, way: dict[str, Any]) -> 
 
 def test_a_source_that_is_deallocated_lives_until_all_is_sent_or_cancelled(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 1, 60_000)
-    near = transfer.near
+    local = transfer.local
     for cancelled in (False, True):
         steps, task = transfer.begun(1)
-        near.deallocate("n")
-        assert near.used() > 0, "the transfer needs it"
-        near.allocate("other", 1, 60_000, 4, seed=9)
+        local.deallocate("n")
+        assert local.used() > 0, "the transfer needs it"
+        local.allocate("other", 1, 60_000, 4, seed=9)
         if cancelled:
             task.cancel()
         else:
             steps.allow()
             assert results(task) == [OK]
             transfer.arrived()
-        near.deallocate("other")
-        eventually(lambda: near.used() == 0, what="the memory, though the task is held")
+        local.deallocate("other")
+        eventually(lambda: local.used() == 0, what="the memory, though the task is held")
         steps.allow()
-        near.allocate("n", 1, 60_000, 8, seed=1)
+        local.allocate("n", 1, 60_000, 8, seed=1)
 
 
 def test_a_source_that_is_unregistered(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 1, 6000)
-    near = transfer.near
-    near.register("m", 1, 6000, 8, seed=1)
+    local = transfer.local
+    local.register("m", 1, 6000, 8, seed=1)
     steps = Steps(allowed=2)
-    task = launch(near, "m", [transfer.to.to(range(4))], steps)
+    task = launch(local, "m", [transfer.to.to(range(4))], steps)
     eventually(lambda: layers_done(task) == [2], what="two layers")
-    near.unregister("m")
-    near.paint("m", 0xEE)
+    local.unregister("m")
+    local.paint("m", 0xEE)
     steps.allow()
     assert results(task) == [GONE]
     transfer.arrived(2)
@@ -175,10 +175,10 @@ def test_a_source_that_is_unregistered(ends: Ends, way: dict[str, Any]) -> None:
 
 def test_a_transfer_releases_no_key_of_its_source(ends: Ends) -> None:
     transfer, key = Transfer(ends), by_request(1, 1)
-    near, before = transfer.near, transfer.near.used()
-    near.allocate("k", 1, 64, 8, keys=[key], seed=1)
-    assert results(launch(near, "k", [transfer.to.to(range(4))])) == [OK]
-    near.deallocate("k")
-    assert near.used() > before, "the key holds it"
-    near.remove_key(key)
-    eventually(lambda: near.used() == before, what="the memory")
+    local, before = transfer.local, transfer.local.used()
+    local.allocate("k", 1, 64, 8, keys=[key], seed=1)
+    assert results(launch(local, "k", [transfer.to.to(range(4))])) == [OK]
+    local.deallocate("k")
+    assert local.used() > before, "the key holds it"
+    local.remove_key(key)
+    eventually(lambda: local.used() == before, what="the memory")

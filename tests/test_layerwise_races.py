@@ -25,18 +25,18 @@ def test_rows_for_a_peer_that_stands_still_do_not_hold_up_another(ends: Ends, wa
     transfer = Transfer(
         ends, way, 300, 64, 2, peers=2, pool=8 << 20, llm__SyncKvCacheWaitTime=9000, llm__LinkSilence=60000
     )
-    near, (stuck, to) = transfer.near, transfer.all
+    local, (stuck, to) = transfer.local, transfer.all
     assert transfer.send() == [OK, OK]
-    before = near.resources()["threads"]
+    before = local.resources()["threads"]
     with stuck.peer.stopped():
         first = transfer.start(to=[stuck.to(range(2), row=row, slot=row) for row in range(280)])
         others = [transfer.start(to=[stuck.to(range(2), row=row, slot=row)]) for row in range(280, 300)]
-        eventually(lambda: near.resources()["threads"] > before, what="threads that carry layers")
+        eventually(lambda: local.resources()["threads"] > before, what="threads that carry layers")
         good = transfer.start(to=[to.to(range(2), row=row, slot=299 - row) for row in range(300)])
         assert results(good, 8000) == [OK] * 300
         assert not first.done()
         assert all("not done yet" in str(error) for error in first.errors())
-        assert near.resources()["threads"] < before + 150
+        assert local.resources()["threads"] < before + 150
     for task in (first, *others):
         assert set(results(task)) <= {OK, TIMEOUT}
     for row in range(300):
@@ -47,8 +47,8 @@ def test_rows_for_a_peer_that_stands_still_do_not_hold_up_another(ends: Ends, wa
 def test_two_ends_send_each_other_the_same_rows(ends: Ends, way: dict[str, Any]) -> None:
     """The source of one transfer is the destination of the other. Every transfer ends, and no row is mixed."""
     decoder = Decoder(ends, way, llm__SyncKvCacheWaitTime=700)
-    near = decoder.near
-    near.paint("f", 8)
+    local = decoder.local
+    local.paint("f", 8)
     program = decoder.start("""
         print(end.held["n"].handle.cache_id, *end.addresses("n"), flush=True)
         sys.stdin.readline()
@@ -66,11 +66,11 @@ def test_two_ends_send_each_other_the_same_rows(ends: Ends, way: dict[str, Any])
         config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(2, cache), range(10), range(10))
     program.stdin.write("\n")
     program.stdin.flush()
-    codes = [results(launch(near, "f", [config]))[0] for _ in range(2)]
+    codes = [results(launch(local, "f", [config]))[0] for _ in range(2)]
     codes += program.stdout.readline().split()
     assert len(codes) == 4
     assert set(codes) <= {OK, TIMEOUT, UNLINKED}, codes
-    uniform(near.read("f"), {7, 8}, "here")
+    uniform(local.read("f"), {7, 8}, "here")
     status, _, err = finish(program, "\n")
     assert status == 0, err
 
@@ -78,8 +78,8 @@ def test_two_ends_send_each_other_the_same_rows(ends: Ends, way: dict[str, Any])
 def test_a_synchronizer_that_uses_the_engine(ends: Ends, way: dict[str, Any]) -> None:
     """The synchronizer makes copies and pulls, reads statistics, starts another transfer, and uses its own task."""
     transfer = Transfer(ends, way, 2, 640, blocks=True)
-    near, second = transfer.near, transfer.far("g", blocks=True, model=2, seed=3)
-    near.allocate("scratch", 2, 640, 8, blocks=True)
+    local, second = transfer.local, transfer.remote("g", blocks=True, model=2, seed=3)
+    local.allocate("scratch", 2, 640, 8, blocks=True)
     seen: list[Any] = []
     started = threading.Event()
 
@@ -87,9 +87,9 @@ def test_a_synchronizer_that_uses_the_engine(ends: Ends, way: dict[str, Any]) ->
         def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:  # noqa: ARG002
             assert started.wait(20)
             if layer_index == 1:
-                near.copy_blocks("scratch", [(0, 1)])
-                near.pull_blocks(by_blocks(2, 2), "scratch", [0], [0])
-                assert near.stats()["links"]
+                local.copy_blocks("scratch", [(0, 1)])
+                local.pull_blocks(by_blocks(2, 2), "scratch", [0], [0])
+                assert local.stats()["links"]
                 seen.extend(transfer.send(None, [second.to(range(4))], src=[0, 1], dst=[0, 1]))
                 seen.append(task.synchronize(0).name)
             return True
@@ -109,7 +109,7 @@ def test_a_synchronizer_that_uses_the_engine(ends: Ends, way: dict[str, Any]) ->
 )
 def test_a_synchronizer_that_ends_its_own_transfer(ends: Ends, how: str, code: str) -> None:
     transfer = Transfer(ends, None, 1, 640, llm__SyncKvCacheWaitTime=3000)
-    near, started = transfer.near, threading.Event()
+    local, started = transfer.local, threading.Event()
 
     class Model(Steps):
         def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:  # noqa: ARG002
@@ -117,9 +117,9 @@ def test_a_synchronizer_that_ends_its_own_transfer(ends: Ends, how: str, code: s
             if layer_index == 2:
                 {
                     "cancel": lambda: task.cancel(),  # noqa: PLW0108  (task comes later)
-                    "finalize": near.finalize,
-                    "deallocate": lambda: near.deallocate("n"),
-                    "unlink": lambda: near.unlink_clusters([transfer.peer.at], 1000),
+                    "finalize": local.finalize,
+                    "deallocate": lambda: local.deallocate("n"),
+                    "unlink": lambda: local.unlink_clusters([transfer.peer.at], 1000),
                 }[how]()
             return True
 

@@ -38,30 +38,30 @@ def test_both_sides_prove_the_token(
         extra = {} if token is None else {"llm__LinkToken": token}
         return options(llm__LinkTransport=transport, **extra)
 
-    far, near = ends.peer(given(theirs)), ends.near(given(ours))
-    assert near.link_clusters([far.at]) == (expected, [expected])
+    remote, local = ends.peer(given(theirs)), ends.local(given(ours))
+    assert local.link_clusters([remote.at]) == (expected, [expected])
     if expected == OK:
-        check_pull(near, far)
+        check_pull(local, remote)
     else:
-        assert near.links() == far.links() == []
+        assert local.links() == remote.links() == []
 
 
 def test_a_short_token_is_refused_and_no_token_is_ever_shown(ends: Ends) -> None:
     for text in ("", "short"):
         with pytest.raises(LLMException) as caught:
-            ends.near(options(llm__LinkToken=text))
+            ends.local(options(llm__LinkToken=text))
         assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
     talker = ends.adopt(Peer(environment={"ASCEND_GLOBAL_LOG_LEVEL": "0"}))
     talker.open(options(llm__LinkToken=TOKEN), cluster=3)
-    far = ends.peer(options(llm__LinkToken=OTHER))
-    assert talker.link_clusters([far.at])[1] == [LINK_FAILED]
+    remote = ends.peer(options(llm__LinkToken=OTHER))
+    assert talker.link_clusters([remote.at])[1] == [LINK_FAILED]
     assert talker.said(), "it logs"
     assert TOKEN not in talker.said() + str(talker.stats())
 
 
 def test_a_rank_table_link_needs_the_token_too(ends: Ends) -> None:
     chosen = {"llm__RankPort": free_ports(), "llm__LinkTotalTime": 1}
-    far = ends.peer(options(llm__LinkToken=OTHER, **chosen))
-    near = ends.near(options(llm__LinkToken=TOKEN, **chosen))
-    mine, theirs = (end.link("pair", {1: 0, 2: 1}, one_server()) for end in (near, far))
-    assert near.final_state(mine) == far.final_state(theirs) == "FAILED"
+    remote = ends.peer(options(llm__LinkToken=OTHER, **chosen))
+    local = ends.local(options(llm__LinkToken=TOKEN, **chosen))
+    mine, theirs = (end.link("pair", {1: 0, 2: 1}, one_server()) for end in (local, remote))
+    assert local.final_state(mine) == remote.final_state(theirs) == "FAILED"

@@ -51,100 +51,100 @@ def answers(at: str) -> bool:
 
 def test_one_code_for_each_and_the_last_failing_overall(ends: Ends) -> None:
     first, second = ends.peer(cluster=11), ends.peer(cluster=12)
-    near = ends.near()
+    local = ends.local()
     twice = (5, [second.address, second.address])
-    result = near.link_clusters([first.at, dead(3), twice, second.at])
+    result = local.link_clusters([first.at, dead(3), twice, second.at])
     assert result == (INVALID, [OK, LINK_FAILED, INVALID, OK])
-    assert sorted(link["cluster"] for link in near.links()) == [11, 12]
-    assert near.link_clusters([twice, (6, None), dead(4), first.at]) == (
+    assert sorted(link["cluster"] for link in local.links()) == [11, 12]
+    assert local.link_clusters([twice, (6, None), dead(4), first.at]) == (
         ALREADY,
         [INVALID, INVALID, LINK_FAILED, ALREADY],
     )
-    assert near.link_clusters([twice, dead(4)])[0] == LINK_FAILED
-    assert near.unlink_clusters([first.at, (6, None), second.at]) == (INVALID, [OK, INVALID, OK])
-    assert near.links() == []
+    assert local.link_clusters([twice, dead(4)])[0] == LINK_FAILED
+    assert local.unlink_clusters([first.at, (6, None), second.at]) == (INVALID, [OK, INVALID, OK])
+    assert local.links() == []
 
 
 def test_codes_of_links_with_the_backend_hixl(ends: Ends) -> None:
     backend = {"llm__TransferBackend": "hixl", "llm__EnableRemoteCacheAccessible": "1"}
-    far, near = ends.peer(options(**backend)), ends.near(options(llm__listenIpInfo="127.0.0.1:0", **backend))
-    assert near.link_clusters([far.at]) == (OK, [OK])
-    assert near.link_clusters([far.at]) == (ALREADY, [ALREADY])
-    assert near.link_clusters([dead(3)]) == (LINK_FAILED, [LINK_FAILED])
-    assert near.link_clusters([(3, far.address)])[1] == [LINK_FAILED]
+    remote, local = ends.peer(options(**backend)), ends.local(options(llm__listenIpInfo="127.0.0.1:0", **backend))
+    assert local.link_clusters([remote.at]) == (OK, [OK])
+    assert local.link_clusters([remote.at]) == (ALREADY, [ALREADY])
+    assert local.link_clusters([dead(3)]) == (LINK_FAILED, [LINK_FAILED])
+    assert local.link_clusters([(3, remote.address)])[1] == [LINK_FAILED]
 
 
 def test_another_engine_with_the_own_cluster_id_is_refused(ends: Ends) -> None:
     """No transfer could name that engine. A process may link to itself, as the contract has it."""
-    far, near = ends.peer(cluster=1), ends.peer(cluster=1)
-    near.spoiled = True
-    assert near.link_clusters([far.at]) == (LINK_FAILED, [LINK_FAILED])
-    assert near.links() == far.links() == []
-    assert "two engines cannot share an id" in near.said()
-    assert near.link_clusters([near.at]) == (OK, [OK])
+    remote, local = ends.peer(cluster=1), ends.peer(cluster=1)
+    local.spoiled = True
+    assert local.link_clusters([remote.at]) == (LINK_FAILED, [LINK_FAILED])
+    assert local.links() == remote.links() == []
+    assert "two engines cannot share an id" in local.said()
+    assert local.link_clusters([local.at]) == (OK, [OK])
 
 
 def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> None:
     live = [ends.peer(cluster=101), ends.peer(cluster=120)]
-    near = ends.near()
+    local = ends.local()
     with Stranger() as door:
         clusters = [(cluster, door.at) if cluster % 2 else dead(cluster) for cluster in range(102, 120)]
         began = time.monotonic()
-        overall, codes = near.link_clusters([live[0].at, *clusters, live[1].at], 5000)
+        overall, codes = local.link_clusters([live[0].at, *clusters, live[1].at], 5000)
         assert time.monotonic() - began < 5 + GRACE, "dead peers waited for one after the other"
     expected = [OK, *(TIMEOUT if cluster % 2 else LINK_FAILED for cluster, _ in clusters), OK]
     assert codes == expected
     assert overall == expected[-2]
-    assert sorted(link["cluster"] for link in near.links()) == [101, 120]
+    assert sorted(link["cluster"] for link in local.links()) == [101, 120]
 
 
 def test_a_cluster_linked_several_times_at_once_makes_one_link(ends: Ends) -> None:
     # So long that no answer to the question whether a link lives is late.
     patient = options(llm__LinkHeartbeat=5000, llm__LinkSilence=60_000)
-    far, near = ends.peer(patient), ends.near(patient)
+    remote, local = ends.peer(patient), ends.local(patient)
     for _ in range(10):
-        codes = near.link_clusters([far.at, far.at, far.at])[1]
+        codes = local.link_clusters([remote.at, remote.at, remote.at])[1]
         assert codes.count(OK) == 1, codes
         assert set(codes) <= {OK, ALREADY, "LLM_PROCESSING_LINK", "LLM_REPEAT_REQUEST"}, codes
-        assert len(near.links()) == len(far.links()) == 1
-        assert near.unlink_clusters([far.at])[0] == OK
-    codes = together(8, lambda _: near.link_clusters([far.at])[1][0])
+        assert len(local.links()) == len(remote.links()) == 1
+        assert local.unlink_clusters([remote.at])[0] == OK
+    codes = together(8, lambda _: local.link_clusters([remote.at])[1][0])
     assert codes.count(OK) == 1, codes
-    assert len(near.links()) == len(far.links()) == 1
-    check_pull(near, far)
+    assert len(local.links()) == len(remote.links()) == 1
+    check_pull(local, remote)
 
 
 def test_finalize_and_init_on_one_object_with_links_both_ways(ends: Ends) -> None:
     listening = options(listen="127.0.0.1:0")
-    far, other, near = ends.peer(), ends.peer(cluster=3), ends.near(listening)
-    before = near.dist
+    remote, other, local = ends.peer(), ends.peer(cluster=3), ends.local(listening)
+    before = local.dist
     for _ in range(3):
-        linked(near, far)
-        assert other.link_clusters([(1, near.listening())])[0] == OK
-        check_pull(near, far)
-        near.finalize()
-        no_link(far)
+        linked(local, remote)
+        assert other.link_clusters([(1, local.listening())])[0] == OK
+        check_pull(local, remote)
+        local.finalize()
+        no_link(remote)
         no_link(other)
-        near.init(listening)
-        assert near.dist is before
-        assert near.links() == []
-        assert near.allocate("first") == 1
-        assert code(near.pull_cache, by_request(2, 1), "first") == UNLINKED
+        local.init(listening)
+        assert local.dist is before
+        assert local.links() == []
+        assert local.allocate("first") == 1
+        assert code(local.pull_cache, by_request(2, 1), "first") == UNLINKED
 
 
 def test_switching_a_role_needs_no_links(ends: Ends) -> None:
-    near, far = ends.pair()
-    assert code(near.switch_role, "PROMPT") == EXISTS
-    assert code(far.switch_role, "DECODER") == EXISTS
-    assert answers(far.address), "a refused switch stopped the listener"
-    assert near.unlink_clusters([far.at])[0] == OK
-    no_link(far)
-    near.switch_role("PROMPT", {"llm.listenIpInfo": "127.0.0.1:0"})
-    far.switch_role("DECODER")
-    assert far.listening() is None
-    assert not answers(far.address)
-    assert far.link_clusters([(1, near.listening())])[0] == OK
-    check_pull(far, near, 1)
+    local, remote = ends.pair()
+    assert code(local.switch_role, "PROMPT") == EXISTS
+    assert code(remote.switch_role, "DECODER") == EXISTS
+    assert answers(remote.address), "a refused switch stopped the listener"
+    assert local.unlink_clusters([remote.at])[0] == OK
+    no_link(remote)
+    local.switch_role("PROMPT", {"llm.listenIpInfo": "127.0.0.1:0"})
+    remote.switch_role("DECODER")
+    assert remote.listening() is None
+    assert not answers(remote.address)
+    assert remote.link_clusters([(1, local.listening())])[0] == OK
+    check_pull(remote, local, 1)
 
 
 def test_ipv6(ends: Ends) -> None:
@@ -152,21 +152,21 @@ def test_ipv6(ends: Ends) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 on this machine")
-    far, near = ends.peer(options(listen="[::1]:0")), ends.near()
-    assert far.address.startswith("[::1]:")
-    linked(near, far)
-    check_pull(near, far)
-    assert near.unlink_clusters([far.at])[0] == OK
+    remote, local = ends.peer(options(listen="[::1]:0")), ends.local()
+    assert remote.address.startswith("[::1]:")
+    linked(local, remote)
+    check_pull(local, remote)
+    assert local.unlink_clusters([remote.at])[0] == OK
 
 
 @pytest.mark.parametrize(("asked", "named"), [("auto", "shm"), ("shm", "shm"), ("tcp", "tcp")])
 def test_statistics_and_the_log_name_the_transport(ends: Ends, asked: str, named: str) -> None:
-    far = ends.peer(options(llm__LinkTransport=asked))
-    near = ends.adopt(Peer(environment={"ASCEND_GLOBAL_LOG_LEVEL": "1"}))
-    near.open(options(llm__LinkTransport=asked), cluster=3)
-    linked(near, far)
-    (link,) = near.links()
+    remote = ends.peer(options(llm__LinkTransport=asked))
+    local = ends.adopt(Peer(environment={"ASCEND_GLOBAL_LOG_LEVEL": "1"}))
+    local.open(options(llm__LinkTransport=asked), cluster=3)
+    linked(local, remote)
+    (link,) = local.links()
     assert (link["cluster"], link["transport"], link["outgoing"]) == (2, named, True)
     assert link["address"]
-    eventually(lambda: [link["transport"] for link in far.links()] == [named])
-    eventually(lambda: any(named in line and "2" in line for line in near.said().splitlines() if "INFO" in line))
+    eventually(lambda: [link["transport"] for link in remote.links()] == [named])
+    eventually(lambda: any(named in line and "2" in line for line in local.said().splitlines() if "INFO" in line))

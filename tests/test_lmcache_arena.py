@@ -52,7 +52,7 @@ def _run(pipe: Connection, listen: str) -> None:
     served.close()
 
 
-class Far:
+class Remote:
     """An arena in another process."""
 
     def __init__(self, listen: str = "tcp://127.0.0.1:0") -> None:
@@ -79,15 +79,15 @@ def memory() -> np.ndarray:
 
 
 @pytest.fixture
-def near(memory: np.ndarray) -> Iterator[Any]:
+def local(memory: np.ndarray) -> Iterator[Any]:
     made = load().Arena("127.0.0.1:0", memory.ctypes.data, SIZE, {})
     yield made
     made.close()
 
 
 @pytest.fixture
-def far() -> Iterator[Far]:
-    made = Far()
+def remote() -> Iterator[Remote]:
+    made = Remote()
     yield made
     made.close()
 
@@ -98,10 +98,10 @@ def ended(reader: Any, number: int) -> list[bool]:
     return outcomes[0]
 
 
-def test_ranges_are_read(near: Any, far: Far, memory: np.ndarray) -> None:
-    reader = load().ArenaReader(near, f"tcp://{far.address}", LIMIT)
-    local, remote = [(100, 50), (4096, 8192)], [(2000, 50), (SIZE - 8192, 8192)]
-    assert ended(reader, reader.submit(local, remote)) == [True, True]
+def test_ranges_are_read(local: Any, remote: Remote, memory: np.ndarray) -> None:
+    reader = load().ArenaReader(local, f"tcp://{remote.address}", LIMIT)
+    local_ranges, remote_ranges = [(100, 50), (4096, 8192)], [(2000, 50), (SIZE - 8192, 8192)]
+    assert ended(reader, reader.submit(local_ranges, remote_ranges)) == [True, True]
     source = np.arange(SIZE // 2, dtype=np.uint16).view(np.uint8)
     expected = np.zeros(SIZE, np.uint8)
     expected[100:150], expected[4096:12288] = source[2000:2050], source[-8192:]
@@ -111,9 +111,9 @@ def test_ranges_are_read(near: Any, far: Far, memory: np.ndarray) -> None:
     reader.close()
 
 
-def test_ranges_that_do_not_fit_are_refused(near: Any, far: Far, memory: np.ndarray) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT)
-    for local, remote in [
+def test_ranges_that_do_not_fit_are_refused(local: Any, remote: Remote, memory: np.ndarray) -> None:
+    reader = load().ArenaReader(local, remote.address, LIMIT)
+    for local_ranges, remote_ranges in [
         ([], []),
         ([(0, 8)], []),
         ([(0, 8)], [(0, 9)]),
@@ -123,19 +123,19 @@ def test_ranges_that_do_not_fit_are_refused(near: Any, far: Far, memory: np.ndar
         ([(0, 8)], [(-1, 8)]),
     ]:
         with pytest.raises(ValueError, match="ranges"):
-            reader.submit(local, remote)
+            reader.submit(local_ranges, remote_ranges)
     # The peer refuses what leaves its arena.
     assert ended(reader, reader.submit([(0, 8), (8, 8)], [(0, 8), (SIZE - 4, 8)])) == [False, False]
     assert not memory[8:16].any()
 
 
-def test_a_peer_may_be_restarted(near: Any, far: Far) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT)
+def test_a_peer_may_be_restarted(local: Any, remote: Remote) -> None:
+    reader = load().ArenaReader(local, remote.address, LIMIT)
     assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
-    far.kill()
+    remote.kill()
     eventually(lambda: not reader._peer.alive)
     assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [False]
-    again = Far(far.address)
+    again = Remote(remote.address)
     try:
         # Each attempt has a second to link again.
         eventually(lambda: ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True], what="a read of the new peer")
@@ -157,9 +157,9 @@ def test_bad_arguments() -> None:
         load().Arena("127.0.0.1:0", 4096, 8, {"copy_workers": 0})
 
 
-def test_nobody_listens(near: Any) -> None:
+def test_nobody_listens(local: Any) -> None:
     with pytest.raises(Error, match=r"127\.0\.0\.1:1"):
-        load().ArenaReader(near, "127.0.0.1:1", 0.2)
+        load().ArenaReader(local, "127.0.0.1:1", 0.2)
 
 
 def skip_without(host: str) -> None:
@@ -172,16 +172,16 @@ def skip_without(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
-def test_peers_are_reached_by_names_and_by_ipv6(near: Any, memory: np.ndarray, host: str) -> None:
+def test_peers_are_reached_by_names_and_by_ipv6(local: Any, memory: np.ndarray, host: str) -> None:
     skip_without(host)
-    far = Far(f"tcp://{host}:0")
+    remote = Remote(f"tcp://{host}:0")
     try:
-        port = far.address.rpartition(":")[2]
-        reader = load().ArenaReader(near, f"tcp://{host}:{port}", LIMIT)
+        port = remote.address.rpartition(":")[2]
+        reader = load().ArenaReader(local, f"tcp://{host}:{port}", LIMIT)
         assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
         assert memory[:8].any()
     finally:
-        far.close()
+        remote.close()
 
 
 @pytest.mark.parametrize("pointer", [0, -1])
@@ -194,10 +194,10 @@ def test_a_failed_opening_frees_the_port(memory: np.ndarray, pointer: int) -> No
         assert opened.address == listen
 
 
-def test_a_process_may_have_several_arenas(near: Any, memory: np.ndarray) -> None:
+def test_a_process_may_have_several_arenas(local: Any, memory: np.ndarray) -> None:
     other = np.full(SIZE, 7, np.uint8)
     with closing(load().Arena("127.0.0.1:0", other.ctypes.data, SIZE, {})) as second:
-        reader = load().ArenaReader(near, second.address, LIMIT)
+        reader = load().ArenaReader(local, second.address, LIMIT)
         assert ended(reader, reader.submit([(8, 8)], [(0, 8)])) == [True]
     assert memory[:24].tolist() == [0] * 8 + [7] * 8 + [0] * 8
 
@@ -214,34 +214,34 @@ def test_the_engine_allows_the_reads_that_a_reader_promises(
     assert opened[1]["max_transfers"] == 7
 
 
-def test_the_log_says_why_a_read_failed(near: Any, far: Far, caplog: pytest.LogCaptureFixture) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT)
+def test_the_log_says_why_a_read_failed(local: Any, remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
+    reader = load().ArenaReader(local, remote.address, LIMIT)
     # The peer refuses what leaves its arena.
     assert ended(reader, reader.submit([(0, 8), (8, 8)], [(4, 8), (SIZE - 4, 8)])) == [False, False]
     record = next(record for record in caplog.records if record.name == "llm_datadist.lmcache")
     assert record.levelno >= logging.WARNING  # visible if the program has not configured `logging`
     text = record.getMessage()
-    assert f"a read of the peer at {far.address} failed: 2 ranges, 16 bytes, the first at offset 4: " in text
+    assert f"a read of the peer at {remote.address} failed: 2 ranges, 16 bytes, the first at offset 4: " in text
     assert text.partition("offset 4: ")[2]
     reader.close()
 
 
-def test_the_log_says_why_a_read_was_not_started(near: Any, far: Far, caplog: pytest.LogCaptureFixture) -> None:
-    reader = load().ArenaReader(near, far.address, LIMIT)
-    far.kill()
+def test_the_log_says_why_a_read_was_not_started(local: Any, remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
+    reader = load().ArenaReader(local, remote.address, LIMIT)
+    remote.kill()
     eventually(lambda: not reader._peer.alive)
     assert reader.outcome(reader.submit([(0, 8)], [(8, 8)])) == [False]
-    assert f"a read of the peer at {far.address} failed: 1 ranges, 8 bytes, the first at offset 8: " in caplog.text
+    assert f"a read of the peer at {remote.address} failed: 1 ranges, 8 bytes, the first at offset 8: " in caplog.text
     assert "cannot connect" in caplog.text
     assert reader.outcome(reader.submit([], [])) == []  # before its lists are checked, the reader links
 
 
 def test_a_dead_peer_does_not_flood_the_log(
-    near: Any, far: Far, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    local: Any, remote: Remote, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time of the reader stands still until the test moves it."""
     now = 100.0
-    reader = load().ArenaReader(near, far.address, LIMIT)
+    reader = load().ArenaReader(local, remote.address, LIMIT)
     monkeypatch.setattr(load(), "time", SimpleNamespace(monotonic=lambda: now))
 
     def fails() -> None:
@@ -261,7 +261,7 @@ def test_a_dead_peer_does_not_flood_the_log(
         fails()
     assert len(lines()) == 2
     reader.close()
-    assert lines()[2:] == [f"3 more reads of the peer at {far.address} failed"]
+    assert lines()[2:] == [f"3 more reads of the peer at {remote.address} failed"]
 
 
 class Read:

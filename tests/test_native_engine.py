@@ -118,21 +118,21 @@ def test_caches_of_every_origin(dist: LLMDataDist) -> None:
 
 def test_events_and_messages(pair: tuple[End, Peer]) -> None:
     """What one process has of the other is named after its cluster."""
-    near, far = pair
-    assert far.polled() == []
-    (peer,) = near.engine.peers
-    assert (peer.name, peer.address) == ("cluster 2", far.address)
+    local, remote = pair
+    assert remote.polled() == []
+    (peer,) = local.engine.peers
+    assert (peer.name, peer.address) == ("cluster 2", remote.address)
     peer.send(b"hello")
-    eventually(lambda: far.polled() == [(1, b"hello")])
-    near.allocate("n", 4, 96, 2, blocks=True)
-    rows = near.held["n"].handle.native[[1, 2]]
-    grant = near.engine.lend(rows, ttl=LIMIT)
+    eventually(lambda: remote.polled() == [(1, b"hello")])
+    local.allocate("n", 4, 96, 2, blocks=True)
+    rows = local.held["n"].handle.native[[1, 2]]
+    grant = local.engine.lend(rows, ttl=LIMIT)
     grant.revoke().result(LIMIT)
-    copy = near.engine.copy(rows, rows)
-    far.kill()
+    copy = local.engine.copy(rows, rows)
+    remote.kill()
     seen: list[Any] = []
     kinds = {GrantClosed, Completed, PeerDown}
-    eventually(lambda: seen.extend(near.engine.events()) or {type(event) for event in seen} >= kinds)
+    eventually(lambda: seen.extend(local.engine.events()) or {type(event) for event in seen} >= kinds)
     assert {sum(isinstance(event, kind) for event in seen) for kind in kinds} == {1}
     assert [event.peer.name for event in seen if isinstance(event, PeerDown)] == ["cluster 2"]
     assert next(event.transfer for event in seen if isinstance(event, Completed)) is copy
@@ -140,58 +140,58 @@ def test_events_and_messages(pair: tuple[End, Peer]) -> None:
 
 def test_links_of_both_apis(ends: Ends) -> None:
     """A link of either API serves the calls of both. The native caches of an `LLMDataDist` have names at its peers."""
-    far, near = ends.peer(options(accessible=True)), ends.near(options(accessible=True))
-    assert near.engine.events() == []
-    peer = near.engine.link(far.address).result(LIMIT)
-    assert [event.peer for event in near.engine.events() if isinstance(event, PeerUp)] == [peer]
-    far.allocate("f", 4, 96, 2, blocks=True, keys=[by_blocks(0)], seed=2)
-    far.native_allocate("named", 4, 96, 2, seed=3)
-    near.allocate("n", 4, 96, 2, blocks=True)
-    near.pull_blocks(by_blocks(2), "n", [1], [0])
-    near.native_pull(2, "named", "n", [2], [1], notify=b"pulled")
-    for ours, theirs, named in zip(near.read("n"), far.read("f"), far.read("named")):
+    remote, local = ends.peer(options(accessible=True)), ends.local(options(accessible=True))
+    assert local.engine.events() == []
+    peer = local.engine.link(remote.address).result(LIMIT)
+    assert [event.peer for event in local.engine.events() if isinstance(event, PeerUp)] == [peer]
+    remote.allocate("f", 4, 96, 2, blocks=True, keys=[by_blocks(0)], seed=2)
+    remote.native_allocate("named", 4, 96, 2, seed=3)
+    local.allocate("n", 4, 96, 2, blocks=True)
+    local.pull_blocks(by_blocks(2), "n", [1], [0])
+    local.native_pull(2, "named", "n", [2], [1], notify=b"pulled")
+    for ours, theirs, named in zip(local.read("n"), remote.read("f"), remote.read("named")):
         assert (ours[0] == theirs[1]).all()
         assert (ours[1] == named[2]).all()
-    assert far.polled() == [(1, b"pulled")]
-    native = near.held["n"].handle.native
+    assert remote.polled() == [(1, b"pulled")]
+    native = local.held["n"].handle.native
     with pytest.raises(NotFound):
-        near.engine.pull(native[[0]], peer["cache 1"][[0]]).result(LIMIT)
-    assert near.unlink_clusters([far.at])[0] == OK
+        local.engine.pull(native[[0]], peer["cache 1"][[0]]).result(LIMIT)
+    assert local.unlink_clusters([remote.at])[0] == OK
     assert not peer.alive
 
 
 def test_native_engine_beside_the_class(ends: Ends) -> None:
     """An engine of the native API and an `LLMDataDist` exchange blocks in both directions, by native names."""
-    far = ends.peer(options(accessible=True))
-    far.native_allocate("kv", 4, 96, 2, seed=3)
+    remote = ends.peer(options(accessible=True))
+    remote.native_allocate("kv", 4, 96, 2, seed=3)
     with Engine(pool="1MiB", timeout=LIMIT) as engine:
         kv = engine.allocate("kv", blocks=4, tensors=2, shape=(96,), dtype="uint8")
-        peer = engine.link(far.address).result(LIMIT)
+        peer = engine.link(remote.address).result(LIMIT)
         engine.pull(kv[:], peer["kv"][:4]).result(LIMIT)
-        assert equal([tensor.numpy() for tensor in kv.tensors], far.read("kv"))
+        assert equal([tensor.numpy() for tensor in kv.tensors], remote.read("kv"))
 
 
 def test_a_call_uses_only_the_link_over_which_it_was_started(ends: Ends) -> None:
     """A pull waits for its rows while the peer is killed and another process takes its place."""
     settings = options(pool=64 << 20)
-    far, near = ends.peer(settings), ends.near(settings)
-    near.link_clusters([far.at])
-    mine = near.engine.allocate("kv", blocks=4, tensors=1, shape=(8 << 20,), dtype="uint8")
-    far.native_allocate("kv", 4, 8 << 20, 1)
-    theirs = near.peer_of(2)["kv"]
-    far.stop()  # so that it answers nothing, even if the copies end early
-    copies = [near.engine.copy(mine[[1]], mine[[0]]) for _ in range(40)]
-    waiting = near.engine.pull(mine[[1]], theirs[[0]], timeout=LIMIT)
-    far.kill()
+    remote, local = ends.peer(settings), ends.local(settings)
+    local.link_clusters([remote.at])
+    mine = local.engine.allocate("kv", blocks=4, tensors=1, shape=(8 << 20,), dtype="uint8")
+    remote.native_allocate("kv", 4, 8 << 20, 1)
+    theirs = local.peer_of(2)["kv"]
+    remote.stop()  # so that it answers nothing, even if the copies end early
+    copies = [local.engine.copy(mine[[1]], mine[[0]]) for _ in range(40)]
+    waiting = local.engine.pull(mine[[1]], theirs[[0]], timeout=LIMIT)
+    remote.kill()
     other = ends.peer(settings)
     other.native_allocate("kv", 4, 8 << 20, 1, seed=5)
-    near.link_clusters([other.at])
-    assert near.engine.peers
+    local.link_clusters([other.at])
+    assert local.engine.peers
     for copy in copies:
         copy.result(LIMIT)
     with pytest.raises(PeerLost):
         waiting.result(LIMIT)
-    near.engine.pull(mine[[1]], near.peer_of(2)["kv"][[0]]).result(LIMIT)
+    local.engine.pull(mine[[1]], local.peer_of(2)["kv"][[0]]).result(LIMIT)
     assert (mine.tensors[0].numpy()[1] == other.read("kv")[0][0]).all()
 
 
@@ -241,8 +241,8 @@ def test_forked_child(dist: LLMDataDist) -> None:
 
 def test_message_before_the_first_use(ends: Ends) -> None:
     """Messages that came before are kept; news of links come from the first use on."""
-    near, far = ends.pair()
-    far.notify(1, b"early")
+    local, remote = ends.pair()
+    remote.notify(1, b"early")
     received: list[bytes] = []
-    eventually(lambda: received.extend(e.data for e in near.engine.events() if isinstance(e, Message)) or received)
+    eventually(lambda: received.extend(e.data for e in local.engine.events() if isinstance(e, Message)) or received)
     assert received == [b"early"]

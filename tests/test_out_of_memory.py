@@ -89,21 +89,21 @@ def test_an_owner_without_memory_for_a_plan_says_so(ends: Ends, way: str) -> Non
     settings = options(accessible=True, pool=64 << 20, llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime=60000)
     # A new process, because the heap of a used one may have room. It has one heap for all threads, because each further
     # heap reserves 64 MiB of addresses.
-    far = ends.adopt(Peer(environment={"MALLOC_ARENA_MAX": "1"})).open(settings)
-    near = ends.near(settings)
-    linked(near, far)
-    far.allocate("f", COUNT, 4, 1, blocks=True, keys=[by_blocks(2)])
-    near.allocate("n", COUNT, 4, 1, blocks=True, seed=1)
+    remote = ends.adopt(Peer(environment={"MALLOC_ARENA_MAX": "1"})).open(settings)
+    local = ends.local(settings)
+    linked(local, remote)
+    remote.allocate("f", COUNT, 4, 1, blocks=True, keys=[by_blocks(2)])
+    local.allocate("n", COUNT, 4, 1, blocks=True, seed=1)
     order = np.random.default_rng(3).permutation(COUNT)
-    call = near.push_blocks if way == "push" else near.pull_blocks
+    call = local.push_blocks if way == "push" else local.pull_blocks
     codes = []
     for room in ROOMS:
-        far.limit_memory(room << 20)
+        remote.limit_memory(room << 20)
         codes.append(code(call, by_blocks(2), "n", order.tolist(), order[::-1].tolist(), n=1))
-        far.limit_memory(None)
+        remote.limit_memory(None)
         if codes[-1] == OK:
             break
         # The link and the stream still work.
-        near.push_blocks(by_blocks(2), "n", [5], [5], n=1)
+        local.push_blocks(by_blocks(2), "n", [5], [5], n=1)
     assert len(codes) > 1
     assert codes == [SHORT] * (len(codes) - 1) + [OK]

@@ -47,7 +47,7 @@ def start() -> Iterator[Open]:
     """A function that opens an engine with a cache, of which a block was copied twice."""
     with ExitStack() as held:
 
-        def begin(name: str = "near", **given: Any) -> Engine:
+        def begin(name: str = "local", **given: Any) -> Engine:
             engine = held.enter_context(Engine(pool="16MiB", host_pool="16MiB", name=name, **given))
             cache = engine.allocate("kv", blocks=8, tensors=2, shape=(4096,), dtype="uint8")
             engine.copy(cache[[1, 2]], cache[[0, 0]]).result(LIMIT)
@@ -57,11 +57,11 @@ def start() -> Iterator[Open]:
 
 
 def linked(start: Open, *names: str) -> Engine:
-    """Return an engine `near` that is linked with one engine for each name."""
-    near = start()
+    """Return an engine `local` that is linked with one engine for each name."""
+    local = start()
     for name in names:
-        near.link(str(start(name, listen="127.0.0.1:0").address)).result(LIMIT)
-    return near
+        local.link(str(start(name, listen="127.0.0.1:0").address)).result(LIMIT)
+    return local
 
 
 def registry_of(*engines: Any) -> CollectorRegistry:
@@ -80,7 +80,7 @@ def test_the_values_are_those_of_stats(start: Open) -> None:
     value = registry_of(engine).get_sample_value
     stats = engine.stats()
     for op, counted in stats["ops"].items():
-        labels = {"engine": "near", "op": op}
+        labels = {"engine": "local", "op": op}
         assert value("llm_datadist_call_seconds_count", labels) == counted["calls"]
         assert value("llm_datadist_call_seconds_sum", labels) == counted["total_nanos"] / 1e9
         assert value("llm_datadist_call_failures_total", labels) == counted["failures"]
@@ -91,10 +91,10 @@ def test_the_values_are_those_of_stats(start: Open) -> None:
             assert value("llm_datadist_call_seconds_bucket", {**labels, "le": bound}) == shorter
     assert stats["ops"]["copy_blocks"]["calls"] == 1
     for pool, state in stats["pools"].items():
-        labels = {"engine": "near", "pool": pool}
+        labels = {"engine": "local", "pool": pool}
         assert value("llm_datadist_pool_used_bytes", labels) == state["used_bytes"]
         assert value("llm_datadist_pool_failures_total", labels) == state["failures"]
-    assert value("llm_datadist_caches", {"engine": "near"}) == 1
+    assert value("llm_datadist_caches", {"engine": "local"}) == 1
 
 
 def test_several_engines_are_told_apart_by_name(start: Open) -> None:
@@ -112,25 +112,25 @@ def test_several_engines_are_told_apart_by_name(start: Open) -> None:
 
 def test_links_have_the_names_of_their_peers(start: Open) -> None:
     text = generate_latest(registry_of(linked(start, "prefill"))).decode()
-    assert re.search(r'^llm_datadist_link\{engine="near",.*peer="prefill",.*\} 1.0$', text, re.MULTILINE)
-    assert 'llm_datadist_link_silent_seconds{engine="near",peer="prefill"}' in text
-    moved = r'^llm_datadist_link_moved_bytes_total\{engine="near",path="(\w+)",peer="prefill"\} \d'
+    assert re.search(r'^llm_datadist_link\{engine="local",.*peer="prefill",.*\} 1.0$', text, re.MULTILINE)
+    assert 'llm_datadist_link_silent_seconds{engine="local",peer="prefill"}' in text
+    moved = r'^llm_datadist_link_moved_bytes_total\{engine="local",path="(\w+)",peer="prefill"\} \d'
     assert sorted(re.findall(moved, text, re.MULTILINE)) == ["fabric", "mapped", "process", "rings", "sockets"]
 
 
 def test_two_peers_of_one_name_are_one_series_each(start: Open) -> None:
     """Prometheus drops series with equal labels, so the links to peers of one name are combined."""
-    near = linked(start, "prefill", "prefill")
-    links = near.stats()["links"]
-    assert {link["cluster"] for link in links} == {peer.incarnation for peer in near.peers}
+    local = linked(start, "prefill", "prefill")
+    links = local.stats()["links"]
+    assert {link["cluster"] for link in links} == {peer.incarnation for peer in local.peers}
     assert len(links) == 2
-    families = list(EngineCollector(near).collect())
+    families = list(EngineCollector(local).collect())
     series = [(sample.name, *sample.labels.items()) for family in families for sample in family.samples]
     assert len(series) == len(set(series))
     ages = iter([2500, 700])
     counted = [{**link, "silent_ms": next(ages), "paths": {"rings": {"transfers": 1, "bytes": 30}}} for link in links]
-    value = registry_of(reporting(near, links=counted)).get_sample_value
-    peer = {"engine": "near", "peer": "prefill"}
+    value = registry_of(reporting(local, links=counted)).get_sample_value
+    peer = {"engine": "local", "peer": "prefill"}
     kind = {name: str(links[0][name]) for name in ("transport", "pools", "registered")}  # type: ignore[literal-required]
     assert value("llm_datadist_link", {**peer, **kind}) == 2
     assert value("llm_datadist_link_silent_seconds", peer) == 2.5
@@ -141,7 +141,7 @@ def test_a_link_of_a_cluster_has_the_name_of_its_peer(start: Open) -> None:
     """As an engine that a `LLMDataDist` opened: its links are counted by cluster id."""
     links = [{**IDLE, "cluster": 7, "paths": {}}]
     value = registry_of(reporting(start(), links=links)).get_sample_value
-    assert value("llm_datadist_link_silent_seconds", {"engine": "near", "peer": "cluster 7"}) == 0.001
+    assert value("llm_datadist_link_silent_seconds", {"engine": "local", "peer": "cluster 7"}) == 0.001
 
 
 def test_a_counter_does_not_fall_when_one_of_two_links_ends(start: Open) -> None:
@@ -177,9 +177,9 @@ def test_ucx_has_metrics_if_it_is_used(start: Open) -> None:
     assert not any("ucx" in family.name for family in EngineCollector(engine).collect())
     used = {**ucx, "version": "1.22.0", "forced_closes": 7}
     value = registry_of(reporting(engine, ucx=used)).get_sample_value
-    assert value("llm_datadist_ucx_forced_closes_total", {"engine": "near"}) == 7
+    assert value("llm_datadist_ucx_forced_closes_total", {"engine": "local"}) == 7
     for name in ("reads", "failures", "renewals"):
-        assert value(f"llm_datadist_ucx_{name}_total", {"engine": "near"}) == ucx[name]  # type: ignore[literal-required]
+        assert value(f"llm_datadist_ucx_{name}_total", {"engine": "local"}) == ucx[name]  # type: ignore[literal-required]
 
 
 def test_a_closed_engine_has_no_metrics(start: Open) -> None:

@@ -44,19 +44,19 @@ WAYS = list(itertools.product([False, True], repeat=4))
 class Twin:
     """The expected bytes of a local cache: its bytes before, and the bytes that naive pulls write."""
 
-    def __init__(self, near: End, name: str, far: Sequence[np.ndarray]) -> None:
-        self.near, self.name, self.far = near, name, far
-        self.expected = near.read(name)
+    def __init__(self, local: End, name: str, remote: Sequence[np.ndarray]) -> None:
+        self.local, self.name, self.remote = local, name, remote
+        self.expected = local.read(name)
 
     def _pairs(self, tensors: Tensors) -> list[tuple[np.ndarray, np.ndarray]]:
         numbers = tensors or [(number, number) for number in range(len(self.expected))]
-        return [(self.far[source], self.expected[target]) for source, target in numbers]
+        return [(self.remote[source], self.expected[target]) for source, target in numbers]
 
-    def slot(self, far_row: int, near_row: int, size: int = -1, tensors: Tensors = None) -> None:
+    def slot(self, remote_row: int, local_row: int, size: int = -1, tensors: Tensors = None) -> None:
         """Copy a slot of the peer to a local slot."""
         for source, target in self._pairs(tensors):
             length = target.shape[1] if size == -1 else size
-            target[near_row, :length] = source[far_row, :length]
+            target[local_row, :length] = source[remote_row, :length]
 
     def blocks(self, src: Sequence[int], dst: Sequence[int], tensors: Tensors = None) -> None:
         """Copy blocks of the peer to local blocks, one by one."""
@@ -64,37 +64,37 @@ class Twin:
             for left, right in zip(src, dst):
                 target[right] = source[left]
 
-    def pieces(self, far_row: int, dst: Sequence[int], tensors: Tensors = None) -> None:
+    def pieces(self, remote_row: int, dst: Sequence[int], tensors: Tensors = None) -> None:
         """Copy a slot of the peer to local blocks, in pieces; the last one may be short."""
         for source, target in self._pairs(tensors):
             block = target.shape[1]
             for number, right in enumerate(dst):
-                piece = source[far_row, number * block : (number + 1) * block]
+                piece = source[remote_row, number * block : (number + 1) * block]
                 assert piece.size, "a block the slot does not need"
                 target[right, : piece.size] = piece
 
     def check(self, what: object = "") -> None:
         """Compare every byte."""
-        assert equal(self.near.read(self.name), self.expected), what
+        assert equal(self.local.read(self.name), self.expected), what
 
 
 @pytest.mark.parametrize("layout", ["slots", "pieces", "blocks"])
 def test_random_geometries_between_all_placements_and_origins(pair: tuple[End, Peer], layout: str) -> None:
-    near, far = pair
+    local, remote = pair
     chance = random.Random(7)  # noqa: S311
     for number in range(160 if THOROUGH else 16):
-        near_host, near_registered, far_host, far_registered = WAYS[number % 16]
+        local_host, local_registered, remote_host, remote_registered = WAYS[number % 16]
         n, layers = chance.choice([1, 2, 3]), chance.randint(1, 4)
-        tensors, far_rows, far_row_bytes = n * layers, chance.randint(1, 9), chance.randint(1, 400)
-        near_row_bytes = far_row_bytes if layout == "blocks" else chance.randint(1, far_row_bytes)
-        need = -(-far_row_bytes // near_row_bytes)
-        near_rows = chance.randint(1, 5) + (need if layout == "pieces" else 0)
-        far_key: dict[str, Any] = {"blocks": True, "keys": [by_blocks(0)]} if layout == "blocks" else {}
-        shape = (far_rows, far_row_bytes, tensors)
-        cache = far.make("f", *shape, host=far_host, registered=far_registered, seed=number, **far_key)
-        into_blocks, shape = layout != "slots", (near_rows, near_row_bytes, tensors)
-        near.make("n", *shape, host=near_host, registered=near_registered, blocks=into_blocks, seed=number + 1)
-        twin = Twin(near, "n", pattern(number, tensors, far_rows, far_row_bytes))
+        tensors, remote_rows, remote_row_bytes = n * layers, chance.randint(1, 9), chance.randint(1, 400)
+        local_row_bytes = remote_row_bytes if layout == "blocks" else chance.randint(1, remote_row_bytes)
+        need = -(-remote_row_bytes // local_row_bytes)
+        local_rows = chance.randint(1, 5) + (need if layout == "pieces" else 0)
+        remote_key: dict[str, Any] = {"blocks": True, "keys": [by_blocks(0)]} if layout == "blocks" else {}
+        shape = (remote_rows, remote_row_bytes, tensors)
+        cache = remote.make("f", *shape, host=remote_host, registered=remote_registered, seed=number, **remote_key)
+        into_blocks, shape = layout != "slots", (local_rows, local_row_bytes, tensors)
+        local.make("n", *shape, host=local_host, registered=local_registered, blocks=into_blocks, seed=number + 1)
+        twin = Twin(local, "n", pattern(number, tensors, remote_rows, remote_row_bytes))
         for ranges in (False, True):
             kwargs: dict[str, Any] = {}
             which: Tensors = None
@@ -103,39 +103,39 @@ def test_random_geometries_between_all_placements_and_origins(pair: tuple[End, P
                 src, dst = chance.randint(0, layers - span), chance.randint(0, layers - span)
                 kwargs = {"src_layers": (src, src + span), "dst_layers": (dst, dst + span), "n": n}
                 which = [(src * n + each, dst * n + each) for each in range(span * n)]
-            far_row, near_row = chance.randrange(far_rows), chance.randrange(near_rows)
+            remote_row, local_row = chance.randrange(remote_rows), chance.randrange(local_rows)
             if layout == "slots":
-                size = chance.choice([-1, chance.randint(1, near_row_bytes)])
-                near.pull_cache(by_slot(2, cache, far_row), "n", near_row, size, **kwargs)
-                twin.slot(far_row, near_row, size, which)
+                size = chance.choice([-1, chance.randint(1, local_row_bytes)])
+                local.pull_cache(by_slot(2, cache, remote_row), "n", local_row, size, **kwargs)
+                twin.slot(remote_row, local_row, size, which)
             elif layout == "pieces":
-                into = chance.sample(range(near_rows), chance.randint(1, need))
-                near.pull_blocks(by_slot(2, cache, far_row), "n", dst=into, **kwargs)
-                twin.pieces(far_row, into, which)
+                into = chance.sample(range(local_rows), chance.randint(1, need))
+                local.pull_blocks(by_slot(2, cache, remote_row), "n", dst=into, **kwargs)
+                twin.pieces(remote_row, into, which)
             else:  # a row may go to several blocks, and of several rows for one block the last counts
-                from_, into = (chance.choices(range(rows), k=12) for rows in (far_rows, near_rows))
-                near.pull_blocks(by_blocks(2), "n", from_, into, **kwargs)
+                from_, into = (chance.choices(range(rows), k=12) for rows in (remote_rows, local_rows))
+                local.pull_blocks(by_blocks(2), "n", from_, into, **kwargs)
                 twin.blocks(from_, into, which)
             twin.check((WAYS[number % 16], shape, kwargs))
-        assert equal(far.read("f"), twin.far), "a pull changed its source"
-        near.release("n")
-        far.release("f")
+        assert equal(remote.read("f"), twin.remote), "a pull changed its source"
+        local.release("n")
+        remote.release("f")
 
 
 def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, Any]) -> None:
     """Only errors that depend on the cache of the peer; `test_transfer_arguments.py` has all others."""
-    near, far = pair
+    local, remote = pair
     one_sided = way["accessible"]
-    cache = far.allocate("f", 3, 64, 4, keys=[by_request(0, 1)], seed=1)
-    narrow = far.allocate("narrow", 2, 60, 4)
-    blocks = far.allocate("blocks", 4, 64, 4, blocks=True, keys=[by_blocks(2)], seed=1)
-    far.allocate("other", 4, 65, 4, blocks=True, keys=[by_blocks(2, 1)])
-    closed = far.register("closed", 1, 64, 4, accessible=False)
-    host, device = far.register("host", 1, 64, 4, host=True), far.register("device", 1, 64, 4)
-    near.allocate("n", 2, 64, 4, seed=2)
-    near.allocate("nb", 6, 64, 4, blocks=True, seed=3)
-    near.register("private", 2, 64, 4, accessible=False)
-    slots, into = Twin(near, "n", []), Twin(near, "nb", pattern(1, 4, 4, 64))
+    cache = remote.allocate("f", 3, 64, 4, keys=[by_request(0, 1)], seed=1)
+    narrow = remote.allocate("narrow", 2, 60, 4)
+    blocks = remote.allocate("blocks", 4, 64, 4, blocks=True, keys=[by_blocks(2)], seed=1)
+    remote.allocate("other", 4, 65, 4, blocks=True, keys=[by_blocks(2, 1)])
+    closed = remote.register("closed", 1, 64, 4, accessible=False)
+    host, device = remote.register("host", 1, 64, 4, host=True), remote.register("device", 1, 64, 4)
+    local.allocate("n", 2, 64, 4, seed=2)
+    local.allocate("nb", 6, 64, 4, blocks=True, seed=3)
+    local.register("private", 2, 64, 4, accessible=False)
+    slots, into = Twin(local, "n", []), Twin(local, "nb", pattern(1, 4, 4, 64))
     unknown = [by_request(2, 9), by_request(2, 1, 9), by_request(2, UINT64_MAX, 0, 1)]
     for expected, key, size in (
         *[(GONE, by_slot(2, id_), -1) for id_ in (10**6, 2**62, -5)],
@@ -145,9 +145,9 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
         (INVALID, by_slot(2, narrow), -1),  # -1 is the size of the local slot
         (INVALID, by_slot(2, closed), -1),
     ):
-        assert code(near.pull_cache, key, "n", 0, size) == expected, (key, size)
+        assert code(local.pull_cache, key, "n", 0, size) == expected, (key, size)
     for src, dst in (((1, 3), (0, 2)), ((0, 1), (0, 2)), ((2**31, 2**31 + 1), (0, 1))):
-        assert code(near.pull_cache, by_slot(2, cache), "n", src_layers=src, dst_layers=dst) == INVALID, (src, dst)
+        assert code(local.pull_cache, by_slot(2, cache), "n", src_layers=src, dst_layers=dst) == INVALID, (src, dst)
     for expected, key, src, dst in (
         (GONE, by_blocks(2, 9), [0], [0]),
         *[(GONE, key, [], [0]) for key in unknown],
@@ -156,39 +156,39 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
         (INVALID, by_slot(2, cache), [], [0, 1]),  # more blocks than the slot fills
         *[(INVALID, by_slot(2, blocks), [], [0]) for _ in range(not one_sided)],
     ):
-        assert code(near.pull_blocks, key, "nb", src, dst) == expected, (key, src, dst)
+        assert code(local.pull_blocks, key, "nb", src, dst) == expected, (key, src, dst)
     slots.check()
     into.check()
     # Registered device memory is accessible by default. At the local end, this matters to one-sided pulls only.
-    assert code(near.pull_cache, by_slot(2, host), "n") == (INVALID if one_sided else OK)
-    assert code(near.pull_cache, by_slot(2, device), "n") == OK
-    assert code(near.pull_cache, by_slot(2, cache, 2), "private") == (INVALID if one_sided else OK)
-    assert code(near.pull_cache, by_slot(2, narrow, 1), "n", 1, 60) == OK
-    near.pull_blocks(by_blocks(2), "nb", [3], [5])
+    assert code(local.pull_cache, by_slot(2, host), "n") == (INVALID if one_sided else OK)
+    assert code(local.pull_cache, by_slot(2, device), "n") == OK
+    assert code(local.pull_cache, by_slot(2, cache, 2), "private") == (INVALID if one_sided else OK)
+    assert code(local.pull_cache, by_slot(2, narrow, 1), "n", 1, 60) == OK
+    local.pull_blocks(by_blocks(2), "nb", [3], [5])
     into.blocks([3], [5])
     into.check()
 
 
 def test_caches_that_come_and_go(pair: tuple[End, Peer]) -> None:
-    near, far = pair
-    near.allocate("n", 1, 4096, 2)
-    near.allocate("b", 1, 64, 2, blocks=True)
+    local, remote = pair
+    local.allocate("n", 1, 4096, 2)
+    local.allocate("b", 1, 64, 2, blocks=True)
     old: list[int] = []
     for number in range(8):
         how = {"registered": bool(number % 2), "host": number % 3 == 0}
-        cache = far.make("f", 1, 4096, 2, **how)
-        far.make("g", 1, 64, 2, blocks=True, keys=[by_blocks(2)], seed=50 + number, **how)
+        cache = remote.make("f", 1, 4096, 2, **how)
+        remote.make("g", 1, 64, 2, blocks=True, keys=[by_blocks(2)], seed=50 + number, **how)
         for seed in (100 + number, number):  # the present bytes are pulled, also from what was pulled before
-            far.fill("f", seed)
-            near.pull_cache(by_slot(2, cache), "n")
-            assert equal(near.read("n"), pattern(seed, 2, 1, 4096))
-        near.pull_blocks(by_blocks(2), "b", [0], [0])
-        assert equal(near.read("b"), pattern(50 + number, 2, 1, 64))
+            remote.fill("f", seed)
+            local.pull_cache(by_slot(2, cache), "n")
+            assert equal(local.read("n"), pattern(seed, 2, 1, 4096))
+        local.pull_blocks(by_blocks(2), "b", [0], [0])
+        assert equal(local.read("b"), pattern(50 + number, 2, 1, 64))
         for gone in old:
-            assert code(near.pull_cache, by_slot(2, gone), "n") == GONE, "a successor lies there"
-        far.release("f")
-        far.release("g")
-        assert code(near.pull_cache, by_slot(2, cache), "n") == GONE
-        assert code(near.pull_blocks, by_blocks(2), "b", [0], [0]) == GONE
-        assert equal(near.read("n"), pattern(number, 2, 1, 4096)), "a refused pull changed its destination"
+            assert code(local.pull_cache, by_slot(2, gone), "n") == GONE, "a successor lies there"
+        remote.release("f")
+        remote.release("g")
+        assert code(local.pull_cache, by_slot(2, cache), "n") == GONE
+        assert code(local.pull_blocks, by_blocks(2), "b", [0], [0]) == GONE
+        assert equal(local.read("n"), pattern(number, 2, 1, 4096)), "a refused pull changed its destination"
         old.append(cache)

@@ -16,61 +16,61 @@ from peers.values import cache_key
 
 
 def test_what_was_pushed_is_the_peers_own(one_sided: tuple[End, Peer]) -> None:
-    near, far = one_sided
+    local, remote = one_sided
     for registered in (False, True):
-        cache = far.make(f"f{registered}", 1, 5000, 2, registered=registered)
-        near.make(f"n{registered}", 1, 5000, 2, registered=registered, seed=1)
-        near.push_cache(by_slot(2, cache), f"n{registered}")
-        near.paint(f"n{registered}", 0)  # the source may be changed at once
-        assert equal(far.read(f"f{registered}"), pattern(1, 2, 1, 5000)), "visible when the push returns"
-        far.fill(f"f{registered}", 2)
-        far.rest(0.1)
-        assert equal(far.read(f"f{registered}"), pattern(2, 2, 1, 5000)), "something wrote after the push had ended"
+        cache = remote.make(f"f{registered}", 1, 5000, 2, registered=registered)
+        local.make(f"n{registered}", 1, 5000, 2, registered=registered, seed=1)
+        local.push_cache(by_slot(2, cache), f"n{registered}")
+        local.paint(f"n{registered}", 0)  # the source may be changed at once
+        assert equal(remote.read(f"f{registered}"), pattern(1, 2, 1, 5000)), "visible when the push returns"
+        remote.fill(f"f{registered}", 2)
+        remote.rest(0.1)
+        assert equal(remote.read(f"f{registered}"), pattern(2, 2, 1, 5000)), "something wrote after the push had ended"
 
 
 def test_one_tensor_and_the_default_of_two_a_layer_is_no_layer(
     one_sided: tuple[End, Peer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing moves, which is no error. A WARNING says so."""
-    near, far = one_sided
+    local, remote = one_sided
     caplog.set_level(logging.WARNING, logger="LLM_DATADIST")
-    cache = far.allocate("f", 1, 64, 1, seed=1)
-    far.allocate("fb", 2, 64, 1, blocks=True, keys=[by_blocks(0)], seed=1)
-    near.allocate("n", 1, 64, 1, seed=2)
-    near.allocate("b", 2, 64, 1, blocks=True, seed=2)
+    cache = remote.allocate("f", 1, 64, 1, seed=1)
+    remote.allocate("fb", 2, 64, 1, blocks=True, keys=[by_blocks(0)], seed=1)
+    local.allocate("n", 1, 64, 1, seed=2)
+    local.allocate("b", 2, 64, 1, blocks=True, seed=2)
 
     def warnings() -> list[str]:
-        near.dist.stats()  # passes the lines of the engine on
+        local.dist.stats()  # passes the lines of the engine on
         lines = [record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()]
         caplog.clear()
         return lines
 
-    handles, mine = cache_key(by_slot(2, cache)), near.held["b"].handle
-    assert code(near.manager.push_cache, handles, near.held["n"].handle) == OK
+    handles, mine = cache_key(by_slot(2, cache)), local.held["b"].handle
+    assert code(local.manager.push_cache, handles, local.held["n"].handle) == OK
     (line,) = warnings()
     assert "cluster 2 " in line, line
     assert "num_tensors=1, tensor_num_per_layer=2); pass tensor_num_per_layer=1" in line, line
-    assert code(near.manager.push_blocks, cache_key(by_blocks(2)), mine, [0], [0]) == OK
+    assert code(local.manager.push_blocks, cache_key(by_blocks(2)), mine, [0], [0]) == OK
     assert len(warnings()) == 1
-    assert equal(far.read("f"), pattern(1, 1, 1, 64)), "no layer, but bytes"
-    assert equal(far.read("fb"), pattern(1, 1, 2, 64)), "no layer, but bytes"
-    near.manager.push_cache(handles, near.held["n"].handle, tensor_num_per_layer=1)
-    assert equal(far.read("f"), pattern(2, 1, 1, 64))
+    assert equal(remote.read("f"), pattern(1, 1, 1, 64)), "no layer, but bytes"
+    assert equal(remote.read("fb"), pattern(1, 1, 2, 64)), "no layer, but bytes"
+    local.manager.push_cache(handles, local.held["n"].handle, tensor_num_per_layer=1)
+    assert equal(remote.read("f"), pattern(2, 1, 1, 64))
     assert warnings() == []
 
 
 def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:
     """Only errors that depend on the cache of the peer; `test_transfer_arguments.py` has all others."""
-    near, far = one_sided
-    cache = far.allocate("f", 2, 64, 4, seed=1)
-    narrow = far.allocate("narrow", 2, 63, 4, seed=1)
-    far.allocate("fb", 4, 64, 4, blocks=True, keys=[by_blocks(2)], seed=1)
-    far.allocate("other", 4, 65, 4, blocks=True, keys=[by_blocks(2, 1)], seed=1)
-    closed = far.register("closed", 2, 64, 4, accessible=False, seed=1)
-    far.register("closed blocks", 4, 64, 4, blocks=True, keys=[by_blocks(2, 2)], accessible=False, seed=1)
-    near.allocate("n", 2, 64, 4, seed=2)
-    near.allocate("b", 4, 64, 4, blocks=True, seed=2)
-    near.register("private", 2, 64, 4, accessible=False)
+    local, remote = one_sided
+    cache = remote.allocate("f", 2, 64, 4, seed=1)
+    narrow = remote.allocate("narrow", 2, 63, 4, seed=1)
+    remote.allocate("fb", 4, 64, 4, blocks=True, keys=[by_blocks(2)], seed=1)
+    remote.allocate("other", 4, 65, 4, blocks=True, keys=[by_blocks(2, 1)], seed=1)
+    closed = remote.register("closed", 2, 64, 4, accessible=False, seed=1)
+    remote.register("closed blocks", 4, 64, 4, blocks=True, keys=[by_blocks(2, 2)], accessible=False, seed=1)
+    local.allocate("n", 2, 64, 4, seed=2)
+    local.allocate("b", 4, 64, 4, blocks=True, seed=2)
+    local.register("private", 2, 64, 4, accessible=False)
     for expected, key, name in (
         (GONE, by_slot(2, 10**9), "n"),
         (UNLINKED, by_slot(3, cache), "n"),
@@ -78,9 +78,9 @@ def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:
         (INVALID, by_slot(2, cache), "private"),
         (INVALID, by_slot(2, narrow), "n"),
     ):
-        assert code(near.push_cache, key, name) == expected, (key, name)
+        assert code(local.push_cache, key, name) == expected, (key, name)
     beyond = {"src_layers": (0, 2), "dst_layers": (1, 3)}
-    assert code(near.push_cache, by_slot(2, cache), "n", **beyond) == INVALID
+    assert code(local.push_cache, by_slot(2, cache), "n", **beyond) == INVALID
     for expected, key, src, dst, kwargs in (
         (GONE, by_blocks(2, 77), [0], [0], {}),
         (INVALID, by_blocks(2, 1), [0], [0], {}),
@@ -89,57 +89,59 @@ def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:
         (INVALID, by_blocks(2), [0, 1], [0, 2**40], {}),
         (INVALID, by_blocks(2), [0], [0], beyond),
     ):
-        assert code(near.push_blocks, key, "b", src, dst, **kwargs) == expected, (key, src, dst, kwargs)
+        assert code(local.push_blocks, key, "b", src, dst, **kwargs) == expected, (key, src, dst, kwargs)
     for name, rows, row in (("f", 2, 64), ("narrow", 2, 63), ("closed", 2, 64)):
-        assert equal(far.read(name), pattern(1, 4, rows, row)), name
+        assert equal(remote.read(name), pattern(1, 4, rows, row)), name
     for name, row in (("fb", 64), ("other", 65), ("closed blocks", 64)):
-        assert equal(far.read(name), pattern(1, 4, 4, row)), name
+        assert equal(remote.read(name), pattern(1, 4, 4, row)), name
 
 
 def test_an_id_of_0_or_less_is_the_key_of_request_0(one_sided: tuple[End, Peer]) -> None:
-    near, far = one_sided
-    near.allocate("n", 2, 64, 2, seed=2)
-    assert code(near.push_cache, by_slot(2, 0, 0), "n") == GONE
-    far.allocate("f", 2, 64, 2, keys=[by_request(2, 0)], seed=1)
-    near.push_cache(by_slot(2, 0, 0), "n", 1)
+    local, remote = one_sided
+    local.allocate("n", 2, 64, 2, seed=2)
+    assert code(local.push_cache, by_slot(2, 0, 0), "n") == GONE
+    remote.allocate("f", 2, 64, 2, keys=[by_request(2, 0)], seed=1)
+    local.push_cache(by_slot(2, 0, 0), "n", 1)
     expected = pattern(1, 2, 2, 64)
     for left, right in zip(expected, pattern(2, 2, 2, 64)):
         left[0] = right[1]
-    assert equal(far.read("f"), expected)
+    assert equal(remote.read("f"), expected)
 
 
 def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str) -> None:
-    near, far = ends.pair(accessible=True, pool=4 << 20, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999)
+    local, remote = ends.pair(
+        accessible=True, pool=4 << 20, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999
+    )
     count, size = 60_000, 24
-    far.allocate("f", count, size, 1, blocks=True, keys=[by_blocks(2)])
-    near.allocate("n", count, size, 1, blocks=True, seed=1)
+    remote.allocate("f", count, size, 1, blocks=True, keys=[by_blocks(2)])
+    local.allocate("n", count, size, 1, blocks=True, seed=1)
     order = np.random.default_rng(5)
     src, dst = order.permutation(count), order.permutation(count)
     source, expected = pattern(1, 1, count, size)[0], np.zeros((count, size), dtype=np.uint8)
     for some, others in ((src, dst), (src[:1], dst[1:2])):
-        near.push_blocks(by_blocks(2), "n", some.tolist(), others.tolist(), n=1)
+        local.push_blocks(by_blocks(2), "n", some.tolist(), others.tolist(), n=1)
         expected[others] = source[some]
-        assert np.array_equal(far.read("f")[0], expected)
+        assert np.array_equal(remote.read("f")[0], expected)
 
 
 @pytest.mark.parametrize("pushed", [False, True])
 def test_a_destination_named_many_times_has_the_last_block(ends: Ends, transport: str, pushed: bool) -> None:
     """The last of 70,000 writes of one block counts, on each path. Blocks in between stay unchanged."""
     way = {"llm__LinkTransport": transport, "llm__Verify": "full", "llm__SyncKvCacheWaitTime": 9999}
-    near, far = ends.pair(accessible=True, **way)
-    far.allocate("f", 64, 24, 1, blocks=True, keys=[by_blocks(2)], seed=1)
-    near.allocate("n", 64, 24, 1, blocks=True, seed=2)
+    local, remote = ends.pair(accessible=True, **way)
+    remote.allocate("f", 64, 24, 1, blocks=True, keys=[by_blocks(2)], seed=1)
+    local.allocate("n", 64, 24, 1, blocks=True, seed=2)
     src = [at % 61 for at in range(70_000)] + [5, 6, 7, 8]
     dst = [9] * 70_000 + [10, 11, 9, 12]
-    key, mine = cache_key(by_blocks(2)), near.held["n"].handle
+    key, mine = cache_key(by_blocks(2)), local.held["n"].handle
     if pushed:
-        read, expected = near.read("n"), far.read("f")
-        near.manager.push_blocks(key, mine, src, dst, tensor_num_per_layer=1)
-        written = far.read("f")
+        read, expected = local.read("n"), remote.read("f")
+        local.manager.push_blocks(key, mine, src, dst, tensor_num_per_layer=1)
+        written = remote.read("f")
     else:
-        read, expected = far.read("f"), near.read("n")
-        near.manager.pull_blocks(key, mine, src, dst)
-        written = near.read("n")
+        read, expected = remote.read("f"), local.read("n")
+        local.manager.pull_blocks(key, mine, src, dst)
+        written = local.read("n")
     for block, row in zip((5, 6, 7, 8), (10, 11, 9, 12)):
         expected[0][row] = read[0][block]
     assert equal(written, expected)

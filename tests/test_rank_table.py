@@ -51,7 +51,7 @@ def given(port: int, **extra: Any) -> dict[str, str]:
 
 def opened(ends: Ends, port: int, **extra: Any) -> tuple[Peer, Any]:
     """Open the remote and the local end of a rank-table link, with the same options."""
-    return ends.peer(given(port, **extra)), ends.near(given(port, **extra))
+    return ends.peer(given(port, **extra)), ends.local(given(port, **extra))
 
 
 def device(number: int, rank: int, **extra: str) -> dict[str, str]:
@@ -70,16 +70,16 @@ RANKS = {1: 0, 2: 1}
 either_rank = pytest.mark.parametrize("ranks", [RANKS, {2: 0, 1: 1}])
 
 
-def both(near: Any, far: Any, text: str = PLAIN, ranks: dict[int, int] = RANKS) -> tuple[int, int]:
+def both(local: Any, remote: Any, text: str = PLAIN, ranks: dict[int, int] = RANKS) -> tuple[int, int]:
     """Let both ends enter a communicator, and wait until it is OK."""
-    comms = near.link("pair", ranks, text), far.link("pair", ranks, text)
-    assert near.final_state(comms[0]) == far.final_state(comms[1]) == "OK"
+    comms = local.link("pair", ranks, text), remote.link("pair", ranks, text)
+    assert local.final_state(comms[0]) == remote.final_state(comms[1]) == "OK"
     return comms
 
 
-def moves(near: Any, far: Peer, seed: int = 1) -> None:
+def moves(local: Any, remote: Peer, seed: int = 1) -> None:
     """Check that bytes are transferred in both directions."""
-    for owner, puller, cluster in ((far, near, 2), (near, far, 1)):
+    for owner, puller, cluster in ((remote, local, 2), (local, remote, 1)):
         owner.allocate(f"o{seed}", 2, 64, 2, keys=[by_request(cluster, seed)], seed=seed)
         puller.allocate(f"p{seed}", 1, 64, 2)
         puller.pull_cache(by_request(cluster, seed), f"p{seed}")
@@ -89,75 +89,75 @@ def moves(near: Any, far: Peer, seed: int = 1) -> None:
 # -- order and time --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("near_first", [True, False])
+@pytest.mark.parametrize("local_first", [True, False])
 @either_rank
-def test_either_side_comes_seconds_later(ends: Ends, port: int, near_first: bool, ranks: dict[int, int]) -> None:
-    far, near = opened(ends, port)
-    first, second = (near, far) if near_first else (far, near)
+def test_either_side_comes_seconds_later(ends: Ends, port: int, local_first: bool, ranks: dict[int, int]) -> None:
+    remote, local = opened(ends, port)
+    first, second = (local, remote) if local_first else (remote, local)
     comm = first.link("pair", ranks, PLAIN)
     time.sleep(PAUSE)
     assert first.status(comm) == "PREPARING"
     other = second.link("pair", ranks, PLAIN)
     assert first.final_state(comm) == second.final_state(other) == "OK"
     assert [first.status(comm) for _ in range(3)] == ["OK"] * 3
-    moves(near, far)
+    moves(local, remote)
 
 
 def test_three_clusters_in_one_communicator(ends: Ends, port: int) -> None:
     peers = [ends.peer(given(port), cluster=cluster) for cluster in (2, 3)]
-    near = ends.near(given(port))
+    local = ends.local(given(port))
     ranks, text = {1: 0, 2: 1, 3: 2}, table(device(0, 0), device(1, 1), device(2, 2))
-    comms = [(end, end.link("three", ranks, text)) for end in (peers[1], near, peers[0])]
+    comms = [(end, end.link("three", ranks, text)) for end in (peers[1], local, peers[0])]
     assert [end.final_state(comm) for end, comm in comms] == ["OK"] * 3
     peers[1].allocate("f", 1, 64, 2, keys=[by_request(3, 1)], seed=1)
-    for end in (near, peers[0]):
+    for end in (local, peers[0]):
         end.allocate("n", 1, 64, 2)
-    near.pull_cache(by_request(3, 1), "n")
+    local.pull_cache(by_request(3, 1), "n")
     assert code(peers[0].pull_cache, by_request(3, 1), "n") == "LLM_KV_CACHE_NOT_EXIST"
 
 
 def test_without_a_peer_the_link_fails_and_can_be_left(ends: Ends, port: int) -> None:
-    near = ends.near(given(port, llm__LinkTotalTime=5, llm__LinkRetryCount=3, llm__SyncKvCacheWaitTime=300))
-    near.allocate("n")
-    comm = near.link("alone", RANKS, PLAIN)
-    assert near.status(comm) == "PREPARING", "link returns before its search ends"
-    assert code(near.pull_cache, by_request(2, 1), "n") == UNLINKED
-    assert near.status(comm) == "PREPARING", "the pull waits for its own limit only"
-    assert near.final_state(comm) == "FAILED"
-    told, text = outcome(lambda: near.pull_cache(by_request(2, 1), "n"))
+    local = ends.local(given(port, llm__LinkTotalTime=5, llm__LinkRetryCount=3, llm__SyncKvCacheWaitTime=300))
+    local.allocate("n")
+    comm = local.link("alone", RANKS, PLAIN)
+    assert local.status(comm) == "PREPARING", "link returns before its search ends"
+    assert code(local.pull_cache, by_request(2, 1), "n") == UNLINKED
+    assert local.status(comm) == "PREPARING", "the pull waits for its own limit only"
+    assert local.final_state(comm) == "FAILED"
+    told, text = outcome(lambda: local.pull_cache(by_request(2, 1), "n"))
     assert told == UNLINKED
     assert text
-    near.unlink(comm)
-    assert code(near.status, comm) == UNLINKED
+    local.unlink(comm)
+    assert code(local.status, comm) == UNLINKED
 
 
 def test_members_with_other_maps_do_not_meet(ends: Ends, port: int) -> None:
-    far, near = opened(ends, port, llm__LinkTotalTime=4)
-    comm, other = near.link("map", RANKS, PLAIN), far.link("map", {2: 0, 1: 1}, PLAIN)
-    assert near.final_state(comm) == far.final_state(other) == "FAILED"
-    both(near, far)
+    remote, local = opened(ends, port, llm__LinkTotalTime=4)
+    comm, other = local.link("map", RANKS, PLAIN), remote.link("map", {2: 0, 1: 1}, PLAIN)
+    assert local.final_state(comm) == remote.final_state(other) == "FAILED"
+    both(local, remote)
 
 
 @either_rank
 def test_pulls_that_wait_do_not_disturb_the_link_they_wait_for(ends: Ends, port: int, ranks: dict[int, int]) -> None:
-    far, near = opened(ends, port, llm__SyncKvCacheWaitTime=8000)
+    remote, local = opened(ends, port, llm__SyncKvCacheWaitTime=8000)
     key = [by_blocks(2)]
-    far.allocate("f", 1, 64, 2, blocks=True, keys=key, seed=1)
+    remote.allocate("f", 1, 64, 2, blocks=True, keys=key, seed=1)
     for number in range(4):
-        near.allocate(f"n{number}", 1, 64, 2, blocks=True)
+        local.allocate(f"n{number}", 1, 64, 2, blocks=True)
     calls = [["pull_blocks", [by_blocks(2), f"n{number}", [0], [0]], {}] for number in range(4)]
     for round_ in range(10):
-        comm = near.link(f"pair {round_}", ranks, PLAIN)
+        comm = local.link(f"pair {round_}", ranks, PLAIN)
         codes: list[str] = []
-        waiting = threading.Thread(target=lambda codes=codes: codes.extend(near.at_once(calls)))
+        waiting = threading.Thread(target=lambda codes=codes: codes.extend(local.at_once(calls)))
         waiting.start()
         time.sleep(0.02)
-        other = far.link(f"pair {round_}", ranks, PLAIN)
+        other = remote.link(f"pair {round_}", ranks, PLAIN)
         waiting.join(LIMIT)
         assert codes == [OK] * 4
-        assert [link["transport"] for link in near.links()] == ["shm"]
-        near.unlink(comm)
-        far.unlink(other)
+        assert [link["transport"] for link in local.links()] == ["shm"]
+        local.unlink(comm)
+        remote.unlink(other)
 
 
 # -- peers that come back --------------------------------------------------------------------------------------------
@@ -168,22 +168,22 @@ def test_pulls_that_wait_do_not_disturb_the_link_they_wait_for(ends: Ends, port:
 def test_a_restarted_decoder_links_again_and_the_prefill_process_need_not(
     ends: Ends, port: int, ranks: dict[int, int], killed: bool
 ) -> None:
-    far, near = opened(ends, port)
-    comm, _ = both(near, far, ranks=ranks)
-    moves(near, far)
+    remote, local = opened(ends, port)
+    comm, _ = both(local, remote, ranks=ranks)
+    moves(local, remote)
     for round_ in range(2):
         if killed:
-            far.kill()
-            far = ends.peer(given(port))
+            remote.kill()
+            remote = ends.peer(given(port))
         else:
-            far.finalize()
-            far.open(given(port))
-        eventually(lambda: near.links() == [], what="the end of the old link")
-        other = far.link("pair", ranks, PLAIN)
-        assert far.final_state(other) == "OK"
-        assert near.status(comm) == "OK"
-        eventually(lambda: len(near.links()) == 1)
-        moves(near, far, 30 + round_)
+            remote.finalize()
+            remote.open(given(port))
+        eventually(lambda: local.links() == [], what="the end of the old link")
+        other = remote.link("pair", ranks, PLAIN)
+        assert remote.final_state(other) == "OK"
+        assert local.status(comm) == "OK"
+        eventually(lambda: len(local.links()) == 1)
+        moves(local, remote, 30 + round_)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -202,28 +202,28 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_tables_of_clients(ends: Ends, port: int, shape: str, transport: str) -> None:
-    far, near = opened(ends, port, llm__LinkTransport=transport)
+    remote, local = opened(ends, port, llm__LinkTransport=transport)
     text = SHAPES[shape]
     if transport == "tcp":
         text = text.replace("192.0.2.77", "127.0.0.1")  # no address of this host
-    both(near, far, text)
-    moves(near, far)
-    assert near.links()[0]["transport"] == ("shm" if transport == "auto" else "tcp")
+    both(local, remote, text)
+    moves(local, remote)
+    assert local.links()[0]["transport"] == ("shm" if transport == "auto" else "tcp")
 
 
 def test_rank_hosts_outrank_the_table(ends: Ends, port: int) -> None:
     hosts = json.dumps({str(cluster): f"127.0.0.1:{free_ports(1)}" for cluster in RANKS})
-    far, near = opened(ends, port, llm__LinkTransport="tcp", llm__RankHosts=hosts)
-    both(near, far, table(device(0, 0), device(1, 1), server="203.0.113.1"))
-    moves(near, far)
+    remote, local = opened(ends, port, llm__LinkTransport="tcp", llm__RankHosts=hosts)
+    both(local, remote, table(device(0, 0), device(1, 1), server="203.0.113.1"))
+    moves(local, remote)
 
 
 @pytest.mark.parametrize("words", [None, b"", b"220 another service\r\n"])
 def test_ports_of_other_services_are_passed_over(ends: Ends, port: int, words: bytes | None) -> None:
     with Stranger(words, port), Stranger(words, port + 1):
-        far, near = opened(ends, port, llm__LinkTransport="tcp")
-        both(near, far)
-        moves(near, far)
+        remote, local = opened(ends, port, llm__LinkTransport="tcp")
+        both(local, remote)
+        moves(local, remote)
 
 
 # -- arguments and modes ---------------------------------------------------------------------------------------------
@@ -231,42 +231,42 @@ def test_ports_of_other_services_are_passed_over(ends: Ends, port: int, words: b
 
 @pytest.mark.parametrize("call", ["unlink", "query_register_mem_status"])
 def test_arguments_of_a_comm_id(ends: Ends, call: str) -> None:
-    near = ends.near()
+    local = ends.local()
     for wrong, expected in ((None, TE), ("1", TE), (1.0, TE), (True, TE), (-1, VE), (2**64, VE)):
         with raising(expected):
-            getattr(near.dist, call)(wrong)
+            getattr(local.dist, call)(wrong)
     for unknown in (0, 1, 2**64 - 1):
-        assert code(getattr(near.dist, call), unknown) == UNLINKED
+        assert code(getattr(local.dist, call), unknown) == UNLINKED
 
 
 def test_registering_after_link(ends: Ends, port: int) -> None:
-    far, near = opened(ends, port, accessible=True)
-    far.register("before", 1, 64, 2, seed=1)
-    both(near, far)
+    remote, local = opened(ends, port, accessible=True)
+    remote.register("before", 1, 64, 2, seed=1)
+    both(local, remote)
     for blocks in (False, True):
-        assert code(far.register, "x", 1, 64, 2, blocks=blocks, accessible=True) == INVALID
-        assert code(far.register, f"private {blocks}", 1, 64, 2, blocks=blocks, accessible=False) == OK
-    late = far.register("late", 1, 64, 2)
-    made = far.allocate("made", 1, 64, 2)
-    near.allocate("n", 1, 64, 2)
-    near.pull_cache(by_slot(2, 1), "n")
-    assert equal(near.read("n"), pattern(1, 2, 1, 64))
-    assert code(near.pull_cache, by_slot(2, late), "n") == INVALID
-    assert code(near.pull_cache, by_slot(2, made), "n") == OK
+        assert code(remote.register, "x", 1, 64, 2, blocks=blocks, accessible=True) == INVALID
+        assert code(remote.register, f"private {blocks}", 1, 64, 2, blocks=blocks, accessible=False) == OK
+    late = remote.register("late", 1, 64, 2)
+    made = remote.allocate("made", 1, 64, 2)
+    local.allocate("n", 1, 64, 2)
+    local.pull_cache(by_slot(2, 1), "n")
+    assert equal(local.read("n"), pattern(1, 2, 1, 64))
+    assert code(local.pull_cache, by_slot(2, late), "n") == INVALID
+    assert code(local.pull_cache, by_slot(2, made), "n") == OK
 
 
 def test_registering_explicitly_after_link_clusters_is_allowed(ends: Ends) -> None:
-    near, far = ends.pair(accessible=True)
-    far.register("f", 2, 64, 2, blocks=True, keys=[by_blocks(2)], accessible=True, seed=1)
-    near.register("n", 2, 64, 2, blocks=True, accessible=True)
-    near.pull_blocks(by_blocks(2), "n", [0, 1], [1, 0])
-    assert equal(near.read("n"), [tensor[::-1] for tensor in pattern(1, 2, 2, 64)])
+    local, remote = ends.pair(accessible=True)
+    remote.register("f", 2, 64, 2, blocks=True, keys=[by_blocks(2)], accessible=True, seed=1)
+    local.register("n", 2, 64, 2, blocks=True, accessible=True)
+    local.pull_blocks(by_blocks(2), "n", [0, 1], [1, 0])
+    assert equal(local.read("n"), [tensor[::-1] for tensor in pattern(1, 2, 2, 64)])
 
 
 def test_many_communicators_wait_at_once(ends: Ends, port: int) -> None:
-    near = ends.near(given(port))
-    comms = [near.link(f"comm {number}", RANKS, PLAIN) for number in range(512)]
-    assert code(near.link, "one more", RANKS, PLAIN) == INVALID
+    local = ends.local(given(port))
+    comms = [local.link(f"comm {number}", RANKS, PLAIN) for number in range(512)]
+    assert code(local.link, "one more", RANKS, PLAIN) == INVALID
     for comm in comms:
-        near.unlink(comm)
-    near.link("one more", RANKS, PLAIN)
+        local.unlink(comm)
+    local.link("one more", RANKS, PLAIN)

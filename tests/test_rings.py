@@ -65,24 +65,24 @@ def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None
 
 def test_only_short_pulls_of_registered_memory_need_the_owner(ends: Ends) -> None:
     """A stopped owner does not send 300 KiB through rings, so the pull times out. 2.3 MiB are read by process id."""
-    near, far = ends.pair(llm__SyncKvCacheWaitTime=2000, llm__LinkSilence=60_000)
+    local, remote = ends.pair(llm__SyncKvCacheWaitTime=2000, llm__LinkSilence=60_000)
     rows, row_bytes = 16, 150 << 10
-    far.register("far", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], mapped=True)
-    near.register("near", rows, row_bytes, 2, blocks=True, seed=1, mapped=True)
-    near.pull_blocks(by_blocks(2), "near", [0], [0])
-    assert near.links()[0]["paths"]["rings"]["transfers"] == 1
-    far.fill("far", 10)
-    expected, source = near.read("near"), far.read("far")
-    with far.stopped():
-        result, seconds, _ = near.timed("pull_blocks", by_blocks(2), "near", [2], [3])
+    remote.register("remote", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], mapped=True)
+    local.register("local", rows, row_bytes, 2, blocks=True, seed=1, mapped=True)
+    local.pull_blocks(by_blocks(2), "local", [0], [0])
+    assert local.links()[0]["paths"]["rings"]["transfers"] == 1
+    remote.fill("remote", 10)
+    expected, source = local.read("local"), remote.read("remote")
+    with remote.stopped():
+        result, seconds, _ = local.timed("pull_blocks", by_blocks(2), "local", [2], [3])
         assert result == TIMEOUT
         assert 1.95 < seconds < 2 + GRACE
-        assert equal(near.read("near"), expected)
-        near.pull_blocks(by_blocks(2), "near", range(8), range(8, 16))
-        assert near.links()[0]["paths"]["process"]["transfers"] == 1
+        assert equal(local.read("local"), expected)
+        local.pull_blocks(by_blocks(2), "local", range(8), range(8, 16))
+        assert local.links()[0]["paths"]["process"]["transfers"] == 1
     for target, theirs in zip(expected, source):
         target[8:] = theirs[:8]
-    assert equal(near.read("near"), expected)
+    assert equal(local.read("local"), expected)
 
 
 @pytest.mark.parametrize("end", ["finalize", "kill"])

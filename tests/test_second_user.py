@@ -73,12 +73,12 @@ def heard(process: subprocess.Popen[str]) -> Any:
     return json.loads(line)
 
 
-def uses(near: Any, far: Peer, seed: int = 1) -> None:
+def uses(local: Any, remote: Peer, seed: int = 1) -> None:
     """Check that bytes are transferred over a link."""
-    far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
-    near.allocate("n", 4, 5000, 2, blocks=True)
-    near.pull_blocks(by_blocks(far.cluster), "n", range(4), range(4))
-    assert equal(near.read("n"), pattern(seed, 2, 4, 5000))
+    remote.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
+    local.allocate("n", 4, 5000, 2, blocks=True)
+    local.pull_blocks(by_blocks(remote.cluster), "n", range(4), range(4))
+    assert equal(local.read("n"), pattern(seed, 2, 4, 5000))
 
 
 def local_names(pid: int) -> list[str]:
@@ -104,11 +104,11 @@ def errors(peer: Peer, what: str) -> list[str]:
 @pytest.mark.parametrize("user", [NOBODY, SOMEBODY])
 def test_another_user_is_refused_without_a_token(ends: Ends, user: int, transport: str) -> None:
     """The call fails with LLM_LINK_FAILED, and the log says why and what would admit the peer."""
-    far = ends.peer(options(llm__LinkTransport=transport))
-    near = as_user(ends, user, llm__LinkTransport=transport)
-    assert near.link_clusters([far.at]) == (LINK_FAILED, [LINK_FAILED])
-    assert near.links() == far.links() == []
-    told = eventually(lambda: errors(near, "token"), what=f"a reason in the log: {near.said()}")[-1]
+    remote = ends.peer(options(llm__LinkTransport=transport))
+    local = as_user(ends, user, llm__LinkTransport=transport)
+    assert local.link_clusters([remote.at]) == (LINK_FAILED, [LINK_FAILED])
+    assert local.links() == remote.links() == []
+    told = eventually(lambda: errors(local, "token"), what=f"a reason in the log: {local.said()}")[-1]
     for setting in SETTINGS:
         assert re.search(setting, told, re.IGNORECASE), told
     assert str(user) in told, f"who was refused: {told}"
@@ -135,41 +135,41 @@ def test_rank_table_with_another_user_fails_at_once_and_both_log_why(ends: Ends,
 
 def test_a_refused_user_does_not_keep_the_owner_out(ends: Ends) -> None:
     """Another user that links first, with the same cluster id, does not keep the real peer from linking."""
-    far = ends.peer()
+    remote = ends.peer()
     stranger = as_user(ends, NOBODY, 1)
-    assert stranger.link_clusters([far.at])[1] == [LINK_FAILED]
-    near = ends.near()
-    linked(near, far)
-    uses(near, far)
-    assert stranger.link_clusters([far.at])[1] == [LINK_FAILED]
-    assert len(near.links()) == len(far.links()) == 1
+    assert stranger.link_clusters([remote.at])[1] == [LINK_FAILED]
+    local = ends.local()
+    linked(local, remote)
+    uses(local, remote)
+    assert stranger.link_clusters([remote.at])[1] == [LINK_FAILED]
+    assert len(local.links()) == len(remote.links()) == 1
 
 
 @pytest.mark.parametrize("user", [NOBODY, SOMEBODY])
 def test_greetings_of_another_user_are_refused(ends: Ends, user: int) -> None:
     """A client that shares no code with the engine is refused too, with the reason that the listener logs."""
-    far = ends.adopt(Peer()).open(options(accessible=True))
-    far.spoiled = True
-    names = local_names(far.pid())
+    remote = ends.adopt(Peer()).open(options(accessible=True))
+    remote.spoiled = True
+    names = local_names(remote.pid())
     assert names, "the engine has a local socket"
-    for way, at in [("tcp", far.address), *(("local", name) for name in names)]:
+    for way, at in [("tcp", remote.address), *(("local", name) for name in names)]:
         with running(user, "greet", way, at) as process:
             refused = heard(process).get("refused", "")
         for setting in SETTINGS:
             assert re.search(setting, refused, re.IGNORECASE), (way, refused)
         # Each API shows its own names of options, in parentheses after the text.
         text = refused.partition(" (")[0]
-        eventually(lambda text=text: errors(far, text), what=f"{text!r} in the log: {far.said()}")  # type: ignore[misc]
+        eventually(lambda text=text: errors(remote, text), what=f"{text!r} in the log: {remote.said()}")  # type: ignore[misc]
         assert way == "tcp" or str(user) in refused, refused
-    assert far.links() == []
+    assert remote.links() == []
 
 
 def test_the_roles_may_be_exchanged(ends: Ends) -> None:
     """The side that dials refuses a listener of another user as well."""
-    far = as_user(ends, SOMEBODY, 3)
-    near = ends.near()
-    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
-    assert near.links() == far.links() == []
+    remote = as_user(ends, SOMEBODY, 3)
+    local = ends.local()
+    assert local.link_clusters([remote.at])[1] == [LINK_FAILED]
+    assert local.links() == remote.links() == []
 
 
 # -- what admits -----------------------------------------------------------------------------------------------------
@@ -178,18 +178,18 @@ def test_the_roles_may_be_exchanged(ends: Ends) -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_another_user_is_admitted_with_the_token(ends: Ends, transport: str) -> None:
     given = {"llm__LinkToken": TOKEN, "llm__LinkTransport": transport}
-    far, near = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
-    assert near.link_clusters([far.at])[0] == OK
-    uses(near, far)
-    assert far.unlink_clusters([(3, None)], force=True)[0] == OK
+    remote, local = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
+    assert local.link_clusters([remote.at])[0] == OK
+    uses(local, remote)
+    assert remote.unlink_clusters([(3, None)], force=True)[0] == OK
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_another_user_is_admitted_where_everybody_is(ends: Ends, transport: str) -> None:
     given = {"llm__LinkAcceptRemote": 1, "llm__LinkTransport": transport}
-    far, near = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
-    assert near.link_clusters([far.at])[0] == OK
-    uses(near, far)
+    remote, local = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
+    assert local.link_clusters([remote.at])[0] == OK
+    uses(local, remote)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "shm"])
@@ -200,10 +200,10 @@ def test_processes_of_one_user_need_no_token(ends: Ends, user: int, transport: s
     if user == NOBODY and mapped != [0, 0, 2**32 - 1]:
         pytest.skip(f"user {NOBODY} stands for others here: /proc/self/uid_map has {mapped}")
     given = {"llm__LinkTransport": transport}
-    far, near = as_user(ends, user, 2, **given), as_user(ends, user, 3, **given)
-    assert near.link_clusters([far.at])[0] == OK
-    uses(near, far)
-    (link,) = near.links()
+    remote, local = as_user(ends, user, 2, **given), as_user(ends, user, 3, **given)
+    assert local.link_clusters([remote.at])[0] == OK
+    uses(local, remote)
+    (link,) = local.links()
     assert link["transport"] == ("tcp" if transport == "tcp" else "shm")
 
 
@@ -213,14 +213,14 @@ def test_processes_of_one_user_need_no_token(ends: Ends, user: int, transport: s
 @pytest.mark.parametrize("user", [0, SOMEBODY], ids=["forwarder of the same user", "forwarder of another user"])
 def test_a_forwarder_on_the_loopback_admits_nobody(ends: Ends, user: int) -> None:
     """To the listener, a connection through the forwarder looks local."""
-    far = ends.peer(options(accessible=True))
-    with running(user, "forward", far.address) as process:
+    remote = ends.peer(options(accessible=True))
+    with running(user, "forward", remote.address) as process:
         at = heard(process)
         stranger = as_user(ends, NOBODY, accessible=True, llm__LinkTransport="tcp")
         assert stranger.link_clusters([(2, at)])[1] == [LINK_FAILED]
         with running(NOBODY, "greet", "tcp", at) as client:
             assert "token" in heard(client).get("refused", "")
-        assert far.links() == []
-        near = ends.near(options(accessible=True))
-        assert near.link_clusters([(2, at)])[0] == OK, "the same user meets at the local socket"
-        uses(near, far)
+        assert remote.links() == []
+        local = ends.local(options(accessible=True))
+        assert local.link_clusters([(2, at)])[0] == OK, "the same user meets at the local socket"
+        uses(local, remote)

@@ -68,35 +68,35 @@ def test_what_calls_return(manager: Any) -> None:
 
 @pytest.mark.contract("19.key-per-slot")
 def test_each_slot_has_its_key(ends: Ends) -> None:
-    near, far = ends.pair()
-    far.allocate("f", 4, 64, 2, keys=[by_request(2, 10 + slot) for slot in range(4)], seed=1)
-    near.allocate("n", 1, 64, 2)
+    local, remote = ends.pair()
+    remote.allocate("f", 4, 64, 2, keys=[by_request(2, 10 + slot) for slot in range(4)], seed=1)
+    local.allocate("n", 1, 64, 2)
     for slot in (2, 0, 3, 1):
-        near.pull_cache(by_request(2, 10 + slot), "n")
-        assert equal(near.read("n"), [tensor[slot : slot + 1] for tensor in pattern(1, 2, 4, 64)])
+        local.pull_cache(by_request(2, 10 + slot), "n")
+        assert equal(local.read("n"), [tensor[slot : slot + 1] for tensor in pattern(1, 2, 4, 64)])
 
 
 @pytest.mark.contract("19.copy-cache", "19.copy-blocks", "19.sync-kv-timeout")
 def test_sync_kv_timeout_ends_the_wait_of_a_copy(ends: Ends) -> None:
     """A copy that waits for rows ends with the limit. One that has begun is finished (`copy_deadlines.rs`)."""
-    near, far = ends.pair(llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime="20")
-    source = by_slot(2, far.allocate("slots", 2, 64, 1))
-    far.allocate("blocks", 2, 64, 1, blocks=True, keys=[by_blocks(2)])
-    near.allocate("slots", 2, 64, 1)
-    near.allocate("blocks", 2, 64, 1, blocks=True)
-    slots, blocks = (near.held[name].handle for name in ("slots", "blocks"))
+    local, remote = ends.pair(llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime="20")
+    source = by_slot(2, remote.allocate("slots", 2, 64, 1))
+    remote.allocate("blocks", 2, 64, 1, blocks=True, keys=[by_blocks(2)])
+    local.allocate("slots", 2, 64, 1)
+    local.allocate("blocks", 2, 64, 1, blocks=True)
+    slots, blocks = (local.held[name].handle for name in ("slots", "blocks"))
 
     def pulls() -> None:
         """Pulls into row 0 of both caches."""
-        code(near.pull_cache, source, "slots")
-        code(near.pull_blocks, by_blocks(2), "blocks", [0], [0])
+        code(local.pull_cache, source, "slots")
+        code(local.pull_blocks, by_blocks(2), "blocks", [0], [0])
 
     pulls()
     # A pull from a stopped peer has its row until its own limit, and others wait behind it.
-    with far.stopped(), meanwhile(*[pulls] * 4):
+    with remote.stopped(), meanwhile(*[pulls] * 4):
         for copy in (
-            lambda: near.manager.copy_cache(slots, slots, 1, 0),
-            lambda: near.manager.copy_blocks(blocks, {0: [1]}),
+            lambda: local.manager.copy_cache(slots, slots, 1, 0),
+            lambda: local.manager.copy_blocks(blocks, {0: [1]}),
         ):
             eventually(lambda copy=copy: code(copy) == LLMStatusCode.LLM_TIMEOUT.name, what="a copy that timed out")
 
@@ -134,12 +134,12 @@ def test_pool_texts_are_kept(start: Callable[..., LLMDataDist]) -> None:
 def test_transfer_of_blocks(pair: Pair, size: int | None) -> None:
     src, addrs = pair.caches(rows=6, blocks=True)
     for lists in (([5, 0, 3], [1, 4, 2]), ((5, 0, 3), (1, 4, 2))):
-        pair.far.fill("f", 2)
+        pair.remote.fill("f", 2)
         task = pair.send(src, synchronizer(), (config(2, addrs),), *lists, size)
         assert task.synchronize() is SUCCESS
         assert task.get_results() == [SUCCESS]
-        assert equal(pair.far.read("f"), sent({1: 5, 4: 0, 2: 3}, count=6))
-    assert equal(pair.near.read("n"), pattern(1, 4, 6, 256))
+        assert equal(pair.remote.read("f"), sent({1: 5, 4: 0, 2: 3}, count=6))
+    assert equal(pair.local.read("n"), pattern(1, 4, 6, 256))
 
 
 @pytest.mark.contract("19.transfer-blocks")
@@ -158,16 +158,16 @@ def test_block_sizes_and_ranges_are_checked(pair: Pair, src_blocks: Any, dst_blo
         task = pair.send(src, synchronizer(), [config(2, addrs)], src_blocks, dst_blocks, size)
         (ended,) = task.get_results()
         raise LLMException("the outcome", status_code=ended)
-    for left, right in zip(pair.far.read("f"), pattern(2, 4, 6, 256)):
+    for left, right in zip(pair.remote.read("f"), pattern(2, 4, 6, 256)):
         assert np.array_equal(left[2:], right[2:])
         assert max(dst_blocks) > 5 or np.array_equal(left, right)
 
 
 @pytest.mark.contract("19.transfer-blocks")
 def test_a_slot_is_cut_into_blocks(pair: Pair) -> None:
-    src = pair.allocate(pair.near, "n", 2, 1000, 4, seed=1)
-    pair.allocate(pair.far, "f", 6, 256, 4, blocks=True, seed=2)
-    addrs = pair.far.addresses("f")
+    src = pair.allocate(pair.local, "n", 2, 1000, 4, seed=1)
+    pair.allocate(pair.remote, "f", 6, 256, 4, blocks=True, seed=2)
+    addrs = pair.remote.addresses("f")
     task = pair.send(src, synchronizer(), [config(2, addrs, None, 1)], None, [5, 0, 3, 2], 256)
     assert task.synchronize() is SUCCESS
     expected = pattern(2, 4, 6, 256)
@@ -175,11 +175,11 @@ def test_a_slot_is_cut_into_blocks(pair: Pair) -> None:
         for piece, block in enumerate([5, 0, 3, 2]):
             part = right[1, piece * 256 : (piece + 1) * 256]
             left[block, : len(part)] = part
-    assert equal(pair.far.read("f"), expected), "only the piece that ends the slot is short"
+    assert equal(pair.remote.read("f"), expected), "only the piece that ends the slot is short"
     for blocks, size in (([0, 1, 2, 3, 4], 256), ([0], 0), ([0], 2001)):
         task = pair.send(src, synchronizer(), [config(2, addrs)], None, blocks, size)
         assert task.synchronize() is INVALID
-    assert equal(pair.far.read("f"), expected)
+    assert equal(pair.remote.read("f"), expected)
 
 
 @pytest.mark.contract("19.transfer-concurrency", "19.pulls-and-transfers")
@@ -188,22 +188,22 @@ def test_a_slot_is_cut_into_blocks(pair: Pair) -> None:
 def test_a_transfer_and_pulls_on_one_link(ends: Ends, blocks: bool, transport: str) -> None:
     """Pulls and a transfer over one link: no row is mixed, whichever is first."""
     pair = Pair(CACHE_MANAGER, ends, pool=16 << 20, llm__LinkTransport=transport)
-    near, far = pair.near, pair.far
+    local, remote = pair.local, pair.remote
     rows, row_bytes, tensors = 2, 64 << 10, 12
-    src = pair.allocate(near, "n", rows, row_bytes, tensors, blocks=blocks, seed=1)
-    other = pair.allocate(near, "m", rows, row_bytes, tensors, blocks=blocks, seed=3)
-    near.allocate("in", rows, row_bytes, tensors, blocks=blocks)
-    far.allocate("f", rows, row_bytes, tensors, blocks=blocks, keys=[("blocks", 2, 0)] if blocks else [], seed=2)
-    addrs = far.addresses("f")
+    src = pair.allocate(local, "n", rows, row_bytes, tensors, blocks=blocks, seed=1)
+    other = pair.allocate(local, "m", rows, row_bytes, tensors, blocks=blocks, seed=3)
+    local.allocate("in", rows, row_bytes, tensors, blocks=blocks)
+    remote.allocate("f", rows, row_bytes, tensors, blocks=blocks, keys=[("blocks", 2, 0)] if blocks else [], seed=2)
+    addrs = remote.addresses("f")
     versions = [pattern(seed, tensors, rows, row_bytes) for seed in (1, 2, 3)]
-    slot = ("slot", 2, far.held_id("f"), 0)
+    slot = ("slot", 2, remote.held_id("f"), 0)
 
     def pull() -> None:
         if blocks:
-            near.pull_blocks(("blocks", 2, 0), "in", [0], [1])
+            local.pull_blocks(("blocks", 2, 0), "in", [0], [1])
         else:
-            near.pull_cache(slot, "in", 1)
-        for number, tensor in enumerate(near.read("in")):
+            local.pull_cache(slot, "in", 1)
+        for number, tensor in enumerate(local.read("in")):
             whole = any(np.array_equal(tensor[1], version[number][0]) for version in versions)
             assert whole, f"tensor {number} is a mixture"
 
@@ -215,7 +215,7 @@ def test_a_transfer_and_pulls_on_one_link(ends: Ends, blocks: bool, transport: s
     expected = versions[1]
     for left, right in zip(expected, versions[2]):
         left[0] = right[0]
-    assert equal(far.read("f"), expected)
+    assert equal(remote.read("f"), expected)
 
 
 @pytest.mark.contract("19.transfer-concurrency")
@@ -224,9 +224,9 @@ def test_transfers_at_once(pair: Pair) -> None:
     tasks, layers = 6, 4
     sources = []
     for number in range(tasks):
-        handle = pair.allocate(pair.near, f"n{number}", 2, 4096, 2 * layers, seed=10 + number)
-        pair.allocate(pair.far, f"f{number}", 2, 4096, 2 * layers, seed=20 + number)
-        sources.append((handle, pair.far.addresses(f"f{number}")))
+        handle = pair.allocate(pair.local, f"n{number}", 2, 4096, 2 * layers, seed=10 + number)
+        pair.allocate(pair.remote, f"f{number}", 2, 4096, 2 * layers, seed=20 + number)
+        sources.append((handle, pair.remote.addresses(f"f{number}")))
 
     def go(number: int) -> tuple[Any, Any]:
         src, addrs = sources[number]
@@ -238,7 +238,7 @@ def test_transfers_at_once(pair: Pair) -> None:
         expected = pattern(20 + number, 2 * layers, 2, 4096)
         for left, right in zip(expected, pattern(10 + number, 2 * layers, 2, 4096)):
             left[0] = right[1]
-        assert equal(pair.far.read(f"f{number}"), expected)
+        assert equal(pair.remote.read(f"f{number}"), expected)
 
 
 @pytest.mark.contract("19.transfer-concurrency")
@@ -252,7 +252,7 @@ def test_a_second_transfer_of_the_same_rows_waits_for_its_layers_alone(pair: Pai
     assert first.synchronize(0) is pair.late
     slow.open()
     assert first.synchronize(int(LIMIT * 1000)) is SUCCESS
-    assert equal(pair.far.read("f"), pattern(1, 4, 1, 256))
+    assert equal(pair.remote.read("f"), pattern(1, 4, 1, 256))
 
 
 @pytest.mark.contract("19.transfer-concurrency")
@@ -280,8 +280,8 @@ def test_addresses_that_are_no_cache_of_the_destination(pair: Pair) -> None:
     """Unknown addresses and caches that are too small are LLM_PARAM_INVALID, and are never written (§9.2)."""
     src, addrs = pair.caches()
     other = UserTensors(4, 256, 4)
-    pair.allocate(pair.far, "small", 4, 256, 1, seed=3)
-    (small,) = pair.far.addresses("small")
+    pair.allocate(pair.remote, "small", 4, 256, 1, seed=3)
+    (small,) = pair.remote.addresses("small")
     for bad in (
         [0] * 4,
         [1, 2, 3, 4],
@@ -296,8 +296,8 @@ def test_addresses_that_are_no_cache_of_the_destination(pair: Pair) -> None:
         task = pair.send(src, synchronizer(), [config(2, bad)])
         assert task.synchronize(int(LIMIT * 1000)) is INVALID, bad
         assert task.get_results() == [INVALID]
-    assert equal(pair.far.read("small"), pattern(3, 1, 4, 256))
-    for left, right in zip(pair.far.read("f"), pattern(2, 4, 4, 256)):
+    assert equal(pair.remote.read("small"), pattern(3, 1, 4, 256))
+    for left, right in zip(pair.remote.read("f"), pattern(2, 4, 4, 256)):
         assert np.array_equal(left[1:], right[1:])
 
 

@@ -218,7 +218,9 @@ def test_transfer_cache_async(ends: Ends) -> None:
     task = names["cache_task"]
     assert task.synchronize() is SUCCESS
     assert task.get_results() == [SUCCESS]
-    assert equal(kv_pair.far.read("f"), sent({0: 0}, 2 * LAYERS, 2, 1024)), "slot 0 of every tensor, and nothing else"
+    assert equal(kv_pair.remote.read("f"), sent({0: 0}, 2 * LAYERS, 2, 1024)), (
+        "slot 0 of every tensor, and nothing else"
+    )
 
 
 WRONG_TYPES = "test_bad_input.py::test_bad_argument"

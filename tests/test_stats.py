@@ -68,11 +68,11 @@ def compare(value: Any, kind: Any, where: str, seen: set[str]) -> None:
 def test_every_field_of_a_real_answer_is_documented_and_no_other() -> None:
     seen: set[str] = set()
     pools = {"pool": "1MiB", "host_pool": "1MiB"}
-    with Engine(name="near", **pools) as near, Engine(listen="127.0.0.1:0", **pools) as far:
-        near.link(str(far.address)).result(LIMIT)
-        stats = near.stats()
+    with Engine(name="local", **pools) as local, Engine(listen="127.0.0.1:0", **pools) as remote:
+        local.link(str(remote.address)).result(LIMIT)
+        stats = local.stats()
     compare(stats, EngineStats, "stats", seen)
-    assert stats["engine"] == "near"
+    assert stats["engine"] == "local"
     assert set(stats["pools"]) == {"device", "host"}
     assert len(stats["links"]) == 1
     told = re.findall(r"``(\w+)``", inspect.getsource(Stats).split("Calls by kind")[1].split(".")[0])

@@ -164,12 +164,12 @@ def test_another_thread_runs_during_a_copy(start: Callable[..., Any], operation:
 @pytest.mark.usefixtures("no_forced_switches")
 @pytest.mark.parametrize("operation", ["pull_blocks", "push_blocks"])
 def test_another_thread_runs_during_a_transfer(one_sided: tuple[End, Peer], operation: str) -> None:
-    near, far = one_sided
+    local, remote = one_sided
     numbers = list(range(8))
-    far.allocate("far", 8, 1 << 17, 1, blocks=True, keys=[by_blocks(2)])
-    near.allocate("near", 8, 1 << 17, 1, blocks=True)
-    transfer = getattr(near, operation)
-    assert_another_thread_runs(lambda: transfer(by_blocks(2), "near", numbers, numbers))
+    remote.allocate("remote", 8, 1 << 17, 1, blocks=True, keys=[by_blocks(2)])
+    local.allocate("local", 8, 1 << 17, 1, blocks=True)
+    transfer = getattr(local, operation)
+    assert_another_thread_runs(lambda: transfer(by_blocks(2), "local", numbers, numbers))
 
 
 def assert_another_thread_runs(call: Callable[[], Any]) -> None:

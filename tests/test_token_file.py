@@ -51,7 +51,7 @@ def test_the_property_is_a_path(tmp_path: Path) -> None:
 def test_a_token_from_a_file_is_the_same_token(tmp_path: Path) -> None:
     path, wrong = secret(tmp_path / "token"), secret(tmp_path / "wrong", OTHER)
     with Ends() as ends:
-        near = ends.near(linked_options(llm__LinkTokenFile=path))
+        local = ends.local(linked_options(llm__LinkTokenFile=path))
         text = ends.peer(linked_options(llm__LinkToken=TOKEN))
         file = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN_FILE": path})).open(cluster=3)
         other = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN_FILE": wrong})).open(cluster=4)
@@ -60,7 +60,7 @@ def test_a_token_from_a_file_is_the_same_token(tmp_path: Path) -> None:
         option = ends.adopt(Peer(environment=both)).open(linked_options(llm__LinkTokenFile=path), cluster=5)
         variable = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN": TOKEN})).open(cluster=6)
         peers = [text, file, other, option, variable]
-        assert near.link_clusters([peer.at for peer in peers])[1] == [OK, OK, LINK_FAILED, OK, OK]
+        assert local.link_clusters([peer.at for peer in peers])[1] == [OK, OK, LINK_FAILED, OK, OK]
 
 
 def test_the_file_is_read_once_by_init(tmp_path: Path, start: Callable[..., Any]) -> None:

@@ -28,7 +28,7 @@ from llm_datadist.v2.llm_types import check_layer_range
 from memory import AE, GONE, LE, TE, UINT32_MAX, UINT64_MAX, VE, UserTensors, desc, raising
 from mistakes import Row, check, coded, fails
 
-NOT_LINKED, FAR = coded(LLMStatusCode.LLM_NOT_YET_LINK), 2
+NOT_LINKED, REMOTE = coded(LLMStatusCode.LLM_NOT_YET_LINK), 2
 
 
 class Bench:
@@ -45,10 +45,10 @@ class Bench:
         self.cpu = UserTensors(4, 256, 4).cpu_cache()
         lists = {"src_blocks": [0, 1], "dst_blocks": [2, 3]}
         self.good: dict[str, dict[str, Any]] = {
-            "pull_cache": {"cache_key": CacheKeyByIdAndIndex(FAR, 1), "cache": self.batch},
-            "pull_blocks": {"src_cache_key": BlocksCacheKey(FAR), "dst_cache": self.blocks, **lists},
-            "push_cache": {"dst_cache_key": CacheKeyByIdAndIndex(FAR, 1), "src_cache": self.batch},
-            "push_blocks": {"dst_cache_key": BlocksCacheKey(FAR), "src_cache": self.blocks, **lists},
+            "pull_cache": {"cache_key": CacheKeyByIdAndIndex(REMOTE, 1), "cache": self.batch},
+            "pull_blocks": {"src_cache_key": BlocksCacheKey(REMOTE), "dst_cache": self.blocks, **lists},
+            "push_cache": {"dst_cache_key": CacheKeyByIdAndIndex(REMOTE, 1), "src_cache": self.batch},
+            "push_blocks": {"dst_cache_key": BlocksCacheKey(REMOTE), "src_cache": self.blocks, **lists},
         }
 
     def call(self, name: str, **given: Any) -> Callable[[], Any]:
@@ -71,8 +71,8 @@ def one_sided(start: Any) -> Bench:
     return Bench(start(options(llm__EnableRemoteCacheAccessible="1")))
 
 
-PLACEHOLDER = CacheKey(FAR, UINT64_MAX)
-BOTH_IDS = CacheKey(FAR, 1, prefix_id=1)
+PLACEHOLDER = CacheKey(REMOTE, UINT64_MAX)
+BOTH_IDS = CacheKey(REMOTE, 1, prefix_id=1)
 
 
 def per_layer() -> list[Row]:
@@ -136,7 +136,7 @@ def test_pull_cache(bench: Bench) -> None:
     bench.check(
         "pull_cache",
         [
-            *[Row({"cache_key": bad}, TE, "cache_key") for bad in (5, "key", BlocksCacheKey(FAR), CacheKey)],
+            *[Row({"cache_key": bad}, TE, "cache_key") for bad in (5, "key", BlocksCacheKey(REMOTE), CacheKey)],
             *slot_integers("batch_index", "cache", bench),
             *sizes(),
             *[Row({"cache": bad}, LE, "cache") for bad in (bench.blocks, bench.cpu)],
@@ -157,7 +157,7 @@ def test_pull_cache(bench: Bench) -> None:
 
 
 def test_pull_cache_one_sided_takes_only_an_id(one_sided: Bench) -> None:
-    for key in (CacheKey(FAR, 1), BlocksCacheKey(FAR), PLACEHOLDER, 5):
+    for key in (CacheKey(REMOTE, 1), BlocksCacheKey(REMOTE), PLACEHOLDER, 5):
         with raising(TE):
             one_sided.call("pull_cache", cache_key=key)()
     fails(one_sided.call("pull_cache", cache_key=PLACEHOLDER), TE, "'CacheKeyByIdAndIndex'", "a placeholder")
@@ -183,8 +183,8 @@ def test_pull_blocks(mode: str, request: pytest.FixtureRequest) -> None:
             *per_layer(),
             *[Row({"src_blocks": empty}, LE, "src_blocks") for empty in ([], ())],
             Row({"src_blocks": None}, TE, "src_blocks"),
-            Row({"src_cache_key": CacheKey(FAR, 1), "src_blocks": [0]}, LE, "src_blocks"),
-            Row({"src_cache_key": CacheKeyByIdAndIndex(FAR, 1), "src_blocks": [0]}, LE, "src_blocks"),
+            Row({"src_cache_key": CacheKey(REMOTE, 1), "src_blocks": [0]}, LE, "src_blocks"),
+            Row({"src_cache_key": CacheKeyByIdAndIndex(REMOTE, 1), "src_blocks": [0]}, LE, "src_blocks"),
             *pull_ranges("src_layer_range"),
             *pull_ranges("dst_layer_range"),
             Row({"src_cache_key": BlocksCacheKey(1)}, LE),
@@ -194,8 +194,8 @@ def test_pull_blocks(mode: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_pull_blocks_of_a_slot(bench: Bench) -> None:
-    slot = {"src_cache_key": CacheKeyByIdAndIndex(FAR, 1), "src_blocks": ()}
-    for key in (CacheKey(FAR, 1), slot["src_cache_key"]):
+    slot = {"src_cache_key": CacheKeyByIdAndIndex(REMOTE, 1), "src_blocks": ()}
+    for key in (CacheKey(REMOTE, 1), slot["src_cache_key"]):
         with raising(NOT_LINKED):
             bench.call("pull_blocks", src_blocks=[], src_cache_key=key)()
     with raising(TE):
@@ -242,7 +242,7 @@ def test_pushes_need_one_sided_transfers_before_anything_else(bench: Bench) -> N
 @pytest.mark.contract("20.9")
 def test_push_cache(one_sided: Bench) -> None:
     bench = one_sided
-    keys = (5, None, CacheKey(FAR, 1), BlocksCacheKey(FAR), CacheKeyByIdAndIndex)
+    keys = (5, None, CacheKey(REMOTE, 1), BlocksCacheKey(REMOTE), CacheKeyByIdAndIndex)
     bench.check(
         "push_cache",
         [
@@ -267,7 +267,7 @@ def test_push_cache(one_sided: Bench) -> None:
 @pytest.mark.contract("20.9")
 def test_push_blocks(one_sided: Bench) -> None:
     bench = one_sided
-    keys = (5, CacheKey(FAR, 1), CacheKeyByIdAndIndex(FAR, 1), BlocksCacheKey)
+    keys = (5, CacheKey(REMOTE, 1), CacheKeyByIdAndIndex(REMOTE, 1), BlocksCacheKey)
     bench.check(
         "push_blocks",
         [
@@ -291,7 +291,7 @@ def test_push_blocks(one_sided: Bench) -> None:
 
 def test_positions_are_those_of_the_contract(one_sided: Bench) -> None:
     manager, batch, blocks = one_sided.manager, one_sided.batch, one_sided.blocks
-    slot, all_blocks = CacheKeyByIdAndIndex(FAR, 1, 2), BlocksCacheKey(FAR, 1)
+    slot, all_blocks = CacheKeyByIdAndIndex(REMOTE, 1, 2), BlocksCacheKey(REMOTE, 1)
     for call in (
         lambda: manager.pull_cache(slot, batch, 3, 256),
         lambda: manager.pull_blocks(all_blocks, blocks, [0], (1,)),

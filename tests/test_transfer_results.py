@@ -37,7 +37,7 @@ def test_polling_and_waiting_with_limits(pair: Pair) -> None:
     assert gate.asked == [0, 1], "every layer is asked for once"
     # The first config sends slot 1 to the start of each tensor; the others send slot 2. All are independent.
     one, two = sent({0: 1}), sent({0: 2})
-    for read, first, second in zip(pair.far.read("f"), one, two):
+    for read, first, second in zip(pair.remote.read("f"), one, two):
         assert np.array_equal(read, first) or np.array_equal(read, second)
 
 
@@ -59,4 +59,4 @@ def test_what_was_complete_stays_a_success(pair: Pair, how: str) -> None:
     failed = pair.late if how == "raises" else INVALID
     assert task.synchronize() is failed, "the first that is neither success nor None"
     assert task.get_results() == [SUCCESS, failed, failed]
-    assert equal(pair.far.read("f"), [*pattern(1, 4, 1, 256)[:2], *pattern(2, 4, 1, 256)[2:]]), "layer 0 alone"
+    assert equal(pair.remote.read("f"), [*pattern(1, 4, 1, 256)[:2], *pattern(2, 4, 1, 256)[2:]]), "layer 0 alone"

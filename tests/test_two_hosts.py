@@ -45,7 +45,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.mark.parametrize(
-    ("near_has", "far_has", "expected"),
+    ("local_has", "remote_has", "expected"),
     [
         ({}, {}, LINK_FAILED),
         ({"llm__LinkToken": TOKEN}, {"llm__LinkToken": TOKEN[::-1]}, LINK_FAILED),
@@ -57,24 +57,24 @@ def hosts() -> Iterator[Hosts]:
     ids=["no token", "another token", "shared memory", "accepts other hosts", "token", "one-sided"],
 )
 def test_who_is_linked_and_over_what(
-    hosts: Hosts, near_has: dict[str, Any], far_has: dict[str, Any], expected: str
+    hosts: Hosts, local_has: dict[str, Any], remote_has: dict[str, Any], expected: str
 ) -> None:
-    near, far = hosts.open(near_has, far_has)
-    assert near.link_clusters([far.at])[1] == [expected]
+    local, remote = hosts.open(local_has, remote_has)
+    assert local.link_clusters([remote.at])[1] == [expected]
     if expected != OK:
-        assert near.links() == far.links() == []
-        assert near_has or "token" in near.said(), "the log names the reason"
+        assert local.links() == remote.links() == []
+        assert local_has or "token" in local.said(), "the log names the reason"
         return
-    check_pull(near, far)
-    check_pull(far, near, 1, seed=2)
-    assert [link["transport"] for link in near.links() + far.links()] == ["tcp", "tcp"]
-    if "accessible" in near_has:
-        far.allocate("f", 2, 64, 2, blocks=True, keys=[by_blocks(0)])
-        near.allocate("n", 2, 64, 2, blocks=True, seed=3)
-        near.push_blocks(by_blocks(2), "n", [0, 1], [0, 1])
-        assert equal(far.read("f"), pattern(3, 2, 2, 64))
-    assert near.unlink_clusters([far.at])[0] == OK
-    assert far.links() == []
+    check_pull(local, remote)
+    check_pull(remote, local, 1, seed=2)
+    assert [link["transport"] for link in local.links() + remote.links()] == ["tcp", "tcp"]
+    if "accessible" in local_has:
+        remote.allocate("f", 2, 64, 2, blocks=True, keys=[by_blocks(0)])
+        local.allocate("n", 2, 64, 2, blocks=True, seed=3)
+        local.push_blocks(by_blocks(2), "n", [0, 1], [0, 1])
+        assert equal(remote.read("f"), pattern(3, 2, 2, 64))
+    assert local.unlink_clusters([remote.at])[0] == OK
+    assert remote.links() == []
 
 
 def test_a_pulled_cable(hosts: Hosts) -> None:
@@ -84,44 +84,44 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
         "llm__LinkSilence": 4000,
         "llm__SyncKvCacheWaitTime": 3000,
     }
-    near, far = hosts.open(given, given)
-    assert near.link_clusters([far.at])[1] == [OK]
-    check_pull(near, far)
-    far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=5)
-    near.allocate("n", 8, 30_000, 2, blocks=True)
+    local, remote = hosts.open(given, given)
+    assert local.link_clusters([remote.at])[1] == [OK]
+    check_pull(local, remote)
+    remote.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=5)
+    local.allocate("n", 8, 30_000, 2, blocks=True)
     hosts.plug(up=False)
-    status, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(8), range(8))
+    status, seconds, _ = local.timed("pull_blocks", by_blocks(2), "n", range(8), range(8))
     assert status in {TIMEOUT, UNLINKED}
     assert seconds < 3 + GRACE
-    for end in (near, far):
+    for end in (local, remote):
         eventually(lambda end=end: end.links() == [], what="the end of the link")  # type: ignore[misc]
     began = time.monotonic()
-    assert near.link_clusters([far.at], 300)[1][0] in {TIMEOUT, LINK_FAILED}
+    assert local.link_clusters([remote.at], 300)[1][0] in {TIMEOUT, LINK_FAILED}
     assert time.monotonic() - began < 0.3 + GRACE
     hosts.plug(up=True)
-    eventually(lambda: near.link_clusters([far.at], 1000)[1] == [OK], what="the link")
-    near.pull_blocks(by_blocks(2), "n", range(8), range(8))
-    assert equal(near.read("n"), pattern(5, 2, 8, 30_000))
+    eventually(lambda: local.link_clusters([remote.at], 1000)[1] == [OK], what="the link")
+    local.pull_blocks(by_blocks(2), "n", range(8), range(8))
+    assert equal(local.read("n"), pattern(5, 2, 8, 30_000))
 
 
 def test_two_networks_of_which_one_is_cut(hosts: Hosts) -> None:
     hosts.lay("second", FURTHER)
     given = {"llm__LinkToken": TOKEN, "llm__SyncKvCacheWaitTime": 3000, "pool": 32 << 20}
-    near, far = hosts.open(given, {**given, "llm__LinkAddresses": FURTHER[1]})
-    assert near.link_clusters([far.at])[1] == [OK]
+    local, remote = hosts.open(given, {**given, "llm__LinkAddresses": FURTHER[1]})
+    assert local.link_clusters([remote.at])[1] == [OK]
     blocks, elements = 8, 1 << 20
-    far.allocate("f", blocks, elements, 2, blocks=True, keys=[by_blocks(0)], seed=5)
-    near.allocate("n", blocks, elements, 2, blocks=True)
+    remote.allocate("f", blocks, elements, 2, blocks=True, keys=[by_blocks(0)], seed=5)
+    local.allocate("n", blocks, elements, 2, blocks=True)
     pull = ("pull_blocks", by_blocks(2), "n", range(blocks), range(blocks))
-    near.pull_blocks(*pull[1:])
-    assert equal(near.read("n"), pattern(5, 2, blocks, elements))
+    local.pull_blocks(*pull[1:])
+    assert equal(local.read("n"), pattern(5, 2, blocks, elements))
     assert hosts.connected(1) == {ADDRESSES[1], FURTHER[1]}
     hosts.plug(up=False, cable="second")
-    status, seconds, _ = near.timed(*pull)
+    status, seconds, _ = local.timed(*pull)
     assert status == TIMEOUT
     assert seconds < 3 + GRACE
-    near.pull_blocks(*pull[1:])
-    assert equal(near.read("n"), pattern(5, 2, blocks, elements))
+    local.pull_blocks(*pull[1:])
+    assert equal(local.read("n"), pattern(5, 2, blocks, elements))
     assert hosts.connected(0) == {ADDRESSES[0]}
 
 
@@ -132,13 +132,13 @@ def test_a_rank_table_of_two_servers(hosts: Hosts, numbered: bool) -> None:
     given = {"llm__LinkToken": TOKEN, "llm__RankPort": ports}
     if numbered:
         given["llm__RankHosts"] = json.dumps({"1": f"{ADDRESSES[0]}:{ports}", "2": f"{ADDRESSES[1]}:{ports}"})
-    near, far = hosts.open(given, given)
+    local, remote = hosts.open(given, given)
     servers = [
         {"server_id": str(number) if numbered else address, "device": [{"device_id": "0", "rank_id": str(number)}]}
         for number, address in enumerate(ADDRESSES)
     ]
     table = json.dumps({"version": "1.0", "server_count": "2", "status": "completed", "server_list": servers})
-    comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
-    assert (near.final_state(comms[0]), far.final_state(comms[1])) == ("OK", "OK")
-    check_pull(near, far)
-    assert near.links()[0]["transport"] == "tcp"
+    comms = local.link("pair", {1: 0, 2: 1}, table), remote.link("pair", {1: 0, 2: 1}, table)
+    assert (local.final_state(comms[0]), remote.final_state(comms[1])) == ("OK", "OK")
+    check_pull(local, remote)
+    assert local.links()[0]["transport"] == "tcp"

@@ -29,30 +29,30 @@ SUCCESS = LLMStatusCode.LLM_SUCCESS
 class Pair:
     def __init__(self, mode: str, ends: Ends, **extra: Any) -> None:
         self.mode, self.ends = mode, ends
-        self.near: End
-        self.far: Peer
+        self.local: End
+        self.remote: Peer
         if mode == CACHE_MANAGER:
-            self.near, self.far = ends.pair(**extra)
+            self.local, self.remote = ends.pair(**extra)
             return
         settings = {**KV_OPTIONS, **{key.replace("__", "."): str(value) for key, value in extra.items()}}
-        self.near = ends.near({**settings, "llm.listenIpInfo": "127.0.0.1:0"}, 1, "PROMPT")
-        self.far = self.receiver(2, settings)
+        self.local = ends.local({**settings, "llm.listenIpInfo": "127.0.0.1:0"}, 1, "PROMPT")
+        self.remote = self.receiver(2, settings)
 
     def receiver(self, cluster: int, settings: dict[str, str] | None = None) -> Peer:
         """Start and link another remote end. In KvCacheManager mode, the decoder makes the link."""
         if self.mode == CACHE_MANAGER:
-            far = self.ends.peer(cluster=cluster)
-            result = self.near.link_clusters([far.at])
+            remote = self.ends.peer(cluster=cluster)
+            result = self.local.link_clusters([remote.at])
         else:
-            far = self.ends.peer(KV_OPTIONS if settings is None else settings, cluster, "DECODER")
-            result = far.link_clusters([(1, self.near.listening())])
+            remote = self.ends.peer(KV_OPTIONS if settings is None else settings, cluster, "DECODER")
+            result = remote.link_clusters([(1, self.local.listening())])
         assert result == (OK, [OK]), result
-        eventually(lambda: any(link["cluster"] == cluster for link in self.near.links()), what="the link")
-        return far
+        eventually(lambda: any(link["cluster"] == cluster for link in self.local.links()), what="the link")
+        return remote
 
     @property
     def manager(self) -> Any:
-        dist = self.near.dist
+        dist = self.local.dist
         return dist.cache_manager if self.mode == CACHE_MANAGER else dist.kv_cache_manager
 
     @property
@@ -64,13 +64,13 @@ class Pair:
     def allocate(self, end: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Allocate a cache at either end. Return its handle if it is the local end."""
         end.allocate(name, *args, **kwargs)
-        return end.held[name].handle if end is self.near else None
+        return end.held[name].handle if end is self.local else None
 
     def caches(self, rows: int = 4, row_bytes: int = 256, tensors: int = 4, **kwargs: Any) -> tuple[Any, list[int]]:
         """Make caches: `n` here (pattern 1), `f` there (pattern 2). Return the handle and the addresses of `f`."""
-        handle = self.allocate(self.near, "n", rows, row_bytes, tensors, seed=1, **kwargs)
-        self.allocate(self.far, "f", rows, row_bytes, tensors, seed=2, **kwargs)
-        return handle, self.far.addresses("f")
+        handle = self.allocate(self.local, "n", rows, row_bytes, tensors, seed=1, **kwargs)
+        self.allocate(self.remote, "f", rows, row_bytes, tensors, seed=2, **kwargs)
+        return handle, self.remote.addresses("f")
 
     def send(self, src: Any, synchronizer: Any, configs: Any, *blocks: Any, **more: Any) -> Any:
         return self.manager.transfer_cache_async(src, synchronizer, configs, *blocks, **more)

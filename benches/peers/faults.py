@@ -1,7 +1,7 @@
-"""Kills or stops the far process before or during a transfer, and measures when the near side gets which error.
+"""Kills or stops the remote process before or during a transfer, and measures when the local side gets which error.
 
-Also checks whether transfers work afterwards, with a restarted or resumed far process. Not for: thorough tests of our
-own faults (``tests/test_peer_faults.py``).
+Also checks whether transfers work afterwards, with a restarted or resumed remote process. Not for: thorough tests of
+our own faults (``tests/test_peer_faults.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from between import case_of
-from between.adapter import FAR, PULL, Case
+from between.adapter import PULL, REMOTE, Case
 from between.pair import Failed, Pair, Pattern
 from between.systems import HIXL, HIXL_TCP, PEERS, TCP, Peer
 from comparison import reason
@@ -30,14 +30,14 @@ CUT_S, QUICK_CUT_S = 60.0, 8.0
 WATCH_S, QUICK_WATCH_S = 3.0, 0.5  # seconds that transfers must continue after the fault to count as unaffected
 WARM_S = 0.4
 MANY = 10**6
-BESIDE = "; clocked beside another pair of the same system whose far side is stopped"
+BESIDE = "; clocked beside another pair of the same system whose remote side is stopped"
 # These settings differ from a measured one only in the transport of UCX.
 SKIPPED = (("ucxx", "cma"), ("ucxx", TCP), ("ours", HIXL), ("ours", HIXL_TCP))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The signal to the far process, and whether it is sent during a pull."""
+    """The signal to the remote process, and whether it is sent during a pull."""
 
     signal: signal.Signals
     middle: bool
@@ -46,7 +46,7 @@ class Fault:
     def text(self) -> str:
         """The text for the row."""
         how = "killed" if self.signal == signal.SIGKILL else "stopped"
-        return f"far side {how} " + ("in the middle of a pull" if self.middle else "before a pull")
+        return f"remote side {how} " + ("in the middle of a pull" if self.middle else "before a pull")
 
 
 FAULTS = [Fault(number, middle) for number in (signal.SIGKILL, signal.SIGSTOP) for middle in (False, True)]
@@ -86,7 +86,7 @@ def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
     try:
         transfer(pair, case)
         seconds, said, alive = struck(pair, fault, cut, QUICK_WATCH_S if ask.quick else WATCH_S)
-        after, well = afterwards(pair, fault, case) if alive else ("the near side had to be killed", False)
+        after, well = afterwards(pair, fault, case) if alive else ("the local side had to be killed", False)
         note = f"{said}; {after}" + ("" if fault.signal == signal.SIGKILL else BESIDE)
         return dataclasses.replace(
             row, median=seconds, low=seconds, high=seconds, samples=[seconds], verified=well, note=note
@@ -109,22 +109,22 @@ def transfer(pair: Pair, case: Case) -> None:
 
 
 def struck(pair: Pair, fault: Fault, cut: float, watch: float) -> tuple[float, str, bool]:
-    """Return the seconds from the fault to the answer, the answer, and whether the near side still responds."""
-    far, near = pair.both
+    """Return the seconds from the fault to the answer, the answer, and whether the local side still responds."""
+    remote, local = pair.both
     pair.attended(MANY)
     if fault.middle:
-        near.tell("until_it_fails", WARM_S + watch)
+        local.tell("until_it_fails", WARM_S + watch)
         time.sleep(WARM_S)
     at = time.monotonic()
-    far.signal(fault.signal)
+    remote.signal(fault.signal)
     if fault.signal == signal.SIGKILL:
-        far.process.wait(20)
+        remote.process.wait(20)
     if not fault.middle:
-        near.tell("until_it_fails", watch)
+        local.tell("until_it_fails", watch)
     try:
-        said, when, times = near.answer(cut)
+        said, when, times = local.answer(cut)
     except Failed as gone:
-        taken = near.process.poll() is not None
+        taken = local.process.poll() is not None
         text = str(gone) if taken else f"no answer within {cut:.0f} s, where it was cut off"
         return (time.monotonic() - at if taken else cut), text, False
     if not said:
@@ -134,20 +134,20 @@ def struck(pair: Pair, fault: Fault, cut: float, watch: float) -> tuple[float, s
 
 def afterwards(pair: Pair, fault: Fault, case: Case) -> tuple[str, bool]:
     """Whether a pull works again."""
-    far, _near = pair.both
+    remote, _local = pair.both
     again = "started again and linked again"
     try:
         if fault.signal == signal.SIGKILL:
-            far.end()
-            pair.far = pair.start(FAR)
-            _, hello = pair.far.do("hello")
+            remote.end()
+            pair.remote = pair.start(REMOTE)
+            _, hello = pair.remote.do("hello")
             relink(pair, hello)
         else:
             again = "let go on"
-            far.signal(signal.SIGCONT)
+            remote.signal(signal.SIGCONT)
             pair.over()
-            if not near_works(pair, case):
-                _, hello = far.do("hello")
+            if not local_works(pair, case):
+                _, hello = remote.do("hello")
                 relink(pair, hello)
                 again = "let go on and linked again"
         transfer(pair, case)
@@ -156,7 +156,7 @@ def afterwards(pair: Pair, fault: Fault, case: Case) -> tuple[str, bool]:
     return f"{again}: a pull is right again", True
 
 
-def near_works(pair: Pair, case: Case) -> bool:
+def local_works(pair: Pair, case: Case) -> bool:
     """Whether a pull over the old link works."""
     try:
         transfer(pair, case)
@@ -166,8 +166,8 @@ def near_works(pair: Pair, case: Case) -> bool:
 
 
 def relink(pair: Pair, hello: object) -> None:
-    """Link to the far side again."""
-    _, near = pair.both
+    """Link to the remote side again."""
+    _, local = pair.both
     pair.attended(1)
-    near.do("relink", hello)
+    local.do("relink", hello)
     pair.over()

@@ -50,9 +50,9 @@ AVX2 static void stream4(char *dst, const char *src, size_t len) {
 
 /* The source is asked for 1 KiB ahead, and beyond the end of a block in the next one. */
 AVX2 static void ahead(char *dst, const char *src, size_t len, const char *next) {
-    const size_t far = 1024;
+    const size_t distance = 1024;
     for (size_t at = 0; at < len; at += 128) {
-        const char *soon = at + far < len ? src + at + far : next + (at + far - len);
+        const char *soon = at + distance < len ? src + at + distance : next + (at + distance - len);
         _mm_prefetch(soon, _MM_HINT_NTA);
         _mm_prefetch(soon + 64, _MM_HINT_NTA);
         stream128(dst + at, src + at);
@@ -61,10 +61,10 @@ AVX2 static void ahead(char *dst, const char *src, size_t len, const char *next)
 
 /* Four lanes advance together, each asked for 256 bytes ahead, and beyond its end in the lanes that come next. */
 AVX2 static void four_streams(char *const dst[4], const char *const src[4], size_t len, const char *const next[4]) {
-    const size_t far = 256;
+    const size_t distance = 256;
     for (size_t at = 0; at < len; at += 128)
         for (size_t part = 0; part < 4; part++) {
-            const char *soon = at + far < len ? src[part] + at + far : next[part] + (at + far - len);
+            const char *soon = at + distance < len ? src[part] + at + distance : next[part] + (at + distance - len);
             _mm_prefetch(soon, _MM_HINT_NTA);
             _mm_prefetch(soon + 64, _MM_HINT_NTA);
             stream128(dst[part] + at, src[part] + at);
@@ -250,7 +250,7 @@ int limit_poison(const struct move *moves, size_t count, size_t len, int byte, i
 }
 
 /* A copy by the kernel that several threads are at. */
-struct far_job {
+struct remote_job {
     int pid, write;
     const struct move *moves;
     size_t count, len, a_call;
@@ -259,22 +259,22 @@ struct far_job {
 };
 
 /* One system call: `a_call` blocks. */
-static int vm_call(const struct far_job *job, size_t at) {
-    struct iovec near[1024], far[1024];
+static int vm_call(const struct remote_job *job, size_t at) {
+    struct iovec local[1024], remote[1024];
     size_t now = job->count - at < job->a_call ? job->count - at : job->a_call;
     for (size_t i = 0; i < now; i++) {
         const struct move *move = job->moves + at + i;
-        near[i] = (struct iovec){(void *)(job->write ? move->src : move->dst), job->len};
-        far[i] = (struct iovec){(void *)(job->write ? move->dst : move->src), job->len};
+        local[i] = (struct iovec){(void *)(job->write ? move->src : move->dst), job->len};
+        remote[i] = (struct iovec){(void *)(job->write ? move->dst : move->src), job->len};
     }
-    ssize_t moved = job->write ? process_vm_writev(job->pid, near, now, far, now, 0)
-                               : process_vm_readv(job->pid, near, now, far, now, 0);
+    ssize_t moved = job->write ? process_vm_writev(job->pid, local, now, remote, now, 0)
+                               : process_vm_readv(job->pid, local, now, remote, now, 0);
     if (moved < 0) return errno;
     return (size_t)moved == now * job->len ? 0 : EIO; /* two GiB and more in one call: ask for fewer blocks a call */
 }
 
 static void *vm_calls(void *argument) {
-    struct far_job *job = argument;
+    struct remote_job *job = argument;
     for (size_t at; (at = atomic_fetch_add(&job->next, job->a_call)) < job->count && job->wrong == 0;) {
         int wrong = vm_call(job, at);
         if (wrong != 0) job->wrong = wrong;
@@ -287,7 +287,7 @@ static void *vm_calls(void *argument) {
 int limit_vm(int pid, const struct move *moves, size_t count, size_t len, size_t a_call, int write, int threads) {
     if (a_call < 1 || a_call > 1024 || threads < 1 || threads > MAX_THREADS) return EINVAL;
     size_t fair = (count + (size_t)threads - 1) / (size_t)threads;
-    struct far_job job = {pid, write, moves, count, len, fair > 0 && fair < a_call ? fair : a_call, 0, 0};
+    struct remote_job job = {pid, write, moves, count, len, fair > 0 && fair < a_call ? fair : a_call, 0, 0};
     run_in(threads, vm_calls, &job);
     return job.wrong;
 }

@@ -108,11 +108,11 @@ REASONS: tuple[tuple[str, str], ...] = (
         IMPORT,
     ),
     (
-        "standing peak memory, near: *",
+        "standing peak memory, local: *",
         "the peer's pool is mapped, and its pages count here too; `memory of both, shared pages once` counts them once",
     ),
     (
-        "standing peak memory, far: mooncake store*",
+        "standing peak memory, remote: mooncake store*",
         "a bare process that maps the same memory has 159.3 MiB (`limit`), ours 2.7 more; this one has less",
     ),
     (

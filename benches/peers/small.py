@@ -213,7 +213,7 @@ PREPARED = {
     "nixl": "2 x 15,000 descriptors; the memory was registered before the clock starts",
     "mooncake": "lists of 15,000 addresses and lengths of both sides; the memory was registered in one piece before",
     "mooncake store": "15,000 names and addresses; the objects were put before the clock starts",
-    "ucxx": "15,000 views and tags on the near side; the far side needs as many",
+    "ucxx": "15,000 views and tags on the local side; the remote side needs as many",
 }
 
 
@@ -254,8 +254,8 @@ def prepared(pair: Pair, case: Case) -> dict[str, float]:
     """The seconds of each step. The transfer is a complete call with new rows, and is verified."""
     pair.wake()
     try:
-        _, near = pair.both
-        steps: dict[str, float] = near.do("prepared", case.count, case.block)
+        _, local = pair.both
+        steps: dict[str, float] = local.do("prepared", case.count, case.block)
         pair.lay(case, fresh=True)
         target = pair.destination(case.op)
         target.do("poison")

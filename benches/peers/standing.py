@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from between import case_of
-from between.adapter import NEAR, PULL
+from between.adapter import LOCAL, PULL
 from between.pair import Pair, Pattern
 from between.systems import HIXL, HIXL_TCP, PEERS, Peer
 from comparison import reason
@@ -33,15 +33,15 @@ UNITS = {
     "link": "ms",
     "import, open and link": "ms",
     "idle CPU of both, linked": "cores",
-    "peak memory, near": "MiB",
-    "peak memory, far": "MiB",
+    "peak memory, local": "MiB",
+    "peak memory, remote": "MiB",
     "memory of both, shared pages once": "MiB",
 }
 NOTES = {
-    OURS: "a link says every second that it is alive; with a pool the far memory is mapped, and counts for both",
+    OURS: "a link says every second that it is alive; with a pool the remote memory is mapped, and counts for both",
     LIMIT: "no system at all: Python, numpy and the memory",
     "ucxx": "nobody drives it while it is idle, so it would not notice a message either",
-    "mooncake store": "its master is a third process that is not counted; the far side lends three times the memory",
+    "mooncake store": "its master is a third process that is not counted; the remote side lends three times the memory",
 }
 
 
@@ -100,16 +100,16 @@ def started(pair: Pair) -> dict[str, float]:
     pair.timed("go", variant, times=1)
     wrong = pair.destination(PULL).do("wrong")
     assert not wrong, f"wrong bytes: {wrong}"
-    far, near = pair.both
-    near_took = pair.took[NEAR]
+    remote, local = pair.both
+    local_took = pair.took[LOCAL]
     return {
-        "import": near_took["import"] * 1e3,
-        "open, memory registered": near_took["ready"] * 1e3,
+        "import": local_took["import"] * 1e3,
+        "open, memory registered": local_took["ready"] * 1e3,
         "link": pair.took["link"] * 1e3,
-        "import, open and link": (near_took["import"] + near_took["ready"] + pair.took["link"]) * 1e3,
-        "peak memory, near": peak(near.pid),
-        "peak memory, far": peak(far.pid),
-        "memory of both, shared pages once": proportional(near.pid) + proportional(far.pid),
+        "import, open and link": (local_took["import"] + local_took["ready"] + pair.took["link"]) * 1e3,
+        "peak memory, local": peak(local.pid),
+        "peak memory, remote": peak(remote.pid),
+        "memory of both, shared pages once": proportional(local.pid) + proportional(remote.pid),
     }
 
 

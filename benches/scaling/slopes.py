@@ -21,9 +21,9 @@ Point = tuple[float, float]
 # A curve whose relative root-mean-square error from a constant is at most this counts as constant.
 NOISE = 0.10
 # A cost that at most doubles while size grows a thousandfold is "nearly constant": it only leaves the CPU caches.
-DOUBLE, FAR = 2.0, 1000
+DOUBLE, WIDE_RANGE = 2.0, 1000
 # A shape with a larger average error, or a larger error at any point, does not name the curve.
-UNLIKE, FAR_OFF = 0.25, 0.45
+UNLIKE, BAD_FIT = 0.25, 0.45
 # Above this exponent over the last two decades, cost grows faster than size.
 SUPERLINEAR = 1.15
 DECADES = 2.0
@@ -60,7 +60,7 @@ class Slope:
     def name(self) -> str:
         """The name of the shape, if the fit is good enough."""
         # A constant stays a constant, even if one point is an outlier.
-        odd = self.shape != "constant" and self.worst > FAR_OFF
+        odd = self.shape != "constant" and self.worst > BAD_FIT
         if self.shape != "nearly constant" and (self.error > UNLIKE or odd):
             # The middle may be irregular, for example where the kernel changes, while the end has a simple shape.
             plain = [shape for shape, power, off in ENDS if abs(self.exponent - power) <= off]
@@ -107,7 +107,7 @@ def named(points: Sequence[Point]) -> Slope:
     if flat.error <= NOISE or len(points) < 3:
         return flat if flat.error <= NOISE else fitted("power", points, exponent) or flat
     sizes, costs = [size for size, _ in points], [cost for _, cost in points]
-    if max(costs) <= DOUBLE * min(costs) and max(sizes) >= FAR * min(sizes):
+    if max(costs) <= DOUBLE * min(costs) and max(sizes) >= WIDE_RANGE * min(sizes):
         return fitted("nearly constant", points, exponent) or flat
     found = {shape: fitted(shape, points, exponent) for shape in ("logarithmic", "linear", "power")}
     if exponent > SUPERLINEAR:
@@ -133,10 +133,10 @@ def last(points: Sequence[Point]) -> list[Point]:
 def steepness(points: Sequence[Point]) -> float:
     """The exponent of the power law: the median of the exponents of all pairs, which is robust against outliers."""
     pairs = [
-        (math.log(far[1] / near[1])) / math.log(far[0] / near[0])
-        for index, near in enumerate(points)
-        for far in points[index + 1 :]
-        if far[0] != near[0]
+        (math.log(second[1] / first[1])) / math.log(second[0] / first[0])
+        for index, first in enumerate(points)
+        for second in points[index + 1 :]
+        if second[0] != first[0]
     ]
     pairs.sort()
     middle = len(pairs) // 2

@@ -186,19 +186,19 @@ def test_the_loops_copy_the_list_and_nothing_else(rows, length, threads):
         base = np.full((rows + 1) * length + 64, 0x11, dtype=np.uint8)
         skip = -base.ctypes.data % 64
         target = base[skip : skip + rows * length].reshape(rows, length)
-        near, far = chance.permutation(rows)[:listed], chance.permutation(rows)[:listed]
+        local, remote = chance.permutation(rows)[:listed], chance.permutation(rows)[:listed]
         expected = base.copy()
-        expected[skip : skip + rows * length].reshape(rows, length)[far] = source[near]
-        moves = np.stack([source.ctypes.data + near * length, target.ctypes.data + far * length], axis=1)
+        expected[skip : skip + rows * length].reshape(rows, length)[remote] = source[local]
+        moves = np.stack([source.ctypes.data + local * length, target.ctypes.data + remote * length], axis=1)
         moves = np.ascontiguousarray(moves.astype(np.uint64))
         limit.copy(moves, length, kernel, threads)
         assert (base == expected).all(), KERNELS[kernel]
         assert limit.differs(moves, length) == -1
-        target[far[-1], length - 1] ^= 1
+        target[remote[-1], length - 1] ^= 1
         assert limit.differs(moves, length) == listed - 1
         limit.poison(moves, length)
-        assert (target[far] == POISON).all()
-        assert (np.delete(target, far, axis=0) == 0x11).all()
+        assert (target[remote] == POISON).all()
+        assert (np.delete(target, remote, axis=0) == 0x11).all()
     with pytest.raises(AssertionError, match="Invalid argument"):
         limit.copy(np.zeros((0, 2), dtype=np.uint64), 100, 0, 1)
 

@@ -74,20 +74,20 @@ def test_pulls_between_layouts_end_to_end(tmp_path):
 def test_the_pieces_of_a_sequence_put_every_head_where_its_layout_has_it(move):
     """The model: each rank is an array [tensor, block, token, head], stored as its layout says."""
     case = sequence_of(move, 2, 8 << 20, 2 << 20)
-    heads = max(move.near.end, *(owner.end for owner in move.owners))
-    model = np.arange(2 * case.rows * move.near.tokens * heads).reshape(2, case.rows, move.near.tokens, heads)
+    heads = max(move.local.end, *(owner.end for owner in move.owners))
+    model = np.arange(2 * case.rows * move.local.tokens * heads).reshape(2, case.rows, move.local.tokens, heads)
 
     def stored(rank, values):
         mine = values[..., rank.first : rank.end]
         return (mine if rank.order == "NHD" else mine.swapaxes(2, 3)).ravel()
 
-    far = np.concatenate([stored(owner, model) for owner in move.owners]).reshape(-1, move.piece // HEAD)
-    near = np.full(2 * case.rows * move.near.block_bytes // HEAD, -1).reshape(-1, move.piece // HEAD)
-    near[case.dst] = far[case.src]
+    remote = np.concatenate([stored(owner, model) for owner in move.owners]).reshape(-1, move.piece // HEAD)
+    local = np.full(2 * case.rows * move.local.block_bytes // HEAD, -1).reshape(-1, move.piece // HEAD)
+    local[case.dst] = remote[case.src]
     expected = np.full_like(model, -1)
     expected[:, case.dst_blocks] = model[:, case.src_blocks]
     assert len(case.src_blocks) > 0
-    assert np.array_equal(near.ravel(), stored(move.near, expected))
+    assert np.array_equal(local.ravel(), stored(move.local, expected))
     again = case.anew()
     assert np.array_equal(again.src, case.src)
     assert np.array_equal(again.dst, case.dst)
@@ -112,7 +112,7 @@ def test_small_requests_end_to_end(tmp_path):
 
 def test_standing_costs_end_to_end(tmp_path):
     _, ours = measured(tmp_path, "standing")
-    assert {"import", "link", "idle CPU of both, linked", "peak memory, near"} <= {row["op"] for row in ours}
+    assert {"import", "link", "idle CPU of both, linked", "peak memory, local"} <= {row["op"] for row in ours}
     # No bytes are moved that could be verified.
     assert not any(row.get("verified") for row in ours)
 
@@ -135,7 +135,7 @@ def test_a_wrong_byte_and_a_stray_one_are_found():
         hello = link = request = None
 
     pattern = np.arange(MEMORY // 8, dtype=np.int64)
-    side = Unlinked("", "near", MEMORY, Limit(), pattern)
+    side = Unlinked("", "local", MEMORY, Limit(), pattern)
     side.poison_all()
     words, rows = side.memory.reshape(-1, CASE.block // 8), pattern.reshape(-1, CASE.block // 8)
     for src, dst in zip(CASE.src, CASE.dst):
@@ -157,7 +157,7 @@ def test_a_wrong_byte_and_a_stray_one_are_found():
 def test_a_transfer_is_checked_where_it_arrives(pair, op):
     pair.lay(case_of(op, 64 << 10, 8, MEMORY))
     target = pair.destination(op)
-    assert op == "pull" or target.role == "far"
+    assert op == "pull" or target.role == "remote"
     target.do("poison")
     assert target.do("wrong") == "block 0 of 8"
     assert pair.timed("go", "", times=1) > 0
@@ -165,7 +165,7 @@ def test_a_transfer_is_checked_where_it_arrives(pair, op):
 
 
 def test_a_side_that_dies_is_said(pair):
-    far, _ = pair.both
-    far.signal(signal.SIGKILL)
-    with pytest.raises(Failed, match="the far side ended by SIGKILL"):
+    remote, _ = pair.both
+    remote.signal(signal.SIGKILL)
+    with pytest.raises(Failed, match="the remote side ended by SIGKILL"):
         pair.lay(CASE)

@@ -23,9 +23,9 @@ pub fn latency(options: &Options) {
     }
 }
 
-fn linked(transport: &str, one_sided: bool, far_mib: u64) -> (DataDist, Prefill) {
+fn linked(transport: &str, one_sided: bool, remote_mib: u64) -> (DataDist, Prefill) {
     let mut prefill = Prefill::start();
-    let peer = prefill.open(transport, one_sided, far_mib, 1);
+    let peer = prefill.open(transport, one_sided, remote_mib, 1);
     let engine = DataDist::open(config(1, transport, one_sided, 32, 1)).unwrap();
     engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
     (engine, prefill)

@@ -274,9 +274,9 @@ fn line(options: &Options, transport: &str, mib: u64, case: &Case) {
     let held = case.owners.iter().chain([&case.dst]).map(Rank::block_bytes).sum::<u64>();
     let there = ((held * rows * u64::from(TENSORS)) >> 20) + 1;
     let peer = prefill.open(transport, true, there, options.streams);
-    let mut near = config(1, transport, true, mib + 1, options.streams);
-    near.copy_workers = options.workers;
-    let engine = DataDist::open(near).unwrap();
+    let mut own = config(1, transport, true, mib + 1, options.streams);
+    own.copy_workers = options.workers;
+    let engine = DataDist::open(own).unwrap();
     engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
     let different: Vec<(u64, &Rank)> = (EQUAL + 1..).zip(&case.owners).collect();
     for (model, rank) in [(EQUAL, &case.dst)].iter().chain(&different) {

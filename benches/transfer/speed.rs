@@ -112,10 +112,10 @@ struct Bed {
 }
 
 impl Bed {
-    fn new(options: &Options, transport: &str, near_mib: u64, far_mib: u64) -> Bed {
+    fn new(options: &Options, transport: &str, local_mib: u64, remote_mib: u64) -> Bed {
         let mut prefill = Prefill::start();
-        let peer = prefill.open(transport, true, far_mib, options.streams);
-        let mut config = config(1, transport, true, near_mib, options.streams);
+        let peer = prefill.open(transport, true, remote_mib, options.streams);
+        let mut config = config(1, transport, true, local_mib, options.streams);
         config.copy_workers = options.workers;
         let engine = DataDist::open(config).unwrap();
         let remote = RemoteName { cluster: ClusterId(2), name: Name::Key(KEY) };
@@ -175,7 +175,7 @@ fn ours<'a>(
         bed.tell(&format!("verify 2 {SEED}"));
         bed.tell("fill 1");
     };
-    let poison_far = || drop(bed.tell("poison"));
+    let poison_remote = || drop(bed.tell("poison"));
     let mut ways = vec![
         Way::new("pull", pull)
             .before(move || {
@@ -186,7 +186,7 @@ fn ours<'a>(
         Way::new("push", push)
             .before(move || {
                 push();
-                poison_far();
+                poison_remote();
             })
             .after(pushed),
     ];
@@ -202,7 +202,7 @@ fn ours<'a>(
         ways.push(
             Way::new("push, cold", push)
                 .before(move || {
-                    poison_far();
+                    poison_remote();
                     bed.link_again();
                 })
                 .after(pushed),
@@ -292,7 +292,7 @@ fn bare_reads(pid: i32, flat: &Flat, batch: usize, threads: usize) {
             let remote: Vec<_> = moves.iter().map(|&(src, _)| vector(src)).collect();
             let target: Vec<_> = moves.iter().map(|&(_, dst)| vector(dst)).collect();
             let count = moves.len() as libc::c_ulong;
-            // SAFETY: the near blocks are live memory of this process.
+            // SAFETY: the local blocks are live memory of this process.
             let got =
                 unsafe { libc::process_vm_readv(pid, target.as_ptr(), count, remote.as_ptr(), count, 0) };
             assert_eq!(got, (moves.len() * flat.len) as isize);

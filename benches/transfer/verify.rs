@@ -37,9 +37,9 @@ pub fn verify(options: &Options) {
 fn line(options: &Options, transport: &str, mib: u64) {
     let mut prefill = Prefill::start();
     let peer = prefill.open(transport, true, mib + 1, options.streams);
-    let mut near = config(1, transport, true, mib + 1, options.streams);
-    near.copy_workers = options.workers;
-    let engine = DataDist::open(near).unwrap();
+    let mut own = config(1, transport, true, mib + 1, options.streams);
+    own.copy_workers = options.workers;
+    let engine = DataDist::open(own).unwrap();
     engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
     let rows = (mib << 20) / BLOCK;
     prefill.ask(&format!("blocks pool {rows} {BLOCK}"));

@@ -26,7 +26,7 @@ int main() {
   if (engine.RegisterKvCache(desc, addrs, RegisterCfg{}, id) != LLM_SUCCESS) {
     return 3;
   }
-  const CacheIndex far{7U, 1, 0U};
+  const CacheIndex remote{7U, 1, 0U};
   std::vector<Status> rets;
   ClusterInfo peer{};
   const Status failed[] = {
@@ -36,16 +36,16 @@ int main() {
       engine.LinkLlmClusters({peer}, rets, int32_t{0}),
       engine.UnlinkLlmClusters({}, rets),
       engine.UnlinkLlmClusters({}, rets, int32_t{1}, true),
-      engine.PullKvCache(far, cache),
-      engine.PullKvCache(far, cache, 0U, int64_t{-1}, KvCacheExtParam{}),
-      engine.PullKvBlocks(far, cache, {0U}, {1U}),
-      engine.PullKvBlocks(far, cache, {0U}, {1U}, KvCacheExtParam{}),
+      engine.PullKvCache(remote, cache),
+      engine.PullKvCache(remote, cache, 0U, int64_t{-1}, KvCacheExtParam{}),
+      engine.PullKvBlocks(remote, cache, {0U}, {1U}),
+      engine.PullKvBlocks(remote, cache, {0U}, {1U}, KvCacheExtParam{}),
       engine.CopyKvCache(cache, cache, 0U, 9U, uint64_t{0}, int64_t{-1}),
       engine.CopyKvBlocks(cache, cache, {0U}, {}),
-      engine.PushKvCache(cache, far),
-      engine.PushKvCache(cache, far, 0U, int64_t{-1}, KvCacheExtParam{}),
-      engine.PushKvBlocks(cache, far, {0U}, {1U}),
-      engine.PushKvBlocks(cache, far, {0U}, {1U}, KvCacheExtParam{}),
+      engine.PushKvCache(cache, remote),
+      engine.PushKvCache(cache, remote, 0U, int64_t{-1}, KvCacheExtParam{}),
+      engine.PushKvBlocks(cache, remote, {0U}, {1U}),
+      engine.PushKvBlocks(cache, remote, {0U}, {1U}, KvCacheExtParam{}),
   };
   for (const Status status : failed) {
     if (status == LLM_SUCCESS || LastErrorMessage().empty()) {

@@ -510,15 +510,15 @@ void Adxl() {
   CHECK_STATUS(b.Initialize(address, {{adxl::OPTION_RDMA_TRAFFIC_CLASS, "132"}, {adxl::OPTION_RDMA_SERVICE_LEVEL, "4"}}),
                adxl::SUCCESS);
   const auto at = reinterpret_cast<uintptr_t>(own);
-  const auto far = reinterpret_cast<uintptr_t>(theirs);
+  const auto remote = reinterpret_cast<uintptr_t>(theirs);
   adxl::MemHandle handle_a = nullptr;
   adxl::MemHandle handle_b = nullptr;
   CHECK_STATUS(a.RegisterMem({at, kPage}, adxl::MEM_DEVICE, handle_a), adxl::SUCCESS);
-  CHECK_STATUS(b.RegisterMem({far, kPage}, adxl::MEM_DEVICE, handle_b), adxl::SUCCESS);
-  CHECK_STATUS(a.TransferSync(address, adxl::READ, {{at, far, 8}}, kLimit), adxl::SUCCESS);
+  CHECK_STATUS(b.RegisterMem({remote, kPage}, adxl::MEM_DEVICE, handle_b), adxl::SUCCESS);
+  CHECK_STATUS(a.TransferSync(address, adxl::READ, {{at, remote, 8}}, kLimit), adxl::SUCCESS);
   CHECK_STATUS(a.Connect(address), adxl::ALREADY_CONNECTED);
   adxl::TransferReq request = nullptr;
-  CHECK_STATUS(a.TransferAsync(address, adxl::WRITE, {{at + 8, far + 8, 8}}, adxl::TransferArgs{}, request),
+  CHECK_STATUS(a.TransferAsync(address, adxl::WRITE, {{at + 8, remote + 8, 8}}, adxl::TransferArgs{}, request),
                adxl::SUCCESS);
   auto state = adxl::TransferStatus::WAITING;
   while (state == adxl::TransferStatus::WAITING) {

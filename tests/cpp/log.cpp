@@ -56,16 +56,16 @@ int main() {
   Lines errors;
   Lines last;
   CHECK_STATUS(LlmDataDist::SetLogCallback(every.Callback(), LogLevel::kDebug), LLM_SUCCESS);
-  LlmDataDist near(1, LlmRole::kDecoder);
-  LlmDataDist far(2, LlmRole::kPrompt);
+  LlmDataDist local(1, LlmRole::kDecoder);
+  LlmDataDist remote(2, LlmRole::kPrompt);
   const std::map<std::string, std::string> small = {{OPTION_DEVICE_ID, "0"},
                                                     {OPTION_BUF_POOL_CFG, "{\"buf_pool_size\":1048576}"}};
   auto listening = small;
   listening[OPTION_LISTEN_IP_INFO] = "127.0.0.1:0";
-  CHECK_STATUS(near.Initialize(small), LLM_SUCCESS);
-  CHECK_STATUS(far.Initialize(listening), LLM_SUCCESS);
+  CHECK_STATUS(local.Initialize(small), LLM_SUCCESS);
+  CHECK_STATUS(remote.Initialize(listening), LLM_SUCCESS);
 
-  Link(near, far.ListeningPort());
+  Link(local, remote.ListeningPort());
   bool elsewhere = false;
   {
     const std::lock_guard<std::mutex> guard(every.lock);
@@ -82,13 +82,13 @@ int main() {
   // After a replacement, the old callback gets no more lines, and the new one only lines up to its level.
   CHECK_STATUS(LlmDataDist::SetLogCallback(errors.Callback(), LogLevel::kError), LLM_SUCCESS);
   const size_t before = every.Count();
-  Link(near, far.ListeningPort());
+  Link(local, remote.ListeningPort());
   CHECK(every.Count() == before);
   CHECK(errors.Count() == 0);
 
   // Without a callback, nothing is called.
   CHECK_STATUS(LlmDataDist::SetLogCallback(nullptr), LLM_SUCCESS);
-  Link(near, far.ListeningPort());
+  Link(local, remote.ListeningPort());
   CHECK(every.Count() == before && errors.Count() == 0);
 
   // A callback that replaces the callback gets an error, and nothing hangs.
@@ -100,7 +100,7 @@ int main() {
                  }
                }),
                LLM_SUCCESS);
-  Link(near, far.ListeningPort());
+  Link(local, remote.ListeningPort());
   CHECK(refused > 0);
 
   // An invalid level changes nothing.
@@ -108,12 +108,12 @@ int main() {
   CHECK_STATUS(LlmDataDist::SetLogCallback(last.Callback(), static_cast<LogLevel>(0)), LLM_PARAM_INVALID);
   CHECK(LastErrorMessage().find("max_level=0") != std::string::npos);
   const int so_far = refused;
-  Link(near, far.ListeningPort());
+  Link(local, remote.ListeningPort());
   CHECK(refused > so_far && last.Count() == 0);
 
   CHECK_STATUS(LlmDataDist::SetLogCallback(last.Callback()), LLM_SUCCESS);
-  near.Finalize();
-  far.Finalize();
+  local.Finalize();
+  remote.Finalize();
   CHECK_STATUS(LlmDataDist::SetLogCallback(nullptr), LLM_SUCCESS);
   std::cout << "logged" << std::endl;
   return 0;

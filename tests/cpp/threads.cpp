@@ -15,7 +15,7 @@ constexpr size_t kValues = 64;
 
 std::atomic<size_t> initialized{0};
 
-void Work(LlmDataDist &engine, const Cache &far, uint16_t port, uint32_t thread) {
+void Work(LlmDataDist &engine, const Cache &remote, uint16_t port, uint32_t thread) {
   if (engine.Initialize({{OPTION_DEVICE_ID, "0"}, {OPTION_BUF_POOL_CFG, "{\"buf_pool_size\":1048576}"}}) == LLM_SUCCESS) {
     ++initialized;
   }
@@ -44,7 +44,7 @@ void Work(LlmDataDist &engine, const Cache &far, uint16_t port, uint32_t thread)
     mine.cache_id = id;
     CHECK_STATUS(engine.CopyKvBlocks(cache, mine, {3}, {{1}, {2}}), LLM_SUCCESS);
     // Slot `thread` of the peer is this thread's.
-    const CacheIndex theirs{2, far.cache_id, thread};
+    const CacheIndex theirs{2, remote.cache_id, thread};
     CHECK_STATUS(engine.PushKvCache(mine, theirs, 1), LLM_SUCCESS);
     CHECK_STATUS(engine.PullKvCache(theirs, cache, 2), LLM_SUCCESS);
     CHECK_STATUS(engine.UnregisterKvCache(id), LLM_SUCCESS);
@@ -64,13 +64,13 @@ void Work(LlmDataDist &engine, const Cache &far, uint16_t port, uint32_t thread)
 int main() {
   LlmDataDist peer(2, LlmRole::kPrompt);
   CHECK_STATUS(peer.Initialize({{OPTION_DEVICE_ID, "0"}, {OPTION_LISTEN_IP_INFO, "127.0.0.1:0"}}), LLM_SUCCESS);
-  Cache far{};
-  CHECK_STATUS(peer.AllocateCache(Int32Desc(1, {static_cast<int64_t>(kThreads), 16}), far), LLM_SUCCESS);
-  Fill(far, kThreads * 16, 9);
+  Cache remote{};
+  CHECK_STATUS(peer.AllocateCache(Int32Desc(1, {static_cast<int64_t>(kThreads), 16}), remote), LLM_SUCCESS);
+  Fill(remote, kThreads * 16, 9);
   LlmDataDist engine(1, LlmRole::kMix);
   std::vector<std::thread> threads;
   for (uint32_t thread = 0; thread < kThreads; ++thread) {
-    threads.emplace_back(Work, std::ref(engine), std::cref(far), peer.ListeningPort(), thread);
+    threads.emplace_back(Work, std::ref(engine), std::cref(remote), peer.ListeningPort(), thread);
   }
   for (auto &thread : threads) {
     thread.join();
@@ -79,7 +79,7 @@ int main() {
   for (size_t thread = 0; thread < kThreads; ++thread) {
     for (size_t at = 0; at < 16; ++at) {
       const auto seed = static_cast<int32_t>((thread + 1) * kRounds);
-      CHECK(Values(far, 0)[thread * 16 + at] == Pattern(seed, 0, at));
+      CHECK(Values(remote, 0)[thread * 16 + at] == Pattern(seed, 0, at));
     }
   }
   engine.Finalize();

@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist.native import Cache, Engine, Peer, PeerUp
 
-from .helpers import LIMIT, Far, address, allocate, next_of
+from .helpers import LIMIT, Remote, address, allocate, next_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,16 +26,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @dataclass
 class Pair:
-    """Two linked engines of this process: `peer` is the far one as the near one sees it, `back` the reverse."""
+    """Two linked engines of this process: `peer` is the remote one as the local one sees it, `back` the reverse."""
 
-    near: Engine
-    far: Engine
+    local: Engine
+    remote: Engine
     peer: Peer
     back: Peer
 
     def caches(self, **given: Any) -> tuple[Cache, Cache]:
         """Allocate a cache `kv` at both ends, with different bytes."""
-        return allocate(self.near, seed=1, **given), allocate(self.far, seed=2, **given)
+        return allocate(self.local, seed=1, **given), allocate(self.remote, seed=2, **given)
 
 
 @pytest.fixture
@@ -60,33 +60,33 @@ def start(held: ExitStack) -> Open:
 
 @pytest.fixture
 def engine(start: Open) -> Engine:
-    return start(name="near")
+    return start(name="local")
 
 
 @pytest.fixture
 def pair(start: Open, carried_by: str) -> Pair:
-    near = start(name="near", transport=carried_by)
-    far = start(name="far", transport=carried_by, listen="127.0.0.1:0")
-    peer = near.link(address(far)).result(LIMIT)
-    assert next_of(near, PeerUp).peer == peer
-    return Pair(near, far, peer, next_of(far, PeerUp).peer)
+    local = start(name="local", transport=carried_by)
+    remote = start(name="remote", transport=carried_by, listen="127.0.0.1:0")
+    peer = local.link(address(remote)).result(LIMIT)
+    assert next_of(local, PeerUp).peer == peer
+    return Pair(local, remote, peer, next_of(remote, PeerUp).peer)
 
 
 @pytest.fixture
-def begin_far(held: ExitStack) -> Callable[..., Far]:
+def begin_remote(held: ExitStack) -> Callable[..., Remote]:
     """A function that starts an engine in another process."""
 
-    def begin(**given: Any) -> Far:
-        far = Far(**given)
-        held.callback(far.end)
-        return far
+    def begin(**given: Any) -> Remote:
+        remote = Remote(**given)
+        held.callback(remote.end)
+        return remote
 
     return begin
 
 
 @pytest.fixture
-def far(begin_far: Callable[..., Far]) -> Far:
-    """An engine named `far` in another process, with a cache `kv` of seed 2."""
-    begun = begin_far(name="far")
+def remote(begin_remote: Callable[..., Remote]) -> Remote:
+    """An engine named `remote` in another process, with a cache `kv` of seed 2."""
+    begun = begin_remote(name="remote")
     begun.do("kv = allocate(engine, seed=2)")
     return begun

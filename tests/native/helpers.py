@@ -217,7 +217,7 @@ for line in sys.stdin:
 """
 
 
-class Far:
+class Remote:
     """Another process with an open `engine`, in which a test runs Python code. Results are literals."""
 
     def __init__(self, **options: Any) -> None:

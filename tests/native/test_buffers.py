@@ -196,8 +196,8 @@ def test_class_of_buffers_is_closed(engine: Engine) -> None:
 def test_peers_read_and_write_it(pair: Pair) -> None:
     mine, theirs = pair.caches(contiguous=True)
     model, before = Model(mine), Model(theirs)
-    pair.near.pull(mine[[0, 5, 1]], pair.peer["kv"][[5, 0, 3]]).result(LIMIT)
+    pair.local.pull(mine[[0, 5, 1]], pair.peer["kv"][[5, 0, 3]]).result(LIMIT)
     model.write([0, 5, 1], before, [5, 0, 3]).check(mine)
     assert whole(mine).tobytes() == b"".join(contents(mine))
-    pair.near.push(pair.peer["kv"][[4, 2]], mine[[0, 1]]).result(LIMIT)
+    pair.local.push(pair.peer["kv"][[4, 2]], mine[[0, 1]]).result(LIMIT)
     before.write([4, 2], model, [0, 1]).check(theirs)

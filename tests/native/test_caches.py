@@ -17,7 +17,7 @@ from .helpers import BLOCKS, LIMIT, Model, allocate, contents, eventually, fails
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair
-    from .helpers import Far
+    from .helpers import Remote
 
 TRANSPORTS = ["auto", "tcp"]
 
@@ -113,21 +113,21 @@ def test_layout_beside_a_shape(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "é" * 65, "a\0", "a\n"])
 def test_wrong_names(pair: Pair, name: str) -> None:
-    refused("name", lambda: pair.near.allocate(name, **GOOD))
-    refused("name", lambda: pair.near.register(name, [bytearray(8)]))
+    refused("name", lambda: pair.local.allocate(name, **GOOD))
+    refused("name", lambda: pair.local.register(name, [bytearray(8)]))
 
 
 def test_longest_name(pair: Pair) -> None:
     for name in ("x" * 128, "é" * 64, "a/b.c-d e"):
-        mine, theirs = allocate(pair.near, name, seed=1), allocate(pair.far, name, seed=2)
-        pair.near.pull(mine[:], pair.peer[name][0:BLOCKS]).result(LIMIT)
+        mine, theirs = allocate(pair.local, name, seed=1), allocate(pair.remote, name, seed=2)
+        pair.local.pull(mine[:], pair.peer[name][0:BLOCKS]).result(LIMIT)
         assert contents(mine) == contents(theirs)
 
 
 @pytest.mark.parametrize("name", [b"kv", 1, None])
 def test_names_of_wrong_type(pair: Pair, name: Any) -> None:
     with pytest.raises(TypeError):
-        pair.near.allocate(name, **GOOD)
+        pair.local.allocate(name, **GOOD)
     with pytest.raises(TypeError):
         pair.peer[name]
 
@@ -172,24 +172,24 @@ def test_freed_cache(pair: Pair) -> None:
     assert mine.free().result(LIMIT) is None
     assert (mine.name, mine.blocks) == ("kv", BLOCKS)
     assert "freed" in fails(NotFound, lambda: mine.tensors).reason
-    fails(NotFound, lambda: pair.near.copy(rows, rows))
-    fails(NotFound, lambda: pair.near.pull(rows, pair.peer["kv"][[1]]))
-    fails(NotFound, lambda: pair.near.push(pair.peer["kv"][[1]], rows))
-    fails(NotFound, lambda: pair.near.lend(rows, ttl=1.0))
+    fails(NotFound, lambda: pair.local.copy(rows, rows))
+    fails(NotFound, lambda: pair.local.pull(rows, pair.peer["kv"][[1]]))
+    fails(NotFound, lambda: pair.local.push(pair.peer["kv"][[1]], rows))
+    fails(NotFound, lambda: pair.local.lend(rows, ttl=1.0))
     theirs.free()
-    again = allocate(pair.near, seed=1)
-    fails(NotFound, lambda: pair.near.pull(again[[1]], pair.peer["kv"][[1]]))
+    again = allocate(pair.local, seed=1)
+    fails(NotFound, lambda: pair.local.pull(again[[1]], pair.peer["kv"][[1]]))
 
 
 def test_name_of_a_freed_cache_finds_the_new_one(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    remote = pair.peer["kv"]
+    remote_kv = pair.peer["kv"]
     for seed in (2, 3, 4):
         fill(theirs, seed)
-        pair.near.pull(mine[:], remote[0:BLOCKS]).result(LIMIT)
+        pair.local.pull(mine[:], remote_kv[0:BLOCKS]).result(LIMIT)
         assert contents(mine) == contents(theirs)
         theirs.free()
-        theirs = allocate(pair.far)
+        theirs = allocate(pair.remote)
 
 
 def test_cache_as_context_manager(engine: Engine) -> None:
@@ -247,15 +247,15 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_registered_objects(pair: Pair, kind: str) -> None:
     arrays = [np.zeros((BLOCKS, 96), np.uint8) for _ in range(4)]
-    mine = pair.near.register("kv", [KINDS[kind](array) for array in arrays])
+    mine = pair.local.register("kv", [KINDS[kind](array) for array in arrays])
     assert (mine.blocks, mine.block_bytes, mine.layout) == (BLOCKS, 4 * 96, None)
     assert [tensor.address for tensor in mine.tensors] == [array.ctypes.data for array in arrays]
-    theirs = allocate(pair.far, seed=2)
-    pair.near.pull(mine[[3, 4]], pair.peer["kv"][[5, 6]]).result(LIMIT)
+    theirs = allocate(pair.remote, seed=2)
+    pair.local.pull(mine[[3, 4]], pair.peer["kv"][[5, 6]]).result(LIMIT)
     expected = Model([bytes(BLOCKS * 96)] * 4).write([3, 4], Model(theirs), [5, 6])
     expected.check(mine)
     assert [array.tobytes() for array in arrays] == [bytes(tensor) for tensor in expected.tensors]
-    pair.far.pull(theirs[[0]], pair.back["kv"][[4]]).result(LIMIT)
+    pair.remote.pull(theirs[[0]], pair.back["kv"][[4]]).result(LIMIT)
     Model(theirs).write([0], expected, [4]).check(theirs)
     assert mine.free().result(LIMIT) is None
 
@@ -369,23 +369,23 @@ def test_registered_objects_that_do_not_have_the_layout(engine: Engine) -> None:
 def test_cache_that_is_not_shared(pair: Pair) -> None:
     mine, _ = pair.caches()
     arrays = [np.zeros((BLOCKS, 96), np.uint8) for _ in range(4)]
-    private = pair.far.register("private", arrays, shared=False)
-    error = fails(NotFound, lambda: pair.near.pull(mine[[1]], pair.peer["private"][[1]]))
-    absent = fails(NotFound, lambda: pair.near.pull(mine[[1]], pair.peer["absent"][[1]]))
+    private = pair.remote.register("private", arrays, shared=False)
+    error = fails(NotFound, lambda: pair.local.pull(mine[[1]], pair.peer["private"][[1]]))
+    absent = fails(NotFound, lambda: pair.local.pull(mine[[1]], pair.peer["absent"][[1]]))
     assert error.reason == absent.reason.replace("absent", "private"), "the peer does not reveal it"
-    assert pair.far.copy(private[[1]], private[[2]]).result(LIMIT) is None
+    assert pair.remote.copy(private[[1]], private[[2]]).result(LIMIT) is None
 
 
 def test_free_of_registered_memory_waits_for_its_readers(pair: Pair) -> None:
     """Pulls of the peer run while the owner frees. Each ends well with the old bytes, or with `NotFound`."""
-    mine = allocate(pair.near, blocks=256, seed=1)
+    mine = allocate(pair.local, blocks=256, seed=1)
     arrays = [np.full((256, 96), 7, np.uint8) for _ in range(4)]
-    theirs = pair.far.register("kv", arrays)
-    pulls = [pair.near.pull(mine[[number]], pair.peer["kv"][[number]]) for number in range(256)]
+    theirs = pair.remote.register("kv", arrays)
+    pulls = [pair.local.pull(mine[[number]], pair.peer["kv"][[number]]) for number in range(256)]
     theirs.free().result(LIMIT)
     for array in arrays:
         array[:] = 9
-    done = of(Completed, gather(pair.near, lambda seen: len(of(Completed, seen)) == 256))
+    done = of(Completed, gather(pair.local, lambda seen: len(of(Completed, seen)) == 256))
     for event in done:
         block = pulls.index(event.transfer)
         if event.error is None:
@@ -394,11 +394,11 @@ def test_free_of_registered_memory_waits_for_its_readers(pair: Pair) -> None:
             assert type(event.error) is NotFound, event.error
 
 
-def test_memory_of_a_dead_reader_can_be_freed(pair: Pair, far: Far) -> None:
+def test_memory_of_a_dead_reader_can_be_freed(pair: Pair, remote: Remote) -> None:
     arrays = [np.full((BLOCKS, 96), 7, np.uint8) for _ in range(4)]
-    kv = pair.far.register("kv", arrays)
-    far.do(f"peer = engine.link({pair.far.address!r}).result(LIMIT); pulls = []")
-    far.start("while True: pulls.append(engine.pull(kv[:], peer['kv'][0:16])); pulls[-1].result(LIMIT)")
-    eventually(lambda: pair.far.stats()["ops"]["served"]["calls"] or len(pair.far.peers) == 2)
-    far.kill()
+    kv = pair.remote.register("kv", arrays)
+    remote.do(f"peer = engine.link({pair.remote.address!r}).result(LIMIT); pulls = []")
+    remote.start("while True: pulls.append(engine.pull(kv[:], peer['kv'][0:16])); pulls[-1].result(LIMIT)")
+    eventually(lambda: pair.remote.stats()["ops"]["served"]["calls"] or len(pair.remote.peers) == 2)
+    remote.kill()
     assert kv.free().result(LIMIT) is None

@@ -137,7 +137,7 @@ def test_different_numbers_of_blocks(engine: Engine) -> None:
 
 
 def test_wrong_arguments(pair: Pair, start: Open) -> None:
-    engine, remote = pair.near, pair.peer["kv"][[1]]
+    engine, remote_kv = pair.local, pair.peer["kv"][[1]]
     kv, _ = pair.caches()
     model, rows, other = Model(kv), kv[[1]], allocate(start(name="other"))[[1]]
     wrong: list[tuple[Any, ...]] = [
@@ -149,8 +149,8 @@ def test_wrong_arguments(pair: Pair, start: Open) -> None:
         with pytest.raises(TypeError):
             engine.copy(*arguments)
     refused("dst", lambda: engine.copy([]))
-    refused("dst", lambda: engine.copy(remote, rows))
-    refused("src", lambda: engine.copy(rows, remote))
+    refused("dst", lambda: engine.copy(remote_kv, rows))
+    refused("src", lambda: engine.copy(rows, remote_kv))
     refused("dst", lambda: engine.copy(other, rows), "other")
     refused("src", lambda: engine.copy(rows, other), "other")
     refused("verify", lambda: engine.copy(rows, rows, verify="most"))  # type: ignore[arg-type]

@@ -18,25 +18,25 @@ UNITS = 8 * (4 << 20)
 def test_push_stops_when_its_link_ends() -> None:
     source, target = bytearray(b"\x11") * SIZE, bytearray(SIZE)
     stopped = 0
-    with Engine(listen="127.0.0.1:0", copy_workers=2) as far, Engine(copy_workers=2) as near:
-        far.register("far", [memoryview(target).cast("B", (1, SIZE))])
-        own = near.register("own", [memoryview(source).cast("B", (1, SIZE))])
+    with Engine(listen="127.0.0.1:0", copy_workers=2) as remote, Engine(copy_workers=2) as local:
+        remote.register("remote", [memoryview(target).cast("B", (1, SIZE))])
+        own = local.register("own", [memoryview(source).cast("B", (1, SIZE))])
         for _ in range(10):
             target[:] = bytes(SIZE)
-            peer = near.link(far.address).result(LIMIT)
-            push = near.push(peer["far"][[0]], own[[0]])
+            peer = local.link(remote.address).result(LIMIT)
+            push = local.push(peer["remote"][[0]], own[[0]])
             eventually(lambda: any(target[::PAGE]))
             push.cancel()
 
             def is_cut(peer: Peer = peer) -> bool:
                 with contextlib.suppress(Error):
                     peer.close(timeout=0.005).result(LIMIT)
-                return not near.peers
+                return not local.peers
 
             eventually(is_cut)
             with contextlib.suppress(Error):
                 push.result(LIMIT)
-            eventually(lambda: not far.peers)
+            eventually(lambda: not remote.peers)
             before = sum(target[::PAGE]) // 0x11 * PAGE
             time.sleep(0.3)
             after = sum(target[::PAGE]) // 0x11 * PAGE

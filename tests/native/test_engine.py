@@ -158,22 +158,22 @@ def test_pool_without_memory_for_it() -> None:
 
 
 def test_closed_engine_refuses_every_call(pair: Pair) -> None:
-    near, peer = pair.near, pair.peer
+    local, peer = pair.local, pair.peer
     cache, _ = pair.caches()
-    rows, remote = cache[[1]], peer["kv"][[1]]
-    grant = near.lend(cache[[2]], ttl=LIMIT)
-    done, running = near.copy(cache[[3]], cache[[4]]), near.push(remote, rows, layerwise=True)
+    rows, remote_kv = cache[[1]], peer["kv"][[1]]
+    grant = local.lend(cache[[2]], ttl=LIMIT)
+    done, running = local.copy(cache[[3]], cache[[4]]), local.push(remote_kv, rows, layerwise=True)
     done.result(LIMIT)
     before, views = contents(cache), cache.tensors
-    near.close()
-    near.close()
-    assert (near.closed, near.name, near.timeout) == (True, "near", LIMIT)
+    local.close()
+    local.close()
+    assert (local.closed, local.name, local.timeout) == (True, "local", LIMIT)
     for call in (
-        lambda: near.peers, near.stats, near.events, near.fileno, near.__enter__,
-        lambda: near.allocate("b", blocks=1, tensors=1, shape=(1,), dtype="int8"),
-        lambda: near.register("c", [bytearray(8)]),
-        lambda: near.copy(rows, rows), lambda: near.pull(rows, remote), lambda: near.push(remote, rows),
-        lambda: near.link("127.0.0.1:1"), lambda: near.lend(rows, ttl=1.0),
+        lambda: local.peers, local.stats, local.events, local.fileno, local.__enter__,
+        lambda: local.allocate("b", blocks=1, tensors=1, shape=(1,), dtype="int8"),
+        lambda: local.register("c", [bytearray(8)]),
+        lambda: local.copy(rows, rows), lambda: local.pull(rows, remote_kv), lambda: local.push(remote_kv, rows),
+        lambda: local.link("127.0.0.1:1"), lambda: local.lend(rows, ttl=1.0),
         lambda: peer.send(b"x"), peer.close, lambda: grant.renew(1.0), grant.revoke,
     ):  # fmt: skip
         closed(call)
@@ -183,7 +183,7 @@ def test_closed_engine_refuses_every_call(pair: Pair) -> None:
     assert views[0].numpy().tobytes() == before[0], "views stay readable"
     assert cache.free().result(LIMIT) is None
     assert not peer.alive
-    assert repr(near)
+    assert repr(local)
 
 
 def test_closed_engine_after_an_exception() -> None:
@@ -210,8 +210,8 @@ def test_views_outlive_the_engine() -> None:
 
 def test_close_waits_for_transfers(pair: Pair) -> None:
     mine, _ = pair.caches()
-    push = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
-    closing = threading.Thread(target=pair.near.close, args=(LIMIT,))
+    push = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
+    closing = threading.Thread(target=pair.local.close, args=(LIMIT,))
     closing.start()
     for layer in range(4):
         push.ready(layer)
@@ -222,8 +222,8 @@ def test_close_waits_for_transfers(pair: Pair) -> None:
 
 def test_close_ends_transfers_after_its_time(pair: Pair) -> None:
     mine, _ = pair.caches()
-    push = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
-    pair.near.close(0.05)
+    push = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
+    pair.local.close(0.05)
     assert push.done()
     fails(Closed, push.result)
 
@@ -238,7 +238,7 @@ def test_wrong_times_to_close(engine: Engine) -> None:
 def test_stats_name_the_engine(engine: Engine) -> None:
     allocate(engine)
     stats = engine.stats()
-    assert (stats["engine"], stats["table"]["caches"]) == ("near", 1)
+    assert (stats["engine"], stats["table"]["caches"]) == ("local", 1)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 2**32])
@@ -269,11 +269,11 @@ def test_forked_child() -> None:
     """The child cannot use what the parent opened, and may open its own engine. The parent goes on."""
     run_alone("""
 import warnings; warnings.simplefilter("ignore")  # newer versions of Python warn of a fork with threads
-far = Engine(pool="1MiB", listen="127.0.0.1:0", name="far")
-engine = Engine(pool="1MiB", name="near")
-kv, _ = allocate(engine, seed=1), allocate(far, seed=2)
+remote = Engine(pool="1MiB", listen="127.0.0.1:0", name="remote")
+engine = Engine(pool="1MiB", name="local")
+kv, _ = allocate(engine, seed=1), allocate(remote, seed=2)
 expected = contents(kv)
-peer = engine.link(far.address).result(LIMIT)
+peer = engine.link(remote.address).result(LIMIT)
 transfer, grant = engine.copy(kv[[1]], kv[[1]]), engine.lend(kv[[1]], ttl=LIMIT)
 transfer.result(LIMIT)
 child = os.fork()
@@ -308,11 +308,11 @@ assert blocks_of(kv, [3]) == [[row[4 * 96 : 5 * 96]] for row in contents(_)]
 def test_engine_open_at_the_end_of_the_program() -> None:
     """A program may end without closing, while transfers run and views are held."""
     run_alone("""
-far = Engine(pool="1MiB", listen="127.0.0.1:0")
+remote = Engine(pool="1MiB", listen="127.0.0.1:0")
 engine = Engine(pool="1MiB")
-kv, _ = allocate(engine), allocate(far)
+kv, _ = allocate(engine), allocate(remote)
 views = kv.tensors
-push = engine.push(engine.link(far.address).result(LIMIT)["kv"][[1]], kv[[1]], layerwise=True)
+push = engine.push(engine.link(remote.address).result(LIMIT)["kv"][[1]], kv[[1]], layerwise=True)
 """)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pytest
 
     from .conftest import Open, Pair
-    from .helpers import Far
+    from .helpers import Remote
 
 # Words of the original's API.
 FOREIGN = ["cluster", "llm.", "LLM", "finaliz", "polled", "notification", "sync_kv", "link_", "src_blocks", "req_id"]
@@ -104,33 +104,33 @@ def test_errno_is_that_of_the_cause(start: Open) -> None:
 
 
 def test_errors_of_calls_to_a_peer(pair: Pair) -> None:
-    near, peer = pair.near, pair.peer
+    local, peer = pair.local, pair.peer
     mine, theirs = pair.caches()
-    error = native(NotFound, lambda: near.pull(mine[[1]], peer["no"][[1]]), "not_found", "peer_name=far")
+    error = native(NotFound, lambda: local.pull(mine[[1]], peer["no"][[1]]), "not_found", "peer_name=remote")
     assert error.facts["incarnation"] == str(peer.incarnation)
-    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["kv"][[99]]), "invalid_argument", "99")
-    allocate(pair.far, "more", tensors=3)
-    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["more"][[1]]), "invalid_argument", "3 tensors")
-    pull = lambda: near.pull(mine[[1]], peer["kv"][[1]])  # noqa: E731
+    native(InvalidArgument, lambda: local.pull(mine[[1]], peer["kv"][[99]]), "invalid_argument", "99")
+    allocate(pair.remote, "more", tensors=3)
+    native(InvalidArgument, lambda: local.pull(mine[[1]], peer["more"][[1]]), "invalid_argument", "3 tensors")
+    pull = lambda: local.pull(mine[[1]], peer["kv"][[1]])  # noqa: E731
     native(InvalidArgument, lambda: peer.send(b"x" * (1 << 17)), "invalid_argument", "message")
     native(
         InvalidArgument,
-        lambda: near.pull(mine[[1]], peer["kv"][[1]], notify=b"x" * (1 << 17)),
+        lambda: local.pull(mine[[1]], peer["kv"][[1]], notify=b"x" * (1 << 17)),
         "invalid_argument",
         "notify",
     )
-    native(InvalidArgument, lambda: near.pull(mine[[1]], peer["kv"][[1]], grant=b"x"), "invalid_argument", "grant")
-    token = pair.far.lend(theirs[[1]], ttl=LIMIT)
+    native(InvalidArgument, lambda: local.pull(mine[[1]], peer["kv"][[1]], grant=b"x"), "invalid_argument", "grant")
+    token = pair.remote.lend(theirs[[1]], ttl=LIMIT)
     token.revoke().result(LIMIT)
-    native(GrantEnded, lambda: near.pull(mine[[1]], peer["kv"][[1]], grant=token.token), "grant_ended", "far")
+    native(GrantEnded, lambda: local.pull(mine[[1]], peer["kv"][[1]], grant=token.token), "grant_ended", "remote")
     for _ in range(1024):
         peer.send(b"")
-    native(Busy, lambda: peer.send(b""), "busy", "peer_name=far", "limit=1024")
-    pair.far.events()
+    native(Busy, lambda: peer.send(b""), "busy", "peer_name=remote", "limit=1024")
+    pair.remote.events()
     peer.close().result(LIMIT)
-    check_words(next_of(near, PeerDown).reason, next_of(pair.far, PeerDown).reason)
-    native(PeerLost, pull, "not_linked", "there is no link to far", "peer_name=far")
-    native(PeerLost, lambda: peer.send(b""), "not_linked", "there is no link to far")
+    check_words(next_of(local, PeerDown).reason, next_of(pair.remote, PeerDown).reason)
+    native(PeerLost, pull, "not_linked", "there is no link to remote", "peer_name=remote")
+    native(PeerLost, lambda: peer.send(b""), "not_linked", "there is no link to remote")
 
 
 def test_errors_of_linking(start: Open) -> None:
@@ -148,34 +148,34 @@ def test_errors_of_linking(start: Open) -> None:
         native(Timeout, lambda: other.link(at, timeout=0.3), "timeout", at)
 
 
-def test_errors_of_peers_that_end(start: Open, begin_far: Callable[..., Far]) -> None:
-    near = start(name="near", **SILENT)
-    mine = allocate(near)
+def test_errors_of_peers_that_end(start: Open, begin_remote: Callable[..., Remote]) -> None:
+    local = start(name="local", **SILENT)
+    mine = allocate(local)
 
-    def linked() -> tuple[Far, Callable[..., Any]]:
-        far = begin_far(name="far", **SILENT)
-        far.do("kv = allocate(engine)")
-        peer = near.link(far.address).result(LIMIT)
-        next_of(near, PeerUp)
-        return far, lambda **given: near.pull(mine[[1]], peer["kv"][[1]], **given)
+    def linked() -> tuple[Remote, Callable[..., Any]]:
+        remote = begin_remote(name="remote", **SILENT)
+        remote.do("kv = allocate(engine)")
+        peer = local.link(remote.address).result(LIMIT)
+        next_of(local, PeerUp)
+        return remote, lambda **given: local.pull(mine[[1]], peer["kv"][[1]], **given)
 
-    far, pull = linked()
-    with far.stopped():
-        native(Timeout, lambda: pull(timeout=0.3), "timeout", "timeout passed", "peer_name=far")
+    remote, pull = linked()
+    with remote.stopped():
+        native(Timeout, lambda: pull(timeout=0.3), "timeout", "timeout passed", "peer_name=remote")
         waiting = pull()
         assert waiting.cancel()
         native(Cancelled, lambda: waiting, "cancelled")
-        down = next_of(near, PeerDown)
+        down = next_of(local, PeerDown)
         check_words(down.reason)
         assert "option=silence" in down.reason
-        native(PeerLost, pull, "not_linked", "the link to far broke", "option=silence", far.address)
-    far, pull = linked()
-    far.kill()
-    check_words(next_of(near, PeerDown).reason)
-    native(PeerLost, pull, "not_linked", "the link to far broke")
-    far, pull = linked()
-    far.do("engine.close()")
-    assert next_of(near, PeerDown).reason == "the peer was closed"
+        native(PeerLost, pull, "not_linked", "the link to remote broke", "option=silence", remote.address)
+    remote, pull = linked()
+    remote.kill()
+    check_words(next_of(local, PeerDown).reason)
+    native(PeerLost, pull, "not_linked", "the link to remote broke")
+    remote, pull = linked()
+    remote.do("engine.close()")
+    assert next_of(local, PeerDown).reason == "the peer was closed"
     native(PeerLost, pull, "not_linked", "the peer was closed")
 
 
@@ -186,23 +186,23 @@ def test_log_lines_name_the_engine(start: Open, held: ExitStack, caplog: pytest.
     logger.setLevel(logging.INFO)
     held.callback(logger.removeHandler, caplog.handler)
     logger.addHandler(caplog.handler)
-    near = start(name="near", **SILENT)
-    far = start(name="far", listen="127.0.0.1:0", **SILENT)
-    near.link(address(far)).result(LIMIT)
-    host, port = address(far).split(":")
+    local = start(name="local", **SILENT)
+    remote = start(name="remote", listen="127.0.0.1:0", **SILENT)
+    local.link(address(remote)).result(LIMIT)
+    host, port = address(remote).split(":")
     stranger = socket.create_connection((host, int(port)))
     stranger.sendall(b"x" * 64)
     eventually(lambda: any("refused a connection" in text for text in caplog.messages))
     stranger.close()
-    far.close()
+    remote.close()
     eventually(lambda: any("broke" in text for text in caplog.messages))
 
     def line(*words: str) -> str:
         return next(text for text in caplog.messages if all(word in text for word in words))
 
-    assert line("[near]", "linked with far at")
-    assert line("[far]", "linked with near at")
-    assert line("[far]", "refused a connection")
-    assert line("[near]", "the link to far broke: the peer was closed")
-    assert all(text.startswith(("[near] ", "[far] ")) for text in caplog.messages), caplog.messages
+    assert line("[local]", "linked with remote at")
+    assert line("[remote]", "linked with local at")
+    assert line("[remote]", "refused a connection")
+    assert line("[local]", "the link to remote broke: the peer was closed")
+    assert all(text.startswith(("[local] ", "[remote] ")) for text in caplog.messages), caplog.messages
     check_words(*caplog.messages)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .conftest import Open
-    from .helpers import Far
+    from .helpers import Remote
 
 TRANSPORTS = ["auto", "tcp"]
 BLOCKS, SIZE, SHARED = 2048, 16384, 64
@@ -37,25 +37,25 @@ ENDS = (Timeout, PeerLost, Cancelled, NotFound)
 class Flight:
     """Transfers of one engine into blocks of one cache, each block used by one transfer at most."""
 
-    def __init__(self, near: Engine, cache: Cache, remote: Any) -> None:
-        self.near, self.cache, self.remote = near, cache, remote
+    def __init__(self, local: Engine, cache: Cache, remote_kv: Any) -> None:
+        self.local, self.cache, self.remote_kv = local, cache, remote_kv
         self.arrays = [tensor.numpy() for tensor in cache.tensors]
         self.running: dict[Transfer[None], tuple[str, int]] = {}
         self.ended: dict[Transfer[None], tuple[str, int, Any]] = {}
 
     def start(self, kind: str, block: int, other: int) -> None:
-        shared = self.remote[[block % SHARED]]
+        shared = self.remote_kv[[block % SHARED]]
         if kind == "pull":
-            transfer = self.near.pull(self.cache[[block]], shared)
+            transfer = self.local.pull(self.cache[[block]], shared)
         elif kind == "push":
-            transfer = self.near.push(shared, self.cache[[block]])
+            transfer = self.local.push(shared, self.cache[[block]])
         else:
-            transfer = self.near.copy(self.cache[[block]], self.cache[[other]])
+            transfer = self.local.copy(self.cache[[block]], self.cache[[other]])
         self.running[transfer] = kind, block
 
     def step(self) -> None:
         """Take events, and mark the blocks that no transfer may touch any more."""
-        for event in self.near.events(100):
+        for event in self.local.events(100):
             if isinstance(event, Completed):
                 kind, block = self.running.pop(event.transfer)  # an event that comes twice is a KeyError
                 self.ended[event.transfer] = kind, block, event.error
@@ -68,7 +68,7 @@ class Flight:
         until = time.monotonic() + 2 * LIMIT
         while self.running:
             assert time.monotonic() < until, f"{len(self.running)} transfers do not end"
-            select.select([self.near], [], [], 0.1)
+            select.select([self.local], [], [], 0.1)
             self.step()
         self.step()
 
@@ -81,23 +81,25 @@ class Flight:
         assert wrong == []
 
 
-def test_transfers_end_once_and_leave_memory_alone(start: Open, begin_far: Callable[..., Far], carried_by: str) -> None:
-    near = start(pool="80MiB", transport=carried_by, timeout=3.0, max_transfers=8192, **OPTIONS)
-    cache, chance = near.allocate("n", blocks=BLOCKS, **SHAPE), random.Random(7)  # noqa: S311
+def test_transfers_end_once_and_leave_memory_alone(
+    start: Open, begin_remote: Callable[..., Remote], carried_by: str
+) -> None:
+    local = start(pool="80MiB", transport=carried_by, timeout=3.0, max_transfers=8192, **OPTIONS)
+    cache, chance = local.allocate("n", blocks=BLOCKS, **SHAPE), random.Random(7)  # noqa: S311
     for round_ in range(SOAK or 3):
         moment = ("kill", "stop", "finish")[round_ % 3]
-        far = begin_far(pool="4MiB", transport=carried_by, **OPTIONS)
-        far.do(f"kv = allocate(engine, seed=2, blocks={SHARED}, **{SHAPE!r})")
-        flight = Flight(near, cache, near.link(far.address, timeout=LIMIT).result(LIMIT)["kv"])
+        remote = begin_remote(pool="4MiB", transport=carried_by, **OPTIONS)
+        remote.do(f"kv = allocate(engine, seed=2, blocks={SHARED}, **{SHAPE!r})")
+        flight = Flight(local, cache, local.link(remote.address, timeout=LIMIT).result(LIMIT)["kv"])
         blocks = list(range(SHARED, BLOCKS))
         chance.shuffle(blocks)
         strike = chance.randrange(len(blocks))
         with ExitStack() as stopped:
             for number, block in enumerate(blocks):
                 if number == strike and moment == "kill":
-                    far.process.kill()
+                    remote.process.kill()
                 elif number == strike and moment == "stop":
-                    stopped.enter_context(far.stopped())
+                    stopped.enter_context(remote.stopped())
                 kind = chance.choices(("pull", "push", "copy"), (14, 3, 3))[0]
                 flight.start(kind, block, chance.randrange(SHARED))
                 if chance.random() < 0.02 and flight.running:
@@ -106,43 +108,45 @@ def test_transfers_end_once_and_leave_memory_alone(start: Open, begin_far: Calla
                     flight.step()
             flight.land()
         # Whatever a resumed peer still does must not reach the blocks of transfers that have ended.
-        near.copy(cache[[1]], cache[[0]]).result(LIMIT)
+        local.copy(cache[[1]], cache[[0]]).result(LIMIT)
         time.sleep(0.05)
         flight.check()
         assert len(flight.ended) == len(blocks)
-        far.kill()
-        eventually(lambda: near.peers == [])
-        near.events(10_000)
+        remote.kill()
+        eventually(lambda: local.peers == [])
+        local.events(10_000)
 
 
-def test_bytes_are_right_where_a_transfer_succeeds(start: Open, begin_far: Callable[..., Far], carried_by: str) -> None:
+def test_bytes_are_right_where_a_transfer_succeeds(
+    start: Open, begin_remote: Callable[..., Remote], carried_by: str
+) -> None:
     """A peer dies under 1,984 pulls: those that report success have the bytes, whatever became of the others."""
-    near = start(pool="80MiB", transport=carried_by, timeout=3.0, max_transfers=8192, **OPTIONS)
-    cache = near.allocate("n", blocks=BLOCKS, **SHAPE)
+    local = start(pool="80MiB", transport=carried_by, timeout=3.0, max_transfers=8192, **OPTIONS)
+    cache = local.allocate("n", blocks=BLOCKS, **SHAPE)
     arrays = [tensor.numpy() for tensor in cache.tensors]
     for delay in (0.0, 0.02):
-        far = begin_far(pool="4MiB", transport=carried_by, **OPTIONS)
-        far.do(f"kv = allocate(engine, seed=2, blocks={SHARED}, **{SHAPE!r})")
-        expected = [np.frombuffer(tensor, np.uint8).reshape(SHARED, SIZE) for tensor in far.do("contents(kv)")]
-        remote = near.link(far.address, timeout=LIMIT).result(LIMIT)["kv"]
+        remote = begin_remote(pool="4MiB", transport=carried_by, **OPTIONS)
+        remote.do(f"kv = allocate(engine, seed=2, blocks={SHARED}, **{SHAPE!r})")
+        expected = [np.frombuffer(tensor, np.uint8).reshape(SHARED, SIZE) for tensor in remote.do("contents(kv)")]
+        remote_kv = local.link(remote.address, timeout=LIMIT).result(LIMIT)["kv"]
         for array in arrays:
             array[:] = 0
-        pulls = {near.pull(cache[[block]], remote[[block % SHARED]]): block for block in range(SHARED, BLOCKS)}
+        pulls = {local.pull(cache[[block]], remote_kv[[block % SHARED]]): block for block in range(SHARED, BLOCKS)}
         time.sleep(delay)
-        far.kill()
-        seen = of(Completed, gather(near, lambda seen: len(of(Completed, seen)) == BLOCKS - SHARED))
+        remote.kill()
+        seen = of(Completed, gather(local, lambda seen: len(of(Completed, seen)) == BLOCKS - SHARED))
         assert {event.transfer for event in seen} == set(pulls)
         for event in seen:
             block = pulls[event.transfer]
             if event.error is None:
                 assert all((array[block] == row[block % SHARED]).all() for array, row in zip(arrays, expected)), block
-        eventually(lambda: near.peers == [])
-        near.events(10_000)
+        eventually(lambda: local.peers == [])
+        local.events(10_000)
 
 
 @pytest.mark.parametrize("delay", [None, 0.0005, 0.002, 0.005])
 def test_push_to_a_peer_that_stops_ends_once_and_never_passes_for_a_success(
-    start: Open, begin_far: Callable[..., Far], carried_by: str, delay: float | None
+    start: Open, begin_remote: Callable[..., Remote], carried_by: str, delay: float | None
 ) -> None:
     """The peer stops before or under a push, and continues when the source has other bytes.
 
@@ -153,9 +157,9 @@ def test_push_to_a_peer_that_stops_ends_once_and_never_passes_for_a_success(
     """
     rows, named, size = 20, 16, 1 << 20
     options: dict[str, Any] = {"pool": "96MiB", "transport": carried_by, "heartbeat": 0.1, "silence": 6.0}
-    far, near = begin_far(**options), start(**options)
+    remote, local = begin_remote(**options), start(**options)
     shape = {"blocks": rows, "tensors": 2, "shape": (size,), "dtype": "uint8"}
-    far.do(f"""
+    remote.do(f"""
 kv = allocate(engine, seed=2, **{shape!r})
 before, told = contents(kv), []
 def take():
@@ -165,44 +169,46 @@ def rows(data, first, end):
     return [tensor[first * {size} : end * {size}] for tensor in data]
 ours = Model(kv, {size})
 """)
-    cache = allocate(near, "n", seed=1, **shape)
-    remote = near.link(far.address).result(LIMIT)["kv"]
+    cache = allocate(local, "n", seed=1, **shape)
+    remote_kv = local.link(remote.address).result(LIMIT)["kv"]
     blocks = list(range(named))
-    near.push(remote[[named]], cache[[named]]).result(LIMIT)  # later, the peer is only asked to read
-    near.events()
+    local.push(remote_kv[[named]], cache[[named]]).result(LIMIT)  # later, the peer is only asked to read
+    local.events()
     with ExitStack() as stopped:
         if delay is None:
-            stopped.enter_context(far.stopped())
-        push = near.push(remote[blocks], cache[blocks], timeout=1.5, notify=b"pushed")
+            stopped.enter_context(remote.stopped())
+        push = local.push(remote_kv[blocks], cache[blocks], timeout=1.5, notify=b"pushed")
         if delay is not None:
             time.sleep(delay)
-            stopped.enter_context(far.stopped())
-        (event,) = of(Completed, gather(near, lambda seen: bool(of(Completed, seen))))
+            stopped.enter_context(remote.stopped())
+        (event,) = of(Completed, gather(local, lambda seen: bool(of(Completed, seen))))
         assert event.transfer is push
         assert event.error is None or type(event.error) is Timeout, event.error
         reading = event.error is not None and push.bytes > 0 and "may have been" not in str(event.error)
         if reading and carried_by == "auto":
-            assert near.peers == [], "the answer of the peer would still count"
+            assert local.peers == [], "the answer of the peer would still count"
         for tensor in cache.tensors:
             tensor.numpy()[:] = 0xEE
-    far.do(
+    remote.do(
         f"engine.copy(kv[[{rows - 1}]], kv[[0]]).result(LIMIT)"
     )  # waits until no request of the push uses its blocks
-    far.do("held = contents(kv)")
-    sources = allocate(near, "again", seed=1, **shape)
+    remote.do("held = contents(kv)")
+    sources = allocate(local, "again", seed=1, **shape)
 
     def pushed_again() -> bool:
-        peer = near.link(far.address, timeout=LIMIT).result(LIMIT)
-        return accepted(lambda: near.push(peer["kv"][blocks], sources[blocks], notify=b"again"), PeerLost)
+        peer = local.link(remote.address, timeout=LIMIT).result(LIMIT)
+        return accepted(lambda: local.push(peer["kv"][blocks], sources[blocks], notify=b"again"), PeerLost)
 
-    far_told = far.do("take().count(b'pushed')")
+    remote_told = remote.do("take().count(b'pushed')")
     eventually(pushed_again)
-    eventually(lambda: b"again" in far.do("take()"))
-    told = far.do("told.count(b'pushed')")
+    eventually(lambda: b"again" in remote.do("take()"))
+    told = remote.do("told.count(b'pushed')")
     assert told in ({1} if event.error is None else {0, 1})
-    assert told >= far_told
+    assert told >= remote_told
     if told:
-        assert far.do(f"rows(held, 0, {named}) == rows(contents(kv), 0, {named})"), "a message without the bytes"
-    assert far.do(f"rows(held, {named + 1}, {rows - 1}) == rows(before, {named + 1}, {rows - 1})"), "blocks not named"
-    assert of(Completed, near.events()) == [], "the push has ended once"
-    assert of(Message, near.events()) == []
+        assert remote.do(f"rows(held, 0, {named}) == rows(contents(kv), 0, {named})"), "a message without the bytes"
+    assert remote.do(f"rows(held, {named + 1}, {rows - 1}) == rows(before, {named + 1}, {rows - 1})"), (
+        "blocks not named"
+    )
+    assert of(Completed, local.events()) == [], "the push has ended once"
+    assert of(Message, local.events()) == []

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .conftest import Open, Pair
-    from .helpers import Far
+    from .helpers import Remote
 
 TRANSPORTS = ["auto", "tcp"]
 
@@ -57,20 +57,20 @@ TRANSPORTS = ["auto", "tcp"]
 def test_pull_under_a_grant(pair: Pair) -> None:
     mine, theirs = pair.caches()
     rows = theirs[[9, 4, 5, 4]]
-    grant = pair.far.lend(rows, ttl=LIMIT)
+    grant = pair.remote.lend(rows, ttl=LIMIT)
     assert isinstance(grant, Grant)
     assert isinstance(grant.token, bytes)
     assert (len(grant.token), grant.ended, grant.rows.cache, len(grant.rows)) == (48, None, theirs, 4)
     assert grant.token.hex() not in repr(grant)
     model = Model(mine)
-    pair.near.pull(mine[[0, 7]], pair.peer["kv"][[5, 9]], grant=grant.token, last=False).result(LIMIT)
+    pair.local.pull(mine[[0, 7]], pair.peer["kv"][[5, 9]], grant=grant.token, last=False).result(LIMIT)
     assert grant.ended is None
-    pair.near.pull(mine[[3]], pair.peer["kv"][[4]], grant=grant.token, verify="full").result(LIMIT)
+    pair.local.pull(mine[[3]], pair.peer["kv"][[4]], grant=grant.token, verify="full").result(LIMIT)
     model.write([0, 7, 3], Model(theirs), [5, 9, 4]).check(mine)
-    event = next_of(pair.far, GrantClosed)
+    event = next_of(pair.remote, GrantClosed)
     assert (event.grant, event.reason, grant.ended) == (grant, "done", "done")
-    assert pair.far.events() == []
-    error = fails(GrantEnded, lambda: pair.near.pull(mine[[0]], pair.peer["kv"][[5]], grant=grant.token))
+    assert pair.remote.events() == []
+    error = fails(GrantEnded, lambda: pair.local.pull(mine[[0]], pair.peer["kv"][[5]], grant=grant.token))
     assert (error.code, error.arrived) == ("grant_ended", [])
     assert "ask the owner" in error.reason
     assert "last=False" in error.reason
@@ -79,42 +79,42 @@ def test_pull_under_a_grant(pair: Pair) -> None:
 
 def test_only_lent_blocks(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    allocate(pair.far, "other", seed=3)
+    allocate(pair.remote, "other", seed=3)
     model = Model(mine)
-    token = pair.far.lend(theirs[[4, 5, 6]], ttl=LIMIT).token
+    token = pair.remote.lend(theirs[[4, 5, 6]], ttl=LIMIT).token
     for blocks, missing in (([5, 7], 7), ([3], 3)):
         to = list(range(len(blocks)))
         error = fails(
             InvalidArgument,
-            lambda to=to, blocks=blocks: pair.near.pull(mine[to], pair.peer["kv"][blocks], grant=token),  # type: ignore[misc]
+            lambda to=to, blocks=blocks: pair.local.pull(mine[to], pair.peer["kv"][blocks], grant=token),  # type: ignore[misc]
         )
         assert str(missing) in str(error)
-    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["other"][[4]], grant=token))
+    fails(InvalidArgument, lambda: pair.local.pull(mine[[1]], pair.peer["other"][[4]], grant=token))
     model.check(mine)
-    pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
+    pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
 
 
 def test_pull_without_a_grant_is_not_checked(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    pair.far.lend(theirs[[4]], ttl=LIMIT).revoke().result(LIMIT)
-    pair.near.pull(mine[[1]], pair.peer["kv"][[4]]).result(LIMIT)
+    pair.remote.lend(theirs[[4]], ttl=LIMIT).revoke().result(LIMIT)
+    pair.local.pull(mine[[1]], pair.peer["kv"][[4]]).result(LIMIT)
     Model(mine).write([1], Model(theirs), [4]).check(mine)
 
 
 def test_revoke(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT)
     assert grant.revoke().result(LIMIT) is None
     assert grant.ended == "revoked"
-    assert next_of(pair.far, GrantClosed).reason == "revoked"
+    assert next_of(pair.remote, GrantClosed).reason == "revoked"
     assert grant.revoke().result(LIMIT) is None
-    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
+    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
     error = fails(GrantEnded, lambda: grant.renew(1.0))
     assert (error.reason, error.facts) == (
         "the owner has revoked the grant; ask it for another one",
         {"ended": "revoked"},
     )
-    assert of(GrantClosed, pair.far.events()) == [], "one event for each grant"
+    assert of(GrantClosed, pair.remote.events()) == [], "one event for each grant"
 
 
 def test_the_owner_says_why_a_grant_has_ended(pair: Pair) -> None:
@@ -122,16 +122,16 @@ def test_the_owner_says_why_a_grant_has_ended(pair: Pair) -> None:
     mine, theirs = pair.caches()
 
     def reason(token: bytes) -> str:
-        return fails(GrantEnded, lambda: pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=token)).reason
+        return fails(GrantEnded, lambda: pair.local.pull(mine[[0]], pair.peer["kv"][[4]], grant=token)).reason
 
     for used in (False, True):
-        grants = [pair.far.lend(theirs[[4]], ttl=ttl) for ttl in (LIMIT, LIMIT, 2.0)]
+        grants = [pair.remote.lend(theirs[[4]], ttl=ttl) for ttl in (LIMIT, LIMIT, 2.0)]
         for grant in grants if used else []:
-            pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=grant.token, last=False).result(LIMIT)
+            pair.local.pull(mine[[0]], pair.peer["kv"][[4]], grant=grant.token, last=False).result(LIMIT)
         revoked, done, expired = grants
         revoked.revoke().result(LIMIT)
-        pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=done.token).result(LIMIT)
-        gather(pair.far, lambda seen: len(of(GrantClosed, seen)) >= 3)
+        pair.local.pull(mine[[0]], pair.peer["kv"][[4]], grant=done.token).result(LIMIT)
+        gather(pair.remote, lambda seen: len(of(GrantClosed, seen)) >= 3)
         assert reason(revoked.token).startswith("the owner has revoked the grant")
         assert reason(done.token).startswith("the readers of the grant have finished")
         assert reason(expired.token).startswith("the grant has expired")
@@ -154,40 +154,40 @@ def test_revoke_without_room_for_a_transfer(start: Open) -> None:
 
 def test_expiry(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    grant = pair.far.lend(theirs[[4]], ttl=0.05)
-    event = next_of(pair.far, GrantClosed)
+    grant = pair.remote.lend(theirs[[4]], ttl=0.05)
+    event = next_of(pair.remote, GrantClosed)
     assert (event.grant, event.reason, grant.ended) == (grant, "expired", "expired")
-    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
+    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
     fails(GrantEnded, lambda: grant.renew(LIMIT))
 
 
 def test_renew(pair: Pair) -> None:
     """Of two grants, only the one that is not renewed ends. A renewal never shortens a grant."""
     _, theirs = pair.caches()
-    kept, let_go = (pair.far.lend(theirs[[block]], ttl=0.5) for block in (5, 6))
+    kept, let_go = (pair.remote.lend(theirs[[block]], ttl=0.5) for block in (5, 6))
     kept.renew(3600.0)
     kept.renew(0.01)
-    assert next_of(pair.far, GrantClosed).grant == let_go
+    assert next_of(pair.remote, GrantClosed).grant == let_go
     assert kept.ended is None
 
 
 def test_renewed_grant_can_be_pulled(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT)
     for _ in range(3):
-        pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token, last=False).result(LIMIT)
+        pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token, last=False).result(LIMIT)
         grant.renew(LIMIT)
     Model(mine).write([1], Model(theirs), [4]).check(mine)
 
 
 def test_freed_cache_ends_its_grants(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT)
     theirs.free()
-    event = next_of(pair.far, GrantClosed)
+    event = next_of(pair.remote, GrantClosed)
     assert (event.grant, event.reason) == (grant, "released")
-    allocate(pair.far, seed=9)
-    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
+    allocate(pair.remote, seed=9)
+    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
 
 
 def test_two_readers(pair: Pair, start: Open) -> None:
@@ -195,125 +195,125 @@ def test_two_readers(pair: Pair, start: Open) -> None:
     mine, theirs = pair.caches()
     third = start(name="third")
     other = allocate(third, seed=3)
-    peer = third.link(address(pair.far)).result(LIMIT)
-    grant = pair.far.lend(theirs[[4]], ttl=LIMIT, readers=2)
+    peer = third.link(address(pair.remote)).result(LIMIT)
+    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT, readers=2)
     for _ in range(2):
-        pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token).result(LIMIT)
+        pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token).result(LIMIT)
     assert grant.ended is None
     third.pull(other[[1]], peer["kv"][[4]], grant=grant.token).result(LIMIT)
-    assert next_of(pair.far, GrantClosed).reason == "done"
+    assert next_of(pair.remote, GrantClosed).reason == "done"
 
 
 def test_grants_of_pairs(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    first, second = (pair.far.lend(theirs[[block]], ttl=LIMIT) for block in (4, 5))
-    remote, model = pair.peer["kv"], Model(mine)
-    pairs = [(mine[[1]], remote[[4]]), (mine[[2]], remote[[5]]), (mine[[3]], remote[[6]])]
-    pair.near.pull(pairs, grant=[first.token, second.token, None], last=False).result(LIMIT)
+    first, second = (pair.remote.lend(theirs[[block]], ttl=LIMIT) for block in (4, 5))
+    remote_kv, model = pair.peer["kv"], Model(mine)
+    pairs = [(mine[[1]], remote_kv[[4]]), (mine[[2]], remote_kv[[5]]), (mine[[3]], remote_kv[[6]])]
+    pair.local.pull(pairs, grant=[first.token, second.token, None], last=False).result(LIMIT)
     model.write([1, 2, 3], Model(theirs), [4, 5, 6]).check(mine)
-    both = pair.far.lend(theirs[[4, 5]], ttl=LIMIT)
-    pair.near.pull(pairs[:2], grant=both.token).result(LIMIT)
-    assert next_of(pair.far, GrantClosed).grant == both
+    both = pair.remote.lend(theirs[[4, 5]], ttl=LIMIT)
+    pair.local.pull(pairs[:2], grant=both.token).result(LIMIT)
+    assert next_of(pair.remote, GrantClosed).grant == both
     second.revoke().result(LIMIT)
-    error = fails(GrantEnded, lambda: pair.near.pull(pairs[:2], grant=[first.token, second.token]))
+    error = fails(GrantEnded, lambda: pair.local.pull(pairs[:2], grant=[first.token, second.token]))
     assert error.facts["part"] == "1"
     assert first.ended is None, "no grant is reported as done unless all pairs are in place"
     for wrong in ([first.token], [first.token] * 3, []):
-        refused("grant", lambda wrong=wrong: pair.near.pull(pairs[:2], grant=wrong))  # type: ignore[misc]
+        refused("grant", lambda wrong=wrong: pair.local.pull(pairs[:2], grant=wrong))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("token", [b"", b"x", bytes(47), bytes(49)])
 def test_wrong_tokens(pair: Pair, token: bytes) -> None:
     mine, _ = pair.caches()
-    refused("grant", lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=token))
+    refused("grant", lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=token))
 
 
 def test_tokens_of_others(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    own = pair.near.lend(mine[[4]], ttl=LIMIT)
+    own = pair.local.lend(mine[[4]], ttl=LIMIT)
     # As that of a peer that was restarted since, which is another engine then.
-    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=own.token))
-    token = pair.far.lend(theirs[[4]], ttl=LIMIT).token
+    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=own.token))
+    token = pair.remote.lend(theirs[[4]], ttl=LIMIT).token
     forged = token[:-1] + bytes([token[-1] ^ 1])
-    fails(GrantEnded, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=forged))
+    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=forged))
 
 
 def test_wrong_arguments_of_lend(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    far, rows = pair.far, theirs[[4]]
-    check_times(lambda time: far.lend(rows, ttl=time), "ttl")
-    grant = far.lend(rows, ttl=LIMIT)
+    remote, rows = pair.remote, theirs[[4]]
+    check_times(lambda time: remote.lend(rows, ttl=time), "ttl")
+    grant = remote.lend(rows, ttl=LIMIT)
     check_times(grant.renew, "ttl")
     for time in (2**32, 1e300):
-        refused("ttl", lambda time=time: far.lend(rows, ttl=time))  # type: ignore[misc]
+        refused("ttl", lambda time=time: remote.lend(rows, ttl=time))  # type: ignore[misc]
         refused("ttl", lambda time=time: grant.renew(time))  # type: ignore[misc]
     for readers in (0, -1, 4097):
-        refused("readers", lambda readers=readers: far.lend(rows, ttl=1.0, readers=readers))  # type: ignore[misc]
-    refused("rows", lambda: far.lend(theirs[[]], ttl=1.0))
-    refused("rows", lambda: far.lend(theirs[[BLOCKS]], ttl=1.0), str(BLOCKS))
-    refused("rows", lambda: far.lend(mine[[4]], ttl=1.0), "near")
-    refused("rows", lambda: far.lend(pair.back["kv"][[4]], ttl=1.0))
-    refused("rows", lambda: far.lend(rows.part(bytes=(0, 4)), ttl=1.0))
+        refused("readers", lambda readers=readers: remote.lend(rows, ttl=1.0, readers=readers))  # type: ignore[misc]
+    refused("rows", lambda: remote.lend(theirs[[]], ttl=1.0))
+    refused("rows", lambda: remote.lend(theirs[[BLOCKS]], ttl=1.0), str(BLOCKS))
+    refused("rows", lambda: remote.lend(mine[[4]], ttl=1.0), "local")
+    refused("rows", lambda: remote.lend(pair.back["kv"][[4]], ttl=1.0))
+    refused("rows", lambda: remote.lend(rows.part(bytes=(0, 4)), ttl=1.0))
     wrong: list[Callable[[], Any]] = [
-        lambda: far.lend(theirs, ttl=1.0),  # type: ignore[arg-type]
-        lambda: far.lend(rows),  # type: ignore[call-arg]
-        lambda: far.lend(rows, 1.0),  # type: ignore[call-arg, misc]
-        lambda: far.lend(rows, ttl=1.0, readers=True),
-        lambda: far.lend(rows, ttl=1.0, readers=1.0),  # type: ignore[arg-type]
-        lambda: far.lend(rows, ttl=1.0, ttl_ms=5),  # type: ignore[call-arg]
+        lambda: remote.lend(theirs, ttl=1.0),  # type: ignore[arg-type]
+        lambda: remote.lend(rows),  # type: ignore[call-arg]
+        lambda: remote.lend(rows, 1.0),  # type: ignore[call-arg, misc]
+        lambda: remote.lend(rows, ttl=1.0, readers=True),
+        lambda: remote.lend(rows, ttl=1.0, readers=1.0),  # type: ignore[arg-type]
+        lambda: remote.lend(rows, ttl=1.0, ttl_ms=5),  # type: ignore[call-arg]
     ]
     for call in wrong:
         with pytest.raises(TypeError):
             call()
-    assert of(GrantClosed, far.events()) == []
+    assert of(GrantClosed, remote.events()) == []
 
 
 def test_grants_are_values(pair: Pair) -> None:
     _, theirs = pair.caches()
-    grant, other = (pair.far.lend(theirs[[4]], ttl=LIMIT) for _ in range(2))
+    grant, other = (pair.remote.lend(theirs[[4]], ttl=LIMIT) for _ in range(2))
     token = grant.token
     assert grant != other
     assert token != other.token
     other.revoke()
-    assert next_of(pair.far, GrantClosed).grant == other
+    assert next_of(pair.remote, GrantClosed).grant == other
     held = {grant: "kept"}
     del other
     gc.collect()
-    mine = pair.near.allocate("mine", blocks=2, tensors=4, shape=(96,), dtype="uint8")
-    pair.near.pull(mine[[0]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
-    assert held[next_of(pair.far, GrantClosed).grant] == "kept"
+    mine = pair.local.allocate("mine", blocks=2, tensors=4, shape=(96,), dtype="uint8")
+    pair.local.pull(mine[[0]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
+    assert held[next_of(pair.remote, GrantClosed).grant] == "kept"
 
 
 def test_dropped_grant_lasts(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    token = pair.far.lend(theirs[[4]], ttl=LIMIT).token
+    token = pair.remote.lend(theirs[[4]], ttl=LIMIT).token
     gc.collect()
-    pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
-    assert next_of(pair.far, GrantClosed).reason == "done"
+    pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
+    assert next_of(pair.remote, GrantClosed).reason == "done"
 
 
 def test_message_and_end_of_a_grant(pair: Pair) -> None:
     """When the owner gets the message, the end of the grant has been counted."""
     mine, theirs = pair.caches()
-    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
-    pair.near.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token, notify=b"done").result(LIMIT)
-    assert messages(pair.far, 1) == [b"done"]
+    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT)
+    pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token, notify=b"done").result(LIMIT)
+    assert messages(pair.remote, 1) == [b"done"]
     assert grant.ended == "done"
 
 
 def test_failed_pull_does_not_end_the_grant(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
-    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[5]], grant=grant.token))
-    fails(NotFound, lambda: pair.near.pull(mine[[1]], pair.peer["absent"][[4]], grant=grant.token))
+    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT)
+    fails(InvalidArgument, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[5]], grant=grant.token))
+    fails(NotFound, lambda: pair.local.pull(mine[[1]], pair.peer["absent"][[4]], grant=grant.token))
     assert grant.ended is None
 
 
 def test_grant_after_close(pair: Pair) -> None:
     _, theirs = pair.caches()
-    grant = pair.far.lend(theirs[[4]], ttl=LIMIT)
+    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT)
     token = grant.token
-    pair.far.close()
+    pair.remote.close()
     closed(grant.revoke)
     closed(lambda: grant.renew(1.0))
     assert grant.token == token
@@ -321,12 +321,12 @@ def test_grant_after_close(pair: Pair) -> None:
 
 @pytest.mark.parametrize("process", [False, True])
 def test_late_pull_never_takes_reused_blocks(
-    start: Open, begin_far: Callable[..., Far], carried_by: str, process: bool
+    start: Open, begin_remote: Callable[..., Remote], carried_by: str, process: bool
 ) -> None:
     """The owner revokes and paints while a reader pulls. Each pull has the old bytes everywhere, or `GrantEnded`."""
     reader = start(transport=carried_by)
     local = reader.register("local", [np.zeros((8, 4096), np.uint8) for _ in range(2)])
-    owner = begin_far(transport=carried_by) if process else start(transport=carried_by, listen="127.0.0.1:0")
+    owner = begin_remote(transport=carried_by) if process else start(transport=carried_by, listen="127.0.0.1:0")
     names: dict[str, Any] = {"engine": owner}
 
     def do(*lines: str) -> Any:
@@ -357,8 +357,8 @@ def test_late_pull_never_takes_reused_blocks(
 
 def test_many_grants_end_with_their_events(pair: Pair) -> None:
     _, theirs = pair.caches()
-    grants = [pair.far.lend(theirs[[number % BLOCKS]], ttl=0.05) for number in range(2000)]
-    seen = of(GrantClosed, gather(pair.far, lambda seen: len(of(GrantClosed, seen)) >= 2000))
+    grants = [pair.remote.lend(theirs[[number % BLOCKS]], ttl=0.05) for number in range(2000)]
+    seen = of(GrantClosed, gather(pair.remote, lambda seen: len(of(GrantClosed, seen)) >= 2000))
     assert {event.grant for event in seen} == set(grants)
     assert {event.reason for event in seen} == {"expired"}
 
@@ -366,39 +366,39 @@ def test_many_grants_end_with_their_events(pair: Pair) -> None:
 def test_pull_under_a_large_grant_asks_once_what_it_lends(pair: Pair, carried_by: str) -> None:
     """The description of 4,200 ranges is not kept, so each pull asks for it."""
     shape: dict[str, Any] = {"tensors": 1, "shape": (64,), "dtype": "uint8"}
-    few, many = pair.near.allocate("few", blocks=4, **shape), pair.far.allocate("many", blocks=8400, **shape)
-    token = pair.far.lend(many[:8400:2], ttl=LIMIT).token
-    pull = lambda: pair.near.pull(few[[0]], pair.peer["many"][[8398]], grant=token, last=False).result(LIMIT)  # noqa: E731
+    few, many = pair.local.allocate("few", blocks=4, **shape), pair.remote.allocate("many", blocks=8400, **shape)
+    token = pair.remote.lend(many[:8400:2], ttl=LIMIT).token
+    pull = lambda: pair.local.pull(few[[0]], pair.peer["many"][[8398]], grant=token, last=False).result(LIMIT)  # noqa: E731
     pull()
-    before = pair.near.stats()["links"][0]["requests"]["calls"]
+    before = pair.local.stats()["links"][0]["requests"]["calls"]
     pull()
     # Over TCP the owner is also asked for the bytes.
-    asked = pair.near.stats()["links"][0]["requests"]["calls"] - before
+    asked = pair.local.stats()["links"][0]["requests"]["calls"] - before
     assert asked == (2 if carried_by == "tcp" else 1)
 
 
 def test_registered_memory_is_lent_until_it_is_free(pair: Pair) -> None:
     mine, _ = pair.caches()
     arrays = [np.full((4, 96), 7, np.uint8) for _ in range(4)]
-    own = pair.far.register("own", arrays)
-    grant = pair.far.lend(own[[3]], ttl=LIMIT)
-    pair.near.pull(mine[[0]], pair.peer["own"][[3]], grant=grant.token, last=False).result(LIMIT)
+    own = pair.remote.register("own", arrays)
+    grant = pair.remote.lend(own[[3]], ttl=LIMIT)
+    pair.local.pull(mine[[0]], pair.peer["own"][[3]], grant=grant.token, last=False).result(LIMIT)
     own.free().result(LIMIT)
-    assert next_of(pair.far, GrantClosed).reason == "released"
-    fails(GrantEnded, lambda: pair.near.pull(mine[[0]], pair.peer["own"][[3]], grant=grant.token))
+    assert next_of(pair.remote, GrantClosed).reason == "released"
+    fails(GrantEnded, lambda: pair.local.pull(mine[[0]], pair.peer["own"][[3]], grant=grant.token))
 
 
 def test_grant_gives_no_access(pair: Pair) -> None:
     mine, _ = pair.caches()
-    hidden = pair.far.register("hidden", [np.zeros((4, 96), np.uint8) for _ in range(4)], shared=False)
-    token = pair.far.lend(hidden[[1]], ttl=LIMIT).token
-    fails(NotFound, lambda: pair.near.pull(mine[[0]], pair.peer["hidden"][[1]], grant=token))
+    hidden = pair.remote.register("hidden", [np.zeros((4, 96), np.uint8) for _ in range(4)], shared=False)
+    token = pair.remote.lend(hidden[[1]], ttl=LIMIT).token
+    fails(NotFound, lambda: pair.local.pull(mine[[0]], pair.peer["hidden"][[1]], grant=token))
 
 
 def test_grants_end_in_the_order_of_their_time(pair: Pair) -> None:
     _, theirs = pair.caches()
-    late, early, never = (pair.far.lend(theirs[[0]], ttl=ttl) for ttl in (0.4, 0.05, 3600.0))
-    seen = of(GrantClosed, gather(pair.far, lambda seen: len(of(GrantClosed, seen)) == 2))
+    late, early, never = (pair.remote.lend(theirs[[0]], ttl=ttl) for ttl in (0.4, 0.05, 3600.0))
+    seen = of(GrantClosed, gather(pair.remote, lambda seen: len(of(GrantClosed, seen)) == 2))
     assert [(event.grant, event.reason) for event in seen] == [(early, "expired"), (late, "expired")]
     assert never.ended is None
 
@@ -417,10 +417,10 @@ def test_number_of_grants_is_limited(engine: Engine) -> None:
     engine.lend(cache[[0]], ttl=1.0)
 
 
-def test_reader_that_dies_has_not_finished(start: Open, begin_far: Callable[..., Far], carried_by: str) -> None:
+def test_reader_that_dies_has_not_finished(start: Open, begin_remote: Callable[..., Remote], carried_by: str) -> None:
     owner, reader = start(listen="127.0.0.1:0", transport=carried_by), start(transport=carried_by)
     kv, mine = allocate(owner), allocate(reader)
-    grant, other = owner.lend(kv[[1]], ttl=LIMIT, readers=2), begin_far(transport=carried_by)
+    grant, other = owner.lend(kv[[1]], ttl=LIMIT, readers=2), begin_remote(transport=carried_by)
     other.do("kv = allocate(engine)")
     other.do(f"peer = engine.link({owner.address!r}).result(LIMIT)")
     token = {"grant": grant.token}
@@ -432,19 +432,19 @@ def test_reader_that_dies_has_not_finished(start: Open, begin_far: Callable[...,
     assert grant.ended is None
 
 
-def test_owner_that_stops_or_dies(start: Open, far: Far) -> None:
+def test_owner_that_stops_or_dies(start: Open, remote: Remote) -> None:
     """The generation is in memory that the reader maps, so a stopped owner does not hold up its check."""
-    near = start(silence=600.0)
-    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
-    ended, lasting = far.do("grants = [engine.lend(kv[[1]], ttl=60.0) for _ in range(2)]; [g.token for g in grants]")
+    local = start(silence=600.0)
+    mine, peer = allocate(local), local.link(remote.address).result(LIMIT)
+    ended, lasting = remote.do("grants = [engine.lend(kv[[1]], ttl=60.0) for _ in range(2)]; [g.token for g in grants]")
     for token in (ended, lasting):
-        near.pull(mine[[0]], peer["kv"][[1]], grant=token, last=False).result(LIMIT)
-    far.do("grants[0].revoke().result(LIMIT)")
-    with far.stopped():
-        fails(GrantEnded, lambda: near.pull(mine[[0]], peer["kv"][[1]], grant=ended))
-    far.kill()
-    next_of(near, PeerDown)
-    fails(PeerLost, lambda: near.pull(mine[[0]], peer["kv"][[1]], grant=lasting))
+        local.pull(mine[[0]], peer["kv"][[1]], grant=token, last=False).result(LIMIT)
+    remote.do("grants[0].revoke().result(LIMIT)")
+    with remote.stopped():
+        fails(GrantEnded, lambda: local.pull(mine[[0]], peer["kv"][[1]], grant=ended))
+    remote.kill()
+    next_of(local, PeerDown)
+    fails(PeerLost, lambda: local.pull(mine[[0]], peer["kv"][[1]], grant=lasting))
 
 
 def outcome(transfer: Transfer[None]) -> Timeout | None:
@@ -456,17 +456,19 @@ def outcome(transfer: Transfer[None]) -> Timeout | None:
     return None
 
 
-def test_no_block_counts_as_arrived_if_the_grant_may_have_ended(start: Open, begin_far: Callable[..., Far]) -> None:
+def test_no_block_counts_as_arrived_if_the_grant_may_have_ended(
+    start: Open, begin_remote: Callable[..., Remote]
+) -> None:
     """The owner stops in the middle of a pull over TCP. What came before the time limit proves nothing of the grant."""
     options: dict[str, Any] = {"pool": "40MiB", "transport": "tcp", "silence": 600.0}
     shape: dict[str, Any] = {"blocks": 16, "tensors": 1, "shape": (2 << 20,), "dtype": "uint8"}
-    near, far = start(**options), begin_far(**options)
-    mine = near.allocate("kv", **shape)
-    far.do(f"kv = engine.allocate('kv', **{shape!r})")
-    token = far.do("engine.lend(kv[:], ttl=60.0).token")
-    remote = near.link(far.address).result(LIMIT)["kv"][:16]
+    local, remote = start(**options), begin_remote(**options)
+    mine = local.allocate("kv", **shape)
+    remote.do(f"kv = engine.allocate('kv', **{shape!r})")
+    token = remote.do("engine.lend(kv[:], ttl=60.0).token")
+    remote_kv = local.link(remote.address).result(LIMIT)["kv"][:16]
     for _ in range(3):
-        pull = near.pull(mine[:], remote, grant=token, last=False, timeout=0.5)
-        with far.stopped():
+        pull = local.pull(mine[:], remote_kv, grant=token, last=False, timeout=0.5)
+        with remote.stopped():
             ended = outcome(pull)
         assert ended is None or ended.arrived == [], ended

@@ -48,47 +48,47 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from .conftest import Open, Pair
-    from .helpers import Far
+    from .helpers import Remote
 
 TRANSPORTS = ["auto", "tcp"]
 
 
 def test_link(start: Open, carried_by: str) -> None:
-    far = start(name="far", listen="127.0.0.1:0", metadata=b"rank 1", transport=carried_by)
-    near = start(name="near", metadata=b"rank 0", transport=carried_by)
-    transfer = near.link(address(far), name="far")
+    remote = start(name="remote", listen="127.0.0.1:0", metadata=b"rank 1", transport=carried_by)
+    local = start(name="local", metadata=b"rank 0", transport=carried_by)
+    transfer = local.link(address(remote), name="remote")
     peer = transfer.result(LIMIT)
     assert isinstance(peer, Peer)
-    assert (peer.name, peer.address, peer.metadata, peer.alive) == ("far", far.address, b"rank 1", True)
-    back = next_of(far, PeerUp).peer
-    assert (back.name, back.metadata, back.alive) == ("near", b"rank 0", True)
-    assert next_of(near, PeerUp).peer == peer
-    assert (near.peers, far.peers) == ([peer], [back])
+    assert (peer.name, peer.address, peer.metadata, peer.alive) == ("remote", remote.address, b"rank 1", True)
+    back = next_of(remote, PeerUp).peer
+    assert (back.name, back.metadata, back.alive) == ("local", b"rank 0", True)
+    assert next_of(local, PeerUp).peer == peer
+    assert (local.peers, remote.peers) == ([peer], [back])
     assert peer.incarnation != back.incarnation
     assert (peer.transport == "tcp") == (carried_by == "tcp")
-    assert "far" in repr(peer)
-    assert (near.events(), far.events()) == ([], [])
+    assert "remote" in repr(peer)
+    assert (local.events(), remote.events()) == ([], [])
 
 
 def test_link_is_idempotent(pair: Pair) -> None:
-    again = [pair.near.link(address(pair.far)) for _ in range(3)]
+    again = [pair.local.link(address(pair.remote)) for _ in range(3)]
     assert [transfer.result(LIMIT) for transfer in again] == [pair.peer] * 3
     assert {transfer.result(0) for transfer in again} == {pair.peer}
-    assert (pair.near.events(), pair.far.events(), len(pair.near.peers)) == ([], [], 1)
+    assert (pair.local.events(), pair.remote.events(), len(pair.local.peers)) == ([], [], 1)
 
 
 def test_link_calls_to_a_linked_peer_have_ended_and_leave_the_link(pair: Pair) -> None:
-    calls = [pair.near.link(address(pair.far), name="far", timeout=0.001) for _ in range(1500)]
+    calls = [pair.local.link(address(pair.remote), name="remote", timeout=0.001) for _ in range(1500)]
     assert all(call.done() for call in calls)
     assert {call.result(0) for call in calls} == {pair.peer}
-    fails(PeerLost, lambda: pair.near.link(address(pair.far), name="other"))
-    assert (pair.near.events(), pair.far.events(), pair.peer.alive) == ([], [], True)
+    fails(PeerLost, lambda: pair.local.link(address(pair.remote), name="other"))
+    assert (pair.local.events(), pair.remote.events(), pair.peer.alive) == ([], [], True)
 
 
 def test_completed_event_of_a_link(start: Open) -> None:
-    far, near = start(listen="127.0.0.1:0"), start()
-    transfer = near.link(address(far))
-    seen = gather(near, lambda seen: len(seen) == 2)
+    remote, local = start(listen="127.0.0.1:0"), start()
+    transfer = local.link(address(remote))
+    seen = gather(local, lambda seen: len(seen) == 2)
     (completed,) = of(Completed, seen)
     (up,) = of(PeerUp, seen)
     assert completed.transfer is transfer
@@ -109,8 +109,8 @@ def test_link_before_the_peer_listens(start: Open) -> None:
     first = start(listen="127.0.0.1:0")
     at = address(first)
     first.close()
-    near = start()
-    linking = near.link(at)
+    local = start()
+    linking = local.link(at)
     assert not linking.done()
     start(listen=at, name="late")
     assert linking.result(LIMIT).name == "late"
@@ -120,30 +120,30 @@ def test_nobody_listens(start: Open) -> None:
     first = start(listen="127.0.0.1:0")
     at = address(first)
     first.close()
-    near = start()
-    error = fails(Timeout, lambda: near.link(at, timeout=0.2))
+    local = start()
+    error = fails(Timeout, lambda: local.link(at, timeout=0.2))
     assert at in str(error)
-    linking = near.link(at)
+    linking = local.link(at)
     assert linking.cancel()
     fails(Cancelled, lambda: linking)
-    assert near.peers == []
+    assert local.peers == []
 
 
 def test_peer_with_another_name(pair: Pair, start: Open) -> None:
     other = start(name="other", listen="127.0.0.1:0")
-    error = fails(PeerLost, lambda: pair.near.link(address(other), name="far"))
+    error = fails(PeerLost, lambda: pair.local.link(address(other), name="remote"))
     assert error.code == "link_failed"
     assert "other" in str(error)
-    assert "far" in str(error)
-    assert pair.near.peers == [pair.peer]
-    fails(PeerLost, lambda: pair.near.link(address(pair.far), name="other"))
+    assert "remote" in str(error)
+    assert pair.local.peers == [pair.peer]
+    fails(PeerLost, lambda: pair.local.link(address(pair.remote), name="other"))
     assert pair.peer.alive, "the link that exists stays"
 
 
 def test_another_token(start: Open) -> None:
-    far = start(listen="127.0.0.1:0", token="x" * 16)
-    near = start(token="y" * 16)
-    error = fails(PeerLost, lambda: near.link(address(far)))
+    remote = start(listen="127.0.0.1:0", token="x" * 16)
+    local = start(token="y" * 16)
+    error = fails(PeerLost, lambda: local.link(address(remote)))
     assert isinstance(error, ConnectionError)
     assert "yyyy" not in str(error)
 
@@ -163,7 +163,7 @@ def test_wrong_arguments_of_link(start: Open) -> None:
     refused("name", lambda: engine.link("127.0.0.1:1", name="x" * 129))
     at: Any = "127.0.0.1:1"
     for arguments, keywords in (
-        ((1,), {}), ((b"127.0.0.1:1",), {}), ((at,), {"name": 1}), ((at, "far"), {}), ((at,), {"cluster_id": 1}),
+        ((1,), {}), ((b"127.0.0.1:1",), {}), ((at,), {"name": 1}), ((at, "remote"), {}), ((at,), {"cluster_id": 1}),
     ):  # fmt: skip
         with pytest.raises(TypeError):
             engine.link(*arguments, **keywords)  # type: ignore[arg-type]
@@ -186,12 +186,12 @@ def test_messages_arrive_in_order(pair: Pair) -> None:
     sent = [f"message {number}".encode() * (number % 7) for number in range(1000)]
     for message in sent:
         pair.peer.send(message)
-    seen = gather(pair.far, lambda seen: len(of(Message, seen)) >= 1000)
+    seen = gather(pair.remote, lambda seen: len(of(Message, seen)) >= 1000)
     assert [(event.peer, event.data) for event in seen if isinstance(event, Message)] == [
         (pair.back, message) for message in sent
     ]
     pair.back.send(bytearray(b"back"))  # type: ignore[arg-type]
-    assert messages(pair.near, 1) == [b"back"]
+    assert messages(pair.local, 1) == [b"back"]
 
 
 def test_window_of_messages(pair: Pair) -> None:
@@ -201,9 +201,9 @@ def test_window_of_messages(pair: Pair) -> None:
         pair.peer.send(bytes([number % 256]))
     error = fails(Busy, lambda: pair.peer.send(b"one more"))
     assert error.code == "busy"
-    fails(Busy, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[2]], notify=b"no"))
+    fails(Busy, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[2]], notify=b"no"))
     model.check(mine)
-    assert len(messages(pair.far, 1024)) == 1024
+    assert len(messages(pair.remote, 1024)) == 1024
 
     def accepted() -> bool:
         try:
@@ -213,7 +213,7 @@ def test_window_of_messages(pair: Pair) -> None:
         return True
 
     eventually(accepted)
-    assert messages(pair.far, 1) == [b"again"]
+    assert messages(pair.remote, 1) == [b"again"]
 
 
 def test_wrong_messages(pair: Pair) -> None:
@@ -223,17 +223,17 @@ def test_wrong_messages(pair: Pair) -> None:
             pair.peer.send(wrong)  # type: ignore[arg-type]
     pair.peer.send(bytes(65536))
     pair.peer.send(b"")
-    assert messages(pair.far, 2) == [bytes(65536), b""]
+    assert messages(pair.remote, 2) == [bytes(65536), b""]
 
 
 def test_descriptor(pair: Pair) -> None:
-    assert pair.near.fileno() == pair.near.fileno()
-    assert not os.get_inheritable(pair.near.fileno())
-    assert select.select([pair.near], [], [], 0) == ([], [], [])
+    assert pair.local.fileno() == pair.local.fileno()
+    assert not os.get_inheritable(pair.local.fileno())
+    assert select.select([pair.local], [], [], 0) == ([], [], [])
     pair.back.send(b"x")
-    assert select.select([pair.near], [], [], LIMIT)[0] == [pair.near]
-    pair.near.events()
-    assert select.select([pair.near], [], [], 0) == ([], [], [])
+    assert select.select([pair.local], [], [], LIMIT)[0] == [pair.local]
+    pair.local.events()
+    assert select.select([pair.local], [], [], 0) == ([], [], [])
 
 
 # The end of a link
@@ -241,69 +241,69 @@ def test_descriptor(pair: Pair) -> None:
 
 def test_closing_a_peer(pair: Pair) -> None:
     mine, _ = pair.caches()
-    push = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
+    push = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
     assert pair.peer.close().result(LIMIT) is None
     assert not pair.peer.alive
     fails(PeerLost, lambda: push)
     fails(PeerLost, lambda: pair.peer.send(b"x"))
-    fails(PeerLost, lambda: pair.near.pull(mine[[1]], pair.peer["kv"][[2]]))
-    for engine, peer in ((pair.near, pair.peer), (pair.far, pair.back)):
+    fails(PeerLost, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[2]]))
+    for engine, peer in ((pair.local, pair.peer), (pair.remote, pair.back)):
         down = next_of(engine, PeerDown)
         assert (down.peer, down.unconfirmed) == (peer, 0)
         assert down.reason
         assert (engine.peers, of(PeerDown, engine.events())) == ([], [])
     assert pair.peer.close().result(LIMIT) is None, "closing again is no error"
     check_times(pair.peer.close)
-    again = pair.near.link(address(pair.far)).result(LIMIT)
+    again = pair.local.link(address(pair.remote)).result(LIMIT)
     assert again == pair.peer, "it is the same incarnation"
-    pair.near.pull(mine[[1]], pair.peer["kv"][[2]]).result(LIMIT)
+    pair.local.pull(mine[[1]], pair.peer["kv"][[2]]).result(LIMIT)
 
 
 def test_peer_that_closes_its_engine(pair: Pair) -> None:
     pair.back.send(b"last words")
-    assert select.select([pair.near], [], [], LIMIT)[0], "the message has arrived"
-    pair.far.close()
-    seen = gather(pair.near, lambda seen: bool(of(PeerDown, seen)))
+    assert select.select([pair.local], [], [], LIMIT)[0], "the message has arrived"
+    pair.remote.close()
+    seen = gather(pair.local, lambda seen: bool(of(PeerDown, seen)))
     assert [type(event) for event in seen] == [Message, PeerDown], "messages come before the end"
     assert not pair.peer.alive
 
 
 @pytest.mark.parametrize("how", ["killed", "closed"])
-def test_killed_peer(start: Open, far: Far, carried_by: str, how: str) -> None:
+def test_killed_peer(start: Open, remote: Remote, carried_by: str, how: str) -> None:
     """Its transfers end with `PeerLost`, then there is one `PeerDown`, and the engine goes on."""
-    near = start(transport=carried_by)
-    mine = allocate(near, seed=1)
-    peer = near.link(far.address).result(LIMIT)
-    next_of(near, PeerUp)
-    hanging = [near.push(peer["kv"][[n]], mine[[n]], layerwise=True) for n in range(4)]
-    near.pull(mine[[5]], peer["kv"][[6]]).result(LIMIT)
+    local = start(transport=carried_by)
+    mine = allocate(local, seed=1)
+    peer = local.link(remote.address).result(LIMIT)
+    next_of(local, PeerUp)
+    hanging = [local.push(peer["kv"][[n]], mine[[n]], layerwise=True) for n in range(4)]
+    local.pull(mine[[5]], peer["kv"][[6]]).result(LIMIT)
     model = Model(mine)
     if how == "killed":
-        far.kill()
+        remote.kill()
     else:
-        far.start("engine.close()")
-    seen = gather(near, lambda seen: bool(of(PeerDown, seen)))
+        remote.start("engine.close()")
+    seen = gather(local, lambda seen: bool(of(PeerDown, seen)))
     assert {event.transfer for event in of(Completed, seen)} == set(hanging)
     assert {type(event.error) for event in of(Completed, seen)} == {PeerLost}
     assert isinstance(seen[-1], PeerDown), "it comes after the ends of the transfers"
     assert seen[-1].peer == peer
-    assert (peer.alive, near.peers, peer.name) == (False, [], "far")
-    fails(PeerLost, lambda: near.pull(mine[[1]], peer["kv"][[2]]))
+    assert (peer.alive, local.peers, peer.name) == (False, [], "remote")
+    fails(PeerLost, lambda: local.pull(mine[[1]], peer["kv"][[2]]))
     fails(PeerLost, lambda: peer.send(b"x"))
-    near.copy(mine[[7]], mine[[8]]).result(LIMIT)
+    local.copy(mine[[7]], mine[[8]]).result(LIMIT)
     model.write([7], model, [8]).check(mine)
 
 
-def test_transfers_in_flight_when_the_peer_is_killed(start: Open, far: Far, carried_by: str) -> None:
+def test_transfers_in_flight_when_the_peer_is_killed(start: Open, remote: Remote, carried_by: str) -> None:
     """Each of many pulls either has the bytes of the peer or an error. After that, nothing writes into the blocks."""
-    near = start(transport=carried_by)
-    mine = allocate(near, seed=1, blocks=256)
-    far.do("big = allocate(engine, 'big', seed=3, blocks=256)")
-    theirs = far.do("contents(big)")
-    peer = near.link(far.address).result(LIMIT)
-    pulls = [near.pull(mine[[n]], peer["big"][[n]]) for n in range(256)]
-    next_of(near, Completed)
-    far.kill()
+    local = start(transport=carried_by)
+    mine = allocate(local, seed=1, blocks=256)
+    remote.do("big = allocate(engine, 'big', seed=3, blocks=256)")
+    theirs = remote.do("contents(big)")
+    peer = local.link(remote.address).result(LIMIT)
+    pulls = [local.pull(mine[[n]], peer["big"][[n]]) for n in range(256)]
+    next_of(local, Completed)
+    remote.kill()
     failed = []
     for number, transfer in enumerate(pulls):
         try:
@@ -316,39 +316,39 @@ def test_transfers_in_flight_when_the_peer_is_killed(start: Open, far: Far, carr
             assert ours[number * 96 :][:96] == other[number * 96 :][:96]
     for tensor in mine.tensors:
         tensor.numpy()[:] = 0x55
-    next_of(near, PeerDown)
+    next_of(local, PeerDown)
     assert all(set(tensor) == {0x55} for tensor in contents(mine))
 
 
-def test_restart_at_the_same_address(start: Open, begin_far: Callable[..., Far]) -> None:
+def test_restart_at_the_same_address(start: Open, begin_remote: Callable[..., Remote]) -> None:
     """The new process is another peer: nothing of the old one reaches it, and old objects do not name it."""
-    near = start(name="near")
-    mine = allocate(near, seed=1)
-    old_far = begin_far(name="far")
-    old_far.do("kv = allocate(engine, seed=2)")
-    old = near.link(old_far.address).result(LIMIT)
-    old_far.do("up = next_of(engine, PeerUp); up.peer.send(b'from the old one')")
-    before = gather(near, lambda seen: bool(of(Message, seen)))
+    local = start(name="local")
+    mine = allocate(local, seed=1)
+    old_remote = begin_remote(name="remote")
+    old_remote.do("kv = allocate(engine, seed=2)")
+    old = local.link(old_remote.address).result(LIMIT)
+    old_remote.do("up = next_of(engine, PeerUp); up.peer.send(b'from the old one')")
+    before = gather(local, lambda seen: bool(of(Message, seen)))
     old_rows = old["kv"][[3]]
-    token = old_far.do(f"grant = engine.lend(kv[[3]], ttl={LIMIT}); bytes(grant.token)")
-    hanging = near.push(old_rows, mine[[3]], layerwise=True)
-    old_far.kill()
-    new_far = begin_far(name="far", listen=old_far.address)
-    new_far.do("kv = allocate(engine, seed=4)")
-    new = near.link(old_far.address).result(LIMIT)
-    assert (new.name, new.address, new == old, new.alive, old.alive) == ("far", old.address, False, True, False)
+    token = old_remote.do(f"grant = engine.lend(kv[[3]], ttl={LIMIT}); bytes(grant.token)")
+    hanging = local.push(old_rows, mine[[3]], layerwise=True)
+    old_remote.kill()
+    new_remote = begin_remote(name="remote", listen=old_remote.address)
+    new_remote.do("kv = allocate(engine, seed=4)")
+    new = local.link(old_remote.address).result(LIMIT)
+    assert (new.name, new.address, new == old, new.alive, old.alive) == ("remote", old.address, False, True, False)
     assert new.incarnation != old.incarnation
     fails(PeerLost, lambda: hanging)
-    fails(PeerLost, lambda: near.pull(mine[[1]], old_rows))
-    fails(PeerLost, lambda: near.push(old_rows, mine[[1]]))
+    fails(PeerLost, lambda: local.pull(mine[[1]], old_rows))
+    fails(PeerLost, lambda: local.push(old_rows, mine[[1]]))
     fails(PeerLost, lambda: old.send(b"for the old one"))
     assert old["kv"] != new["kv"]
-    fails(GrantEnded, lambda: near.pull(mine[[1]], new["kv"][[3]], grant=token))
-    near.pull(mine[[1]], new["kv"][[2]]).result(LIMIT)
-    assert contents(mine)[0][96:192] == new_far.do("contents(kv)")[0][2 * 96 : 3 * 96]
+    fails(GrantEnded, lambda: local.pull(mine[[1]], new["kv"][[3]], grant=token))
+    local.pull(mine[[1]], new["kv"][[2]]).result(LIMIT)
+    assert contents(mine)[0][96:192] == new_remote.do("contents(kv)")[0][2 * 96 : 3 * 96]
     new.send(b"for the new one")
-    assert new_far.do("messages(engine, 1)") == [b"for the new one"]
-    seen = before + gather(near, lambda seen: bool(of(PeerUp, seen)) and bool(of(PeerDown, seen)))
+    assert new_remote.do("messages(engine, 1)") == [b"for the new one"]
+    seen = before + gather(local, lambda seen: bool(of(PeerUp, seen)) and bool(of(PeerDown, seen)))
     assert of(Completed, seen) == [], "their outcomes were taken"
     of_old = [type(event) for event in seen if event.peer == old]  # type: ignore[union-attr]
     assert of_old == [PeerUp, Message, PeerDown]
@@ -357,41 +357,41 @@ def test_restart_at_the_same_address(start: Open, begin_far: Callable[..., Far])
 
 def test_many_restarts(start: Open) -> None:
     """Each engine at an address is another peer, and the last one is the only one that is linked."""
-    near, met = start(), set()
+    local, met = start(), set()
     at = "127.0.0.1:0"
     for number in range(20):
         with Engine(listen=at, name=str(number), pool="64KiB") as engine:
             at = address(engine)
-            peer = near.link(at).result(LIMIT)
+            peer = local.link(at).result(LIMIT)
             assert peer.name == str(number)
             met.add(peer)
     assert len(met) == 20
-    eventually(lambda: near.peers == [])
-    seen = near.events()
+    eventually(lambda: local.peers == [])
+    seen = local.events()
     assert (len(of(PeerUp, seen)), len(of(PeerDown, seen))) == (20, 20)
 
 
-def test_silent_peer(start: Open, far: Far) -> None:
-    near = start(transport="tcp", heartbeat=0.05, silence=0.3)
-    peer = near.link(far.address).result(LIMIT)
-    with far.stopped():
-        assert next_of(near, PeerDown).peer == peer
+def test_silent_peer(start: Open, remote: Remote) -> None:
+    local = start(transport="tcp", heartbeat=0.05, silence=0.3)
+    peer = local.link(remote.address).result(LIMIT)
+    with remote.stopped():
+        assert next_of(local, PeerDown).peer == peer
 
 
-def test_unconfirmed_messages(start: Open, far: Far) -> None:
-    near = start(transport="tcp", silence=600.0)
-    peer = near.link(far.address).result(LIMIT)
-    with far.stopped():
+def test_unconfirmed_messages(start: Open, remote: Remote) -> None:
+    local = start(transport="tcp", silence=600.0)
+    peer = local.link(remote.address).result(LIMIT)
+    with remote.stopped():
         for _ in range(5):
             peer.send(b"never read")
-        far.process.kill()
-    assert next_of(near, PeerDown).unconfirmed == 5
+        remote.process.kill()
+    assert next_of(local, PeerDown).unconfirmed == 5
 
 
 def test_objects_of_a_closed_engine(pair: Pair) -> None:
-    pair.near.close()
+    pair.local.close()
     closed(lambda: pair.peer.send(b"x"))
-    assert (pair.peer.alive, pair.peer.name, pair.peer.metadata) == (False, "far", b"")
+    assert (pair.peer.alive, pair.peer.name, pair.peer.metadata) == (False, "remote", b"")
 
 
 def test_attributes_cannot_be_set(pair: Pair) -> None:
@@ -407,7 +407,7 @@ def test_bytes_of_waiting_messages_are_bounded(pair: Pair) -> None:
         pair.peer.send(large)
     with pytest.raises(Busy):
         pair.peer.send(b"x")
-    assert messages(pair.far, 64) == [large] * 64
+    assert messages(pair.remote, 64) == [large] * 64
 
 
 def test_room_for_messages_does_not_shrink(pair: Pair) -> None:
@@ -419,12 +419,12 @@ def test_room_for_messages_does_not_shrink(pair: Pair) -> None:
         if accepted(lambda: pair.peer.send(b"x"), Busy):
             sent += 1
         else:
-            got += len(of(Message, pair.far.events()))
+            got += len(of(Message, pair.remote.events()))
         if sent % 10 == 0:
-            pulls.append(pair.near.pull(mine[[0]], pair.peer["kv"][[1]], notify=b"y"))
-            got += len(of(Message, pair.far.events()))
+            pulls.append(pair.local.pull(mine[[0]], pair.peer["kv"][[1]], notify=b"y"))
+            got += len(of(Message, pair.remote.events()))
     sent += sum(accepted(lambda pull=pull: pull, Busy) for pull in pulls)  # type: ignore[misc]
-    gather(pair.far, lambda seen: len(of(Message, seen)) >= sent - got)
+    gather(pair.remote, lambda seen: len(of(Message, seen)) >= sent - got)
 
     for _ in range(1024):
         # The last report of what was taken may still be on its way. Nobody takes any now, so smaller room stays full.
@@ -436,23 +436,23 @@ def test_transfers_do_not_wait_for_a_worker_of_messages(pair: Pair) -> None:
     mine, _ = pair.caches(blocks=64, shape=(4096,))
     pulls = []
     for block in range(64):
-        pulls.append(pair.near.pull(mine[[block]], pair.peer["kv"][[block]], notify=b"call"))
+        pulls.append(pair.local.pull(mine[[block]], pair.peer["kv"][[block]], notify=b"call"))
         pair.peer.send(b"plain")
     for pull in pulls:
         pull.result(LIMIT)
-    assert sorted(messages(pair.far, 128)) == [b"call"] * 64 + [b"plain"] * 64
+    assert sorted(messages(pair.remote, 128)) == [b"call"] * 64 + [b"plain"] * 64
 
 
-def test_messages_of_a_link_that_broke_are_still_there(start: Open, far: Far) -> None:
-    near = start(listen="127.0.0.1:0")
-    allocate(near)
-    far.do(f"peer = engine.link({near.address!r}).result(LIMIT)")
-    far.do("for number in range(19): peer.send(bytes([number]))")
+def test_messages_of_a_link_that_broke_are_still_there(start: Open, remote: Remote) -> None:
+    local = start(listen="127.0.0.1:0")
+    allocate(local)
+    remote.do(f"peer = engine.link({local.address!r}).result(LIMIT)")
+    remote.do("for number in range(19): peer.send(bytes([number]))")
     # It comes behind the others, so they have all arrived when the pull has ended.
-    far.do("engine.pull(kv[[0]], peer['kv'][[0]], notify=bytes([19])).result(LIMIT)")
-    far.kill()
-    eventually(lambda: near.peers == [])
-    assert messages(near, 20) == [bytes([number]) for number in range(20)]
+    remote.do("engine.pull(kv[[0]], peer['kv'][[0]], notify=bytes([19])).result(LIMIT)")
+    remote.kill()
+    eventually(lambda: local.peers == [])
+    assert messages(local, 20) == [bytes([number]) for number in range(20)]
 
 
 def silent_addresses(held: ExitStack, count: int) -> list[str]:
@@ -462,10 +462,10 @@ def silent_addresses(held: ExitStack, count: int) -> list[str]:
 
 
 def test_silent_addresses_do_not_hold_up_others(start: Open, held: ExitStack) -> None:
-    near, far = start(), start(listen="127.0.0.1:0")
-    calls = [near.link(at, timeout=600.0) for at in silent_addresses(held, 48)]
+    local, remote = start(), start(listen="127.0.0.1:0")
+    calls = [local.link(at, timeout=600.0) for at in silent_addresses(held, 48)]
     # The calls to silent addresses keep their threads for much longer.
-    near.link(address(far)).result(LIMIT)
+    local.link(address(remote)).result(LIMIT)
     assert not any(call.done() for call in calls)
     assert all(call.cancel() for call in calls)
     for call in calls:
@@ -474,15 +474,15 @@ def test_silent_addresses_do_not_hold_up_others(start: Open, held: ExitStack) ->
 
 def test_time_of_a_link_counts_from_the_call(start: Open, held: ExitStack) -> None:
     """More calls than there are workers: those that wait for one end in time as well."""
-    near, (silent,) = start(), silent_addresses(held, 1)
-    for call in [near.link(silent, timeout=0.4) for _ in range(80)]:
+    local, (silent,) = start(), silent_addresses(held, 1)
+    for call in [local.link(silent, timeout=0.4) for _ in range(80)]:
         error = fails(Timeout, lambda call=call: call)  # type: ignore[misc]
         assert error.facts["address"] == silent
 
 
 def test_closing_ends_calls_of_link(start: Open, held: ExitStack) -> None:
-    near, silent = start(), silent_addresses(held, 1)
-    calls = [near.link(at, timeout=600.0) for at in [*silent, "127.0.0.1:1"] * 20]
-    near.close()
+    local, silent = start(), silent_addresses(held, 1)
+    calls = [local.link(at, timeout=600.0) for at in [*silent, "127.0.0.1:1"] * 20]
+    local.close()
     for call in calls:
         fails(Closed, lambda call=call: call)  # type: ignore[misc]

@@ -95,14 +95,14 @@ def test_forms_of_remote_rows(pair: Pair, form: str) -> None:
     rows = pair.peer["kv"][index]
     assert (len(rows), rows.cache) == (len(blocks), pair.peer["kv"])
     if not blocks:
-        refused("dst", lambda: pair.near.pull(mine[[]], rows))
-        refused("dst", lambda: pair.near.push(rows, mine[[]]))
+        refused("dst", lambda: pair.local.pull(mine[[]], rows))
+        refused("dst", lambda: pair.local.push(rows, mine[[]]))
         return
     model = Model(mine)
-    pair.near.pull(mine[to], rows).result(LIMIT)
+    pair.local.pull(mine[to], rows).result(LIMIT)
     model.write(to, Model(theirs), blocks).check(mine)
     model = Model(theirs)
-    pair.near.push(rows, mine[[0] * len(to)]).result(LIMIT)
+    pair.local.push(rows, mine[[0] * len(to)]).result(LIMIT)
     model.write(blocks, Model(mine), [0] * len(to)).check(theirs)
 
 
@@ -140,15 +140,15 @@ def test_slices_of_remote_caches_have_an_end(pair: Pair, wrong: slice) -> None:
 def test_missing_block_is_found_by_the_call(pair: Pair) -> None:
     mine, theirs = pair.caches()
     before = Model(mine), Model(theirs)
-    near = pair.near
-    beyond, remote = mine[[1, BLOCKS]], pair.peer["kv"]
-    refused("dst", lambda: near.copy(beyond, mine[[1, 2]]), str(BLOCKS))
-    refused("src", lambda: near.copy(mine[[1, 2]], beyond), str(BLOCKS))
-    refused("dst", lambda: near.pull(beyond, remote[[1, 2]]), str(BLOCKS))
-    refused("src", lambda: near.push(remote[[1, 2]], beyond), str(BLOCKS))
-    refused("rows", lambda: near.lend(beyond, ttl=1.0), str(BLOCKS))
+    local = pair.local
+    beyond, remote_kv = mine[[1, BLOCKS]], pair.peer["kv"]
+    refused("dst", lambda: local.copy(beyond, mine[[1, 2]]), str(BLOCKS))
+    refused("src", lambda: local.copy(mine[[1, 2]], beyond), str(BLOCKS))
+    refused("dst", lambda: local.pull(beyond, remote_kv[[1, 2]]), str(BLOCKS))
+    refused("src", lambda: local.push(remote_kv[[1, 2]], beyond), str(BLOCKS))
+    refused("rows", lambda: local.lend(beyond, ttl=1.0), str(BLOCKS))
     # The peer knows the size of its cache, so these are outcomes.
-    pull, push = near.pull(mine[[1, 2]], remote[[1, BLOCKS]]), near.push(remote[[1, BLOCKS]], mine[[1, 2]])
+    pull, push = local.pull(mine[[1, 2]], remote_kv[[1, BLOCKS]]), local.push(remote_kv[[1, BLOCKS]], mine[[1, 2]])
     refused("src", lambda: pull.result(LIMIT), str(BLOCKS))
     refused("dst", lambda: push.result(LIMIT), str(BLOCKS))
     before[0].check(mine)
@@ -202,28 +202,28 @@ def test_layers(pair: Pair, span: Any) -> None:
     """Four layers of one tensor each: the second and third move."""
     mine, theirs = pair.caches()
     model = Model(mine)
-    pair.near.pull(mine[[3, 4]].part(layers=span), pair.peer["kv"][[5, 6]].part(layers=span)).result(LIMIT)
+    pair.local.pull(mine[[3, 4]].part(layers=span), pair.peer["kv"][[5, 6]].part(layers=span)).result(LIMIT)
     model.write([3, 4], Model(theirs), [5, 6], tensors=range(1, 3)).check(mine)
     model = Model(theirs)
-    pair.near.push(pair.peer["kv"][[1]].part(layers=span), mine[[2]].part(layers=span)).result(LIMIT)
+    pair.local.push(pair.peer["kv"][[1]].part(layers=span), mine[[2]].part(layers=span)).result(LIMIT)
     model.write([1], Model(mine), [2], tensors=range(1, 3)).check(theirs)
 
 
 def test_layers_of_several_tensors(pair: Pair) -> None:
     mine, theirs = pair.caches(tensors_per_layer=2)
     model = Model(mine)
-    pair.near.pull(mine[[3]].part(layers=(1, 2)), pair.peer["kv"][[5]].part(layers=(1, 2))).result(LIMIT)
+    pair.local.pull(mine[[3]].part(layers=(1, 2)), pair.peer["kv"][[5]].part(layers=(1, 2))).result(LIMIT)
     model.write([3], Model(theirs), [5], tensors=range(2, 4)).check(mine)
-    refused("dst", lambda: pair.near.pull(mine[[3]].part(layers=(1, 3)), pair.peer["kv"][[5]].part(layers=(0, 2))))
+    refused("dst", lambda: pair.local.pull(mine[[3]].part(layers=(1, 3)), pair.peer["kv"][[5]].part(layers=(0, 2))))
 
 
 @pytest.mark.parametrize("span", [range(10, 50), slice(10, 50), (10, 50)], ids=short)
 def test_bytes(pair: Pair, span: Any) -> None:
     mine, theirs = pair.caches()
     model = Model(mine)
-    pair.near.pull(mine[[3, 4]].part(bytes=span), pair.peer["kv"][[5, 6]].part(bytes=span)).result(LIMIT)
+    pair.local.pull(mine[[3, 4]].part(bytes=span), pair.peer["kv"][[5, 6]].part(bytes=span)).result(LIMIT)
     model.write([3, 4], Model(theirs), [5, 6], part=(10, 50)).check(mine)
-    pair.near.copy(mine[[7]].part(bytes=span), mine[[8]].part(bytes=(50, 90))).result(LIMIT)
+    pair.local.copy(mine[[7]].part(bytes=span), mine[[8]].part(bytes=(50, 90))).result(LIMIT)
     model.write([7], model, [8], part=(50, 90), shift=-40).check(mine)
 
 
@@ -276,17 +276,17 @@ def test_wrong_uses_of_part(engine: Engine) -> None:
 
 def test_parts_that_exceed_the_cache(pair: Pair) -> None:
     mine, _ = pair.caches()
-    remote = pair.peer["kv"][[1]]
+    remote_kv = pair.peer["kv"][[1]]
     for part in ({"layers": (3, 5)}, {"bytes": (90, 97)}):
-        refused("dst", lambda part=part: pair.near.pull(mine[[1]].part(**part), remote.part(**part)))  # type: ignore[misc]
-    refused("dst", lambda: pair.near.copy(mine[[1]].part(layers=(0, 1)), mine[[2]].part(layers=(0, 1))))
+        refused("dst", lambda part=part: pair.local.pull(mine[[1]].part(**part), remote_kv.part(**part)))  # type: ignore[misc]
+    refused("dst", lambda: pair.local.copy(mine[[1]].part(layers=(0, 1)), mine[[2]].part(layers=(0, 1))))
 
 
 def test_tokens_need_a_layout(pair: Pair) -> None:
     mine, _ = pair.caches()
-    refused("dst", lambda: pair.near.pull(mine[[1]].part(tokens=(0, 1)), pair.peer["kv"][[1]]))
+    refused("dst", lambda: pair.local.pull(mine[[1]].part(tokens=(0, 1)), pair.peer["kv"][[1]]))
     of = layout()
-    cache = pair.near.allocate("with layout", of, blocks=4)
-    refused("dst", lambda: pair.near.copy(cache[[1]].part(tokens=(0, 1)), cache[[2]].part(tokens=(0, 1))))
-    transfer = pair.near.pull(cache[[1]].part(tokens=(0, 1)), pair.peer["kv"][[1]])
+    cache = pair.local.allocate("with layout", of, blocks=4)
+    refused("dst", lambda: pair.local.copy(cache[[1]].part(tokens=(0, 1)), cache[[2]].part(tokens=(0, 1))))
+    transfer = pair.local.pull(cache[[1]].part(tokens=(0, 1)), pair.peer["kv"][[1]])
     fails(InvalidArgument, lambda: transfer)

@@ -82,13 +82,13 @@ class Strided:
         return f"{self.how}, {len(self.arrays)} tensors of {self.rows} blocks of {self.size}"
 
 
-def two(chance: random.Random, near: Engine, far: Engine, number: int, **given: Any) -> tuple[Strided, Strided]:
+def two(chance: random.Random, local: Engine, remote: Engine, number: int, **given: Any) -> tuple[Strided, Strided]:
     """Caches with the same number of tensors, of which most have blocks of equal size."""
     sizes = (1, 3, 64, 100, 777, 5000)
     tensors, size = chance.randint(1, 4), chance.choice(sizes)
     other = size if chance.random() < 0.7 else chance.choice(sizes)
-    first = Strided(chance, near, f"a{number}", tensors, size)
-    return first, Strided(chance, far, f"b{number}", tensors, other, **given)
+    first = Strided(chance, local, f"a{number}", tensors, size)
+    return first, Strided(chance, remote, f"b{number}", tensors, other, **given)
 
 
 def drawn(chance: random.Random, src: Strided, dst: Strided) -> tuple[list[int], list[int], int, int, int]:
@@ -121,14 +121,14 @@ def rows_of(cache: Any, blocks: list[int], first: int, length: int, *, whole: bo
 def test_pulls_and_pushes_agree_with_numpy(pair: Pair, verb: str, verify: Any) -> None:
     chance = random.Random(verb)  # noqa: S311
     for number in range(ROUNDS):
-        here, there = two(chance, pair.near, pair.far, number)
+        here, there = two(chance, pair.local, pair.remote, number)
         src, dst = (there, here) if verb == "pull" else (here, there)
         read, written, at, to, length = given = drawn(chance, src, dst)
         ours, theirs = here.cache, pair.peer[there.cache.name]
         into, out_of = (ours, theirs) if verb == "pull" else (theirs, ours)
         whole = src.size == dst.size == length
         pairs = rows_of(into, written, to, length, whole=whole), rows_of(out_of, read, at, length, whole=whole)
-        call = pair.near.pull if verb == "pull" else pair.near.push
+        call = pair.local.pull if verb == "pull" else pair.local.push
         (call([pairs], verify=verify) if chance.random() < 0.3 else call(*pairs, verify=verify)).result(LIMIT)
         move(src, dst, given)
         here.check(number)
@@ -163,14 +163,14 @@ def test_layers_agree_with_numpy(pair: Pair) -> None:
     chance = random.Random(13)  # noqa: S311
     for number in range(ROUNDS):
         size = chance.choice((1, 100, 5000))
-        here = Strided(chance, pair.near, f"a{number}", 4, size, tensors_per_layer=2)
-        there = Strided(chance, pair.far, f"b{number}", 4, size, tensors_per_layer=2)
+        here = Strided(chance, pair.local, f"a{number}", 4, size, tensors_per_layer=2)
+        there = Strided(chance, pair.remote, f"b{number}", 4, size, tensors_per_layer=2)
         written = chance.sample(range(there.rows), chance.randint(1, there.rows))
         read = [chance.randrange(here.rows) for _ in written]
         first = chance.randint(0, 1)
         part = {"layers": (first, 2)}
-        remote = pair.peer[there.cache.name][written].part(**part)
-        push = pair.near.push(remote, here.cache[read].part(**part), layerwise=True)
+        remote_kv = pair.peer[there.cache.name][written].part(**part)
+        push = pair.local.push(remote_kv, here.cache[read].part(**part), layerwise=True)
         for layer in range(first, 2):
             push.ready(layer)
         push.result(LIMIT)
@@ -184,13 +184,13 @@ def test_layers_agree_with_numpy(pair: Pair) -> None:
 
 def test_blocks_with_gaps_under_a_grant(pair: Pair) -> None:
     chance = random.Random(1)  # noqa: S311
-    mine = Strided(chance, pair.near, "kv", 3, 100)
-    theirs = Strided(chance, pair.far, "kv", 3, 100)
-    token = pair.far.lend(theirs.cache[[0]], ttl=LIMIT).token
-    pair.near.pull(mine.cache[[0]], pair.peer["kv"][[0]], grant=token).result(LIMIT)
+    mine = Strided(chance, pair.local, "kv", 3, 100)
+    theirs = Strided(chance, pair.remote, "kv", 3, 100)
+    token = pair.remote.lend(theirs.cache[[0]], ttl=LIMIT).token
+    pair.local.pull(mine.cache[[0]], pair.peer["kv"][[0]], grant=token).result(LIMIT)
     move(theirs, mine, ([0], [0], 0, 0, 100))
     mine.check()
-    fails(GrantEnded, lambda: pair.near.pull(mine.cache[[0]], pair.peer["kv"][[0]], grant=token))
+    fails(GrantEnded, lambda: pair.local.pull(mine.cache[[0]], pair.peer["kv"][[0]], grant=token))
 
 
 def test_views_have_the_stride(engine: Engine) -> None:
@@ -238,11 +238,11 @@ def test_wrong_strides(engine: Engine, stride: int) -> None:
 def test_parts_of_many_blocks_may_go_to_one_block(pair: Pair) -> None:
     """The last one wins."""
     shape: dict[str, Any] = {"blocks": 300, "tensors": 2, "shape": (256,), "dtype": "uint8"}
-    mine, theirs = pair.near.allocate("kv", **shape), pair.far.allocate("kv", **shape)
+    mine, theirs = pair.local.allocate("kv", **shape), pair.remote.allocate("kv", **shape)
     for tensor in mine.tensors:
         tensor.numpy()[:] = np.arange(300)[:, None] % 251
     before = theirs.tensors[0].numpy()[7].copy()
-    pair.near.push(pair.peer["kv"][[7] * 300].part(bytes=(0, 96)), mine[:].part(bytes=(0, 96))).result(LIMIT)
+    pair.local.push(pair.peer["kv"][[7] * 300].part(bytes=(0, 96)), mine[:].part(bytes=(0, 96))).result(LIMIT)
     for tensor in theirs.tensors:
         assert set(tensor.numpy()[7][:96]) == {299 % 251}
     assert (theirs.tensors[0].numpy()[7][96:] == before[96:]).all()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .conftest import Open, Pair
-    from .helpers import Far
+    from .helpers import Remote
 
 
 TRANSPORTS = ["auto", "tcp"]
@@ -65,8 +65,8 @@ NAMES = itertools.count()
 
 def running(pair: Pair) -> Transfer[None]:
     """A transfer that does not end by itself: a push to block 0 of `kv` that waits for its four layers."""
-    cache = allocate(pair.near, f"running {next(NAMES)}")
-    return pair.near.push(pair.peer["kv"][[0]], cache[[0]], layerwise=True)
+    cache = allocate(pair.local, f"running {next(NAMES)}")
+    return pair.local.push(pair.peer["kv"][[0]], cache[[0]], layerwise=True)
 
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
@@ -74,46 +74,46 @@ def running(pair: Pair) -> Transfer[None]:
 def test_pull_and_push(pair: Pair, verb: str, verify: Any) -> None:
     mine, theirs = pair.caches()
     target, source = (mine, theirs) if verb == "pull" else (theirs, mine)
-    model, before, remote = Model(target), Model(source), pair.peer["kv"]
+    model, before, remote_kv = Model(target), Model(source), pair.peer["kv"]
     if verb == "pull":
-        transfer = pair.near.pull(mine[[3, 9, 4]], remote[[0, 0, 15]], verify=verify)
+        transfer = pair.local.pull(mine[[3, 9, 4]], remote_kv[[0, 0, 15]], verify=verify)
     else:
-        transfer = pair.near.push(remote[[3, 9, 4]], mine[[0, 0, 15]], verify=verify)
+        transfer = pair.local.push(remote_kv[[3, 9, 4]], mine[[0, 0, 15]], verify=verify)
     assert transfer.result(LIMIT) is None
     model.write([3, 9, 4], before, [0, 0, 15]).check(target)
     before.check(source)
     assert (transfer.done(), transfer.bytes, transfer.total) == (True, 3 * 4 * 96, 3 * 4 * 96)
     assert transfer.nanos > 0
-    assert (pair.near.stats()["verify"]["blocks"] > 0) == (verify != "off")
+    assert (pair.local.stats()["verify"]["blocks"] > 0) == (verify != "off")
 
 
 def test_both_ends_pull_and_push(pair: Pair) -> None:
     mine, theirs = pair.caches()
     ours, others = Model(mine), Model(theirs)
-    pair.far.pull(theirs[[1]], pair.back["kv"][[2]]).result(LIMIT)
-    pair.far.push(pair.back["kv"][[3]], theirs[[4]]).result(LIMIT)
+    pair.remote.pull(theirs[[1]], pair.back["kv"][[2]]).result(LIMIT)
+    pair.remote.push(pair.back["kv"][[3]], theirs[[4]]).result(LIMIT)
     ours.write([3], others, [4]).check(mine)
     others.write([1], ours, [2]).check(theirs)
 
 
-def test_another_process(start: Open, begin_far: Callable[..., Far], carried_by: str) -> None:
-    far, near = begin_far(transport=carried_by), start(transport=carried_by)
-    mine = allocate(near, seed=1)
-    far.do("kv = allocate(engine, seed=2)")
-    peer = near.link(far.address).result(LIMIT)
+def test_another_process(start: Open, begin_remote: Callable[..., Remote], carried_by: str) -> None:
+    remote, local = begin_remote(transport=carried_by), start(transport=carried_by)
+    mine = allocate(local, seed=1)
+    remote.do("kv = allocate(engine, seed=2)")
+    peer = local.link(remote.address).result(LIMIT)
     assert peer.transport == ("tcp" if carried_by == "tcp" else "shm")
-    model, theirs = Model(mine), Model(far.do("contents(kv)"))
-    near.pull(mine[[3, 9]], peer["kv"][[5, 6]], verify="full").result(LIMIT)
+    model, theirs = Model(mine), Model(remote.do("contents(kv)"))
+    local.pull(mine[[3, 9]], peer["kv"][[5, 6]], verify="full").result(LIMIT)
     model.write([3, 9], theirs, [5, 6]).check(mine)
-    near.push(peer["kv"][[1]], mine[[9]], verify="full").result(LIMIT)
+    local.push(peer["kv"][[1]], mine[[9]], verify="full").result(LIMIT)
     theirs.write([1], model, [9])
-    assert far.do("contents(kv)") == [bytes(tensor) for tensor in theirs.tensors]
+    assert remote.do("contents(kv)") == [bytes(tensor) for tensor in theirs.tensors]
 
 
 def test_last_of_repeated_destinations_counts(pair: Pair) -> None:
     mine, theirs = pair.caches()
     model = Model(mine)
-    pair.near.pull(mine[[3, 3, 4, 3]], pair.peer["kv"][[1, 2, 3, 4]]).result(LIMIT)
+    pair.local.pull(mine[[3, 3, 4, 3]], pair.peer["kv"][[1, 2, 3, 4]]).result(LIMIT)
     model.write([3, 4], Model(theirs), [4, 3]).check(mine)
 
 
@@ -121,33 +121,33 @@ def test_thirty_two_at_once(pair: Pair) -> None:
     """Each transfer has one `Completed` with the handle that the call returned, and nothing else comes."""
     mine, theirs = pair.caches(blocks=64)
     model = Model(mine)
-    started = {pair.near.pull(mine[[32 + n]], pair.peer["kv"][[n]]): n for n in range(32)}
-    seen = gather(pair.near, lambda seen: len(of(Completed, seen)) >= 32)
+    started = {pair.local.pull(mine[[32 + n]], pair.peer["kv"][[n]]): n for n in range(32)}
+    seen = gather(pair.local, lambda seen: len(of(Completed, seen)) >= 32)
     done = of(Completed, seen)
     assert len(done) == 32
     assert {event.transfer for event in done} == set(started)
     assert [event.error for event in done] == [None] * 32
     model.write(range(32, 64), Model(theirs), range(32)).check(mine)
-    assert pair.near.events() == []
+    assert pair.local.events() == []
     assert all(transfer.result(0) is None for transfer in started), "the outcome stays after its event"
 
 
 def test_outcome_that_was_taken_has_no_event(pair: Pair) -> None:
     mine, _ = pair.caches()
     for _ in range(3):
-        pair.near.pull(mine[[1]], pair.peer["kv"][[2]]).result(LIMIT)
-    left = pair.near.pull(mine[[1]], pair.peer["kv"][[2]])
-    assert next_of(pair.near, Completed).transfer is left
-    assert pair.near.events() == []
+        pair.local.pull(mine[[1]], pair.peer["kv"][[2]]).result(LIMIT)
+    left = pair.local.pull(mine[[1]], pair.peer["kv"][[2]])
+    assert next_of(pair.local, Completed).transfer is left
+    assert pair.local.events() == []
 
 
 def test_dropped_handle(pair: Pair) -> None:
     """The transfer goes on, and its event has a handle."""
     mine, theirs = pair.caches()
     model = Model(mine)
-    pair.near.pull(mine[[1]], pair.peer["kv"][[2]])
+    pair.local.pull(mine[[1]], pair.peer["kv"][[2]])
     gc.collect()
-    event = next_of(pair.near, Completed)
+    event = next_of(pair.local, Completed)
     assert event.error is None
     assert event.transfer.result(0) is None
     model.write([1], Model(theirs), [2]).check(mine)
@@ -159,13 +159,13 @@ def test_dropped_layerwise_push_is_cancelled(pair: Pair) -> None:
     push.ready(0)
     del push
     gc.collect()
-    assert type(next_of(pair.near, Completed).error) is Cancelled
+    assert type(next_of(pair.local, Completed).error) is Cancelled
 
 
 def test_events_as_patterns(pair: Pair) -> None:
     mine, _ = pair.caches()
-    pair.near.pull(mine[[1]], pair.peer["kv"][[2]])
-    event = next_of(pair.near, Completed)
+    pair.local.pull(mine[[1]], pair.peer["kv"][[2]])
+    event = next_of(pair.local, Completed)
     assert type(event).__match_args__ == ("transfer", "error")
     assert type(event).__module__.startswith("llm_datadist")
     assert "Completed" in repr(event)
@@ -177,13 +177,13 @@ def test_events_as_patterns(pair: Pair) -> None:
 def test_cache_that_the_peer_does_not_have(pair: Pair) -> None:
     mine, _ = pair.caches()
     model = Model(mine)
-    error = fails(NotFound, lambda: pair.near.pull(mine[[1]], pair.peer["absent"][[2]]))
+    error = fails(NotFound, lambda: pair.local.pull(mine[[1]], pair.peer["absent"][[2]]))
     assert error.code == "not_found"
     assert "absent" in str(error)
     assert error.facts["incarnation"] == str(pair.peer.incarnation)
     assert error.arrived == []
     assert isinstance(error, LookupError)
-    fails(NotFound, lambda: pair.near.push(pair.peer["absent"][[2]], mine[[1]]))
+    fails(NotFound, lambda: pair.local.push(pair.peer["absent"][[2]], mine[[1]]))
     model.check(mine)
 
 
@@ -191,25 +191,25 @@ def test_caches_that_do_not_fit(pair: Pair) -> None:
     mine, theirs = pair.caches()
     before = Model(mine), Model(theirs)
     for name, given in (("rows", {"shape": (95,)}), ("tensors", {"tensors": 3})):
-        allocate(pair.far, name, **given)
-        fails(InvalidArgument, lambda name=name: pair.near.pull(mine[[1]], pair.peer[name][[1]]))  # type: ignore[misc]
-        fails(InvalidArgument, lambda name=name: pair.near.push(pair.peer[name][[1]], mine[[1]]))  # type: ignore[misc]
-    pair.far.allocate("with layout", layout(), blocks=4)
-    fails(InvalidArgument, lambda: pair.near.pull(mine[[1]], pair.peer["with layout"][[1]]))
+        allocate(pair.remote, name, **given)
+        fails(InvalidArgument, lambda name=name: pair.local.pull(mine[[1]], pair.peer[name][[1]]))  # type: ignore[misc]
+        fails(InvalidArgument, lambda name=name: pair.local.push(pair.peer[name][[1]], mine[[1]]))  # type: ignore[misc]
+    pair.remote.allocate("with layout", layout(), blocks=4)
+    fails(InvalidArgument, lambda: pair.local.pull(mine[[1]], pair.peer["with layout"][[1]]))
     before[0].check(mine)
     before[1].check(theirs)
 
 
 def test_wrong_arguments(pair: Pair, start: Open) -> None:
-    near, remote = pair.near, pair.peer["kv"][[1]]
+    local, remote_kv = pair.local, pair.peer["kv"][[1]]
     kv, _ = pair.caches()
     model, rows, stranger = Model(kv), kv[[1]], start(name="stranger", listen="127.0.0.1:0")
     other = allocate(stranger)[[1]]
-    of_other = stranger.link(address(pair.far)).result(LIMIT)["kv"][[1]]
-    for call in (near.pull, near.push):
-        good = (rows, remote) if call == near.pull else (remote, rows)
-        local, far = ("dst", "src") if call == near.pull else ("src", "dst")
-        swap = (lambda a, b: (a, b)) if call == near.pull else (lambda a, b: (b, a))  # (local, remote) to (dst, src)
+    of_other = stranger.link(address(pair.remote)).result(LIMIT)["kv"][[1]]
+    for call in (local.pull, local.push):
+        good = (rows, remote_kv) if call == local.pull else (remote_kv, rows)
+        local_name, remote_name = ("dst", "src") if call == local.pull else ("src", "dst")
+        swap = (lambda a, b: (a, b)) if call == local.pull else (lambda a, b: (b, a))  # (local, remote) to (dst, src)
         wrong: list[tuple[Any, ...]] = [
             (), good[:1], (None, good[1]), (good[0], None), (good[0], kv), ([good], good[1]), ([good[:1]],),
             ([(*good, None)],), ([(*good, None, None)],), (list(good),), ("ab",), ({good[0]: good[1]},),
@@ -218,51 +218,51 @@ def test_wrong_arguments(pair: Pair, start: Open) -> None:
             with pytest.raises(TypeError):
                 call(*arguments)  # type: ignore[arg-type]
         refused("dst", lambda call=call: call([]))  # type: ignore[misc]
-        refused(far, lambda call=call, swap=swap: call(*swap(rows, rows)))  # type: ignore[misc]
-        refused(local, lambda call=call, swap=swap: call(*swap(remote, remote)))  # type: ignore[misc]
-        refused(local, lambda call=call, swap=swap: call(*swap(other, remote)), "stranger")  # type: ignore[misc]
-        refused(far, lambda call=call, swap=swap: call(*swap(rows, of_other)), "stranger")  # type: ignore[misc]
+        refused(remote_name, lambda call=call, swap=swap: call(*swap(rows, rows)))  # type: ignore[misc]
+        refused(local_name, lambda call=call, swap=swap: call(*swap(remote_kv, remote_kv)))  # type: ignore[misc]
+        refused(local_name, lambda call=call, swap=swap: call(*swap(other, remote_kv)), "stranger")  # type: ignore[misc]
+        refused(remote_name, lambda call=call, swap=swap: call(*swap(rows, of_other)), "stranger")  # type: ignore[misc]
         refused("verify", lambda call=call, good=good: call(*good, verify="most"))  # type: ignore[misc]
         refused("notify", lambda call=call, good=good: call(*good, notify=bytes(65537)))  # type: ignore[misc]
         check_times(lambda time, call=call, good=good: call(*good, timeout=time))  # type: ignore[misc]
         for keywords in (
             {"grnt": b""}, {"timeout_ms": 5}, {"notify": "text"}, {"notify": 5}, {"verify": 1}, {"verify": True},
-            {"grant": "text"} if call == near.pull else {"grant": b""}, {"last": 1}, {"layerwise": 1},
+            {"grant": "text"} if call == local.pull else {"grant": b""}, {"last": 1}, {"layerwise": 1},
         ):  # fmt: skip
             with pytest.raises(TypeError):
                 call(*good, **keywords)  # type: ignore[arg-type]
-        fails(InvalidArgument, lambda call=call, swap=swap: call(*swap(kv[[1, 2]], remote)))  # type: ignore[misc]
+        fails(InvalidArgument, lambda call=call, swap=swap: call(*swap(kv[[1, 2]], remote_kv)))  # type: ignore[misc]
     model.check(kv)
-    assert of(Completed, near.events()) == []
+    assert of(Completed, local.events()) == []
 
 
-def test_stopped_peer(start: Open, far: Far) -> None:
+def test_stopped_peer(start: Open, remote: Remote) -> None:
     """A pull from a process that does not answer ends after its own time, and the link works afterwards."""
-    near = start(transport="tcp", silence=600.0)
-    mine = allocate(near, seed=1)
-    peer = near.link(far.address).result(LIMIT)
-    near.pull(mine[[1]], peer["kv"][[1]]).result(LIMIT)
-    with far.stopped():
-        error = fails(Timeout, lambda: near.pull(mine[[1]], peer["kv"][[2]], timeout=0.2))
+    local = start(transport="tcp", silence=600.0)
+    mine = allocate(local, seed=1)
+    peer = local.link(remote.address).result(LIMIT)
+    local.pull(mine[[1]], peer["kv"][[1]]).result(LIMIT)
+    with remote.stopped():
+        error = fails(Timeout, lambda: local.pull(mine[[1]], peer["kv"][[2]], timeout=0.2))
         assert isinstance(error, TimeoutError)
         assert error.code == "timeout"
-        fails(Timeout, lambda: near.push(peer["kv"][[2]], mine[[1]], timeout=0.2))
-    near.pull(mine[[1]], peer["kv"][[2]]).result(LIMIT)
+        fails(Timeout, lambda: local.push(peer["kv"][[2]], mine[[1]], timeout=0.2))
+    local.pull(mine[[1]], peer["kv"][[2]]).result(LIMIT)
 
 
-def test_other_transfers_go_on_while_a_peer_is_stopped(start: Open, far: Far) -> None:
+def test_other_transfers_go_on_while_a_peer_is_stopped(start: Open, remote: Remote) -> None:
     """Sixty pulls wait for the peer. A copy of other blocks does not, and a cancelled pull frees its blocks at once."""
-    near = start(transport="tcp", silence=600.0)
-    mine = allocate(near, seed=1, blocks=64)
-    peer = near.link(far.address).result(LIMIT)
-    near.pull(mine[[0]], peer["kv"][[0]]).result(LIMIT)
-    with far.stopped():
-        waiting = [near.pull(mine[[block]], peer["kv"][[0]]) for block in range(60)]
-        near.copy(mine[[63]], mine[[62]]).result(LIMIT)
+    local = start(transport="tcp", silence=600.0)
+    mine = allocate(local, seed=1, blocks=64)
+    peer = local.link(remote.address).result(LIMIT)
+    local.pull(mine[[0]], peer["kv"][[0]]).result(LIMIT)
+    with remote.stopped():
+        waiting = [local.pull(mine[[block]], peer["kv"][[0]]) for block in range(60)]
+        local.copy(mine[[63]], mine[[62]]).result(LIMIT)
         assert all(pull.cancel() for pull in waiting)
         for pull in waiting:
             fails(Cancelled, lambda pull=pull: pull)  # type: ignore[misc]
-        near.copy(mine[[0]], mine[[62]]).result(LIMIT)
+        local.copy(mine[[0]], mine[[62]]).result(LIMIT)
 
 
 def test_most_transfers(start: Open) -> None:
@@ -299,8 +299,8 @@ def test_cancel(pair: Pair) -> None:
     error = fails(Cancelled, lambda: push)
     assert error.code == "cancelled"
     assert push.done()
-    kv = allocate(pair.near, "plain")
-    done = pair.near.copy(kv[[1]], kv[[2]])
+    kv = allocate(pair.local, "plain")
+    done = pair.local.copy(kv[[1]], kv[[2]])
     done.result(LIMIT)
     assert not done.cancel()
     assert done.result(0) is None
@@ -310,7 +310,7 @@ def test_cancelled_transfers_have_an_event(pair: Pair) -> None:
     pair.caches()
     push = running(pair)
     push.cancel()
-    event = next_of(pair.near, Completed)
+    event = next_of(pair.local, Completed)
     assert event.transfer is push
     assert type(event.error) is Cancelled
 
@@ -330,7 +330,7 @@ def test_threads_wait_for_one_transfer(pair: Pair) -> None:
     for thread in threads:
         thread.join(LIMIT)
     assert got == [None] * 8
-    assert of(Completed, pair.near.events()) == []
+    assert of(Completed, pair.local.events()) == []
 
 
 def test_await(pair: Pair) -> None:
@@ -338,17 +338,17 @@ def test_await(pair: Pair) -> None:
     model = Model(mine)
 
     async def main() -> None:
-        peer = await pair.near.link(address(pair.far))
+        peer = await pair.local.link(address(pair.remote))
         assert peer == pair.peer
-        pulls = [pair.near.pull(mine[[32 + n]], peer["kv"][[n]]) for n in range(32)]
+        pulls = [pair.local.pull(mine[[32 + n]], peer["kv"][[n]]) for n in range(32)]
         assert await asyncio.wait_for(asyncio.gather(*pulls), LIMIT) == [None] * 32
         with pytest.raises(NotFound):
-            await pair.near.pull(mine[[1]], peer["absent"][[1]])
+            await pair.local.pull(mine[[1]], peer["absent"][[1]])
         await pulls[0]  # a second await has the same outcome
 
     asyncio.run(main())
     model.write(range(32, 64), Model(theirs), range(32)).check(mine)
-    assert of(Completed, pair.near.events()) == [], "await takes the outcome"
+    assert of(Completed, pair.local.events()) == [], "await takes the outcome"
 
 
 def test_await_in_two_loops(pair: Pair) -> None:
@@ -399,10 +399,10 @@ def test_async_for(pair: Pair) -> None:
     mine, _ = pair.caches()
 
     async def main() -> list[Any]:
-        started = {pair.near.pull(mine[[n]], pair.peer["kv"][[n]]) for n in range(8)}
+        started = {pair.local.pull(mine[[n]], pair.peer["kv"][[n]]) for n in range(8)}
         pair.back.send(b"hello")
         seen: list[Any] = []
-        async for event in pair.near:
+        async for event in pair.local:
             seen.append(event)
             if len(seen) == 9:
                 break
@@ -434,19 +434,19 @@ def test_async_for_ends_when_the_engine_is_closed(start: Open) -> None:
 
 def test_message_comes_with_the_bytes(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    pair.near.push(pair.peer["kv"][[3]], mine[[4]], notify=b"pushed").result(LIMIT)
-    assert messages(pair.far, 1) == [b"pushed"]
+    pair.local.push(pair.peer["kv"][[3]], mine[[4]], notify=b"pushed").result(LIMIT)
+    assert messages(pair.remote, 1) == [b"pushed"]
     Model(theirs).write([3], Model(mine), [4]).check(theirs)
-    pair.near.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"pulled").result(LIMIT)
-    event = next_of(pair.far, Message)
+    pair.local.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"pulled").result(LIMIT)
+    event = next_of(pair.remote, Message)
     assert (event.data, event.peer) == (b"pulled", pair.back)
 
 
 def test_failed_transfer_has_no_message(pair: Pair) -> None:
     mine, _ = pair.caches()
-    fails(NotFound, lambda: pair.near.pull(mine[[5]], pair.peer["absent"][[6]], notify=b"no"))
-    pair.near.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"yes").result(LIMIT)
-    assert messages(pair.far, 1) == [b"yes"]
+    fails(NotFound, lambda: pair.local.pull(mine[[5]], pair.peer["absent"][[6]], notify=b"no"))
+    pair.local.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"yes").result(LIMIT)
+    assert messages(pair.remote, 1) == [b"yes"]
 
 
 # Lists of pairs
@@ -454,45 +454,45 @@ def test_failed_transfer_has_no_message(pair: Pair) -> None:
 
 def test_pairs_of_several_caches(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    index = allocate(pair.near, "index", 3, tensors=1, shape=(8,))
-    far_index = allocate(pair.far, "index", 4, tensors=1, shape=(8,))
+    index = allocate(pair.local, "index", 3, tensors=1, shape=(8,))
+    remote_index = allocate(pair.remote, "index", 4, tensors=1, shape=(8,))
     models = Model(mine), Model(index)
     pairs = [(mine[[1, 2]], pair.peer["kv"][[3, 4]]), (index[[5]], pair.peer["index"][[6]])]
-    transfer = pair.near.pull(pairs, notify=b"both")
+    transfer = pair.local.pull(pairs, notify=b"both")
     assert transfer.result(LIMIT) is None
     models[0].write([1, 2], Model(theirs), [3, 4]).check(mine)
-    models[1].write([5], Model(far_index), [6]).check(index)
-    assert messages(pair.far, 1) == [b"both"]
+    models[1].write([5], Model(remote_index), [6]).check(index)
+    assert messages(pair.remote, 1) == [b"both"]
     assert transfer.bytes == 2 * 4 * 96 + 8
-    models = Model(theirs), Model(far_index)
-    pair.near.push([(src, dst) for dst, src in pairs], verify="full").result(LIMIT)
+    models = Model(theirs), Model(remote_index)
+    pair.local.push([(src, dst) for dst, src in pairs], verify="full").result(LIMIT)
     models[0].write([3, 4], Model(mine), [1, 2]).check(theirs)
-    models[1].write([6], Model(index), [5]).check(far_index)
+    models[1].write([6], Model(index), [5]).check(remote_index)
 
 
 def test_pairs_fail_together(pair: Pair) -> None:
     mine, _ = pair.caches()
     good, bad = (mine[[1]], pair.peer["kv"][[2]]), (mine[[3]], pair.peer["absent"][[4]])
-    transfer = pair.near.pull([good, good, bad], notify=b"no")
+    transfer = pair.local.pull([good, good, bad], notify=b"no")
     error = fails(NotFound, lambda: transfer)
     assert (error.facts["part"], error.arrived) == ("2", [])
-    assert of(Completed, pair.near.events()) == [], "the outcome was taken"
-    pair.near.pull([good], notify=b"yes").result(LIMIT)
-    assert messages(pair.far, 1) == [b"yes"]
+    assert of(Completed, pair.local.events()) == [], "the outcome was taken"
+    pair.local.pull([good], notify=b"yes").result(LIMIT)
+    assert messages(pair.remote, 1) == [b"yes"]
 
 
 def test_pairs_of_several_peers(pair: Pair, start: Open) -> None:
     mine, theirs = pair.caches()
     third = start(name="third", listen="127.0.0.1:0")
     others = allocate(third, seed=3)
-    peer = pair.near.link(address(third)).result(LIMIT)
+    peer = pair.local.link(address(third)).result(LIMIT)
     model = Model(mine)
     pairs = [(mine[[1]], pair.peer["kv"][[2]]), (mine[[3]], peer["kv"][[4]])]
-    pair.near.pull(pairs).result(LIMIT)
+    pair.local.pull(pairs).result(LIMIT)
     model.write([1], Model(theirs), [2]).write([3], Model(others), [4]).check(mine)
-    refused("notify", lambda: pair.near.pull(pairs, notify=b"to whom"))
+    refused("notify", lambda: pair.local.pull(pairs, notify=b"to whom"))
     third.close()
-    fails(PeerLost, lambda: pair.near.pull(pairs))
+    fails(PeerLost, lambda: pair.local.pull(pairs))
 
 
 # Layers
@@ -502,33 +502,33 @@ def test_layers_are_sent_when_they_are_ready(pair: Pair) -> None:
     """The source has wrong bytes until each layer is reported, so a layer that is sent early is found."""
     mine, theirs = pair.caches()
     model, views = Model(theirs), [tensor.numpy() for tensor in mine.tensors]
-    push = pair.near.push(pair.peer["kv"][[1, 2]], mine[[3, 4]], layerwise=True, notify=b"all")
+    push = pair.local.push(pair.peer["kv"][[1, 2]], mine[[3, 4]], layerwise=True, notify=b"all")
     for layer in (2, 0, 3, 1):
         assert not push.done()
         views[layer][[3, 4]] = layer + 100
         push.ready(layer)
     assert push.result(LIMIT) is None
     model.write([1, 2], Model(mine), [3, 4]).check(theirs)
-    assert messages(pair.far, 1) == [b"all"]
+    assert messages(pair.remote, 1) == [b"all"]
     assert push.bytes == push.total == 2 * 4 * 96
 
 
 def test_layers_to_several_destinations(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    model, remote = Model(theirs), pair.peer["kv"]
-    push = pair.near.push([(remote[[1]], mine[[2]]), (remote[[3, 4]], mine[[5, 6]])], layerwise=True)
+    model, remote_kv = Model(theirs), pair.peer["kv"]
+    push = pair.local.push([(remote_kv[[1]], mine[[2]]), (remote_kv[[3, 4]], mine[[5, 6]])], layerwise=True)
     for layer in range(4):
         push.ready(layer)
     push.result(LIMIT)
     model.write([1, 3, 4], Model(mine), [2, 5, 6]).check(theirs)
-    assert len(of(Completed, pair.near.events())) == 0
+    assert len(of(Completed, pair.local.events())) == 0
 
 
 def test_only_some_layers(pair: Pair) -> None:
     """Layers outside the range of the rows are reported as well, and move nothing."""
     mine, theirs = pair.caches()
     model = Model(theirs)
-    push = pair.near.push(pair.peer["kv"][[1]].part(layers=(1, 3)), mine[[2]].part(layers=(1, 3)), layerwise=True)
+    push = pair.local.push(pair.peer["kv"][[1]].part(layers=(1, 3)), mine[[2]].part(layers=(1, 3)), layerwise=True)
     push.ready(0)
     push.ready(1)
     assert not push.done()
@@ -540,36 +540,36 @@ def test_only_some_layers(pair: Pair) -> None:
 def test_layers_of_a_pipeline_stage(pair: Pair) -> None:
     """A push layer by layer writes the layers of the model that the source holds, as other transfers do."""
     stage, whole = layout(layers=range(2, 4)), layout(layers=4)
-    mine, theirs = pair.near.allocate("stage", stage, blocks=4), pair.far.allocate("whole", whole, blocks=4)
+    mine, theirs = pair.local.allocate("stage", stage, blocks=4), pair.remote.allocate("whole", whole, blocks=4)
     fill(mine, 1)
     fill(theirs, 2)
     before = blocks_of(theirs, [3])
-    push = pair.near.push(pair.peer["whole"][[3]], mine[[0]], layerwise=True)
+    push = pair.local.push(pair.peer["whole"][[3]], mine[[0]], layerwise=True)
     push.ready(1)
     push.ready(0)
     push.result(LIMIT)
     assert blocks_of(theirs, [3])[4:] == blocks_of(mine, [0])
     assert blocks_of(theirs, [3])[:4] == before[:4]
-    back = pair.far.push(pair.back["stage"][[1]], theirs[[0]], layerwise=True)
+    back = pair.remote.push(pair.back["stage"][[1]], theirs[[0]], layerwise=True)
     assert fails(InvalidArgument, lambda: back).code == "invalid_argument"
 
 
 def test_wrong_rows_of_layerwise_pushes(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    push, remote, model = pair.near.push, pair.peer["kv"], Model(theirs)
-    refused("dst", lambda: push(remote[[]], mine[[]], layerwise=True))
-    refused("dst", lambda: push([(remote[[1]], mine[[1]]), (remote[[]], mine[[]])], layerwise=True))
+    push, remote_kv, model = pair.local.push, pair.peer["kv"], Model(theirs)
+    refused("dst", lambda: push(remote_kv[[]], mine[[]], layerwise=True))
+    refused("dst", lambda: push([(remote_kv[[1]], mine[[1]]), (remote_kv[[]], mine[[]])], layerwise=True))
     with pytest.raises(InvalidArgument):
-        push(remote[[1, 2]], mine[[1]], layerwise=True)
-    refused("src", lambda: push(remote[[1]], mine[[16]], layerwise=True))
-    refused("dst", lambda: push(remote[[1]], mine[[1]].part(layers=(2, 4)), layerwise=True))
-    refused("dst", lambda: push(remote[[1]].part(layers=(2, 4)), mine[[1]], layerwise=True))
+        push(remote_kv[[1, 2]], mine[[1]], layerwise=True)
+    refused("src", lambda: push(remote_kv[[1]], mine[[16]], layerwise=True))
+    refused("dst", lambda: push(remote_kv[[1]], mine[[1]].part(layers=(2, 4)), layerwise=True))
+    refused("dst", lambda: push(remote_kv[[1]].part(layers=(2, 4)), mine[[1]], layerwise=True))
     model.check(theirs)
 
 
 def test_layers_out_of_the_host_pool(pair: Pair) -> None:
-    mine, (_, theirs) = allocate(pair.near, "host", seed=3, pool="host"), pair.caches()
-    push = pair.near.push(pair.peer["kv"][[5]], mine[[6]], layerwise=True)
+    mine, (_, theirs) = allocate(pair.local, "host", seed=3, pool="host"), pair.caches()
+    push = pair.local.push(pair.peer["kv"][[5]], mine[[6]], layerwise=True)
     for layer in range(TENSORS):
         push.ready(layer)
     push.result(LIMIT)
@@ -579,25 +579,25 @@ def test_layers_out_of_the_host_pool(pair: Pair) -> None:
 def test_push_of_some_layers_to_replicas(pair: Pair, start: Open) -> None:
     """Pairs with equal local rows are shares of several owners only if they name no layers."""
     other = start(listen="127.0.0.1:0")
-    mine = pair.near.allocate("laid out", layout(), blocks=4)
+    mine = pair.local.allocate("laid out", layout(), blocks=4)
     fill(mine, 1)
-    copies = [engine.allocate("copy", layout(), blocks=4) for engine in (pair.far, other)]
-    peers = [pair.peer, pair.near.link(address(other)).result(LIMIT)]
+    copies = [engine.allocate("copy", layout(), blocks=4) for engine in (pair.remote, other)]
+    peers = [pair.peer, pair.local.link(address(other)).result(LIMIT)]
     some = {"layers": (1, 2)}
-    pair.near.push([(peer["copy"][[2]].part(**some), mine[[3]].part(**some)) for peer in peers]).result(LIMIT)
+    pair.local.push([(peer["copy"][[2]].part(**some), mine[[3]].part(**some)) for peer in peers]).result(LIMIT)
     for copy in copies:
         assert blocks_of(copy, [2])[2:] == blocks_of(mine, [3])[2:]
 
 
 def test_free_while_the_engine_closes(start: Open) -> None:
     """Transfers may still use the memory, so the end of the cache waits for them."""
-    near, far = start(), start(listen="127.0.0.1:0")
-    mine = near.register("mine", [np.zeros((BLOCKS, ROW), np.uint8) for _ in range(TENSORS)])
-    allocate(far)
-    push = near.push(near.link(address(far)).result(LIMIT)["kv"][[0]], mine[[0]], layerwise=True)
-    closing = threading.Thread(target=near.close, args=(LIMIT,))
+    local, remote = start(), start(listen="127.0.0.1:0")
+    mine = local.register("mine", [np.zeros((BLOCKS, ROW), np.uint8) for _ in range(TENSORS)])
+    allocate(remote)
+    push = local.push(local.link(address(remote)).result(LIMIT)["kv"][[0]], mine[[0]], layerwise=True)
+    closing = threading.Thread(target=local.close, args=(LIMIT,))
     closing.start()
-    eventually(lambda: near.closed)
+    eventually(lambda: local.closed)
     freed = mine.free()
     assert not freed.done()
     push.cancel()
@@ -619,8 +619,8 @@ def test_wrong_layers(pair: Pair) -> None:
     for layer in (0, 2, 3):
         push.ready(layer)
     assert push.result(LIMIT) is None
-    kv = allocate(pair.near, "plain")
-    copy = pair.near.copy(kv[[1]], kv[[2]])
+    kv = allocate(pair.local, "plain")
+    copy = pair.local.copy(kv[[1]], kv[[2]])
     fails(InvalidArgument, lambda: copy.ready(0))
     copy.result(LIMIT)
 
@@ -634,7 +634,7 @@ def test_ready_after_a_failure_does_nothing(pair: Pair) -> None:
     fails(Cancelled, lambda: push)
     push.ready(2)
     push = running(pair)
-    pair.near.close()
+    pair.local.close()
     push.ready(0)
     fails(Closed, lambda: push)
 
@@ -642,7 +642,7 @@ def test_ready_after_a_failure_does_nothing(pair: Pair) -> None:
 def test_layers_wait_as_long_as_the_program_computes(pair: Pair) -> None:
     """`timeout` counts from `ready`, so a push that nobody reports outlives it."""
     mine, _ = pair.caches()
-    push = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True, timeout=0.05)
+    push = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True, timeout=0.05)
     with pytest.raises(TimeoutError) as caught:
         push.result(0.3)
     assert not isinstance(caught.value, Timeout)
@@ -653,7 +653,7 @@ def test_layers_from_many_threads(pair: Pair) -> None:
     """Every layer is accepted from exactly one thread."""
     mine, theirs = pair.caches(tensors=64, shape=(16,))
     model = Model(theirs).write([1], Model(mine), [2])
-    push, taken = pair.near.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True), list[int]()
+    push, taken = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True), list[int]()
 
     def report(seed: int) -> None:
         for layer in random.Random(seed).sample(range(64), 64):  # noqa: S311
@@ -673,11 +673,11 @@ def test_layers_from_many_threads(pair: Pair) -> None:
 def test_source_of_layers_may_be_freed(pair: Pair) -> None:
     """Its memory stays until the push has ended, though the handle is kept."""
     pair.caches()
-    used = lambda: pair.near.stats()["pools"]["device"]["used_bytes"]  # noqa: E731
+    used = lambda: pair.local.stats()["pools"]["device"]["used_bytes"]  # noqa: E731
     before = used()
     for end in ("ready", "cancel"):
-        source = allocate(pair.near, "source", seed=5)
-        push = pair.near.push(pair.peer["kv"][[1]], source[[2]], layerwise=True)
+        source = allocate(pair.local, "source", seed=5)
+        push = pair.local.push(pair.peer["kv"][[1]], source[[2]], layerwise=True)
         push.ready(0)
         source.free().result(LIMIT)
         assert used() > before
@@ -691,25 +691,25 @@ def test_source_of_layers_may_be_freed(pair: Pair) -> None:
         eventually(lambda: used() == before)
 
 
-def test_late_layer_at_a_stopped_peer(start: Open, far: Far) -> None:
-    near = start(silence=600.0)
-    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
-    push = near.push(peer["kv"][[1]], mine[[2]], layerwise=True, timeout=0.3)
+def test_late_layer_at_a_stopped_peer(start: Open, remote: Remote) -> None:
+    local = start(silence=600.0)
+    mine, peer = allocate(local), local.link(remote.address).result(LIMIT)
+    push = local.push(peer["kv"][[1]], mine[[2]], layerwise=True, timeout=0.3)
     eventually(lambda: push.total > 0)
-    with far.stopped():
+    with remote.stopped():
         for layer in range(4):
             push.ready(layer)
         sleep(1)  # the peer may still read the layers, so the push ends when it answers
     assert "layer" in fails(Timeout, lambda: push).facts
 
 
-def test_killed_peer_ends_a_push_of_layers(start: Open, far: Far, carried_by: str) -> None:
-    near = start(transport=carried_by)
-    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
-    push = near.push(peer["kv"][[1]], mine[[2]], layerwise=True)
+def test_killed_peer_ends_a_push_of_layers(start: Open, remote: Remote, carried_by: str) -> None:
+    local = start(transport=carried_by)
+    mine, peer = allocate(local), local.link(remote.address).result(LIMIT)
+    push = local.push(peer["kv"][[1]], mine[[2]], layerwise=True)
     push.ready(0)
     eventually(lambda: push.bytes == ROW)
-    far.kill()
+    remote.kill()
     for layer in (3, 1, 2):
         push.ready(layer)
     fails(PeerLost, lambda: push)
@@ -717,10 +717,10 @@ def test_killed_peer_ends_a_push_of_layers(start: Open, far: Far, carried_by: st
 
 def test_engine_closes_while_threads_report_layers(start: Open) -> None:
     """Each push ends, with success only if all its layers arrived."""
-    near, far = start(), start(listen="127.0.0.1:0")
-    mine, _ = allocate(near, blocks=32), allocate(far, blocks=32)
-    remote = near.link(address(far)).result(LIMIT)["kv"]
-    pushes = [near.push(remote[[n]], mine[[n]], layerwise=True) for n in range(32)]
+    local, remote = start(), start(listen="127.0.0.1:0")
+    mine, _ = allocate(local, blocks=32), allocate(remote, blocks=32)
+    remote_kv = local.link(address(remote)).result(LIMIT)["kv"]
+    pushes = [local.push(remote_kv[[n]], mine[[n]], layerwise=True) for n in range(32)]
 
     def report(first: int) -> None:
         for layer in range(TENSORS):
@@ -730,17 +730,17 @@ def test_engine_closes_while_threads_report_layers(start: Open) -> None:
     threads = [threading.Thread(target=report, args=(first,)) for first in range(4)]
     for thread in threads:
         thread.start()
-    near.close()
+    local.close()
     for thread in threads:
         thread.join(LIMIT)
     for push in pushes:
         assert not accepted(lambda push=push: push, Closed) or push.bytes == TENSORS * ROW  # type: ignore[misc]
 
 
-def test_pairs_of_a_killed_peer(start: Open, far: Far) -> None:
-    near = start()
-    mine, peer = allocate(near), near.link(far.address).result(LIMIT)
+def test_pairs_of_a_killed_peer(start: Open, remote: Remote) -> None:
+    local = start()
+    mine, peer = allocate(local), local.link(remote.address).result(LIMIT)
     pairs = [(mine[[n]], peer["kv"][[n]]) for n in range(4)]
-    near.pull(pairs).result(LIMIT)
-    far.kill()
-    fails(PeerLost, lambda: near.pull(pairs))
+    local.pull(pairs).result(LIMIT)
+    remote.kill()
+    fails(PeerLost, lambda: local.pull(pairs))

@@ -73,28 +73,30 @@ def test_everything_is_separate(start: Open) -> None:
 
 def test_rows_of_another_engine(pair: Pair) -> None:
     mine, theirs = pair.caches()
-    near, far = pair.near, pair.far
-    refused("dst", lambda: near.copy(theirs[[1]], mine[[1]]), "far")
-    refused("src", lambda: near.copy(mine[[1]], theirs[[1]]), "far")
-    refused("dst", lambda: near.pull(theirs[[1]], pair.peer["kv"][[1]]), "far")
-    refused("src", lambda: near.pull(mine[[1]], pair.back["kv"][[1]]), "far")
-    refused("src", lambda: near.push(pair.peer["kv"][[1]], theirs[[1]]), "far")
-    refused("rows", lambda: far.lend(mine[[1]], ttl=1.0), "near")
-    refused("dst", lambda: near.pull([(mine[[1]], pair.peer["kv"][[1]]), (theirs[[1]], pair.peer["kv"][[1]])]), "far")
+    local, remote = pair.local, pair.remote
+    refused("dst", lambda: local.copy(theirs[[1]], mine[[1]]), "remote")
+    refused("src", lambda: local.copy(mine[[1]], theirs[[1]]), "remote")
+    refused("dst", lambda: local.pull(theirs[[1]], pair.peer["kv"][[1]]), "remote")
+    refused("src", lambda: local.pull(mine[[1]], pair.back["kv"][[1]]), "remote")
+    refused("src", lambda: local.push(pair.peer["kv"][[1]], theirs[[1]]), "remote")
+    refused("rows", lambda: remote.lend(mine[[1]], ttl=1.0), "local")
+    refused(
+        "dst", lambda: local.pull([(mine[[1]], pair.peer["kv"][[1]]), (theirs[[1]], pair.peer["kv"][[1]])]), "remote"
+    )
 
 
 def test_one_closes_while_the_other_goes_on(pair: Pair, start: Open) -> None:
     mine, _ = pair.caches()
     third = start(listen="127.0.0.1:0")
     others = allocate(third, seed=3)
-    peer = pair.near.link(address(third)).result(LIMIT)
+    peer = pair.local.link(address(third)).result(LIMIT)
     stop, failures = threading.Event(), []
 
     def load() -> None:
         model = Model(mine)
         while not stop.is_set():
             try:
-                pair.near.pull(mine[[1, 2]], peer["kv"][[3, 4]]).result(LIMIT)
+                pair.local.pull(mine[[1, 2]], peer["kv"][[3, 4]]).result(LIMIT)
                 model.write([1, 2], Model(others), [3, 4]).check(mine)
             except BaseException as error:  # noqa: BLE001, PERF203  (shown by the test)
                 failures.append(error)
@@ -102,8 +104,8 @@ def test_one_closes_while_the_other_goes_on(pair: Pair, start: Open) -> None:
 
     loading = threading.Thread(target=load)
     loading.start()
-    hanging = pair.near.push(pair.peer["kv"][[0]], mine[[0]], layerwise=True)
-    pair.far.close()
+    hanging = pair.local.push(pair.peer["kv"][[0]], mine[[0]], layerwise=True)
+    pair.remote.close()
     fails(PeerLost, lambda: hanging)
     for number in range(10):
         with Engine(pool="256KiB", name=str(number)) as another:
@@ -113,7 +115,7 @@ def test_one_closes_while_the_other_goes_on(pair: Pair, start: Open) -> None:
     loading.join(LIMIT)
     assert failures == []
     assert not loading.is_alive()
-    assert pair.near.peers == [peer]
+    assert pair.local.peers == [peer]
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -147,7 +147,7 @@ class Ends:
         self.here = End()
         self.busy: list[Peer] = []
 
-    def near(self, settings: dict[str, str] | None = None, cluster: int = 1, role: str = "DECODER") -> End:
+    def local(self, settings: dict[str, str] | None = None, cluster: int = 1, role: str = "DECODER") -> End:
         """The end in this process, initialized."""
         self.here.init(options() if settings is None else settings, cluster, role)
         return self.here
@@ -166,9 +166,9 @@ class Ends:
 
     def pair(self, **given: Any) -> tuple[End, Peer]:
         """Clusters 1, here, and 2, a peer, with equal options; 1 has linked to 2."""
-        peer, near = self.peer(options(**given)), self.near(options(**given))
-        linked(near, peer)
-        return near, peer
+        peer, local = self.peer(options(**given)), self.local(options(**given))
+        linked(local, peer)
+        return local, peer
 
     def __enter__(self) -> Ends:  # noqa: PYI034
         return self
@@ -194,9 +194,9 @@ def _send_home() -> None:
         Ends.idle.pop().close()
 
 
-def linked(near: Any, *far: Peer) -> None:
-    """Link `near` to peers; all must succeed."""
-    result = near.link_clusters([peer.at for peer in far])
+def linked(local: Any, *remote: Peer) -> None:
+    """Link `local` to peers; all must succeed."""
+    result = local.link_clusters([peer.at for peer in remote])
     assert result[0] == OK, result
 
 
@@ -204,11 +204,11 @@ def no_link(end: Any) -> None:
     eventually(lambda: end.links() == [], what="the end of the link")
 
 
-def check_pull(near: Any, far: Any, cluster: int = 2, seed: int = 1) -> None:
-    """Blocks of a new cache of `far`, which is `cluster`, arrive at `near`."""
-    far.allocate("check", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
-    near.allocate("check", 4, 5000, 2, blocks=True)
-    near.pull_blocks(by_blocks(cluster), "check", range(4), range(4))
-    assert equal(near.read("check"), pattern(seed, 2, 4, 5000))
-    near.deallocate("check")
-    far.deallocate("check")
+def check_pull(local: Any, remote: Any, cluster: int = 2, seed: int = 1) -> None:
+    """Blocks of a new cache of `remote`, which is `cluster`, arrive at `local`."""
+    remote.allocate("check", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
+    local.allocate("check", 4, 5000, 2, blocks=True)
+    local.pull_blocks(by_blocks(cluster), "check", range(4), range(4))
+    assert equal(local.read("check"), pattern(seed, 2, 4, 5000))
+    local.deallocate("check")
+    remote.deallocate("check")

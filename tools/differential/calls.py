@@ -13,7 +13,7 @@ from peers import by_blocks, by_request, by_slot
 if TYPE_CHECKING:
     import random
 
-NEAR, FAR = 1, 2  # the clusters of the two engines
+LOCAL, REMOTE = 1, 2  # the clusters of the two engines
 SHAPES = [(4, 256, 2), (8, 1000, 4), (3, 4096, 1), (16, 64, 6), (6, 16 << 10, 2)]
 MAX_CACHES = 8  # of one engine
 WRONG_NUMBERS = [-1, 2**31, 2**33, 1 << 62]
@@ -89,7 +89,7 @@ class Calls:
     def _make(self) -> Call:
         chance = self.chance
         self.made += 1
-        owner, blocks = chance.choice([NEAR, FAR]), chance.random() < 0.6
+        owner, blocks = chance.choice([LOCAL, REMOTE]), chance.random() < 0.6
         name, host = f"c{self.made}", chance.random() < 0.3
         key: Any = None
         if chance.random() < 0.9:
@@ -147,39 +147,39 @@ class Calls:
     # transfers
 
     def _pull_cache(self) -> Call:
-        far = self._any(blocks=False)
-        near = self._like(far, NEAR + FAR - far.owner)
+        remote = self._any(blocks=False)
+        local = self._like(remote, LOCAL + REMOTE - remote.owner)
         by_number = self.accessible != (self.chance.random() < 0.05)
-        key = by_slot(far.owner, far.number, self._row(far)) if by_number else self._key(far)
-        args = [key, f"${near.name}", self._row(near), self._size(near)]
-        return self._recorded(near.owner, "pull_cache", args, self._layers(near))
+        key = by_slot(remote.owner, remote.number, self._row(remote)) if by_number else self._key(remote)
+        args = [key, f"${local.name}", self._row(local), self._size(local)]
+        return self._recorded(local.owner, "pull_cache", args, self._layers(local))
 
     def _pull_blocks(self) -> Call:
         chance = self.chance
         of_slot = chance.random() < 0.15
-        far = self._any(blocks=not of_slot)
-        near = self._like(far, NEAR + FAR - far.owner, blocks=True)
+        remote = self._any(blocks=not of_slot)
+        local = self._like(remote, LOCAL + REMOTE - remote.owner, blocks=True)
         if of_slot:
-            rows = self._rows(near)
-            return self._recorded(near.owner, "pull_blocks", [self._key(far), f"${near.name}", [], rows])
-        src = self._rows(far)
-        dst = self._rows(near, len(src))
-        more = self._layers(near)
-        return self._recorded(near.owner, "pull_blocks", [self._key(far), f"${near.name}", src, dst], more)
+            rows = self._rows(local)
+            return self._recorded(local.owner, "pull_blocks", [self._key(remote), f"${local.name}", [], rows])
+        src = self._rows(remote)
+        dst = self._rows(local, len(src))
+        more = self._layers(local)
+        return self._recorded(local.owner, "pull_blocks", [self._key(remote), f"${local.name}", src, dst], more)
 
     def _push_cache(self) -> Call:
-        far = self._any(blocks=False)
-        near = self._like(far, NEAR + FAR - far.owner)
-        key = by_slot(far.owner, far.number, self._row(far))
-        return self._recorded(near.owner, "push_cache", [key, f"${near.name}", self._row(near)], self._layers(near))
+        remote = self._any(blocks=False)
+        local = self._like(remote, LOCAL + REMOTE - remote.owner)
+        key = by_slot(remote.owner, remote.number, self._row(remote))
+        return self._recorded(local.owner, "push_cache", [key, f"${local.name}", self._row(local)], self._layers(local))
 
     def _push_blocks(self) -> Call:
-        far = self._any(blocks=True)
-        near = self._like(far, NEAR + FAR - far.owner)
-        dst = self._rows(far)
-        src = self._rows(near, len(dst))
-        more = self._layers(near)
-        return self._recorded(near.owner, "push_blocks", [self._key(far), f"${near.name}", src, dst], more)
+        remote = self._any(blocks=True)
+        local = self._like(remote, LOCAL + REMOTE - remote.owner)
+        dst = self._rows(remote)
+        src = self._rows(local, len(dst))
+        more = self._layers(local)
+        return self._recorded(local.owner, "push_blocks", [self._key(remote), f"${local.name}", src, dst], more)
 
     def _recorded(self, engine: int, method: str, args: list[Any], kwargs: Optional[dict[str, Any]] = None) -> Call:
         return Call(engine, "recorded", (method, *args), kwargs or {})

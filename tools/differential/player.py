@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from peers import OK, End, Ends, Peer, Proxy, by_blocks, linked, options, pattern
 from peers.values import Refused
 
-from .calls import FAR, NEAR, Call, Calls
+from .calls import LOCAL, REMOTE, Call, Calls
 
 EPISODE = 400
 UNLINKED_FOR = 3  # calls between the end of a link and the next one
@@ -40,9 +40,9 @@ class Episode:
         given = settings(chance, accessible=accessible)
         self.tcp = given["llm.LinkTransport"] == "tcp"
         self.chance, self.calls = chance, Calls(chance, accessible=accessible)
-        self.far: Peer = ends.peer(given, FAR)
-        self.near: End = ends.near({"llm.listenIpInfo": "127.0.0.1:0", **given})
-        linked(self.near, self.far)
+        self.remote: Peer = ends.peer(given, REMOTE)
+        self.local: End = ends.local({"llm.listenIpInfo": "127.0.0.1:0", **given})
+        linked(self.local, self.remote)
         self.unlinked = 0
 
     def step(self) -> dict[str, Any]:
@@ -50,39 +50,39 @@ class Episode:
         if self.unlinked:
             self.unlinked -= 1
             if not self.unlinked:
-                linked(self.near, self.far)
+                linked(self.local, self.remote)
         elif self.chance.random() < 0.004:
-            self.near.unlink_clusters([self.far.at])
+            self.local.unlink_clusters([self.remote.at])
             self.unlinked = UNLINKED_FOR
         call = self.calls.next()
-        engine = self.near if call.engine == NEAR else self.far
+        engine = self.local if call.engine == LOCAL else self.remote
         told, text, arrived = self._made(engine, call)
         return {
             "call": [call.engine, call.method, shown(call.args), shown(call.kwargs)],
             "code": told,
             "text": text,
             "arrived": arrived,
-            "sums": [self.near.sums(), self.far.sums()],
+            "sums": [self.local.sums(), self.remote.sums()],
         }
 
     def cut(self) -> dict[str, Any]:
         """Make a pull whose connections are cut."""
         shape = (CUT_ROWS, CUT_BYTES, 2)
-        for end in (self.near, self.far):
+        for end in (self.local, self.remote):
             end.finalize()
         given = options(pool=POOL, llm__LinkTransport="tcp")
-        self.far.open(given, FAR)
-        self.near.init(given, NEAR, "DECODER")
-        self.far.allocate("cut", *shape, blocks=True, keys=[by_blocks(FAR, 8)], seed=1)
-        self.near.allocate("cut", *shape, blocks=True, seed=2)
+        self.remote.open(given, REMOTE)
+        self.local.init(given, LOCAL, "DECODER")
+        self.remote.allocate("cut", *shape, blocks=True, keys=[by_blocks(REMOTE, 8)], seed=1)
+        self.local.allocate("cut", *shape, blocks=True, seed=2)
         rows = self.chance.sample(range(CUT_ROWS), CUT_ROWS)
-        with Proxy(self.far.address) as wire:
-            linked(self.near, _Behind(wire.at))
+        with Proxy(self.remote.address) as wire:
+            linked(self.local, _Behind(wire.at))
             wire.allow("down", self.chance.randrange(1000, 2 * CUT_ROWS * CUT_BYTES), cut=True)
-            key = by_blocks(FAR, 8)
-            told, _, arrived = self.near.recorded("pull_blocks", key, "$cut", list(range(CUT_ROWS)), rows)
+            key = by_blocks(REMOTE, 8)
+            told, _, arrived = self.local.recorded("pull_blocks", key, "$cut", list(range(CUT_ROWS)), rows)
         source = pattern(1, 2, CUT_ROWS, CUT_BYTES)
-        into = self.near.read("cut")
+        into = self.local.read("cut")
         for tensor, ranges in arrived:
             right = dict(zip(rows, source[tensor]))
             for first, end in ranges:
@@ -106,10 +106,10 @@ class Episode:
 
 
 class _Behind:
-    """The far engine, at the address of a proxy."""
+    """The remote engine, at the address of a proxy."""
 
     def __init__(self, address: str) -> None:
-        self.at = (FAR, address)
+        self.at = (REMOTE, address)
 
 
 def shown(value: Any) -> Any:

@@ -1,9 +1,9 @@
 """Between two processes of one host: pull and push of shuffled blocks. Every system has its own pair of processes.
 
 Each part is one operation in one kind of memory (``systems``). All pairs move the same list of blocks with the same
-bytes. The near process of a pair makes and times the transfers; the far process has the other memory. Pairs that use
-CPU while idle are stopped outside their turns, so that they do not slow down others. Not for: single calls (``small``),
-or copies inside one process (``local``).
+bytes. The local process of a pair makes and times the transfers; the remote process has the other memory. Pairs that
+use CPU while idle are stopped outside their turns, so that they do not slow down others. Not for: single calls
+(``small``), or copies inside one process (``local``).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Repeated:
         self.pair, self.variant, self.times, self.most = pair, variant, 1, most
 
     def run(self) -> float:
-        """Return the seconds of one transfer, as the near process measures them."""
+        """Return the seconds of one transfer, as the local process measures them."""
         for _ in range(TRIES):
             took: float = self.pair.timed("go", self.variant, times=self.times)
             enough = max(1, min(self.most, math.ceil(SHORTEST_S / took)))

@@ -1,7 +1,7 @@
 """The interface through which a system is measured between two processes. Both sides use the adapter of the system.
 
-The near side makes and times every transfer. The far side owns the memory that is pulled from and pushed to. Not for:
-processes and messages (``side``, ``pair``), or the choice of systems (``systems``).
+The local side makes and times every transfer. The remote side owns the memory that is pulled from and pushed to. Not
+for: processes and messages (``side``, ``pair``), or the choice of systems (``systems``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from limit import Limit
 
 PULL, PUSH = "pull", "push"
-NEAR, FAR = "near", "far"
+LOCAL, REMOTE = "local", "remote"
 THREADS = 2
 HUGE_PAGE = 2 << 20
 TRIES = 5
@@ -59,20 +59,20 @@ class Case:
         return np.ascontiguousarray(pairs.astype(np.uint64))
 
     @property
-    def near_rows(self) -> np.ndarray:
-        """Rows of the near memory."""
+    def local_rows(self) -> np.ndarray:
+        """Rows of the local memory."""
         return self.dst if self.op == PULL else self.src
 
     @property
-    def far_rows(self) -> np.ndarray:
-        """Rows of the far memory."""
+    def remote_rows(self) -> np.ndarray:
+        """Rows of the remote memory."""
         return self.src if self.op == PULL else self.dst
 
 
 class Adapter(ABC):
     """One side of one system. Subclasses implement the calls of their system."""
 
-    verifies_near = False  # whether the near side verifies the bytes at the far side
+    verifies_local = False  # whether the local side verifies the bytes at the remote side
 
     def __init__(self, setting: str, role: str, size: int, limit: Limit, pattern: np.ndarray) -> None:
         self.setting, self.role, self.size = setting, role, size
@@ -111,14 +111,14 @@ class Adapter(ABC):
 
     @abstractmethod
     def hello(self) -> Any:
-        """The data that the far side sends to the near side to link. Not timed."""
+        """The data that the remote side sends to the local side to link. Not timed."""
 
     @abstractmethod
     def link(self, hello: Any) -> None:
-        """Link the near side to the far side."""
+        """Link the local side to the remote side."""
 
     def relink(self, hello: Any) -> None:
-        """Link the near side to a far side that was restarted."""
+        """Link the local side to a remote side that was restarted."""
         self.link(hello)
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:  # noqa: ARG002  (some systems use them)
@@ -126,7 +126,7 @@ class Adapter(ABC):
         raise Missing("it prepares nothing before a transfer")
 
     def lay(self, case: Case) -> None:  # noqa: B027  (not every system needs it)
-        """Divide the memory into blocks, if the system does so. The far side is called first."""
+        """Divide the memory into blocks, if the system does so. The remote side is called first."""
 
     @abstractmethod
     def request(self, case: Case) -> Run:
@@ -144,13 +144,13 @@ class Adapter(ABC):
         return [("", 0, self.request(case))]
 
     def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: B027  (not every system needs it)
-        """Drive the far side until the near side has made this many transfers, or until `over()`."""
+        """Drive the remote side until the local side has made this many transfers, or until `over()`."""
 
     # --- not timed ---
 
     def is_destination(self, op: str) -> bool:
         """Whether this side poisons and verifies the destination."""
-        return self.verifies_near == (self.role == NEAR) if op == PUSH else self.role == NEAR
+        return self.verifies_local == (self.role == LOCAL) if op == PUSH else self.role == LOCAL
 
     def fill(self, op: str) -> None:
         """Write the bytes that are moved, if this side is the source."""

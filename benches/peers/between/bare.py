@@ -13,7 +13,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, HUGE, PULL, THREADS, Adapter, Case, Run, address, memory_file, shared
+from between.adapter import HUGE, PULL, REMOTE, THREADS, Adapter, Case, Run, address, memory_file, shared
 
 A_CALL = (8, 64, 512)
 PIECES = (256 << 10, 1 << 20, 4 << 20)
@@ -24,9 +24,9 @@ class Bare(Adapter):
     """The loops of ``limit.c``, and sockets, without any system."""
 
     def open(self) -> None:
-        """Allocate memory that the other side can map, or memory of the process. For a stream, the far side listens."""
+        """Allocate memory that the other side can map, or of the process. For a stream, the remote side listens."""
         if self.setting == "mapped":
-            self.descriptor = memory_file("far", self.size)
+            self.descriptor = memory_file("remote", self.size)
             self.memory = shared(self.descriptor, self.size)
             self.memory[:: 4096 // 8] = 0
             if self.pages == HUGE:
@@ -34,11 +34,11 @@ class Bare(Adapter):
         else:
             self.memory = self.plain(self.size)
         self.stream: Optional[socket.socket] = None
-        if self.setting == "stream" and self.role == FAR:
+        if self.setting == "stream" and self.role == REMOTE:
             self.door = socket.create_server(("127.0.0.1", 0))
 
     def hello(self) -> Any:
-        """The data with which the near side accesses the memory."""
+        """The data with which the local side accesses the memory."""
         door = self.door.getsockname() if self.setting == "stream" else None
         return os.getpid(), getattr(self, "descriptor", -1), address(self.memory), door
 
@@ -60,8 +60,8 @@ class Bare(Adapter):
 
     def variants(self, case: Case) -> list[tuple[str, int, Run]]:
         """Every loop. The measuring side chooses the limit."""
-        near = address(self.memory)
-        moves = case.moves(self.there, near) if case.op == PULL else case.moves(near, self.there)
+        local = address(self.memory)
+        moves = case.moves(self.there, local) if case.op == PULL else case.moves(local, self.there)
         if self.setting == "mapped":
             return [(entry.setting, entry.threads, entry.run) for entry in self.limit.entries(moves, case.block)]
         if self.setting == "stream":
@@ -79,7 +79,7 @@ class Bare(Adapter):
     # --- the plain stream: the same number of bytes, in one piece, from the start of the memory ---
 
     def asked(self, case: Case, piece: int) -> None:
-        """Near side: send the header, then receive or send the bytes."""
+        """Local side: send the header, then receive or send the bytes."""
         assert self.stream is not None, "not linked"
         self.stream.sendall(HEAD.pack(case.op == PULL, case.total, piece))
         if case.op == PULL:
@@ -89,7 +89,7 @@ class Bare(Adapter):
             received(self.stream, memoryview(bytearray(1)), 1)
 
     def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: ARG002
-        """Far side: serve the other end of the stream."""
+        """Remote side: serve the other end of the stream."""
         if self.stream is None:
             self.stream, _ = self.door.accept()
             self.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -48,9 +48,9 @@ class Hixl(Adapter):
 
     def request(self, case: Case) -> Run:
         """Return one call. The list of operations is made here, outside the clock."""
-        near = (case.near_rows * case.block + address(self.memory)).tolist()
-        there = (case.far_rows * case.block + self.there).tolist()
-        ops = [self.module.TransferOpDesc(mine, theirs, case.block) for mine, theirs in zip(near, there)]
+        local = (case.local_rows * case.block + address(self.memory)).tolist()
+        there = (case.remote_rows * case.block + self.there).tolist()
+        ops = [self.module.TransferOpDesc(mine, theirs, case.block) for mine, theirs in zip(local, there)]
         operation = self.module.READ if case.op == PULL else self.module.WRITE
         transfer, remote = self.engine.transfer_sync, self.remote
         return lambda: succeed(transfer(remote, operation, ops, LIMIT_MS))

@@ -60,11 +60,11 @@ class Engine(Adapter):
 
     def request(self, case: Case) -> Run:
         """Calls of at most 1,024 blocks; the lists are made here."""
-        near = (case.near_rows * case.block + address(self.memory)).tolist()
-        there = (case.far_rows * case.block + self.there).tolist()
+        local = (case.local_rows * case.block + address(self.memory)).tolist()
+        there = (case.remote_rows * case.block + self.there).tolist()
         calls = []
         for at in range(0, case.count, MAX_REQUESTS):
-            mine, theirs = near[at : at + MAX_REQUESTS], there[at : at + MAX_REQUESTS]
+            mine, theirs = local[at : at + MAX_REQUESTS], there[at : at + MAX_REQUESTS]
             calls.append((mine, theirs, [case.block] * len(mine)))
         call = self.engine.batch_transfer_sync_read if case.op == PULL else self.engine.batch_transfer_sync_write
         host = self.host

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import NEAR, PULL, Adapter, Case, Run, address
+from between.adapter import LOCAL, PULL, Adapter, Case, Run, address
 from between.sequence import Sequence
 
 BATCH = 50  # polls of NIXL between two checks of the pipe
@@ -78,10 +78,10 @@ class Nixl(Adapter):
     def request(self, case: Case) -> Run:
         """Descriptors and request are made here; the transfer posts the request and polls for its end."""
         self.release()
-        near = self.agent.get_xfer_descs(self.rows(address(self.memory), case.near_rows, case.block), mem_type="DRAM")
-        there = self.agent.get_xfer_descs(self.rows(self.there, case.far_rows, case.block), mem_type="DRAM")
+        local = self.agent.get_xfer_descs(self.rows(address(self.memory), case.local_rows, case.block), mem_type="DRAM")
+        there = self.agent.get_xfer_descs(self.rows(self.there, case.remote_rows, case.block), mem_type="DRAM")
         operation = "READ" if case.op == PULL else "WRITE"
-        self.handle = self.agent.initialize_xfer(operation, near, there, self.remote)
+        self.handle = self.agent.initialize_xfer(operation, local, there, self.remote)
         agent, handle = self.agent, self.handle
 
         def run() -> None:
@@ -98,14 +98,14 @@ class Nixl(Adapter):
         self.release()
         count = self.size // case.block
         everything = np.arange(count)
-        near = self.agent.prep_xfer_dlist("", self.rows(address(self.memory), everything, case.block), mem_type="DRAM")
-        far = self.agent.prep_xfer_dlist(self.remote, self.rows(self.there, everything, case.block), mem_type="DRAM")
+        local = self.agent.prep_xfer_dlist("", self.rows(address(self.memory), everything, case.block), mem_type="DRAM")
+        remote = self.agent.prep_xfer_dlist(self.remote, self.rows(self.there, everything, case.block), mem_type="DRAM")
         operation = "READ" if case.op == PULL else "WRITE"
-        mine, theirs = case.near_rows.astype(np.int32), case.far_rows.astype(np.int32)
+        mine, theirs = case.local_rows.astype(np.int32), case.remote_rows.astype(np.int32)
         agent = self.agent
 
         def run() -> None:
-            handle = agent.make_prepped_xfer(operation, near, mine, far, theirs)
+            handle = agent.make_prepped_xfer(operation, local, mine, remote, theirs)
             state = agent.transfer(handle)
             while state == "PROC":
                 state = agent.check_xfer_state(handle)
@@ -128,7 +128,7 @@ class Nixl(Adapter):
         ]
 
     def sides(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """The agent and the memory of the near side and of the far side."""
+        """The agent and the memory of the local side and of the remote side."""
         return ("", address(self.memory)), (self.remote, self.there)
 
     def every_piece(self, agent: str, base: int, piece: int) -> Any:
@@ -138,14 +138,14 @@ class Nixl(Adapter):
 
     def by_lists(self, case: Case) -> Any:
         """A request over new lists of descriptors."""
-        near = self.agent.get_xfer_descs(self.rows(address(self.memory), case.dst, case.block), mem_type="DRAM")
-        far = self.agent.get_xfer_descs(self.rows(self.there, case.src, case.block), mem_type="DRAM")
-        return self.agent.initialize_xfer("READ", near, far, self.remote)
+        local = self.agent.get_xfer_descs(self.rows(address(self.memory), case.dst, case.block), mem_type="DRAM")
+        remote = self.agent.get_xfer_descs(self.rows(self.there, case.src, case.block), mem_type="DRAM")
+        return self.agent.initialize_xfer("READ", local, remote, self.remote)
 
     def by_indices(self, case: Case) -> Any:
         """A request over indices into the prepared lists."""
-        near, far = self.lists
-        return self.agent.make_prepped_xfer("READ", near, case.dst.astype(np.int32), far, case.src.astype(np.int32))
+        local, remote = self.lists
+        return self.agent.make_prepped_xfer("READ", local, case.dst.astype(np.int32), remote, case.src.astype(np.int32))
 
     def once(self, case: Sequence, requested: Callable[[Case], Any]) -> None:
         """Compute the pieces, make a request, transfer, and release the request."""
@@ -161,13 +161,13 @@ class Nixl(Adapter):
         """Both lists prepared, and a request over all of them."""
         began = time.perf_counter()
         everything = np.arange(blocks)
-        near = self.agent.prep_xfer_dlist("", self.rows(address(self.memory), everything, block), mem_type="DRAM")
-        far = self.agent.prep_xfer_dlist(self.remote, self.rows(self.there, everything, block), mem_type="DRAM")
+        local = self.agent.prep_xfer_dlist("", self.rows(address(self.memory), everything, block), mem_type="DRAM")
+        remote = self.agent.prep_xfer_dlist(self.remote, self.rows(self.there, everything, block), mem_type="DRAM")
         listed = time.perf_counter()
         which = everything.astype(np.int32)
-        handle = self.agent.make_prepped_xfer("READ", near, which, far, which)
+        handle = self.agent.make_prepped_xfer("READ", local, which, remote, which)
         asked = time.perf_counter()
-        for thing in (handle, near, far):
+        for thing in (handle, local, remote):
             thing.release()
         return {"prepare": listed - began, "request": asked - listed}
 
@@ -189,6 +189,6 @@ class Nixl(Adapter):
     def close(self) -> None:
         """In order."""
         self.release()
-        if self.role == NEAR:
+        if self.role == LOCAL:
             self.agent.remove_remote_agent(self.remote)
         self.agent.deregister_memory(self.region)

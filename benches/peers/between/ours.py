@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from between.adapter import AUTO, FAR, HUGE, PULL, THREADS, Adapter, Case, Run, address
+from between.adapter import AUTO, HUGE, PULL, REMOTE, THREADS, Adapter, Case, Run, address
 from between.sequence import HEAD_DIM, TOTAL_HEADS, Rank, Sequence
 
 if TYPE_CHECKING:
@@ -71,16 +71,16 @@ class Ours(Adapter):
         self.caches = []
 
     def cut_by_layout(self, case: Sequence) -> None:
-        """Make the caches of a sequence: one for each owner on the far side, one on the near side."""
+        """Make the caches of a sequence: one for each owner on the remote side, one on the local side."""
         self.free()
         self.block = 0
-        ranks = case.move.owners if self.role == FAR else (case.move.near,)
+        ranks = case.move.owners if self.role == REMOTE else (case.move.local,)
         at = 0
         for rank in ranks:
             size = case.tensors * case.rows * rank.block_bytes
             self.parts.append(self.of_rank(case, rank, at, size))
             at += size
-        if self.role != FAR:
+        if self.role != REMOTE:
             self.memory = self.parts[0]
 
     def of_rank(self, case: Sequence, rank: Rank, at: int, size: int) -> np.ndarray:

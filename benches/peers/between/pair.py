@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from between.adapter import FAR, NEAR, Case, memory_file, shared
+from between.adapter import LOCAL, REMOTE, Case, memory_file, shared
 from between.systems import Peer, attendant
 from environment import variables
 from rows import Missing
@@ -32,7 +32,7 @@ def half(role: str) -> set[int]:
     """The processors of one side: one half of those of this process, or all of them if there is only one."""
     allowed = sorted(os.sched_getaffinity(0))
     middle = len(allowed) // 2
-    return set(allowed[:middle] if role == NEAR else allowed[middle:]) or set(allowed)
+    return set(allowed[:middle] if role == LOCAL else allowed[middle:]) or set(allowed)
 
 
 class Failed(Exception):  # noqa: N818  (a failure of a peer)
@@ -128,7 +128,7 @@ class Process:
 
 
 class Pair:
-    """Near and far side of one system in one setting.
+    """Local and remote side of one system in one setting.
 
     With `apart`, each side is bound to one half of the processors. Otherwise Linux decides, and it sometimes runs two
     processes that answer each other on one processor.
@@ -137,14 +137,14 @@ class Pair:
     def __init__(self, peer: Peer, pattern: Pattern, folder: str, *, apart: bool = False) -> None:
         self.peer, self.pattern, self.folder, self.apart = peer, pattern, Path(folder or "."), apart
         self.attendant: Optional[subprocess.Popen[bytes]] = None
-        self.near: Optional[Process] = None
-        self.far: Optional[Process] = None
+        self.local: Optional[Process] = None
+        self.remote: Optional[Process] = None
         self.took: dict[str, Any] = {}
         self.laid: Optional[tuple[Case, bool, list[tuple[str, int]]]] = None
         try:
             self.attendant = attendant(peer, self.folder)
-            self.far = self.start(FAR)
-            self.near = self.start(NEAR)
+            self.remote = self.start(REMOTE)
+            self.local = self.start(LOCAL)
             self.link()
         except BaseException:
             self.end()
@@ -167,43 +167,43 @@ class Pair:
         return side
 
     def link(self) -> None:
-        """Link the near side to the far side."""
-        far, near = self.both
-        self.took[FAR], hello = far.do("hello")
-        self.took[NEAR], _ = near.do("hello")
+        """Link the local side to the remote side."""
+        remote, local = self.both
+        self.took[REMOTE], hello = remote.do("hello")
+        self.took[LOCAL], _ = local.do("hello")
         self.attended(1)
         try:
-            self.took["link"] = near.do("link", hello)
+            self.took["link"] = local.do("link", hello)
         finally:
             self.over()
 
     @property
     def both(self) -> tuple[Process, Process]:
-        """The far side and the near one."""
-        assert self.far is not None, "no far side"
-        assert self.near is not None, "no near side"
-        return self.far, self.near
+        """The remote side and the local one."""
+        assert self.remote is not None, "no remote side"
+        assert self.local is not None, "no local side"
+        return self.remote, self.local
 
     def attended(self, times: int) -> None:
-        """Let the far side drive its system, if the system needs it."""
+        """Let the remote side drive its system, if the system needs it."""
         if self.peer.attends:
             self.both[0].tell("attend", times)
 
     def over(self) -> None:
-        """Tell the far side that the near side has finished."""
+        """Tell the remote side that the local side has finished."""
         if self.peer.attends:
-            far, _ = self.both
-            far.tell("enough")
-            far.answer()
-            far.answer()
+            remote, _ = self.both
+            remote.tell("enough")
+            remote.answer()
+            remote.answer()
 
     def lay(self, case: Case, fresh: bool = False) -> list[tuple[str, int]]:
         """Prepare both sides for a list of blocks. Return the settings and their threads."""
-        far, near = self.both
+        remote, local = self.both
         self.laid = None
-        far.do("lay", case)
-        near.do("lay", case)
-        found: list[tuple[str, int]] = near.do("ask", fresh)
+        remote.do("lay", case)
+        local.do("lay", case)
+        found: list[tuple[str, int]] = local.do("ask", fresh)
         return found
 
     def lay_once(self, case: Case, fresh: bool) -> list[tuple[str, int]]:
@@ -213,18 +213,18 @@ class Pair:
         return self.laid[2]
 
     def timed(self, how: str, *arguments: Any, times: int) -> Any:
-        """Make a timed call of the near side, while the far side drives its system."""
-        _, near = self.both
+        """Make a timed call of the local side, while the remote side drives its system."""
+        _, local = self.both
         self.attended(times)
         try:
-            return near.do(how, *arguments, times)
+            return local.do(how, *arguments, times)
         finally:
             self.over()
 
     def destination(self, op: str) -> Process:
         """The side that poisons and verifies the destination."""
-        far, near = self.both
-        return near if near.do("destination", op) else far
+        remote, local = self.both
+        return local if local.do("destination", op) else remote
 
     def wake(self) -> None:
         """Resume both sides."""
@@ -239,7 +239,7 @@ class Pair:
 
     def end(self) -> None:
         """Kill all processes of the pair."""
-        for side in (self.near, self.far):
+        for side in (self.local, self.remote):
             if side is not None:
                 side.end()
         if self.attendant is not None:

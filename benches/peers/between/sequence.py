@@ -48,30 +48,30 @@ class Rank:
 
 @dataclass(frozen=True)
 class Move:
-    """A named pair of layouts: the ranks of prefill, which all lie in the far memory, and the rank of decode."""
+    """A named pair of layouts: the ranks of prefill, which all lie in the remote memory, and the rank of decode."""
 
     name: str
     owners: tuple[Rank, ...]
-    near: Rank
+    local: Rank
 
     @property
     def piece(self) -> int:
         """Bytes that are contiguous on both sides."""
-        if self.owners[0].order != self.near.order:
+        if self.owners[0].order != self.local.order:
             return HEAD
         return HEAD * min(len(self.common(owner)) for owner in self.owners)
 
     def common(self, owner: Rank) -> range:
         """The heads that one owner and the rank of decode both hold."""
-        return range(max(owner.first, self.near.first), min(owner.end, self.near.end))
+        return range(max(owner.first, self.local.first), min(owner.end, self.local.end))
 
     def steps(self, owner: Rank) -> tuple[np.ndarray, np.ndarray]:
         """Offsets of the pieces of a block in the owner and in the rank of decode, in pieces, token by token."""
         heads = self.common(owner)[:: self.piece // HEAD]
-        positions = [(token, head) for token in range(self.near.tokens) for head in heads]
-        sides = ([rank.offset(*position) // self.piece for position in positions] for rank in (owner, self.near))
-        far, near = (np.array(side, dtype=np.int64) for side in sides)
-        return far, near
+        positions = [(token, head) for token in range(self.local.tokens) for head in heads]
+        sides = ([rank.offset(*position) // self.piece for position in positions] for rank in (owner, self.local))
+        remote, local = (np.array(side, dtype=np.int64) for side in sides)
+        return remote, local
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class Sequence(Case):
     def pieces(self) -> tuple[np.ndarray, np.ndarray]:
         """The pieces of the source and of the destination for these lists of blocks."""
         src, dst, tensor = [], [], np.arange(self.tensors)[:, None, None]
-        near_row = self.move.near.block_bytes // self.block
-        near = tensor * (self.rows * near_row) + self.dst_blocks[:, None] * near_row
-        for index, (owner, (far_steps, near_steps)) in enumerate(zip(self.move.owners, self.steps)):
+        local_row = self.move.local.block_bytes // self.block
+        local = tensor * (self.rows * local_row) + self.dst_blocks[:, None] * local_row
+        for index, (owner, (remote_steps, local_steps)) in enumerate(zip(self.move.owners, self.steps)):
             row = owner.block_bytes // self.block
-            far = (tensor + index * self.tensors) * (self.rows * row) + self.src_blocks[:, None] * row
-            src.append((far + far_steps).ravel())
-            dst.append((near + near_steps).ravel())
+            remote = (tensor + index * self.tensors) * (self.rows * row) + self.src_blocks[:, None] * row
+            src.append((remote + remote_steps).ravel())
+            dst.append((local + local_steps).ravel())
         return np.concatenate(src), np.concatenate(dst)
 
     def anew(self) -> Case:
@@ -106,17 +106,17 @@ class Sequence(Case):
 def sequence_of(move: Move, tensors: int, size: int, total: int) -> Sequence:
     """A pull of about `total` bytes in random blocks, between memories of at most `size` bytes."""
     owners = move.owners
-    rows = size // (tensors * max(sum(owner.block_bytes for owner in owners), move.near.block_bytes))
+    rows = size // (tensors * max(sum(owner.block_bytes for owner in owners), move.local.block_bytes))
     blocks = min(rows, max(1, total // (tensors * moved_of_block(move))))
     chance = np.random.default_rng(total + move.piece)
     src, dst = (chance.permutation(rows)[:blocks] for _ in range(2))
     none = np.zeros(0, dtype=np.int64)
     steps = tuple(move.steps(owner) for owner in owners)
     case = Sequence(PULL, move.piece, none, none, move, tensors, rows, src, dst, steps)
-    far, near = case.pieces()
-    return dataclasses.replace(case, src=far, dst=near)
+    remote, local = case.pieces()
+    return dataclasses.replace(case, src=remote, dst=local)
 
 
 def moved_of_block(move: Move) -> int:
     """Bytes of a block that move in one tensor."""
-    return sum(len(move.common(owner)) for owner in move.owners) * move.near.tokens * HEAD
+    return sum(len(move.common(owner)) for owner in move.owners) * move.local.tokens * HEAD

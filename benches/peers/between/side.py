@@ -15,7 +15,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, Callable, Optional
 
-from between.adapter import FAR, Adapter, Case, Run, die_with_parent, shared
+from between.adapter import REMOTE, Adapter, Case, Run, die_with_parent, shared
 from between.systems import adapter
 from limit import Limit
 from rows import Missing
@@ -41,16 +41,16 @@ class Side:
 
     def hello(self) -> Any:
         """The seconds that the start took, and the data that the other side needs to link."""
-        return self.took, (self.adapter.hello() if self.role == FAR else None)
+        return self.took, (self.adapter.hello() if self.role == REMOTE else None)
 
     def link(self, hello: Any) -> float:
-        """Near side: link to the far side, and return the seconds."""
+        """Local side: link to the remote side, and return the seconds."""
         began = time.perf_counter()
         self.adapter.link(hello)
         return time.perf_counter() - began
 
     def relink(self, hello: Any) -> None:
-        """Near side: link to a far side that was restarted."""
+        """Local side: link to a remote side that was restarted."""
         self.runs = []
         self.adapter.relink(hello)
 
@@ -68,7 +68,7 @@ class Side:
             self.adapter.fill(case.op)
 
     def ask(self, fresh: bool) -> list[tuple[str, int]]:
-        """Near side: prepare the requests. Return the settings and their threads."""
+        """Local side: prepare the requests. Return the settings and their threads."""
         if fresh:
             self.runs = [("", 0, self.adapter.fresh(self.the_case))]
         else:
@@ -86,7 +86,7 @@ class Side:
         return next(run for setting, _, run in self.runs if setting == variant)
 
     def go(self, variant: str, times: int) -> float:
-        """Near side: return the seconds of one transfer, averaged over `times` in a row."""
+        """Local side: return the seconds of one transfer, averaged over `times` in a row."""
         run = self.run_of(variant)
         began = time.perf_counter()
         for _ in range(times):
@@ -94,7 +94,7 @@ class Side:
         return (time.perf_counter() - began) / times
 
     def each(self, variant: str, times: int) -> tuple[float, float, float]:
-        """Near side: time each transfer alone. Return the median, the 99th percentile and the maximum in seconds."""
+        """Local side: time each transfer alone. Return the median, the 99th percentile and the maximum in seconds."""
         run, clock, took = self.run_of(variant), time.perf_counter_ns, []
         warm = min(WARM, times // 2)
         for _ in range(warm):
@@ -107,7 +107,7 @@ class Side:
         return statistics.median(took) / 1e9, took[len(took) * 99 // 100] / 1e9, took[-1] / 1e9
 
     def until_it_fails(self, seconds: float) -> tuple[str, float, int]:
-        """Near side: repeat transfers until one fails or the time is over. Return the error, its time and the count."""
+        """Local side: repeat transfers until one fails or time is over. Return the error, its time and the count."""
         run, times = self.run_of(""), 0
         began = time.monotonic()
         while time.monotonic() - began < seconds:
@@ -119,11 +119,11 @@ class Side:
         return "", time.monotonic(), times
 
     def attend(self, times: int) -> None:
-        """Far side: drive the system while the near side makes transfers."""
+        """Remote side: drive the system while the local side makes transfers."""
         self.adapter.attend(self.case, times, self.over)
 
     def enough(self) -> None:
-        """Far side: a message without effect. Any message ends ``attend``."""
+        """Remote side: a message without effect. Any message ends ``attend``."""
 
     def over(self) -> bool:
         """Whether the next message has arrived."""
@@ -146,7 +146,7 @@ class Side:
         return self.adapter.strays(self.the_case)
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
-        """Near side: the seconds of each step that prepares the first transfer of this many blocks."""
+        """Local side: the seconds of each step that prepares the first transfer of this many blocks."""
         return self.adapter.prepared(blocks, block)
 
     def close(self) -> None:

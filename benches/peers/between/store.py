@@ -1,4 +1,4 @@
-"""Mooncake's store between two processes: put and get of one object per block. The far process has the segment.
+"""Mooncake's store between two processes: put and get of one object per block. The remote process has the segment.
 
 Not for: many small objects without a transfer (``many``).
 """
@@ -9,7 +9,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from between.adapter import FAR, NEAR, POISON, PULL, Adapter, Case, Run, address
+from between.adapter import LOCAL, POISON, PULL, REMOTE, Adapter, Case, Run, address
 from between.systems import STORE_PORT
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ SEGMENT = 3  # size as a multiple of the memory: objects of the source, and spac
 
 
 class Store(Adapter):
-    """One client. The far one provides the segment."""
+    """One client. The remote one provides the segment."""
 
-    verifies_near = True
+    verifies_local = True
 
     @classmethod
     def load(cls) -> None:
@@ -34,13 +34,13 @@ class Store(Adapter):
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415  (timed by load)
 
         self.store = MooncakeDistributedStore()
-        segment = self.size * SEGMENT if self.role == FAR else 0
+        segment = self.size * SEGMENT if self.role == REMOTE else 0
         master = f"127.0.0.1:{os.environ[STORE_PORT]}"
         code = self.store.setup("127.0.0.1", "P2PHANDSHAKE", segment, 64 << 20, "tcp", "", master)
         if code:
             raise RuntimeError(f"setup says {code}")
         self.laid: tuple[str, int] = ("", 0)
-        if self.role == NEAR:
+        if self.role == LOCAL:
             self.memory = self.plain(self.size)
             self.scratch = self.plain(self.size)
             for words in (self.memory, self.scratch, self.pattern):
@@ -58,13 +58,13 @@ class Store(Adapter):
         self.all_well(self.store.batch_get_into(["link"], [address(self.memory)], [8]), 8)
 
     def fill(self, op: str) -> None:
-        """Write the near memory, from which a put takes its bytes."""
-        if self.role == NEAR and op != PULL:
+        """Write the local memory, from which a put takes its bytes."""
+        if self.role == LOCAL and op != PULL:
             self.memory[:] = self.pattern
 
     def poison_all(self) -> None:
-        """Poison the near memory for a get. The destination of a put cannot be accessed."""
-        if self.role == NEAR:
+        """Poison the local memory for a get. The destination of a put cannot be accessed."""
+        if self.role == LOCAL:
             self.scratch[:] = POISON
             if self.laid[0] == PULL:
                 self.memory[:] = POISON
@@ -72,7 +72,7 @@ class Store(Adapter):
     def lay(self, case: Case) -> None:
         """Put the objects that a pull reads."""
         self.laid = (case.op, case.block)
-        if self.role == FAR:
+        if self.role == REMOTE:
             return
         self.store.remove_all(True)
         if case.op == PULL:

@@ -45,7 +45,7 @@ class Peer:
     system: str
     setting: str
     environment: dict[str, str] = field(default_factory=dict)
-    attends: bool = False  # whether the far process must drive the system during a transfer
+    attends: bool = False  # whether the remote process must drive the system during a transfer
     restless: bool = False  # whether it uses CPU while idle; it is then stopped outside its turns
     once: bool = False  # whether a repeated push has no effect, so that a turn has only one
     threads: int = 1
@@ -59,7 +59,7 @@ class Peer:
 
 NO_THREAD = "no progress thread: both processes poll while it is their turn"
 SHM = {"UCX_TLS": "posix,sysv,self,tcp"}
-TWO_SIDED = "two-sided: near asks by a message, far posts one tagged send a block, in the order that near expects them"
+TWO_SIDED = "two-sided: local asks by a message, remote posts one tagged send a block, in the order that local expects"
 AS_IT_COMES = "as it comes"
 HIXL_NOTE = "transfer_sync of the module hixl; its list of operations is made outside the clock"
 
@@ -93,7 +93,7 @@ PEERS = {
         "mooncake store",
         "tcp",
         once=True,
-        note="over tcp, the only way of its CPU wheel; put and get of one object a block, far segment of the store; "
+        note="over tcp, the only way of its CPU wheel; put and get of one object a block, remote segment of the store; "
         "what was put is checked by getting it",
     ),
     ("ucxx", AS_IT_COMES): Peer("ucxx", AS_IT_COMES, attends=True, note=TWO_SIDED),

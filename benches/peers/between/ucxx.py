@@ -1,6 +1,6 @@
 """UCXX between two processes: one tagged message per block, which is what its Python API offers.
 
-The Python API has no one-sided reads or writes, so the far side sends (or receives) in the order that the near side
+The Python API has no one-sided reads or writes, so the remote side sends (or receives) in the order that the local side
 expects. Not for: its asyncio API, which is slower.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, NEAR, PULL, Adapter, Case, Run
+from between.adapter import LOCAL, PULL, REMOTE, Adapter, Case, Run
 
 ASK, DONE, FIRST = 1, 2, 16
 LOOK = 256  # polls of UCX between two checks of the pipe
@@ -32,7 +32,7 @@ class Ucxx(Adapter):
         import ucxx._lib.libucxx  # noqa: F401, PLC0415
 
     def open(self) -> None:
-        """Open a worker. The far one listens."""
+        """Open a worker. The remote one listens."""
         import ucxx._lib.libucxx as core  # noqa: PLC0415  (timed by load)
         from ucxx._lib.arr import Array  # noqa: PLC0415
         from ucxx.types import Tag  # noqa: PLC0415
@@ -45,11 +45,11 @@ class Ucxx(Adapter):
         self.endpoint: Any = None
         # With error handling, UCX does not use its shared-memory transports.
         self.careful = self.setting in ("as it comes", "tcp")
-        if self.role == FAR:
+        if self.role == REMOTE:
             self.listener = core.UCXListener.create(worker=self.worker, port=0, cb_func=self.accepted)
 
     def accepted(self, asked: Any) -> None:
-        """Accept the connection of the near side."""
+        """Accept the connection of the local side."""
         self.endpoint = self.listener.create_endpoint_from_conn_request(asked, endpoint_error_handling=self.careful)
 
     def hello(self) -> Any:
@@ -86,7 +86,7 @@ class Ucxx(Adapter):
 
     def blocks(self, case: Case) -> list[Any]:
         """The blocks of this side, in the order of the list."""
-        rows = case.near_rows if self.role == NEAR else case.far_rows
+        rows = case.local_rows if self.role == LOCAL else case.remote_rows
         words = self.memory.reshape(-1, case.block // 8)
         return [self.array(words[row]) for row in rows]
 
@@ -95,7 +95,7 @@ class Ucxx(Adapter):
         self.ready = [(block, self.tag(FIRST + at)) for at, block in enumerate(self.blocks(case))]
 
     def request(self, case: Case) -> Run:
-        """Pull: ask, then receive every block. Push: send every block, and wait until the far side has all."""
+        """Pull: ask, then receive every block. Push: send every block, and wait until the remote side has all."""
         ready = self.ready
 
         def pull() -> None:
@@ -124,7 +124,7 @@ class Ucxx(Adapter):
                 self.wait([self.send(DONE)])
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
-        """Make a view and a tag for every block. The far side needs the same number."""
+        """Make a view and a tag for every block. The remote side needs the same number."""
         began = time.perf_counter()
         words = self.memory.reshape(-1, block // 8)
         _ = [(self.array(words[row]), self.tag(FIRST + row)) for row in range(blocks)]

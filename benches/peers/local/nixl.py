@@ -27,9 +27,9 @@ def entries(bed: Bed) -> Iterator[Entry]:
     for words in {id(words): words for words in (*bed.src_words, *bed.dst_words)}.values():
         agent.register_memory([(words.ctypes.data, words.nbytes, 0, "")], mem_type="DRAM")
     blocks = bed.moves.tolist()
-    near = agent.get_xfer_descs([(dst, bed.block, 0) for _, dst in blocks], mem_type="DRAM")
-    far = agent.get_xfer_descs([(src, bed.block, 0) for src, _ in blocks], mem_type="DRAM")
-    handle = agent.initialize_xfer("READ", near, far, "bed")
+    local = agent.get_xfer_descs([(dst, bed.block, 0) for _, dst in blocks], mem_type="DRAM")
+    remote = agent.get_xfer_descs([(src, bed.block, 0) for src, _ in blocks], mem_type="DRAM")
+    handle = agent.initialize_xfer("READ", local, remote, "bed")
 
     def read() -> None:
         state = agent.transfer(handle)

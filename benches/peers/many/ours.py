@@ -172,12 +172,12 @@ def words_of(cache: Cache) -> np.ndarray:
 def get(scene: Scene) -> Iterator[Entry]:
     """Pull each object by its name from another process."""
     engine, peer = asking(scene)
-    near = allocated(engine, "near", scene.size, blocks=scene.count)
-    view, every = words_of(near), names(scene)
+    local = allocated(engine, "local", scene.size, blocks=scene.count)
+    view, every = words_of(local), names(scene)
 
     def run() -> None:
         for number, name in enumerate(every):
-            engine.pull(near[number], peer[name][0]).result()
+            engine.pull(local[number], peer[name][0]).result()
 
     note = "each object is a cache; the engine remembers what a name means; the object stays"
     yield Entry(OURS, run, before=lambda: view.fill(-1), after=lambda: arrived(view, scene.objects), note=note)
@@ -186,12 +186,12 @@ def get(scene: Scene) -> Iterator[Entry]:
 def get_all(scene: Scene) -> Iterator[Entry]:
     """Pull the same number of blocks in one call."""
     engine, peer = asking(scene)
-    near = allocated(engine, "near", scene.size, blocks=scene.count)
-    view, mixed = words_of(near), np.random.default_rng(2).permutation(scene.count)
+    local = allocated(engine, "local", scene.size, blocks=scene.count)
+    view, mixed = words_of(local), np.random.default_rng(2).permutation(scene.count)
     every, indices = list(range(scene.count)), mixed.tolist()
 
     def run() -> None:
-        engine.pull(near[indices], peer["all"][every]).result()
+        engine.pull(local[indices], peer["all"][every]).result()
 
     note = "the objects are blocks of one cache, by number and not by name; they stay"
     yield Entry(

@@ -25,7 +25,7 @@ pub struct RemoteCache {
 impl RemoteCache {
     pub fn start() -> RemoteCache {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .arg("--far")
+            .arg("--remote")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
