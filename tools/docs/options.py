@@ -45,6 +45,9 @@ NATIVE_HEAD = """
 Times are in seconds, and sizes in bytes. An unknown name raises `TypeError`, which names the most similar option. Where
 `LLMConfig` has the same option, the meaning ends with its name there.
 
+`Engine` also takes `name`, which peers, log lines and statistics show (1 to 128 bytes of UTF-8, printable; by default
+`"<host name>/<process id>/<number>"`), and `metadata`, bytes that peers read (at most 16 KiB; empty by default).
+
 | name | values and default | meaning |
 | --- | --- | --- |
 """
