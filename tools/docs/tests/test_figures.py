@@ -102,14 +102,6 @@ def in_brackets(cells: list[str]) -> list[float]:
     return [float(found[1]) for cell in cells if (found := re.search(r"\(([\d.]+)\)", cell))]
 
 
-def standing(operation: str) -> list[float]:
-    """The medians of a cost at the start of a process, one for each kind of memory."""
-    wanted = ("standing", operation, "ours")
-    found = [row["median"] for row in ROWS if (row["group"], row["op"], row["system"]) == wanted]
-    assert found
-    return found
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_performance_page_has_the_shares_of_the_results(operation: str) -> None:
     cells = table("Compared with other libraries")[OPERATIONS[operation]]
@@ -159,8 +151,6 @@ def test_performance_page_is_short_with_the_figures_of_its_tables() -> None:
     (link,) = re.findall(r"`link_clusters` to a live peer takes ([\d.]+) ms", " ".join(PERFORMANCE.split()))
     text = short["start"]
     assert f"linking takes {float(link):.1f} ms" in text
-    for name, operation in (("the import alone", "import"), ("import, opening and linking", "import, open and link")):
-        assert f"{name} {min(standing(operation)):.0f} to {max(standing(operation)):.0f} ms" in text
     (idle,) = re.findall(r"idle for 5 s uses ([\d.]+) s of CPU", section("Copies, pulls and pushes of many blocks"))
     assert short["a linked process that is idle"] == f"{idle} s of CPU in 5 s"
 
