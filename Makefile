@@ -103,12 +103,14 @@ LMCACHE = lmcache==0.5.6 aiofile==3.12.3 aiofiles==25.1.0 awscrt==0.38.1 caio==0
 VLLM_VENV = .venv-vllm$(if $(VLLM),-$(VLLM))
 
 # In CI, a machine on which vLLM cannot be installed is named, and does not fail.
-test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its own of 6 GB (SUBSET=1: the short version; VLLM=0.33.0: another version)
+test-vllm: build $(VENV)/.test-tools  ## tests with a real vLLM on a CPU, in an environment of its own of 6 GB (SUBSET=1: the short version; VLLM=0.33.0: another version)
 	@$(MAKE) --no-print-directory .venv-vllm/.tools || { echo "NOT RUN: integration-tests/vllm, because vLLM cannot be installed here"; exit $(if $(CI),0,1); }
 	if [ -e .venv-vllm/.tools ]; then \
 		$(if $(VLLM),.venv-vllm/bin/python tools/build/vllm_environment.py $(VLLM) --base .venv-vllm --folder $(VLLM_VENV) &&) \
 		VIRTUAL_ENV=$(CURDIR)/$(VLLM_VENV) $(BIN)/maturin develop --release --quiet --locked && \
 		$(if $(SUBSET),,$(VLLM_VENV)/bin/python $(PIP) --quiet --no-deps $(NIXL) $(LMCACHE) &&) \
+		$(if $(VLLM),,$(BIN)/mypy --python-executable $(VLLM_VENV)/bin/python examples/vllm && \
+		$(BIN)/pyright --pythonpath $(VLLM_VENV)/bin/python examples/vllm &&) \
 		$(VLLM_VENV)/bin/python -m pytest -c integration-tests/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
 
 test-vllm-033:  ## the short version with the Python files of vLLM 0.33, which has no build for CPUs
@@ -178,6 +180,8 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples/asyncio_server
+# Without two examples: $(BIN) has no aiohttp for examples/vllm, whose types test-vllm checks, and neither torch nor
+# transformers for examples/transformers_torch.py, whose class in strict mode would be one of `Any`.
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
 	MYPYPATH=benches/scaling:packages/hixl/src $(BIN)/mypy benches/peers
 	MYPYPATH=benches:tools:packages/hixl/src $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py transfer_latency.py one_sided.py)
