@@ -359,7 +359,7 @@ wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for
 	@for target in $(WHEEL_TARGETS); do \
 		in=; \
 		if [ ! -d "$$(rustc --print sysroot)/lib/rustlib/$$target/lib" ]; then \
-			if [ $$target = $(ARM) ] && [ -e "$(TARGET_DIR)/aarch64/stamp" ]; then in="tools/build/aarch64.sh run"; tools/build/aarch64.sh fetch || exit; \
+			if [ $$target = $(ARM) ] && [ -e "$(TARGET_DIR)/aarch64/root/stamp" ]; then in="tools/build/aarch64.sh run"; tools/build/aarch64.sh fetch || exit; \
 			else echo "NOT BUILT: the wheel for $$target, which is not installed (rustup target add $$target, or make test-aarch64)"; continue; fi; fi; \
 		PATH="$(CURDIR)/$(BIN):$$PATH" CARGO_ZIGBUILD_ZIG_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/ziglang/zig)" $(call QUIET,"wheel for $$target",wheel-$$target) \
 			$$in $(BIN)/maturin build --release --locked --zig --target $$target --compatibility $(MANYLINUX) --auditwheel check --out dist || exit; \

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import llm_datadist
+from aarch64.probe import limits_address_space
+from emulation import needs
 from llm_datadist.commands.doctor import devices, engine, host, report
 from llm_datadist.commands.doctor.finding import NOTE, OK, PROBLEM, Finding
 from llm_datadist.commands.main import main
@@ -369,7 +371,7 @@ sys.exit(main(["doctor"]))
     [
         ("RLIMIT_FSIZE", 1 << 20, "raise the limit of file sizes"),
         ("RLIMIT_NOFILE", 8, "Too many open files"),
-        ("RLIMIT_AS", None, "no memory for"),
+        pytest.param("RLIMIT_AS", None, "no memory for", marks=needs("RLIMIT_AS", limits_address_space)),
     ],
 )
 def test_limit_under_which_no_engine_opens_is_a_problem(name: str, value: int | None, text: str) -> None:

@@ -94,6 +94,7 @@ def test_peer_sees_no_address_that_is_hidden() -> None:
 
 
 @pytest.mark.root
+@pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can leave a page of another process without an answer")
 def test_read_of_memory_that_does_not_answer_is_a_timeout() -> None:
     """The kernel may still write to the destination, so it stays in use until the process of the target ends."""

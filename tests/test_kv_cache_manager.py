@@ -14,6 +14,8 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
+from aarch64.probe import limits_address_space
+from emulation import needs
 from kv_caches import cpu, desc, table
 from llm_datadist import (
     BlocksCacheKey,
@@ -426,6 +428,7 @@ def test_a_pool_of_no_memory_has_one_page(begin: Callable[..., LLMDataDist]) -> 
     assert {name: facts["capacity_bytes"] for name, facts in pools.items()} == {"device": PAGE}
 
 
+@needs("RLIMIT_AS", limits_address_space)
 def test_a_limited_address_space_bounds_the_pool() -> None:
     told = run_fresh(
         """

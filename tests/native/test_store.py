@@ -212,6 +212,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subp
             assert got(other_store, 2) == value(2)
 
 
+@pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
 def test_program_of_another_user_gets_nothing() -> None:
     code = """

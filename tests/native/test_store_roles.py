@@ -260,6 +260,7 @@ def test_checksums_are_terms_of_a_namespace(folder: Path) -> None:
         assert (stats["hits"], stats["misses_corrupt"], stats["keeper"]["corrupt"]) == (40, 0, 0)
 
 
+@pytest.mark.root
 @needs_root
 def test_processes_of_another_user_need_group_token_and_trust(folder: Path, tokens: Path) -> None:
     socket = folder / "keeper"
@@ -324,6 +325,7 @@ ATTACH, OBSERVE = bytes([0, 3, 1]) + b"n" + bytes([64, 0]), bytes([7, 3, 0])
 """
 
 
+@pytest.mark.root
 @needs_root
 def test_idle_connections_of_one_user_keep_no_other_user_out(folder: Path, tokens: Path) -> None:
     socket = folder / "keeper"
@@ -359,6 +361,7 @@ sys.stdin.readline()
             assert json.loads(line(child)) == [[12, 1], 0], "the role write, and then attached"
 
 
+@pytest.mark.root
 @needs_root
 @pytest.mark.skipif(KERNEL < (6, 16), reason="older kernels cannot refuse descriptors before they are received")
 def test_descriptors_are_refused_before_the_proof(folder: Path, tokens: Path) -> None:

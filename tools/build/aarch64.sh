@@ -66,9 +66,9 @@ prepare() {
 	mkdir -p "$base"
 	exec 9>> "$base/lock"
 	flock --shared 9
-	[ "$(cat "$base/stamp" 2> /dev/null)" != "$want" ] || return 0
+	[ "$(cat "$root/stamp" 2> /dev/null)" != "$want" ] || return 0
 	flock 9
-	[ "$(cat "$base/stamp" 2> /dev/null)" = "$want" ] || make_root "$want"
+	[ "$(cat "$root/stamp" 2> /dev/null)" = "$want" ] || make_root "$want"
 	flock --shared 9
 }
 
@@ -92,12 +92,12 @@ make_root() {
 	unpack
 	furnish
 	run true || die "the new root does not run a program"
-	echo "$1" > "$base/stamp"
+	echo "$1" > "$root/stamp"
 }
 
 # Replaces the root. Runs no program of the packages.
 unpack() {
-	rm -rf "$root" "$base/stamp"
+	rm -rf "$root"
 	mkdir -p "$root"
 	local archive
 	for archive in "$base"/apt/archives/base-files_*.deb "$base"/apt/archives/*.deb; do
