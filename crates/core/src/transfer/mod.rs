@@ -20,7 +20,6 @@ mod notify;
 mod peer_transfer;
 mod pull;
 mod push;
-mod run_length;
 mod running_calls;
 mod slot_map;
 mod stream;

@@ -15,13 +15,18 @@ use super::current_call::{watched, work_for};
 use super::delivery::{Delivery, DeliveryState, LayerSink, Outcome, ReadyRun, ReportedLayers, RunState};
 use super::executor::{ExecutorHandle, Job, JobClass};
 use super::layer_notice::{LayerNotice, NoticeJob, TaskEnd};
-use super::run_length::RunLength;
 use super::running_calls::RunningCall;
 use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Stops, Transfer};
 use crate::model::{ClusterId, Deadline};
 use crate::sync::Mutex;
+
+/// Maximum number of bytes of a request that pushes several layers: more bytes save no time. All its layers are reported together, at
+/// its end.
+const MAX_JOINED_BYTES: u64 = 32 << 20;
+/// Maximum number of these bytes for each millisecond that is left for the first of the layers.
+const JOINED_BYTES_PER_MS: u64 = 16 << 10;
 
 /// One push to any number of destinations.
 pub(super) struct Task {
@@ -295,7 +300,8 @@ impl Job for LayerJob {
         let Some(mut job) = Arc::into_inner(self) else { return };
         let transfer = job.task.transfer().clone();
         let _current = work_for(&transfer);
-        let mut run_length = RunLength::default();
+        // The first request pushes one layer, so a destination that fails at once fails with one layer.
+        let mut max_bytes = 0;
         while let Some(step) = job.next() {
             match step {
                 LayerStep::Find(sink, since) => {
@@ -310,11 +316,11 @@ impl Job for LayerJob {
                     });
                 }
                 LayerStep::Push(sink, ReadyRun { layers, since }) => {
-                    let (deadline, begin) = (job.deadline(since), Instant::now());
-                    let pushed = sink.push(layers, run_length.max_bytes(deadline.left()), deadline);
+                    let deadline = job.deadline(since);
+                    let pushed = sink.push(layers, max_bytes.min(bytes_within(deadline.left())), deadline);
                     drop(sink);
                     if let Ok((_, bytes)) = pushed {
-                        run_length.learn(bytes, begin.elapsed());
+                        max_bytes = MAX_JOINED_BYTES;
                         transfer.part_done(bytes);
                     }
                     job.record(pushed, |delivery, (count, bytes), layers| {
@@ -331,6 +337,11 @@ impl Job for LayerJob {
             job.why = Some(why);
         }
     }
+}
+
+/// Returns the maximum number of bytes of a request for several layers of which the first must be in place when `left` has passed.
+fn bytes_within(left: Duration) -> u64 {
+    u64::try_from(left.as_millis()).unwrap_or(u64::MAX).saturating_mul(JOINED_BYTES_PER_MS)
 }
 
 impl LayerJob {
