@@ -360,12 +360,6 @@ impl DataDist {
         self.resources.pool(placement).is_some()
     }
 
-    /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow
-    /// (`Region::huge_bytes`).
-    pub fn huge_bytes(&self, placement: Placement) -> u64 {
-        self.resources.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
-    }
-
     /// Starts work that calls no peer. Its limit is `sync_kv_timeout` if there is no `limit`.
     fn start_work(
         &self,

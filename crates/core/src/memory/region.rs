@@ -10,8 +10,8 @@ use std::ptr::null_mut;
 use rustix::fs::{MemfdFlags, fstat};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
+use super::memfd;
 use super::memfd::seal;
-use super::{memfd, smaps};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes of a unit of shared memory: 2 MiB, a huge page if pages have 4 KiB. Huge pages that an administrator reserves may have this
@@ -26,7 +26,7 @@ const RW: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 pub enum HugePages {
     /// The mapping consists of huge pages that the administrator reserved.
     Reserved,
-    /// The kernel was advised to use huge pages. [`Region::huge_bytes`] measures how many it used.
+    /// The kernel was advised to use huge pages.
     Advised,
     /// Huge pages are not available.
     Unavailable,
@@ -139,14 +139,6 @@ impl Region {
     pub fn committed_bytes(&self) -> u64 {
         let known = self.mapping.as_ref().and_then(|mapping| fstat(&mapping.descriptor).ok());
         known.map_or(0, |stat| u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
-    }
-
-    /// Returns the bytes that lie in huge pages, as the kernel reports them now.
-    ///
-    /// This reads the memory map of the whole process, which takes longer the more memory is resident. Use it
-    /// for a report on request, and never in a transfer call.
-    pub fn huge_bytes(&self) -> u64 {
-        if self.mapping.is_some() { smaps::huge_bytes(self.base, self.len) } else { 0 }
     }
 }
 

@@ -6,10 +6,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::adopted::Adopted;
 use super::fabric_region::FabricRegion;
+use super::maps;
 use super::peer_mapping::PeerMapping;
 use super::peer_process::PeerProcess;
 use super::region::Region;
-use super::smaps;
 use super::window::{ADDRESSES, Access, Reach, Window, Windows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -232,12 +232,12 @@ impl Tensors {
         let unmapped = unmapped[access as usize].get_or_init(|| {
             let write = access == Access::Write;
             let tensors = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes));
-            let unmapped = smaps::first_unmapped(tensors, write)?;
+            let unmapped = maps::first_unmapped(tensors, write)?;
             if !geometry.row_sizes().has_gaps() {
                 return Some(unmapped);
             }
             let row_at = |addr: u64| move |row| (addr + geometry.row_start(row), geometry.row_bytes());
-            smaps::first_unmapped(
+            maps::first_unmapped(
                 self.addrs.iter().flat_map(|&addr| (0..geometry.rows()).map(row_at(addr))),
                 write,
             )

@@ -1,34 +1,16 @@
-//! Reads what the kernel reports about address ranges of this process: huge pages and access rights.
+//! Reads which address ranges of this process are mapped, and with which access rights.
 //!
-//! The source is `/proc/self`. Without it (not Linux), huge pages count as none and every range as mapped.
-//! These functions read whole files, so transfer calls must not use them repeatedly.
+//! The source is `/proc/self/maps`. Without it (not Linux), every range counts as mapped.
+//! It is read whole, so transfer calls must not use it repeatedly.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
-
-/// Returns the bytes in huge pages, summed over the mappings that start in `base..base + len`.
-pub(super) fn huge_bytes(base: u64, len: u64) -> u64 {
-    let mut sum = 0;
-    let mut inside = false;
-    for line in lines("/proc/self/smaps") {
-        if let Some((from, _, _)) = header(&line) {
-            inside = (base..base.saturating_add(len)).contains(&from);
-        } else if inside
-            && let Some(("ShmemPmdMapped" | "Shared_Hugetlb" | "Private_Hugetlb", amount)) =
-                line.split_once(':')
-        {
-            let kib = amount.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok());
-            sum += kib.unwrap_or(0) << 10;
-        }
-    }
-    sum
-}
 
 /// Returns the first address in `ranges` (start, bytes) that is not mapped readable, or not writable if
 /// `writable` is set. Returns `None` if there is none, or if the kernel does not report mappings.
 pub(super) fn first_unmapped(mut ranges: impl Iterator<Item = (u64, u64)>, writable: bool) -> Option<u64> {
     let mut mapped: Vec<(u64, u64)> = Vec::new();
-    for line in lines("/proc/self/maps") {
+    for line in lines() {
         let Some((from, to, rights)) = header(&line) else { continue };
         let usable = rights.starts_with('r') && (!writable || rights[1..].starts_with('w'));
         if !usable {
@@ -53,8 +35,11 @@ pub(super) fn first_unmapped(mut ranges: impl Iterator<Item = (u64, u64)>, writa
     })
 }
 
-fn lines(path: &str) -> impl Iterator<Item = String> {
-    File::open(path).ok().into_iter().flat_map(|file| BufReader::new(file).lines().map_while(Result::ok))
+fn lines() -> impl Iterator<Item = String> {
+    File::open("/proc/self/maps")
+        .ok()
+        .into_iter()
+        .flat_map(|file| BufReader::new(file).lines().map_while(Result::ok))
 }
 
 /// Parses `from-to rights …`; `None` for a line that does not start a mapping.
