@@ -5,7 +5,7 @@
 
 use std::hint::black_box;
 
-use llm_datadist_core::bindings::{CallExtras, DataDist, Layers, Name, RemoteName, Rows};
+use llm_datadist_core::bindings::{CallExtras, DataDist, Layers, Name, RemoteName, Rows, Side};
 use llm_datadist_core::{ClusterId, Verify};
 
 use crate::Options;
@@ -50,7 +50,10 @@ fn line(options: &Options, transport: &str, mib: u64) {
     let moved = Rows::Blocks { remote: from.clone(), local: to.clone() };
     let pull = |verify| {
         let extras = CallExtras { verify: Some(verify), ..CallExtras::default() };
-        engine.pull_with(remote, &target.end, moved.clone(), Layers::ALL, extras).run().unwrap();
+        engine
+            .transfer(Side::Destination, remote, &target.end, (moved.clone(), Layers::ALL), extras)
+            .run()
+            .unwrap();
     };
     let hash = || {
         for &row in &to {

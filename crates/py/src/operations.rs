@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::bindings::{Cache, CacheKey, CallExtras, CopyArgs, DataDist, End, Operation};
+use llm_datadist_core::bindings::{Cache, CacheKey, CopyArgs, DataDist, End, Operation};
 use llm_datadist_core::{CacheId, CacheKind, Result};
 use pyo3::prelude::*;
 
@@ -53,16 +53,14 @@ impl Engine {
     /// Pulls, and waits for the bytes.
     pub(crate) fn pull(&self, py: Python<'_>, pull: PeerRows) -> PyResult<()> {
         let PeerRows { remote, local, rows, layers } = pull;
-        let extras = CallExtras::default();
-        let pulled = self.run(py, |engine| engine.pull_with(remote, &local, rows, layers, extras));
+        let pulled = self.run(py, |engine| engine.pull(remote, &local, rows, layers));
         log::after_transfer(py, pulled)
     }
 
     /// Pushes, and waits for the bytes.
     pub(crate) fn push(&self, py: Python<'_>, push: PeerRows) -> PyResult<()> {
         let PeerRows { remote, local, rows, layers } = push;
-        let extras = CallExtras::default();
-        let pushed = self.run(py, |engine| engine.push_with(&local, remote, rows, layers, extras));
+        let pushed = self.run(py, |engine| engine.push(&local, remote, rows, layers));
         log::after_transfer(py, pushed)
     }
 

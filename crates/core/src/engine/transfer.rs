@@ -47,21 +47,7 @@ impl DataDist {
         rows: Rows,
         layers: Layers,
     ) -> Operation<'_> {
-        self.pull_with(from, to, rows, layers, CallExtras::default())
-    }
-
-    /// Does what [`pull`](Self::pull) does, with `extras`: the peer gets the notification before the call succeeds. Returns
-    /// `Err(Busy)` if the peer has too many notifications that it has not polled; then nothing has moved. Returns
-    /// `Err(GrantEnded)` if the grant ended before the bytes were in place, or if the peer never gave it.
-    pub fn pull_with(
-        &self,
-        from: RemoteName<impl Into<RemoteCacheName>>,
-        to: &End,
-        rows: Rows,
-        layers: Layers,
-        extras: CallExtras,
-    ) -> Operation<'_> {
-        self.transfer(Side::Destination, from.of_any_form(), to, (rows, layers), extras)
+        self.transfer(Side::Destination, from, to, (rows, layers), CallExtras::default())
     }
 
     /// Pushes rows of a cache of this engine into a peer's cache (contract §7.14, §7.15). The bytes are in
@@ -74,30 +60,22 @@ impl DataDist {
         rows: Rows,
         layers: Layers,
     ) -> Operation<'_> {
-        self.push_with(from, to, rows, layers, CallExtras::default())
+        self.transfer(Side::Source, to, from, (rows, layers), CallExtras::default())
     }
 
-    /// Does what [`push`](Self::push) does, with `extras` as in [`pull_with`](Self::pull_with). A push takes no grant.
-    pub fn push_with(
-        &self,
-        from: &End,
-        to: RemoteName<impl Into<RemoteCacheName>>,
-        rows: Rows,
-        layers: Layers,
-        extras: CallExtras,
-    ) -> Operation<'_> {
-        self.transfer(Side::Source, to.of_any_form(), from, (rows, layers), extras)
-    }
-
-    /// Moves rows between a peer's cache and a cache of this engine, which is the side `local_side`.
-    fn transfer(
+    /// Does what [`pull`](Self::pull) or [`push`](Self::push) does, with `extras`; the cache of this engine is the side `local_side`.
+    /// The peer gets the notification before the call succeeds. Returns `Err(Busy)` if the peer has too many notifications that it
+    /// has not polled; then nothing has moved. Returns `Err(GrantEnded)` if the grant ended before the bytes were in place, or if
+    /// the peer never gave it. A push takes no grant.
+    pub fn transfer(
         &self,
         local_side: Side,
-        remote: RemoteName<RemoteCacheName>,
+        remote: RemoteName<impl Into<RemoteCacheName>>,
         local: &End,
         moves: (Rows, Layers),
         extras: CallExtras,
     ) -> Operation<'_> {
+        let remote = remote.of_any_form();
         Operation::new(self, local_side.of((Op::Push, Op::Pull)), || {
             let (local, checked) = self.checked(local_side, &remote, local, moves, &extras)?;
             let (link, name) = (self.links.finder().for_later(remote.cluster), remote.name);

@@ -61,11 +61,7 @@ impl Engine {
         match (parts.pop(), parts.is_empty()) {
             (Some(only), true) => {
                 let GroupMember { remote, local, rows, layers, .. } = member(only);
-                let operation = match local_side {
-                    Side::Destination => engine.pull_with(remote, &local, rows, layers, extras),
-                    Side::Source => engine.push_with(&local, remote, rows, layers, extras),
-                };
-                operation.within(limit).start()
+                engine.transfer(local_side, remote, &local, (rows, layers), extras).within(limit).start()
             }
             (last, _) => {
                 parts.extend(last);

@@ -135,10 +135,7 @@ impl<'a> PeerPairs<'a> {
         if let [pair] = &self.pairs[..] {
             let GroupMember { remote, local, rows, layers, grant } = member((0, pair))?;
             let extras = CallExtras { grant, ..extras };
-            let operation = match self.local_side {
-                Side::Destination => engine.pull_with(remote, &local, rows, layers, extras),
-                Side::Source => engine.push_with(&local, remote, rows, layers, extras),
-            };
+            let operation = engine.transfer(self.local_side, remote, &local, (rows, layers), extras);
             return operation.within(limit).start();
         }
         let members = fallible::try_collect(PAIRS, self.pairs.iter().enumerate().map(member))?;

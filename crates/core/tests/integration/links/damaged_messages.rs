@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{CallExtras, DataDist, Layers, Name, Rows};
+use llm_datadist_core::bindings::{CallExtras, DataDist, Layers, Name, Rows, Side};
 use llm_datadist_core::testing::net::{
     Address, Interference, Listener, Stream, Tcp, Transport, Way as Direction,
 };
@@ -150,7 +150,13 @@ fn damaged_requests_move_no_wrong_bytes_of_a_slot() {
         let (source, before) = (far.fill(1), near.fill(2));
         let from = of(2, Name::Key(request(first + 1)));
         let transfer = local
-            .pull_with(from, &near.end(), Rows::slot(1, -1), Layers::ALL, verified(Verify::Full))
+            .transfer(
+                Side::Destination,
+                from,
+                &near.end(),
+                (Rows::slot(1, -1), Layers::ALL),
+                verified(Verify::Full),
+            )
             .within(limit)
             .start()
             .unwrap();
@@ -183,7 +189,8 @@ fn damaged_requests_move_no_wrong_bytes_of_blocks() {
             let mut expected = near.fill(2);
             let rows = Rows::Blocks { remote: sources.clone(), local: blocks.clone() };
             let from = of(2, row(&far, 0));
-            let pull = local.pull_with(from, &near.end(), rows, Layers::ALL, verified(verify));
+            let pull =
+                local.transfer(Side::Destination, from, &near.end(), (rows, Layers::ALL), verified(verify));
             let transfer = pull.within(limit).start().unwrap();
             outcome(&transfer)?;
             for (tensor, (&from, &to)) in
@@ -219,7 +226,7 @@ fn damaged_requests_write_no_bytes_elsewhere() {
         let push = |limit| {
             let rows = Rows::Blocks { local: vec![5, 0, 1], remote: vec![7, 2, 3] };
             let into = of(2, row(&far, 0));
-            let push = local.push_with(&near.end(), into, rows, Layers::ALL, verified(verify));
+            let push = local.transfer(Side::Source, into, &near.end(), (rows, Layers::ALL), verified(verify));
             let transfer = push.within(limit).start().unwrap();
             let outcome = outcome(&transfer).map(drop);
             assert!(far.read() == expected, "{verify:?}: bytes elsewhere, {outcome:?}");
@@ -241,7 +248,13 @@ fn damaged_requests_convert_no_wrong_elements() {
         let before = near.clear();
         let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
         let from = of(2, row(&far.held, 0));
-        let pull = local.pull_with(from, &near.held.end(), rows, Layers::ALL, verified(Verify::Full));
+        let pull = local.transfer(
+            Side::Destination,
+            from,
+            &near.held.end(),
+            (rows, Layers::ALL),
+            verified(Verify::Full),
+        );
         let transfer = pull.within(limit).start().unwrap();
         outcome(&transfer)?;
         near.check(before, (0, 0, 12), |_| true);

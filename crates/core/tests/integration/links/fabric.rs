@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{Backend, CallExtras, Config, DataDist, FabricConfig, Layers, Rows};
+use llm_datadist_core::bindings::{Backend, CallExtras, Config, DataDist, FabricConfig, Layers, Rows, Side};
 use llm_datadist_core::testing::protocol::{BoundedBytes, EnteredLink, FabricOffer, FabricPool, LinkAnswer};
 use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, GrantUse, Result};
 
@@ -100,11 +100,11 @@ fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
     let pull = || {
         let extras = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
         pair.local
-            .pull_with(
+            .transfer(
+                Side::Destination,
                 of(2, row(&pair.remote_cache, 0)),
                 &pair.local_cache.end(),
-                rows.clone(),
-                Layers::ALL,
+                (rows.clone(), Layers::ALL),
                 extras,
             )
             .run()

@@ -231,7 +231,10 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
             let (remote, local) = (far.blocks.clone(), near.blocks.clone());
             let rows = Rows::Sequence { remote, local, local_tokens: Some(0..all.2), remote_tokens: None };
             let from = of(2, row(&far.held, 0));
-            pair.local.pull_with(from, &near.held.end(), rows.clone(), Layers::ALL, full()).run().unwrap();
+            pair.local
+                .transfer(Side::Destination, from, &near.held.end(), (rows.clone(), Layers::ALL), full())
+                .run()
+                .unwrap();
             near.check(before, all, |_| true);
 
             near.fill();
@@ -244,7 +247,10 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
                 remote_tokens: Some(to..to + count),
             };
             let into = of(2, row(&far.held, 0));
-            pair.local.push_with(&near.held.end(), into, rows.clone(), Layers::ALL, full()).run().unwrap();
+            pair.local
+                .transfer(Side::Source, into, &near.held.end(), (rows.clone(), Layers::ALL), full())
+                .run()
+                .unwrap();
             let holds =
                 |(layer, _, _, head, _): &Element| part.layers.contains(layer) && part.heads.contains(head);
             far.check(before, (from, to, count), holds);
@@ -257,7 +263,9 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
 /// A pull of the blocks of `far` into those of `near`.
 fn pull(pair: &Pair, far: &Rank, near: &Rank, extras: CallExtras) -> Result<()> {
     let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
-    pair.local.pull_with(of(2, row(&far.held, 0)), &near.held.end(), rows, Layers::ALL, extras).run()
+    pair.local
+        .transfer(Side::Destination, of(2, row(&far.held, 0)), &near.held.end(), (rows, Layers::ALL), extras)
+        .run()
 }
 
 pub(super) fn good() -> KvLayout {
@@ -384,7 +392,10 @@ fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
         for (near, keys_left) in [(&half, 1), (&whole, 0)] {
             let before = near.clear();
             let rows = Rows::SlotToBlocks { local: near.blocks.clone() };
-            pair.local.pull_with(from, &near.held.end(), rows, Layers::ALL, full()).run().unwrap();
+            pair.local
+                .transfer(Side::Destination, from, &near.held.end(), (rows, Layers::ALL), full())
+                .run()
+                .unwrap();
             near.check(before, (0, 0, 12), |_| true);
             assert_eq!(pair.remote.stats().table.keys, keys_left, "{way:?}");
         }

@@ -229,7 +229,9 @@ fn a_grant_and_a_name_must_be_of_one_cache() {
         let (granted, of_other) = (lend(&kv), lend(&other));
         let pull = |extras: &CallExtras| {
             let extras = extras.clone();
-            local.pull_with(text(2, "kv"), &into.end(), all_rows(), Layers::ALL, extras).run()
+            local
+                .transfer(Side::Destination, text(2, "kv"), &into.end(), (all_rows(), Layers::ALL), extras)
+                .run()
         };
         pull(&granted).unwrap();
         assert!(into.read() == bytes);
@@ -350,7 +352,7 @@ fn peers_and_their_messages_have_the_names_of_engines() {
         let (source, into) = (unnamed(&local), unnamed(&remote));
         let to = super::of(2, super::row(&into, 0));
         let extras = CallExtras { notify: Some(b"done".to_vec()), ..CallExtras::default() };
-        local.push_with(&source.end(), to, all_rows(), Layers::ALL, extras).run().unwrap();
+        local.transfer(Side::Source, to, &source.end(), (all_rows(), Layers::ALL), extras).run().unwrap();
         unlink(&local, &remote).unwrap();
         eventually("the end of the link", || remote.peers().is_empty());
         let events = remote.poll(9).unwrap();

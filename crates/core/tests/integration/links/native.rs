@@ -223,7 +223,7 @@ fn a_revocation_ends_when_its_reads_have_ended() {
         let rows = Rows::Blocks { remote: vec![0], local: vec![0] };
         let extras = CallExtras { grant: Some(given), ..CallExtras::default() };
         let from = of(found.cluster.0, row(&source, 0));
-        local.pull_with(from, &into.end(), rows, Layers::ALL, extras).start().unwrap()
+        local.transfer(Side::Destination, from, &into.end(), (rows, Layers::ALL), extras).start().unwrap()
     };
     gate.shut();
     let read = pull();

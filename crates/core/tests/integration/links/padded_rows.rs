@@ -4,10 +4,10 @@
 use std::ops::Range;
 
 use llm_datadist_core::bindings::{
-    CallExtras, DataDist, LayerRange, Layers, LayerwiseArgs, Name, Rows, SubRow,
+    CallExtras, DataDist, LayerRange, Layers, LayerwiseArgs, Name, Rows, Side, SubRow,
 };
 use llm_datadist_core::testing::net::Tcp;
-use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
+use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{NamedCache, Reply, Request, WirePlan, WireTemplates};
 use llm_datadist_core::{CacheDesc, CacheKind, Verify};
 
@@ -109,10 +109,10 @@ fn blocks_between_gaps_are_pulled_and_pushed() {
             naive((&bytes, src), (&mut expected, dst), &pairs, part, tensors);
             if pulled {
                 let rows = Rows::SubRows { remote: reads, local: writes, part };
-                pair.local.pull_with(name, &here.held.end(), rows, layers, extras).run()
+                pair.local.transfer(Side::Destination, name, &here.held.end(), (rows, layers), extras).run()
             } else {
                 let rows = Rows::SubRows { local: reads, remote: writes, part };
-                pair.local.push_with(&here.held.end(), name, rows, layers, extras).run()
+                pair.local.transfer(Side::Source, name, &here.held.end(), (rows, layers), extras).run()
             }
             .unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             assert!(dst.held.read() == expected, "{way:?}, round {round}, pulled {pulled}");

@@ -4,7 +4,7 @@
 //! processes; `broken_streams` and `races` cover failures.
 
 use llm_datadist_core::bindings::{
-    CacheKey, CacheLayout, CallExtras, Geometry, LayerRange, Layers, Name, Rows, Target,
+    CacheKey, CacheLayout, CallExtras, Geometry, LayerRange, Layers, Name, Rows, Side, Target,
 };
 use llm_datadist_core::testing::model::GrantId;
 use llm_datadist_core::testing::net::{Address, Unix};
@@ -231,7 +231,7 @@ fn a_pull_under_an_ended_grant_fails_with_grant_ended() {
         let given = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
         let from = of(2, Name::Row { cache: CacheId(5), row: 0 });
         let rows = Rows::Blocks { remote: vec![0], local: vec![1] };
-        engine.pull_with(from, &near.end(), rows, Layers::ALL, given).run().unwrap_err()
+        engine.transfer(Side::Destination, from, &near.end(), (rows, Layers::ALL), given).run().unwrap_err()
     };
     let geometry = Geometry::new(&shape).unwrap();
     let layout = CacheLayout { geometry, kind: Blocks, placement: Placement::Device };

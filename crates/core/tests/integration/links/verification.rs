@@ -32,7 +32,7 @@ fn blocks(remote: &[i64], local: &[i64]) -> Rows {
 }
 
 fn pull(local: &DataDist, from: RemoteName, into: &Held, rows: &Rows, verify: Verify) -> Result<(), Error> {
-    local.pull_with(from, &into.end(), rows.clone(), Layers::ALL, extras(verify)).run()
+    local.transfer(Side::Destination, from, &into.end(), (rows.clone(), Layers::ALL), extras(verify)).run()
 }
 
 fn all() -> impl Iterator<Item = (Way, Memory)> {
@@ -95,8 +95,11 @@ fn every_flipped_bit_fails_a_full_push() {
         near.fill(2);
         let to = of(2, row(&far, 0));
         let rows = Rows::Blocks { local: vec![5, 9], remote: vec![3, 60] };
-        let push =
-            |verify| pair.local.push_with(&near.end(), to, rows.clone(), Layers::ALL, extras(verify)).run();
+        let push = |verify| {
+            pair.local
+                .transfer(Side::Source, to, &near.end(), (rows.clone(), Layers::ALL), extras(verify))
+                .run()
+        };
         for _ in 0..times(20) {
             let (tensor, bit) = (chance.below(TENSORS.into()) as usize, chance.below((ROW * 8) as u64));
             let block = 5 + 4 * chance.below(2);
@@ -122,13 +125,19 @@ fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
         let given = || CallExtras { notify: Some(b"here".to_vec()), ..extras(Verify::Full) };
         let (from, rows) = (of(2, Name::Key(request(1))), Rows::slot(1, -1));
         after_the_move(&near.cache, |cache| flip(cache, 1, (200_000 + 70_000) * 8));
-        let error =
-            pair.local.pull_with(from, &near.end(), rows.clone(), Layers::ALL, given()).run().unwrap_err();
+        let error = pair
+            .local
+            .transfer(Side::Destination, from, &near.end(), (rows.clone(), Layers::ALL), given())
+            .run()
+            .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
         assert_eq!(error.fact("slots"), Some("1[65536..131072]"));
         assert!(pair.remote.poll(9).unwrap().is_empty());
         assert_eq!(pair.remote.stats().table.keys, 1, "the key is still there");
-        pair.local.pull_with(from, &near.end(), rows.clone(), Layers::ALL, given()).run().unwrap();
+        pair.local
+            .transfer(Side::Destination, from, &near.end(), (rows.clone(), Layers::ALL), given())
+            .run()
+            .unwrap();
         assert_eq!(near.read()[1][200_000..400_000], bytes[1]);
         assert_eq!(pair.remote.stats().table.keys, 0);
         assert!(matches!(&pair.remote.poll(9).unwrap()[..], [Event::Notification(_)]));
@@ -256,7 +265,11 @@ fn a_grant_must_last_until_the_comparison() {
         let token = pair.remote.grant_token(&grant);
         let given = || CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
         let from = of(2, row(&far, 0));
-        let pull = || pair.local.pull_with(from, &near.end(), blocks(&[2], &[5]), Layers::ALL, given()).run();
+        let pull = || {
+            pair.local
+                .transfer(Side::Destination, from, &near.end(), (blocks(&[2], &[5]), Layers::ALL), given())
+                .run()
+        };
         pull().unwrap();
         std::thread::scope(|scope| {
             let (moved, was_moved) = std::sync::mpsc::channel();
@@ -289,7 +302,9 @@ fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
     let from = of(2, row(&far, 0));
     let pull = |block| {
         let given = CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
-        pair.local.pull_with(from, &near.end(), blocks(&[block], &[5]), Layers::ALL, given).run()
+        pair.local
+            .transfer(Side::Destination, from, &near.end(), (blocks(&[block], &[5]), Layers::ALL), given)
+            .run()
     };
     let by_rings = || {
         let link = pair.local.stats().links.remove(0);
