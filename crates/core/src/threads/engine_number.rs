@@ -10,7 +10,7 @@ use super::per_process::PerProcess;
 use crate::sync::OnDrop;
 
 /// Distinguishes the engines of a process that share threads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct EngineNumber(u32);
 
 type Names = Mutex<HashMap<EngineNumber, Arc<str>>>;
