@@ -18,9 +18,8 @@ use std::time::{Duration, Instant};
 
 use super::clock::{Alarm, Alarmed};
 use super::current_call::{watched, work_for};
-use super::executor::{ExecutorHandle, Job, JobClass};
+use super::executor::{ExecutorHandle, Job, JobClass, JobKey};
 use super::running_calls::{RunningCall, RunningCalls};
-use super::slot_map::SlotKey;
 use crate::cache::{CallRows, OnReady, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{PeerInfo, Stops, Transfer};
@@ -71,8 +70,6 @@ pub(super) struct CallsOfEngine {
 pub(super) struct AsyncCall {
     transfer: Arc<Transfer>,
     engine: Arc<CallsOfEngine>,
-    /// Its key among the calls that run.
-    key: SlotKey,
     purpose: CallPurpose,
     stage: Mutex<CallStage>,
 }
@@ -91,7 +88,7 @@ struct CallStage {
     /// Whether it was handed to the workers.
     queued: bool,
     /// Its key among the jobs that wait for a worker.
-    job: Option<SlotKey>,
+    job: Option<JobKey>,
     alarm: Option<Alarm>,
 }
 
@@ -114,14 +111,12 @@ impl AsyncCall {
     pub(super) fn new(
         transfer: &Arc<Transfer>,
         engine: &Arc<CallsOfEngine>,
-        key: SlotKey,
         purpose: CallPurpose,
         work: Work,
     ) -> Arc<Self> {
         let call = Arc::new(AsyncCall {
             transfer: transfer.clone(),
             engine: engine.clone(),
-            key,
             purpose,
             stage: Mutex::new(CallStage { work: Some(work), ..CallStage::default() }),
         });
@@ -204,7 +199,7 @@ impl AsyncCall {
         }
     }
 
-    fn withdraw_job(&self, job: Option<SlotKey>) {
+    fn withdraw_job(&self, job: Option<JobKey>) {
         if let Some(job) = job {
             drop(self.engine.executor.withdraw(self.purpose.class, job));
         }
@@ -245,7 +240,7 @@ impl AsyncCall {
     fn end(&self, outcome: Result<u64>) {
         self.forget_alarm();
         self.engine.ended(&self.transfer, self.purpose.op, outcome);
-        self.engine.running.leave(self.key);
+        self.engine.running.leave(&self.transfer);
     }
 }
 

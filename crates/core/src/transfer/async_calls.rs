@@ -8,7 +8,6 @@ use super::clock::Alarmed;
 use super::executor::{ExecutorHandle, Job, JobClass};
 use super::layer_notice::TaskEnd;
 use super::running_calls::{RunningCall, RunningCalls};
-use super::slot_map::SlotKey;
 use crate::cache::{CallRows, Pin};
 use crate::error::{Error, Result};
 use crate::events::{CallsOfPeers, EventQueue, HeldEnd, MAX_HELD, Transfer};
@@ -50,9 +49,8 @@ impl AsyncCalls {
     /// Makes room for a call.
     pub(crate) fn begin(&self) -> Result<BegunCall<'_>> {
         let transfer = self.queue.start()?;
-        let reserved = self.running().reserve();
-        let key = reserved.inspect_err(|_| transfer.abandon())?;
-        Ok(BegunCall { calls: self, transfer, key, used: false })
+        self.running().reserve(&transfer);
+        Ok(BegunCall { calls: self, transfer, used: false })
     }
 
     /// Starts a call that runs `work` on a worker once `rows` are free.
@@ -78,7 +76,6 @@ impl AsyncCalls {
 pub(crate) struct BegunCall<'a> {
     calls: &'a AsyncCalls,
     transfer: Arc<Transfer>,
-    key: SlotKey,
     used: bool,
 }
 
@@ -92,7 +89,7 @@ struct ShortCall {
 impl BegunCall<'_> {
     /// Returns how a task ends for which this is the room.
     pub(super) fn end(&self) -> TaskEnd {
-        TaskEnd { transfer: self.transfer.clone(), running: self.calls.running().clone(), key: self.key }
+        TaskEnd { transfer: self.transfer.clone(), running: self.calls.running().clone() }
     }
 
     /// Notes that the task was started.
@@ -103,8 +100,8 @@ impl BegunCall<'_> {
     /// Starts the call, which runs `work` on a worker once `rows` are free.
     pub(crate) fn start(mut self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
         let (engine, running) = (&self.calls.engine, self.calls.running());
-        let call = AsyncCall::new(&self.transfer, engine, self.key, purpose, work);
-        running.enter(self.key, call.clone())?;
+        let call = AsyncCall::new(&self.transfer, engine, purpose, work);
+        running.enter(&self.transfer, call.clone())?;
         call.wait_for(rows)?;
         self.used = true;
         Ok(self.transfer.clone())
@@ -120,14 +117,14 @@ impl BegunCall<'_> {
     ) -> std::result::Result<Arc<Transfer>, Self> {
         let (engine, running) = (&self.calls.engine, self.calls.running());
         let short = Arc::new(ShortCall { transfer: self.transfer.clone(), cluster });
-        if running.enter(self.key, short).is_err() {
+        if running.enter(&self.transfer, short).is_err() {
             return Err(self);
         }
         let Some((outcome, pin)) = run(&self.transfer) else { return Err(self) };
         // In the order of `Execution`: the calls that wait for the rows are notified after the end of this one was reported.
         let _ready = pin.map(Pin::release);
         engine.ended(&self.transfer, Some(op), outcome);
-        running.leave(self.key);
+        running.leave(&self.transfer);
         self.used = true;
         Ok(self.transfer.clone())
     }
@@ -136,7 +133,7 @@ impl BegunCall<'_> {
 impl Drop for BegunCall<'_> {
     fn drop(&mut self) {
         if !self.used {
-            self.calls.running().leave(self.key);
+            self.calls.running().leave(&self.transfer);
             self.transfer.abandon();
         }
     }

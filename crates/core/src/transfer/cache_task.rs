@@ -34,10 +34,11 @@ impl CacheTask {
         limit: Duration,
         layer_timeout: Option<Duration>,
     ) -> Result<CacheTask> {
-        let key = running.reserve()?;
-        let end = TaskEnd { transfer: Transfer::unreported(), running: running.clone(), key };
+        let transfer = Transfer::unreported();
+        running.reserve(&transfer);
+        let end = TaskEnd { transfer: transfer.clone(), running: running.clone() };
         let task = Task::start(executor, end, (layers, deliveries), limit, None);
-        Ok(CacheTask { task: task.inspect_err(|_| running.leave(key))?, layer_timeout })
+        Ok(CacheTask { task: task.inspect_err(|_| running.leave(&transfer))?, layer_timeout })
     }
 
     /// Returns the layers that any destination needs, ascending.

@@ -11,16 +11,15 @@
 //! An engine that closes refuses its jobs that have not begun and waits for those that run. It waits for no job of another
 //! engine (`an_engine_that_closes_leaves_the_jobs_of_others`).
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
 use super::clock::{Clock, ClockThread, no_thread};
-use super::slot_map::{SlotKey, SlotMap};
-use crate::error::{Error, Result};
-use crate::fallible;
+use crate::error::Error;
 use crate::model::ClusterId;
 #[cfg(any(test, feature = "testing"))]
 use crate::sync::SPIN_BEFORE_PARK;
@@ -35,10 +34,6 @@ const MAX_WORKERS: usize = 512;
 const MAX_WORKERS_OF_CLUSTER: usize = 32;
 /// Maximum number of workers that copy for one client: two keep the memory of most hosts busy.
 const MAX_READERS_OF_CLIENT: usize = 2;
-/// Number of withdrawn jobs of a class that are never worth removing from its queue.
-const MIN_WITHDRAWN: usize = 64;
-/// Name of these lists in out-of-memory errors.
-const JOBS: &str = "the jobs of transfers";
 
 /// What jobs wait for: jobs of one class share workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -128,9 +123,12 @@ struct QueuedJobs {
     /// Jobs that may run now, each with its class.
     jobs: VecDeque<(ClassOfEngine, Arc<dyn Job>)>,
     classes: HashMap<ClassOfEngine, JobsOfClass>,
-    /// Jobs that wait until one of the others of their class ends.
-    waiting: SlotMap<Arc<dyn Job>>,
+    /// The last key of a job that waits.
+    last_key: Option<JobKey>,
 }
+
+/// Names a job that waits for others of its class. A later one has a greater key.
+pub(crate) type JobKey = NonZeroU64;
 
 /// A class of the jobs of one engine. Peers of two engines never share a class.
 type ClassOfEngine = (EngineNumber, JobClass);
@@ -140,52 +138,21 @@ type ClassOfEngine = (EngineNumber, JobClass);
 struct JobsOfClass {
     /// Jobs that are running or about to run.
     taken: usize,
-    /// Where the jobs are that wait until one of the others ends, in order of arrival; also jobs that were withdrawn.
-    queue: VecDeque<SlotKey>,
-    /// Number of the jobs that wait.
-    waiting: usize,
+    /// Jobs that wait until one of the others ends, in order of arrival.
+    waiting: BTreeMap<JobKey, Arc<dyn Job>>,
 }
 
 impl QueuedJobs {
     /// Notes that a job for `class` has ended, and queues the job that has waited longest for this class.
     fn over(&mut self, class: ClassOfEngine) {
         let Some(at) = self.classes.get_mut(&class) else { return };
-        let mut jobs = std::iter::from_fn(|| at.queue.pop_front());
-        match jobs.find_map(|key| self.waiting.remove(key)) {
-            Some(job) => {
-                at.waiting -= 1;
-                self.jobs.push_back((class, job));
-            }
+        match at.waiting.pop_first() {
+            Some((_, job)) => self.jobs.push_back((class, job)),
             None => at.taken -= 1,
         }
         if at.taken == 0 {
             self.classes.remove(&class);
         }
-    }
-
-    /// Makes an entry for a job that waits until another one for `class` ends.
-    fn reserve_waiting(&mut self, class: ClassOfEngine) -> Result<SlotKey> {
-        let at = self.classes.entry(class).or_default();
-        let room = at.queue.try_reserve(1);
-        room.map_err(|_| fallible::out_of_memory(JOBS, at.queue.len() * size_of::<SlotKey>()))?;
-        let key = self.waiting.reserve(JOBS)?;
-        at.queue.push_back(key);
-        at.waiting += 1;
-        Ok(key)
-    }
-
-    /// Takes a job that waits for others of its class.
-    fn withdraw(&mut self, class: ClassOfEngine, key: SlotKey) -> Option<Arc<dyn Job>> {
-        let job = self.waiting.remove(key)?;
-        let QueuedJobs { waiting, classes, .. } = self;
-        if let Some(at) = classes.get_mut(&class) {
-            at.waiting -= 1;
-            // Half of the entries or more are removed, so that the time for each job is constant.
-            if at.queue.len() > 2 * at.waiting + MIN_WITHDRAWN {
-                at.queue.retain(|key| waiting.contains(*key));
-            }
-        }
-        Some(job)
     }
 
     /// Takes the jobs that do not run, of the engines for which `is_of` holds.
@@ -194,9 +161,7 @@ impl QueuedJobs {
         self.jobs = others;
         let mut taken = Vec::new();
         for ((of, _), at) in self.classes.iter_mut().filter(|((of, _), _)| is_of(*of)) {
-            at.waiting = 0;
-            let jobs = at.queue.drain(..).filter_map(|key| self.waiting.remove(key));
-            taken.extend(jobs.map(|job| (*of, job)));
+            taken.extend(std::mem::take(&mut at.waiting).into_values().map(|job| (*of, job)));
         }
         for (class, job) in ready {
             self.over(class);
@@ -293,7 +258,7 @@ impl ExecutorHandle {
     /// Has the next free worker run `job`, which is for `class`. Never waits for a worker. If no thread can be
     /// started, the existing workers run the job; without any worker, it is refused
     /// (`a_worker_that_cannot_be_started`). Returns the key of the job if it waits for others of its class.
-    pub(crate) fn submit(&self, class: JobClass, job: Arc<dyn Job>) -> Option<SlotKey> {
+    pub(crate) fn submit(&self, class: JobClass, job: Arc<dyn Job>) -> Option<JobKey> {
         let class = (self.0.engine, class);
         let mut state = self.0.workers.lock();
         if self.0.closed.load(Ordering::Relaxed) {
@@ -304,17 +269,10 @@ impl ExecutorHandle {
         let queue = &mut state.queue;
         let at = queue.classes.entry(class).or_default();
         if at.taken == class.1.max_workers() {
-            return match queue.reserve_waiting(class) {
-                Ok(key) => {
-                    queue.waiting.fill(key, job);
-                    Some(key)
-                }
-                Err(error) => {
-                    drop(state);
-                    job.refused(error);
-                    None
-                }
-            };
+            let key = queue.last_key.map_or(JobKey::MIN, |last| last.saturating_add(1));
+            queue.last_key = Some(key);
+            at.waiting.insert(key, job);
+            return Some(key);
         }
         at.taken += 1;
         // A class without a worker gets one, however many others stall
@@ -334,8 +292,8 @@ impl ExecutorHandle {
     }
 
     /// Returns a job that still waits for others of its class, and forgets it.
-    pub(crate) fn withdraw(&self, class: JobClass, key: SlotKey) -> Option<Arc<dyn Job>> {
-        self.0.workers.lock().queue.withdraw((self.0.engine, class), key)
+    pub(crate) fn withdraw(&self, class: JobClass, key: JobKey) -> Option<Arc<dyn Job>> {
+        self.0.workers.lock().queue.classes.get_mut(&(self.0.engine, class))?.waiting.remove(&key)
     }
 
     /// Returns the clock.

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use super::executor::Job;
 use super::running_calls::RunningCalls;
-use super::slot_map::SlotKey;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
 use crate::model::{ClusterId, Deadline};
@@ -47,15 +46,13 @@ impl LayerNotice {
 pub(super) struct TaskEnd {
     pub(super) transfer: Arc<Transfer>,
     pub(super) running: Arc<RunningCalls>,
-    /// The key of the task among the calls that run.
-    pub(super) key: SlotKey,
 }
 
 impl TaskEnd {
     /// Ends the transfer, once.
     pub(super) fn finish(&self, outcome: Result<u64>) {
         self.transfer.finish(outcome);
-        self.running.leave(self.key);
+        self.running.leave(&self.transfer);
     }
 }
 

@@ -21,7 +21,6 @@ mod peer_transfer;
 mod pull;
 mod push;
 mod running_calls;
-mod slot_map;
 mod stream;
 mod task;
 mod task_state;

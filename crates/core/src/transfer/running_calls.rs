@@ -1,15 +1,12 @@
 //! The asynchronous calls of one engine that have not ended.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::slot_map::{SlotKey, SlotMap};
 use crate::error::{Error, Result};
 use crate::events::{HeldEnd, Transfer};
 use crate::model::{ClusterId, Deadline};
 use crate::sync::{Condvar, Mutex};
-
-/// Name of the list in out-of-memory errors.
-const RUNNING: &str = "the list of running transfers";
 
 /// A call that has not ended.
 pub(super) trait RunningCall: Send + Sync {
@@ -38,30 +35,33 @@ pub(crate) struct RunningCalls {
 
 #[derive(Default)]
 struct State {
-    calls: SlotMap<Arc<dyn RunningCall>>,
+    /// By the number of the transfer. `None` until the call has [entered](RunningCalls::enter).
+    calls: BTreeMap<u64, Option<Arc<dyn RunningCall>>>,
     closed: bool,
 }
 
 impl RunningCalls {
     /// Makes an entry for a call, which counts as one that runs until it [leaves](Self::leave).
-    pub(super) fn reserve(&self) -> Result<SlotKey> {
-        self.state.lock().calls.reserve(RUNNING)
+    pub(super) fn reserve(&self, transfer: &Transfer) {
+        self.state.lock().calls.insert(transfer.number(), None);
     }
 
     /// Adds a call to its entry. Returns `Err(Closed)` once the engine closes.
-    pub(super) fn enter(&self, key: SlotKey, call: Arc<dyn RunningCall>) -> Result<()> {
+    pub(super) fn enter(&self, transfer: &Transfer, call: Arc<dyn RunningCall>) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        state.calls.fill(key, call);
+        let replaced = state.calls.get_mut(&transfer.number()).and_then(|entry| entry.replace(call));
+        drop(state);
+        drop(replaced);
         Ok(())
     }
 
     /// Removes a call that has ended, or whose start has failed.
-    pub(super) fn leave(&self, key: SlotKey) {
+    pub(super) fn leave(&self, transfer: &Transfer) {
         let mut state = self.state.lock();
-        let ended = state.calls.remove(key);
+        let ended = state.calls.remove(&transfer.number());
         let idle = state.calls.is_empty();
         drop(state);
         drop(ended);
@@ -88,7 +88,7 @@ impl RunningCalls {
     pub(super) fn hold(&self, cluster: ClusterId, end: &Arc<HeldEnd>) -> bool {
         let state = self.state.lock();
         let mut held = false;
-        for transfer in state.calls.values().filter_map(|call| call.transfer_with(cluster)) {
+        for transfer in state.calls.values().flatten().filter_map(|call| call.transfer_with(cluster)) {
             held |= transfer.hold(end);
         }
         held
@@ -97,14 +97,14 @@ impl RunningCalls {
     /// Returns the calls that wait for their program, and fail because the link to `cluster` has ended.
     pub(super) fn waiting_with(&self, cluster: ClusterId) -> Vec<Arc<dyn RunningCall>> {
         let state = self.state.lock();
-        state.calls.values().filter(|call| call.waits_with(cluster)).cloned().collect()
+        state.calls.values().flatten().filter(|call| call.waits_with(cluster)).cloned().collect()
     }
 
     /// Ends all calls and refuses new ones.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        let calls: Vec<_> = state.calls.values().cloned().collect();
+        let calls: Vec<_> = state.calls.values().flatten().cloned().collect();
         drop(state);
         // Without the lock, because a call that ends leaves.
         for call in calls {

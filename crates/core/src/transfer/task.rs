@@ -62,7 +62,7 @@ impl Task {
         let task = Arc::new(Task { executor: executor.clone(), end, limit, joint, state });
         let stops: Weak<Self> = Arc::downgrade(&task);
         task.end.transfer.stop_with(stops);
-        task.end.running.enter(task.end.key, task.clone())?;
+        task.end.running.enter(&task.end.transfer, task.clone())?;
         if task.count() == 0 {
             task.end(Ok(0));
         }
