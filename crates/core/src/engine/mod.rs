@@ -160,19 +160,6 @@ impl DataDist {
         self.allocate_with(None, desc, kind, keys, false)
     }
 
-    /// Allocates a cache as [`allocate`](Self::allocate) does, but all tensors are one range of bytes: they follow one
-    /// another in order, without gaps. Only the first one starts on a page boundary.
-    ///
-    /// Returns `Err(OutOfMemory)` if no free run of the pool is long enough.
-    pub fn allocate_contiguous(
-        &self,
-        desc: &CacheDesc,
-        kind: CacheKind,
-        keys: &[Option<CacheKey>],
-    ) -> Result<Arc<Cache>> {
-        self.allocate_with(None, desc, kind, keys, true)
-    }
-
     fn allocate_with(
         &self,
         name: Option<&str>,

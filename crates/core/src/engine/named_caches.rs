@@ -10,11 +10,12 @@ use crate::model::{CacheDesc, CacheKind};
 use crate::validate;
 
 impl DataDist {
-    /// Allocates a blocks cache that peers find by `name`, of 1 to 128 bytes of printable text; with `contiguous` as
-    /// [`allocate_contiguous`](Self::allocate_contiguous) does, otherwise as [`allocate`](Self::allocate). The name is free
-    /// again once the cache is deallocated.
+    /// Allocates a blocks cache as [`allocate`](Self::allocate) does, which peers find by `name`, of 1 to 128 bytes of printable
+    /// text. The name is free again once the cache is deallocated. With `contiguous`, all tensors are one range of bytes: they
+    /// follow one another in order, without gaps. Only the first one starts on a page boundary.
     ///
-    /// Returns `Err(KeyTaken)` if a live cache of this engine has the name; then no memory was taken.
+    /// Returns `Err(KeyTaken)` if a live cache of this engine has the name; then no memory was taken. Returns `Err(OutOfMemory)` if
+    /// no free run of the pool is long enough.
     pub fn allocate_named(&self, name: &str, desc: &CacheDesc, contiguous: bool) -> Result<Arc<Cache>> {
         validate::cache_name(name)?;
         self.allocate_with(Some(name), desc, CacheKind::Blocks, &[], contiguous)

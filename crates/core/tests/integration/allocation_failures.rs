@@ -334,10 +334,14 @@ fn caches_are_entered_whole_or_not_at_all() {
     // Many tensors: the lists of their addresses.
     let tensors = desc(Placement::Device, MANY as u32, 1, 16);
     let before = state();
-    for allocate in [DataDist::allocate, DataDist::allocate_contiguous] {
+    for contiguous in [false, true] {
         let made = each_fails(
             || {
-                let cache = allocate(&engine, &tensors, CacheKind::Blocks, &[])?;
+                let cache = if contiguous {
+                    engine.allocate_named("many", &tensors, true)?
+                } else {
+                    engine.allocate(&tensors, CacheKind::Blocks, &[])?
+                };
                 engine.deallocate(cache.id())
             },
             || assert_eq!(state(), before),

@@ -4,12 +4,13 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use llm_datadist_core::bindings::{Cache, DataDist, PoolConfig};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::pool::PoolState;
-use llm_datadist_core::{CacheDesc, CacheKind, DataType, ErrorKind, Placement};
+use llm_datadist_core::{CacheDesc, CacheKind, DataType, ErrorKind, Placement, Result};
 use llm_datadist_testing::SimDevice;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -32,6 +33,12 @@ fn pool(engine: &DataDist) -> PoolState {
     engine.stats().device_pool.unwrap().pool
 }
 
+fn allocate_contiguous(engine: &DataDist, spec: &CacheDesc) -> Result<Arc<Cache>> {
+    static LAST: AtomicU32 = AtomicU32::new(0);
+    let name = LAST.fetch_add(1, Ordering::Relaxed).to_string();
+    engine.allocate_named(&name, spec, true)
+}
+
 /// The address ranges of the tensors.
 fn ranges(cache: &Cache) -> Vec<Range<u64>> {
     let bytes = cache.geometry().tensor_bytes();
@@ -45,21 +52,19 @@ fn tensors_follow_one_another_in_one_extent() {
     {
         let engine = engine(64);
         let spec = desc(Device, tensors, rows, row_bytes);
-        for kind in [Batch, Blocks] {
-            let cache = engine.allocate_contiguous(&spec, kind, &[]).unwrap();
-            let first = cache.addrs()[0];
-            let bytes = (rows * row_bytes) as u64;
-            let expected: Vec<u64> = (0..u64::from(tensors)).map(|tensor| first + tensor * bytes).collect();
-            assert_eq!(cache.addrs(), expected);
-            assert_eq!((first % PAGE, cache.one_range().unwrap()), (0, first));
-            let state = pool(&engine);
-            let whole = (u64::from(tensors) * bytes).next_multiple_of(PAGE);
-            assert_eq!((state.used_ranges, state.used_bytes), (1, whole), "{spec:?}");
-            engine.deallocate(cache.id()).unwrap();
-            assert_eq!(pool(&engine).used_bytes, whole, "the handle holds it");
-            drop(cache);
-            assert_eq!(pool(&engine).used_bytes, 0);
-        }
+        let cache = allocate_contiguous(&engine, &spec).unwrap();
+        let first = cache.addrs()[0];
+        let bytes = (rows * row_bytes) as u64;
+        let expected: Vec<u64> = (0..u64::from(tensors)).map(|tensor| first + tensor * bytes).collect();
+        assert_eq!(cache.addrs(), expected);
+        assert_eq!((first % PAGE, cache.one_range().unwrap()), (0, first));
+        let state = pool(&engine);
+        let whole = (u64::from(tensors) * bytes).next_multiple_of(PAGE);
+        assert_eq!((state.used_ranges, state.used_bytes), (1, whole), "{spec:?}");
+        engine.deallocate(cache.id()).unwrap();
+        assert_eq!(pool(&engine).used_bytes, whole, "the handle holds it");
+        drop(cache);
+        assert_eq!(pool(&engine).used_bytes, 0);
     }
 }
 
@@ -68,7 +73,7 @@ fn elements_need_no_gap_for_their_alignment() {
     let engine = engine(64);
     for &data_type in DataType::ALL {
         let spec = CacheDesc { data_type, ..desc(Device, 7, 3, 5) };
-        let cache = engine.allocate_contiguous(&spec, Blocks, &[]).unwrap();
+        let cache = allocate_contiguous(&engine, &spec).unwrap();
         assert!(cache.addrs().iter().all(|addr| addr % data_type.bytes() == 0), "{data_type:?}");
     }
 }
@@ -85,7 +90,7 @@ fn free_runs_that_are_too_short_are_not_joined() {
     let before = pool(&engine);
     assert_eq!((before.free_bytes, before.largest_free_run_bytes), (4 * PAGE, PAGE));
     let two_pages = desc(Device, 2, 1, 4096);
-    let error = engine.allocate_contiguous(&two_pages, Batch, &[]).map(drop).unwrap_err();
+    let error = allocate_contiguous(&engine, &two_pages).map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfMemory);
     for fact in ["asked_bytes=8192", "free_bytes=16384", "largest_free_run_bytes=4096", "pool=device"] {
         assert!(error.to_string().contains(fact), "{error}");
@@ -93,7 +98,7 @@ fn free_runs_that_are_too_short_are_not_joined() {
     assert_eq!(pool(&engine), PoolState { failures: before.failures + 1, ..before });
     engine.allocate(&two_pages, Batch, &[]).unwrap();
     // Together they fill one page.
-    engine.allocate_contiguous(&desc(Device, 64, 1, 64), Batch, &[]).unwrap();
+    allocate_contiguous(&engine, &desc(Device, 64, 1, 64)).unwrap();
 }
 
 #[test]
@@ -118,7 +123,7 @@ fn other_caches_are_no_range_of_bytes() {
 #[test]
 fn memory_of_a_device_has_no_range_that_the_cpu_addresses() {
     let engine = engine_on(config(1 << 20), Arc::new(SimDevice::new(HostReach::Direct)));
-    let cache = engine.allocate_contiguous(&desc(Device, 2, 1, 64), Blocks, &[]).unwrap();
+    let cache = allocate_contiguous(&engine, &desc(Device, 2, 1, 64)).unwrap();
     assert_eq!(cache.addrs()[1] - cache.addrs()[0], 64);
     assert_eq!(cache.one_range().unwrap_err().kind(), ErrorKind::NotEnabled);
 }
@@ -162,9 +167,13 @@ fn live_caches_share_no_byte() {
                 engine.deallocate(cache.id()).unwrap();
                 continue;
             }
-            let allocate = if contiguous { DataDist::allocate_contiguous } else { DataDist::allocate };
-            let before = pool(&engine);
-            match allocate(&engine, &desc(Device, tensors, rows, row_bytes), Blocks, &[]) {
+            let (spec, before) = (desc(Device, tensors, rows, row_bytes), pool(&engine));
+            let allocated = if contiguous {
+                allocate_contiguous(&engine, &spec)
+            } else {
+                engine.allocate(&spec, Blocks, &[])
+            };
+            match allocated {
                 Ok(cache) => {
                     let bytes = patterned(seed as u8, tensors as usize, rows * row_bytes);
                     fill(&cache, &bytes);
