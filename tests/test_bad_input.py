@@ -190,14 +190,9 @@ SWAP_MAPS: list[tuple[Any, Expected]] = [
     *[({0: 1, bad: 2}, WIDE) for bad in WIDE_BLOCKS],
     (dict.fromkeys(range(100000), 0), MISMATCH),
 ]
-SHAPELESS = Expected(
-    "TypeError, ValueError or LLMException(PARAM_INVALID)", (TypeError, ValueError, LLMException), LE.codes
-)
 ARRAYS: list[tuple[Any, Expected]] = [
-    *[(np.array([row]), TE) for row in ((0.0, 1.0), (0, float("nan")), (False, True), ("0", "1"), (0j, 1j))],
-    *[(np.array([(0, 1)], dtype=kind), TE) for kind in (object, "M8[s]")],
-    *[(np.array(shapeless), SHAPELESS) for shapeless in ([0, 1], 0, [(0, 1, 2)], [[(0, 1)]])],
-    (np.zeros((1, 0), dtype=np.int64), SHAPELESS),
+    *[(np.array([[0, 1]], kind), TE) for kind in ("i8", "u4", "f8")],
+    (memoryview(bytes(16)).cast("q", (1, 2)), TE),
 ]
 
 TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
@@ -402,3 +397,37 @@ def test_attribute_error_for_none_of_other_calls_names_the_argument(start: Calla
     for name, call in calls:
         with pytest.raises(AttributeError, match=rf"^{name} must not be None$"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda m, c, n: m.pull_blocks(BlocksCacheKey(2), c, [0, 1], [2, n]),
+            "dst_blocks inner type only support ['int']",
+        ),
+        (
+            lambda m, c, n: m.pull_blocks(BlocksCacheKey(2), c, (0, n), [2, 3]),
+            "src_blocks inner type only support ['int']",
+        ),
+        (lambda m, c, n: m.copy_blocks(c, {0: [1, n]}), "dict value inner type only support ['int']"),
+    ],
+)
+def test_integer_of_numpy_in_a_list_is_refused_with_its_position_and_a_remedy(
+    manager: Any, call: Any, text: str
+) -> None:
+    cache = manager.allocate_blocks_cache(desc())
+    actual = ", but the actual type of element 1 is <class 'numpy.int64'>; convert it with int()"
+    with pytest.raises(TypeError) as caught:
+        call(manager, cache, np.int64(3))
+    assert str(caught.value) == f"{text}{actual}, or a whole array with tolist()"
+    with pytest.raises(TypeError) as caught:
+        call(manager, cache, "3")
+    assert str(caught.value) == f"{text}{actual.partition('<')[0]}<class 'str'>"
+
+
+def test_integer_of_numpy_in_place_of_a_number_is_refused_with_a_remedy(manager: Any) -> None:
+    cache = manager.allocate_cache(desc())
+    text = "dst_batch_index only support ['int'], but the actual type is <class 'numpy.int64'>; convert it with int()"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        manager.copy_cache(cache, cache, np.int64(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
+import numpy as np
 import pytest
 
 from kv_caches import cpu, desc, table
@@ -96,6 +97,7 @@ def test_pull_blocks_checks_in_order(decoder: KvCacheManager) -> None:
         ((key, 1, 1, 1), {}, TE, "decoder_kv_cache"),
         ((key, host, (0,), 1), {}, TE, "prompt_blocks"),
         ((key, host, [], (0,)), {}, TE, "decoder_blocks"),
+        ((key, host, np.array([0]), [0]), {}, TE, "prompt_blocks"),
         ((key, host, None, []), {}, TE, "prompt_blocks"),
         ((key, None, [], []), {}, AE, ""),
         ((key, host, [], []), {}, LE, "host memory"),

@@ -67,11 +67,6 @@ WHERE = st.one_of(
 MOSTLY = st.sampled_from([True] * 9 + [False])
 
 
-def as_array(pairs: Pairs) -> np.ndarray:
-    """The pairs as the array form of a mapping."""
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
-
-
 class Meeting:
     """One engine and its model. Every method predicts the result with the model, and then makes the call."""
 
@@ -231,12 +226,10 @@ class Meeting:
         cache, pairs = self.handle(blocks=True), self.draw(PAIRS)
         if not pairs and cache.cache_id not in self.twin.entries:
             return
-        mapping: Any = as_array(pairs)
-        if self.draw(st.booleans()):
-            mapping = {}
-            for source, target in pairs:
-                mapping.setdefault(source, []).append(target)
-            pairs = [(source, target) for source, targets in mapping.items() for target in targets]
+        mapping: dict[int, list[int]] = {}
+        for source, target in pairs:
+            mapping.setdefault(source, []).append(target)
+        pairs = [(source, target) for source, targets in mapping.items() for target in targets]
         self.meet(
             "copy_blocks",
             lambda: self.twin.copy_blocks((cache.cache_id, cache.is_blocks_cache), pairs),
@@ -255,10 +248,8 @@ class Meeting:
         (source, source_gone), (target, target_gone) = self.entry_of(src), self.entry_of(dst)
         if not pairs and (source_gone or target_gone):
             return
-        mapping: Any = as_array(pairs)
-        if self.draw(st.booleans()):
-            mapping = dict(pairs)
-            pairs = list(mapping.items())
+        mapping = dict(pairs)
+        pairs = list(mapping.items())
         self.meet(
             "swap",
             lambda: self.twin.swap(source, target, source_gone or target_gone, pairs),

@@ -70,16 +70,6 @@ def test_in_and_out_between_user_memory_and_device(forced: Any, row_bytes: int) 
         assert same(user.snapshot(), expected)
 
 
-def test_pairs_as_an_array(forced: Any) -> None:
-    """In an array a source may repeat. For other arrays see `test_copy.py`; one function reads both."""
-    user = UserTensors(10, 128, 2, seed=3)
-    npu = forced.allocate_blocks_cache(desc(10, 128, 2))
-    for repeated in (np.zeros((0, 2), dtype=np.int64), np.array([(0, 1), (2, 1), (0, 3), (0, 4), (5, 1)])):
-        expected = swapped(fill(npu, 9), user.arrays, repeated.tolist())
-        forced.swap_blocks(user.cpu_cache(), npu, np.asfortranarray(repeated))
-        assert same(contents(npu), expected)
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_the_forced_path_is_the_one_taken(start: Callable[..., Any], path: str) -> None:
     manager = start(options(llm__SwapInPath=path)).cache_manager
@@ -130,11 +120,6 @@ class Ends:
         return self.user.cpu_cache()
 
 
-def pairs(last: tuple[int, int], dtype: type) -> np.ndarray:
-    """An array whose last pair is outside the caches; for dictionaries see `test_bad_input.py`."""
-    return np.array([(0, 0), last], dtype=dtype)
-
-
 UNEQUAL: dict[str, Callable[[Ends], tuple[Any, Any, Any]]] = {
     "host to host": lambda e: (e.cpu, UserTensors(10, 256, 2).cpu_cache(), SEED),
     "device to device": lambda e: (e.npu, e.manager.allocate_blocks_cache(desc(10, 256, 2)), SEED),
@@ -145,10 +130,10 @@ UNEQUAL: dict[str, Callable[[Ends], tuple[Any, Any, Any]]] = {
     "empty mapping, sizes differ": lambda e: (UserTensors(10, 255, 2).cpu_cache(), e.npu, {}),
     "source of swap-in": lambda e: (e.cpu, e.npu, {0: 0, BLOCKS_IN_HOST: 1}),
     "target of swap-in": lambda e: (e.cpu, e.npu, {0: 0, 1: BLOCKS_IN_DEVICE}),
-    "source of swap-out": lambda e: (e.npu, e.cpu, pairs((BLOCKS_IN_DEVICE, 1), np.int32)),
-    "target of swap-out": lambda e: (e.npu, e.cpu, pairs((1, BLOCKS_IN_HOST), np.int32)),
-    "negative": lambda e: (e.cpu, e.npu, pairs((1, -1), np.int64)),
-    "wide": lambda e: (e.cpu, e.npu, pairs((1, 2**64 - 1), np.uint64)),
+    "source of swap-out": lambda e: (e.npu, e.cpu, {0: 0, BLOCKS_IN_DEVICE: 1}),
+    "target of swap-out": lambda e: (e.npu, e.cpu, {0: 0, 1: BLOCKS_IN_HOST}),
+    "negative": lambda e: (e.cpu, e.npu, {0: 0, 1: -1}),
+    "wide": lambda e: (e.cpu, e.npu, {0: 0, 1: 2**64 - 1}),
 }
 
 

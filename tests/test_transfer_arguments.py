@@ -6,6 +6,7 @@ order of the contract (contract §7.12 to §7.17). With any two rows, the first 
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Callable
 
 import numpy as np
@@ -127,7 +128,8 @@ def sizes() -> list[Row]:
 
 
 def block_lists() -> list[Row]:
-    wrong = [range(2), {0: 1}, "01", 1, np.array([0.0, 1.0]), iter([0]), [0, "1"], [0, None], (0, 1.0), [True]]
+    wrong = [range(2), {0: 1}, "01", b"01", 1, iter([0]), [0, "1"], [0, None], (0, 1.0), [True]]
+    wrong += [np.array([0, 1]), np.array([0.0, 1.0]), array("q", [0, 1]), memoryview(array("i", [0, 1]))]
     return [Row({name: bad}, TE, name) for name in ("src_blocks", "dst_blocks") for bad in wrong]
 
 

@@ -185,8 +185,8 @@ class DataDist:
         src_cache: Cache | KvCache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: list[Any] | tuple[Any, ...],
-        src_block_indices: list[int] | tuple[int, ...] | Any | None,
-        dst_block_indices: list[int] | tuple[int, ...] | Any | None,
+        src_block_indices: list[int] | tuple[int, ...] | None,
+        dst_block_indices: list[int] | tuple[int, ...] | None,
         dst_block_memory_size: int | None,
     ) -> TransferTask:
         """Start a layer-wise transfer. The caller reports which layers are ready."""
@@ -256,8 +256,8 @@ class CacheCalls:
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
         dst_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
+        src_blocks: list[int] | tuple[int, ...],
+        dst_blocks: list[int] | tuple[int, ...],
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
@@ -280,8 +280,8 @@ class CacheCalls:
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] | Any,
-        dst_blocks: list[int] | tuple[int, ...] | Any,
+        src_blocks: list[int] | tuple[int, ...],
+        dst_blocks: list[int] | tuple[int, ...],
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
@@ -300,10 +300,10 @@ class CacheCalls:
     ) -> None:
         """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot."""
 
-    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]] | Any) -> None:
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside one cache."""
 
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int] | Any) -> None:
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between host and device."""
 
 @final
@@ -422,8 +422,8 @@ class KvCaches:
         self,
         prompt_cache_key: BlocksCacheKey,
         decoder_kv_cache: KvCache,
-        prompt_blocks: list[int] | Any,
-        decoder_blocks: list[int] | Any,
+        prompt_blocks: list[int],
+        decoder_blocks: list[int],
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
@@ -442,10 +442,10 @@ class KvCaches:
     ) -> None:
         """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot."""
 
-    def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]] | Any) -> None:
+    def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside one cache."""
 
-    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int] | Any) -> None:
+    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between host and device."""
 
     def tensor_view(self, cache: KvCache, tensor_index: int) -> TensorView:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
+import weakref
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +13,8 @@ import numpy as np
 import pytest
 
 from ids import short
-from llm_datadist.native import Engine, InvalidArgument, Rows
+from llm_datadist.native import Engine, InvalidArgument, OutOfMemory, Rows
+from memory import run_fresh
 
 from .helpers import BLOCKS, LIMIT, Model, allocate, fails, layout, refused
 
@@ -27,14 +32,120 @@ class Index:
         return self.value
 
 
-class Device:
-    """An array that says that it is not in host memory."""
+class Tensor:
+    """A DLPack tensor without the buffer protocol. `made` is the array behind it."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def __dlpack_device__(self) -> Any:
+        return (1, 0)
+
+    def __dlpack__(self, **given: Any) -> Any:
+        return self.made.__dlpack__(**given)
+
+
+class OldTensor(Tensor):
+    """A tensor of a library that knows no versions of DLPack."""
+
+    def __dlpack__(self, stream: None = None) -> Any:  # type: ignore[override]
+        return self.made.__dlpack__()
+
+
+class Device(Tensor):
+    """A tensor that says it is on another device, and that must not be asked for its bytes."""
+
+    def __dlpack_device__(self) -> Any:
+        return self.made
 
     def __dlpack__(self, **_: Any) -> Any:
-        return np.array(LIST).__dlpack__()
+        raise AssertionError("a capsule of another device was asked for")
 
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
+
+class Raising(Tensor):
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self.made
+
+
+class Answers(Tensor):
+    """Returns anything in place of a capsule."""
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.made
+
+
+def consumed() -> Any:
+    """A capsule whose tensor another consumer has taken."""
+    made = np.array([0, 1])
+    capsule = made.__dlpack__()
+    np.from_dlpack(Answers(capsule))
+    return capsule
+
+
+class Fields(ctypes.Structure):
+    """`DLTensor`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class Managed(ctypes.Structure):
+    _fields_ = [("tensor", Fields), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+class VersionedManaged(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", Fields),
+    ]  # fmt: skip
+
+
+class Capsule(Tensor):
+    """A tensor whose fields the test chooses. The memory is 0, 1, 2, … as int64."""
+
+    def __init__(
+        self,
+        shape: list[int] | None = None,
+        strides: list[int] | None = None,
+        major: int = 0,
+        **fields: Any,
+    ) -> None:
+        super().__init__(np.arange(64))
+        device = fields.pop("device", (1, 0))
+        shape = [2] if shape is None else shape
+        self.kept: list[Any] = [(ctypes.c_int64 * 8)(*shape), (ctypes.c_int64 * 8)(*(strides or []))]
+        tensor = Fields(self.made.ctypes.data, *device, len(shape), 0, 64, 1, self.kept[0], None, 0)
+        if strides is not None:
+            tensor.strides = self.kept[1]
+        for name, value in fields.items():
+            setattr(tensor, name, value)
+        self.managed = VersionedManaged(major, 0, tensor=tensor) if major else Managed(tensor)
+        self.name = b"dltensor_versioned" if major else b"dltensor"
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.managed), self.name, None)
+
+
+FIELDS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [0, 1]),
+    ({"shape": [4]}, [0, 1, 2, 3]),
+    ({"shape": [3], "strides": [1]}, [0, 1, 2]),
+    ({"shape": [2], "strides": [3]}, [0, 3]),
+    ({"shape": [3], "strides": [0]}, [0, 0, 0]),
+    ({"shape": [3], "strides": [-1], "byte_offset": 24}, [3, 2, 1]),
+    ({"shape": [2], "byte_offset": 16}, [2, 3]),
+    ({"shape": [2], "major": 1}, [0, 1]),
+    ({"shape": [2], "strides": [2], "major": 1}, [0, 2]),
+    ({"shape": [4], "bits": 32, "byte_offset": 8}, [1, 0, 2, 0]),
+    ({"shape": [5], "bits": 16, "code": 1, "byte_offset": 8}, [1, 0, 0, 0, 2]),
+    ({"shape": [2], "code": 1, "byte_offset": 40}, [5, 6]),
+]
 
 
 FORMS: dict[str, tuple[Any, list[int]]] = {
@@ -52,8 +163,13 @@ FORMS: dict[str, tuple[Any, list[int]]] = {
     "signed array": (array("q", LIST), LIST),
     "memoryview": (memoryview(array("H", LIST)), LIST),
     "strided view": (memoryview(array("i", [3, 0, 9, 0, 4, 0]))[::2], LIST),
-    "dlpack": (type("D", (), {"__dlpack__": lambda _, **g: np.array(LIST).__dlpack__(**g),
-                              "__dlpack_device__": lambda _: (1, 0)})(), LIST),
+    "unaligned": (np.frombuffer(b"x" + np.array(LIST, "i4").tobytes(), "i4", offset=1), LIST),
+    "read-only": (np.broadcast_to(np.int16(3), 2), [3, 3]),
+    "ctypes": ((ctypes.c_uint32 * 3)(*LIST), LIST),
+    **{f"DLPack {kind}": (Tensor(np.array(LIST, kind)), LIST) for kind in "bBhHiIqQ"},
+    "DLPack reversed": (Tensor(np.array(LIST)[::-1]), LIST[::-1]),
+    "DLPack without versions": (OldTensor(np.array(LIST)), LIST),
+    **{f"DLPack {fields}": (Capsule(**fields), blocks) for fields, blocks in FIELDS},
     **{f"numpy {kind}": (np.array(LIST, kind), LIST) for kind in "bBhHiIqQ"},
     "reversed numpy": (np.array(LIST)[::-1], LIST[::-1]),
     "big-endian numpy": (np.array(LIST, ">i4"), LIST),
@@ -110,10 +226,23 @@ WRONG_TYPES: list[Any] = [
     True, [True], [3, False], 1.0, [1.0], float("nan"), "3", ["3"], None, [None], [[3]], {3: 4}, {3}, object(), 1j,
     (number for number in LIST), slice(1.0, 3), slice("a", None), (slice(1, 2),), np.array([1.0, 2.0]),
     np.array([True, False]), np.array(["3"]), np.float64(3), np.bool_(1), memoryview(array("d", [1.0])), ...,
+    *[Device(device) for device in (None, 1, (1,), ("cpu", 0), (2**70, 0))],
+    *[Raising(kind("no")) for kind in (BufferError, RuntimeError, TypeError, ValueError, KeyError)],
+    *[Answers(given) for given in (None, 1, b"dltensor", object(), consumed(), np.array([0]))],
+    *[Tensor(np.array([0, 1], kind)) for kind in "?efd"], np.ndarray,
+    *[Capsule(**fields) for fields in (
+        {"lanes": 2}, {"lanes": 0}, {"bits": 128}, {"bits": 1}, {"code": 2}, {"code": 4}, {"code": 6}, {"code": 200},
+        {"device": (2, 0)}, {"device": (13, 0)}, {"major": 2}, {"major": 2**31},
+    )],
 ]  # fmt: skip
 WRONG_VALUES: list[Any] = [
     -1, [3, -1], 2**32, [2**64], -(2**70), range(-1, 3), np.array([-1]), np.int64(-1), np.array([2**40]),
-    slice(-3, None), slice(0, -1), slice(5, None, -1), np.array([[1, 2], [3, 4]]), np.array(3), Device(),
+    slice(-3, None), slice(0, -1), slice(5, None, -1), np.array([[1, 2], [3, 4]]), np.array(3),
+    np.array([0, 2**63], "u8"), Tensor(np.array([2**64 - 1], "u8")),
+    *[Device(device) for device in ((2, 0), (4, 0), (10, 0), (-1, 0))],
+    *[Capsule(**fields) for fields in (
+        {"shape": []}, {"ndim": -1}, {"ndim": 0}, {"shape": [1, 2]}, {"shape": [-1]}, {"shape": [2, 1, 1]},
+    )],
 ]  # fmt: skip
 
 
@@ -130,6 +259,88 @@ def test_wrong_values(pair: Pair, wrong: Any) -> None:
     mine, _ = pair.caches()
     for cache in (mine, pair.peer["kv"]):
         refused("blocks", lambda cache=cache: cache[wrong])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("device", [(1, 7), (3, 0), (11, 0)])
+def test_pinned_memory_is_host_memory(engine: Engine, device: tuple[int, int]) -> None:
+    tensor = Capsule(shape=[2], device=device)
+    tensor.__dlpack_device__ = lambda: device  # type: ignore[method-assign]
+    assert len(allocate(engine)[tensor]) == 2
+
+
+def test_empty_tensors(engine: Engine) -> None:
+    kv = allocate(engine)
+    for fields in ({"shape": [0]}, {"shape": [0], "data": None}, {"shape": [0], "strides": [1]}):
+        assert len(kv[Capsule(**fields)]) == 0
+
+
+def test_errors_that_do_not_concern_the_tensor(engine: Engine) -> None:
+    kv = allocate(engine)
+    for error in (KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)):
+            kv[Raising(error)]
+    fails(OutOfMemory, lambda: kv[Raising(MemoryError())])
+    with pytest.raises(TypeError, match="needs a gradient") as caught:
+        kv[Raising(BufferError("needs a gradient"))]
+    assert isinstance(caught.value.__cause__, BufferError)
+
+
+def test_tensor_that_no_memory_can_hold(engine: Engine) -> None:
+    kv = allocate(engine)
+    for given in (
+        Capsule(shape=[2**62], strides=[0]),
+        Capsule(shape=[2**40], strides=[0]),
+        np.broadcast_to(np.int32(0), (2**40,)),
+    ):
+        fails(OutOfMemory, lambda given=given: kv[given])  # type: ignore[misc]
+
+
+def test_array_that_does_not_fit_into_memory() -> None:
+    run_fresh("""
+        import resource
+        import time
+        from pathlib import Path
+        import numpy as np
+        from llm_datadist.native import Engine, OutOfMemory
+        engine = Engine(pool="64KiB")
+        kv = engine.allocate("kv", blocks=4, tensors=1, shape=(4,), dtype="uint8")
+        numbers = np.zeros(1 << 24, np.int32)
+        # A thread of the engine that has not begun yet would need memory for its thread-local data.
+        tasks = list(Path("/proc/self/task").iterdir())
+        while sum(" R " in (task / "stat").read_text().rsplit(")", 1)[1] for task in tasks) > 1:
+            time.sleep(0.01)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        for room in (1 << 20, 1 << 26):
+            resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+            try:
+                kv[numbers]
+            except OutOfMemory:
+                pass
+            else:
+                raise AssertionError("there was no such room")
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        engine.close()
+    """)
+
+
+def test_nothing_holds_an_array_after_it_is_read(engine: Engine) -> None:
+    kv, growing = allocate(engine), bytearray(16)
+    view = memoryview(growing).cast("q")
+    numbers, base = array("i", [0, 1]), np.arange(2)
+    tensor = Tensor(base[::-1])
+    gone = weakref.ref(tensor)
+    for given in (view, numbers, base, tensor, base[::-1]):
+        before = sys.getrefcount(given)
+        kv[given]
+        assert sys.getrefcount(given) == before
+    view.release()
+    growing.append(0)
+    numbers.append(2)
+    del tensor, given
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(TypeError):
+        kv[view]
 
 
 @pytest.mark.parametrize("wrong", [slice(None), slice(3, None)], ids=short)

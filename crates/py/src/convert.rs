@@ -34,18 +34,9 @@ pub(crate) fn must_not_be_none(name: &str) -> PyErr {
 #[cold]
 pub(crate) fn only_support(name: impl Display, allowed: impl Display, value: &Any<'_>) -> PyErr {
     PyTypeError::new_err(format!(
-        "{name} only support {allowed}, but the actual type is {}{}",
-        shown(&value.get_type()),
-        as_array(value).unwrap_or_default()
+        "{name} only support {allowed}, but the actual type is {}",
+        shown(&value.get_type())
     ))
-}
-
-/// Returns the element type and the shape of an array. The class of an array has both attributes as well, but not as values.
-#[cold]
-fn as_array(value: &Any<'_>) -> Option<String> {
-    let (dtype, shape) = (value.getattr("dtype").ok()?, value.getattr("shape").ok()?);
-    let shape = shape.cast::<PyTuple>().ok()?;
-    Some(format!(" of {} with shape {}", shown(&dtype), shown(shape)))
 }
 
 /// Returns a text of `value` for messages. A long text is cut; a value whose `str` fails is shown by its class.

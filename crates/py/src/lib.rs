@@ -17,7 +17,6 @@ mod engine;
 mod error;
 mod handles;
 mod hixl;
-mod index_arrays;
 mod keys;
 mod kv_caches;
 mod layerwise_arguments;

@@ -30,11 +30,6 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
     lacks. "Remote-accessible mode" is the option ``llm.EnableRemoteCacheAccessible``. ``sync_kv_timeout`` is the time
     limit of a call in milliseconds (1000 by default).
 
-    Each list of blocks may be an array of shape ``(n,)``, which the original does not accept: a buffer
-    (``array.array``, a numpy array, a ``memoryview``) or a DLPack tensor in CPU memory, pinned or not, with native
-    integers of 16, 32 or 64 bits and any strides. A negative number, and one above int64, raises ``LLM_PARAM_INVALID``
-    with its position. ``range``, ``bytes``, and arrays of other types or shapes raise ``TypeError``.
-
     Args:
         native: the engine.
         options: the options with which it was opened.
@@ -273,7 +268,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
-    def copy_blocks(self, cache: Cache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside one cache, in every tensor.
 
         The result is the same as if the pairs were copied one after the other, in the order given. All indices are
@@ -281,8 +276,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
 
         Args:
             cache: a blocks cache.
-            copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
-                rows ``(source, destination)``.
+            copy_block_info: the destination blocks of each source block.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -294,7 +288,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         self._engine.copy_blocks(cache, copy_block_info)
 
     @logged
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Union[dict[int, int], Any]) -> None:
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between a host and a device cache, in every tensor.
 
         The placements give the direction. The two caches may have different numbers of blocks.
@@ -302,8 +296,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         Args:
             src_cache: blocks cache that is read.
             dst_cache: blocks cache that is written.
-            src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
-                ``(source, destination)``.
+            src_to_dst: the destination block of each source block.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -367,8 +360,8 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         self,
         src_cache_key: Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey],
         dst_cache: Cache,
-        src_blocks: Union[list[int], tuple[int, ...], Any] = (),
-        dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
+        src_blocks: Union[list[int], tuple[int, ...]] = (),
+        dst_blocks: Union[list[int], tuple[int, ...]] = (),
         *,
         src_layer_range: Optional[range] = None,
         dst_layer_range: Optional[range] = None,
@@ -447,8 +440,8 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: Union[list[int], tuple[int, ...], Any] = (),
-        dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
+        src_blocks: Union[list[int], tuple[int, ...]] = (),
+        dst_blocks: Union[list[int], tuple[int, ...]] = (),
         src_layer_range: Optional[range] = None,
         dst_layer_range: Optional[range] = None,
         tensor_num_per_layer: int = 2,
@@ -486,8 +479,8 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             list[TransferWithCacheKeyConfig],
             tuple[TransferWithCacheKeyConfig, ...],
         ],
-        src_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
-        dst_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
+        src_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
         """Send the layers of a cache, each as soon as it is ready.

@@ -333,8 +333,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         self,
         prompt_cache_key: BlocksCacheKey,
         decoder_kv_cache: KvCache,
-        prompt_blocks: Union[list[int], Any],
-        decoder_blocks: Union[list[int], Any],
+        prompt_blocks: list[int],
+        decoder_blocks: list[int],
         *,
         src_layer_range: Optional[range] = None,
         dst_layer_range: Optional[range] = None,
@@ -348,8 +348,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         Args:
             prompt_cache_key: the remote blocks cache.
             decoder_kv_cache: blocks cache that is written.
-            prompt_blocks: remote blocks that are read, at least one. Each list of blocks may be an array, as for
-                ``CacheManager``, but not a tuple.
+            prompt_blocks: remote blocks that are read, at least one. Each list of blocks must not be a tuple.
             decoder_blocks: local block for each entry of ``prompt_blocks``.
             src_layer_range: as for ``pull_cache``.
             dst_layer_range: as for ``pull_cache``.
@@ -404,7 +403,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
-    def copy_blocks(self, cache: KvCache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
+    def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside one cache in device memory, in every tensor.
 
         The result is the same as if the pairs were copied one after the other, in the order given. All indices are
@@ -412,8 +411,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
         Args:
             cache: a blocks cache, or a continuous one, whose slots count as blocks.
-            copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
-                rows ``(source, destination)``.
+            copy_block_info: the destination blocks of each source block.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -433,7 +431,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             raise
 
     @logged
-    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: Union[dict[int, int], Any]) -> None:
+    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between a host and a device cache, in every tensor.
 
         The placements give the direction. The two caches may have different numbers of blocks.
@@ -441,8 +439,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         Args:
             src: cache that is read. The slots of a continuous cache count as blocks.
             dst: cache that is written.
-            src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
-                ``(source, destination)``.
+            src_to_dst: the destination block of each source block.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -461,8 +458,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         src_cache: KvCache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: Union[list[TransferConfig], tuple[TransferConfig, ...]],
-        src_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
-        dst_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
+        src_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
         """Send the layers of a cache, each as soon as it is ready.
@@ -518,10 +515,9 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         return [Tensor._of_view(view, cache.cache_desc.data_type)]  # noqa: SLF001  (made here only)
 
 
-def _check_uint64_blocks(copy_block_info: Union[dict[int, list[int]], Any]) -> None:
+def _check_uint64_blocks(copy_block_info: dict[int, list[int]]) -> None:
     """Raise ``ValueError`` for an index outside uint64."""
-    if isinstance(copy_block_info, dict):
-        for source, destinations in copy_block_info.items():
-            for index in (source, *destinations):
-                if index > _UINT64_MAX:
-                    _core.check_uint64("copy_block_info", index)
+    for source, destinations in copy_block_info.items():
+        for index in (source, *destinations):
+            if index > _UINT64_MAX:
+                _core.check_uint64("copy_block_info", index)

@@ -6,10 +6,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySlice, PyTuple};
 
 use super::errors::{invalid, raise};
+use super::index_arrays;
 use super::values::{index, wrong_type};
 use crate::convert::{Any, shown};
 use crate::numpy::import_numpy;
-use crate::{index_arrays, raw};
+use crate::raw;
 
 /// What the index of a cache may be.
 const FORMS: &str = "an int, a slice or integers";
@@ -50,16 +51,16 @@ fn array(given: &Any<'_>) -> PyResult<Vec<i64>> {
     if given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyByteArray>() {
         return Err(wrong());
     }
-    let array = match index_arrays::any_flat("blocks", given, raise)? {
+    let array = match index_arrays::read("blocks", given)? {
         None if given.hasattr(intern!(py, "__array_interface__"))? => {
             let numpy = import_numpy(py, "an array as blocks")?;
             let copy = numpy.call_method1(intern!(py, "array"), (given,))?;
-            index_arrays::any_flat("blocks", &copy, raise)?
+            index_arrays::read("blocks", &copy)?
         }
         read => read,
     };
     // An unsigned number above 2^63 appears as a negative one, and is refused as well.
-    checked(py, array.ok_or_else(wrong)?.words)
+    checked(py, array.ok_or_else(wrong)?)
 }
 
 /// Whether an object has no items, but may be an integer, as numbers of numpy are. Arrays of numpy and torch have `__index__`

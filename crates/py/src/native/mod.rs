@@ -17,6 +17,7 @@ mod errors;
 mod events;
 mod grant;
 mod holder;
+mod index_arrays;
 mod keeper;
 mod layout;
 mod loop_queue;

@@ -11,10 +11,10 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PyTuple};
 
 use super::errors::{invalid, raise};
-use super::tensors;
 use super::values::{self, index, wrong_type};
+use super::{index_arrays, tensors};
 use crate::convert::{Any, shown};
-use crate::{index_arrays, raw};
+use crate::raw;
 
 /// Name of the lists in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
@@ -131,8 +131,8 @@ fn rows(given: &Any<'_>, keys: usize, count: u64) -> PyResult<Vec<u64>> {
             .map_or_else(|| one_by_one(tuple.iter(), keys, count), Ok)?
     } else {
         let text = given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyByteArray>();
-        let array = if text { None } else { index_arrays::any_flat("rows", given, raise)? };
-        array.ok_or_else(|| wrong_type("rows", "a list or an array of integers", given))?.words
+        let array = if text { None } else { index_arrays::read("rows", given)? };
+        array.ok_or_else(|| wrong_type("rows", "a list or an array of integers", given))?
     };
     check(words.len())?;
     let mut rows = fallible::with_capacity(LISTS, words.len()).map_err(no_memory)?;

@@ -14,10 +14,10 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyMemoryView, PyString, PyTuple};
 
 use super::errors::{invalid, raise};
+use super::index_arrays::{capsule, device};
 use super::values::{self, index, int, wrong_type};
 use crate::cache::{dlpack_type, typestr};
 use crate::convert::{Any, shown};
-use crate::index_arrays::{capsule, device};
 use crate::raw;
 
 /// Name of the lists in out-of-memory errors.

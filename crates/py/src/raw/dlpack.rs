@@ -256,17 +256,14 @@ pub(crate) struct TensorCopy {
     pub(crate) shape: Vec<i64>,
     /// Element type.
     pub(crate) element: Element,
-    /// The integers, row by row, and whether their type is signed. Unsigned numbers of 64 bits keep their bits. `None`
-    /// if they were not read: another element type or device, or a shape that was not wanted.
-    pub(crate) integers: Option<(Vec<i64>, bool)>,
+    /// The integers. Unsigned numbers of 64 bits keep their bits. `None` if they were not read: another element type, device
+    /// or number of dimensions.
+    pub(crate) integers: Option<Vec<i64>>,
 }
 
-/// Copies the tensor in `capsule`, with its integers if its shape is `wanted` and has one or two dimensions. The capsule
-/// keeps the tensor. Returns `None` if it is not a capsule of a known version, or was consumed.
-pub(crate) fn copied_tensor(
-    capsule: &Bound<'_, PyAny>,
-    wanted: impl Fn(&[i64]) -> bool,
-) -> Result<Option<TensorCopy>> {
+/// Copies the tensor in `capsule`, with its integers if it has one dimension. The capsule keeps the tensor. Returns `None` if
+/// it is not a capsule of a known version, or was consumed.
+pub(crate) fn copied_tensor(capsule: &Bound<'_, PyAny>) -> Result<Option<TensorCopy>> {
     let versioned = || content::<Versioned>(capsule).filter(|managed| managed.major == 1);
     let tensor = content::<Legacy>(capsule)
         .map(|managed| &managed.tensor)
@@ -274,8 +271,7 @@ pub(crate) fn copied_tensor(
     let Some(tensor) = tensor else { return Ok(None) };
     let mut shape = fallible::with_capacity(LISTS, tensor.shape().len())?;
     shape.extend_from_slice(tensor.shape());
-    let integers = if wanted(&shape) { tensor.integers()? } else { None };
-    Ok(Some(TensorCopy { shape, element: tensor.element, integers }))
+    Ok(Some(TensorCopy { shape, element: tensor.element, integers: tensor.integers()? }))
 }
 
 /// Where the memory of a tensor is, and how its elements lie there.
@@ -327,9 +323,9 @@ impl Tensor {
         Some(unsafe { std::slice::from_raw_parts(numbers, count) })
     }
 
-    fn integers(&self) -> Result<Option<(Vec<i64>, bool)>> {
+    fn integers(&self) -> Result<Option<Vec<i64>>> {
         let Element { code, bits, lanes: 1 } = self.element else { return Ok(None) };
-        let words = match (code, bits) {
+        match (code, bits) {
             (SIGNED, 8) => self.gathered(<i64 as From<i8>>::from),
             (UNSIGNED, 8) => self.gathered(<i64 as From<u8>>::from),
             (SIGNED, 16) => self.gathered(<i64 as From<i16>>::from),
@@ -338,34 +334,25 @@ impl Tensor {
             (UNSIGNED, 16) => self.gathered(<i64 as From<u16>>::from),
             (UNSIGNED, 32) => self.gathered(<i64 as From<u32>>::from),
             (UNSIGNED, 64) => self.gathered(u64::cast_signed),
-            _ => return Ok(None),
-        };
-        Ok(words?.map(|words| (words, code == SIGNED)))
+            _ => Ok(None),
+        }
     }
 
     /// Returns the elements, which are of type `T`, as words.
     fn gathered<T: Copy>(&self, widened: impl Fn(T) -> i64) -> Result<Option<Vec<i64>>> {
-        let (rows, columns) = match *self.shape() {
-            [rows] => (rows, 1),
-            [rows, columns] => (rows, columns),
-            _ => return Ok(None),
+        let &[count] = self.shape() else { return Ok(None) };
+        let (Ok(room), true) = (usize::try_from(count), readable_device(self.device.kind)) else {
+            return Ok(None);
         };
-        let steps = match self.per_dimension(self.strides) {
-            Some(&[row, ref column @ ..]) => [row, column.first().copied().unwrap_or(1)],
-            _ => [columns, 1],
-        };
-        let count = rows.checked_mul(columns).and_then(|count| usize::try_from(count).ok());
-        let (Some(count), true) = (count, readable_device(self.device.kind)) else { return Ok(None) };
-        let mut words = fallible::with_capacity(LISTS, count)?;
-        for row in 0..rows {
-            for column in 0..columns {
-                let step = row.wrapping_mul(steps[0]).wrapping_add(column.wrapping_mul(steps[1]));
-                let at = self.first().cast::<T>().wrapping_offset(step.try_into().unwrap_or(0));
-                // SAFETY: the producer promises memory that the CPU reads at each index within the shape, by these
-                // steps; the device was checked above. Only integers are read, so any bits are a value, and the element
-                // may be unaligned. A thread that writes the tensor during the call breaks the contract of DLPack.
-                words.push(widened(unsafe { at.read_unaligned() }));
-            }
+        let step = self.per_dimension(self.strides).map_or(1, |steps| steps[0]);
+        let mut words = fallible::with_capacity(LISTS, room)?;
+        for row in 0..count {
+            let step = row.wrapping_mul(step);
+            let at = self.first().cast::<T>().wrapping_offset(step.try_into().unwrap_or(0));
+            // SAFETY: the producer promises memory that the CPU reads at each index within the shape, by these steps; the
+            // device was checked above. Only integers are read, so any bits are a value, and the element may be unaligned. A
+            // thread that writes the tensor during the call breaks the contract of DLPack.
+            words.push(widened(unsafe { at.read_unaligned() }));
         }
         Ok(Some(words))
     }
