@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
-STRICT = ["-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
+STRICT = ["-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 TRANSPORTS = ["auto", "tcp"]
 BLOCKS, BLOCK, TENSORS = 16, 256, 6
 
