@@ -132,7 +132,7 @@ mod tests {
     use std::time::Duration;
 
     use llm_datadist_core::bindings::keeper::{Copy, Kernel, Region, Tensors, copy_all};
-    use llm_datadist_core::{Error, ErrorKind, Event};
+    use llm_datadist_core::{Error, ErrorKind};
 
     use super::*;
     use crate::attachment::tests::{SilentPath, key};
@@ -176,12 +176,12 @@ mod tests {
         }
     }
 
-    fn put(store: &Arc<Store>, numbers: &[u8], deadline: Deadline) -> Result<StoreJob> {
+    fn put(store: &Arc<Store>, numbers: &[u8]) -> Result<StoreJob> {
         let held = Arc::default();
         store.start_put(
             numbers.iter().map(|&number| key(number)).collect(),
             Values::new(numbers, &held),
-            deadline,
+            soon(),
         )
     }
 
@@ -189,72 +189,6 @@ mod tests {
         let held = Arc::default();
         let keys = numbers.iter().map(|&number| key(number)).collect();
         store.start_get(keys, Values::new(&vec![0; numbers.len()], &held), soon())
-    }
-
-    #[test]
-    fn jobs_have_one_result_each_and_drop_their_memory_before() {
-        let path = SilentPath::new();
-        let _keeper = path.keeper(64, VALUE);
-        let (store, held) = (opened(&path), Arc::default());
-        let first = store.start_put(vec![key(1), key(2)], Values::new(&[1, 2], &held), soon()).unwrap();
-        first.transfer.join(soon()).unwrap();
-        assert_eq!((held.load(Ordering::SeqCst), first.results()), (0, Some(&[true, true][..])));
-        assert_eq!(first.transfer.progress().done, 2 * VALUE);
-        assert!(store.events().unwrap().poll(9).unwrap().is_empty(), "its outcome was taken");
-        let second = get(&store, &[2, 3]).unwrap();
-        assert!(second.transfer.wait(soon()).unwrap());
-        let events = store.events().unwrap().poll(9).unwrap();
-        assert!(matches!(&events[..], [Event::Completed(ended)] if Arc::ptr_eq(ended, &second.transfer)));
-        assert_eq!(second.results(), Some(&[true, false][..]));
-        assert_eq!(second.transfer.progress().done, VALUE);
-        assert_eq!(store.own_stats().unwrap().hits, 1);
-    }
-
-    #[test]
-    fn gets_pass_puts_at_a_hung_keeper_and_late_puts_end_unsent() {
-        let path = SilentPath::new();
-        let asked = path.start();
-        let store = opened(&path);
-        let silent = asked.join().unwrap();
-        let first = put(&store, &[1], soon()).unwrap();
-        assert!(matches!(silent.message(), KeeperRequest::Put(..)));
-        let late = put(&store, &[2], Deadline::after(Duration::from_millis(5))).unwrap();
-        let next = put(&store, &[3], soon()).unwrap();
-        get(&store, &[1]).unwrap().transfer.join(soon()).unwrap();
-        assert_eq!(late.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Timeout);
-        assert_eq!((late.results(), first.transfer.done()), (None, false));
-        assert_eq!(late.nanos(), 0, "it has not begun");
-        assert!(first.nanos() > 0);
-        assert!(next.transfer.cancel(), "it waits behind the first one");
-        assert_eq!(next.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Cancelled);
-        assert_eq!(silent.staged(), [1; 64]);
-        store.close();
-        assert_eq!(first.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Closed);
-        assert_eq!(put(&store, &[4], soon()).unwrap_err().kind(), ErrorKind::Closed);
-        assert_eq!(store.events().unwrap_err().kind(), ErrorKind::Closed);
-    }
-
-    #[test]
-    fn bytes_of_jobs_that_have_not_ended_are_bounded() {
-        let path = SilentPath::new();
-        let asked = path.start();
-        let store = Arc::new(path.store(VALUE).with_queue(3 * VALUE));
-        let _silent = asked.join().unwrap();
-        let first = put(&store, &[1, 2], soon()).unwrap();
-        let error = get(&store, &[1, 2]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Busy);
-        assert!(
-            error.to_string().contains("bytes=128") && error.to_string().contains("in_use=128"),
-            "{error}"
-        );
-        let never = get(&store, &[1, 2, 3, 4]).unwrap_err();
-        assert_eq!(never.kind(), ErrorKind::InvalidArgument);
-        assert_eq!(never.reason(), "queue=192 must be at least 256, the bytes of the values of this call");
-        get(&store, &[1]).unwrap().transfer.join(soon()).unwrap();
-        assert!(first.transfer.cancel());
-        assert_eq!(first.transfer.join(soon()).unwrap_err().kind(), ErrorKind::Cancelled);
-        get(&store, &[1, 2, 3]).unwrap().transfer.join(soon()).unwrap();
-        store.close();
     }
 
     #[test]
@@ -267,7 +201,7 @@ mod tests {
         let wrong = store.start_put(vec![key(1); 5000], Values::new(&[], &held), soon()).unwrap_err();
         assert_eq!(wrong.kind(), ErrorKind::InvalidArgument);
         // Without a keeper, jobs end at once.
-        let (away, missed) = (put(&store, &[1], soon()).unwrap(), get(&store, &[1]).unwrap());
+        let (away, missed) = (put(&store, &[1]).unwrap(), get(&store, &[1]).unwrap());
         away.transfer.join(soon()).unwrap();
         missed.transfer.join(soon()).unwrap();
         assert_eq!((away.results(), missed.results()), (Some(&[false][..]), Some(&[false][..])));
@@ -278,7 +212,7 @@ mod tests {
         let path = SilentPath::new();
         let _keeper = path.keeper(64, VALUE);
         let store = opened(&path);
-        let jobs: Vec<_> = (0..50).map(|number| put(&store, &[number], soon()).unwrap()).collect();
+        let jobs: Vec<_> = (0..50).map(|number| put(&store, &[number]).unwrap()).collect();
         drop(store);
         for job in jobs {
             job.transfer.join(soon()).unwrap();
@@ -315,7 +249,7 @@ mod tests {
         let path = SilentPath::new();
         let _keeper = path.keeper(64, VALUE);
         let (store, held) = (opened(&path), Arc::default());
-        put(&store, &[1], soon()).unwrap().transfer.join(soon()).unwrap();
+        put(&store, &[1]).unwrap().transfer.join(soon()).unwrap();
         let (values, open, begins) = GatedValues::new(&held);
         let job = store.start_get(vec![key(1)], values, soon()).unwrap();
         begins.recv().unwrap();
@@ -411,13 +345,13 @@ mod tests {
         let store = opened(&path);
         // As if the store were closed right after a call has found it open.
         store.jobs.close();
-        for error in [put(&store, &[1], soon()).unwrap_err(), store.events().map(drop).unwrap_err()] {
+        for error in [put(&store, &[1]).unwrap_err(), store.events().map(drop).unwrap_err()] {
             assert_eq!((error.kind(), error.reason()), (ErrorKind::Closed, "the store was closed"));
         }
         let store = opened(&path);
         get(&store, &[1]).unwrap().transfer.join(soon()).unwrap();
         store.jobs.close();
-        let error = put(&store, &[1], soon()).unwrap_err();
+        let error = put(&store, &[1]).unwrap_err();
         assert_eq!((error.kind(), error.reason()), (ErrorKind::Closed, "the store was closed"));
     }
 
