@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llm_datadist import CacheDesc, DataType, KvCache, KvCacheManager, Placement
-from memory import UserTensors
+from memory import UserTensors, pool_facts, stats
 
 
 def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placement = Placement.DEVICE) -> CacheDesc:
@@ -12,8 +12,8 @@ def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placem
 
 def table(manager: KvCacheManager) -> tuple[int, int, int]:
     """Return the number of caches and of keys, and the used bytes of the pool."""
-    stats = manager.stats()
-    return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
+    counted = stats(manager)
+    return counted["table"]["caches"], counted["table"]["keys"], pool_facts(manager)["used_bytes"]
 
 
 def cpu(rows: int = 4, row_bytes: int = 64, count: int = 2) -> tuple[KvCache, UserTensors]:

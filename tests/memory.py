@@ -24,6 +24,8 @@ from peers import equal, pattern
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from llm_datadist.stats import Stats
+
 UINT32_MAX = 2**32 - 1
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
@@ -82,9 +84,14 @@ class UserTensors:
         return [array.copy() for array in self.arrays]
 
 
+def stats(manager: Any) -> Stats:
+    """The counters of the engine of a manager."""
+    return manager._native.stats()
+
+
 def pools(manager: Any) -> dict[str, Any]:
     """Statistics of both pools; None for one that is not configured."""
-    facts = manager.stats()["pools"]
+    facts = stats(manager)["pools"]
     assert set(facts) <= {"device", "host"}
     return {name: facts.get(name) for name in ("device", "host")}
 
@@ -95,7 +102,7 @@ def pool_facts(manager: Any, name: str = "device") -> Any:
 
 def swaps_in(manager: Any) -> dict[str, int]:
     """How often each path of swap-ins was used."""
-    counts = manager.stats()["swap_in"]
+    counts = stats(manager)["swap_in"]
     assert set(counts) == {"direct", "ring"}
     return counts
 

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import options
 from llm_datadist import Cache, KvCache, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Status
-from memory import UserTensors, desc, raising
+from memory import UserTensors, desc, raising, stats
 from mistakes import coded
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES
 
@@ -72,8 +72,8 @@ def test_with_block_unregisters_a_registered_cache(manager: Any) -> None:
     addresses = UserTensors().addrs
     for register in (manager.register_cache, manager.register_blocks_cache):
         with register(desc(), addresses) as cache:
-            assert manager.stats()["table"]["caches"] == 1
-        assert manager.stats()["table"] == {"caches": 0, "keys": 0}
+            assert stats(manager)["table"]["caches"] == 1
+        assert stats(manager)["table"] == {"caches": 0, "keys": 0}
         assert list(cache.tensor_addrs) == addresses
         with cache:  # unregistered already
             pass

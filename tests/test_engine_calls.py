@@ -279,4 +279,4 @@ def test_an_expired_manager_reaches_no_engine(again: bool, start: Callable[..., 
         with raising(EXPIRED):
             manager.copy_cache(heir, heir, 1, 0)
         assert same(contents(heir), written)
-        assert dist.cache_manager.stats()["pools"]["device"]["used_bytes"] == 2 * PAGE
+        assert dist.stats()["pools"]["device"]["used_bytes"] == 2 * PAGE

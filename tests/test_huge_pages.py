@@ -14,7 +14,7 @@ import pytest
 
 from conftest import options, pool
 from llm_datadist import CacheDesc, DataType, LLMException, Placement
-from memory import LE, OOM, desc, tensors
+from memory import LE, OOM, desc, stats, tensors
 from peers import by_blocks, equal, linked, pattern
 from peers import options as peer_options
 
@@ -79,7 +79,7 @@ def byte_blocks(manager, *shape):
 
 
 def device(manager):
-    return manager.stats()["pools"]["device"]
+    return stats(manager)["pools"]["device"]
 
 
 def test_what_was_granted_is_measured(start):
@@ -160,7 +160,7 @@ def test_a_kernel_that_refuses_is_no_error_and_says_so(word, errno, start):
     on_device[:] = np.arange(8)[:, None]
     manager.swap_blocks(*made, {block: 7 - block for block in range(8)})
     assert (on_host == np.arange(7, -1, -1)[:, None]).all()
-    assert [facts["merge_errno"] for facts in manager.stats()["pools"].values()] == [errno] * 2
+    assert [facts["merge_errno"] for facts in stats(manager)["pools"].values()] == [errno] * 2
     assert merged(manager) == huge_bytes() == {"device": 0, "host": 0}
 
 
@@ -172,7 +172,7 @@ def test_engines_that_are_not_eager_merge_nothing(word, start):
     byte_blocks(manager, 2, 32 << 20)[0] = 7
     byte_blocks(manager, 1, 64 << 20)
     assert merged(manager) == huge_bytes() == {"device": 0, "host": 0}
-    committed = {name: facts["committed_bytes"] for name, facts in manager.stats()["pools"].items()}
+    committed = {name: facts["committed_bytes"] for name, facts in stats(manager)["pools"].items()}
     assert committed == {"device": 32 << 20, "host": 0}, "what nobody touched stays uncommitted"
 
 

@@ -22,10 +22,11 @@ from llm_datadist import (
     LLMException,
     LLMRole,
     LLMStatusCode,
+    _core,
 )
 from llm_datadist.option_table import KNOWN_KEYS, rows
-from llm_datadist.original.spelling import OWN_KEYWORDS, closest, edit_distance, nearest, report_unknown_pool_keys
-from memory import desc, run_fresh
+from llm_datadist.original.spelling import OWN_KEYWORDS, nearest, report_unknown_pool_keys
+from memory import desc, run_fresh, stats
 from peers import kv_options
 
 
@@ -35,13 +36,15 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_closest_name_is_at_most_two_edits_away() -> None:
-    for left, right, edits in [("", "abc", 3), ("abc", "acb", 2), ("kitten", "sitting", 3), ("flaw", "lawn", 2)]:
-        assert edit_distance(left, right) == edit_distance(right, left) == edits
+    for left, right, near in [("", "ab", True), ("", "abc", False), ("abc", "acb", True), ("kitten", "sitting", False)]:
+        assert (_core.nearest(left, [right]) == right) == (_core.nearest(right, [left]) == left) == near
+    assert _core.nearest("ÄBC", ["äbç"]) == "äbç"
+    assert _core.nearest("\ud800", ["memory"]) is None
     known = ["memory", "memories", "meaning"]
     for word in ("memory", "memry", "mmry"):
-        assert closest(word, known) == "memory"
-    assert closest("memoriys", known) == "memories"
-    assert closest("mmr", known) is closest("anything", known) is None
+        assert _core.nearest(word, known) == "memory"
+    assert _core.nearest("memoriys", known) == "memories"
+    assert _core.nearest("mmr", known) is _core.nearest("anything", known) is None
     assert nearest("memry", known) == "memory"
     assert nearest("the_memory", known) == "memory"
     assert nearest("anything", known) is None
@@ -212,7 +215,7 @@ ASKS_FOR_NATIVE = [
 def test_keyword_argument_that_only_the_native_api_has_raises(manager: Any, name: str) -> None:
     """A pull with a misspelt `grant` must not run without the grant, and one with an offset not from the start."""
     blocks, cache = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
-    calls = manager.stats()["ops"]["pull"]["calls"]
+    calls = stats(manager)["ops"]["pull"]["calls"]
     with pytest.raises(
         TypeError, match=f"pull_blocks\\(\\) has no keyword argument '{name}'; LLMDataDist.engine.pull "
     ):
@@ -220,7 +223,7 @@ def test_keyword_argument_that_only_the_native_api_has_raises(manager: Any, name
     with pytest.raises(TypeError, match=f"pull_cache\\(\\) has no keyword argument '{name}'; ") as caught:
         manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, **{name: b"value of it"})
     assert "value of it" not in str(caught.value)
-    assert manager.stats()["ops"]["pull"]["calls"] == calls
+    assert stats(manager)["ops"]["pull"]["calls"] == calls
 
 
 def test_the_token_of_a_grant_is_never_ignored(dist: LLMDataDist, caplog: pytest.LogCaptureFixture) -> None:

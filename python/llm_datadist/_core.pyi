@@ -516,6 +516,9 @@ def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int
 def options() -> list[tuple[str, str, list[str], str, str, bool, str, str, str]]:
     """Return every option of an engine, with the fields of ``option_table.Row``."""
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is nearest to ``name`` and at most two edits away, whatever the case of letters is."""
+
 def check_option(name: str, arg_value: int | str) -> None:
     """Raise unless the property ``name`` of an ``LlmConfig`` may have the value.
 

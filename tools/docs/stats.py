@@ -39,10 +39,9 @@ CLASSES = (
 HEAD = """# Statistics
 
 This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where
-time and memory go. `Engine.stats()` returns plain dicts and lists. `LLMDataDist.stats()` and the method `stats()` of
-its managers return the same, without the name of the engine. `llm_datadist.stats` has a type for each dict. Counters
-start at 0 when the engine opens. Reading them does not interrupt transfers. The `cluster` of a link is the
-incarnation of a native peer.
+time and memory go. `Engine.stats()` returns plain dicts and lists. `LLMDataDist.stats()` returns the
+same, without the name of the engine. `llm_datadist.stats` has a type for each dict. Counters start at 0 when the
+engine opens. Reading them does not interrupt transfers. The `cluster` of a link is the incarnation of a native peer.
 
 ```python
 from llm_datadist import Engine

@@ -69,7 +69,7 @@ pub mod native {
 pub mod options {
     pub use crate::options::{
         OPTIONS, OptionRow, OptionValue, ResourceConfig, check_native_names, check_number, check_text,
-        config_from_texts, config_from_values, mem_utilization, size_with_unit, value_of_text,
+        config_from_texts, config_from_values, mem_utilization, nearest, size_with_unit, value_of_text,
     };
 }
 

@@ -82,7 +82,7 @@ fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
         checks::check_list_int32 checks::check_list_int64 checks::check_list_uint64
         checks::check_positive_or_set_default
         checks::check_uint8 checks::check_uint16 checks::check_uint32 checks::check_uint64 checks::tensor_bytes
-        options::check_mem_utilization options::check_option options::option_rows
+        options::check_mem_utilization options::check_option options::nearest options::option_rows
     );
     Ok(())
 }

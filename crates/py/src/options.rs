@@ -48,6 +48,13 @@ pub(crate) fn check_option(name: &str, arg_value: &Any<'_>) -> PyResult<()> {
     checked(py, options::check_number(name, value))
 }
 
+/// Returns the known name that is nearest to `name` and at most two edits away. The case of letters does not count.
+#[pyfunction]
+pub(crate) fn nearest(name: &Bound<'_, PyString>, known: &Any<'_>) -> PyResult<Option<String>> {
+    let known: Vec<String> = known.try_iter()?.map(|known| known?.extract()).collect::<PyResult<_>>()?;
+    Ok(options::nearest(&name.to_string_lossy(), known.iter().map(String::as_str)).map(str::to_owned))
+}
+
 /// A share: 0.0 to 1.0.
 #[pyfunction]
 pub(crate) fn check_mem_utilization(py: Python<'_>, arg_value: f64) -> PyResult<()> {

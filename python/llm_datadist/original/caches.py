@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from llm_datadist.original.types import CacheDesc, CacheKey
-    from llm_datadist.stats import Stats
 
 __all__ = [
     "CacheHandle",
@@ -82,17 +81,6 @@ class EngineCaches(Generic[_Calls]):
         """
         refuse_none("cache_key", cache_key)
         _core.check_cache_key(cache_key)
-
-    def stats(self) -> Stats:
-        """Return the counters of the engine as plain dicts.
-
-        ``llm_datadist.stats.Stats`` documents every field. The original does not have this method.
-
-        Raises:
-            LLMException: ``LLM_ENGINE_FINALIZED``.
-        """
-        self._check_open()
-        return self._native.stats()
 
 
 class CacheHandle:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any, Union
 
+from llm_datadist import _core
 from llm_datadist.original.arguments import check_dict
 from llm_datadist.original.cluster_info import LLMClusterInfo, LLMRole, trans_str_ip
 from llm_datadist.original.logged_calls import shown
 from llm_datadist.original.option_properties import OPTIONS, OptionProperties
 from llm_datadist.original.option_types import Secret
-from llm_datadist.original.spelling import LISTED, closest, refusal, report_unknown, resembles
+from llm_datadist.original.spelling import LISTED, refusal, report_unknown, resembles
 
 __all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"]
 
@@ -107,7 +108,7 @@ def _is_secret(key: object) -> bool:
     """Return whether the value of an option must not be shown. A misspelt key of the token counts as secret too."""
     if key == "llm.LinkTokenFile":
         return False
-    return "token" in str(key).lower() or closest(str(key), ["llm.LinkToken"]) is not None
+    return "token" in str(key).lower() or _core.nearest(str(key), ["llm.LinkToken"]) is not None
 
 
 _NAMES = frozenset([*(option.name for option in OPTIONS), "ge_options"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from llm_datadist import log
+from llm_datadist import _core, log
 from llm_datadist.original.logged_calls import is_grant_token, shown
 from llm_datadist.original.option_types import read_json
 
@@ -20,8 +20,6 @@ __all__ = [
     "LISTED",
     "OWN_KEYWORDS",
     "check_keywords",
-    "closest",
-    "edit_distance",
     "nearest",
     "refusal",
     "report_unknown",
@@ -50,7 +48,6 @@ OWN_KEYWORDS = frozenset(
 LISTED = "llm-datadist options lists every option"
 """What to do about an unknown option that resembles no valid one."""
 
-_MAX_EDITS = 2
 _ALIKE = 0.7
 _POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
 _POOL_KEYS = frozenset({"memory_size", "page_shift"})
@@ -64,40 +61,18 @@ _MAX_REMEMBERED = 1000
 _reported: set[tuple[str, str]] = set()
 
 
-def edit_distance(left: str, right: str) -> int:
-    """Return the Levenshtein distance: the least number of characters to insert, delete or replace."""
-    row = list(range(len(right) + 1))
-    for at, character in enumerate(left, 1):
-        diagonal, row[0] = row[0], at
-        for column, other in enumerate(right, 1):
-            diagonal, row[column] = (
-                row[column],
-                min(row[column] + 1, row[column - 1] + 1, diagonal + (character != other)),
-            )
-    return row[-1]
-
-
-def closest(name: str, known: Collection[str]) -> Optional[str]:
-    """Return the known name that is nearest to ``name`` and at most two edits away; ``None`` if there is none.
-
-    The case of letters counts only between equally near names, of which the first in alphabetical order is returned.
-    """
-    folded = name.casefold()
-    distances = ((edit_distance(folded, other.casefold()), edit_distance(name, other), other) for other in known)
-    edits, _, best = min(distances, default=(_MAX_EDITS + 1, 0, None))
-    return best if edits <= _MAX_EDITS else None
-
-
 def nearest(name: str, known: Collection[str]) -> Optional[str]:
-    """Return the ``closest`` known name, else one that shares most of its characters; ``None`` if there is none."""
+    """Return the nearest known name, else one that shares most of its characters; ``None`` if there is none."""
     import difflib  # noqa: PLC0415  (only mistakes need it)
 
-    return closest(name, known) or next(iter(difflib.get_close_matches(name, sorted(known), 1, _ALIKE)), None)
+    return _core.nearest(name, known) or next(iter(difflib.get_close_matches(name, sorted(known), 1, _ALIKE)), None)
 
 
 def resembles(name: str, known: Collection[str], own: Collection[str]) -> bool:
     """Return whether an unknown name resembles one of ``own``, which only this package has, valid here or not."""
-    return closest(name, {*known, *own}) in own or any(part in name.casefold().replace("_", "") for part in _OWN_PARTS)
+    return _core.nearest(name, {*known, *own}) in own or any(
+        part in name.casefold().replace("_", "") for part in _OWN_PARTS
+    )
 
 
 def refusal(name: str, known: Collection[str], remedy: str) -> str:

@@ -15,6 +15,7 @@ mod texts;
 mod values;
 
 pub use lookup::{check_number, check_text};
+pub use names::nearest;
 #[cfg(feature = "testing")]
 pub use pool::page_shift;
 pub use pool::size_with_unit;
