@@ -300,6 +300,7 @@ class Engine:
             TypeError: an argument has the wrong type, or ``src`` is missing.
             InvalidArgument: rows of a remote cache or of another engine; different numbers of blocks or bytes; a block
                 that the cache does not have; a part with ``layers`` or ``tokens``; an unknown ``verify``.
+            NotFound: a cache was freed.
             Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
             Closed: the engine is closed.
         """
@@ -351,6 +352,7 @@ class Engine:
             TypeError: an argument has the wrong type, or ``src`` is missing.
             InvalidArgument: ``dst`` is not local or ``src`` not remote; rows of another engine; no blocks; different
                 numbers of blocks or tokens; a token of a wrong form; a message above 64 KiB; an unknown ``verify``.
+            NotFound: the cache of ``dst`` was freed.
             Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
             Closed: the engine is closed.
         """
@@ -567,7 +569,11 @@ class Cache:
 
     @property
     def engine(self) -> Engine:
-        """The engine that owns the cache."""
+        """The engine that owns the cache.
+
+        Raises:
+            Closed: the program has dropped the engine.
+        """
 
     @property
     def tensors(self) -> list[TensorView]:
@@ -575,6 +581,7 @@ class Cache:
 
         Raises:
             NotFound: the cache was freed.
+            Closed: the engine is closed.
         """
 
     @property
@@ -584,6 +591,7 @@ class Cache:
         Raises:
             InvalidArgument: the cache is not contiguous.
             NotFound: the cache was freed.
+            Closed: the engine is closed.
         """
 
     def __getitem__(self, blocks: _Blocks, /) -> Rows:
@@ -655,7 +663,8 @@ class RemoteCache:
 class Rows:
     """Blocks of a cache, in order, and optionally only some layers, tokens or bytes of them. It cannot be changed.
 
-    ``cache[...]`` makes it, for local and remote caches alike. It does not keep the cache.
+    ``cache[...]`` makes it, for local and remote caches alike. It does not keep the cache. Two objects are equal if
+    they have the same cache, the same blocks in the same order, and the same part of them.
     """
 
     @property
@@ -673,6 +682,8 @@ class Rows:
         bytes: _Span | None = None,  # noqa: A002
     ) -> Rows:
         """Return the same blocks, narrowed. A range has step 1 and is not empty: ``range``, ``slice`` or a pair.
+
+        A slice of a local cache may have open ends; one of a remote cache needs its end.
 
         Args:
             layers: layers of the cache, counted from 0. The other end of the transfer must have as many. The engine
@@ -719,7 +730,10 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        """Whether a link to this incarnation exists now. False once its ``PeerDown`` can be taken."""
+        """Whether a link to this incarnation exists now.
+
+        It is false once its ``PeerDown`` can be taken, or the engine is closed.
+        """
 
     def __getitem__(self, cache: str, /) -> RemoteCache:
         """Name a cache of the peer. Nothing is sent.
@@ -753,8 +767,8 @@ class Peer:
         ``PeerDown``. The peer is notified, and may link again. Closing a peer that is not linked ends at once.
 
         Args:
-            timeout: seconds to wait until the peer has confirmed. ``None``: ``Engine.timeout``. This end has dropped
-                the link when the transfer ends, whatever its outcome.
+            timeout: seconds to wait until running transfers have ended and the peer has confirmed. ``None``:
+                ``Engine.timeout``. This end has dropped the link when the transfer ends, whatever its outcome.
 
         Raises:
             TypeError: ``timeout`` has the wrong type.
@@ -1070,7 +1084,7 @@ class KvLayout:
 
         Raises:
             TypeError: ``blocks`` is not an integer.
-            InvalidArgument: ``blocks`` is negative.
+            InvalidArgument: ``blocks`` is negative or above 2**63 - 1.
         """
 
     def __eq__(self, other: object, /) -> bool: ...

@@ -84,8 +84,12 @@ impl ManagedCache {
     }
 }
 
-/// A view of one tensor of a cache, without a copy. Memory of a pool lives as long as the view and all arrays made from it.
-/// The caller keeps the memory of a registered cache or a CPU cache alive.
+/// One tensor of a cache, without a copy.
+///
+/// ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and similar functions accept it. The memory is
+/// writable, and C-contiguous except for the gaps between blocks of a cache with a ``stride``. Pool memory stays mapped
+/// as long as the view, or an array made from it, exists. Memory that was registered by address belongs to the program,
+/// and no view keeps it alive.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TensorView {
     cache: ProcessOwned<Cache>,
@@ -130,16 +134,19 @@ pub(crate) fn cpu_only(
 
 #[pymethods]
 impl TensorView {
+    /// The dimensions, outermost first. The first one is the blocks.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.cache(py)?.shape())
     }
 
+    /// The address of the first byte.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.cache(py)?.addrs()[self.index])
     }
 
+    /// The size in bytes, gaps between blocks not included.
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> PyResult<u64> {
         let geometry = self.cache(py)?.geometry();
@@ -161,6 +168,12 @@ impl TensorView {
         Ok(interface)
     }
 
+    /// Return a ``numpy.ndarray`` over the same memory. ``bfloat16`` appears as ``uint16``.
+    ///
+    /// The array stays valid after ``Cache.free`` and ``Engine.close``, unless the memory was registered by address.
+    ///
+    /// Raises:
+    ///     ImportError: numpy is not installed. ``pip install llm-datadist[numpy]`` installs it.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         import_numpy(slf.py(), "TensorView.numpy()")?.call_method1("asarray", (slf,))
     }

@@ -14,7 +14,10 @@ use crate::error::Raise;
 use crate::numpy::import_numpy;
 use crate::raw::{self, CachePart, DL_CPU, ExportsBytes};
 
-/// All bytes of a contiguous cache. It is the base of the public class, which adds the buffer protocol.
+/// All bytes of a contiguous cache as one flat array of ``uint8``, without a copy. ``Cache.buffer`` makes it.
+///
+/// ``memoryview``, ``numpy.frombuffer``, ``torch.from_dlpack`` and similar functions accept it. The memory is writable,
+/// and stays mapped as long as the view, or an array made from it, exists.
 #[pyclass(frozen, subclass, module = "llm_datadist._core")]
 pub(crate) struct FlatView {
     cache: ProcessOwned<Cache>,
@@ -62,16 +65,22 @@ impl FlatView {
         Ok(FlatView { cache: ProcessOwned::new(cache.clone()), address, raise })
     }
 
+    /// The address of the first byte.
     #[getter]
     fn address(&self) -> u64 {
         self.address
     }
 
+    /// The size in bytes.
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.cache(py)?.bytes())
     }
 
+    /// Return a ``numpy.ndarray`` of ``uint8`` over the same memory.
+    ///
+    /// Raises:
+    ///     ImportError: numpy is not installed. ``pip install llm-datadist[numpy]`` installs it.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         import_numpy(slf.py(), "CacheBuffer.numpy()")?.call_method1("asarray", (slf,))
     }

@@ -107,20 +107,20 @@ impl NativeEngine {
     ///     blocks: number of blocks, from 1 to 2**32 - 1. A block is one row of every tensor.
     ///     tensors: number of tensors, at least 1.
     ///     shape: dimensions of one block of one tensor, each at least 1. ``()`` is one element.
-    ///     dtype: type of the elements: ``"float16"``, ``"bfloat16"``, ``"float32"``, ``"float64"``, ``"int8"`` to ``"int64"``,
-    ///         ``"uint8"`` to ``"uint64"`` or ``"bool"``, or an object with such a name, such as ``numpy.float16`` or
-    ///         ``torch.bfloat16``.
+    ///     dtype: type of the elements: ``"float16"``, ``"bfloat16"``, ``"float32"``, ``"float64"``, ``"int8"`` to
+    ///         ``"int64"``, ``"uint8"`` to ``"uint64"`` or ``"bool"``, or an object with such a name, such as
+    ///         ``numpy.float16`` or ``torch.bfloat16``.
     ///     pool: pool from which the memory is taken: ``"device"`` or ``"host"``.
-    ///     tensors_per_layer: number of consecutive tensors that form a layer, for ``Rows.part(layers=...)`` and layer-wise
-    ///         pushes. It divides ``tensors``. By default 1. A layout knows it.
+    ///     tensors_per_layer: number of consecutive tensors that form a layer, for ``Rows.part(layers=...)`` and
+    ///         layer-wise pushes. It divides ``tensors``. By default 1. A layout knows it.
     ///     contiguous: whether the tensors follow each other without gaps, as ``Cache.buffer`` needs.
     ///
     /// Raises:
-    ///     TypeError: an argument has the wrong type, or only some of ``tensors``, ``shape`` and ``dtype`` are given, or they are
-    ///         given beside a layout.
-    ///     InvalidArgument: the name is in use; a number is out of range; the engine has no such pool; the cache would have 2**63
-    ///         bytes or more.
-    ///     OutOfMemory: the pool has no room. The error says how many bytes were asked for and are free.
+    ///     TypeError: an argument has the wrong type, or only some of ``tensors``, ``shape`` and ``dtype`` are given,
+    ///         or they are given beside a layout.
+    ///     InvalidArgument: the name is in use; a number is out of range; the engine has no such pool; the cache would
+    ///         have 2**63 bytes or more.
+    ///     OutOfMemory: the pool has no room. The error has the bytes that were asked for, and those that are free.
     ///     Closed: the engine is closed.
     #[pyo3(
         signature = (name, layout=None, /, *, blocks, tensors=None, shape=None, dtype=None, pool=None, tensors_per_layer=None,
@@ -148,29 +148,31 @@ impl NativeEngine {
 
     /// Make a cache of memory that belongs to the program.
     ///
-    /// The cache keeps the tensor objects alive until ``Cache.free`` has ended. It cannot keep memory alive that is given by
-    /// address: that memory must stay valid until then.
+    /// The cache keeps the tensor objects alive until ``Cache.free`` has ended. It cannot keep memory alive that is
+    /// given by address: that memory must stay valid until then.
     ///
     /// Args:
     ///     name: name of the cache: 1 to 128 bytes of UTF-8, printable. No other cache of this engine may have it.
     ///     tensors: the tensors, at least one, all objects or all addresses. An object is a writable buffer, or has
-    ///         ``__dlpack__`` or ``__array_interface__``, and is in host memory. Its first dimension is the blocks. The distance
-    ///         from one block to the next may be larger than a block; inside a block there are no gaps. An address is an ``int``.
+    ///         ``__dlpack__`` or ``__array_interface__``, and is in host memory. Its first dimension is the blocks. The
+    ///         distance from one block to the next may be larger than a block; inside a block there are no gaps. An
+    ///         address is an ``int``.
     ///     layout: what the blocks mean. Objects must have its number of tensors and its bytes in each block.
-    ///     blocks: number of blocks. Needed for addresses; for objects, it must be their first dimension if it is given.
+    ///     blocks: number of blocks. Needed for addresses; for objects, it must be their first dimension if it is
+    ///         given.
     ///     shape: dimensions of one block of one tensor. Needed for addresses without a layout; objects have it.
     ///     dtype: type of the elements, as for ``allocate``. Needed for addresses without a layout; objects have it.
-    ///     stride: bytes from the start of one block to the start of the next in each tensor, at least the bytes of a block. Only
-    ///         for addresses; by default, blocks follow each other without gaps.
+    ///     stride: bytes from the start of one block to the start of the next in each tensor, at least the bytes of a
+    ///         block. Only for addresses; by default, blocks follow each other without gaps.
     ///     tensors_per_layer: number of consecutive tensors that form a layer, as for ``allocate``.
-    ///     pool: the kind of memory, which statistics count it as.
+    ///     pool: the pool with which statistics and copies count the memory: ``"device"`` or ``"host"``.
     ///     shared: whether peers may use the cache. If it is false, they cannot find it.
     ///
     /// Raises:
-    ///     TypeError: an argument has the wrong type, a tensor is none of the accepted kinds, an argument that addresses need is
-    ///         missing, or ``stride`` is given for objects.
-    ///     InvalidArgument: the name is in use; a tensor is read-only, not in host memory, or has gaps inside a block; tensors
-    ///         differ in shape or type; an address is 0; a number is out of range.
+    ///     TypeError: an argument has the wrong type, a tensor is none of the accepted kinds, an argument that
+    ///         addresses need is missing, or ``stride`` is given for objects.
+    ///     InvalidArgument: the name is in use; a tensor is read-only, not in host memory, or has gaps inside a block;
+    ///         tensors differ in shape or type; an address is 0; a number is out of range.
     ///     OutOfMemory: there is no memory for the description of the cache.
     ///     Closed: the engine is closed.
     #[pyo3(
@@ -200,24 +202,25 @@ impl NativeEngine {
 
     /// Start to copy blocks inside this engine: within a cache, or between two caches with blocks of equal size.
     ///
-    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors. The pools of the two caches do not matter. Copying no
-    /// blocks ends at once.
+    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors. The pools of the two caches do not
+    /// matter. Copying no blocks ends at once.
     ///
     /// Args:
-    ///     dst: blocks that are written, or a list of ``(dst, src)`` pairs, which are copied in this order. If one fails, those
-    ///         before it are in place.
+    ///     dst: blocks that are written, or a list of ``(dst, src)`` pairs. All pairs are checked before the first one
+    ///         is copied. If a copy fails later, the pairs before it are in place.
     ///     src: blocks that are read, as many as ``dst`` has. Left out if ``dst`` is a list.
     ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
-    ///     timeout: time limit of the copy in seconds. ``None``: ``Engine.timeout``.
+    ///     timeout: seconds within which the copy must begin. A copy that has begun is finished. ``None``:
+    ///         ``Engine.timeout``.
     ///
     /// Returns:
-    ///     The transfer. Its outcome may be ``InvalidArgument``, ``NotFound`` (a cache was freed), ``Timeout``, ``VerifyFailed``,
-    ///     ``Cancelled`` or ``Closed``.
+    ///     The transfer. Its outcome may be ``InvalidArgument``, ``NotFound`` (a cache was freed), ``Timeout``,
+    ///     ``VerifyFailed``, ``Cancelled`` or ``Closed``.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type, or ``src`` is missing.
-    ///     InvalidArgument: rows of a remote cache or of another engine; different numbers of blocks or bytes; a block that the
-    ///         cache does not have; a part with ``layers`` or ``tokens``; an unknown ``verify``.
+    ///     InvalidArgument: rows of a remote cache or of another engine; different numbers of blocks or bytes; a block
+    ///         that the cache does not have; a part with ``layers`` or ``tokens``; an unknown ``verify``.
     ///     NotFound: a cache was freed.
     ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
@@ -236,39 +239,39 @@ impl NativeEngine {
 
     /// Start to read blocks of a peer into blocks of this engine.
     ///
-    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors, and the blocks of both have equal sizes. If both caches
-    /// have a layout, each side is a sequence of tokens in place of a list of blocks: elements go where the layout of ``dst`` has
-    /// them. The numbers of blocks may differ if the rows of an end are narrowed by ``tokens``. A block may occur in ``dst`` twice if
-    /// nothing is converted; the last one counts.
+    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, in all tensors, and the blocks of both have equal sizes.
+    /// If both caches have a layout, each side is a sequence of tokens in place of a list of blocks: elements go where
+    /// the layout of ``dst`` has them. The numbers of blocks may differ if the rows of an end are narrowed by
+    /// ``tokens``. A block may occur in ``dst`` twice if nothing is converted; the last one counts.
     ///
-    /// Until the transfer has ended, the blocks of ``dst`` must not be used. If it fails, they are undefined, except for those in
-    /// ``Error.arrived``.
+    /// Until the transfer has ended, the blocks of ``dst`` must not be used. If it fails, they are undefined, except
+    /// for those in ``Error.arrived``.
     ///
     /// Args:
-    ///     dst: local blocks that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several peers. The
-    ///         pairs succeed or fail together. If all pairs have the same ``dst`` and all caches have layouts, each layer and head
-    ///         is read from one pair whose cache holds it: the one that reads fewest so far, and among equals the first of the
-    ///         list.
+    ///     dst: local blocks that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several
+    ///         peers. The pairs succeed or fail together. If all pairs have the same ``dst`` and all caches have
+    ///         layouts, each head of each layer is read from one pair. If several pairs hold it, the engine takes the
+    ///         one with the fewest heads to read so far, and among equals the first in the list.
     ///     src: blocks of a peer that are read. Left out if ``dst`` is a list.
-    ///     grant: token of a grant that lends ``src``. The pull fails if the grant ended before all bytes were read. For a list of
-    ///         pairs: one token for all of them, or a list with a token or ``None`` for each.
-    ///     last: whether this is this engine's last pull under the grant. When it succeeds, a grant with one reader ends, so pass
-    ///         ``last=False`` to all other pulls. No effect without a grant.
-    ///     notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All pairs must
-    ///         name one peer.
+    ///     grant: token of a grant that lends ``src``. The pull fails if the grant ended before all bytes were read.
+    ///         For a list of pairs: one token for all of them, or a list with a token or ``None`` for each.
+    ///     last: whether this is this engine's last pull under the grant. When it succeeds, a grant with one reader
+    ///         ends, so pass ``last=False`` to all other pulls. No effect without a grant.
+    ///     notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All
+    ///         pairs must name one peer.
     ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
     ///     timeout: time limit of the whole pull in seconds. ``None``: ``Engine.timeout``.
     ///
     /// Returns:
-    ///     The transfer. Its outcome may be ``NotFound`` (the peer has no such cache), ``InvalidArgument`` (blocks, layers, tokens or
-    ///     sizes that do not fit the remote cache), ``GrantEnded``, ``PeerLost``, ``Timeout``, ``VerifyFailed``, ``Busy`` (the peer's
-    ///     program has not read earlier messages), ``Cancelled`` or ``Closed``. For a list, the error names the pair as
-    ///     ``facts["part"]``.
+    ///     The transfer. Its outcome may be ``NotFound`` (the peer has no such cache), ``InvalidArgument`` (blocks,
+    ///     layers, tokens or sizes that do not fit the remote cache), ``GrantEnded``, ``PeerLost``, ``Timeout``,
+    ///     ``VerifyFailed``, ``Busy`` (the peer's program has not read earlier messages), ``Cancelled`` or ``Closed``.
+    ///     For a list, the error names the pair as ``facts["part"]``.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type, or ``src`` is missing.
-    ///     InvalidArgument: ``dst`` is not local or ``src`` not remote; rows of another engine; no blocks; different numbers of blocks
-    ///         or tokens; a token of a wrong form; a message above 64 KiB; an unknown ``verify``.
+    ///     InvalidArgument: ``dst`` is not local or ``src`` not remote; rows of another engine; no blocks; different
+    ///         numbers of blocks or tokens; a token of a wrong form; a message above 64 KiB; an unknown ``verify``.
     ///     NotFound: the cache of ``dst`` was freed.
     ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
@@ -291,34 +294,38 @@ impl NativeEngine {
 
     /// Start to write blocks of this engine into blocks of a peer.
     ///
-    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, under the rules of ``pull``. Between caches with layouts, a push writes the
-    /// layers and heads that both hold. Until the transfer has ended, the blocks of ``src`` must not be written. If it fails, the
-    /// blocks of ``dst`` are undefined.
+    /// Block ``i`` of ``src`` goes to block ``i`` of ``dst``, under the rules of ``pull``. Between caches with layouts,
+    /// a push writes the layers and heads that both hold. Until the transfer has ended, the blocks of ``src`` must not
+    /// be written. If it fails, the blocks of ``dst`` are undefined.
     ///
-    /// With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute one layer while
-    /// another one moves. Blocks move as they are, so the layouts of both caches must be the same in all but their layers. If the rows
-    /// of one end are narrowed by ``layers``, those of the other end must be, too.
+    /// Two engines must not transfer between the same blocks in opposite directions at the same time: such transfers
+    /// wait for each other until their time limits.
+    ///
+    /// With ``layerwise=True``, a layer moves when ``Transfer.ready`` is called for it, so that the program can compute
+    /// one layer while another one moves. Blocks move as they are, so the layouts of both caches must be the same in
+    /// all but their layers. If the rows of one end are narrowed by ``layers``, those of the other end must be, too.
     ///
     /// Args:
-    ///     dst: blocks of a peer that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several peers,
-    ///         which succeed or fail together.
+    ///     dst: blocks of a peer that are written, at least one, or a list of ``(dst, src)`` pairs, possibly of several
+    ///         peers, which succeed or fail together.
     ///     src: local blocks that are read. Left out if ``dst`` is a list.
-    ///     notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All pairs must
-    ///         name one peer.
+    ///     notify: message for the peer, at most 64 KiB, which it gets as ``Message`` when the bytes are in place. All
+    ///         pairs must name one peer.
     ///     verify: how the bytes are compared: ``"off"``, ``"sample"`` or ``"full"``. ``None``: as the engine does.
-    ///     timeout: time limit of the whole push in seconds. ``None``: ``Engine.timeout``. With ``layerwise``, it is the limit of each
-    ///         layer, from its ``ready`` on. Nothing limits the wait for a ``ready``; call ``Transfer.cancel`` if none will come.
-    ///     layerwise: whether the program reports each layer. All pairs then have one local cache.
+    ///     timeout: time limit of the whole push in seconds. ``None``: ``Engine.timeout``. With ``layerwise``, it is
+    ///         the limit of each layer, from its ``ready`` on. Nothing limits the wait for a ``ready``; call
+    ///         ``Transfer.cancel`` if none will come.
+    ///     layerwise: whether the program reports each layer.
     ///
     /// Returns:
     ///     The transfer. Its outcome may be that of a ``pull``, except ``GrantEnded``.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type, or ``src`` is missing.
-    ///     InvalidArgument: ``dst`` is not remote or ``src`` not local; rows of another engine; no blocks; different numbers of blocks
-    ///         or tokens; a message above 64 KiB; an unknown ``verify``; ``layerwise`` with rows that are narrowed by ``bytes`` or
-    ///         ``tokens``.
-    ///     NotFound: the cache of ``src`` was freed.
+    ///     InvalidArgument: ``dst`` is not remote or ``src`` not local; rows of another engine; no blocks; different
+    ///         numbers of blocks or tokens; a message above 64 KiB; an unknown ``verify``; ``layerwise`` with rows that
+    ///         are narrowed by ``tokens`` or ``bytes``, or with rows of several caches of this engine.
+    ///     NotFound: the cache of this engine was freed.
     ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (dst, src=None, /, *, notify=None, verify=None, timeout=None, layerwise=false))]
@@ -343,10 +350,11 @@ impl NativeEngine {
 
     /// Start to link with the engine that listens at an address, unless a link to it exists.
     ///
-    /// An existing link is a success, whichever end made it. A call for an address at which an earlier one has found a linked
-    /// peer sends nothing, and its transfer has ended when this returns. Calls for one address with the same ``name`` share an
-    /// attempt. Both ends may call ``link`` at once: one link is made, and both calls succeed. While nobody listens, the engine
-    /// tries again until ``timeout`` has passed. A link that breaks is not made again by itself.
+    /// An existing link is a success, whichever end made it. A call for an address at which an earlier one has found a
+    /// linked peer sends nothing, and its transfer has ended when this returns. Calls for one address with the same
+    /// ``name`` share an attempt. Both ends may call ``link`` at once: one link is made, and both calls succeed. While
+    /// nobody listens, the engine tries again until ``timeout`` has passed. A link that breaks is not made again by
+    /// itself.
     ///
     /// Args:
     ///     address: ``"ip:port"`` or ``"[ipv6]:port"``, with a port above 0. Host names are not accepted.
@@ -354,13 +362,12 @@ impl NativeEngine {
     ///     timeout: time limit of the whole call in seconds. ``None``: ``Engine.timeout``.
     ///
     /// Returns:
-    ///     A transfer whose result is the peer. Its outcome may be ``Timeout`` (nobody answered in time), ``PeerLost`` (the peer
-    ///     refused, for example because of its token, version or name), ``InvalidArgument`` (the address is that of this engine),
-    ///     ``Cancelled`` or ``Closed``.
+    ///     A transfer whose result is the peer. Its outcome may be ``Timeout`` (nobody answered in time), ``PeerLost``
+    ///     (the peer refused, for example because of its token, version or name), ``Cancelled`` or ``Closed``.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type.
-    ///     InvalidArgument: the address has another form.
+    ///     InvalidArgument: the address has another form, or is that of this engine.
     ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
     #[pyo3(signature = (address, /, *, name=None, timeout=None))]
@@ -380,25 +387,26 @@ impl NativeEngine {
 
     /// Lend blocks of this engine to readers for a limited time. The call sends nothing.
     ///
-    /// The program sends ``Grant.token`` to the readers, which pass it to ``pull``. While the grant lasts, the program must not write
-    /// to the blocks. Once it has ended, a pull under it fails, however late its bytes were read.
+    /// The program sends ``Grant.token`` to the readers, which pass it to ``pull``. While the grant lasts, the program
+    /// must not write to the blocks. A pull under the grant fails if the grant ended before the pull had read all its
+    /// bytes.
     ///
-    /// The grant ends when ``ttl`` seconds have passed, when ``readers`` readers have finished their last pull, by ``Grant.revoke``, or
-    /// when the cache is freed. ``events`` then returns ``GrantClosed``. Reuse the blocks after that event, not by a clock of your
-    /// own.
+    /// The grant ends when ``ttl`` seconds have passed, when ``readers`` readers have finished their last pull, by
+    /// ``Grant.revoke``, or when the cache is freed. ``events`` then returns ``GrantClosed``. Reuse the blocks after
+    /// that event or after ``revoke``, not by a clock of your own.
     ///
-    /// A grant does not keep others out: a peer can pull the blocks without it, unchecked.
+    /// A grant does not restrict access: a peer can pull the blocks without the token, and such a pull is not checked.
     ///
     /// Args:
     ///     rows: local blocks that are lent, at least one. Their order does not matter.
     ///     ttl: seconds until the grant ends, above 0 and at most 4,294,967.
-    ///     readers: number of readers that must finish before the grant ends early, from 1 to 4,096. A reader is one incarnation
-    ///         of a peer, and counts once.
+    ///     readers: number of readers that must finish before the grant ends early, from 1 to 4,096. A reader is one
+    ///         incarnation of a peer, and counts once.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type.
-    ///     InvalidArgument: rows of a remote cache or of another engine; no blocks; a block that the cache does not have; rows
-    ///         that are narrowed by ``part``; a number out of range.
+    ///     InvalidArgument: rows of a remote cache or of another engine; no blocks; a block that the cache does not
+    ///         have; rows that are narrowed by ``part``; a number out of range.
     ///     NotFound: the cache was freed.
     ///     Busy: 65,536 grants of this engine last, or have an event that nobody took.
     ///     OutOfMemory: there is no memory for the list of blocks.
@@ -417,9 +425,11 @@ impl NativeEngine {
 
     /// Return what has happened since the last call, oldest first. The call never waits.
     ///
-    /// An event goes to one caller. A transfer whose outcome was taken by ``result`` or ``await`` has no event. ``result`` and
-    /// ``await`` still give the outcome of a transfer whose ``Completed`` was taken. Messages that arrived before a link ended are
-    /// still returned.
+    /// The engine keeps at most 4,096 ``PeerUp`` and ``PeerDown`` events, and drops those of the oldest links.
+    ///
+    /// An event goes to one caller. A transfer whose outcome was taken by ``result`` or ``await`` has no event.
+    /// ``result`` and ``await`` still give the outcome of a transfer whose ``Completed`` was taken. Messages that
+    /// arrived before a link ended are still returned.
     ///
     /// Args:
     ///     limit: largest number of events, from 1 to 2**32 - 1. The others stay for the next call.
@@ -460,13 +470,13 @@ impl NativeEngine {
 
     /// Close the engine: end all transfers, links and grants, and release the pools.
     ///
-    /// Transfers that run after ``timeout`` end with ``Closed``. Handles of ended transfers keep their outcomes. No event comes any
-    /// more, and an ``async for`` over the engine ends. Memory that views use stays valid until they are gone. Closing again does
-    /// nothing.
+    /// Transfers that still run when ``timeout`` has passed end with ``Closed``. Handles of ended transfers keep their
+    /// outcomes. No event comes any more, and an ``async for`` over the engine ends. Memory that views use stays valid
+    /// until they are gone. Closing again does nothing.
     ///
     /// Args:
-    ///     timeout: seconds to wait for running transfers, 0 or above. ``None``: ``Engine.timeout``. New transfers are refused
-    ///         meanwhile.
+    ///     timeout: seconds to wait for running transfers, 0 or above. ``None``: ``Engine.timeout``. New transfers are
+    ///         refused meanwhile.
     ///
     /// Raises:
     ///     TypeError: ``timeout`` has the wrong type.

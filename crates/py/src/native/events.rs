@@ -41,6 +41,9 @@ pub(crate) struct PeerUpEvent {
 }
 
 /// The event that a link has ended, for whatever reason.
+///
+/// It comes after the messages of the peer, and after the ends of the transfers over the link. It waits for them for at
+/// most one second, and not if the same peer has been linked again.
 #[pyclass(frozen, get_all, name = "PeerDown", module = "llm_datadist.native")]
 pub(crate) struct PeerDownEvent {
     /// The other end.
@@ -51,11 +54,12 @@ pub(crate) struct PeerDownEvent {
     unconfirmed: u64,
 }
 
-/// The event that a grant of this engine has ended. Its blocks may be written again. There is one event for each grant, also
-/// after ``Grant.revoke``.
+/// The event that a grant of this engine has ended.
+///
+/// The blocks of the grant may be written again. There is one event for each grant, also after ``revoke``.
 #[pyclass(frozen, get_all, name = "GrantClosed", module = "llm_datadist.native")]
 pub(crate) struct GrantClosedEvent {
-    /// The object that ``Engine.lend`` returned.
+    /// The grant, equal to the object that ``Engine.lend`` returned.
     grant: Py<NativeGrant>,
     /// Why the grant has ended, as ``Grant.ended`` says.
     reason: &'static str,

@@ -85,7 +85,7 @@ impl NativeGrant {
         self.grant.ended().map(GrantEnd::name)
     }
 
-    /// Let the grant last for ``ttl`` seconds from now, unless it lasts longer already.
+    /// Let the grant last at least until ``ttl`` seconds from now. It never becomes shorter; ``revoke`` ends it.
     ///
     /// Args:
     ///     ttl: seconds, above 0 and at most 4,294,967.

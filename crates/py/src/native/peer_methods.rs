@@ -44,7 +44,9 @@ impl NativePeer {
         convert::bytes(py, &self.info.metadata, raise)
     }
 
-    /// Whether a link to this incarnation exists now. False once the engine is closed.
+    /// Whether a link to this incarnation exists now.
+    ///
+    /// It is false once its ``PeerDown`` can be taken, or the engine is closed.
     #[getter]
     fn alive(&self, py: Python<'_>) -> PyResult<bool> {
         if self.shared.engine.closed() {
@@ -88,13 +90,14 @@ impl NativePeer {
         self.shared.engine.enter(py, |engine| engine.notify(self.info.cluster, bytes))
     }
 
-    /// Start to end the link. New transfers over it fail with ``PeerLost``; transfers that run are finished first.
+    /// Start to end the link.
     ///
-    /// Both ends get ``PeerDown``. The peer is told, and may link again. Closing a peer that is not linked ends at once.
+    /// Transfers of this engine that run over it are finished first; new ones fail with ``PeerLost``. Both ends get
+    /// ``PeerDown``. The peer is notified, and may link again. Closing a peer that is not linked ends at once.
     ///
     /// Args:
-    ///     timeout: seconds to wait until running transfers have ended and the peer has confirmed. ``None``: ``Engine.timeout``. This
-    ///         end has dropped the link when the transfer ends, whatever its outcome.
+    ///     timeout: seconds to wait until running transfers have ended and the peer has confirmed. ``None``:
+    ///         ``Engine.timeout``. This end has dropped the link when the transfer ends, whatever its outcome.
     ///
     /// Raises:
     ///     TypeError: ``timeout`` has the wrong type.

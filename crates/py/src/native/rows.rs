@@ -101,20 +101,21 @@ impl NativeRows {
 
     /// Return the same blocks, narrowed. A range has step 1 and is not empty: ``range``, ``slice`` or a pair.
     ///
-    /// Args:
-    ///     layers: layers of the cache, counted from 0. The other end of the transfer must have as many. The engine knows layers
-    ///         from the layout, or from ``tensors_per_layer``.
-    ///     tokens: tokens of the sequence that the blocks hold in their order, counted from 0. Both caches need a layout. If only
-    ///         one end has a range, as many tokens move from the start of the other end.
-    ///     bytes: bytes of every block in each tensor, counted from 0. Both ends move as many bytes of a block. Not together
-    ///         with ``tokens``.
-    ///
     /// A slice of a local cache may have open ends; one of a remote cache needs its end.
+    ///
+    /// Args:
+    ///     layers: layers of the cache, counted from 0. The other end of the transfer must have as many. The engine
+    ///         knows layers from the layout, or from ``tensors_per_layer``.
+    ///     tokens: tokens of the sequence that the blocks hold in their order, counted from 0. Both caches need a
+    ///         layout. If only one end has a range, as many tokens move from the start of the other end.
+    ///     bytes: bytes of every block in each tensor, counted from 0. Both ends move as many bytes of a block. Not
+    ///         together with ``tokens``.
     ///
     /// Raises:
     ///     TypeError: an argument has the wrong type, or none is given.
-    ///     InvalidArgument: a range is empty, has another step or a negative end; ``tokens`` and ``bytes`` are both given; the rows
-    ///         were narrowed in the same way before. A range that exceeds the cache is found by the call that uses the rows.
+    ///     InvalidArgument: a range is empty, has another step or a negative end; ``tokens`` and ``bytes`` are both
+    ///         given; the rows were narrowed in the same way before. A range that exceeds the cache is found by the
+    ///         call that uses the rows.
     #[pyo3(name = "part", signature = (*, layers=None, tokens=None, bytes=None))]
     fn with_part(
         &self,

@@ -190,14 +190,14 @@ impl NativeTransfer {
     /// Wait until the transfer has ended. Return its result, or raise its error. Ctrl-C interrupts the wait.
     ///
     /// Args:
-    ///     timeout: seconds to wait, 0 or above. ``None``: until it ends, which the time limit of the operation bounds. A
-    ///         layer-wise push has no such limit while it waits for ``ready``.
+    ///     timeout: seconds to wait, 0 or above. ``None``: until it ends, which the time limit of the operation bounds.
+    ///         A layer-wise push has no such limit while it waits for ``ready``.
     ///
     /// Raises:
     ///     TypeError: ``timeout`` has the wrong type.
     ///     InvalidArgument: ``timeout`` is negative or not finite, or it is the outcome of the transfer.
-    ///     TimeoutError: ``timeout`` has passed and the transfer goes on. If the error is also a ``Timeout``, it is the outcome of
-    ///         the transfer.
+    ///     TimeoutError: ``timeout`` has passed and the transfer continues. If the error is also a ``Timeout``, it is
+    ///         the outcome of the transfer.
     ///     Error: the outcome of the transfer, as the call that started it describes.
     #[pyo3(signature = (timeout=None))]
     fn result(&self, py: Python<'_>, timeout: Option<&Any<'_>>) -> PyResult<Py<PyAny>> {
