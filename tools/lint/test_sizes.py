@@ -22,7 +22,7 @@ def lines_of_code(text: str) -> int:
     return len(text.splitlines()) - len(blank)
 
 
-@pytest.mark.parametrize(("folder", "limit"), [("llm_datadist/original", 2300), (".", 11100)])
+@pytest.mark.parametrize(("folder", "limit"), [("llm_datadist/original", 2214), (".", 11080)])
 def test_python_stays_small(folder: str, limit: int) -> None:
     sizes = [lines_of_code(path.read_text(encoding="utf-8")) for path in (PYTHON / folder).rglob("*.py")]
     assert limit / 2 < sum(sizes) <= limit
