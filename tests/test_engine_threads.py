@@ -144,11 +144,11 @@ def test_a_bound_caller_does_not_bind_the_threads_that_it_starts(opened: str) ->
                 with suppress(OSError):  # it has ended meanwhile
                     name = (task / "comm").read_text().strip()
                     found.append((name, sorted(os.sched_getaffinity(int(task.name)))))
-            return sorted(entry for entry in found if entry[0] in ("llm-copy", "llm-lane"))
+            return sorted(entry for entry in found if entry[0] in ("llm-copy", "llm-worker"))
 
         # A thread takes its name, and then its CPUs, some time after the call that starts it.
         until = time.monotonic() + 60
-        while used() != [(name, sorted(expected)) for name in ("llm-copy",) * 3 + ("llm-lane",)]:
+        while used() != [(name, sorted(expected)) for name in ("llm-copy",) * 3 + ("llm-worker",)]:
             assert time.monotonic() < until, (opened, later, expected, used())
             time.sleep(0.01)
         assert os.sched_getaffinity(0) == later

@@ -432,9 +432,9 @@ def test_requests_start_no_threads() -> None:
             prefill.send(name, [4])
         eventually(lambda: all(decode.all_ended(name, "received") for name in names))
         assert not other.look().failed
-        # The engine may start more of its own threads, of which it has a fixed number. Its lanes pull and end grants:
+        # The engine may start more of its own threads, of which it has a fixed number. Its workers pull and end grants:
         # at most 32 for one peer, and a few that wait for the reads of ended grants. They end after 30 s without work.
         for during, after, usual in zip(waiting, (one.threads(), other.threads()), before):
             assert len(during) <= len(usual) + 4
-            assert sum(name != "llm-lane" for name in after) <= len(usual) + 4
+            assert sum(name != "llm-worker" for name in after) <= len(usual) + 4
             assert len(after) <= len(usual) + 4 + 32 + 16

@@ -63,13 +63,13 @@ ROLES = frozenset(
         "llm-copy",  # copies
         "llm-discard",  # closes descriptors that a peer sent in place of memory
         "llm-each",  # links one of the clusters of a `link_clusters` call
-        "llm-lane",  # sends layers that are ready
         "llm-layers",  # asks a synchronizer of the program whether a layer is ready
         "llm-log",  # passes log lines of the engine to the logging of the program
         "llm-read",  # reads the memory of another process
         "llm-search",  # connects to the members of a communicator
         "llm-serve",  # answers the calls of peers
         "llm-stream",  # transfers one of the TCP streams of a large pull
+        "llm-worker",  # sends layers that are ready
     }
 )
 

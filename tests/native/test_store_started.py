@@ -297,7 +297,7 @@ def test_forked_child_refuses_calls(socket: Path) -> None:
 
 def test_stores_share_few_threads_which_start_on_demand(socket: Path) -> None:
     def threads() -> int:
-        return sum(name.startswith(("llm-lane", "llm-clock")) for name in names())
+        return sum(name.startswith(("llm-worker", "llm-clock")) for name in names())
 
     def names() -> list[str]:
         found = []

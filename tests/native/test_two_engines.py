@@ -32,7 +32,7 @@ def threads() -> Counter[str]:
 
 
 def work(engine: Engine) -> None:
-    """Have an engine use its lanes and its copy workers."""
+    """Have an engine use its workers and its copy workers."""
     kv, host = (allocate(engine, pool, pool=pool, blocks=16, shape=(16384,), tensors=1) for pool in ("device", "host"))
     for transfer in [engine.copy(host[:], kv[:]) for _ in range(16)]:
         transfer.result(LIMIT)
@@ -43,14 +43,14 @@ def work(engine: Engine) -> None:
 def test_second_engine_adds_no_worker_threads(start: Open) -> None:
     first = start(copy_workers=2)
     work(first)
-    eventually(lambda: threads().keys() >= {"llm-lane", "llm-clock"})  # a thread names itself after its start
+    eventually(lambda: threads().keys() >= {"llm-worker", "llm-clock"})  # a thread names itself after its start
     before = threads()
     others = [start(copy_workers=2) for _ in range(4)]
     for engine in (first, *others):
         work(engine)
     after = threads()
-    # The number of lanes depends on how many copies are under way, not on how many engines there are.
-    assert {name for name in after if after[name] > before[name]} - OF_LINKS - {"llm-lane"} == set(), (before, after)
+    # The number of workers depends on how many copies are under way, not on how many engines there are.
+    assert {name for name in after if after[name] > before[name]} - OF_LINKS - {"llm-worker"} == set(), (before, after)
     for engine in (first, *others):
         engine.close()
     gc.collect()

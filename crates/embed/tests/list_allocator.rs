@@ -95,7 +95,7 @@ fn no_two_owners_share_a_block() {
                         state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                     (state >> 33) as usize % bound
                 };
-                for turn in 0..600 {
+                for round in 0..600 {
                     match next(3) {
                         0 if !held.is_empty() => held.swap_remove(next(held.len())).free(kept),
                         1 if !held.is_empty() => {
@@ -104,7 +104,7 @@ fn no_two_owners_share_a_block() {
                         }
                         _ if held.len() < 12 => {
                             let layout = layout(sizes[next(sizes.len())], [1, 8, 16, 64, 4096][next(5)]);
-                            held.push(Held::new(kept, layout, next(2) == 0, turn as u8));
+                            held.push(Held::new(kept, layout, next(2) == 0, round as u8));
                         }
                         _ => held.pop().unwrap().free(kept),
                     }

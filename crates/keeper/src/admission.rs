@@ -331,7 +331,7 @@ mod tests {
         let before = reader.attachment().unwrap().unwrap();
         let writer = Store::open(options(&path, access(TOKENS[1].0)), soon()).unwrap();
         writer.put(&[key(1)], &[Window::of_slice(&[1; 64])], soon()).unwrap();
-        assert_eq!(before.place(&key(1)), None);
+        assert_eq!(before.location(&key(1)), None);
     }
 
     #[test]
@@ -386,8 +386,8 @@ mod tests {
         checked.checksums = true;
         let own = Store::open(checked.clone(), soon()).unwrap();
         own.put(&[key(1)], &[Window::of_slice(&[1; 64])], soon()).unwrap();
-        let place = own.attachment().unwrap().unwrap().place(&key(1)).unwrap();
-        let report = KeeperRequest::Corrupt(place.slot, place.generation);
+        let location = own.attachment().unwrap().unwrap().location(&key(1)).unwrap();
+        let report = KeeperRequest::Corrupt(location.slot, location.generation);
         let terms = ValueTerms { value: 64, checksums: true };
         let stranger = Stranger::proved(&path, TOKENS[0].0);
         let (version, namespace) = (VERSION, "another".into());
@@ -400,7 +400,7 @@ mod tests {
         stranger.send(&report);
         assert_eq!(wrong(&stranger), 0, "the value is in another namespace");
         let stranger = attached(&path, TOKENS[0].0, terms);
-        stranger.send(&KeeperRequest::Corrupt(place.slot, place.generation + 2));
+        stranger.send(&KeeperRequest::Corrupt(location.slot, location.generation + 2));
         assert_eq!(wrong(&stranger), 0, "the value was replaced");
         (0..20).for_each(|_| stranger.send(&report));
         assert_eq!(wrong(&stranger), 1);

@@ -13,12 +13,12 @@ use rustix::io::Errno;
 
 use crate::connection::{KeeperAccess, KeeperConnection, ended, unexpected};
 use crate::dropped_on_thread::{DroppedOnThread, drop_on_thread};
-use crate::index::{self, Index, Place};
+use crate::index::{self, Index, Location};
 use crate::key::{IndexKey, StoreKey};
 use crate::messages::{
     AttachRequest, KeeperReply, KeeperRequest, SharedGeometry, Stored, VERSION, ValueTerms,
 };
-use crate::reported::ReportedPlaces;
+use crate::reported::ReportedLocations;
 use crate::sizes;
 use crate::socket::PeerFile;
 use crate::viewed::ViewedKeys;
@@ -35,7 +35,7 @@ pub(crate) struct Attachment {
     terms: ValueTerms,
     /// The keys of the views whose leases this client has.
     pub(crate) viewed: ViewedKeys,
-    reported: ReportedPlaces,
+    reported: ReportedLocations,
 }
 
 /// Values that were sent in one message, and where the results go.
@@ -81,23 +81,23 @@ impl SharedMemory {
     }
 
     /// Returns where the value of a key is, if the keeper has it.
-    pub(crate) fn place(&self, namespace: u32, key: &StoreKey) -> Option<Place> {
-        self.index.find(&IndexKey::of(namespace, key)).filter(|place| place.slot < self.geometry.slots)
+    pub(crate) fn location(&self, namespace: u32, key: &StoreKey) -> Option<Location> {
+        self.index.find(&IndexKey::of(namespace, key)).filter(|location| location.slot < self.geometry.slots)
     }
 
     /// Returns where the value of each key is, if the keeper has it.
-    fn places(&self, namespace: u32, keys: &[StoreKey]) -> Vec<Option<Place>> {
-        keys.iter().map(|key| self.place(namespace, key)).collect()
+    fn locations(&self, namespace: u32, keys: &[StoreKey]) -> Vec<Option<Location>> {
+        keys.iter().map(|key| self.location(namespace, key)).collect()
     }
 
-    /// Returns whether everything that was read at `place` so far was the value that was found there.
-    pub(crate) fn still(&self, place: &Place) -> bool {
-        self.generations.still(place.slot, place.generation)
+    /// Returns whether everything that was read at `location` so far was the value that was found there.
+    pub(crate) fn still(&self, location: &Location) -> bool {
+        self.generations.still(location.slot, location.generation)
     }
 
     /// Returns the first `bytes` bytes of a slot.
-    pub(crate) fn window(&self, place: Place, bytes: u64) -> Result<Window<'_>> {
-        self.values.window(0, u64::from(place.slot) * self.geometry.slot_bytes, bytes)
+    pub(crate) fn window(&self, location: Location, bytes: u64) -> Result<Window<'_>> {
+        self.values.window(0, u64::from(location.slot) * self.geometry.slot_bytes, bytes)
     }
 }
 
@@ -122,17 +122,17 @@ impl Attachment {
             KeeperConnection::open(path, access, &request, &[memory], deadline)?;
         let memory = SharedMemory::map(geometry, files, deadline)?.shared();
         let staging = Mutex::new(Some(Tensors::carved(region.clone(), [0], bytes, ())?));
-        let (viewed, reported) = (ViewedKeys::default(), ReportedPlaces::default());
+        let (viewed, reported) = (ViewedKeys::default(), ReportedLocations::default());
         Ok(Attachment { connection, memory, staging, terms, viewed, reported })
     }
 
     /// Returns where the value of a key is, if the keeper has it and this client has not reported it as wrong.
-    pub(crate) fn place(&self, key: &StoreKey) -> Option<Place> {
-        self.found(key).filter(|place| !self.reported.has(place))
+    pub(crate) fn location(&self, key: &StoreKey) -> Option<Location> {
+        self.found(key).filter(|location| !self.reported.has(location))
     }
 
-    fn found(&self, key: &StoreKey) -> Option<Place> {
-        self.memory.place(self.memory.geometry.namespace, key)
+    fn found(&self, key: &StoreKey) -> Option<Location> {
+        self.memory.location(self.memory.geometry.namespace, key)
     }
 
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first, and writes to `results` what became of
@@ -148,13 +148,13 @@ impl Attachment {
     ) -> Result<()> {
         let mut missing = Vec::with_capacity(keys.len());
         for (at, key) in keys.iter().enumerate() {
-            match self.place(key) {
+            match self.location(key) {
                 Some(_) => results[at] = Stored::Present,
                 None => missing.push(at),
             }
         }
         let touch_known = || {
-            let slots = keys.iter().filter_map(|key| self.place(key)).map(|place| place.slot);
+            let slots = keys.iter().filter_map(|key| self.location(key)).map(|location| location.slot);
             self.touch(&slots.collect::<Vec<_>>());
         };
         // So that the new values do not replace those of this call.
@@ -174,10 +174,10 @@ impl Attachment {
         Ok(())
     }
 
-    /// Returns for each key what [`place`](Self::place) does.
-    pub(crate) fn places(&self, keys: &[StoreKey]) -> Vec<Option<Place>> {
-        let found = self.memory.places(self.memory.geometry.namespace, keys).into_iter();
-        found.map(|place| place.filter(|place| !self.reported.has(place))).collect()
+    /// Returns for each key what [`location`](Self::location) does.
+    pub(crate) fn locations(&self, keys: &[StoreKey]) -> Vec<Option<Location>> {
+        let found = self.memory.locations(self.memory.geometry.namespace, keys).into_iter();
+        found.map(|location| location.filter(|location| !self.reported.has(location))).collect()
     }
 
     /// Has the keeper copy values, the last ones first, and writes to `results` what became of each. This process copies some into one
@@ -199,12 +199,12 @@ impl Attachment {
         let halves = capacity.min(2);
         let part = capacity / halves;
         let mut sent = VecDeque::with_capacity(halves);
-        for (turn, (pairs, results)) in pairs.chunks(part).zip(results.chunks_mut(part)).rev().enumerate() {
+        for (round, (pairs, results)) in pairs.chunks(part).zip(results.chunks_mut(part)).rev().enumerate() {
             if sent.len() == halves {
                 self.take_results(sent.pop_front(), deadline)?;
             }
             proceed()?;
-            self.stage(&staging, turn % halves * part, pairs, deadline)?;
+            self.stage(&staging, round % halves * part, pairs, deadline)?;
             sent.push_back((pairs, results));
         }
         while !sent.is_empty() {
@@ -245,18 +245,18 @@ impl Attachment {
                 results.copy_from_slice(&stored);
                 // The keeper has read the reports before this message, and found these values right.
                 let present = pairs.iter().zip(stored).filter(|(_, stored)| *stored == Stored::Present);
-                let places = present.filter_map(|((key, _), _)| self.found(key));
-                places.for_each(|place| self.reported.forget(&place));
+                let locations = present.filter_map(|((key, _), _)| self.found(key));
+                locations.for_each(|location| self.reported.forget(&location));
                 Ok(())
             }
             _ => Err(unexpected()),
         }
     }
 
-    /// Makes each hit whose bytes do not have their checksum a miss, and reports its place. Returns how many there were.
+    /// Makes each hit whose bytes do not have their checksum a miss, and reports its location. Returns how many there were.
     pub(crate) fn refuse_corrupt<'a>(
         &self,
-        places: &[Option<Place>],
+        locations: &[Option<Location>],
         checksums: &[u64],
         copied: impl Iterator<Item = (&'a StoreKey, &'a Window<'a>)>,
         hits: &mut [bool],
@@ -269,21 +269,21 @@ impl Attachment {
         let mut wrong = Vec::new();
         for ((at, _), _) in found.iter().zip(sums).filter(|((at, _), sum)| checksums[*at] != *sum) {
             hits[*at] = false;
-            wrong.extend(places[*at]);
+            wrong.extend(locations[*at]);
         }
         self.report_corrupt(&wrong);
         Ok(wrong.len() as u64)
     }
 
-    /// Tells the keeper which places have values that do not match their checksums, as far as its queue has room. This client takes
+    /// Tells the keeper which locations have values that do not match their checksums, as far as its queue has room. This client takes
     /// these values for absent from now on, so that they can be put again at once.
-    pub(crate) fn report_corrupt(&self, places: &[Place]) {
-        for place in places {
+    pub(crate) fn report_corrupt(&self, locations: &[Location]) {
+        for location in locations {
             // What it does not hear now, it hears at the next `get`.
-            if !self.connection.send_if_room(&KeeperRequest::Corrupt(place.slot, place.generation)) {
+            if !self.connection.send_if_room(&KeeperRequest::Corrupt(location.slot, location.generation)) {
                 return;
             }
-            self.reported.add(*place);
+            self.reported.add(*location);
         }
     }
 

@@ -75,18 +75,18 @@ fn drop_on_one_of<T: Send + 'static>(threads: &'static AtomicUsize, value: T) {
     if threads.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).is_err() {
         return;
     }
-    let place = ThreadPlace(threads);
+    let permit = ThreadPermit(threads);
     // Without a thread, both are dropped at once.
     let _ = Builder::new().name(THREAD.into()).spawn(move || {
-        let _place = place;
+        let _permit = permit;
         drop(value);
     });
 }
 
-/// The place of a thread among those that there may be.
-struct ThreadPlace(&'static AtomicUsize);
+/// The right to have one of the threads.
+struct ThreadPermit(&'static AtomicUsize);
 
-impl Drop for ThreadPlace {
+impl Drop for ThreadPermit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

@@ -25,7 +25,7 @@ const TRIES: u32 = 8;
 
 /// Where the value of a key is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Place {
+pub(crate) struct Location {
     /// The slot.
     pub(crate) slot: u32,
     /// The generation that the slot has as long as it holds this value.
@@ -61,7 +61,7 @@ pub(crate) struct Index<W> {
 #[derive(Clone, Copy, Debug)]
 enum BucketState {
     Empty,
-    Has(IndexKey, Place),
+    Has(IndexKey, Location),
     /// It was written each time that it was read.
     Changing,
 }
@@ -83,12 +83,12 @@ impl<W: LoadWord> Index<W> {
     }
 
     /// Returns where the value of `key` is.
-    pub(crate) fn find(&self, key: &IndexKey) -> Option<Place> {
+    pub(crate) fn find(&self, key: &IndexKey) -> Option<Location> {
         for _ in 0..TRIES {
             let before = self.words.load_word(MOVES);
             fence(Ordering::Acquire);
-            if let Some((_, place)) = self.bucket_of(key) {
-                return Some(place);
+            if let Some((_, location)) = self.bucket_of(key) {
+                return Some(location);
             }
             fence(Ordering::Acquire);
             if before.is_multiple_of(2) && self.words.load_word(MOVES) == before {
@@ -100,13 +100,13 @@ impl<W: LoadWord> Index<W> {
     }
 
     /// Returns the bucket that has `key`, and what it says.
-    fn bucket_of(&self, key: &IndexKey) -> Option<(u64, Place)> {
+    fn bucket_of(&self, key: &IndexKey) -> Option<(u64, Location)> {
         let home = self.home(key);
         for step in 0..MAX_PROBE {
             let bucket = (home + step) & self.mask;
             match self.read(bucket) {
                 BucketState::Empty => return None,
-                BucketState::Has(found, place) if found == *key => return Some((bucket, place)),
+                BucketState::Has(found, location) if found == *key => return Some((bucket, location)),
                 BucketState::Has(..) | BucketState::Changing => {}
             }
         }
@@ -126,7 +126,7 @@ impl<W: LoadWord> Index<W> {
             if version.is_multiple_of(2) && self.words.load_word(at) == version {
                 let slot = slot.checked_sub(1).and_then(|slot| u32::try_from(slot).ok());
                 return slot
-                    .map_or(BucketState::Empty, |slot| BucketState::Has(key, Place { slot, generation }));
+                    .map_or(BucketState::Empty, |slot| BucketState::Has(key, Location { slot, generation }));
             }
             spin_loop();
         }
@@ -161,10 +161,10 @@ impl Index<SharedWords> {
     }
 
     /// Adds a key that the index does not have. Returns `false` if there is no [room](Self::has_room) for it.
-    pub(crate) fn insert(&self, key: &IndexKey, place: Place) -> bool {
+    pub(crate) fn insert(&self, key: &IndexKey, location: Location) -> bool {
         let empty = self.empty_bucket(key);
         if let Some(bucket) = empty {
-            self.write(bucket, Some((*key, place)));
+            self.write(bucket, Some((*key, location)));
         }
         empty.is_some()
     }
@@ -182,9 +182,9 @@ impl Index<SharedWords> {
 
     /// Returns what the buckets have, apart from those that a process has left half-written. A process that was killed while it moved
     /// a key leaves it twice.
-    pub(crate) fn entries(&self) -> impl Iterator<Item = (IndexKey, Place)> {
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (IndexKey, Location)> {
         (0..=self.mask).filter_map(|bucket| match self.read(bucket) {
-            BucketState::Has(key, place) => Some((key, place)),
+            BucketState::Has(key, location) => Some((key, location)),
             BucketState::Empty | BucketState::Changing => None,
         })
     }
@@ -209,9 +209,9 @@ impl Index<SharedWords> {
         // A key is less than `MAX_PROBE` buckets behind its first one, so no key further behind can move into the hole.
         while self.distance(hole, next) + 1 < MAX_PROBE {
             next = (next + 1) & self.mask;
-            let BucketState::Has(moved, place) = self.read(next) else { break };
+            let BucketState::Has(moved, location) = self.read(next) else { break };
             if self.distance(self.home(&moved), next) >= self.distance(hole, next) {
-                self.write(hole, Some((moved, place)));
+                self.write(hole, Some((moved, location)));
                 hole = next;
             }
         }
@@ -240,15 +240,15 @@ impl Index<SharedWords> {
         fence(Ordering::SeqCst);
     }
 
-    fn write(&self, bucket: u64, entry: Option<(IndexKey, Place)>) {
+    fn write(&self, bucket: u64, entry: Option<(IndexKey, Location)>) {
         let at = HEAD + bucket * BUCKET;
         let version = self.words.word(at);
         // It is odd already if a process was killed while it wrote the bucket.
         let writing = version.load(Ordering::Relaxed) | 1;
         version.store(writing, Ordering::Relaxed);
         fence(Ordering::Release);
-        let (IndexKey(key), slot, generation) = entry.map_or((IndexKey([0; 4]), 0, 0), |(key, place)| {
-            (key, u64::from(place.slot) + 1, place.generation)
+        let (IndexKey(key), slot, generation) = entry.map_or((IndexKey([0; 4]), 0, 0), |(key, location)| {
+            (key, u64::from(location.slot) + 1, location.generation)
         });
         for (word, part) in (1..).zip(key.into_iter().chain([slot, generation])) {
             self.words.word(at + word).store(part, Ordering::Relaxed);
@@ -269,14 +269,14 @@ impl Index<SharedWords> {
     /// Leaves a key in two buckets, between which it moves.
     pub(crate) fn half_move(&self, key: &IndexKey) {
         self.begin_moves();
-        let (_, place) = self.bucket_of(key).unwrap();
-        assert!(self.insert(key, place));
+        let (_, location) = self.bucket_of(key).unwrap();
+        assert!(self.insert(key, location));
     }
 
-    /// Changes the place of a key.
-    pub(crate) fn replace(&self, key: &IndexKey, place: Place) {
+    /// Changes the location of a key.
+    pub(crate) fn replace(&self, key: &IndexKey, location: Location) {
         let (bucket, _) = self.bucket_of(key).unwrap();
-        self.write(bucket, Some((*key, place)));
+        self.write(bucket, Some((*key, location)));
     }
 
     /// Returns whether no key moves and no bucket is half-written.
@@ -306,9 +306,9 @@ mod tests {
             for (at, (insert, number)) in (1..).zip(calls) {
                 let key = IndexKey([0, 0, 0, (number / 4) | ((number % 4) << 62)]);
                 if insert && !model.contains_key(&key) {
-                    let place = Place { slot: at, generation: u64::from(at) * 3 };
-                    prop_assert!(index.insert(&key, place));
-                    model.insert(key, place);
+                    let location = Location { slot: at, generation: u64::from(at) * 3 };
+                    prop_assert!(index.insert(&key, location));
+                    model.insert(key, location);
                 } else if !insert {
                     index.remove(&key);
                     model.remove(&key);
@@ -332,29 +332,29 @@ mod tests {
     fn keys_with_one_home_are_bounded_and_leave_without_a_gap() {
         let index = index(1000);
         let keys = equal_homes(&index, 65);
-        let place = |at: usize| Place { slot: at.try_into().unwrap(), generation: 1 };
+        let location = |at: usize| Location { slot: at.try_into().unwrap(), generation: 1 };
         for (at, key) in keys[..64].iter().enumerate() {
-            assert!(index.insert(key, place(at)));
+            assert!(index.insert(key, location(at)));
         }
-        assert!(!index.insert(&keys[64], place(64)), "there are at most 64 buckets for a key");
+        assert!(!index.insert(&keys[64], location(64)), "there are at most 64 buckets for a key");
         for (at, key) in keys[..64].iter().enumerate() {
-            assert_eq!(index.find(key), Some(place(at)));
+            assert_eq!(index.find(key), Some(location(at)));
             index.remove(key);
             assert_eq!(index.find(key), None);
             assert!(keys[at + 1..64].iter().all(|key| index.find(key).is_some()), "after {at}");
         }
-        assert!(index.insert(&keys[64], place(64)));
+        assert!(index.insert(&keys[64], location(64)));
     }
 
     #[test]
     fn a_bucket_that_is_being_written_is_no_hit() {
         let index = index(10);
         let key = IndexKey([1, 2, 3, 4]);
-        assert!(index.insert(&key, Place { slot: 3, generation: 9 }));
+        assert!(index.insert(&key, Location { slot: 3, generation: 9 }));
         let version = index.words.word(HEAD + index.home(&key) * BUCKET);
         version.fetch_add(1, Ordering::SeqCst);
         assert_eq!(index.find(&key), None);
         version.fetch_add(1, Ordering::SeqCst);
-        assert_eq!(index.find(&key), Some(Place { slot: 3, generation: 9 }));
+        assert_eq!(index.find(&key), Some(Location { slot: 3, generation: 9 }));
     }
 }

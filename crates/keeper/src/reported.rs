@@ -5,41 +5,41 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use llm_datadist_core::bindings::keeper::Mutex;
 
-use crate::index::Place;
+use crate::index::Location;
 
-/// The most places that are remembered: a keeper that is behind with more of them has a broken machine.
+/// The most locations that are remembered: a keeper that is behind with more of them has a broken machine.
 const MAX_REPORTED: usize = 256;
 
-/// Places whose values the keeper was told not to match their checksums. The keeper may not have read this yet, so it may still have them.
+/// Locations whose values the keeper was told not to match their checksums. The keeper may not have read this yet, so it may still have them.
 #[derive(Debug, Default)]
-pub(crate) struct ReportedPlaces {
+pub(crate) struct ReportedLocations {
     /// So that a look at a key is cheap while there are none.
     any: AtomicBool,
-    places: Mutex<VecDeque<Place>>,
+    locations: Mutex<VecDeque<Location>>,
 }
 
-impl ReportedPlaces {
-    /// Adds a place. The oldest one is forgotten if there are too many.
-    pub(crate) fn add(&self, place: Place) {
-        let mut places = self.places.lock();
-        if places.len() == MAX_REPORTED {
-            places.pop_front();
+impl ReportedLocations {
+    /// Adds a location. The oldest one is forgotten if there are too many.
+    pub(crate) fn add(&self, location: Location) {
+        let mut locations = self.locations.lock();
+        if locations.len() == MAX_REPORTED {
+            locations.pop_front();
         }
-        places.push_back(place);
+        locations.push_back(location);
         self.any.store(true, Ordering::Release);
     }
 
-    /// Returns whether this place was reported, and not forgotten.
-    pub(crate) fn has(&self, place: &Place) -> bool {
-        self.any.load(Ordering::Acquire) && self.places.lock().contains(place)
+    /// Returns whether this location was reported, and not forgotten.
+    pub(crate) fn has(&self, location: &Location) -> bool {
+        self.any.load(Ordering::Acquire) && self.locations.lock().contains(location)
     }
 
-    /// Forgets a place: the keeper has read the report, and still has the value.
-    pub(crate) fn forget(&self, place: &Place) {
+    /// Forgets a location: the keeper has read the report, and still has the value.
+    pub(crate) fn forget(&self, location: &Location) {
         if self.any.load(Ordering::Acquire) {
-            let mut places = self.places.lock();
-            places.retain(|reported| reported != place);
-            self.any.store(!places.is_empty(), Ordering::Release);
+            let mut locations = self.locations.lock();
+            locations.retain(|reported| reported != location);
+            self.any.store(!locations.is_empty(), Ordering::Release);
         }
     }
 }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use crate::admission;
 use crate::client::{AttachedClient, Client, ClientMemory, Goodbye, send_reply};
 use crate::clients::{ClientEvent, Clients};
-use crate::index::Place;
+use crate::index::Location;
 use crate::key::{IndexKey, StoreKey};
 use crate::leases::ClientLeases;
 use crate::messages::{
@@ -175,7 +175,7 @@ impl KeeperLoop {
                 return Ok(());
             }
             KeeperRequest::Corrupt(slot, generation) => {
-                return self.check_reported(number, Place { slot, generation });
+                return self.check_reported(number, Location { slot, generation });
             }
             KeeperRequest::Drop(keys) => self.drop_values(number, &keys)?,
             KeeperRequest::Clear(from) => self.clear(number, from)?,
@@ -288,7 +288,7 @@ impl KeeperLoop {
     /// Attaches an observer.
     fn observe(&mut self, number: u64, version: u32, with_memory: bool) -> Result<(), Goodbye> {
         let role = self.check_client(number, version)?;
-        let most = places(role, MAX_OBSERVERS, RESERVED_OBSERVERS);
+        let most = limit_for(role, MAX_OBSERVERS, RESERVED_OBSERVERS);
         if self.clients.observers() >= most {
             let reason = format!("{most} observers are attached, which is the limit");
             return Err(Goodbye::at_limit(reason));
@@ -316,7 +316,7 @@ impl KeeperLoop {
         let role = self.check_client(number, version)?;
         let invalid =
             |error: Error| Goodbye::refused(error.argument_name().unwrap_or_default(), error.reason());
-        let (most, clients) = (self.table.slot_bytes(), places(role, MAX_CLIENTS, RESERVED_CLIENTS));
+        let (most, clients) = (self.table.slot_bytes(), limit_for(role, MAX_CLIENTS, RESERVED_CLIENTS));
         if self.clients.with_memory() >= clients {
             let reason = format!("{clients} clients are attached, which is the limit");
             Err(Goodbye::at_limit(reason))
@@ -378,14 +378,14 @@ impl KeeperLoop {
     }
 
     /// Drops a value that a client has reported, if its bytes do not match its checksum.
-    fn check_reported(&mut self, number: u64, place: Place) -> Result<(), Goodbye> {
+    fn check_reported(&mut self, number: u64, location: Location) -> Result<(), Goodbye> {
         let (client, attached) = self.clients.attached(number)?;
         let (user, namespace, now) = (client.user, attached.namespace, Instant::now());
         self.wrong_reports.retain(|_, until| *until > now);
         if self.wrong_reports.contains_key(&user) {
             return Ok(());
         }
-        match self.table.drop_corrupt(namespace, place)? {
+        match self.table.drop_corrupt(namespace, location)? {
             Some(true) => self.counts.corrupt += 1,
             Some(false) => {
                 self.counts.wrong_reports += 1;
@@ -470,7 +470,7 @@ impl KeeperLoop {
     }
 }
 
-/// Returns how many of `all` places may be taken when a client with a role comes, if `reserved` of them are for the role `admin`.
-fn places(role: ClientRole, all: usize, reserved: usize) -> usize {
+/// Returns how many of `all` connections may be open when a client with a role comes, if `reserved` of them are for the role `admin`.
+fn limit_for(role: ClientRole, all: usize, reserved: usize) -> usize {
     if role == ClientRole::Admin { all } else { all - reserved }
 }

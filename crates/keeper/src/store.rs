@@ -8,7 +8,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::attachment::{Attachment, SharedMemory};
 use crate::call_lock::CallLock;
-use crate::index::Place;
+use crate::index::Location;
 use crate::jobs::StartedCalls;
 use crate::keeper_link::{KeeperLink, StoreOptions};
 use crate::key::StoreKey;
@@ -61,7 +61,7 @@ impl Store {
     pub fn exists(&self, keys: &[StoreKey]) -> Result<Vec<bool>> {
         sizes::check_keys(keys.len())?;
         let Some(attachment) = self.attachment()? else { return Ok(vec![false; keys.len()]) };
-        Ok(attachment.places(keys).into_iter().map(|place| place.is_some()).collect())
+        Ok(attachment.locations(keys).into_iter().map(|location| location.is_some()).collect())
     }
 
     /// Returns whether [`exists`](Self::exists) would return at once, because it would not try to attach.
@@ -118,14 +118,17 @@ impl Store {
         let batch = usize::try_from(BATCH_BYTES / self.keeper.value()).unwrap_or(BATCH).clamp(1, BATCH);
         for (keys, into) in keys.chunks(batch).zip(into.chunks(batch)) {
             proceed()?;
-            let places = self.copied(attachment, keys, into, kernel)?;
-            let checksums = self.checksums_at(attachment, &places);
-            let mut hits = still(&attachment.memory, &places);
+            let locations = self.copied(attachment, keys, into, kernel)?;
+            let checksums = self.checksums_at(attachment, &locations);
+            let mut hits = still(&attachment.memory, &locations);
             let copied = keys.iter().zip(into);
-            let corrupt = attachment.refuse_corrupt(&places, &checksums, copied, &mut hits)?;
-            self.count_found(&places, &hits, corrupt, &mut counts);
+            let corrupt = attachment.refuse_corrupt(&locations, &checksums, copied, &mut hits)?;
+            self.count_found(&locations, &hits, corrupt, &mut counts);
             slots.extend(
-                places.iter().zip(&hits).filter_map(|(place, &hit)| Some(place.filter(|_| hit)?.slot)),
+                locations
+                    .iter()
+                    .zip(&hits)
+                    .filter_map(|(location, &hit)| Some(location.filter(|_| hit)?.slot)),
             );
             results.extend(hits);
         }
@@ -142,20 +145,20 @@ impl Store {
         keys: &[StoreKey],
         into: &[Window<'_>],
         kernel: Kernel,
-    ) -> Result<Vec<Option<Place>>> {
-        let places = attachment.places(keys);
-        let found = places.iter().zip(into).filter_map(|(place, into)| Some(((*place)?, *into)));
-        let from = |place| attachment.memory.window(place, self.keeper.value());
-        let copies = found.map(|(place, into)| Ok(Copy::one(from(place)?, into)));
+    ) -> Result<Vec<Option<Location>>> {
+        let locations = attachment.locations(keys);
+        let found = locations.iter().zip(into).filter_map(|(location, into)| Some(((*location)?, *into)));
+        let from = |location| attachment.memory.window(location, self.keeper.value());
+        let copies = found.map(|(location, into)| Ok(Copy::one(from(location)?, into)));
         copy_all(&copies.collect::<Result<Vec<_>>>()?, kernel)?;
-        Ok(places)
+        Ok(locations)
     }
 
-    /// Returns for each place whether what was read there is its value, and counts it.
+    /// Returns for each location whether what was read there is its value, and counts it.
     #[cfg(test)]
-    fn confirmed(&self, memory: &SharedMemory, places: &[Option<Place>]) -> Vec<bool> {
-        let (hits, mut counts) = (still(memory, places), StoreStats::default());
-        self.count_found(places, &hits, 0, &mut counts);
+    fn confirmed(&self, memory: &SharedMemory, locations: &[Option<Location>]) -> Vec<bool> {
+        let (hits, mut counts) = (still(memory, locations), StoreStats::default());
+        self.count_found(locations, &hits, 0, &mut counts);
         self.add(&counts);
         hits
     }
@@ -173,25 +176,27 @@ impl Store {
     /// Adds the hits and misses of keys to `counts`, of which `corrupt` had a wrong checksum.
     pub(crate) fn count_found(
         &self,
-        places: &[Option<Place>],
+        locations: &[Option<Location>],
         hits: &[bool],
         corrupt: u64,
         counts: &mut StoreStats,
     ) {
         let count = |hits: &mut dyn Iterator<Item = bool>| hits.filter(|&hit| hit).count() as u64;
-        let (found, hit) = (count(&mut places.iter().map(Option::is_some)), count(&mut hits.iter().copied()));
+        let (found, hit) =
+            (count(&mut locations.iter().map(Option::is_some)), count(&mut hits.iter().copied()));
         counts.hits += hit;
         counts.hit_bytes += hit * self.keeper.value();
         counts.misses_corrupt += corrupt;
         counts.misses_changed += found - hit - corrupt;
-        counts.misses_absent += places.len() as u64 - found;
+        counts.misses_absent += locations.len() as u64 - found;
     }
 
-    /// Returns the checksums of the values at places, before it is known whether they are still there. Empty if values have none.
-    fn checksums_at(&self, attachment: &Attachment, places: &[Option<Place>]) -> Vec<u64> {
-        let checksum =
-            |place: &Option<Place>| place.map_or(0, |place| attachment.memory.index.checksum(place.slot));
-        if self.keeper.checksums() { places.iter().map(checksum).collect() } else { Vec::new() }
+    /// Returns the checksums of the values at locations, before it is known whether they are still there. Empty if values have none.
+    fn checksums_at(&self, attachment: &Attachment, locations: &[Option<Location>]) -> Vec<u64> {
+        let checksum = |location: &Option<Location>| {
+            location.map_or(0, |location| attachment.memory.index.checksum(location.slot))
+        };
+        if self.keeper.checksums() { locations.iter().map(checksum).collect() } else { Vec::new() }
     }
 
     /// Has the keeper copy the value of each key that it does not have, the end of a chain first. Returns what became of each value.
@@ -422,9 +427,12 @@ impl Store {
     }
 }
 
-/// Returns for each place whether what was read there is its value.
-pub(crate) fn still(memory: &SharedMemory, places: &[Option<Place>]) -> Vec<bool> {
-    places.iter().map(|place| place.as_ref().is_some_and(|place| memory.still(place))).collect()
+/// Returns for each location whether what was read there is its value.
+pub(crate) fn still(memory: &SharedMemory, locations: &[Option<Location>]) -> Vec<bool> {
+    locations
+        .iter()
+        .map(|location| location.as_ref().is_some_and(|location| memory.still(location)))
+        .collect()
 }
 
 #[cfg(test)]
@@ -482,15 +490,15 @@ mod tests {
         let windows = [Window::of_slice_mut(&mut value)];
         let copied = || store.copied(&attachment, &[key(1)], &windows, Kernel::PLAIN).unwrap();
         assert_eq!(store.confirmed(&attachment.memory, &copied()), [true]);
-        let places = copied();
-        assert!(places[0].is_some());
+        let locations = copied();
+        assert!(locations[0].is_some());
         // There is one slot.
         put(2);
-        assert_eq!(store.confirmed(&attachment.memory, &places), [false]);
+        assert_eq!(store.confirmed(&attachment.memory, &locations), [false]);
         // The same key in the same slot is another value.
         let (dropped, again) = (store.drop_values(&[key(2)], soon()).unwrap(), put(1));
         assert_eq!((dropped, again), (1, vec![Stored::Stored]));
-        assert_eq!(store.confirmed(&attachment.memory, &places), [false]);
+        assert_eq!(store.confirmed(&attachment.memory, &locations), [false]);
         assert_eq!(store.confirmed(&attachment.memory, &copied()), [true]);
         let stats = store.stats(soon()).unwrap();
         assert_eq!((stats.hits, stats.misses_changed, stats.misses_absent), (2, 2, 0));
@@ -507,7 +515,7 @@ mod tests {
         let KeeperRequest::Corrupt(slot, generation) = keeper.message() else { panic!("no report") };
         // The keeper still has it.
         let attachment = store.attachment().unwrap().unwrap();
-        assert!(attachment.memory.still(&Place { slot, generation }));
+        assert!(attachment.memory.still(&Location { slot, generation }));
         assert_eq!(store.exists(&[key(1)]).unwrap(), [false]);
         // The first time, the keeper has dropped it. The second time, it has found it right.
         for stored in [Stored::Stored, Stored::Present] {
@@ -529,16 +537,16 @@ mod tests {
         let attachment = store.attachment().unwrap().unwrap();
         let (keys, mut value) = ([key(1)], [0; 64]);
         let windows = [Window::of_slice_mut(&mut value)];
-        let places = store.copied(&attachment, &keys, &windows, Kernel::PLAIN).unwrap();
+        let locations = store.copied(&attachment, &keys, &windows, Kernel::PLAIN).unwrap();
         let (checksums, mut hits) =
-            (store.checksums_at(&attachment, &places), still(&attachment.memory, &places));
+            (store.checksums_at(&attachment, &locations), still(&attachment.memory, &locations));
         assert_eq!(hits, [true]);
         let copied = keys.iter().zip(&windows);
-        let corrupt = attachment.refuse_corrupt(&places, &checksums, copied, &mut hits).unwrap();
+        let corrupt = attachment.refuse_corrupt(&locations, &checksums, copied, &mut hits).unwrap();
         assert_eq!((corrupt, &hits[..]), (1, &[false][..]));
         assert_eq!(store.own_stats().unwrap(), StoreStats { attached: 1, ..StoreStats::default() });
         let mut counted = StoreStats::default();
-        store.count_found(&places, &hits, corrupt, &mut counted);
+        store.count_found(&locations, &hits, corrupt, &mut counted);
         assert_eq!((counted.hits, counted.hit_bytes, counted.misses_corrupt), (0, 0, 1));
         assert_eq!((counted.misses_changed, counted.misses_absent), (0, 0));
     }

@@ -8,7 +8,7 @@ use llm_datadist_core::bindings::keeper::{Copy, Kernel, Tensors, Window, copy_al
 use llm_datadist_core::{Error, ErrorKind, Result};
 
 use crate::changes::Changes;
-use crate::index::{self, Place};
+use crate::index::{self, Location};
 use crate::key::IndexKey;
 use crate::leases::{ClientLeases, HeldValues};
 use crate::messages::{ListRequest, ListedValue, Stored};
@@ -90,20 +90,21 @@ impl SlotTable {
             namespaces.forget_unused();
             return Ok(());
         }
-        let mut claims: Vec<Place> = Vec::new();
-        for (key, place) in index.entries() {
-            let Some(known) = keys.get_mut(place.slot as usize) else { continue };
-            let right = generations.of(place.slot) == place.generation && namespaces.knows(key.namespace());
+        let mut claims: Vec<Location> = Vec::new();
+        for (key, location) in index.entries() {
+            let Some(known) = keys.get_mut(location.slot as usize) else { continue };
+            let right =
+                generations.of(location.slot) == location.generation && namespaces.knows(key.namespace());
             match known {
                 _ if !right => {}
                 None => *known = Some(key),
                 Some(same) if *same == key => {}
-                Some(_) => claims.push(place),
+                Some(_) => claims.push(location),
             }
         }
         // If two keys have one slot, nobody can tell whose bytes it has.
-        for place in claims {
-            keys[place.slot as usize] = None;
+        for location in claims {
+            keys[location.slot as usize] = None;
         }
         index.clear();
         let mut latest = Vec::new();
@@ -112,9 +113,9 @@ impl SlotTable {
         }
         latest.sort_unstable_by_key(|&slot| std::cmp::Reverse(recency.used(slot)));
         latest.retain(|&slot| {
-            let place = Place { slot, generation: generations.of(slot) };
+            let location = Location { slot, generation: generations.of(slot) };
             let key = keys[slot as usize].take();
-            keys[slot as usize] = key.filter(|key| index.find(key).is_none() && index.insert(key, place));
+            keys[slot as usize] = key.filter(|key| index.find(key).is_none() && index.insert(key, location));
             keys[slot as usize].is_some()
         });
         for &slot in latest.iter().rev() {
@@ -150,8 +151,8 @@ impl SlotTable {
     /// Copies `value`, which fits a slot, unless the key has a value. The value and its checksum become visible once they are complete.
     /// Replaces a value only if there is room for the key and the bytes.
     pub(crate) fn put_value(&mut self, key: &IndexKey, value: Window<'_>, checksum: u64) -> Result<Stored> {
-        if let Some(place) = self.shared.index.find(key) {
-            self.touch(std::iter::once(place.slot));
+        if let Some(location) = self.shared.index.find(key) {
+            self.touch(std::iter::once(location.slot));
             return Ok(Stored::Present);
         }
         if value.len() > self.slot_bytes() {
@@ -169,7 +170,7 @@ impl SlotTable {
         let generation = self.shared.generations.of(slot);
         let copied = self.fill(slot, value);
         self.shared.index.set_checksum(slot, checksum);
-        if copied.is_err() || !self.shared.index.insert(key, Place { slot, generation }) {
+        if copied.is_err() || !self.shared.index.insert(key, Location { slot, generation }) {
             self.free.push(slot);
             return copied.map(|()| Stored::NoRoom);
         }
@@ -185,7 +186,7 @@ impl SlotTable {
     pub(crate) fn touch(&mut self, slots: impl DoubleEndedIterator<Item = u32>) {
         for slot in slots.rev() {
             let used = self.keys.get(slot as usize).is_some_and(Option::is_some);
-            if used && !self.held.holds(self.place(slot)) {
+            if used && !self.held.holds(self.location(slot)) {
                 self.recency.touch(slot);
             }
         }
@@ -193,16 +194,16 @@ impl SlotTable {
 
     /// Returns the slot of a key.
     pub(crate) fn slot_of(&self, key: &IndexKey) -> Option<u32> {
-        self.shared.index.find(key).map(|place| place.slot)
+        self.shared.index.find(key).map(|location| location.slot)
     }
 
     /// Leases the values of keys to a client until `end`. Returns for each key whether the client has a lease on its value now.
     pub(crate) fn lease(&mut self, client: &mut ClientLeases, keys: &[IndexKey], end: Instant) -> Vec<bool> {
         let lease = |key| {
-            let Some(place) = self.shared.index.find(key) else { return false };
-            let leased = self.held.lease(client, place, end);
+            let Some(location) = self.shared.index.find(key) else { return false };
+            let leased = self.held.lease(client, location, end);
             if leased {
-                self.recency.remove(place.slot);
+                self.recency.remove(location.slot);
             }
             leased
         };
@@ -213,24 +214,24 @@ impl SlotTable {
     pub(crate) fn end_leases(
         &mut self,
         client: &mut ClientLeases,
-        ended: impl FnMut(&Place, Instant) -> bool,
+        ended: impl FnMut(&Location, Instant) -> bool,
     ) {
         let SlotTable { shared, keys, recency, held, .. } = self;
-        held.end(client, ended, |place| {
+        held.end(client, ended, |location| {
             // The value may have been dropped meanwhile.
-            let same = shared.generations.of(place.slot) == place.generation;
-            if same && keys[place.slot as usize].is_some() {
-                recency.touch(place.slot);
+            let same = shared.generations.of(location.slot) == location.generation;
+            if same && keys[location.slot as usize].is_some() {
+                recency.touch(location.slot);
             }
         });
     }
 
     /// Ends the lease of a client on the value of a key, which is now the most recently used one.
     pub(crate) fn unlease(&mut self, client: &mut ClientLeases, key: &IndexKey) {
-        if let Some(place) = self.shared.index.find(key)
-            && self.held.end_one(client, place)
+        if let Some(location) = self.shared.index.find(key)
+            && self.held.end_one(client, location)
         {
-            self.recency.touch(place.slot);
+            self.recency.touch(location.slot);
         }
     }
 
@@ -255,7 +256,7 @@ impl SlotTable {
             if let Some(key) = self.keys[slot as usize].as_ref().filter(listed)
                 && used > used_after
             {
-                let leased = self.held.holds(self.place(slot));
+                let leased = self.held.holds(self.location(slot));
                 page.push(ListedValue { namespace: key.namespace(), key: key.key(), slot, used, leased });
             }
         }
@@ -270,8 +271,8 @@ impl SlotTable {
     }
 
     /// Returns a slot with its generation now.
-    fn place(&self, slot: u32) -> Place {
-        Place { slot, generation: self.shared.generations.of(slot) }
+    fn location(&self, slot: u32) -> Location {
+        Location { slot, generation: self.shared.generations.of(slot) }
     }
 
     /// Drops the value of a key. Returns whether there was one.
@@ -283,17 +284,18 @@ impl SlotTable {
     }
 
     /// Drops the value of a slot if its bytes do not match its checksum. Returns whether it did; `None` without looking at the bytes if
-    /// this place has no value of the namespace any more, or values of the namespace have no checksums.
-    pub(crate) fn drop_corrupt(&mut self, namespace: u32, place: Place) -> Result<Option<bool>> {
-        let Some(&Some(key)) = self.keys.get(place.slot as usize) else { return Ok(None) };
+    /// this location has no value of the namespace any more, or values of the namespace have no checksums.
+    pub(crate) fn drop_corrupt(&mut self, namespace: u32, location: Location) -> Result<Option<bool>> {
+        let Some(&Some(key)) = self.keys.get(location.slot as usize) else { return Ok(None) };
         let terms = self.namespaces.terms(namespace).filter(|terms| terms.checksums);
-        let Some(terms) = terms.filter(|_| key.namespace() == namespace && self.place(place.slot) == place)
+        let Some(terms) =
+            terms.filter(|_| key.namespace() == namespace && self.location(location.slot) == location)
         else {
             return Ok(None);
         };
-        let value = self.bytes.window(0, u64::from(place.slot) * self.slot_bytes(), terms.value)?;
+        let value = self.bytes.window(0, u64::from(location.slot) * self.slot_bytes(), terms.value)?;
         let sums = window_sums([(&key.key().bytes()[..], value)].into_iter())?;
-        Ok(Some(sums != [self.shared.index.checksum(place.slot)] && self.drop_value(&key)))
+        Ok(Some(sums != [self.shared.index.checksum(location.slot)] && self.drop_value(&key)))
     }
 
     /// Returns a slot that holds no value: a free one, one that was never used, or that of the least recently used value. `None` if
@@ -324,8 +326,8 @@ impl SlotTable {
     }
 
     fn fill(&self, slot: u32, value: Window<'_>) -> Result<()> {
-        let place = self.bytes.window(0, u64::from(slot) * self.slot_bytes(), value.len())?;
-        copy_all(&[Copy::one(value, place)], Kernel::for_bytes(value.len()))
+        let slot = self.bytes.window(0, u64::from(slot) * self.slot_bytes(), value.len())?;
+        copy_all(&[Copy::one(value, slot)], Kernel::for_bytes(value.len()))
     }
 }
 

@@ -14,7 +14,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
 use crate::connection::REPORTED_BY;
-use crate::index::Place;
+use crate::index::Location;
 use crate::key::IndexKey;
 use crate::messages::{ListedNamespace, ListedValue, Stored, ValueTerms};
 use crate::observer::Observer;
@@ -159,8 +159,8 @@ fn check_stop(stop: &OwnedFd) -> Result<()> {
 struct ValueCopy {
     other: Observer,
     table: SlotTable,
-    /// For each slot here, the place from which its value was copied.
-    places: Vec<Place>,
+    /// For each slot here, the location from which its value was copied.
+    locations: Vec<Location>,
     /// For each namespace of the other keeper, the number that it has here, and the bytes of its values.
     namespaces: HashMap<u32, (u32, u64)>,
 }
@@ -170,9 +170,9 @@ impl ValueCopy {
     fn new(path: &Path, files: &Arc<SharedFiles>) -> Result<ValueCopy> {
         let other = Observer::with_memory(path, answer())?;
         // No value has the generation 0.
-        let nowhere = Place { slot: 0, generation: 0 };
-        let places = fallible::collect("the places of values", (0..files.slots).map(|_| nowhere))?;
-        Ok(ValueCopy { other, table: SlotTable::over(files.clone())?, places, namespaces: HashMap::new() })
+        let nowhere = Location { slot: 0, generation: 0 };
+        let locations = fallible::collect("the locations of values", (0..files.slots).map(|_| nowhere))?;
+        Ok(ValueCopy { other, table: SlotTable::over(files.clone())?, locations, namespaces: HashMap::new() })
     }
 
     /// Makes the values those that the other keeper has, the most recently used ones as far as the memory goes. Returns all values of
@@ -216,7 +216,7 @@ impl ValueCopy {
         Ok((TakenOver { values, left: listed.len() as u64 - values }, self.table))
     }
 
-    /// Drops the values that are not listed, and those that the other keeper has no more, or has at another place: clients may have
+    /// Drops the values that are not listed, and those that the other keeper has no more, or has at another location: clients may have
     /// dropped them meanwhile, and put other bytes under the same keys.
     fn drop_changed(&mut self, listed: &[ListedValue]) -> Result<()> {
         let changed = self.table.keys.iter().map(|_| true);
@@ -224,7 +224,7 @@ impl ValueCopy {
         let other = self.other.memory()?;
         for value in listed {
             if let Some(slot) = self.slot_of(value)
-                && other.place(value.namespace, &value.key) == Some(self.places[slot as usize])
+                && other.location(value.namespace, &value.key) == Some(self.locations[slot as usize])
             {
                 changed[slot as usize] = false;
             }
@@ -255,12 +255,12 @@ impl ValueCopy {
     fn copy(&mut self, value: &ListedValue) -> Result<u64> {
         let Some((key, bytes)) = self.key(value) else { return Ok(0) };
         let other = self.other.memory()?;
-        let Some(place) = other.place(value.namespace, &value.key) else { return Ok(0) };
-        let from = other.values.window(0, u64::from(place.slot) * other.geometry.slot_bytes, bytes)?;
-        let stored = self.table.put_value(&key, from, other.index.checksum(place.slot))?;
+        let Some(location) = other.location(value.namespace, &value.key) else { return Ok(0) };
+        let from = other.values.window(0, u64::from(location.slot) * other.geometry.slot_bytes, bytes)?;
+        let stored = self.table.put_value(&key, from, other.index.checksum(location.slot))?;
         let Some(slot) = self.table.slot_of(&key).filter(|_| stored == Stored::Stored) else { return Ok(0) };
-        self.places[slot as usize] = place;
-        if !other.generations.still(place.slot, place.generation) {
+        self.locations[slot as usize] = location;
+        if !other.generations.still(location.slot, location.generation) {
             self.table.drop_value(&key);
         }
         Ok(bytes)

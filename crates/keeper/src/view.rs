@@ -10,7 +10,7 @@ use llm_datadist_core::{Deadline, Result};
 
 use crate::attachment::{Attachment, SharedMemory};
 use crate::dropped_on_thread::DroppedOnThread;
-use crate::index::Place;
+use crate::index::Location;
 use crate::key::StoreKey;
 use crate::sizes;
 use crate::stats::StoreStats;
@@ -32,8 +32,8 @@ pub struct StoreView {
     /// `None` if the keeper was away.
     memory: Option<DroppedOnThread<SharedMemory>>,
     keys: Vec<StoreKey>,
-    /// For each key the place of its value, if the keeper has one.
-    places: Vec<Option<Place>>,
+    /// For each key the location of its value, if the keeper has one.
+    locations: Vec<Option<Location>>,
     leased: Vec<bool>,
     /// Whether `valid` has counted hits and misses.
     counted: AtomicBool,
@@ -44,7 +44,7 @@ pub struct StoreView {
 #[derive(Debug)]
 pub struct ViewedValue {
     memory: DroppedOnThread<SharedMemory>,
-    place: Place,
+    location: Location,
     bytes: u64,
 }
 
@@ -68,7 +68,7 @@ impl StoreView {
             store: store.clone(),
             memory: attachment.as_ref().map(|attachment| attachment.memory.clone()),
             attachment: Mutex::new(attachment.clone()),
-            places: vec![None; keys.len()],
+            locations: vec![None; keys.len()],
             leased: vec![false; keys.len()],
             keys,
             counted: AtomicBool::new(false),
@@ -76,7 +76,7 @@ impl StoreView {
         if let Some(attachment) = &attachment {
             // An error drops the view, which ends its leases.
             view.leased = store.lease_at(attachment, &view.keys, time, deadline)?;
-            view.places = view.keys.iter().map(|key| attachment.place(key)).collect();
+            view.locations = view.keys.iter().map(|key| attachment.location(key)).collect();
         } else {
             store.count_away(view.keys.len());
         }
@@ -86,8 +86,8 @@ impl StoreView {
     /// Returns the value of a key, by its position; `None` if the keeper does not have it, or there is no such key. What is read of a
     /// value is right only if [`valid`](Self::valid) says so afterwards.
     pub fn value(&self, at: usize) -> Option<ViewedValue> {
-        let (memory, place) = (self.memory.clone()?, (*self.places.get(at)?)?);
-        Some(ViewedValue { memory, place, bytes: self.store.value_bytes() })
+        let (memory, location) = (self.memory.clone()?, (*self.locations.get(at)?)?);
+        Some(ViewedValue { memory, location, bytes: self.store.value_bytes() })
     }
 
     /// Returns for each key whether the keeper has leased its value to this store.
@@ -104,16 +104,16 @@ impl StoreView {
         // A thread of the parent may hold the lock of the counts of a forked child.
         let own = self.process == this_process();
         let counts = own && !self.counted.swap(true, Ordering::Relaxed);
-        let mut right = still(memory, &self.places);
+        let mut right = still(memory, &self.locations);
         let mut wrong = Vec::with_capacity(corrupt.len());
         for at in corrupt {
             if std::mem::take(&mut right[at]) {
-                wrong.extend(self.places[at]);
+                wrong.extend(self.locations[at]);
             }
         }
         if counts {
             let mut counts = StoreStats::default();
-            self.store.count_found(&self.places, &right, wrong.len() as u64, &mut counts);
+            self.store.count_found(&self.locations, &right, wrong.len() as u64, &mut counts);
             self.store.add(&counts);
         }
         if own && let Some(attachment) = &*self.attachment.lock() {
@@ -127,13 +127,14 @@ impl StoreView {
         if !self.store.checksums() {
             return Ok(Vec::new());
         }
-        let found = self.places.iter().enumerate().filter_map(|(at, place)| Some((at, (*place)?)));
-        let found: Vec<(usize, Place)> = found.collect();
+        let found = self.locations.iter().enumerate().filter_map(|(at, location)| Some((at, (*location)?)));
+        let found: Vec<(usize, Location)> = found.collect();
         let keys = found.iter().map(|(at, _)| self.keys[*at].bytes()).collect::<Vec<_>>();
-        let window = |(_, place): &(usize, Place)| memory.window(*place, self.store.value_bytes());
+        let window = |(_, location): &(usize, Location)| memory.window(*location, self.store.value_bytes());
         let windows = found.iter().map(window).collect::<Result<Vec<_>>>()?;
         let sums = window_sums(keys.iter().zip(windows).map(|(key, value)| (&key[..], value)))?;
-        let wrong = |((_, place), sum): &(&(usize, Place), u64)| memory.index.checksum(place.slot) != *sum;
+        let wrong =
+            |((_, location), sum): &(&(usize, Location), u64)| memory.index.checksum(location.slot) != *sum;
         Ok(found.iter().zip(sums).filter(wrong).map(|((at, _), _)| *at).collect())
     }
 
@@ -147,8 +148,8 @@ impl StoreView {
         let Some(attachment) = attachment else { return };
         attachment.viewed.remove(&self.keys, |keys| attachment.unlease(keys));
         // In the order of the chain.
-        let right = self.places.iter().flatten().filter(|place| attachment.memory.still(place));
-        attachment.touch(&right.map(|place| place.slot).collect::<Vec<_>>());
+        let right = self.locations.iter().flatten().filter(|location| attachment.memory.still(location));
+        attachment.touch(&right.map(|location| location.slot).collect::<Vec<_>>());
     }
 }
 
@@ -163,7 +164,7 @@ impl Drop for StoreView {
 impl ViewedValue {
     /// Returns the bytes, which must only be read.
     pub fn window(&self) -> Result<Window<'_>> {
-        self.memory.window(self.place, self.bytes)
+        self.memory.window(self.location, self.bytes)
     }
 }
 

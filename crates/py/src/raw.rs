@@ -7,7 +7,7 @@ mod items;
 
 pub(crate) use self::dlpack::{
     CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device, strides_with_gaps,
-    tensor_place,
+    tensor_memory,
 };
 pub(crate) use self::exporter::{ExportsBytes, exporting_class};
 pub(crate) use self::items::{dict_lists, dict_words, list_words, tuple_words};

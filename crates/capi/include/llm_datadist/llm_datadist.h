@@ -40,9 +40,9 @@ class LlmDataDist {
     if (!view::Understood()) {
       return LLM_FAILED;
     }
-    static std::mutex turn;
+    static std::mutex mutex;
     static LogCallback *kept = nullptr;  // not destroyed at exit, when threads of an engine may still log
-    const std::lock_guard<std::mutex> guard(turn);
+    const std::lock_guard<std::mutex> guard(mutex);
     LogCallback *given = callback ? new LogCallback(std::move(callback)) : nullptr;
     const Status status = llm_datadist_set_log_callback(given == nullptr ? nullptr : view::Log, given,
                                                         static_cast<int32_t>(max_level));

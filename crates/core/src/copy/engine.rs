@@ -43,16 +43,21 @@ impl CopyEngine {
     /// Creates an engine over `devices` with the workers that `config` selects, on the threads that all engines of this process
     /// share.
     pub(crate) fn of_process(engine: EngineNumber, config: &Config, devices: DeviceSet) -> Self {
-        Self::on(CopyThreads::of_process(), engine, config, devices)
+        Self::with_threads(CopyThreads::of_process(), engine, config, devices)
     }
 
     /// Creates an engine with threads of its own.
     #[cfg(any(test, feature = "testing"))]
     pub fn new(config: &Config, devices: DeviceSet) -> Self {
-        Self::on(Arc::new(CopyThreads::new()), EngineNumber::next(), config, devices)
+        Self::with_threads(Arc::new(CopyThreads::new()), EngineNumber::next(), config, devices)
     }
 
-    fn on(threads: Arc<CopyThreads>, engine: EngineNumber, config: &Config, devices: DeviceSet) -> Self {
+    fn with_threads(
+        threads: Arc<CopyThreads>,
+        engine: EngineNumber,
+        config: &Config,
+        devices: DeviceSet,
+    ) -> Self {
         let warned = Arc::default();
         let count = config.copy_workers.unwrap_or(Config::DEFAULT_WORKERS);
         let workers = Workers::new(&threads.copiers, engine, count, Arc::clone(&warned));

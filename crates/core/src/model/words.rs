@@ -11,8 +11,8 @@ use crate::error::Error;
 pub enum Argument<'a> {
     /// A parameter of the call: `name=value`, and `name[3]=value` for an entry of a list.
     Parameter(&'a str),
-    /// Something that the object given for `parameter` says, at `place`: `place: noun value`. The noun may be empty.
-    Within { parameter: &'a str, place: &'a str, noun: &'a str },
+    /// Something that the object given for `parameter` says, at `location`: `location: noun value`. The noun may be empty.
+    Within { parameter: &'a str, location: &'a str, noun: &'a str },
 }
 
 impl<'a> Argument<'a> {
@@ -21,7 +21,9 @@ impl<'a> Argument<'a> {
     pub(crate) fn whole(self) -> Self {
         match self {
             Argument::Parameter(_) => self,
-            Argument::Within { parameter, place, .. } => Argument::Within { parameter, place, noun: "" },
+            Argument::Within { parameter, location, .. } => {
+                Argument::Within { parameter, location, noun: "" }
+            }
         }
     }
 
@@ -50,7 +52,7 @@ impl<'a> Argument<'a> {
     pub(crate) fn elsewhere(self, value: impl Display) -> String {
         match self {
             Argument::Parameter(name) => format!("{name}={value}"),
-            Argument::Within { place, .. } => format!("{value} of {place}"),
+            Argument::Within { location, .. } => format!("{value} of {location}"),
         }
     }
 
@@ -81,7 +83,7 @@ impl<'a> Argument<'a> {
         let value = self.named(value);
         let text = match self {
             Argument::Parameter(_) => format!("{value} {why}"),
-            Argument::Within { place, .. } => format!("{place}: {value} {why}"),
+            Argument::Within { location, .. } => format!("{location}: {value} {why}"),
         };
         Error::invalid(text).of_argument(self.parameter())
     }
@@ -92,7 +94,7 @@ impl Display for Argument<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Argument::Parameter(name) => f.write_str(name),
-            Argument::Within { place, .. } => f.write_str(place),
+            Argument::Within { location, .. } => f.write_str(location),
         }
     }
 }
@@ -192,26 +194,26 @@ impl Words {
             one_cache: "src",
             local: "src",
             remote: "src",
-            blocks: Argument::Within { parameter: "src", place: "src", noun: "block" },
-            block: Argument::Within { parameter: "src", place: "src", noun: "block" },
-            layers: Argument::Within { parameter: "src", place: "the layer range of src", noun: "" },
-            tensors: Argument::Within { parameter: "src", place: "src", noun: "" },
-            tokens: Argument::Within { parameter: "src", place: "src", noun: "tokens" },
-            offset: Argument::Within { parameter: "src", place: "src", noun: "byte offset" },
-            length: Argument::Within { parameter: "src", place: "src", noun: "length" },
+            blocks: Argument::Within { parameter: "src", location: "src", noun: "block" },
+            block: Argument::Within { parameter: "src", location: "src", noun: "block" },
+            layers: Argument::Within { parameter: "src", location: "the layer range of src", noun: "" },
+            tensors: Argument::Within { parameter: "src", location: "src", noun: "" },
+            tokens: Argument::Within { parameter: "src", location: "src", noun: "tokens" },
+            offset: Argument::Within { parameter: "src", location: "src", noun: "byte offset" },
+            length: Argument::Within { parameter: "src", location: "src", noun: "length" },
         },
         dst: SideWords {
             cache: "dst",
             one_cache: "dst",
             local: "dst",
             remote: "dst",
-            blocks: Argument::Within { parameter: "dst", place: "dst", noun: "block" },
-            block: Argument::Within { parameter: "dst", place: "dst", noun: "block" },
-            layers: Argument::Within { parameter: "dst", place: "the layer range of dst", noun: "" },
-            tensors: Argument::Within { parameter: "dst", place: "dst", noun: "" },
-            tokens: Argument::Within { parameter: "dst", place: "dst", noun: "tokens" },
-            offset: Argument::Within { parameter: "dst", place: "dst", noun: "byte offset" },
-            length: Argument::Within { parameter: "dst", place: "dst", noun: "length" },
+            blocks: Argument::Within { parameter: "dst", location: "dst", noun: "block" },
+            block: Argument::Within { parameter: "dst", location: "dst", noun: "block" },
+            layers: Argument::Within { parameter: "dst", location: "the layer range of dst", noun: "" },
+            tensors: Argument::Within { parameter: "dst", location: "dst", noun: "" },
+            tokens: Argument::Within { parameter: "dst", location: "dst", noun: "tokens" },
+            offset: Argument::Within { parameter: "dst", location: "dst", noun: "byte offset" },
+            length: Argument::Within { parameter: "dst", location: "dst", noun: "length" },
         },
         tensors_per_layer: Argument::Parameter("tensors_per_layer"),
         num_tensors: "tensors",

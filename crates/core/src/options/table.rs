@@ -53,11 +53,11 @@ options! {
         .takes(Text(|config, name, text| pool(name, text, HOST_POOL_LIMIT).map(|pool| config.host_pool = pool)));
     /// Whether the engine has a `CacheManager` (`True`) or a `KvCacheManager` (`False`) (contract §0).
     ("enable_cache_manager", "llm.EnableCacheManager", 1).default("`False`")
-        .takes(Flag(|config, on| config.mode = if on { Mode::CacheManager } else { Mode::KvCacheManager }));
+        .takes(Flag(|config, enabled| config.mode = if enabled { Mode::CacheManager } else { Mode::KvCacheManager }));
     /// Whether transfers are one-sided: remote-accessible mode (contract §12.4). Both sides of a link need the same
     /// value.
     ("enable_remote_cache_accessible", "llm.EnableRemoteCacheAccessible", 1).default("`False`")
-        .takes(Flag(|config, on| config.remote_accessible = on && config.mode == Mode::CacheManager));
+        .takes(Flag(|config, enabled| config.remote_accessible = enabled && config.mode == Mode::CacheManager));
     /// Address at which the engine listens for peers: `ip:port`, or `[ipv6]:port`, which the original does not have.
     /// Host names and zones (`%eth0`) are not supported. Port 0 takes a free port, which `LLMDataDist.listen_ip_info`
     /// returns.
@@ -122,7 +122,7 @@ options! {
     /// sides of a link need it.
     ("link_accept_remote", "llm.LinkAcceptRemote", 7).native("accept_remote")
         .or_variable("LLM_DATADIST_ACCEPT_REMOTE").default("`LLM_DATADIST_ACCEPT_REMOTE`, or `False`")
-        .takes(Flag(|config, on| config.links.accept_remote = on));
+        .takes(Flag(|config, enabled| config.links.accept_remote = enabled));
     /// Interval of the heartbeats of an idle link, in milliseconds (1 to 3600000).
     ("link_heartbeat", "llm.LinkHeartbeat", 7).native("heartbeat").default("1000 ms")
         .takes(Time(1, HOUR_MS, Millis, heartbeat));

@@ -138,7 +138,7 @@ impl OptionRow {
             Error::argument(self.native, shown, self.allowed())
         };
         match (self.kind, value) {
-            (OptionKind::Flag(set), &OptionValue::Flag(on)) => set(config, on),
+            (OptionKind::Flag(set), &OptionValue::Flag(enabled)) => set(config, enabled),
             (OptionKind::Count(least, most, set), &OptionValue::Int(count)) => {
                 let count = u32::try_from(count).ok().filter(|count| (least..=most).contains(count));
                 set(config, count.ok_or_else(refused)?);

@@ -353,11 +353,11 @@ fn wrong_cluster(asked: ClusterId, found: ClusterId) -> Error {
 }
 
 fn other_mode(peer: &Party, own: &Party) -> Error {
-    let on = |party: &Party| if party.remote_accessible { "on" } else { "off" };
+    let mode = |party: &Party| if party.remote_accessible { "on" } else { "off" };
     let text = format!(
         "one-sided transfers are {} at the side that dialled and {} at the other; both need the same",
-        on(peer),
-        on(own)
+        mode(peer),
+        mode(own)
     );
     Error::new(ErrorKind::InvalidArgument, text).of_option(OptionName::ONE_SIDED)
 }

@@ -214,7 +214,7 @@ impl TransferThreads {
     fn new() -> Self {
         // Each engine sets how long the worker polls.
         let polls = PollLimits { threads: 1, time: Duration::ZERO };
-        let workers = Arc::new(ThreadPool::new("llm-lane", MAX_WORKERS, polls));
+        let workers = Arc::new(ThreadPool::new("llm-worker", MAX_WORKERS, polls));
         let clock = ClockThread::new(workers.threads().clone());
         TransferThreads { workers, clock }
     }
@@ -233,10 +233,10 @@ impl Executor {
     /// Creates an executor on the threads that all engines of this process share. An idle worker polls for `poll`, or longer
     /// if another engine has it poll longer, before it sleeps.
     pub(crate) fn of_process(engine: EngineNumber, poll: Duration) -> Self {
-        Executor::on(SHARED.get(TransferThreads::new), engine, poll)
+        Executor::with_threads(SHARED.get(TransferThreads::new), engine, poll)
     }
 
-    fn on(threads: Arc<TransferThreads>, engine: EngineNumber, poll: Duration) -> Self {
+    fn with_threads(threads: Arc<TransferThreads>, engine: EngineNumber, poll: Duration) -> Self {
         let polls = PollLimits { threads: 1, time: poll };
         threads.workers.enter(MAX_WORKERS, polls);
         let handle = ExecutorHandle(Arc::new(JobsOfEngine {
@@ -340,7 +340,7 @@ impl ExecutorHandle {
 #[cfg(any(test, feature = "testing"))]
 impl Default for Executor {
     fn default() -> Self {
-        Executor::on(Arc::new(TransferThreads::new()), EngineNumber::next(), SPIN_BEFORE_PARK)
+        Executor::with_threads(Arc::new(TransferThreads::new()), EngineNumber::next(), SPIN_BEFORE_PARK)
     }
 }
 

@@ -257,7 +257,7 @@ fn the_descriptor_follows_the_queue() {
 #[test]
 fn a_panic_is_a_failure() {
     let bench = Bench::new(100);
-    *bench.gate.panics.lock().unwrap() = Some("llm-lane".into());
+    *bench.gate.panics.lock().unwrap() = Some("llm-worker".into());
     bench.gate.shut();
     let panicking = bench.copy(0, 1);
     let other = bench.copy(4, 5);

@@ -20,8 +20,12 @@ fn cache(engine: &DataDist, placement: Placement, row_bytes: usize) -> Arc<Cache
 }
 
 fn engines() -> [DataDist; 3] {
-    let on = |reach| engine_on(config(4 << 20), Arc::new(SimDevice::new(reach)));
-    [engine_on(config(4 << 20), Arc::new(HostDevice)), on(HostReach::Direct), on(HostReach::Staged)]
+    let simulated = |reach| engine_on(config(4 << 20), Arc::new(SimDevice::new(reach)));
+    [
+        engine_on(config(4 << 20), Arc::new(HostDevice)),
+        simulated(HostReach::Direct),
+        simulated(HostReach::Staged),
+    ]
 }
 
 fn outcome(transfer: &Transfer) -> Result<u64, Error> {

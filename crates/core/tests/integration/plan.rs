@@ -941,10 +941,10 @@ fn what_cannot_be_checked_is_refused() {
     let ordered = plan_of_peer(1, 0, 0, vec![comb(0), comb((1 << 23) * 1_000_003 + 1)]).unwrap();
     WirePlan::try_from(&ordered).unwrap();
     // The same number of pieces on a grid is checked with a bit for each; a few pieces on no grid are sorted.
-    let few = [1 << 30, 0, (1 << 30) + 1].map(|dst| Span { len: 2, count: 1, ..comb(dst) });
+    let sparse = [1 << 30, 0, (1 << 30) + 1].map(|dst| Span { len: 2, count: 1, ..comb(dst) });
     let even = |dst: u64| Span { len: 512, dst_step: 2048, dst: dst * 1024, ..comb(0) };
     plan_of_peer(1, 0, 0, vec![even(1), even(0)]).unwrap();
-    for twice in [vec![even(1), even(3)], few.to_vec()] {
+    for twice in [vec![even(1), even(3)], sparse.to_vec()] {
         let error = plan_of_peer(1, 0, 0, twice).unwrap_err();
         assert!(error.to_string().contains("twice"), "{error}");
     }

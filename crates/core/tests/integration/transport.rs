@@ -143,8 +143,8 @@ fn frames_of_every_size_round_trip() {
         for (seed, size) in sizes.into_iter().enumerate() {
             let sent: Vec<u8> = (0..size).map(|at| pattern(seed as u8, 0, at)).collect();
             local.send(&frame(&sent), soon()).unwrap();
-            let patience = Duration::from_micros(60 * (seed as u64 % 2));
-            let (_, back) = local.receive(MESSAGE_LIMIT, patience, soon()).unwrap().unwrap();
+            let spin = Duration::from_micros(60 * (seed as u64 % 2));
+            let (_, back) = local.receive(MESSAGE_LIMIT, spin, soon()).unwrap().unwrap();
             assert!(back == sent, "{size} bytes");
         }
         local.close();

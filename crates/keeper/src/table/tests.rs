@@ -48,7 +48,7 @@ impl Model {
 
 /// Reads a value as a client does, with the check of its generation.
 fn get(table: &SlotTable, key: u64) -> Option<u8> {
-    let Place { slot, generation } = table.shared.index.find(&index_key(key))?;
+    let Location { slot, generation } = table.shared.index.find(&index_key(key))?;
     let mut bytes = [0; 100];
     let from = table.bytes.window(0, u64::from(slot) * table.slot_bytes(), 100).unwrap();
     copy_all(&[Copy::one(from, Window::of_slice_mut(&mut bytes))], Kernel::PLAIN).unwrap();
@@ -242,8 +242,8 @@ fn recovered(table: SlotTable) -> (SlotTable, Vec<u64>) {
     let mut recency = Vec::new();
     while let Some(slot) = next.recency.oldest() {
         let key = next.keys[slot as usize].unwrap();
-        let place = next.shared.index.find(&key).unwrap();
-        assert_eq!((place.slot, place.generation), (slot, next.shared.generations.of(slot)));
+        let location = next.shared.index.find(&key).unwrap();
+        assert_eq!((location.slot, location.generation), (slot, next.shared.generations.of(slot)));
         let mut bytes = [0; 100];
         let from = next.bytes.window(0, u64::from(slot) * 128, 100).unwrap();
         copy_all(&[Copy::one(from, Window::of_slice_mut(&mut bytes))], Kernel::PLAIN).unwrap();
@@ -307,7 +307,7 @@ fn the_next_process_has_what_any_calls_have_left() {
 #[test]
 fn damage_costs_the_damaged_values_only() {
     type Damage = fn(&mut SlotTable);
-    let place = |table: &SlotTable, key| table.shared.index.find(&of_zero(key)).unwrap();
+    let location = |table: &SlotTable, key| table.shared.index.find(&of_zero(key)).unwrap();
     let cases: [(&str, Damage, &[u64]); 9] = [
         ("a bucket is half-written", |table| table.shared.index.half_write(&of_zero(3)), &[1, 5, 6, 2]),
         ("a key is in two buckets", |table| table.shared.index.half_move(&of_zero(3)), &[1, 3, 5, 6, 2]),
@@ -330,25 +330,25 @@ fn damage_costs_the_damaged_values_only() {
             "a slot is out of range",
             |table| {
                 let index = &table.shared.index;
-                index.replace(&of_zero(3), Place { slot: 10, generation: 0 });
-                index.replace(&of_zero(5), Place { slot: u32::MAX - 1, generation: u64::MAX });
-                index.replace(&of_zero(6), Place { slot: 7, generation: 0 });
+                index.replace(&of_zero(3), Location { slot: 10, generation: 0 });
+                index.replace(&of_zero(5), Location { slot: u32::MAX - 1, generation: u64::MAX });
+                index.replace(&of_zero(6), Location { slot: 7, generation: 0 });
             },
             &[1, 2],
         ),
         (
             "another generation",
             |table| {
-                let Place { slot, generation } = table.shared.index.find(&of_zero(3)).unwrap();
-                table.shared.index.replace(&of_zero(3), Place { slot, generation: generation + 1 });
+                let Location { slot, generation } = table.shared.index.find(&of_zero(3)).unwrap();
+                table.shared.index.replace(&of_zero(3), Location { slot, generation: generation + 1 });
             },
             &[1, 5, 6, 2],
         ),
         (
             "two keys have one slot",
             |table| {
-                let place = table.shared.index.find(&of_zero(3)).unwrap();
-                assert!(table.shared.index.insert(&of_zero(33), place));
+                let location = table.shared.index.find(&of_zero(3)).unwrap();
+                assert!(table.shared.index.insert(&of_zero(33), location));
             },
             &[1, 5, 6, 2],
         ),
@@ -363,13 +363,13 @@ fn damage_costs_the_damaged_values_only() {
     ];
     for (what, damage, rest) in cases {
         let mut table = left_behind();
-        let before = [1, 2, 3, 5, 6].map(|key| place(&table, key));
+        let before = [1, 2, 3, 5, 6].map(|key| location(&table, key));
         damage(&mut table);
         let (next, order) = recovered(table);
         assert_eq!(order, rest, "{what}");
         // A reader that has found a value before sees whether it is still that one.
-        for (key, place) in [1, 2, 3, 5, 6].into_iter().zip(before) {
-            let same = next.shared.generations.of(place.slot) == place.generation;
+        for (key, location) in [1, 2, 3, 5, 6].into_iter().zip(before) {
+            let same = next.shared.generations.of(location.slot) == location.generation;
             assert_eq!(same, rest.contains(&key), "{what}: {key}");
         }
     }

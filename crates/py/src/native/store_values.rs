@@ -33,13 +33,13 @@ pub(crate) fn keys(given: &Any<'_>) -> PyResult<Vec<StoreKey>> {
 /// The memory of the values of a call, each as large as the store has them.
 pub(crate) struct StoreValues {
     value: u64,
-    places: Places,
+    memory: ValueMemory,
     /// What keeps that memory.
     _kept: Vec<Py<PyAny>>,
 }
 
 /// Where each value is.
-enum Places {
+enum ValueMemory {
     /// Its `bytes`; `None` if it is the next tensor. There are no tensors if all values are `bytes`.
     Listed(Vec<Option<PyBackedBytes>>, Option<Tensors>),
     /// Which row of the only tensor it is.
@@ -65,7 +65,7 @@ impl StoreValues {
         }
         let rows = self::rows(rows, count, bytes / value)?;
         let tensors = adopted(&[memory.address], bytes).map_err(|error| raise(py, &error))?;
-        Ok(StoreValues { value, places: Places::Rows(rows, tensors), _kept: vec![memory.kept] })
+        Ok(StoreValues { value, memory: ValueMemory::Rows(rows, tensors), _kept: vec![memory.kept] })
     }
 
     /// Reads a list or tuple of buffers or arrays, which must be writable unless they are `only_read`.
@@ -89,14 +89,14 @@ impl StoreValues {
         }
         let tensors =
             (!addresses.is_empty()).then(|| adopted(&addresses, value)).transpose().map_err(no_memory)?;
-        Ok(StoreValues { value, places: Places::Listed(backed, tensors), _kept: kept })
+        Ok(StoreValues { value, memory: ValueMemory::Listed(backed, tensors), _kept: kept })
     }
 
     /// Returns a window of each value.
     pub(crate) fn windows(&self) -> Result<Vec<Window<'_>>> {
-        let (backed, tensors) = match &self.places {
-            Places::Listed(backed, tensors) => (backed, tensors),
-            Places::Rows(rows, tensors) => {
+        let (backed, tensors) = match &self.memory {
+            ValueMemory::Listed(backed, tensors) => (backed, tensors),
+            ValueMemory::Rows(rows, tensors) => {
                 let windows = rows.iter().map(|row| tensors.window(0, row * self.value, self.value));
                 return fallible::try_collect(LISTS, windows);
             }

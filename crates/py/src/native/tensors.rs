@@ -1,7 +1,7 @@
 //! What `Engine.register` gets as tensors: objects in host memory, or plain addresses.
 //!
 //! An object is read as a `DLPack` tensor, by numpy's array interface, or as a buffer, whichever it has first. What is kept of
-//! it (a capsule, the object, or a view of the buffer) keeps its memory at the same place.
+//! it (a capsule, the object, or a view of the buffer) keeps its memory at the same address.
 
 use std::fmt;
 
@@ -167,8 +167,8 @@ fn described((name, forms): (&str, &str), given: &Any<'_>, only_read: Option<u64
         return Err(wrong_type(name, forms, given));
     }
     let mut refusal = None;
-    if let Some(place) = device(given)? {
-        if !raw::readable_device(place.0) {
+    if let Some((kind, _)) = device(given)? {
+        if !raw::readable_device(kind) {
             return Err(on_device(name, given));
         }
         match from_dlpack(given) {
@@ -197,11 +197,11 @@ fn described((name, forms): (&str, &str), given: &Any<'_>, only_read: Option<u64
 fn from_dlpack(given: &Any<'_>) -> PyResult<Option<Described>> {
     let py = given.py();
     let capsule = capsule(given)?;
-    let Some(place) = raw::tensor_place(&capsule).map_err(|error| raise(py, &error))? else {
+    let Some(memory) = raw::tensor_memory(&capsule).map_err(|error| raise(py, &error))? else {
         return Ok(None);
     };
-    let bits = u64::from(place.element.bits) * u64::from(place.element.lanes);
-    let same = |of: &&DataType| dlpack_type(**of).is_ok_and(|element| element == place.element);
+    let bits = u64::from(memory.element.bits) * u64::from(memory.element.lanes);
+    let same = |of: &&DataType| dlpack_type(**of).is_ok_and(|element| element == memory.element);
     if !bits.is_multiple_of(8) {
         return Ok(None);
     }
@@ -209,12 +209,12 @@ fn from_dlpack(given: &Any<'_>) -> PyResult<Option<Described>> {
     let in_bytes =
         |steps: Vec<i64>| steps.iter().map(|step| step.saturating_mul(item_bytes.cast_signed())).collect();
     Ok(Some(Described {
-        address: place.address,
-        shape: place.shape,
-        strides: place.strides.map(in_bytes),
+        address: memory.address,
+        shape: memory.shape,
+        strides: memory.strides.map(in_bytes),
         data_type: DataType::ALL.iter().find(same).copied(),
         item_bytes,
-        read_only: place.read_only,
+        read_only: memory.read_only,
         kept: capsule.unbind(),
     }))
 }

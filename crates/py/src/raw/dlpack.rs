@@ -275,7 +275,7 @@ pub(crate) fn copied_tensor(capsule: &Bound<'_, PyAny>) -> Result<Option<TensorC
 }
 
 /// Where the memory of a tensor is, and how its elements lie there.
-pub(crate) struct TensorPlace {
+pub(crate) struct TensorMemory {
     /// Address of the first element.
     pub(crate) address: u64,
     /// Dimensions, outermost first.
@@ -290,7 +290,7 @@ pub(crate) struct TensorPlace {
 
 /// Returns where the tensor in `capsule` is. The memory stays valid as long as the capsule, which keeps the tensor. Returns
 /// `None` if it is not a capsule of a known version, was consumed, or the CPU does not read the memory.
-pub(crate) fn tensor_place(capsule: &Bound<'_, PyAny>) -> Result<Option<TensorPlace>> {
+pub(crate) fn tensor_memory(capsule: &Bound<'_, PyAny>) -> Result<Option<TensorMemory>> {
     let versioned = || content::<Versioned>(capsule).filter(|managed| managed.major == 1);
     let (tensor, flags) = match (content::<Legacy>(capsule), versioned()) {
         (Some(managed), _) => (&managed.tensor, 0),
@@ -302,7 +302,7 @@ pub(crate) fn tensor_place(capsule: &Bound<'_, PyAny>) -> Result<Option<TensorPl
     }
     let copied = |numbers: &[i64]| fallible::collect(LISTS, numbers.iter().copied());
     let strides = tensor.per_dimension(tensor.strides).map(copied).transpose()?;
-    Ok(Some(TensorPlace {
+    Ok(Some(TensorMemory {
         address: tensor.first().expose_provenance() as u64,
         shape: copied(tensor.shape())?,
         strides,
@@ -364,7 +364,7 @@ impl Tensor {
     }
 }
 
-/// Returns what a capsule of layout `M` points to, while it still owns it. Only for use in `copied_tensor` and `tensor_place`.
+/// Returns what a capsule of layout `M` points to, while it still owns it. Only for use in `copied_tensor` and `tensor_memory`.
 fn content<'a, M: Managed>(capsule: &'a Bound<'_, PyAny>) -> Option<&'a M> {
     // SAFETY: `capsule` proves attachment and is a live object of any type. The check sets no exception.
     if unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), M::NAME.as_ptr()) } != 1 {

@@ -97,7 +97,7 @@ fn a_worker_has_the_only_reference_to_its_job() {
 /// Two engines on the same threads.
 fn two_engines() -> [Executor; 2] {
     let threads = Arc::new(TransferThreads::new());
-    [(); 2].map(|()| Executor::on(threads.clone(), EngineNumber::next(), SPIN_BEFORE_PARK))
+    [(); 2].map(|()| Executor::with_threads(threads.clone(), EngineNumber::next(), SPIN_BEFORE_PARK))
 }
 
 /// A job that sends its engine, and `true` if it ran or `false` if it was refused because the engine closed. It blocks in between

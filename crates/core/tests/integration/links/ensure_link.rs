@@ -393,9 +393,9 @@ fn the_end_of_the_engine_ends_its_calls() {
 
 #[test]
 fn calls_count_as_transfers() {
-    let mut few = config(1, Way::Tcp);
-    few.max_transfers = 2;
-    let local = open(few, Way::Tcp);
+    let mut limited = config(1, Way::Tcp);
+    limited.max_transfers = 2;
+    let local = open(limited, Way::Tcp);
     let calls = [at(&local, nowhere()), at(&local, nowhere())];
     let error = local.ensure_link(nowhere(), LONG, None, WhileRefused::Retry).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
