@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 
 DOCTOR = [sys.executable, "-m", "llm_datadist", "doctor"]
 LIMIT_S = 60
+# The rules for each path. The last one for rings applies if processes may not read each other's registered memory.
+RULES = {
+    "mapped": [["mapped_pool"]],
+    "process": [["process_memory"]],
+    "rings": [["short_transfer"], ["owner_sends"]],
+    "sockets": [["owner_sends"]],
+}
 
 
 @contextmanager
@@ -79,6 +86,7 @@ def rows_of(done: Any) -> dict[str, Any]:
 def check_measured(row: dict[str, Any], moved_by: str, transport: str, also: str = "") -> None:
     """Check a row of a link over `transport`, whose calls were moved by one path, or some of them by another one."""
     assert [path for path in row["moved_by"] if path != also] == [moved_by]
+    assert all(rules in RULES[path] for path, rules in row["moved_by"].items()), row["moved_by"]
     assert (row["transport"], row["unusable"]) == (transport, None)
     half, most = row["pull_us"]
     assert 0 < half <= most
@@ -210,7 +218,7 @@ def test_ucx_that_cannot_be_opened_is_a_row_with_the_reason(monkeypatch: pytest.
     monkeypatch.setenv("UCX_TLS", "tcp")
     with serving() as other:
         row = rows_of(to(f"127.0.0.1:{other.port}"))[link.UCX]
-    assert row["moved_by"] == []
+    assert row["moved_by"] == {}
     assert "UCX needs a token" in row["unusable"]
 
 
@@ -295,8 +303,17 @@ def test_percentiles_are_samples() -> None:
 
 def test_the_table_shows_rows_reasons_and_sizes() -> None:
     rows = [
-        Row("default", "shm", ["mapped"], (1.25, 1234.5), 12.3456, 0.001, (2**24, 2**16)),
-        Row("registered", "shm", ["process", "sockets"], (1.0, 2.0), 1.0, 1.0, None, not_faster="slow"),
+        Row("default", "shm", {"mapped": ["mapped_pool"]}, (1.25, 1234.5), 12.3456, 0.001, (2**24, 2**16)),
+        Row(
+            "registered",
+            "shm",
+            {"process": ["a", "b"], "sockets": ["c"]},
+            (1.0, 2.0),
+            1.0,
+            1.0,
+            None,
+            not_faster="slow",
+        ),
         Row("UCX", unusable="a reason " * 20),
     ]
     text = report.measurements("10.0.0.2:26500", rows, 100)
@@ -309,4 +326,5 @@ def test_the_table_shows_rows_reasons_and_sizes() -> None:
     assert table[4] == ["UCX", "not usable", "-", "-", "-", "-"]
     assert "registered: no faster path, because slow" in lines
     assert "UCX: not usable: a reason" in text
+    assert "Rules that chose the paths: default: mapped_pool; registered: a, b, c." in lines
     assert lines[-1] == "Rates are those of calls of 64.0 KiB, 16.0 MiB."

@@ -127,6 +127,10 @@ class PathStats(TypedDict):
     count more than once."""
     bytes: int
     """Bytes moved."""
+    rules: dict[str, int]
+    """The same number by the rule that chose the path: ``mapped_pool``, ``fabric_pool``, ``short_transfer``,
+    ``process_memory`` or ``owner_sends`` ([links](links.md#how-bytes-travel)). Rules that chose it for none
+    are left out."""
 
 
 class LinkStats(TypedDict):

@@ -23,7 +23,7 @@ pub use engine::CopyEngine;
 pub use limit::Limit;
 pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
 pub use progress::{Progress, with_arrived_rows};
-pub use route::{ReadAccess, Route, Staging, takes_rings};
+pub use route::{ReadAccess, Route, Rule, Staging, takes_rings};
 pub use run::HeldPins;
 pub use unit_job::STILL_READING;
 #[cfg(feature = "testing")]

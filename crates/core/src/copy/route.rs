@@ -1,16 +1,16 @@
 //! The rules for how bytes get from one kind of memory to another one.
 //!
-//! Between two engines, the first rule of this table that fits decides the path. [`ReadAccess`] has those for the location of
+//! Between two engines, the first [`Rule`] of this table that fits decides the path. [`ReadAccess`] has those for the location of
 //! the owner's memory, and [`takes_rings`] the one for the size of a transfer. `session::remote_view` applies the former to
 //! each description of a cache, `transfer` the latter to each transfer. The rules are the same for pulls and pushes.
 //!
-//! | memory of the owner | path | why |
-//! | --- | --- | --- |
-//! | a pool that the reader has mapped | mapped | one copy, and the owner does nothing |
-//! | a pool, over a link with UCX | fabric | one read, and the owner does nothing |
-//! | readable by process id, at most 2 MiB, and rings are free | rings | the kernel need not examine each page |
-//! | readable by process id | process | the owner does nothing, and several threads read at once |
-//! | anything else | rings, or sockets | only the owner can read it; the call stream decides which of the two |
+//! | rule | memory of the owner | path | why |
+//! | --- | --- | --- | --- |
+//! | `mapped_pool` | a pool that the reader has mapped | mapped | one copy, and the owner does nothing |
+//! | `fabric_pool` | a pool, over a link with UCX | fabric | one read, and the owner does nothing |
+//! | `short_transfer` | readable by process id, at most 2 MiB, and rings are free | rings | the kernel need not examine each page |
+//! | `process_memory` | readable by process id | process | the owner does nothing, and several threads read at once |
+//! | `owner_sends` | anything else | rings, or sockets | only the owner can read it; the call stream decides which of the two |
 //!
 //! Rings are free if a call stream that has some is idle, this side's memory is host memory, and all of its cache has pages. A
 //! transfer that has begun keeps its path. There are two exceptions, after which the owner sends the bytes: this engine pushes to
@@ -29,7 +29,37 @@ use crate::config::SwapInPath;
 use crate::device::{Device, DeviceSet, HostReach};
 use crate::error::{Error, ErrorKind, OptionName, Result};
 use crate::memory::Tensors;
-use crate::model::Placement;
+use crate::model::{Placement, named_enum};
+
+named_enum! {
+    /// A row of the table above, under the name that `stats()` gives it.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Rule {
+        /// The reader has mapped the pool.
+        MappedPool = "mapped_pool",
+        /// UCX reads the pool.
+        FabricPool = "fabric_pool",
+        /// The transfer is short enough for rings, although the reader may read the memory by process id.
+        ShortTransfer = "short_transfer",
+        /// The reader reads the memory by process id.
+        ProcessMemory = "process_memory",
+        /// Only the owner can read the memory.
+        OwnerSends = "owner_sends",
+    }
+}
+
+impl Rule {
+    /// Returns the rule by which a transfer took `path`. `short` is whether [`takes_rings`] decided.
+    pub fn of(path: PathKind, short: bool) -> Rule {
+        match path {
+            PathKind::Mapped => Rule::MappedPool,
+            PathKind::Fabric => Rule::FabricPool,
+            PathKind::Process => Rule::ProcessMemory,
+            PathKind::Rings | PathKind::Sockets if short => Rule::ShortTransfer,
+            PathKind::Rings | PathKind::Sockets => Rule::OwnerSends,
+        }
+    }
+}
 
 /// The paths on which one side of a link reads the other one's memory in place, or the reasons why the owner has to send it.
 #[derive(Clone, Copy, Debug)]

@@ -1,12 +1,13 @@
 //! Counts the requests and transfers over a link, and the paths on which bytes moved.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
 
 use super::counters::{Counters, OpState};
-use crate::copy::PathKind;
+use crate::copy::{PathKind, Rule};
 use crate::sync::Mutex;
 
 /// The counters of one link, which end with it.
@@ -14,8 +15,8 @@ use crate::sync::Mutex;
 pub struct LinkStats {
     requests: Counters,
     transfers: Counters,
-    /// The transfers that succeeded, by path.
-    paths: [PathCounter; PathKind::ALL.len()],
+    /// The transfers that succeeded, by path and by the rule that chose it.
+    paths: [[PathCounter; Rule::ALL.len()]; PathKind::ALL.len()],
     staged_bytes: AtomicU64,
     reason: Mutex<Option<String>>,
 }
@@ -27,12 +28,14 @@ struct PathCounter {
 }
 
 /// The transfers on one path when they were counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PathState {
     /// Number of plans that were moved. A transfer between caches with different KV layouts may have several.
     pub transfers: u64,
     /// Bytes moved.
     pub bytes: u64,
+    /// The number of these plans by the rule that chose the path. Rules that chose it for none are left out.
+    pub rules: BTreeMap<&'static str, u64>,
 }
 
 impl LinkStats {
@@ -48,9 +51,9 @@ impl LinkStats {
         self.transfers.add_bytes(bytes.unwrap_or(0));
     }
 
-    /// Counts bytes that moved on `path`. `staged` is whether they passed a host buffer of this engine.
-    pub fn count_path(&self, path: PathKind, bytes: u64, staged: bool) {
-        let counter = &self.paths[path as usize];
+    /// Counts bytes that moved on `path`, by `rule`. `staged` is whether they passed a host buffer of this engine.
+    pub fn count_path(&self, path: PathKind, rule: Rule, bytes: u64, staged: bool) {
+        let counter = &self.paths[path as usize][rule as usize];
         counter.transfers.fetch_add(1, Ordering::Relaxed);
         counter.bytes.fetch_add(bytes, Ordering::Relaxed);
         if staged {
@@ -77,9 +80,14 @@ impl LinkStats {
     /// the owner most recently had to send the bytes of a transfer.
     pub fn paths(&self) -> (Vec<(&'static str, PathState)>, u64, Option<String>) {
         let state = |path: PathKind| {
-            let counter = &self.paths[path as usize];
-            let transfers = counter.transfers.load(Ordering::Relaxed);
-            (path.name(), PathState { transfers, bytes: counter.bytes.load(Ordering::Relaxed) })
+            let mut state = PathState::default();
+            for (rule, counter) in Rule::ALL.into_iter().zip(&self.paths[path as usize]) {
+                let transfers = counter.transfers.load(Ordering::Relaxed);
+                state.transfers += transfers;
+                state.bytes += counter.bytes.load(Ordering::Relaxed);
+                state.rules.extend((transfers > 0).then_some((rule.name(), transfers)));
+            }
+            (path.name(), state)
         };
         let paths = PathKind::ALL.into_iter().map(state).collect();
         (paths, self.staged_bytes.load(Ordering::Relaxed), self.reason.lock().clone())

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::async_call::Execution;
 use crate::cache::{Cache, CallRows, RowUse};
-use crate::copy::{HeldPins, PathJob, PathKind, Progress, takes_rings};
+use crate::copy::{HeldPins, PathJob, PathKind, Progress, Rule, takes_rings};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
@@ -234,14 +234,15 @@ impl Call {
         }
     }
 
-    /// Counts a plan whose bytes took `path`. `staged` is whether they passed host buffers at this end.
-    pub(super) fn count(&self, path: PathKind, bytes: u64, staged: bool) {
-        self.link.stats.count_path(path, bytes, staged);
+    /// Counts a plan whose bytes were read on `path`. `staged` is whether they passed host buffers at this end.
+    pub(super) fn count_read(&self, path: PathKind, bytes: u64, staged: bool) {
+        self.link.stats.count_path(path, Rule::of(path, false), bytes, staged);
     }
 
-    /// Counts a plan whose bytes went through streams on `path`.
-    pub(super) fn count_sent(&self, path: PathKind, bytes: u64) {
-        self.count(path, bytes, self.local.tensors().reach() == Reach::Device);
+    /// Counts a plan whose bytes went through streams on `path`. `short` is whether a read was possible.
+    pub(super) fn count_sent(&self, path: PathKind, short: bool, bytes: u64) {
+        let staged = self.local.tensors().reach() == Reach::Device;
+        self.link.stats.count_path(path, Rule::of(path, short), bytes, staged);
     }
 
     /// Returns an idle stream with rings if a transfer of `bytes` bytes takes it instead of `path`.

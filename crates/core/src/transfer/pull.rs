@@ -79,7 +79,7 @@ impl Call {
         if snapshot.validate() != Validity::Valid || self.link.check().is_err() {
             return None;
         }
-        self.count(snapshot.kind(), plan.bytes(), false);
+        self.count_read(snapshot.kind(), plan.bytes(), false);
         Some((plan.bytes(), Arc::into_inner(pin)))
     }
 
@@ -234,7 +234,7 @@ impl Call {
                 return Ok(None);
             }
         }
-        self.count(snapshot.kind(), plan.bytes(), read? == Hops::Two);
+        self.count_read(snapshot.kind(), plan.bytes(), read? == Hops::Two);
         Ok(Some(Moved::Bytes(plan.bytes())))
     }
 
@@ -248,11 +248,12 @@ impl Call {
         progress: &mut Arc<Progress>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
+        let short = first.is_some();
         let received = streams.receive(first, progress.clone());
         // A stream with rings may go on for a moment after its link has ended.
         let received = received.and_then(|received| self.link.check().map(|()| received));
         if let Ok((Moved::Bytes(bytes) | Moved::Equal(bytes), path)) = received {
-            self.count_sent(path, bytes);
+            self.count_sent(path, short, bytes);
         }
         let received = received.map(|(moved, _)| moved);
         if received.is_err() && self.grant.is_some() {

@@ -134,7 +134,7 @@ impl Call {
         };
         match reply? {
             Reply::Done { bytes } => {
-                self.count(path, bytes, false);
+                self.count_read(path, bytes, false);
                 Ok(Some(Moved::Bytes(bytes)))
             }
             Reply::Stale => Ok(Some(Moved::Stale)),
@@ -159,9 +159,10 @@ impl Call {
         first: Option<StreamLease>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
+        let short = first.is_some();
         let (sent, path) = streams.send(first)?;
         if let Moved::Bytes(bytes) = sent {
-            self.count_sent(path, bytes);
+            self.count_sent(path, short, bytes);
         }
         Ok(sent)
     }

@@ -57,7 +57,7 @@ class Row:
 
     name: str  # the choice of options, and the memory that was read
     transport: str = ""  # how the link carries messages, as `stats()` names it
-    moved_by: list[str] = field(default_factory=list)  # the paths that moved the bytes, as `stats()` names them
+    moved_by: dict[str, list[str]] = field(default_factory=dict)  # paths of the bytes, and their rules, as in `stats()`
     pull_us: Optional[tuple[float, float]] = None  # median and 99th percentile of pulls of one block of 16 KiB
     pull_gb_s: Optional[float] = None  # rate of large pulls
     push_gb_s: Optional[float] = None  # rate of large pushes
@@ -68,13 +68,12 @@ class Row:
 
 def serve(options: dict[str, Any], seconds: float | None) -> None:
     """Serve measurements for this time, or until KeyboardInterrupt. Raises Error if the engine fails."""
-    until = None if seconds is None else time.monotonic() + seconds
+    until = time.monotonic() + (float("inf") if seconds is None else seconds)
     with _opened(options) as engine:
         _allocate(engine)
         write(f"doctor: serving at {engine.address}; measure from the other machine with")
         write(f"doctor:   llm-datadist doctor --to HOST:{str(engine.address).rpartition(':')[2]}")
-        while until is None or time.monotonic() < until:
-            left = _LONGEST_WAIT_S if until is None else max(until - time.monotonic(), 0)
+        while (left := until - time.monotonic()) > 0:
             for event in _events(engine, min(left, _LONGEST_WAIT_S)):
                 if isinstance(event, (PeerUp, PeerDown)):
                     write(f"doctor: {event.peer.address}: {'linked' if isinstance(event, PeerUp) else 'ended'}")
@@ -96,7 +95,7 @@ def measure(address: str, seconds: float, given: dict[str, Any]) -> list[Row]:
     # UCX is not used with peers that share memory, so these links must not look for shared memory. A backend needs a
     # listener.
     over = {**given, "transport": "tcp", "listen": "127.0.0.1:0"}
-    if (rows[0].transport, rows[0].moved_by) != ("tcp", ["sockets"]):  # otherwise it would be measured twice
+    if (rows[0].transport, list(rows[0].moved_by)) != ("tcp", ["sockets"]):  # otherwise it would be measured twice
         rows += _optional(address, {**over, "backend": "sockets"}, TCP, limit_s)
     reason = None if "UCX_TLS" in os.environ else devices.no_rdma(Path("/"))  # the variable may allow other transports
     if reason is not None:
@@ -177,10 +176,11 @@ class Measurement:
         push_bytes, push_gb_s = rate(self._push, phase_s)
         pull_us = percentiles(samples_us(lambda: self._pull(1), phase_s))
         link = self._link()
-        moved = [path for path, now in link["paths"].items() if now["transfers"] > before[path]["transfers"]]
-        not_faster = _not_faster(moved, link) if name in (DEFAULT, DEFAULT_REGISTERED) else None
+        rules = ((path, now["rules"].items() - before[path]["rules"].items()) for path, now in link["paths"].items())
+        moved_by = {path: sorted(rule for rule, _ in applied) for path, applied in rules if applied}
+        not_faster = _not_faster(moved_by, link) if name in (DEFAULT, DEFAULT_REGISTERED) else None
         call_bytes = (pull_bytes, push_bytes)
-        return Row(name, link["transport"], moved, pull_us, pull_gb_s, push_gb_s, call_bytes, not_faster=not_faster)
+        return Row(name, link["transport"], moved_by, pull_us, pull_gb_s, push_gb_s, call_bytes, not_faster=not_faster)
 
     def _link(self) -> Any:
         for link in self._engine.stats()["links"]:
@@ -196,8 +196,8 @@ class Measurement:
         self._engine.push(self._peer[POOL][:blocks], self._caches[self._memory][:blocks]).result()
 
 
-def _not_faster(moved: list[str], link: Any) -> str | None:
-    if {"mapped", "fabric"} & set(moved):
+def _not_faster(moved_by: Iterable[str], link: Any) -> str | None:
+    if {"mapped", "fabric"} & set(moved_by):
         return None
     return link["refusal"] or link["sockets_reason"] or "only pools can be mapped: allocate caches from a pool"
 
@@ -227,7 +227,6 @@ def rate(move: Callable[[int], None], limit_s: float) -> tuple[int, float]:
             break
         blocks = min(blocks * _GROWTH, BLOCKS)
     # The first move of this size touched its memory, so it does not count unless there is no time for another one.
-    left_s = until - time.monotonic()
-    counted = samples_us(partial(move, blocks), left_s) if left_s > 0 else [seconds * 1e6]
+    counted = samples_us(partial(move, blocks), left) if (left := until - time.monotonic()) > 0 else [seconds * 1e6]
     count = blocks * BLOCK_BYTES
     return count, count * len(counted) / (sum(counted) / 1e6) / 1e9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from llm_datadist.commands.doctor.finding import NOTE, OK, PROBLEM
@@ -56,16 +57,15 @@ def measurements(address: str, rows: Sequence[Row], width: int) -> str:
     notes = [f"{row.name}: not usable: {row.unusable}" for row in rows if row.unusable is not None]
     notes += [f"{row.name}: no faster path, because {row.not_faster}" for row in rows if row.not_faster is not None]
     sizes = {count for row in rows for count in row.call_bytes or ()}
+    rules = [f"{row.name}: {', '.join(chain(*row.moved_by.values()))}" for row in rows if row.moved_by]
     if sizes:
+        notes.append("Rules that chose the paths: " + "; ".join(rules) + ".")
         notes.append("Rates are those of calls of " + ", ".join(size(count) for count in sorted(sizes)) + ".")
-    for note in notes:
-        lines += ["", *_wrapped(note, "", _INDENT, width)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *chain(*(["", *_wrapped(note, "", _INDENT, width)] for note in notes))])
 
 
 def _cells(row: Row) -> Sequence[str]:
     if row.unusable is not None:
         return (row.name, "not usable", *["-"] * 4)
-    rates = [row.pull_gb_s or 0.0, row.push_gb_s or 0.0]
-    moved_by = f"{', '.join(row.moved_by)} ({row.transport})"
-    return (row.name, moved_by, *(f"{time:,.1f}" for time in row.pull_us or ()), *(f"{rate:.3g}" for rate in rates))
+    figures = *(f"{time:,.1f}" for time in row.pull_us or ()), f"{row.pull_gb_s or 0:.3g}", f"{row.push_gb_s or 0:.3g}"
+    return (row.name, f"{', '.join(row.moved_by)} ({row.transport})", *figures)

@@ -91,6 +91,19 @@ fn bytes_take_the_path_of_their_memory_and_stats_show_it() {
             local.free(&pair.local);
             remote.free(&pair.remote);
         }
+        for (path, state) in link(&pair).paths.iter().filter(|(_, state)| state.transfers > 0) {
+            let (rules, transfers): (Vec<_>, Vec<_>) = state.rules.clone().into_iter().unzip();
+            let expected: &[_] = match (*path, way) {
+                ("mapped", _) => &["mapped_pool"],
+                ("fabric", _) => &["fabric_pool"],
+                ("process", _) => &["process_memory"],
+                ("rings", Way::Shm) if reads_by_process() => &["short_transfer"],
+                ("rings", Way::ShmDevice) if reads_by_process() => &["owner_sends", "short_transfer"],
+                _ => &["owner_sends"],
+            };
+            assert_eq!(rules, expected, "{way:?}: {path}");
+            assert_eq!(transfers.iter().sum::<u64>(), state.transfers, "{way:?}: {path}");
+        }
         let reason = link(&pair).sockets_reason;
         match way {
             Way::Tcp | Way::TcpDevice => {
