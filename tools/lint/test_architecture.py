@@ -310,6 +310,15 @@ def test_unsafe_stays_in_its_rooms() -> None:
         assert lifted == [room]
 
 
+def test_ucx_gets_no_pointer_into_a_box() -> None:
+    """A ``Box`` that moves asserts unique access to its content, and UCX keeps pointers to what it was given."""
+    code = {
+        path.name: blank(path.read_text(encoding="utf-8")) for path in (CORE.parents[1] / "ucx" / "src").glob("*.rs")
+    }
+    assert len(code) > 8
+    assert not [name for name, text in code.items() if re.search(r"\bBox\b", text)]
+
+
 @pytest.mark.parametrize("crate", [BINDING, INTERFACE], ids=["py", "capi"])
 def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
     roots = set(reexports()) | {"bindings"}  # rules, and lists of any length: see docs/architecture.md

@@ -86,6 +86,12 @@ impl CopyEngine {
         self.streamers.refuse_threads(refuse);
     }
 
+    /// Returns the number of idle host buffers.
+    #[cfg(feature = "testing")]
+    pub fn idle_host_buffers(&self) -> usize {
+        self.host_buffers.idle()
+    }
+
     /// Returns the threads that copy, including the calling thread.
     pub fn workers(&self) -> &Workers {
         &self.workers

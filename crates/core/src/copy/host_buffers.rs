@@ -35,6 +35,12 @@ impl HostBuffers {
         };
         Ok(HostBuffer { owner: self.clone(), buffer: Some(buffer) })
     }
+
+    /// Returns the number of idle buffers.
+    #[cfg(feature = "testing")]
+    pub(super) fn idle(&self) -> usize {
+        self.idle.lock().len()
+    }
 }
 
 /// A buffer that one hop after the other uses; returned on drop.

@@ -168,4 +168,10 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
             assert_eq!(late.kind(), ErrorKind::Timeout);
         }
     }
+    // 32 units. Each thread takes one host buffer after the other, and returns it for the next unit.
+    let many = plan(0, 3, vec![template(200_000, (0..32).map(|at| (0, at)).collect(), 0, 200_000)]);
+    let memory = (tensors(&far), Placement::Device);
+    copies.block_sums(memory, (&many, Side::Source), checksums, deadline).unwrap();
+    let buffers = copies.idle_host_buffers();
+    assert!((1..=copies.workers().count()).contains(&buffers), "{buffers} host buffers for 32 units");
 }
