@@ -184,7 +184,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 # transformers for examples/transformers_torch.py, whose class in strict mode would be one of `Any`.
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
 	MYPYPATH=benches/scaling:packages/hixl/src $(BIN)/mypy benches/peers
-	MYPYPATH=benches:tools:packages/hixl/src $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py transfer_latency.py one_sided.py)
+	MYPYPATH=benches:tools:packages/hixl/src $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py one_sided.py)
 	$(BIN)/python -m mypy.stubtest llm_datadist._core llm_datadist.native llm_datadist.hixl_engine
 	$(BIN)/python tools/mutants/run.py --check
 	$(BIN)/python -m pytest -q tools/lint tools/build/tests
@@ -288,11 +288,9 @@ example-tensor-parallel: build  ## prefill with two ranks, decode with one and f
 example-torch: build .venv-torch/.tools  ## the same with `transformers` on torch, which are fetched (gigabytes on Linux)
 	PYTHONPATH=python HF_HUB_OFFLINE=1 .venv-torch/bin/python examples/transformers_torch.py
 
-bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to benches/results by hand
+bench: build $(VENV)/.test-tools  ## every benchmark; figures go to benches/results by hand
 	cargo bench -p llm-datadist-core
-	cargo bench -p llm-datadist-capi --bench capi
 	$(BIN)/python benches/python_overhead.py
-	$(BIN)/python benches/transfer_latency.py
 	$(BIN)/python benches/serving_latency.py
 
 # BASE=commit to compare with; it is built in an environment of its own.

@@ -3,7 +3,7 @@
 Each row has the microseconds of one call through either API and the ratio of the two: medians over rounds, in which
 both take turns in one process. The parentheses have the lowest and the highest ratio. One other process owns the remote
 caches of both. A call that LLM-DataDist does not have has no ratio. Not for: large copies, whose speed `cargo bench
---bench copy` compares with the machine's limit, or percentiles (`transfer_latency.py`).
+--bench copy` compares with the machine's limit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each row is the median of its rounds, with the lowest and the highest round, and its goal. What a ratio compares was
 measured in the same rounds, in turn. `--only start,poll` selects parts. Each part runs in a process of its own, and the
-owner of the remote cache (`serving_peer.py`) in another. Not for: calls that wait (`transfer_latency.py`,
-`python_overhead.py`) and the time until a layer arrives (`cargo bench --bench layerwise`).
+owner of the remote cache (`serving_peer.py`) in another. Not for: calls that wait
+(`python_overhead.py`) and the time until a layer arrives (`cargo bench --bench layerwise`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two linked engines for a benchmark: one in its process, and one in another process that does what it is asked.
 
 One line of input of the other process is one command with its arguments, and one line of its output is the answer. Used
-by `serving_latency.py` and `transfer_latency.py`. Not for: figures.
+by `serving_latency.py`. Not for: figures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Setting:
     block_bytes: int = 16 << 10
     blocks: int = 64
     tensors: int = 1  # two for each layer, if there are several
-    registered: bool = False  # whether the caches are memory of the programs instead of pools
 
 
 def row_values(blocks: int) -> np.ndarray:
@@ -56,9 +55,6 @@ def opened(setting: Setting, blocks: int, **options: Any) -> tuple[Engine, Cache
         timeout=TIMEOUT_S,
         **options,
     )
-    if setting.registered:
-        tensors = [np.zeros(shape, np.uint8) for _ in range(setting.tensors)]
-        return engine, engine.register("kv", tensors, tensors_per_layer=layer), tensors[0]
     cache = engine.allocate(
         "kv", blocks=blocks, tensors=setting.tensors, shape=shape[1:], dtype="uint8", tensors_per_layer=layer
     )

@@ -1,8 +1,7 @@
 """Small requests between two processes: the latency of one call, and the cost to prepare 15,000 segments.
 
 Every call is timed alone, back to back, with the same rows: median, 99th percentile and maximum. The bytes of the last
-call of a turn are verified. Not for: throughput (``between``), or calls with pauses between them
-(``benches/transfer_latency.py``).
+call of a turn are verified. Not for: throughput (``between``).
 """
 
 from __future__ import annotations

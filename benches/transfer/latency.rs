@@ -1,6 +1,6 @@
 //! How long one small pull or push takes.
 //!
-//! Not for: throughput (`speed`), or calls from Python (`transfer_latency.py`).
+//! Not for: throughput (`speed`).
 
 use std::time::{Duration, Instant};
 

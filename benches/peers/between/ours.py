@@ -1,7 +1,4 @@
-"""Ours between two processes: pools, registered memory and TCP, all one-sided.
-
-Not for: calls with pauses between them (``benches/transfer_latency.py``).
-"""
+"""Ours between two processes: pools, registered memory and TCP, all one-sided."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
 //! The pool of ranges: single facts, and random requests compared with a naive twin.
-//!
-//! `benches/pool.rs` measures its speed.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
