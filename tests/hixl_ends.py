@@ -15,11 +15,11 @@ import platform
 import signal
 import socket
 import struct
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import hixl
+from peers import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -237,14 +237,6 @@ def pattern(seed: int, size: int) -> bytes:
 
 def is_stopped(thread: Path) -> bool:
     return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def eventually(holds: Callable[[], Any], within: float = 10.0) -> Any:
-    """Return the first true result of `holds`, or its last one after `within` seconds."""
-    end = time.monotonic() + within
-    while not (result := holds()) and time.monotonic() < end:
-        time.sleep(0.002)
-    return result
 
 
 @contextlib.contextmanager

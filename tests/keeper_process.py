@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from native.stores import child_of, line, process, wait_for
+from native.stores import child_of, line, process
+from peers import eventually
 
 if TYPE_CHECKING:
     import subprocess
@@ -33,7 +34,7 @@ def stopped(started: subprocess.Popen[str]) -> Iterator[int]:
     pid = child_of(started)
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         yield pid
     finally:
         with suppress(ProcessLookupError):

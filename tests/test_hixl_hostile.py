@@ -10,8 +10,9 @@ import struct
 import pytest
 
 import hixl
-from hixl_ends import LIMIT, Child, End, ends, eventually, listener, pattern
+from hixl_ends import LIMIT, Child, End, ends, listener, pattern
 from llm_datadist.native import Busy, Engine, Message
+from peers import eventually
 
 
 def message(kind: int, number: int, rest: bytes = b"") -> bytes:

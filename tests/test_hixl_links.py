@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import hixl
-from hixl_ends import LIMIT, Child, End, ends, eventually, free_port, listener, pattern
+from hixl_ends import LIMIT, Child, End, ends, free_port, listener, pattern
 from llm_datadist.native import Engine
+from peers import eventually
 
 every_way = pytest.mark.usefixtures("hixl_way")
 AUTO = {hixl.OPTION_AUTO_CONNECT: "1"}

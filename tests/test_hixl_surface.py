@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import hixl
-from hixl_ends import Child, End, ends, eventually, listener
+from hixl_ends import Child, End, ends, listener
+from peers import eventually
 
 NAMES = {
     "SUCCESS", "PARAM_INVALID", "TIMEOUT", "NOT_CONNECTED", "ALREADY_CONNECTED", "NOTIFY_FAILED", "UNSUPPORTED",

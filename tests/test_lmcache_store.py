@@ -24,6 +24,7 @@ import pytest
 from keeper_process import serving, stopped
 from llm_datadist import Closed, Keeper, Store
 from llm_datadist.integrations import store_settings
+from peers import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,13 +213,6 @@ def server(module: Any, socket: Path) -> Iterator[Opener]:
 def leased(server: Server) -> int:
     store = server.adapter._stores._all()[0]
     return int(store.stats()["keeper"]["leased"])
-
-
-def eventually(holds: Any) -> None:
-    end = time.monotonic() + LIMIT
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_objects_are_found_by_another_server(keeper: Keeper, server: Opener) -> None:

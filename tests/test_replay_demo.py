@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from llm_datadist.commands.replay import prefill, report
 from llm_datadist.commands.replay.cli import main
 from llm_datadist.commands.replay.node import Node
 from llm_datadist.commands.replay.trace import make_trace
+from peers import eventually
 from test_replay_parts import corrupt
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,14 +113,6 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
-def eventually(condition):
-    until = time.monotonic() + LIMIT_S
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return found
-
-
 def shared_memory():
     folder = Path("/dev/shm")  # noqa: S108
     return {path.name for path in folder.iterdir() if "llm" in path.name} if folder.exists() else set()
@@ -139,12 +131,12 @@ def test_interrupted_replay_leaves_no_process_and_no_shared_memory(number, early
         try:
             while not early and "was recomputed and pulled" not in decode.stderr.readline():
                 assert decode.poll() is None
-            (other,) = eventually(lambda: children(decode.pid))
+            (other,) = eventually(lambda: children(decode.pid), LIMIT_S)
             os.killpg(decode.pid, number)  # as a terminal does
             said, errors = decode.communicate(timeout=LIMIT_S)
         finally:
             decode.kill()
-    eventually(lambda: not running(other))
+    eventually(lambda: not running(other), LIMIT_S)
     assert shared_memory() == before
     assert decode.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:

@@ -22,7 +22,7 @@ import pytest
 import vllm_stand_ins as vllm
 from keeper_process import serving, stopped
 from llm_datadist import Error, InvalidArgument, Keeper
-from peers import LIMIT
+from peers import LIMIT, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -312,7 +312,7 @@ def test_jobs_that_wait_too_long_fail_and_touch_no_row(module: Any, socket: Path
             counts = tier.counts()
             assert counts.pop((STORES, "away")) + counts.pop((STORES, "late"), 0) == 2
             assert counts == {}
-        eventually_attached(tier)
+        eventually(lambda: tier.tier._store.stats()["keeper"] is not None)
         assert tier.found(context, keys(2)[1:]) == [MISS]
         tier.close()
 
@@ -330,7 +330,7 @@ def test_a_keeper_that_comes_and_goes(
     other = tier.begin("other", wanted)
     assert not tier.run("store", other, wanted, [0, 1, 2]).success
     with Keeper(memory="1MiB", value=ROW, socket=socket):
-        eventually_attached(tier)
+        eventually(lambda: tier.tier._store.stats()["keeper"] is not None)
         filled(tier, wanted, "s")
         assert tier.found(tier.begin("t", wanted), wanted) == [HIT] * 3
         assert tier.found(other, wanted) == [HIT] * 3, "only its stores have failed"
@@ -338,13 +338,6 @@ def test_a_keeper_that_comes_and_goes(
     assert not tier.run("store", context, wanted, [0, 1, 2]).success
     away = f"the keeper at {socket} is away, so nothing is found or stored: no process answers there"
     assert [text for text in caplog.messages if "keeper" in text] == [away, f"the keeper at {socket} is back", away]
-
-
-def eventually_attached(tier: Tier) -> None:
-    end = time.monotonic() + LIMIT
-    while tier.tier._store.stats()["keeper"] is None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_keeper_that_is_stopped(start: Callable[..., Tier], socket: Path) -> None:
@@ -359,7 +352,7 @@ def test_a_keeper_that_is_stopped(start: Callable[..., Tier], socket: Path) -> N
             assert other.found(context, keys(3)) == [HIT, HIT, MISS], "why the load has failed was not asked"
             assert not tier.run("store", context, [key(9)], [0]).success
             assert tier.counts() == {(STORES, "away"): 1}
-        eventually_attached(tier)
+        eventually(lambda: tier.tier._store.stats()["keeper"] is not None)
         assert tier.found(tier.begin("r", keys(2)), keys(2)) == [HIT, HIT]
 
 

@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("scaling", "peers", ".")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("scaling", "peers", "vllm", ".")]

@@ -20,6 +20,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from waits import LIMIT_S, eventually
 
 from llm_datadist import Engine
 from llm_datadist.integrations.vllm.device_copies import host_buffers, page_rows
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM = 16, 160, 32, 4, 256
 MAX_TOKENS = (BLOCKS - 1) * BLOCK_SIZE  # block 0 is not used, as in vLLM
 PAGE = 2 * 2 * BLOCK_SIZE * HEADS * HEAD_DIM
-LIMIT_S = 240.0  # processes start slowly on a busy machine
-TICK_S = 0.001  # vLLM's own loop waits as long after a step in which nothing ran
 WAYS: dict[str, dict[str, Any]] = {"direct": {}, "host buffers": {"host_buffers": True}}
 
 
@@ -166,15 +165,6 @@ def _serve(pipe: Connection, *given: Any) -> None:
     while name != "close":
         name, args = pipe.recv()
         pipe.send(getattr(side, name)(*args))
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds, as vLLM's loop waits while nothing can run."""
-    end = time.monotonic() + LIMIT_S
-    while not holds():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {LIMIT_S:g} s")
-        time.sleep(TICK_S)
 
 
 def cpu_s() -> float:

@@ -18,10 +18,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 ROOT = Path(__file__).parents[2]
@@ -30,11 +27,11 @@ sys.path.insert(0, str(ROOT / "integration-tests/vllm"))
 from halves import BLOCK_SIZE, BLOCKS, Halves, become_the_only_rank, configuration, request  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
+from waits import eventually  # noqa: E402
 
 from llm_datadist.integrations.vllm.messages import Lent, decode, encode  # noqa: E402
 from model import make_model  # noqa: E402
 
-LIMIT_S = 60.0
 RUNNING = [f"running {number}" for number in range(8)]
 CHUNK = 512  # tokens that a step of prefill computes
 CHUNKS = 16
@@ -58,15 +55,6 @@ def scheduled(names: list[str], computed: list[int], tokens: int, blocks: list[A
         num_scheduled_tokens=each,
         total_num_scheduled_tokens=sum(each.values()),
     )
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + LIMIT_S
-    while not holds():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {LIMIT_S:g} s")
-        time.sleep(0.001)
 
 
 class Pair:

@@ -184,14 +184,6 @@ def messages(engine: Engine, count: int) -> list[bytes]:
     return [event.data for event in of(Message, gather(engine, lambda s: len(of(Message, s)) >= count))]
 
 
-def eventually(condition: Callable[[], Any]) -> None:
-    """Wait until a condition holds that has no event."""
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "the condition does not hold"
-        select.select([], [], [], 0.005)
-
-
 def closed(call: Callable[[], Any]) -> None:
     """The call itself must raise `Closed`."""
     with pytest.raises(Closed):

@@ -6,9 +6,8 @@ import contextlib
 import hashlib
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist import Store
 
@@ -25,13 +24,6 @@ def key(number: int) -> bytes:
 
 def value(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest() * (VALUE // 32)
-
-
-def wait_for(holds: Callable[[], bool], limit: float = LIMIT) -> None:
-    end = time.monotonic() + limit
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def got(store: Store, number: int) -> bytes | None:

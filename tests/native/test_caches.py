@@ -12,8 +12,9 @@ import pytest
 
 from ids import short
 from llm_datadist.native import Cache, Completed, Engine, NotFound, OutOfMemory
+from peers import eventually
 
-from .helpers import BLOCKS, LIMIT, Model, allocate, contents, eventually, fails, fill, gather, layout, of, refused
+from .helpers import BLOCKS, LIMIT, Model, allocate, contents, fails, fill, gather, layout, of, refused
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair

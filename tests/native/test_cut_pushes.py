@@ -6,8 +6,9 @@ import contextlib
 import time
 
 from llm_datadist.native import Engine, Error, Peer
+from peers import eventually
 
-from .helpers import LIMIT, eventually
+from .helpers import LIMIT
 
 SIZE = 192 << 20
 PAGE = 4096

@@ -13,8 +13,9 @@ import pytest
 
 from ids import short
 from llm_datadist.native import Closed, Engine, Error, InvalidArgument, OutOfMemory, TensorView
+from peers import eventually
 
-from .helpers import LIMIT, allocate, check_times, closed, contents, eventually, fails, layout, refused, run_alone
+from .helpers import LIMIT, allocate, check_times, closed, contents, fails, layout, refused, run_alone
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,8 +26,9 @@ from llm_datadist.native import (
     PeerUp,
     Timeout,
 )
+from peers import eventually
 
-from .helpers import LIMIT, address, allocate, eventually, fails, next_of
+from .helpers import LIMIT, address, allocate, fails, next_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from llm_datadist.native import Cache, Cancelled, Completed, Engine, Message, NotFound, PeerLost, Timeout, Transfer
+from peers import eventually
 from peers.values import SOAK
 
-from .helpers import LIMIT, accepted, allocate, eventually, gather, of
+from .helpers import LIMIT, accepted, allocate, gather, of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist import Error, KeeperObserver, Store
+from peers import eventually
 
 from . import mapped_store
 from .mapped_store import TTL, Losses, MappedStore, Setting
-from .stores import LIMIT, child_of, key, wait_for
+from .stores import LIMIT, child_of, key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,7 +116,7 @@ class Round:
             return stats is not None and stats["clients"] == clients
 
         for _ in range(2):
-            wait_for(holds)
+            eventually(holds)
             time.sleep(0.02)
 
     def stats(self) -> KeeperStats | None:
@@ -151,12 +152,12 @@ class Round:
         for client in self.clients:
             self.end(client)
             self.counts["clients killed"] += 1
-        wait_for(lambda: (stats := self.stats()) is not None and stats["leased"] == stats["clients"] == 0)
+        eventually(lambda: (stats := self.stats()) is not None and stats["leased"] == stats["clients"] == 0)
         assert any(self.lease_ended_first() for _ in range(3)), "leases of killed clients stay"
         self.counts["leases ended with their client"] += 1
         for number in range(CLIENTS):
             mapped = MappedStore(self.setting, number, 0)
-            wait_for(lambda mapped=mapped: mapped.store.stats()["keeper"] is not None)
+            eventually(lambda mapped=mapped: mapped.store.stats()["keeper"] is not None)
             mapped.read_all()
             mapped.store.close()
             self.counts.update(mapped.map.counts())
@@ -178,7 +179,7 @@ class Round:
             if leased != 3:
                 return False
             self.end(client)
-            wait_for(lambda: self.leased() != 3)
+            eventually(lambda: self.leased() != 3)
             return self.leased() == 2
 
     def leased(self) -> int | None:

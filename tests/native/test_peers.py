@@ -24,6 +24,7 @@ from llm_datadist.native import (
     RemoteCache,
     Timeout,
 )
+from peers import eventually
 
 from .helpers import (
     LIMIT,
@@ -34,7 +35,6 @@ from .helpers import (
     check_times,
     closed,
     contents,
-    eventually,
     fails,
     gather,
     messages,

@@ -22,8 +22,9 @@ from typing import IO, TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import InvalidArgument, Store
+from peers import eventually
 
-from .stores import LIMIT, VALUE, child_of, got, key, opened, value, wait_for
+from .stores import LIMIT, VALUE, child_of, got, key, opened, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +117,7 @@ def test_values_of_a_killed_process_are_found_again(socket: Path, served: Serve)
         assert got(store, 63) == value(63)
         assert store.lease([key(1)], ttl=10) == [True]
         killed = served.kill()
-        wait_for(lambda: got(store, 1) == value(1) and store.stats()["attached"] == 2)
+        eventually(lambda: got(store, 1) == value(1) and store.stats()["attached"] == 2)
         assert [got(store, number) for number in range(64)] == [value(number) for number in range(64)]
         stats = store.stats()["keeper"]
         assert (stats["values"], stats["leased"], stats["namespaces"]) == (64, 0, 1)
@@ -138,7 +139,7 @@ def test_a_child_is_started_once_the_system_has_descriptors_again(socket: Path, 
         assert served.complained().endswith("; starting another one\n")
         assert "cannot start a process that serves; trying again: " in served.complained()
         resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, before)
-        wait_for(lambda: got(store, 1) == value(1))
+        eventually(lambda: got(store, 1) == value(1))
         # It complains once, however often it has tried.
         assert served.complained().endswith(" serves, with 1 values from before\n")
 
@@ -197,7 +198,7 @@ def test_refusals_are_reported_once_a_minute(socket: Path, tokens: Path) -> None
         with opened(socket) as store:
             assert store.stats()["keeper"]["refused"] == 3
             served.kill()
-            wait_for(lambda: attached(store))
+            eventually(lambda: attached(store))
             crashed = served.complained()
             if "2 clients were refused in a minute" in crashed:  # the machine has paused the test for so long
                 crashed = served.complained()
@@ -229,7 +230,7 @@ def test_stderr_that_nobody_reads_does_not_block(socket: Path, tokens: Path) -> 
         assert count > 0
         be_refused(socket, 1)  # the holder has a report to print
         served.kill()
-        wait_for(lambda: got(store, 1) == value(1))
+        eventually(lambda: got(store, 1) == value(1))
         be_refused(socket, 1)
         served.process.terminate()
         assert served.process.wait(LIMIT) == 0
@@ -241,7 +242,7 @@ def test_memory_is_emptied_after_two_crashes(socket: Path, served: Serve) -> Non
         assert put(store, 1) == [True]
         for attachments in (2, 3):
             served.kill()
-            wait_for(lambda count=attachments: attached(store) and store.stats()["attached"] == count)
+            eventually(lambda count=attachments: attached(store) and store.stats()["attached"] == count)
         assert got(store, 1) is None
         assert put(store, 1) == [True]
         lines = [served.complained() for _ in range(4)]
@@ -292,7 +293,7 @@ def test_a_stopped_process_that_is_killed_is_replaced(socket: Path, served: Serv
         served.kill()
         waiting.join()
         with waited[0] as other:
-            wait_for(lambda: got(other, 1) == value(1))
+            eventually(lambda: got(other, 1) == value(1))
 
 
 def test_another_keeper_takes_over_the_values(socket: Path, served: Serve) -> None:
@@ -313,7 +314,7 @@ def test_another_keeper_takes_over_the_values(socket: Path, served: Serve) -> No
         }
         assert served.process.wait(LIMIT) == 0
         assert served.complained() == "llm-datadist serve: another keeper has taken over\n"
-        wait_for(lambda: attached(store))
+        eventually(lambda: attached(store))
         taken = [number for number in range(40) if got(store, number) == value(number)]
         assert len(taken) == 32
         assert other.complained().startswith(f"llm-datadist serve: {len(taken)} values were taken over")
@@ -321,7 +322,7 @@ def test_another_keeper_takes_over_the_values(socket: Path, served: Serve) -> No
         assert sorted(path.name for path in socket.parent.iterdir()) == ["keeper", "keeper.lock"]
         # It is a keeper as any other.
         other.kill()
-        wait_for(lambda: attached(store) and store.stats()["attached"] == 3)
+        eventually(lambda: attached(store) and store.stats()["attached"] == 3)
         assert [number for number in range(40) if got(store, number) == value(number)] == taken
 
 
@@ -330,10 +331,10 @@ def test_of_two_keepers_that_take_over_at_once_one_has_the_values(socket: Path, 
         assert all(put(store, *range(64)))
         with Serve(socket, "--take-over") as one, Serve(socket, "--take-over") as other:
             assert served.process.wait(LIMIT) == 0
-            wait_for(lambda: [one.process.poll(), other.process.poll()] != [None, None])
+            eventually(lambda: [one.process.poll(), other.process.poll()] != [None, None])
             # If the second one was late, it has taken over from the first one.
             assert [one.process.poll(), other.process.poll()].count(None) == 1
-            wait_for(lambda: attached(store))
+            eventually(lambda: attached(store))
             assert [got(store, number) for number in range(64)] == [value(number) for number in range(64)]
 
 
@@ -345,13 +346,13 @@ def test_a_keeper_that_is_killed_while_it_takes_over_leaves_the_other_one_alone(
         assert all(put(store, *range(64)))
         with stopped(served.serving):
             other = stack.enter_context(Serve(socket, "--take-over"))
-            wait_for(lambda: _has_child(other))
+            eventually(lambda: _has_child(other))
             child = other.serving
             killed = other.process.pid if which == "holder" else child
             os.kill(killed, signal.SIGKILL)
-            wait_for(lambda: ended(killed))  # on a busy machine, later than the other one could take over
+            eventually(lambda: ended(killed))  # on a busy machine, later than the other one could take over
         assert other.process.wait(LIMIT) == (-signal.SIGKILL if which == "holder" else 1)
-        wait_for(lambda: ended(child))
+        eventually(lambda: ended(child))
         assert served.process.poll() is None
         assert [got(store, number) for number in range(64)] == [value(number) for number in range(64)]
         assert store.stats()["keeper"]["values"] == 64
@@ -369,7 +370,7 @@ def test_a_keeper_that_has_taken_over_goes_on_without_standard_output(socket: Pa
             assert served.process.wait(LIMIT) == 0
             assert other.complained() == "llm-datadist serve: 1 values were taken over\n"
             assert "cannot write the results" in other.complained()
-            wait_for(lambda: got(store, 1) == value(1))
+            eventually(lambda: got(store, 1) == value(1))
             assert other.process.poll() is None
 
 

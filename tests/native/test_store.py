@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Callable
 import pytest
 
 from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Timeout
+from peers import eventually
 
-from .stores import LIMIT, VALUE, child, child_of, got, key, line, opened, process, value, wait_for
+from .stores import LIMIT, VALUE, child, child_of, got, key, line, opened, process, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ def stop(started: subprocess.Popen[str]) -> int:
     """Stop all threads of the process that serves, and return its id."""
     pid = child_of(started)
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     return pid
 
 
@@ -86,7 +87,7 @@ def test_killed_keeper_means_misses_and_a_new_one_is_found(socket: Path, served:
         assert store.put([key(1)], [value(1)]) == [True]
         served.kill()
         served.wait(LIMIT)
-        wait_for(lambda: got(store, 1) is None)  # the process that served has seen the end of the other one
+        eventually(lambda: got(store, 1) is None)  # the process that served has seen the end of the other one
         assert store.exists([key(1)]) == [False]
         assert store.put([key(1)], [value(1)]) == [False]
         assert store.stats()["keeper"] is None
@@ -94,7 +95,7 @@ def test_killed_keeper_means_misses_and_a_new_one_is_found(socket: Path, served:
             store.drop([key(1)])
         assert socket.exists(), "a killed process leaves its socket"
         with serving(socket, "--memory", "4MiB"):
-            wait_for(lambda: store.put([key(1)], [value(1)]) == [True])
+            eventually(lambda: store.put([key(1)], [value(1)]) == [True])
             assert got(store, 1) == value(1)
             assert store.stats()["attached"] == 2
 
@@ -125,7 +126,7 @@ def test_stopped_keeper_answers_from_its_memory_and_puts_end_in_time(
             store.drop([key(1)], timeout=0.1)
         assert store.put([key(2)], [value(2)], timeout=0.1) == [False]
         os.kill(stopped, signal.SIGCONT)
-        wait_for(lambda: store.put([key(3)], [value(3)]) == [True])
+        eventually(lambda: store.put([key(3)], [value(3)]) == [True])
 
 
 def test_calls_of_all_clients_of_a_stopped_keeper_end_in_time_and_go_on_with_it(
@@ -157,7 +158,7 @@ def test_calls_of_all_clients_of_a_stopped_keeper_end_in_time_and_go_on_with_it(
         assert got(reads, 1) == value(1)
         os.kill(stopped, signal.SIGCONT)
         # `drop` and `clear` may have reached the keeper.
-        wait_for(lambda: all(store.put([key(5)], [value(5)]) == [True] for store in (*stores, late)))
+        eventually(lambda: all(store.put([key(5)], [value(5)]) == [True] for store in (*stores, late)))
         assert [got(store, 5) for store in (*stores, late)] == [value(5)] * 8
 
 
@@ -175,7 +176,7 @@ def test_put_that_times_out_is_not_stored_with_bytes_of_the_next_one(
         first.join()
         second.join()
         os.kill(stopped, signal.SIGCONT)
-        wait_for(lambda: store.put([key(3)], [value(3)]) == [True])
+        eventually(lambda: store.put([key(3)], [value(3)]) == [True])
         assert [got(store, number) or value(number) for number in (1, 2)] == [value(1), value(2)]
 
 
@@ -207,7 +208,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subp
                     sockets.send_fds(client, [message], [end.fileno()] * 4)
         os.kill(stopped, signal.SIGCONT)
         assert store.put([key(2)], [value(2)]) == [True]
-        wait_for(lambda: store.stats()["keeper"]["refused"] >= 4)
+        eventually(lambda: store.stats()["keeper"]["refused"] >= 4)
         with opened(socket) as other_store:
             assert got(other_store, 2) == value(2)
 
@@ -260,7 +261,7 @@ while True:
                     pass
                 other.kill()
                 other.wait(LIMIT)
-            wait_for(lambda: store.stats()["keeper"]["clients"] == 1)
+            eventually(lambda: store.stats()["keeper"]["clients"] == 1)
             found = [number for number in range(2000) if store.exists([key(number)]) == [True]]
             assert found
             assert len(found) <= 64
@@ -282,7 +283,7 @@ sys.stdin.read()
             assert store.exists([key(n) for n in range(20)]) == [True] * 16 + [False] * 4
             assert store.stats()["keeper"]["leased"] == 16
             other.kill()
-            wait_for(lambda: store.stats()["keeper"]["leased"] == 0, limit=3)  # their time would end later
+            eventually(lambda: store.stats()["keeper"]["leased"] == 0, limit=3)  # their time would end later
         assert store.lease([key(0), key(1000)], ttl=5) == [True, False]
         store.unlease([key(0)])
         assert store.stats()["keeper"]["leased"] == 0
@@ -315,7 +316,7 @@ def is_socket(number):
         try:
             assert store.stats()["keeper"]["leased"] == 1
             other.kill()
-            wait_for(lambda: store.stats()["keeper"]["leased"] == 0, limit=5)  # its time would end later
+            eventually(lambda: store.stats()["keeper"]["leased"] == 0, limit=5)  # its time would end later
             assert store.stats()["keeper"]["clients"] == 1
             os.kill(sleeping, 0)
         finally:
@@ -509,7 +510,7 @@ def test_keeper_whose_thread_has_ended_is_closed(socket: Path) -> None:
                 with other:
                     if other.type == sockets.SOCK_STREAM:
                         other.send(b"x")
-        wait_for(lambda: keeper.closed)
+        eventually(lambda: keeper.closed)
         assert not socket.exists()
         assert store.exists([key(1)]) == [False]
 

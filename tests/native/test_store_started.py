@@ -20,8 +20,9 @@ import pytest
 
 from keeper_process import serving, stopped
 from llm_datadist import Busy, Cancelled, Closed, Completed, InvalidArgument, Keeper, Store, Timeout, Transfer
+from peers import eventually
 
-from .stores import LIMIT, key, wait_for
+from .stores import LIMIT, key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,7 +155,7 @@ def test_transfers_end_in_time_although_others_wait_for_the_keeper(socket: Path)
             assert first.cancel()
             with pytest.raises(Cancelled):
                 first.result(LIMIT)
-        wait_for(lambda: store.put([key(5)], [value(5)]) == [True])
+        eventually(lambda: store.put([key(5)], [value(5)]) == [True])
         assert store.exists([key(2), key(3)]) == [False, False], "they had not begun"
 
 
@@ -198,7 +199,7 @@ def test_buffers_are_held_until_their_transfer_has_ended(socket: Path) -> None:
                 buffer.append(0)
             del buffer
             assert gone() is not None
-        wait_for(put.done)
+        eventually(put.done)
         assert gone() is None
         assert put.result() == [True]
         buffer = Buffer(SIZE)
@@ -276,7 +277,7 @@ def test_close_ends_transfers_and_lets_go_of_their_buffers(socket: Path) -> None
 def test_forked_child_refuses_calls(socket: Path) -> None:
     store = opened(socket)
     put = store.start_put([key(1)], [value(1)])
-    wait_for(put.done)
+    eventually(put.done)
     forked = os.fork()
     if forked == 0:
         status = 1

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from llm_datadist import Closed, InvalidArgument, Keeper, KeeperObserver, Store
+from peers import eventually
 
-from .stores import VALUE, child_of, key, opened, process, value, wait_for
+from .stores import VALUE, child_of, key, opened, process, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,7 +185,7 @@ def test_view_outlives_a_killed_keeper_and_its_store(socket: Path) -> None:
             os.kill(child_of(served), signal.SIGKILL)
             served.kill()
             served.wait()
-            wait_for(lambda: store.stats()["keeper"] is None)
+            eventually(lambda: store.stats()["keeper"] is None)
             assert [bytes(found) for found in seen.values] == [value(0), value(1), value(2)]
             assert seen.valid() == [True] * 3
             array = np.frombuffer(seen.values[2], dtype=np.uint8)
@@ -200,12 +201,12 @@ def test_next_process_of_a_keeper_does_not_make_changed_values_valid(socket: Pat
     with process(*command) as served, opened(socket) as store:
         assert served.stdout is not None
         assert served.stdout.readline().startswith("ready")
-        wait_for(lambda: store.stats()["keeper"] is not None)
+        eventually(lambda: store.stats()["keeper"] is not None)
         before = store.stats()["attached"]
         put(store, range(4))
         with view(store, 0, 1) as seen:
             os.kill(child_of(served), signal.SIGKILL)
-            wait_for(lambda: store.stats()["attached"] == before + 1)
+            eventually(lambda: store.stats()["attached"] == before + 1)
             assert seen.valid() == [True, True], "the values were recovered where they lie"
             store.drop([key(0)])
             assert bytes(seen.values[1]) == value(1)
@@ -284,4 +285,4 @@ def test_last_buffer_unmaps_the_memory(store: Store) -> None:
     assert len(mapped()) == before
     del array
     gc.collect()
-    wait_for(lambda: len(mapped()) == before - 1)  # another thread unmaps it
+    eventually(lambda: len(mapped()) == before - 1)  # another thread unmaps it

@@ -29,6 +29,7 @@ from llm_datadist.native import (
     Timeout,
     Transfer,
 )
+from peers import eventually
 
 from .helpers import (
     BLOCKS,
@@ -41,7 +42,6 @@ from .helpers import (
     allocate,
     blocks_of,
     check_times,
-    eventually,
     fails,
     fill,
     gather,

@@ -13,8 +13,9 @@ import pytest
 
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.native import Completed, Engine, NotFound, PeerLost, PeerUp
+from peers import eventually
 
-from .helpers import LIMIT, Model, address, allocate, contents, eventually, fails, next_of, of, refused
+from .helpers import LIMIT, Model, address, allocate, contents, fails, next_of, of, refused
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair
