@@ -9,7 +9,7 @@ use crate::config::Mode;
 use crate::copy::Staging;
 use crate::error::Result;
 use crate::memory;
-use crate::model::{CacheLayout, Placement, SubRow, Verify, Words};
+use crate::model::{Placement, SubRow, Verify, Words};
 use crate::plan::Moves;
 use crate::stats::Op;
 use crate::transfer::LocalCopy;
@@ -24,30 +24,23 @@ const BYTES_OF_A_BLOCK: u64 = 112;
 impl DataDist {
     /// Copies one range of one batch slot, the same range in every tensor (contract §7.9).
     pub fn copy_cache(&self, dst: &End, src: &End, args: CopyArgs) -> Operation<'_> {
-        let check = match self.mode() {
-            Mode::CacheManager => validate::copy_cache,
-            Mode::KvCacheManager => validate::copy_on_device,
-        };
-        self.copy_slot(src, dst, args, check)
+        Operation::new(self, Op::CopyCache, || {
+            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+            let moves = match self.mode() {
+                Mode::CacheManager => validate::copy_cache(src.layout(), dst.layout(), args),
+                Mode::KvCacheManager => validate::copy_on_device(src.layout(), dst.layout(), args),
+            }?;
+            self.prepared(Op::CopyCache, (src, dst), moves, Staging::DEFAULT)
+        })
     }
 
     /// Does `CopyKvCache` of the original's documentation (`CopyKvCache.md`): as
     /// [`copy_cache`](Self::copy_cache), but only from device to device or host, and with the source as the
     /// first argument.
     pub fn copy_kv_cache(&self, src: &End, dst: &End, args: CopyArgs) -> Operation<'_> {
-        self.copy_slot(src, dst, args, validate::copy_kv_cache)
-    }
-
-    fn copy_slot(
-        &self,
-        src: &End,
-        dst: &End,
-        args: CopyArgs,
-        check: fn(CacheLayout, CacheLayout, CopyArgs) -> Result<Moves>,
-    ) -> Operation<'_> {
         Operation::new(self, Op::CopyCache, || {
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = check(src.layout(), dst.layout(), args)?;
+            let moves = validate::copy_kv_cache(src.layout(), dst.layout(), args)?;
             self.prepared(Op::CopyCache, (src, dst), moves, Staging::DEFAULT)
         })
     }
@@ -58,11 +51,10 @@ impl DataDist {
         Operation::new(self, Op::CopyBlocks, || {
             room_for_lists(pairs.len())?;
             let src = self.resolve(cache)?;
-            let check = match self.mode() {
-                Mode::CacheManager => validate::copy_blocks,
-                Mode::KvCacheManager => validate::copy_rows,
-            };
-            let moves = check(src.layout(), pairs)?;
+            let moves = match self.mode() {
+                Mode::CacheManager => validate::copy_blocks(src.layout(), pairs),
+                Mode::KvCacheManager => validate::copy_rows(src.layout(), pairs),
+            }?;
             self.prepared(Op::CopyBlocks, (src.clone(), src), moves, Staging::DEFAULT)
         })
     }
@@ -99,11 +91,10 @@ impl DataDist {
         Operation::new(self, op, || {
             let (src, dst) = (src?, dst?);
             room_for_lists(pairs.len())?;
-            let check = match self.mode() {
-                Mode::CacheManager => validate::swap_blocks,
-                Mode::KvCacheManager => validate::swap_rows,
-            };
-            let moves = check(src.layout(), dst.layout(), pairs)?;
+            let moves = match self.mode() {
+                Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs),
+                Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs),
+            }?;
             let staging = self.swap_staging(&src);
             self.prepared(op, (src, dst), moves, staging)
         })

@@ -27,9 +27,14 @@ const REASON_TIME: Duration = Duration::from_millis(200);
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
 
-/// How the description of a remote cache is found: as it is known here ([`Link::known`]), or as the owner gives it now
-/// ([`Link::describe`]).
-pub(crate) type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
+/// Which description of a remote cache a call uses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Description {
+    /// The one that is known here ([`Link::known`]).
+    Known,
+    /// The one that the owner gives now ([`Link::describe`]).
+    New,
+}
 
 impl Link {
     /// Returns the remote cache that a caller names. Asks the owner for the id of a cache that is named by a text, unless it
@@ -38,16 +43,16 @@ impl Link {
     pub(crate) fn remote_cache(
         self: &Arc<Self>,
         name: &RemoteCacheName,
-        describe: Describe,
+        description: Description,
         deadline: Deadline,
     ) -> Result<Arc<KnownCache>> {
         let text = match name {
-            RemoteCacheName::Name(name) => return describe(self, *name, deadline),
+            RemoteCacheName::Name(name) => return self.description(*name, description, deadline),
             RemoteCacheName::Text(text) => text,
         };
         let known = self.view.names.lock().get(&**text);
         if let Some(cache) = known {
-            match describe(self, Name::of_cache(cache), deadline) {
+            match self.description(Name::of_cache(cache), description, deadline) {
                 Err(error) if error.kind() == ErrorKind::CacheNotFound => {
                     self.view.names.lock().remove(&**text);
                 }
@@ -57,7 +62,19 @@ impl Link {
         let reply = self.ask(&Request::Find { name: (**text).to_owned() }, deadline)?;
         let Reply::Found { cache } = reply else { return Err(self.unexpected(&reply)) };
         self.view.names.lock().remember(text.clone(), cache);
-        describe(self, Name::of_cache(cache), deadline)
+        self.description(Name::of_cache(cache), description, deadline)
+    }
+
+    fn description(
+        self: &Arc<Self>,
+        name: Name,
+        which: Description,
+        deadline: Deadline,
+    ) -> Result<Arc<KnownCache>> {
+        match which {
+            Description::Known => self.known(name, deadline),
+            Description::New => self.describe(name, deadline),
+        }
     }
 
     /// Returns the remote cache with the name `name` if its stored description is current, as far as is visible from here.

@@ -14,21 +14,12 @@ use crate::fallible;
 use crate::model::Deadline;
 use crate::plan::{KvPart, Side, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::{Describe, Link};
+use crate::session::Description;
 use crate::stats::Op;
 use crate::validate::OwnerShare;
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
-
-/// Runs `check` with the descriptions that are known here, and if they are refused, with those that the owners give now: the
-/// known ones may be outdated, as in `Call::attempts`.
-fn checked_by_description<T>(check: impl Fn(Describe) -> Result<T>) -> Result<T> {
-    match check(Link::known) {
-        Err(error) if error.kind() == ErrorKind::InvalidArgument => check(Link::describe),
-        checked => checked,
-    }
-}
 
 /// The parts of one group.
 pub(crate) struct Group {
@@ -79,10 +70,25 @@ impl Group {
         if !self.owners {
             return Ok(Vec::new());
         }
-        checked_by_description(|describe| match self.local_side() {
-            Side::Destination => self.pulled_shares(describe, execution, deadline),
-            Side::Source => self.pushed_shares(describe, execution, deadline),
-        })
+        match self.shares_by(Description::Known, execution, deadline) {
+            // The known descriptions may be outdated, as in `Call::attempts`.
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                self.shares_by(Description::New, execution, deadline)
+            }
+            shares => shares,
+        }
+    }
+
+    fn shares_by(
+        &self,
+        description: Description,
+        execution: &Arc<Execution>,
+        deadline: Deadline,
+    ) -> Result<Vec<Option<OwnerShare>>> {
+        match self.local_side() {
+            Side::Destination => self.pulled_shares(description, execution, deadline),
+            Side::Source => self.pushed_shares(description, execution, deadline),
+        }
     }
 
     fn local_side(&self) -> Side {
@@ -94,10 +100,10 @@ impl Group {
         Ok(part.call(self.resources.clone(), link, Some(execution.clone()), deadline))
     }
 
-    /// Finds out the layout of every owner's cache with `describe`, and returns what to read from each owner.
+    /// Finds out the layout of every owner's cache by `description`, and returns what to read from each owner.
     fn pulled_shares(
         &self,
-        describe: Describe,
+        description: Description,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
@@ -109,7 +115,7 @@ impl Group {
         for (index, part) in self.parts.iter().enumerate() {
             let described = || {
                 let call = self.call(part, execution, deadline)?;
-                let known = call.remote_cache(describe)?;
+                let known = call.remote_cache(description)?;
                 let layout = known.remote.kv.clone().ok_or_else(|| missing("remote"))?;
                 check_same_model(&layout, local).map_err(|error| call.named(error))?;
                 Ok((known, layout))
@@ -141,7 +147,7 @@ impl Group {
     /// tokens.
     fn pushed_shares(
         &self,
-        describe: Describe,
+        description: Description,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
@@ -152,7 +158,7 @@ impl Group {
                 let call = self.call(part, execution, deadline)?;
                 let named = |error: Error| call.named(error.with("name", &part.name));
                 let (_, row) = part.name.without_slot();
-                let remote = call.remote_cache(describe)?.remote.with_row(row);
+                let remote = call.remote_cache(description)?.remote.with_row(row);
                 let share = OwnerShare { parts: None, tokens: expected };
                 let (tokens, nothing) = part.checked.check_share(&remote, &share).map_err(named)?;
                 Ok((tokens, nothing.map(named)))
