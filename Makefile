@@ -180,8 +180,8 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples/asyncio_server
-# Without two examples: $(BIN) has no aiohttp for examples/vllm, whose types test-vllm checks, and neither torch nor
-# transformers for examples/transformers_torch.py, whose class in strict mode would be one of `Any`.
+# Two examples are left out. $(BIN) has no aiohttp, which examples/vllm needs (test-vllm checks its types). It has neither torch nor
+# transformers, so a class of examples/transformers_torch.py would have the base `Any`, which strict mode refuses.
 	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard examples/[!t]*.py) examples/asyncio_server examples/transformer
 	MYPYPATH=benches/scaling:packages/hixl/src $(BIN)/mypy benches/peers
 	MYPYPATH=benches:tools:packages/hixl/src $(BIN)/mypy $(addprefix benches/,networks.py python_overhead.py single_calls.py serving_latency.py keepers.py store.py one_sided.py)
@@ -306,7 +306,7 @@ bench-copy:  ## copies and swaps beside hand-written loops in the same run, with
 bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
 	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")
 
-bench-calls: build $(VENV)/.test-tools  ## single calls of LLM-DataDist's API on this tree beside BASE=commit, in turn; two minutes
+bench-calls: build $(VENV)/.test-tools  ## single calls of LLM-DataDist's API on this tree beside BASE=commit, in turn; three minutes
 	$(BIN)/python benches/single_calls.py --base $(or $(BASE),$(error name a commit: make bench-calls BASE=commit))
 
 bench-hixl: build $(VENV)/.test-tools  ## the module hixl beside the native engine: READ, WRITE, one call, transfer_async

@@ -251,7 +251,6 @@ ARGUMENTS = {
     **dict.fromkeys(("register_cache", "register_blocks_cache", "copy_cache", "copy_blocks"), 2),
     **dict.fromkeys(("pull_cache", "pull_blocks", "push_cache", "push_blocks"), 2),
     **dict.fromkeys(("swap_blocks", "transfer_cache_async"), 3),
-    "stats": 0,
 }
 
 

@@ -165,9 +165,9 @@ def test_restarted_client() -> None:
         assert client.call("connect", address, LIMIT) == hixl.SUCCESS
         client.kill()
         with ends(Child) as (other,):
-            local = ready(other, mine)
+            local_address = ready(other, mine)
             assert other.call("connect", address, LIMIT) == hixl.SUCCESS
-            assert other.move(address, 0, [(local, place, 4096)]) == hixl.SUCCESS
+            assert other.move(address, 0, [(local_address, address_of, 4096)]) == hixl.SUCCESS
 
 
 @every_way

@@ -69,7 +69,7 @@ def huge_bytes():
 
 def merged(end):
     """Bytes of each pool that the kernel merged into huge pages for the engine."""
-    return {name: facts["merged_bytes"] for name, facts in end.stats()["pools"].items()}
+    return {name: facts["merged_bytes"] for name, facts in stats(end)["pools"].items()}
 
 
 def byte_blocks(manager, *shape):

@@ -36,8 +36,9 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_closest_name_is_at_most_two_edits_away() -> None:
-    for left, right, near in [("", "ab", True), ("", "abc", False), ("abc", "acb", True), ("kitten", "sitting", False)]:
-        assert (_core.nearest(left, [right]) == right) == (_core.nearest(right, [left]) == left) == near
+    words = [("", "ab", True), ("", "abc", False), ("abc", "acb", True), ("kitten", "sitting", False)]
+    for left, right, found in words:
+        assert (_core.nearest(left, [right]) == right) == (_core.nearest(right, [left]) == left) == found
     assert _core.nearest("ÄBC", ["äbç"]) == "äbç"
     assert _core.nearest("\ud800", ["memory"]) is None
     known = ["memory", "memories", "meaning"]

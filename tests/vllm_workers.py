@@ -198,7 +198,9 @@ class _Worker:
             thread._engine = engine
             raise MemoryError("no memory for events")
 
-        thread._engine = SimpleNamespace(events=events, close=engine.close)  # type: ignore[assignment]
+        # With `fileno`, because the thread may not have begun to wait for the events.
+        fake = SimpleNamespace(events=events, fileno=engine.fileno, close=engine.close)
+        thread._engine = fake  # type: ignore[assignment]
 
     def break_thread(self) -> None:
         """End the transfer thread by an error, as soon as it wakes up."""

@@ -188,7 +188,7 @@ def main() -> None:
     for length in lengths:
         count = -(-length // BLOCK_SIZE)
         rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for round_number in range(-1, given.rounds):  # the first turn links, and touches the blocks
+        for round_number in range(-1, given.rounds):  # the first round links, and touches the blocks
             for way in WAYS if round_number % 2 == 0 else reversed(WAYS):
                 prefill, decode = pairs[way]
                 src, dst = (random.sample(range(1, BLOCKS), count) for _ in range(2))

@@ -53,6 +53,7 @@ __all__ = [
     "import_numpy",
     "log_after_fork",
     "native",
+    "nearest",
     "open_log",
     "options",
     "register_types",
@@ -517,7 +518,7 @@ def options() -> list[tuple[str, str, list[str], str, str, bool, str, str, str]]
     """Return every option of an engine, with the fields of ``option_table.Row``."""
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is nearest to ``name`` and at most two edits away, whatever the case of letters is."""
+    """Return the known name that is nearest to ``name`` and at most two edits away. Case matters least."""
 
 def check_option(name: str, arg_value: int | str) -> None:
     """Raise unless the property ``name`` of an ``LlmConfig`` may have the value.

@@ -128,9 +128,8 @@ class PathStats(TypedDict):
     bytes: int
     """Bytes moved."""
     rules: dict[str, int]
-    """The same number by the rule that chose the path: ``mapped_pool``, ``fabric_pool``, ``short_transfer``,
-    ``process_memory`` or ``owner_sends`` ([links](links.md#how-bytes-travel)). Rules that chose it for none
-    are left out."""
+    """`transfers` by the rule that chose the path: ``mapped_pool``, ``fabric_pool``, ``short_transfer``,
+    ``process_memory`` or ``owner_sends`` ([links](links.md#how-bytes-travel)). Rules without transfers are left out."""
 
 
 class LinkStats(TypedDict):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from aarch64.probe import limits_address_space
+from emulation import needs
 from ids import short
 from llm_datadist.native import Engine, InvalidArgument, OutOfMemory, Rows
 from memory import run_fresh
@@ -295,6 +297,7 @@ def test_tensor_that_no_memory_can_hold(engine: Engine) -> None:
         fails(OutOfMemory, lambda given=given: kv[given])  # type: ignore[misc]
 
 
+@needs("RLIMIT_AS", limits_address_space)
 def test_array_that_does_not_fit_into_memory() -> None:
     run_fresh("""
         import resource

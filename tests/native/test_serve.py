@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
+from emulation import emulated
 from llm_datadist import InvalidArgument, Store
 from peers import eventually
 
@@ -275,7 +276,8 @@ def test_the_child_ends_with_its_holder_and_another_keeper_takes_the_path(socket
 def test_the_holder_has_one_thread_and_no_client(socket: Path, served: Serve) -> None:
     with opened(socket) as store:
         assert put(store, 1) == [True]
-        assert len(list(Path(f"/proc/{served.process.pid}/task").iterdir())) == 1
+        # An emulator may have a thread of its own.
+        assert len(list(Path(f"/proc/{served.process.pid}/task").iterdir())) <= 1 + emulated()
         # The socket that listens, a pair for signals, the end of the child, and nothing of a client.
         kinds = [str(link.readlink()) for link in Path(f"/proc/{served.process.pid}/fd").iterdir()]
         assert len([kind for kind in kinds if kind.startswith("socket:")]) == 4

@@ -1,6 +1,6 @@
 """`Store.start_get` and `Store.start_put`: transfers of a store, their events, and what they hold.
 
-Not for: threads and bounds inside the store (`crates/keeper/src/started.rs`).
+Not for: threads inside the store (`crates/keeper/src/started.rs`).
 """
 
 from __future__ import annotations

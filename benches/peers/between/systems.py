@@ -59,7 +59,10 @@ class Peer:
 
 NO_THREAD = "no progress thread: both processes poll while it is their turn"
 SHM = {"UCX_TLS": "posix,sysv,self,tcp"}
-TWO_SIDED = "two-sided: local asks by a message, remote posts one tagged send a block, in the order that local expects"
+TWO_SIDED = (
+    "two-sided: the local side asks by a message, the remote side posts one tagged send a block, in the order that "
+    "the local side expects"
+)
 AS_IT_COMES = "as it comes"
 HIXL_NOTE = "transfer_sync of the module hixl; its list of operations is made outside the clock"
 

@@ -2,6 +2,8 @@
 //!
 //! The public `Cache` class is in the Python package; raw pointers are in `raw`.
 
+#![allow(clippy::doc_markdown, reason = "the comments of classes and methods are the docstrings of Python")]
+
 use std::sync::Arc;
 
 use llm_datadist_core::bindings::fallible;

@@ -1,5 +1,7 @@
 //! The buffer of a cache: one flat view of all its bytes, for `DLPack` and the buffer protocol.
 
+#![allow(clippy::doc_markdown, reason = "the comments of classes and methods are the docstrings of Python")]
+
 use std::sync::Arc;
 
 use llm_datadist_core::Result;

@@ -101,8 +101,8 @@ class LlmDataDist {
     Cache made;
     made.cache_desc = cache_desc;
     uint32_t room = cache_desc.num_tensors;
-    if (room > kMostTensors) {
-      room = kMostTensors;
+    if (room > kMaxTensors) {
+      room = kMaxTensors;
     }
     made.tensor_addrs.resize(room);
     const auto desc = view::Of(cache_desc);
@@ -191,7 +191,7 @@ class LlmDataDist {
 
  private:
   // Larger numbers of tensors are refused, so their addresses need no space.
-  static constexpr uint32_t kMostTensors = 1U << 24U;
+  static constexpr uint32_t kMaxTensors = 1U << 24U;
 
   const uint64_t handle_;
 };

@@ -3,14 +3,18 @@
 /// Maximum number of edits between an unknown name and the valid one that is meant.
 const MAX_EDITS: usize = 2;
 
-/// Returns the valid name that is nearest to `name` and at most [`MAX_EDITS`] away. The case of letters does not count.
+/// Returns the valid name that is nearest to `name` and at most two edits away. The case of letters counts only between names that
+/// are equally near without it.
 pub fn nearest<'a>(name: &str, valid: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let letters = |name: &str| name.to_lowercase().chars().collect::<Vec<_>>();
-    let name = letters(name);
-    let near = valid.map(|valid| (letters(valid), valid));
-    let near = near.filter(|(valid, _)| valid.len().abs_diff(name.len()) <= MAX_EDITS);
-    let edits = near.map(|(letters, valid)| (edits(&name, &letters), valid));
-    edits.min().filter(|(edits, _)| *edits <= MAX_EDITS).map(|(_, valid)| valid)
+    let near = valid.filter(|valid| valid.len().abs_diff(name.len()) <= MAX_EDITS);
+    let [exact, lower] = [letters(name), letters(&name.to_lowercase())];
+    let edits = near
+        .map(|valid| (edits(&lower, &letters(&valid.to_lowercase())), edits(&exact, &letters(valid)), valid));
+    edits.min().filter(|(edits, ..)| *edits <= MAX_EDITS).map(|(.., valid)| valid)
+}
+
+fn letters(name: &str) -> Vec<char> {
+    name.chars().collect()
 }
 
 /// Returns the least number of characters to insert, delete or replace.

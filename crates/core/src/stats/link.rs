@@ -34,7 +34,7 @@ pub struct PathState {
     pub transfers: u64,
     /// Bytes moved.
     pub bytes: u64,
-    /// The number of these plans by the rule that chose the path. Rules that chose it for none are left out.
+    /// The number of these plans by the rule that chose the path. Rules without plans are left out.
     pub rules: BTreeMap<&'static str, u64>,
 }
 

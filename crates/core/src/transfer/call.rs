@@ -239,7 +239,7 @@ impl Call {
         self.link.stats.count_path(path, Rule::of(path, false), bytes, staged);
     }
 
-    /// Counts a plan whose bytes went through streams on `path`. `short` is whether a read was possible.
+    /// Counts a plan whose bytes went through streams on `path`. `short` is whether the transfer was too short for a read that was possible.
     pub(super) fn count_sent(&self, path: PathKind, short: bool, bytes: u64) {
         let staged = self.local.tensors().reach() == Reach::Device;
         self.link.stats.count_path(path, Rule::of(path, short), bytes, staged);

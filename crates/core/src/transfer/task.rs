@@ -25,8 +25,9 @@ use crate::sync::Mutex;
 /// Maximum number of bytes of a request that pushes several layers: more bytes save no time. All its layers are reported together, at
 /// its end.
 const MAX_JOINED_BYTES: u64 = 32 << 20;
-/// Maximum number of these bytes for each millisecond that is left for the first of the layers.
-const JOINED_BYTES_PER_MS: u64 = 16 << 10;
+/// Maximum number of these bytes for each millisecond that is left for the first of the layers. So a link of 8 MiB/s moves them in time
+/// (`requests_for_several_layers_are_bounded`).
+const JOINED_BYTES_PER_MS: u64 = 8 << 10;
 
 /// One push to any number of destinations.
 pub(super) struct Task {
@@ -317,7 +318,7 @@ impl Job for LayerJob {
                 }
                 LayerStep::Push(sink, ReadyRun { layers, since }) => {
                     let deadline = job.deadline(since);
-                    let pushed = sink.push(layers, max_bytes.min(bytes_within(deadline.left())), deadline);
+                    let pushed = sink.push(layers, max_bytes.min(joined_bytes(deadline.left())), deadline);
                     drop(sink);
                     if let Ok((_, bytes)) = pushed {
                         max_bytes = MAX_JOINED_BYTES;
@@ -340,8 +341,9 @@ impl Job for LayerJob {
 }
 
 /// Returns the maximum number of bytes of a request for several layers of which the first must be in place when `left` has passed.
-fn bytes_within(left: Duration) -> u64 {
-    u64::try_from(left.as_millis()).unwrap_or(u64::MAX).saturating_mul(JOINED_BYTES_PER_MS)
+fn joined_bytes(left: Duration) -> u64 {
+    let in_time = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).saturating_mul(JOINED_BYTES_PER_MS);
+    in_time.min(MAX_JOINED_BYTES)
 }
 
 impl LayerJob {
@@ -403,5 +405,25 @@ impl Drop for LayerJob {
 impl std::fmt::Debug for Task {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Task").field("transfer", &self.end.transfer).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Duration, joined_bytes};
+
+    #[test]
+    fn requests_for_several_layers_are_bounded() {
+        let expected = [
+            (Duration::ZERO, 0),
+            (Duration::from_micros(999), 0),
+            (Duration::from_millis(1), 8 << 10),
+            (Duration::from_secs(1), 8_192_000),
+            (Duration::from_secs(5), 32 << 20),
+            (Duration::MAX, 32 << 20),
+        ];
+        for (left, bytes) in expected {
+            assert_eq!(joined_bytes(left), bytes, "{left:?}");
+        }
     }
 }

@@ -195,7 +195,7 @@ class LlmDatadistP2PTier(vllm_p2p.P2PSecondaryTierManager):  # type: ignore[misc
         self._timeout_s = settings.timeout_ms / 1000
         self._loading: dict[int, str] = {}  # loads that run: vLLM's job, and the id that its peer knows
         self._held: list[JobResult] = []  # loads that vLLM has ended while a pull still writes
-        self._finished: list[JobResult] = []  # all others, until vLLM takes them
+        self._reportable: list[JobResult] = []  # all others, until vLLM takes them
         made: list[LlmDatadistTransport] = []
 
         def transport(agent_name: str, view: memoryview, config_fields: Any = None, **_nixl: Any) -> Any:
@@ -243,8 +243,8 @@ class LlmDatadistP2PTier(vllm_p2p.P2PSecondaryTierManager):  # type: ignore[misc
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Return the jobs that have ended since the last call, except loads into whose rows a pull still writes."""
-        self._finish_jobs()
-        finished, self._finished = self._finished, []
+        self._collect_ended()
+        finished, self._reportable = self._reportable, []
         return finished
 
     def drain_jobs(self) -> None:
@@ -254,7 +254,7 @@ class LlmDatadistP2PTier(vllm_p2p.P2PSecondaryTierManager):  # type: ignore[misc
             RuntimeError: a pull still writes, long after its time limit. vLLM must not use the rows again.
         """
         super().drain_jobs()
-        self._finish_jobs()
+        self._collect_ended()
         limit_s = self._timeout_s + _GRACE_S
         deadline = time.monotonic() + limit_s
         while self._held:
@@ -262,9 +262,9 @@ class LlmDatadistP2PTier(vllm_p2p.P2PSecondaryTierManager):  # type: ignore[misc
                 text = f"the pulls of {len(self._held)} loads into the primary tier have not ended within {limit_s:g} s"
                 raise RuntimeError(f"{text} (timeout_ms={self._timeout_s * 1000:g}, and {_GRACE_S:g} s)")
             time.sleep(_SLEEP_S)
-            self._finish_jobs()
+            self._collect_ended()
 
-    def _finish_jobs(self) -> None:
+    def _collect_ended(self) -> None:
         """Take what vLLM reports, and hold back the loads into whose rows a pull still writes."""
         ended = self._held + list(super().get_finished_jobs())
         if self._held:
@@ -280,7 +280,7 @@ class LlmDatadistP2PTier(vllm_p2p.P2PSecondaryTierManager):  # type: ignore[misc
                 logger.warning("load %d of %s has not received all of its chunks", result.job_id, request)
                 self._failed_req_ids.add(request)
                 result.success = False
-            self._finished.append(result)
+            self._reportable.append(result)
 
     def _get_or_create_session(self, peer_id: str) -> Any:
         """Make vLLM's control connection to a peer, unless the request names one that is not allowed."""
