@@ -91,7 +91,7 @@ class End:
         return ctypes.addressof(self.memory[name])
 
     def add_silent(self, name: str, size: int) -> int:
-        """Map memory that does not answer: the kernel waits for pages that nobody provides. Needs root."""
+        """Map memory that does not answer: the kernel waits for pages that never come. Needs root."""
         memory = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         number = {"x86_64": 323, "aarch64": 282}[platform.machine()]  # userfaultfd

@@ -116,7 +116,7 @@ class Engine:
         host_pool: size of the host pool, in the same form. ``None``: there is none.
         page: size of a page of both pools: a power of two from 1 KiB to 1 GiB. Every tensor takes whole pages.
         listen: address at which peers can link to this engine: ``"ip:port"`` or ``"[ipv6]:port"``. Port 0 takes a free
-            port; ``address`` returns it. ``None``: nobody can link to this engine, but it can link to others.
+            port; ``address`` returns it. ``None``: no peer can link to this engine, but it can link to others.
         name: name that peers (``Peer.name``), log lines and statistics show: 1 to 128 bytes of UTF-8, printable. By
             default ``"<host name>/<process id>/<number>"``. Names need not be unique.
         metadata: bytes that peers read as ``Peer.metadata``, at most 16 KiB.
@@ -412,7 +412,7 @@ class Engine:
         An existing link is a success, whichever end made it. A call for an address at which an earlier one has found a
         linked peer sends nothing, and its transfer has ended when this returns. Calls for one address with the same
         ``name`` share an attempt. Both ends may call ``link`` at once: one link is made, and both calls succeed. While
-        nobody listens, the engine tries again until ``timeout`` has passed. A link that breaks is not made again by
+        no engine listens, this engine tries again until ``timeout`` has passed. A link that breaks is not made again by
         itself.
 
         Args:
@@ -421,7 +421,7 @@ class Engine:
             timeout: time limit of the whole call in seconds. ``None``: ``Engine.timeout``.
 
         Returns:
-            A transfer whose result is the peer. Its outcome may be ``Timeout`` (nobody answered in time), ``PeerLost``
+            A transfer whose result is the peer. Its outcome may be ``Timeout`` (no answer in time), ``PeerLost``
             (the peer refused, for example because of its token, version or name), ``Cancelled`` or ``Closed``.
 
         Raises:

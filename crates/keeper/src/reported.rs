@@ -7,7 +7,7 @@ use llm_datadist_core::bindings::keeper::Mutex;
 
 use crate::index::Location;
 
-/// The most locations that are remembered: a keeper that is behind with more of them has a broken machine.
+/// Maximum number of locations that are remembered. A keeper that is further behind runs on a broken machine.
 const MAX_REPORTED: usize = 256;
 
 /// Locations whose values the keeper was told not to match their checksums. The keeper may not have read this yet, so it may still have them.

@@ -12,7 +12,7 @@ use super::{native_raw, raw};
 /// Starts to link with the engine that listens at an address, `ip:port` or `[ipv6]:port`, unless a link to it exists. Writes the handle
 /// of a transfer to `transfer`; `llm_datadist_transfer_peer` returns its peer.
 ///
-/// Both ends may call it. While nobody listens, the engine tries again until `timeout` seconds have passed; 0 stands for the time limit
+/// Both ends may call it. While no engine listens, this engine tries again until `timeout` seconds have passed; 0 stands for the time limit
 /// of the engine. If `name` is not null, the peer must have it.
 ///
 /// # Safety

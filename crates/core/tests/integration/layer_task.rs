@@ -250,7 +250,7 @@ fn layers_that_wait_share_requests() {
     let bed = Bed::new();
     let script = Arc::new(Script { shut_at_find: true, shut: Mutex::new(true), ..Script::default() });
     let task = bed.begin(&[(1, LAYERS, script.clone())]);
-    // Layer 0 is for nobody, and layer 4 comes late.
+    // No destination needs layer 0, and layer 4 comes late.
     [0, 1, 2, 3, 5, 6, 7, 4].into_iter().for_each(|layer| task.ready(layer).unwrap());
     script.open();
     succeeded(task.transfer());

@@ -353,7 +353,7 @@ fn damage_costs_the_damaged_values_only() {
             &[1, 5, 6, 2],
         ),
         (
-            "a namespace that nobody knows",
+            "an unknown namespace",
             |table| {
                 let key = IndexKey([7, 0, 0, 70]);
                 table.put(&key, Window::of_slice(&[70; 100])).unwrap();

@@ -23,7 +23,7 @@ use crate::engine::Engine;
 ///     host_pool: size of the host pool, in the same form. ``None``: there is none.
 ///     page: size of a page of both pools: a power of two from 1 KiB to 1 GiB. Every tensor takes whole pages.
 ///     listen: address at which peers can link to this engine: ``"ip:port"`` or ``"[ipv6]:port"``. Port 0 takes a free
-///         port; ``address`` returns it. ``None``: nobody can link to this engine, but it can link to others.
+///         port; ``address`` returns it. ``None``: no peer can link to this engine, but it can link to others.
 ///     name: name that peers (``Peer.name``), log lines and statistics show: 1 to 128 bytes of UTF-8, printable. By
 ///         default ``"<host name>/<process id>/<number>"``. Names need not be unique.
 ///     metadata: bytes that peers read as ``Peer.metadata``, at most 16 KiB.

@@ -353,7 +353,7 @@ impl NativeEngine {
     /// An existing link is a success, whichever end made it. A call for an address at which an earlier one has found a
     /// linked peer sends nothing, and its transfer has ended when this returns. Calls for one address with the same
     /// ``name`` share an attempt. Both ends may call ``link`` at once: one link is made, and both calls succeed. While
-    /// nobody listens, the engine tries again until ``timeout`` has passed. A link that breaks is not made again by
+    /// no engine listens, this engine tries again until ``timeout`` has passed. A link that breaks is not made again by
     /// itself.
     ///
     /// Args:
@@ -362,7 +362,7 @@ impl NativeEngine {
     ///     timeout: time limit of the whole call in seconds. ``None``: ``Engine.timeout``.
     ///
     /// Returns:
-    ///     A transfer whose result is the peer. Its outcome may be ``Timeout`` (nobody answered in time), ``PeerLost``
+    ///     A transfer whose result is the peer. Its outcome may be ``Timeout`` (no answer in time), ``PeerLost``
     ///     (the peer refused, for example because of its token, version or name), ``Cancelled`` or ``Closed``.
     ///
     /// Raises:

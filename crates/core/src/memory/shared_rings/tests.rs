@@ -156,7 +156,7 @@ fn only_the_side_that_announces_is_woken() {
     assert!(!one.wakes(RingWait::Bytes) && !one.wakes(RingWait::Room));
     assert!(other.fall_asleep(RingWait::Bytes));
     assert!(one.wakes(RingWait::Bytes) && !one.wakes(RingWait::Room));
-    assert!(!other.wakes(RingWait::Bytes), "nobody sleeps at the other side");
+    assert!(!other.wakes(RingWait::Bytes), "the other side does not sleep");
     other.awake();
     assert!(!one.wakes(RingWait::Bytes));
     one.write(b"x").unwrap();
