@@ -45,18 +45,10 @@ impl Answers {
         self.resources.config.links.silence
     }
 
-    /// Answers the next request on `stream`, which has arrived or is arriving. Returns `false` if the stream
-    /// has ended. If the peer unlinks, calls `unlinked` before it sends the reply, so that no trace of the
-    /// link is left here when the peer receives the reply. `replied` is when this thread replied to the previous request, if it
-    /// did; the time of this reply replaces it.
-    pub(super) fn answer(
-        &self,
-        link: &Arc<Link>,
-        stream: &Stream,
-        unlinked: &dyn Fn(),
-        replied: &Cell<Option<Instant>>,
-    ) -> Result<bool> {
-        let silence = self.resources.config.links.silence;
+    /// Reads the next request on `stream`, which has arrived or is arriving. If there is no memory for it, sends the reason, and the
+    /// stream stays open.
+    pub(super) fn receive(&self, link: &Link, stream: &Stream) -> Result<StreamState> {
+        let silence = self.silence();
         // The request has arrived or begun to arrive. The budget of the link decides how much memory and time
         // a large one gets.
         let begun = Deadline::after(silence).named("the time limit of a request");
@@ -65,19 +57,33 @@ impl Answers {
         let (Timed { limit_ms, request }, share) =
             match frame.and_then(|frame| frame.map(read_frame).transpose()) {
                 Ok(Some(received)) => received,
-                Ok(None) => return Ok(false),
+                Ok(None) => return Ok(StreamState::Ended),
                 // The body was read completely, so the stream remains usable: report the error, and the next
                 // request may fit.
                 Err(error) if error.kind() == ErrorKind::OutOfMemory => {
                     send_message(stream, &Reply::failed(&error), Deadline::after(silence))?;
-                    return Ok(!stream.is_closed());
+                    return Ok(StreamState::open_if(!stream.is_closed()));
                 }
                 Err(error) => return Err(error),
             };
         stream.restart_pace();
+        let deadline = deadline_of(limit_ms, self.resources.config.links.pin_limit);
+        Ok(StreamState::Unanswered(ReceivedRequest { request, share, deadline }))
+    }
+
+    /// Answers a request that was read from `stream`. If the peer unlinks, calls `unlinked` before it sends the reply, so that no
+    /// trace of the link is left here when the peer receives the reply. `replied` is when this thread replied to the previous
+    /// request, if it did; the time of this reply replaces it.
+    pub(super) fn answer(
+        &self,
+        link: &Arc<Link>,
+        stream: &Stream,
+        ReceivedRequest { request, share, deadline }: ReceivedRequest,
+        unlinked: &dyn Fn(),
+        replied: &Cell<Option<Instant>>,
+    ) -> Result<StreamState> {
         let started = Instant::now();
-        let (resources, deadline) =
-            (&*self.resources, deadline_of(limit_ms, self.resources.config.links.pin_limit));
+        let resources = &*self.resources;
         let context = RequestContext { resources, link, stream, share, deadline, unlinked, replied };
         // The plan of a request is written as bytes for its digest, which may take as much memory as its frame.
         let digest = context.share.charged(|| fallible::temporary(|| digest_of_summed(&request)));
@@ -85,10 +91,46 @@ impl Answers {
         let done = matches!(served, Ok(()) | Err(RequestFailure::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
         match served {
-            Ok(()) | Err(RequestFailure::Refused) => Ok(true),
-            Err(RequestFailure::Unlinked) => Ok(false),
+            Ok(()) | Err(RequestFailure::Refused) => Ok(StreamState::Open),
+            Err(RequestFailure::Unlinked) => Ok(StreamState::Ended),
             Err(RequestFailure::Broken(error)) => Err(error),
         }
+    }
+}
+
+/// The state of a call stream between two steps of an answer.
+#[allow(
+    clippy::large_enum_variant,
+    reason = "almost every request is answered at once, and a box would cost an allocation"
+)]
+pub(super) enum StreamState {
+    /// The next request may arrive.
+    Open,
+    /// No further request will arrive.
+    Ended,
+    /// This request was read and is not answered yet.
+    Unanswered(ReceivedRequest),
+}
+
+impl StreamState {
+    fn open_if(open: bool) -> StreamState {
+        if open { StreamState::Open } else { StreamState::Ended }
+    }
+}
+
+/// A request of a peer, and what it has until it is answered.
+pub(super) struct ReceivedRequest {
+    request: Request,
+    /// The memory that the request takes.
+    share: Arc<BudgetShare>,
+    /// When the caller gives up, by the clock of this side.
+    deadline: Deadline,
+}
+
+impl ReceivedRequest {
+    /// Whether the request is a further part of a write over several streams, which waits for no rows.
+    pub(super) fn is_part(&self) -> bool {
+        matches!(self.request, Request::WritePart { .. })
     }
 }
 

@@ -2,6 +2,11 @@
 //!
 //! Each link has one slot of its own. [`SHARED`] more belong to all links, and one link may use half of those
 //! (`one_link_gets_its_own_slot_and_half_of_the_shared`). Jobs that find no slot wait here.
+//!
+//! A write over several streams pins its rows until all of its parts have arrived. If a part waited for slots in which other
+//! requests wait for these rows, none of them would go on. So each link has [`FOR_PARTS`] slots for parts. Whether a request is a
+//! part is known once it has been read. Therefore any job that may be one takes such a slot, and
+//! [exchanges](Slots::exchange) it before it waits for rows if it is none.
 
 use std::collections::VecDeque;
 use std::hash::Hash;
@@ -12,9 +17,8 @@ use hashbrown::HashMap;
 const SHARED: usize = 32;
 /// Maximum number of shared slots that one link may use.
 const SHARED_BY_ONE: usize = SHARED / 2;
-/// Maximum number of extra slots of one link. The rows of a write over several streams are pinned until all of its parts have
-/// arrived, so these must not wait for slots in which other calls wait for the rows.
-const EXTRA: usize = 16;
+/// Slots of each link for parts of its writes over several streams.
+const FOR_PARTS: usize = 16;
 
 /// The kind of slot in which a call is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,8 +27,8 @@ pub(super) enum CallSlot {
     Own,
     /// A slot that all links share.
     Shared,
-    /// A slot for a link whose writes over several streams wait for parts.
-    Extra,
+    /// A slot of the link for parts of its writes over several streams.
+    Parts,
 }
 
 /// The slots in use, and the jobs that wait for one. `Link` identifies a link.
@@ -37,18 +41,41 @@ pub(super) struct Slots<Link, Job> {
     shared: usize,
 }
 
-/// The slots and waiting jobs of one link. Removed when there are none.
+/// The slots in use and the waiting jobs of one link. Removed when there are none.
 #[derive(Debug)]
 struct OfLink<Job> {
-    own: bool,
+    own: usize,
     shared: usize,
-    extra: usize,
-    queue: VecDeque<Job>,
+    for_parts: usize,
+    queue: VecDeque<WaitingJob<Job>>,
+}
+
+#[derive(Debug)]
+struct WaitingJob<Job> {
+    job: Job,
+    may_be_part: bool,
 }
 
 impl<Job> OfLink<Job> {
+    fn new() -> Self {
+        OfLink { own: 0, shared: 0, for_parts: 0, queue: VecDeque::new() }
+    }
+
     fn may_share(&self) -> bool {
         self.shared < SHARED_BY_ONE
+    }
+
+    fn used(&mut self, slot: CallSlot) -> &mut usize {
+        match slot {
+            CallSlot::Own => &mut self.own,
+            CallSlot::Shared => &mut self.shared,
+            CallSlot::Parts => &mut self.for_parts,
+        }
+    }
+
+    /// Returns the index of the waiting job that is the next to take `slot`.
+    fn next(&self, slot: CallSlot) -> Option<usize> {
+        self.queue.iter().position(|waiting| waiting.may_be_part || slot != CallSlot::Parts)
     }
 }
 
@@ -59,87 +86,82 @@ impl<Link, Job> Default for Slots<Link, Job> {
 }
 
 impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
-    /// Takes a slot for a job of `link` and returns both. If there is none, queues the job and returns
-    /// `None`. `extra` is whether writes of the link over several streams wait for parts.
-    pub(super) fn enter(&mut self, link: Link, job: Job, extra: bool) -> Option<(Job, CallSlot)> {
-        let empty = || OfLink { own: false, shared: 0, extra: 0, queue: VecDeque::new() };
-        let of_link = self.links.entry(link).or_insert_with(empty);
-        if !of_link.own {
-            of_link.own = true;
-            return Some((job, CallSlot::Own));
-        }
-        if self.shared < SHARED && of_link.may_share() {
-            of_link.shared += 1;
-            self.shared += 1;
-            return Some((job, CallSlot::Shared));
-        }
-        if extra && of_link.extra < EXTRA {
-            of_link.extra += 1;
-            return Some((job, CallSlot::Extra));
-        }
-        of_link.queue.push_back(job);
-        if of_link.queue.len() == 1 {
-            self.waiting.push_back(link);
-        }
-        None
-    }
-
-    /// Releases a slot of `link`, and returns the waiting job that takes it. The own slot passes to a job of the same link,
-    /// and an extra slot to nobody. A shared slot passes to the link that has waited longest among those that may use one more.
-    pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Job, CallSlot)> {
-        let of_link = self.links.get_mut(&link)?;
-        match slot {
-            CallSlot::Own => of_link.own = false,
-            CallSlot::Shared => {
-                of_link.shared -= 1;
-                self.shared -= 1;
+    /// Takes a slot for a job of `link` and returns both. If there is none, queues the job and returns `None`. A job that `may_be_part`
+    /// also takes a slot for parts.
+    pub(super) fn enter(&mut self, link: Link, job: Job, may_be_part: bool) -> Option<(Job, CallSlot)> {
+        let of_link = self.links.entry(link).or_insert_with(OfLink::new);
+        let slot = if of_link.own == 0 {
+            CallSlot::Own
+        } else if self.shared < SHARED && of_link.may_share() {
+            CallSlot::Shared
+        } else if may_be_part && of_link.for_parts < FOR_PARTS {
+            CallSlot::Parts
+        } else {
+            of_link.queue.push_back(WaitingJob { job, may_be_part });
+            if of_link.queue.len() == 1 {
+                self.waiting.push_back(link);
             }
-            CallSlot::Extra => of_link.extra -= 1,
-        }
-        let next = match slot {
-            CallSlot::Extra => None,
-            CallSlot::Own if of_link.queue.is_empty() => None,
-            CallSlot::Own => self.waiting.iter().position(|waits| *waits == link),
-            CallSlot::Shared => self.sharer(),
-        };
-        let Some(next) = next.and_then(|at| self.waiting.remove(at)) else {
-            self.forget(link);
             return None;
         };
-        let of_next = self.links.get_mut(&next)?;
-        let job = of_next.queue.pop_front()?;
-        match slot {
-            CallSlot::Own => of_next.own = true,
-            CallSlot::Shared => {
-                of_next.shared += 1;
-                self.shared += 1;
-            }
-            CallSlot::Extra => {}
-        }
-        if !of_next.queue.is_empty() {
-            self.waiting.push_back(next);
-        }
-        if next != link {
+        *of_link.used(slot) += 1;
+        self.shared += usize::from(slot == CallSlot::Shared);
+        Some((job, slot))
+    }
+
+    /// Releases a slot of `link`, and returns the waiting job that takes it. The own slot passes to a job of the same link, and a slot
+    /// for parts to one that may be a part. A shared slot passes to the link that has waited longest among those that may use one more.
+    pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Job, CallSlot)> {
+        let of_link = self.links.get_mut(&link)?;
+        *of_link.used(slot) -= 1;
+        self.shared -= usize::from(slot == CallSlot::Shared);
+        let next = if slot == CallSlot::Shared { self.sharer() } else { Some(link) };
+        let job = next.and_then(|next| self.take_waiting(next, slot));
+        if next != Some(link) || job.is_none() {
             self.forget(link);
         }
-        Some((job, slot))
+        job
+    }
+
+    /// Exchanges a slot for parts, in which `job` turned out to be no part, for another one. Returns the job and its slot. If there is
+    /// none, queues the job and returns the one that takes the slot for parts, if any.
+    pub(super) fn exchange(&mut self, link: Link, job: Job) -> Option<(Job, CallSlot)> {
+        // Once the streams of the link have been taken from the server, there are no slots, and the job ends at once.
+        if !self.links.contains_key(&link) {
+            return Some((job, CallSlot::Own));
+        }
+        let entered = self.enter(link, job, false);
+        // If there was a slot, no job of the link waits.
+        self.leave(link, CallSlot::Parts).or(entered)
     }
 
     /// Whether a waiting job could use this slot of `link`.
     pub(super) fn wanted(&self, link: Link, slot: CallSlot) -> bool {
-        let own_waits = self.links.get(&link).is_some_and(|of_link| !of_link.queue.is_empty());
-        (own_waits && slot != CallSlot::Extra) || (slot == CallSlot::Shared && self.sharer().is_some())
+        let by_own = self.links.get(&link).is_some_and(|of_link| of_link.next(slot).is_some());
+        by_own || (slot == CallSlot::Shared && self.sharer().is_some())
     }
 
-    /// Finds the first waiting link that may use one more shared slot. At most two links can have reached
-    /// their limit.
-    fn sharer(&self) -> Option<usize> {
-        self.waiting.iter().position(|waits| self.links.get(waits).is_some_and(OfLink::may_share))
+    /// Returns the first waiting link that may use one more shared slot. At most two links can have reached their limit.
+    fn sharer(&self) -> Option<Link> {
+        let may_share = |waits: &&Link| self.links.get(*waits).is_some_and(OfLink::may_share);
+        self.waiting.iter().find(may_share).copied()
+    }
+
+    /// Removes the waiting job of `link` that is the next to take `slot`, and gives it the slot.
+    fn take_waiting(&mut self, link: Link, slot: CallSlot) -> Option<(Job, CallSlot)> {
+        let of_link = self.links.get_mut(&link)?;
+        let WaitingJob { job, .. } = of_link.next(slot).and_then(|at| of_link.queue.remove(at))?;
+        *of_link.used(slot) += 1;
+        self.shared += usize::from(slot == CallSlot::Shared);
+        self.waiting.retain(|waits| *waits != link);
+        if !of_link.queue.is_empty() {
+            self.waiting.push_back(link);
+        }
+        Some((job, slot))
     }
 
     fn forget(&mut self, link: Link) {
         let unused = |of_link: &OfLink<Job>| {
-            !of_link.own && of_link.shared + of_link.extra == 0 && of_link.queue.is_empty()
+            of_link.own + of_link.shared + of_link.for_parts == 0 && of_link.queue.is_empty()
         };
         if self.links.get(&link).is_some_and(unused) {
             self.links.remove(&link);
@@ -176,15 +198,30 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_writes_find_a_slot_beside_those_of_waiting_calls() {
+    fn parts_find_a_slot_however_many_other_jobs_wait() {
         let mut slots = Slots::default();
         assert_eq!(fill(&mut slots, 1, 40), 1 + 16);
-        let extra = (100..140).filter_map(|job| slots.enter(1, job, true)).collect::<Vec<_>>();
-        assert_eq!(extra.len(), 16);
-        assert!(extra.iter().all(|(_, slot)| *slot == CallSlot::Extra));
-        assert!(!slots.wanted(1, CallSlot::Extra));
-        assert_eq!(slots.leave(1, CallSlot::Extra), None, "it passes to nobody");
-        assert_eq!(slots.enter(1, 200, true), Some((200, CallSlot::Extra)));
+        assert!(!slots.wanted(1, CallSlot::Parts), "of the waiting jobs, none may be a part");
+        for job in 100..116 {
+            assert_eq!(slots.enter(1, job, true), Some((job, CallSlot::Parts)));
+        }
+        assert!((116..120).all(|job| slots.enter(1, job, true).is_none()));
+        assert!(slots.wanted(1, CallSlot::Parts));
+        // A job that is no part waits behind the others, in whose slots it might wait for rows.
+        for (job, next) in (100..104).zip(116..120) {
+            assert_eq!(slots.exchange(1, job), Some((next, CallSlot::Parts)));
+        }
+        assert_eq!(slots.exchange(1, 104), None, "nobody takes the slot");
+        assert_eq!(slots.enter(1, 200, true), Some((200, CallSlot::Parts)));
+        assert_eq!(slots.leave(1, CallSlot::Parts), None, "jobs that are no parts do not take it");
+        for expected in (17..40).chain(100..105) {
+            assert_eq!(slots.leave(1, CallSlot::Own), Some((expected, CallSlot::Own)), "in their order");
+        }
+        assert_eq!(slots.leave(1, CallSlot::Own), None);
+        assert_eq!(slots.exchange(1, 105), Some((105, CallSlot::Own)));
+        let mut closed = Slots::default();
+        assert_eq!(closed.exchange(1, 106), Some((106, CallSlot::Own)));
+        assert_eq!(closed.leave(1, CallSlot::Own), None);
     }
 
     #[test]
@@ -194,9 +231,14 @@ mod tests {
             let link = job % 7 * (job % 3);
             taken.extend(slots.enter(link, (link, job), job % 5 == 0));
         }
-        while let Some(((link, _), slot)) = taken.pop_front() {
-            had += 1;
-            taken.extend(slots.leave(link, slot));
+        while let Some(((link, job), slot)) = taken.pop_front() {
+            let is_part = slot == CallSlot::Parts && job % 10 == 0;
+            if slot == CallSlot::Parts && !is_part {
+                taken.extend(slots.exchange(link, (link, job)));
+            } else {
+                had += 1;
+                taken.extend(slots.leave(link, slot));
+            }
         }
         assert_eq!(had, 1000);
         assert_eq!((slots.links.len(), slots.waiting.len(), slots.shared), (0, 0, 0));

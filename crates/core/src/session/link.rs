@@ -226,18 +226,19 @@ impl Link {
         self.broken.get_or_init(|| (Instant::now(), why))
     }
 
-    /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
-    /// on its streams.
-    pub(super) fn break_off(&self, why: impl Into<EndReason>) {
+    /// Ends the link, and wakes all threads that wait on its streams. Only the first call has an effect, and its reason is kept. Returns
+    /// whether this is the first call.
+    pub(super) fn break_off(&self, why: impl Into<EndReason>) -> bool {
         self.mark_broken(why.into());
         if self.closed.swap(true, Ordering::SeqCst) {
-            return;
+            return false;
         }
         self.view.end();
         self.control.end();
         self.served.end();
         self.calls.end();
         self.notifications.wake();
+        true
     }
 
     /// Waits until a request of `bytes` fits the budget of the peer, which may be silent for `silence`. Returns the share of

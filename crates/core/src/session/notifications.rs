@@ -124,7 +124,8 @@ impl Link {
                     if error.kind() == ErrorKind::NotLinked {
                         self.wait_until_broken(Deadline::after(ANSWER_TIME));
                     }
-                    return self.break_off(format!("messages could not be delivered: {error}"));
+                    self.break_off(format!("messages could not be delivered: {error}"));
+                    return;
                 }
             }
             let mut sent = self.notifications.sent.lock();

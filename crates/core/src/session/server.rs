@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use hashbrown::HashMap;
 use rustix::event::EventfdFlags;
 
-use super::answers::Answers;
+use super::answers::{Answers, ReceivedRequest, StreamState};
 use super::call_slots::{CallSlot, Slots};
 use super::handshake::HANDSHAKE_TIME;
 use super::limits::Connections;
@@ -94,8 +94,8 @@ struct CallStream {
 
 /// A job for the peer of one link.
 enum ServerJob {
-    /// Answer the requests on the stream with this number.
-    Answer(u64, CallStream),
+    /// Answer the requests on the stream with this number, beginning with the one that was read already, if there is one.
+    Answer(u64, CallStream, Option<Box<ReceivedRequest>>),
     /// Open a stream on which the peer may send requests.
     Dial(Arc<Link>),
 }
@@ -103,7 +103,7 @@ enum ServerJob {
 impl ServerJob {
     fn link(&self) -> &Arc<Link> {
         match self {
-            ServerJob::Answer(_, call) => &call.link,
+            ServerJob::Answer(_, call, _) => &call.link,
             ServerJob::Dial(link) => link,
         }
     }
@@ -272,18 +272,17 @@ impl Server {
     }
 
     /// Ends all links with the reason, because no thread can wait for their requests. The control thread notices their end. The next
-    /// link starts another thread, which tries again.
+    /// link starts another thread, which tries again. Several threads may fail at the same time; one of them ends each link.
     fn fail(&self, error: &Error) {
-        let links = self.registry.all().unwrap_or_default();
+        let mut links = self.registry.all().unwrap_or_default();
         let taken = std::mem::take(&mut self.state.lock().jobs);
-        if links.is_empty() && taken.calls.is_empty() && taken.work.is_empty() {
-            return;
-        }
-        tracing::error!(target: "llm_datadist::links", "no request can be answered, so all links end: {error}");
         let reason = format!("this engine cannot wait for requests: {error}");
-        for link in links {
+        links.retain(|link| {
             let _ = link.send_control(&ControlMessage::Bye { reason: reason.clone(), unlinked: false });
-            link.break_off(reason.clone());
+            link.break_off(reason.clone())
+        });
+        if !links.is_empty() || !taken.work.is_empty() {
+            tracing::error!(target: "llm_datadist::links", "no request can be answered, so all links end: {error}");
         }
         for step in taken.work {
             guarded("performing a step of a handshake", step);
@@ -332,54 +331,76 @@ impl Server {
     fn answer(self: &Arc<Self>, number: u64) -> bool {
         let mut state = self.state.lock();
         let Some(call) = state.jobs.calls.get(&number).cloned() else { return false };
-        let (link, extra) = (call.link.number, call.link.served.writes.any());
-        if let Some((job, slot)) = state.jobs.slots.enter(link, ServerJob::Answer(number, call), extra) {
+        let (link, may_be_part) = (call.link.number, call.link.served.writes.any());
+        let job = ServerJob::Answer(number, call, None);
+        if let Some((job, slot)) = state.jobs.slots.enter(link, job, may_be_part) {
             drop(state);
             self.run_jobs(job, slot);
         }
         true
     }
 
-    /// Runs `job`, and then the jobs that inherit its slot.
+    /// Runs `job`, and then the jobs that inherit its slot. A job that needs another slot exchanges it.
     fn run_jobs(self: &Arc<Self>, job: ServerJob, slot: CallSlot) {
         let _at_work = self.work_begins();
         let mut next = Some((job, slot));
         while let Some((job, slot)) = next {
-            let link = job.link().clone();
-            match job {
-                ServerJob::Answer(number, call) => {
-                    let goes_on = guarded("answering a peer", || self.take_call(number, &call, slot));
-                    if goes_on != Some(true) {
-                        self.end_call(number, &call);
-                    }
-                }
-                ServerJob::Dial(link) => {
-                    guarded("opening a stream to a peer", || self.take_dial(&link));
-                }
-            }
-            next = self.state.lock().jobs.slots.leave(link.number, slot);
+            let link = job.link().number;
+            let unfinished = self.run_job(job, slot);
+            let slots = &mut self.state.lock().jobs.slots;
+            next = match unfinished {
+                Some(job) => slots.exchange(link, job),
+                None => slots.leave(link, slot),
+            };
         }
     }
 
-    /// Answers the requests on one stream until none follows at once. Returns `false` if no further request will arrive on it.
-    fn take_call(&self, number: u64, call: &CallStream, slot: CallSlot) -> bool {
-        let CallStream { link, stream } = call;
-        let (mut arrived, replied) = (stream.wake_up(), Cell::new(None));
-        let stays_open = loop {
-            if !std::mem::replace(&mut arrived, true) {
-                break true;
+    /// Runs `job`. Returns it if a request that it has read must not be answered in this slot.
+    fn run_job(self: &Arc<Self>, job: ServerJob, slot: CallSlot) -> Option<ServerJob> {
+        match job {
+            ServerJob::Answer(number, call, received) => {
+                match guarded("answering a peer", || self.take_call(number, &call, slot, received)) {
+                    Some(StreamState::Open) => {}
+                    Some(StreamState::Ended) | None => self.end_call(number, &call),
+                    Some(StreamState::Unanswered(request)) => {
+                        return Some(ServerJob::Answer(number, call, Some(Box::new(request))));
+                    }
+                }
             }
+            ServerJob::Dial(link) => {
+                guarded("opening a stream to a peer", || self.take_dial(&link));
+            }
+        }
+        None
+    }
+
+    /// Answers the requests on one stream until none follows at once, or until one needs another slot. The first one may have been
+    /// `received` already.
+    fn take_call(
+        &self,
+        number: u64,
+        call: &CallStream,
+        slot: CallSlot,
+        mut received: Option<Box<ReceivedRequest>>,
+    ) -> StreamState {
+        let CallStream { link, stream } = call;
+        let (mut arrived, replied) = (received.is_some() || stream.wake_up(), Cell::new(None));
+        while std::mem::replace(&mut arrived, true) {
             stream.restart_pace();
-            if !self.serve(link, stream, &replied) {
-                break false;
+            match self.serve(call, slot, received.take().map(|boxed| *boxed), &replied) {
+                StreamState::Open => {}
+                state => return state,
             }
             // Stop if another job waits for this slot, or if no request follows at once. The next request of
             // the same call often arrives within microseconds.
             if self.state.lock().jobs.slots.wanted(link.number, slot) || !stream.readable_within(POLL_TIME) {
-                break true;
+                break;
             }
-        };
-        stays_open && self.poller.rearm(&**stream, number, watching(stream)).is_ok()
+        }
+        match self.poller.rearm(&**stream, number, watching(stream)) {
+            Ok(()) => StreamState::Open,
+            Err(_) => StreamState::Ended,
+        }
     }
 
     fn end_call(&self, number: u64, CallStream { link, stream }: &CallStream) {
@@ -389,24 +410,40 @@ impl Server {
         link.served.remove(stream);
     }
 
-    /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it. `replied` is when this
-    /// thread replied to the previous request, if it did.
-    fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>, replied: &Cell<Option<Instant>>) -> bool {
+    /// Answers `received`, or the next request on the stream if there is none. A request that is read in a slot for parts, and is none,
+    /// stays unanswered. `replied` is when this thread replied to the previous request, if it did.
+    fn serve(
+        &self,
+        CallStream { link, stream }: &CallStream,
+        slot: CallSlot,
+        received: Option<ReceivedRequest>,
+        replied: &Cell<Option<Instant>>,
+    ) -> StreamState {
         let gone = Cell::new(false);
         let unlinked = || gone.set(self.registry.remove(link, "the peer unlinked"));
-        let stays_open = self.answers.answer(link, stream, &unlinked, replied).unwrap_or_else(|error| {
+        let read = received.map_or_else(
+            || self.answers.receive(link, stream),
+            |request| Ok(StreamState::Unanswered(request)),
+        );
+        let answered = read.and_then(|state| match state {
+            StreamState::Unanswered(request) if slot != CallSlot::Parts || request.is_part() => {
+                self.answers.answer(link, stream, request, &unlinked, replied)
+            }
+            state => Ok(state),
+        });
+        let state = answered.unwrap_or_else(|error| {
             // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
             if link.alive() {
                 tracing::info!(target: "llm_datadist::links", "a call of {} ended early: {error}", link.peer);
             }
-            false
+            StreamState::Ended
         });
         if gone.get() {
             stream.close();
             self.registry.drop_link(link, "the peer unlinked");
-            return false;
+            return StreamState::Ended;
         }
-        stays_open
+        state
     }
 
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {

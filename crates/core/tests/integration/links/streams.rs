@@ -20,7 +20,7 @@ use tracing::Level;
 
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::{Held, Pair, Way, config, device, of, open, pull_slot, push_slot, row};
-use crate::fixtures::{EventLog, listed, pattern};
+use crate::fixtures::{EventLog, eventually, listed, pattern};
 
 const MIB: usize = 1 << 20;
 
@@ -276,11 +276,22 @@ impl Owner {
         (from, to): (u64, u64),
         limit_ms: u64,
     ) -> Reply {
+        self.ask_to_write(stream, Some(id), plan, (from, to), limit_ms);
+        hear(stream).unwrap()
+    }
+
+    fn ask_to_write(
+        &self,
+        stream: &Stream,
+        shared: Option<u64>,
+        plan: WirePlan,
+        (from, to): (u64, u64),
+        limit_ms: u64,
+    ) {
         let cache = self.into.cache.id();
         let cache = NamedCache { name: Name::Row { cache, row: 0 }, id: cache };
-        let request = Request::Write { cache, plan, range: from..to, ahead: false, shared: Some(id) };
+        let request = Request::Write { cache, plan, range: from..to, ahead: false, shared };
         say(stream, &Timed { limit_ms, request });
-        hear(stream).unwrap()
     }
 
     /// Waits until the rows of the write are free.
@@ -333,6 +344,44 @@ fn parts_share_the_pin_of_their_write() {
     assert!(blocks(0) == sent && blocks(4) == sent, "the copy has taken a torn block");
     let (kind, text) = refused(part(second, 5, (0, 1)), "a part of a write that has ended");
     assert!(kind == ErrorKind::NotLinked && text.contains("it is complete"), "{text}");
+}
+
+/// However many requests of the peer wait for the rows of a write, its parts find a thread.
+#[test]
+fn parts_pass_requests_that_wait_for_their_rows() {
+    let owner = Owner::new();
+    let [first, second] = &owner.calls;
+    assert_eq!(owner.begin(first, 1, (0, BLOCK)), Reply::Ready { bytes: BLOCK });
+    // Every other one of them is a write over one stream.
+    let mut waiting: Vec<(Stream, Option<u64>)> =
+        (2..62).map(|id| (owner.peer.call(&owner.engine, 7).unwrap(), (id % 2 == 0).then_some(id))).collect();
+    for (stream, shared) in &waiting {
+        owner.ask_to_write(stream, *shared, plan(2), (0, BLOCK), 60_000);
+    }
+    // So that the part arrives last.
+    thread::sleep(Duration::from_millis(200));
+    let finish = |stream: &Stream, bytes: u64| {
+        stream.send(&vec![7; bytes as usize], soon()).unwrap();
+        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes });
+    };
+    let finish_part = |id: u64| {
+        assert_eq!(part(second, id, (BLOCK, 2 * BLOCK)), Reply::Ready { bytes: BLOCK });
+        finish(second, BLOCK);
+    };
+    finish(first, BLOCK);
+    finish_part(1);
+    while !waiting.is_empty() {
+        let mut next = None;
+        eventually("the next write that has its rows", || {
+            next = waiting.iter().position(|(stream, _)| stream.readable_within(Duration::ZERO));
+            next.is_some()
+        });
+        let (stream, shared) = waiting.swap_remove(next.unwrap());
+        assert_eq!(hear::<Reply>(&stream).unwrap(), Reply::Ready { bytes: BLOCK });
+        finish(&stream, BLOCK);
+        shared.into_iter().for_each(finish_part);
+    }
+    owner.is_free();
 }
 
 #[test]
