@@ -23,7 +23,7 @@ const TIMES_FREE: u64 = 3;
 const RESERVED: [u64; 2] = [64 << 20, 32 << 20];
 /// The largest part of one link in [`RESERVED`].
 const LARGEST_PART: u64 = 1 << 20;
-/// Bytes of a call that are not charged. The number of threads bounds how many calls there are. What is kept for later calls is
+/// Bytes of a call that are not charged. The number of call streams bounds how many calls there are. What is kept for later calls is
 /// charged ([`BudgetShare::keep`]).
 const FREE: u64 = 16 << 10;
 

@@ -123,14 +123,20 @@ pub(super) struct ReceivedRequest {
     request: Request,
     /// The memory that the request takes.
     share: Arc<BudgetShare>,
-    /// When the caller gives up, by the clock of this side.
+    /// When the caller gives up, by the clock of this side. A wait for a slot counts.
     deadline: Deadline,
 }
 
 impl ReceivedRequest {
-    /// Whether the request is a further part of a write over several streams, which waits for no rows.
-    pub(super) fn is_part(&self) -> bool {
-        matches!(self.request, Request::WritePart { .. })
+    /// Whether the answer may have to wait until rows are free.
+    pub(super) fn waits_for_rows(&self) -> bool {
+        use Request::{Checksums, Fetch, Read, Write};
+        matches!(self.request, Read { .. } | Write { .. } | Fetch { .. } | Checksums { .. })
+    }
+
+    /// Returns to the budget what the request does not need while it waits for a slot.
+    pub(super) fn trim(&self) {
+        self.share.trim();
     }
 }
 

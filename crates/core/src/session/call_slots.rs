@@ -4,9 +4,9 @@
 //! (`one_link_gets_its_own_slot_and_half_of_the_shared`). Jobs that find no slot wait here.
 //!
 //! A write over several streams pins its rows until all of its parts have arrived. If a part waited for slots in which other
-//! requests wait for these rows, none of them would go on. So each link has [`FOR_PARTS`] slots for parts. Whether a request is a
-//! part is known once it has been read. Therefore any job that may be one takes such a slot, and
-//! [exchanges](Slots::exchange) it before it waits for rows if it is none.
+//! requests wait for these rows, none of them would go on. So each link has [`FOR_PARTS`] slots for parts, in which no request waits for
+//! rows. What a request is, is known once it has been read. Therefore any job that may be a part takes such a slot, and
+//! [exchanges](Slots::exchange) it if its request turns out to be one that may wait for rows.
 
 use std::collections::VecDeque;
 use std::hash::Hash;
@@ -89,30 +89,21 @@ impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
     /// Takes a slot for a job of `link` and returns both. If there is none, queues the job and returns `None`. A job that `may_be_part`
     /// also takes a slot for parts.
     pub(super) fn enter(&mut self, link: Link, job: Job, may_be_part: bool) -> Option<(Job, CallSlot)> {
-        let of_link = self.links.entry(link).or_insert_with(OfLink::new);
-        let slot = if of_link.own == 0 {
-            CallSlot::Own
-        } else if self.shared < SHARED && of_link.may_share() {
-            CallSlot::Shared
-        } else if may_be_part && of_link.for_parts < FOR_PARTS {
-            CallSlot::Parts
-        } else {
-            of_link.queue.push_back(WaitingJob { job, may_be_part });
-            if of_link.queue.len() == 1 {
-                self.waiting.push_back(link);
+        match self.take(link, may_be_part) {
+            Some(slot) => Some((job, slot)),
+            None => {
+                self.queue(link, usize::MAX, WaitingJob { job, may_be_part });
+                None
             }
-            return None;
-        };
-        *of_link.used(slot) += 1;
-        self.shared += usize::from(slot == CallSlot::Shared);
-        Some((job, slot))
+        }
     }
 
     /// Releases a slot of `link`, and returns the waiting job that takes it. The own slot passes to a job of the same link, and a slot
     /// for parts to one that may be a part. A shared slot passes to the link that has waited longest among those that may use one more.
     pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Job, CallSlot)> {
         let of_link = self.links.get_mut(&link)?;
-        *of_link.used(slot) -= 1;
+        // A link whose jobs were taken from the server may have come back with other ones.
+        *of_link.used(slot) = of_link.used(slot).checked_sub(1)?;
         self.shared -= usize::from(slot == CallSlot::Shared);
         let next = if slot == CallSlot::Shared { self.sharer() } else { Some(link) };
         let job = next.and_then(|next| self.take_waiting(next, slot));
@@ -122,16 +113,21 @@ impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
         job
     }
 
-    /// Exchanges a slot for parts, in which `job` turned out to be no part, for another one. Returns the job and its slot. If there is
-    /// none, queues the job and returns the one that takes the slot for parts, if any.
+    /// Exchanges a slot for parts, in which `job` turned out to wait for rows, for another one. Returns the job and its slot. If there is
+    /// none, queues the job, before those that have not been read, and returns the one that takes the slot for parts, if any.
     pub(super) fn exchange(&mut self, link: Link, job: Job) -> Option<(Job, CallSlot)> {
-        // Once the streams of the link have been taken from the server, there are no slots, and the job ends at once.
+        // Once its jobs were taken from the server, the link has no slots. It has ended, and so the job ends at once.
         if !self.links.contains_key(&link) {
             return Some((job, CallSlot::Own));
         }
-        let entered = self.enter(link, job, false);
-        // If there was a slot, no job of the link waits.
-        self.leave(link, CallSlot::Parts).or(entered)
+        if let Some(slot) = self.take(link, false) {
+            // No job of the link waits, so nobody takes the slot for parts.
+            self.leave(link, CallSlot::Parts);
+            return Some((job, slot));
+        }
+        let unread = self.links.get(&link).and_then(|of_link| of_link.next(CallSlot::Parts));
+        self.queue(link, unread.unwrap_or(usize::MAX), WaitingJob { job, may_be_part: false });
+        self.leave(link, CallSlot::Parts)
     }
 
     /// Whether a waiting job could use this slot of `link`.
@@ -146,14 +142,43 @@ impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
         self.waiting.iter().find(may_share).copied()
     }
 
+    /// Takes a free slot for a job of `link`.
+    fn take(&mut self, link: Link, may_be_part: bool) -> Option<CallSlot> {
+        let of_link = self.links.entry(link).or_insert_with(OfLink::new);
+        let slot = if of_link.own == 0 {
+            CallSlot::Own
+        } else if self.shared < SHARED && of_link.may_share() {
+            CallSlot::Shared
+        } else if may_be_part && of_link.for_parts < FOR_PARTS {
+            CallSlot::Parts
+        } else {
+            return None;
+        };
+        *of_link.used(slot) += 1;
+        self.shared += usize::from(slot == CallSlot::Shared);
+        Some(slot)
+    }
+
+    /// Queues a job of `link` at the index `at`, or at the end if there are fewer.
+    fn queue(&mut self, link: Link, at: usize, job: WaitingJob<Job>) {
+        let queue = &mut self.links.entry(link).or_insert_with(OfLink::new).queue;
+        queue.insert(at.min(queue.len()), job);
+        if queue.len() == 1 {
+            self.waiting.push_back(link);
+        }
+    }
+
     /// Removes the waiting job of `link` that is the next to take `slot`, and gives it the slot.
     fn take_waiting(&mut self, link: Link, slot: CallSlot) -> Option<(Job, CallSlot)> {
         let of_link = self.links.get_mut(&link)?;
         let WaitingJob { job, .. } = of_link.next(slot).and_then(|at| of_link.queue.remove(at))?;
         *of_link.used(slot) += 1;
         self.shared += usize::from(slot == CallSlot::Shared);
-        self.waiting.retain(|waits| *waits != link);
-        if !of_link.queue.is_empty() {
+        let (waits, moves) = (!of_link.queue.is_empty(), slot != CallSlot::Parts);
+        if moves || !waits {
+            self.waiting.retain(|waits| *waits != link);
+        }
+        if moves && waits {
             self.waiting.push_back(link);
         }
         Some((job, slot))
@@ -207,7 +232,7 @@ mod tests {
         }
         assert!((116..120).all(|job| slots.enter(1, job, true).is_none()));
         assert!(slots.wanted(1, CallSlot::Parts));
-        // A job that is no part waits behind the others, in whose slots it might wait for rows.
+        // Jobs that wait for rows are queued in the order in which they were read.
         for (job, next) in (100..104).zip(116..120) {
             assert_eq!(slots.exchange(1, job), Some((next, CallSlot::Parts)));
         }

@@ -124,9 +124,9 @@ impl Link {
     /// Describes the end of the link for the program, which gets no message of the link any more. `why` is the reason of a
     /// link that has not broken yet.
     pub(super) fn end_info(&self, why: impl Into<EndReason>) -> LinkEnd {
-        let (_, why) = self.mark_broken(why.into());
+        self.mark_broken(why);
         self.notifications.end();
-        let reason = why.0.to_string();
+        let reason = self.break_reason().map_or_else(String::new, |(_, why)| why.0.to_string());
         LinkEnd {
             peer: PeerInfo::clone(&self.peer),
             reason,
@@ -218,27 +218,26 @@ impl Link {
         self.broken.get()
     }
 
-    /// Has all calls fail from now on. Only the first reason is kept, and returned. The streams stay open until
+    /// Has all calls fail from now on. Only the first reason is kept. Returns whether this one is. The streams stay open until
     /// [`break_off`](Self::break_off).
-    fn mark_broken(&self, why: EndReason) -> &(Instant, EndReason) {
+    pub(super) fn mark_broken(&self, why: impl Into<EndReason>) -> bool {
         // The peer ends the link as well, and may be first.
-        let why = if self.calls.unlinks() { UNLINKED_HERE.into() } else { why };
-        self.broken.get_or_init(|| (Instant::now(), why))
+        let why = if self.calls.unlinks() { UNLINKED_HERE.into() } else { why.into() };
+        self.broken.set((Instant::now(), why)).is_ok()
     }
 
-    /// Ends the link, and wakes all threads that wait on its streams. Only the first call has an effect, and its reason is kept. Returns
-    /// whether this is the first call.
-    pub(super) fn break_off(&self, why: impl Into<EndReason>) -> bool {
-        self.mark_broken(why.into());
+    /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
+    /// on its streams.
+    pub(super) fn break_off(&self, why: impl Into<EndReason>) {
+        self.mark_broken(why);
         if self.closed.swap(true, Ordering::SeqCst) {
-            return false;
+            return;
         }
         self.view.end();
         self.control.end();
         self.served.end();
         self.calls.end();
         self.notifications.wake();
-        true
     }
 
     /// Waits until a request of `bytes` fits the budget of the peer, which may be silent for `silence`. Returns the share of

@@ -124,8 +124,7 @@ impl Link {
                     if error.kind() == ErrorKind::NotLinked {
                         self.wait_until_broken(Deadline::after(ANSWER_TIME));
                     }
-                    self.break_off(format!("messages could not be delivered: {error}"));
-                    return;
+                    return self.break_off(format!("messages could not be delivered: {error}"));
                 }
             }
             let mut sent = self.notifications.sent.lock();

@@ -272,17 +272,19 @@ impl Server {
     }
 
     /// Ends all links with the reason, because no thread can wait for their requests. The control thread notices their end. The next
-    /// link starts another thread, which tries again. Several threads may fail at the same time; one of them ends each link.
+    /// link starts another thread, which tries again. If several threads fail at the same
+    /// time, those that end a link or a handshake log it.
     fn fail(&self, error: &Error) {
-        let mut links = self.registry.all().unwrap_or_default();
-        let taken = std::mem::take(&mut self.state.lock().jobs);
         let reason = format!("this engine cannot wait for requests: {error}");
-        links.retain(|link| {
-            let _ = link.send_control(&ControlMessage::Bye { reason: reason.clone(), unlinked: false });
-            link.break_off(reason.clone())
-        });
+        let mut links = self.registry.all().unwrap_or_default();
+        links.retain(|link| link.mark_broken(reason.clone()));
+        let taken = std::mem::take(&mut self.state.lock().jobs);
         if !links.is_empty() || !taken.work.is_empty() {
             tracing::error!(target: "llm_datadist::links", "no request can be answered, so all links end: {error}");
+        }
+        for link in links {
+            let _ = link.send_control(&ControlMessage::Bye { reason: reason.clone(), unlinked: false });
+            link.break_off(reason.clone());
         }
         for step in taken.work {
             guarded("performing a step of a handshake", step);
@@ -329,12 +331,15 @@ impl Server {
     /// Answers the requests on the stream `number`, or queues it until a slot is free. Returns `false` if the stream has
     /// ended.
     fn answer(self: &Arc<Self>, number: u64) -> bool {
-        let mut state = self.state.lock();
-        let Some(call) = state.jobs.calls.get(&number).cloned() else { return false };
+        let Some(call) = self.state.lock().jobs.calls.get(&number).cloned() else { return false };
+        if !call.stream.wake_up() {
+            self.wait_again(number, &call);
+            return true;
+        }
         let (link, may_be_part) = (call.link.number, call.link.served.writes.any());
         let job = ServerJob::Answer(number, call, None);
-        if let Some((job, slot)) = state.jobs.slots.enter(link, job, may_be_part) {
-            drop(state);
+        let entered = self.state.lock().jobs.slots.enter(link, job, may_be_part);
+        if let Some((job, slot)) = entered {
             self.run_jobs(job, slot);
         }
         true
@@ -359,10 +364,11 @@ impl Server {
     fn run_job(self: &Arc<Self>, job: ServerJob, slot: CallSlot) -> Option<ServerJob> {
         match job {
             ServerJob::Answer(number, call, received) => {
-                match guarded("answering a peer", || self.take_call(number, &call, slot, received)) {
-                    Some(StreamState::Open) => {}
+                match guarded("answering a peer", || self.take_call(&call, slot, received)) {
+                    Some(StreamState::Open) => self.wait_again(number, &call),
                     Some(StreamState::Ended) | None => self.end_call(number, &call),
                     Some(StreamState::Unanswered(request)) => {
+                        request.trim();
                         return Some(ServerJob::Answer(number, call, Some(Box::new(request))));
                     }
                 }
@@ -378,14 +384,13 @@ impl Server {
     /// `received` already.
     fn take_call(
         &self,
-        number: u64,
         call: &CallStream,
         slot: CallSlot,
         mut received: Option<Box<ReceivedRequest>>,
     ) -> StreamState {
         let CallStream { link, stream } = call;
-        let (mut arrived, replied) = (received.is_some() || stream.wake_up(), Cell::new(None));
-        while std::mem::replace(&mut arrived, true) {
+        let replied = Cell::new(None);
+        loop {
             stream.restart_pace();
             match self.serve(call, slot, received.take().map(|boxed| *boxed), &replied) {
                 StreamState::Open => {}
@@ -394,12 +399,15 @@ impl Server {
             // Stop if another job waits for this slot, or if no request follows at once. The next request of
             // the same call often arrives within microseconds.
             if self.state.lock().jobs.slots.wanted(link.number, slot) || !stream.readable_within(POLL_TIME) {
-                break;
+                return StreamState::Open;
             }
         }
-        match self.poller.rearm(&**stream, number, watching(stream)) {
-            Ok(()) => StreamState::Open,
-            Err(_) => StreamState::Ended,
+    }
+
+    /// Has the poller report the stream when the next request arrives.
+    fn wait_again(&self, number: u64, call: &CallStream) {
+        if self.poller.rearm(&*call.stream, number, watching(&call.stream)).is_err() {
+            self.end_call(number, call);
         }
     }
 
@@ -410,8 +418,8 @@ impl Server {
         link.served.remove(stream);
     }
 
-    /// Answers `received`, or the next request on the stream if there is none. A request that is read in a slot for parts, and is none,
-    /// stays unanswered. `replied` is when this thread replied to the previous request, if it did.
+    /// Answers `received`, or the next request on the stream if there is none. A request that is read in a slot for parts, and may wait for
+    /// rows, stays unanswered. `replied` is when this thread replied to the previous request, if it did.
     fn serve(
         &self,
         CallStream { link, stream }: &CallStream,
@@ -426,7 +434,7 @@ impl Server {
             |request| Ok(StreamState::Unanswered(request)),
         );
         let answered = read.and_then(|state| match state {
-            StreamState::Unanswered(request) if slot != CallSlot::Parts || request.is_part() => {
+            StreamState::Unanswered(request) if slot != CallSlot::Parts || !request.waits_for_rows() => {
                 self.answers.answer(link, stream, request, &unlinked, replied)
             }
             state => Ok(state),

@@ -346,20 +346,26 @@ fn parts_share_the_pin_of_their_write() {
     assert!(kind == ErrorKind::NotLinked && text.contains("it is complete"), "{text}");
 }
 
-/// However many requests of the peer wait for the rows of a write, its parts find a thread.
+/// However many requests of the peer wait for the rows of a write, its parts find a thread, and so do requests that need no rows.
 #[test]
 fn parts_pass_requests_that_wait_for_their_rows() {
     let owner = Owner::new();
     let [first, second] = &owner.calls;
-    assert_eq!(owner.begin(first, 1, (0, BLOCK)), Reply::Ready { bytes: BLOCK });
-    // Every other one of them is a write over one stream.
+    // Every other one of the writes that wait has one stream.
     let mut waiting: Vec<(Stream, Option<u64>)> =
         (2..62).map(|id| (owner.peer.call(&owner.engine, 7).unwrap(), (id % 2 == 0).then_some(id))).collect();
+    assert_eq!(owner.begin_with(first, 1, plan(2), (0, BLOCK), 60_000), Reply::Ready { bytes: BLOCK });
     for (stream, shared) in &waiting {
         owner.ask_to_write(stream, *shared, plan(2), (0, BLOCK), 60_000);
     }
-    // So that the part arrives last.
+    // So that the others arrive last.
     thread::sleep(Duration::from_millis(200));
+    ask(second, &Request::Ping);
+    assert_eq!(
+        hear::<Reply>(second).unwrap(),
+        Reply::Done { bytes: 0 },
+        "what waits for no rows is answered, too"
+    );
     let finish = |stream: &Stream, bytes: u64| {
         stream.send(&vec![7; bytes as usize], soon()).unwrap();
         assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes });
