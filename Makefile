@@ -260,7 +260,7 @@ check-aarch64:  ## cargo check for 64-bit Arm, where that target is installed
 
 # The steps `wheel` and `python` use the wheel.
 test-aarch64: $(VENV)/.build-tools  ## builds all crates for 64-bit Arm and runs their tests under emulation, in a root of its own in target/aarch64 (STEPS="wheel python")
-	tools/build/aarch64.sh fetch $(if $(filter wheel python,$(STEPS)),$(BIN)/python)
+	tools/build/aarch64.sh fetch $(if $(filter wheel python python_slow,$(STEPS)),$(BIN)/python)
 	$(if $(filter wheel python,$(STEPS)),$(MAKE) --no-print-directory wheel WHEEL_TARGETS=$(ARM))
 	tools/build/aarch64.sh run tests/aarch64/steps.sh $(STEPS)
 

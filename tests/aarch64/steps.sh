@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The steps of `make test-aarch64`, in the root that tools/build/aarch64.sh makes. By default: builds all crates for 64-bit Arm, runs
-# their Rust tests under emulation, and checks the litmus tests. `steps.sh STEP...` runs only these steps; `wheel` and `python` test
-# the wheel.
+# their Rust tests under emulation, and checks the litmus tests. `steps.sh STEP...` runs only these steps; `wheel`, `python` and
+# `python_slow` test the wheel.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 features="--features llm-datadist-core/testing"
@@ -60,6 +60,12 @@ pytest() {
 step_python() {
 	# shellcheck disable=SC2046
 	pytest $(printf '%s\n' tests/test_*.py tests/native/test_*.py | grep -vxFf tests/slow.txt)
+}
+
+# The Python tests that `make fast` leaves out, except those that compile C and C++ programs, or check the types of Python programs.
+step_python_slow() {
+	# shellcheck disable=SC2046
+	pytest $(grep '^tests/' tests/slow.txt | grep -vE '/test_(c|cpp|cpp_install|hixl_cpp|typing)\.py$')
 }
 
 step_litmus() {
