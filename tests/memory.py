@@ -86,7 +86,7 @@ class UserTensors:
 
 def stats(manager: Any) -> Stats:
     """The counters of the engine of a manager."""
-    return manager._native.stats()
+    return manager._datadist.stats()
 
 
 def pools(manager: Any) -> dict[str, Any]:

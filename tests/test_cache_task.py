@@ -176,7 +176,7 @@ def test_a_thread_that_ends_early_fails_the_transfer(transfer: Transfer, monkeyp
 def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
     """It continues if all its layers are ready. Otherwise it ends, as after Ctrl-C before the thread starts."""
     local, to = transfer.local, transfer.to
-    start = local.dist.cache_manager._native.transfer_cache_async
+    start = local.dist.cache_manager._datadist.transfer_cache_async
     native = start(local.held["n"].handle, Steps(), [to.to(range(4))], None, None, None)
     if asked:
         assert native.wanted(0)

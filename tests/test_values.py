@@ -296,8 +296,8 @@ def test_a_cache_made_by_hand_names_what_its_attributes_say(manager: Any) -> Non
     # The kind of a handle is that of its constructor. A cache of another manager does not exist here.
     with pytest.raises(LLMException, match="continuous"):
         manager.copy_blocks(Cache(blocks.cache_id, desc, [], manager, False, False), {0: [3]})
-    other = type(manager)(manager._native, {})
-    other._native = SimpleNamespace(number=manager._native.number + 1)
+    other = type(manager)(manager._datadist, {})
+    other._datadist = SimpleNamespace(number=manager._datadist.number + 1)
     stranger = Cache(blocks.cache_id, desc, [], other, False, True)
     with pytest.raises(LLMException, match="another engine"):
         manager.copy_blocks(stranger, {0: [3]})

@@ -205,7 +205,7 @@ class DataDist:
 class CacheCalls:
     """The caches of an engine in CacheManager mode. Calls return once the bytes are in place."""
 
-    def __new__(cls, native: DataDist) -> Self:
+    def __new__(cls, datadist: DataDist) -> Self:
         """Make the object for the engine ``native``."""
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
@@ -388,7 +388,7 @@ class KvCaches:
     The errors are those of ``DataDist``.
     """
 
-    def __new__(cls, native: DataDist) -> KvCaches:
+    def __new__(cls, datadist: DataDist) -> KvCaches:
         """Make the object for the engine ``native``."""
 
     def allocate_cache(

@@ -17,14 +17,14 @@ use crate::pull_push_arguments::{self, LayersArg};
 /// The caches of an engine as a `CacheManager` names them.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct CacheCalls {
-    native: Py<DataDist>,
+    datadist: Py<DataDist>,
 }
 
 #[pymethods]
 impl CacheCalls {
     #[new]
-    fn new(native: Py<DataDist>) -> Self {
-        CacheCalls { native }
+    fn new(datadist: Py<DataDist>) -> Self {
+        CacheCalls { datadist }
     }
 
     fn allocate_cache(
@@ -199,6 +199,6 @@ impl CacheCalls {
 
 impl CacheCalls {
     fn engine(&self) -> &Engine {
-        self.native.get().engine()
+        self.datadist.get().engine()
     }
 }

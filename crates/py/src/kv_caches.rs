@@ -22,14 +22,14 @@ use crate::pull_push_arguments::{self, GivenLayers, LayersArg, PeerRows};
 /// The caches of an engine as a `KvCacheManager` names them.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct KvCaches {
-    native: Py<DataDist>,
+    datadist: Py<DataDist>,
 }
 
 #[pymethods]
 impl KvCaches {
     #[new]
-    fn new(native: Py<DataDist>) -> Self {
-        KvCaches { native }
+    fn new(datadist: Py<DataDist>) -> Self {
+        KvCaches { datadist }
     }
 
     fn allocate_cache(
@@ -174,7 +174,7 @@ impl KvCaches {
 
 impl KvCaches {
     fn engine(&self) -> &Engine {
-        self.native.get().engine()
+        self.datadist.get().engine()
     }
 }
 

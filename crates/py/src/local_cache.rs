@@ -142,7 +142,7 @@ impl CacheWithHandle<'_, '_> {
         let id = CacheId(int("cache_id", &self.cache.0.getattr(intern!(py, "_cache_id"))?)?);
         let maker = self.cache.0.getattr(intern!(py, "_cache_manager"))?;
         let number =
-            || maker.getattr(intern!(py, "_native"))?.getattr(intern!(py, "number"))?.extract::<u64>();
+            || maker.getattr(intern!(py, "_datadist"))?.getattr(intern!(py, "number"))?.extract::<u64>();
         let own = maker.is_none() || number().is_ok_and(|number| number == engine.number());
         Ok(own.then_some(id))
     }

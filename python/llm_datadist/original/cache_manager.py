@@ -76,7 +76,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, more keys than slots, or a
                 key that names a live cache; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
         """
-        handle = self._engine.allocate_cache(cache_desc, cache_keys)
+        handle = self._open_calls.allocate_cache(cache_desc, cache_keys)
         return made_cache(handle, cache_desc, self)
 
     @logged
@@ -94,7 +94,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a blocks cache.
         """
-        self._engine.deallocate_cache(cache)
+        self._open_calls.deallocate_cache(cache)
         cache._invalidate()  # noqa: SLF001  (the manager changes the state of the handle)
 
     @logged
@@ -111,7 +111,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             AttributeError: ``cache_key`` is ``None``.
         """
         self._check_open()
-        self._native.remove_cache_key(cache_key)
+        self._datadist.remove_cache_key(cache_key)
 
     @logged
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None) -> Cache:
@@ -132,7 +132,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, or a key whose model has a
                 blocks cache already; ``LLM_OUT_OF_MEMORY``: as for ``allocate_cache``. Nothing stays allocated.
         """
-        handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key)
+        handle = self._open_calls.allocate_blocks_cache(cache_desc, blocks_cache_key)
         return made_cache(handle, cache_desc, self, blocks=True)
 
     @logged
@@ -149,7 +149,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a continuous cache.
         """
-        self._engine.deallocate_blocks_cache(cache)
+        self._open_calls.deallocate_blocks_cache(cache)
         cache._invalidate()  # noqa: SLF001  (the manager changes the state of the handle)
 
     @logged
@@ -183,7 +183,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             LLMException: ``LLM_PARAM_INVALID``: not one address for each tensor, an address of 0, an invalid shape, or
                 ``remote_accessible=True`` after ``LLMDataDist.link``.
         """
-        handle = self._engine.register_cache(cache_desc, addrs, cache_keys, remote_accessible)
+        handle = self._open_calls.register_cache(cache_desc, addrs, cache_keys, remote_accessible)
         return made_cache(handle, cache_desc, self, registered=True)
 
     @logged
@@ -213,7 +213,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: as for ``register_cache``.
         """
-        handle = self._engine.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
+        handle = self._open_calls.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
         return made_cache(handle, cache_desc, self, registered=True, blocks=True)
 
     @logged
@@ -231,7 +231,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             ValueError: ``cache_id`` is outside int64.
             LLMException: ``LLM_TIMEOUT``: a transfer still uses the memory, which must stay valid. Call again.
         """
-        self._engine.unregister_cache(cache_id)
+        self._open_calls.unregister_cache(cache_id)
 
     @logged
     def copy_cache(
@@ -265,7 +265,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
                 slot; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
+        self._open_calls.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
@@ -285,7 +285,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
                 ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_blocks(cache, copy_block_info)
+        self._open_calls.copy_blocks(cache, copy_block_info)
 
     @logged
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
@@ -307,7 +307,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             LLMException: ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows
                 for longer than ``sync_kv_timeout``.
         """
-        self._engine.swap_blocks(src_cache, dst_cache, src_to_dst)
+        self._open_calls.swap_blocks(src_cache, dst_cache, src_to_dst)
 
     @logged
     def pull_cache(
@@ -351,7 +351,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         """
         if kwargs:
             check_keywords(CacheManager.pull_cache, kwargs)
-        self._engine.pull_cache(
+        self._open_calls.pull_cache(
             cache_key, cache, batch_index, size, src_layer_range, dst_layer_range, tensor_num_per_layer
         )
 
@@ -392,7 +392,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         """
         if kwargs:
             check_keywords(CacheManager.pull_blocks, kwargs)
-        self._engine.pull_blocks(
+        self._open_calls.pull_blocks(
             src_cache_key, dst_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
         )
 
@@ -431,7 +431,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
                 no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed; ``LLM_VERIFY_FAILED``: as for
                 ``pull_cache``. For the other codes, the attribute ``arrived`` lists the rows that were written.
         """
-        self._engine.push_cache(
+        self._open_calls.push_cache(
             dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
         )
 
@@ -464,7 +464,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of different
                 lengths, an index outside a cache, or different block sizes.
         """
-        self._engine.push_blocks(
+        self._open_calls.push_blocks(
             dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
         )
 
@@ -518,7 +518,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         """
         self._check_open()
         return layerwise.start(
-            self._native,
+            self._datadist,
             src_cache,
             layer_synchronizer,
             transfer_configs,
@@ -546,7 +546,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
         for info in infos:
             _check_mem_info(info)
         raise_if_false(infos, "mem_infos=[] is empty; give at least one MemInfo")
-        self._native.remap()
+        self._datadist.remap()
 
     @logged
     def tensor_views(self, cache: Cache) -> list[_core.TensorView]:
@@ -570,7 +570,7 @@ class CacheManager(EngineCaches[_core.CacheCalls]):
                 memory.
         """
         self._check_open()
-        return self._native.tensor_views(cache)
+        return self._datadist.tensor_views(cache)
 
     def set_is_call_linked(self) -> None:
         """Note that ``LLMDataDist.link`` was called. It has no other effect."""

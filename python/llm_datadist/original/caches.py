@@ -42,26 +42,26 @@ class EngineCaches(Generic[_Calls]):
     """The base of both managers: holds the engine until it is finalized, and has the calls that both modes share.
 
     Args:
-        native: the engine.
+        datadist: the engine.
         calls: the object of the native module that implements the calls of this mode.
     """
 
     # The receiver of every call: `calls`, or `_FINALIZED` once the engine is finalized. It is an attribute and not a
     # property, because a property would take as long as the lookup of a cache.
-    _engine: _Calls
+    _open_calls: _Calls
 
-    def __init__(self, native: _core.DataDist, calls: _Calls) -> None:
-        self._native = native
+    def __init__(self, datadist: _core.DataDist, calls: _Calls) -> None:
+        self._datadist = datadist
         self._calls = calls
         self._initialized = True
 
     @property
     def _initialized(self) -> bool:
-        return self._engine is not _FINALIZED
+        return self._open_calls is not _FINALIZED
 
     @_initialized.setter
     def _initialized(self, initialized: bool) -> None:
-        self._engine = self._calls if initialized else cast("_Calls", _FINALIZED)
+        self._open_calls = self._calls if initialized else cast("_Calls", _FINALIZED)
 
     def _check_open(self) -> None:
         """Raise ``LLM_ENGINE_FINALIZED`` once the engine is finalized."""

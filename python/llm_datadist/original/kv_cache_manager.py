@@ -218,7 +218,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 stays allocated.
         """
         may_name = self._role == LLMRole.PROMPT
-        return self._made(self._engine.allocate_cache(cache_desc, cache_keys, may_name), cache_desc)
+        return self._made(self._open_calls.allocate_cache(cache_desc, cache_keys, may_name), cache_desc)
 
     @logged
     def allocate_blocks_cache(
@@ -241,7 +241,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 stays allocated.
         """
         may_name = self._role != LLMRole.DECODER
-        return self._made(self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key, may_name), cache_desc)
+        return self._made(self._open_calls.allocate_blocks_cache(cache_desc, blocks_cache_key, may_name), cache_desc)
 
     @logged
     def deallocate_cache(self, cache: KvCache) -> None:
@@ -258,7 +258,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a cache in ``HOST`` memory.
         """
-        self._engine.deallocate_cache(cache)
+        self._open_calls.deallocate_cache(cache)
         cache._invalidate()  # noqa: SLF001  (the manager changes the state of the handle)
 
     @logged
@@ -276,7 +276,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             LLMException: ``LLM_PARAM_INVALID``: another role.
         """
         self._check_role(LLMRole.PROMPT, "remove_cache_key")
-        self._native.remove_cache_key(cache_key)
+        self._datadist.remove_cache_key(cache_key)
 
     @logged
     def pull_cache(
@@ -326,7 +326,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             check_keywords(KvCacheManager.pull_cache, kwargs)
         layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
         offsets = (src_cache_offset, dst_cache_offset)
-        self._engine.pull_cache(cache_key, kv_cache, batch_index, size, *layers, *offsets)
+        self._open_calls.pull_cache(cache_key, kv_cache, batch_index, size, *layers, *offsets)
 
     @logged
     def pull_blocks(
@@ -366,7 +366,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         if kwargs:
             check_keywords(KvCacheManager.pull_blocks, kwargs)
         layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
-        self._engine.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, *layers)
+        self._open_calls.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, *layers)
 
     @logged
     def copy_cache(
@@ -400,7 +400,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 ``LLM_FAILED``: different numbers of tensors; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released;
                 ``LLM_WAIT_PROCESS_TIMEOUT``: other calls used the rows for longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
+        self._open_calls.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
@@ -422,7 +422,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 rows for longer than ``sync_kv_timeout``.
         """
         try:
-            self._engine.copy_blocks(cache, copy_block_info)
+            self._open_calls.copy_blocks(cache, copy_block_info)
         except LLMException as error:
             # The engine takes int64 indices, and refuses a larger index with the code for one outside the cache.
             # The contract asks for ValueError if the index is outside uint64.
@@ -450,7 +450,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             LLMException: ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_WAIT_PROCESS_TIMEOUT``: other calls
                 used the rows for longer than ``sync_kv_timeout``.
         """
-        self._engine.swap_blocks(src, dst, src_to_dst)
+        self._open_calls.swap_blocks(src, dst, src_to_dst)
 
     @logged
     def transfer_cache_async(
@@ -489,7 +489,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         """
         self._check_role(LLMRole.PROMPT, "transfer_cache_async")
         blocks = (src_block_indices, dst_block_indices, dst_block_memory_size)
-        return layerwise.start(self._native, src_cache, layer_synchronizer, transfer_configs, *blocks)
+        return layerwise.start(self._datadist, src_cache, layer_synchronizer, transfer_configs, *blocks)
 
     @logged
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
@@ -511,7 +511,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             LLMException: ``LLM_PARAM_INVALID``: there is no such tensor; ``LLM_KV_CACHE_NOT_EXIST``: the cache was
                 released.
         """
-        view = self._engine.tensor_view(cache, tensor_index)
+        view = self._open_calls.tensor_view(cache, tensor_index)
         return [Tensor._of_view(view, cache.cache_desc.data_type)]  # noqa: SLF001  (made here only)
 
 

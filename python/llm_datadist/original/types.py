@@ -518,7 +518,7 @@ class Cache(CacheHandle):
         if self._cache_manager is None:
             text = f"{self} belongs to no engine, so there is no native cache"
             raise LLMException(text, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        return self._cache_manager._native.native_cache(self)  # noqa: SLF001  (the engine of this manager)
+        return self._cache_manager._datadist.native_cache(self)  # noqa: SLF001  (the engine of this manager)
 
     @property
     def tensor_addrs(self) -> Sequence[int]:
