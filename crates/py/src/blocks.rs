@@ -21,8 +21,8 @@ impl<'a, 'py> BlocksArg<'a, 'py> {
         if let Ok(list) = self.0.cast::<PyList>() {
             listed(name, &list).map(Some)
         } else if let Ok(tuple) = self.0.cast::<PyTuple>() {
-            let words = raw::tuple_words(&tuple).map_err(|error| raise(self.py(), &error))?;
-            words.map_or_else(|| one_by_one(name, tuple.len(), tuple.iter()), Ok).map(Some)
+            let numbers = raw::tuple_numbers(&tuple).map_err(|error| raise(self.py(), &error))?;
+            numbers.map_or_else(|| one_by_one(name, tuple.len(), tuple.iter()), Ok).map(Some)
         } else if self.0.is_none() {
             Ok(None)
         } else {
@@ -50,7 +50,7 @@ impl<'a, 'py> BlocksArg<'a, 'py> {
     /// `{source: destination}`.
     pub(crate) fn pairs(self, name: &str) -> PyResult<Vec<(i64, i64)>> {
         let (py, dict) = (self.py(), self.dict(name)?);
-        if let Some(pairs) = raw::dict_words(&dict).map_err(|error| raise(py, &error))? {
+        if let Some(pairs) = raw::dict_numbers(&dict).map_err(|error| raise(py, &error))? {
             return Ok(pairs);
         }
         let mut pairs = convert::room(py, dict.len(), raise)?;
@@ -93,8 +93,8 @@ impl<'a, 'py> BlocksArg<'a, 'py> {
 
 /// Reads a list of block indices.
 fn listed(name: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
-    let words = raw::list_words(list).map_err(|error| raise(list.py(), &error))?;
-    words.map_or_else(|| one_by_one(name, list.len(), list.iter()), Ok)
+    let numbers = raw::list_numbers(list).map_err(|error| raise(list.py(), &error))?;
+    numbers.map_or_else(|| one_by_one(name, list.len(), list.iter()), Ok)
 }
 
 /// Reads the items one after the other. A wrong type anywhere is reported before a value out of range.

@@ -1,6 +1,6 @@
 //! Calls into the engine: the check of the process, detaching from the interpreter, Ctrl-C, and the mapping of errors.
 //!
-//! Nothing else in this crate detaches from the interpreter.
+//! Except for `hixl::engine`, nothing else in this crate detaches from the interpreter.
 
 use std::cell::Cell;
 use std::net::SocketAddr;

@@ -10,7 +10,7 @@ pub(crate) use self::dlpack::{
     tensor_memory,
 };
 pub(crate) use self::exporter::{ExportsBytes, exporting_class};
-pub(crate) use self::items::{dict_lists, dict_words, list_words, tuple_words};
+pub(crate) use self::items::{dict_lists, dict_numbers, list_numbers, tuple_numbers};
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 

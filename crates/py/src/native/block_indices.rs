@@ -24,11 +24,11 @@ const LIST: &str = "a list of blocks";
 pub(crate) fn read(given: &Any<'_>, count: Option<u64>) -> PyResult<Vec<i64>> {
     let py = given.py();
     if let Ok(list) = given.cast::<PyList>() {
-        let words = raw::list_words(list).map_err(|error| raise(py, &error))?;
-        words.map_or_else(|| one_by_one(py, list.len(), list.iter()), |words| checked(py, words))
+        let numbers = raw::list_numbers(list).map_err(|error| raise(py, &error))?;
+        numbers.map_or_else(|| one_by_one(py, list.len(), list.iter()), |numbers| checked(py, numbers))
     } else if let Ok(tuple) = given.cast::<PyTuple>() {
-        let words = raw::tuple_words(tuple).map_err(|error| raise(py, &error))?;
-        words.map_or_else(|| one_by_one(py, tuple.len(), tuple.iter()), |words| checked(py, words))
+        let numbers = raw::tuple_numbers(tuple).map_err(|error| raise(py, &error))?;
+        numbers.map_or_else(|| one_by_one(py, tuple.len(), tuple.iter()), |numbers| checked(py, numbers))
     } else if given.is_instance_of::<PyInt>() {
         one(given)
     } else if given.is_instance_of::<PySlice>() {
@@ -106,16 +106,16 @@ fn one_by_one<'py>(
 }
 
 /// Checks that every number can be that of a block.
-fn checked(py: Python<'_>, words: Vec<i64>) -> PyResult<Vec<i64>> {
+fn checked(py: Python<'_>, numbers: Vec<i64>) -> PyResult<Vec<i64>> {
     // One pass without a branch. The position is only looked for if it is needed.
-    let bits = words.iter().fold(0, |bits, word| bits | word);
+    let bits = numbers.iter().fold(0, |bits, word| bits | word);
     if u32::try_from(bits).is_ok() {
-        return Ok(words);
+        return Ok(numbers);
     }
-    let wrong = words.iter().enumerate().find(|(_, word)| u32::try_from(**word).is_err());
+    let wrong = numbers.iter().enumerate().find(|(_, word)| u32::try_from(**word).is_err());
     match wrong {
         Some((at, word)) => Err(invalid(py, &format!("blocks[{at}]"), word, ALLOWED)),
-        None => Ok(words),
+        None => Ok(numbers),
     }
 }
 

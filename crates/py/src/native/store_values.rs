@@ -123,10 +123,12 @@ fn rows(given: &Any<'_>, keys: usize, count: u64) -> PyResult<Vec<u64>> {
     };
     let words = if let Ok(list) = given.cast::<PyList>() {
         check(list.len())?;
-        raw::list_words(list).map_err(no_memory)?.map_or_else(|| one_by_one(list.iter(), keys, count), Ok)?
+        raw::list_numbers(list)
+            .map_err(no_memory)?
+            .map_or_else(|| one_by_one(list.iter(), keys, count), Ok)?
     } else if let Ok(tuple) = given.cast::<PyTuple>() {
         check(tuple.len())?;
-        raw::tuple_words(tuple)
+        raw::tuple_numbers(tuple)
             .map_err(no_memory)?
             .map_or_else(|| one_by_one(tuple.iter(), keys, count), Ok)?
     } else {
