@@ -28,6 +28,13 @@ pub(super) enum ReadableMemory {
     None(String),
 }
 
+/// The side of a link that reads the memory of the other side.
+#[derive(Clone, Copy)]
+enum Reader {
+    Here,
+    Peer,
+}
+
 /// What this side sees of one peer. [`end`](Self::end) has the memory released soon; a reader keeps what it uses.
 #[derive(Debug)]
 pub(crate) struct RemoteView {
@@ -69,13 +76,14 @@ impl RemoteView {
         matches!(self.memory, ReadableMemory::Fabric(_))
     }
 
-    /// Returns what one side can read of the other one's memory: of a process on this host, what `of_local` returns. With UCX, the
-    /// peer does not report it, so this side assumes the same of the peer, which answers `Unreachable` if it cannot read.
-    fn access(&self, of_local: fn(&PeerMemory) -> ReadAccess<'_>) -> ReadAccess<'_> {
-        let (pools, reason) = match &self.memory {
-            ReadableMemory::Local(memory) => return of_local(memory),
-            ReadableMemory::Fabric(_) => (Ok(PathKind::Fabric), POOLS_ONLY),
-            ReadableMemory::None(reason) => (Err(&**reason), &**reason),
+    /// Returns what `reader` can read of the other side's memory. With UCX, the peer does not report it, so this side assumes the
+    /// same of the peer, which answers `Unreachable` if it cannot read.
+    fn access(&self, reader: Reader) -> ReadAccess<'_> {
+        let (pools, reason) = match (&self.memory, reader) {
+            (ReadableMemory::Local(memory), Reader::Here) => return memory.reads(),
+            (ReadableMemory::Local(memory), Reader::Peer) => return memory.read_by_peer(),
+            (ReadableMemory::Fabric(_), _) => (Ok(PathKind::Fabric), POOLS_ONLY),
+            (ReadableMemory::None(reason), _) => (Err(reason.as_str()), reason.as_str()),
         };
         ReadAccess { pools, process: Err(reason), hidden: reason }
     }
@@ -88,7 +96,7 @@ impl RemoteView {
         count: u32,
         bytes: u64,
     ) -> Result<Readable<PeerTensors>> {
-        let reads = self.access(PeerMemory::reads);
+        let reads = self.access(Reader::Here);
         let path = match location {
             WireLocation::Pool { .. } => reads.pools,
             WireLocation::Process { .. } => reads.process,
@@ -109,7 +117,7 @@ impl RemoteView {
 
     /// Returns the path on which the peer reads the memory at `location` of this process, or the reason why it cannot.
     pub(crate) fn path_of_peer(&self, location: &MemoryLocation) -> std::result::Result<PathKind, &str> {
-        let read = self.access(PeerMemory::read_by_peer);
+        let read = self.access(Reader::Peer);
         match location {
             MemoryLocation::Pool(..) => read.pools,
             MemoryLocation::Process(_) => read.process,
