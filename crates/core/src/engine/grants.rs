@@ -21,7 +21,7 @@ impl DataDist {
     /// Returns `Err(InvalidArgument)` for arguments out of range, and `Err(Busy)` if too many grants have not ended.
     pub fn grant(&self, cache: &End, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Arc<Grant>> {
         room_for_lists(blocks.len())?;
-        let cache = self.source(cache)?;
+        let cache = self.own_cache(cache)?;
         let rows = RowRanges::of(validate::grant(cache.layout(), blocks, ttl, readers)?)?;
         let (ranges, allowed) = (rows.ranges().len(), format!("at most {MAX_RANGES}"));
         ensure(ranges <= MAX_RANGES, || Error::argument("the number of runs of blocks", ranges, allowed))?;

@@ -49,7 +49,7 @@ impl DataDist {
         layer_timeout: Option<Duration>,
     ) -> Result<CacheTask> {
         let limit = self.resources.config.sync_timeout;
-        let local = match self.source(from) {
+        let local = match self.own_cache(from) {
             Ok(local) => local,
             Err(error) => {
                 // It is unknown which layers the source has, so none is asked for.
@@ -106,7 +106,7 @@ impl DataDist {
         let mut of_first = notice.clone();
         let first = to.first().ok_or_else(|| Error::argument("len(destinations)", 0, "at least 1"))?;
         let per_layer = first.args.tensors_per_layer;
-        let local = self.source(from)?;
+        let local = self.own_cache(from)?;
         let num_layers = validate::whole_layers(local.geometry(), per_layer)?;
         let delivery = |LayerReceiver { to, args }: LayerReceiver| {
             ensure(args.tensors_per_layer == per_layer, || {

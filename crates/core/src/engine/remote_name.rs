@@ -1,8 +1,8 @@
-//! What a call names a cache of a peer by.
+//! How a call names a peer's cache.
 
 use crate::model::{ClusterId, Name, RemoteCacheName};
 
-/// Name of a peer's cache or slot: a [`Name`], the text that its owner calls it by (`Arc<str>`), or a [`RemoteCacheName`],
+/// Name of a peer's cache or slot: a [`Name`], the text that its owner gave it (`Arc<str>`), or a [`RemoteCacheName`],
 /// which is either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteName<N = Name> {

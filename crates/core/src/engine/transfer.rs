@@ -27,7 +27,7 @@ pub struct CallExtras {
     pub grant: Option<GrantUse>,
     /// How thoroughly it checks the bytes that it has moved; as the engine is configured if `None`.
     pub verify: Option<Verify>,
-    /// The words for arguments in the texts of its errors; by default those of the original's API.
+    /// The argument names that its error messages use; by default those of the original's API.
     pub words: &'static Words,
 }
 
@@ -113,7 +113,7 @@ impl DataDist {
     ) -> Result<(Arc<Cache>, CheckedTransfer)> {
         self.other(remote.cluster)?;
         validate::caller_name(&remote.name)?;
-        let local = self.source(local)?;
+        let local = self.own_cache(local)?;
         room_for_lists(rows.num_blocks())?;
         let cache = LocalCache { layout: local.layout(), kv: local.kv().cloned() };
         let checked = CheckedTransfer::new(extras.words, local_side, cache, rows, layers)?;
@@ -131,7 +131,7 @@ impl DataDist {
 
     /// Returns a cache of this engine that may take part in a transfer. Returns `Err(CacheNotFound)` for a
     /// handle, because its cache was never registered.
-    pub(super) fn source(&self, end: &End) -> Result<Arc<Cache>> {
+    pub(super) fn own_cache(&self, end: &End) -> Result<Arc<Cache>> {
         match end {
             End::Managed(id) => self.resources.table.find(*id),
             End::Loose(_) => {

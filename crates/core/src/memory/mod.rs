@@ -11,7 +11,7 @@
 //!    exists.
 //! 3. A [`Window`] exists only inside the tensor or the [`BounceBuffer`] from which it was cut, or is a slice that is borrowed as
 //!    long as the window lives. Its bounds were checked when it was made. The same holds for each of several [`Windows`].
-//! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`RingPair`], [`PeerProcess::read`], [`FabricRegion::read`] and
+//! 4. Bytes move only in [`kernels::copy_all`], [`socket_io`], [`RingPair`], [`PeerProcess::read`], [`FabricRegion::read`] and
 //!    [`read_bytes`], between two windows, between a window and the kernel or UCX, between a ring and a window or a
 //!    private buffer, or from a window into a private buffer, and by raw addresses. No slice is ever made over memory that others may
 //!    write.

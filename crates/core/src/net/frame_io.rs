@@ -169,7 +169,7 @@ impl Stream {
         transmission.poll_time = poll_time;
         let (mut header, mut filled) = ([0; HEADER], 0);
         while filled < HEADER {
-            match transmission.attempt(filled as u64, || step(&mut header[filled..]))? {
+            match transmission.step_until_moved(filled as u64, || step(&mut header[filled..]))? {
                 Some(bytes) => filled += bytes,
                 None if filled == 0 => return Ok(None),
                 None => return Err(self.ended(filled as u64)),

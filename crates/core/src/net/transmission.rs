@@ -54,12 +54,12 @@ impl<'a> Transmission<'a> {
 
     /// Returns how many bytes the next step moves. The end of the stream is an error.
     pub(super) fn next(&mut self, done: u64, step: impl FnMut() -> io::Result<StepResult>) -> Result<usize> {
-        self.attempt(done, step)?.ok_or_else(|| self.stream.ended(done))
+        self.step_until_moved(done, step)?.ok_or_else(|| self.stream.ended(done))
     }
 
     /// Repeats `step` until it moves bytes, and waits in between. Returns `None` at the end of the stream. An
     /// error after at least one byte (`done`) ends the stream.
-    pub(super) fn attempt(
+    pub(super) fn step_until_moved(
         &mut self,
         done: u64,
         mut step: impl FnMut() -> io::Result<StepResult>,

@@ -15,7 +15,7 @@ impl Side {
     /// Both sides, the source first.
     pub const BOTH: [Side; 2] = [Side::Source, Side::Destination];
 
-    /// Returns what belongs to this side, of the source's and the destination's.
+    /// Returns `source` for `Source`, and `destination` for `Destination`.
     pub fn of<T>(self, (source, destination): (T, T)) -> T {
         match self {
             Side::Source => source,
@@ -23,7 +23,7 @@ impl Side {
         }
     }
 
-    /// Returns what belongs to the source and what belongs to the destination, of what belongs to this side and to the other.
+    /// Returns this side's and the other side's value as `(source, destination)`.
     pub fn source_first<T>(self, this: T, other: T) -> (T, T) {
         match self {
             Side::Source => (this, other),

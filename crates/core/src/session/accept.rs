@@ -127,7 +127,7 @@ impl Step {
                 stream.refuse_descriptors()?;
                 let RingOffer = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 let (link, ringed) = (call.link.clone(), call.link.ringed(!call.reverse));
-                let answer = || call_streams::take_rings(&link, stream, &descriptors, ringed);
+                let answer = || call_streams::answer_ring_offer(&link, stream, &descriptors, ringed);
                 call.enter(shared, stream, answer).map(|()| Next::Done)
             }
             Step::Attached(making, memory) => {

@@ -31,7 +31,8 @@ impl RequestContext<'_> {
             let pinned = self.pin_for_write(named, &plan)?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
-        let begun = if ahead { self.begin_ahead(begun, bytes) } else { self.begin(begun, bytes, false) };
+        let begun =
+            if ahead { self.accept_ahead(begun, bytes) } else { self.reply_ready(begun, bytes, false) };
         let Some((plan, cache, pin)) = begun? else { return Err(RequestFailure::Refused) };
         self.stream.restart_pace();
         self.receive(self.job(&plan), range, &cache)?;
@@ -86,7 +87,7 @@ impl RequestContext<'_> {
         range: Range<u64>,
     ) -> Result<(), RequestFailure> {
         let bytes = range.end.saturating_sub(range.start);
-        let Some(part) = self.begin(begun, bytes, false)? else { return Err(RequestFailure::Refused) };
+        let Some(part) = self.reply_ready(begun, bytes, false)? else { return Err(RequestFailure::Refused) };
         self.stream.restart_pace();
         let write = part.write();
         let deadline = if write.deadline.at() < self.deadline.at() { write.deadline } else { self.deadline };
@@ -107,7 +108,7 @@ impl RequestContext<'_> {
 
     /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these
     /// bytes, sends the reason and returns `None`.
-    fn begin_ahead<T>(&self, begun: Result<Option<T>>, bytes: u64) -> Result<Option<T>, RequestFailure> {
+    fn accept_ahead<T>(&self, begun: Result<Option<T>>, bytes: u64) -> Result<Option<T>, RequestFailure> {
         if bytes > MAX_AHEAD {
             // Peers of this version send no such request, so the stream is closed without reading the bytes.
             let text = "too many bytes follow a request without a reply";

@@ -305,7 +305,7 @@ impl RequestContext<'_> {
             Ok(Some((plan, cache, pin, granted, sum)))
         });
         let bytes = range.end.saturating_sub(range.start);
-        let Some((plan, cache, _pin, granted, mut sum)) = self.begin(begun, bytes, bytes > 0)? else {
+        let Some((plan, cache, _pin, granted, mut sum)) = self.reply_ready(begun, bytes, bytes > 0)? else {
             return Err(RequestFailure::Refused);
         };
         self.stream.restart_pace();

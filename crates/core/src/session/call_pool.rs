@@ -154,7 +154,7 @@ impl CallPool {
     }
 
     /// Takes an idle stream with rings, if there is one. Does not wait.
-    pub(super) fn take_rings(&self) -> Option<Arc<Stream>> {
+    pub(super) fn take_idle_ringed(&self) -> Option<Arc<Stream>> {
         let mut streams = self.streams.lock();
         // Those with rings are at the end.
         let (stream, _) = streams.idle.pop_if(|(stream, _)| stream.has_rings())?;

@@ -47,7 +47,7 @@ impl Link {
 
     /// Returns an idle stream with rings for one call, if there is one. Does not wait.
     pub(crate) fn lease_idle_rings(self: &Arc<Self>) -> Option<StreamLease> {
-        self.calls.take_rings().map(|stream| self.leased(stream, true))
+        self.calls.take_idle_ringed().map(|stream| self.leased(stream, true))
     }
 
     fn leased(self: &Arc<Self>, stream: Arc<Stream>, reusable: bool) -> StreamLease {
@@ -212,7 +212,12 @@ fn offer_rings(
 
 /// Answers the offer of a dialing side, whose rings are among `descriptors`. Afterwards the stream uses rings, unless this
 /// side has refused them. `link` has `ringed` streams with rings in the same direction.
-pub(super) fn take_rings(link: &Link, stream: &Stream, descriptors: &[OwnedFd], ringed: usize) -> Result<()> {
+pub(super) fn answer_ring_offer(
+    link: &Link,
+    stream: &Stream,
+    descriptors: &[OwnedFd],
+    ringed: usize,
+) -> Result<()> {
     let refuse = |reason: String| -> Result<()> {
         stream.send_now(&protocol::encode(&RingAnswer::Refused { reason })?, &[])
     };

@@ -29,9 +29,9 @@ pub(crate) const REPORTED_BY: &str = "reported_by";
 
 /// Which description of a remote cache a call uses.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Description {
-    /// The one that is known here ([`Link::known`]).
-    Known,
+pub(crate) enum WhichDescription {
+    /// The one that is stored here, if it still holds ([`Link::known`]).
+    Stored,
     /// The one that the owner gives now ([`Link::describe`]).
     New,
 }
@@ -43,16 +43,16 @@ impl Link {
     pub(crate) fn remote_cache(
         self: &Arc<Self>,
         name: &RemoteCacheName,
-        description: Description,
+        which: WhichDescription,
         deadline: Deadline,
     ) -> Result<Arc<KnownCache>> {
         let text = match name {
-            RemoteCacheName::Name(name) => return self.description(*name, description, deadline),
+            RemoteCacheName::Name(name) => return self.description(*name, which, deadline),
             RemoteCacheName::Text(text) => text,
         };
         let known = self.view.names.lock().get(&**text);
         if let Some(cache) = known {
-            match self.description(Name::of_cache(cache), description, deadline) {
+            match self.description(Name::of_cache(cache), which, deadline) {
                 Err(error) if error.kind() == ErrorKind::CacheNotFound => {
                     self.view.names.lock().remove(&**text);
                 }
@@ -62,18 +62,18 @@ impl Link {
         let reply = self.ask(&Request::Find { name: (**text).to_owned() }, deadline)?;
         let Reply::Found { cache } = reply else { return Err(self.unexpected(&reply)) };
         self.view.names.lock().remember(text.clone(), cache);
-        self.description(Name::of_cache(cache), description, deadline)
+        self.description(Name::of_cache(cache), which, deadline)
     }
 
     fn description(
         self: &Arc<Self>,
         name: Name,
-        which: Description,
+        which: WhichDescription,
         deadline: Deadline,
     ) -> Result<Arc<KnownCache>> {
         match which {
-            Description::Known => self.known(name, deadline),
-            Description::New => self.describe(name, deadline),
+            WhichDescription::Stored => self.known(name, deadline),
+            WhichDescription::New => self.describe(name, deadline),
         }
     }
 

@@ -20,7 +20,7 @@ pub(crate) fn send_message<T: Serialize>(stream: &Stream, message: &T, deadline:
     stream.send(&protocol::encode(message)?, deadline)
 }
 
-/// Sends one message that bytes of a cache follow at once.
+/// Sends one message, immediately followed by cache bytes.
 pub(crate) fn send_message_before<T: Serialize>(
     stream: &Stream,
     message: &T,

@@ -58,7 +58,7 @@ pub use poller::{Poller, Watching};
 pub use proof::KeyProof;
 
 pub(crate) use call_streams::StreamLease;
-pub(crate) use client::{Description, REPORTED_BY};
+pub(crate) use client::{REPORTED_BY, WhichDescription};
 pub(crate) use ensure::{LinkOnDemand, check_metadata};
 pub(crate) use handshake::draw_instance;
 pub(crate) use known_cache::KnownCache;
@@ -258,7 +258,7 @@ impl LinkOfCall {
     }
 
     /// Returns the link that there was when the call was started, if it still exists.
-    pub(crate) fn known(&self) -> Option<Arc<Link>> {
+    pub(crate) fn at_start(&self) -> Option<Arc<Link>> {
         self.link.as_ref()?.upgrade()
     }
 

@@ -148,7 +148,7 @@ impl RequestContext<'_> {
 
     /// Sends `Ready` and returns `begun`, or sends the reason for a refusal and returns `None`. If `payload_follows`, `Ready` is
     /// sent together with the bytes that follow it, which saves a packet when they are few.
-    pub(super) fn begin<T>(
+    pub(super) fn reply_ready<T>(
         &self,
         begun: Result<Option<T>>,
         bytes: u64,
@@ -156,9 +156,13 @@ impl RequestContext<'_> {
     ) -> Result<Option<T>, RequestFailure> {
         let reply = match begun {
             Ok(Some(begun)) => {
-                let send_ready = if payload_follows { send_message_before } else { send_message };
+                let ready = Reply::Ready { bytes };
                 self.replied.set(Some(Instant::now()));
-                let sent = send_ready(self.stream, &Reply::Ready { bytes }, self.deadline);
+                let sent = if payload_follows {
+                    send_message_before(self.stream, &ready, self.deadline)
+                } else {
+                    send_message(self.stream, &ready, self.deadline)
+                };
                 return sent.map(|()| Some(begun)).map_err(RequestFailure::Broken);
             }
             Ok(None) => Reply::Stale,

@@ -260,7 +260,7 @@ impl Server {
             drop(state);
             let worked = match number {
                 WORK => self.take_work(),
-                number => self.answer(number),
+                number => self.on_readable(number),
             };
             // A wake-up without work restarts nothing. Otherwise a thread could be kept by the work of the others.
             until = if worked {
@@ -328,9 +328,9 @@ impl Server {
         }
     }
 
-    /// Answers the requests on the stream `number`, or queues it until a slot is free. Returns `false` if the stream has
+    /// Answers the requests on the stream `number`, which is readable, or queues it until a slot is free. Returns `false` if the stream has
     /// ended.
-    fn answer(self: &Arc<Self>, number: u64) -> bool {
+    fn on_readable(self: &Arc<Self>, number: u64) -> bool {
         let Some(call) = self.state.lock().jobs.calls.get(&number).cloned() else { return false };
         if !call.stream.wake_up() {
             self.wait_again(number, &call);

@@ -1,11 +1,11 @@
 //! One asynchronous call, which waits for its rows and for a worker without a thread of its own.
 //!
 //! ```text
-//!  start ── queues of its rows ── (all free) ── queue of its cluster ── a worker takes the rows and runs the work
+//!  start ── queues of its rows ── (all free) ── queue of its cluster ── a worker runs the work, which takes the rows
 //!    └──────────── the deadline, a cancellation or the end of the engine stops it until here
 //! ```
 //!
-//! A call takes its rows only on a worker, when it is about to use them. Until then it holds nothing for which a peer could
+//! The work takes the rows when it is about to use them. Until then it holds nothing for which a peer could
 //! wait.
 //!
 //! A call that a worker has begun ends when the last reference to its [`Execution`] is dropped. Whatever may touch its
@@ -28,7 +28,7 @@ use crate::resources::{OutgoingCall, Resources};
 use crate::stats::Op;
 use crate::sync::Mutex;
 
-/// What a call does once it has its rows. Returns the number of bytes moved.
+/// What a call does on a worker, once its rows were free: it takes them ([`Execution::pin`]) and moves bytes. Returns their number.
 pub(crate) type Work = Box<dyn FnOnce(&Arc<Execution>, Deadline) -> Result<u64> + Send>;
 
 /// What a call is for.
@@ -316,7 +316,7 @@ impl Execution {
         Ok(())
     }
 
-    /// Has this thread work for the call until the result is dropped. The waits of the deadline then end early once the
+    /// Marks this thread as working for the call until the guard is dropped. The waits of the deadline then end early once the
     /// transfer is stopped.
     pub(crate) fn on_this_thread(&self, deadline: Deadline) -> (impl Drop + use<>, Deadline) {
         (work_for(&self.call.transfer), watched(deadline))

@@ -46,7 +46,7 @@ impl AsyncCalls {
         &self.engine.executor
     }
 
-    /// Makes room for a call.
+    /// Reserves a slot for a call, in the event queue and in the table of running calls.
     pub(crate) fn begin(&self) -> Result<BegunCall<'_>> {
         let transfer = self.queue.start()?;
         self.running().reserve(&transfer);
@@ -71,7 +71,7 @@ impl AsyncCalls {
     }
 }
 
-/// A call for which there is room in the event queue and among the calls that run. Drop gives it back, unless the call was started or
+/// A call with a reserved slot in the event queue and in the table of running calls. Drop releases both, unless the call was started or
 /// has ended.
 pub(crate) struct BegunCall<'a> {
     calls: &'a AsyncCalls,
@@ -87,7 +87,7 @@ struct ShortCall {
 }
 
 impl BegunCall<'_> {
-    /// Returns how a task ends for which this is the room.
+    /// Returns the handle with which the task that takes this reservation reports its end.
     pub(super) fn end(&self) -> TaskEnd {
         TaskEnd { transfer: self.transfer.clone(), running: self.calls.running().clone() }
     }

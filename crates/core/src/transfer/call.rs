@@ -8,14 +8,15 @@ use std::time::Instant;
 
 use super::async_call::Execution;
 use crate::cache::{Cache, CallRows, RowUse};
-use crate::copy::{HeldPins, PathJob, PathKind, Progress, Rule, takes_rings};
+use crate::copy::{HeldPins, PathJob, PathKind, Progress, Rule, takes_rings, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
-use crate::model::{Deadline, GrantUse, Name, RemoteCacheName, Verify, Words};
+use crate::model::{CacheKey, Deadline, GrantUse, Name, RemoteCacheName, Verify, Words};
 use crate::plan::{CopyPlan, Side};
+use crate::protocol::WireUsedKey;
 use crate::resources::Resources;
-use crate::session::{Description, KnownCache, Link, ReservedNotification, StreamLease};
+use crate::session::{KnownCache, Link, ReservedNotification, StreamLease, WhichDescription};
 use crate::validate;
 
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
@@ -29,6 +30,17 @@ pub(crate) enum Moved {
     Equal(u64),
     /// The remote cache has changed and must be described again.
     Stale,
+}
+
+/// What is left to do once the bytes of a pull or push are in place.
+#[derive(Default)]
+pub(super) struct TransferEnd {
+    /// The key of a pull that is to be released, or the grant that is to be reported as done.
+    pub(super) used_key: Option<WireUsedKey>,
+    /// What was copied from the tensors of the key, for the list of rows that are in place. `None` if no rows are listed.
+    pub(super) copied: Option<(CopyPlan, Arc<Progress>)>,
+    /// The local slot of a push whose key is to be released.
+    pub(super) slot: Option<u32>,
 }
 
 #[cfg(feature = "testing")]
@@ -50,7 +62,7 @@ pub(crate) struct Call {
     pub(crate) name: RemoteCacheName,
     pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
-    /// The asynchronous call that a worker executes, which has its rows already. `None` for a synchronous call.
+    /// The asynchronous call that a worker executes. `None` for a synchronous call.
     pub(crate) execution: Option<Arc<Execution>>,
     /// Whether the call ends only when the peer has ended its reads of this process's memory, however late that is.
     pub(crate) to_the_end: bool,
@@ -91,6 +103,39 @@ impl Call {
         self.execution.as_ref().map_or(Ok(()), |execution| execution.transfer().commit())
     }
 
+    /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the
+    /// notification: one request.
+    pub(super) fn finish(&self, end: &TransferEnd, notification: Option<ReservedNotification>) -> Result<()> {
+        let TransferEnd { used_key, copied, .. } = end;
+        if used_key.is_none() && notification.is_none() {
+            return Ok(());
+        }
+        if let Some(notification) = &notification {
+            notification.wait_for_earlier(self.deadline)?;
+        }
+        self.commit()?;
+        let finished = match notification {
+            Some(notification) => notification.deliver(*used_key, self.deadline),
+            None => self.link.finish(*used_key, self.deadline),
+        };
+        // These names are used once.
+        let name = self.grant_name().or_else(|| self.name.name());
+        if used_key.is_some()
+            && let Some(name @ (Name::Key(CacheKey::Request { .. }) | Name::Grant(_))) = name
+        {
+            self.link.view.forget(&name);
+        }
+        finished.map_err(|error| match copied {
+            Some((plan, progress)) => self.with_arrived(error, plan, progress),
+            None => error,
+        })
+    }
+
+    /// Adds the rows that have arrived to the error of a pull.
+    pub(super) fn with_arrived(&self, error: Error, plan: &CopyPlan, progress: &Progress) -> Error {
+        with_arrived_rows(error, progress, plan, self.local.geometry().row_sizes())
+    }
+
     /// Runs `call` and counts it with its link. An unlink does not remove the link before `call` has ended.
     pub(crate) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         self.counted_as(1, call)
@@ -112,7 +157,7 @@ impl Call {
         self.check_local()?;
         let mut known = match granted {
             Some(granted) => self.same_as_named(granted)?,
-            None => self.remote_cache(Description::Known)?,
+            None => self.remote_cache(WhichDescription::Stored)?,
         };
         for _ in 0..MAX_ATTEMPTS {
             let outcome = self.check_remote(&known).and_then(|()| attempt(&known));
@@ -166,8 +211,8 @@ impl Call {
     }
 
     /// Returns the remote cache that the caller has named.
-    pub(super) fn remote_cache(&self, description: Description) -> Result<Arc<KnownCache>> {
-        self.link.remote_cache(&self.name, description, self.deadline)
+    pub(super) fn remote_cache(&self, which: WhichDescription) -> Result<Arc<KnownCache>> {
+        self.link.remote_cache(&self.name, which, self.deadline)
     }
 
     /// Checks that the peer gave the grant, and that it has not ended. Returns what it lends, or `None` if there is no grant.
@@ -180,16 +225,16 @@ impl Call {
     /// Asks the owner for the description of the remote cache. Under a grant, also checks that the caller's name is one of the same
     /// cache.
     pub(super) fn described(&self) -> Result<Arc<KnownCache>> {
-        let Some(grant) = self.grant_name() else { return self.remote_cache(Description::New) };
+        let Some(grant) = self.grant_name() else { return self.remote_cache(WhichDescription::New) };
         self.same_as_named(self.link.describe(grant, self.deadline)?)
     }
 
     /// Returns `granted` if the caller's name is one of its cache.
     fn same_as_named(&self, granted: Arc<KnownCache>) -> Result<Arc<KnownCache>> {
-        let mut named = self.remote_cache(Description::Known);
+        let mut named = self.remote_cache(WhichDescription::Stored);
         // A key that the cache has lost has changed the generation of its entry.
         if named.as_ref().is_ok_and(|named| named.at != granted.at) {
-            named = self.remote_cache(Description::New);
+            named = self.remote_cache(WhichDescription::New);
         }
         // If the key is gone or names another cache because the cache was released, the grant has ended.
         let differs = match &named {

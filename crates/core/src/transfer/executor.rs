@@ -255,7 +255,7 @@ impl Executor {
 }
 
 impl ExecutorHandle {
-    /// Has the next free worker run `job`, which is for `class`. Never waits for a worker. If no thread can be
+    /// Queues `job` for the next free worker, under `class`. Never waits for a worker. If no thread can be
     /// started, the existing workers run the job; without any worker, it is refused
     /// (`a_worker_that_cannot_be_started`). Returns the key of the job if it waits for others of its class.
     pub(crate) fn submit(&self, class: JobClass, job: Arc<dyn Job>) -> Option<JobKey> {

@@ -6,15 +6,14 @@
 use std::sync::Arc;
 
 use super::async_call::Execution;
-use super::call::Call;
+use super::call::{Call, TransferEnd};
 use super::peer_transfer::PeerTransfer;
-use super::pull::TransferEnd;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Deadline;
 use crate::plan::{KvPart, Side, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::Description;
+use crate::session::WhichDescription;
 use crate::stats::Op;
 use crate::validate::OwnerShare;
 
@@ -70,10 +69,10 @@ impl Group {
         if !self.owners {
             return Ok(Vec::new());
         }
-        match self.shares_by(Description::Known, execution, deadline) {
-            // The known descriptions may be outdated, as in `Call::attempts`.
+        match self.shares_by(WhichDescription::Stored, execution, deadline) {
+            // The stored descriptions may be outdated, as in `Call::attempts`.
             Err(error) if error.kind() == ErrorKind::InvalidArgument => {
-                self.shares_by(Description::New, execution, deadline)
+                self.shares_by(WhichDescription::New, execution, deadline)
             }
             shares => shares,
         }
@@ -81,13 +80,13 @@ impl Group {
 
     fn shares_by(
         &self,
-        description: Description,
+        which: WhichDescription,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
         match self.local_side() {
-            Side::Destination => self.pulled_shares(description, execution, deadline),
-            Side::Source => self.pushed_shares(description, execution, deadline),
+            Side::Destination => self.pulled_shares(which, execution, deadline),
+            Side::Source => self.pushed_shares(which, execution, deadline),
         }
     }
 
@@ -100,22 +99,22 @@ impl Group {
         Ok(part.call(self.resources.clone(), link, Some(execution.clone()), deadline))
     }
 
-    /// Finds out the layout of every owner's cache by `description`, and returns what to read from each owner.
+    /// Finds out the layout of every owner's cache by the descriptions `which`, and returns what to read from each owner.
     fn pulled_shares(
         &self,
-        description: Description,
+        which: WhichDescription,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
-        let missing = |which: &str| {
-            Error::invalid(format!("several owners of one cache need KV layouts: the {which} cache has none"))
+        let missing = |end: &str| {
+            Error::invalid(format!("several owners of one cache need KV layouts: the {end} cache has none"))
         };
         let local = self.parts[0].local.kv().ok_or_else(|| missing("local"))?;
         let mut owners = fallible::with_capacity(PARTS, self.parts.len())?;
         for (index, part) in self.parts.iter().enumerate() {
             let described = || {
                 let call = self.call(part, execution, deadline)?;
-                let known = call.remote_cache(description)?;
+                let known = call.remote_cache(which)?;
                 let layout = known.remote.kv.clone().ok_or_else(|| missing("remote"))?;
                 check_same_model(&layout, local).map_err(|error| call.named(error))?;
                 Ok((known, layout))
@@ -147,7 +146,7 @@ impl Group {
     /// tokens.
     fn pushed_shares(
         &self,
-        description: Description,
+        which: WhichDescription,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
@@ -158,7 +157,7 @@ impl Group {
                 let call = self.call(part, execution, deadline)?;
                 let named = |error: Error| call.named(error.with("name", &part.name));
                 let (_, row) = part.name.without_slot();
-                let remote = call.remote_cache(description)?.remote.with_row(row);
+                let remote = call.remote_cache(which)?.remote.with_row(row);
                 let share = OwnerShare { parts: None, tokens: expected };
                 let (tokens, nothing) = part.checked.check_share(&remote, &share).map_err(named)?;
                 Ok((tokens, nothing.map(named)))

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::async_call::Execution;
-use super::call::Call;
-use super::pull::TransferEnd;
+use super::call::{Call, TransferEnd};
 use crate::cache::{Cache, Pin, RowUse};
 use crate::error::Result;
 use crate::model::{Deadline, GrantUse, RemoteCacheName, Verify};
@@ -40,7 +39,7 @@ pub(crate) fn used_rows(checked: &CheckedTransfer) -> Result<RowUse> {
 }
 
 impl PeerTransfer {
-    /// Moves the bytes: on a worker for `execution`, which has the rows already, or on the calling thread.
+    /// Moves the bytes: on a worker for `execution`, whose rows were free ([`Call::pin`] takes them), or on the calling thread.
     pub(crate) fn run(
         self,
         resources: Arc<Resources>,
@@ -63,7 +62,7 @@ impl PeerTransfer {
             return None;
         }
         let started = Instant::now();
-        let call = self.call(resources.clone(), self.link.known()?, None, deadline);
+        let call = self.call(resources.clone(), self.link.at_start()?, None, deadline);
         let _active = call.link.begin().ok()?;
         let (bytes, pin) = call.pull_now(&self.checked)?;
         call.link.stats.count_transfers(1, started.elapsed(), Some(bytes));

@@ -3,30 +3,19 @@
 use std::sync::Arc;
 
 use super::SHORT_CALL;
-use super::call::{Call, Moved};
+use super::call::{Call, Moved, TransferEnd};
 use super::stream::Streams;
 use crate::cache::{CallRows, Pin, RowUse};
-use crate::copy::{DataPath, HeldPins, Hops, PathKind, Progress, STILL_READING, with_arrived_rows};
+use crate::copy::{DataPath, HeldPins, Hops, PathKind, Progress, STILL_READING};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{CacheKey, Name, RowList};
+use crate::model::RowList;
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::{NamedCache, WireUsedKey};
-use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity};
+use crate::session::{BEING_PUSHED, KnownCache, PeerSnapshot, StreamLease, Validity};
 use crate::validate::{CheckedTransfer, OwnerShare, PlannedTransfer};
 
 /// Maximum number of rows of a short pull, so that planning costs little if the pull then turns out to be long.
 const SHORT_ROWS: usize = 4;
-
-/// What is left to do once the bytes of a pull or push are in place.
-#[derive(Default)]
-pub(super) struct TransferEnd {
-    /// The key of a pull that is to be released, or the grant that is to be reported as done.
-    pub(super) used_key: Option<WireUsedKey>,
-    /// What was copied from the tensors of the key, for the list of rows that are in place. `None` if no rows are listed.
-    pub(super) copied: Option<(CopyPlan, Arc<Progress>)>,
-    /// The local slot of a push whose key is to be released.
-    pub(super) slot: Option<u32>,
-}
 
 impl Call {
     /// Pulls rows of the remote cache into the local one. Returns the number of bytes and what is left to do now.
@@ -83,34 +72,6 @@ impl Call {
         Some((plan.bytes(), Arc::into_inner(pin)))
     }
 
-    /// Has the owner release a key whose bytes are in place, or note that this side is done with a grant, and delivers the
-    /// notification: one request.
-    pub(super) fn finish(&self, end: &TransferEnd, notification: Option<ReservedNotification>) -> Result<()> {
-        let TransferEnd { used_key, copied, .. } = end;
-        if used_key.is_none() && notification.is_none() {
-            return Ok(());
-        }
-        if let Some(notification) = &notification {
-            notification.wait_for_earlier(self.deadline)?;
-        }
-        self.commit()?;
-        let finished = match notification {
-            Some(notification) => notification.deliver(*used_key, self.deadline),
-            None => self.link.finish(*used_key, self.deadline),
-        };
-        // These names are used once.
-        let name = self.grant_name().or_else(|| self.name.name());
-        if used_key.is_some()
-            && let Some(name @ (Name::Key(CacheKey::Request { .. }) | Name::Grant(_))) = name
-        {
-            self.link.view.forget(&name);
-        }
-        finished.map_err(|error| match copied {
-            Some((plan, progress)) => self.with_arrived(error, plan, progress),
-            None => error,
-        })
-    }
-
     /// Pulls the bytes of `planned` into `local_rows`: reads memory of the peer that this process can access, otherwise asks for
     /// streams. Also returns what is left to do.
     fn pull_planned(
@@ -151,11 +112,6 @@ impl Call {
         let cache = NamedCache { name: self.name_of(known), id: known.cache };
         let used_key = WireUsedKey { cache, first, count };
         (!self.resources.config.remote_accessible && known.consumable).then_some(used_key)
-    }
-
-    /// Adds the rows that have arrived to the error of a pull.
-    fn with_arrived(&self, error: Error, plan: &CopyPlan, progress: &Progress) -> Error {
-        with_arrived_rows(error, progress, plan, self.local.geometry().row_sizes())
     }
 
     /// Moves the bytes of one plan of a pull of `total` bytes by the available path. `progress` ends empty if it is unknown whether

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use super::call::{Call, Moved};
-use super::pull::TransferEnd;
+use super::call::{Call, Moved, TransferEnd};
 use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{HeldPins, PathKind};

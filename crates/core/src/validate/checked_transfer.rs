@@ -154,9 +154,9 @@ impl CheckedTransfer {
         Ok(self.tensors.moves(if self.tensors.count == 0 { Pieces::default() } else { pieces }))
     }
 
-    /// Checks all of a push to one of several owners that can be checked before it begins. Returns how many tokens move, or
-    /// would, if both caches have KV layouts, and why nothing is written there, if nothing is: the caches have no layer or
-    /// no head in common. `share` is what the owners before it allow.
+    /// Checks all of a push to one of several owners that can be checked before it begins. Returns the number of tokens of the
+    /// rows, if both caches have KV layouts, and an error if the caches share no layer or head, so that nothing is written
+    /// there. `share` is what the owners before it allow.
     pub fn check_share(
         &self,
         remote: &RemoteCache,

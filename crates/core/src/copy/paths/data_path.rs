@@ -1,5 +1,6 @@
-//! The trait of data paths, with its input and its result.
+//! The trait of data paths, with its input and its result, and what precedes each batch of a stream.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::path_kind::PathKind;
@@ -11,6 +12,7 @@ use crate::device::HostReach;
 use crate::error::Result;
 use crate::memory::Reach;
 use crate::model::Deadline;
+use crate::net::padding_at;
 use crate::plan::{CopyPlan, Side};
 
 /// How many copies lie between a path and the memory at one end.
@@ -54,4 +56,20 @@ pub trait DataPath {
         arrived: &Arc<Progress>,
         held: HeldPins,
     ) -> Result<Hops>;
+}
+
+/// Prepares a stream for the bytes of `range` from `at` on: checks the deadline, unless they are the first ones, and moves padding if it
+/// precedes them.
+pub(super) fn before_batch(
+    range: &Range<u64>,
+    at: u64,
+    deadline: Deadline,
+    padding: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let into = at - range.start;
+    if into > 0 {
+        // A stream that always has bytes, or room for them, never waits. So the deadline is checked here.
+        deadline.waiting("moving bytes through a stream")?;
+    }
+    if padding_at(into, range.end - at) { padding() } else { Ok(()) }
 }

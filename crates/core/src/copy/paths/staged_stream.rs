@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::data_path::PathJob;
+use super::data_path::{PathJob, before_batch};
 use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffer, PackedWindows};
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::window_sum::WindowSum;
@@ -12,8 +12,8 @@ use crate::copy::workers::SharedJob;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
-use crate::model::{Deadline, Placement};
-use crate::net::{PADDING_INTERVAL, Stream, padding_at};
+use crate::model::Placement;
+use crate::net::{PADDING_INTERVAL, Stream};
 use crate::plan::{CopyPlan, Side};
 use crate::sync::Mutex;
 
@@ -68,7 +68,7 @@ impl StagedRange<'_> {
                 let buffer = hop.finish()?;
                 let next = cuts.peek().map(|next| self.hop(&end, next.clone(), &mut spare, 1));
                 filling = next.transpose()?;
-                begin(range, cut.start, deadline, || stream.send_padding(deadline))?;
+                before_batch(range, cut.start, deadline, || stream.send_padding(deadline))?;
                 let window = buffer.window(0, cut.end - cut.start)?;
                 if let Some(sum) = &mut sum {
                     sum.add(window.into())?;
@@ -92,7 +92,7 @@ impl StagedRange<'_> {
         let mut receive = || -> Result<()> {
             for cut in cuts(range) {
                 let buffer = spare.take().map_or_else(|| copy_engine.host_buffers.take(), Ok)?;
-                begin(range, cut.start, deadline, || stream.receive_padding(deadline))?;
+                before_batch(range, cut.start, deadline, || stream.receive_padding(deadline))?;
                 let received = {
                     let window = buffer.window(0, cut.end - cut.start)?;
                     stream.receive_counted(&[window], deadline, &mut 0)
@@ -143,21 +143,6 @@ fn cuts(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let from = start + index * BUFFER_BYTES;
         from..end.min(from + BUFFER_BYTES)
     })
-}
-
-/// Begins the bytes from `at` on: checks the deadline, unless they are the first ones, and moves padding if it precedes them.
-pub(super) fn begin(
-    range: &Range<u64>,
-    at: u64,
-    deadline: Deadline,
-    padding: impl FnOnce() -> Result<()>,
-) -> Result<()> {
-    let into = at - range.start;
-    if into > 0 {
-        // A stream that always has bytes, or room for them, never waits. So the deadline is checked here.
-        deadline.waiting("moving bytes through a stream")?;
-    }
-    if padding_at(into, range.end - at) { padding() } else { Ok(()) }
 }
 
 /// Waits until a buffer is emptied, notes its bytes as in place, and returns the buffer.

@@ -9,9 +9,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::data_path::{DataPath, Hops, PathJob};
+use super::data_path::{DataPath, Hops, PathJob, before_batch};
 use super::path_kind::PathKind;
-use super::staged_stream::{StagedRange, begin};
+use super::staged_stream::StagedRange;
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::route::PlacedTensors;
 use crate::copy::run::HeldPins;
@@ -178,7 +178,8 @@ fn in_batches<'a>(
             return Err(Error::new(ErrorKind::System, text).with("at", at));
         }
         let mut done = 0;
-        if let Err(error) = begin(&range, at, deadline, &padding).and_then(|()| moved(&batch, &mut done)) {
+        let begun = before_batch(&range, at, deadline, &padding);
+        if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
             progress.done(at, at + done);
             return Err(with_copied_bytes(error, progress, of_bytes));
         }
