@@ -108,13 +108,13 @@ fn one_by_one<'py>(
 /// Checks that every number can be that of a block.
 fn checked(py: Python<'_>, numbers: Vec<i64>) -> PyResult<Vec<i64>> {
     // One pass without a branch. The position is only looked for if it is needed.
-    let bits = numbers.iter().fold(0, |bits, word| bits | word);
+    let bits = numbers.iter().fold(0, |bits, number| bits | number);
     if u32::try_from(bits).is_ok() {
         return Ok(numbers);
     }
-    let wrong = numbers.iter().enumerate().find(|(_, word)| u32::try_from(**word).is_err());
+    let wrong = numbers.iter().enumerate().find(|(_, number)| u32::try_from(**number).is_err());
     match wrong {
-        Some((at, word)) => Err(invalid(py, &format!("blocks[{at}]"), word, ALLOWED)),
+        Some((at, number)) => Err(invalid(py, &format!("blocks[{at}]"), number, ALLOWED)),
         None => Ok(numbers),
     }
 }

@@ -121,7 +121,7 @@ fn rows(given: &Any<'_>, keys: usize, count: u64) -> PyResult<Vec<u64>> {
         let wrong = || invalid(py, "len(rows)", rows, &format!("{keys}, one for each key"));
         if rows == keys { Ok(()) } else { Err(wrong()) }
     };
-    let words = if let Ok(list) = given.cast::<PyList>() {
+    let numbers = if let Ok(list) = given.cast::<PyList>() {
         check(list.len())?;
         raw::list_numbers(list)
             .map_err(no_memory)?
@@ -136,28 +136,28 @@ fn rows(given: &Any<'_>, keys: usize, count: u64) -> PyResult<Vec<u64>> {
         let array = if text { None } else { index_arrays::read("rows", given)? };
         array.ok_or_else(|| wrong_type("rows", "a list or an array of integers", given))?
     };
-    check(words.len())?;
-    let mut rows = fallible::with_capacity(LISTS, words.len()).map_err(no_memory)?;
-    for (at, word) in words.into_iter().enumerate() {
-        let row = u64::try_from(word).ok().filter(|&row| row < count);
-        rows.push(row.ok_or_else(|| no_row(py, at, word, count))?);
+    check(numbers.len())?;
+    let mut rows = fallible::with_capacity(LISTS, numbers.len()).map_err(no_memory)?;
+    for (at, number) in numbers.into_iter().enumerate() {
+        let row = u64::try_from(number).ok().filter(|&row| row < count);
+        rows.push(row.ok_or_else(|| no_row(py, at, number, count))?);
     }
     Ok(rows)
 }
 
 /// Reads the items of a list or tuple of `keys` items, of which some are no plain integers of 64 bits.
 fn one_by_one<'py>(items: impl Iterator<Item = Any<'py>>, keys: usize, count: u64) -> PyResult<Vec<i64>> {
-    let mut words = Vec::new();
+    let mut numbers = Vec::new();
     for (at, item) in items.enumerate() {
-        let (py, number) = (item.py(), index(format_args!("rows[{at}]"), "an int", &item)?);
-        let word = number.extract::<i64>().map_err(|_| no_row(py, at, shown(&number), count))?;
-        if words.is_empty() {
-            words = fallible::with_capacity(LISTS, keys).map_err(|error| raise(py, &error))?;
+        let (py, int) = (item.py(), index(format_args!("rows[{at}]"), "an int", &item)?);
+        let number = int.extract::<i64>().map_err(|_| no_row(py, at, shown(&int), count))?;
+        if numbers.is_empty() {
+            numbers = fallible::with_capacity(LISTS, keys).map_err(|error| raise(py, &error))?;
         }
         // Python code of an item may have made the list longer.
-        fallible::push(LISTS, &mut words, word).map_err(|error| raise(py, &error))?;
+        fallible::push(LISTS, &mut numbers, number).map_err(|error| raise(py, &error))?;
     }
-    Ok(words)
+    Ok(numbers)
 }
 
 fn no_row(py: Python<'_>, at: usize, row: impl Display, count: u64) -> PyErr {
