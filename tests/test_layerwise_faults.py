@@ -105,22 +105,6 @@ def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any
     to.check("a layer of the first transfer arrived after its end")
 
 
-def test_a_destination_that_is_unregistered_between_layers(ends: Ends, way: dict[str, Any]) -> None:
-    """`test_destinations_that_go_at_any_moment` covers memory that is reused by another cache."""
-    transfer = Transfer(ends, way, 1, 100_000, blocks=True, pool=2 << 20)
-    peer, to = transfer.peer, transfer.remote("g", blocks=True, model=5, registered=True)
-    steps, task = transfer.begun(2, [to.to(range(4))], src=[0], dst=[0])
-    peer.unregister("g")
-    new = transfer.remote("new", blocks=True, model=5, seed=5)  # it has the key
-    steps.allow()
-    assert results(task) == [GONE]
-    peer.rest(0.1)
-    new.check("a layer arrived in another cache")
-    to.slot(transfer.source, range(2))
-    to.check("a layer arrived after unregister")
-    transfer.again()
-
-
 def test_destinations_that_go_at_any_moment(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 1, 30_000, 10, pool=4 << 20)
     peer, before = transfer.peer, transfer.peer.used()
@@ -137,40 +121,6 @@ def test_destinations_that_go_at_any_moment(ends: Ends, way: dict[str, Any]) -> 
         new.check("a layer arrived in another cache")
         peer.deallocate("new")
     eventually(lambda: peer.used() == before, what="the memory")
-
-
-def test_a_source_that_is_deallocated_lives_until_all_is_sent_or_cancelled(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, 1, 60_000)
-    local = transfer.local
-    for cancelled in (False, True):
-        steps, task = transfer.begun(1)
-        local.deallocate("n")
-        assert local.used() > 0, "the transfer needs it"
-        local.allocate("other", 1, 60_000, 4, seed=9)
-        if cancelled:
-            task.cancel()
-        else:
-            steps.allow()
-            assert results(task) == [OK]
-            transfer.arrived()
-        local.deallocate("other")
-        eventually(lambda: local.used() == 0, what="the memory, though the task is held")
-        steps.allow()
-        local.allocate("n", 1, 60_000, 8, seed=1)
-
-
-def test_a_source_that_is_unregistered(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, 1, 6000)
-    local = transfer.local
-    local.register("m", 1, 6000, 8, seed=1)
-    steps = Steps(allowed=2)
-    task = launch(local, "m", [transfer.to.to(range(4))], steps)
-    eventually(lambda: layers_done(task) == [2], what="two layers")
-    local.unregister("m")
-    local.paint("m", 0xEE)
-    steps.allow()
-    assert results(task) == [GONE]
-    transfer.arrived(2)
 
 
 def test_a_transfer_releases_no_key_of_its_source(ends: Ends) -> None:

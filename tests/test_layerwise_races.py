@@ -10,7 +10,7 @@ import pytest
 
 from layers import FAILED, FINALIZED, Decoder, Steps, Transfer, finish, launch, layers_done, results
 from llm_datadist import CacheKeyByIdAndIndex, TransferConfig, TransferWithCacheKeyConfig
-from peers import OK, TIMEOUT, UNLINKED, Ends, by_blocks, eventually
+from peers import OK, TIMEOUT, UNLINKED, Ends, by_blocks
 
 
 def uniform(arrays: list[np.ndarray], allowed: set[int], where: str) -> None:
@@ -19,29 +19,6 @@ def uniform(arrays: list[np.ndarray], allowed: set[int], where: str) -> None:
         for row, values in enumerate(map(np.unique, array)):
             assert len(values) == 1, f"{where}: tensor {tensor}, row {row} is mixed: {values}"
             assert int(values[0]) in allowed, (where, tensor, row, values)
-
-
-def test_rows_for_a_peer_that_stands_still_do_not_hold_up_another(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(
-        ends, way, 300, 64, 2, peers=2, pool=8 << 20, llm__SyncKvCacheWaitTime=9000, llm__LinkSilence=60000
-    )
-    local, (stuck, to) = transfer.local, transfer.all
-    assert transfer.send() == [OK, OK]
-    before = local.resources()["threads"]
-    with stuck.peer.stopped():
-        first = transfer.start(to=[stuck.to(range(2), row=row, slot=row) for row in range(280)])
-        others = [transfer.start(to=[stuck.to(range(2), row=row, slot=row)]) for row in range(280, 300)]
-        eventually(lambda: local.resources()["threads"] > before, what="threads that carry layers")
-        good = transfer.start(to=[to.to(range(2), row=row, slot=299 - row) for row in range(300)])
-        assert results(good, 8000) == [OK] * 300
-        assert not first.done()
-        assert all("not done yet" in str(error) for error in first.errors())
-        assert local.resources()["threads"] < before + 150
-    for task in (first, *others):
-        assert set(results(task)) <= {OK, TIMEOUT}
-    for row in range(300):
-        to.slot(transfer.source, range(2), row=row, slot=299 - row)
-    to.check()
 
 
 def test_two_ends_send_each_other_the_same_rows(ends: Ends, way: dict[str, Any]) -> None:

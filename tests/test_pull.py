@@ -167,28 +167,3 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
     local.pull_blocks(by_blocks(2), "nb", [3], [5])
     into.blocks([3], [5])
     into.check()
-
-
-def test_caches_that_come_and_go(pair: tuple[End, Peer]) -> None:
-    local, remote = pair
-    local.allocate("n", 1, 4096, 2)
-    local.allocate("b", 1, 64, 2, blocks=True)
-    old: list[int] = []
-    for number in range(8):
-        how = {"registered": bool(number % 2), "host": number % 3 == 0}
-        cache = remote.make("f", 1, 4096, 2, **how)
-        remote.make("g", 1, 64, 2, blocks=True, keys=[by_blocks(2)], seed=50 + number, **how)
-        for seed in (100 + number, number):  # the present bytes are pulled, also from what was pulled before
-            remote.fill("f", seed)
-            local.pull_cache(by_slot(2, cache), "n")
-            assert equal(local.read("n"), pattern(seed, 2, 1, 4096))
-        local.pull_blocks(by_blocks(2), "b", [0], [0])
-        assert equal(local.read("b"), pattern(50 + number, 2, 1, 64))
-        for gone in old:
-            assert code(local.pull_cache, by_slot(2, gone), "n") == GONE, "a successor lies there"
-        remote.release("f")
-        remote.release("g")
-        assert code(local.pull_cache, by_slot(2, cache), "n") == GONE
-        assert code(local.pull_blocks, by_blocks(2), "b", [0], [0]) == GONE
-        assert equal(local.read("n"), pattern(number, 2, 1, 4096)), "a refused pull changed its destination"
-        old.append(cache)

@@ -152,15 +152,6 @@ def test_revoke_without_room_for_a_transfer(start: Open) -> None:
     running.cancel()
 
 
-def test_expiry(pair: Pair) -> None:
-    mine, theirs = pair.caches()
-    grant = pair.remote.lend(theirs[[4]], ttl=0.05)
-    event = next_of(pair.remote, GrantClosed)
-    assert (event.grant, event.reason, grant.ended) == (grant, "expired", "expired")
-    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
-    fails(GrantEnded, lambda: grant.renew(LIMIT))
-
-
 def test_renew(pair: Pair) -> None:
     """Of two grants, only the one that is not renewed ends. A renewal never shortens a grant."""
     _, theirs = pair.caches()
@@ -169,15 +160,6 @@ def test_renew(pair: Pair) -> None:
     kept.renew(0.01)
     assert next_of(pair.remote, GrantClosed).grant == let_go
     assert kept.ended is None
-
-
-def test_renewed_grant_can_be_pulled(pair: Pair) -> None:
-    mine, theirs = pair.caches()
-    grant = pair.remote.lend(theirs[[4]], ttl=LIMIT)
-    for _ in range(3):
-        pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token, last=False).result(LIMIT)
-        grant.renew(LIMIT)
-    Model(mine).write([1], Model(theirs), [4]).check(mine)
 
 
 def test_freed_cache_ends_its_grants(pair: Pair) -> None:
@@ -226,16 +208,6 @@ def test_grants_of_pairs(pair: Pair) -> None:
 def test_wrong_tokens(pair: Pair, token: bytes) -> None:
     mine, _ = pair.caches()
     refused("grant", lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=token))
-
-
-def test_tokens_of_others(pair: Pair) -> None:
-    mine, theirs = pair.caches()
-    own = pair.local.lend(mine[[4]], ttl=LIMIT)
-    # As that of a peer that was restarted since, which is another engine then.
-    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=own.token))
-    token = pair.remote.lend(theirs[[4]], ttl=LIMIT).token
-    forged = token[:-1] + bytes([token[-1] ^ 1])
-    fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=forged))
 
 
 def test_wrong_arguments_of_lend(pair: Pair) -> None:

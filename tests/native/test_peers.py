@@ -12,7 +12,6 @@ import pytest
 from llm_datadist.native import (
     Busy,
     Cancelled,
-    Closed,
     Completed,
     Engine,
     GrantEnded,
@@ -77,14 +76,6 @@ def test_link_is_idempotent(pair: Pair) -> None:
     assert (pair.local.events(), pair.remote.events(), len(pair.local.peers)) == ([], [], 1)
 
 
-def test_link_calls_to_a_linked_peer_have_ended_and_leave_the_link(pair: Pair) -> None:
-    calls = [pair.local.link(address(pair.remote), name="remote", timeout=0.001) for _ in range(1500)]
-    assert all(call.done() for call in calls)
-    assert {call.result(0) for call in calls} == {pair.peer}
-    fails(PeerLost, lambda: pair.local.link(address(pair.remote), name="other"))
-    assert (pair.local.events(), pair.remote.events(), pair.peer.alive) == ([], [], True)
-
-
 def test_completed_event_of_a_link(start: Open) -> None:
     remote, local = start(listen="127.0.0.1:0"), start()
     transfer = local.link(address(remote))
@@ -93,27 +84,6 @@ def test_completed_event_of_a_link(start: Open) -> None:
     (up,) = of(PeerUp, seen)
     assert completed.transfer is transfer
     assert completed.transfer.result(0) == up.peer
-
-
-@pytest.mark.parametrize("attempt", range(5))
-def test_both_ends_link_at_once(start: Open, attempt: int) -> None:
-    left, right = (start(name=f"{side} {attempt}", listen="127.0.0.1:0") for side in ("left", "right"))
-    one, two = left.link(address(right)), right.link(address(left))
-    assert (one.result(LIMIT).name, two.result(LIMIT).name) == (right.name, left.name)
-    for engine in (left, right):
-        next_of(engine, PeerUp)
-        assert (len(engine.peers), engine.events()) == (1, [])
-
-
-def test_link_before_the_peer_listens(start: Open) -> None:
-    first = start(listen="127.0.0.1:0")
-    at = address(first)
-    first.close()
-    local = start()
-    linking = local.link(at)
-    assert not linking.done()
-    start(listen=at, name="late")
-    assert linking.result(LIMIT).name == "late"
 
 
 def test_nobody_listens(start: Open) -> None:
@@ -294,32 +264,6 @@ def test_killed_peer(start: Open, remote: Remote, carried_by: str, how: str) -> 
     model.write([7], model, [8]).check(mine)
 
 
-def test_transfers_in_flight_when_the_peer_is_killed(start: Open, remote: Remote, carried_by: str) -> None:
-    """Each of many pulls either has the bytes of the peer or an error. After that, nothing writes into the blocks."""
-    local = start(transport=carried_by)
-    mine = allocate(local, seed=1, blocks=256)
-    remote.do("big = allocate(engine, 'big', seed=3, blocks=256)")
-    theirs = remote.do("contents(big)")
-    peer = local.link(remote.address).result(LIMIT)
-    pulls = [local.pull(mine[[n]], peer["big"][[n]]) for n in range(256)]
-    next_of(local, Completed)
-    remote.kill()
-    failed = []
-    for number, transfer in enumerate(pulls):
-        try:
-            transfer.result(LIMIT)
-        except PeerLost as error:  # noqa: PERF203
-            assert all(blocks == [(number, number + 1)] for _, blocks in error.arrived)  # noqa: PT017
-            failed.append(number)
-    for number in set(range(256)) - set(failed):
-        for ours, other in zip(contents(mine), theirs):
-            assert ours[number * 96 :][:96] == other[number * 96 :][:96]
-    for tensor in mine.tensors:
-        tensor.numpy()[:] = 0x55
-    next_of(local, PeerDown)
-    assert all(set(tensor) == {0x55} for tensor in contents(mine))
-
-
 def test_restart_at_the_same_address(start: Open, begin_remote: Callable[..., Remote]) -> None:
     """The new process is another peer: nothing of the old one reaches it, and old objects do not name it."""
     local = start(name="local")
@@ -353,22 +297,6 @@ def test_restart_at_the_same_address(start: Open, begin_remote: Callable[..., Re
     of_old = [type(event) for event in seen if event.peer == old]  # type: ignore[union-attr]
     assert of_old == [PeerUp, Message, PeerDown]
     assert [type(event) for event in seen if event.peer == new] == [PeerUp]  # type: ignore[union-attr]
-
-
-def test_many_restarts(start: Open) -> None:
-    """Each engine at an address is another peer, and the last one is the only one that is linked."""
-    local, met = start(), set()
-    at = "127.0.0.1:0"
-    for number in range(20):
-        with Engine(listen=at, name=str(number), pool="64KiB") as engine:
-            at = address(engine)
-            peer = local.link(at).result(LIMIT)
-            assert peer.name == str(number)
-            met.add(peer)
-    assert len(met) == 20
-    eventually(lambda: local.peers == [])
-    seen = local.events()
-    assert (len(of(PeerUp, seen)), len(of(PeerDown, seen))) == (20, 20)
 
 
 def test_silent_peer(start: Open, remote: Remote) -> None:
@@ -478,11 +406,3 @@ def test_time_of_a_link_counts_from_the_call(start: Open, held: ExitStack) -> No
     for call in [local.link(silent, timeout=0.4) for _ in range(80)]:
         error = fails(Timeout, lambda call=call: call)  # type: ignore[misc]
         assert error.facts["address"] == silent
-
-
-def test_closing_ends_calls_of_link(start: Open, held: ExitStack) -> None:
-    local, silent = start(), silent_addresses(held, 1)
-    calls = [local.link(at, timeout=600.0) for at in [*silent, "127.0.0.1:1"] * 20]
-    local.close()
-    for call in calls:
-        fails(Closed, lambda call=call: call)  # type: ignore[misc]

@@ -159,29 +159,6 @@ def test_copies_agree_with_numpy(start: Open) -> None:
         dst.free()
 
 
-def test_layers_agree_with_numpy(pair: Pair) -> None:
-    chance = random.Random(13)  # noqa: S311
-    for number in range(ROUNDS):
-        size = chance.choice((1, 100, 5000))
-        here = Strided(chance, pair.local, f"a{number}", 4, size, tensors_per_layer=2)
-        there = Strided(chance, pair.remote, f"b{number}", 4, size, tensors_per_layer=2)
-        written = chance.sample(range(there.rows), chance.randint(1, there.rows))
-        read = [chance.randrange(here.rows) for _ in written]
-        first = chance.randint(0, 1)
-        part = {"layers": (first, 2)}
-        remote_kv = pair.peer[there.cache.name][written].part(**part)
-        push = pair.local.push(remote_kv, here.cache[read].part(**part), layerwise=True)
-        for layer in range(first, 2):
-            push.ready(layer)
-        push.result(LIMIT)
-        for source, target in list(zip(here.twin, there.twin))[2 * first :]:
-            target[written] = source[read]
-        here.check(number)
-        there.check(number)
-        here.free()
-        there.free()
-
-
 def test_blocks_with_gaps_under_a_grant(pair: Pair) -> None:
     chance = random.Random(1)  # noqa: S311
     mine = Strided(chance, pair.local, "kv", 3, 100)
