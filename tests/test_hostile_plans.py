@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import mmap
-import time
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from hostile import messages as m
-from hostile.client import F_ADD_SEALS, GENERATIONS, SEALS, Offer, Wire, ask, frame, memory
+from hostile.client import F_ADD_SEALS, GENERATIONS, SEALS, Offer, Wire, ask, memory
 from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SLACK, Trial, prey_of
 from peers import OK, by_blocks, equal, meanwhile, pattern, together
 
@@ -150,26 +149,6 @@ def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
         trial.judge(links=1, streams=1, busy=1)
 
 
-def test_addresses_by_the_million() -> None:
-    """`Locate` with the most addresses that are allowed: outside any cache, in a cache, and with unread answers."""
-    with Trial() as trial:
-        trial.victim.register("open", 4, 4096, 1, blocks=True, accessible=True)
-        right, wrong = m.uint(trial.victim.addresses("open")[0]), m.uint(2**64 - 1)
-        link, call = trial.fair_call()
-        most = 1 << 20
-        trial.begin()
-        assert ask(call, m.locate(wrong * most, most))["is"] == "Failed"
-        reply = ask(call, m.locate(right * most, most))
-        assert reply["is"] == "Located", reply
-        assert reply["spots"] == [reply["spots"][0]] * most
-        with suppress(OSError):
-            assert ask(call, m.locate(b"\0" * (most + 1), most + 1))["is"] == "Failed"
-        for _ in range(4):
-            link.call().send(frame(m.locate(right * most, most)))
-        time.sleep(1)
-        trial.judge(links=1, streams=6, busy=1)
-
-
 REGION = 1 << 20
 LOCATIONS: dict[str, bytes] = {
     "behind the region": m.in_region([m.run(REGION, 0, 2)]),
@@ -241,61 +220,3 @@ def test_generations_that_never_rest_end_the_pull_in_time() -> None:
                 _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
                 assert seconds < 1 + SLACK, text
         trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
-
-
-GAP_ROW, GAP_STRIDE, GAP_ROWS = 256, 640, 8
-# Positions in a cache whose rows of 256 bytes are 640 bytes apart: in a gap, or across one.
-INTO_GAPS: dict[str, tuple[bytes, int]] = {
-    "a byte after a row": (m.plan_spans([m.span(GAP_ROW, GAP_ROW, 1)]), 1),
-    "a row and a byte": (m.plan_spans([m.span(0, 0, GAP_ROW + 1)]), GAP_ROW + 1),
-    "from the end of a row": (m.plan_spans([m.span(GAP_ROW - 1, GAP_ROW - 1, 2)]), 2),
-    "up to the next row": (m.plan_spans([m.span(GAP_STRIDE - 1, GAP_STRIDE - 1, 2)]), 2),
-    "two rows at once": (m.plan_spans([m.span(0, 0, GAP_STRIDE + 1)]), GAP_STRIDE + 1),
-    "steps of another length": (m.plan_spans([m.span(0, 0, 8, 4, 248, 248)]), 32),
-    "every byte of the tensor": (m.plan_blocks(1, [(at, at) for at in range(7 * GAP_STRIDE)]), 7 * GAP_STRIDE),
-    "blocks as long as rows": (m.plan_blocks(GAP_ROW, [(0, 0), (1, 1)]), 2 * GAP_ROW),
-}
-
-
-@pytest.mark.parametrize("verb", ["read", "write", "fetch"])
-def test_plans_that_touch_gaps_between_rows_are_refused(verb: str) -> None:
-    """What lies between the rows of a cache is not part of it."""
-    with Trial(honest=["tcp"]) as trial:
-        trial.victim.native_register("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, seed=3)
-        _, call = trial.fair_call()
-        cache = int(ask(call, m.find(b"gaps"))["cache"])
-        name = m.name_row(cache)
-        reply = ask(call, m.describe(name))
-        assert (reply["row_bytes"], reply["row_stride"]) == (GAP_ROW, GAP_STRIDE)
-
-        def request(plan: bytes, count: int) -> bytes:
-            if verb == "fetch":
-                return m.fetch(name, cache, plan, m.in_region([m.run(0, 0, 1)]), 1, GAP_ROWS * GAP_STRIDE)
-            return (m.read if verb == "read" else m.write)(name, cache, plan, 0, count)
-
-        trial.begin()
-        for what, (plan, count) in INTO_GAPS.items():
-            reply = ask(call, request(plan, count))
-            assert reply["is"] == "Failed" or (verb == "fetch" and reply["is"] == "Unreachable"), (what, reply)
-            assert ask(call, m.ping())["is"] == "Done", what
-        trial.victim.check_gaps("gaps")
-        assert equal(trial.victim.read("gaps"), pattern(3, 2, GAP_ROWS, GAP_ROW))
-        trial.judge(links=1, streams=1, busy=1)
-
-
-def test_checksums_of_gaps_are_refused() -> None:
-    with Trial(honest=["tcp"]) as trial:
-        trial.victim.native_register("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, seed=3)
-        _, call = trial.fair_call()
-        cache = int(ask(call, m.find(b"gaps"))["cache"])
-        name = m.name_row(cache)
-        trial.begin()
-
-        def asked(start: int, length: int) -> bytes:
-            return m.checksums(name, cache, _templates((0, 0), [(0, 0)], [m.span(start, 0, length)], tensors=2))
-
-        for start, length in ((GAP_ROW, 1), (0, GAP_ROW + 1), (GAP_STRIDE - 1, 2), (0, GAP_STRIDE + 1)):
-            reply = ask(call, asked(start, length))
-            assert reply["is"] == "Failed", (start, length, reply)
-        assert ask(call, asked(GAP_STRIDE, GAP_ROW))["is"] == "Checksums"
-        trial.judge(links=1, streams=1, busy=1)

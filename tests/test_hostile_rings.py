@@ -94,24 +94,6 @@ def test_offers_that_cannot_be_used_leave_the_socket(offer: Offer) -> None:
         trial.judge(links=1, streams=len(refused_offers()) + MAX_RINGS + 1, busy=1, mapped=GENERATIONS)
 
 
-def test_the_ring_of_an_engine_is_sealed(offer: Offer) -> None:
-    """The client can map it for reading only, as `ringed_call` does."""
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        own = memory(RING_FILE)
-        _, refused, received = link.offer_rings([own])
-        os.close(own)
-        assert refused is None
-        (theirs,) = received
-        with pytest.raises(PermissionError):
-            os.ftruncate(theirs, 0)
-        with pytest.raises(PermissionError):
-            os.write(theirs, b"x")
-        os.close(theirs)
-        trial.begin()
-        trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS)
-
-
 def impossible(wire: RingWire) -> list[Callable[[], None]]:
     return [
         lambda: wire.forge(wire.WRITTEN, RING + 1),
