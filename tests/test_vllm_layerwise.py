@@ -308,19 +308,6 @@ def test_a_receive_with_another_prompt_fails_alone() -> None:
         assert decode.workers[0].untouched([20])
 
 
-def test_prefill_frees_a_request_that_decode_has_given_up() -> None:
-    """A receive that is aborted or fails before prefill has finished does not hold the blocks for the lease."""
-    lease = {"lease_ms": 3_600_000}
-    with sides(**LAYERWISE, **lease) as (prefill, decode):
-        computing = Prefill(prefill)
-        computing.step(0, 2)
-        decode.release(prefill.handover("there"))
-        eventually(decode.workers[0].peers)
-        computing.step(2, 5)
-        computing.finish()
-        eventually(lambda: prefill.all_ended("request", "sent"))
-
-
 def test_the_kv_cache_of_another_prompt_is_not_lent() -> None:
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
@@ -356,14 +343,3 @@ def test_computed_layers_are_progress() -> None:
         computing.save()
         computing.finish()
         check_received(prefill, decode, computing.sequence)
-
-
-def test_receive_after_lease_end_fails() -> None:
-    with sides({"lease_ms": 200}, **LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        computing.step(0, 5)
-        computing.finish()
-        eventually(lambda: prefill.all_ended("request", "sent"))
-        decode.receive(prefill.handover("there"), TOKENS)
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert "its lease has ended" in decode.workers[0].lines()

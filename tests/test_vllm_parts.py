@@ -381,15 +381,6 @@ def test_a_part_that_is_computed_again_is_lent_again() -> None:
     assert (step.withdrawn, [one.blocks for one in step.parts]) == ([], [[[6]]])
 
 
-def test_an_aborted_prompt_is_withdrawn() -> None:
-    prefill = side()
-    request = Request(kv_transfer_params=for_decode("t"))
-    prefill.arrived(request)
-    prefill.take_step(Output({"r": 64}, [new("r", [5, 6])]))
-    assert prefill.finished(request, ([5, 6],), complete=False) is None
-    assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)])
-
-
 def configured(*, use_ubatching: bool = False, speculative_config: Any = None) -> Any:
     """What the tests need of vLLM's `VllmConfig`."""
     return SimpleNamespace(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.integrations.vllm.step import Await, Receive, Step
+from llm_datadist.integrations.vllm.step import Await, Receive
 from peers import eventually
 from test_vllm_transfers import LONG, Side, blocks_of, sides, whole
 
@@ -210,13 +210,3 @@ def test_prefills_that_are_added_share_the_requests() -> None:
         living[1].workers[0].kill()
         eventually(lambda: decode.workers[0].peers() == 3)
         hand_over(living[0], decode, "last")
-
-
-def test_a_request_that_the_wrong_data_parallel_rank_has_is_not_received() -> None:
-    """Its ticket is known to the rank that computes it only. Decode does not take the bytes of another request."""
-    with running("prefill_dp0", "prefill_dp1") as (first, second), running("decode", timeout_ms=500) as (decode,):
-        first.send("there", [4, 5])
-        step = Step(awaited=[Await("here", second.handover("there"))], receives=[Receive("here", [[6, 7]], 0, 60)])
-        decode.workers[0].submit(step)
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert decode.workers[0].untouched([6, 7])
