@@ -121,16 +121,10 @@ def test_all_requests_are_served(tmp_path: Path) -> None:
     assert ended.number(r"computed again: (\d+)") == 0
 
 
-def test_requests_outlive_a_prefill_process_that_is_killed() -> None:
-    ended = run("--requests", "256", "--in-flight", "64", "--kill")
-    assert_all_is_right(ended, 256)
-    assert ended.number(r"links: (\d+)") == 2
-    assert ended.number(r"computed again: (\d+)") >= 1, "requests were in flight"
-
-
-def test_requests_outlive_a_link_that_is_dropped() -> None:
-    """Prefill lives on: it frees the blocks of the lost requests because of the event."""
-    ended = run("--requests", "256", "--in-flight", "64", "--cut")
+@pytest.mark.parametrize("fault", ["--kill", "--cut"])
+def test_requests_outlive_a_killed_prefill_and_a_dropped_link(fault: str) -> None:
+    """If only the link drops, prefill lives on: it frees the blocks of the lost requests because of the event."""
+    ended = run("--requests", "256", "--in-flight", "64", fault)
     assert_all_is_right(ended, 256)
     assert ended.number(r"links: (\d+)") == 2
     assert ended.number(r"computed again: (\d+)") >= 1, "requests were in flight"

@@ -176,20 +176,15 @@ def test_the_roles_may_be_exchanged(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_another_user_is_admitted_with_the_token(ends: Ends, transport: str) -> None:
-    given = {"llm__LinkToken": TOKEN, "llm__LinkTransport": transport}
+@pytest.mark.parametrize(
+    "admits", [{"llm__LinkToken": TOKEN}, {"llm__LinkAcceptRemote": 1}], ids=["token", "everybody"]
+)
+def test_another_user_is_admitted(ends: Ends, admits: dict[str, Any], transport: str) -> None:
+    given = {**admits, "llm__LinkTransport": transport}
     remote, local = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
     assert local.link_clusters([remote.at])[0] == OK
     uses(local, remote)
     assert remote.unlink_clusters([(3, None)], force=True)[0] == OK
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_another_user_is_admitted_where_everybody_is(ends: Ends, transport: str) -> None:
-    given = {"llm__LinkAcceptRemote": 1, "llm__LinkTransport": transport}
-    remote, local = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
-    assert local.link_clusters([remote.at])[0] == OK
-    uses(local, remote)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "shm"])

@@ -172,21 +172,17 @@ def test_save_that_takes_too_long_fails_the_receive() -> None:
         assert decode.workers[0].wrong([7, 8], range(TOKENS), sequence) == []
 
 
-def test_failed_save_fails_the_receive() -> None:
+@pytest.mark.parametrize(
+    ("side", "reason"),
+    [(0, "its blocks were not copied to host memory"), (1, "it was not copied to the device")],
+    ids=["save", "load"],
+)
+def test_failed_copy_fails_the_receive(side: int, reason: str) -> None:
     with sides() as (prefill, decode):
-        prefill.workers[0].fail_copies(RuntimeError("the device is broken"))
+        (prefill, decode)[side].workers[0].fail_copies(RuntimeError("the device is broken"))
         computed(prefill)
         decode.receive(prefill.handover("there"), TOKENS)
-        check_failed(decode, "its blocks were not copied to host memory: the device is broken")
-        eventually(lambda: prefill.all_ended("there", "sent"))
-
-
-def test_failed_load_fails_the_receive() -> None:
-    with sides() as (prefill, decode):
-        decode.workers[0].fail_copies(RuntimeError("the device is broken"))
-        computed(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
-        check_failed(decode, "it was not copied to the device: the device is broken")
+        check_failed(decode, f"{reason}: the device is broken")
         eventually(lambda: prefill.all_ended("there", "sent"))
 
 
