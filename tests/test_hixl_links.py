@@ -14,7 +14,7 @@ import pytest
 import hixl
 from hixl_ends import LIMIT, Child, End, ends, free_port, listener, pattern
 from llm_datadist.native import Engine
-from peers import eventually
+from peers import eventually, together
 
 every_way = pytest.mark.usefixtures("hixl_way")
 AUTO = {hixl.OPTION_AUTO_CONNECT: "1"}
@@ -78,12 +78,7 @@ def test_connect_twice_and_eight_at_once() -> None:
         assert end.call("connect", address) == hixl.ALREADY_CONNECTED
         assert end.call("disconnect", address) == hixl.SUCCESS
         assert end.call("disconnect", address) == hixl.NOT_CONNECTED
-        codes: list[int] = []
-        threads = [threading.Thread(target=lambda: codes.append(end.call("connect", address, LIMIT))) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        codes = together(8, lambda _: end.call("connect", address, LIMIT))
         assert sorted(codes) == [hixl.SUCCESS] + [hixl.ALREADY_CONNECTED] * 7
 
 
@@ -117,17 +112,14 @@ def test_both_connect_and_disconnect_at_once() -> None:
         address_of = {id(a): ready(a, at[id(a)], 1), id(b): ready(b, at[id(b)], 2)}
         codes: list[tuple[int, int, int]] = []
 
-        def work(me: End, other: End) -> None:
+        def work(number: int) -> None:
+            me, other = ((a, b), (b, a))[number]
             for _ in range(40):
                 made = me.call("connect", at[id(other)], LIMIT)
                 moved = me.move(at[id(other)], 0, [(address_of[id(me)], address_of[id(other)] + 100, 10)])
                 codes.append((made, moved, me.call("disconnect", at[id(other)], LIMIT)))
 
-        threads = [threading.Thread(target=work, args=pair) for pair in ((a, b), (b, a))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        together(2, work)
         assert set(codes) == {(hixl.SUCCESS, hixl.SUCCESS, hixl.SUCCESS)}
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import hixl
 from hixl_ends import Child, End, ends, listener
-from peers import eventually
+from peers import eventually, meanwhile, together
 
 NAMES = {
     "SUCCESS", "PARAM_INVALID", "TIMEOUT", "NOT_CONNECTED", "ALREADY_CONNECTED", "NOTIFY_FAILED", "UNSUPPORTED",
@@ -437,26 +437,20 @@ def test_calls_that_wait_let_other_threads_run(name: str) -> None:
 def test_one_range_registered_by_several_threads() -> None:
     with ends(End) as (end,):
         end.initialize("127.0.0.1:0")
-        address, found = end.add("m", 4096), []
+        address = end.add("m", 4096)
         for _ in range(20):
-            threads = [threading.Thread(target=lambda: found.append(end.register("m"))) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-            ((status, handle),) = {*found}
+            ((status, handle),) = {*together(4, lambda _: end.register("m"))}
             assert status == hixl.SUCCESS
             assert end.call("deregister_mem", handle) == hixl.SUCCESS
             # None of the calls has left the range registered.
             status, handle = end.register_range(address + 1, 10)
             assert status == hixl.SUCCESS
             assert end.call("deregister_mem", handle) == hixl.SUCCESS
-            found.clear()
 
 
 def test_calls_of_several_threads_and_finalize() -> None:
     """Threads that use an object while it is finalized and initialized again get codes, and do not hang."""
-    address, finished, codes, moved = listener(), threading.Event(), set(), set()
+    address, codes, moved = listener(), set(), set()
     with ends(End, End) as (target, client):
         target.initialize(address)
         remote = target.add("remote", 4096, 1)
@@ -464,26 +458,17 @@ def test_calls_of_several_threads_and_finalize() -> None:
         local = client.add("local", 4096)
 
         def work() -> None:
-            while not finished.is_set():
-                client.register_range(local, 4096)
-                codes.add(client.call("connect", address, 1000))
-                moved.add(client.move(address, 0, [(local, remote, 4096)], 1000))
-                codes.add(client.call("disconnect", address, 1000))
+            client.register_range(local, 4096)
+            codes.add(client.call("connect", address, 1000))
+            moved.add(client.move(address, 0, [(local, remote, 4096)], 1000))
+            codes.add(client.call("disconnect", address, 1000))
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        try:
+        with meanwhile(*[work] * 4):
             for _ in range(20):
                 client.initialize("127.0.0.1:0")
                 client.finalize()
             client.initialize("127.0.0.1:0")
             assert eventually(lambda: hixl.SUCCESS in moved)
-        finally:
-            finished.set()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
     known = {hixl.SUCCESS, hixl.FAILED, hixl.ALREADY_CONNECTED, hixl.NOT_CONNECTED, hixl.PARAM_INVALID, hixl.TIMEOUT}
     assert codes | moved <= known
 

@@ -17,7 +17,7 @@ from aarch64.probe import reads_other_process
 from emulation import lacks
 from hixl_ends import LIMIT, Child, End, ends, free_port, listener, pattern
 from llm_datadist.native import Engine
-from peers import eventually
+from peers import eventually, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -199,11 +199,7 @@ def test_both_sides_read_each_other_at_once() -> None:
                 ops = [(bases[me] + half, bases[1 - me], half)]
                 codes.append(both[me].move(addresses[1 - me], op, ops, 5000))
 
-        threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        together(2, work)
         assert codes == [hixl.SUCCESS] * 200
 
 
@@ -465,22 +461,6 @@ def test_write_of_a_stopped_caller_ends_before_later_writes() -> None:
             assert target.bytes("m") == pattern(5, size)
 
 
-def test_finalize_ends_requests(pair: Pair) -> None:
-    """When `finalize` has returned, nothing of a request touches memory at either end."""
-    assert pair.move(WRITE, (0, 0, 8)) == hixl.SUCCESS
-    before = pair.remote.bytes("remote")
-    pair.remote.signal(signal.SIGSTOP)
-    try:
-        status, _ = pair.local.submit(pair.address, READ, pair.at((0, 0, SIZE)))
-        assert status == hixl.SUCCESS
-        pair.local.finalize()
-        here = pair.local.bytes("local")
-    finally:
-        pair.remote.signal(signal.SIGCONT)
-    assert pair.remote.bytes("remote") == before
-    assert pair.local.bytes("local") == here
-
-
 def test_stopped_target_is_a_timeout_and_works_again(pair: Pair, hixl_way: str) -> None:
     other = pair.remote.add("other", 100, 2)
     assert pair.remote.register("other")[0] == hixl.SUCCESS
@@ -609,11 +589,7 @@ def test_twenty_threads_submit(pair: Pair) -> None:
             ops = pair.at((thread * 20_000 + k * 1000, thread * 20_000 + k * 1000, 1000))
             found.append(pair.local.submit(pair.address, READ, ops))
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    together(20, work)
     assert {status for status, _ in found} == {hixl.SUCCESS}
     requests = {request for _, request in found}
     assert len(requests) == 400

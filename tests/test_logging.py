@@ -15,7 +15,7 @@ from llm_datadist import CacheKey, LLMClusterInfo, LLMDataDist, LLMException, LL
 from llm_datadist.original.logged_calls import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
-from peers import LIMIT
+from peers import together
 
 LINE = re.compile(
     r"^\[(?P<level>[A-Z]+)\] LLM_DATADIST\((?P<pid>\d+),(?P<process>\w+)\):"
@@ -321,10 +321,5 @@ def test_the_level_may_be_set_while_logging_is_configured() -> None:
             log.get_logger().setLevel((logging.ERROR, logging.INFO)[number % 2])
 
     level = log.get_logger().level
-    threads = [threading.Thread(target=work, daemon=True) for work in (configure, set_level)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
+    together(2, lambda number: (configure, set_level)[number]())
     log.get_logger().setLevel(level)

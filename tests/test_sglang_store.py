@@ -20,6 +20,7 @@ import pytest
 
 from llm_datadist import InvalidArgument, Keeper, Store
 from llm_datadist.integrations import store_settings
+from peers import meanwhile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -441,21 +442,6 @@ def test_ranks_with_the_same_pages_have_none_after_a_clear(
     assert storage(is_mla_model=True).clear(), "a single rank"
 
 
-def repeat(run: Any, end: threading.Event, failed: list[BaseException]) -> threading.Thread:
-    """Call `run` again and again in a thread, until `end` is set."""
-
-    def loop() -> None:
-        try:
-            while not end.is_set():
-                run()
-        except BaseException as error:  # noqa: BLE001 - the main thread reports it
-            failed.append(error)
-
-    thread = threading.Thread(target=loop)
-    thread.start()
-    return thread
-
-
 def test_three_threads_use_a_storage_until_it_is_closed(keeper: Keeper, storage: Opener) -> None:
     assert keeper.slots
     pool = Pool()
@@ -463,8 +449,7 @@ def test_three_threads_use_a_storage_until_it_is_closed(keeper: Keeper, storage:
     for row in range(8):
         pool.fill(row, row)
     expected = [pool.page(row) for row in range(8)]
-    failed: list[BaseException] = []
-    end, found_all = threading.Event(), threading.Event()
+    found_all = threading.Event()
 
     def get() -> None:
         done = server.batch_get_v1(KEYS, indices(*range(8, 16)))
@@ -474,16 +459,10 @@ def test_three_threads_use_a_storage_until_it_is_closed(keeper: Keeper, storage:
         if server.batch_exists(KEYS) == 8:
             found_all.set()
 
-    calls = (get, exists, lambda: server.batch_set_v1(KEYS, indices(*range(8))))
-    threads = [repeat(call, end, failed) for call in calls]
-    assert found_all.wait(LIMIT)
-    server.clear()
-    server.close()
-    end.set()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-    assert failed == []
+    with meanwhile(get, exists, lambda: server.batch_set_v1(KEYS, indices(*range(8)))):
+        assert found_all.wait(LIMIT)
+        server.clear()
+        server.close()
     assert server.batch_exists(KEYS) == 0
 
 

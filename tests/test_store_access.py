@@ -13,6 +13,7 @@ import pytest
 
 from llm_datadist import Keeper, Store
 from llm_datadist.integrations.store_access import MAX_KEYS, KeeperLog, namespace, parts, started_thread
+from peers import together
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,11 +109,7 @@ def test_the_end_of_a_keeper_is_logged_once(tmp_path: Path, caplog: pytest.LogCa
     with Store(socket, namespace="n") as store:
         log = KeeperLog(logging.getLogger("test"), str(socket))
         done = store.put([KEY], [bytes(65536)])
-        threads = [threading.Thread(target=log.noted, args=(store, done)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(8, lambda _: log.noted(store, done))
         assert [record.message for record in caplog.records] == [
             f"the keeper at {socket} is away, so nothing is found or stored: no process answers there"
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Callable
@@ -13,11 +12,9 @@ import pytest
 from conftest import THOROUGH, options, pool
 from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
 from memory import UserTensors, contents, desc, fill, same, tensors, used
-from peers import LIMIT, by_blocks, eventually, meanwhile, together
+from peers import LIMIT, another_thread_runs, by_blocks, together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from peers import End, Peer
 
 THREADS = 16
@@ -133,16 +130,6 @@ def test_deallocation_during_copies_and_swaps(manager: Any) -> None:
     assert used(manager) == {"device": 0, "host": 0}
 
 
-@pytest.fixture
-def no_forced_switches() -> Iterator[None]:
-    """A thread keeps the GIL until it releases it itself."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("no_forced_switches")
 @pytest.mark.parametrize("operation", ["copy_cache", "copy_blocks", "swap in", "swap out"])
 def test_another_thread_runs_during_a_copy(start: Callable[..., Any], operation: str) -> None:
     manager = start(options(pool(16 << 20), None)).cache_manager
@@ -158,10 +145,9 @@ def test_another_thread_runs_during_a_copy(start: Callable[..., Any], operation:
         "swap in": lambda: manager.swap_blocks(cpu, blocks, mapping),
         "swap out": lambda: manager.swap_blocks(blocks, cpu, mapping),
     }[operation]
-    assert_another_thread_runs(call)
+    assert another_thread_runs(lambda: call, 5000), "the GIL is never released"
 
 
-@pytest.mark.usefixtures("no_forced_switches")
 @pytest.mark.parametrize("operation", ["pull_blocks", "push_blocks"])
 def test_another_thread_runs_during_a_transfer(one_sided: tuple[End, Peer], operation: str) -> None:
     local, remote = one_sided
@@ -169,25 +155,8 @@ def test_another_thread_runs_during_a_transfer(one_sided: tuple[End, Peer], oper
     remote.allocate("remote", 8, 1 << 17, 1, blocks=True, keys=[by_blocks(2)])
     local.allocate("local", 8, 1 << 17, 1, blocks=True)
     transfer = getattr(local, operation)
-    assert_another_thread_runs(lambda: transfer(by_blocks(2), "local", numbers, numbers))
-
-
-def assert_another_thread_runs(call: Callable[[], Any]) -> None:
-    iterations = 0
-
-    def other() -> None:
-        nonlocal iterations
-        iterations += 1
-        time.sleep(0.0005)
-
-    def ran_during_a_call() -> bool:
-        before = iterations
-        call()
-        return iterations != before
-
-    with meanwhile(other):
-        eventually(lambda: iterations, what="the other thread")
-        assert any(ran_during_a_call() for _ in range(5000)), "the GIL is never released"
+    call = lambda: transfer(by_blocks(2), "local", numbers, numbers)  # noqa: E731
+    assert another_thread_runs(lambda: call, 5000), "the GIL is never released"
 
 
 def test_finalize_during_swaps(start: Callable[..., Any]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import sys
-import time
 from typing import Any, Callable
 
 import numpy as np
@@ -15,7 +13,7 @@ import pytest
 from conftest import PAGE, POOL, options, pool
 from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, LLMException, LLMStatusCode, Placement
 from memory import GONE, LE, OOM, UserTensors, at, desc, fill, pool_facts, raising, tensors, used
-from peers import meanwhile
+from peers import another_thread_runs
 
 SPECIAL = {DataType.DT_FLOAT: "float32", DataType.DT_BF16: "uint16", DataType.DT_DOUBLE: "float64"}
 NUMPY = {
@@ -185,34 +183,16 @@ def test_any_version_may_be_asked_for(manager: Any, version: tuple[int, int] | N
 
 @pytest.mark.parametrize("through", ["view", "numpy", "dlpack", "capsule"])
 def test_the_last_view_unmaps_its_pool_without_the_gil(start: Callable[..., Any], through: str) -> None:
-    """With this switch interval, another thread runs only where the GIL is released. It may get no core at once."""
-    iterations = 0
+    def last_view() -> Callable[[], None]:
+        size = 64 << 20
+        dist = start(options(pool(size), None))
+        manager = dist.cache_manager
+        held = [hold(manager.tensor_views(manager.allocate_cache(desc(1, size, 1)))[0], through)]
+        at(address_of(held[0]), size)[::PAGE] = 1
+        dist.finalize()
+        return held.clear
 
-    def other() -> None:
-        nonlocal iterations
-        iterations += 1
-        time.sleep(0.0005)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    try:
-        with meanwhile(other):
-            ran = any(ran_while_unmapping(start, through, lambda: iterations) for _ in range(50))
-    finally:
-        sys.setswitchinterval(before)
-    assert ran, "the GIL is never released"
-
-
-def ran_while_unmapping(start: Callable[..., Any], through: str, iterations: Callable[[], int]) -> bool:
-    """Return whether another thread had a turn while the last view of a pool was dropped."""
-    size = 64 << 20
-    dist = start(options(pool(size), None))
-    held = hold(dist.cache_manager.tensor_views(dist.cache_manager.allocate_cache(desc(1, size, 1)))[0], through)
-    at(address_of(held), size)[::PAGE] = 1
-    dist.finalize()
-    before = iterations()
-    del held
-    return iterations() != before
+    assert another_thread_runs(last_view), "the GIL is never released"
 
 
 def test_the_deleter_of_a_capsule_may_run_without_the_interpreter(manager: Any) -> None:

@@ -29,7 +29,7 @@ from llm_datadist.native import (
     Timeout,
     Transfer,
 )
-from peers import eventually
+from peers import eventually, together
 
 from .helpers import (
     BLOCKS,
@@ -660,11 +660,7 @@ def test_layers_from_many_threads(pair: Pair) -> None:
             if accepted(lambda layer=layer: push.ready(layer), InvalidArgument):  # type: ignore[misc]
                 taken.append(layer)
 
-    threads = [threading.Thread(target=report, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    together(4, report)
     push.result(LIMIT)
     assert sorted(taken) == list(range(64))
     model.check(theirs)

@@ -25,6 +25,7 @@ from .values import (
     UNLINKED,
     Key,
     Refused,
+    another_thread_runs,
     by_blocks,
     by_request,
     by_slot,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -194,3 +195,30 @@ def meanwhile(*works: Callable[[], Any]) -> Iterator[None]:
             yield
         finally:
             stop.set()
+
+
+def another_thread_runs(prepare: Callable[[], Callable[[], Any]], attempts: int = 50) -> bool:
+    """Whether another thread has a turn while a call that `prepare` returns runs, so the call releases the GIL.
+
+    With this switch interval, nothing else ends the turn of a thread. The other one may get no core at once.
+    """
+    iterations = 0
+
+    def other() -> None:
+        nonlocal iterations
+        iterations += 1
+        time.sleep(0.0005)
+
+    def ran() -> bool:
+        call, before = prepare(), iterations
+        call()
+        return iterations != before
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        with meanwhile(other):
+            eventually(lambda: iterations, what="the other thread")
+            return any(ran() for _ in range(attempts))
+    finally:
+        sys.setswitchinterval(interval)
