@@ -175,6 +175,12 @@ def one_sided(ends: Ends, transport: str) -> tuple[End, Peer]:
 
 
 @pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    """Where the keeper of a test listens."""
+    return tmp_path / "keeper"
+
+
+@pytest.fixture
 def held() -> Iterator[ExitStack]:
     """A stack for resources of a test, which are closed when the test ends."""
     with ExitStack() as stack:

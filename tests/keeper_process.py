@@ -6,15 +6,14 @@ import os
 import signal
 import sys
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from native.stores import child_of, line, process
-from peers import eventually
+from native.stores import line, process, stop
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
+    from pathlib import Path
 
 __all__ = ["serving", "stopped"]
 
@@ -31,10 +30,8 @@ def serving(socket: Path) -> Iterator[subprocess.Popen[str]]:
 @contextmanager
 def stopped(started: subprocess.Popen[str]) -> Iterator[int]:
     """Stop the process that serves, which is the child of the other one. Its id is given."""
-    pid = child_of(started)
-    os.kill(pid, signal.SIGSTOP)
+    pid = stop(started)
     try:
-        eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         yield pid
     finally:
         with suppress(ProcessLookupError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-import struct
 import threading
 import time
 from contextlib import suppress
@@ -29,7 +28,7 @@ from hostile.client import (
     memory,
 )
 from hostile.trial import GONE, PREY, PREY_BYTES, SILENCE, SLACK, Trial
-from peers import eventually
+from peers import eventually, lingering_socket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -338,15 +337,9 @@ def test_needless_wake_ups_cost_their_stream_only(offer: Offer) -> None:
 
 
 def lingering() -> int:
-    """Return a socket whose last `close` waits for half a minute: its peer reads nothing of what was sent."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        made = socket.create_connection(server.getsockname())
-        LINGERING.append(server.accept()[0])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 30))
-    made.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
-            made.send(bytes(1 << 16))
+    """Return a socket whose last `close` waits for half a minute."""
+    made, other = lingering_socket(30)
+    LINGERING.append(other)
     return made.detach()
 
 

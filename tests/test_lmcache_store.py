@@ -142,11 +142,6 @@ def module() -> Iterator[Any]:
 
 
 @pytest.fixture
-def socket(tmp_path: Path) -> Path:
-    return tmp_path / "k"
-
-
-@pytest.fixture
 def keeper(socket: Path) -> Iterator[Keeper]:
     with Keeper(memory="1MiB", socket=socket, value="4KiB") as made:
         yield made

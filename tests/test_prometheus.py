@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from keeper_process import serving, stopped
 from llm_datadist import Engine, Keeper, Store
 from llm_datadist.integrations.prometheus import EngineCollector, KeeperCollector, StoreCollector
 from llm_datadist.native import KeeperObserver
@@ -268,39 +265,19 @@ def test_a_keeper_that_refuses_is_not_away(tmp_path: Path) -> None:
 
 def test_a_keeper_that_hangs_costs_no_hits(tmp_path: Path) -> None:
     socket = tmp_path / "keeper"
-    order = [
-        sys.executable,
-        "-m",
-        "llm_datadist",
-        "serve",
-        "--memory",
-        "1MiB",
-        "--value",
-        "1KiB",
-        "--socket",
-        str(socket),
-    ]
-    with subprocess.Popen(order, stdout=subprocess.PIPE, text=True) as serve:  # noqa: S603
-        assert serve.stdout is not None
-        assert serve.stdout.readline().startswith("ready")
-        (child,) = map(int, Path(f"/proc/{serve.pid}/task/{serve.pid}/children").read_text().split())
-        try:
-            with Store(socket, namespace="a model", value=1024, timeout=LIMIT) as store:
-                assert store.put([bytes(28)], [bytes(1024)]) == [True]
-                registry = CollectorRegistry()
-                registry.register(StoreCollector({"small": store}))
-                os.kill(child, signal.SIGSTOP)
-                hits = "llm_datadist_store_hits_total"
-                assert registry.get_sample_value(hits, {"store": "small"}) == 0
-                assert store.get([bytes(28)], [bytearray(1024)]) == [True]
-                assert registry.get_sample_value(hits, {"store": "small"}) == 1
-                registry.register(KeeperCollector(socket))
-                assert down(registry, socket) == ["timeout"]
-                assert store.get([bytes(28)], [bytearray(1024)]) == [True]
-                assert store.stats(keeper=False)["misses_away"] == 0
-        finally:
-            os.kill(child, signal.SIGCONT)
-            serve.terminate()
+    with serving(socket) as keeper, Store(socket, namespace="a model", value=1024, timeout=LIMIT) as store:
+        assert store.put([bytes(28)], [bytes(1024)]) == [True]
+        registry = CollectorRegistry()
+        registry.register(StoreCollector({"small": store}))
+        with stopped(keeper):
+            hits = "llm_datadist_store_hits_total"
+            assert registry.get_sample_value(hits, {"store": "small"}) == 0
+            assert store.get([bytes(28)], [bytearray(1024)]) == [True]
+            assert registry.get_sample_value(hits, {"store": "small"}) == 1
+            registry.register(KeeperCollector(socket))
+            assert down(registry, socket) == ["timeout"]
+            assert store.get([bytes(28)], [bytearray(1024)]) == [True]
+            assert store.stats(keeper=False)["misses_away"] == 0
 
 
 REASONS = ("absent", "changed", "corrupt", "away")

@@ -18,7 +18,6 @@ from llm_datadist.commands.replay.cli import main
 from llm_datadist.commands.replay.node import Node
 from llm_datadist.commands.replay.trace import make_trace
 from peers import eventually
-from test_replay_parts import corrupt
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300
@@ -52,14 +51,6 @@ def test_make_demo_ends_with_the_verdict(tmp_path, variables, kill):
     assert done.stderr.count("kill -9 ") == kill
     found = json.loads(path.read_text())
     assert (found["compared_bytes"], found["verdict"]) == (compared, verdict)
-
-
-def test_wrong_byte_is_the_verdict(capsys, monkeypatch):
-    corrupt(monkeypatch, pulled=9)
-    assert main([*SMALL, "--requests", str(REQUESTS)]) == 1
-    said = capsys.readouterr()
-    assert re.fullmatch(r"replay: WRONG BYTE: request .*\n", said.err)
-    assert re.fullmatch(r"FAIL [0-9]+ requests?, [0-9.]+ KiB compared, 1 wrong\n", said.out)
 
 
 def test_an_interrupt_while_prefill_is_closed_still_closes_the_engine(capsys, monkeypatch):

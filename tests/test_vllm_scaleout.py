@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm_datadist.integrations.vllm.step import Await, Receive
-from peers import eventually
+from peers import eventually, free_ports
 from test_vllm_transfers import LONG, Side, blocks_of, sides, whole
 
 if TYPE_CHECKING:
@@ -45,19 +44,6 @@ def hand_over(prefill: Side, decode: Side, name: str, tokens: int = TOKENS, sequ
     wrong = [worker.wrong(blocks_of(decode, tokens), range(tokens), sequence) for worker in decode.workers]
     assert wrong == [[]] * len(decode.workers)
     eventually(lambda: prefill.all_ended(name, "sent"))
-
-
-def free_ports(count: int) -> int:
-    """The first of some consecutive ports that are free."""
-    for first in range(20_000, 32_000, 97):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")
 
 
 def test_data_parallel_ranks_of_one_host_do_not_collide() -> None:

@@ -70,11 +70,6 @@ def module(monkeypatch: pytest.MonkeyPatch, seed: vllm.Seed) -> Iterator[Any]:
 
 
 @pytest.fixture
-def socket(tmp_path: Path) -> Path:
-    return tmp_path / "keeper"
-
-
-@pytest.fixture
 def keeper(socket: Path) -> Iterator[Keeper]:
     with Keeper(memory="1MiB", value=ROW, socket=socket) as opened:
         yield opened

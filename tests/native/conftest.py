@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 
-from llm_datadist.native import Cache, Engine, Peer, PeerUp
+from llm_datadist.native import Cache, Engine, Keeper, Peer, PeerUp
 
 from .helpers import LIMIT, Remote, address, allocate, next_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import ExitStack
+    from pathlib import Path
 
 Open = Callable[..., Engine]
 
@@ -36,13 +37,6 @@ class Pair:
     def caches(self, **given: Any) -> tuple[Cache, Cache]:
         """Allocate a cache `kv` at both ends, with different bytes."""
         return allocate(self.local, seed=1, **given), allocate(self.remote, seed=2, **given)
-
-
-@pytest.fixture
-def held() -> Iterator[ExitStack]:
-    """A stack for what a test opens, closed afterwards."""
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -90,3 +84,10 @@ def remote(begin_remote: Callable[..., Remote]) -> Remote:
     begun = begin_remote(name="remote")
     begun.do("kv = allocate(engine, seed=2)")
     return begun
+
+
+@pytest.fixture
+def keeper(socket: Path) -> Iterator[Keeper]:
+    """A keeper of 64 values of 64 KiB."""
+    with Keeper(memory="4MiB", socket=socket) as opened:
+        yield opened

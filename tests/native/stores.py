@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import Store
+from peers import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +55,14 @@ def child_of(started: subprocess.Popen[str]) -> int:
     """Return the process id of the only child of a process: that which serves, of `llm-datadist serve`."""
     (pid,) = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
     return int(pid)
+
+
+def stop(started: subprocess.Popen[str]) -> int:
+    """Stop all threads of the process that serves, and return its id."""
+    pid = child_of(started)
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    return pid
 
 
 def opened(socket: Path, **options: Any) -> Store:

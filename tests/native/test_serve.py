@@ -70,11 +70,6 @@ class Serve:
 
 
 @pytest.fixture
-def socket(tmp_path: Path) -> Path:
-    return tmp_path / "keeper"
-
-
-@pytest.fixture
 def served(socket: Path) -> Iterator[Serve]:
     with ready(socket) as serve:
         yield serve

@@ -10,7 +10,6 @@ import mmap
 import os
 import signal
 import socket as sockets
-import struct
 import subprocess
 import sys
 import tempfile
@@ -23,20 +22,12 @@ from typing import TYPE_CHECKING, Callable
 import pytest
 
 from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Timeout
-from peers import another_thread_runs, eventually
+from peers import another_thread_runs, eventually, lingering_socket
 
-from .stores import LIMIT, VALUE, child, child_of, got, key, line, opened, process, value
+from .stores import LIMIT, VALUE, child, got, key, line, opened, process, stop, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def stop(started: subprocess.Popen[str]) -> int:
-    """Stop all threads of the process that serves, and return its id."""
-    pid = child_of(started)
-    os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-    return pid
 
 
 @contextlib.contextmanager
@@ -48,20 +39,9 @@ def serving(socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def socket(tmp_path: Path) -> Path:
-    return tmp_path / "keeper"
-
-
-@pytest.fixture
 def served(socket: Path) -> Iterator[subprocess.Popen[str]]:
     with serving(socket, "--memory", "4MiB") as started:
         yield started
-
-
-@pytest.fixture
-def keeper(socket: Path) -> Iterator[Keeper]:
-    with Keeper(memory="4MiB", socket=socket) as opened:
-        yield opened
 
 
 @pytest.mark.usefixtures("served")
@@ -165,19 +145,6 @@ def test_put_that_times_out_is_not_stored_with_bytes_of_the_next_one(
         assert [got(store, number) or value(number) for number in (1, 2)] == [value(1), value(2)]
 
 
-def lingering() -> tuple[sockets.socket, sockets.socket]:
-    """Return a socket whose last descriptor takes an hour to close, and what it is connected to."""
-    with sockets.create_server(("127.0.0.1", 0)) as listening:
-        end = sockets.create_connection(listening.getsockname())
-        other, _ = listening.accept()
-    end.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 3600))
-    end.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            end.send(bytes(1 << 16))
-    return end, other
-
-
 def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subprocess.Popen[str]) -> None:
     attach = b"\x00\x03\x01n\x40\x00"
     with contextlib.ExitStack() as kept, opened(socket) as store:
@@ -187,7 +154,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subp
             client = kept.enter_context(sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET))
             client.connect(str(socket))
             for message in messages:
-                end, other = lingering()
+                end, other = lingering_socket(3600)
                 kept.enter_context(other)
                 with end:
                     sockets.send_fds(client, [message], [end.fileno()] * 4)

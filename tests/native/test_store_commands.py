@@ -42,11 +42,6 @@ def key(number: int) -> bytes:
 
 
 @pytest.fixture
-def socket(tmp_path: Path) -> Path:
-    return tmp_path / "keeper"
-
-
-@pytest.fixture
 def keeper(socket: Path) -> Iterator[Keeper]:
     with Keeper(memory=64 * VALUE, socket=socket, value=VALUE) as opened:
         yield opened

@@ -31,11 +31,6 @@ SIZE = 4096
 
 
 @pytest.fixture
-def socket(tmp_path: Path) -> Path:
-    return tmp_path / "keeper"
-
-
-@pytest.fixture
 def keeper(socket: Path) -> Iterator[Keeper]:
     with Keeper(memory="4MiB", value=SIZE, socket=socket) as opened:
         yield opened

@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def socket(tmp_path: Path) -> Path:
-    return tmp_path / "keeper"
-
-
-@pytest.fixture
-def keeper(socket: Path) -> Iterator[Keeper]:
-    with Keeper(memory="4MiB", socket=socket) as keeper:
-        yield keeper
-
-
-@pytest.fixture
 def store(socket: Path, keeper: Keeper) -> Iterator[Store]:  # noqa: ARG001 (it is there first)
     with opened(socket) as store:
         put(store, range(8))

@@ -9,7 +9,7 @@ Not for: checking results (the tests do that).
 from .end import End, Held
 from .peer import Ends, Peer, check_pull, linked, no_link
 from .process import _over
-from .sockets import Proxy, Stranger, free_ports, refusing_port, split
+from .sockets import Proxy, Stranger, free_ports, lingering_socket, refusing_port, split
 from .values import (
     GONE,
     GRACE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from contextlib import ExitStack, suppress
 
@@ -39,6 +40,19 @@ def free_ports(count: int = 12) -> int:
                 doors.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
     raise AssertionError("no free ports")
+
+
+def lingering_socket(seconds: int) -> tuple[socket.socket, socket.socket]:
+    """Return a socket whose last descriptor takes this long to close, and its peer, which never reads what was sent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        made = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, seconds))
+    made.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            made.send(bytes(1 << 16))
+    return made, other
 
 
 def refusing_port() -> int:
