@@ -184,7 +184,7 @@ impl Error {
     /// Returns the error for a call on an engine that was closed.
     #[cold]
     pub(crate) fn closed() -> Self {
-        Error::new(ErrorKind::Closed, "the engine was closed")
+        Error::new(ErrorKind::Closed, "the engine was closed; open another one")
     }
 
     /// Returns the error for an invalid argument: its name, its value and what it must be.
@@ -234,6 +234,17 @@ impl Error {
                 None => self.0.context.push(Fact { name: "option", value: value.into(), only: Some(api) }),
             }
         }
+        self
+    }
+
+    /// Gives a fact another value, if the error has the fact.
+    #[must_use]
+    pub(crate) fn with_corrected(mut self, name: &str, value: impl fmt::Display) -> Self {
+        self.0
+            .context
+            .iter_mut()
+            .filter(|fact| fact.name == name)
+            .for_each(|fact| fact.value = value.to_string());
         self
     }
 

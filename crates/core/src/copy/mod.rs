@@ -22,6 +22,7 @@ mod workers;
 pub use engine::CopyEngine;
 pub use limit::Limit;
 pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
+pub(crate) use progress::with_copied_bytes;
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{ReadAccess, Route, Rule, Staging, takes_rings};
 pub use run::HeldPins;

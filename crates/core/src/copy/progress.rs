@@ -190,6 +190,6 @@ fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Result<Vec<Range<u64>
 }
 
 /// Adds to the error of a transfer the bytes copied before it ended, and the bytes of the whole transfer.
-pub(super) fn with_copied_bytes(error: Error, progress: &Progress, of_bytes: u64) -> Error {
+pub(crate) fn with_copied_bytes(error: Error, progress: &Progress, of_bytes: u64) -> Error {
     error.with("copied_bytes", progress.bytes()).with("of_bytes", of_bytes)
 }

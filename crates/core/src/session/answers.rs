@@ -311,7 +311,7 @@ impl RequestContext<'_> {
         self.stream.restart_pace();
         let adding = sum.as_mut().and_then(|(_, sum)| sum.as_mut());
         let mut path = StreamPath { stream: self.stream, range, sum: adding };
-        let sent = path.send(self.job(&plan), cache.tensors());
+        let sent = path.send(self.job(&plan), cache.tensors(), &Progress::default());
         sent.map_err(RequestFailure::Broken)?;
         self.resources.stats.add_bytes(Op::Served, bytes);
         let Some((generation, sum)) = sum else { return Ok(()) };

@@ -63,7 +63,8 @@ impl Call {
         self.new_progress(total);
         let mut bytes = 0;
         for plan in plans {
-            match self.push_plan(known, plan, total, &pinned)? {
+            let pushed = self.push_plan(known, plan, total, &pinned);
+            match pushed.map_err(|error| error.with_corrected("of_bytes", total))? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok(Moved::Stale),
             }
@@ -159,10 +160,10 @@ impl Call {
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
         let short = first.is_some();
-        let (sent, path) = streams.send(first)?;
-        if let Moved::Bytes(bytes) = sent {
+        let (moved, path) = streams.send(first, Arc::default())?;
+        if let Moved::Bytes(bytes) = moved {
             self.count_sent(path, short, bytes);
         }
-        Ok(sent)
+        Ok(moved)
     }
 }

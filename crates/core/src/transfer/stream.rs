@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use super::call::{Call, Moved};
 use crate::checksums::Checksums;
-use crate::copy::{DataPath, PathKind, Progress, StreamPath, WindowSum};
+use crate::copy::{DataPath, PathKind, Progress, StreamPath, WindowSum, with_copied_bytes};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
 use crate::plan::CopyPlan;
 use crate::protocol::{MAX_AHEAD, NamedCache, Reply, Request, WirePlan, digest};
-use crate::session::{KnownCache, StreamLease, send_message_before};
+use crate::session::{KnownCache, REPORTED_BY, StreamLease, send_message_before};
 use crate::sync::Mutex;
 
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
@@ -56,8 +56,9 @@ impl Streams {
     ) -> Result<(Moved, PathKind)> {
         let leases = self.leases(first)?;
         let path = path(&leases);
+        let moved = progress.clone();
         let part = move |streams: &Streams, lease, range| streams.receive_range(lease, range, &progress);
-        Ok((self.in_parts(leases, part)?, path))
+        Ok((self.in_parts(leases, &moved, part)?, path))
     }
 
     /// Returns the streams for the parts of the transfer. The first is `first` if given; otherwise this waits for one. It waits
@@ -93,10 +94,12 @@ impl Streams {
         usize::try_from(self.plan.bytes() / PART).unwrap_or(usize::MAX).clamp(1, most)
     }
 
-    /// Runs `part` for the whole plan, or for as many ranges of it at the same time as there are streams.
+    /// Runs `part` for the whole plan, or for as many ranges of it at the same time as there are streams. `moved` counts the bytes of
+    /// all ranges.
     fn in_parts(
         self,
         mut leases: Vec<StreamLease>,
+        moved: &Progress,
         part: impl Fn(&Streams, StreamLease, Range<u64>) -> Result<Moved> + Send + Sync + 'static,
     ) -> Result<Moved> {
         let bytes = self.plan.bytes();
@@ -130,7 +133,12 @@ impl Streams {
             Ok(())
         };
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
-        resources.copy_engine.streamers().run(Arc::new(work), units, deadline)?;
+        let ended = resources.copy_engine.streamers().run(Arc::new(work), units, deadline);
+        ended.map_err(|error| {
+            // The part that failed first may have moved all its bytes, or none.
+            let counted = error.fact("copied_bytes").is_some() || error.fact(REPORTED_BY).is_some();
+            if counted || moved.bytes() == 0 { error } else { with_copied_bytes(error, moved, bytes) }
+        })?;
         Ok(match (stale.load(Ordering::Acquire), compare.load(Ordering::Acquire)) {
             (true, _) => Moved::Stale,
             (false, true) => Moved::Bytes(bytes),
@@ -194,7 +202,7 @@ impl Streams {
 
     /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. Also returns the path that
     /// they took.
-    pub(super) fn send(self, first: Option<StreamLease>) -> Result<(Moved, PathKind)> {
+    pub(super) fn send(self, first: Option<StreamLease>, sent: Arc<Progress>) -> Result<(Moved, PathKind)> {
         let mut leases = self.leases(first)?;
         let path = path(&leases);
         let shared = (leases.len() > 1).then(|| self.call.link.calls.next_write());
@@ -206,14 +214,21 @@ impl Streams {
                 return Ok((Moved::Stale, path));
             }
         }
-        let part = move |streams: &Streams, lease, range| streams.send_part(shared, lease, range);
-        Ok((self.in_parts(leases, part)?, path))
+        let moved = sent.clone();
+        let part = move |streams: &Streams, lease, range| streams.send_part(shared, lease, range, &sent);
+        Ok((self.in_parts(leases, &moved, part)?, path))
     }
 
     /// Sends the bytes of a range on one stream: a part of a shared write, for whose first part the owner is ready, or all
     /// bytes. Few bytes follow the request without waiting for a reply, which takes one round trip instead of two
     /// (`few_bytes_follow_their_request`).
-    fn send_part(&self, shared: Option<u64>, mut lease: StreamLease, range: Range<u64>) -> Result<Moved> {
+    fn send_part(
+        &self,
+        shared: Option<u64>,
+        mut lease: StreamLease,
+        range: Range<u64>,
+        sent: &Progress,
+    ) -> Result<Moved> {
         let (deadline, bytes) = (self.call.deadline, range.end - range.start);
         lease.reusable = false;
         let ahead = shared.is_none() && self.ahead(bytes);
@@ -225,10 +240,10 @@ impl Streams {
         let answer = match &request {
             Some(request) if ahead => self.call.link.exchange_with(&lease, deadline, || {
                 send_message_before(lease.stream(), &self.call.link.timed(request, deadline), deadline)
-                    .and_then(|()| self.send_range(&lease, range))
+                    .and_then(|()| self.send_range(&lease, range, sent))
             }),
             Some(request) if !self.ready(&mut lease, request, bytes)? => return Ok(Moved::Stale),
-            _ => self.send_range(&lease, range).and_then(|()| self.call.link.reply(&lease, deadline)),
+            _ => self.send_range(&lease, range, sent).and_then(|()| self.call.link.reply(&lease, deadline)),
         };
         self.sent(lease, answer)
     }
@@ -243,9 +258,9 @@ impl Streams {
         })
     }
 
-    fn send_range(&self, lease: &StreamLease, range: Range<u64>) -> Result<()> {
+    fn send_range(&self, lease: &StreamLease, range: Range<u64>, sent: &Progress) -> Result<()> {
         let mut path = StreamPath { stream: lease.stream(), range, sum: None };
-        path.send(self.call.job(&self.plan), self.call.local.tensors())
+        path.send(self.call.job(&self.plan), self.call.local.tensors(), sent)
     }
 
     /// Takes the answer to a write whose bytes were sent.

@@ -141,7 +141,12 @@ impl Library {
 fn serve(plan: &CopyPlan, stream: &Stream) {
     let (_buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
     let mut path = StreamPath { stream, range: 0..plan.bytes(), sum: None };
-    path.send(PathJob { copy_engine: &copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
+    path.send(
+        PathJob { copy_engine: &copy_engine(), plan, deadline: soon() },
+        &tensors,
+        &Progress::default(),
+    )
+    .unwrap();
 }
 
 #[test]
@@ -231,7 +236,7 @@ fn paths_refuse_unreachable_memory() {
     }
     if !PROCESS_READS.skips() {
         let mut path = StreamPath { stream: &stream, range: 0..plan.bytes(), sum: None };
-        let error = path.send(job, &peer.read()).unwrap_err();
+        let error = path.send(job, &peer.read(), &Progress::default()).unwrap_err();
         assert!(error.to_string().contains("cannot be sent through a stream"), "{error}");
     }
     assert_eq!(progress.bytes(), 0);
@@ -266,7 +271,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     let (_source, from) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0x11);
     let late = PathJob { copy_engine: &engine, plan: &plan, deadline: soon() };
-    let _ = StreamPath { stream: &local, range: 0..4096, sum: None }.send(late, &from);
+    let _ = StreamPath { stream: &local, range: 0..4096, sum: None }.send(late, &from, &Progress::default());
     assert!(unchanged(&buffer), "bytes arrived after the read was given up");
 
     if PROCESS_READS.skips() {

@@ -34,7 +34,7 @@ pub trait SocketCopies {
         sum: Option<&mut WindowSum>,
     ) -> Result<()> {
         let job = PathJob { copy_engine: self.engine(), plan, deadline };
-        StreamPath { stream, range, sum }.send(job, src)
+        StreamPath { stream, range, sum }.send(job, src, &Progress::default())
     }
 
     fn receive<'a>(

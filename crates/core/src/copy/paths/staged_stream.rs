@@ -54,10 +54,14 @@ pub(super) struct StagedRange<'a> {
 
 impl StagedRange<'_> {
     /// Sends the bytes from memory of a device.
-    pub(super) fn send(&self, src: &Arc<Tensors>, mut sum: Option<&mut WindowSum>) -> Result<()> {
+    pub(super) fn send(
+        &self,
+        src: &Arc<Tensors>,
+        mut sum: Option<&mut WindowSum>,
+        progress: &Progress,
+    ) -> Result<()> {
         let (stream, range, PathJob { copy_engine, deadline, .. }) = (self.stream, &self.range, self.job);
         let end = self.device_end(Side::Source, src);
-        let (progress, total) = (Progress::default(), range.end - range.start);
         let mut cuts = cuts(range).peekable();
         let mut spare = Some(copy_engine.host_buffers.take()?);
         // The stream has nothing to send yet, so this thread runs the first hop itself.
@@ -79,14 +83,13 @@ impl StagedRange<'_> {
             }
             Ok(())
         };
-        send().map_err(|error| with_copied_bytes(error, &progress, total))
+        send().map_err(|error| with_copied_bytes(error, progress, self.job.plan.bytes()))
     }
 
     /// Receives the bytes into memory of a device.
     pub(super) fn receive(&self, dst: &Arc<Tensors>, progress: &Progress) -> Result<()> {
         let (stream, range, PathJob { copy_engine, deadline, .. }) = (self.stream, &self.range, self.job);
         let end = self.device_end(Side::Destination, dst);
-        let total = range.end - range.start;
         let mut emptying: Option<(Range<u64>, Hop)> = None;
         let mut spare = None;
         let mut receive = || -> Result<()> {
@@ -106,7 +109,7 @@ impl StagedRange<'_> {
             }
             emptied(emptying.take(), progress).map(drop)
         };
-        receive().map_err(|error| with_copied_bytes(error, progress, total))
+        receive().map_err(|error| with_copied_bytes(error, progress, self.job.plan.bytes()))
     }
 
     fn device_end(&self, end: Side, tensors: &Arc<Tensors>) -> DeviceEnd {

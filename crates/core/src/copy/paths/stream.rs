@@ -90,27 +90,27 @@ impl DataPath for StreamPath<'_> {
 }
 
 impl StreamPath<'_> {
-    /// Sends the bytes. An error carries how many were sent.
-    pub fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
+    /// Sends the bytes, and counts them in `sent`, also those of other ranges of the plan. An error carries how many were sent.
+    pub fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>, sent: &Progress) -> Result<()> {
         let hops = Self::check(Side::Source, src)?;
         inside(job.plan, &self.range)?;
         match hops {
-            Hops::One => self.send_batches(job, src),
+            Hops::One => self.send_batches(job, src, sent),
             Hops::Two => {
                 let range = StagedRange { job, range: self.range.clone(), stream: self.stream };
-                range.send(src, self.sum.as_deref_mut())
+                range.send(src, self.sum.as_deref_mut(), sent)
             }
         }
     }
 
-    fn send_batches(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
+    fn send_batches(&mut self, job: PathJob<'_>, src: &Arc<Tensors>, sent: &Progress) -> Result<()> {
         let (stream, range, PathJob { copy_engine, plan, deadline }) = (self.stream, self.range.clone(), job);
-        let (sent, total) = (Progress::default(), range.end - range.start);
+        let total = range.end - range.start;
         let most = max_bytes(self.sum.is_some());
         let end = PlanEnd { plan, end: Side::Source, tensors: src, most };
         let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(copy_engine, stream, total));
         let padding = || stream.send_padding(deadline);
-        in_batches(&end, range, &sent, deadline, padding, |batch, _| {
+        in_batches(&end, range, sent, deadline, padding, |batch, _| {
             if let Some(sum) = &mut self.sum {
                 batch.runs.iter().try_for_each(|&run| sum.add(run))?;
             }
@@ -166,7 +166,6 @@ fn in_batches<'a>(
     padding: impl Fn() -> Result<()>,
     mut moved: impl FnMut(&WindowBatch<'a>, &mut u64) -> Result<()>,
 ) -> Result<()> {
-    let of_bytes = range.end.saturating_sub(range.start);
     let mut batch = WindowBatch::new();
     let mut at = range.start;
     while at < range.end {
@@ -181,7 +180,7 @@ fn in_batches<'a>(
         let begun = before_batch(&range, at, deadline, &padding);
         if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
             progress.done(at, at + done);
-            return Err(with_copied_bytes(error, progress, of_bytes));
+            return Err(with_copied_bytes(error, progress, plan_end.plan.bytes()));
         }
         let end = at + batch.bytes;
         progress.done(at, end);
