@@ -110,10 +110,7 @@ def test_revoke(pair: Pair) -> None:
     assert grant.revoke().result(LIMIT) is None
     fails(GrantEnded, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=grant.token))
     error = fails(GrantEnded, lambda: grant.renew(1.0))
-    assert (error.reason, error.facts) == (
-        "the owner has revoked the grant; ask it for another one",
-        {"ended": "revoked"},
-    )
+    assert (error.reason, error.facts) == ("the grant has ended; lend the rows again", {"ended": "revoked"})
     assert of(GrantClosed, pair.remote.events()) == [], "one event for each grant"
 
 
@@ -122,7 +119,9 @@ def test_the_owner_says_why_a_grant_has_ended(pair: Pair) -> None:
     mine, theirs = pair.caches()
 
     def reason(token: bytes) -> str:
-        return fails(GrantEnded, lambda: pair.local.pull(mine[[0]], pair.peer["kv"][[4]], grant=token)).reason
+        error = fails(GrantEnded, lambda: pair.local.pull(mine[[0]], pair.peer["kv"][[4]], grant=token))
+        assert str(error).count("ended=") == ("ended" in error.facts)
+        return f"{error.facts.get('ended')}: {error.reason}"
 
     for used in (False, True):
         grants = [pair.remote.lend(theirs[[4]], ttl=ttl) for ttl in (LIMIT, LIMIT, 2.0)]
@@ -132,11 +131,11 @@ def test_the_owner_says_why_a_grant_has_ended(pair: Pair) -> None:
         revoked.revoke().result(LIMIT)
         pair.local.pull(mine[[0]], pair.peer["kv"][[4]], grant=done.token).result(LIMIT)
         gather(pair.remote, lambda seen: len(of(GrantClosed, seen)) >= 3)
-        assert reason(revoked.token).startswith("the owner has revoked the grant")
-        assert reason(done.token).startswith("the readers of the grant have finished")
-        assert reason(expired.token).startswith("the grant has expired")
+        assert reason(revoked.token).startswith("revoked: the owner has revoked the grant")
+        assert reason(done.token).startswith("done: the readers of the grant have finished")
+        assert reason(expired.token).startswith("expired: the grant has expired")
     forged = expired.token[:-1] + bytes([expired.token[-1] ^ 1])
-    assert reason(forged).startswith("the owner has never given a grant with this token")
+    assert reason(forged).startswith("None: the owner has never given a grant with this token")
 
 
 def test_revoke_without_room_for_a_transfer(start: Open) -> None:
@@ -220,7 +219,7 @@ def test_wrong_arguments_of_lend(pair: Pair) -> None:
         refused("ttl", lambda time=time: remote.lend(rows, ttl=time))  # type: ignore[misc]
         refused("ttl", lambda time=time: grant.renew(time))  # type: ignore[misc]
     for readers in (0, -1, 4097):
-        refused("readers", lambda readers=readers: remote.lend(rows, ttl=1.0, readers=readers))  # type: ignore[misc]
+        refused("readers", lambda readers=readers: remote.lend(rows, ttl=1.0, readers=readers), "1 to 4096")  # type: ignore[misc]
     refused("rows", lambda: remote.lend(theirs[[]], ttl=1.0))
     refused("rows", lambda: remote.lend(theirs[[BLOCKS]], ttl=1.0), str(BLOCKS))
     refused("rows", lambda: remote.lend(mine[[4]], ttl=1.0), "local")

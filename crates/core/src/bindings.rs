@@ -31,9 +31,9 @@ pub mod fallible {
 /// Rules for single arguments, which the bindings also check before a call reaches the engine.
 pub mod validate {
     pub use crate::validate::{
-        batch_cache, block_bytes_alone, block_lists, blocks_cache, cache_name, copy_size, destination,
-        dimensions, equally_many, layerwise, not_empty, on_device, one_address, peer_address, push_size,
-        push_spans, socket_address, tensors_per_layer, verify, whole_layers,
+        MAX_READERS, batch_cache, block_bytes_alone, block_lists, blocks_cache, cache_name, copy_size,
+        destination, dimensions, equally_many, layerwise, not_empty, on_device, one_address, peer_address,
+        push_size, push_spans, socket_address, tensors_per_layer, verify, whole_layers,
     };
 
     /// The rules for the table of a communicator.

@@ -170,7 +170,10 @@ impl Grants {
     /// Lends for `ttl` from now on, if that is longer than the grant lasts already. Returns `Err(GrantEnded)` if the grant has
     /// ended, also if its time has passed and the clock that ends grants is late.
     pub fn renew(&self, grant: &Arc<Grant>, ttl: Duration) -> Result<()> {
-        let gone = || ended(grant.ended());
+        let gone = || {
+            let error = Error::new(ErrorKind::GrantEnded, "the grant has ended; lend the rows again");
+            grant.ended().into_iter().fold(error, |error, why| error.with("ended", why.name()))
+        };
         self.find(&grant.id).map_err(|_| gone())?;
         let mut state = self.state.lock();
         let State { slots, expiries, .. } = &mut *state;

@@ -6,7 +6,7 @@
 use super::messages::{MAX_ARRIVED, NamedCache, Reply, Run, WireUsedKey};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, Geometry, GrantId, Name};
+use crate::model::{CacheId, Geometry, GrantEnd, GrantId, Name};
 
 /// Name of the lists of tensor positions in out-of-memory errors.
 const TENSORS: &str = "the places of the tensors of a cache";
@@ -117,7 +117,13 @@ impl Reply {
             .chunk_by(|(tensor, ..), (next, ..)| tensor == next)
             .try_for_each(|ranges| fallible::push(ARRIVED, &mut tensors, rows(ranges)?));
         let tensors = listed.map_or_else(|_| Vec::new(), |()| tensors);
-        Error::new(local_kind(kind_of(kind)), printable(message)).with_arrived(tensors)
+        let kind = local_kind(kind_of(kind));
+        // The text has the facts of the peer. Programs ask for this one.
+        let ends = GrantEnd::ALL.iter().map(|why| (why.name(), format!(" (ended={})", why.name())));
+        let mut known = ends.filter(|_| kind == ErrorKind::GrantEnded);
+        let ended = known.find_map(|(why, fact)| Some((why, message.strip_suffix(&*fact)?)));
+        let error = Error::new(kind, printable(ended.map_or(message, |(_, text)| text)));
+        ended.into_iter().fold(error, |error, (why, _)| error.with("ended", why)).with_arrived(tensors)
     }
 
     pub fn name(&self) -> &'static str {

@@ -7,7 +7,7 @@ use crate::error::{Error, Result, ensure};
 use crate::model::{CacheLayout, RowList};
 
 /// Maximum number of readers of one grant: as many as there can be links.
-const MAX_READERS: usize = 4096;
+pub const MAX_READERS: usize = 4096;
 
 /// Checks the arguments of a grant, and returns the rows that it lends.
 pub fn grant(layout: CacheLayout, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Vec<u64>> {

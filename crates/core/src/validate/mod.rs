@@ -32,7 +32,7 @@ pub use copy::{
     CopyArgs, copy_between, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device,
     copy_rows, copy_within, swap_blocks, swap_rows,
 };
-pub use grant::{grant, grant_ttl};
+pub use grant::{MAX_READERS, grant, grant_ttl};
 pub(crate) use json::json;
 pub use layer_destination::{LayerDestination, destination_layers, equal_layers, layer_moves};
 pub use layer_ranges::{

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::keeper::link_token;
 use llm_datadist_core::bindings::options::size_with_unit;
+use llm_datadist_core::bindings::validate::MAX_READERS;
 use llm_datadist_core::{Error, ErrorKind, MAX_SECONDS};
 use llm_datadist_keeper::{KeeperAccess, KeeperOptions, MAX_LEASE, RoleTokens, read_token};
 use pyo3::exceptions::PyTypeError;
@@ -17,6 +18,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyFloat, PyInt, PyList, PyTuple};
 
 use super::errors::{invalid, raise};
+use super::optional_arg::OptionalArg;
 use crate::convert::{self, Any, shown};
 
 /// Creates the `TypeError` for an argument that must be `allowed`.
@@ -112,6 +114,11 @@ pub(crate) fn value_size(value: Option<&Any<'_>>) -> PyResult<u64> {
     value.map_or(Ok(64 << 10), |value| size("value", value))
 }
 
+/// Reads a truth value that may be missing.
+pub(crate) fn truth_or(default: bool, name: &str, value: OptionalArg<'_, '_>) -> PyResult<bool> {
+    value.given().map_or(Ok(default), |value| truth(name, &value))
+}
+
 /// Reads a truth value.
 pub(crate) fn truth(name: &str, value: &Any<'_>) -> PyResult<bool> {
     value
@@ -176,6 +183,12 @@ pub(crate) fn path(name: &str, value: &Any<'_>) -> PyResult<PathBuf> {
 /// Reads an integer of 32 bits, at least `least`.
 pub(crate) fn int32(name: &str, value: &Any<'_>, least: u32) -> PyResult<u32> {
     let number = int(name, value, least.into()..=u32::MAX.into())?;
+    Ok(u32::try_from(number).unwrap_or(u32::MAX))
+}
+
+/// Reads the number of readers of a grant.
+pub(crate) fn readers(value: &Any<'_>) -> PyResult<u32> {
+    let number = int("readers", value, 1..=MAX_READERS as u64)?;
     Ok(u32::try_from(number).unwrap_or(u32::MAX))
 }
 
