@@ -12,6 +12,8 @@ import pickle
 import socket
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from llm_datadist.native import (
     Busy,
     Cancelled,
@@ -28,13 +30,13 @@ from llm_datadist.native import (
 )
 from peers import eventually
 
-from .helpers import LIMIT, address, allocate, fails, next_of
+from .helpers import LIMIT, address, allocate, fails, next_of, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
 
-    import pytest
+    from llm_datadist.native import Engine
 
     from .conftest import Open, Pair
     from .helpers import Remote
@@ -66,7 +68,7 @@ def test_errors_of_arguments_and_own_caches(start: Open) -> None:
     engine = start(max_transfers=2)
     kv = allocate(engine)
     native(InvalidArgument, lambda: allocate(engine), "name_taken", "kv")
-    native(InvalidArgument, lambda: engine.copy(kv[[1]], kv[[99]]), "invalid_argument", "99")
+    native(InvalidArgument, lambda: engine.copy(kv[[1]], kv[[99]]), "invalid_argument", "99", "position=0")
     more = allocate(engine, "more", tensors=3)
     native(InvalidArgument, lambda: engine.copy(kv[[1]], more[[1]]), "invalid_argument", "tensors 3 and 4")
     native(InvalidArgument, lambda: engine.lend(kv[[99]], ttl=1.0), "invalid_argument", "rows")
@@ -80,7 +82,35 @@ def test_errors_of_arguments_and_own_caches(start: Open) -> None:
     kv.free().result(LIMIT)
     native(NotFound, lambda: kv.tensors, "not_found")
     engine.close()
-    native(Closed, lambda: allocate(engine), "closed", "the engine was closed")
+    native(Closed, lambda: allocate(engine), "closed", "the engine was closed; open another one")
+
+
+def test_swapped_rows_are_named(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    theirs = pair.peer["kv"]
+    calls = [lambda: pair.local.pull(theirs[0], mine[0]), lambda: pair.local.push(mine[0], theirs[0])]
+    for name, call in zip(("dst", "src"), calls):
+        required = "rows of a cache of this engine: the destination comes first"
+        assert str(refused(name, call)) == f"{name}=<Rows of 'kv' of a peer: blocks [0]> must be {required}"
+
+
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_truth_values_are_named(pair: Pair, given: Any) -> None:
+    local, remote = pair.caches()[0], pair.peer["kv"]
+    calls: dict[str, Callable[[], Any]] = {
+        "last": lambda: pair.local.pull(local[0], remote[0], last=given),
+        "layerwise": lambda: pair.local.push(remote[0], local[0], layerwise=given),
+        "contiguous": lambda: allocate(pair.local, "other", contiguous=given),
+        "shared": lambda: pair.local.register("other", [bytearray(64)], shared=given),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name} must be a bool, not '{type(given).__name__}'$"):
+            call()
+
+
+def test_layout_is_named(engine: Engine) -> None:
+    with pytest.raises(TypeError, match=r"^layout must be a KvLayout, not 'dict'$"):
+        engine.allocate("kv", {}, blocks=1)  # type: ignore[call-overload]
 
 
 def test_errors_of_opening(start: Open) -> None:
@@ -130,7 +160,7 @@ def test_errors_of_calls_to_a_peer(pair: Pair) -> None:
     pair.remote.events()
     peer.close().result(LIMIT)
     check_words(next_of(local, PeerDown).reason, next_of(pair.remote, PeerDown).reason)
-    native(PeerLost, pull, "not_linked", "there is no link to remote", "peer_name=remote")
+    native(PeerLost, pull, "not_linked", "there is no link to remote; link again", "peer_name=remote")
     native(PeerLost, lambda: peer.send(b""), "not_linked", "there is no link to remote")
 
 

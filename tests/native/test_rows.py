@@ -263,6 +263,12 @@ def test_wrong_values(pair: Pair, wrong: Any) -> None:
         refused("blocks", lambda cache=cache: cache[wrong])  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("wrong", [-1, [3, -1], range(-1, 3), np.array([-1])], ids=short)
+def test_wrong_values_are_refused_with_the_blocks_of_the_cache(engine: Engine, wrong: Any) -> None:
+    cache = allocate(engine)
+    refused("blocks", lambda: cache[wrong], f"0 to {BLOCKS - 1}")
+
+
 @pytest.mark.parametrize("device", [(1, 7), (3, 0), (11, 0)])
 def test_pinned_memory_is_host_memory(engine: Engine, device: tuple[int, int]) -> None:
     tensor = Capsule(shape=[2], device=device)

@@ -264,7 +264,7 @@ impl Engine {
 
 #[cold]
 fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the engine was closed")
+    Error::new(ErrorKind::Closed, "the engine was closed; open another one")
 }
 
 #[cold]

@@ -91,7 +91,8 @@ impl fmt::Display for BlockRows {
         /// Number of blocks that are shown of a list.
         const SHOWN: usize = 8;
         let (shown, RowsPart { layers, tokens, bytes }) = (self.blocks.len().min(SHOWN), &self.part);
-        write!(f, "<Rows of '{}': ", self.cache.name())?;
+        write!(f, "<Rows of '{}'", self.cache.name())?;
+        f.write_str(if matches!(self.cache, RowsCache::Peer(_)) { " of a peer: " } else { ": " })?;
         if self.blocks.len() > SHOWN {
             write!(f, "{} ", self.blocks.len())?;
         }

@@ -237,5 +237,5 @@ impl std::fmt::Debug for Engine {
 }
 
 fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the engine was closed")
+    Error::new(ErrorKind::Closed, "the engine was closed; open another one")
 }

@@ -109,7 +109,11 @@ impl<'a> PeerPairs<'a> {
         let (own_name, peer_name) = local_side.of((("src", "dst"), ("dst", "src")));
         let pairs = each(pairs, |(dst, src)| {
             let (local, remote) = local_side.of(((src, dst), (dst, src)));
-            let (own, of_peer) = (own(own_name, local)?, of_peer(peer_name, remote)?);
+            let swapped = matches!((local.cache(), remote.cache()), (RowsCache::Peer(_), RowsCache::Own(_)));
+            let own = own(own_name, local).map_err(|error| {
+                if swapped { error.with_text(": the destination comes first") } else { error }
+            })?;
+            let of_peer = of_peer(peer_name, remote)?;
             same_engine(engine, own_name, &own.engine)?;
             same_engine(engine, peer_name, &of_peer.engine)?;
             Ok(PeerPair { local, own, remote, of_peer })

@@ -81,7 +81,7 @@ impl Pieces {
     pub(crate) fn check_numbers(&self) -> Result<()> {
         let Some((side, row, pair)) = self.beyond else { return Ok(()) };
         let name = side.of(("source block", "destination block"));
-        Err(Error::out_of_range(name, row, format_args!("0 to {}", u32::MAX)).with("pair", pair))
+        Err(Error::out_of_range(name, row, format_args!("0 to {}", u32::MAX)).with("position", pair))
     }
 
     /// Returns the same pieces with a `last` one, which is shorter. It must start where one of the rows of the destination starts.

@@ -541,9 +541,8 @@ impl Entries {
         let known: Vec<u64> = self.links.keys().map(|id| id.0).take(16).collect();
         let error = match self.ended.get(&cluster) {
             Some(EndedLink { peer, broke: Some((when, why)) }) => return broken(peer, *when, why),
-            Some(EndedLink { peer, .. }) => {
-                peer.named(Error::new(ErrorKind::NotLinked, format!("there is no link to {peer}")))
-            }
+            Some(EndedLink { peer, .. }) => peer
+                .named(Error::new(ErrorKind::NotLinked, format!("there is no link to {peer}; link again"))),
             None => {
                 Error::new(ErrorKind::NotLinked, "there is no link to this peer").with("cluster", cluster)
             }

@@ -161,8 +161,8 @@ fn block_moves(
     let mut dst_rows: RowList = fallible::inline_with_capacity(REQUEST, pairs.len())?;
     for &(from, to) in pairs {
         let at = src_rows.len();
-        src_rows.push(row(words.src.block, from, src).map_err(|error| error.with("pair", at))?);
-        dst_rows.push(row(words.dst.block, to, dst).map_err(|error| error.with("pair", at))?);
+        src_rows.push(row(words.src.block, from, src).map_err(|error| error.with("position", at))?);
+        dst_rows.push(row(words.dst.block, to, dst).map_err(|error| error.with("position", at))?);
     }
     let rows = src_rows.iter().copied().zip(dst_rows.iter().copied());
     let pieces = Pieces::rows(first, (src.row_stride(), dst.row_stride()), rows)?;

@@ -217,7 +217,7 @@ fn copies_and_swaps_of_blocks() {
         CopyPlan::moves_in_order(&mut moves, CacheCount::Two),
         &["destination block=4294967296 is out of range (0 to 4294967295)"],
     );
-    assert_eq!(error.fact("pair"), Some("1"));
+    assert_eq!(error.fact("position"), Some("1"));
 }
 
 #[test]

@@ -381,7 +381,7 @@ fn rows_beyond_32_bits_are_refused() {
     let error = engine.copy_blocks(&host, &far).run().unwrap_err();
     let text = "source block=4294967296 is out of range (0 to 4294967295)";
     assert!(error.kind() == ErrorKind::InvalidArgument && error.to_string().contains(text), "{error}");
-    assert_eq!(error.fact("pair"), Some("1"));
+    assert_eq!(error.fact("position"), Some("1"));
     let error = engine.swap_blocks(&host, &other, &far).run().unwrap_err();
     assert!(error.to_string().contains("placements"), "{error}");
 }

@@ -308,13 +308,13 @@ fn copies_within_and_between_caches() {
     };
     says(
         &within((10, 0), SubRow::default()),
-        ("source block=10 is out of range (0 to 9) (pair=0)", None),
-        ("src: block 10 is out of range (0 to 9) (pair=0)", Some("src")),
+        ("source block=10 is out of range (0 to 9) (position=0)", None),
+        ("src: block 10 is out of range (0 to 9) (position=0)", Some("src")),
     );
     says(
         &within((0, 12), SubRow::default()),
-        ("destination block=12 is out of range (0 to 9) (pair=0)", None),
-        ("dst: block 12 is out of range (0 to 9) (pair=0)", Some("dst")),
+        ("destination block=12 is out of range (0 to 9) (position=0)", None),
+        ("dst: block 12 is out of range (0 to 9) (position=0)", Some("dst")),
     );
     says(
         &within((0, 1), part(0, 16, Some(32))),

@@ -14,8 +14,6 @@ use crate::raw;
 
 /// What the index of a cache may be.
 const FORMS: &str = "an int, a slice or integers";
-/// What a block may be.
-const ALLOWED: &str = "0 to 4294967295";
 /// Name of the list in out-of-memory errors.
 const LIST: &str = "a list of blocks";
 
@@ -25,12 +23,18 @@ pub(crate) fn read(given: &Any<'_>, count: Option<u64>) -> PyResult<Vec<i64>> {
     let py = given.py();
     if let Ok(list) = given.cast::<PyList>() {
         let numbers = raw::list_numbers(list).map_err(|error| raise(py, &error))?;
-        numbers.map_or_else(|| one_by_one(py, list.len(), list.iter()), |numbers| checked(py, numbers))
+        numbers.map_or_else(
+            || one_by_one(py, list.len(), list.iter(), count),
+            |numbers| checked(py, numbers, count),
+        )
     } else if let Ok(tuple) = given.cast::<PyTuple>() {
         let numbers = raw::tuple_numbers(tuple).map_err(|error| raise(py, &error))?;
-        numbers.map_or_else(|| one_by_one(py, tuple.len(), tuple.iter()), |numbers| checked(py, numbers))
+        numbers.map_or_else(
+            || one_by_one(py, tuple.len(), tuple.iter(), count),
+            |numbers| checked(py, numbers, count),
+        )
     } else if given.is_instance_of::<PyInt>() {
-        one(given)
+        one(given, count)
     } else if given.is_instance_of::<PySlice>() {
         slice(given, count)
     } else if given.is_instance_of::<PyRange>() {
@@ -38,14 +42,14 @@ pub(crate) fn read(given: &Any<'_>, count: Option<u64>) -> PyResult<Vec<i64>> {
         let ends = (end(intern!(py, "start"))?, end(intern!(py, "stop"))?);
         counted(given, ends, end(intern!(py, "step"))?, count)
     } else if is_scalar(given)? {
-        one(given)
+        one(given, count)
     } else {
-        array(given)
+        array(given, count)
     }
 }
 
 /// Reads an array. `bytes` are texts, although they export integers.
-fn array(given: &Any<'_>) -> PyResult<Vec<i64>> {
+fn array(given: &Any<'_>, count: Option<u64>) -> PyResult<Vec<i64>> {
     let py = given.py();
     let wrong = || wrong_type("blocks", FORMS, given);
     if given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyByteArray>() {
@@ -60,7 +64,7 @@ fn array(given: &Any<'_>) -> PyResult<Vec<i64>> {
         read => read,
     };
     // An unsigned number above 2^63 appears as a negative one, and is refused as well.
-    checked(py, array.ok_or_else(wrong)?)
+    checked(py, array.ok_or_else(wrong)?, count)
 }
 
 /// Whether an object has no items, but may be an integer, as numbers of numpy are. Arrays of numpy and torch have `__index__`
@@ -71,19 +75,19 @@ fn is_scalar(given: &Any<'_>) -> PyResult<bool> {
 }
 
 /// Reads one block.
-fn one(given: &Any<'_>) -> PyResult<Vec<i64>> {
+fn one(given: &Any<'_>, count: Option<u64>) -> PyResult<Vec<i64>> {
     let py = given.py();
     let mut list = fallible::with_capacity(LIST, 1).map_err(|error| raise(py, &error))?;
-    list.push(block("blocks", given)?);
+    list.push(block("blocks", given, count)?);
     Ok(list)
 }
 
 /// Reads a block, which is called `name` in errors.
-fn block(name: &str, given: &Any<'_>) -> PyResult<i64> {
+fn block(name: &str, given: &Any<'_>, count: Option<u64>) -> PyResult<i64> {
     let number = index(name, FORMS, given)?;
     match number.extract::<u32>() {
         Ok(block) => Ok(block.into()),
-        Err(_) => Err(invalid(given.py(), name, shown(&number), ALLOWED)),
+        Err(_) => Err(invalid(given.py(), name, shown(&number), &format!("0 to {}", last(count)))),
     }
 }
 
@@ -92,12 +96,13 @@ fn one_by_one<'py>(
     py: Python<'py>,
     count: usize,
     items: impl Iterator<Item = Any<'py>>,
+    of_cache: Option<u64>,
 ) -> PyResult<Vec<i64>> {
     let mut list = fallible::with_capacity(LIST, count).map_err(|error| raise(py, &error))?;
     for (at, item) in items.enumerate() {
         let block = match item.extract::<u32>() {
             Ok(block) if item.is_exact_instance_of::<PyInt>() => block.into(),
-            _ => block(&format!("blocks[{at}]"), &item)?,
+            _ => block(&format!("blocks[{at}]"), &item, of_cache)?,
         };
         // Python code of an item may have made the list longer.
         fallible::push(LIST, &mut list, block).map_err(|error| raise(py, &error))?;
@@ -106,7 +111,7 @@ fn one_by_one<'py>(
 }
 
 /// Checks that every number can be that of a block.
-fn checked(py: Python<'_>, numbers: Vec<i64>) -> PyResult<Vec<i64>> {
+fn checked(py: Python<'_>, numbers: Vec<i64>, count: Option<u64>) -> PyResult<Vec<i64>> {
     // One pass without a branch. The position is only looked for if it is needed.
     let bits = numbers.iter().fold(0, |bits, number| bits | number);
     if u32::try_from(bits).is_ok() {
@@ -114,7 +119,10 @@ fn checked(py: Python<'_>, numbers: Vec<i64>) -> PyResult<Vec<i64>> {
     }
     let wrong = numbers.iter().enumerate().find(|(_, number)| u32::try_from(**number).is_err());
     match wrong {
-        Some((at, number)) => Err(invalid(py, &format!("blocks[{at}]"), number, ALLOWED)),
+        Some((at, number)) => {
+            let allowed = format!("0 to {}", last(count));
+            Err(invalid(py, &format!("blocks[{at}]"), number, &allowed))
+        }
         None => Ok(numbers),
     }
 }
@@ -166,9 +174,14 @@ fn counted(given: &Any<'_>, (first, end): (i64, i64), step: i64, count: Option<u
     Ok(blocks)
 }
 
+/// Returns the last block of a cache of `count` blocks, or the last that any cache can have.
+fn last(count: Option<u64>) -> u64 {
+    count.map_or(u32::MAX.into(), |count| count.saturating_sub(1))
+}
+
 /// Checks that a number in a slice or range can be that of a block.
 fn check_ends(given: &Any<'_>, block: i64, count: Option<u64>) -> PyResult<()> {
-    let most = count.map_or(u32::MAX.into(), |count| count.saturating_sub(1));
+    let most = last(count);
     match u64::try_from(block) {
         Ok(block) if block <= most => Ok(()),
         _ => Err(invalid(given.py(), "blocks", shown(given), &format!("blocks from 0 to {most}"))),

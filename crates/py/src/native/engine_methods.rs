@@ -124,7 +124,7 @@ impl NativeEngine {
     ///     Closed: the engine is closed.
     #[pyo3(
         signature = (name, layout=None, /, *, blocks, tensors=None, shape=None, dtype=None, pool=None, tensors_per_layer=None,
-                     contiguous=false),
+                     contiguous=OptionalArg::Missing),
         text_signature = "($self, name, layout=None, /, *, blocks, tensors=None, shape=None, dtype=None, pool='device', \
                           tensors_per_layer=None, contiguous=False)"
     )]
@@ -132,17 +132,19 @@ impl NativeEngine {
     fn allocate<'py>(
         slf: &Bound<'py, Self>,
         name: &Any<'py>,
-        layout: Option<&Bound<'py, NativeLayout>>,
+        layout: Option<&Any<'py>>,
         blocks: &Any<'py>,
         tensors: Option<&Any<'py>>,
         shape: Option<&Any<'py>>,
         dtype: Option<&Any<'py>>,
         pool: Option<&Any<'py>>,
         tensors_per_layer: Option<&Any<'py>>,
-        contiguous: bool,
+        contiguous: OptionalArg<'_, 'py>,
     ) -> PyResult<NativeCache> {
         let (engine, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
+        let layout = layout.map(NativeLayout::given).transpose()?;
         let form = GivenForm { layout, shape, dtype, tensors_per_layer, pool: &pool };
+        let contiguous = values::truth_or(false, "contiguous", contiguous)?;
         NativeCache::allocate(engine, name, form, blocks, tensors, contiguous)
     }
 
@@ -177,7 +179,7 @@ impl NativeEngine {
     ///     Closed: the engine is closed.
     #[pyo3(
         signature = (name, tensors, layout=None, /, *, blocks=None, shape=None, dtype=None, stride=None,
-                     tensors_per_layer=None, pool=None, shared=true),
+                     tensors_per_layer=None, pool=None, shared=OptionalArg::Missing),
         text_signature = "($self, name, tensors, layout=None, /, *, blocks=None, shape=None, dtype=None, stride=None, \
                           tensors_per_layer=None, pool='device', shared=True)"
     )]
@@ -186,17 +188,19 @@ impl NativeEngine {
         slf: &Bound<'py, Self>,
         name: &Any<'py>,
         tensors: &Any<'py>,
-        layout: Option<&Bound<'py, NativeLayout>>,
+        layout: Option<&Any<'py>>,
         blocks: Option<&Any<'py>>,
         shape: Option<&Any<'py>>,
         dtype: Option<&Any<'py>>,
         stride: Option<&Any<'py>>,
         tensors_per_layer: Option<&Any<'py>>,
         pool: Option<&Any<'py>>,
-        shared: bool,
+        shared: OptionalArg<'_, 'py>,
     ) -> PyResult<NativeCache> {
         let (engine, pool) = (of_caches(slf)?, pool_or_device(slf.py(), pool));
+        let layout = layout.map(NativeLayout::given).transpose()?;
         let form = GivenForm { layout, shape, dtype, tensors_per_layer, pool: &pool };
+        let shared = values::truth_or(true, "shared", shared)?;
         NativeCache::register(engine, name, tensors, form, blocks, stride, shared)
     }
 
@@ -275,7 +279,10 @@ impl NativeEngine {
     ///     NotFound: the cache of ``dst`` was freed.
     ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
-    #[pyo3(signature = (dst, src=None, /, *, grant=None, last=true, notify=None, verify=None, timeout=None))]
+    #[pyo3(
+        signature = (dst, src=None, /, *, grant=None, last=OptionalArg::Missing, notify=None, verify=None, timeout=None),
+        text_signature = "($self, dst, src=None, /, *, grant=None, last=True, notify=None, verify=None, timeout=None)"
+    )]
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
     fn pull<'py>(
         &self,
@@ -283,11 +290,12 @@ impl NativeEngine {
         dst: &Any<'py>,
         src: Option<&Any<'py>>,
         grant: Option<&Any<'py>>,
-        last: bool,
+        last: OptionalArg<'_, 'py>,
         notify: Option<&Any<'py>>,
         verify: Option<&Any<'py>>,
         timeout: Option<&Any<'py>>,
     ) -> PyResult<Py<NativeTransfer>> {
+        let last = values::truth_or(true, "last", last)?;
         let given = GivenExtras { grant, last, notify, verify, timeout };
         call::move_rows(py, &self.shared, Side::Destination, &Pairs::read(dst, src)?, &given)
     }
@@ -328,7 +336,10 @@ impl NativeEngine {
     ///     NotFound: the cache of this engine was freed.
     ///     Busy: ``max_transfers`` transfers run or have an outcome that was not taken.
     ///     Closed: the engine is closed.
-    #[pyo3(signature = (dst, src=None, /, *, notify=None, verify=None, timeout=None, layerwise=false))]
+    #[pyo3(
+        signature = (dst, src=None, /, *, notify=None, verify=None, timeout=None, layerwise=OptionalArg::Missing),
+        text_signature = "($self, dst, src=None, /, *, notify=None, verify=None, timeout=None, layerwise=False)"
+    )]
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method")]
     fn push<'py>(
         &self,
@@ -338,8 +349,9 @@ impl NativeEngine {
         notify: Option<&Any<'py>>,
         verify: Option<&Any<'py>>,
         timeout: Option<&Any<'py>>,
-        layerwise: bool,
+        layerwise: OptionalArg<'_, 'py>,
     ) -> PyResult<Py<NativeTransfer>> {
+        let layerwise = values::truth_or(false, "layerwise", layerwise)?;
         let given = GivenExtras { notify, verify, timeout, ..GivenExtras::default() };
         let pairs = Pairs::read(dst, src)?;
         if layerwise {
@@ -419,7 +431,7 @@ impl NativeEngine {
         readers: OptionalArg<'_, 'py>,
     ) -> PyResult<Py<NativeGrant>> {
         let (rows, ttl) = (call::rows("rows", rows)?, values::seconds("ttl", ttl)?);
-        let readers = readers.given().map_or(Ok(1), |readers| values::int32("readers", &readers, 1))?;
+        let readers = readers.given().map_or(Ok(1), |readers| values::readers(&readers))?;
         NativeGrant::lend(&self.shared, &rows, ttl, readers)
     }
 

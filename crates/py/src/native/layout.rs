@@ -46,6 +46,11 @@ pub(crate) struct NativeLayout {
 }
 
 impl NativeLayout {
+    /// Reads the argument `layout`.
+    pub(crate) fn given<'a, 'py>(layout: &'a Any<'py>) -> PyResult<&'a Bound<'py, NativeLayout>> {
+        layout.cast().map_err(|_| wrong_type("layout", "a KvLayout", layout))
+    }
+
     /// Returns the layout as the core has it.
     pub(crate) fn layout(&self) -> &KvLayout {
         &self.layout

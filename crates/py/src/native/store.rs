@@ -478,16 +478,16 @@ impl NativeStore {
     ///     TypeError, InvalidArgument: an argument has the wrong type or is out of range.
     ///     Closed: the store is closed, or belongs to the parent of this process.
     #[pyo3(
-        signature = (*, keeper=true, timeout=None),
+        signature = (*, keeper=OptionalArg::Missing, timeout=None),
         text_signature = "($self, *, keeper=True, timeout=None)"
     )]
     fn stats<'py>(
         &self,
         py: Python<'py>,
-        keeper: bool,
+        keeper: OptionalArg<'_, 'py>,
         timeout: Option<&Any<'py>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let counts = if keeper {
+        let counts = if values::truth_or(true, "keeper", keeper)? {
             self.run(py, timeout, |store, deadline| store.stats(deadline))?
         } else {
             self.deadline(timeout)?;
