@@ -1,8 +1,11 @@
 """An engine for the KV cache of large language models: the native API, and the API of LLM-DataDist.
 
+``help(llm_datadist.native)`` describes the native API. The help of this package describes the API of LLM-DataDist.
+
 The package allocates caches in memory pools, copies and swaps their blocks, and moves them between processes and hosts.
 An import opens no device and no socket, starts no thread, and does not import numpy. ``__all__`` has the names of the
-original. The first use of one of them imports ``llm_datadist.original``, so native programs do not pay for it.
+original, so import those of the native API by name. The first use of a name of the original imports
+``llm_datadist.original``, so native programs do not pay for it.
 """
 
 from __future__ import annotations

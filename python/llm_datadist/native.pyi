@@ -635,7 +635,8 @@ class RemoteCache:
 
     The peer is asked when a transfer first uses the name. If it has no such cache, the transfer ends with ``NotFound``.
     If it frees the cache and makes another one of the same name, later transfers use the new one. ``cache[blocks]``
-    selects blocks as for ``Cache``. Two objects are equal if peer and name are equal.
+    selects blocks as for ``Cache``, but a slice needs its end, because the number of blocks is not known here. Two
+    objects are equal if peer and name are equal.
     """
 
     @property

@@ -159,14 +159,16 @@ class LinkStats(TypedDict):
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats
-    """Requests sent to the peer."""
+    """Requests sent to the peer. ``bytes`` are those that its answers have announced or confirmed; a read of the peer's
+    memory needs no such answer."""
     transfers: OpStats
-    """Pulls from and pushes to the peer, and layers sent to it. Each layer of a request counts as a call with an equal
-    share of the time; a failed request counts as one call."""
+    """Pulls and pushes that this engine has started, and layers that it has sent. The peer counts them as
+    ``served``, and a pull that reads the peer's memory adds no bytes there. Each layer of a request counts as a call
+    with an equal share of the time; a failed request counts as one call."""
     paths: dict[str, PathStats]
-    """Transfers that succeeded, by path: ``mapped`` (the reader copies mapped memory of the owner), ``process`` (the
-    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX), ``rings`` (the owner sends the bytes
-    through shared memory) and ``sockets`` (the owner sends them through a socket)."""
+    """Transfers that this engine has started and that succeeded, by path: ``mapped`` (the reader copies mapped memory
+    of the owner), ``process`` (the reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX), ``rings`` (the
+    owner sends the bytes through shared memory) and ``sockets`` (the owner sends them through a socket)."""
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]
