@@ -30,7 +30,7 @@ from llm_datadist.native import (
 )
 from peers import eventually
 
-from .helpers import LIMIT, address, allocate, fails, next_of, refused
+from .helpers import LIMIT, address, allocate, fails, layout, next_of, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +106,17 @@ def test_truth_values_are_named(pair: Pair, given: Any) -> None:
     for name, call in calls.items():
         with pytest.raises(TypeError, match=f"^{name} must be a bool, not '{type(given).__name__}'$"):
             call()
+
+
+def test_the_range_of_tokens_that_was_given_is_named(pair: Pair) -> None:
+    mine, _ = (engine.allocate("laid out", layout(), blocks=4) for engine in (pair.local, pair.remote))
+    theirs = pair.peer["laid out"]
+    for dst, src, name in (
+        (mine[[0]].part(tokens=range(10)), theirs[[0]], "dst"),
+        (mine[[0]], theirs[[0]].part(tokens=range(10)), "src"),
+    ):
+        error = fails(InvalidArgument, lambda dst=dst, src=src: pair.local.pull(dst, src), name)  # type: ignore[misc]
+        assert str(error).startswith(f"{name}: tokens 0..10 must be a range inside 0..4: 1 blocks of 4 tokens")
 
 
 def test_layout_is_named(engine: Engine) -> None:

@@ -122,6 +122,10 @@ fn token_ranges(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<(Range<u64
     let src_tokens =
         src.tokens.clone().unwrap_or_else(|| dst.tokens.as_ref().map_or(both.clone(), of_length));
     let dst_tokens = dst.tokens.clone().unwrap_or_else(|| src.tokens.as_ref().map_or(both, of_length));
+    // The range that the caller gave comes first, because the other one follows from it.
+    if src.tokens.is_none() {
+        dst.check_tokens(&dst_tokens)?;
+    }
     src.check_tokens(&src_tokens)?;
     dst.check_tokens(&dst_tokens)?;
     ensure(of_length(&src_tokens) == of_length(&dst_tokens), || {
