@@ -12,8 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aarch64.probe import limits_address_space
+from emulation import needs
 from memory import run_fresh
 from peers import OK, Ends, Peer, by_blocks, code, linked, options
+
+pytestmark = needs("RLIMIT_AS", limits_address_space)
 
 SHORT = "LLM_OUT_OF_MEMORY"
 MIB = 1 << 20
