@@ -89,13 +89,11 @@ impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
     /// Takes a slot for a job of `link` and returns both. If there is none, queues the job and returns `None`. A job that `may_be_part`
     /// also takes a slot for parts.
     pub(super) fn enter(&mut self, link: Link, job: Job, may_be_part: bool) -> Option<(Job, CallSlot)> {
-        match self.take(link, may_be_part) {
-            Some(slot) => Some((job, slot)),
-            None => {
-                self.queue(link, usize::MAX, WaitingJob { job, may_be_part });
-                None
-            }
+        if let Some(slot) = self.take(link, may_be_part) {
+            return Some((job, slot));
         }
+        self.queue(link, usize::MAX, WaitingJob { job, may_be_part });
+        None
     }
 
     /// Releases a slot of `link`, and returns the waiting job that takes it. The own slot passes to a job of the same link, and a slot
