@@ -258,10 +258,10 @@ check-aarch64:  ## cargo check for 64-bit Arm, where that target is installed
 		&& echo "aarch64-unknown-linux-gnu: compiles (not run)"; \
 	else echo "NOT CHECKED: aarch64-unknown-linux-gnu is not installed (rustup target add aarch64-unknown-linux-gnu)"; fi
 
-# The steps `wheel` and `python` use the wheel.
+# The steps `wheel`, `python` and `python_slow` use the wheel.
 test-aarch64: $(VENV)/.build-tools  ## builds all crates for 64-bit Arm and runs their tests under emulation, in a root of its own in target/aarch64 (STEPS="wheel python")
 	tools/build/aarch64.sh fetch $(if $(filter wheel python python_slow,$(STEPS)),$(BIN)/python)
-	$(if $(filter wheel python,$(STEPS)),$(MAKE) --no-print-directory wheel WHEEL_TARGETS=$(ARM))
+	$(if $(filter wheel python python_slow,$(STEPS)),$(MAKE) --no-print-directory wheel WHEEL_TARGETS=$(ARM))
 	tools/build/aarch64.sh run tests/aarch64/steps.sh $(STEPS)
 
 thorough: loom build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)

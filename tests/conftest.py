@@ -176,7 +176,7 @@ def one_sided(ends: Ends, transport: str) -> tuple[End, Peer]:
 
 @pytest.fixture
 def socket(tmp_path: Path) -> Path:
-    """Where the keeper of a test listens."""
+    """Return the path of the keeper's socket."""
     return tmp_path / "keeper"
 
 

@@ -43,7 +43,7 @@ def test_each_notification_arrives_once_and_in_order() -> None:
     [(text, hixl.SUCCESS) for text in ("", "x" * 1024, "𝄞" * 256, "a\0b", "ä")]
     + [(text, hixl.PARAM_INVALID) for text in ("x" * 1025, "𝄞" * 256 + "x", "\ud800")],
 )
-def test_texts(text: str, status: int) -> None:
+def test_texts_within_limits_arrive_and_others_are_refused(text: str, status: int) -> None:
     with ends(End, End) as (target, sender):
         address = connected(target, sender)
         assert sender.notify(address, text, "m") == sender.notify(address, "n", text) == status

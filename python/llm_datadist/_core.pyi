@@ -206,7 +206,7 @@ class CacheCalls:
     """The caches of an engine in CacheManager mode. Calls return once the bytes are in place."""
 
     def __new__(cls, datadist: DataDist) -> Self:
-        """Make the object for the engine ``native``."""
+        """Make the object for the engine ``datadist``."""
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
         """Allocate a continuous cache."""
@@ -389,7 +389,7 @@ class KvCaches:
     """
 
     def __new__(cls, datadist: DataDist) -> KvCaches:
-        """Make the object for the engine ``native``."""
+        """Make the object for the engine ``datadist``."""
 
     def allocate_cache(
         self, desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], may_name: bool

@@ -159,12 +159,12 @@ class LinkStats(TypedDict):
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats
-    """Requests sent to the peer. ``bytes`` are those that its answers have announced or confirmed; a read of the peer's
-    memory needs no such answer."""
+    """Requests sent to the peer. ``bytes`` counts those that replies announced or confirmed. Reading the peer's memory in
+    place adds none."""
     transfers: OpStats
-    """Pulls and pushes that this engine has started, and layers that it has sent. The peer counts them as
-    ``served``, and a pull that reads the peer's memory adds no bytes there. Each layer of a request counts as a call
-    with an equal share of the time; a failed request counts as one call."""
+    """Pulls and pushes that this engine has started, and layers that it has sent. The peer counts its
+    requests as ``served``. A pull that reads memory in place adds no bytes there. Each layer of a request counts as a
+    call with an equal share of the time; a failed request counts as one call."""
     paths: dict[str, PathStats]
     """Transfers that this engine has started and that succeeded, by path: ``mapped`` (the reader copies mapped memory
     of the owner), ``process`` (the reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX), ``rings`` (the

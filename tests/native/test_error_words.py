@@ -85,17 +85,17 @@ def test_errors_of_arguments_and_own_caches(start: Open) -> None:
     native(Closed, lambda: allocate(engine), "closed", "the engine was closed; open another one")
 
 
-def test_swapped_rows_are_named(pair: Pair) -> None:
+def test_error_about_swapped_rows_states_their_order(pair: Pair) -> None:
     mine, _ = pair.caches()
     theirs = pair.peer["kv"]
     calls = [lambda: pair.local.pull(theirs[0], mine[0]), lambda: pair.local.push(mine[0], theirs[0])]
     for name, call in zip(("dst", "src"), calls):
-        required = "rows of a cache of this engine: the destination comes first"
+        required = "rows of a cache of this engine; dst comes before src"
         assert str(refused(name, call)) == f"{name}=<Rows of 'kv' of a peer: blocks [0]> must be {required}"
 
 
 @pytest.mark.parametrize("given", ["no", 1, None])
-def test_truth_values_are_named(pair: Pair, given: Any) -> None:
+def test_error_about_a_flag_names_the_argument(pair: Pair, given: Any) -> None:
     local, remote = pair.caches()[0], pair.peer["kv"]
     calls: dict[str, Callable[[], Any]] = {
         "last": lambda: pair.local.pull(local[0], remote[0], last=given),
@@ -108,7 +108,7 @@ def test_truth_values_are_named(pair: Pair, given: Any) -> None:
             call()
 
 
-def test_the_range_of_tokens_that_was_given_is_named(pair: Pair) -> None:
+def test_error_about_tokens_names_the_given_side(pair: Pair) -> None:
     mine, _ = (engine.allocate("laid out", layout(), blocks=4) for engine in (pair.local, pair.remote))
     theirs = pair.peer["laid out"]
     for dst, src, name in (
@@ -119,7 +119,7 @@ def test_the_range_of_tokens_that_was_given_is_named(pair: Pair) -> None:
         assert str(error).startswith(f"{name}: tokens 0..10 must be a range inside 0..4: 1 blocks of 4 tokens")
 
 
-def test_layout_is_named(engine: Engine) -> None:
+def test_error_about_a_layout_names_the_argument(engine: Engine) -> None:
     with pytest.raises(TypeError, match=r"^layout must be a KvLayout, not 'dict'$"):
         engine.allocate("kv", {}, blocks=1)  # type: ignore[call-overload]
 

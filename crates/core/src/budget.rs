@@ -135,6 +135,7 @@ impl PeerBudget {
 
     /// Takes `bytes` bytes for a call, and `ahead` more for what will be allocated soon. Waits at most `limit` until they fit;
     /// then returns `Err(OutOfMemory)`. The calling thread must hold no share, so that no two threads wait for each other.
+    /// Requests that wait for a thread hold theirs. Only if these fill the budget of the link, the threads wait for them, until `limit`.
     pub fn admit(self: &Arc<Self>, bytes: u64, ahead: u64, limit: Duration) -> Result<Arc<BudgetShare>> {
         let share = self.share(MemoryUse::Call, bytes);
         let needed = share.needed(bytes + ahead);

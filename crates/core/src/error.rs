@@ -183,7 +183,7 @@ impl Error {
 
     /// Returns the error for a call on an engine that was closed.
     #[cold]
-    pub(crate) fn closed() -> Self {
+    pub fn closed() -> Self {
         Error::new(ErrorKind::Closed, "the engine was closed; open another one")
     }
 
@@ -237,9 +237,9 @@ impl Error {
         self
     }
 
-    /// Gives a fact another value, if the error has the fact.
+    /// Replaces the value of the fact `name`, if the error has it.
     #[must_use]
-    pub(crate) fn with_corrected(mut self, name: &str, value: impl fmt::Display) -> Self {
+    pub(crate) fn with_replaced(mut self, name: &str, value: impl fmt::Display) -> Self {
         self.0
             .context
             .iter_mut()

@@ -245,7 +245,7 @@ impl Engine {
 
     fn engine(&self) -> Result<Arc<DataDist>> {
         if self.opened.closing.load(Ordering::Acquire) && !self.is_inherited() {
-            Err(closed())
+            Err(Error::closed())
         } else {
             self.held()
         }
@@ -257,14 +257,9 @@ impl Engine {
         }
         match self.opened.open.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
             Some(engine) => engine.get().map(Arc::clone),
-            None => Err(closed()),
+            None => Err(Error::closed()),
         }
     }
-}
-
-#[cold]
-fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the engine was closed; open another one")
 }
 
 #[cold]

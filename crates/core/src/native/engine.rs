@@ -11,7 +11,7 @@ use super::pairs::{OwnPairs, PairExtras, PeerPairs, RowsOfPair};
 use super::{BlockRows, grant_time, lend, link};
 use crate::config::Config;
 use crate::engine::DataDist;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::events::{Event, EventQueue, PeerInfo, Transfer};
 use crate::grants::Grant;
 use crate::memory::Adopted;
@@ -51,14 +51,14 @@ impl Engine {
     /// wait (`close_waits_for_calls_that_have_begun`).
     #[doc(hidden)]
     pub fn run<T>(&self, call: impl FnOnce(&DataDist) -> Result<T>) -> Result<T> {
-        if self.closing.load(Ordering::Acquire) { Err(closed()) } else { self.run_until_closed(call) }
+        if self.closing.load(Ordering::Acquire) { Err(Error::closed()) } else { self.run_until_closed(call) }
     }
 
     /// Does the same as [`run`](Self::run), also while the engine closes.
     #[doc(hidden)]
     pub fn run_until_closed<T>(&self, call: impl FnOnce(&DataDist) -> Result<T>) -> Result<T> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
-        call(open.as_ref().ok_or_else(closed)?)
+        call(open.as_ref().ok_or_else(Error::closed)?)
     }
 
     /// Returns the name that peers, errors and the log show.
@@ -234,8 +234,4 @@ impl std::fmt::Debug for Engine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Engine").field("name", &self.name).finish_non_exhaustive()
     }
-}
-
-fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the engine was closed; open another one")
 }

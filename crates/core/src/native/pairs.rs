@@ -110,9 +110,8 @@ impl<'a> PeerPairs<'a> {
         let pairs = each(pairs, |(dst, src)| {
             let (local, remote) = local_side.of(((src, dst), (dst, src)));
             let swapped = matches!((local.cache(), remote.cache()), (RowsCache::Peer(_), RowsCache::Own(_)));
-            let own = own(own_name, local).map_err(|error| {
-                if swapped { error.with_text(": the destination comes first") } else { error }
-            })?;
+            let own = own(own_name, local)
+                .map_err(|error| if swapped { error.with_text("; dst comes before src") } else { error })?;
             let of_peer = of_peer(peer_name, remote)?;
             same_engine(engine, own_name, &own.engine)?;
             same_engine(engine, peer_name, &of_peer.engine)?;

@@ -45,6 +45,14 @@ pub(super) fn printable(text: &str) -> String {
     shown.collect()
 }
 
+/// Splits a peer's text about a grant that has ended into what precedes its fact `ended`, and the fact. The text has all facts of the
+/// peer, and programs ask for this one.
+fn end_of_grant(message: &str) -> Option<(&str, GrantEnd)> {
+    let (text, fact) = message.strip_suffix(')')?.rsplit_once(" (ended=")?;
+    let why = GrantEnd::ALL.iter().find(|why| why.name() == fact)?;
+    Some((text, *why))
+}
+
 impl WireUsedKey {
     /// Returns the report that the caller is done with a grant.
     pub fn of_grant(grant: GrantId) -> WireUsedKey {
@@ -118,12 +126,12 @@ impl Reply {
             .try_for_each(|ranges| fallible::push(ARRIVED, &mut tensors, rows(ranges)?));
         let tensors = listed.map_or_else(|_| Vec::new(), |()| tensors);
         let kind = local_kind(kind_of(kind));
-        // The text has the facts of the peer. Programs ask for this one.
-        let ends = GrantEnd::ALL.iter().map(|why| (why.name(), format!(" (ended={})", why.name())));
-        let mut known = ends.filter(|_| kind == ErrorKind::GrantEnded);
-        let ended = known.find_map(|(why, fact)| Some((why, message.strip_suffix(&*fact)?)));
-        let error = Error::new(kind, printable(ended.map_or(message, |(_, text)| text)));
-        ended.into_iter().fold(error, |error, (why, _)| error.with("ended", why)).with_arrived(tensors)
+        let ended = if kind == ErrorKind::GrantEnded { end_of_grant(message) } else { None };
+        let error = match ended {
+            Some((text, why)) => Error::new(kind, printable(text)).with("ended", why.name()),
+            None => Error::new(kind, printable(message)),
+        };
+        error.with_arrived(tensors)
     }
 
     pub fn name(&self) -> &'static str {

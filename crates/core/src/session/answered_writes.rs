@@ -100,10 +100,11 @@ impl RequestContext<'_> {
 
     /// Receives the bytes `range` of the plan of `job` into rows of `cache`, which are pinned.
     fn receive(&self, job: PathJob<'_>, range: Range<u64>, cache: &Cache) -> Result<(), RequestFailure> {
+        let bytes = range.end.saturating_sub(range.start);
         let mut path = StreamPath { stream: self.stream, range, sum: None };
         let to = (cache.tensors(), cache.placement());
         let read = path.read(job, to, &Arc::default(), Arc::new(()));
-        read.map(drop).map_err(RequestFailure::Broken)
+        read.map(drop).map_err(|error| RequestFailure::Broken(error.with_replaced("of_bytes", bytes)))
     }
 
     /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these

@@ -118,12 +118,12 @@ impl StreamState {
     }
 }
 
-/// A request of a peer, and what it has until it is answered.
+/// A request of a peer that is not answered yet.
 pub(super) struct ReceivedRequest {
     request: Request,
     /// The memory that the request takes.
     share: Arc<BudgetShare>,
-    /// When the caller gives up, by the clock of this side. A wait for a slot counts.
+    /// The deadline of the caller, by the clock of this side. It includes the wait for a slot.
     deadline: Deadline,
 }
 
@@ -312,7 +312,7 @@ impl RequestContext<'_> {
         let adding = sum.as_mut().and_then(|(_, sum)| sum.as_mut());
         let mut path = StreamPath { stream: self.stream, range, sum: adding };
         let sent = path.send(self.job(&plan), cache.tensors(), &Progress::default());
-        sent.map_err(RequestFailure::Broken)?;
+        sent.map_err(|error| RequestFailure::Broken(error.with_replaced("of_bytes", bytes)))?;
         self.resources.stats.add_bytes(Op::Served, bytes);
         let Some((generation, sum)) = sum else { return Ok(()) };
         self.answer_with(|| {

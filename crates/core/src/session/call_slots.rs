@@ -5,8 +5,8 @@
 //!
 //! A write over several streams pins its rows until all of its parts have arrived. If a part waited for slots in which other
 //! requests wait for these rows, none of them would go on. So each link has [`FOR_PARTS`] slots for parts, in which no request waits for
-//! rows. What a request is, is known once it has been read. Therefore any job that may be a part takes such a slot, and
-//! [exchanges](Slots::exchange) it if its request turns out to be one that may wait for rows.
+//! rows. The kind of a request is known only after it was read. So any job that may be a part takes such a slot, and
+//! [exchanges](Slots::exchange) it if its request may wait for rows.
 
 use std::collections::VecDeque;
 use std::hash::Hash;
@@ -100,7 +100,7 @@ impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
     /// for parts to one that may be a part. A shared slot passes to the link that has waited longest among those that may use one more.
     pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Job, CallSlot)> {
         let of_link = self.links.get_mut(&link)?;
-        // A link whose jobs were taken from the server may have come back with other ones.
+        // `Server::fail` may have removed the slots of this link while the job ran, and the link may have entered new jobs since.
         *of_link.used(slot) = of_link.used(slot).checked_sub(1)?;
         self.shared -= usize::from(slot == CallSlot::Shared);
         let next = if slot == CallSlot::Shared { self.sharer() } else { Some(link) };
@@ -111,8 +111,8 @@ impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
         job
     }
 
-    /// Exchanges a slot for parts, in which `job` turned out to wait for rows, for another one. Returns the job and its slot. If there is
-    /// none, queues the job, before those that have not been read, and returns the one that takes the slot for parts, if any.
+    /// Exchanges the slot for parts of a `job` that may wait for rows. Returns the job with its new slot. If none is free, queues the job
+    /// after those that were read before, and returns the job that takes the slot for parts, if any.
     pub(super) fn exchange(&mut self, link: Link, job: Job) -> Option<(Job, CallSlot)> {
         // Once its jobs were taken from the server, the link has no slots. It has ended, and so the job ends at once.
         if !self.links.contains_key(&link) {
@@ -245,6 +245,37 @@ mod tests {
         let mut closed = Slots::default();
         assert_eq!(closed.exchange(1, 106), Some((106, CallSlot::Own)));
         assert_eq!(closed.leave(1, CallSlot::Own), None);
+    }
+
+    #[test]
+    fn job_that_was_read_precedes_those_that_were_not() {
+        let mut slots = Slots::default();
+        assert_eq!(fill(&mut slots, 1, 17), 1 + 16);
+        assert_eq!((100..120).filter_map(|job| slots.enter(1, job, true)).count(), 16);
+        assert_eq!(slots.exchange(1, 100), Some((116, CallSlot::Parts)));
+        for expected in [100, 117, 118, 119] {
+            assert_eq!(slots.leave(1, CallSlot::Own), Some((expected, CallSlot::Own)));
+        }
+    }
+
+    #[test]
+    fn slot_for_parts_costs_a_link_no_place_among_those_that_wait() {
+        let mut slots = Slots::default();
+        assert_eq!((fill(&mut slots, 3, 17), fill(&mut slots, 4, 17)), (17, 17), "all shared slots");
+        assert_eq!((0..19).filter_map(|job| slots.enter(1, job, true)).count(), 1 + 16);
+        assert_eq!(fill(&mut slots, 2, 2), 1);
+        assert_eq!(slots.leave(1, CallSlot::Parts), Some((17, CallSlot::Parts)));
+        assert_eq!(slots.leave(3, CallSlot::Shared), Some((18, CallSlot::Shared)), "of link 1");
+        assert_eq!(slots.leave(4, CallSlot::Shared), Some((1, CallSlot::Shared)), "of link 2");
+    }
+
+    #[test]
+    fn slot_that_was_taken_before_the_server_lost_its_jobs_is_not_counted() {
+        let mut slots = Slots::default();
+        assert_eq!(slots.enter(1, 1, false), Some((1, CallSlot::Own)));
+        assert_eq!(slots.leave(1, CallSlot::Shared), None);
+        assert_eq!(slots.leave(1, CallSlot::Own), None);
+        assert!(slots.links.is_empty());
     }
 
     #[test]

@@ -27,13 +27,13 @@ const REASON_TIME: Duration = Duration::from_millis(200);
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
 
-/// Which description of a remote cache a call uses.
+/// Where the description of a remote cache comes from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum WhichDescription {
-    /// The one that is stored here, if it still holds ([`Link::known`]).
+pub(crate) enum DescriptionSource {
+    /// This side has stored it, and it still holds ([`Link::known`]). Otherwise it comes from the owner.
     Stored,
-    /// The one that the owner gives now ([`Link::describe`]).
-    New,
+    /// The owner gives it now ([`Link::describe`]).
+    Owner,
 }
 
 impl Link {
@@ -43,16 +43,16 @@ impl Link {
     pub(crate) fn remote_cache(
         self: &Arc<Self>,
         name: &RemoteCacheName,
-        which: WhichDescription,
+        from: DescriptionSource,
         deadline: Deadline,
     ) -> Result<Arc<KnownCache>> {
         let text = match name {
-            RemoteCacheName::Name(name) => return self.description(*name, which, deadline),
+            RemoteCacheName::Name(name) => return self.description(*name, from, deadline),
             RemoteCacheName::Text(text) => text,
         };
         let known = self.view.names.lock().get(&**text);
         if let Some(cache) = known {
-            match self.description(Name::of_cache(cache), which, deadline) {
+            match self.description(Name::of_cache(cache), from, deadline) {
                 Err(error) if error.kind() == ErrorKind::CacheNotFound => {
                     self.view.names.lock().remove(&**text);
                 }
@@ -62,18 +62,18 @@ impl Link {
         let reply = self.ask(&Request::Find { name: (**text).to_owned() }, deadline)?;
         let Reply::Found { cache } = reply else { return Err(self.unexpected(&reply)) };
         self.view.names.lock().remember(text.clone(), cache);
-        self.description(Name::of_cache(cache), which, deadline)
+        self.description(Name::of_cache(cache), from, deadline)
     }
 
     fn description(
         self: &Arc<Self>,
         name: Name,
-        which: WhichDescription,
+        from: DescriptionSource,
         deadline: Deadline,
     ) -> Result<Arc<KnownCache>> {
-        match which {
-            WhichDescription::Stored => self.known(name, deadline),
-            WhichDescription::New => self.describe(name, deadline),
+        match from {
+            DescriptionSource::Stored => self.known(name, deadline),
+            DescriptionSource::Owner => self.describe(name, deadline),
         }
     }
 

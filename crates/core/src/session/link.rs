@@ -218,7 +218,7 @@ impl Link {
         self.broken.get()
     }
 
-    /// Has all calls fail from now on. Only the first reason is kept. Returns whether this one is. The streams stay open until
+    /// Makes all later calls fail. Keeps only the first reason, and returns `true` if this call gave it. The streams stay open until
     /// [`break_off`](Self::break_off).
     pub(super) fn mark_broken(&self, why: impl Into<EndReason>) -> bool {
         // The peer ends the link as well, and may be first.

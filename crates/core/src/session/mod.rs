@@ -58,7 +58,7 @@ pub use poller::{Poller, Watching};
 pub use proof::KeyProof;
 
 pub(crate) use call_streams::StreamLease;
-pub(crate) use client::{REPORTED_BY, WhichDescription};
+pub(crate) use client::{DescriptionSource, REPORTED_BY};
 pub(crate) use ensure::{LinkOnDemand, check_metadata};
 pub(crate) use handshake::draw_instance;
 pub(crate) use known_cache::KnownCache;

@@ -272,8 +272,8 @@ impl Server {
     }
 
     /// Ends all links with the reason, because no thread can wait for their requests. The control thread notices their end. The next
-    /// link starts another thread, which tries again. If several threads fail at the same
-    /// time, those that end a link or a handshake log it.
+    /// link starts another thread, which tries again. If several threads fail at the same time, each that ended a link or a
+    /// handshake logs the error.
     fn fail(&self, error: &Error) {
         let reason = format!("this engine cannot wait for requests: {error}");
         let mut links = self.registry.all().unwrap_or_default();
@@ -329,12 +329,12 @@ impl Server {
     }
 
     /// Answers the requests on the stream `number`, which is readable, or queues it until a slot is free. Returns `false` if the stream has
-    /// ended.
+    /// ended, or nothing has arrived.
     fn on_readable(self: &Arc<Self>, number: u64) -> bool {
         let Some(call) = self.state.lock().jobs.calls.get(&number).cloned() else { return false };
         if !call.stream.wake_up() {
             self.wait_again(number, &call);
-            return true;
+            return false;
         }
         let (link, may_be_part) = (call.link.number, call.link.served.writes.any());
         let job = ServerJob::Answer(number, call, None);
@@ -360,7 +360,7 @@ impl Server {
         }
     }
 
-    /// Runs `job`. Returns it if a request that it has read must not be answered in this slot.
+    /// Runs `job`. Returns the job if it read a request that must not be answered in this slot.
     fn run_job(self: &Arc<Self>, job: ServerJob, slot: CallSlot) -> Option<ServerJob> {
         match job {
             ServerJob::Answer(number, call, received) => {

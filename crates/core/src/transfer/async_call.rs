@@ -28,7 +28,7 @@ use crate::resources::{OutgoingCall, Resources};
 use crate::stats::Op;
 use crate::sync::Mutex;
 
-/// What a call does on a worker, once its rows were free: it takes them ([`Execution::pin`]) and moves bytes. Returns their number.
+/// The work of a call, which a worker runs after the rows became free. Takes the rows ([`Execution::pin`]), moves bytes and returns their number.
 pub(crate) type Work = Box<dyn FnOnce(&Arc<Execution>, Deadline) -> Result<u64> + Send>;
 
 /// What a call is for.

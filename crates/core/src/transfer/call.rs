@@ -16,7 +16,7 @@ use crate::model::{CacheKey, Deadline, GrantUse, Name, RemoteCacheName, Verify, 
 use crate::plan::{CopyPlan, Side};
 use crate::protocol::WireUsedKey;
 use crate::resources::Resources;
-use crate::session::{KnownCache, Link, ReservedNotification, StreamLease, WhichDescription};
+use crate::session::{DescriptionSource, KnownCache, Link, ReservedNotification, StreamLease};
 use crate::validate;
 
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
@@ -157,7 +157,7 @@ impl Call {
         self.check_local()?;
         let mut known = match granted {
             Some(granted) => self.same_as_named(granted)?,
-            None => self.remote_cache(WhichDescription::Stored)?,
+            None => self.remote_cache(DescriptionSource::Stored)?,
         };
         for _ in 0..MAX_ATTEMPTS {
             let outcome = self.check_remote(&known).and_then(|()| attempt(&known));
@@ -211,8 +211,8 @@ impl Call {
     }
 
     /// Returns the remote cache that the caller has named.
-    pub(super) fn remote_cache(&self, which: WhichDescription) -> Result<Arc<KnownCache>> {
-        self.link.remote_cache(&self.name, which, self.deadline)
+    pub(super) fn remote_cache(&self, from: DescriptionSource) -> Result<Arc<KnownCache>> {
+        self.link.remote_cache(&self.name, from, self.deadline)
     }
 
     /// Checks that the peer gave the grant, and that it has not ended. Returns what it lends, or `None` if there is no grant.
@@ -225,16 +225,16 @@ impl Call {
     /// Asks the owner for the description of the remote cache. Under a grant, also checks that the caller's name is one of the same
     /// cache.
     pub(super) fn described(&self) -> Result<Arc<KnownCache>> {
-        let Some(grant) = self.grant_name() else { return self.remote_cache(WhichDescription::New) };
+        let Some(grant) = self.grant_name() else { return self.remote_cache(DescriptionSource::Owner) };
         self.same_as_named(self.link.describe(grant, self.deadline)?)
     }
 
     /// Returns `granted` if the caller's name is one of its cache.
     fn same_as_named(&self, granted: Arc<KnownCache>) -> Result<Arc<KnownCache>> {
-        let mut named = self.remote_cache(WhichDescription::Stored);
+        let mut named = self.remote_cache(DescriptionSource::Stored);
         // A key that the cache has lost has changed the generation of its entry.
         if named.as_ref().is_ok_and(|named| named.at != granted.at) {
-            named = self.remote_cache(WhichDescription::New);
+            named = self.remote_cache(DescriptionSource::Owner);
         }
         // If the key is gone or names another cache because the cache was released, the grant has ended.
         let differs = match &named {

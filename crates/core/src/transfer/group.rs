@@ -13,7 +13,7 @@ use crate::fallible;
 use crate::model::Deadline;
 use crate::plan::{KvPart, Side, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::WhichDescription;
+use crate::session::DescriptionSource;
 use crate::stats::Op;
 use crate::validate::OwnerShare;
 
@@ -69,10 +69,10 @@ impl Group {
         if !self.owners {
             return Ok(Vec::new());
         }
-        match self.shares_by(WhichDescription::Stored, execution, deadline) {
+        match self.shares_by(DescriptionSource::Stored, execution, deadline) {
             // The stored descriptions may be outdated, as in `Call::attempts`.
             Err(error) if error.kind() == ErrorKind::InvalidArgument => {
-                self.shares_by(WhichDescription::New, execution, deadline)
+                self.shares_by(DescriptionSource::Owner, execution, deadline)
             }
             shares => shares,
         }
@@ -80,13 +80,13 @@ impl Group {
 
     fn shares_by(
         &self,
-        which: WhichDescription,
+        from: DescriptionSource,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
         match self.local_side() {
-            Side::Destination => self.pulled_shares(which, execution, deadline),
-            Side::Source => self.pushed_shares(which, execution, deadline),
+            Side::Destination => self.pulled_shares(from, execution, deadline),
+            Side::Source => self.pushed_shares(from, execution, deadline),
         }
     }
 
@@ -99,10 +99,10 @@ impl Group {
         Ok(part.call(self.resources.clone(), link, Some(execution.clone()), deadline))
     }
 
-    /// Finds out the layout of every owner's cache by the descriptions `which`, and returns what to read from each owner.
+    /// Finds out the layout of every owner's cache by its description, and returns what to read from each owner.
     fn pulled_shares(
         &self,
-        which: WhichDescription,
+        from: DescriptionSource,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
@@ -114,7 +114,7 @@ impl Group {
         for (index, part) in self.parts.iter().enumerate() {
             let described = || {
                 let call = self.call(part, execution, deadline)?;
-                let known = call.remote_cache(which)?;
+                let known = call.remote_cache(from)?;
                 let layout = known.remote.kv.clone().ok_or_else(|| missing("remote"))?;
                 check_same_model(&layout, local).map_err(|error| call.named(error))?;
                 Ok((known, layout))
@@ -146,7 +146,7 @@ impl Group {
     /// tokens.
     fn pushed_shares(
         &self,
-        which: WhichDescription,
+        from: DescriptionSource,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<Option<OwnerShare>>> {
@@ -157,7 +157,7 @@ impl Group {
                 let call = self.call(part, execution, deadline)?;
                 let named = |error: Error| call.named(error.with("name", &part.name));
                 let (_, row) = part.name.without_slot();
-                let remote = call.remote_cache(which)?.remote.with_row(row);
+                let remote = call.remote_cache(from)?.remote.with_row(row);
                 let share = OwnerShare { parts: None, tokens: expected };
                 let (tokens, nothing) = part.checked.check_share(&remote, &share).map_err(named)?;
                 Ok((tokens, nothing.map(named)))

@@ -17,7 +17,7 @@ use crate::fallible;
 use crate::model::{AddressLocation, CacheId, Deadline, Name, RemoteCacheName, RowList, Verify, Words};
 use crate::plan::{CopyPlan, Side};
 use crate::resources::Resources;
-use crate::session::{KnownCache, Link, LinkOfCall, WhichDescription};
+use crate::session::{DescriptionSource, KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
 use crate::validate::{self, Destination, LayerDestination, LayerRange, LayerRows, Target};
 
@@ -233,7 +233,7 @@ fn joined(layers: &[Vec<Part>], max_bytes: u64) -> Option<(u32, Part)> {
 
 /// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
 fn ask(link: &Arc<Link>, name: &RemoteCacheName, deadline: Deadline) -> Result<Arc<KnownCache>> {
-    let known = link.remote_cache(name, WhichDescription::New, deadline)?;
+    let known = link.remote_cache(name, DescriptionSource::Owner, deadline)?;
     if known.remote.row == 0 {
         link.view.remember(Name::of_cache(known.cache), known.clone());
     }

@@ -97,7 +97,7 @@ impl Call {
             let moved = self
                 .pull_bytes(known, plan, total, &mut progress, &pinned)
                 .map_err(|error| if listed { self.with_arrived(error, plan, &progress) } else { error })
-                .map_err(|error| error.with_corrected("of_bytes", total))?;
+                .map_err(|error| error.with_replaced("of_bytes", total))?;
             match self.verified(moved, known, plan, Side::Destination)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok((Moved::Stale, TransferEnd::default())),

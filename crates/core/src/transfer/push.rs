@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::call::{Call, Moved, TransferEnd};
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{HeldPins, PathKind};
+use crate::copy::{HeldPins, PathKind, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{RemoteCacheName, RowList};
 use crate::plan::{CopyPlan, Side};
@@ -61,10 +61,10 @@ impl Call {
         // The bytes count as moved when the peer confirms them.
         let total = plans.iter().map(CopyPlan::bytes).sum();
         self.new_progress(total);
-        let mut bytes = 0;
+        let (mut bytes, sent) = (0, Arc::default());
         for plan in plans {
-            let pushed = self.push_plan(known, plan, total, &pinned);
-            match pushed.map_err(|error| error.with_corrected("of_bytes", total))? {
+            let pushed = self.push_plan(known, plan, (total, &sent), &pinned);
+            match pushed.map_err(|error| error.with_replaced("of_bytes", total))? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok(Moved::Stale),
             }
@@ -72,18 +72,19 @@ impl Call {
         Ok(Moved::Bytes(bytes))
     }
 
-    /// Pushes the bytes of `plan`, one of a push of `total` bytes, while the rows that it reads are `pinned`.
+    /// Pushes the bytes of `plan`, one of a push of `total` bytes, while the rows that it reads are `pinned`. `sent` counts the bytes
+    /// that this side sends.
     fn push_plan(
         &self,
         known: &Arc<KnownCache>,
         plan: &CopyPlan,
-        total: u64,
+        (total, sent): (u64, &Arc<Progress>),
         _pinned: &HeldPins,
     ) -> Result<Moved> {
         let writing = self.link.view.pushes().begin(known.cache);
         self.resources.still_registered(&self.local)?;
         let limit = self.link.limit_of_push(self.deadline);
-        let taken = self.push_bytes(known, plan, total);
+        let taken = self.push_bytes(known, plan, (total, sent));
         if taken.as_ref().is_err_and(|error| error.fact(REPORTED_BY).is_none()) {
             writing.unanswered(limit);
         } else {
@@ -94,14 +95,19 @@ impl Call {
     }
 
     /// Moves the bytes of one plan of a push of `total` bytes by the available path.
-    fn push_bytes(&self, known: &Arc<KnownCache>, plan: &CopyPlan, total: u64) -> Result<Moved> {
+    fn push_bytes(
+        &self,
+        known: &Arc<KnownCache>,
+        plan: &CopyPlan,
+        (total, sent): (u64, &Arc<Progress>),
+    ) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
         match self.link.view.path_of_peer(&memory_location) {
             Ok(path) => {
                 // Pushes of other sizes are read by the peer, whatever moves this one.
                 self.resources.described_to_peer(&self.local, &memory_location);
                 if let Some(rings) = self.rings_instead_of(path, total) {
-                    return self.send_bytes(known, plan, Some(rings));
+                    return self.send_bytes(known, plan, sent, Some(rings));
                 }
                 if let Some(moved) = self.have_read(known, plan, memory_location, path)? {
                     return Ok(moved);
@@ -109,7 +115,7 @@ impl Call {
             }
             Err(reason) => self.owner_sends(reason),
         }
-        self.send_bytes(known, plan, None)
+        self.send_bytes(known, plan, sent, None)
     }
 
     /// Has the peer read the bytes of a push on `path`. Returns `None` if this side has to send them.
@@ -156,11 +162,12 @@ impl Call {
         &self,
         known: &Arc<KnownCache>,
         plan: &CopyPlan,
+        sent: &Arc<Progress>,
         first: Option<StreamLease>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
         let short = first.is_some();
-        let (moved, path) = streams.send(first, Arc::default())?;
+        let (moved, path) = streams.send(first, sent.clone())?;
         if let Moved::Bytes(bytes) = moved {
             self.count_sent(path, short, bytes);
         }

@@ -135,9 +135,14 @@ impl Streams {
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
         let ended = resources.copy_engine.streamers().run(Arc::new(work), units, deadline);
         ended.map_err(|error| {
-            // The part that failed first may have moved all its bytes, or none.
-            let counted = error.fact("copied_bytes").is_some() || error.fact(REPORTED_BY).is_some();
-            if counted || moved.bytes() == 0 { error } else { with_copied_bytes(error, moved, bytes) }
+            // The other parts went on after the first one had failed, which may have moved nothing.
+            if error.fact("copied_bytes").is_some() {
+                error.with_replaced("copied_bytes", moved.bytes())
+            } else if moved.bytes() == 0 || error.fact(REPORTED_BY).is_some() {
+                error
+            } else {
+                with_copied_bytes(error, moved, bytes)
+            }
         })?;
         Ok(match (stale.load(Ordering::Acquire), compare.load(Ordering::Acquire)) {
             (true, _) => Moved::Stale,

@@ -371,6 +371,7 @@ fn a_grant_is_renewed_but_never_shortened() {
     assert_eq!(grants.next_expiry(), first);
     grants.renew(&grant, 2 * LONG).unwrap();
     assert!(grants.next_expiry() > first);
+    assert_eq!(generations.of_grant(grant.id().slot), 0, "readers that have its description may read on");
     grants.end(&grant, GrantEnd::Revoked);
     assert_eq!(grants.next_expiry(), None, "nothing is left of it");
     // Another grant takes its entry.

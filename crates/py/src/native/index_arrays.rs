@@ -53,11 +53,11 @@ fn from_buffer(name: &str, given: &Any<'_>, view: &Bound<'_, PyMemoryView>) -> P
     let asked = dims.iter().fold(item_bytes, |asked, &dim| asked.saturating_mul(dim.try_into().unwrap_or(0)));
     let bytes = bytes.map_err(|error| convert::short(py, error, asked, raise))?;
     let bytes = bytes.cast::<PyBytes>()?.as_bytes();
-    let mut words = convert::room(py, bytes.len() / item_bytes, raise)?;
+    let mut numbers = convert::room(py, bytes.len() / item_bytes, raise)?;
     /// Appends the items, which are of type `$int`.
     macro_rules! widen {
         ($int:ty, $widened:expr) => {
-            words.extend(items(bytes).map(|&item| {
+            numbers.extend(items(bytes).map(|&item| {
                 let number = <$int>::from_ne_bytes(item);
                 $widened(if swapped { number.swap_bytes() } else { number })
             }))
@@ -72,7 +72,7 @@ fn from_buffer(name: &str, given: &Any<'_>, view: &Bound<'_, PyMemoryView>) -> P
         (4, false) => widen!(u32, i64::from),
         _ => widen!(i64, std::convert::identity),
     }
-    Ok(words)
+    Ok(numbers)
 }
 
 fn items<const N: usize>(bytes: &[u8]) -> std::slice::Iter<'_, [u8; N]> {
@@ -109,7 +109,7 @@ fn from_dlpack(name: &str, given: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
     let tensor = raw::copied_tensor(&capsule).map_err(|error| raise(py, &error))?;
     match tensor {
         None => Err(refused(name, "an object without a tensor of DLPack 1 or before")),
-        Some(TensorCopy { integers: Some(words), .. }) => Ok(Some(words)),
+        Some(TensorCopy { integers: Some(numbers), .. }) => Ok(Some(numbers)),
         Some(TensorCopy { shape, element, .. }) => {
             let found = format_args!("a tensor of {element} and shape {shape:?}");
             let of_shape = element.is_integer() && !matches!(shape[..], [rows] if rows >= 0);
@@ -131,9 +131,9 @@ pub(crate) fn device(given: &Any<'_>) -> PyResult<Option<(i32, i32)>> {
 /// Returns a capsule of version 1 or, if the producer does not know versions, of the layout before.
 pub(crate) fn capsule<'py>(given: &Any<'py>) -> PyResult<Any<'py>> {
     let py = given.py();
-    let words = PyDict::new(py);
-    words.set_item(intern!(py, "max_version"), (1, 0))?;
-    match given.call_method(intern!(py, "__dlpack__"), (), Some(&words)) {
+    let numbers = PyDict::new(py);
+    numbers.set_item(intern!(py, "max_version"), (1, 0))?;
+    match given.call_method(intern!(py, "__dlpack__"), (), Some(&numbers)) {
         Err(error) if error.is_instance_of::<PyTypeError>(py) => {
             given.call_method0(intern!(py, "__dlpack__"))
         }

@@ -121,10 +121,8 @@ pub(crate) fn truth_or(default: bool, name: &str, value: OptionalArg<'_, '_>) ->
 
 /// Reads a truth value.
 pub(crate) fn truth(name: &str, value: &Any<'_>) -> PyResult<bool> {
-    value
-        .cast::<PyBool>()
-        .map(pyo3::types::PyBoolMethods::is_true)
-        .map_err(|_| wrong_type(name, "a bool", value))
+    // Also `numpy.bool_`.
+    value.extract().map_err(|_| wrong_type(name, "a bool", value))
 }
 
 /// Reads what a client shows to a keeper, and whose keeper it trusts. No error has the token in its text.

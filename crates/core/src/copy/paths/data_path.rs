@@ -1,4 +1,4 @@
-//! The trait of data paths, with its input and its result, and what precedes each batch of a stream.
+//! The trait of data paths, with its input and its result, and the step before each batch of a stream.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -58,8 +58,8 @@ pub trait DataPath {
     ) -> Result<Hops>;
 }
 
-/// Prepares a stream for the bytes of `range` from `at` on: checks the deadline, unless they are the first ones, and moves padding if it
-/// precedes them.
+/// Prepares a stream for the batch at `at` of `range`: checks the deadline, except before the first batch, and moves padding if
+/// the batch needs it.
 pub(super) fn before_batch(
     range: &Range<u64>,
     at: u64,

@@ -90,7 +90,7 @@ impl DataPath for StreamPath<'_> {
 }
 
 impl StreamPath<'_> {
-    /// Sends the bytes, and counts them in `sent`, also those of other ranges of the plan. An error carries how many were sent.
+    /// Sends the bytes and adds them to `sent`, which all ranges of a plan may share. An error reports `sent`.
     pub fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>, sent: &Progress) -> Result<()> {
         let hops = Self::check(Side::Source, src)?;
         inside(job.plan, &self.range)?;

@@ -226,6 +226,19 @@ fn metadata_travels_both_ways_with_every_kind_of_link() {
     }
 }
 
+#[test]
+fn bad_arguments_start_nothing() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    let error =
+        local.ensure_link("127.0.0.1:0".parse().unwrap(), LONG, None, WhileRefused::Retry).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.to_string().contains("address=127.0.0.1:0"), "{error}");
+    assert_eq!(local.events().open_transfers(), 0);
+    let long = Config { metadata: vec![0; MAX_METADATA + 1], ..config(1, Way::Tcp) };
+    let error = DataDist::open(long).unwrap_err();
+    assert!(error.to_string().contains("len(metadata)=16385 must be at most 16384"), "{error}");
+}
+
 /// The call tries again while nobody listens, also after the port was busy with a process that closes every connection.
 #[test]
 fn a_peer_may_start_later() {

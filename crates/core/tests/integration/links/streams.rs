@@ -358,7 +358,7 @@ fn parts_pass_requests_that_wait_for_their_rows() {
     for (stream, shared) in &waiting {
         owner.ask_to_write(stream, *shared, plan(2), (0, BLOCK), 60_000);
     }
-    // So that the others arrive last.
+    // Let the writes that wait take all slots first.
     thread::sleep(Duration::from_millis(200));
     ask(second, &Request::Ping);
     assert_eq!(
