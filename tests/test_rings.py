@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from aarch64.probe import reads_other_process
+from emulation import needs
 from hostile import messages as m
 from hostile.client import Offer
 from hostile.trial import SLACK, Trial
@@ -63,6 +65,7 @@ def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None
         assert sides.rings() == [2, 2]
 
 
+@needs("process_vm_readv", reads_other_process)
 def test_only_short_pulls_of_registered_memory_need_the_owner(ends: Ends) -> None:
     """A stopped owner does not send 300 KiB through rings, so the pull times out. 2.3 MiB are read by process id."""
     local, remote = ends.pair(llm__SyncKvCacheWaitTime=2000, llm__LinkSilence=60_000)

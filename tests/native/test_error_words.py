@@ -12,6 +12,7 @@ import pickle
 import socket
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from llm_datadist.native import (
@@ -30,7 +31,7 @@ from llm_datadist.native import (
 )
 from peers import eventually
 
-from .helpers import LIMIT, address, allocate, fails, layout, next_of, refused
+from .helpers import BLOCKS, LIMIT, ROW, TENSORS, address, allocate, fails, layout, next_of, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +107,13 @@ def test_error_about_a_flag_names_the_argument(pair: Pair, given: Any) -> None:
     for name, call in calls.items():
         with pytest.raises(TypeError, match=f"^{name} must be a bool, not '{type(given).__name__}'$"):
             call()
+
+
+def test_flag_may_be_a_bool_of_numpy(pair: Pair) -> None:
+    local, remote = pair.caches()[0], pair.peer["kv"]
+    pair.local.pull(local[0], remote[0], last=np.bool_(True)).result(LIMIT)
+    buffer = allocate(pair.local, "other", contiguous=np.bool_(True)).buffer
+    assert memoryview(buffer).nbytes >= BLOCKS * TENSORS * ROW
 
 
 def test_error_about_tokens_names_the_given_side(pair: Pair) -> None:

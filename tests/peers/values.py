@@ -200,8 +200,8 @@ def meanwhile(*works: Callable[[], Any]) -> Iterator[None]:
 def another_thread_runs(prepare: Callable[[], Callable[[], Any]], attempts: int = 50) -> bool:
     """Whether another thread has a turn while a call that `prepare` returns runs, so the call releases the GIL.
 
-    The switch interval is so long that only a release of the GIL lets another thread run. It may not get a core at once,
-    hence several attempts.
+    The switch interval is so long that only a release of the GIL lets another thread run. It may not get a core at
+    once, hence several attempts.
     """
     iterations = 0
 
