@@ -69,7 +69,9 @@ def test_replay_ends_with_every_byte_right(tmp_path, capsys, options):
     text = capsys.readouterr().out
     for shown in ("swapped in from host", "pulled from prefill", "\npull blocks ", "\ntransport "):
         assert shown in text
-    assert all(len(line) <= 80 for line in text.splitlines())
+    # The kernel's reason why this side cannot read the peer's memory is as long as it is.
+    reason = other["link"]["refusal"]
+    assert all(len(line) <= 80 or (reason and reason in line) for line in text.splitlines())
     assert text.splitlines()[-1] == found["verdict"]
     assert blocks["wrong"] == 0
 

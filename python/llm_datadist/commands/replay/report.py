@@ -85,7 +85,7 @@ def scale(geometry: Geometry) -> float:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Return the results as aligned plain text of at most 80 columns."""
+    """Return the results as aligned plain text of at most 80 columns; only the reason for a refusal may be longer."""
     setting, blocks, prefill = found["setting"], found["blocks"], found["prefill"]
     link = prefill["link"]
     references = blocks["device_hits"] + blocks["host_hits"] + blocks["computed"]
