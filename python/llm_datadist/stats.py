@@ -159,8 +159,8 @@ class LinkStats(TypedDict):
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats
-    """Requests sent to the peer. ``bytes`` counts those that replies announced or confirmed. Reading the peer's memory in
-    place adds none."""
+    """Requests sent to the peer. ``bytes`` counts those that replies announced or confirmed. Reading the peer's memory
+    in place adds none."""
     transfers: OpStats
     """Pulls and pushes that this engine has started, and layers that it has sent. The peer counts its
     requests as ``served``. A pull that reads memory in place adds no bytes there. Each layer of a request counts as a
