@@ -75,7 +75,9 @@ step_litmus() {
 [ $# != 0 ] || set -- probe build litmus unit
 for step; do
 	echo "== $step"
+	begun=$SECONDS
 	"step_$step" || failed+=("$step")
+	echo "== $step: $((SECONDS - begun)) s"
 done
 [ ${#failed[@]} = 0 ] || {
 	echo "failed: ${failed[*]}"
