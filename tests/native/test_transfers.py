@@ -599,7 +599,9 @@ def test_free_while_the_engine_closes(start: Open) -> None:
     closing.start()
     eventually(lambda: local.closed)
     freed = mine.free()
-    assert not freed.done()
+    # On a slow machine, the engine may have ended the push already.
+    ended = freed.done()
+    assert push.done() or not ended
     push.cancel()
     freed.result(LIMIT)
     closing.join(LIMIT)
