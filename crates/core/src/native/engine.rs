@@ -22,12 +22,12 @@ use crate::transfer::LayerTask;
 
 /// An open engine: pools, caches, links to peers, and threads. Any number of threads may share it.
 ///
-/// [`close`](Self::close) or drop ends it. After that, every call fails with [`Closed`](ErrorKind::Closed), and handles of ended
+/// [`close`](Self::close) or drop ends it. After that, every call fails with [`Closed`](crate::error::ErrorKind::Closed), and handles of ended
 /// transfers keep their outcomes. No call waits, except `close`: what takes time is a [`Transfer`], which a program joins or
 /// awaits ([`TransferFuture`](crate::TransferFuture)).
 ///
 /// A call refuses an invalid argument at once. It starts nothing then, and its error has the name of the argument. Calls that
-/// start a transfer return [`Busy`](ErrorKind::Busy) while `max_transfers` transfers run or have an outcome that was not taken.
+/// start a transfer return [`Busy`](crate::error::ErrorKind::Busy) while `max_transfers` transfers run or have an outcome that was not taken.
 /// Every other failure is the outcome of the transfer.
 pub struct Engine {
     name: EngineName,
@@ -97,10 +97,10 @@ impl Engine {
     }
 
     /// Ends a cache. Its name can be used again at once, new transfers that name it fail with
-    /// [`CacheNotFound`](ErrorKind::CacheNotFound), and its grants end.
+    /// [`CacheNotFound`](crate::error::ErrorKind::CacheNotFound), and its grants end.
     ///
     /// The transfer ends when nothing of this engine uses registered memory any more. If it fails with
-    /// [`Timeout`](ErrorKind::Timeout), the memory is still in use. After every error, also of this call, the cache is gone, and
+    /// [`Timeout`](crate::error::ErrorKind::Timeout), the memory is still in use. After every error, also of this call, the cache is gone, and
     /// the same call waits again.
     pub fn free(&self, cache: &OwnCache) -> Result<Arc<Transfer>> {
         // Also while the engine closes, because transfers may still use the memory.
@@ -122,7 +122,7 @@ impl Engine {
     ///
     /// If both caches of a pair have a layout, elements go where the layout of the destination has them. Until the transfer has
     /// ended, the destination must not be used; if it fails, [`Error::arrived`] lists the rows of it that are complete. With a
-    /// grant, the pull fails with [`GrantEnded`](ErrorKind::GrantEnded) if the grant ended before all bytes were read.
+    /// grant, the pull fails with [`GrantEnded`](crate::error::ErrorKind::GrantEnded) if the grant ended before all bytes were read.
     pub fn pull(&self, pairs: &[RowsOfPair<'_>], extras: PairExtras) -> Result<Arc<Transfer>> {
         self.run(|engine| self.pairs(Side::Destination, pairs)?.start(engine, extras))
     }
@@ -164,7 +164,7 @@ impl Engine {
     }
 
     /// Sends a message of at most 64 KiB to the program of a peer. Messages arrive in order, each at most once. Returns
-    /// [`Busy`](ErrorKind::Busy) while the peer's program has not taken 1,024 messages or 4 MiB.
+    /// [`Busy`](crate::error::ErrorKind::Busy) while the peer's program has not taken 1,024 messages or 4 MiB.
     pub fn send(&self, peer: ClusterId, message: Vec<u8>) -> Result<()> {
         self.run(|engine| engine.notify(peer, message))
     }
