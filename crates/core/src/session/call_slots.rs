@@ -119,7 +119,7 @@ impl<Link: Eq + Hash + Copy, Job> Slots<Link, Job> {
             return Some((job, CallSlot::Own));
         }
         if let Some(slot) = self.take(link, false) {
-            // No job of the link waits, so nobody takes the slot for parts.
+            // No job of the link waits, so no job takes the slot for parts.
             self.leave(link, CallSlot::Parts);
             return Some((job, slot));
         }
@@ -234,7 +234,7 @@ mod tests {
         for (job, next) in (100..104).zip(116..120) {
             assert_eq!(slots.exchange(1, job), Some((next, CallSlot::Parts)));
         }
-        assert_eq!(slots.exchange(1, 104), None, "nobody takes the slot");
+        assert_eq!(slots.exchange(1, 104), None, "no job takes the slot");
         assert_eq!(slots.enter(1, 200, true), Some((200, CallSlot::Parts)));
         assert_eq!(slots.leave(1, CallSlot::Parts), None, "jobs that are no parts do not take it");
         for expected in (17..40).chain(100..105) {
