@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from emulation import emulated
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "transformer"
 sys.path.insert(0, str(EXAMPLE))
 
@@ -19,6 +21,9 @@ from generation import Workload  # noqa: E402
 from model import Shape  # noqa: E402
 
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"), "1")
+
+# Under emulation, the processes of the command may take longer than its own limit.
+SMALL = ("--small", *(("--limit", "300") if emulated() else ()))
 
 
 def run(*arguments, **variables):
@@ -30,7 +35,7 @@ def run(*arguments, **variables):
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_the_command_shows_what_it_claims(transport):
     """With `--prove`, the command fails unless a layer arrives before compute ends."""
-    done = run(str(EXAMPLE), "--small", "--prove", "--transport", transport)
+    done = run(str(EXAMPLE), *SMALL, "--prove", "--transport", transport)
     assert (done.returncode, done.stderr) == (0, "")
     shape = Shape(layers=6, hidden=64, heads=4, kv_heads=2, inner=160, vocabulary=96, tokens=160)
     work = Workload.make(shape, groups=3)
@@ -70,7 +75,7 @@ def test_the_command_fails_on_one_wrong_bit_of_one_logit():
     generation.in_one_process = wrong
     """
     # This program loads numpy before the command can limit it to one thread. Two threads sum in another order.
-    done = run_patched(patch, "--small", **ONE_THREAD)
+    done = run_patched(patch, *SMALL, **ONE_THREAD)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("DIFFERENT: request 4: logits of new token 2") == 2
 

@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from prefill import Timing
 
 LAYOUTS = ("contiguous", "paged")
-LIMIT_S = 60.0
 
 
-def in_two_processes(setup: Setup) -> tuple[list[Timing], Served]:
-    """Run prefill and decode, and return the result of each. Neither outlives this call. Raises RuntimeError."""
+def in_two_processes(setup: Setup, limit_s: float) -> tuple[list[Timing], Served]:
+    """Run prefill and decode, and return the result of each. Neither outlives this call.
+
+    Raises RuntimeError if one of them ends without a result, or has none after `limit_s`.
+    """
     context = mp.get_context("spawn")  # an engine does not survive a fork
     between = context.Pipe()
     names = ("prefill", "decode")
@@ -51,7 +53,7 @@ def in_two_processes(setup: Setup) -> tuple[list[Timing], Served]:
         into.close()
         end.close()
     try:
-        got = _gather(results)
+        got = _gather(results, limit_s)
     finally:
         for process in processes:
             process.kill()
@@ -59,16 +61,16 @@ def in_two_processes(setup: Setup) -> tuple[list[Timing], Served]:
     return got["prefill"], got["decode"]
 
 
-def _gather(results: dict[str, connection.Connection]) -> dict[str, Any]:
+def _gather(results: dict[str, connection.Connection], limit_s: float) -> dict[str, Any]:
     """Wait for one message of each process."""
     got: dict[str, Any] = {}
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + limit_s
     while missing := [name for name in results if name not in got]:
         ready = connection.wait([results[name] for name in missing], max(until - time.monotonic(), 0))
         for name in [name for name in missing if results[name] in ready]:
             got[name] = _received(name, results[name])
         if not ready:
-            raise RuntimeError(f"{' and '.join(missing)} gave no result within {LIMIT_S:g} s")
+            raise RuntimeError(f"{' and '.join(missing)} gave no result within {limit_s:g} s")
     return got
 
 
@@ -126,6 +128,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a smaller model and fewer tokens")
     parser.add_argument("--prove", action="store_true", help="before the last layer, wait for one to have arrived")
     parser.add_argument("--transport", choices=("auto", "shm", "tcp"), default="auto", help="how the link moves bytes")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for both processes; 60 by default")
     options = parser.parse_args()
     shape = Shape(layers=6, hidden=64, heads=4, kv_heads=2, inner=160, vocabulary=96, tokens=160)
     work = Workload.make(shape if options.small else Shape(), groups=3)
@@ -140,7 +143,7 @@ def main() -> int:
     for layout in LAYOUTS:
         setup = Setup(work, layout, rows_needed(work, layout), options.prove, options.transport)
         try:
-            timings, served = in_two_processes(setup)
+            timings, served = in_two_processes(setup, options.limit)
         except RuntimeError as error:
             print(f"{layout}: {error}", file=sys.stderr)
             return 1
