@@ -3,7 +3,8 @@
 //! Expectations are in the tests or in the naive twin.
 #![allow(unsafe_code, reason = "the caller's side of the promise of Adopted")]
 
-use std::cell::UnsafeCell;
+use std::cell::{RefCell, UnsafeCell};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex};
@@ -76,6 +77,26 @@ impl Chance {
         self.shuffle(&mut all);
         all.truncate(count);
         all
+    }
+}
+
+/// How often each kind of case came up in a property test.
+#[derive(Default)]
+pub struct Tally(RefCell<BTreeMap<&'static str, usize>>);
+
+impl Tally {
+    pub fn count(&self, kind: &'static str) {
+        self.add(kind, 1);
+    }
+
+    pub fn add(&self, kind: &'static str, times: usize) {
+        *self.0.borrow_mut().entry(kind).or_default() += times;
+    }
+
+    /// Fails unless this number of kinds came up, each at least `least` times.
+    pub fn check(&self, kinds: usize, least: usize) {
+        let seen = self.0.borrow();
+        assert!(seen.len() == kinds && seen.values().all(|&times| times >= least), "rare: {seen:?}");
     }
 }
 

@@ -9,8 +9,9 @@ use llm_datadist_core::testing::validate::{
 };
 use llm_datadist_core::{CacheKind, ErrorKind, Placement, Result};
 use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{desc, patterned};
+use crate::fixtures::{Tally, desc, patterned, proptest_cases};
 
 fn spec(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> CacheLayout {
     let geometry = Geometry::new(&desc(Placement::Device, tensors, rows, row_bytes)).unwrap();
@@ -71,72 +72,47 @@ fn by_hand(
     Some(written.len() as u64)
 }
 
-#[derive(Clone, Debug)]
-struct Case {
-    local: (usize, usize),
-    remote: (usize, usize),
-    slots: (usize, usize),
-    pairs: Vec<(u64, u64)>,
-    block: usize,
-    form: u8,
-    offset: usize,
-    layers: (u32, u32, u32),
-}
+/// The rows and their bytes of the local and of the remote cache, and a slot of each.
+type Sizes = ((usize, usize), (usize, usize), (usize, usize));
+
+/// Sizes, pairs of blocks, bytes of a block, whether the cache is named and the form of the rows, an offset, and the tensors of a layer, the layer and its place.
+type Case = (Sizes, Vec<(u64, u64)>, usize, (bool, u8), usize, (u32, u32, u32));
 
 fn case() -> impl Strategy<Value = Case> {
     let pairs = prop::collection::vec((0..4u64, 0..5u64), 1..7);
     let sizes = ((1..7usize, 1..30usize), (1..12usize, 1..60usize), (0..4usize, 0..6usize));
     let layers = (1..4u32, 0..3u32, 0..3u32);
-    (sizes, pairs, 1..40usize, 0..6u8, 0..200usize, layers).prop_map(
-        |((local, remote, slots), pairs, block, form, offset, layers)| Case {
-            local,
-            remote,
-            slots,
-            pairs,
-            block,
-            form,
-            offset,
-            layers,
-        },
-    )
+    (sizes, pairs, 1..40usize, (any::<bool>(), 0..3u8), 0..200usize, layers)
 }
 
-fn judge(case: &Case, done: &mut [u32; 2]) {
-    let Case { local, mut remote, slots, .. } = *case;
-    let (per_layer, layer, to) = case.layers;
-    let (ours, theirs): (Vec<u64>, Vec<u64>) = case.pairs.iter().copied().unzip();
-    let slot_of_blocks = case.form % 3 == 2;
-    let rows = match case.form % 3 {
+fn judge(case: &Case, seen: &Tally) {
+    let ((local, mut remote, slots), ref pairs, block, (by_name, form), offset, (per_layer, layer, to)) =
+        *case;
+    let (ours, theirs): (Vec<u64>, Vec<u64>) = pairs.iter().copied().unzip();
+    let rows = match form {
         0 => LayerRows::Slot,
         1 => LayerRows::Blocks { src: ours.clone(), dst: theirs },
-        _ => LayerRows::SlotToBlocks { dst: theirs, block_bytes: case.block as u64 },
+        _ => LayerRows::SlotToBlocks { dst: theirs, block_bytes: block as u64 },
     };
-    let by_name = case.form >= 3;
-    let slots_alone = case.form.is_multiple_of(3);
+    let slots_alone = form == 0;
     let kinds = if slots_alone { CacheKind::Batch } else { CacheKind::Blocks };
-    if by_name && case.form % 3 == 1 {
+    if by_name && form == 1 {
         remote.1 = local.1;
-    } else if by_name && slot_of_blocks {
-        remote.1 = case.block;
+    } else if by_name && form == 2 {
+        remote.1 = block;
     }
-    let here =
-        spec(if case.form % 3 == 1 { CacheKind::Blocks } else { CacheKind::Batch }, 9, local.0, local.1);
+    let here = spec(if form == 1 { CacheKind::Blocks } else { CacheKind::Batch }, 9, local.0, local.1);
     let there = spec(kinds, 9, remote.0, remote.1);
+    let row = if slots_alone { slots.1 as u32 } else { 0 };
     let far_bytes = remote.0 * remote.1;
     let at = if by_name {
-        LayerDestination::Cache(self::remote(
-            there,
-            if kinds == CacheKind::Batch { slots.1 as u32 } else { 0 },
-        ))
+        LayerDestination::Cache(self::remote(there, row))
     } else {
-        LayerDestination::Memory {
-            offset: case.offset as u64,
-            tensor_bytes: far_bytes as u64,
-            rows: RowSizes::dense(1),
-        }
+        let (offset, tensor_bytes) = (offset as u64, far_bytes as u64);
+        LayerDestination::Memory { offset, tensor_bytes, rows: RowSizes::dense(1) }
     };
-    let (start, room) = match (by_name, case.form % 3) {
-        (false, _) => (case.offset, far_bytes.saturating_sub(case.offset)),
+    let (start, room) = match (by_name, form) {
+        (false, _) => (offset, far_bytes.saturating_sub(offset)),
         (true, 0) => (slots.1 * remote.1, remote.1),
         (true, _) => (0, far_bytes),
     };
@@ -144,10 +120,10 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
     let before = patterned(2, 9, far_bytes);
     let planned: Result<Moves> = layer_moves(Words::ORIGINAL, here, &rows, slots.0 as u32, &at);
     let (mut expected, mut got) = (before.clone(), before);
-    let mut legal = slots.0 < local.0 || case.form % 3 == 1;
+    let mut legal = slots.0 < local.0 || form == 1;
     legal &= !by_name || !slots_alone || slots.1 < remote.0;
     if let LayerRows::SlotToBlocks { dst, .. } = &rows {
-        legal &= case.block < local.0 * local.1 && dst.len() <= local.1.div_ceil(case.block);
+        legal &= block < local.0 * local.1 && dst.len() <= local.1.div_ceil(block);
     }
     let mut bytes = Some(0);
     for tensor in 0..per_layer {
@@ -156,12 +132,12 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
         let one = if legal { by_hand(&rows, (slots.0, local.1), (start, room), src, dst) } else { None };
         bytes = bytes.zip(one).map(|(sum, one)| sum + one);
     }
-    done[usize::from(bytes.is_some())] += 1;
+    seen.count(if bytes.is_some() { "done" } else { "refused" });
     match (planned, bytes) {
         (Err(error), None) => assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{case:?}"),
         (Ok(moves), Some(bytes)) => {
             let read: std::collections::BTreeSet<_> = moves.src_rows.iter().copied().collect();
-            let rows_read = if case.form % 3 == 1 { ours } else { vec![slots.0 as u64] };
+            let rows_read = if form == 1 { ours } else { vec![slots.0 as u64] };
             assert_eq!(read, rows_read.into_iter().collect(), "the rows that are pinned: {case:?}");
             assert_eq!(moved(moves, (layer, to, per_layer), &source, &mut got), bytes, "{case:?}");
             assert!(got == expected, "{case:?}");
@@ -172,15 +148,13 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
 
 #[test]
 fn a_layer_lands_as_by_hand() {
-    let mut runner = proptest::test_runner::TestRunner::new(crate::fixtures::proptest_cases(3000));
-    let done = std::cell::RefCell::new([0; 2]);
-    let ran = runner.run(&case(), |case| {
-        judge(&case, &mut done.borrow_mut());
+    let seen = Tally::default();
+    let ran = TestRunner::new(proptest_cases(3000)).run(&case(), |case| {
+        judge(&case, &seen);
         Ok(())
     });
     ran.unwrap_or_else(|error| panic!("{error}"));
-    let [refused, done] = done.into_inner();
-    assert!(refused > 200 && done > 200, "{refused} refused, {done} done");
+    seen.check(2, 201);
 }
 
 /// Layers at any position, including numbers of layers whose tensors exceed 32 bits.

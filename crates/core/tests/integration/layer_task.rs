@@ -52,19 +52,25 @@ impl Bed {
         self.try_begin(to).unwrap()
     }
 
-    /// Returns the transfers of all events so far.
-    fn events(&self) -> Vec<u64> {
-        let number = |event| match event {
-            Event::Completed(transfer) => transfer.number(),
+    /// Returns the events so far: the number of a transfer, or the cluster of a link that ended.
+    fn events(&self) -> Vec<(&'static str, u64)> {
+        let event = |event| match event {
+            Event::Completed(transfer) => ("call", transfer.number()),
+            Event::LinkDown(end) => ("link", end.peer.cluster.0),
             other => panic!("{other:?}"),
         };
-        self.calls.queue().poll(1000).unwrap().into_iter().map(number).collect()
+        self.calls.queue().poll(1000).unwrap().into_iter().map(event).collect()
     }
 }
 
 fn failure(transfer: &Transfer) -> Error {
     assert!(transfer.wait(Deadline::after(LONG)).unwrap(), "{transfer:?}");
     transfer.peek().unwrap().unwrap_err()
+}
+
+/// Bytes of a push whose layers have all arrived.
+fn bytes_of(to: &[To]) -> u64 {
+    to.iter().map(|(first, end, _)| u64::from(end - first) * BYTES).sum()
 }
 
 /// Checks why a transfer failed, and at which layer.
@@ -133,6 +139,9 @@ impl Model {
             assert!(arrived.starts_with(&script.pushed()), "{:?} of {arrived:?}", script.pushed());
             assert!(self.end.is_none() || script.dropped(), "an end before the memory was released");
         }
+        if let Some(Ok(bytes)) = transfer.peek() {
+            assert_eq!((bytes, transfer.progress().total), (bytes_of(to), bytes_of(to)));
+        }
     }
 }
 
@@ -192,7 +201,7 @@ fn a_push_follows_the_model() {
             drop(task);
             model.end.get_or_insert(Err(ErrorKind::Cancelled));
             model.met_by(&transfer, &to);
-            assert_eq!(bed.events(), [transfer.number()], "one event");
+            assert_eq!(bed.events(), [("call", transfer.number())], "one event");
             assert_eq!(bed.calls.queue().open_transfers(), 0);
             assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
             eventually("the end of the alarms", || bed.executor.handle().alarms() == 0);
@@ -227,17 +236,14 @@ fn every_order_of_several_threads() {
                         pushed.sort_unstable();
                         assert_eq!(pushed, (*first..*end).collect::<Vec<_>>());
                     }
-                    assert_eq!(
-                        bytes,
-                        to.iter().map(|(first, end, _)| u64::from(end - first) * BYTES).sum::<u64>()
-                    );
+                    assert_eq!(bytes, bytes_of(&to));
                 }
                 Err(error) if error.kind() == ErrorKind::NotLinked => {
                     assert!(to.iter().any(|(.., script)| script.find.is_some() || script.fails_at.is_some()));
                 }
                 Err(error) => assert!(cancels && error.kind() == ErrorKind::Cancelled, "{error}"),
             }
-            assert_eq!(bed.events(), [transfer.number()]);
+            assert_eq!(bed.events(), [("call", transfer.number())]);
             assert_eq!(bed.calls.queue().open_transfers(), 0);
             Ok(())
         })
@@ -315,14 +321,14 @@ fn a_layer_has_the_deadline_of_its_report() {
     check(task.transfer(), ErrorKind::Timeout, 1, "sync_kv_timeout passed while pushing");
 }
 
-/// Whatever ends a push, a layer in transit ends first, and the event comes after it. The other destinations end at once.
+/// Whatever ends a push, a layer in transit ends first, and the one event comes after it. The other destinations end at once.
 #[test]
 fn a_push_ends_only_when_nothing_moves() {
     for kind in [ErrorKind::Cancelled, ErrorKind::Closed, ErrorKind::NotLinked] {
         for dropped in [false, true] {
             let bed = Bed::new();
-            let fails = Arc::new(Script { fails_at: Some(2), ..Script::default() });
-            let (slow, other) = (Script::stalled(), fails);
+            let other = Arc::new(Script { fails_at: Some(2), ..Script::default() });
+            let slow = Script::stalled();
             let task = bed.begin(&[(0, 2, slow.clone()), (2, 4, other.clone())]);
             let transfer = task.transfer().clone();
             task.ready(0).unwrap();
@@ -342,10 +348,16 @@ fn a_push_ends_only_when_nothing_moves() {
             ended();
             thread::sleep(Duration::from_millis(30));
             assert!(!transfer.done() && !slow.dropped(), "{kind:?}");
+            assert!(kind == ErrorKind::Closed || bed.events().is_empty(), "{kind:?}");
             slow.open();
-            assert_eq!(failure(&transfer).kind(), kind);
+            let error = failure(&transfer);
+            assert_eq!(error.kind(), kind);
             assert!(slow.dropped());
             assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
+            if kind != ErrorKind::Closed {
+                assert_eq!(error.fact("part"), Some("1"), "the other one ended first: {error}");
+                assert_eq!(bed.events(), [("call", transfer.number())]);
+            }
             drop(kept);
         }
     }
@@ -383,59 +395,6 @@ fn a_task_without_threads_fails() {
     assert!(bed.calls.drain(Deadline::after(Duration::ZERO)).unwrap());
 }
 
-/// One transfer, and one event, however many destinations there are. It ends after the last of them.
-#[test]
-fn a_joint_transfer_ends_with_the_last_destination() {
-    let bed = Bed::new();
-    let (quick, slow) = (Script::good(), Script::stalled());
-    let task = bed.begin(&[(0, 4, quick.clone()), (2, 8, slow.clone())]);
-    let transfer = task.transfer();
-    (0..LAYERS).for_each(|layer| task.ready(layer).unwrap());
-    eventually("the end of the first destination", || quick.dropped());
-    assert!(!transfer.done() && bed.events().is_empty());
-    slow.open();
-    succeeded(transfer);
-    assert!(slow.dropped());
-    assert_eq!(transfer.peek().unwrap().unwrap(), 10 * BYTES);
-    assert_eq!(transfer.progress().total, 10 * BYTES);
-    assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
-    assert_eq!(bed.events(), [transfer.number()]);
-    assert_eq!(bed.calls.queue().open_transfers(), 0);
-}
-
-/// The failure of one destination is that of the transfer, and cancels the others; so do a cancellation and a lost handle.
-#[test]
-fn a_joint_transfer_fails_as_a_whole() {
-    for (what, kind, part) in [
-        ("fails", ErrorKind::NotLinked, Some("1")),
-        ("cancel", ErrorKind::Cancelled, Some("0")),
-        ("drop", ErrorKind::Cancelled, Some("0")),
-        ("close", ErrorKind::Closed, None),
-    ] {
-        let bed = Bed::new();
-        let fails_at = (what == "fails").then_some(5);
-        let scripts = [Script::good(), Arc::new(Script { fails_at, ..Script::default() })];
-        let task = bed.begin(&[(0, 8, scripts[0].clone()), (4, 8, scripts[1].clone())]);
-        let transfer = task.transfer().clone();
-        task.ready(4).unwrap();
-        eventually("the first layers", || scripts.iter().all(|script| script.pushed() == [4]));
-        match what {
-            "fails" => task.ready(5).unwrap(),
-            "cancel" => assert!(transfer.cancel()),
-            "drop" => drop(task),
-            _ => bed.calls.close(),
-        }
-        let error = failure(&transfer);
-        assert_eq!(error.kind(), kind, "{what}: {error}");
-        if part.is_some() {
-            assert_eq!(error.fact("part"), part, "{what}: {error}");
-            assert_eq!(bed.events(), [transfer.number()]);
-        }
-        eventually("the ends of all", || scripts.iter().all(|script| script.dropped()));
-        assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
-    }
-}
-
 fn link_end(cluster: u64) -> LinkEnd {
     let peer = PeerInfo {
         cluster: ClusterId(cluster),
@@ -448,21 +407,11 @@ fn link_end(cluster: u64) -> LinkEnd {
     LinkEnd { peer, reason: "dead".into(), unacknowledged: 0 }
 }
 
-/// Returns the events so far: the number of a transfer, or the cluster of a link that ended.
-fn ends(bed: &Bed) -> Vec<(&'static str, u64)> {
-    let end = |event| match event {
-        Event::Completed(transfer) => ("call", transfer.number()),
-        Event::LinkDown(end) => ("link", end.peer.cluster.0),
-        other => panic!("{other:?}"),
-    };
-    bed.calls.queue().poll(1000).unwrap().into_iter().map(end).collect()
-}
-
 /// A program that learns of the end of a peer has learnt of the ends of all its calls to that peer.
 #[test]
 fn the_end_of_a_link_comes_after_the_ends_of_its_calls() {
     let bed = Bed::new();
-    assert!(ends(&bed).is_empty());
+    assert!(bed.events().is_empty());
     loop {
         let started = Instant::now();
         let task = bed.begin(&[(0, 1, Script::good())]);
@@ -473,7 +422,7 @@ fn the_end_of_a_link_comes_after_the_ends_of_its_calls() {
         assert_eq!(failure(&transfer).kind(), ErrorKind::NotLinked);
         let mut seen = Vec::new();
         eventually("the end of the link", || {
-            seen.extend(ends(&bed));
+            seen.extend(bed.events());
             seen.contains(&("link", 2))
         });
         if started.elapsed() >= Duration::from_secs(1) {
@@ -491,7 +440,7 @@ fn the_end_of_a_link_comes_after_the_ends_of_its_calls() {
 #[test]
 fn the_end_of_a_link_waits_for_no_call_that_stalls() {
     let bed = Bed::new();
-    assert!(ends(&bed).is_empty());
+    assert!(bed.events().is_empty());
     let slow = Script::stalled();
     let task = bed.begin(&[(0, 1, slow.clone())]);
     task.ready(0).unwrap();
@@ -499,7 +448,7 @@ fn the_end_of_a_link_waits_for_no_call_that_stalls() {
     end_link(bed.calls.queue(), link_end(2));
     let mut reported = Vec::new();
     eventually("the end of the link", || {
-        reported.extend(ends(&bed));
+        reported.extend(bed.events());
         !reported.is_empty()
     });
     assert_eq!(reported, [("link", 2)]);

@@ -1,6 +1,6 @@
 //! Verified copies and swaps within one engine: through the staging ring and directly, in chains, and with flipped bits.
 
-use llm_datadist_core::bindings::{Cache, CopyArgs, DataDist, SwapInPath};
+use llm_datadist_core::bindings::{Cache, Config, CopyArgs, DataDist, SwapInPath};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{CacheKind, Error, ErrorKind, Placement, Verify};
 use llm_datadist_testing::SimDevice;
@@ -11,8 +11,7 @@ use crate::fixtures::{self, config, contents, desc, end, engine_on, fill, patter
 use crate::moved::{after_the_move, flip};
 
 fn engine(verify: Verify, path: SwapInPath) -> DataDist {
-    let mut config = config(4 << 20);
-    (config.verify, config.swap_in) = (verify, path);
+    let config = Config { verify, swap_in: path, ..config(4 << 20) };
     engine_on(config, Arc::new(llm_datadist_core::testing::device::HostDevice))
 }
 
@@ -65,10 +64,8 @@ fn every_bit_that_changes_in_a_copy_is_found() {
 #[test]
 fn swaps_with_a_device_are_compared() {
     for reach in [HostReach::Direct, HostReach::Staged] {
-        let device = Arc::new(SimDevice::new(reach));
-        let mut config = config(4 << 20);
-        config.verify = Verify::Full;
-        let engine = engine_on(config, device);
+        let config = Config { verify: Verify::Full, ..config(4 << 20) };
+        let engine = engine_on(config, Arc::new(SimDevice::new(reach)));
         let (host, far) = (cache(&engine, Placement::Host), cache(&engine, Placement::Device));
         fill(&host, &patterned(1, 3, 160_000));
         let pairs: Vec<_> = (0..32).map(|row| (row, row)).collect();

@@ -70,26 +70,32 @@ fn inside() {
     say("small", refuse_beyond_room("test", MIB));
 }
 
+/// An engine and its cache of 1024 blocks.
+fn blocks(placement: Placement) -> Result<(DataDist, End)> {
+    let engine = DataDist::open(Config { huge_pages: HugeChoice::Off, ..config(64 * MIB) })?;
+    let cache = engine.allocate(&desc(placement, 1, 1024, 16), CacheKind::Blocks, &[])?;
+    Ok((engine, End::Managed(cache.id())))
+}
+
+/// `count` pairs of blocks, which do not overlap.
+fn pairs(count: i64) -> Vec<(i64, i64)> {
+    (0..count).map(|at| (at % 512, 512 + at % 512)).collect()
+}
+
 /// A call with more pairs than the group has room for.
 fn many_pairs() -> Result<()> {
-    let config = Config { huge_pages: HugeChoice::Off, ..config(64 * MIB) };
-    let engine = DataDist::open(config)?;
-    let cache = engine.allocate(&desc(Placement::Host, 1, 1024, 16), CacheKind::Blocks, &[])?;
-    let pairs: Vec<(i64, i64)> = (0..PAIRS).map(|at| (at % 512, 512 + at % 512)).collect();
-    let refused = engine.copy_blocks(&End::Managed(cache.id()), &pairs).run();
+    let (engine, end) = blocks(Placement::Host)?;
+    let refused = engine.copy_blocks(&end, &pairs(PAIRS)).run();
     // Nothing has changed, and the engine works on.
-    engine.copy_blocks(&End::Managed(cache.id()), &pairs[..512]).run()?;
+    engine.copy_blocks(&end, &pairs(512)).run()?;
     refused
 }
 
 /// The same with block lists of the C++ class, which take no memory before they are paired.
 fn many_destinations() -> Result<()> {
-    let config = Config { huge_pages: HugeChoice::Off, ..config(64 * MIB) };
-    let engine = DataDist::open(config)?;
-    let cache = engine.allocate(&desc(Placement::Device, 1, 1024, 16), CacheKind::Blocks, &[])?;
+    let (engine, end) = blocks(Placement::Device)?;
     let (from, to): (Vec<u64>, Vec<u64>) = (0..512).map(|block| (block, 512 + block)).unzip();
     let lists = vec![to.as_slice(); usize::try_from(PAIRS).unwrap() / from.len()];
-    let end = End::Managed(cache.id());
     let refused = engine.copy_kv_blocks(&end, &end, &from, &lists).run();
     engine.copy_kv_blocks(&end, &end, &from, &lists[..1]).run()?;
     refused
@@ -117,11 +123,8 @@ fn group_without_room_refuses_before_memory_is_touched() {
 
 #[test]
 fn lists_of_a_call_take_what_is_asked_for() {
-    let engine = DataDist::open(config(64 * MIB)).unwrap();
-    let cache = engine.allocate(&desc(Placement::Host, 1, 1024, 16), CacheKind::Blocks, &[]).unwrap();
-    let count = 100_000;
-    let pairs: Vec<(i64, i64)> = (0..count).map(|at| (at % 512, 512 + at % 512)).collect();
-    let copy = || engine.copy_blocks(&End::Managed(cache.id()), &pairs).run().unwrap();
+    let ((engine, end), pairs) = (blocks(Placement::Host).unwrap(), pairs(100_000));
+    let copy = || engine.copy_blocks(&end, &pairs).run().unwrap();
     copy();
     let ((), peak) = counting_allocator::peak(copy);
     let each = peak / pairs.len();

@@ -11,9 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{Config, SwapInPath};
-use llm_datadist_core::testing::copy::{
-    CopyEngine, DataPath, Hops, PathJob, PeerTensors, Progress, Route, Staging,
-};
+use llm_datadist_core::testing::copy::{CopyEngine, DataPath, Hops, PathJob, PeerTensors, Progress, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
@@ -197,17 +195,6 @@ fn engine(workers: usize) -> CopyEngine {
     CopyEngine::new(&config, DeviceSet::host_only())
 }
 
-fn run(
-    engine: &CopyEngine,
-    pairs: &[(u64, u64)],
-    src: &Arc<Tensors>,
-    dst: &Arc<Tensors>,
-    progress: &Arc<Progress>,
-) -> llm_datadist_core::Result<Route> {
-    let (from, to) = ((src, Placement::Device), (dst, Placement::Host));
-    engine.run(plan(pairs), from, to, STRAIGHT, soon(), progress)
-}
-
 /// Reads memory of a peer in place.
 fn read(
     engine: &CopyEngine,
@@ -318,9 +305,13 @@ fn tensors_of_a_peer_are_inside_its_memory_and_never_a_destination() {
         assert!(!remote.reach().writable());
         // Neither a copy nor a data path writes to memory of a peer, and a copy does not read it.
         let (progress, to) = (Arc::default(), (&remote, Placement::Host));
+        let copied = |src, dst| {
+            let (from, to) = ((src, Placement::Device), (dst, Placement::Host));
+            engine(2).run(plan(&pairs()), from, to, STRAIGHT, soon(), &progress)
+        };
         for error in [
-            run(&engine(2), &pairs(), &own, &remote, &progress).unwrap_err(),
-            run(&engine(2), &pairs(), &remote, &own, &progress).unwrap_err(),
+            copied(&own, &remote).unwrap_err(),
+            copied(&remote, &own).unwrap_err(),
             read(&engine(2), &pairs(), &peer.source(&remote), to, &progress).unwrap_err(),
         ] {
             assert_eq!(error.kind(), ErrorKind::System);

@@ -1,7 +1,6 @@
 //! The pool of ranges: single facts, and random requests compared with a naive twin.
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::ops::Range;
 
 use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::pool::{Extent, Pool, PoolState};
@@ -9,7 +8,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseError, TestRunner};
 
-use crate::fixtures::proptest_cases;
+use crate::fixtures::{Tally, proptest_cases};
 
 const SHIFT: u32 = 10;
 const PAGE: u64 = 1 << SHIFT;
@@ -165,6 +164,10 @@ struct Twin {
     failures: u64,
 }
 
+fn pages(extent: &Extent) -> Range<usize> {
+    (extent.offset / PAGE) as usize..((extent.offset + extent.bytes) / PAGE) as usize
+}
+
 impl Twin {
     fn new(pages: usize) -> Twin {
         Twin { used: vec![false; pages], ..Twin::default() }
@@ -183,8 +186,7 @@ impl Twin {
     fn hand_out(&mut self, extent: &Extent) -> Result<(), TestCaseError> {
         prop_assert_eq!((extent.offset % PAGE, extent.bytes % PAGE), (0, 0), "{:?}", extent);
         prop_assert!(extent.bytes > 0);
-        let first = usize::try_from(extent.offset / PAGE).unwrap();
-        let range = first..first + usize::try_from(extent.bytes / PAGE).unwrap();
+        let range = pages(extent);
         prop_assert!(range.end <= self.used.len(), "{extent:?} is out of bounds");
         prop_assert!(self.used[range.clone()].iter().all(|used| !used), "{extent:?} overlaps");
         self.used[range].fill(true);
@@ -193,8 +195,7 @@ impl Twin {
     }
 
     fn take_back(&mut self, extent: &Extent) {
-        let first = usize::try_from(extent.offset / PAGE).unwrap();
-        self.used[first..first + usize::try_from(extent.bytes / PAGE).unwrap()].fill(false);
+        self.used[pages(extent)].fill(false);
         self.frees += 1;
     }
 
@@ -253,48 +254,41 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// How often each kind of event came up.
-type Seen = RefCell<BTreeMap<&'static str, u32>>;
-
 struct Duel<'a> {
     pool: Pool,
     twin: Twin,
     live: Vec<Extent>,
-    seen: &'a Seen,
+    seen: &'a Tally,
 }
 
 impl Duel<'_> {
-    fn count(&self, event: &'static str) {
-        *self.seen.borrow_mut().entry(event).or_default() += 1;
-    }
-
     fn allocate(&mut self, bytes: u64) -> Result<(), TestCaseError> {
-        let pages = usize::try_from(bytes.div_ceil(PAGE).max(1)).unwrap();
+        let pages = bytes.div_ceil(PAGE).max(1) as usize;
         let fits = self.twin.runs().iter().any(|run| *run >= pages);
         let taken = self.pool.allocate(bytes);
         prop_assert_eq!(taken.is_some(), fits, "{} pages in runs of {:?}", pages, self.twin.runs());
         let Some(extent) = taken else {
             self.twin.failures += 1;
-            self.count("refused");
+            self.seen.count("refused");
             if self.twin.used.len() - self.twin.used_pages() >= pages {
-                self.count("refused for fragments");
+                self.seen.count("refused for fragments");
             }
             return Ok(());
         };
         prop_assert_eq!(extent.bytes, pages as u64 * PAGE);
-        self.count("taken");
+        self.seen.count("taken");
         self.twin.hand_out(&extent)?;
         self.live.push(extent);
         Ok(())
     }
 
     fn tensors(&mut self, bytes_each: u64, wanted: u32) -> Result<(), TestCaseError> {
-        let each = usize::try_from(bytes_each.div_ceil(PAGE).max(1)).unwrap();
+        let each = bytes_each.div_ceil(PAGE).max(1) as usize;
         let needed = self.twin.extents_needed(each, wanted as usize);
         match self.pool.allocate_tensors(bytes_each, wanted) {
             Ok(extents) => {
                 prop_assert_eq!(Some(extents.len()), needed);
-                self.count(if extents.len() > 1 { "tensors in many" } else { "tensors in one" });
+                self.seen.count(if extents.len() > 1 { "tensors in many" } else { "tensors in one" });
                 let total: u64 = extents.iter().map(|extent| extent.bytes).sum();
                 prop_assert_eq!(total, each as u64 * PAGE * u64::from(wanted));
                 for extent in extents {
@@ -307,9 +301,9 @@ impl Duel<'_> {
                 prop_assert_eq!(needed, None);
                 prop_assert_eq!(error.kind(), ErrorKind::OutOfMemory);
                 self.twin.failures += 1;
-                self.count("tensors refused");
+                self.seen.count("tensors refused");
                 if self.twin.used.len() - self.twin.used_pages() >= each * wanted as usize {
-                    self.count("tensors rolled back");
+                    self.seen.count("tensors rolled back");
                 }
             }
         }
@@ -323,7 +317,7 @@ impl Duel<'_> {
         let extent = self.live.swap_remove(which % self.live.len());
         self.twin.take_back(&extent);
         self.pool.free(extent);
-        self.count("freed");
+        self.seen.count("freed");
     }
 
     fn step(&mut self, step: &Step) -> Result<(), TestCaseError> {
@@ -340,7 +334,7 @@ impl Duel<'_> {
     /// Frees everything, oldest or newest first, and checks that one run is left.
     fn end(mut self) -> Result<(), TestCaseError> {
         while !self.live.is_empty() {
-            let freed = usize::try_from(self.twin.frees).unwrap();
+            let freed = self.twin.frees as usize;
             self.step(&Step::Free(freed * 7))?;
         }
         let state = self.pool.state();
@@ -353,7 +347,7 @@ impl Duel<'_> {
 
 #[test]
 fn agrees_with_the_naive_twin() {
-    let seen = Seen::default();
+    let seen = Tally::default();
     let plays = (1..2500usize, vec(step(), 1..200));
     TestRunner::new(proptest_cases(1500))
         .run(&plays, |(pages, steps)| {
@@ -363,6 +357,5 @@ fn agrees_with_the_naive_twin() {
             duel.end()
         })
         .unwrap();
-    let seen = seen.into_inner();
-    assert!(seen.len() == 8 && seen.values().all(|&times| times > 40), "an event was rare: {seen:?}");
+    seen.check(8, 41);
 }

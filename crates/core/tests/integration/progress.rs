@@ -8,14 +8,12 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use llm_datadist_core::testing::copy::Progress;
-use llm_datadist_core::testing::plan::{CopyPlan, Side, Span, Template, TensorSteps};
+use llm_datadist_core::testing::plan::{CopyPlan, Side, Template, TensorSteps};
 use llm_datadist_core::{ArrivedRows, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{
-    block_plan, copy_engine, local_streams, pattern, plan_of_peer, proptest_cases, soon, tensors_over,
-};
+use crate::fixtures::{block_plan, copy_engine, local_streams, pattern, proptest_cases, soon, tensors_over};
 use crate::socket_copies::SocketCopies as _;
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.
@@ -102,12 +100,10 @@ fn shuffled() -> Vec<(u64, u64)> {
 
 fn expected(pairs: &[(u64, u64)], tensors: usize) -> Vec<u8> {
     let mut bytes = vec![0xEE; tensors * ROWS * ROW];
-    for &(src, dst) in pairs {
-        for tensor in 0..tensors {
-            for at in 0..ROW {
-                bytes[(tensor * ROWS + dst as usize) * ROW + at] =
-                    pattern(4, tensor, src as usize * ROW + at);
-            }
+    for (tensor, rows) in bytes.chunks_mut(ROWS * ROW).enumerate() {
+        for &(src, dst) in pairs {
+            let row = rows[dst as usize * ROW..][..ROW].iter_mut();
+            row.zip(src as usize * ROW..).for_each(|(byte, at)| *byte = pattern(4, tensor, at));
         }
     }
     bytes
@@ -152,8 +148,7 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         // One piece a block, read backwards; and one piece for all of them.
         let backwards: Vec<(u64, u64)> = (0..blocks as u64).rev().zip(0..).collect();
         let pieces = block_plan(&backwards, BLOCK as u64, 1);
-        let whole = Span { src: 0, dst: 0, len: bytes as u64, count: 1, src_step: 0, dst_step: 0 };
-        let whole = plan_of_peer(1, 0, 0, vec![whole]).unwrap();
+        let whole = block_plan(&[(0, 0)], bytes as u64, 1);
         let (_kept, src) = tensors_over(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
         // In the order of the plan.
         let order: Vec<u8> = pieces
