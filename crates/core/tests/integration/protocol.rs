@@ -434,9 +434,9 @@ fn many_spans(count: u64) -> Vec<Template> {
     vec![template((0, 0), vec![(0, 0)], &distinct)]
 }
 
-/// A span of `count` pieces at several places.
-fn pieces(places: u32, count: u64) -> Template {
-    let pairs = (0..places).map(|at| (at, at)).collect();
+/// A span of `count` pieces at several positions.
+fn pieces(positions: u32, count: u64) -> Template {
+    let pairs = (0..positions).map(|at| (at, at)).collect();
     template((64, 1 << 24), pairs, &[Span { count, dst_step: 1, ..single(0, 0, 1) }])
 }
 
