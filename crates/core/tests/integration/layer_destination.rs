@@ -31,10 +31,9 @@ fn moved(
 ) -> u64 {
     let plan = CopyPlan::moves(&mut moves).unwrap().in_tensors(layer * per_layer, to * per_layer, per_layer);
     for (tensor, piece) in plan.pieces(0, plan.bytes()) {
-        let from = &src[plan.tensors(Side::Source).first as usize + tensor][piece.src as usize..]
-            [..piece.len as usize];
-        dst[plan.tensors(Side::Destination).first as usize + tensor][piece.dst as usize..][..from.len()]
-            .copy_from_slice(from);
+        let [from, into] = Side::BOTH.map(|side| plan.tensors(side).first as usize + tensor);
+        let from = &src[from][piece.src as usize..][..piece.len as usize];
+        dst[into][piece.dst as usize..][..from.len()].copy_from_slice(from);
     }
     plan.bytes()
 }

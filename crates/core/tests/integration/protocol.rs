@@ -373,10 +373,7 @@ fn invalid_headers_are_refused() {
     assert_eq!(with(1, b'T').kind(), ErrorKind::LinkFailed);
     let version = with(2, 1);
     assert_eq!(version.kind(), ErrorKind::LinkFailed);
-    assert!(
-        version.to_string().contains("version 18") && version.to_string().contains("version 1"),
-        "{version}"
-    );
+    assert!(version.to_string().contains("version 1, this process uses version 18"), "{version}");
     assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
     let long = Header::parse(good, 15).unwrap_err();
     let facts = ["bytes", "limit"].map(|name| long.fact(name));
@@ -441,7 +438,7 @@ fn pieces(positions: u32, count: u64) -> Template {
 }
 
 /// The plan of a message, which decodes even if its plan is not valid.
-fn plan_in(frame: Vec<u8>) -> WirePlan {
+fn plan_in(frame: &[u8]) -> WirePlan {
     let Request::Read { plan, .. } = protocol::decode(&frame[HEADER..]).unwrap() else { panic!() };
     plan
 }
@@ -504,7 +501,7 @@ fn templates_that_lie_are_invalid_arguments() {
     ];
     for (name, plan, refused) in cases {
         let frame = protocol::encode(&read(plan)).unwrap();
-        match (CopyPlan::try_from(plan_in(frame)), refused) {
+        match (CopyPlan::try_from(plan_in(&frame)), refused) {
             (Ok(_), None) => {}
             (Err(error), Some(why)) => {
                 assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{name}: {error}");
@@ -697,7 +694,8 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
         let frame = protocol::encode(&read(plan)).unwrap();
         assert!(frame.len() > 4 << 20, "{name}: {}", frame.len());
         let work = || {
-            let plan = CopyPlan::try_from(plan_in(frame.clone()))?;
+            let plan = plan_in(&frame.clone());
+            let plan = CopyPlan::try_from(plan)?;
             for side in Side::BOTH {
                 plan.check_bounds(side, (8, 1 << 48))?;
             }
@@ -720,7 +718,10 @@ fn the_spans_of_a_plan_take_bounded_memory() {
     let all: Vec<Span> = (0..count).map(far).collect();
     let frame = protocol::encode(&read(WirePlan { templates: spans(&all), ..plan() })).unwrap();
     assert!((1 << 20..2 << 20).contains(&frame.len()), "{}", frame.len());
-    let (plan, peak) = counting_allocator::peak(|| CopyPlan::try_from(plan_in(frame.clone())).unwrap());
+    let (plan, peak) = counting_allocator::peak(|| {
+        let plan = plan_in(&frame.clone());
+        CopyPlan::try_from(plan).unwrap()
+    });
     assert_eq!(plan.num_pieces(), count);
     let most = 3 * frame.len() + (4 << 20);
     assert!(peak > 48 << 16 && peak <= most, "{peak} for {}", frame.len());
