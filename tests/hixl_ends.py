@@ -15,6 +15,7 @@ import platform
 import signal
 import socket
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -115,6 +116,9 @@ class End:
     def write(self, name: str, at: int, data: bytes) -> None:
         ctypes.memmove(self.address(name) + at, data, len(data))
 
+    def fill(self, name: str, byte: bytes) -> None:
+        ctypes.memset(self.address(name), byte[0], len(self.memory[name]))
+
     def register(
         self, name: str, start: int = 0, size: int | None = None, kind: int = 1, local_only: bool = False
     ) -> tuple[int, int]:
@@ -186,6 +190,16 @@ class Child:
         started: tuple[int, int] = self.__getattr__("submit")(peer, op, padding.added(self, peer, ops), user_data)
         return started
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the process, and let it go on afterwards unless it was killed."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if self.process.is_alive():
+                self.signal(signal.SIGCONT)
+
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)  # type: ignore[arg-type]
         if number == signal.SIGSTOP:
@@ -237,6 +251,73 @@ def pattern(seed: int, size: int) -> bytes:
 
 def is_stopped(thread: Path) -> bool:
     return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def ready(
+    end: Any, address: str = "127.0.0.1:0", seed: int | None = None, options: dict[str, str] | None = None, *,
+    size: int = 4096,
+) -> int:  # fmt: skip
+    """Initialize an end with one registered range `m`, and return its address."""
+    at: int = end.add("m", size, seed)
+    assert end.initialize(address, options) == hixl.SUCCESS
+    assert end.register("m")[0] == hixl.SUCCESS
+    return at
+
+
+@dataclass
+class Pair:
+    """A client and a target, each with one registered range of `size` bytes."""
+
+    local: Any
+    local_address: int
+    remote: Any
+    remote_address: int
+    address: str  # of the target
+    size: int = 4096
+
+    def connect(self, limit: int = LIMIT) -> int:
+        code: int = self.local.call("connect", self.address, limit)
+        return code
+
+    def disconnect(self, limit: int = LIMIT) -> int:
+        code: int = self.local.call("disconnect", self.address, limit)
+        return code
+
+    def reconnect(self) -> None:
+        assert self.disconnect() == hixl.SUCCESS
+        assert self.connect() == hixl.SUCCESS
+
+    def at(self, *ops: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        """Return ranges that are given by their offsets in both memories. Without any, return the whole one."""
+        given = ops or [(0, 0, self.size)]
+        return [(self.local_address + here, self.remote_address + there, size) for here, there, size in given]
+
+    def move(self, op: int, *ops: tuple[int, int, int], limit: int = LIMIT) -> int:
+        code: int = self.local.move(self.address, op, self.at(*ops), limit)
+        return code
+
+    def submit(self, op: int, *ops: tuple[int, int, int], user_data: int = 0) -> int:
+        """Start a transfer, and return its request."""
+        status, request = self.local.submit(self.address, op, self.at(*ops), user_data)
+        assert (status, request > 0) == (hixl.SUCCESS, True)
+        return int(request)
+
+
+def paired(
+    local: Any, remote: Any, *, size: int = 4096, seed: int | None = None, options: dict[str, str] | None = None
+) -> Pair:
+    """Initialize a client and a target, whose range has the bytes of `pattern(1)`. They are not connected."""
+    address, here = listener(), ready(local, seed=seed, options=options, size=size)
+    return Pair(local, here, remote, ready(remote, address, 1, size=size), address, size)
+
+
+@contextlib.contextmanager
+def connected(local: type[End | Child], remote: type[End | Child], **given: Any) -> Iterator[Pair]:
+    """Open a pair whose ends are connected."""
+    with ends(local, remote) as both:
+        pair = paired(*both, **given)
+        assert pair.connect() == hixl.SUCCESS
+        yield pair
 
 
 @contextlib.contextmanager

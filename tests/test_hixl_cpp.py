@@ -6,16 +6,16 @@ rules that the Python module shares, such as peers that stop or die (`test_hixl_
 
 from __future__ import annotations
 
-import socket
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 from contract import NO_COMPILER
 
 from cpp_programs import COMPILERS, run
-from peers import LIMIT
+from hixl import ALREADY_CONNECTED, FAILED, NOT_CONNECTED, PARAM_INVALID, SUCCESS
+from hixl_ends import listener, pattern
+from peers import LIMIT, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,39 +23,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not COMPILERS, reason=NO_COMPILER)
 
-SUCCESS, PARAM_INVALID, NOT_CONNECTED, ALREADY_CONNECTED = 0, 103900, 103902, 103903
-FAILED = 503900
 READ, WRITE = 0, 1
 WAITING, COMPLETED, ENDED = 0, 1, 3
 SIZE = 1 << 16
 LIMIT_MS = 20_000  # of calls that succeed
+COMMANDS = "state options registration links ranges requests notifications connections threads adxl"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "state",
-        "options",
-        "registration",
-        "links",
-        "ranges",
-        "requests",
-        "notifications",
-        "connections",
-        "threads",
-        "adxl",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS.split())
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_calls_in_one_process(built: Callable[..., Path], compiler: str, command: str) -> None:
     assert run([built("hixl_calls", compiler, "hixl_types"), command]) == "done\n"
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------
-
-
-def pattern(seed: int) -> bytes:
-    return bytes((seed * 31 + i * 7 + i // 256 * 13) % 251 for i in range(SIZE))
 
 
 def word(text: str | bytes) -> str:
@@ -92,7 +73,7 @@ class HixlEnd:
         pairs = [word(text) for pair in options.items() for text in pair]
         assert self.ask("initialize", word(address), len(options), *pairs) == [SUCCESS]
         self.address = address
-        _, self.at = self.ask("add", "m", word(pattern(seed)))
+        _, self.at = self.ask("add", "m", word(pattern(seed, SIZE)))
         status, self.handle = self.ask("register", self.at, SIZE, 0, 0)
         assert status == SUCCESS
         return self
@@ -121,20 +102,13 @@ class HixlEnd:
 
     def ended(self, request: int) -> list[int]:
         """The status and the state of a request that does not wait any more."""
-        end = time.monotonic() + LIMIT
-        while (found := self.ask("state", request)) == [SUCCESS, WAITING] and time.monotonic() < end:
-            time.sleep(0.001)
+        found: list[int] = []
+        assert eventually(lambda: found.clear() or found.extend(self.ask("state", request)) or found[1:] != [WAITING])
         return found
 
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate(timeout=LIMIT)
-
-
-def listener() -> str:
-    """An address at which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -166,7 +140,7 @@ def test_client_reads_and_writes_a_target_that_calls_nothing(
     assert a.move(b, READ, (0, 0, 1)) == NOT_CONNECTED
     assert a.connect(b) == SUCCESS
     assert a.connect(b) == ALREADY_CONNECTED
-    own, remote = bytearray(pattern(1)), bytearray(pattern(2))
+    own, remote = bytearray(pattern(1, SIZE)), bytearray(pattern(2, SIZE))
     assert a.move(b, READ, (7, 100, 4096), (5000, 5001, 3)) == SUCCESS
     own[7:4103], own[5000:5003] = remote[100:4196], remote[5001:5004]
     assert a.move(b, WRITE, (0, SIZE // 2, 10_000)) == SUCCESS
@@ -178,9 +152,8 @@ def test_client_reads_and_writes_a_target_that_calls_nothing(
         status, request = a.submit(b, i % 2, (offset, offset, 99))
         assert (status, request != 0) == (SUCCESS, True)
         requests.append(request)
-        (own if i % 2 == READ else remote)[offset : offset + 99] = (remote if i % 2 == READ else own)[
-            offset : offset + 99
-        ]
+        here, there = (own, remote) if i % 2 == READ else (remote, own)
+        here[offset : offset + 99] = there[offset : offset + 99]
     for request in requests:
         assert a.ended(request) == [SUCCESS, COMPLETED]
         assert a.ask("state", request) == [PARAM_INVALID, ENDED]

@@ -10,7 +10,7 @@ import struct
 import pytest
 
 import hixl
-from hixl_ends import LIMIT, Child, End, ends, listener, pattern
+from hixl_ends import Child, End, connected, ends, listener, paired, pattern
 from llm_datadist.native import Busy, Engine, Message
 from peers import eventually
 
@@ -20,15 +20,9 @@ def message(kind: int, number: int, rest: bytes = b"") -> bytes:
 
 
 def test_invalid_messages_have_no_effect() -> None:
-    draw, address = random.Random(5), listener()  # noqa: S311
-    with ends(End, End) as (target, client), Engine(metadata=b"hixl 1") as hostile:
-        remote, local = target.add("remote", 4096, 1), client.add("local", 4096)
-        target.initialize(address)
-        client.initialize("127.0.0.1:0")
-        target.register("remote")
-        client.register("local")
-        assert client.call("connect", address, LIMIT) == hixl.SUCCESS
-        peer = hostile.link(address).result(10)
+    draw = random.Random(5)  # noqa: S311
+    with connected(End, End) as pair, Engine(metadata=b"hixl 1") as hostile:
+        peer = hostile.link(pair.address).result(10)
         wrong = [
             b"",
             b"\x00",
@@ -40,7 +34,7 @@ def test_invalid_messages_have_no_effect() -> None:
         wrong += [message(4, 1, struct.pack("<Q", 2**64 - 1)), message(4, 1, struct.pack("<Q", 1) + b"\xff")]
         wrong += [message(4, 1, struct.pack("<Q", 1025) + b"x" * 1025), message(3, 0, bytes(8 * 2049)), b"\x07" * 65536]
         wrong += [message(8, 1), message(8, 1, bytes(9)), *(message(8, 1, struct.pack("<Q", k)) for k in range(2000))]
-        wrong += [message(7, number, struct.pack("<QQQ", remote, 2**64 - 1, 0)) for number in range(20)]
+        wrong += [message(7, number, struct.pack("<QQQ", pair.remote_address, 2**64 - 1, 0)) for number in range(20)]
         wrong += [draw.randbytes(draw.randrange(200)) for _ in range(200)]
         for text in wrong:
 
@@ -52,29 +46,24 @@ def test_invalid_messages_have_no_effect() -> None:
 
             assert eventually(is_sent)
             hostile.events()
-        assert client.move(address, 0, [(local, remote, 4096)]) == hixl.SUCCESS
-        assert client.bytes("local") == pattern(1, 4096)
-        status, notifies = target.notifies()
+        assert pair.move(0) == hixl.SUCCESS
+        assert pair.local.bytes("m") == pattern(1, 4096)
+        status, notifies = pair.remote.notifies()
         assert status == hixl.SUCCESS
         assert all(len(name.encode()) <= 1024 and len(text.encode()) <= 1024 for name, text in notifies)
 
 
 def test_peer_that_reads_no_answers_delays_no_other() -> None:
-    address = listener()
-    with ends(End, End) as (target, client), Engine(metadata=b"hixl 1") as hostile:
-        remote, local = target.add("remote", 64, 1), client.add("local", 64)
-        target.initialize(address)
-        client.initialize("127.0.0.1:0")
-        target.register("remote")
-        client.register("local")
-        peer = hostile.link(address).result(10)
+    with ends(End, End) as both, Engine(metadata=b"hixl 1") as hostile:
+        pair = paired(*both)
+        peer = hostile.link(pair.address).result(10)
         question = message(3, 1, bytes(8 * 2048))
         with contextlib.suppress(Busy):
             for _ in range(2000):
                 peer.send(question)
-        assert client.call("connect", address, LIMIT) == hixl.SUCCESS
-        assert client.move(address, 0, [(local, remote, 64)]) == hixl.SUCCESS
-        assert client.notify(address, "a", "b") == hixl.SUCCESS
+        assert pair.connect() == hixl.SUCCESS
+        assert pair.move(0) == hixl.SUCCESS
+        assert pair.local.notify(pair.address, "a", "b") == hixl.SUCCESS
         assert eventually(lambda: any(isinstance(event, Message) for event in hostile.events()))
 
 
@@ -95,21 +84,17 @@ def test_peer_sees_no_address_that_is_hidden() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can leave a page of another process without an answer")
 def test_read_of_memory_that_does_not_answer_is_a_timeout() -> None:
     """The kernel may still write to the destination, so it stays in use until the process of the target ends."""
-    with ends(End, Child) as (client, target):
-        address, size = listener(), 4 << 20  # above what rings carry
-        assert target.initialize(address) == hixl.SUCCESS
-        assert client.initialize("127.0.0.1") == hixl.SUCCESS
-        silent, local = target.add_silent("silent", size), client.add("m", size)
-        assert target.register_range(silent, size)[0] == hixl.SUCCESS
-        status, handle = client.register("m")
-        assert status == hixl.SUCCESS
-        assert client.call("connect", address, LIMIT) == hixl.SUCCESS
-        assert client.move(address, 0, [(local, silent, size)], 300) == hixl.TIMEOUT
+    size = 4 << 20  # above what rings carry
+    with connected(End, Child, size=size) as pair:
+        client, target = pair.local, pair.remote
+        pair.remote_address = target.add_silent("silent", size)
+        assert target.register_range(pair.remote_address, size)[0] == hixl.SUCCESS
+        handle = client.register("m")[1]
+        assert pair.move(0, limit=300) == hixl.TIMEOUT
         assert client.call("deregister_mem", handle) == hixl.TIMEOUT
-        assert client.move(address, 0, [(local, silent, size)], 300) == hixl.PARAM_INVALID
+        assert pair.move(0, limit=300) == hixl.PARAM_INVALID
         target.kill()
         assert client.call("deregister_mem", handle) == hixl.SUCCESS

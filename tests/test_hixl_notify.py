@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import hixl
-from hixl_ends import LIMIT, Child, End, ends, listener, pattern
+from hixl_ends import LIMIT, Child, End, connected, ends, listener, pattern
 
 pytestmark = [
     pytest.mark.usefixtures("hixl_way"),
@@ -13,18 +15,18 @@ pytestmark = [
 ]
 
 
-def connected(target: object, *senders: object) -> str:
+def target_of(target: Any, *senders: Any) -> str:
     address = listener()
-    assert target.initialize(address) == hixl.SUCCESS  # type: ignore[attr-defined]
+    assert target.initialize(address) == hixl.SUCCESS
     for sender in senders:
-        assert sender.initialize("127.0.0.1:0") == hixl.SUCCESS  # type: ignore[attr-defined]
-        assert sender.call("connect", address, LIMIT) == hixl.SUCCESS  # type: ignore[attr-defined]
+        assert sender.initialize("127.0.0.1:0") == hixl.SUCCESS
+        assert sender.call("connect", address, LIMIT) == hixl.SUCCESS
     return address
 
 
 def test_each_notification_arrives_once_and_in_order() -> None:
     with ends(End, End, Child) as (target, a, b):
-        address = connected(target, a, b)
+        address = target_of(target, a, b)
         assert target.notifies() == (hixl.SUCCESS, [])
         for k in range(100):
             assert a.notify(address, "a", str(k)) == hixl.SUCCESS
@@ -45,14 +47,14 @@ def test_each_notification_arrives_once_and_in_order() -> None:
 )
 def test_texts_within_limits_arrive_and_others_are_refused(text: str, status: int) -> None:
     with ends(End, End) as (target, sender):
-        address = connected(target, sender)
+        address = target_of(target, sender)
         assert sender.notify(address, text, "m") == sender.notify(address, "n", text) == status
         assert target.notifies() == (hixl.SUCCESS, [(text, "m"), ("n", text)] if status == hixl.SUCCESS else [])
 
 
 def test_without_connection() -> None:
     with ends(End, End) as (target, sender):
-        address = connected(target)
+        address = target_of(target)
         sender.initialize("127.0.0.1:0")
         assert sender.notify(address, "n", "m") == hixl.NOT_CONNECTED
         assert sender.notify("nonsense", "n", "m") == hixl.NOT_CONNECTED
@@ -60,7 +62,7 @@ def test_without_connection() -> None:
 
 def test_4096_are_kept_for_each_link() -> None:
     with ends(Child, End, End) as (target, a, b):
-        address = connected(target, a, b)
+        address = target_of(target, a, b)
         for k in range(4096):
             assert a.notify(address, "a", str(k)) == hixl.SUCCESS
         assert a.notify(address, "a", "too many") == hixl.RESOURCE_EXHAUSTED
@@ -74,23 +76,19 @@ def test_4096_are_kept_for_each_link() -> None:
 
 
 def test_notification_after_a_write_comes_after_its_bytes() -> None:
-    with ends(End, Child) as (sender, target):
-        address = connected(target, sender)
-        remote, local = target.add("m", 1 << 20), sender.add("m", 1 << 20, 3)
-        target.register("m")
-        sender.register("m")
+    with connected(End, Child, size=1 << 20) as pair:
         for k in range(20):
-            sender.write("m", 0, pattern(k, 1 << 20))
-            assert sender.move(address, 1, [(local, remote, 1 << 20)]) == hixl.SUCCESS
-            assert sender.notify(address, "written", str(k)) == hixl.SUCCESS
-            assert target.notifies() == (hixl.SUCCESS, [("written", str(k))])
-            assert target.bytes("m") == pattern(k, 1 << 20)
+            pair.local.write("m", 0, pattern(k, 1 << 20))
+            assert pair.move(1) == hixl.SUCCESS
+            assert pair.local.notify(pair.address, "written", str(k)) == hixl.SUCCESS
+            assert pair.remote.notifies() == (hixl.SUCCESS, [("written", str(k))])
+            assert pair.remote.bytes("m") == pattern(k, 1 << 20)
 
 
 def test_limit_of_one_millisecond() -> None:
     """Each call succeeds, or it times out and the notification is not delivered."""
     with ends(Child, End) as (target, sender):
-        address = connected(target, sender)
+        address = target_of(target, sender)
         codes = [(k, sender.notify(address, "n", str(k), 1)) for k in range(300)]
         assert {code for _, code in codes} <= {hixl.SUCCESS, hixl.TIMEOUT}
         assert sender.notify(address, "n", "end") == hixl.SUCCESS

@@ -29,6 +29,12 @@ def buffer(seed: int | None = None) -> Any:
     return ctypes.create_string_buffer(b"" if seed is None else pattern(seed, SIZE), SIZE)
 
 
+def registered(engine: hixl.Hixl, memory: Any, kind: hixl.MemType) -> int:
+    status, handle = engine.register_mem(hixl.MemDesc(ctypes.addressof(memory), SIZE), kind)
+    assert status == hixl.SUCCESS
+    return handle
+
+
 def poll(engine: hixl.Hixl, request: int, states: list[tuple[int, hixl.TransferStatus]]) -> None:
     """Ask for the state of a request until it has ended, and note every answer."""
     end = time.monotonic() + 60
@@ -43,12 +49,10 @@ def test_expert_balancing_reads_both_ways_and_polls_in_another_thread() -> None:
     addresses = [listener(), listener()]
     engines = [opened(address, {}) for address in addresses]
     weights, received = [buffer(1), buffer(2)], [buffer(), buffer()]
-    handles: list[list[int]] = [[], []]
-    for index, engine in enumerate(engines):
-        for memory in (weights[index], received[index]):
-            status, handle = engine.register_mem(hixl.MemDesc(ctypes.addressof(memory), SIZE), hixl.MEM_DEVICE)
-            assert status == hixl.SUCCESS
-            handles[index].append(handle)
+    handles = [
+        [registered(engine, memory, hixl.MEM_DEVICE) for memory in both]
+        for engine, *both in zip(engines, weights, received)
+    ]
     for engine, peer in zip(engines, reversed(addresses)):
         assert engine.connect(peer, 300000) == hixl.SUCCESS
 
@@ -83,11 +87,8 @@ def test_direct_transport_registers_after_connecting_and_reconnects_to_refresh()
     for seed in range(1, 6):
         assert receiver.connect(address) == (hixl.SUCCESS if seed == 1 else hixl.ALREADY_CONNECTED)
         tensor, result = buffer(seed), buffer()
-        handles = []
-        for engine, memory in ((sender, tensor), (receiver, result)):
-            status, handle = engine.register_mem(hixl.MemDesc(ctypes.addressof(memory), SIZE), hixl.MEM_HOST)
-            assert status == hixl.SUCCESS
-            handles.append((engine, handle))
+        both = ((sender, tensor), (receiver, result))
+        handles = [(engine, registered(engine, memory, hixl.MEM_HOST)) for engine, memory in both]
         if seed % 2:
             assert receiver.disconnect(address) == hixl.SUCCESS
             assert receiver.connect(address) in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
@@ -108,10 +109,7 @@ def test_upstream_sample_reads_once_and_ends_everything() -> None:
     address = listener()
     server, client = opened(address, options), opened("127.0.0.1:0", options)
     memory, result = buffer(9), buffer()
-    status, served = server.register_mem(hixl.MemDesc(ctypes.addressof(memory), SIZE), hixl.MEM_DEVICE)
-    assert status == hixl.SUCCESS
-    status, handle = client.register_mem(hixl.MemDesc(ctypes.addressof(result), SIZE), hixl.MEM_DEVICE)
-    assert status == hixl.SUCCESS
+    served, handle = registered(server, memory, hixl.MEM_DEVICE), registered(client, result, hixl.MEM_DEVICE)
     assert client.connect(address) == hixl.SUCCESS
     ops = [hixl.TransferOpDesc(ctypes.addressof(result), ctypes.addressof(memory), SIZE)]
     assert client.transfer_sync(address, hixl.READ, ops) == hixl.SUCCESS

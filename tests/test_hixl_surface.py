@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
-import signal
 import socket
 import threading
 from collections import UserList, deque
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 
 import hixl
-from hixl_ends import Child, End, ends, listener
+from hixl_ends import Child, End, Pair, connected, ends, listener, paired
 from peers import eventually, meanwhile, together
 
 NAMES = {
@@ -203,17 +202,12 @@ def test_signatures() -> None:
 
 
 def test_operations_are_any_sequence() -> None:
-    address = listener()
-    with ends(End, End) as (target, client):
-        for end, text, seed in ((target, address, 1), (client, "127.0.0.1", 2)):
-            assert end.initialize(text) == hixl.SUCCESS
-            end.add("m", 64, seed)
-            assert end.register("m")[0] == hixl.SUCCESS
-        assert client.call("connect", address, 10_000) == hixl.SUCCESS
-        op = hixl.TransferOpDesc(len=1, remote_addr=target.address("m"), local_addr=client.address("m"))
+    with connected(End, End) as pair:
+        engine, address = pair.local.engine, pair.address
+        op = hixl.TransferOpDesc(len=1, remote_addr=pair.remote_address, local_addr=pair.local_address)
         for descs in ([op], (op,), deque([op]), UserList([op])):
-            assert client.engine.transfer_sync(address, 0, descs) == hixl.SUCCESS  # type: ignore[arg-type]
-            assert client.engine.transfer_async(remote_engine=address, op=1, op_descs=descs)[0] == hixl.SUCCESS  # type: ignore[arg-type]
+            assert engine.transfer_sync(address, 0, descs) == hixl.SUCCESS
+            assert engine.transfer_async(remote_engine=address, op=1, op_descs=descs)[0] == hixl.SUCCESS
 
 
 def test_capability_needs_no_object() -> None:
@@ -233,8 +227,8 @@ def assert_not_initialized(engine: hixl.Hixl) -> None:
     assert engine.get_all_async_connect_status() == (hixl.FAILED, {})
     assert engine.transfer_sync("", 7, [], -1) == hixl.FAILED
     assert engine.transfer_async("", hixl.READ, []) == (hixl.FAILED, 0)
-    assert engine.get_transfer_status(0) == (hixl.FAILED, hixl.TransferStatus.FAILED)
-    assert engine.get_transfer_status(1) == (hixl.FAILED, hixl.TransferStatus.FAILED)
+    for request in (0, 1):
+        assert engine.get_transfer_status(request) == (hixl.FAILED, hixl.TransferStatus.FAILED)
     assert engine.get_all_transfer_status() == (hixl.FAILED, [])
     assert engine.send_notify("", hixl.NotifyDesc("x" * 2000, ""), 0) == hixl.FAILED
     assert engine.get_notifies() == (hixl.FAILED, [])
@@ -255,19 +249,13 @@ def test_object_that_is_not_initialized() -> None:
 
 
 def test_object_that_is_initialized_again_has_nothing_of_before() -> None:
-    address = listener()
-    with ends(End, End) as (target, client):
-        for end, text in ((target, address), (client, "127.0.0.1")):
-            assert end.initialize(text) == hixl.SUCCESS
-            end.add("m", 64)
-            assert end.register("m")[0] == hixl.SUCCESS
-        ended = [end.register("m")[1] for end in (client, target)]
-        ops = [(client.address("m"), target.address("m"), 8)]
+    with ends(End, End) as (client, target):
+        pair = paired(client, target)
+        address, ended = pair.address, [end.register("m")[1] for end in (client, target)]
         assert client.call("connect_async", address, 10_000) == hixl.SUCCESS
         assert eventually(lambda: client.engine.get_async_connect_status(address)[1] == hixl.CONNECTED)
         assert client.notify(address, "a", "b") == hixl.SUCCESS
-        status, request = client.submit(address, 1, ops)
-        assert status == hixl.SUCCESS
+        request = pair.submit(1, (0, 0, 8))
         for end, text in ((client, "127.0.0.1"), (target, address)):
             end.finalize()
             assert_not_initialized(end.engine)
@@ -276,15 +264,15 @@ def test_object_that_is_initialized_again_has_nothing_of_before() -> None:
         assert client.engine.get_transfer_status(request) == (hixl.PARAM_INVALID, hixl.TransferStatus.FAILED)
         assert client.engine.get_all_transfer_status() == (hixl.SUCCESS, [])
         assert client.engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
-        assert client.move(address, 0, ops) == hixl.NOT_CONNECTED
-        assert client.call("disconnect", address) == hixl.NOT_CONNECTED
-        assert client.call("connect", address, 10_000) == hixl.SUCCESS
-        assert client.move(address, 0, ops) == hixl.PARAM_INVALID
+        assert pair.move(0, (0, 0, 8)) == hixl.NOT_CONNECTED
+        assert pair.disconnect() == hixl.NOT_CONNECTED
+        assert pair.connect() == hixl.SUCCESS
+        assert pair.move(0, (0, 0, 8)) == hixl.PARAM_INVALID
         # A part of the range that was registered is a new range, and the handles of before have ended.
         for end, handle in zip((client, target), ended):
             assert end.register("m", 1, 62)[0] == hixl.SUCCESS
             assert end.call("deregister_mem", handle) == hixl.SUCCESS
-        assert client.move(address, 0, [(here + 1, there + 1, 8) for here, there, _ in ops]) == hixl.SUCCESS
+        assert pair.move(0, (1, 1, 8)) == hixl.SUCCESS
 
 
 def test_same_address_is_usable_after_finalize() -> None:
@@ -292,22 +280,12 @@ def test_same_address_is_usable_after_finalize() -> None:
     with ends(End, Child) as (a, b):
         for _ in range(3):
             assert a.initialize(address) == hixl.SUCCESS
-            other = hixl.Hixl()
-            assert other.initialize(address) == hixl.FAILED
+            assert hixl.Hixl().initialize(address) == hixl.FAILED
             assert b.initialize("127.0.0.1:0") == hixl.SUCCESS
             assert b.call("connect", address, 5000) == hixl.SUCCESS
             assert b.call("disconnect", address, 5000) == hixl.SUCCESS
             b.finalize()
             a.finalize()
-
-
-def test_client_only_engines_of_one_text() -> None:
-    address = listener()
-    with ends(End, End, End) as (target, a, b):
-        assert target.initialize(address) == hixl.SUCCESS
-        for client in (a, b):
-            assert client.initialize("127.0.0.1:0") == hixl.SUCCESS
-            assert client.call("connect", address, 5000) == hixl.SUCCESS
 
 
 @pytest.mark.parametrize("address", ["", "localhost:1", "1.2.3", "ad.0.0.1:26200", "1.2.3.4:65536", "::1", "\ud800"])
@@ -391,13 +369,13 @@ def test_4096_ranges() -> None:
 
 
 # Each call waits for a peer that is stopped.
-WAITING_CALLS: dict[str, Any] = {
-    "connect": lambda end, address, _: end.call("connect", address, 60_000),
-    "transfer_sync": lambda end, address, ops: end.move(address, 1, ops, 60_000),
-    "send_notify": lambda end, address, _: end.notify(address, "a", "b", 60_000),
-    "disconnect": lambda end, address, _: end.call("disconnect", address, 60_000),
-    "deregister_mem": lambda end, _, __: end.call("deregister_mem", end.register("m")[1]),
-    "finalize": lambda end, _, __: end.finalize() or hixl.SUCCESS,
+WAITING_CALLS: dict[str, Callable[[Pair], int]] = {
+    "connect": lambda pair: pair.connect(60_000),
+    "transfer_sync": lambda pair: pair.move(1, limit=60_000),
+    "send_notify": lambda pair: pair.local.notify(pair.address, "a", "b", 60_000),
+    "disconnect": lambda pair: pair.disconnect(60_000),
+    "deregister_mem": lambda pair: pair.local.call("deregister_mem", pair.local.register("m")[1]),
+    "finalize": lambda pair: pair.local.finalize() or hixl.SUCCESS,
 }
 
 
@@ -405,31 +383,23 @@ WAITING_CALLS: dict[str, Any] = {
 def test_calls_that_wait_let_other_threads_run(name: str) -> None:
     """The target continues only if this thread runs meanwhile."""
     begun, statuses = threading.Event(), []
-    with ends(End, Child) as (end, target):
-        address = listener()
-        for one, text in ((end, "127.0.0.1"), (target, address)):
-            assert one.initialize(text) == hixl.SUCCESS
-            one.add("m", 64)
-            assert one.register("m")[0] == hixl.SUCCESS
-        ops = [(end.address("m"), target.address("m"), 8)]
+    with ends(End, Child) as both:
+        pair = paired(*both)
         if name != "connect":
-            assert end.call("connect", address, 10_000) == hixl.SUCCESS
-            assert end.move(address, 1, ops, 10_000) == hixl.SUCCESS
-        target.signal(signal.SIGSTOP)
-        try:
+            assert pair.connect() == hixl.SUCCESS
+            assert pair.move(1) == hixl.SUCCESS
+        with pair.remote.stopped():
             if name in ("disconnect", "deregister_mem", "finalize"):
-                assert end.submit(address, 1, ops)[0] == hixl.SUCCESS
+                pair.submit(1)
 
             def run() -> None:
                 begun.set()
-                statuses.append(WAITING_CALLS[name](end, address, ops))
+                statuses.append(WAITING_CALLS[name](pair))
 
             call = threading.Thread(target=run)
             call.start()
             assert begun.wait(60)
             call.join(0.1)  # so that the call has begun
-        finally:
-            target.signal(signal.SIGCONT)
         call.join(60)
         assert statuses == [hixl.SUCCESS]
 
@@ -450,24 +420,20 @@ def test_one_range_registered_by_several_threads() -> None:
 
 def test_calls_of_several_threads_and_finalize() -> None:
     """Threads that use an object while it is finalized and initialized again get codes, and do not hang."""
-    address, codes, moved = listener(), set(), set()
-    with ends(End, End) as (target, client):
-        target.initialize(address)
-        remote = target.add("remote", 4096, 1)
-        target.register("remote")
-        local = client.add("local", 4096)
+    codes, moved = set(), set()
+    with ends(End, End) as both:
+        pair = paired(*both)
 
         def work() -> None:
-            client.register_range(local, 4096)
-            codes.add(client.call("connect", address, 1000))
-            moved.add(client.move(address, 0, [(local, remote, 4096)], 1000))
-            codes.add(client.call("disconnect", address, 1000))
+            pair.local.register("m")
+            codes.add(pair.connect(1000))
+            moved.add(pair.move(0, limit=1000))
+            codes.add(pair.disconnect(1000))
 
         with meanwhile(*[work] * 4):
             for _ in range(20):
-                client.initialize("127.0.0.1:0")
-                client.finalize()
-            client.initialize("127.0.0.1:0")
+                pair.local.finalize()
+                pair.local.initialize("127.0.0.1:0")
             assert eventually(lambda: hixl.SUCCESS in moved)
     known = {hixl.SUCCESS, hixl.FAILED, hixl.ALREADY_CONNECTED, hixl.NOT_CONNECTED, hixl.PARAM_INVALID, hixl.TIMEOUT}
     assert codes | moved <= known

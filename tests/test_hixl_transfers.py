@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import signal
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 import hixl
 from aarch64.probe import reads_other_process
 from emulation import lacks
-from hixl_ends import LIMIT, Child, End, ends, free_port, listener, pattern
+from hixl_ends import Child, End, Pair, connected, ends, free_port, listener, paired, pattern, ready
 from llm_datadist.native import Engine
 from peers import eventually, together
 
@@ -30,32 +29,18 @@ SIZE = 1 << 20
 WAITING, COMPLETED, FAILED = hixl.TransferStatus.WAITING, hixl.TransferStatus.COMPLETED, hixl.TransferStatus.FAILED
 
 
-class Pair:
-    """A client here and a target in another process, each with one registered megabyte."""
-
-    def __init__(self, local: End, remote: Any, address: str) -> None:
-        self.local, self.remote, self.address = local, remote, address
-        self.local_address, self.remote_address = local.add("local", SIZE), remote.add("remote", SIZE, 1)
-        self.handles = []
-        for end, name, text in [(local, "local", "127.0.0.1:0"), (remote, "remote", address)]:
-            assert end.initialize(text) == hixl.SUCCESS
-            status, handle = end.register(name)
-            assert status == hixl.SUCCESS
-            self.handles.append(handle)
-        assert local.call("connect", address, LIMIT) == hixl.SUCCESS
-
-    def move(self, op: int, *ops: tuple[int, int, int], limit: int = LIMIT) -> int:
-        """Move ranges that are given by their offsets in both memories."""
-        return self.local.move(self.address, op, self.at(*ops), limit)
-
-    def at(self, *ops: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-        return [(self.local_address + here, self.remote_address + there, size) for here, there, size in ops]
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with ends(End, Child) as (local, remote):
-        yield Pair(local, remote, listener())
+    """A connected client here and a target in another process, each with one registered megabyte."""
+    with connected(End, Child, size=SIZE) as made:
+        yield made
+
+
+def registered(end: Any, name: str, *given: Any) -> int:
+    """Register memory, and return its handle."""
+    status, handle = end.register(name, *given)
+    assert status == hixl.SUCCESS
+    return int(handle)
 
 
 def test_bytes_take_the_way_of_the_test(hixl_way: str) -> None:
@@ -63,10 +48,8 @@ def test_bytes_take_the_way_of_the_test(hixl_way: str) -> None:
     size = 1 << 20 if hixl_way != "process" else (2 << 20) + 1
     with ends(Child) as (target,), Engine(metadata=b"hixl 1") as reader:
         address = listener()
-        assert target.initialize(address) == hixl.SUCCESS
-        target.add("remote", size, 1)
-        status, handle = target.register("remote")
-        assert status == hixl.SUCCESS
+        ready(target, address, 1, size=size)
+        handle = registered(target, "m")  # that of the range
         peer = reader.link(address).result(10)
         memory = ctypes.create_string_buffer(size)
         own = reader.register("own", [ctypes.addressof(memory)], blocks=1, shape=[size], dtype="uint8")
@@ -77,23 +60,6 @@ def test_bytes_take_the_way_of_the_test(hixl_way: str) -> None:
         # Where emulation lacks reads by process id, rings carry all calls.
         by_process = "rings" if lacks(reads_other_process) else "process"
         assert moved == {{"rings": "rings", "process": by_process, "tcp": "sockets"}[hixl_way]}
-
-
-def test_read_and_write(pair: Pair) -> None:
-    there, here = bytearray(pattern(1, SIZE)), bytearray(SIZE)
-    assert pair.move(READ, (7, 100, 4096)) == hixl.SUCCESS
-    here[7 : 7 + 4096] = there[100:4196]
-    assert pair.local.bytes("local") == here
-    assert pair.remote.bytes("remote") == there
-    assert pair.move(WRITE, (0, 512 << 10, 64 << 10)) == hixl.SUCCESS
-    there[512 << 10 : 576 << 10] = here[: 64 << 10]
-    assert pair.local.bytes("local") == here
-    assert pair.remote.bytes("remote") == there
-    assert pair.local.call("disconnect", pair.address) == hixl.SUCCESS
-    for end, handle in zip((pair.local, pair.remote), pair.handles):
-        assert end.call("deregister_mem", handle) == hixl.SUCCESS
-    assert pair.local.finalize() is None
-    assert pair.remote.finalize() is None
 
 
 def test_random_operations_move_the_bytes_of_a_model(pair: Pair) -> None:
@@ -112,23 +78,23 @@ def test_random_operations_move_the_bytes_of_a_model(pair: Pair) -> None:
             read = draw.randint(0, SIZE - length)
             ops.append((written, read, length) if op == READ else (read, written, length))
         if op == WRITE:  # also over TCP and rings, all sources differ
-            pair.local.write("local", 0, pattern(draw.randint(2, 99), SIZE))
-            here[:] = pair.local.bytes("local")
+            pair.local.write("m", 0, pattern(draw.randint(2, 99), SIZE))
+            here[:] = pair.local.bytes("m")
         assert pair.move(op, *ops) == hixl.SUCCESS
         for local, remote, length in ops:
             if op == READ:
                 here[local : local + length] = there[remote : remote + length]
             else:
                 there[remote : remote + length] = here[local : local + length]
-        assert pair.local.bytes("local") == here
-        assert pair.remote.bytes("remote") == there
+        assert pair.local.bytes("m") == here
+        assert pair.remote.bytes("m") == there
 
 
 def test_operations_whose_destinations_overlap_succeed(pair: Pair) -> None:
     assert pair.move(READ, (0, 0, 1000), (500, 3000, 1000), (500, 9000, 10)) == hixl.SUCCESS
     there = pattern(1, SIZE)
     expected = there[:500] + there[9000:9010] + there[3010:4000]
-    assert pair.local.bytes("local")[:1500] == expected
+    assert pair.local.bytes("m")[:1500] == expected
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
@@ -137,7 +103,7 @@ def test_last_of_32000_operations_between_two_ranges_wins(pair: Pair, op: int) -
     source, expected = pattern(1, SIZE), bytearray(SIZE)
     if op == WRITE:
         source, expected = pattern(4, SIZE), bytearray(pattern(1, SIZE))
-        pair.local.write("local", 0, source)
+        pair.local.write("m", 0, source)
     ops = []
     for _ in range(32_000):
         length = draw.randint(1, 200)
@@ -145,7 +111,7 @@ def test_last_of_32000_operations_between_two_ranges_wins(pair: Pair, op: int) -
         ops.append((written, read, length) if op == READ else (read, written, length))
         expected[written : written + length] = source[read : read + length]
     assert pair.move(op, *ops) == hixl.SUCCESS
-    assert (pair.local.bytes("local") if op == READ else pair.remote.bytes("remote")) == expected
+    assert (pair.local.bytes("m") if op == READ else pair.remote.bytes("m")) == expected
     # Beyond that number, the order of operations on the same bytes is undefined.
     assert pair.move(op, *ops, ops[0]) == hixl.SUCCESS
 
@@ -170,42 +136,31 @@ def test_many_operations_of_one_call(pair: Pair) -> None:
     assert pair.move(READ, *ops) == hixl.SUCCESS
     for local, remote, size in ops:
         here[local : local + size] = there[remote : remote + size]
-    assert pair.local.bytes("local") == here
+    assert pair.local.bytes("m") == here
     here = pattern(5, SIZE)
-    pair.local.write("local", 0, here)
+    pair.local.write("m", 0, here)
     assert pair.move(WRITE, *ops) == hixl.SUCCESS
     remote_bytes = bytearray(there)
     for local, remote, size in ops:
         remote_bytes[remote : remote + size] = here[local : local + size]
-    assert pair.remote.bytes("remote") == remote_bytes
+    assert pair.remote.bytes("m") == remote_bytes
 
 
 def test_both_sides_read_each_other_at_once() -> None:
     """Neither waits for the other, although each reads what the other one writes."""
-    addresses = [listener(), listener()]
+    addresses, half = [listener(), listener()], SIZE // 2
     with ends(End, End) as both:
-        bases = []
-        for end, address, seed in zip(both, addresses, (1, 2)):
-            end.initialize(address)
-            bases.append(end.add("m", SIZE, seed))
-            end.register("m")
-        for end, other in zip(both, reversed(addresses)):
-            assert end.call("connect", other, LIMIT) == hixl.SUCCESS
-        codes = []
-
-        def work(me: int) -> None:
-            half = SIZE // 2
-            for op in [READ, WRITE] * 50:
-                ops = [(bases[me] + half, bases[1 - me], half)]
-                codes.append(both[me].move(addresses[1 - me], op, ops, 5000))
-
-        together(2, work)
-        assert codes == [hixl.SUCCESS] * 200
+        bases = [ready(end, address, 1, size=SIZE) for end, address in zip(both, addresses)]
+        ways = [Pair(both[me], bases[me], both[1 - me], bases[1 - me], addresses[1 - me]) for me in range(2)]
+        for way in ways:
+            assert way.connect() == hixl.SUCCESS
+        codes = together(2, lambda me: [ways[me].move(op, (half, 0, half), limit=5000) for op in [READ, WRITE] * 50])
+        assert codes == [[hixl.SUCCESS] * 100] * 2
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
 def test_bad_ranges_change_nothing(pair: Pair, op: int) -> None:
-    before = pair.local.bytes("local"), pair.remote.bytes("remote")
+    before = pair.local.bytes("m"), pair.remote.bytes("m")
     local_address, remote_address = pair.local_address, pair.remote_address
     wrong = [
         (local_address, remote_address + SIZE, 1),
@@ -233,51 +188,33 @@ def test_bad_ranges_change_nothing(pair: Pair, op: int) -> None:
     assert pair.local.engine.transfer_async(pair.address, -1, [hixl.TransferOpDesc(*good)]) == (hixl.PARAM_INVALID, 0)
     for limit in (0, -1, -(2**31)):
         assert pair.local.move(pair.address, op, [good], limit) == hixl.PARAM_INVALID
-    assert (pair.local.bytes("local"), pair.remote.bytes("remote")) == before
+    assert (pair.local.bytes("m"), pair.remote.bytes("m")) == before
     assert pair.local.move(pair.address, op, [good]) == hixl.SUCCESS
 
 
 def test_range_over_two_touching_regions_is_refused() -> None:
-    with ends(End, End) as (local, remote):
-        address = listener()
-        remote.initialize(address)
-        local.initialize("127.0.0.1:0")
-        remote_address, local_address = remote.add("remote", 2000, 1), local.add("local", 2000)
+    with connected(End, End) as pair:
+        pair.remote_address = pair.remote.add("touching", 2000, 1)
         for start in (0, 1000):
-            assert remote.register("remote", start, 1000)[0] == hixl.SUCCESS
-        local.register("local")
-        assert local.call("connect", address) == hixl.SUCCESS
-        assert local.move(address, READ, [(local_address, remote_address + 900, 200)]) == hixl.PARAM_INVALID
-        assert (
-            local.move(
-                address,
-                READ,
-                [(local_address, remote_address + 900, 100), (local_address + 100, remote_address + 1000, 100)],
-            )
-            == hixl.SUCCESS
-        )
-        assert local.bytes("local")[:200] == pattern(1, 2000)[900:1100]
+            registered(pair.remote, "touching", start, 1000)
+        assert pair.move(READ, (0, 900, 200)) == hixl.PARAM_INVALID
+        assert pair.move(READ, (0, 900, 100), (100, 1000, 100)) == hixl.SUCCESS
+        assert pair.local.bytes("m")[:200] == pattern(1, 2000)[900:1100]
 
 
 def test_several_regions_in_one_call() -> None:
     with ends(End, Child) as (local, remote):
-        address = listener()
-        remote.initialize(address)
-        local.initialize("127.0.0.1:0")
-        count = 300
-        remote_address = [remote.add(f"remote{k}", 64, k) for k in range(count)]
-        local_address = [local.add(f"local{k}", 64) for k in range(count)]
+        pair, count = paired(local, remote), 300
+        there = [remote.add(f"remote{k}", 64, k) for k in range(count)]
+        here = [local.add(f"local{k}", 64) for k in range(count)]
         assert {remote.register(f"remote{k}")[0] for k in range(count)} == {hixl.SUCCESS}
         assert {local.register(f"local{k}", kind=k % 2)[0] for k in range(count)} == {hixl.SUCCESS}
-        assert local.call("connect", address) == hixl.SUCCESS
-        ops = [(local_address[k] + 3, remote_address[count - 1 - k] + 5, 50) for k in range(count)]
-        assert local.move(address, READ, ops) == hixl.SUCCESS
+        assert pair.connect() == hixl.SUCCESS
+        ops = [(here[k] + 3, there[count - 1 - k] + 5, 50) for k in range(count)]
+        assert local.move(pair.address, READ, ops) == hixl.SUCCESS
         for k in range(count):
             assert local.bytes(f"local{k}")[3:53] == pattern(count - 1 - k, 64)[5:55]
-        assert (
-            local.move(address, WRITE, [(local_address[0], remote_address[k], 64) for k in range(count)])
-            == hixl.SUCCESS
-        )
+        assert local.move(pair.address, WRITE, [(here[0], one, 64) for one in there]) == hixl.SUCCESS
         assert {remote.bytes(f"remote{k}") for k in range(count)} == {local.bytes("local0")}
 
 
@@ -296,28 +233,26 @@ def test_regions_that_end_and_begin_while_connected(pair: Pair, op: int, asynchr
         return hixl.SUCCESS if outcome == (hixl.SUCCESS, COMPLETED) else hixl.PARAM_INVALID
 
     other = pair.remote.add("other", 4096, 9)
-    status, handle = pair.remote.register("other", 0, 1000)
-    assert status == hixl.SUCCESS
+    handle = registered(pair.remote, "other", 0, 1000)
     assert move((pair.local_address, other, 1000)) == hixl.SUCCESS
     assert move((pair.local_address, other, 1001)) == hixl.PARAM_INVALID
     assert pair.remote.call("deregister_mem", handle) == hixl.SUCCESS
     pair.remote.write("other", 0, b"\x55" * 4096)
-    before = pair.local.bytes("local"), pair.remote.bytes("other")
+    before = pair.local.bytes("m"), pair.remote.bytes("other")
     assert move((pair.local_address, other, 1000)) == hixl.PARAM_INVALID
-    assert (pair.local.bytes("local"), pair.remote.bytes("other")) == before
+    assert (pair.local.bytes("m"), pair.remote.bytes("other")) == before
     assert pair.remote.call("deregister_mem", handle) == hixl.SUCCESS
     assert move((pair.local_address, pair.remote_address, 10)) == hixl.SUCCESS
-    assert pair.remote.register("other", 500, 3000)[0] == hixl.SUCCESS
+    handle = registered(pair.remote, "other", 500, 3000)
     assert move((pair.local_address, other, 600)) == hixl.PARAM_INVALID
     assert move((pair.local_address, other + 500, 3000)) == hixl.SUCCESS
     # The same range again, which is another region.
-    status, handle = pair.remote.register("other", 500, 3000)
     assert pair.remote.call("deregister_mem", handle) == hixl.SUCCESS
-    assert pair.remote.register("other", 500, 3000)[0] == hixl.SUCCESS
+    registered(pair.remote, "other", 500, 3000)
     assert move((pair.local_address, other + 500, 3000)) == hixl.SUCCESS
     # A local region that ends.
     local = pair.local.add("local2", 100)
-    status, handle = pair.local.register("local2")
+    handle = registered(pair.local, "local2")
     assert move((local, pair.remote_address, 100)) == hixl.SUCCESS
     assert pair.local.call("deregister_mem", handle) == hixl.SUCCESS
     assert move((local, pair.remote_address, 100)) == hixl.PARAM_INVALID
@@ -327,39 +262,37 @@ def test_ranges_of_both_kinds_overlap(pair: Pair) -> None:
     """An operation is right if one range holds it, whatever its kind."""
     other = pair.remote.add("other", 4000, 7)
     for start, size, kind in [(0, 1000, 1), (500, 1000, 0), (1600, 1000, 1), (2000, 50, 0)]:
-        assert pair.remote.register("other", start, size, kind)[0] == hixl.SUCCESS
+        registered(pair.remote, "other", start, size, kind)
     ops = [(100, 300), (1200, 200), (600, 350), (2000, 600), (1700, 100)]
     for group in ([op] for op in ops), [ops], [ops[::-1]]:
         for some in group:
-            pair.local.write("local", 0, bytes(4000))
+            pair.local.write("m", 0, bytes(4000))
             moves = [(pair.local_address + at, other + at, size) for at, size in some]
             assert pair.local.move(pair.address, READ, moves) == hixl.SUCCESS
             for at, size in some:
-                assert pair.local.bytes("local")[at : at + size] == pattern(7, 4000)[at : at + size]
+                assert pair.local.bytes("m")[at : at + size] == pattern(7, 4000)[at : at + size]
     assert pair.local.move(pair.address, READ, [(pair.local_address, other + 1400, 200)]) == hixl.PARAM_INVALID
 
 
 def test_disconnect_while_the_target_reads_memory(pair: Pair) -> None:
     """A range can be reused once `deregister_mem` has returned, and the next connection writes last."""
     size = 192 << 20
-    local_address, remote_address = pair.local.add("source", size), pair.remote.add("target", size)
-    assert pair.remote.register("target")[0] == hixl.SUCCESS
+    pair.local_address, pair.remote_address = pair.local.add("source", size), pair.remote.add("target", size)
+    registered(pair.remote, "target")
     for limit in (1, 5, 10, 20):
         pair.local.write("source", 0, b"\x11" * size)
-        status, handle = pair.local.register("source")
-        assert status == hixl.SUCCESS
-        status, request = pair.local.submit(pair.address, WRITE, [(local_address, remote_address, size)])
-        assert status == hixl.SUCCESS
-        assert pair.local.call("disconnect", pair.address, limit) == hixl.SUCCESS
+        handle = registered(pair.local, "source")
+        request = pair.submit(WRITE, (0, 0, size))
+        assert pair.disconnect(limit) == hixl.SUCCESS
         assert pair.local.call("deregister_mem", handle) == hixl.SUCCESS
         assert ended(pair.local, request)[1] in (COMPLETED, FAILED)
         # The program uses the memory for something else.
         pair.local.write("source", 0, b"\x77" * size)
-        assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+        assert pair.connect() == hixl.SUCCESS
         assert pair.remote.samples("target") <= {0x00, 0x11, 0x22}
         pair.local.write("source", 0, b"\x22" * size)
-        status, handle = pair.local.register("source")
-        assert pair.local.move(pair.address, WRITE, [(local_address, remote_address, size)]) == hixl.SUCCESS
+        handle = registered(pair.local, "source")
+        assert pair.move(WRITE, (0, 0, size)) == hixl.SUCCESS
         assert pair.local.call("deregister_mem", handle) == hixl.SUCCESS
         time.sleep(0.2)
         assert pair.remote.samples("target") == {0x22}
@@ -373,8 +306,8 @@ def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None
             # Without a pause, the transfers would only ever find that nothing is connected.
             begun.wait(10)
             begun.clear()
-            pair.local.call("disconnect", pair.address, LIMIT)
-            pair.local.call("connect", pair.address, LIMIT)
+            pair.disconnect()
+            pair.connect()
 
     thread = threading.Thread(target=disconnect)
     thread.start()
@@ -384,9 +317,9 @@ def test_calls_that_disconnect_ends_touch_nothing_afterwards(pair: Pair) -> None
             begun.set()
             codes.add(code := pair.move(READ, (0, 0, SIZE)))
             if code != hixl.SUCCESS:
-                pair.local.write("local", 0, marker)
+                pair.local.write("m", 0, marker)
                 time.sleep(0.002)
-                assert pair.local.bytes("local") == marker
+                assert pair.local.bytes("m") == marker
     finally:
         going.set()
         begun.set()
@@ -405,98 +338,84 @@ def test_local_only_range_is_hidden(pair: Pair) -> None:
     assert pair.local.bytes("own") == pattern(1, SIZE)[:100]
     pair.local.write("own", 0, b"\x77" * 100)
     assert pair.local.move(pair.address, WRITE, [(own, pair.remote_address, 100)]) == hixl.SUCCESS
-    assert pair.remote.bytes("remote")[:100] == b"\x77" * 100
+    assert pair.remote.bytes("m")[:100] == b"\x77" * 100
 
 
 def test_write_that_has_timed_out_does_not_arrive_on_a_new_connection(pair: Pair) -> None:
-    pair.local.write("local", 0, b"\x11" * SIZE)
+    pair.local.write("m", 0, b"\x11" * SIZE)
     assert pair.move(WRITE, (0, 0, 8)) == hixl.SUCCESS  # so that the region is known here
     limit = 600
     for size in (100, SIZE):
-        pair.local.write("local", 0, b"\x22" * SIZE)
-        pair.remote.signal(signal.SIGSTOP)
-        try:
+        pair.local.write("m", 0, b"\x22" * SIZE)
+        with pair.remote.stopped():
             assert pair.move(WRITE, (0, 0, size), limit=limit) == hixl.TIMEOUT
-        finally:
-            pair.remote.signal(signal.SIGCONT)
-        assert pair.local.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
-        assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-        pair.local.write("local", 0, b"\x33" * SIZE)
+        pair.reconnect()
+        pair.local.write("m", 0, b"\x33" * SIZE)
         assert pair.move(WRITE, (0, 0, SIZE)) == hixl.SUCCESS
         # The limit of the first WRITE passes at the target.
         time.sleep(limit / 1000)
-        assert pair.remote.bytes("remote") == b"\x33" * SIZE
+        assert pair.remote.bytes("m") == b"\x33" * SIZE
 
 
 def test_write_of_a_stopped_caller_ends_before_later_writes() -> None:
     """The target ends it by its own clock, and another client writes last."""
     size = 2 * SIZE - 1  # through rings, unless memory is added
     with ends(End, Child, Child) as (other, target, caller):
-        address, bases = listener(), []
-        for end, text, seed in ((target, address, 1), (other, "127.0.0.1", 5), (caller, "127.0.0.1", 3)):
-            bases.append(end.add("m", size, seed))
-            assert end.initialize(text) == hixl.SUCCESS
-            assert end.register("m")[0] == hixl.SUCCESS
-        remote_address, local, stopped = bases
-        assert other.call("connect", address, LIMIT) == hixl.SUCCESS
+        last = paired(other, target, size=size, seed=5)
+        first = Pair(caller, ready(caller, seed=3, size=size), target, last.remote_address, last.address, size)
+        assert last.connect() == hixl.SUCCESS
         for round_ in range(6):
-            assert caller.call("connect", address, LIMIT) in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
+            assert first.connect() in (hixl.SUCCESS, hixl.ALREADY_CONNECTED)
             statuses: list[int] = []
 
             def write(statuses: list[int] = statuses) -> None:
-                statuses.append(caller.move(address, WRITE, [(stopped, remote_address, size)], 300))
+                statuses.append(first.move(WRITE, limit=300))
 
             call = threading.Thread(target=write)
             call.start()
             call.join(0.0005 * round_)  # it is stopped at different moments
-            caller.signal(signal.SIGSTOP)
-            try:
-                assert other.move(address, WRITE, [(local, remote_address, size)]) == hixl.SUCCESS
-            finally:
-                caller.signal(signal.SIGCONT)
+            with caller.stopped():
+                assert last.move(WRITE) == hixl.SUCCESS
             call.join(60)
             assert statuses[0] in (hixl.SUCCESS, hixl.TIMEOUT, hixl.FAILED)
-            assert other.move(address, WRITE, [(local, remote_address, size)]) == hixl.SUCCESS
+            assert last.move(WRITE) == hixl.SUCCESS
             time.sleep(0.5)  # longer than the limit, in which a transfer that has not ended would go on
             assert target.bytes("m") == pattern(5, size)
 
 
 def test_stopped_target_is_a_timeout_and_works_again(pair: Pair, hixl_way: str) -> None:
-    other = pair.remote.add("other", 100, 2)
-    assert pair.remote.register("other")[0] == hixl.SUCCESS
-    pair.remote.signal(signal.SIGSTOP)
-    try:
+    other = Pair(pair.local, pair.local_address, pair.remote, pair.remote.add("other", 100, 2), pair.address, 100)
+    registered(pair.remote, "other")
+    with pair.remote.stopped():
         # The region is not known here, so the target is asked.
-        assert pair.local.move(pair.address, READ, [(pair.local_address, other, 100)], 200) == hixl.TIMEOUT
+        assert other.move(READ, limit=200) == hixl.TIMEOUT
         assert pair.move(WRITE, (0, 0, 100), limit=200) == hixl.TIMEOUT
         # More than the window of the link has. By process id, the WRITE has waited until the link has ended.
         for k in range(1100 if hixl_way != "process" else 0):
             assert pair.local.notify(pair.address, "a", str(k), 1) == hixl.TIMEOUT
-    finally:
-        pair.remote.signal(signal.SIGCONT)
     if hixl_way != "process":
         assert pair.local.notify(pair.address, "a", "last") == hixl.SUCCESS
         assert pair.remote.notifies() == (hixl.SUCCESS, [("a", "last")])
-    pair.local.call("disconnect", pair.address, LIMIT)
-    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
-    assert pair.local.move(pair.address, READ, [(pair.local_address, other, 100)]) == hixl.SUCCESS
+    pair.disconnect()
+    assert pair.connect() == hixl.SUCCESS
+    assert other.move(READ) == hixl.SUCCESS
     assert pair.remote.notifies() == (hixl.SUCCESS, [])
+
+
+UNKNOWN = (hixl.PARAM_INVALID, FAILED)  # the status of a request that was reported, or never existed
 
 
 def test_asynchronous_requests(pair: Pair) -> None:
     requests = {}
     for k in range(64):
-        ops = pair.at((k * 1000, SIZE // 2 + k * 1000, 1000) if k % 2 else (SIZE // 2 + k * 1000, k * 1000, 1000))
-        status, request = pair.local.submit(pair.address, READ if k % 2 else WRITE, ops, 2**64 - 1 - k)
-        assert status == hixl.SUCCESS
-        assert request != 0
-        requests[request] = 2**64 - 1 - k
+        op = (k * 1000, SIZE // 2 + k * 1000, 1000) if k % 2 else (SIZE // 2 + k * 1000, k * 1000, 1000)
+        requests[pair.submit(READ if k % 2 else WRITE, op, user_data=2**64 - 1 - k)] = 2**64 - 1 - k
     assert len(requests) == 64
     first = next(iter(requests))
     assert ended(pair.local, first) == (hixl.SUCCESS, COMPLETED)
     del requests[first]
     for _ in range(2):
-        assert pair.local.call("get_transfer_status", first) == (hixl.PARAM_INVALID, FAILED)
+        assert pair.local.call("get_transfer_status", first) == UNKNOWN
     seen: dict[int, int] = {}
     query = hixl.GetTransferStatusArgs(3, skip_waiting=True)
     while len(seen) < 63:
@@ -506,15 +425,15 @@ def test_asynchronous_requests(pair: Pair) -> None:
         for result in results:
             assert result.status == COMPLETED
             assert result.req not in seen
-            assert pair.local.call("get_transfer_status", result.req) == (hixl.PARAM_INVALID, FAILED)
+            assert pair.local.call("get_transfer_status", result.req) == UNKNOWN
             seen[result.req] = result.user_data
     assert seen == requests
     assert pair.local.engine.get_all_transfer_status() == (hixl.SUCCESS, [])
     status, state = pair.local.call("get_transfer_status", 0)
     assert status != hixl.SUCCESS
     assert state == FAILED
-    assert pair.local.call("get_transfer_status", 2**64 - 1) == (hixl.PARAM_INVALID, FAILED)
-    there, here = pair.remote.bytes("remote"), pair.local.bytes("local")
+    assert pair.local.call("get_transfer_status", 2**64 - 1) == UNKNOWN
+    there, here = pair.remote.bytes("m"), pair.local.bytes("m")
     for k in range(1, 64, 2):
         assert here[k * 1000 : k * 1000 + 1000] == there[SIZE // 2 + k * 1000 :][:1000]
 
@@ -523,11 +442,9 @@ def test_asynchronous_requests(pair: Pair) -> None:
 def test_all_requests_are_reported_in_the_order_of_their_start(pair: Pair, end: str) -> None:
     assert pair.move(WRITE, (0, 0, 1)) == hixl.SUCCESS  # so that the region is known here
     every = pair.local.engine.get_all_transfer_status
-    pair.remote.signal(signal.SIGSTOP)
-    try:
-        submitted = [pair.local.submit(pair.address, WRITE, pair.at((k, k, 1)), 90 - k) for k in range(6)]
-        assert {status for status, _ in submitted} == {hixl.SUCCESS}
-        expected = [(request, 90 - k, WAITING) for k, (_, request) in enumerate(submitted)]
+    with pair.remote.stopped():
+        submitted = [pair.submit(WRITE, (k, k, 1), user_data=90 - k) for k in range(6)]
+        expected = [(request, 90 - k, WAITING) for k, request in enumerate(submitted)]
         for most in (0, 2, 6, 2**32 - 1):
             status, results = every(hixl.GetTransferStatusArgs(most))
             assert status == hixl.SUCCESS
@@ -536,17 +453,14 @@ def test_all_requests_are_reported_in_the_order_of_their_start(pair: Pair, end: 
         if end == "kill":
             pair.remote.kill()
         if end == "disconnect":
-            assert pair.local.call("disconnect", pair.address, 500) == hixl.SUCCESS
-    finally:
-        if end != "kill":
-            pair.remote.signal(signal.SIGCONT)
+            assert pair.disconnect(500) == hixl.SUCCESS
     ends_of: list[tuple[int, int]] = []
 
     def all_have_ended() -> bool:
         status, results = every()
         order = [one.req for one in results]
         assert status == hixl.SUCCESS
-        assert order == sorted(order, key=[request for _, request in submitted].index)
+        assert order == sorted(order, key=submitted.index)
         ended = [one for one in results if one.status != WAITING]
         assert {one.status for one in ended} <= {COMPLETED if end == "continue" else FAILED}
         ends_of.extend((one.req, one.user_data) for one in ended)
@@ -555,8 +469,8 @@ def test_all_requests_are_reported_in_the_order_of_their_start(pair: Pair, end: 
     assert eventually(all_have_ended)
     assert sorted(ends_of) == sorted((request, data) for request, data, _ in expected)
     assert every() == (hixl.SUCCESS, [])
-    for _, request in submitted:
-        assert pair.local.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
+    for request in submitted:
+        assert pair.local.call("get_transfer_status", request) == UNKNOWN
 
 
 @pytest.mark.parametrize("hixl_way", ["rings"], indirect=True)
@@ -573,25 +487,19 @@ def test_65536_requests_may_wait_for_their_report(pair: Pair) -> None:
     assert submit()[0] == hixl.SUCCESS
     assert submit() == (hixl.RESOURCE_EXHAUSTED, 0)
     # Those that `disconnect` has ended make room.
-    assert pair.local.call("disconnect", pair.address, LIMIT) == hixl.SUCCESS
-    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    pair.reconnect()
     assert submit()[0] == hixl.SUCCESS
-    assert pair.local.call("get_transfer_status", requests[0][1]) == (hixl.PARAM_INVALID, FAILED)
+    assert pair.local.call("get_transfer_status", requests[0][1]) == UNKNOWN
     status, results = pair.local.engine.get_all_transfer_status()
     assert (status, len(results)) == (hixl.SUCCESS, 1 << 16)
 
 
 def test_twenty_threads_submit(pair: Pair) -> None:
-    found: list[tuple[int, int]] = []
+    def work(thread: int) -> list[int]:
+        starts = [thread * 20_000 + k * 1000 for k in range(20)]
+        return [pair.submit(READ, (start, start, 1000)) for start in starts]
 
-    def work(thread: int) -> None:
-        for k in range(20):
-            ops = pair.at((thread * 20_000 + k * 1000, thread * 20_000 + k * 1000, 1000))
-            found.append(pair.local.submit(pair.address, READ, ops))
-
-    together(20, work)
-    assert {status for status, _ in found} == {hixl.SUCCESS}
-    requests = {request for _, request in found}
+    requests = {request for found in together(20, work) for request in found}
     assert len(requests) == 400
     done: set[int] = set()
 
@@ -601,68 +509,53 @@ def test_twenty_threads_submit(pair: Pair) -> None:
         return status == hixl.SUCCESS and done == requests
 
     assert eventually(all_ended)
-    assert pair.local.bytes("local")[:400_000] == pattern(1, SIZE)[:400_000]
+    assert pair.local.bytes("m")[:400_000] == pattern(1, SIZE)[:400_000]
 
 
 def test_disconnect_ends_requests(pair: Pair) -> None:
     assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS  # so that the region is known here
-    pair.remote.signal(signal.SIGSTOP)
-    try:
-        requests = [pair.local.submit(pair.address, WRITE, pair.at((k, k, 1)))[1] for k in range(5)]
-        assert all(requests)
+    with pair.remote.stopped():
+        requests = [pair.submit(WRITE, (k, k, 1)) for k in range(5)]
         assert pair.local.call("get_transfer_status", requests[0]) == (hixl.SUCCESS, WAITING)
-        assert pair.local.call("disconnect", pair.address, 500) == hixl.SUCCESS
-    finally:
-        pair.remote.signal(signal.SIGCONT)
+        assert pair.disconnect(500) == hixl.SUCCESS
     for request in requests:
-        state = ended(pair.local, request)
-        assert state == (hixl.NOT_CONNECTED, FAILED)
-        assert pair.local.call("get_transfer_status", request) == (hixl.PARAM_INVALID, FAILED)
+        assert ended(pair.local, request) == (hixl.NOT_CONNECTED, FAILED)
+        assert pair.local.call("get_transfer_status", request) == UNKNOWN
     assert pair.move(READ, (0, 0, 1)) == hixl.NOT_CONNECTED
-    assert pair.local.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+    assert pair.connect() == hixl.SUCCESS
     assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS
 
 
 def test_bytes_of_a_write_are_read_by_any_other_engine(pair: Pair) -> None:
     with ends(End) as (reader,):
-        buffer = reader.add("m", SIZE)
-        assert reader.initialize("127.0.0.1") == hixl.SUCCESS
-        assert reader.register("m")[0] == hixl.SUCCESS
-        assert reader.call("connect", pair.address, LIMIT) == hixl.SUCCESS
+        other = Pair(reader, ready(reader, size=SIZE), pair.remote, pair.remote_address, pair.address, SIZE)
+        assert other.connect() == hixl.SUCCESS
         for seed in range(20, 26):
-            pair.local.write("local", 0, pattern(seed, SIZE))
+            pair.local.write("m", 0, pattern(seed, SIZE))
             if seed % 2:
-                assert pair.move(WRITE, (0, 0, SIZE)) == hixl.SUCCESS
+                assert pair.move(WRITE) == hixl.SUCCESS
             else:
-                status, request = pair.local.submit(pair.address, WRITE, pair.at((0, 0, SIZE)))
-                assert status == hixl.SUCCESS
-                assert ended(pair.local, request) == (hixl.SUCCESS, COMPLETED)
-            assert reader.move(pair.address, READ, [(buffer, pair.remote_address, SIZE)]) == hixl.SUCCESS
+                assert ended(pair.local, pair.submit(WRITE)) == (hixl.SUCCESS, COMPLETED)
+            assert other.move(READ) == hixl.SUCCESS
             assert reader.bytes("m") == pattern(seed, SIZE)
 
 
 def test_killed_target_fails_requests(pair: Pair) -> None:
     assert pair.move(READ, (0, 0, 1)) == hixl.SUCCESS
-    pair.remote.signal(signal.SIGSTOP)
-    status, request = pair.local.submit(pair.address, WRITE, pair.at((0, 0, 8)))
-    assert status == hixl.SUCCESS
-    pair.remote.kill()
-    state = ended(pair.local, request)
-    assert state[1] == FAILED
+    with pair.remote.stopped():
+        request = pair.submit(WRITE, (0, 0, 8))
+        pair.remote.kill()
+    assert ended(pair.local, request)[1] == FAILED
     assert pair.move(READ, (0, 0, 8)) == hixl.FAILED
     assert pair.local.notify(pair.address, "a", "b", 2000) in (hixl.FAILED, hixl.TIMEOUT)
-    assert pair.local.call("disconnect", pair.address) in (hixl.SUCCESS, hixl.NOT_CONNECTED)
-    assert pair.local.call("connect", pair.address) == hixl.FAILED
+    assert pair.disconnect() in (hixl.SUCCESS, hixl.NOT_CONNECTED)
+    assert pair.connect() == hixl.FAILED
 
 
 def test_ipv6() -> None:
     with ends(End, Child) as (local, remote):
         address = f"[::1]:{free_port(socket.AF_INET6)}"
-        assert remote.initialize(address) == hixl.SUCCESS
-        assert local.initialize("[::1]") == hixl.SUCCESS
-        remote_address, local_address = remote.add("remote", 100, 1), local.add("local", 100)
-        remote.register("remote")
-        local.register("local")
-        assert local.call("connect", address) == hixl.SUCCESS
-        assert local.move(address, READ, [(local_address, remote_address, 100)]) == hixl.SUCCESS
-        assert local.bytes("local") == pattern(1, 100)
+        pair = Pair(local, ready(local, "[::1]"), remote, ready(remote, address, 1), address)
+        assert pair.connect() == hixl.SUCCESS
+        assert pair.move(READ) == hixl.SUCCESS
+        assert local.bytes("m") == pattern(1, 4096)

@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from keeper_process import serving, stopped
 from llm_datadist import Closed, Keeper, Store
 from llm_datadist.integrations import store_settings
 from peers import eventually
+from stand_ins import put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,17 +126,14 @@ KEYS = [Key(hashlib.sha256(b"%d" % number).digest()) for number in range(6)]
 def module() -> Iterator[Any]:
     """The adapter, imported over stand-ins of LMCache: all that it needs, so not the transfer channel."""
     names = ("lmcache", "v1", "distributed", "l2_adapters")
-    packages = [".".join(names[: end + 1]) for end in range(len(names))]
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
+        **{".".join(names[: end + 1]): {} for end in range(len(names))},
         "lmcache.lmcache_native": {"Bitmap": Bitmap},
         "lmcache.v1.distributed.internal_api": {"L2StoreResult": L2StoreResult},
         "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": L2AdapterInterface},
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name in (*packages, *parts):
-            made = ModuleType(name)
-            vars(made).update(parts.get(name, {}))
-            patch.setitem(sys.modules, name, made)
+        put(patch, parts)
         patch.setattr(store_settings, "version", lambda _: "0.5.6")
         yield importlib.import_module(NAME)
         del sys.modules[NAME]
@@ -198,11 +196,18 @@ class Opener:
 
 
 @pytest.fixture
-def server(module: Any, socket: Path) -> Iterator[Opener]:
+def alone(module: Any, socket: Path) -> Iterator[Opener]:
+    """The test starts the keeper, if any."""
     opener = Opener(module, socket)
     yield opener
     for each in opener.opened:
         each.adapter.close()
+
+
+@pytest.fixture
+def server(keeper: Keeper, alone: Opener) -> Opener:
+    assert keeper.slots
+    return alone
 
 
 def leased(server: Server) -> int:
@@ -210,8 +215,7 @@ def leased(server: Server) -> int:
     return int(store.stats()["keeper"]["leased"])
 
 
-def test_objects_are_found_by_another_server(keeper: Keeper, server: Opener) -> None:
-    assert keeper.slots
+def test_objects_are_found_by_another_server(server: Opener) -> None:
     objects = [Object(seed) for seed in range(4)]
     first = server()
     assert first.lookup(KEYS) == [False] * 6
@@ -224,8 +228,7 @@ def test_objects_are_found_by_another_server(keeper: Keeper, server: Opener) -> 
     assert into[:4] == objects
 
 
-def test_a_lookup_leases_objects_until_they_are_unlocked(keeper: Keeper, server: Opener) -> None:
-    assert keeper.slots
+def test_a_lookup_leases_objects_until_they_are_unlocked(server: Opener) -> None:
     one = server()
     one.store(KEYS[:3], [Object(seed) for seed in range(3)])
     assert leased(one) == 0
@@ -237,8 +240,7 @@ def test_a_lookup_leases_objects_until_they_are_unlocked(keeper: Keeper, server:
     assert one.lookup(KEYS[:1]) == [True]
 
 
-def test_deleted_objects_are_gone(keeper: Keeper, server: Opener) -> None:
-    assert keeper.slots
+def test_deleted_objects_are_gone(server: Opener) -> None:
     one = server()
     one.adapter.delete(KEYS)  # there is no store yet
     one.store(KEYS[:3], [Object(seed) for seed in range(3)])
@@ -247,8 +249,7 @@ def test_deleted_objects_are_gone(keeper: Keeper, server: Opener) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"])
-def test_objects_with_other_keys_are_others(keeper: Keeper, server: Opener, name: str) -> None:
-    assert keeper.slots
+def test_objects_with_other_keys_are_others(server: Opener, name: str) -> None:
     one = server()
     one.store(KEYS[:1], [Object(0)])
     other: Any = {"chunk_hash": b"1", "kv_rank": 2, "object_group_id": 1}.get(name, "x")
@@ -264,8 +265,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
-def test_objects_of_another_layout_are_never_loaded(keeper: Keeper, server: Opener, layout: Layout) -> None:
-    assert keeper.slots
+def test_objects_of_another_layout_are_never_loaded(server: Opener, layout: Layout) -> None:
     server().store(KEYS[:1], [Object(0)])
     other = server()
     assert other.lookup(KEYS[:1], layout) == [False]
@@ -279,9 +279,8 @@ def test_objects_of_another_layout_are_never_loaded(keeper: Keeper, server: Open
 
 
 def test_servers_with_other_revisions_or_versions_share_nothing(
-    keeper: Keeper, server: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert keeper.slots
     server().store(KEYS[:1], [Object(0)])
     assert server(revision="s").lookup(KEYS[:1]) == [False]
     assert caplog.records == []
@@ -290,8 +289,7 @@ def test_servers_with_other_revisions_or_versions_share_nothing(
     assert "was not tested with lmcache 0.5.7; tested: 0.5.6" in caplog.text
 
 
-def test_an_object_with_one_shape_is_one_with_a_list_of_one(keeper: Keeper, server: Opener) -> None:
-    assert keeper.slots
+def test_an_object_with_one_shape_is_one_with_a_list_of_one(server: Opener) -> None:
     one = server()
     one.store(KEYS[:1], [Object(0, simple=True)])
     into = [Object()]
@@ -299,9 +297,8 @@ def test_an_object_with_one_shape_is_one_with_a_list_of_one(keeper: Keeper, serv
     assert into == [Object(0)]
 
 
-def test_a_lookup_without_a_layout_finds_what_this_server_knows(keeper: Keeper, server: Opener) -> None:
+def test_a_lookup_without_a_layout_finds_what_this_server_knows(server: Opener) -> None:
     """As LMCache's benchmark looks up."""
-    assert keeper.slots
     one = server()
     nothing = Layout(shapes=[], dtypes=[])
     assert one.lookup(KEYS[:1], nothing) == [False]
@@ -322,17 +319,17 @@ def test_a_lookup_without_a_layout_finds_what_this_server_knows(keeper: Keeper, 
         ({"timeout_ms": 60_001}, "Expected `int` <= 60000"),
     ],
 )
-def test_bad_options_are_refused(server: Opener, options: dict[str, Any], text: str) -> None:
+def test_bad_options_are_refused(alone: Opener, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        server(**options)
+        alone(**options)
 
 
 def test_a_keeper_with_smaller_values_stores_nothing_and_the_log_says_so_once(
-    socket: Path, server: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
     large = Layout(shapes=[(4097,)])
     with Keeper(memory="1MiB", socket=socket, value=4096):
-        one = server()
+        one = alone()
         for _ in range(2):
             assert one.lookup(KEYS[:1], large) == [False]
             assert not one.store(KEYS[:1], [Object(0, large)]).ok
@@ -343,9 +340,9 @@ def test_a_keeper_with_smaller_values_stores_nothing_and_the_log_says_so_once(
 
 
 def test_without_a_keeper_every_task_ends_and_the_log_says_so_once(
-    socket: Path, server: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = server()
+    one = alone()
     for _ in range(2):
         assert one.lookup(KEYS) == [False] * 6
         assert one.store(KEYS[:2], [Object(0), Object(1)]) == L2StoreResult(ok=False, bytes=0)
@@ -357,8 +354,8 @@ def test_without_a_keeper_every_task_ends_and_the_log_says_so_once(
     assert f"the keeper at {socket} is away" in caplog.text
 
 
-def test_a_keeper_that_has_come_back_is_used_again(socket: Path, server: Opener) -> None:
-    one = server()
+def test_a_keeper_that_has_come_back_is_used_again(socket: Path, alone: Opener) -> None:
+    one = alone()
     assert not one.store(KEYS[:1], [Object(0)]).ok
     with Keeper(memory="1MiB", socket=socket, value="4KiB"):
         eventually(lambda: one.store(KEYS[:1], [Object(0)]).ok)
@@ -366,8 +363,7 @@ def test_a_keeper_that_has_come_back_is_used_again(socket: Path, server: Opener)
     assert one.lookup(KEYS[:1]) == [False]
 
 
-def test_the_status_has_the_counts_of_all_layouts(keeper: Keeper, server: Opener, socket: Path) -> None:
-    assert keeper.slots
+def test_the_status_has_the_counts_of_all_layouts(server: Opener, socket: Path) -> None:
     one = server()
     assert one.adapter.report_status()["is_healthy"] is True
     one.store(KEYS[:1], [Object(0)])
@@ -395,54 +391,56 @@ class Blocked:
         monkeypatch.setattr(module._Stores, "move", move)
 
 
-def test_a_task_that_waits_for_too_long_fails_without_a_copy(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert keeper.slots
-    blocked, one = Blocked(monkeypatch, module), server(timeout_ms=50)
-    first = one.adapter.submit_store_task(KEYS[:1], [Object(0)])
-    assert blocked.entered.wait(LIMIT)
-    second = one.adapter.submit_store_task(KEYS[1:2], [Object(1)])
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch, module: Any) -> Blocked:
+    return Blocked(monkeypatch, module)
+
+
+def overdue(blocked: Blocked) -> None:
+    """Let the tasks of a server with a time limit of 50 ms go on when it is over."""
     deadline = time.monotonic() + 0.05
     eventually(lambda: time.monotonic() > deadline)
     blocked.released.set()
+
+
+def test_a_task_that_waits_for_too_long_fails_without_a_copy(server: Opener, blocked: Blocked) -> None:
+    one = server(timeout_ms=50)
+    first = one.adapter.submit_store_task(KEYS[:1], [Object(0)])
+    assert blocked.entered.wait(LIMIT)
+    second = one.adapter.submit_store_task(KEYS[1:2], [Object(1)])
+    overdue(blocked)
     assert not one.stored_by(first).ok  # its time is over before the keeper is asked
     assert one.stored_by(second) == L2StoreResult(ok=False, bytes=0)
     assert one.lookup(KEYS[:2]) == [False, False]
 
 
 def test_a_load_that_waits_for_too_long_finds_nothing(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
+    server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keeper.slots
     server().store(KEYS[:1], [Object(0)])
     blocked, one = Blocked(monkeypatch, module), server(timeout_ms=50)
     into = Object()
     one.adapter.submit_load_task(KEYS[:1], [Object()])
     assert blocked.entered.wait(LIMIT)
     second = one.adapter.submit_load_task(KEYS[:1], [into])
-    deadline = time.monotonic() + 0.05
-    eventually(lambda: time.monotonic() > deadline)
-    blocked.released.set()
+    overdue(blocked)
     eventually(lambda: one.adapter._loading._waiting == 0)
     assert one.adapter.query_load_result(second) == set()
     assert not into.memory.any()
 
 
 def test_a_store_without_one_of_its_objects_has_failed(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
+    server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keeper.slots
     monkeypatch.setattr(module._Stores, "move", lambda *_: [True, False])
     assert not server().store(KEYS[:2], [Object(0), Object(1)]).ok
 
 
 def test_tasks_above_the_bound_fail_at_once(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Opener, blocked: Blocked, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert keeper.slots
     monkeypatch.setattr(module, "_MAX_WAITING", 3)
-    blocked, one = Blocked(monkeypatch, module), server()
+    one = server()
     tasks = [one.adapter.submit_store_task(KEYS[:1], [Object(0)]) for _ in range(3)]
     over = [one.adapter.submit_store_task(KEYS[:1], [Object(0)]) for _ in range(2)]
     assert [one.stored_by(task).ok for task in over] == [False, False]
@@ -454,9 +452,8 @@ def test_tasks_above_the_bound_fail_at_once(
     assert one.store(KEYS[:1], [Object(0)]).ok
 
 
-def test_threads_start_with_the_adapter(keeper: Keeper, server: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_start_with_the_adapter(server: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task must not be reported as failed because its thread did not start, and then run all the same."""
-    assert keeper.slots
     one = server()
     before = len(list(Path("/proc/self/fd").iterdir()))
 
@@ -477,10 +474,9 @@ def test_threads_start_with_the_adapter(keeper: Keeper, server: Opener, monkeypa
 
 
 def test_a_store_that_is_opened_keeps_nobody_waiting(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
+    server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads open the store of a layout at once, and one of the two is closed."""
-    assert keeper.slots
     both, released = threading.Barrier(3), threading.Event()
     made: list[Store] = []
 
@@ -510,9 +506,8 @@ def test_a_store_that_is_opened_keeps_nobody_waiting(
 
 
 def test_a_store_that_is_opened_while_the_adapter_closes_is_closed(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
+    server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keeper.slots
     made: list[Store] = []
 
     def slow(*given: Any, **named: Any) -> Store:
@@ -527,10 +522,10 @@ def test_a_store_that_is_opened_while_the_adapter_closes_is_closed(
         made[0].exists([bytes(28)])
 
 
-def test_a_lookup_at_a_stopped_keeper_finds_what_a_load_finds(socket: Path, server: Opener) -> None:
+def test_a_lookup_at_a_stopped_keeper_finds_what_a_load_finds(socket: Path, alone: Opener) -> None:
     """The keeper does not answer the lease, which ends the connection. So nothing can be loaded."""
     with serving(socket) as keeper:
-        one = server()
+        one = alone()
         one.store(KEYS[:1], [Object(0)])
         assert one.lookup(KEYS[:1]) == [True]
         with stopped(keeper):
@@ -540,10 +535,10 @@ def test_a_lookup_at_a_stopped_keeper_finds_what_a_load_finds(socket: Path, serv
         assert one.load(KEYS[:1], [Object()]) == [True]
 
 
-def test_the_status_does_not_end_connections(socket: Path, server: Opener) -> None:
+def test_the_status_does_not_end_connections(socket: Path, alone: Opener) -> None:
     """The keeper is stopped. Loads go on, because they read its memory."""
     with serving(socket) as keeper:
-        one = server()
+        one = alone()
         one.store(KEYS[:1], [Object(0)])
         with stopped(keeper):
             assert one.adapter.report_status()["is_healthy"] is False
@@ -552,11 +547,8 @@ def test_the_status_does_not_end_connections(socket: Path, server: Opener) -> No
         eventually(lambda: one.adapter.report_status()["is_healthy"])
 
 
-def test_lookups_do_not_wait_for_copies(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert keeper.slots
-    blocked, one = Blocked(monkeypatch, module), server()
+def test_lookups_do_not_wait_for_copies(server: Opener, blocked: Blocked) -> None:
+    one = server()
     task = one.adapter.submit_store_task(KEYS[:1], [Object(0)])
     assert blocked.entered.wait(LIMIT)
     assert one.lookup(KEYS[:1]) == [False]
@@ -564,10 +556,7 @@ def test_lookups_do_not_wait_for_copies(
     assert one.stored_by(task).ok
 
 
-def test_results_that_nobody_asks_for_are_bounded(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert keeper.slots
+def test_results_that_nobody_asks_for_are_bounded(server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_RESULTS", 4)
     one = server()
     tasks = [one.adapter.submit_lookup_and_lock_task(KEYS, {0: LAYOUT}) for _ in range(10)]
@@ -576,8 +565,7 @@ def test_results_that_nobody_asks_for_are_bounded(
     assert [result is not None for result in results] == [False] * 6 + [True] * 4
 
 
-def test_a_signal_comes_after_its_result(keeper: Keeper, server: Opener) -> None:
-    assert keeper.slots
+def test_a_signal_comes_after_its_result(server: Opener) -> None:
     one = server()
     fd = one.adapter.get_lookup_and_lock_event_fd()
     for _ in range(200):
@@ -587,8 +575,8 @@ def test_a_signal_comes_after_its_result(keeper: Keeper, server: Opener) -> None
         assert one.adapter.query_lookup_and_lock_result(task) is not None
 
 
-def test_the_three_descriptors_differ_and_do_not_block(server: Opener) -> None:
-    adapter = server().adapter
+def test_the_three_descriptors_differ_and_do_not_block(alone: Opener) -> None:
+    adapter = alone().adapter
     fds = {adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()}
     assert len(fds) == 3
     for fd in fds:
@@ -597,10 +585,9 @@ def test_the_three_descriptors_differ_and_do_not_block(server: Opener) -> None:
 
 
 def test_the_number_of_layouts_is_bounded(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with compressed objects, each of which has another size."""
-    assert keeper.slots
     monkeypatch.setattr(module, "_MAX_LAYOUTS", 2)
     one = server()
     results = [one.store(KEYS[:1], [Object(0, Layout(shapes=[(size,)]))]).ok for size in range(1, 5)]
@@ -609,11 +596,11 @@ def test_the_number_of_layouts_is_bounded(
     assert one.store(KEYS[1:2], [Object(0, Layout(shapes=[(1,)]))]).ok
 
 
-def test_tasks_may_have_more_keys_than_a_call_of_the_store(socket: Path, server: Opener) -> None:
+def test_tasks_may_have_more_keys_than_a_call_of_the_store(socket: Path, alone: Opener) -> None:
     small = Layout(shapes=[(4,)])
     keys = [Key(b"%d" % number) for number in range(5000)]
     with Keeper(memory=5000 * 4096, socket=socket, value=4096):
-        one = server(timeout_ms=60_000)
+        one = alone(timeout_ms=60_000)
         objects = [Object(number, small) for number in range(5000)]
         assert one.store(keys, objects) == L2StoreResult(ok=True, bytes=5000 * 8)
         assert one.lookup(keys, small) == [True] * 5000
@@ -623,9 +610,8 @@ def test_tasks_may_have_more_keys_than_a_call_of_the_store(socket: Path, server:
 
 
 def test_an_exception_ends_its_task(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert keeper.slots
     one = server()
 
     def fails(*_: object) -> list[bool]:
@@ -642,10 +628,9 @@ def test_an_exception_ends_its_task(
 
 
 def test_close_waits_for_the_task_that_runs_and_ends_those_that_wait(
-    keeper: Keeper, server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Opener, blocked: Blocked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert keeper.slots
-    blocked, one = Blocked(monkeypatch, module), server()
+    one = server()
     fds = [one.adapter.get_store_event_fd(), one.adapter.get_load_event_fd()]
     for _ in range(3):
         one.adapter.submit_load_task(KEYS[:1], [Object()])
@@ -667,9 +652,8 @@ def test_close_waits_for_the_task_that_runs_and_ends_those_that_wait(
     assert caplog.records == []
 
 
-def test_values_are_those_that_the_store_of_the_namespace_has(keeper: Keeper, server: Opener, socket: Path) -> None:
+def test_values_are_those_that_the_store_of_the_namespace_has(server: Opener, socket: Path) -> None:
     """Nothing is added to the bytes of an object."""
-    assert keeper.slots
     one = server()
     one.store(KEYS[:1], [Object(7)])
     layout = next(iter(one.adapter._stores._opened))

@@ -20,7 +20,8 @@ import pytest
 
 from llm_datadist import InvalidArgument, Keeper, Store
 from llm_datadist.integrations import store_settings
-from peers import meanwhile
+from peers import eventually, meanwhile
+from stand_ins import put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,13 +104,11 @@ KEYS = [key(number) for number in range(8)]
 @pytest.fixture(scope="module")
 def module() -> Iterator[Any]:
     """The adapter, imported over stand-ins of SGLang and torch."""
-    names = ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage", "torch")
+    modules: dict[str, dict[str, Any]] = {name: {} for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache")}
+    modules["sglang.srt.mem_cache.hicache_storage"] = {"HiCacheStorage": HiCacheStorage}
+    modules["torch"] = {"arange": np.arange}
     with pytest.MonkeyPatch.context() as patch:
-        made = {name: ModuleType(name) for name in names}
-        made[names[3]].HiCacheStorage = HiCacheStorage  # type: ignore[attr-defined]
-        made["torch"].arange = np.arange  # type: ignore[attr-defined]
-        for name, each in made.items():
-            patch.setitem(sys.modules, name, each)
+        put(patch, modules)
         patch.setattr(store_settings, "version", lambda _: "0.5.23")
         yield importlib.import_module("llm_datadist.integrations.sglang")
         del sys.modules["llm_datadist.integrations.sglang"]
@@ -146,16 +145,22 @@ class Opener:
 
 
 @pytest.fixture
-def storage(module: Any, socket: Path) -> Iterator[Opener]:
+def alone(module: Any, socket: Path) -> Iterator[Opener]:
+    """The test starts the keeper, if any."""
     opener = Opener(module, socket)
     yield opener
     for each in opener.opened:
         each.close()
 
 
-@pytest.mark.parametrize("pieces", [(PIECE, PIECE), (PIECE,), (PIECE, PIECE // 2), (64,) * 6, (96, 32) * 3])
-def test_pages_are_found_by_another_server(keeper: Keeper, storage: Opener, pieces: tuple[int, ...]) -> None:
+@pytest.fixture
+def storage(keeper: Keeper, alone: Opener) -> Opener:
     assert keeper.slots
+    return alone
+
+
+@pytest.mark.parametrize("pieces", [(PIECE, PIECE), (PIECE,), (PIECE, PIECE // 2), (64,) * 6, (96, 32) * 3])
+def test_pages_are_found_by_another_server(storage: Opener, pieces: tuple[int, ...]) -> None:
     pool = Pool(pieces)
     for row in range(4):
         pool.fill(row, row)
@@ -173,8 +178,7 @@ def test_pages_are_found_by_another_server(keeper: Keeper, storage: Opener, piec
     assert [other.page(row) for row in (9, 3, 8, 2)] == [pool.page(row) for row in range(4)]
 
 
-def test_a_prefix_ends_at_the_first_page_that_is_missing(keeper: Keeper, storage: Opener) -> None:
-    assert keeper.slots
+def test_a_prefix_ends_at_the_first_page_that_is_missing(storage: Opener) -> None:
     pool = Pool()
     server = storage(pool)
     pool.fill(5, 5)
@@ -184,8 +188,7 @@ def test_a_prefix_ends_at_the_first_page_that_is_missing(keeper: Keeper, storage
     assert pool.page(1) == pool.page(3) == pool.page(5)
 
 
-def test_a_page_without_one_of_its_pieces_is_missing(keeper: Keeper, storage: Opener) -> None:
-    assert keeper.slots
+def test_a_page_without_one_of_its_pieces_is_missing(storage: Opener) -> None:
     server = storage()
     server.batch_set_v1(KEYS[:2], indices(0, 1))
     store, pieces = server._pages._stores[0]
@@ -215,16 +218,14 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_servers_whose_pages_differ_share_nothing(keeper: Keeper, storage: Opener, other: dict[str, Any]) -> None:
-    assert keeper.slots
+def test_servers_whose_pages_differ_share_nothing(storage: Opener, other: dict[str, Any]) -> None:
     storage().batch_set_v1(KEYS[:1], indices(0))
     assert storage().batch_exists(KEYS[:1]) == 1
     assert storage(**other).batch_exists(KEYS[:1]) == 0
 
 
-def test_kinds_of_8_bit_floats_share_nothing(keeper: Keeper, storage: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_8_bit_floats_share_nothing(storage: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang keeps all of them as bytes, and its option says which."""
-    assert keeper.slots
     context: Any = ModuleType("sglang.srt.runtime_context")
     monkeypatch.setitem(sys.modules, context.__name__, context)
 
@@ -239,8 +240,7 @@ def test_kinds_of_8_bit_floats_share_nothing(keeper: Keeper, storage: Opener, mo
     assert [found(kind) for kind in ("fp8_e4m3", "fp8_e5m2", "auto")] == [1] * 3
 
 
-def test_ranks_that_have_the_same_pages_share_them(keeper: Keeper, storage: Opener) -> None:
-    assert keeper.slots
+def test_ranks_that_have_the_same_pages_share_them(storage: Opener) -> None:
     storage(is_mla_model=True, tp_size=2).batch_set_v1(KEYS[:1], indices(0))
     assert storage(is_mla_model=True, tp_rank=3, tp_size=4).batch_exists(KEYS[:1]) == 1
     storage(dp_rank=0).batch_set_v1(KEYS[1:2], indices(0))
@@ -248,9 +248,8 @@ def test_ranks_that_have_the_same_pages_share_them(keeper: Keeper, storage: Open
 
 
 def test_another_version_of_sglang_shares_nothing_and_is_warned_about(
-    keeper: Keeper, storage: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    storage: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert keeper.slots
     storage().batch_set_v1(KEYS[:1], indices(0))
     assert caplog.records == []
     monkeypatch.setattr(store_settings, "version", lambda _: "0.5.24")
@@ -282,29 +281,24 @@ def test_another_version_of_sglang_shares_nothing_and_is_warned_about(
         ({}, {"pool": Pool(dtype="torch.uint8")}, "dtype must be known"),
     ],
 )
-def test_bad_options_are_refused(
-    keeper: Keeper, storage: Opener, options: dict[str, Any], config: dict[str, Any], text: str
-) -> None:
-    assert keeper.slots
+def test_bad_options_are_refused(storage: Opener, options: dict[str, Any], config: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         storage(config.pop("pool", None), options, **config)
 
 
-def test_a_keeper_with_smaller_values_is_refused(socket: Path, storage: Opener) -> None:
+def test_a_keeper_with_smaller_values_is_refused(socket: Path, alone: Opener) -> None:
     with Keeper(memory="1MiB", socket=socket, value=4096), pytest.raises(InvalidArgument, match="4096"):
-        storage(Pool((4096, 8192)))
-    assert storage.opened[0].batch_exists(KEYS) == 0
+        alone(Pool((4096, 8192)))
+    assert alone.opened[0].batch_exists(KEYS) == 0
 
 
 @pytest.mark.parametrize("name", ["swa", "mamba", "draft"])
-def test_other_host_pools_are_refused(keeper: Keeper, storage: Opener, name: str) -> None:
-    assert keeper.slots
+def test_other_host_pools_are_refused(storage: Opener, name: str) -> None:
     with pytest.raises(ValueError, match=f"host pool '{name}' is not supported"):
         storage().register_mem_host_pool_v2(Pool(), name)
 
 
-def test_pages_of_another_form_are_misses(keeper: Keeper, storage: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    assert keeper.slots
+def test_pages_of_another_form_are_misses(storage: Opener, caplog: pytest.LogCaptureFixture) -> None:
     pool = Pool()
     server = storage(pool)
     pool.pieces = (PIECE, PIECE // 2)
@@ -317,9 +311,9 @@ def test_pages_of_another_form_are_misses(keeper: Keeper, storage: Opener, caplo
 
 
 def test_without_a_keeper_nothing_is_found_and_the_log_says_so_once(
-    socket: Path, storage: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = storage()
+    server = alone()
     for _ in range(3):
         assert server.batch_exists(KEYS) == 0
         assert server.batch_get_v1(KEYS[:2], indices(0, 1)) == [False, False]
@@ -329,16 +323,12 @@ def test_without_a_keeper_nothing_is_found_and_the_log_says_so_once(
 
 
 def test_a_keeper_that_has_come_back_is_used_again(
-    socket: Path, storage: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = storage()
+    server = alone()
     server.batch_set_v1(KEYS[:1], indices(0))
     with Keeper(memory="1MiB", socket=socket, value="4KiB"):
-        again = threading.Event()
-        for _ in range(300):
-            if server.batch_set_v1(KEYS[:1], indices(0)) == [True]:
-                break
-            again.wait(0.1)
+        eventually(lambda: server.batch_set_v1(KEYS[:1], indices(0)) == [True])
         assert server.batch_exists(KEYS[:1]) == 1
     assert server.batch_exists(KEYS[:1]) == 0
     assert "is away" in caplog.messages[0]
@@ -366,8 +356,7 @@ class Silent:
         pass
 
 
-def test_calls_have_one_time_limit_for_all_of_their_parts(keeper: Keeper, storage: Opener) -> None:
-    assert keeper.slots
+def test_calls_have_one_time_limit_for_all_of_their_parts(storage: Opener) -> None:
     server = storage(Pool((64,) * 130), {"timeout_ms": 200})
     silent = Silent()
     pages = server._pages
@@ -377,8 +366,7 @@ def test_calls_have_one_time_limit_for_all_of_their_parts(keeper: Keeper, storag
     assert max(silent.asked, default=0) <= 0.2
 
 
-def test_an_exception_of_the_store_is_a_miss(keeper: Keeper, storage: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    assert keeper.slots
+def test_an_exception_of_the_store_is_a_miss(storage: Opener, caplog: pytest.LogCaptureFixture) -> None:
     server = storage()
     for store, _ in server._pages._stores:
         store.close()
@@ -402,16 +390,15 @@ def test_batches_may_be_larger_than_a_call_of_the_store(keeper: Keeper, socket: 
         assert [pool.page(row) for row in range(20, 40)] == [pool.page(row) for row in range(20)]
 
 
-def test_the_start_of_a_chain_outlives_its_end(socket: Path, storage: Opener) -> None:
+def test_the_start_of_a_chain_outlives_its_end(socket: Path, alone: Opener) -> None:
     with Keeper(memory=64 * 4096, socket=socket, value=4096):
-        server = storage(Pool((64,) * 4))
+        server = alone(Pool((64,) * 4))
         server.batch_set_v1(KEYS, indices(*range(8)))
         server.batch_set_v1([key(number) for number in range(100, 111)], indices(*range(11)))
         assert server.batch_exists(KEYS) == 5
 
 
-def test_cleared_pages_are_gone_for_this_server_only(keeper: Keeper, storage: Opener) -> None:
-    assert keeper.slots
+def test_cleared_pages_are_gone_for_this_server_only(storage: Opener) -> None:
     server, other = storage(), storage()
     server.batch_set_v1(KEYS[:2], indices(0, 1))
     assert server.clear()
@@ -423,11 +410,8 @@ def test_cleared_pages_are_gone_for_this_server_only(keeper: Keeper, storage: Op
     assert storage().batch_exists(KEYS) == 2
 
 
-def test_ranks_with_the_same_pages_have_none_after_a_clear(
-    keeper: Keeper, storage: Opener, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_with_the_same_pages_have_none_after_a_clear(storage: Opener, caplog: pytest.LogCaptureFixture) -> None:
     """Only one of them writes. The others would look for its pages in namespaces of their own."""
-    assert keeper.slots
     ranks = [storage(is_mla_model=True, tp_rank=rank, tp_size=2) for rank in range(2)]
     ranks[0].batch_set_v1(KEYS[:1], indices(0))
     assert [rank.clear() for rank in ranks] == [False, False]
@@ -437,8 +421,7 @@ def test_ranks_with_the_same_pages_have_none_after_a_clear(
     assert storage(is_mla_model=True).clear(), "a single rank"
 
 
-def test_three_threads_use_a_storage_until_it_is_closed(keeper: Keeper, storage: Opener) -> None:
-    assert keeper.slots
+def test_three_threads_use_a_storage_until_it_is_closed(storage: Opener) -> None:
     pool = Pool()
     server = storage(pool)
     for row in range(8):
@@ -461,8 +444,7 @@ def test_three_threads_use_a_storage_until_it_is_closed(keeper: Keeper, storage:
     assert server.batch_exists(KEYS) == 0
 
 
-def test_generic_calls_find_and_store_nothing(keeper: Keeper, storage: Opener) -> None:
-    assert keeper.slots
+def test_generic_calls_find_and_store_nothing(storage: Opener) -> None:
     server = storage()
     assert server.get("k") is None
     assert server.batch_get(KEYS) == [None] * 8
@@ -474,20 +456,16 @@ def test_generic_calls_find_and_store_nothing(keeper: Keeper, storage: Opener) -
     server.close()
 
 
-def test_a_pool_that_is_registered_again_replaces_the_first_one(keeper: Keeper, storage: Opener, socket: Path) -> None:
-    assert keeper.slots
+def test_a_pool_that_is_registered_again_replaces_the_first_one(storage: Opener, socket: Path) -> None:
     server = storage()
     server.register_mem_pool_host(Pool())
     assert server.batch_set_v1(KEYS[:1], indices(0)) == [True]
     with Store(socket, namespace="n", value=4096) as store:
-        end = time.monotonic() + LIMIT
-        while store.stats()["keeper"]["clients"] != 2:  # the keeper takes note of an end a little later
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        eventually(lambda: store.stats()["keeper"]["clients"] == 2)  # the keeper notes an end a little later
 
 
-def test_a_storage_without_a_pool_finds_nothing(storage: Opener) -> None:
-    server = storage.make()
+def test_a_storage_without_a_pool_finds_nothing(alone: Opener) -> None:
+    server = alone.make()
     assert server.batch_exists(KEYS) == 0
     assert server.clear()
     server.close()

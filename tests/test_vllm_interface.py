@@ -17,6 +17,7 @@ import pytest
 from llm_datadist.integrations.vllm import interface, register, supported
 from llm_datadist.integrations.vllm.interface import check, needed
 from llm_datadist.integrations.vllm.supported import warn_untested
+from stand_ins import put
 
 
 @dataclass
@@ -49,9 +50,8 @@ class Base(ABC):
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("vllm.part")
-    vars(module).update(Output=Output, Request=Request, result=result, keywords=keywords, Base=Base)
-    monkeypatch.setitem(sys.modules, "vllm.part", module)
+    contents = {"Output": Output, "Request": Request, "result": result, "keywords": keywords, "Base": Base}
+    put(monkeypatch, {"vllm.part": contents})
     monkeypatch.setattr(interface, "installed", lambda: "9.9.0")
 
 

@@ -10,7 +10,7 @@ import mmap
 import sys
 import time
 from collections import namedtuple
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import pytest
 from llm_datadist import Engine, Error
 from llm_datadist.integrations.vllm.p2p_messages import decode_contact
 from peers import LIMIT
+from stand_ins import put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,7 +129,7 @@ class Manager:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     manager = {"P2PSecondaryTierManager": Manager, "P2PSourceInfo": Source, "NixlTransport": Nixl}
-    stand_ins = {
+    modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.utils.network_utils": {"get_ip": lambda: OWN},
         "vllm.envs": {"VLLM_P2P_SIDE_CHANNEL_HOST": "localhost"},
@@ -146,10 +147,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.v1.kv_offload.tiering.p2p.data": {"DataTransport": Transport, "PollResult": poll_result},
         "vllm.v1.kv_offload.tiering.p2p.manager": manager,
     }
-    for name, contents in stand_ins.items():
-        stand_in = ModuleType(name)
-        vars(stand_in).update(contents)
-        monkeypatch.setitem(sys.modules, name, stand_in)
+    put(monkeypatch, modules)
     monkeypatch.setattr(sys.modules["vllm"], "envs", sys.modules["vllm.envs"], raising=False)
     p2p = "vllm.v1.kv_offload.tiering.p2p"
     monkeypatch.setattr(sys.modules[p2p], "manager", sys.modules[f"{p2p}.manager"], raising=False)

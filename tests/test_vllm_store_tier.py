@@ -135,7 +135,8 @@ class Tier:
 
 
 @pytest.fixture
-def start(module: Any, socket: Path) -> Iterator[Callable[..., Tier]]:
+def alone(module: Any, socket: Path) -> Iterator[Callable[..., Tier]]:
+    """A function that starts a tier. The test starts the keeper, if any."""
     started: list[Tier] = []
 
     def one(**options: Any) -> Tier:
@@ -147,6 +148,12 @@ def start(module: Any, socket: Path) -> Iterator[Callable[..., Tier]]:
         each.close()
 
 
+@pytest.fixture
+def start(keeper: Keeper, alone: Callable[..., Tier]) -> Callable[..., Tier]:
+    assert keeper.slots
+    return alone
+
+
 def filled(tier: Tier, wanted: list[bytes], name: str = "filled") -> vllm.Context:
     """Compute the chunks of a request, each with the first byte of its key, and store them."""
     context = tier.begin(name, wanted)
@@ -156,7 +163,6 @@ def filled(tier: Tier, wanted: list[bytes], name: str = "filled") -> vllm.Contex
     return context
 
 
-@pytest.mark.usefixtures("keeper")
 def test_a_server_loads_what_another_one_has_stored(start: Callable[..., Tier]) -> None:
     one, other = start(), start()
     wanted = keys(3)
@@ -171,7 +177,6 @@ def test_a_server_loads_what_another_one_has_stored(start: Callable[..., Tier]) 
     assert other.counts() == {}
 
 
-@pytest.mark.usefixtures("keeper")
 def test_groups_of_a_block_are_kept_apart(start: Callable[..., Tier]) -> None:
     tier = start()
     filled(tier, [key(1, 0)])
@@ -179,7 +184,6 @@ def test_groups_of_a_block_are_kept_apart(start: Callable[..., Tier]) -> None:
     assert tier.found(context, [key(1, 0), key(1, 1)]) == [HIT, MISS]
 
 
-@pytest.mark.usefixtures("keeper")
 def test_keys_of_other_hashes(start: Callable[..., Tier]) -> None:
     """xxhash has 16 bytes, and SHA-512 would have 64."""
     for length in 16, 20, 24, 28, 32, 64:
@@ -190,11 +194,11 @@ def test_keys_of_other_hashes(start: Callable[..., Tier]) -> None:
         assert tier.found(tier.begin("r", wanted + other), wanted + other) == [HIT, HIT, MISS, MISS]
 
 
-def test_the_start_of_a_chain_stays_longest(start: Callable[..., Tier], socket: Path) -> None:
+def test_the_start_of_a_chain_stays_longest(alone: Callable[..., Tier], socket: Path) -> None:
     """vLLM gives the keys of a store as a set. The keeper has room for four."""
     with Keeper(memory=4 * ROW, value=ROW, socket=socket) as keeper:
         assert keeper.slots == 4
-        tier, wanted = start(), keys(8)
+        tier, wanted = alone(), keys(8)
         context = tier.begin("r", wanted)
         rows = {one: row for row, one in enumerate(wanted)}
         given = set(wanted)
@@ -204,10 +208,10 @@ def test_the_start_of_a_chain_stays_longest(start: Callable[..., Tier], socket: 
         assert tier.found(context, wanted) == [HIT] * 2 + [MISS] * 6
 
 
-def test_jobs_of_more_chunks_than_a_call_has(start: Callable[..., Tier], socket: Path) -> None:
+def test_jobs_of_more_chunks_than_a_call_has(alone: Callable[..., Tier], socket: Path) -> None:
     count = 9_000
     with Keeper(memory="48MiB", value=ROW, socket=socket):
-        tier, wanted = start(rows=count), keys(count)
+        tier, wanted = alone(rows=count), keys(count)
         tier.rows[:] = np.arange(count, dtype=np.uint32).view(np.uint8).reshape(count, 4).repeat(ROW // 4, axis=1)
         expected = tier.rows.copy()
         context, given = tier.begin("r", wanted), set(wanted)
@@ -219,7 +223,6 @@ def test_jobs_of_more_chunks_than_a_call_has(start: Callable[..., Tier], socket:
         assert (tier.rows[::-1] == expected).all()
 
 
-@pytest.mark.usefixtures("keeper")
 def test_chunks_that_are_gone_are_missed_by_that_request_only(start: Callable[..., Tier]) -> None:
     """Otherwise vLLM would promote them again without end."""
     tier, wanted = start(), keys(4)
@@ -239,7 +242,6 @@ def test_chunks_that_are_gone_are_missed_by_that_request_only(start: Callable[..
     assert tier.found(tier.begin("r", wanted), wanted) == [HIT] * 4, "another request with the same id"
 
 
-@pytest.mark.usefixtures("keeper")
 def test_finished_requests_leave_nothing(start: Callable[..., Tier]) -> None:
     """Also those whose loads fail afterwards."""
     tier = start()
@@ -254,7 +256,6 @@ def test_finished_requests_leave_nothing(start: Callable[..., Tier]) -> None:
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["prefix", "sliding window"])
-@pytest.mark.usefixtures("keeper")
 def test_lookups_of_a_step_need_few_calls(start: Callable[..., Tier], backwards: bool) -> None:
     """vLLM looks one chunk up at a time, a prefix from its start, and a sliding window from its end."""
     tier, wanted = start(), keys(1000)
@@ -282,7 +283,6 @@ def test_lookups_of_a_step_need_few_calls(start: Callable[..., Tier], backwards:
     assert calls == [1], "a key that is not one of the request"
 
 
-@pytest.mark.usefixtures("keeper")
 def test_each_step_asks_again(start: Callable[..., Tier]) -> None:
     """Another server may have stored the chunk meanwhile, or the keeper may have replaced it."""
     tier, wanted = start(), keys(2)
@@ -313,9 +313,9 @@ def test_jobs_that_wait_too_long_fail_and_touch_no_row(module: Any, socket: Path
 
 
 def test_a_keeper_that_comes_and_goes(
-    start: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
+    alone: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier, wanted = start(), keys(3)
+    tier, wanted = alone(), keys(3)
     context = tier.begin("r", wanted)
     for _ in range(3):
         assert tier.found(context, wanted) == [MISS] * 3
@@ -335,10 +335,10 @@ def test_a_keeper_that_comes_and_goes(
     assert [text for text in caplog.messages if "keeper" in text] == [away, f"the keeper at {socket} is back", away]
 
 
-def test_a_keeper_that_is_stopped(start: Callable[..., Tier], socket: Path) -> None:
+def test_a_keeper_that_is_stopped(alone: Callable[..., Tier], socket: Path) -> None:
     """Loads go on, because they read the memory of the keeper. Stores end at their time limit."""
     with serving(socket) as keeper:
-        tier, other = start(timeout_ms=300), start()
+        tier, other = alone(timeout_ms=300), alone()
         context = filled(other, keys(2))
         with stopped(keeper):
             assert other.found(context, keys(3)) == [HIT, HIT, MISS]
@@ -351,10 +351,10 @@ def test_a_keeper_that_is_stopped(start: Callable[..., Tier], socket: Path) -> N
         assert tier.found(tier.begin("r", keys(2)), keys(2)) == [HIT, HIT]
 
 
-def test_loads_do_not_wait_for_a_store_at_a_stopped_keeper(start: Callable[..., Tier], socket: Path) -> None:
+def test_loads_do_not_wait_for_a_store_at_a_stopped_keeper(alone: Callable[..., Tier], socket: Path) -> None:
     """Also those that miss a chunk. All of them end before the time limit of the store."""
     with serving(socket) as keeper:
-        tier = start(timeout_ms=8_000)
+        tier = alone(timeout_ms=8_000)
         context = filled(tier, keys(2))
         with stopped(keeper):
             store = tier.submit("store", context, [key(9)], [2])
@@ -367,9 +367,9 @@ def test_loads_do_not_wait_for_a_store_at_a_stopped_keeper(start: Callable[..., 
         assert result.job_id == store
 
 
-def test_a_keeper_that_is_killed_while_it_stores(start: Callable[..., Tier], socket: Path) -> None:
+def test_a_keeper_that_is_killed_while_it_stores(alone: Callable[..., Tier], socket: Path) -> None:
     with serving(socket) as keeper:
-        tier = start()
+        tier = alone()
         context = tier.begin("r", keys(1))
         with stopped(keeper) as serves:
             tier.submit("store", context, keys(1), [0])
@@ -391,9 +391,9 @@ class Broken:
     def close(self) -> None: ...
 
 
-def test_no_exception_reaches_the_scheduler(start: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_exception_reaches_the_scheduler(alone: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
     """And no buffer of the primary tier stays in a traceback."""
-    tier = start()
+    tier = alone()
     tier.tier._store.close()
     tier.tier._store = Broken()
     context = tier.begin("r", keys(2))
@@ -407,7 +407,6 @@ def test_no_exception_reaches_the_scheduler(start: Callable[..., Tier], caplog: 
     assert "a fault of start_get" in caplog.text
 
 
-@pytest.mark.usefixtures("keeper")
 def test_rows_that_do_not_exist_fail_their_jobs(start: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
     tier = start()
     context = filled(tier, keys(2))
@@ -418,7 +417,6 @@ def test_rows_that_do_not_exist_fail_their_jobs(start: Callable[..., Tier], capl
     assert "rows[0]=-1" in caplog.text
 
 
-@pytest.mark.usefixtures("keeper")
 def test_an_unknown_event_loses_no_other_one(start: Callable[..., Tier]) -> None:
     tier = start()
     context = tier.begin("r", keys(1))
@@ -426,7 +424,6 @@ def test_an_unknown_event_loses_no_other_one(start: Callable[..., Tier]) -> None
     assert tier.run("store", context, keys(1), [0]).success
 
 
-@pytest.mark.usefixtures("keeper")
 def test_many_ended_jobs_are_explained_once(start: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     tier, asked = start(), []
     noted = tier.tier._log.noted
@@ -470,7 +467,6 @@ def stuck(tier: Tier) -> Stuck:
     return call
 
 
-@pytest.mark.usefixtures("keeper")
 def test_copies_that_outlast_their_store_are_reported(start: Callable[..., Tier], seed: vllm.Seed) -> None:
     tier = start()
     call = stuck(tier)
@@ -484,7 +480,6 @@ def test_copies_that_outlast_their_store_are_reported(start: Callable[..., Tier]
     assert tier.tier._left == []
 
 
-@pytest.mark.usefixtures("keeper")
 def test_shutdown_logs_copies_that_still_run(start: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
     tier = start()
     call = stuck(tier)
@@ -501,7 +496,6 @@ def refuse(*_given: Any, **_named: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.usefixtures("keeper")
 def test_no_thread_of_python_is_started(start: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
     tier = start()
@@ -509,7 +503,6 @@ def test_no_thread_of_python_is_started(start: Callable[..., Tier], monkeypatch:
     assert tier.run("load", context, keys(1), [8]).success
 
 
-@pytest.mark.usefixtures("keeper")
 def test_calls_may_come_from_several_threads(start: Callable[..., Tier]) -> None:
     """vLLM 0.33 calls under a lock, and another tier may have it call from a thread of its own."""
     tier, wanted = start(), keys(4)
@@ -527,9 +520,9 @@ def test_calls_may_come_from_several_threads(start: Callable[..., Tier]) -> None
     assert results == [[HIT] * 4, True] * 2
 
 
-def test_drain_waits_for_the_jobs_and_keeps_the_results(start: Callable[..., Tier], socket: Path) -> None:
+def test_drain_waits_for_the_jobs_and_keeps_the_results(alone: Callable[..., Tier], socket: Path) -> None:
     with serving(socket) as keeper:
-        tier = start(timeout_ms=200)
+        tier = alone(timeout_ms=200)
         context = tier.begin("r", keys(2))
         with stopped(keeper):
             jobs = {tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(2))}
@@ -541,11 +534,11 @@ def test_drain_waits_for_the_jobs_and_keeps_the_results(start: Callable[..., Tie
 
 
 def test_drain_does_not_wait_without_end(
-    start: Callable[..., Tier], socket: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Callable[..., Tier], socket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It must not return either: a copy still runs."""
     with serving(socket) as keeper:
-        tier = start()
+        tier = alone()
         with stopped(keeper):
             tier.submit("store", tier.begin("r", keys(1)), keys(1), [0])
             monkeypatch.setattr(tier.tier, "_timeout_s", 0.01)
@@ -558,11 +551,11 @@ def test_drain_does_not_wait_without_end(
 
 
 def test_shutdown_ends_what_runs_and_drops_all_buffers(
-    start: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
+    alone: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM unmaps the primary tier right afterwards; `Tier.close` raises if a buffer is left. The keeper is stopped."""
     with serving(socket) as keeper:
-        tier = start()
+        tier = alone()
         context = tier.begin("r", keys(ROWS))
         with stopped(keeper):
             jobs = [tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(ROWS))]
@@ -576,9 +569,9 @@ def test_shutdown_ends_what_runs_and_drops_all_buffers(
     tier.tier.shutdown()
 
 
-def test_chunks_are_counted_once_when_the_store_is_closed(start: Callable[..., Tier]) -> None:
+def test_chunks_are_counted_once_when_the_store_is_closed(alone: Callable[..., Tier]) -> None:
     """Its counts are not to be had then."""
-    tier = start()
+    tier = alone()
     context = tier.begin("r", keys(1))
     tier.run("store", context, keys(1), [0])
     tier.tier._store.close()
@@ -587,7 +580,6 @@ def test_chunks_are_counted_once_when_the_store_is_closed(start: Callable[..., T
     assert tier.counts() == {(STORES, "failed"): 1}
 
 
-@pytest.mark.usefixtures("keeper")
 def test_calls_after_a_shutdown_find_nothing(start: Callable[..., Tier]) -> None:
     tier = start()
     context = filled(tier, keys(1))
@@ -611,7 +603,6 @@ def changed(**given: Any) -> Any:
 GROUP = CONFIG.groups[0]
 
 
-@pytest.mark.usefixtures("keeper")
 @pytest.mark.parametrize(
     "other",
     [
@@ -707,10 +698,10 @@ def test_options_that_must_be_given(module: Any, missing: str) -> None:
         module.LlmDatadistStoreTier(vllm.Spec(CONFIG), view, **options)
 
 
-def test_options_of_vllm(start: Callable[..., Tier]) -> None:
-    tier = start(locality="LOCAL", backpressure_detector="detector").tier
+def test_options_of_vllm(alone: Callable[..., Tier]) -> None:
+    tier = alone(locality="LOCAL", backpressure_detector="detector").tier
     assert (tier.locality, tier.tier_type, tier.bp_detector) == (vllm.Locality.LOCAL, "kept", "detector")
-    assert start().tier.locality is None
+    assert alone().tier.locality is None
 
 
 def test_a_keeper_with_smaller_values_is_refused(module: Any, socket: Path) -> None:
@@ -719,7 +710,6 @@ def test_a_keeper_with_smaller_values_is_refused(module: Any, socket: Path) -> N
         Tier(module, socket)
 
 
-@pytest.mark.usefixtures("keeper")
 def test_servers_with_other_hash_seeds_share_nothing(
     start: Callable[..., Tier], seed: vllm.Seed, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -734,7 +724,6 @@ def test_servers_with_other_hash_seeds_share_nothing(
     assert caplog.text == ""
 
 
-@pytest.mark.usefixtures("keeper")
 def test_an_empty_hash_seed_is_one(
     start: Callable[..., Tier], seed: vllm.Seed, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -748,9 +737,9 @@ def test_an_empty_hash_seed_is_one(
 
 
 def test_a_namespace_that_cannot_be_made_again(
-    start: Callable[..., Tier], seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alone: Callable[..., Tier], seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = start()
+    tier = alone()
     monkeypatch.setattr(sys.modules[NAME], "installed", lambda: "unknown")
     seed.value = "random"
     assert tier.found(tier.begin("r", keys(1)), keys(1)) == [MISS]
@@ -758,9 +747,9 @@ def test_a_namespace_that_cannot_be_made_again(
 
 
 def test_a_store_that_cannot_be_opened_again(
-    start: Callable[..., Tier], seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alone: Callable[..., Tier], seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = start()
+    tier = alone()
 
     def refuse(*_given: Any, **_named: Any) -> None:
         raise Error("no")
@@ -773,10 +762,10 @@ def test_a_store_that_cannot_be_opened_again(
 
 
 def test_metrics_are_defined_before_anything_is_opened(
-    module: Any, start: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    module: Any, alone: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Front ends of vLLM import the class for its metrics only. An undefined metric would end them."""
-    tier = start()
+    tier = alone()
     context = tier.begin("r", keys(1))
     tier.run("store", context, keys(1), [0])
     tier.run("load", context, keys(1), [0])
@@ -806,8 +795,8 @@ def test_a_vllm_with_other_methods_is_refused(
 
 
 def test_untested_versions_run_with_a_warning(
-    start: Callable[..., Tier], module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alone: Callable[..., Tier], module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "installed", lambda: "0.0.9")
-    start()
+    alone()
     assert "llm_datadist was not tested with vLLM 0.0.9" in caplog.text

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import namedtuple
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from stand_ins import put
 
 if TYPE_CHECKING:
     import pytest
@@ -133,7 +133,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Seed:
     def get_none_hash_seed() -> str:
         return seed.get()
 
-    stand_ins: dict[str, dict[str, Any]] = {
+    modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         f"{_CONNECTOR}.canonical_mapping": {"canonical_format_id": canonical_format_id},
         f"{_CONNECTOR}.metrics": {"OffloadingConnectorStats": Stats},
@@ -160,9 +160,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Seed:
             "TransferJob": TransferJob,
         },
     }
-    for name, contents in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+    put(monkeypatch, modules)
     monkeypatch.setattr("llm_datadist.integrations.vllm.supported.installed", lambda: "0.32.0")
     return seed
