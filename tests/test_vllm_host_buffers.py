@@ -75,18 +75,6 @@ def computed(prefill: Side, ticket: str = "there", blocks: list[int] = BLOCKS) -
     return sequence
 
 
-def check_received(decode: Side, sequence: np.ndarray, blocks: list[int]) -> None:
-    eventually(lambda: decode.all_ended("here", "received"))
-    assert not decode.workers[0].look().failed
-    assert decode.workers[0].wrong(blocks, range(TOKENS), sequence) == []
-
-
-def check_failed(decode: Side, reason: str) -> None:
-    eventually(lambda: decode.all_ended("here", "failed"))
-    assert decode.all_ended("here", "received")
-    assert reason in decode.workers[0].lines()
-
-
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (4, 1), (8, 2)])
 def test_pages_with_the_heads_of_a_token_together(ranks: tuple[int, int]) -> None:
     """Ranks read the heads that they need, token by token."""
@@ -96,9 +84,7 @@ def test_pages_with_the_heads_of_a_token_together(ranks: tuple[int, int]) -> Non
             worker.write(BLOCKS, range(TOKENS), sequence)
         prefill.send("there", BLOCKS)
         decode.receive(prefill.handover("there"), TOKENS, blocks=blocks)
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not any(worker.look().failed for worker in decode.workers)
-        assert [worker.wrong(blocks, range(TOKENS), sequence) for worker in decode.workers] == [[]] * ranks[1]
+        decode.received(sequence, blocks=blocks)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -124,7 +110,7 @@ def test_pages_of_slots_are_read_whole(isa: str) -> None:
     with sides(isa=isa) as (prefill, decode):
         sequence = computed(prefill)
         decode.receive(prefill.handover("there"), TOKENS, blocks=[7, 8])
-        check_received(decode, sequence, [7, 8])
+        decode.received(sequence, blocks=[7, 8])
 
 
 @pytest.mark.parametrize("layers_per_read", [1, 8])
@@ -137,8 +123,8 @@ def test_layers_of_a_finished_prompt_are_copied_in_groups(layers_per_read: int) 
         time.sleep(0.1)
         assert not decode.workers[0].look().received
         prefill.workers[0].hold_copies("d2h", False)
-        check_received(decode, sequence, [7, 8])
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        decode.received(sequence, blocks=[7, 8])
+        prefill.frees()
         groups = [("layer 0",), ("layer 1",)] if layers_per_read == 1 else [("layer 0", "layer 1")]
         assert [copy[:2] for copy in prefill.workers[0].copies()] == [("d2h", group) for group in groups]
         assert {copy[0] for copy in decode.workers[0].copies()} == {"h2d"}
@@ -152,7 +138,7 @@ def test_layers_of_a_copied_prompt_are_pulled_in_groups(layers_per_read: int) ->
         groups = [("layer 0",), ("layer 1",)] if layers_per_read == 1 else [("layer 0", "layer 1")]
         eventually(lambda: len(prefill.workers[0].copies()) == len(groups) and not prefill.workers[0].saves())
         decode.receive(prefill.handover("there"), TOKENS, blocks=[7, 8])
-        check_received(decode, sequence, [7, 8])
+        decode.received(sequence, blocks=[7, 8])
         assert [copy[:2] for copy in decode.workers[0].copies()] == [("h2d", group) for group in groups]
 
 
@@ -161,8 +147,8 @@ def test_save_that_takes_too_long_fails_the_receive() -> None:
         prefill.workers[0].hold_copies("d2h")
         computed(prefill)
         decode.receive(prefill.handover("there"), TOKENS)
-        check_failed(decode, "its blocks were not copied to host memory within 0.3 s")
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        decode.fails("its blocks were not copied to host memory within 0.3 s")
+        prefill.frees()
         # The copy ends after another request has the same ticket.
         sequence = computed(prefill, blocks=[9, 10])
         prefill.workers[0].hold_copies("d2h", False)
@@ -182,8 +168,8 @@ def test_failed_copy_fails_the_receive(side: int, reason: str) -> None:
         (prefill, decode)[side].workers[0].fail_copies(RuntimeError("the device is broken"))
         computed(prefill)
         decode.receive(prefill.handover("there"), TOKENS)
-        check_failed(decode, f"{reason}: the device is broken")
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        decode.fails(f"{reason}: the device is broken")
+        prefill.frees()
 
 
 @pytest.mark.parametrize("how", ["aborted", "late"])
@@ -202,7 +188,7 @@ def test_receive_that_has_failed_ends_when_no_copy_runs(how: str) -> None:
         worker.hold_copies("h2d", False)
         eventually(lambda: decode.all_ended("here", "received"))
         assert bool(worker.look().failed) == (how == "late")
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        prefill.frees()
 
 
 def test_receives_of_a_thread_that_has_ended_wait_for_its_copies() -> None:
@@ -215,7 +201,7 @@ def test_receives_of_a_thread_that_has_ended_wait_for_its_copies() -> None:
         worker.break_thread()
         assert not worker.look().received
         worker.hold_copies("h2d", False)
-        check_failed(decode, "the transfer thread has ended")
+        decode.fails("the transfer thread has ended")
 
 
 def test_blocks_in_use_are_written_later() -> None:
@@ -225,7 +211,7 @@ def test_blocks_in_use_are_written_later() -> None:
         for _ in range(40):
             decode.workers[0].write([7, 8], range(TOKENS), np.zeros_like(sequence))
         decode.receive(prefill.handover("there"), TOKENS, blocks=[7, 8])
-        check_received(decode, sequence, [7, 8])
+        decode.received(sequence, blocks=[7, 8])
 
 
 def test_layers_in_another_order_are_saved_after_the_last_one() -> None:
@@ -237,7 +223,7 @@ def test_layers_in_another_order_are_saved_after_the_last_one() -> None:
             prefill.workers[0].write(BLOCKS, range(TOKENS), sequence, range(layer, layer + 1))
             prefill.workers[0].layer_saved(layer)
         prefill.workers[0].step_saved()
-        check_received(decode, sequence, [7, 8])
+        decode.received(sequence, blocks=[7, 8])
 
 
 def test_withdrawn_prompt_is_not_copied_any_more() -> None:
@@ -256,7 +242,7 @@ def test_withdrawn_prompt_is_not_copied_any_more() -> None:
         worker.hold_copies("d2h", False)
         sequence = computed(prefill, blocks=[9, 10])
         decode.receive(prefill.handover("there"), TOKENS, blocks=[7, 8])
-        check_received(decode, sequence, [7, 8])
+        decode.received(sequence, blocks=[7, 8])
         assert not any(set(BLOCKS) & set(copy[2]) for copy in worker.copies())
 
 
@@ -287,7 +273,7 @@ def test_each_end_is_reported_once_when_copies_have_ended() -> None:
         decode.do(cancelled=[Cancel("here")])
         for worker in (prefill.workers[0], decode.workers[0]):
             worker.break_copies()
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        prefill.frees()
         eventually(lambda: decode.all_ended("here", "failed"))
         for worker in (prefill.workers[0], decode.workers[0]):
             worker.pause(False)
@@ -313,7 +299,7 @@ def test_an_old_save_does_not_write_to_rows_of_a_receive() -> None:
         eventually(lambda: any(copy[0] == "h2d" for copy in worker.copies()))
         time.sleep(0.1)
         worker.hold_copies("h2d", False)
-        check_received(both, sequence, [7, 8])
+        both.received(sequence, blocks=[7, 8])
 
 
 class Layers:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,14 +14,15 @@ import pytest
 
 from llm_datadist.integrations.vllm.step import Part, Send, Step, Withdraw
 from peers import eventually
-from test_vllm_transfers import PROMPT, blocks_of, sides, whole
+from test_vllm_transfers import PROMPT, TOKENS, blocks_of, sides, whole
 from vllm_pages import DIM, LAYERS
 from vllm_workers import BLOCKS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from test_vllm_transfers import Side
 
-TOKENS = 150
 LAYERWISE = {"layers_per_read": 1}
 TCP = {"engine_options": {"transport": "tcp"}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -81,30 +83,35 @@ class Prefill:
         self.side.do(sends=[Send("request", self.ticket)])
 
 
+@contextmanager
+def computing_for(prefill: Any = (), decode: Any = (), *, asks: bool = True) -> Iterator[tuple[Prefill, Side]]:
+    """Prefill, which will compute a request, and decode, which has asked for it."""
+    with sides(prefill, decode, **LAYERWISE) as (one, other):
+        if asks:
+            other.receive(one.handover("there"), TOKENS)
+        yield Prefill(one), other
+
+
 def in_place(decode: Side, sequence: np.ndarray, tokens: range, layers: range) -> bool:
     """Whether decode has these tokens in these layers."""
     blocks = blocks_of(decode, TOKENS)
     return all(worker.wrong(blocks, tokens, sequence, layers) == [] for worker in decode.workers)
 
 
-def check_received(prefill: Side, decode: Side, sequence: np.ndarray) -> None:
+def check_received(computing: Prefill, decode: Side) -> None:
     """The receive has succeeded with the right bytes, and prefill may free its blocks."""
-    eventually(lambda: decode.all_ended("here", "received"))
-    assert not any(worker.look().failed for worker in decode.workers)
-    assert in_place(decode, sequence, range(TOKENS), range(LAYERS))
-    eventually(lambda: prefill.all_ended("request", "sent"))
-    assert all(worker.observed() is None for worker in prefill.workers)
+    decode.received(computing.sequence)
+    computing.side.frees("request")
+    assert all(worker.observed() is None for worker in computing.side.workers)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_decode_reads_while_prefill_computes(case: str) -> None:
     """Layers are in place while later ones are not computed, or parts, if the two sides differ."""
     prefill_options, decode_options, by_layers = CASES[case]
-    with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
+    with computing_for(prefill_options, decode_options) as (computing, decode):
         half = len(computing.blocks) // 2
-        early = range(half * prefill.block_size)
+        early = range(half * computing.side.block_size)
         computing.schedule(0, half)
         computing.compute(0, half, 0)
         if by_layers:
@@ -115,7 +122,7 @@ def test_decode_reads_while_prefill_computes(case: str) -> None:
         assert not decode.workers[0].look().received
         computing.step(half, len(computing.blocks))
         computing.finish()
-        check_received(prefill, decode, computing.sequence)
+        check_received(computing, decode)
         if by_layers:
             # No layer was read twice.
             moved = [sum((worker.observed() or {}).get("bytes", ())) for worker in decode.workers]
@@ -124,33 +131,30 @@ def test_decode_reads_while_prefill_computes(case: str) -> None:
 
 @pytest.mark.parametrize("when", ["while it is computed", "when it has finished"])
 def test_late_decode_reads_computed_layers(when: str) -> None:
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
+    with computing_for(asks=False) as (computing, decode):
         computing.step(0, 2)
         computing.schedule(2, 5)
         computing.compute(2, 5, 0)
         if when == "while it is computed":
-            decode.receive(prefill.handover("there"), TOKENS)
+            decode.receive(computing.side.handover("there"), TOKENS)
             eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))
         computing.compute(2, 5, 1)
         computing.save()
         computing.finish()
         if when == "when it has finished":
-            decode.receive(prefill.handover("there"), TOKENS)
-        check_received(prefill, decode, computing.sequence)
+            decode.receive(computing.side.handover("there"), TOKENS)
+        check_received(computing, decode)
 
 
 def test_only_what_is_missing_is_read() -> None:
     """Decode has the first 96 tokens in its prefix cache: blocks that it shares with other requests."""
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS, 96)
+    with computing_for(asks=False) as (computing, decode):
+        decode.receive(computing.side.handover("there"), TOKENS, 96)
         computing.step(0, 2)
         computing.step(2, 5)
         computing.finish()
-        eventually(lambda: decode.all_ended("here", "received"))
+        decode.received(computing.sequence, first=96)
         assert decode.workers[0].untouched(blocks_of(decode, TOKENS)[:3])
-        assert in_place(decode, computing.sequence, range(96, TOKENS), range(LAYERS))
         observed = decode.workers[0].observed()
         assert observed is not None
         assert observed["blocks"] == [2]
@@ -159,10 +163,9 @@ def test_only_what_is_missing_is_read() -> None:
 @pytest.mark.parametrize("asks", ["before", "after"])
 def test_preempted_request_is_read_again(asks: str) -> None:
     """Its blocks have other bytes in the meantime. Decode discards the parts that it has not read completely."""
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
+    with computing_for(asks=False) as (computing, decode):
         if asks == "before":
-            decode.receive(prefill.handover("there"), TOKENS)
+            decode.receive(computing.side.handover("there"), TOKENS)
         computing.schedule(0, 3)
         computing.compute(0, 3, 0)
         if asks == "before":
@@ -171,12 +174,12 @@ def test_preempted_request_is_read_again(asks: str) -> None:
         computing.save()
         computing.withdraw(ended=False)
         if asks == "after":
-            decode.receive(prefill.handover("there"), TOKENS)
+            decode.receive(computing.side.handover("there"), TOKENS)
         computing.blocks = computing.blocks[::-1]
         computing.step(0, 4)
         computing.step(4, 5)
         computing.finish()
-        check_received(prefill, decode, computing.sequence)
+        check_received(computing, decode)
 
 
 @pytest.mark.parametrize("case", ["equal", "tcp", "two ranks", "larger blocks", "smaller blocks"])
@@ -200,18 +203,14 @@ def test_preemption_during_pull_never_delivers_wrong_bytes(case: str) -> None:
                 computing.blocks = computing.blocks[::-1] if round_ else computing.blocks
             computing.step(0, count)
             computing.finish()
-            eventually(lambda: decode.all_ended(name, "received"))  # noqa: B023 - called at once
-            assert not any(name in worker.look().failed for worker in decode.workers)
-            assert in_place(decode, computing.sequence, range(TOKENS), range(LAYERS))
+            decode.received(computing.sequence, name=name)
             for worker in decode.workers:
                 worker.write(blocks_of(decode, TOKENS), range(TOKENS), np.zeros_like(computing.sequence))
 
 
 @pytest.mark.parametrize("when", ["before it is computed", "while it is computed"])
 def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
+    with computing_for() as (computing, decode):
         if when == "while it is computed":
             computing.step(0, 2)
             eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))
@@ -219,85 +218,71 @@ def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
             eventually(decode.workers[0].peers)
             time.sleep(0.1)
         computing.withdraw(ended=True)
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert "ended without a result" in decode.workers[0].lines()
+        decode.fails("ended without a result")
 
 
 @pytest.mark.parametrize("computed", [0, 1])
 def test_model_failure_fails_receive(computed: int) -> None:
     """vLLM ends the step in the same way, but not all layers have their content."""
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
+    with computing_for() as (computing, decode):
         computing.step(0, 2)
         computing.schedule(2, 5)
         for layer in range(computed):
             computing.compute(2, 5, layer)
         computing.save()
         computing.finish()
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert f"prefill does not lend it: the model has computed {computed} of 2 layers" in decode.workers[0].lines()
+        decode.fails(f"prefill does not lend it: the model has computed {computed} of 2 layers")
         assert not in_place(decode, computing.sequence, range(64, TOKENS), range(LAYERS))
-        eventually(lambda: prefill.all_ended("request", "sent"))
+        computing.side.frees("request")
 
 
 def test_step_without_wait_for_save_fails_receive() -> None:
     """The next step begins, and vLLM has not called `wait_for_save`."""
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
+    with computing_for() as (computing, decode):
         computing.schedule(0, 4)
         computing.step(4, 5)
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert "the model has computed 0 of 2 layers" in decode.workers[0].lines()
+        decode.fails("the model has computed 0 of 2 layers")
 
 
 def test_step_without_end_does_not_complete_the_next_request() -> None:
     """The next step withdraws the request, and lends another one with the same ticket and part."""
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
+    with computing_for(asks=False) as (computing, decode):
         computing.schedule(0, 5)
         for layer in range(LAYERS):
             computing.compute(0, 5, layer)
         part = Part("there", PROMPT, 0, 0, [computing.blocks], False, True)
-        prefill.do(withdrawn=[Withdraw("there", ended=True)], parts=[part])
-        prefill.workers[0].write(computing.blocks, range(TOKENS), np.zeros_like(computing.sequence))
-        decode.receive(prefill.handover("there"), TOKENS)
+        computing.side.do(withdrawn=[Withdraw("there", ended=True)], parts=[part])
+        computing.side.workers[0].write(computing.blocks, range(TOKENS), np.zeros_like(computing.sequence))
+        decode.receive(computing.side.handover("there"), TOKENS)
         time.sleep(0.2)
         assert not decode.workers[0].look().received
         for layer in range(LAYERS):
             computing.compute(0, 5, layer)
         computing.save()
         computing.finish()
-        check_received(prefill, decode, computing.sequence)
+        check_received(computing, decode)
 
 
 @pytest.mark.parametrize("case", ["equal", "larger blocks"])
 def test_several_receives_with_one_ticket(case: str) -> None:
     """A request for two completions is two requests in decode. Both read all blocks."""
     prefill_options, decode_options, _ = CASES[case]
-    with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
+    with computing_for(prefill_options, decode_options) as (computing, decode):
         used = blocks_of(decode, TOKENS)
         count = len(used)
         unused = [block for block in range(1, BLOCKS) if block not in used]
-        decode.receive(prefill.handover("there"), TOKENS)
-        decode.receive(prefill.handover("there"), TOKENS, name="other", blocks=unused[:count])
+        decode.receive(computing.side.handover("there"), TOKENS, name="other", blocks=unused[:count])
         computing.step(0, 3)
         computing.step(3, 5)
         computing.finish()
-        check_received(prefill, decode, computing.sequence)
-        eventually(lambda: decode.all_ended("other", "received"))
-        assert not decode.workers[0].look().failed
-        assert decode.workers[0].wrong(unused[:count], range(TOKENS), computing.sequence) == []
+        check_received(computing, decode)
+        decode.received(computing.sequence, name="other", blocks=unused[:count])
 
 
 def test_a_receive_with_another_prompt_fails_alone() -> None:
     """Another receive of the same worker has the same ticket."""
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
-        decode.receive(prefill.handover("there", "150:other"), TOKENS, name="bad", blocks=[20] * 5)
+    with computing_for() as (computing, decode):
+        decode.receive(computing.side.handover("there", "150:other"), TOKENS, name="bad", blocks=[20] * 5)
         computing.step(0, 3)
         eventually(lambda: decode.all_ended("bad", "failed"))
         computing.step(3, 5)
@@ -306,40 +291,3 @@ def test_a_receive_with_another_prompt_fails_alone() -> None:
         assert decode.workers[0].look().failed == {"bad"}
         assert in_place(decode, computing.sequence, range(TOKENS), range(LAYERS))
         assert decode.workers[0].untouched([20])
-
-
-def test_the_kv_cache_of_another_prompt_is_not_lent() -> None:
-    with sides(**LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there", "150:other"), TOKENS)
-        computing.step(0, 2)
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert "differs from the prompt in prefill" in decode.workers[0].lines()
-        assert decode.workers[0].untouched(blocks_of(decode, TOKENS))
-
-
-def test_a_prefill_that_makes_no_progress_fails_the_receive() -> None:
-    """The time limit begins anew with each sign of progress."""
-    with sides({}, {"timeout_ms": 3000}, **LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
-        for block in range(4):
-            time.sleep(1)
-            computing.step(block, block + 1)
-        assert not decode.workers[0].look().received
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert "no progress within 3 s" in decode.workers[0].lines()
-
-
-def test_computed_layers_are_progress() -> None:
-    """Also if decode can only pull a part when all of its layers are computed, because the block sizes differ."""
-    with sides({}, {"timeout_ms": 4000, "block_size": 64}, **LAYERWISE) as (prefill, decode):
-        computing = Prefill(prefill)
-        decode.receive(prefill.handover("there"), TOKENS)
-        computing.schedule(0, 5)
-        for layer in range(LAYERS):
-            time.sleep(2.2)
-            computing.compute(0, 5, layer)
-        computing.save()
-        computing.finish()
-        check_received(prefill, decode, computing.sequence)

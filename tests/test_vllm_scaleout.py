@@ -10,12 +10,11 @@ import pytest
 
 from llm_datadist.integrations.vllm.step import Await, Receive
 from peers import eventually, free_ports
-from test_vllm_transfers import LONG, Side, blocks_of, sides, whole
+from test_vllm_transfers import LONG, TOKENS, Side, blocks_of, hand_over, sides, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TOKENS = 150
 TOKEN = {"token": "0123456789abcdef"}
 TCP = {"transport": "tcp"}
 
@@ -30,20 +29,6 @@ def running(*names: str, **given: Any) -> Iterator[list[Side]]:
                 stack.callback(worker.close)
                 worker.ready()
         yield made
-
-
-def hand_over(prefill: Side, decode: Side, name: str, tokens: int = TOKENS, sequence: np.ndarray | None = None) -> None:
-    """Have decode receive a request of its own, and check its bytes and that prefill frees it."""
-    sequence = whole(2, tokens) if sequence is None else sequence
-    for worker in prefill.workers:
-        worker.write(blocks_of(prefill, tokens), range(tokens), sequence)
-    prefill.send(name, blocks_of(prefill, tokens))
-    decode.receive(prefill.handover(name), tokens, name=name)
-    eventually(lambda: decode.all_ended(name, "received"))
-    assert not any(name in worker.look().failed for worker in decode.workers)
-    wrong = [worker.wrong(blocks_of(decode, tokens), range(tokens), sequence) for worker in decode.workers]
-    assert wrong == [[]] * len(decode.workers)
-    eventually(lambda: prefill.all_ended(name, "sent"))
 
 
 def test_data_parallel_ranks_of_one_host_do_not_collide() -> None:
@@ -72,11 +57,10 @@ def test_each_stage_reads_the_same_stage(ranks: tuple[int, int]) -> None:
             worker.write(blocks, range(TOKENS), sequences[number // ranks[0]])
         prefill.send("there", blocks)
         decode.receive(prefill.handover("there"), TOKENS)
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not any(worker.look().failed for worker in decode.workers)
+        decode.received()
         for number, worker in enumerate(decode.workers):
             assert worker.wrong(blocks_of(decode, TOKENS), range(TOKENS), sequences[number // ranks[1]]) == []
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        prefill.frees()
         # A worker is linked to workers of its stage only.
         linked = max(ranks) // ranks[0], max(ranks) // ranks[1]
         assert [{worker.peers() for worker in side.workers} for side in (prefill, decode)] == [{n} for n in linked]
@@ -142,11 +126,8 @@ def test_several_decodes_may_read_one_request() -> None:
         for side in (one, two):
             assert not prefill.workers[0].look().sent
             side.receive(prefill.handover("there", decodes=2), TOKENS)
-            eventually(lambda side=side: side.all_ended("here", "received"))
-            for worker in side.workers:
-                assert not worker.look().failed
-                assert worker.wrong(blocks_of(side, TOKENS), range(TOKENS), sequence) == []
-        eventually(lambda: prefill.all_ended("there", "sent"))
+            side.received(sequence)
+        prefill.frees()
 
 
 def test_decodes_come_and_go() -> None:
@@ -178,7 +159,7 @@ def test_prefills_come_and_go() -> None:
                 prefill.workers[0].kill()
             eventually(lambda: not decode.workers[0].peers())
             decode.receive(gone, TOKENS, name=f"gone {number}")
-            eventually(lambda number=number: decode.all_ended(f"gone {number}", "failed"))
+            decode.fails("Connection refused", f"gone {number}")
         assert len(ports) == 4
         assert decode.workers[0].remembered() == {}
 

@@ -24,6 +24,7 @@ from vllm_workers import BLOCKS, Worker
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+TOKENS = 150
 PROMPT = "150:digest"
 # Options of all workers.
 DEFAULTS: dict[str, Any] = {}
@@ -74,6 +75,28 @@ class Side:
     def all_ended(self, request: str, what: str) -> bool:
         return all(request in getattr(worker.look(), what) for worker in self.workers)
 
+    def received(
+        self, sequence: np.ndarray | None = None, *, name: str = "here", blocks: list[int] | None = None, first: int = 0
+    ) -> None:
+        """Wait until a request is received, and check that none has failed, and its tokens from `first` on."""
+        eventually(lambda: self.all_ended(name, "received"))
+        assert not any(worker.look().failed for worker in self.workers)
+        if sequence is not None:
+            tokens = sequence.shape[2]
+            ours = blocks_of(self, tokens) if blocks is None else blocks
+            wrong = [worker.wrong(ours, range(first, tokens), sequence) for worker in self.workers]
+            assert wrong == [[]] * len(wrong)
+
+    def fails(self, reason: str, name: str = "here") -> None:
+        """Wait until all workers have failed to receive a request, and check what the first one logs."""
+        eventually(lambda: self.all_ended(name, "failed"))
+        assert self.all_ended(name, "received")
+        assert reason in self.workers[0].lines()
+
+    def frees(self, ticket: str = "there") -> None:
+        """Wait until all workers have freed a request."""
+        eventually(lambda: self.all_ended(ticket, "sent"))
+
 
 @contextmanager
 def sides(prefill: Any = (), decode: Any = (), **both: Any) -> Iterator[tuple[Side, Side]]:
@@ -100,6 +123,17 @@ def blocks_of(side: Side, tokens: int) -> list[int]:
     return [1 + (7 * index + 3) % (BLOCKS - 1) for index in range(count)]
 
 
+def hand_over(prefill: Side, decode: Side, name: str = "there") -> None:
+    """Have decode receive a request of its own, and check its bytes and that prefill frees it."""
+    sequence = whole(2, TOKENS)
+    for worker in prefill.workers:
+        worker.write(blocks_of(prefill, TOKENS), range(TOKENS), sequence)
+    prefill.send(name, blocks_of(prefill, TOKENS))
+    decode.receive(prefill.handover(name), TOKENS, name=name)
+    decode.received(sequence, name=name)
+    prefill.frees(name)
+
+
 CASES = {
     "equal": ({}, {}),
     "heads split": ({"ranks": 1}, {"ranks": 2}),
@@ -119,19 +153,15 @@ CASES = {
 def test_decode_has_the_tokens_of_prefill(case: str, isa: str, first: int) -> None:
     """All tokens from `first` on arrive, whatever the ranks and block sizes; both sides end, and nothing is left."""
     given = [{"heads": 4, **one} for one in CASES[case]]
-    heads, tokens = given[0]["heads"], 150
-    sequence = whole(heads, tokens)
+    sequence = whole(given[0]["heads"], TOKENS)
     with sides(*given, isa=isa) as (prefill, decode):
-        blocks = blocks_of(prefill, tokens)
+        blocks = blocks_of(prefill, TOKENS)
         for worker in prefill.workers:
-            worker.write(blocks, range(tokens), sequence)
+            worker.write(blocks, range(TOKENS), sequence)
         prefill.send("there", blocks)
-        decode.receive(prefill.handover("there"), tokens, first)
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not any(worker.look().failed for worker in decode.workers)
-        wrong = [worker.wrong(blocks_of(decode, tokens), range(first, tokens), sequence) for worker in decode.workers]
-        assert wrong == [[]] * len(wrong)
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        decode.receive(prefill.handover("there"), TOKENS, first)
+        decode.received(sequence, first=first)
+        prefill.frees()
         assert all(worker.observed() is None for worker in prefill.workers)
 
 
@@ -142,8 +172,7 @@ def test_maximum_timeout_and_lease_are_accepted() -> None:
         prefill.send("other", [5])
         time.sleep(0.1)
         prefill.send("there", [4])
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not decode.workers[0].look().failed
+        decode.received()
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (8, 2)])
@@ -152,7 +181,7 @@ def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None
     with sides({"ranks": ranks[0]}, {"ranks": ranks[1]}) as (prefill, decode):
         prefill.send("there", [4, 5])
         decode.release(prefill.handover("there"))
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        prefill.frees()
         assert not any(worker.look().received for worker in decode.workers)
 
 
@@ -166,7 +195,7 @@ def test_a_rank_that_gives_up_does_not_hold_the_blocks() -> None:
         eventually(lambda: "here" in reads.look().received)
         assert not prefill.workers[0].look().sent
         gives_up.submit(Step(awaited=held, cancelled=[Cancel("here")]))
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        prefill.frees()
         assert not reads.look().failed
 
 
@@ -188,7 +217,7 @@ def test_a_request_that_nobody_lends_fails() -> None:
 def test_a_lease_that_has_expired_fails_the_receive() -> None:
     with sides({"lease_ms": 100}) as (prefill, decode):
         prefill.send("there", [4, 5])
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        prefill.frees()
         observed = prefill.workers[0].observed()
         assert observed is not None
         assert observed["expired_leases"] == 1
@@ -210,9 +239,7 @@ def test_addresses_that_make_no_sense_fail_the_receive(addresses: list[str], rea
         handover = prefill.handover("there")
         handover.addresses[:] = addresses
         decode.receive(handover, 60, blocks=[4, 5])
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert decode.workers[0].look().failed == {"here"}
-        assert reason in decode.workers[0].lines()
+        decode.fails(reason)
 
 
 def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
@@ -221,43 +248,7 @@ def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
         eventually(decode.workers[0].peers)
         time.sleep(0.1)
         prefill.workers[0].kill()
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert decode.workers[0].look().failed == {"here"}
-        assert "broke" in decode.workers[0].lines()
-
-
-def test_prefill_keeps_what_waits_in_the_queue_of_decode() -> None:
-    """Much longer than the lease."""
-    with sides({"lease_ms": 100}) as (prefill, decode):
-        handover = prefill.handover("there")
-        decode.do(awaited=[Await("here", handover)])
-        eventually(prefill.workers[0].held)
-        prefill.send("there", [4])
-        time.sleep(1)
-        assert not prefill.all_ended("there", "sent")
-        decode.do(receives=[Receive("here", [[5]], 0, 30)])
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not decode.workers[0].look().failed
-        eventually(lambda: prefill.all_ended("there", "sent"))
-        assert prefill.workers[0].observed() is None
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_killed_decode_gives_the_blocks_back(reads: bool) -> None:
-    """Long before the lease would end, whether it waits in the queue or is read."""
-    with sides({"lease_ms": 3_600_000}, LONG) as (prefill, decode):
-        handover = prefill.handover("there")
-        decode.receive(handover, 30) if reads else decode.do(awaited=[Await("here", handover)])
-        eventually(prefill.workers[0].held)
-        # If it reads, it waits for the last layer.
-        parts = [Part("there", PROMPT, 0, 0, [[4]], not reads, True)]
-        prefill.do(parts=parts, sends=[Send("there", "there")])
-        assert not prefill.all_ended("there", "sent")
-        decode.workers[0].kill()
-        eventually(lambda: prefill.all_ended("there", "sent"))
-        observed = prefill.workers[0].observed()
-        assert observed is not None
-        assert observed["expired_leases"] == 1
+        decode.fails("broke")
 
 
 def test_an_aborted_receive_is_cancelled() -> None:
@@ -265,21 +256,10 @@ def test_an_aborted_receive_is_cancelled() -> None:
         decode.receive(prefill.handover("there"), 30)
         eventually(prefill.workers[0].held)
         decode.do(cancelled=[Cancel("here")])
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not decode.workers[0].look().failed
+        decode.received()
         assert decode.workers[0].observed() is None
         prefill.send("there", [4])
-        eventually(lambda: prefill.all_ended("there", "sent"))
-
-
-def test_a_refused_connection_decides() -> None:
-    """A prefill that has ended is not waited for, although the time limit is long."""
-    with sides(LONG, LONG) as (prefill, decode):
-        handover = prefill.handover("there")
-        prefill.workers[0].kill()
-        decode.receive(handover, 30)
-        eventually(lambda: decode.all_ended("here", "failed"))
-        assert "Connection refused" in decode.workers[0].lines()
+        prefill.frees()
 
 
 def test_messages_that_a_peer_has_no_room_for_wait() -> None:
@@ -303,11 +283,7 @@ def test_events_that_cannot_be_taken_are_taken_later() -> None:
     with sides(LONG, LONG) as (prefill, decode):
         for worker in (*prefill.workers, *decode.workers):
             worker.fail_events()
-        prefill.send("there", [4])
-        decode.receive(prefill.handover("there"), 30)
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not decode.workers[0].look().failed
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        hand_over(prefill, decode)
         assert all("cannot take the events" in side.workers[0].lines() for side in (prefill, decode))
 
 
@@ -336,11 +312,7 @@ def test_a_dead_transfer_thread_is_noticed() -> None:
 def test_neighbours_of_one_version_work_together(versions: tuple[int, int]) -> None:
     """The later one sends fields and facts that the earlier one does not know."""
     with sides({"protocol": versions[0]}, {"protocol": versions[1]}) as (prefill, decode):
-        prefill.send("there", [4])
-        decode.receive(prefill.handover("there"), 30)
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not decode.workers[0].look().failed
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        hand_over(prefill, decode)
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1)])
@@ -357,16 +329,13 @@ def test_a_prefill_that_does_not_fit_is_refused(ranks: tuple[int, int], other: d
     with sides({"lease_ms": 3_600_000, "ranks": ranks[0]}, {"ranks": ranks[1], **other}) as (prefill, decode):
         prefill.send("there", [4, 5])
         failed_receive(prefill, decode)
-        eventually(lambda: prefill.all_ended("there", "sent"))
+        prefill.frees()
         assert text in decode.workers[0].lines()
 
 
 def test_the_comparison_can_be_left_out() -> None:
     with sides({"model": "one"}, {"model": "another", "check_compatibility": False}) as (prefill, decode):
-        prefill.send("there", [4])
-        decode.receive(prefill.handover("there"), 30)
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not decode.workers[0].look().failed
+        hand_over(prefill, decode)
 
 
 def test_receives_are_spans() -> None:
@@ -374,9 +343,9 @@ def test_receives_are_spans() -> None:
     with sides({}, {"spans": True, "timeout_ms": 5000}) as (prefill, decode):
         prefill.send("there", [4, 5])
         decode.receive(prefill.handover("there"), 60)
-        eventually(lambda: decode.all_ended("here", "received"))
+        decode.received()
         decode.receive(prefill.handover("nobody"), 30, name="gone")
-        eventually(lambda: decode.all_ended("gone", "failed"))
+        decode.fails("", "gone")
         (good, bad) = decode.workers[0].spans()
         assert (good[0], good[2], bad[2]) == ("llm_datadist.receive", "UNSET", "ERROR")
         assert good[1].pop("llm_datadist.pull_seconds") > 0
@@ -388,10 +357,7 @@ def test_messages_that_cannot_be_read_are_dropped() -> None:
     with sides() as (prefill, decode):
         bad = [b"", b"\xff", b"\x90", b"\x80", encode(Hold("r", 1)).replace(b"\x01", b"\x00")]
         decode.workers[0].tell(prefill.workers[0].address(), bad)
-        prefill.send("there", [4])
-        decode.receive(prefill.handover("there"), 30)
-        eventually(lambda: decode.all_ended("here", "received"))
-        assert not decode.workers[0].look().failed
+        hand_over(prefill, decode)
 
 
 def test_a_failure_of_a_message_logs_none_of_its_bytes() -> None:
@@ -409,9 +375,7 @@ def test_requests_start_no_threads() -> None:
     """Neither one that waits, nor one that is received, on either side."""
     with sides() as (prefill, decode):
         (one,), (other,) = prefill.workers, decode.workers
-        prefill.send("first", [4])
-        decode.receive(prefill.handover("first"), 30, name="first")
-        eventually(lambda: decode.all_ended("first", "received"))
+        hand_over(prefill, decode, "first")
         before = one.threads(), other.threads()
         names = [f"request {number}" for number in range(100)]
         for name in names:
